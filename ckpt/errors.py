@@ -1,0 +1,77 @@
+"""Errors of the checkpoint layer, grouped by what a handler can do next.
+
+Failures of a store itself are `storage.StorageError`s; on one rank of several they arrive on every rank
+as a `RankFailed` that names the rank and carries the text of the cause.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class CheckpointError(Exception):
+    """Any failure of this library. Nothing was committed and nothing was overwritten unless it says so."""
+
+
+class InvalidState(CheckpointError):
+    """The state cannot be saved as it is; every problem is listed with its fqn."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        super().__init__(_listed("the state cannot be saved", problems))
+        self.problems = tuple(problems)
+
+
+class Mismatch(CheckpointError):
+    """State and checkpoint do not fit; every problem is listed, nothing was changed."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        super().__init__(_listed("the checkpoint does not fit the state", problems))
+        self.problems = tuple(problems)
+
+
+class NoCheckpoint(CheckpointError):
+    """There is no checkpoint where one was looked for: empty root, unknown step, or no root at all."""
+
+
+class Corrupt(CheckpointError):
+    """Bytes differ from what was written; the message names the object and the block or field."""
+
+
+class UnsupportedFormat(CheckpointError):
+    """Written by a newer version, or needs a feature that this version does not have."""
+
+
+class StoreRefused(CheckpointError):
+    """The store cannot commit safely (it overwrites where it should refuse), or ranks see other roots."""
+
+
+class Fenced(CheckpointError):
+    """A newer session has claimed this root. This process must not write here again; nothing was lost."""
+
+
+class OutcomeUnknown(CheckpointError):
+    """The commit was sent and no answer came. The next save settles it; nothing of it was deleted."""
+
+
+class RankFailed(CheckpointError):
+    """A rank failed or died; raised on every rank with the same text."""
+
+    def __init__(self, message: str, *, rank: int, phase: str) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.phase = phase
+
+
+class LoadInterrupted(CheckpointError):
+    """A load failed after it had begun to write into the target, which is now a mixture.
+
+    Stepping or saving the target raises this again until a load into it succeeds.
+    """
+
+
+def _listed(summary: str, problems: Sequence[str], shown_max: int = 20) -> str:
+    lines = [f"{summary} ({len(problems)} problem{'s' if len(problems) != 1 else ''}):"]
+    lines += [f"  - {problem}" for problem in problems[:shown_max]]
+    if len(problems) > shown_max:
+        lines.append(f"  ... and {len(problems) - shown_max} more (all in .problems)")
+    return "\n".join(lines)

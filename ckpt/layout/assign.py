@@ -1,0 +1,175 @@
+"""Who writes what: a pure rule by which every rank finds its own share without asking the others.
+
+Ranks that hold the same region form a group. All members of a group see the same items, put them
+through the same arithmetic, and each takes the bin of its own index.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from heapq import heapify, heapreplace
+from typing import NamedTuple
+
+from ckpt.layout.piece import Holding, Piece
+from ckpt.layout.region import Box, Region, Span, span_of
+
+MIB = 1 << 20
+
+
+class Share(NamedTuple):
+    """Elements `start` to `stop` of a piece's own row-major order, for this rank to write."""
+
+    holding: Holding
+    piece: Piece
+    start: int
+    stop: int
+
+    @property
+    def region(self) -> Region:
+        """The part in the logical tensor's coordinates; the whole piece is the piece's region."""
+        return part_of(self.piece, self.start, self.stop)
+
+
+class Assignment(NamedTuple):
+    """What one rank writes, and which replicas it holds without being trusted to be equal.
+
+    `compared` lists whole pieces that several ranks hold and no engine keeps equal; each holder
+    reports a digest of them, the writer included.
+    """
+
+    shares: list[Share]
+    compared: list[tuple[Holding, Piece]]
+
+
+def assign(holdings: Iterable[Holding], rank: int) -> Assignment:
+    """The part of `holdings` that `rank` writes. Over all ranks every element is written once."""
+    shares: list[Share] = []
+    compared: list[tuple[Holding, Piece]] = []
+    groups: dict[tuple[int, ...], list[tuple[Holding, Piece]]] = defaultdict(list)
+    for holding in holdings:
+        for piece in holding.pieces:
+            numel = piece.local_region.numel
+            if len(piece.holders) == 1:
+                if numel:
+                    shares.append(Share(holding, piece, 0, numel))
+                continue
+            if numel:
+                groups[piece.holders].append((holding, piece))
+                if not holding.synchronized:
+                    compared.append((holding, piece))
+    for holders, members in sorted(groups.items()):
+        shares += _share_of(members, holders.index(rank), len(holders))
+    return Assignment(shares, compared)
+
+
+def _share_of(members: list[tuple[Holding, Piece]], index: int, count: int) -> list[Share]:
+    members.sort(key=lambda member: (member[1].fqn, member[1].region))
+    items = []
+    for holding, piece in members:
+        nbytes = piece.local_region.numel * piece.dtype.itemsize
+        items.append(Item(nbytes, _unit_nbytes(piece) if holding.synchronized else 0))
+    mine = []
+    for at, start, stop in share_evenly(items, count)[index]:
+        holding, piece = members[at]
+        itemsize = piece.dtype.itemsize
+        mine.append(Share(holding, piece, start // itemsize, stop // itemsize))
+    return mine
+
+
+def _unit_nbytes(piece: Piece) -> int:
+    """Bytes between two places where the piece may be cut: a block, or as many whole rows."""
+    if isinstance(piece.region, Span) or span_of(piece.region, piece.global_shape) is not None:
+        return MIB
+    rows = piece.region.shape[0]
+    row_nbytes = piece.region.numel // rows * piece.dtype.itemsize
+    return row_nbytes * max(1, MIB // row_nbytes)
+
+
+def part_of(piece: Piece, start: int, stop: int) -> Region:
+    """Elements `start` to `stop` of `piece`, in the logical tensor's coordinates.
+
+    All of them are the piece's own region. A box that is no single run is cut at whole rows only.
+    """
+    region = piece.region
+    if start == 0 and stop == piece.local_region.numel:
+        return region
+    if isinstance(region, Box):
+        span = span_of(region, piece.global_shape)
+        if span is None:
+            row = region.numel // region.shape[0]
+            assert start % row == 0 and stop % row == 0, "a box is cut at whole rows"
+            offset = (region.offset[0] + start // row, *region.offset[1:])
+            return Box(offset, ((stop - start) // row, *region.shape[1:]))
+        region = span
+    return Span(region.start + start, region.start + stop)
+
+
+class Item(NamedTuple):
+    """Something to place: its size, and the bytes between places where it may be cut (0: nowhere)."""
+
+    nbytes: int
+    unit_nbytes: int
+
+
+def share_evenly(items: Sequence[Item], count: int) -> list[list[tuple[int, int, int]]]:
+    """`items` on `count` bins, as (item, start byte, stop byte), every byte exactly once.
+
+    What cannot be cut goes first, largest onto the emptiest bin; what can be cut is poured over the
+    bins up to the mean, cut at its units; the small rest evens out. The fullest bin exceeds the mean by
+    at most the largest uncuttable item or 2 MiB. Pouring with cuts is McNaughton's wrap-around rule
+    (1959), placing the largest first is Graham's LPT (1969).
+    """
+    bins: list[list[tuple[int, int, int]]] = [[] for _ in range(count)]
+    loads = [0] * count
+    by_size = sorted(range(len(items)), key=lambda at: (-items[at].nbytes, at))
+    large = [at for at in by_size if items[at].nbytes >= 2 * MIB]
+    cuttable = [at for at in large if 0 < items[at].unit_nbytes <= items[at].nbytes // 2]
+    poured = set(cuttable)
+    _place_largest_first([at for at in large if at not in poured], items, bins, loads)
+    _pour(cuttable, items, bins, loads, mean=sum(item.nbytes for item in items) / count)
+    _place_largest_first(by_size[len(large) :], items, bins, loads)
+    return bins
+
+
+def _place_largest_first(
+    order: list[int],
+    items: Sequence[Item],
+    bins: list[list[tuple[int, int, int]]],
+    loads: list[int],
+) -> None:
+    heap = [(load, at) for at, load in enumerate(loads)]
+    heapify(heap)
+    for at in order:
+        load, emptiest = heap[0]
+        bins[emptiest].append((at, 0, items[at].nbytes))
+        loads[emptiest] = load + items[at].nbytes
+        heapreplace(heap, (loads[emptiest], emptiest))
+
+
+def _pour(
+    order: list[int],
+    items: Sequence[Item],
+    bins: list[list[tuple[int, int, int]]],
+    loads: list[int],
+    *,
+    mean: float,
+) -> None:
+    to_fill = [at for at in range(len(bins)) if loads[at] < mean] or list(range(len(bins)))
+    current = 0
+    for at in order:
+        nbytes, unit = items[at]
+        start = 0
+        while start < nbytes:
+            bin_at = to_fill[current]
+            is_last = current == len(to_fill) - 1
+            room = mean - loads[bin_at]
+            stop = nbytes if is_last else start + max(0, round(room / unit)) * unit
+            if stop >= nbytes:
+                stop = nbytes
+            if stop > start:
+                bins[bin_at].append((at, start, stop))
+                loads[bin_at] += stop - start
+            if stop < nbytes or (loads[bin_at] >= mean and not is_last):
+                current += 1
+            start = stop

@@ -1,0 +1,39 @@
+"""Errors of the storage layer, grouped by what a handler can do next."""
+
+from __future__ import annotations
+
+
+class StorageError(Exception):
+    """Any failure of a store. The message names the operation, the key and the store's url."""
+
+
+class KeyNotFoundError(StorageError):
+    """The object does not exist."""
+
+
+class KeyExistsError(StorageError):
+    """Another writer created the object first, or an earlier attempt of ours did."""
+
+
+class ShortReadError(StorageError):
+    """The object ends before the bytes that were asked for."""
+
+
+class AccessDeniedError(StorageError):
+    """Read-only, no permission, or wrong credentials: a human has to act."""
+
+
+class NoSpaceError(StorageError):
+    """The disk or the quota is full."""
+
+
+class InvalidUrlError(StorageError):
+    """The url or its options cannot name a store: unknown protocol, no bucket, missing package."""
+
+
+class TransientError(StorageError):
+    """Did not happen this time and may succeed when repeated: throttling, a reset connection."""
+
+
+class OutcomeUnknownError(StorageError):
+    """A write was sent and no answer came: it may have happened, or may still happen."""

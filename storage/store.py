@@ -1,0 +1,121 @@
+"""The one interface between checkpoints and bytes: a store maps keys to immutable objects.
+
+Keys are relative, `/`-separated, never start or end with `/`, and have no empty, `.` or `..` part.
+A key is written once; nothing is ever overwritten.
+"""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import NamedTuple
+
+
+class ByteRange(NamedTuple):
+    """Bytes `start` to `end` of an object; `end` is one past the last byte."""
+
+    start: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.start
+
+
+class ObjectInfo(NamedTuple):
+    """What a listing knows of an object. `modified_unix` is in seconds, for display and ages only."""
+
+    key: str
+    nbytes: int
+    modified_unix: float
+
+
+class ExclusiveCreate(enum.Enum):
+    """Whether two writers can be trusted not to both create one key."""
+
+    ATOMIC = "atomic"  # guaranteed by the operating system or by construction
+    CONDITIONAL = "conditional"  # asked for with every request; a server may ignore it, so probe
+    NONE = "none"  # check-then-write at best: refused for committing
+
+
+class ObjectWriter(ABC):
+    """An object under construction, invisible until its `with` block ends without an exception.
+
+    The object is cut into parts of exactly `part_nbytes`, the last one shorter. Parts are written in
+    any order and from any thread, each exactly once.
+    """
+
+    part_nbytes: int
+
+    @abstractmethod
+    def write_part(self, index: int, buffers: Sequence[memoryview]) -> None:
+        """Write part `index` (from 0): the concatenation of `buffers`. Returns when the buffers may change."""
+
+
+class Store(ABC):
+    """Objects by key. Every method may be called from any thread."""
+
+    url: str  # for messages: never holds a secret
+    exclusive_create: ExclusiveCreate
+
+    @abstractmethod
+    def get(self, key: str, byte_range: ByteRange | None = None) -> bytes:
+        """The object, or exactly the bytes of `byte_range`.
+
+        Raises KeyNotFoundError, and ShortReadError when the object ends before the range does.
+        """
+
+    @abstractmethod
+    def get_into(self, key: str, start: int, buffers: Sequence[memoryview]) -> None:
+        """Fill `buffers`, one after the other, with the bytes from `start` on.
+
+        Raises like `get`; after an error the buffers hold undefined bytes.
+        """
+
+    @abstractmethod
+    def create(
+        self, key: str, nbytes: int, *, part_nbytes: int, durable: bool = True
+    ) -> AbstractContextManager[ObjectWriter]:
+        """A new object of `nbytes`, published whole at the end of the `with` block or not at all.
+
+        With `durable=False` it may be lost in a power failure until `sync` was called for it.
+        Raises NoSpaceError, AccessDeniedError, KeyExistsError (at the latest when the block ends).
+        """
+
+    @abstractmethod
+    def put_if_absent(self, key: str, data: bytes) -> None:
+        """Create `key`, durable on return.
+
+        Raises KeyExistsError when the key is there already, OutcomeUnknownError when no answer came:
+        the object may exist now or later. Never leaves a partial object, never retries by itself
+        after an attempt whose outcome is unknown.
+        """
+
+    @abstractmethod
+    def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
+        """Objects whose key starts with `prefix` and is greater than `after`, in ascending key order.
+
+        `prefix` is a plain string prefix. Objects under construction are not listed.
+        """
+
+    @abstractmethod
+    def info(self, key: str) -> ObjectInfo:
+        """Size and age of one object. Raises KeyNotFoundError."""
+
+    @abstractmethod
+    def delete(self, key: str) -> None:
+        """Remove an object; removing what is not there is not an error."""
+
+    @abstractmethod
+    def sync(self, keys: Iterable[str]) -> None:
+        """Returns when these objects, and the directories that lead to them, survive a power failure."""
+
+    @abstractmethod
+    def abort_unfinished(self, prefix: str) -> int:
+        """Remove what died writers left under construction below `prefix`; returns how many."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release connections and threads. The store is not used afterwards."""

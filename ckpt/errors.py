@@ -1,7 +1,7 @@
 """Errors of the checkpoint layer, grouped by what a handler can do next.
 
-Failures of a store itself are `storage.StorageError`s; on one rank of several they arrive on every rank
-as a `RankFailed` that names the rank and carries the text of the cause.
+Failures of a store itself are `storage.StorageError`s; on one rank of several they arrive on every
+rank as a `RankFailed` that names the rank and carries the text of the cause.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from collections.abc import Sequence
 
 
 class CheckpointError(Exception):
-    """Any failure of this library. Nothing was committed and nothing was overwritten unless it says so."""
+    """Any failure of this library. Nothing was committed and nothing was overwritten unless it says
+    so.
+    """
 
 
 class InvalidState(CheckpointError):
@@ -42,11 +44,15 @@ class UnsupportedFormat(CheckpointError):
 
 
 class StoreRefused(CheckpointError):
-    """The store cannot commit safely (it overwrites where it should refuse), or ranks see other roots."""
+    """The store cannot commit safely (it overwrites where it should refuse), or ranks see other
+    roots.
+    """
 
 
 class Fenced(CheckpointError):
-    """A newer session has claimed this root. This process must not write here again; nothing was lost."""
+    """A newer session has claimed this root. This process must not write here again; nothing was
+    lost.
+    """
 
 
 class OutcomeUnknown(CheckpointError):

@@ -43,15 +43,17 @@ class ExclusiveCreate(enum.Enum):
 class ObjectWriter(ABC):
     """An object under construction, invisible until its `with` block ends without an exception.
 
-    The object is cut into parts of exactly `part_nbytes`, the last one shorter. Parts are written in
-    any order and from any thread, each exactly once.
+    The object is cut into parts of exactly `part_nbytes`, the last one shorter. Parts are written
+    in any order and from any thread, each exactly once.
     """
 
     part_nbytes: int
 
     @abstractmethod
     def write_part(self, index: int, buffers: Sequence[memoryview]) -> None:
-        """Write part `index` (from 0): the concatenation of `buffers`. Returns when the buffers may change."""
+        """Write part `index` (from 0): the concatenation of `buffers`. Returns when the buffers may
+        change.
+        """
 
 
 class Store(ABC):
@@ -59,6 +61,7 @@ class Store(ABC):
 
     url: str  # for messages: never holds a secret
     exclusive_create: ExclusiveCreate
+    part_nbytes_min: int = 1  # of every part but the last of an object of several parts
 
     @abstractmethod
     def get(self, key: str, byte_range: ByteRange | None = None) -> bytes:
@@ -76,11 +79,19 @@ class Store(ABC):
 
     @abstractmethod
     def create(
-        self, key: str, nbytes: int, *, part_nbytes: int, durable: bool = True
+        self,
+        key: str,
+        nbytes: int,
+        *,
+        part_nbytes: int,
+        durable: bool = True,
+        direct: bool = False,
     ) -> AbstractContextManager[ObjectWriter]:
         """A new object of `nbytes`, published whole at the end of the `with` block or not at all.
 
         With `durable=False` it may be lost in a power failure until `sync` was called for it.
+        With `direct=True`: write around the page cache where the back-end can; buffers should be
+        4096-aligned, and `part_nbytes` a multiple of 4096. Elsewhere the hint is ignored.
         Raises NoSpaceError, AccessDeniedError, KeyExistsError (at the latest when the block ends).
         """
 
@@ -88,14 +99,15 @@ class Store(ABC):
     def put_if_absent(self, key: str, data: bytes) -> None:
         """Create `key`, durable on return.
 
-        Raises KeyExistsError when the key is there already, OutcomeUnknownError when no answer came:
-        the object may exist now or later. Never leaves a partial object, never retries by itself
-        after an attempt whose outcome is unknown.
+        Raises KeyExistsError when the key is there already, OutcomeUnknownError when no answer
+        came: the object may exist now or later. Never leaves a partial object, never retries by
+        itself after an attempt whose outcome is unknown.
         """
 
     @abstractmethod
     def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
-        """Objects whose key starts with `prefix` and is greater than `after`, in ascending key order.
+        """Objects whose key starts with `prefix` and is greater than `after`, in ascending key
+        order.
 
         `prefix` is a plain string prefix. Objects under construction are not listed.
         """
@@ -110,7 +122,9 @@ class Store(ABC):
 
     @abstractmethod
     def sync(self, keys: Iterable[str]) -> None:
-        """Returns when these objects, and the directories that lead to them, survive a power failure."""
+        """Returns when these objects, and the directories that lead to them, survive a power
+        failure.
+        """
 
     @abstractmethod
     def abort_unfinished(self, prefix: str) -> int:

@@ -116,9 +116,9 @@ def share_evenly(items: Sequence[Item], count: int) -> list[list[tuple[int, int,
     """`items` on `count` bins, as (item, start byte, stop byte), every byte exactly once.
 
     What cannot be cut goes first, largest onto the emptiest bin; what can be cut is poured over the
-    bins up to the mean, cut at its units; the small rest evens out. The fullest bin exceeds the mean by
-    at most the largest uncuttable item or 2 MiB. Pouring with cuts is McNaughton's wrap-around rule
-    (1959), placing the largest first is Graham's LPT (1969).
+    bins up to the mean, cut at its units; the small rest evens out. The fullest bin exceeds the
+    mean by at most the largest uncuttable item or 2 MiB. Pouring with cuts is McNaughton's
+    wrap-around rule (1959), placing the largest first is Graham's LPT (1969).
     """
     bins: list[list[tuple[int, int, int]]] = [[] for _ in range(count)]
     loads = [0] * count

@@ -1,7 +1,7 @@
 """Pieces: what one rank holds of logical tensors, and where in its local memory.
 
-Every engine's way of holding tensors is told in these values alone. An engine takes part by offering
-`__ckpt_pieces__()`; see `Owned`.
+Every engine's way of holding tensors is told in these values alone. An engine takes part by
+offering `__ckpt_pieces__()`; see `Owned`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from ckpt.layout.region import Region, Shape
 class Piece(NamedTuple):
     """One region of one logical tensor, as this rank holds it.
 
-    `region` is in the logical tensor's index space, `local_region` in that of the local tensor; both
-    have the same number of elements, in the same row-major order. `holders` are the ranks of the world
-    that hold this same region, ascending, this rank among them.
+    `region` is in the logical tensor's index space, `local_region` in that of the local tensor;
+    both have the same number of elements, in the same row-major order. `holders` are the ranks of
+    the world that hold this same region, ascending, this rank among them.
     """
 
     fqn: str
@@ -42,9 +42,9 @@ class Kind(enum.IntEnum):
 class Holding(NamedTuple):
     """Local memory together with the pieces that lie in it.
 
-    `local` is the live sharded memory itself, detached, of any strides, on any device; never a copy.
-    `synchronized` says that the engine keeps replicas bit-equal, so holders may share the writing of
-    one region; otherwise one holder writes all of it and all holders compare digests.
+    `local` is the live sharded memory itself, detached, of any strides, on any device; never a
+    copy. `synchronized` says that the engine keeps replicas bit-equal, so holders may share the
+    writing of one region; otherwise one holder writes all of it and all holders compare digests.
     """
 
     local: torch.Tensor
@@ -54,7 +54,9 @@ class Holding(NamedTuple):
 
 
 class Window(NamedTuple):
-    """A strided view of a local tensor, as `torch.as_strided` takes it, offset from the tensor's start."""
+    """A strided view of a local tensor, as `torch.as_strided` takes it, offset from the tensor's
+    start.
+    """
 
     shape: Shape
     stride: Shape
@@ -71,9 +73,9 @@ class View(NamedTuple):
 class Owned(NamedTuple):
     """One tensor that an engine owns: the answer of `__ckpt_pieces__()` is an iterable of these.
 
-    `param` is the object that optimizers know, `local` the sharded memory behind it (they may be the
-    same). `views` tells which pieces lie where in `local`, and by that in every optimizer state tensor of
-    the shape of `local`. Names are relative to the module that was asked.
+    `param` is the object that optimizers know, `local` the sharded memory behind it (they may be
+    the same). `views` tells which pieces lie where in `local`, and by that in every optimizer state
+    tensor of the shape of `local`. Names are relative to the module that was asked.
     """
 
     param: torch.Tensor

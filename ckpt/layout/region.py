@@ -1,6 +1,7 @@
 """Regions: parts of a logical tensor in its own index space, and exact arithmetic on them.
 
-A `Box` is a rectangle, a `Span` a run of the row-major order. Every function is pure; integers only.
+A `Box` is a rectangle, a `Span` a run of the row-major order. Every function is pure; integers
+only.
 """
 
 from __future__ import annotations
@@ -85,8 +86,8 @@ def span_of(box: Box, shape: Shape) -> Span | None:
 def boxes_of(region: Region, shape: Shape) -> tuple[Box, ...]:
     """`region` of a tensor of `shape` as disjoint boxes in row-major order, none empty.
 
-    At most 2n-1 boxes for n dims (a partial row, whole rows, a partial row, level by level). Each of
-    them is one run of the region's own order. A box is itself.
+    At most 2n-1 boxes for n dims (a partial row, whole rows, a partial row, level by level). Each
+    of them is one run of the region's own order. A box is itself.
     """
     if isinstance(region, Box):
         return (region,) if region.numel else ()

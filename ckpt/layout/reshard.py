@@ -1,7 +1,7 @@
 """From stored regions to wanted regions: which elements go where. Pure geometry, no bytes.
 
-Two regions of one logical tensor meet in pairs of runs: a run is consecutive in the order of the chunk,
-or a box of it. A pair that is consecutive on both sides is a `Run`; any other is a `Patch`.
+Two regions of one logical tensor meet in pairs of runs: a run is consecutive in the order of the
+chunk, or a box of it. A pair that is consecutive on both sides is a `Run`; any other is a `Patch`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from ckpt.layout.region import Box, Region, Shape, Span, boxes_of, intersect, sp
 
 
 class Run(NamedTuple):
-    """`numel` elements from `source` on, in the chunk's order, go to `target` on, in the piece's order."""
+    """`numel` elements from `source` on, in the chunk's order, go to `target` on, in the piece's
+    order.
+    """
 
     source: int
     target: int
@@ -22,9 +24,9 @@ class Run(NamedTuple):
 class Patch(NamedTuple):
     """A box of the chunk goes to a box of the piece.
 
-    The chunk's elements from `source_base` on form a row-major array of `source_shape`; `source_box` is in
-    its coordinates. The piece's elements from `target_base` on form one of `target_shape`; `target_box` has
-    the same shape as `source_box`.
+    The chunk's elements from `source_base` on form a row-major array of `source_shape`;
+    `source_box` is in its coordinates. The piece's elements from `target_base` on form one of
+    `target_shape`; `target_box` has the same shape as `source_box`.
     """
 
     source_base: int
@@ -39,7 +41,8 @@ Copy: TypeAlias = Run | Patch
 
 
 def copies(stored: Region, wanted: Region, shape: Shape) -> list[Copy]:
-    """What to copy from a chunk that holds `stored` into a piece of `wanted`, of a tensor of `shape`.
+    """What to copy from a chunk that holds `stored` into a piece of `wanted`, of a tensor of
+    `shape`.
 
     Elements are numbered in the row-major order of each region. Equal regions give one run over
     everything; disjoint ones give nothing.
@@ -75,7 +78,9 @@ def _box_copies(stored: Region, wanted: Region, shape: Shape) -> list[Copy]:
                 )
             else:
                 found.append(
-                    Patch(source_base, source.shape, source_box, target_base, target.shape, target_box)
+                    Patch(
+                        source_base, source.shape, source_box, target_base, target.shape, target_box
+                    )
                 )
     return found
 
@@ -90,7 +95,9 @@ def _numbered(region: Region, shape: Shape) -> list[tuple[int, Box]]:
 
 
 def clip_patch(patch: Patch, start: int, stop: int) -> list[Patch | Run]:
-    """The part of `patch` whose chunk elements lie in `start` to `stop`; all of it if everything does."""
+    """The part of `patch` whose chunk elements lie in `start` to `stop`; all of it if everything
+    does.
+    """
     size = 1
     for extent in patch.source_shape:
         size *= extent
@@ -113,7 +120,8 @@ def clip_patch(patch: Patch, start: int, stop: int) -> list[Patch | Run]:
 
 
 def touched(patch: Patch, unit: int) -> list[tuple[int, int]]:
-    """The runs of whole units of `unit` elements, counted from the chunk's start, that hold the patch.
+    """The runs of whole units of `unit` elements, counted from the chunk's start, that hold the
+    patch.
 
     Ascending, disjoint and not adjacent; each as (first unit, one past the last unit).
     """
@@ -130,7 +138,8 @@ def touched(patch: Patch, unit: int) -> list[tuple[int, int]]:
 def _rows(patch: Patch, unit: int) -> list[tuple[int, int]]:
     """Chunk elements from the first to the last of each row of the patch, ascending.
 
-    Dims whose steps are smaller than a unit are not told apart: every unit in between is touched anyway.
+    Dims whose steps are smaller than a unit are not told apart: every unit in between is touched
+    anyway.
     """
     rows = [patch.source_base]
     step = 1

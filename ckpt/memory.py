@@ -1,0 +1,88 @@
+"""Host memory as bytes: views of live tensors without a copy, and aligned buffers.
+
+The only file that turns a tensor's address into memory. A view does not keep its tensor alive; the
+caller holds on to the tensor for as long as it uses the view.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+
+import torch
+
+from ckpt.layout.piece import Holding, Piece
+from ckpt.layout.region import Box, Shape, Span
+
+PAGE_NBYTES = 4096
+
+
+def host_bytes(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, writable, without a copy. Empty for an empty tensor."""
+    nbytes = tensor.numel() * tensor.element_size()
+    return bytes_at(tensor.data_ptr(), nbytes)
+
+
+def bytes_at(address: int, nbytes: int) -> memoryview:
+    """`nbytes` of this process's memory from `address` on."""
+    if nbytes == 0:
+        return memoryview(bytearray())
+    return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
+
+
+def is_plain_memory(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's elements lie in host memory in row-major order without gaps or lazy
+    signs.
+    """
+    return (
+        tensor.device.type == "cpu"
+        and tensor.is_contiguous()
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    )
+
+
+def local_view(holding: Holding, piece: Piece) -> torch.Tensor:
+    """The elements of `piece` as a view of the live local memory, in the piece's local shape.
+
+    A span becomes a 1-D view; it needs row-major local memory.
+    """
+    local = holding.local
+    region = piece.local_region
+    if isinstance(region, Span):
+        if not local.is_contiguous():
+            raise ValueError(f"{piece.fqn}: a span lies in memory that is not contiguous")
+        return local.view(-1)[region.start : region.stop]
+    if region.shape == tuple(local.shape):
+        return local
+    return narrowed(local, region)
+
+
+def narrowed(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    """The view of `tensor` that `box` covers."""
+    for dim, (start, size) in enumerate(zip(box.offset, box.shape, strict=True)):
+        if size != tensor.shape[dim]:
+            tensor = tensor.narrow(dim, start, size)
+    return tensor
+
+
+def tensor_over(buffer: memoryview, dtype: torch.dtype, shape: Shape) -> torch.Tensor:
+    """`buffer`, writable, seen as a tensor. The buffer's length must be that of the tensor."""
+    if len(buffer) == 0:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(buffer, dtype=dtype).view(shape)
+
+
+def aligned_buffer(nbytes: int) -> memoryview:
+    """Zeroed writable memory that starts at a page boundary. Freed with its last view."""
+    return memoryview(mmap.mmap(-1, max(nbytes, 1)))[:nbytes]
+
+
+def address_of(buffer: memoryview) -> int:
+    """Where a writable, non-empty buffer starts."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+
+
+def copy_bytes(target_address: int, source_address: int, nbytes: int) -> None:
+    """Copy memory with the GIL released, so that a training loop keeps running."""
+    ctypes.memmove(target_address, source_address, nbytes)

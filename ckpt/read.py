@@ -1,0 +1,405 @@
+"""Read stored chunks into live memory: plan, ranged reads, check, copy.
+
+    wanted pieces x stored chunks -> needs (blocks per chunk) -> private and shared runs -> requests
+
+A block that only this rank needs is read by it, straight into the target where the target's memory
+allows. A block that several ranks need is read by one of them and exchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from ckpt.errors import Corrupt
+from ckpt.format.checksum import crc32c
+from ckpt.format.manifest import Manifest
+from ckpt.layout.piece import Holding, Piece
+from ckpt.layout.region import Region, Span, boxes_of, row_major_strides, whole
+from ckpt.layout.reshard import Patch, Run, clip_patch, copies, touched
+from ckpt.memory import (
+    address_of,
+    bytes_at,
+    copy_bytes,
+    is_plain_memory,
+    local_view,
+    narrowed,
+    tensor_over,
+)
+from ckpt.share import Ints, SharedRun
+from storage import Store
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ReadPath:
+    """Bounds of reading: bytes of one request, and how many requests are in flight at once."""
+
+    request_nbytes_max: int = 8 * MIB
+    readers: int = 1
+
+
+class Direct(NamedTuple):
+    """Bytes `start` to `stop` of a chunk belong at `address` in host memory."""
+
+    start: int
+    stop: int
+    address: int
+
+
+class Scatter(NamedTuple):
+    """Elements of a chunk for strided or device memory; the patch's target box lies in `target`."""
+
+    patch: Patch
+    target: torch.Tensor
+
+
+class Need(NamedTuple):
+    """What this rank wants of one chunk: the runs of blocks, ascending, and where their bytes go."""
+
+    blocks: list[tuple[int, int]]
+    directs: list[Direct]
+    scatters: list[Scatter]
+
+
+class ReadPlan(NamedTuple):
+    """Everything that one rank wants, by chunk. The holdings keep the target memory alive."""
+
+    needs: dict[int, Need]
+    holdings: Sequence[Holding]
+
+    def runs(self, manifest: Manifest) -> Ints:
+        """The needed blocks as ascending disjoint runs of the block line, an (n, 2) array."""
+        first_block = manifest.chunks.first_block
+        merged: list[list[int]] = []
+        for chunk in sorted(self.needs):
+            base = int(first_block[chunk])
+            for first, last in self.needs[chunk].blocks:
+                if merged and merged[-1][1] == base + first:
+                    merged[-1][1] = base + last
+                else:
+                    merged.append([base + first, base + last])
+        return np.array(merged, dtype=np.int64).reshape(-1, 2)
+
+
+def plan_reads(manifest: Manifest, holdings: Sequence[Holding]) -> ReadPlan:
+    """Which blocks of which chunks fill `holdings`, and how; names and shapes were matched before."""
+    needs: dict[int, Need] = {}
+    overlapping = _ChunkFinder(manifest)
+    for holding in holdings:
+        for piece in holding.pieces:
+            if piece.local_region.numel == 0:
+                continue
+            view = local_view(holding, piece)
+            for chunk, region in overlapping(piece):
+                need = needs.get(chunk)
+                if need is None:
+                    need = needs[chunk] = Need([], [], [])
+                _plan_copies(need, region, piece, view, manifest.header.block_bytes)
+    return ReadPlan(needs, holdings)
+
+
+class _ChunkFinder:
+    """The chunks that may share elements with a piece, with their regions."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._manifest = manifest
+        chunks = manifest.chunks
+        self._first = chunks.first.tolist()
+        self._start = chunks.span_start
+        self._box = chunks.box
+
+    def __call__(self, piece: Piece) -> list[tuple[int, Region]]:
+        manifest = self._manifest
+        tensor = manifest.index(piece.fqn)
+        first, last = self._first[tensor], self._first[tensor + 1]
+        if last - first <= 4:
+            return [(chunk, manifest.region(chunk)) for chunk in range(first, last)]
+        return [(chunk, manifest.region(chunk)) for chunk in self._narrow(piece, first, last)]
+
+    def _narrow(self, piece: Piece, first: int, last: int) -> Sequence[int]:
+        """Chunk numbers left after comparing the extents in row-major order, all of them at once."""
+        boxes = boxes_of(piece.region, piece.global_shape)
+        strides = row_major_strides(piece.global_shape)
+        low = sum(o * s for o, s in zip(boxes[0].offset, strides, strict=True))
+        top = boxes[-1]
+        high = sum((o + n - 1) * s for o, n, s in zip(top.offset, top.shape, strides, strict=True))
+        starts = self._manifest.chunks.extent_start(first, last)
+        stops = self._manifest.chunks.extent_stop(first, last)
+        return (np.flatnonzero((starts <= high) & (stops > low)) + first).tolist()
+
+
+def _plan_copies(
+    need: Need, region: Region, piece: Piece, view: torch.Tensor, block_nbytes: int
+) -> None:
+    itemsize = piece.dtype.itemsize
+    unit = block_nbytes // itemsize
+    for copy in copies(region, piece.region, piece.global_shape):
+        if isinstance(copy, Patch):
+            _add_runs(need.blocks, touched(copy, unit))
+            need.scatters.append(Scatter(copy, _region_of(view, copy)))
+            continue
+        _add_runs(need.blocks, [(copy.source // unit, (copy.source + copy.numel - 1) // unit + 1)])
+        if is_plain_memory(view):
+            start = copy.source * itemsize
+            address = view.data_ptr() + copy.target * itemsize
+            need.directs.append(Direct(start, start + copy.numel * itemsize, address))
+        else:
+            need.scatters += _scattered(copy, view)
+
+
+def _region_of(view: torch.Tensor, patch: Patch) -> torch.Tensor:
+    """The elements of `view` that `patch.target_shape` describes, sharing memory."""
+    if tuple(view.shape) == patch.target_shape and patch.target_base == 0:
+        return view
+    numel = whole(patch.target_shape).numel
+    return view.view(-1)[patch.target_base : patch.target_base + numel].view(patch.target_shape)
+
+
+def _scattered(run: Run, view: torch.Tensor) -> Iterator[Scatter]:
+    """A run for memory that is strided or on a device, told as boxes of `view`."""
+    if view.is_contiguous():
+        view = view.view(-1)
+    source = run.source
+    for box in boxes_of(Span(run.target, run.target + run.numel), tuple(view.shape)):
+        all_of_it = whole(box.shape)
+        patch = Patch(source, box.shape, all_of_it, 0, box.shape, all_of_it)
+        yield Scatter(patch, narrowed(view, box))
+        source += box.numel
+
+
+def _add_runs(runs: list[tuple[int, int]], more: list[tuple[int, int]]) -> None:
+    """Union of two ascending lists of block runs, into `runs`."""
+    if not runs:
+        runs.extend(more)
+        return
+    merged = sorted(runs + more)
+    runs.clear()
+    for first, last in merged:
+        if runs and first <= runs[-1][1]:
+            runs[-1] = (runs[-1][0], max(last, runs[-1][1]))
+        else:
+            runs.append((first, last))
+
+
+class Segment(NamedTuple):
+    """Whole blocks of a chunk, its bytes `start` to `stop`: read to `address`, or if 0 to scratch."""
+
+    chunk: int
+    start: int
+    stop: int
+    address: int
+
+
+class Request(NamedTuple):
+    """Consecutive bytes of one file from `start` on, and the segments that they consist of."""
+
+    file: int
+    start: int
+    segments: list[Segment]
+
+
+class Reader:
+    """Executes a plan: reads runs of blocks, checks every block, delivers the bytes.
+
+    Every method raises Corrupt when bytes differ from what was written, and the store's errors.
+    """
+
+    def __init__(
+        self, store: Store, directory: str, manifest: Manifest, plan: ReadPlan, path: ReadPath
+    ) -> None:
+        self._store = store
+        self._directory = directory
+        self._manifest = manifest
+        self._needs = plan.needs
+        self._path = path
+        self._block_nbytes = manifest.header.block_bytes
+
+    def read_private(self, runs: Ints) -> None:
+        """Read the blocks of `runs` and put them where the plan says."""
+        requests = self._requests(self._segments(runs, straight=True))
+        if self._path.readers <= 1:
+            for request in requests:
+                self._read_and_deliver(request)
+            return
+        with ThreadPoolExecutor(self._path.readers) as pool:
+            reads = [pool.submit(self._read_and_deliver, request) for request in requests]
+            done, waiting = wait(reads, return_when=FIRST_EXCEPTION)
+            for read in waiting:
+                read.cancel()
+            for read in done:
+                read.result()
+
+    def read_run(self, run: SharedRun) -> memoryview:
+        """The checked bytes of a shared run, chunk after chunk."""
+        segments = list(self._segments(np.array([[run.start, run.stop]]), straight=False))
+        buffer = memoryview(bytearray(sum(s.stop - s.start for s in segments)))
+        filled = 0
+        for request in self._requests(iter(segments)):
+            nbytes = sum(s.stop - s.start for s in request.segments)
+            self._fetch(request, buffer[filled : filled + nbytes])
+            filled += nbytes
+        return buffer
+
+    def deliver_run(self, run: SharedRun, data: memoryview) -> None:
+        """Put the bytes of a shared run, as `read_run` returns them, where this rank wants them."""
+        for segment in self._segments(np.array([[run.start, run.stop]]), straight=False):
+            nbytes = segment.stop - segment.start
+            self._deliver(segment, data[:nbytes])
+            data = data[nbytes:]
+
+    def _read_and_deliver(self, request: Request) -> None:
+        scratch_nbytes = sum(s.stop - s.start for s in request.segments if not s.address)
+        scratch = memoryview(bytearray(scratch_nbytes))
+        self._fetch(request, scratch)
+        used = 0
+        for segment in request.segments:
+            if segment.address:
+                need = self._needs[segment.chunk]
+                if len(need.directs) == 1 and not need.scatters:
+                    continue
+                self._deliver(segment, bytes_at(segment.address, segment.stop - segment.start))
+                continue
+            nbytes = segment.stop - segment.start
+            self._deliver(segment, scratch[used : used + nbytes])
+            used += nbytes
+
+    def _fetch(self, request: Request, scratch: memoryview) -> None:
+        """Read a request and check its blocks. Segments without address fill `scratch` in order."""
+        buffers = []
+        used = 0
+        for segment in request.segments:
+            nbytes = segment.stop - segment.start
+            if segment.address:
+                buffers.append(bytes_at(segment.address, nbytes))
+            else:
+                buffers.append(scratch[used : used + nbytes])
+                used += nbytes
+        name = self._manifest.files[request.file]
+        self._store.get_into(self._directory + name, request.start, buffers)
+        for segment, data in zip(request.segments, buffers, strict=True):
+            self._check(segment, data)
+
+    def _check(self, segment: Segment, data: memoryview) -> None:
+        block_nbytes = self._block_nbytes
+        chunks = self._manifest.chunks
+        first = int(chunks.first_block[segment.chunk]) + segment.start // block_nbytes
+        for block, start in enumerate(range(0, len(data), block_nbytes), first):
+            found = crc32c(data[start : start + block_nbytes])
+            if found != self._manifest.checksums[block]:
+                number = (segment.start + start) // block_nbytes
+                raise corrupt_block(self._manifest, self._directory, segment.chunk, number)
+
+    def _deliver(self, segment: Segment, data: memoryview) -> None:
+        """Copy the bytes of a segment to everything that wants them and does not have them."""
+        need = self._needs.get(segment.chunk)
+        if need is None:
+            return
+        for direct in need.directs:
+            start, stop = max(direct.start, segment.start), min(direct.stop, segment.stop)
+            target = direct.address + start - direct.start
+            if start < stop and target != segment.address + start - segment.start:
+                source = address_of(data) + start - segment.start
+                copy_bytes(target, source, stop - start)
+        for scatter in need.scatters:
+            self._scatter(scatter, segment, data)
+
+    def _scatter(self, scatter: Scatter, segment: Segment, data: memoryview) -> None:
+        dtype = scatter.target.dtype
+        first = segment.start // dtype.itemsize
+        elements = tensor_over(data, dtype, (len(data) // dtype.itemsize,))
+        for patch in clip_patch(scatter.patch, first, segment.stop // dtype.itemsize):
+            strides = row_major_strides(patch.source_shape)
+            offset = patch.source_base - first
+            offset += sum(o * s for o, s in zip(patch.source_box.offset, strides, strict=True))
+            source = elements.as_strided(patch.source_box.shape, strides, offset)
+            narrowed(scatter.target, patch.target_box).copy_(source)
+
+    def _segments(self, runs: Ints, *, straight: bool) -> Iterator[Segment]:
+        """The chunks' shares of `runs`, in order, cut to the request size.
+
+        With `straight`, blocks that lie wholly in a target's memory are segments of their own.
+        """
+        chunks = self._manifest.chunks
+        for first, last in runs.tolist():
+            chunk = int(np.searchsorted(chunks.first_block, first, side="right")) - 1
+            while first < last:
+                base = int(chunks.first_block[chunk])
+                end = min(last, int(chunks.first_block[chunk + 1]))
+                if end > first:
+                    start = (first - base) * self._block_nbytes
+                    nbytes = self._manifest.chunk_nbytes(chunk)
+                    stop = min((end - base) * self._block_nbytes, nbytes)
+                    yield from self._cut(chunk, start, stop, straight)
+                first = max(first, end)
+                chunk += 1
+
+    def _cut(self, chunk: int, start: int, stop: int, straight: bool) -> Iterator[Segment]:
+        size_max = max(self._path.request_nbytes_max, self._block_nbytes)
+        size_max -= size_max % self._block_nbytes
+        for low, high, address in self._straight(chunk, start, stop, straight):
+            while low < high:
+                size = min(size_max, high - low)
+                yield Segment(chunk, low, low + size, address)
+                low += size
+                address = address + size if address else 0
+
+    def _straight(
+        self, chunk: int, start: int, stop: int, straight: bool
+    ) -> Iterator[tuple[int, int, int]]:
+        """`start` to `stop` cut into (start, stop, address): whole blocks with a target, and
+        others.
+        """
+        block = self._block_nbytes
+        end = self._manifest.chunk_nbytes(chunk)
+        for direct in sorted(self._needs[chunk].directs) if straight else ():
+            low = max(-(-direct.start // block) * block, start)
+            high = min(direct.stop if direct.stop == end else direct.stop // block * block, stop)
+            if low < high:
+                if start < low:
+                    yield start, low, 0
+                yield low, high, direct.address + low - direct.start
+                start = high
+        if start < stop:
+            yield start, stop, 0
+
+    def _requests(self, segments: Iterator[Segment]) -> Iterator[Request]:
+        """Segments that follow each other in a file, joined up to the request size."""
+        chunks = self._manifest.chunks
+        file, start, end, joined = -1, 0, 0, list[Segment]()
+        for segment in segments:
+            at_file = int(chunks.file[segment.chunk])
+            at = int(chunks.byte_start[segment.chunk]) + segment.start
+            nbytes = segment.stop - segment.start
+            too_long = end + nbytes - start > self._path.request_nbytes_max
+            if joined and (at_file != file or at != end or too_long):
+                yield Request(file, start, joined)
+                joined = []
+            if not joined:
+                file, start = at_file, at
+            joined.append(segment)
+            end = at + nbytes
+        if joined:
+            yield Request(file, start, joined)
+
+
+def corrupt_block(manifest: Manifest, directory: str, chunk: int, number: int) -> Corrupt:
+    """The error for a block whose bytes do not match its checksum: file, byte range and tensor."""
+    chunks = manifest.chunks
+    block_nbytes = manifest.header.block_bytes
+    name = directory + manifest.files[int(chunks.file[chunk])]
+    start = int(chunks.byte_start[chunk]) + number * block_nbytes
+    stop = int(chunks.byte_start[chunk]) + min(
+        (number + 1) * block_nbytes, manifest.chunk_nbytes(chunk)
+    )
+    fqn = manifest.fqns[manifest.tensor_of(chunk)]
+    return Corrupt(
+        f"{name}: block {number} of {fqn!r} (bytes {start} to {stop}) does not match its checksum; "
+        "the stored bytes were changed. Load an older step, or restore this file from a copy."
+    )

@@ -1,0 +1,134 @@
+"""Blocks that several ranks need: who reads each of them, and in which round it changes hands.
+
+Pure arithmetic on the block line: all blocks of all chunks of a manifest, numbered in order. Every
+rank computes the same answer from the same needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+
+
+class SharedRun(NamedTuple):
+    """Blocks `start` to `stop` of the block line: `reader` reads them and hands them to `others`."""
+
+    start: int
+    stop: int
+    reader: int
+    others: tuple[int, ...]
+    round: int
+
+
+class Sharing(NamedTuple):
+    """`shared` in block order; `private` are this rank's remaining runs, as an (n, 2) array."""
+
+    private: Ints
+    shared: list[SharedRun]
+    rounds: int
+
+
+def share_blocks(
+    needs: Sequence[Ints], line: Ints, rank: int, *, run_nbytes_max: int, round_nbytes_max: int
+) -> Sharing:
+    """Divide the blocks that more than one rank needs among the ranks that need them.
+
+    `needs[r]` are rank r's runs, ascending and disjoint, as an (n, 2) array; `line[b]` is the
+    number of bytes before block b, with one more entry at the end. In one round no rank reads or
+    receives more than `round_nbytes_max` bytes of shared blocks. Ranks that share nothing keep all
+    they need.
+    """
+    segments, members = _shared_segments(needs)
+    private = _without(needs[rank], segments)
+    shared: list[SharedRun] = []
+    loads = [0] * len(needs)
+    clocks = [(0, 0)] * len(needs)  # per rank: the round it is filling, and the bytes in it
+    rounds = 0
+    for (start, stop), needers in zip(segments.tolist(), members, strict=True):
+        for low, high in _cut(start, stop, line, run_nbytes_max):
+            nbytes = int(line[high] - line[low])
+            reader = min(needers, key=lambda r: (loads[r], r))
+            loads[reader] += nbytes
+            at = _round_for(needers, nbytes, clocks, round_nbytes_max)
+            rounds = max(rounds, at + 1)
+            others = tuple(r for r in needers if r != reader)
+            shared.append(SharedRun(low, high, reader, others, at))
+    return Sharing(private, shared, rounds)
+
+
+def _shared_segments(needs: Sequence[Ints]) -> tuple[Ints, list[tuple[int, ...]]]:
+    """The maximal runs that one and the same set of two or more ranks needs, and these sets."""
+    points = np.unique(np.concatenate([need.reshape(-1) for need in needs]))
+    if len(points) == 0:
+        return np.empty((0, 2), dtype=np.int64), []
+    change = np.zeros(len(points), dtype=np.int64)
+    for need in needs:
+        change[np.searchsorted(points, need[:, 0])] += 1
+        change[np.searchsorted(points, need[:, 1])] -= 1
+    wanted_twice = np.flatnonzero(np.cumsum(change) >= 2)
+    slot = np.full(len(points), -1, dtype=np.int64)
+    slot[wanted_twice] = np.arange(len(wanted_twice))
+    sets: list[list[int]] = [[] for _ in range(len(wanted_twice))]
+    for rank, need in enumerate(needs):
+        at = slot[
+            _expanded(np.searchsorted(points, need[:, 0]), np.searchsorted(points, need[:, 1]))
+        ]
+        for shared in at[at >= 0].tolist():
+            sets[shared].append(rank)
+    segments = np.stack([points[wanted_twice], points[wanted_twice + 1]], axis=1)
+    return segments, [tuple(ranks) for ranks in sets]
+
+
+def _expanded(first: npt.NDArray[np.intp], last: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
+    """All integers of the ranges `first[i]` to `last[i]`, one range after the other."""
+    sizes = last - first
+    skipped = np.repeat(np.cumsum(sizes) - sizes, sizes)
+    return np.arange(int(sizes.sum())) - skipped + np.repeat(first, sizes)
+
+
+def _without(need: Ints, segments: Ints) -> Ints:
+    """The runs of `need` outside of `segments`; segments lie wholly inside or outside of a run."""
+    if len(segments) == 0 or len(need) == 0:
+        return need
+    kept: list[tuple[int, int]] = []
+    starts = segments[:, 0]
+    for start, stop in need.tolist():
+        position = start
+        for at in range(int(np.searchsorted(starts, start)), len(segments)):
+            low, high = int(segments[at, 0]), int(segments[at, 1])
+            if low >= stop:
+                break
+            if position < low:
+                kept.append((position, low))
+            position = high
+        if position < stop:
+            kept.append((position, stop))
+    return np.array(kept, dtype=np.int64).reshape(-1, 2)
+
+
+def _cut(start: int, stop: int, line: Ints, nbytes_max: int) -> list[tuple[int, int]]:
+    cuts = []
+    while start < stop:
+        end = int(np.searchsorted(line, line[start] + nbytes_max, side="right")) - 1
+        end = min(max(end, start + 1), stop)
+        cuts.append((start, end))
+        start = end
+    return cuts
+
+
+def _round_for(
+    ranks: Sequence[int], nbytes: int, clocks: list[tuple[int, int]], nbytes_max: int
+) -> int:
+    """The first round in which all of `ranks` have room; notes the bytes there."""
+    at = max(clocks[rank][0] for rank in ranks)
+    if any(clocks[rank][0] == at and clocks[rank][1] + nbytes > nbytes_max for rank in ranks):
+        at += 1
+    for rank in ranks:
+        current, filled = clocks[rank]
+        clocks[rank] = (at, filled + nbytes if current == at else nbytes)
+    return at

@@ -1,0 +1,307 @@
+"""Write this rank's shares into data files: one pass over live memory, checksums taken on the way.
+
+shares -> sources -> files -> parts (vectors of live memory, or one aligned buffer) -> store
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from ckpt.format.checksum import crc32c
+from ckpt.format.datafile import (
+    DataFileLayout,
+    StoredChunk,
+    checksum_tensor,
+    layout_data_file,
+    order_key,
+    split_into_files,
+)
+from ckpt.format.dtypes import dtype_name
+from ckpt.layout.assign import Share
+from ckpt.layout.region import Span, boxes_of
+from ckpt.memory import (
+    address_of,
+    aligned_buffer,
+    bytes_at,
+    copy_bytes,
+    is_plain_memory,
+    local_view,
+    narrowed,
+    tensor_over,
+)
+from storage import ObjectWriter, Store
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class WritePath:
+    """How parts leave this process.
+
+    `direct`: gather every part into an aligned buffer and write around the page cache, which costs
+    the least CPU and leaves the cache to the training; otherwise parts are vectors of live memory.
+    With `writers=0` the caller's thread writes; with more, that many parts are in flight.
+    """
+
+    part_nbytes: int = 8 * MIB
+    writers: int = 0
+    direct: bool = False
+    file_nbytes_max: int = 4 << 30
+
+
+class Source(NamedTuple):
+    """One chunk to be, and where its bytes are: at `address` in host memory, or (address 0) in
+    `view`, which is on a device or strided and is copied element by element from `start` on.
+    """
+
+    chunk: StoredChunk
+    view: torch.Tensor
+    start: int
+    address: int
+
+
+class WrittenFile(NamedTuple):
+    """A data file in the store, and the checksums of its chunks' blocks in file order."""
+
+    name: str
+    layout: DataFileLayout
+    chunks: tuple[StoredChunk, ...]
+    block_checksums: np.ndarray
+
+
+class FileText(NamedTuple):
+    """What a data file tells of itself besides its tensors."""
+
+    metadata: Mapping[str, str]
+    extras: Mapping[str, bytes]
+
+
+def sources_of(shares: Sequence[Share]) -> list[Source]:
+    """Where the bytes of every share are now, in the canonical order of a data file."""
+    sources = []
+    for share in shares:
+        holding, piece, start, stop = share
+        view = local_view(holding, piece)
+        itemsize = piece.dtype.itemsize
+        address = view.data_ptr() + start * itemsize if is_plain_memory(view) else 0
+        chunk = StoredChunk(
+            piece.fqn,
+            dtype_name(piece.dtype),
+            piece.global_shape,
+            share.region,
+            (stop - start) * itemsize,
+            int(holding.kind),
+        )
+        sources.append(Source(chunk, view, start, address))
+    sources.sort(key=lambda source: order_key(source.chunk))
+    return sources
+
+
+def write_files(
+    store: Store,
+    prefix: str,
+    sources: Sequence[Source],
+    *,
+    text: FileText,
+    path: WritePath,
+    block_nbytes: int,
+) -> list[WrittenFile]:
+    """Write `sources` as data files `prefix-0.safetensors`, ...; durable when this returns.
+
+    The first file carries the extras and exists even without a source. Raises the store's errors;
+    no file is visible then that is not whole.
+    """
+    written = []
+    groups = split_into_files(
+        [source.chunk for source in sources], file_bytes_max=path.file_nbytes_max
+    )
+    at = 0
+    for number, group in enumerate(groups or [[]]):
+        name = f"{prefix}-{number}.safetensors"
+        extras = dict(text.extras) if number == 0 else {}
+        members = sources[at : at + len(group)]
+        at += len(group)
+        file_text = FileText(text.metadata, extras)
+        written.append(
+            _write_file(store, name, members, text=file_text, path=path, block_nbytes=block_nbytes)
+        )
+    store.sync([file.name for file in written])
+    return written
+
+
+def _write_file(
+    store: Store,
+    name: str,
+    sources: Sequence[Source],
+    *,
+    text: FileText,
+    path: WritePath,
+    block_nbytes: int,
+) -> WrittenFile:
+    chunks = tuple(source.chunk for source in sources)
+    layout = layout_data_file(
+        chunks,
+        block_bytes=block_nbytes,
+        metadata=text.metadata,
+        extra={key: len(value) for key, value in text.extras.items()},
+    )
+    with (
+        store.create(
+            name, layout.nbytes, part_nbytes=path.part_nbytes, durable=False, direct=path.direct
+        ) as writer,
+        _Parts(writer, layout.nbytes, path) as parts,
+    ):
+        parts.add(memoryview(layout.header))
+        checksums = _stream(sources, parts, block_nbytes)
+        for value in text.extras.values():
+            parts.add(memoryview(value))
+        parts.add(memoryview(checksum_tensor(layout, checksums, text.extras)))
+    return WrittenFile(name, layout, chunks, checksums)
+
+
+def _stream(sources: Sequence[Source], parts: _Parts, block_nbytes: int) -> np.ndarray:
+    """Pass every source's bytes to `parts`, in order; returns the crc32c of every block."""
+    checksums: list[int] = []
+    for source in sources:
+        nbytes = source.chunk.nbytes
+        position = 0
+        while position < nbytes:
+            block_end = min(position + block_nbytes, nbytes)
+            crc = 0
+            while position < block_end:
+                stop = min(block_end, position + parts.room)
+                crc = crc32c(parts.push(source, position, stop), crc)
+                position = stop
+            checksums.append(crc)
+    return np.array(checksums, dtype="<u4")
+
+
+class _Parts:
+    """The object under construction as a stream, cut into parts.
+
+    A part is a list of vectors. Bytes that need a copy get it in a scratch buffer, at the place
+    that they have in the part; in direct mode all bytes do, so that the part is one aligned buffer.
+    """
+
+    def __init__(self, writer: ObjectWriter, nbytes: int, path: WritePath) -> None:
+        self._writer = writer
+        self._part_nbytes = min(path.part_nbytes, nbytes)
+        self._direct = path.direct
+        self._pool = ThreadPoolExecutor(path.writers) if path.writers else None
+        self._in_flight: list[tuple[Future[None], memoryview | None]] = []
+        self._in_flight_max = path.writers
+        self._free: list[memoryview] = []
+        self._scratch: memoryview | None = None
+        self._scratch_address = 0
+        self._vectors: list[memoryview] = []
+        self._filled = 0
+        self._index = 0
+
+    def __enter__(self) -> _Parts:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        try:
+            if kind is None:
+                if self._filled:
+                    self._emit()
+                self._wait(0)
+        finally:
+            if self._pool is not None:
+                self._pool.shutdown(wait=True, cancel_futures=True)
+
+    @property
+    def room(self) -> int:
+        """Bytes until the end of the current part; at least one."""
+        return self._part_nbytes - self._filled
+
+    def add(self, data: memoryview) -> None:
+        """Append bytes of any length that stay alive and unchanged until the `with` block ends."""
+        position = 0
+        while position < len(data):
+            stop = min(len(data), position + self.room)
+            if self._direct:
+                self._place(stop - position)[:] = data[position:stop]
+            else:
+                self._vectors.append(data[position:stop])
+            self._advance(stop - position)
+            position = stop
+
+    def push(self, source: Source, start: int, stop: int) -> memoryview:
+        """Append bytes `start` to `stop` of a source, which fit into `room`; returns them as
+        written.
+        """
+        nbytes = stop - start
+        if source.address and not self._direct:
+            vector = bytes_at(source.address + start, nbytes)
+            self._vectors.append(vector)
+        else:
+            vector = self._place(nbytes)
+            if source.address:
+                target = self._scratch_address + self._filled
+                copy_bytes(target, source.address + start, nbytes)
+            else:
+                _copy_elements(source, start, vector)
+        self._advance(nbytes)
+        return vector
+
+    def _place(self, nbytes: int) -> memoryview:
+        if self._scratch is None:
+            self._scratch = self._free.pop() if self._free else aligned_buffer(self._part_nbytes)
+            self._scratch_address = address_of(self._scratch)
+        place = self._scratch[self._filled : self._filled + nbytes]
+        if not self._direct:
+            self._vectors.append(place)
+        return place
+
+    def _advance(self, nbytes: int) -> None:
+        self._filled += nbytes
+        if self._filled == self._part_nbytes:
+            self._emit()
+
+    def _emit(self) -> None:
+        index, vectors, scratch = self._index, self._vectors, self._scratch
+        if self._direct:
+            assert scratch is not None, "in direct mode every byte was placed"
+            vectors = [scratch[: self._filled]]
+        self._index += 1
+        self._vectors, self._scratch, self._filled = [], None, 0
+        if self._pool is None:
+            self._writer.write_part(index, vectors)
+            if scratch is not None:
+                self._free.append(scratch)
+            return
+        self._wait(self._in_flight_max - 1)
+        self._in_flight.append(
+            (self._pool.submit(self._writer.write_part, index, vectors), scratch)
+        )
+
+    def _wait(self, in_flight_max: int) -> None:
+        while len(self._in_flight) > in_flight_max:
+            done, scratch = self._in_flight.pop(0)
+            done.result()
+            if scratch is not None:
+                self._free.append(scratch)
+
+
+def _copy_elements(source: Source, start: int, target: memoryview) -> None:
+    """Fill `target` with the source's bytes from `start` on, in row-major order of its view."""
+    dtype = source.view.dtype
+    first = source.start + start // dtype.itemsize
+    last = first + len(target) // dtype.itemsize
+    for nbytes, piece in _pieces_between(source.view, first, last):
+        tensor_over(target[:nbytes], dtype, tuple(piece.shape)).copy_(piece)
+        target = target[nbytes:]
+
+
+def _pieces_between(
+    view: torch.Tensor, first: int, last: int
+) -> Iterator[tuple[int, torch.Tensor]]:
+    for box in boxes_of(Span(first, last), tuple(view.shape)):
+        yield box.numel * view.dtype.itemsize, narrowed(view, box)

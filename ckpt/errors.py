@@ -32,7 +32,7 @@ class Mismatch(CheckpointError):
 
 
 class NoCheckpoint(CheckpointError):
-    """There is no checkpoint where one was looked for: empty root, unknown step, or no root at all."""
+    """There is no checkpoint where one was looked for: empty root, unknown step, or no root."""
 
 
 class Corrupt(CheckpointError):
@@ -56,7 +56,7 @@ class Fenced(CheckpointError):
 
 
 class OutcomeUnknown(CheckpointError):
-    """The commit was sent and no answer came. The next save settles it; nothing of it was deleted."""
+    """The commit was sent and no answer came. The next save settles it; nothing is deleted."""
 
 
 class RankFailed(CheckpointError):

@@ -61,7 +61,7 @@ class Scatter(NamedTuple):
 
 
 class Need(NamedTuple):
-    """What this rank wants of one chunk: the runs of blocks, ascending, and where their bytes go."""
+    """What this rank wants of one chunk: ascending runs of blocks, and where bytes go."""
 
     blocks: list[tuple[int, int]]
     directs: list[Direct]
@@ -89,7 +89,7 @@ class ReadPlan(NamedTuple):
 
 
 def plan_reads(manifest: Manifest, holdings: Sequence[Holding]) -> ReadPlan:
-    """Which blocks of which chunks fill `holdings`, and how; names and shapes were matched before."""
+    """Which blocks of which chunks fill `holdings`, and how. Names and shapes must match."""
     needs: dict[int, Need] = {}
     overlapping = _ChunkFinder(manifest)
     for holding in holdings:
@@ -124,7 +124,7 @@ class _ChunkFinder:
         return [(chunk, manifest.region(chunk)) for chunk in self._narrow(piece, first, last)]
 
     def _narrow(self, piece: Piece, first: int, last: int) -> Sequence[int]:
-        """Chunk numbers left after comparing the extents in row-major order, all of them at once."""
+        """Chunk numbers left after comparing all extents in row-major order at once."""
         boxes = boxes_of(piece.region, piece.global_shape)
         strides = row_major_strides(piece.global_shape)
         low = sum(o * s for o, s in zip(boxes[0].offset, strides, strict=True))
@@ -189,7 +189,7 @@ def _add_runs(runs: list[tuple[int, int]], more: list[tuple[int, int]]) -> None:
 
 
 class Segment(NamedTuple):
-    """Whole blocks of a chunk, its bytes `start` to `stop`: read to `address`, or if 0 to scratch."""
+    """Whole blocks of a chunk, its bytes `start` to `stop`; `address=0` goes to scratch."""
 
     chunk: int
     start: int

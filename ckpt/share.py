@@ -16,7 +16,7 @@ Ints = npt.NDArray[np.int64]
 
 
 class SharedRun(NamedTuple):
-    """Blocks `start` to `stop` of the block line: `reader` reads them and hands them to `others`."""
+    """Blocks `start` to `stop` of the block line, read by `reader`, handed to `others`."""
 
     start: int
     stop: int

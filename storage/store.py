@@ -25,7 +25,7 @@ class ByteRange(NamedTuple):
 
 
 class ObjectInfo(NamedTuple):
-    """What a listing knows of an object. `modified_unix` is in seconds, for display and ages only."""
+    """What a listing knows of an object. `modified_unix` is seconds, for display and ages."""
 
     key: str
     nbytes: int

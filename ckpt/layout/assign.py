@@ -106,7 +106,7 @@ def part_of(piece: Piece, start: int, stop: int) -> Region:
 
 
 class Item(NamedTuple):
-    """Something to place: its size, and the bytes between places where it may be cut (0: nowhere)."""
+    """Something to place: its size, and the bytes between possible cuts (0: never cut)."""
 
     nbytes: int
     unit_nbytes: int

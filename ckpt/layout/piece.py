@@ -64,7 +64,7 @@ class Window(NamedTuple):
 
 
 class View(NamedTuple):
-    """Pieces that lie in one window of a local tensor; `window=None` is the local tensor as it is."""
+    """Pieces that lie in one window of a local tensor; `None` is the local tensor as it is."""
 
     pieces: tuple[Piece, ...]
     window: Window | None = None

@@ -1,0 +1,120 @@
+"""Who writes what, checked as pure arithmetic: random and exhaustive small cases, no processes."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+
+import pytest
+import torch
+
+from ckpt.layout.assign import MIB, Assignment, Item, assign, share_evenly
+from ckpt.layout.piece import Holding, Kind, Piece
+from ckpt.layout.region import Box, Region, Span, boxes_of, whole
+
+
+def _random_items(random_: random.Random) -> list[Item]:
+    sizes = (5_000, 9 * MIB, 100 * MIB)
+    return [
+        Item(random_.randint(0, random_.choice(sizes)), MIB) for _ in range(random_.randint(1, 60))
+    ]
+
+
+def test_every_byte_goes_to_exactly_one_bin_and_cuts_are_at_units() -> None:
+    random_ = random.Random(1)
+    for _ in range(300):
+        items = _random_items(random_)
+        taken = defaultdict(list)
+        for bin_ in share_evenly(items, random_.randint(1, 9)):
+            for at, start, stop in bin_:
+                taken[at].append((start, stop))
+        for at, item in enumerate(items):
+            position = 0
+            for start, stop in sorted(taken[at]):
+                assert start == position
+                assert stop == item.nbytes or stop % MIB == 0
+                position = stop
+            assert position == item.nbytes
+
+
+def test_the_fullest_bin_is_within_five_percent_from_64_mib_a_bin() -> None:
+    random_ = random.Random(2)
+    measured = 0
+    for _ in range(500):
+        items = _random_items(random_)
+        count = random_.randint(2, 9)
+        mean = sum(item.nbytes for item in items) / count
+        if mean < 64 * MIB:
+            continue
+        measured += 1
+        fullest = max(
+            sum(stop - start for _, start, stop in bin_) for bin_ in share_evenly(items, count)
+        )
+        assert fullest <= 1.05 * mean
+    assert measured > 50
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 7])
+def test_four_equal_tensors_are_cut_when_the_bins_do_not_divide_them(count: int) -> None:
+    bins = share_evenly([Item(64 * MIB, MIB)] * 4, count)
+    loads = [sum(stop - start for _, start, stop in bin_) for bin_ in bins]
+    assert max(loads) - min(loads) <= 2 * MIB
+
+
+def test_what_cannot_be_cut_stays_whole() -> None:
+    bins = share_evenly([Item(100 * MIB, 0), Item(40 * MIB, MIB), Item(10, 0)], 3)
+    assert [(0, 0, 100 * MIB)] in bins
+
+
+def _pieces(rank: int, fqn: str, shape: tuple[int, ...], region: Region, holders: range) -> Holding:
+    size = region.numel
+    local = (
+        torch.empty(0).new_zeros(size) if isinstance(region, Span) else torch.zeros(region.shape)
+    )
+    piece = Piece(fqn, shape, torch.float32, region, whole(tuple(local.shape)), tuple(holders))
+    assert rank in holders
+    return Holding(local, (piece,), Kind.PARAMETER, True)
+
+
+def _elements_written(assignments: list[Assignment]) -> dict[str, list[Box]]:
+    boxes = defaultdict(list)
+    for assignment in assignments:
+        for share in assignment.shares:
+            boxes[share.piece.fqn] += boxes_of(share.region, share.piece.global_shape)
+    return boxes
+
+
+def test_hybrid_shards_are_shared_between_replicas_without_talking() -> None:
+    """Two shards, each on two ranks, one of them strided: every element is written once."""
+    shape = (1024, 4096)
+    regions = [Box((0, 0), (1024, 2048)), Box((0, 2048), (1024, 2048))]
+    assignments = []
+    for rank in range(4):
+        shard = rank % 2
+        holders = range(shard, 4, 2)
+        held = [
+            _pieces(rank, "columns", shape, regions[shard], holders),
+            _pieces(rank, "flat", (1 << 22,), Span(shard << 21, (shard + 1) << 21), holders),
+        ]
+        assignments.append(assign(held, rank))
+    for fqn, total in (("columns", 1024 * 4096), ("flat", 1 << 22)):
+        boxes = _elements_written(assignments)[fqn]
+        assert sum(box.numel for box in boxes) == total
+        assert len(set(boxes)) == len(boxes)
+    loads = [sum(s.stop - s.start for s in a.shares) for a in assignments]
+    assert max(loads) <= 1.05 * sum(loads) / 4
+
+
+def test_unsynchronized_replicas_are_written_by_one_and_compared_by_all() -> None:
+    local = torch.zeros(5)
+    piece = Piece("bn.mean", (5,), torch.float32, Box((0,), (5,)), Box((0,), (5,)), (0, 1, 2))
+    holding = Holding(local, (piece,), Kind.BUFFER, False)
+    assignments = [assign([holding], rank) for rank in range(3)]
+    assert [len(a.compared) for a in assignments] == [1, 1, 1]
+    assert sum(len(a.shares) for a in assignments) == 1
+
+
+def test_pieces_without_elements_are_written_by_nobody() -> None:
+    piece = Piece("empty", (0, 4), torch.float32, Box((0, 0), (0, 4)), Box((0, 0), (0, 4)), (0, 1))
+    holding = Holding(torch.zeros(0, 4), (piece,), Kind.PARAMETER, True)
+    assert assign([holding], 0) == Assignment([], [])

@@ -1,0 +1,84 @@
+"""Sharing of blocks between ranks, checked against block sets counted one by one."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+
+from ckpt.share import Ints, Sharing, share_blocks
+
+
+def _runs(blocks: set[int]) -> Ints:
+    runs: list[list[int]] = []
+    for block in sorted(blocks):
+        if runs and runs[-1][1] == block:
+            runs[-1][1] += 1
+        else:
+            runs.append([block, block + 1])
+    return np.array(runs, dtype=np.int64).reshape(-1, 2)
+
+
+def _blocks(runs: Ints) -> set[int]:
+    return {block for first, last in runs.tolist() for block in range(first, last)}
+
+
+def _case(seed: int) -> tuple[list[set[int]], list[Sharing], Ints]:
+    random_ = random.Random(seed)
+    ranks, total = random_.randint(1, 5), random_.randint(1, 40)
+    sizes = [random_.randint(1, 10) for _ in range(total)]
+    line = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+    wanted = [{b for b in range(total) if random_.random() < 0.5} for _ in range(ranks)]
+    needs = [_runs(blocks) for blocks in wanted]
+    sharings = [
+        share_blocks(needs, line, rank, run_nbytes_max=12, round_nbytes_max=30)
+        for rank in range(ranks)
+    ]
+    return wanted, sharings, line
+
+
+def test_every_needed_block_is_read_once_in_the_whole_job() -> None:
+    for seed in range(200):
+        wanted, sharings, _ = _case(seed)
+        reads: list[int] = []
+        for rank, sharing in enumerate(sharings):
+            reads += sorted(_blocks(sharing.private))
+            for run in sharing.shared:
+                if run.reader == rank:
+                    reads += range(run.start, run.stop)
+        assert sorted(reads) == sorted(set.union(*wanted))
+
+
+def test_every_rank_gets_exactly_the_blocks_it_needs() -> None:
+    for seed in range(200):
+        wanted, sharings, _ = _case(seed)
+        for rank, sharing in enumerate(sharings):
+            got = sorted(_blocks(sharing.private))
+            for run in sharing.shared:
+                if rank == run.reader or rank in run.others:
+                    got += range(run.start, run.stop)
+            assert sorted(got) == sorted(wanted[rank])
+
+
+def test_all_ranks_agree_and_rounds_bound_the_bytes_per_rank() -> None:
+    for seed in range(200):
+        _, sharings, line = _case(seed)
+        assert all(sharing.shared == sharings[0].shared for sharing in sharings)
+        for rank in range(len(sharings)):
+            by_round: dict[int, int] = {}
+            for run in sharings[0].shared:
+                if rank == run.reader or rank in run.others:
+                    nbytes = int(line[run.stop] - line[run.start])
+                    by_round[run.round] = by_round.get(run.round, 0) + nbytes
+            assert all(nbytes <= 30 for nbytes in by_round.values())
+
+
+def test_replicas_divide_the_reading_evenly() -> None:
+    line = np.arange(0, 101 * 4, 4, dtype=np.int64)
+    needs = [np.array([[0, 100]], dtype=np.int64)] * 4
+    sharing = share_blocks(needs, line, 0, run_nbytes_max=16, round_nbytes_max=64)
+    loads = [0] * 4
+    for run in sharing.shared:
+        loads[run.reader] += run.stop - run.start
+    assert max(loads) - min(loads) <= 4
+    assert len(sharing.private) == 0

@@ -157,19 +157,21 @@ def _pour(
 ) -> None:
     to_fill = [at for at in range(len(bins)) if loads[at] < mean] or list(range(len(bins)))
     current = 0
+    owed = 0.0  # what cuts at units took from the bins so far, for the next one to make up
     for at in order:
         nbytes, unit = items[at]
         start = 0
         while start < nbytes:
             bin_at = to_fill[current]
             is_last = current == len(to_fill) - 1
-            room = mean - loads[bin_at]
+            room = mean + owed - loads[bin_at]
             stop = nbytes if is_last else start + max(0, round(room / unit)) * unit
             if stop >= nbytes:
                 stop = nbytes
             if stop > start:
                 bins[bin_at].append((at, start, stop))
                 loads[bin_at] += stop - start
-            if stop < nbytes or (loads[bin_at] >= mean and not is_last):
+            if stop < nbytes or (loads[bin_at] >= mean + owed and not is_last):
+                owed += mean - loads[bin_at]
                 current += 1
             start = stop

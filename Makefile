@@ -1,0 +1,66 @@
+# Every target works on a fresh clone: it needs make and Python 3.10 or newer, and makes .venv itself.
+PYTHON ?= python3
+VENV ?= .venv
+INSTALLED ?= $(VENV)/.installed
+BIN := $(VENV)/bin
+URL ?=
+PYTEST_ARGS ?=
+
+# The tests and the demo run several ranks on few cores: more threads per rank only slow them down.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help demo test quick soak bench check format test-ceph examples clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo        train, kill in the middle of a save, resume, export, look at it (about 3 minutes)"
+	@echo "                 make demo URL=s3://bucket/prefix runs it against S3"
+	@echo "make test        all tests          make quick   those without processes and servers"
+	@echo "make soak        full counts        make bench   benchmarks"
+	@echo "make check       ruff, ruff format, mypy --strict"
+	@echo "make test-ceph   the S3 tests against a real Ceph RADOS gateway (installs Debian packages)"
+	@echo "make examples    run examples/      make format  rewrite files as ruff format wants them"
+	@echo "PYTHON=python3.12 make test         choose the interpreter"
+
+$(VENV)/.made:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	  { echo "Python 3.10 or newer is needed; $(PYTHON) is `$(PYTHON) -V`. Try: make PYTHON=python3.12 ..."; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.made pyproject.toml constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,fast]'
+	@touch $@
+
+demo: $(INSTALLED)
+	$(BIN)/python -m examples.demo $(if $(URL),--url $(URL))
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+quick: $(INSTALLED)
+	$(BIN)/python -m pytest -m "not ranks and not server" $(PYTEST_ARGS)
+
+soak: $(INSTALLED)
+	$(BIN)/python -m pytest --soak --timeout=7200 $(PYTEST_ARGS)
+
+bench: $(INSTALLED)
+	$(BIN)/python -m benchmarks
+
+check: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(INSTALLED)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+test-ceph: $(INSTALLED)
+	tests/ceph.sh $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+examples: $(INSTALLED)
+	$(BIN)/python -m examples.run_all
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache build *.egg-info demo-out

@@ -1,0 +1,94 @@
+"""What every test shares: printed seeds, one thread, and how much of a test to run.
+
+The default run takes a seeded sample of each large space; `--soak` takes all of it, under a new
+seed.
+"""
+
+from __future__ import annotations
+
+import os
+
+# Before torch and numpy start their pools: tests run several ranks on few cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import random
+import secrets
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+# A fixed seed makes two runs of one commit the same run.
+SEED_DEFAULT = 20261120
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much of a large space this run looks at."""
+
+    soak: bool
+
+    def count(self, sample: int, full: int) -> int:
+        """`sample` in the default run, `full` with --soak."""
+        return full if self.soak else sample
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("shardpoint")
+    group.addoption("--soak", action="store_true", help="full counts, and tests marked soak")
+    group.addoption("--seed", help="a number; the printed seed of a failed run repeats it")
+    group.addoption(
+        "--ceph", metavar="URL", help="endpoint of a Ceph RADOS gateway to test against"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    torch.set_num_threads(1)
+    chosen = config.getoption("seed")
+    if chosen is None:
+        chosen = secrets.randbits(32) if config.getoption("soak") else SEED_DEFAULT
+    config.stash[_SEED] = int(chosen)
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    tier = "soak" if config.getoption("soak") else "sample"
+    return f"shardpoint: seed {config.stash[_SEED]}, {tier} counts, torch {torch.__version__}"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    skipped = {
+        "soak": (config.getoption("soak"), "full counts; run with --soak"),
+        "ceph": (config.getoption("ceph"), "needs a Ceph gateway; run `make test-ceph`"),
+        "gpu": (torch.cuda.is_available(), "needs a CUDA device"),
+    }
+    for item in items:
+        for marker, (wanted, reason) in skipped.items():
+            if item.get_closest_marker(marker) and not wanted:
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session")
+def scale(pytestconfig: pytest.Config) -> Scale:
+    """How much to run: `scale.count(sample, full)`."""
+    return Scale(soak=bool(pytestconfig.getoption("soak")))
+
+
+@pytest.fixture
+def seed(pytestconfig: pytest.Config, request: pytest.FixtureRequest) -> int:
+    """A number that differs from test to test and repeats from run to run."""
+    return random.Random(f"{pytestconfig.stash[_SEED]}:{request.node.nodeid}").getrandbits(32)
+
+
+@pytest.fixture
+def rng(seed: int) -> random.Random:
+    """A generator seeded with `seed`."""
+    return random.Random(seed)
+
+
+@pytest.fixture
+def ceph_url(pytestconfig: pytest.Config) -> str:
+    """Endpoint of the gateway that --ceph names; for tests marked ceph."""
+    return str(pytestconfig.getoption("ceph"))
+
+
+_SEED = pytest.StashKey[int]()

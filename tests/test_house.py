@@ -1,0 +1,330 @@
+"""The rules of the house that a machine can keep. Every ban says what to use instead.
+
+Method: parse every source file, collect what breaks a rule, and fail with the whole list. A planted
+violation per rule shows that the rule bites.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("storage", "ckpt", "sharding")
+
+
+class Source(NamedTuple):
+    """One parsed file; `path` is relative to the repository, with forward slashes."""
+
+    path: str
+    tree: ast.Module
+
+    @property
+    def package(self) -> str:
+        return self.path.split("/")[0]
+
+
+def sources(*folders: str) -> list[Source]:
+    return [
+        Source(path.relative_to(ROOT).as_posix(), ast.parse(path.read_text(encoding="utf-8")))
+        for folder in folders
+        for path in sorted((ROOT / folder).rglob("*.py"))
+    ]
+
+
+# Imports -----------------------------------------------------------------------------------------
+
+# What each package may import besides itself, the standard library and `ONE_FILE_EACH`.
+ALLOWED = {
+    "storage": {"numpy"},
+    "ckpt": {"storage", "numpy", "torch"},
+    "sharding": {"storage", "ckpt", "numpy", "torch"},
+}
+
+# Third-party packages that are used through the files named here, and nowhere else.
+ONE_FILE_EACH = {
+    "s3fs": ("storage/s3.py",),
+    "botocore": ("storage/s3.py",),
+    "aiobotocore": ("storage/s3.py",),
+    "fsspec": ("storage/generic.py", "storage/s3.py", "storage/url.py"),
+    "obstore": ("storage/s3_fast.py",),
+    "crc32c": ("ckpt/format/checksum.py",),
+    "msgpack": ("ckpt/format/codec.py", "ckpt/format/manifest.py", "ckpt/log.py"),
+    "pydantic": ("ckpt/format/manifest.py", "ckpt/log.py"),
+    "rich": ("ckpt/cli.py",),
+}
+
+
+def imported_roots(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name.split(".")[0]) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.lineno, (node.module or "").split(".")[0] if not node.level else "(relative)"
+
+
+def bad_imports(source: Source) -> list[str]:
+    found = []
+    for line, name in imported_roots(source.tree):
+        where = f"{source.path}:{line}"
+        if name == source.package or name in sys.stdlib_module_names:
+            continue
+        if name == "(relative)":
+            found.append(f"{where}: relative import; write the full name")
+        elif name in ONE_FILE_EACH:
+            if source.path not in ONE_FILE_EACH[name]:
+                found.append(f"{where}: {name}; call what {ONE_FILE_EACH[name][0]} offers instead")
+        elif name not in ALLOWED[source.package]:
+            found.append(
+                f"{where}: {source.package} may not import {name}; imports go downward only "
+                "(storage <- ckpt <- sharding), so move the code up or pass the value in"
+            )
+    return found
+
+
+# Names -------------------------------------------------------------------------------------------
+
+ADAPTERS = (
+    "ckpt/layout/dtensor.py",
+    "ckpt/layout/torch_fsdp.py",
+    "ckpt/layout/plain.py",
+    "ckpt/layout/modules.py",
+    "ckpt/world.py",
+)
+
+COLLECTIVES = {
+    "all_gather", "all_gather_into_tensor", "all_gather_object", "all_gather_coalesced",
+    "all_reduce", "all_reduce_coalesced", "all_to_all", "all_to_all_single", "barrier",
+    "batch_isend_irecv", "broadcast", "broadcast_object_list", "gather", "gather_object", "irecv",
+    "isend", "monitored_barrier", "new_group", "new_subgroups", "recv", "recv_object_list",
+    "reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter", "scatter_object_list", "send",
+    "send_object_list", "split_group",
+}  # fmt: skip
+
+
+class Ban(NamedTuple):
+    """Dotted names that only `allowed` files may use, and what everybody else uses."""
+
+    matches: Callable[[str], bool]
+    allowed: tuple[str, ...]
+    instead: str
+
+
+def is_torch_private(name: str) -> bool:
+    first, *rest = name.split(".")
+    return first == "torch" and any(re.match(r"_[^_]", part) for part in rest)
+
+
+def is_collective(name: str) -> bool:
+    head, _, last = name.rpartition(".")
+    functional = head.startswith("torch.distributed._functional_collectives")
+    return functional or (head.startswith("torch.distributed") and last in COLLECTIVES)
+
+
+def is_pickle(name: str) -> bool:
+    roots = {"pickle", "cPickle", "cloudpickle", "dill", "shelve", "marshal"}
+    torch_files = {
+        "torch.load",
+        "torch.save",
+        "torch.serialization.load",
+        "torch.serialization.save",
+    }
+    return name.split(".")[0] in roots or name in torch_files
+
+
+BANS = (
+    Ban(
+        is_torch_private, ADAPTERS, "an adapter in ckpt/layout, the only place for torch's privates"
+    ),
+    Ban(is_pickle, (), "ckpt.format.codec for values, ckpt.format.datafile for tensors"),
+    Ban(
+        lambda name: name in ("threading.Thread", "_thread.start_new_thread", "threading.Timer"),
+        ("ckpt/world.py",),
+        "concurrent.futures, and read every result: a bare thread swallows its error",
+    ),
+    Ban(
+        is_collective, ("ckpt/world.py", "sharding/collectives.py"), "a method of ckpt.world.World"
+    ),
+    Ban(
+        lambda name: name in ("os.environ", "os.getenv", "os.putenv"),
+        ("ckpt/world.py", "ckpt/cli.py", "storage/s3.py"),
+        "an argument: no environment switch below the public functions",
+    ),
+    Ban(
+        lambda name: name in ("logging.basicConfig", "warnings.simplefilter"),
+        (),
+        "nothing: the application configures logging and warnings",
+    ),
+)
+
+
+def dotted_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Every dotted name, imports resolved: `dist.barrier` gives `torch.distributed.barrier`."""
+    known: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+                bound = alias.asname or alias.name.split(".")[0]
+                known[bound] = alias.name if alias.asname else bound
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                yield node.lineno, f"{node.module}.{alias.name}"
+                known[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            parts = [node.attr]
+            inner = node.value
+            while isinstance(inner, ast.Attribute):
+                parts.append(inner.attr)
+                inner = inner.value
+            if isinstance(inner, ast.Name) and inner.id in known:
+                yield node.lineno, ".".join([known[inner.id], *reversed(parts)])
+
+
+def banned_names(source: Source) -> list[str]:
+    found = set()
+    for line, name in dotted_names(source.tree):
+        for ban in BANS:
+            if ban.matches(name) and source.path not in ban.allowed:
+                found.add(f"{source.path}:{line}: {name}; use {ban.instead}")
+    return sorted(found)
+
+
+def foreign_privates(source: Source) -> list[str]:
+    """Private attributes of objects whose class is not in this file: torch hides state in them."""
+    own = {name for node in ast.walk(source.tree) for name in _defined_privates(node)}
+    found = []
+    for node in ast.walk(source.tree):
+        if not isinstance(node, ast.Attribute) or not re.match(r"_[^_]", node.attr):
+            continue
+        if isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"):
+            continue
+        if node.attr in own or node.attr in ("_replace", "_asdict", "_fields", "_make"):
+            continue
+        found.append(f"{source.path}:{node.lineno}: .{node.attr}; call something public instead")
+    return found
+
+
+def _defined_privates(node: ast.AST) -> Iterator[str]:
+    if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
+        yield node.name
+    elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+        yield from (
+            [node.attr] if isinstance(node.value, ast.Name) and node.value.id == "self" else []
+        )
+    elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+        yield node.id
+
+
+# Documentation -----------------------------------------------------------------------------------
+
+
+def undocumented(source: Source) -> list[str]:
+    found = []
+    if source.tree.body and ast.get_docstring(source.tree) is None:
+        found.append(f"{source.path}:1: the module says nothing; open it with one sentence")
+    for node in source.tree.body:
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            continue
+        if not node.name.startswith("_") and ast.get_docstring(node) is None:
+            found.append(f"{source.path}:{node.lineno}: {node.name} is public; document or hide it")
+    return found
+
+
+def missing_paths(document: str, text: str) -> list[str]:
+    """Paths that a document names in backticks or links to, and that are not in the repository."""
+    folders = (*PACKAGES, "tests", "examples", "benchmarks", "docs", ".ci")
+    quoted = re.findall(r"`([\w./-]+)`", text)
+    named = [name for name in quoted if name.split("/")[0] in folders and "/" in name]
+    named += [name for name in quoted if re.fullmatch(r"[A-Z]+\.md|[\w-]+\.(toml|txt)", name)]
+    named += re.findall(r"\]\((?!https?:|#|mailto:)([^)#]+)", text)
+    missing = {name for name in named if not (ROOT / name).exists()}
+    return [f"{document}: names {name}, which is not there" for name in sorted(missing)]
+
+
+# The tests ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [bad_imports, banned_names, foreign_privates, undocumented],
+    ids=lambda rule: rule.__name__,
+)
+def test_sources_keep(rule: Callable[[Source], list[str]]) -> None:
+    exempt = ADAPTERS if rule is foreign_privates else ()
+    found = [
+        problem
+        for source in sources(*PACKAGES)
+        if source.path not in exempt
+        for problem in rule(source)
+    ]
+    assert not found, "\n" + "\n".join(found)
+
+
+def test_tests_and_examples_use_no_pickle() -> None:
+    found = [
+        problem
+        for source in sources("examples")
+        for problem in banned_names(source)
+        if "pickle" in problem or "torch.load" in problem or "torch.save" in problem
+    ]
+    assert not found, "\n" + "\n".join(found)
+
+
+def test_documents_name_no_missing_file() -> None:
+    found = [
+        problem
+        for path in sorted(ROOT.glob("*.md"))
+        for problem in missing_paths(path.name, path.read_text(encoding="utf-8"))
+    ]
+    assert not found, "\n" + "\n".join(found)
+
+
+def test_packages_say_that_they_are_typed() -> None:
+    assert all((ROOT / package / "py.typed").exists() for package in PACKAGES)
+
+
+@pytest.mark.parametrize(
+    ("rule", "path", "code", "expected"),
+    [
+        (bad_imports, "storage/x.py", "import torch", "storage may not import torch"),
+        (bad_imports, "storage/x.py", "from ckpt import save", "imports go downward only"),
+        (bad_imports, "ckpt/x.py", "from sharding import wrap", "imports go downward only"),
+        (bad_imports, "ckpt/x.py", "def f():\n    import msgpack", "ckpt/format/codec.py"),
+        (bad_imports, "ckpt/x.py", "import requests", "may not import requests"),
+        (banned_names, "ckpt/x.py", "import torch\ntorch.save(1, 'x')", "ckpt.format"),
+        (banned_names, "ckpt/x.py", "from torch import load as l", "ckpt.format"),
+        (banned_names, "storage/x.py", "import pickle", "ckpt.format.codec"),
+        (banned_names, "ckpt/x.py", "from threading import Thread", "concurrent.futures"),
+        (banned_names, "ckpt/x.py", "import threading as t\nt.Thread()", "concurrent.futures"),
+        (banned_names, "ckpt/x.py", "import torch.distributed as d\nd.barrier()", "World"),
+        (banned_names, "ckpt/x.py", "from torch.distributed import all_reduce", "World"),
+        (banned_names, "ckpt/x.py", "import torch\ntorch.distributed.barrier()", "World"),
+        (banned_names, "ckpt/x.py", "from torch.distributed._tensor import x", "adapter"),
+        (banned_names, "ckpt/x.py", "import torch\ntorch._C.f()", "adapter"),
+        (foreign_privates, "ckpt/x.py", "t._local_tensor", "_local_tensor"),
+        (undocumented, "ckpt/x.py", '"""Doc."""\ndef f(): ...', "f is public"),
+        (undocumented, "ckpt/x.py", "x = 1", "the module says nothing"),
+    ],
+)
+def test_rule_finds_planted_violation(
+    rule: Callable[[Source], list[str]], path: str, code: str, expected: str
+) -> None:
+    found = rule(Source(path, ast.parse(code)))
+    assert found and expected in found[0]
+
+
+def test_rule_for_documents_finds_planted_violation() -> None:
+    text = "See `ckpt/nowhere.py`, [this](docs/none.md) and `README.md` and `ckpt/errors.py`."
+    found = missing_paths("X.md", text)
+    assert [problem for problem in found if "README" not in problem] == [
+        "X.md: names ckpt/nowhere.py, which is not there",
+        "X.md: names docs/none.md, which is not there",
+    ]

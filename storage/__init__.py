@@ -1,0 +1,39 @@
+"""Bytes by key: local disk, S3, memory, whatever fsspec knows. No torch, no checkpoints."""
+
+from __future__ import annotations
+
+from storage.errors import (
+    AccessDeniedError,
+    InvalidKeyError,
+    InvalidUrlError,
+    KeyExistsError,
+    KeyNotFoundError,
+    NoSpaceError,
+    OutcomeUnknownError,
+    ShortReadError,
+    StorageError,
+    TransientError,
+)
+from storage.retry import RetryPolicy
+from storage.store import ByteRange, ExclusiveCreate, ObjectInfo, ObjectWriter, Store
+from storage.url import open_store
+
+__all__ = [
+    "AccessDeniedError",
+    "ByteRange",
+    "ExclusiveCreate",
+    "InvalidKeyError",
+    "InvalidUrlError",
+    "KeyExistsError",
+    "KeyNotFoundError",
+    "NoSpaceError",
+    "ObjectInfo",
+    "ObjectWriter",
+    "OutcomeUnknownError",
+    "RetryPolicy",
+    "ShortReadError",
+    "StorageError",
+    "Store",
+    "TransientError",
+    "open_store",
+]

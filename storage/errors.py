@@ -31,6 +31,10 @@ class InvalidUrlError(StorageError):
     """The url or its options cannot name a store: unknown protocol, no bucket, missing package."""
 
 
+class InvalidKeyError(StorageError, ValueError):
+    """Not a key: absolute, with an empty, `.` or `..` part, too long, or with a reserved name."""
+
+
 class TransientError(StorageError):
     """Did not happen this time and may succeed when repeated: throttling, a reset connection."""
 

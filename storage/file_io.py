@@ -1,0 +1,277 @@
+"""Reading and writing open files: whole vectors of buffers, around the page cache or through it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+import stat
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from types import TracebackType
+
+import numpy as np
+
+from storage.linux import allocate
+from storage.ranges import drop_front
+
+# What O_DIRECT asks of addresses, offsets and lengths: the largest logical block of usual disks.
+ALIGNMENT_BYTES = 4096
+# O_DIRECT writes of this size reached the speed of the disk with one thread (DECISIONS.md).
+DIRECT_WRITE_BYTES = 16 * 1024 * 1024
+# Vectors per preadv/pwritev: IOV_MAX of Linux.
+_VECTORS_MAX = 1024
+
+
+def read_into(fd: int, start: int, views: Sequence[memoryview]) -> int:
+    """Fill `views` from byte `start` on; returns the bytes read, fewer at the file's end."""
+    if len(views) == 1:
+        got = os.preadv(fd, views, start)
+        if got == views[0].nbytes:  # by far the most frequent case
+            return got
+    else:
+        got = 0
+    rest = drop_front(list(views), got)
+    while rest:
+        count = os.preadv(fd, rest[:_VECTORS_MAX], start + got)
+        if count == 0:
+            return got
+        got += count
+        rest = drop_front(rest, count)
+    return got
+
+
+class BufferedFile:
+    """Writes through the page cache. Owns the descriptor. Thread-safe until `finish`."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def write(self, views: list[memoryview], start: int) -> None:
+        while views:
+            count = os.pwritev(self._fd, views[:_VECTORS_MAX], start)
+            start += count
+            views = drop_front(views, count)
+
+    def finish(self, nbytes: int, *, durable: bool) -> None:
+        if durable:
+            os.fsync(self._fd)
+        self.close()
+
+    def close(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __del__(self) -> None:
+        self.close()  # a writer that was abandoned, as by a killed rank in tests
+
+
+class DirectFile:
+    """Writes around the page cache, and through it where the filesystem refuses that.
+
+    Owns the descriptor. Thread-safe until `finish`. Parts must start at multiples of 4096.
+    """
+
+    def __init__(self, fd: int, nbytes: int) -> None:
+        self._buffered = BufferedFile(fd)
+        self._fd = fd
+        self._staging: list[mmap.mmap] = []
+        padded = -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        try:
+            # Without it every write would have to grow the file, which serialises them.
+            allocate(fd, padded)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
+                self.close()
+                raise
+        self._direct = self._set_direct(True)
+
+    def write(self, views: list[memoryview], start: int) -> None:
+        if not self._direct:
+            self._buffered.write(views, start)
+        elif len(views) == 1 and _address(views[0]) % ALIGNMENT_BYTES == 0:
+            body_nbytes = views[0].nbytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+            self._write_aligned(views[0][:body_nbytes], start)
+            self._write_copied([views[0][body_nbytes:]], start + body_nbytes)
+        else:
+            self._write_copied(views, start)
+
+    def finish(self, nbytes: int, *, durable: bool) -> None:
+        os.ftruncate(self._fd, nbytes)
+        self._buffered.finish(nbytes, durable=durable)
+        self.close()
+
+    def close(self) -> None:
+        self._buffered.close()
+        self._staging.clear()
+
+    def _write_aligned(self, view: memoryview, start: int) -> None:
+        done = 0
+        refused = False
+        while done < view.nbytes:
+            piece = view[done : done + DIRECT_WRITE_BYTES]
+            try:
+                done += os.pwrite(self._fd, piece, start + done)
+            except OSError as error:
+                if error.errno != errno.EINVAL or refused:
+                    raise
+                refused = True
+                self._direct = self._set_direct(False)
+            if done % ALIGNMENT_BYTES and self._direct:
+                # A disk that is nearly full takes part of a write; the next one tells the error.
+                done -= done % ALIGNMENT_BYTES
+
+    def _write_copied(self, views: list[memoryview], start: int) -> None:
+        """Through aligned memory of our own; the end is padded with zeros to a whole block."""
+        total = sum(view.nbytes for view in views)
+        if not total:
+            return
+        stage = self._take_staging(min(total, DIRECT_WRITE_BYTES))
+        filled = 0
+        with memoryview(stage) as target:
+            for view in views:
+                done = 0
+                while done < view.nbytes:
+                    count = min(view.nbytes - done, target.nbytes - filled)
+                    target[filled : filled + count] = view[done : done + count]
+                    done += count
+                    filled += count
+                    if filled == target.nbytes:
+                        self._write_aligned(target, start)
+                        start += filled
+                        filled = 0
+            if filled:
+                padded = -(-filled // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+                target[filled:padded] = bytes(padded - filled)
+                self._write_aligned(target[:padded], start)
+        self._staging.append(stage)
+
+    def _take_staging(self, nbytes: int) -> mmap.mmap:
+        with contextlib.suppress(IndexError):  # empty, or another thread took the last one
+            while True:
+                candidate = self._staging.pop()
+                if len(candidate) >= nbytes:
+                    return candidate
+        return mmap.mmap(-1, -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
+
+    def _set_direct(self, wanted: bool) -> bool:
+        flags = fcntl.fcntl(self._fd, fcntl.F_GETFL) & ~os.O_DIRECT
+        try:
+            fcntl.fcntl(self._fd, fcntl.F_SETFL, flags | (os.O_DIRECT if wanted else 0))
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            return False
+        return wanted
+
+
+class OpenFile:
+    """An open file in use by some threads; closed when it is retired and the last one leaves."""
+
+    def __init__(self, owner: OpenFiles, path: str) -> None:
+        # O_NONBLOCK: opening a named pipe that somebody left in the directory must not wait.
+        self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        found = os.fstat(self.fd)
+        if not stat.S_ISREG(found.st_mode):
+            self.close()
+            raise FileNotFoundError(errno.ENOENT, "not a regular file", path)
+        self.nbytes = found.st_size
+        self.users = 1
+        self.retired = False
+        self._owner = owner
+
+    def is_deleted(self) -> bool:
+        return os.fstat(self.fd).st_nlink == 0
+
+    def close(self) -> None:
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __enter__(self) -> OpenFile:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._owner.release(self)
+
+    def __del__(self) -> None:
+        with contextlib.suppress(AttributeError):
+            self.close()
+
+
+class OpenFiles:
+    """Keeps the files that were read last open, because many reads of one file follow each other.
+
+    Right only for files that never change. A file that was deleted is noticed. Thread-safe.
+    """
+
+    def __init__(self, count_max: int) -> None:
+        self._count_max = count_max
+        self._files: OrderedDict[str, OpenFile] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def uncached(self, path: str) -> OpenFile:
+        """For one read of a whole file: opened now, closed at the end of the `with` block."""
+        file = OpenFile(self, path)
+        file.retired = True
+        return file
+
+    def acquire(self, path: str) -> OpenFile:
+        """To be used in a `with` block, which gives it back."""
+        with self._lock:
+            file = self._files.get(path)
+            if file is not None:
+                file.users += 1
+                self._files.move_to_end(path)
+        if file is not None:
+            if not file.is_deleted():
+                return file
+            self.forget(path)
+            self.release(file)
+        return self._open(path)
+
+    def release(self, file: OpenFile) -> None:
+        with self._lock:
+            file.users -= 1
+            unused = file.retired and file.users == 0
+        if unused:
+            file.close()
+
+    def forget(self, path: str) -> None:
+        with self._lock:
+            self._retire(path)
+
+    def close(self) -> None:
+        with self._lock:
+            for path in tuple(self._files):
+                self._retire(path)
+
+    def _open(self, path: str) -> OpenFile:
+        file = OpenFile(self, path)
+        with self._lock:
+            self._retire(path)  # another thread may have opened it at the same time
+            self._files[path] = file
+            while len(self._files) > self._count_max:
+                self._retire(next(iter(self._files)))
+        return file
+
+    def _retire(self, path: str) -> None:
+        file = self._files.pop(path, None)
+        if file is None:
+            return
+        file.retired = True
+        if file.users == 0:
+            file.close()
+
+
+def _address(view: memoryview) -> int:
+    return int(np.frombuffer(view, np.uint8).__array_interface__["data"][0])

@@ -1,0 +1,432 @@
+"""Objects as files below a directory, through os-level calls.
+
+What holds: a key names exactly the file `root/key`, and no key can name anything outside of `root`.
+Symbolic links that somebody placed below `root` are followed, for reading and for writing: whoever
+can place links there owns the data already, and caches of downloaded models are made of such links.
+
+An object is written aside under a name that is never a key, and published by `link`, which does not
+replace anything. A writer that dies before leaves a `.tmp-` file for `abort_unfinished`, no more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+import uuid
+from collections.abc import Iterable, Iterator, Sequence
+from types import TracebackType
+
+from storage.errors import (
+    AccessDeniedError,
+    InvalidKeyError,
+    KeyExistsError,
+    KeyNotFoundError,
+    NoSpaceError,
+    OutcomeUnknownError,
+    ShortReadError,
+    StorageError,
+    TransientError,
+)
+from storage.file_io import ALIGNMENT_BYTES, BufferedFile, DirectFile, OpenFiles, read_into
+from storage.keys import check_key, check_prefix, finished_name, unfinished_name
+from storage.linux import rename_without_replacing
+from storage.ranges import PartLedger, flat_views
+from storage.store import ByteRange, ExclusiveCreate, ObjectInfo, ObjectWriter, Store
+
+_LINK_UNSUPPORTED = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EMLINK}
+_MISSING = (FileNotFoundError, NotADirectoryError)
+
+
+class LocalStore(Store):
+    """The files below the directory `root`, which is made by the first write.
+
+    `exclusive_create` becomes NONE, and nothing can be written any more, once the filesystem turns
+    out to have neither `link` nor `renameat2(RENAME_NOREPLACE)`.
+    """
+
+    def __init__(self, root: str, *, open_files_max: int = 32) -> None:
+        self._root = os.path.abspath(root)
+        self.url = self._root
+        self.exclusive_create = ExclusiveCreate.ATOMIC
+        self._open_files = OpenFiles(open_files_max)
+        # Directories whose own entry in their parent is known to survive a power failure.
+        self._entry_durable: set[str] = set()
+        self._made_above_root: set[str] = set()
+
+    def get(self, key: str, byte_range: ByteRange | None = None) -> bytes:
+        path = self._path(key)
+        try:
+            if byte_range is not None:
+                target = bytearray(byte_range.nbytes)
+                self._read(key, path, byte_range.start, [memoryview(target)])
+                return bytes(target)
+            with self._open_files.uncached(path) as file:
+                target = bytearray(file.nbytes)
+                read_into(file.fd, 0, [memoryview(target)] if target else [])
+                return bytes(target)
+        except OSError as error:
+            raise self._translated(error, "read", key) from error
+
+    def get_into(self, key: str, start: int, buffers: Sequence[memoryview]) -> None:
+        try:
+            self._read(key, self._path(key), start, flat_views(buffers))
+        except OSError as error:
+            raise self._translated(error, "read", key) from error
+
+    def create(
+        self,
+        key: str,
+        nbytes: int,
+        *,
+        part_nbytes: int,
+        durable: bool = True,
+        direct: bool = False,
+    ) -> LocalWriter:
+        ledger = PartLedger(check_key(key), nbytes, part_nbytes)
+        aligned = part_nbytes % ALIGNMENT_BYTES == 0 or part_nbytes >= nbytes
+        return LocalWriter(self, ledger, durable=durable, direct=direct and aligned and nbytes > 0)
+
+    def put_if_absent(self, key: str, data: bytes) -> None:
+        final = self._path(key)
+        published = False
+        try:
+            temp, fd = self._open_unfinished(final, 0)
+            try:
+                file = BufferedFile(fd)
+                file.write([memoryview(data)] if data else [], 0)
+                file.finish(len(data), durable=True)
+                self._publish(temp, final)
+                published = True
+            finally:
+                if not published:
+                    _remove_quietly(temp)
+            self._sync_directories([os.path.dirname(final)])
+        except FileExistsError as error:
+            raise KeyExistsError(f"create {key}: exists already in {self.url}") from error
+        except OSError as error:
+            if published:
+                raise OutcomeUnknownError(
+                    f"create {key} in {self.url}: it is there, but whether it survives a power "
+                    f"failure is unknown, because its directory could not be synced: {error}"
+                ) from error
+            raise self._translated(error, "create", key) from error
+
+    def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
+        base = check_prefix(prefix).rpartition("/")[0]
+        try:
+            yield from self._walk(base + "/" if base else "", prefix, after, ())
+        except OSError as error:
+            raise self._translated(error, "list", prefix) from error
+
+    def info(self, key: str) -> ObjectInfo:
+        try:
+            found = os.stat(self._path(key))
+        except OSError as error:
+            raise self._translated(error, "info", key) from error
+        if not stat.S_ISREG(found.st_mode):
+            raise KeyNotFoundError(f"info {key}: not a file, in {self.url}")
+        return ObjectInfo(key, found.st_size, found.st_mtime)
+
+    def delete(self, key: str) -> None:
+        path = self._path(key)
+        self._open_files.forget(path)
+        try:
+            os.unlink(path)
+        except (*_MISSING, IsADirectoryError):
+            return
+        except OSError as error:
+            raise self._translated(error, "delete", key) from error
+        # An object store has no empty directories. The ones at the top stay: all writers share
+        # them, and a writer remembers which it has synced.
+        directory = os.path.dirname(path)
+        for _ in range(key.count("/") - 1):
+            self._entry_durable.discard(directory)
+            try:
+                os.rmdir(directory)
+            except OSError:
+                return
+            directory = os.path.dirname(directory)
+
+    def sync(self, keys: Iterable[str]) -> None:
+        directories: dict[str, None] = {}
+        for key in keys:
+            path = self._path(key)
+            try:
+                _sync_path(path, os.O_RDONLY)
+            except OSError as error:
+                raise self._translated(error, "sync", key) from error
+            directories[os.path.dirname(path)] = None
+        try:
+            self._sync_directories(directories)
+        except OSError as error:
+            raise self._translated(error, "sync", "directories of what was written") from error
+
+    def abort_unfinished(self, prefix: str) -> int:
+        base = check_prefix(prefix).rpartition("/")[0]
+        top = os.path.join(self._root, base) if base else self._root
+        removed = 0
+        for directory, _, names in os.walk(top):
+            within = os.path.relpath(directory, self._root)
+            for name in names:
+                meant = finished_name(name)
+                if meant is None:
+                    continue
+                key = meant if within == "." else f"{within}/{meant}"
+                if key.startswith(prefix):
+                    try:
+                        os.unlink(os.path.join(directory, name))
+                    except FileNotFoundError:
+                        continue
+                    except OSError as error:
+                        raise self._translated(error, "abort", key) from error
+                    removed += 1
+        return removed
+
+    def close(self) -> None:
+        self._open_files.close()
+
+    def _path(self, key: str) -> str:
+        return f"{self._root}/{check_key(key)}"
+
+    def _read(self, key: str, path: str, start: int, views: Sequence[memoryview]) -> None:
+        end = start + sum(view.nbytes for view in views)
+        with self._open_files.acquire(path) as file:
+            if start < 0 or end > file.nbytes or read_into(file.fd, start, views) < end - start:
+                raise ShortReadError(
+                    f"read {key} in {self.url}: bytes {start} to {end} were asked for, the object "
+                    f"has {file.nbytes}"
+                )
+
+    def _walk(
+        self, within: str, prefix: str, after: str, parents: tuple[tuple[int, int], ...]
+    ) -> Iterator[ObjectInfo]:
+        """What the directory `within` ("" or "a/b/") holds, in key order, lazily."""
+        try:
+            with os.scandir(f"{self._root}/{within}") as entries:
+                here = _identity(f"{self._root}/{within}")
+                names = sorted((f"{e.name}/" if e.is_dir() else e.name, e) for e in entries)
+        except _MISSING:
+            return
+        if here in parents:
+            return  # a symbolic link to a directory that we are in
+        for name, entry in names:
+            key = within + name
+            if finished_name(entry.name) is not None or not _is_text(name):
+                continue
+            if name.endswith("/"):
+                passed = key < after and not after.startswith(key)
+                if not passed and (key.startswith(prefix) or prefix.startswith(key)):
+                    yield from self._walk(key, prefix, after, (*parents, here))
+            elif key > after and key.startswith(prefix):
+                try:
+                    found = entry.stat()
+                except _MISSING:
+                    continue  # deleted since the directory was read, or a dangling link
+                if stat.S_ISREG(found.st_mode):
+                    yield ObjectInfo(key, found.st_size, found.st_mtime)
+
+    def _open_unfinished(self, final: str, flags: int) -> tuple[str, int]:
+        """A new file to be published as `final`: its path, and a descriptor open for writing."""
+        directory, name = os.path.split(final)
+        temp = os.path.join(directory, unfinished_name(name, uuid.uuid4().hex[:16]))
+        flags |= os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        for tries_left in (3, 2, 1, 0):
+            try:
+                return temp, os.open(temp, flags, 0o666)
+            except FileNotFoundError:
+                # No directory yet, or another process removed it because it was empty.
+                if not tries_left:
+                    raise
+                self._make_directory(directory)
+        raise AssertionError("unreachable")
+
+    def _make_directory(self, directory: str) -> None:
+        missing = []
+        while not os.path.isdir(directory):
+            missing.append(directory)
+            directory = os.path.dirname(directory)
+        for path in reversed(missing):
+            try:
+                os.mkdir(path)
+            except FileExistsError:
+                if not os.path.isdir(path):
+                    raise NotADirectoryError(errno.ENOTDIR, "not a directory", path) from None
+            if self._root.startswith(path + "/"):
+                self._made_above_root.add(path)
+
+    def _publish(self, temp: str, final: str) -> None:
+        """Give `temp` its final name. FileExistsError when that is taken; `temp` stays then."""
+        try:
+            os.link(temp, final)
+        except FileExistsError:
+            # NFS repeats a request whose reply was lost, and answers the second one. Two names
+            # mean that the first one was ours.
+            if os.stat(temp).st_nlink != 2:
+                raise
+        except OSError as error:
+            if error.errno not in _LINK_UNSUPPORTED:
+                raise
+            self._publish_by_rename(temp, final)
+            return
+        os.unlink(temp)
+
+    def _publish_by_rename(self, temp: str, final: str) -> None:
+        try:
+            rename_without_replacing(temp, final)
+        except FileExistsError:
+            raise
+        except OSError as error:
+            if error.errno not in _LINK_UNSUPPORTED:
+                raise
+            self.exclusive_create = ExclusiveCreate.NONE
+            raise StorageError(
+                f"create in {self.url}: this filesystem has neither link nor a rename that does "
+                "not replace, so two writers could overwrite each other; use another filesystem"
+            ) from error
+
+    def _sync_directories(self, directories: Iterable[str]) -> None:
+        for directory in directories:
+            # From the top, so that a directory counts as durable only when all above it are.
+            for step in reversed(self._lineage(directory)):
+                if step not in self._entry_durable:
+                    self._sync_entry(step)
+                    self._entry_durable.add(step)
+            _sync_path(directory, os.O_RDONLY | os.O_DIRECTORY)
+
+    def _lineage(self, directory: str) -> Sequence[str]:
+        """`directory` and those above it, to the root, or to the topmost one that we have made."""
+        lineage = [directory]
+        while directory != self._root:
+            directory = os.path.dirname(directory)
+            lineage.append(directory)
+        while (directory := os.path.dirname(directory)) in self._made_above_root:
+            lineage.append(directory)
+        return lineage
+
+    def _sync_entry(self, directory: str) -> None:
+        parent = os.path.dirname(directory)
+        try:
+            _sync_path(parent, os.O_RDONLY | os.O_DIRECTORY)
+        except PermissionError:
+            # The parent of the root may be closed to us; then we have not made the root either.
+            if directory != self._root:
+                raise
+
+    def _translated(self, error: OSError, operation: str, key: str) -> StorageError:
+        where = f"{operation} {key} in {self.url}"
+        code = error.errno
+        if code in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR) and operation != "create":
+            return KeyNotFoundError(f"{where}: no such object")
+        if code in (errno.EACCES, errno.EPERM, errno.EROFS):
+            return AccessDeniedError(
+                f"{where}: {error.strerror}; give this user the right to, or use another place"
+            )
+        if code in (errno.ENOSPC, errno.EDQUOT):
+            return NoSpaceError(f"{where}: {error.strerror}; free space or use another place")
+        if code == errno.EFBIG:
+            return NoSpaceError(f"{where}: larger than the limit for files here (see ulimit -f)")
+        if code == errno.ENAMETOOLONG:
+            return InvalidKeyError(f"{where}: the path is too long for this filesystem")
+        if code in (errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EBUSY):
+            return TransientError(f"{where}: {error.strerror}")
+        return StorageError(f"{where}: {error.strerror or error}")
+
+
+class LocalWriter(ObjectWriter):
+    """A file under construction. A process that dies leaves a `.tmp-` file at most."""
+
+    def __init__(
+        self, store: LocalStore, ledger: PartLedger, *, durable: bool, direct: bool
+    ) -> None:
+        self.part_nbytes = ledger.part_nbytes
+        self._store = store
+        self._ledger = ledger
+        self._durable = durable
+        self._direct = direct
+        self._final = store._path(ledger.key)
+        self._temp = ""
+        self._file: BufferedFile | DirectFile = BufferedFile(-1)
+
+    def __enter__(self) -> LocalWriter:
+        store = self._store
+        try:
+            # Not a promise, which only publishing can give, but it saves writing in vain.
+            if os.path.lexists(self._final):
+                raise KeyExistsError(f"create {self._ledger.key}: exists already in {store.url}")
+            self._temp, fd = store._open_unfinished(self._final, 0)
+            if self._direct:
+                self._file = DirectFile(fd, self._ledger.nbytes)
+            else:
+                self._file = BufferedFile(fd)
+        except OSError as error:
+            self._discard()
+            raise store._translated(error, "create", self._ledger.key) from error
+        return self
+
+    def write_part(self, index: int, buffers: Sequence[memoryview]) -> None:
+        where = self._ledger.claim(index, buffers)
+        try:
+            self._file.write(flat_views(buffers), where.start)
+        except OSError as error:
+            self._ledger.release(index)
+            raise self._store._translated(error, "create", self._ledger.key) from error
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is not None:
+            self._discard()
+            return
+        key, store = self._ledger.key, self._store
+        try:
+            self._ledger.check_complete()
+            self._file.finish(self._ledger.nbytes, durable=self._durable)
+            store._publish(self._temp, self._final)
+            self._temp = ""
+            if self._durable:
+                store._sync_directories([os.path.dirname(self._final)])
+        except FileExistsError as exists:
+            raise KeyExistsError(f"create {key}: exists already in {store.url}") from exists
+        except OSError as failed:
+            raise store._translated(failed, "create", key) from failed
+        finally:
+            self._discard()
+
+    def _discard(self) -> None:
+        self._file.close()
+        if self._temp:
+            _remove_quietly(self._temp)
+            self._temp = ""
+
+
+def _sync_path(path: str, flags: int) -> None:
+    fd = os.open(path, flags | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _remove_quietly(path: str) -> None:
+    """Clean up after a failure whose cause must not be hidden by a second one."""
+    with contextlib.suppress(OSError):
+        os.unlink(path)
+
+
+def _identity(path: str) -> tuple[int, int]:
+    found = os.stat(path)
+    return found.st_dev, found.st_ino
+
+
+def _is_text(name: str) -> bool:
+    """False for file names that are not UTF-8: they are no keys."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -1,0 +1,174 @@
+"""Objects in this process's memory: for tests, notebooks and examples."""
+
+from __future__ import annotations
+
+import threading
+import time
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from types import TracebackType
+
+from storage.errors import KeyExistsError, KeyNotFoundError, ShortReadError
+from storage.keys import check_key, check_prefix
+from storage.ranges import PartLedger, flat_views
+from storage.store import ByteRange, ExclusiveCreate, ObjectInfo, ObjectWriter, Store
+
+
+class MemoryBucket:
+    """The objects that several MemoryStores share. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._objects: dict[str, tuple[bytes | bytearray, float]] = {}
+        self._sorted_keys: list[str] | None = []
+        self._lock = threading.Lock()
+
+    def find(self, key: str) -> tuple[bytes | bytearray, float] | None:
+        return self._objects.get(key)
+
+    def add(self, key: str, data: bytes | bytearray) -> bool:
+        """False, and nothing changed, when `key` is there already."""
+        with self._lock:
+            if key in self._objects:
+                return False
+            self._objects[key] = (data, time.time())
+            if self._sorted_keys and self._sorted_keys[-1] < key:
+                self._sorted_keys.append(key)  # a log grows at its end: no sorting again
+            else:
+                self._sorted_keys = None
+            return True
+
+    def remove(self, key: str) -> None:
+        with self._lock:
+            if self._objects.pop(key, None) is not None:
+                self._sorted_keys = None
+
+    def keys_from(self, prefix: str, after: str) -> list[str]:
+        """The keys at this moment, ascending."""
+        with self._lock:
+            if self._sorted_keys is None:
+                self._sorted_keys = sorted(self._objects)
+            keys = self._sorted_keys
+            first = max(bisect_left(keys, prefix), bisect_right(keys, after))
+            stop = first
+            while stop < len(keys) and keys[stop].startswith(prefix):
+                stop += 1
+            return keys[first:stop]
+
+
+class MemoryStore(Store):
+    """A store that lives as long as its bucket. Two stores over one bucket see the same objects.
+
+    With `prefix`, keys are relative to it, like a directory of a disk.
+    """
+
+    exclusive_create = ExclusiveCreate.ATOMIC
+
+    def __init__(
+        self, bucket: MemoryBucket | None = None, *, name: str = "unnamed", prefix: str = ""
+    ) -> None:
+        self._bucket = bucket if bucket is not None else MemoryBucket()
+        self._prefix = prefix + "/" if prefix else ""
+        self.url = f"memory://{name}" + (f"/{prefix}" if prefix else "")
+
+    def get(self, key: str, byte_range: ByteRange | None = None) -> bytes:
+        data, _ = self._find(key, "read")
+        if byte_range is None:
+            return bytes(data)
+        self._check_length(key, len(data), byte_range)
+        return bytes(memoryview(data)[byte_range.start : byte_range.end])
+
+    def get_into(self, key: str, start: int, buffers: Sequence[memoryview]) -> None:
+        data, _ = self._find(key, "read")
+        views = flat_views(buffers)
+        self._check_length(key, len(data), ByteRange(start, start + sum(v.nbytes for v in views)))
+        source = memoryview(data)
+        for view in views:
+            view[:] = source[start : start + view.nbytes]
+            start += view.nbytes
+
+    def create(
+        self,
+        key: str,
+        nbytes: int,
+        *,
+        part_nbytes: int,
+        durable: bool = True,
+        direct: bool = False,
+    ) -> _MemoryWriter:
+        return _MemoryWriter(self, PartLedger(check_key(key), nbytes, part_nbytes))
+
+    def put_if_absent(self, key: str, data: bytes) -> None:
+        self._publish(check_key(key), bytes(data))
+
+    def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
+        skip = len(self._prefix)
+        # With nothing to be after, no key of ours may be lost to `after == prefix of all keys`.
+        last_seen = self._prefix + after if after else ""
+        for full_key in self._bucket.keys_from(self._prefix + check_prefix(prefix), last_seen):
+            found = self._bucket.find(full_key)
+            if found is not None:
+                yield ObjectInfo(full_key[skip:], len(found[0]), found[1])
+
+    def info(self, key: str) -> ObjectInfo:
+        data, modified_unix = self._find(key, "info")
+        return ObjectInfo(key, len(data), modified_unix)
+
+    def delete(self, key: str) -> None:
+        self._bucket.remove(self._prefix + check_key(key))
+
+    def sync(self, keys: Iterable[str]) -> None:
+        """Nothing of this store survives a power failure; there is nothing to wait for."""
+
+    def abort_unfinished(self, prefix: str) -> int:
+        check_prefix(prefix)
+        return 0
+
+    def close(self) -> None:
+        """The bucket stays: other stores may share it."""
+
+    def _find(self, key: str, operation: str) -> tuple[bytes | bytearray, float]:
+        found = self._bucket.find(self._prefix + check_key(key))
+        if found is None:
+            raise KeyNotFoundError(f"{operation} {key}: no such object in {self.url}")
+        return found
+
+    def _check_length(self, key: str, nbytes: int, wanted: ByteRange) -> None:
+        if wanted.start < 0 or wanted.end < wanted.start:
+            raise ValueError(f"{key}: {wanted} is not a range")
+        if wanted.end > nbytes:
+            raise ShortReadError(
+                f"read {key} in {self.url}: bytes {wanted.start} to {wanted.end} were asked for, "
+                f"the object has {nbytes}"
+            )
+
+    def _publish(self, key: str, data: bytes | bytearray) -> None:
+        if not self._bucket.add(self._prefix + key, data):
+            raise KeyExistsError(f"create {key}: exists already in {self.url}")
+
+
+class _MemoryWriter(ObjectWriter):
+    def __init__(self, store: MemoryStore, ledger: PartLedger) -> None:
+        self.part_nbytes = ledger.part_nbytes
+        self._store = store
+        self._ledger = ledger
+        self._data = bytearray(ledger.nbytes)
+
+    def write_part(self, index: int, buffers: Sequence[memoryview]) -> None:
+        position = self._ledger.claim(index, buffers).start
+        target = memoryview(self._data)
+        for view in flat_views(buffers):
+            target[position : position + view.nbytes] = view
+            position += view.nbytes
+
+    def __enter__(self) -> _MemoryWriter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self._ledger.check_complete()
+            self._store._publish(self._ledger.key, self._data)

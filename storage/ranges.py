@@ -1,0 +1,128 @@
+"""Pure arithmetic on byte ranges, parts and buffers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from storage.store import ByteRange
+
+
+class MergedRange(NamedTuple):
+    """One read that serves several wanted ranges, given by their positions in the input."""
+
+    byte_range: ByteRange
+    members: tuple[int, ...]
+
+
+def coalesce(
+    wanted: Sequence[ByteRange], *, gap_bytes_max: int, nbytes_max: int
+) -> tuple[MergedRange, ...]:
+    """The fewest reads, in ascending order, that cover `wanted` without splitting any range.
+
+    Neighbours are merged when at most `gap_bytes_max` unwanted bytes lie between them and the
+    merged read stays within `nbytes_max`. A larger single range stays whole. Ranges may overlap.
+    """
+    merged: list[MergedRange] = []
+    order = sorted(range(len(wanted)), key=lambda i: wanted[i])
+    start = end = 0
+    members: list[int] = []
+    for i in order:
+        candidate = wanted[i]
+        grown = max(end, candidate.end)
+        if members and candidate.start - end <= gap_bytes_max and grown - start <= nbytes_max:
+            end = grown
+            members.append(i)
+            continue
+        if members:
+            merged.append(MergedRange(ByteRange(start, end), tuple(members)))
+        start, end, members = candidate.start, candidate.end, [i]
+    if members:
+        merged.append(MergedRange(ByteRange(start, end), tuple(members)))
+    return tuple(merged)
+
+
+def part_count(nbytes: int, part_nbytes: int) -> int:
+    """How many parts an object has. An empty object has none."""
+    return -(-nbytes // part_nbytes)
+
+
+def part_range(nbytes: int, part_nbytes: int, index: int) -> ByteRange:
+    """Where part `index` lies in the object."""
+    start = index * part_nbytes
+    return ByteRange(start, min(start + part_nbytes, nbytes))
+
+
+def split_range(byte_range: ByteRange, nbytes_max: int) -> Iterator[ByteRange]:
+    """`byte_range` cut into consecutive ranges of `nbytes_max`, the last one shorter."""
+    for start in range(byte_range.start, byte_range.end, nbytes_max):
+        yield ByteRange(start, min(start + nbytes_max, byte_range.end))
+
+
+def as_bytes_view(buffer: memoryview) -> memoryview:
+    """The same memory as a flat view of bytes. Raises ValueError when it is not contiguous."""
+    if buffer.format == "B" and buffer.ndim == 1 and buffer.c_contiguous:
+        return buffer
+    if not buffer.c_contiguous:
+        raise ValueError("a buffer must be contiguous memory")
+    if not buffer.nbytes:  # cast refuses shapes that hold a zero
+        return memoryview(b"")
+    return buffer.cast("B")
+
+
+def flat_views(buffers: Sequence[memoryview]) -> list[memoryview]:
+    """The buffers as flat byte views, empty ones left out."""
+    return [as_bytes_view(buffer) for buffer in buffers if buffer.nbytes]
+
+
+def drop_front(views: list[memoryview], nbytes: int) -> list[memoryview]:
+    """What is left of `views` after their first `nbytes` bytes."""
+    for i, view in enumerate(views):
+        if nbytes < view.nbytes:
+            return [view[nbytes:], *views[i + 1 :]]
+        nbytes -= view.nbytes
+    return []
+
+
+class PartLedger:
+    """Keeps an ObjectWriter's promise: every part has its exact size and is written once.
+
+    Thread-safe. What it raises are mistakes of the caller, hence ValueError.
+    """
+
+    def __init__(self, key: str, nbytes: int, part_nbytes: int) -> None:
+        if nbytes < 0 or part_nbytes <= 0:
+            raise ValueError(f"{key}: nbytes={nbytes} and part_nbytes={part_nbytes} make no object")
+        self.key = key
+        self.nbytes = nbytes
+        self.part_nbytes = part_nbytes
+        self._taken: set[int] = set()
+        self._lock = threading.Lock()
+
+    def claim(self, index: int, buffers: Sequence[memoryview]) -> ByteRange:
+        """Take part `index` for writing; returns where it goes. `release` it when that failed."""
+        if not 0 <= index < part_count(self.nbytes, self.part_nbytes):
+            raise ValueError(
+                f"{self.key}: part {index} of an object of "
+                f"{part_count(self.nbytes, self.part_nbytes)} parts"
+            )
+        where = part_range(self.nbytes, self.part_nbytes, index)
+        given = sum(buffer.nbytes for buffer in buffers)
+        if given != where.nbytes:
+            raise ValueError(f"{self.key}: part {index} has {where.nbytes} bytes, got {given}")
+        with self._lock:
+            if index in self._taken:
+                raise ValueError(f"{self.key}: part {index} was written before")
+            self._taken.add(index)
+        return where
+
+    def release(self, index: int) -> None:
+        with self._lock:
+            self._taken.discard(index)
+
+    def check_complete(self) -> None:
+        """Raises ValueError when a part is missing: the object must not be published then."""
+        missing = part_count(self.nbytes, self.part_nbytes) - len(self._taken)
+        if missing:
+            raise ValueError(f"{self.key}: {missing} parts were never written; not published")

@@ -1,0 +1,158 @@
+"""When and how often something is tried again: the one place where the library repeats anything."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TypeVar
+
+from storage.errors import TransientError
+from storage.store import ByteRange, ObjectInfo, ObjectWriter, Store
+from storage.wrap import WrappedStore
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class RetryPolicy:
+    """Up to `attempts_max` attempts within `deadline_seconds`, with growing random pauses between.
+
+    The pause before attempt n+1 is uniform between 0 and min(pause_max, pause_first * 2**(n-1)), so
+    that many ranks that failed together do not come back together. No attempt starts after the
+    deadline; one that runs is not interrupted. `clock`, `sleep` and `uniform` are there for tests.
+    """
+
+    attempts_max: int = 6
+    deadline_seconds: float = 120.0
+    pause_first_seconds: float = 0.2
+    pause_max_seconds: float = 20.0
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+    uniform: Callable[[float, float], float] = random.uniform
+
+    def run(self, attempt: Callable[[], T]) -> T:
+        """The first result that is not a TransientError, or the last TransientError."""
+        started = self.clock()
+        for number in range(1, self.attempts_max + 1):
+            try:
+                return attempt()
+            except TransientError as error:
+                pause = self.uniform(0.0, self._pause_max(number))
+                spent = self.clock() - started
+                if number == self.attempts_max or spent + pause >= self.deadline_seconds:
+                    error.args = (f"{error} (gave up: attempt {number}, after {spent:.1f} s)",)
+                    raise
+                self.sleep(pause)
+        raise ValueError("attempts_max must be at least 1")
+
+    def _pause_max(self, number: int) -> float:
+        return min(self.pause_max_seconds, self.pause_first_seconds * 2.0 ** (number - 1))
+
+
+NO_RETRY = RetryPolicy(attempts_max=1)
+
+
+class RetryingStore(WrappedStore):
+    """`inner`, with every operation repeated that failed with a TransientError.
+
+    A TransientError says that nothing happened, so that repeating is right for every operation,
+    `put_if_absent` and parts of an object included. Other errors pass through at once, above all
+    OutcomeUnknownError, which only a caller can settle.
+    """
+
+    def __init__(self, inner: Store, policy: RetryPolicy) -> None:
+        super().__init__(inner)
+        self._policy = policy
+
+    def get(self, key: str, byte_range: ByteRange | None = None) -> bytes:
+        return self._policy.run(lambda: self.inner.get(key, byte_range))
+
+    def get_into(self, key: str, start: int, buffers: Sequence[memoryview]) -> None:
+        self._policy.run(lambda: self.inner.get_into(key, start, buffers))
+
+    def create(
+        self,
+        key: str,
+        nbytes: int,
+        *,
+        part_nbytes: int,
+        durable: bool = True,
+        direct: bool = False,
+    ) -> AbstractContextManager[ObjectWriter]:
+        def begin() -> AbstractContextManager[ObjectWriter]:
+            return self.inner.create(
+                key, nbytes, part_nbytes=part_nbytes, durable=durable, direct=direct
+            )
+
+        return _RetryingWriter(begin, part_nbytes, self._policy)
+
+    def put_if_absent(self, key: str, data: bytes) -> None:
+        self._policy.run(lambda: self.inner.put_if_absent(key, data))
+
+    def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
+        """Goes on after the last object seen; every step has attempts and a deadline of its own."""
+        listing: Iterator[ObjectInfo] | None = None
+
+        def step() -> ObjectInfo | None:
+            nonlocal listing
+            if listing is None:
+                listing = self.inner.list(prefix, after=after)
+            try:
+                return next(listing, None)
+            except TransientError:
+                listing = None  # a generator that raised is at its end
+                raise
+
+        while (found := self._policy.run(step)) is not None:
+            after = found.key
+            yield found
+
+    def info(self, key: str) -> ObjectInfo:
+        return self._policy.run(lambda: self.inner.info(key))
+
+    def delete(self, key: str) -> None:
+        self._policy.run(lambda: self.inner.delete(key))
+
+    def sync(self, keys: Iterable[str]) -> None:
+        wanted = tuple(keys)
+        self._policy.run(lambda: self.inner.sync(wanted))
+
+    def abort_unfinished(self, prefix: str) -> int:
+        return self._policy.run(lambda: self.inner.abort_unfinished(prefix))
+
+
+class _RetryingWriter(ObjectWriter):
+    """Repeats beginning and parts. Whether publishing may be repeated only the back-end knows."""
+
+    def __init__(
+        self,
+        begin: Callable[[], AbstractContextManager[ObjectWriter]],
+        part_nbytes: int,
+        policy: RetryPolicy,
+    ) -> None:
+        self.part_nbytes = part_nbytes
+        self._begin = begin
+        self._policy = policy
+
+    def __enter__(self) -> _RetryingWriter:
+        def enter() -> tuple[AbstractContextManager[ObjectWriter], ObjectWriter]:
+            context = self._begin()
+            return context, context.__enter__()
+
+        self._context, self._writer = self._policy.run(enter)
+        return self
+
+    def write_part(self, index: int, buffers: Sequence[memoryview]) -> None:
+        self._policy.run(lambda: self._writer.write_part(index, buffers))
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool | None:
+        return self._context.__exit__(kind, error, trace)

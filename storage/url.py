@@ -1,0 +1,120 @@
+"""From a url to a store."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+from storage.errors import InvalidUrlError
+from storage.keys import check_key
+from storage.local import LocalStore
+from storage.memory import MemoryBucket, MemoryStore
+from storage.retry import RetryingStore, RetryPolicy
+from storage.store import Store
+
+_PROTOCOL = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*)://?")
+_FORCE_FSSPEC = "fsspec+"
+
+# What `memory://NAME` finds again within this process: it is data, like a directory of a disk.
+_memory_buckets: dict[str, MemoryBucket] = {}
+
+
+def open_store(url: str, *, retry: RetryPolicy | None = None, **storage_options: Any) -> Store:
+    """The store at `url`. Nothing is read or written yet: a wrong bucket shows at first use.
+
+    - a path or `file://PATH`: a directory of this machine;
+    - `memory://NAME`: lives as long as this process, one per name;
+    - `s3://BUCKET/PREFIX`: S3, through s3fs. `storage_options` are those of `s3fs.S3FileSystem`,
+      such as `endpoint_url`, `key`, `secret`, `anon`, `profile`;
+    - any other protocol of fsspec, which cannot commit exclusively. `fsspec+PROTOCOL://`
+      takes this way for a protocol that has a store of its own.
+
+    `retry` applies to stores behind a network; None means the usual policy. Raises InvalidUrlError.
+    """
+    if not isinstance(url, str) or not url or "\0" in url:
+        raise InvalidUrlError(f"expected a path or a url such as s3://bucket/run, got {url!r}")
+    protocol, rest = _split(url)
+    policy = retry if retry is not None else RetryPolicy()
+    if protocol in ("", "file", "local"):
+        _refuse_options(url, storage_options)
+        return _open_local(rest if protocol else os.path.expanduser(url))
+    if protocol == "memory":
+        _refuse_options(url, storage_options)
+        return _open_memory(url, rest)
+    if protocol in ("s3", "s3a"):
+        from storage.s3 import open_s3  # s3fs takes half a second to import
+
+        return RetryingStore(open_s3(url, rest, storage_options, policy), policy)
+    from storage.generic import open_generic
+
+    _check_protocol(url, protocol.removeprefix(_FORCE_FSSPEC))
+    return RetryingStore(open_generic(url.removeprefix(_FORCE_FSSPEC), storage_options), policy)
+
+
+def redacted(url: str) -> str:
+    """`url` without user names, passwords and query values: fit for messages and logs."""
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return url.partition("://")[0] + "://***"
+    if not parts.scheme or "://" not in url:
+        return url
+    place = "***@" + parts.netloc.rpartition("@")[2] if "@" in parts.netloc else parts.netloc
+    query = re.sub(r"=[^&;]*", "=***", parts.query)
+    return urlunsplit((parts.scheme, place, parts.path, query, "***" if parts.fragment else ""))
+
+
+def _split(url: str) -> tuple[str, str]:
+    """Protocol in lower case, "" for a plain path, and what follows `://`."""
+    match = _PROTOCOL.match(url)
+    if match is None:
+        return "", url
+    protocol = match[1].lower()
+    if not match[0].endswith("://"):
+        raise InvalidUrlError(
+            f"{url!r} has one slash after the colon; did you mean "
+            f"{redacted(f'{protocol}://{url[match.end() :]}')!r}? Write './{url}' for a path."
+        )
+    return protocol, url[match.end() :]
+
+
+def _open_local(path: str) -> LocalStore:
+    if not path:
+        raise InvalidUrlError("file:// names no directory; write file:///absolute/path")
+    if os.path.exists(path) and not os.path.isdir(path):
+        raise InvalidUrlError(f"{path} is a file; a store is a directory that holds objects")
+    return LocalStore(path)
+
+
+def _open_memory(url: str, rest: str) -> MemoryStore:
+    name, _, prefix = rest.strip("/").partition("/")
+    if not name:
+        raise InvalidUrlError(f"{url!r} names no store; write memory://NAME")
+    if prefix:
+        check_key(prefix)
+    return MemoryStore(_memory_buckets.setdefault(name, MemoryBucket()), name=name, prefix=prefix)
+
+
+def _refuse_options(url: str, options: dict[str, Any]) -> None:
+    if options:
+        raise InvalidUrlError(
+            f"{redacted(url)} takes no storage options, got {', '.join(sorted(options))}"
+        )
+
+
+def _check_protocol(url: str, protocol: str) -> None:
+    import fsspec
+
+    known = {*fsspec.available_protocols(), "s3", "file", "memory"}
+    outer = protocol.partition("::")[0]
+    if outer in known:
+        return
+    close = difflib.get_close_matches(outer, sorted(known), n=1)
+    hint = f"did you mean {close[0]}://?" if close else "write a path, s3://bucket/prefix, or"
+    raise InvalidUrlError(
+        f"{redacted(url)}: unknown protocol {outer!r}; {hint} "
+        "(fsspec.available_protocols() lists the others)"
+    )

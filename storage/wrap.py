@@ -1,0 +1,64 @@
+"""A store around a store, for those that change a few operations and pass on the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+
+from storage.store import ByteRange, ExclusiveCreate, ObjectInfo, ObjectWriter, Store
+
+
+class WrappedStore(Store):
+    """Passes everything on to `inner`. Closing it closes `inner`."""
+
+    def __init__(self, inner: Store) -> None:
+        self.inner = inner
+        self.part_nbytes_min = inner.part_nbytes_min
+
+    @property
+    def url(self) -> str:  # type: ignore[override]
+        return self.inner.url
+
+    @property
+    def exclusive_create(self) -> ExclusiveCreate:  # type: ignore[override]
+        return self.inner.exclusive_create
+
+    def get(self, key: str, byte_range: ByteRange | None = None) -> bytes:
+        return self.inner.get(key, byte_range)
+
+    def get_into(self, key: str, start: int, buffers: Sequence[memoryview]) -> None:
+        self.inner.get_into(key, start, buffers)
+
+    def create(
+        self,
+        key: str,
+        nbytes: int,
+        *,
+        part_nbytes: int,
+        durable: bool = True,
+        direct: bool = False,
+    ) -> AbstractContextManager[ObjectWriter]:
+        return self.inner.create(
+            key, nbytes, part_nbytes=part_nbytes, durable=durable, direct=direct
+        )
+
+    def put_if_absent(self, key: str, data: bytes) -> None:
+        self.inner.put_if_absent(key, data)
+
+    def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
+        return self.inner.list(prefix, after=after)
+
+    def info(self, key: str) -> ObjectInfo:
+        return self.inner.info(key)
+
+    def delete(self, key: str) -> None:
+        self.inner.delete(key)
+
+    def sync(self, keys: Iterable[str]) -> None:
+        self.inner.sync(keys)
+
+    def abort_unfinished(self, prefix: str) -> int:
+        return self.inner.abort_unfinished(prefix)
+
+    def close(self) -> None:
+        self.inner.close()

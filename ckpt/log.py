@@ -1,4 +1,5 @@
-"""The log of a root: which checkpoints exist, told by a dense row of small records that never change.
+"""The log of a root: which checkpoints exist, told by a dense row of small records that never
+change.
 
 Every record carries the complete live set, so the last one is enough to know everything. This file
 holds the bytes (FORMAT object and records) and reading; `ckpt.session` appends.
@@ -29,7 +30,9 @@ LOG_PREFIX = "log/"
 STEPS_PREFIX = "steps/"
 MANIFEST_NAME = "MANIFEST"
 RECORD_MAGIC = b"SHPTLOG1"
-RECORD_NBYTES_MAX = 4 * 1024 * 1024  # about 30,000 live checkpoints; bounds what a hostile record costs
+RECORD_NBYTES_MAX = (
+    4 * 1024 * 1024
+)  # about 30,000 live checkpoints; bounds what a hostile record costs
 STEP_MAX = 10**18
 INTEGER_MAX = 2**63 - 1
 
@@ -179,7 +182,9 @@ def encode_format(root: str) -> bytes:
 
 
 def decode_format(data: bytes, *, where: str) -> RootFormat:
-    """Parse a FORMAT object. Raises UnsupportedFormat for a newer version, Corrupt for a damaged one."""
+    """Parse a FORMAT object. Raises UnsupportedFormat for a newer version, Corrupt for a damaged
+    one.
+    """
     start = _FORMAT_START.match(data)
     if start is not None and int(start[1]) > FORMAT_VERSION:
         raise UnsupportedFormat(
@@ -189,7 +194,8 @@ def decode_format(data: bytes, *, where: str) -> RootFormat:
     match = _FORMAT_LINE.fullmatch(data)
     if match is None:
         raise Corrupt(
-            f"{where} is not a shardpoint FORMAT line (got {data[:60]!r}); if this is no checkpoint "
+            f"{where} is not a shardpoint FORMAT line (got {data[:60]!r}); if this is no "
+            "checkpoint "
             "root, choose another url; if it was damaged, load by a step directory's own path, "
             "<url>/steps/<step>-<attempt>"
         )
@@ -197,7 +203,8 @@ def decode_format(data: bytes, *, where: str) -> RootFormat:
     if crc32c(line) != int(match[3], 16):
         raise Corrupt(
             f"{where}: checksum {match[3].decode()} does not match its line (expected "
-            f"{crc32c(line):08x}); load by a step directory's own path, <url>/steps/<step>-<attempt>"
+            f"{crc32c(line):08x}); load by a step directory's own path, "
+            "<url>/steps/<step>-<attempt>"
         )
     return RootFormat(version=int(match[1]), root=match[2].decode())
 
@@ -257,7 +264,8 @@ def encode_record(record: Record) -> bytes:
     data += struct.pack("<I", crc32c(data))
     if len(data) > RECORD_NBYTES_MAX:
         raise CheckpointError(
-            f"the live set of {len(record.live)} checkpoints needs a log record of {len(data)} bytes, "
+            f"the live set of {len(record.live)} checkpoints needs a log record of {len(data)} "
+            "bytes, "
             f"at most {RECORD_NBYTES_MAX} are allowed; retire old checkpoints (ckpt prune)"
         )
     return data
@@ -280,7 +288,8 @@ def _entry_map(entry: LiveEntry) -> dict[str, Any]:
 def decode_record(data: bytes, *, slot: int, where: str) -> Record:
     """Parse a record that may be hostile. Only the exact bytes that `encode_record` makes pass.
 
-    Raises Corrupt naming the object and the next move, UnsupportedFormat for unknown kinds or fields.
+    Raises Corrupt naming the object and the next move, UnsupportedFormat for unknown kinds or
+    fields.
     """
     if len(data) > RECORD_NBYTES_MAX:
         _corrupt(where, f"{len(data)} bytes, at most {RECORD_NBYTES_MAX} are allowed")
@@ -402,7 +411,8 @@ def _typed(body: Any, cls: type, where: str) -> dict[str, Any]:
     if extra:
         # Who rewrote the live set would drop what it does not know, so it may not go on.
         raise UnsupportedFormat(
-            f"{where}: field {str(extra[0])[:40]!r} is not known to this version; upgrade shardpoint"
+            f"{where}: field {str(extra[0])[:40]!r} is not known to this version; upgrade "
+            "shardpoint"
         )
     return body
 

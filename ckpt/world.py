@@ -1,0 +1,709 @@
+"""Ranks talking to each other: control rounds with deadlines, and one exchange of tensor bytes.
+
+Every method of a World is collective: all ranks call the same methods with the same names in the
+same order, on failure paths too. A rank that dies, hangs or leaves is named on all others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import socket
+import struct
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+
+from ckpt import errors
+from ckpt.errors import CheckpointError, RankFailed
+
+MiB = 1024 * 1024
+_SHARED_CLASSES: dict[str, Callable[[Any], CheckpointError]] = {
+    cls.__name__: cls
+    for cls in (
+        errors.InvalidState,
+        errors.Mismatch,
+        errors.NoCheckpoint,
+        errors.Corrupt,
+        errors.UnsupportedFormat,
+        errors.StoreRefused,
+        errors.Fenced,
+        errors.OutcomeUnknown,
+        errors.LoadInterrupted,
+    )
+}
+
+
+class World(ABC):
+    """The ranks that save or load together. Rank 0 is the lead."""
+
+    rank: int
+    size: int
+
+    @abstractmethod
+    def gather(self, name: str, payload: bytes) -> list[bytes]:
+        """Every rank's payload on every rank, in rank order. For small payloads."""
+
+    @abstractmethod
+    def gather_to_lead(self, name: str, payload: bytes) -> list[bytes] | None:
+        """Every rank's payload on the lead, in rank order; None elsewhere, without waiting."""
+
+    @abstractmethod
+    def share(self, name: str, payload: bytes | None) -> bytes:
+        """The lead's payload on every rank; the others give None."""
+
+    @abstractmethod
+    def agree(self, phase: str, error: BaseException | None) -> None:
+        """Return when no rank has an error; otherwise raise the same error on every rank.
+
+        When the failing ranks have one class of `ckpt.errors` in common, that is raised, with every
+        problem and its ranks; otherwise RankFailed with rank, phase, class and message of the
+        first. A world of one raises the error itself.
+        """
+
+    @abstractmethod
+    def exchange(self, name: str, send: Sequence[memoryview], recv: Sequence[memoryview]) -> None:
+        """All-to-all of bytes: fill `recv[r]` with what rank r has in `send[this rank]`.
+
+        Lengths are known to both sides and may all differ; those of this rank itself are 0. Buffers
+        are flat memoryviews of format "B" and must not change meanwhile; after an error `recv` is
+        undefined.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave. Not collective; other ranks that still wait for this one get an error that names
+        it.
+        """
+
+
+def current_world(process_group: dist.ProcessGroup | None = None) -> World:
+    """A new world of the ranks of `process_group`, of all ranks, or of this process alone.
+
+    With torch.distributed initialised it is collective over the group, like `TorchWorld`.
+    """
+    if process_group is None and not (dist.is_available() and dist.is_initialized()):
+        return SoloWorld()
+    if dist.get_rank(process_group) < 0:
+        raise CheckpointError(
+            "this process is not in the process group that was given; call this on its ranks only"
+        )
+    if dist.get_world_size(process_group) == 1:
+        return SoloWorld()
+    return TorchWorld(process_group)
+
+
+class SoloWorld(World):
+    """A world of one rank: nothing is sent, errors are raised as they are."""
+
+    rank = 0
+    size = 1
+
+    def gather(self, name: str, payload: bytes) -> list[bytes]:
+        return [payload]
+
+    def gather_to_lead(self, name: str, payload: bytes) -> list[bytes] | None:
+        return [payload]
+
+    def share(self, name: str, payload: bytes | None) -> bytes:
+        assert payload is not None, f"round {name!r}: the lead must give a payload"
+        return payload
+
+    def agree(self, phase: str, error: BaseException | None) -> None:
+        if error is not None:
+            raise error
+
+    def exchange(self, name: str, send: Sequence[memoryview], recv: Sequence[memoryview]) -> None:
+        check_exchange(self, name, send, recv)
+
+    def close(self) -> None:
+        pass
+
+
+# --- agreement on errors, shared by all worlds ----------------------------------------------------
+
+
+def encode_error(error: BaseException | None) -> bytes:
+    """An error as other ranks need it; no bytes at all when there is none."""
+    if error is None:
+        return b""
+    body: dict[str, Any] = {"class": type(error).__name__, "message": str(error)}
+    if isinstance(error, errors.InvalidState | errors.Mismatch):
+        body["problems"] = list(error.problems)
+    if isinstance(error, RankFailed):
+        body["failed"] = [error.rank, error.phase]
+    # A subclass that only one module knows travels as the shared class it is a kind of.
+    body["shared"] = next(
+        (c.__name__ for c in type(error).__mro__ if c.__name__ in _SHARED_CLASSES), ""
+    )
+    return json.dumps(body).encode("utf-8", "backslashreplace")
+
+
+def agreed_error(phase: str, answers: Sequence[bytes]) -> CheckpointError | None:
+    """The one error that all ranks raise, from the answers of all: the same answers, the same
+    error.
+    """
+    failed = {rank: json.loads(answer) for rank, answer in enumerate(answers) if answer}
+    if not failed:
+        return None
+    shared = {body["shared"] for body in failed.values()}
+    cls = _SHARED_CLASSES.get(shared.pop()) if len(shared) == 1 else None
+    if cls is None:
+        return _rank_failed(phase, failed)
+    if "problems" in next(iter(failed.values())):
+        told = [(problem, rank) for rank, body in failed.items() for problem in body["problems"]]
+        return cls(_by_text(told, len(answers)))
+    return cls("; ".join(_by_text([(b["message"], r) for r, b in failed.items()], len(answers))))
+
+
+def _rank_failed(phase: str, failed: dict[int, Any], shown_max: int = 8) -> RankFailed:
+    first_rank, first = next(iter(failed.items()))
+    if "failed" in first and all(body.get("failed") == first["failed"] for body in failed.values()):
+        return RankFailed(first["message"], rank=first["failed"][0], phase=first["failed"][1])
+    told = [
+        f"rank {rank} failed in phase {phase!r}: {body['class']}: {body['message']}"
+        for rank, body in list(failed.items())[:shown_max]
+    ]
+    if len(failed) > shown_max:
+        told.append(f"and {len(failed) - shown_max} more ranks")
+    return RankFailed("; ".join(told), rank=first_rank, phase=phase)
+
+
+def _by_text(told: Sequence[tuple[str, int]], size: int) -> list[str]:
+    """Each text once, with the ranks that have it, in order of the first."""
+    ranks: dict[str, list[int]] = {}
+    for text, rank in told:
+        if rank not in ranks.setdefault(text, []):
+            ranks[text].append(rank)
+    return [text if len(at) == size else f"{_named(at)}: {text}" for text, at in ranks.items()]
+
+
+def _named(ranks: Sequence[int], shown_max: int = 8) -> str:
+    text = ", ".join(str(rank) for rank in ranks[:shown_max])
+    if len(ranks) > shown_max:
+        text += f" and {len(ranks) - shown_max} more"
+    return f"rank {text}" if len(ranks) == 1 else f"ranks {text}"
+
+
+def check_exchange(
+    world: World, name: str, send: Sequence[memoryview], recv: Sequence[memoryview]
+) -> None:
+    """Raise ValueError when the buffers of an exchange do not fit the world."""
+    if len(send) != world.size or len(recv) != world.size:
+        raise ValueError(
+            f"exchange {name!r}: {len(send)} send and {len(recv)} receive buffers, expected "
+            f"{world.size} of each"
+        )
+    if send[world.rank].nbytes or recv[world.rank].nbytes:
+        raise ValueError(f"exchange {name!r}: the buffers of this rank for itself must be empty")
+
+
+# --- torch.distributed ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Deadlines:
+    """When ranks give up on each other, in seconds.
+
+    A process that is gone is noticed within a second by ranks on its own machine, and within
+    `silence_seconds_max` by the others; a process that is there but does nothing, at
+    `round_seconds_max`.
+    """
+
+    round_seconds_max: float = 600.0
+    heartbeat_seconds: float = 0.5
+    silence_seconds_max: float = 4.0
+
+
+class TorchWorld(World):
+    """The ranks of a torch process group. All ranks of the group must create it together, in the
+    same order when there are several.
+
+    Control rounds go through a prefix of torch.distributed's own store, never through the user's
+    groups, so they may run in a background thread (one thread at a time). Large `share`s and
+    `exchange` go over a gloo group that is created at their first use; call those from the thread
+    that runs the training.
+    """
+
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        deadlines: Deadlines | None = None,
+    ) -> None:
+        self.rank = dist.get_rank(process_group)
+        self.size = dist.get_world_size(process_group)
+        self._deadlines = deadlines or Deadlines()
+        self._ranks = tuple(dist.get_process_group_ranks(process_group or dist.group.WORLD))
+        self._whole = len(self._ranks) == dist.get_world_size()
+        self._store = _own_prefix(self._ranks, self.rank)
+        self._heart = _Heart(self._store, self.rank, self._deadlines.heartbeat_seconds)
+        self._watch = _Watch(self._store, self._deadlines.silence_seconds_max)
+        self._round = 0
+        self._spent: list[str] = []
+        self._broken: RankFailed | None = None
+        self._group: dist.ProcessGroup | None = None
+
+    def gather(self, name: str, payload: bytes) -> list[bytes]:
+        with self._in_round(name) as key:
+            if self.rank == 0:
+                parts = self._collect(key, name, payload)
+                self._publish(f"{key}/all", name, _pack(parts), spent=True)
+                return parts
+            self._publish(f"{key}/{self.rank}", name, payload)
+            return _unpack(self._await(f"{key}/all", name))
+
+    def gather_to_lead(self, name: str, payload: bytes) -> list[bytes] | None:
+        with self._in_round(name) as key:
+            if self.rank == 0:
+                return self._collect(key, name, payload)
+            self._publish(f"{key}/{self.rank}", name, payload)
+            return None
+
+    def share(self, name: str, payload: bytes | None) -> bytes:
+        with self._in_round(name) as key:
+            if self.rank == 0:
+                assert payload is not None, f"round {name!r}: the lead must give a payload"
+                large = len(payload) > MiB
+                head = struct.pack("<?Q", large, len(payload))
+                self._publish(f"{key}/all", name, head + (b"" if large else payload), spent=True)
+                return self._broadcast(name, payload, len(payload)) if large else payload
+            got = self._await(f"{key}/all", name)
+            large, nbytes = struct.unpack_from("<?Q", got)
+            return self._broadcast(name, None, nbytes) if large else got[9:]
+
+    def agree(self, phase: str, error: BaseException | None) -> None:
+        agreed = agreed_error(phase, self.gather(f"agree on {phase}", encode_error(error)))
+        if agreed is not None:
+            raise agreed from error
+
+    def exchange(self, name: str, send: Sequence[memoryview], recv: Sequence[memoryview]) -> None:
+        check_exchange(self, name, send, recv)
+        with self._in_round(name):
+            group = self._gloo(name)
+            self._check_lengths(name, group, send, recv)
+            works: list[dist.Work] = []
+            for peer, view in enumerate(recv):
+                for tensor in _tensors(view):
+                    works.append(_started(dist.irecv(tensor, src=self._ranks[peer], group=group)))
+            for step in range(1, self.size):
+                peer = (self.rank + step) % self.size  # not everybody to the same rank at once
+                for tensor in _tensors(send[peer]):
+                    works.append(_started(dist.isend(tensor, dst=self._ranks[peer], group=group)))
+            self._finish(name, works)
+
+    def close(self) -> None:
+        self._heart.stop()
+        if self._group is not None:
+            with contextlib.suppress(Exception):  # the group's peers may be gone already
+                dist.destroy_process_group(self._group)
+            self._group = None
+
+    # rounds
+
+    @contextlib.contextmanager
+    def _in_round(self, name: str) -> Any:
+        """The key prefix of the next round. Any failure inside ends this world: rounds would not
+        match.
+        """
+        if self._broken is not None:
+            raise _copied(self._broken)
+        self._round += 1
+        try:
+            self._heart.check()
+            yield str(self._round)
+        except RankFailed as failure:
+            self._break(failure)
+            raise
+        except (RuntimeError, OSError) as error:
+            blamed = self._blame(name, error)
+            self._break(blamed)
+            raise blamed from error
+        except BaseException as error:
+            text = f"rank {self.rank} left phase {name!r}: {type(error).__name__}: {error}"
+            self._break(RankFailed(text, rank=self.rank, phase=name))
+            raise
+
+    def _collect(self, key: str, name: str, own: bytes) -> list[bytes]:
+        others = range(1, self.size)
+        self._wait({rank: f"{key}/{rank}" for rank in others}, name)
+        parts = [own]
+        parts += [self._fetch(f"{key}/{rank}", name, rank, remove=True) for rank in others]
+        # All ranks are in this round, so they have read what earlier rounds published.
+        for spent in self._spent:
+            _remove(self._store, spent)
+        self._spent.clear()
+        return parts
+
+    def _await(self, key: str, name: str) -> bytes:
+        """What the lead publishes under `key`."""
+        self._wait({0: key}, name)
+        return self._fetch(key, name, 0, remove=False)
+
+    def _publish(self, key: str, name: str, payload: bytes, *, spent: bool = False) -> None:
+        """Write pieces of at most 4 MiB, the first one last: it says how many there are."""
+        pieces = [payload[at : at + 4 * MiB] for at in range(0, len(payload), 4 * MiB)] or [b""]
+        for index, piece in enumerate(pieces[1:], 1):
+            _set(self._store, f"{key}+{index}", piece)
+        encoded = name.encode()
+        head = struct.pack("<IH", len(pieces), len(encoded)) + encoded
+        _set(self._store, key, head + pieces[0])
+        if spent:
+            self._spent += [key, *(f"{key}+{index}" for index in range(1, len(pieces)))]
+
+    def _fetch(self, key: str, name: str, rank: int, *, remove: bool) -> bytes:
+        """What `rank` has published under `key`, which exists."""
+        first = self._store.get(key)
+        count, start = struct.unpack_from("<IH", first)
+        theirs = first[6 : 6 + start].decode()
+        if theirs != name:
+            raise RankFailed(
+                f"rank {rank} is in phase {theirs!r} while rank {self.rank} is in {name!r}: all "
+                "ranks must make the same calls in the same order",
+                rank=rank,
+                phase=name,
+            )
+        rest = [f"{key}+{index}" for index in range(1, count)]
+        payload = b"".join([first[6 + start :], *(self._store.get(piece) for piece in rest)])
+        for spent in [key, *rest] if remove else ():
+            _remove(self._store, spent)
+        return payload
+
+    def _wait(self, keys: dict[int, str], name: str) -> None:
+        """Return when every rank's key exists; raise RankFailed naming the first that failed."""
+        if not keys:
+            return
+        started = time.monotonic()
+        pause, look_next = 0.0002, started + 0.25
+        wanted = list(keys.values())
+        while not self._store.check(wanted):
+            now = time.monotonic()
+            if now >= look_next:
+                missing = [rank for rank, key in keys.items() if not self._store.check([key])]
+                self._look(name, missing, waited=now - started)
+                look_next = time.monotonic() + 0.25
+            time.sleep(pause)
+            pause = min(pause * 1.5, 0.02)
+
+    def _look(self, name: str, missing: list[int], *, waited: float) -> None:
+        """Raise when one of the ranks we wait for is known to be gone, or when time is up."""
+        self._heart.check()
+        if self._store.check(["broken"]):
+            raise _decode_failure(self._store.get("broken"))
+        for rank in missing:
+            gone = self._watch.gone(rank)
+            if gone and not self._store.check(["broken"]):
+                raise RankFailed(f"rank {rank} {gone} in phase {name!r}", rank=rank, phase=name)
+        if missing and waited > self._deadlines.round_seconds_max:
+            raise RankFailed(
+                f"rank {missing[0]} did not answer within {self._deadlines.round_seconds_max:g} "
+                "s in "
+                f"phase {name!r} ({_named(missing)} missing); it hangs, or took another path",
+                rank=missing[0],
+                phase=name,
+            )
+
+    def _break(self, failure: RankFailed) -> None:
+        """End this world with one text for all: the first rank that breaks it is heard by the
+        others.
+        """
+        self._broken = failure
+        with contextlib.suppress(Exception):  # the store may be what has failed
+            if not self._store.check(["broken"]):
+                _set(self._store, "broken", _encode_failure(failure))
+
+    def _blame(self, name: str, error: Exception) -> RankFailed:
+        """Who caused a failed transfer: a rank that is found dead within seconds, else this
+        rank.
+        """
+        until = time.monotonic() + self._deadlines.silence_seconds_max
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        cause = f"{type(error).__name__}: {error}"
+        while time.monotonic() < until:
+            try:
+                self._look(name, others, waited=0.0)
+            except RankFailed as failure:
+                return failure
+            except Exception as lost:
+                return RankFailed(
+                    f"the rendezvous store of torch.distributed does not answer in phase {name!r} "
+                    f"({type(lost).__name__}: {lost}): its host, usually rank 0, is gone",
+                    rank=0,
+                    phase=name,
+                )
+            time.sleep(0.1)
+        return RankFailed(
+            f"rank {self.rank} failed in phase {name!r}: {cause}", rank=self.rank, phase=name
+        )
+
+    # tensor bytes
+
+    def _gloo(self, name: str) -> dist.ProcessGroup:
+        """Our own group. Creating it is collective, so all must be here before it starts."""
+        if self._group is None:
+            timeout = timedelta(seconds=self._deadlines.round_seconds_max)
+            self._group = dist.new_group(
+                list(self._ranks),
+                timeout=timeout,
+                backend="gloo",
+                use_local_synchronization=not self._whole,
+            )
+        return self._group
+
+    def _broadcast(self, name: str, payload: bytes | None, nbytes: int) -> bytes:
+        group = self._gloo(name)
+        whole = bytearray(nbytes) if payload is None else payload
+        for tensor in _tensors(memoryview(whole), 16 * MiB):
+            self._finish(
+                name, [_started(dist.broadcast(tensor, self._ranks[0], group, async_op=True))]
+            )
+        return bytes(whole)
+
+    def _check_lengths(
+        self,
+        name: str,
+        group: dist.ProcessGroup,
+        send: Sequence[memoryview],
+        recv: Sequence[memoryview],
+    ) -> None:
+        mine = torch.tensor([view.nbytes for view in send], dtype=torch.int64)
+        theirs = torch.empty_like(mine)
+        work = dist.all_to_all_single(theirs, mine, group=group, async_op=True)
+        self._finish(name, [_started(work)])
+        for peer, (sent, view) in enumerate(zip(theirs.tolist(), recv, strict=True)):
+            if sent != view.nbytes:
+                raise RankFailed(
+                    f"exchange {name!r}: rank {peer} sends {sent} bytes to rank {self.rank}, which "
+                    f"expects {view.nbytes}",
+                    rank=peer,
+                    phase=name,
+                )
+
+    def _finish(self, name: str, works: list[dist.Work]) -> None:
+        """Wait for transfers, watching the other ranks meanwhile."""
+        started = time.monotonic()
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        look_next = started + 0.5
+        for work in works:
+            pause = 0.00005
+            while not work.is_completed():
+                now = time.monotonic()
+                if now >= look_next:
+                    self._look(name, others, waited=now - started)
+                    look_next = time.monotonic() + 0.5
+                time.sleep(pause)
+                pause = min(pause * 1.5, 0.002)
+            work.wait()
+
+
+def _started(work: dist.Work | None) -> dist.Work:
+    assert work is not None, "this rank is not in the group"
+    return work
+
+
+def _tensors(view: memoryview, nbytes_max: int = 64 * MiB) -> list[torch.Tensor]:
+    """A buffer as uint8 tensors of bounded size that share its memory; a read-only one is
+    copied.
+    """
+    if not view.nbytes:
+        return []
+    whole = torch.frombuffer(bytearray(view) if view.readonly else view, dtype=torch.uint8)
+    return [whole[at : at + nbytes_max] for at in range(0, view.nbytes, nbytes_max)]
+
+
+def _pack(parts: Sequence[bytes]) -> bytes:
+    lengths = struct.pack(f"<I{len(parts)}Q", len(parts), *map(len, parts))
+    return b"".join([lengths, *parts])
+
+
+def _unpack(data: bytes) -> list[bytes]:
+    (count,) = struct.unpack_from("<I", data)
+    at, parts = 4 + 8 * count, []
+    for nbytes in struct.unpack_from(f"<{count}Q", data, 4):
+        parts.append(data[at : at + nbytes])
+        at += nbytes
+    return parts
+
+
+def _encode_failure(failure: RankFailed) -> bytes:
+    return json.dumps([str(failure), failure.rank, failure.phase]).encode()
+
+
+def _decode_failure(data: bytes) -> RankFailed:
+    message, rank, phase = json.loads(data)
+    return RankFailed(message, rank=rank, phase=phase)
+
+
+def _copied(failure: RankFailed) -> RankFailed:
+    return RankFailed(str(failure), rank=failure.rank, phase=failure.phase)
+
+
+def _set(store: Any, key: str, value: bytes) -> None:
+    store.set(key, value)  # torch's annotation says str, its stores take bytes
+
+
+def _remove(store: Store, key: str) -> None:
+    with contextlib.suppress(RuntimeError, NotImplementedError):  # not every store can
+        store.delete_key(key)
+
+
+def _own_prefix(ranks: tuple[int, ...], rank: int) -> Store:
+    """A part of the default store that no other world uses.
+
+    Each rank counts the worlds it made over these ranks, in the store itself; the counts agree
+    because all ranks make them in the same order.
+    """
+    # There is no public way to the store that all ranks share already.
+    base: Any = dist.distributed_c10d._get_default_store()
+    # Own connection: the heartbeat never waits behind the user's requests. Where it cannot be had
+    # (older torch) the store is shared; our own requests never block.
+    with contextlib.suppress(AttributeError, NotImplementedError, RuntimeError):
+        base = base.clone()
+    group = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
+    home = PrefixStore(f"shardpoint/{group}", base)
+    number = home.add(f"worlds/{rank}", 1)
+    return PrefixStore(f"{number}", home)
+
+
+@dataclass(frozen=True, slots=True)
+class _Process:
+    """Enough to tell whether a process of this machine still runs, even when its pid was given
+    anew.
+    """
+
+    machine: str
+    pid: int
+    started: str
+
+    @staticmethod
+    def this() -> _Process:
+        pid = os.getpid()
+        return _Process(_machine(), pid, _start_of(pid) or "")
+
+    def runs(self) -> bool | None:
+        """None when it is on another machine, or this one cannot tell."""
+        if self.machine != _machine() or not self.started:
+            return None
+        return _start_of(self.pid) == self.started
+
+
+def _machine() -> str:
+    """Machine and process namespace: pids of another container mean nothing here."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            boot = file.read().strip()
+        return f"{socket.gethostname()}/{boot}/{os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def _start_of(pid: int) -> str | None:
+    """The start time of a process in the kernel's ticks; None when there is none, or only its
+    zombie.
+    """
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            after_name = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    return None if after_name[0] in (b"Z", b"X") else after_name[19].decode()
+
+
+class _Heart:
+    """Tells the others that this process lives, from a daemon thread. A failure to do so is kept
+    and raised at the next round."""
+
+    def __init__(self, store: Store, rank: int, seconds: float) -> None:
+        process = _Process.this()
+        self._key = f"beat/{rank}"
+        self._store = store
+        self._seconds = seconds
+        self._error: Exception | None = None
+        self._stopped = threading.Event()
+        store.set(f"process/{rank}", json.dumps([process.machine, process.pid, process.started]))
+        store.set(self._key, "0")
+        # A daemon: a process that ends without closing its world must not wait for it.
+        self._thread = threading.Thread(target=self._beat, name="ckpt-heartbeat", daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raise RankFailed when the store has stopped answering."""
+        error = self._error
+        if error is not None:
+            raise RankFailed(
+                "the rendezvous store of torch.distributed does not answer "
+                f"({type(error).__name__}: {error}): its host, usually rank 0, is gone",
+                rank=0,
+                phase="heartbeat",
+            ) from error
+
+    def stop(self) -> None:
+        """Say goodbye, so that nobody waits for this rank."""
+        if not self._stopped.is_set():
+            self._stopped.set()
+            self._thread.join(timeout=5.0)
+            with contextlib.suppress(Exception):  # the store's host may have left before us
+                self._store.set(self._key, "left")
+
+    def _beat(self) -> None:
+        count = 0
+        while not self._stopped.wait(self._seconds):
+            count += 1
+            try:
+                self._store.set(self._key, str(count))
+                self._error = None
+            except Exception as error:
+                self._error = error
+
+
+class _Watch:
+    """What one rank knows about the life of the others."""
+
+    def __init__(self, store: Store, silence_seconds_max: float) -> None:
+        self._store = store
+        self._silence_seconds_max = silence_seconds_max
+        self._processes: dict[int, _Process] = {}
+        self._heard: dict[int, tuple[bytes, float]] = {}
+        self._looked = 0.0
+
+    def gone(self, rank: int) -> str:
+        """Why `rank` will never answer ("has died"), or "" when it may."""
+        if not self._store.check([f"beat/{rank}"]):
+            return ""  # has not arrived yet: the round's deadline counts
+        beat = self._store.get(f"beat/{rank}")
+        if beat == b"left":
+            return "has left"
+        runs = self._process(rank).runs()
+        if runs is not None:
+            return "" if runs else "has died"
+        return self._silent(rank, beat)
+
+    def _silent(self, rank: int, beat: bytes) -> str:
+        now = time.monotonic()
+        if now - self._looked > self._silence_seconds_max / 2:
+            self._heard.clear()  # we ourselves were away or not looking: start counting anew
+        self._looked = now
+        known = self._heard.get(rank)
+        if known is None or known[0] != beat:
+            self._heard[rank] = (beat, now)
+            return ""
+        silence = now - known[1]
+        if silence <= self._silence_seconds_max:
+            return ""
+        return f"has died (no heartbeat for {silence:.1f} s)"
+
+    def _process(self, rank: int) -> _Process:
+        if rank not in self._processes:
+            machine, pid, started = json.loads(self._store.get(f"process/{rank}"))
+            self._processes[rank] = _Process(machine, pid, started)
+        return self._processes[rank]

@@ -1,0 +1,46 @@
+"""crc32c, the checksum of blocks. The only user of the package of that name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import crc32c as _crc32c
+import numpy as np
+import numpy.typing as npt
+
+
+def crc32c(data: memoryview | bytes, value: int = 0) -> int:
+    """crc32c (Castagnoli, reflected, as in RFC 3720) of `data`; `value` continues an earlier one.
+
+    `data` is contiguous memory of any item type. Releases the GIL for large data.
+    """
+    return int(_crc32c.crc32c(data, value))
+
+
+def block_count(nbytes: int, block_bytes: int) -> int:
+    """Blocks of a chunk of `nbytes`: the last one may be shorter; none for an empty chunk."""
+    return -(-nbytes // block_bytes)
+
+
+def block_checksums(data: memoryview | bytes, block_bytes: int) -> npt.NDArray[np.uint32]:
+    """The crc32c of every block of a chunk, counted from the chunk's start."""
+    view = memoryview(data).cast("B")
+    starts = range(0, view.nbytes, block_bytes)
+    sums = [int(_crc32c.crc32c(view[start : start + block_bytes])) for start in starts]
+    return np.array(sums, dtype=np.uint32)
+
+
+def first_bad_block(
+    data: memoryview | bytes, block_bytes: int, expected: Sequence[int] | npt.NDArray[np.uint32]
+) -> int | None:
+    """Index of the first block of `data` whose checksum is not the expected one, or None.
+
+    A wrong number of blocks counts as the first missing or superfluous one.
+    """
+    found = block_checksums(data, block_bytes)
+    wanted = np.asarray(expected, dtype=np.uint32)
+    shared = min(len(found), len(wanted))
+    different = np.flatnonzero(found[:shared] != wanted[:shared])
+    if len(different):
+        return int(different[0])
+    return None if len(found) == len(wanted) else shared

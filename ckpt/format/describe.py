@@ -1,0 +1,98 @@
+"""What a data file says of its place in the checkpoint, so that a lost manifest can be rebuilt.
+
+Every rank writes at least one data file. Its first one carries the tensors without elements and the
+aliases that the rank knows, and its per-rank values; the first file of rank 0 also the common values.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from pydantic import ValidationError
+
+from ckpt.errors import Corrupt
+from ckpt.format.datafile import PER_RANK, VALUES, DataFileIndex
+from ckpt.format.manifest import Header
+from ckpt.format.part import TensorInfo
+
+
+def data_file_name(rank: int, index: int) -> str:
+    """The name of a rank's data file in the step's directory."""
+    return f"rank{rank:05d}-{index:03d}.safetensors"
+
+
+def file_metadata(
+    header: Header,
+    *,
+    rank: int,
+    index: int,
+    count: int,
+    empty_tensors: Sequence[TensorInfo] = (),
+    aliases: Mapping[str, str] | None = None,
+) -> dict[str, str]:
+    """`__metadata__` of file `index` of the `count` files of `rank`.
+
+    `empty_tensors` and `aliases` are for the first file (`index=0`) of each rank.
+    """
+    metadata = {
+        "ckpt.header": header.model_dump_json(),
+        "ckpt.rank": str(rank),
+        "ckpt.file": f"{index}/{count}",
+    }
+    if empty_tensors:
+        metadata["ckpt.empty"] = _json([list(tensor) for tensor in sorted(empty_tensors)])
+    if aliases:
+        metadata["ckpt.aliases"] = _json(dict(sorted(aliases.items())))
+    return metadata
+
+
+def file_extras(*, values: bytes, per_rank: bytes) -> dict[str, bytes]:
+    """The reserved tensors of a rank's first file; empty ones are left out.
+
+    `values` are the encoded common values on the lead and empty on other ranks.
+    """
+    return {name: data for name, data in ((VALUES, values), (PER_RANK, per_rank)) if data}
+
+
+class FileDescription(NamedTuple):
+    """The inverse of `file_metadata`."""
+
+    header: Header
+    rank: int
+    file_index: int
+    file_count: int
+    empty_tensors: tuple[TensorInfo, ...]
+    aliases: dict[str, str]
+
+
+def describe_file(index: DataFileIndex) -> FileDescription:
+    """What a data file says of its place in the checkpoint. Raises Corrupt naming the field."""
+    metadata = index.metadata
+    try:
+        header = Header.model_validate_json(metadata["ckpt.header"])
+        at, count = (int(number) for number in metadata["ckpt.file"].split("/"))
+        rank = int(metadata["ckpt.rank"])
+        empty = [_tensor_info(row) for row in json.loads(metadata.get("ckpt.empty", "[]"))]
+        aliases = json.loads(metadata.get("ckpt.aliases", "{}"))
+    except (KeyError, TypeError, ValueError, RecursionError, ValidationError) as error:
+        raise Corrupt(f"__metadata__ of a data file is not readable: {error!r:.200}") from error
+    strings = isinstance(aliases, dict) and all(isinstance(name, str) for name in aliases.values())
+    if not (0 <= at < count and 0 <= rank < header.world_size and strings):
+        raise Corrupt(f"__metadata__: file {at} of {count} of rank {rank} cannot be")
+    return FileDescription(header, rank, at, count, tuple(empty), aliases)
+
+
+def _tensor_info(row: Any) -> TensorInfo:
+    fqn, dtype, shape, kind = row
+    sizes = all(type(size) is int and 0 <= size < 1 << 62 for size in shape)
+    if not (isinstance(fqn, str) and isinstance(dtype, str) and sizes and 0 in shape):
+        raise ValueError(f"{row!r:.100} is no tensor without elements")
+    if type(kind) is not int or not 0 <= kind <= 15:
+        raise ValueError(f"{kind!r:.20} is no kind")
+    return TensorInfo(fqn, dtype, tuple(shape), kind)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))

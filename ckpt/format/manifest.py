@@ -1,0 +1,739 @@
+"""The manifest: everything about one checkpoint but its tensors' bytes, in columns.
+
+FORMAT.md, "Manifest", is the specification. `encode_manifest` writes one encoding per manifest;
+`decode_manifest` trusts nothing and keeps columns as views of its input where it can.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ckpt.errors import Corrupt, UnsupportedFormat
+from ckpt.format.columns import Ints, pack_ints, pack_map, pack_strings, unpack_ints, unpack_map
+from ckpt.format.columns import unpack_strings
+from ckpt.format.coverage import cover_problem
+from ckpt.format.datafile import BLOCK_BYTES, NDIM_MAX, bounded_numel, region_start
+from ckpt.format.dtypes import DTYPES
+from ckpt.layout.region import Box, Region, Shape, Span, is_inside, span_of
+
+VERSION = 1
+MAGIC = b"\x93CKPTMF\n"
+DIGEST_BYTES = 32
+FEATURES: frozenset[str] = frozenset()  # names that `required` may hold and this version knows
+# Far beyond any checkpoint; sums of element and byte counts below it cannot wrap around.
+NUMEL_MAX = 1 << 58
+
+Int64s = npt.NDArray[np.int64]
+
+
+class Header(BaseModel):
+    """The facts about a checkpoint that are not columns. Unknown fields are ignored."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
+
+    version: int = VERSION
+    root: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+    attempt: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}$")]
+    step: Annotated[int, Field(ge=0, lt=1 << 63)]
+    world_size: Annotated[int, Field(ge=1, lt=1 << 31)]
+    block_bytes: Annotated[int, Field(ge=16, lt=1 << 31, multiple_of=16)] = BLOCK_BYTES
+    created_unix: Annotated[int, Field(ge=0, lt=1 << 63)]
+    required: tuple[str, ...] = ()
+    user: dict[str, str] = Field(default_factory=dict)
+
+
+class BoxTable:
+    """Unique boxes as columns; an item is made when asked for."""
+
+    __slots__ = ("first", "offsets", "sizes")
+
+    def __init__(self, first: Ints, offsets: Ints, sizes: Ints) -> None:
+        self.first, self.offsets, self.sizes = first, offsets, sizes
+
+    @classmethod
+    def of(cls, boxes: Sequence[Box]) -> BoxTable:
+        ndims = np.array([len(box.shape) for box in boxes], dtype=np.int64)
+        offsets = np.array([start for box in boxes for start in box.offset], dtype=np.int64)
+        sizes = np.array([size for box in boxes for size in box.shape], dtype=np.int64)
+        return cls(starts_of(ndims), offsets, sizes)
+
+    def __len__(self) -> int:
+        return len(self.first) - 1
+
+    def __getitem__(self, index: int) -> Box:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        part = slice(int(self.first[index]), int(self.first[index + 1]))
+        return Box(tuple(self.offsets[part].tolist()), tuple(self.sizes[part].tolist()))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ChunkTable:
+    """All chunks, sorted by tensor, then by the row-major index of their first element.
+
+    Columns may be read-only, of any integer type, and views of stride zero. Contiguous regions are spans
+    always: `box` is -1 for them. For the others `span_start` is -1 and `boxes[box]` is the region.
+    """
+
+    first: Int64s  # [tensors + 1] chunks of tensor t are first[t]:first[t + 1]
+    file: Ints
+    byte_start: Int64s  # offset in the file
+    span_start: Int64s
+    numel: Ints
+    box: Ints
+    boxes: BoxTable
+    first_block: Int64s  # [chunks + 1] checksums of chunk i are first_block[i]:first_block[i + 1]
+
+    def __len__(self) -> int:
+        return len(self.file)
+
+    def region(self, index: int) -> Region:
+        """The region of chunk `index` in its tensor's index space."""
+        box = int(self.box[index])
+        if box >= 0:
+            return self.boxes[box]
+        start = int(self.span_start[index])
+        return Span(start, start + int(self.numel[index]))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Manifest:
+    """One checkpoint. Two manifests are the same when their encodings are."""
+
+    header: Header
+    files: tuple[str, ...]  # names relative to the step's directory
+    file_nbytes: Int64s
+    file_data_start: Int64s  # length of each file's header
+    fqns: tuple[str, ...]  # sorted
+    dtypes: tuple[str, ...]
+    shapes: tuple[Shape, ...]
+    kinds: Ints
+    aliases: Mapping[str, str]  # tied name -> stored fqn
+    chunks: ChunkTable
+    checksums: npt.NDArray[np.uint32]
+    values: bytes
+    per_rank: tuple[bytes, ...]  # of each rank of the saving world, or empty
+
+    def index(self, fqn: str) -> int:
+        """The position of a stored tensor (not of an alias). Raises KeyError."""
+        at = bisect_left(self.fqns, fqn)
+        if at == len(self.fqns) or self.fqns[at] != fqn:
+            raise KeyError(fqn)
+        return at
+
+    def tensor_of(self, chunk: int) -> int:
+        """The position of the tensor that `chunk` is a region of."""
+        return bisect_right(self.chunks.first, chunk) - 1
+
+    def chunk_nbytes(self, chunk: int) -> int:
+        """Stored bytes of `chunk`."""
+        return int(self.chunks.numel[chunk]) * DTYPES[self.dtypes[self.tensor_of(chunk)]].itemsize
+
+    def region(self, chunk: int) -> Region:
+        """The region of `chunk` in its tensor's index space."""
+        return self.chunks.region(chunk)
+
+    def chunk_checksums(self, chunk: int) -> npt.NDArray[np.uint32]:
+        """crc32c of each block of `chunk`."""
+        first = self.chunks.first_block
+        return self.checksums[int(first[chunk]) : int(first[chunk + 1])]
+
+
+def starts_of(counts: Ints | Sequence[int]) -> Int64s:
+    """Where runs of these lengths start, and where the last one ends: one more than counts."""
+    starts = np.zeros(len(counts) + 1, dtype=np.int64)
+    np.cumsum(counts, out=starts[1:])
+    return starts
+
+
+# Encoding
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """The bytes of a MANIFEST object: one encoding per manifest."""
+    body = pack_map({**_fields_of_tensors(manifest), **_fields_of_chunks(manifest)})
+    head = MAGIC + VERSION.to_bytes(4, "little") + bytes(4) + len(body).to_bytes(8, "little")
+    digest = hashlib.sha256(head)
+    digest.update(body)
+    return head + body + digest.digest()
+
+
+def _fields_of_tensors(m: Manifest) -> dict[str, bytes]:
+    shapes = sorted(set(m.shapes))
+    shape_ids = {shape: index for index, shape in enumerate(shapes)}
+    dtypes = sorted(set(m.dtypes))
+    dtype_ids = {name: index for index, name in enumerate(dtypes)}
+    aliases = sorted(m.aliases.items())
+    targets = [m.index(target) for _, target in aliases]
+    counts = [len(m.files), len(m.fqns), len(shapes), len(m.chunks), len(m.chunks.boxes)]
+    counts += [len(m.checksums), len(aliases), len(m.per_rank)]
+    file_names, file_name_sizes = pack_strings(m.files)
+    fqns, fqn_sizes = pack_strings(m.fqns)
+    alias_names, alias_name_sizes = pack_strings([name for name, _ in aliases])
+    return {
+        "header": m.header.model_dump_json().encode("utf-8"),
+        "counts": np.array(counts, dtype="<u8").tobytes(),
+        "file_names": file_names,
+        "file_name_sizes": file_name_sizes,
+        "file_nbytes": pack_ints(m.file_nbytes),
+        "file_data_starts": pack_ints(m.file_data_start),
+        "fqns": fqns,
+        "fqn_sizes": fqn_sizes,
+        "dtype_names": ",".join(dtypes).encode("ascii"),
+        "dtype_ids": pack_ints([dtype_ids[name] for name in m.dtypes]),
+        "shape_ndims": pack_ints([len(shape) for shape in shapes]),
+        "shape_dims": pack_ints(
+            np.array([size for shape in shapes for size in shape], dtype=np.uint64), constant=False
+        ),
+        "shape_ids": pack_ints([shape_ids[shape] for shape in m.shapes]),
+        "kinds": pack_ints(m.kinds),
+        "alias_names": alias_names,
+        "alias_name_sizes": alias_name_sizes,
+        "alias_targets": pack_ints(targets),
+        "values": m.values,
+        "per_rank": b"".join(m.per_rank),
+        "per_rank_sizes": pack_ints([len(data) for data in m.per_rank]),
+    }
+
+
+def _fields_of_chunks(m: Manifest) -> dict[str, bytes]:
+    chunks = m.chunks
+    itemsizes = np.array([DTYPES[name].itemsize for name in m.dtypes], dtype=np.int64)
+    counts = np.diff(chunks.first)
+    nbytes = chunks.numel.astype(np.int64) * np.repeat(itemsizes, counts)
+    boxes = chunks.boxes
+    return {
+        "chunk_counts": pack_ints(counts),
+        "chunk_files": pack_ints(chunks.file),
+        "chunk_numels": pack_ints(chunks.numel),
+        "chunk_skips": pack_ints(_skips(chunks)),
+        "chunk_gaps": pack_ints(_gaps(m, nbytes, np.repeat(itemsizes, counts))),
+        "chunk_boxes": pack_ints(chunks.box.astype(np.int64) + 1),
+        "box_ndims": pack_ints(np.diff(boxes.first), constant=False),
+        "box_offsets": pack_ints(boxes.offsets, constant=False),
+        "box_sizes": pack_ints(boxes.sizes, constant=False),
+        "checksums": m.checksums.astype("<u4").tobytes(),
+    }
+
+
+def _skips(chunks: ChunkTable) -> Int64s:
+    """Elements between each span and the one before it in its tensor; zero for boxes."""
+    skips = np.zeros(len(chunks), dtype=np.int64)
+    spans = np.flatnonzero(chunks.box < 0)
+    starts = chunks.span_start[spans]
+    ends = starts + chunks.numel[spans].astype(np.int64)
+    tensor = np.searchsorted(chunks.first, spans, side="right")
+    previous = np.zeros(len(spans), dtype=np.int64)
+    same = tensor[1:] == tensor[:-1]
+    previous[1:][same] = ends[:-1][same]
+    skips[spans] = starts - previous
+    return skips
+
+
+def _gaps(m: Manifest, nbytes: Int64s, itemsizes: Int64s) -> npt.NDArray[np.uint64]:
+    """Bytes between each chunk and the one before it in its file, both in the canonical order.
+
+    Modulo 2^64: a file in another order costs space and nothing else.
+    """
+    order = file_order(m.chunks.file, itemsizes)
+    file = m.chunks.file[order]
+    starts = m.chunks.byte_start[order]
+    expected = np.empty(len(order), dtype=np.int64)
+    if len(order):
+        expected[1:] = (starts + nbytes[order])[:-1]
+        begins = np.append(True, file[1:] != file[:-1])
+        expected[begins] = m.file_data_start[file[begins]]
+    gaps = np.empty(len(order), dtype=np.uint64)
+    gaps[order] = (starts - expected).astype(np.uint64)
+    return gaps
+
+
+def file_order(files: Ints, itemsizes: Ints) -> npt.NDArray[np.intp]:
+    """Chunks by file, then widest elements first, then as they come: the order writers are asked for."""
+    if not len(files):
+        return np.empty(0, dtype=np.intp)
+    widest_first = np.array([9] * 17, dtype=np.uint8)
+    widest_first[[16, 8, 4, 2, 1]] = [0, 1, 2, 3, 4]
+    # 16-bit keys are sorted by radix, ten times faster than anything else.
+    key: Ints = files.astype(np.uint16 if int(files.max()) < 1 << 13 else np.uint64)
+    key = (key << key.dtype.type(3)) | widest_first[itemsizes]
+    return np.argsort(key, kind="stable")
+
+
+# Decoding
+
+
+class _Counts(NamedTuple):
+    files: int
+    tensors: int
+    shapes: int
+    chunks: int
+    boxes: int
+    blocks: int
+    aliases: int
+    ranks: int
+
+
+def decode_manifest(data: bytes | memoryview) -> Manifest:
+    """The manifest that `data` encodes; its columns may be views of `data`.
+
+    Raises UnsupportedFormat when a newer version is needed, Corrupt naming the field for anything else that is not
+    a complete and consistent manifest: every tensor is covered exactly once, every chunk lies in its file.
+    """
+    body = _open_envelope(memoryview(data).cast("B"))
+    fields = unpack_map(body)
+    header = _decode_header(_field(fields, "header"))
+    counts = _decode_counts(fields, header)
+    files = _decode_names(fields, "file_name", counts.files)
+    _check_file_names(files)
+    file_nbytes = _small(
+        unpack_ints(_field(fields, "file_nbytes"), counts.files, "file_nbytes"), "file_nbytes"
+    )
+    data_start = _small(
+        unpack_ints(_field(fields, "file_data_starts"), counts.files, "file_data_starts"),
+        "file_data_starts",
+    )
+    fqns = _decode_names(fields, "fqn", counts.tensors)
+    if any(a >= b for a, b in zip(fqns, fqns[1:], strict=False)):
+        raise Corrupt("field 'fqns': names are not sorted, or one appears twice")
+    dtypes = _decode_dtypes(fields, counts)
+    shapes, numels = _decode_shapes(fields, counts)
+    kinds = unpack_ints(_field(fields, "kinds"), counts.tensors, "kinds")
+    if counts.tensors and int(kinds.max()) > 15:
+        raise Corrupt(f"field 'kinds': {int(kinds.max())}, at most 15")
+    itemsizes = np.array([DTYPES[name].itemsize for name in dtypes], dtype=np.uint8)
+    checksums = np.frombuffer(_field(fields, "checksums"), dtype="<u4")
+    chunks = _decode_chunks(
+        fields, counts, header, _Frame(file_nbytes, data_start, itemsizes, fqns, shapes, numels)
+    )
+    return Manifest(
+        header=header,
+        files=files,
+        file_nbytes=file_nbytes,
+        file_data_start=data_start,
+        fqns=fqns,
+        dtypes=dtypes,
+        shapes=shapes,
+        kinds=kinds,
+        aliases=_decode_aliases(fields, counts, fqns),
+        chunks=chunks,
+        checksums=checksums,
+        values=bytes(_field(fields, "values")),
+        per_rank=_decode_per_rank(fields, counts),
+    )
+
+
+def _open_envelope(view: memoryview) -> memoryview:
+    head = len(MAGIC) + 16
+    if bytes(view[: len(MAGIC)]) != MAGIC:
+        raise Corrupt("not a manifest: it does not start with the magic bytes")
+    if len(view) < head + DIGEST_BYTES:
+        raise Corrupt(f"manifest cut short: {len(view)} bytes")
+    version = int.from_bytes(view[8:12], "little")
+    if version > VERSION:
+        raise UnsupportedFormat(
+            f"manifest of format version {version}, this library reads up to {VERSION}: install a newer one"
+        )
+    length = int.from_bytes(view[16:24], "little")
+    if version != VERSION or any(view[12:16]) or head + length + DIGEST_BYTES != len(view):
+        raise Corrupt(f"manifest envelope: version {version}, {length} bytes in {len(view)}")
+    if hashlib.sha256(view[: head + length]).digest() != bytes(view[head + length :]):
+        raise Corrupt("manifest does not match its own sha256")
+    return view[head : head + length]
+
+
+def _field(fields: Mapping[str, memoryview], name: str) -> memoryview:
+    if name not in fields:
+        raise Corrupt(f"field {name!r} is missing")
+    return fields[name]
+
+
+def _decode_header(data: memoryview) -> Header:
+    try:
+        header = Header.model_validate_json(bytes(data))
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise Corrupt(f"field 'header': {where}: {first['msg']}") from error
+    if header.version != VERSION:
+        raise Corrupt(
+            f"field 'header': version {header.version} in an envelope of version {VERSION}"
+        )
+    check_required(header)
+    return header
+
+
+def check_required(header: Header) -> None:
+    """Raises UnsupportedFormat when the checkpoint needs what this version does not know."""
+    unknown = sorted(set(header.required) - FEATURES)
+    if unknown:
+        raise UnsupportedFormat(
+            f"the checkpoint needs {', '.join(unknown)!r:.200}, unknown to this library: install a newer one"
+        )
+
+
+def _decode_counts(fields: Mapping[str, memoryview], header: Header) -> _Counts:
+    """How long columns are. Everything is bounded by bytes that are there, before anything is allocated."""
+    raw = _field(fields, "counts")
+    if len(raw) != 8 * len(_Counts._fields):
+        raise Corrupt(f"field 'counts': {len(raw)} bytes, expected {8 * len(_Counts._fields)}")
+    counts = _Counts(*np.frombuffer(raw, dtype="<u8").tolist())
+    bounds = _Counts(
+        files=len(_field(fields, "file_names")),
+        tensors=len(_field(fields, "fqns")) + 1,
+        shapes=counts.tensors,
+        chunks=counts.blocks,
+        boxes=counts.chunks,
+        blocks=len(_field(fields, "checksums")) // 4,
+        aliases=len(_field(fields, "alias_names")) + 1,
+        ranks=len(_field(fields, "per_rank")),
+    )
+    for name, count, bound in zip(_Counts._fields, counts, bounds, strict=True):
+        if count > bound:
+            raise Corrupt(f"field 'counts': {count} {name}, there can be at most {bound}")
+    if 4 * counts.blocks != len(_field(fields, "checksums")):
+        raise Corrupt(
+            f"field 'checksums': {len(fields['checksums'])} bytes for {counts.blocks} blocks"
+        )
+    if counts.ranks not in (0, header.world_size):
+        raise Corrupt(f"field 'counts': values of {counts.ranks} of {header.world_size} ranks")
+    return counts
+
+
+def _decode_names(fields: Mapping[str, memoryview], name: str, count: int) -> tuple[str, ...]:
+    sizes = unpack_ints(_field(fields, f"{name}_sizes"), count, f"{name}_sizes")
+    return unpack_strings(_field(fields, f"{name}s"), sizes, f"{name}s")
+
+
+_FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}", re.ASCII)
+
+
+def _check_file_names(files: Sequence[str]) -> None:
+    for name in files:
+        if not _FILE_NAME.fullmatch(name) or name == "MANIFEST":
+            raise Corrupt(f"field 'file_names': {name!r:.250} is no name of a data file")
+    if len(set(files)) != len(files):
+        raise Corrupt("field 'file_names': a name appears twice")
+
+
+def _small(values: Ints, name: str) -> Int64s:
+    """As int64, which the values must fit into with room to add."""
+    if len(values) and int(values.max()) >= 1 << 62:
+        raise Corrupt(f"field {name!r}: {int(values.max())} is beyond 2^62")
+    return values.astype(np.int64)
+
+
+def _ids(fields: Mapping[str, memoryview], name: str, count: int, limit: int) -> Ints:
+    ids = unpack_ints(_field(fields, name), count, name)
+    if count and int(ids.max()) >= limit:
+        raise Corrupt(f"field {name!r}: index {int(ids.max())}, there are {limit}")
+    return ids
+
+
+def _decode_dtypes(fields: Mapping[str, memoryview], counts: _Counts) -> tuple[str, ...]:
+    text = bytes(_field(fields, "dtype_names")[:4096]).decode("ascii", "replace")
+    names = text.split(",") if text else []
+    unknown = [name for name in names if name not in DTYPES]
+    if unknown or len(set(names)) != len(names):
+        raise Corrupt(
+            f"field 'dtype_names': {unknown or names!r:.200} are not known dtypes, each once"
+        )
+    return tuple([names[i] for i in _ids(fields, "dtype_ids", counts.tensors, len(names)).tolist()])
+
+
+def _decode_shapes(
+    fields: Mapping[str, memoryview], counts: _Counts
+) -> tuple[tuple[Shape, ...], Int64s]:
+    ndims = unpack_ints(_field(fields, "shape_ndims"), counts.shapes, "shape_ndims")
+    if counts.shapes and int(ndims.max()) > NDIM_MAX:
+        raise Corrupt(f"field 'shape_ndims': {int(ndims.max())} dims, at most {NDIM_MAX}")
+    first = starts_of(ndims).tolist()
+    dims = unpack_ints(
+        _field(fields, "shape_dims"), first[-1], "shape_dims", constant=False
+    ).tolist()
+    shapes = [tuple(dims[a:b]) for a, b in zip(first, first[1:], strict=False)]
+    numels = np.array([bounded_numel(shape) for shape in shapes], dtype=np.int64)
+    if counts.shapes and int(numels.max()) > NUMEL_MAX:
+        raise Corrupt(f"field 'shape_dims': a tensor of {int(numels.max())} elements")
+    ids = _ids(fields, "shape_ids", counts.tensors, counts.shapes)
+    return tuple([shapes[index] for index in ids.tolist()]), numels[ids]
+
+
+def _decode_aliases(
+    fields: Mapping[str, memoryview], counts: _Counts, fqns: Sequence[str]
+) -> dict[str, str]:
+    names = _decode_names(fields, "alias_name", counts.aliases)
+    targets = _ids(fields, "alias_targets", counts.aliases, counts.tensors)
+    aliases = {name: fqns[target] for name, target in zip(names, targets.tolist(), strict=True)}
+    if len(aliases) != len(names) or (aliases and not aliases.keys().isdisjoint(fqns)):
+        raise Corrupt(
+            "field 'alias_names': a name appears twice, or is the name of a stored tensor"
+        )
+    return aliases
+
+
+def _decode_per_rank(fields: Mapping[str, memoryview], counts: _Counts) -> tuple[bytes, ...]:
+    data = _field(fields, "per_rank")
+    sizes = unpack_ints(_field(fields, "per_rank_sizes"), counts.ranks, "per_rank_sizes")
+    if counts.ranks and int(sizes.max()) > len(data):
+        raise Corrupt(f"field 'per_rank_sizes': {int(sizes.max())} of {len(data)} bytes")
+    first = starts_of(sizes).tolist()
+    if first[-1] != len(data):
+        raise Corrupt(f"field 'per_rank': {first[-1]} of {len(data)} bytes are used")
+    return tuple([bytes(data[a:b]) for a, b in zip(first, first[1:], strict=False)])
+
+
+class _Frame(NamedTuple):
+    """What the chunks must fit into."""
+
+    file_nbytes: Int64s
+    data_start: Int64s
+    itemsizes: npt.NDArray[np.uint8]
+    fqns: Sequence[str]
+    shapes: Sequence[Shape]
+    numels: Int64s
+
+
+def _decode_chunks(
+    fields: Mapping[str, memoryview], counts: _Counts, header: Header, frame: _Frame
+) -> ChunkTable:
+    first = _decode_first(fields, counts)
+    files = _ids(fields, "chunk_files", counts.chunks, counts.files)
+    numels = unpack_ints(_field(fields, "chunk_numels"), counts.chunks, "chunk_numels")
+    skips = unpack_ints(_field(fields, "chunk_skips"), counts.chunks, "chunk_skips")
+    if counts.chunks:
+        # As floats: the sum of hostile integers could wrap around and look right.
+        total = float(numels.sum(dtype=np.float64)) + float(skips.sum(dtype=np.float64))
+        if total > NUMEL_MAX or int(numels.min()) == 0:
+            raise Corrupt("field 'chunk_numels': an empty chunk, or more elements than can be")
+    # Columns of a million chunks: made one after the other, so that few temporaries live at a time.
+    itemsizes = np.repeat(frame.itemsizes, np.diff(first))
+    nbytes = np.multiply(numels, itemsizes, dtype=np.int64)
+    byte_start = _decode_byte_starts(fields, counts, files, nbytes, itemsizes, frame)
+    del itemsizes
+    first_block = _decode_first_block(nbytes, header.block_bytes, counts)
+    del nbytes
+    box, boxes = _decode_boxes(fields, counts)
+    span_start = _decode_span_starts(first, numels, skips, box)
+    chunks = ChunkTable(first, files, byte_start, span_start, numels, box, boxes, first_block)
+    problems = check_cover(chunks, frame.fqns, frame.shapes, frame.numels)
+    if problems:
+        raise Corrupt(f"chunks do not cover their tensors: {'; '.join(problems[:5])}")
+    return chunks
+
+
+def _decode_first(fields: Mapping[str, memoryview], counts: _Counts) -> Int64s:
+    per_tensor = unpack_ints(_field(fields, "chunk_counts"), counts.tensors, "chunk_counts")
+    if counts.tensors and int(per_tensor.max()) > counts.chunks:
+        raise Corrupt(f"field 'chunk_counts': {int(per_tensor.max())} of {counts.chunks} chunks")
+    first = starts_of(per_tensor)
+    if int(first[-1]) != counts.chunks:
+        raise Corrupt(f"field 'chunk_counts': add up to {int(first[-1])}, expected {counts.chunks}")
+    return first
+
+
+def _decode_byte_starts(
+    fields: Mapping[str, memoryview],
+    counts: _Counts,
+    files: Ints,
+    nbytes: Int64s,
+    itemsizes: Ints,
+    frame: _Frame,
+) -> Int64s:
+    gaps = unpack_ints(_field(fields, "chunk_gaps"), counts.chunks, "chunk_gaps")
+    if np.any(frame.data_start > frame.file_nbytes):
+        raise Corrupt("field 'file_data_starts': data would start behind the end of a file")
+    byte_start = np.empty(counts.chunks, dtype=np.int64)
+    if not counts.chunks:
+        return byte_start
+    order = file_order(files, itemsizes)
+    per_file = np.bincount(files, minlength=counts.files)
+    begins = starts_of(per_file)[:-1][per_file > 0]
+    used = np.flatnonzero(per_file)
+    # Modulo 2^64 throughout, as the encoder; the result is then compared with the file's bounds.
+    ends = nbytes[order].view(np.uint64)
+    if gaps.strides != (0,) or int(gaps[0]):
+        ends += gaps[order]
+    np.cumsum(ends, out=ends)
+    base = frame.data_start[used].view(np.uint64).copy()
+    base[1:] -= ends[begins[1:] - 1]
+    ends += np.repeat(base, per_file[used])
+    sorted_nbytes = nbytes[order]
+    starts = ends.view(np.int64)
+    starts -= sorted_nbytes
+    _check_inside_files(starts, sorted_nbytes, used, per_file, frame)
+    byte_start[order] = starts
+    return byte_start
+
+
+def _check_inside_files(
+    starts: Int64s, nbytes: Int64s, used: npt.NDArray[np.intp], per_file: Ints, frame: _Frame
+) -> None:
+    """Chunks, by file: within their file's bytes and disjoint."""
+    limits = frame.file_nbytes[used]
+    firsts = starts_of(per_file[used])
+    low = np.minimum.reduceat(starts, firsts[:-1])
+    high = np.maximum.reduceat(starts, firsts[:-1])
+    # Starts below 2^62 first: only then can an end be computed without wrapping around.
+    if np.any(low < frame.data_start[used]) or np.any(high > limits):
+        raise Corrupt("field 'chunk_gaps': a chunk starts outside of its file")
+    ends = starts + nbytes
+    if np.any(np.maximum.reduceat(ends, firsts[:-1]) > limits):
+        raise Corrupt("field 'chunk_gaps': a chunk ends behind its file")
+    overlap = starts[1:] < ends[:-1]
+    overlap[firsts[1:-1] - 1] = False  # neighbours of different files
+    if overlap.any():
+        file = np.repeat(used, per_file[used])
+        order = np.lexsort((starts, file))
+        starts, ends, file = starts[order], ends[order], file[order]
+        if np.any((starts[1:] < ends[:-1]) & (file[1:] == file[:-1])):
+            raise Corrupt("field 'chunk_gaps': two chunks share bytes of a file")
+
+
+def _decode_first_block(nbytes: Int64s, block_bytes: int, counts: _Counts) -> Int64s:
+    first_block = np.zeros(counts.chunks + 1, dtype=np.int64)
+    blocks = first_block[1:]
+    np.add(nbytes, block_bytes - 1, out=blocks)
+    blocks //= block_bytes
+    np.cumsum(blocks, out=blocks)
+    if int(first_block[-1]) != counts.blocks:
+        raise Corrupt(f"field 'checksums': {counts.blocks}, expected {int(first_block[-1])}")
+    return first_block
+
+
+def _decode_boxes(fields: Mapping[str, memoryview], counts: _Counts) -> tuple[Ints, BoxTable]:
+    """Per chunk the index of its box or -1, and the boxes."""
+    ids = _ids(fields, "chunk_boxes", counts.chunks, counts.boxes + 1)
+    ndims = unpack_ints(_field(fields, "box_ndims"), counts.boxes, "box_ndims", constant=False)
+    if counts.boxes and int(ndims.max()) > NDIM_MAX:
+        raise Corrupt(f"field 'box_ndims': {int(ndims.max())} dims, at most {NDIM_MAX}")
+    first = starts_of(ndims)
+    total = int(first[-1])
+    offsets = unpack_ints(_field(fields, "box_offsets"), total, "box_offsets", constant=False)
+    sizes = unpack_ints(_field(fields, "box_sizes"), total, "box_sizes", constant=False)
+    if total and max(int(offsets.max()), int(sizes.max())) > NUMEL_MAX:
+        raise Corrupt("field 'box_sizes': a box of more than 2^58 elements")
+    if counts.chunks and not counts.boxes:
+        return np.broadcast_to(np.array([-1], dtype=np.int8), (counts.chunks,)), BoxTable(
+            first, offsets, sizes
+        )
+    return ids.astype(np.int32) - np.int32(1), BoxTable(first, offsets, sizes)
+
+
+def _decode_span_starts(first: Int64s, numels: Ints, skips: Ints, box: Ints) -> Int64s:
+    """First element of each span, -1 for boxes."""
+    if not len(numels):
+        return np.zeros(0, dtype=np.int64)
+    has_boxes = box.strides != (0,)
+    lengths = np.where(box < 0, numels, 0).astype(np.int64) if has_boxes else numels
+    starts = np.cumsum(lengths, dtype=np.int64)
+    if skips.strides != (0,) or int(skips[0]):
+        starts += np.cumsum(skips, dtype=np.int64)
+    at = first[:-1]
+    base = np.where(at > 0, starts[np.maximum(at, 1) - 1], 0)
+    starts -= np.repeat(base, np.diff(first))
+    np.subtract(starts, lengths, out=starts, casting="unsafe")
+    if has_boxes:
+        if np.any(skips[box >= 0]):
+            raise Corrupt("field 'chunk_skips': not zero for a box")
+        starts[box >= 0] = -1
+    return starts
+
+
+# Coverage
+
+
+def check_cover(
+    chunks: ChunkTable,
+    fqns: Sequence[str],
+    shapes: Sequence[Shape],
+    numels: Int64s,
+) -> list[str]:
+    """One problem per tensor that its chunks do not cover exactly; empty when all is well.
+
+    Chunks of a tensor are in the table's order. Spans are checked in one pass over all tensors, boxes by
+    patterns: tensors of one shape cut in one way are looked at once.
+    """
+    boxed = np.zeros(len(fqns), dtype=bool)
+    if len(chunks.boxes):
+        at = np.flatnonzero(chunks.box >= 0)
+        boxed[np.searchsorted(chunks.first, at, side="right") - 1] = True
+    bad = _badly_spanned(chunks, numels) & ~boxed
+    problems = [
+        f"{fqns[t]}: {_span_problem(chunks, t, shapes[t])}" for t in np.flatnonzero(bad).tolist()
+    ]
+    seen: dict[tuple[Shape, bytes, bytes], str | None] = {}
+    for t in np.flatnonzero(boxed).tolist():
+        part = slice(int(chunks.first[t]), int(chunks.first[t + 1]))
+        key = (
+            shapes[t],
+            np.ascontiguousarray(chunks.box[part]).tobytes(),
+            np.where(chunks.box[part] < 0, chunks.span_start[part], -1).tobytes()
+            + np.ascontiguousarray(chunks.numel[part]).tobytes(),
+        )
+        if key not in seen:
+            seen[key] = _boxed_problem(chunks, part, shapes[t])
+        if problem := seen[key]:
+            problems.append(f"{fqns[t]}: {problem}")
+    return problems
+
+
+def _badly_spanned(chunks: ChunkTable, numels: Int64s) -> npt.NDArray[np.bool_]:
+    """Per tensor, whether its chunks as spans are anything but one gapless run from 0 to its end."""
+    first, last = chunks.first[:-1], chunks.first[1:] - 1
+    is_empty = first > last
+    bad: npt.NDArray[np.bool_] = is_empty & (numels > 0)
+    if not len(chunks):
+        return bad
+    starts = chunks.span_start
+    broken = np.empty(len(chunks), dtype=bool)
+    broken[0] = False
+    step = np.subtract(starts[1:], starts[:-1])
+    np.not_equal(step, chunks.numel[:-1], out=broken[1:])
+    del step
+    broken[first[~is_empty]] = starts[first[~is_empty]] != 0
+    bad[np.searchsorted(chunks.first, np.flatnonzero(broken), side="right") - 1] = True
+    tail = last[~is_empty]
+    bad[~is_empty] |= starts[tail] + chunks.numel[tail].astype(np.int64) != numels[~is_empty]
+    return bad
+
+
+def _span_problem(chunks: ChunkTable, tensor: int, shape: Shape) -> str:
+    at = 0
+    for index in range(int(chunks.first[tensor]), int(chunks.first[tensor + 1])):
+        start = int(chunks.span_start[index])
+        stop = start + int(chunks.numel[index])
+        if start != at:
+            what = "overlap" if start < at else "are missing"
+            return f"elements {min(at, start)} to {max(at, start)} {what}"
+        at = stop
+    numel = math.prod(shape)
+    return f"elements {min(at, numel)} to {max(at, numel)} {'are missing' if at < numel else 'do not exist'}"
+
+
+def _boxed_problem(chunks: ChunkTable, part: slice, shape: Shape) -> str | None:
+    indexes = range(part.start, part.stop)
+    regions = [chunks.region(index) for index in indexes]
+    previous = -1
+    for index, region in zip(indexes, regions, strict=True):
+        if not is_inside(region, shape):
+            return f"{region} is not inside of shape {shape}"
+        if int(chunks.numel[index]) != region.numel:
+            return f"{region} is said to have {int(chunks.numel[index])} elements"
+        if isinstance(region, Box) and span_of(region, shape) is not None:
+            return f"{region} is one run of the tensor and must be a span"
+        start = region_start(region, shape)
+        if start <= previous:
+            return f"{region} is not in row-major order, or starts where another region does"
+        previous = start
+    return cover_problem(regions, shape)

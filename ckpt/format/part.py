@@ -1,0 +1,503 @@
+"""Parts: what one rank contributes to a checkpoint, and how parts become the manifest.
+
+A part travels from every rank to the lead. `structure` is what repeats from save to save while only
+values change; `variable` is the rest, so that later saves can send that alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ckpt.errors import Corrupt, InvalidState
+from ckpt.format.checksum import crc32c
+from ckpt.format.codec import decode_values, encode_values
+from ckpt.format.columns import Ints, pack_ints, pack_map, unpack_ints, unpack_map
+from ckpt.format.datafile import DataFileLayout, StoredChunk, region_start
+from ckpt.format.manifest import (
+    BoxTable,
+    ChunkTable,
+    Header,
+    Int64s,
+    Manifest,
+    check_cover,
+    starts_of,
+)
+from ckpt.layout.region import Box, Shape, Span, span_of
+
+
+class TensorInfo(NamedTuple):
+    """A tensor as a rank knows it, whether or not it writes any of it. `dtype` is the canonical name."""
+
+    fqn: str
+    dtype: str
+    shape: Shape
+    kind: int
+
+
+class PartFile(NamedTuple):
+    """A data file that a rank has written, with the crc32c of all blocks of its chunks in file order."""
+
+    name: str
+    layout: DataFileLayout
+    chunks: Sequence[StoredChunk]
+    block_checksums: npt.NDArray[np.uint32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """What one rank contributes. Columns have one item per chunk, in the order of its files."""
+
+    rank: int
+    files: tuple[str, ...]
+    file_nbytes: Int64s
+    file_data_start: Int64s
+    tensors: tuple[TensorInfo, ...]
+    chunk_tensor: Ints  # index into tensors
+    chunk_file: Ints  # index into files
+    chunk_byte_start: Ints
+    chunk_start: Ints  # row-major index of the first element
+    chunk_numel: Ints
+    chunk_box: Ints  # index into boxes, or -1 for a span
+    boxes: tuple[Box, ...]
+    block_counts: Ints
+    aliases: Mapping[str, str]
+    checksums: npt.NDArray[np.uint32]
+    values: bytes  # encoded {fqn: value} on the lead, empty on the others
+    value_digests: Mapping[str, int]  # fqn -> crc32c of the encoded value, on every rank
+    per_rank: bytes  # encoded {fqn: value} of this rank; empty when it has none
+    replica_digests: Mapping[str, int]  # fqn -> crc32c of a whole tensor that several ranks hold
+    warnings: tuple[str, ...] = field(default=())
+
+    def structure(self) -> bytes:
+        """Everything but checksums, digests, values and warnings, encoded."""
+        names: dict[str, int] = {}
+        dtypes = [names.setdefault(tensor.dtype, len(names)) for tensor in self.tensors]
+        boxes = BoxTable.of(self.boxes)
+        # Plain JSON for the few texts: fqns of a rank are read by one reader, our own.
+        texts = [self.rank, list(self.files), list(names), [t.fqn for t in self.tensors]]
+        return pack_map(
+            {
+                "texts": _json([*texts, dict(sorted(self.aliases.items()))]),
+                "file_nbytes": pack_ints(self.file_nbytes),
+                "file_data_starts": pack_ints(self.file_data_start),
+                "dtype_ids": pack_ints(dtypes),
+                "kinds": pack_ints([tensor.kind for tensor in self.tensors]),
+                "ndims": pack_ints([len(tensor.shape) for tensor in self.tensors]),
+                "dims": pack_ints([size for tensor in self.tensors for size in tensor.shape]),
+                "counts": np.array([len(self.chunk_file), len(self.boxes)], dtype="<u8").tobytes(),
+                "chunk_tensors": pack_ints(self.chunk_tensor),
+                "chunk_files": pack_ints(self.chunk_file),
+                "chunk_byte_starts": pack_ints(self.chunk_byte_start),
+                "chunk_starts": pack_ints(self.chunk_start),
+                "chunk_numels": pack_ints(self.chunk_numel),
+                "chunk_boxes": pack_ints(np.asarray(self.chunk_box, dtype=np.int64) + 1),
+                "block_counts": pack_ints(self.block_counts),
+                "box_ndims": pack_ints(np.diff(boxes.first)),
+                "box_offsets": pack_ints(boxes.offsets),
+                "box_sizes": pack_ints(boxes.sizes),
+            }
+        )
+
+    def structure_digest(self) -> bytes:
+        """sha256 of `structure()`: 32 bytes."""
+        return hashlib.sha256(self.structure()).digest()
+
+    def variable(self) -> bytes:
+        """What differs from save to save, encoded."""
+        texts = [dict(self.value_digests), dict(self.replica_digests), list(self.warnings)]
+        return pack_map(
+            {
+                "checksums": self.checksums.astype("<u4").tobytes(),
+                "values": self.values,
+                "per_rank": self.per_rank,
+                "texts": _json(texts),
+            }
+        )
+
+
+def make_part(
+    *,
+    rank: int,
+    files: Sequence[PartFile],
+    tensors: Sequence[TensorInfo],
+    aliases: Mapping[str, str],
+    values: Mapping[str, Any],
+    keeps_values: bool,
+    per_rank: Mapping[str, Any],
+    replica_digests: Mapping[str, int],
+    warnings: Sequence[str] = (),
+) -> Part:
+    """The part of `rank`, after its files are laid out and their blocks checksummed.
+
+    `tensors` are all tensors the rank knows, those without elements included. `values` are the common values as this rank has
+    them; only the lead (`keeps_values=True`) sends more than their digests.
+    """
+    known = sorted(tensors)
+    index = {tensor.fqn: at for at, tensor in enumerate(known)}
+    if len(index) != len(known):
+        raise InvalidState(_conflicts(known))
+    rows = [(chunk, at) for at, file in enumerate(files) for chunk in file.chunks]
+    if unknown := sorted({chunk.fqn for chunk, _ in rows if chunk.fqn not in index}):
+        raise ValueError(f"chunks of tensors that are not in `tensors`: {unknown[:5]}")
+    boxes: dict[Box, int] = {}
+    starts, box_ids = [], []
+    for chunk, _ in rows:
+        region, shape = chunk.region, chunk.global_shape
+        is_span = isinstance(region, Span) or span_of(region, shape) is not None
+        starts.append(region_start(region, shape))
+        box_ids.append(-1 if is_span else boxes.setdefault(_as_box(region), len(boxes)))
+    no_sums = np.zeros(0, dtype=np.uint32)
+    return Part(
+        rank=rank,
+        files=tuple(file.name for file in files),
+        file_nbytes=_int64s([file.layout.nbytes for file in files]),
+        file_data_start=_int64s([len(file.layout.header) for file in files]),
+        tensors=tuple(known),
+        chunk_tensor=_int64s([index[chunk.fqn] for chunk, _ in rows]),
+        chunk_file=_int64s([at for _, at in rows]),
+        chunk_byte_start=_int64s(
+            [start for file in files for start in file.layout.offsets.tolist()]
+        ),
+        chunk_start=_int64s(starts),
+        chunk_numel=_int64s([chunk.region.numel for chunk, _ in rows]),
+        chunk_box=_int64s(box_ids),
+        boxes=tuple(boxes),
+        block_counts=np.concatenate([_int64s([]), *(file.layout.block_counts for file in files)]),
+        aliases=dict(aliases),
+        checksums=np.concatenate([no_sums, *(file.block_checksums for file in files)]),
+        values=encode_values(dict(values)) if keeps_values else b"",
+        value_digests={fqn: crc32c(encode_values(value)) for fqn, value in sorted(values.items())},
+        per_rank=encode_values(dict(per_rank)) if per_rank else b"",
+        replica_digests=dict(replica_digests),
+        warnings=tuple(warnings),
+    )
+
+
+def _as_box(region: Box | Span) -> Box:
+    assert isinstance(region, Box)
+    return region
+
+
+def _int64s(values: Sequence[int]) -> Int64s:
+    return np.array(values, dtype=np.int64)
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
+
+
+def encode_part(part: Part) -> bytes:
+    """`part` as bytes for the lead."""
+    structure = part.structure()
+    return len(structure).to_bytes(8, "little") + structure + part.variable()
+
+
+def decode_part(data: bytes) -> Part:
+    """The part that `data` encodes. Raises Corrupt."""
+    size = int.from_bytes(data[:8], "little")
+    view = memoryview(data)
+    return assemble(view[8 : 8 + size], view[8 + size :])
+
+
+def assemble(structure: bytes | memoryview, variable: bytes | memoryview) -> Part:
+    """The part of a structure sent now or earlier and the variable rest. Raises Corrupt."""
+    try:
+        part = _assemble(unpack_map(structure), unpack_map(variable))
+    except (KeyError, ValueError, TypeError, IndexError) as error:
+        raise Corrupt(f"a rank's part is not readable: {error!r:.200}") from error
+    if int(np.sum(part.block_counts, dtype=np.int64)) != len(part.checksums):
+        raise Corrupt(
+            f"rank {part.rank}: {len(part.checksums)} checksums do not belong to this structure"
+        )
+    return part
+
+
+def _assemble(fixed: Mapping[str, memoryview], rest: Mapping[str, memoryview]) -> Part:
+    rank, files, dtype_names, fqns, aliases = json.loads(bytes(fixed["texts"]))
+    value_digests, replica_digests, warnings = json.loads(bytes(rest["texts"]))
+    chunks, box_count = np.frombuffer(fixed["counts"], dtype="<u8").tolist()
+
+    def ints(name: str, count: int) -> Ints:
+        return unpack_ints(fixed[name], count, name)
+
+    ndims = starts_of(ints("ndims", len(fqns))).tolist()
+    dims = ints("dims", ndims[-1]).tolist()
+    shapes = [tuple(dims[a:b]) for a, b in zip(ndims, ndims[1:], strict=False)]
+    dtypes = [dtype_names[index] for index in ints("dtype_ids", len(fqns)).tolist()]
+    kinds = ints("kinds", len(fqns)).tolist()
+    box_first = starts_of(ints("box_ndims", box_count))
+    boxes = BoxTable(
+        box_first,
+        ints("box_offsets", int(box_first[-1])),
+        ints("box_sizes", int(box_first[-1])),
+    )
+    return Part(
+        rank=rank,
+        files=tuple(files),
+        file_nbytes=ints("file_nbytes", len(files)).astype(np.int64),
+        file_data_start=ints("file_data_starts", len(files)).astype(np.int64),
+        tensors=tuple(map(TensorInfo, fqns, dtypes, shapes, kinds)),
+        chunk_tensor=ints("chunk_tensors", chunks).astype(np.int64),
+        chunk_file=ints("chunk_files", chunks).astype(np.int64),
+        chunk_byte_start=ints("chunk_byte_starts", chunks).astype(np.int64),
+        chunk_start=ints("chunk_starts", chunks).astype(np.int64),
+        chunk_numel=ints("chunk_numels", chunks).astype(np.int64),
+        chunk_box=ints("chunk_boxes", chunks).astype(np.int64) - 1,
+        boxes=tuple([boxes[index] for index in range(box_count)]),
+        block_counts=ints("block_counts", chunks).astype(np.int64),
+        aliases=aliases,
+        checksums=np.frombuffer(rest["checksums"], dtype="<u4"),
+        values=bytes(rest["values"]),
+        value_digests=value_digests,
+        per_rank=bytes(rest["per_rank"]),
+        replica_digests=replica_digests,
+        warnings=tuple(warnings),
+    )
+
+
+# Merging
+
+
+def build_manifest(header: Header, parts: Sequence[Part]) -> Manifest:
+    """The manifest of all parts, in rank order, one per rank of `header.world_size`.
+
+    Raises InvalidState naming fqn, region and ranks when ranks contradict each other, or when the chunks do
+    not cover every known tensor exactly once. Differences of replicas and values are not looked at: see
+    `replica_differences` and `value_differences`.
+    """
+    ranks = [part.rank for part in parts]
+    if ranks != list(range(header.world_size)):
+        raise ValueError(
+            f"parts of ranks {ranks[:20]}, expected 0 to {header.world_size - 1} in order"
+        )
+    tensors, tensor_of = _merge_tensors(parts)
+    aliases = _merge_aliases(parts, tensors)
+    files = [name for part in parts for name in part.files]
+    if len(set(files)) != len(files):
+        raise InvalidState([f"two data files have one name: {_first_duplicate(files)}"])
+    columns = _merge_chunks(parts, tensor_of)
+    order = np.lexsort((columns.start, columns.tensor))
+    chunks = _chunk_table(columns, order, len(tensors), header)
+    numels = _int64s([int(np.prod(tensor.shape, dtype=np.int64)) for tensor in tensors])
+    fqns = tuple([tensor.fqn for tensor in tensors])
+    shapes = tuple([tensor.shape for tensor in tensors])
+    if problems := check_cover(chunks, fqns, shapes, numels):
+        raise InvalidState([_with_writers(text, fqns, columns) for text in problems])
+    per_rank = tuple([part.per_rank for part in parts])
+    nothing = encode_values({})
+    return Manifest(
+        header=header,
+        files=tuple(files),
+        file_nbytes=np.concatenate([part.file_nbytes for part in parts]),
+        file_data_start=np.concatenate([part.file_data_start for part in parts]),
+        fqns=fqns,
+        dtypes=tuple([tensor.dtype for tensor in tensors]),
+        shapes=shapes,
+        kinds=np.array([tensor.kind for tensor in tensors], dtype=np.uint8),
+        aliases=aliases,
+        chunks=chunks,
+        checksums=_reorder_runs(columns.checksums, columns.block_counts, order),
+        values=next((part.values for part in parts if part.values), nothing),
+        per_rank=tuple([data or nothing for data in per_rank]) if any(per_rank) else (),
+    )
+
+
+class _Columns(NamedTuple):
+    rank: Int64s
+    tensor: Int64s
+    file: Int64s
+    byte_start: Int64s
+    start: Int64s
+    numel: Int64s
+    box: Int64s
+    boxes: tuple[Box, ...]
+    block_counts: Int64s
+    checksums: npt.NDArray[np.uint32]
+
+
+def _merge_tensors(parts: Sequence[Part]) -> tuple[list[TensorInfo], list[Int64s]]:
+    """All tensors by fqn, and per part the places of its tensors among them."""
+    # Most ranks know the same tensors: each different list is looked at once, not once per rank.
+    lists: dict[tuple[TensorInfo, ...], list[int]] = {}
+    for part in parts:
+        lists.setdefault(part.tensors, []).append(part.rank)
+    merged: dict[str, tuple[TensorInfo, int]] = {}
+    problems = []
+    for infos, ranks in lists.items():
+        for info in infos:
+            first, first_rank = merged.setdefault(info.fqn, (info, ranks[0]))
+            if first != info:
+                problems.append(
+                    f"{info.fqn}: {info.dtype}{list(info.shape)} of kind {info.kind} on rank {ranks[0]}, "
+                    f"{first.dtype}{list(first.shape)} of kind {first.kind} on rank {first_rank}"
+                )
+    if problems:
+        raise InvalidState(problems)
+    tensors = [info for info, _ in sorted(merged.values())]
+    places = {info.fqn: at for at, info in enumerate(tensors)}
+    by_list = {infos: _int64s([places[info.fqn] for info in infos]) for infos in lists}
+    return tensors, [by_list[part.tensors] for part in parts]
+
+
+def _conflicts(known: Sequence[TensorInfo]) -> list[str]:
+    pairs = zip(known, known[1:], strict=False)
+    return [f"{b.fqn}: in the state twice, as {a} and {b}" for a, b in pairs if a.fqn == b.fqn]
+
+
+def _merge_aliases(parts: Sequence[Part], tensors: Sequence[TensorInfo]) -> dict[str, str]:
+    stored = {tensor.fqn for tensor in tensors}
+    merged: dict[str, tuple[str, int]] = {}
+    problems = []
+    for part in parts:
+        for name, target in part.aliases.items():
+            first, rank = merged.setdefault(name, (target, part.rank))
+            if first != target:
+                problems.append(
+                    f"{name}: tied to {target} on rank {part.rank}, to {first} on rank {rank}"
+                )
+            if target not in stored or name in stored:
+                problems.append(
+                    f"{name}: tied to {target}, expected a stored tensor of another name"
+                )
+    if problems:
+        raise InvalidState(sorted(set(problems)))
+    return {name: target for name, (target, _) in sorted(merged.items())}
+
+
+def _merge_chunks(parts: Sequence[Part], tensor_of: Sequence[Int64s]) -> _Columns:
+    boxes: dict[Box, int] = {}
+    box_columns = []
+    for part in parts:
+        ids = [boxes.setdefault(box, len(boxes)) for box in part.boxes]
+        box_columns.append(_int64s([*ids, -1])[part.chunk_box])  # index -1 is the last: a span
+    file_first = starts_of([len(part.files) for part in parts]).tolist()
+    paired = list(zip(parts, tensor_of, file_first, strict=False))
+    return _Columns(
+        rank=np.repeat(_int64s([p.rank for p in parts]), [len(p.chunk_file) for p in parts]),
+        tensor=np.concatenate([places[p.chunk_tensor] for p, places, _ in paired]),
+        file=np.concatenate([p.chunk_file + first for p, _, first in paired]),
+        byte_start=np.concatenate([p.chunk_byte_start for p in parts]),
+        start=np.concatenate([p.chunk_start for p in parts]),
+        numel=np.concatenate([p.chunk_numel for p in parts]),
+        box=np.concatenate(box_columns),
+        boxes=tuple(boxes),
+        block_counts=np.concatenate([p.block_counts for p in parts]),
+        checksums=np.concatenate([p.checksums for p in parts]),
+    )
+
+
+def _chunk_table(
+    columns: _Columns, order: npt.NDArray[np.intp], tensors: int, header: Header
+) -> ChunkTable:
+    box = columns.box[order]
+    # Boxes are numbered as they first appear in the table, whatever rank they came from.
+    used, first_at = np.unique(box[box >= 0], return_index=True)
+    renumbered = np.full(len(columns.boxes) + 1, -1, dtype=np.int64)
+    renumbered[used[np.argsort(first_at)]] = np.arange(len(used))
+    by_number = np.argsort(renumbered[used])
+    boxes = [columns.boxes[index] for index in used[by_number].tolist()]
+    return ChunkTable(
+        first=starts_of(np.bincount(columns.tensor, minlength=tensors)),
+        file=columns.file[order],
+        byte_start=columns.byte_start[order],
+        span_start=np.where(box < 0, columns.start[order], -1),
+        numel=columns.numel[order],
+        box=renumbered[box],
+        boxes=BoxTable.of(boxes),
+        first_block=starts_of(columns.block_counts[order]),
+    )
+
+
+def _reorder_runs(
+    items: npt.NDArray[np.uint32], lengths: Int64s, order: npt.NDArray[np.intp]
+) -> npt.NDArray[np.uint32]:
+    """Runs of `items` of these lengths, in another order."""
+    sources = starts_of(lengths)[:-1][order]
+    sizes = lengths[order]
+    targets = starts_of(sizes)
+    index = np.arange(int(targets[-1])) + np.repeat(sources - targets[:-1], sizes)
+    return items[index].astype(np.uint32)
+
+
+def _with_writers(problem: str, fqns: Sequence[str], columns: _Columns) -> str:
+    for at, fqn in enumerate(fqns):
+        if problem.startswith(f"{fqn}: "):
+            ranks = sorted(set(columns.rank[columns.tensor == at].tolist()))
+            return f"{problem} (written by ranks {ranks[:20]})"
+    return problem
+
+
+def _first_duplicate(names: Sequence[str]) -> str:
+    seen: set[str] = set()
+    return next(name for name in names if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+
+
+def replica_differences(parts: Sequence[Part]) -> list[str]:
+    """One text per replicated tensor whose bytes are not the same on all ranks that hold it."""
+    digests = {part.rank: part.replica_digests for part in parts}
+    return [
+        f"{fqn}: replicas differ between ranks ({_groups(groups)}); one rank's copy was stored. "
+        "Synchronize it before saving, or wrap it in PerRank to keep every rank's own"
+        for fqn, groups in _differences(digests)
+    ]
+
+
+def value_differences(parts: Sequence[Part]) -> list[str]:
+    """One text per value that is not the same on all ranks of the world."""
+    digests = {part.rank: part.value_digests for part in parts}
+    return [
+        f"{fqn}: the value differs between ranks ({_groups(groups)}); wrap it in PerRank to keep every "
+        "rank's own"
+        for fqn, groups in _differences(digests, everywhere=True)
+    ]
+
+
+def _differences(
+    digests: Mapping[int, Mapping[str, int]], *, everywhere: bool = False
+) -> list[tuple[str, dict[int | None, list[int]]]]:
+    """Per name with more than one digest: the ranks by digest; None where a rank lacks the name."""
+    found: dict[str, dict[int | None, list[int]]] = {}
+    for rank, own in sorted(digests.items()):
+        for fqn, digest in own.items():
+            found.setdefault(fqn, {}).setdefault(digest, []).append(rank)
+    if everywhere:
+        for groups in found.values():
+            having = {rank for ranks in groups.values() for rank in ranks}
+            if missing := [rank for rank in sorted(digests) if rank not in having]:
+                groups[None] = missing
+    return [(fqn, found[fqn]) for fqn in sorted(found) if len(found[fqn]) > 1]
+
+
+def _groups(groups: Mapping[int | None, Sequence[int]]) -> str:
+    texts = []
+    for digest, ranks in groups.items():
+        shown = ", ".join(map(str, ranks[:8])) + (
+            f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+        )
+        label = "absent" if digest is None else f"crc32c {digest:08x}"
+        texts.append(f"{label} on {shown}")
+    return "; ".join(texts)
+
+
+def values_of(manifest: Manifest) -> dict[str, Any]:
+    """The common values by fqn. Raises Corrupt."""
+    return _mapping(manifest.values, "values")
+
+
+def per_rank_of(manifest: Manifest) -> list[dict[str, Any]]:
+    """Each saving rank's own values by fqn, in rank order; empty when nothing was per rank. Raises Corrupt."""
+    return [_mapping(data, f"per_rank[{rank}]") for rank, data in enumerate(manifest.per_rank)]
+
+
+def _mapping(data: bytes, field_name: str) -> dict[str, Any]:
+    value = decode_values(data)
+    if type(value) is not dict or not all(type(key) is str for key in value):
+        raise Corrupt(f"field {field_name!r}: not a mapping of fqns to values")
+    return value

@@ -20,8 +20,8 @@ from ckpt.errors import Corrupt
 from ckpt.format.checksum import crc32c
 from ckpt.format.manifest import Manifest
 from ckpt.layout.piece import Holding, Piece
-from ckpt.layout.region import Region, Span, boxes_of, row_major_strides, whole
-from ckpt.layout.reshard import Patch, Run, clip_patch, copies, touched
+from ckpt.layout.region import Box, Region, Shape, Span, boxes_of, row_major_strides, whole
+from ckpt.layout.reshard import Copy, Patch, Run, clip_patch, copies, touched
 from ckpt.memory import (
     address_of,
     bytes_at,
@@ -61,8 +61,16 @@ class Scatter(NamedTuple):
 
 
 class Need(NamedTuple):
-    """What this rank wants of one chunk: ascending runs of blocks, and where bytes go."""
+    """What this rank wants of one chunk: ascending runs of its blocks, and where bytes go.
 
+    The chunk has `nbytes` bytes from `byte_start` of file `file` on; its first block has the number
+    `first_block` on the block line.
+    """
+
+    file: int
+    byte_start: int
+    nbytes: int
+    first_block: int
     blocks: list[tuple[int, int]]
     directs: list[Direct]
     scatters: list[Scatter]
@@ -74,12 +82,11 @@ class ReadPlan(NamedTuple):
     needs: dict[int, Need]
     holdings: Sequence[Holding]
 
-    def runs(self, manifest: Manifest) -> Ints:
+    def runs(self) -> Ints:
         """The needed blocks as ascending disjoint runs of the block line, an (n, 2) array."""
-        first_block = manifest.chunks.first_block
         merged: list[list[int]] = []
         for chunk in sorted(self.needs):
-            base = int(first_block[chunk])
+            base = self.needs[chunk].first_block
             for first, last in self.needs[chunk].blocks:
                 if merged and merged[-1][1] == base + first:
                     merged[-1][1] = base + last
@@ -92,17 +99,28 @@ def plan_reads(manifest: Manifest, holdings: Sequence[Holding]) -> ReadPlan:
     """Which blocks of which chunks fill `holdings`, and how. Names and shapes must match."""
     needs: dict[int, Need] = {}
     overlapping = _ChunkFinder(manifest)
+    block_nbytes = manifest.header.block_bytes
     for holding in holdings:
         for piece in holding.pieces:
             if piece.local_region.numel == 0:
                 continue
             view = local_view(holding, piece)
+            address = view.data_ptr() if is_plain_memory(view) else 0
             for chunk, region in overlapping(piece):
                 need = needs.get(chunk)
                 if need is None:
-                    need = needs[chunk] = Need([], [], [])
-                _plan_copies(need, region, piece, view, manifest.header.block_bytes)
-    return ReadPlan(needs, holdings)
+                    need = needs[chunk] = _need(manifest, chunk, region, piece.dtype.itemsize)
+                for copy in copies(region, piece.region, piece.global_shape):
+                    _add_copy(need, copy, view, address, block_nbytes)
+    # A chunk whose extent overlaps, but not its elements, is not needed.
+    return ReadPlan({chunk: need for chunk, need in needs.items() if need.blocks}, holdings)
+
+
+def _need(manifest: Manifest, chunk: int, region: Region, itemsize: int) -> Need:
+    chunks = manifest.chunks
+    nbytes = region.numel * itemsize
+    file, start = int(chunks.file[chunk]), int(chunks.byte_start[chunk])
+    return Need(file, start, nbytes, int(chunks.first_block[chunk]), [], [], [])
 
 
 class _ChunkFinder:
@@ -110,48 +128,56 @@ class _ChunkFinder:
 
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest
-        chunks = manifest.chunks
-        self._first = chunks.first.tolist()
-        self._start = chunks.span_start
-        self._box = chunks.box
+        self._index = {fqn: at for at, fqn in enumerate(manifest.fqns)}
+        self._first = manifest.chunks.first
 
     def __call__(self, piece: Piece) -> list[tuple[int, Region]]:
         manifest = self._manifest
-        tensor = manifest.index(piece.fqn)
-        first, last = self._first[tensor], self._first[tensor + 1]
+        tensor = self._index[piece.fqn]
+        first, last = int(self._first[tensor]), int(self._first[tensor + 1])
         if last - first <= 4:
             return [(chunk, manifest.region(chunk)) for chunk in range(first, last)]
         return [(chunk, manifest.region(chunk)) for chunk in self._narrow(piece, first, last)]
 
-    def _narrow(self, piece: Piece, first: int, last: int) -> Sequence[int]:
-        """Chunk numbers left after comparing all extents in row-major order at once."""
+    def _narrow(self, piece: Piece, first: int, last: int) -> list[int]:
+        """Chunk numbers left after comparing extents in row-major order, all of them at once.
+
+        Boxes are left to `copies`: their extents say little, and they are few per tensor.
+        """
+        chunks = self._manifest.chunks
         boxes = boxes_of(piece.region, piece.global_shape)
-        strides = row_major_strides(piece.global_shape)
-        low = sum(o * s for o, s in zip(boxes[0].offset, strides, strict=True))
-        top = boxes[-1]
-        high = sum((o + n - 1) * s for o, n, s in zip(top.offset, top.shape, strides, strict=True))
-        starts = self._manifest.chunks.extent_start(first, last)
-        stops = self._manifest.chunks.extent_stop(first, last)
-        return (np.flatnonzero((starts <= high) & (stops > low)) + first).tolist()
+        low, _ = _extent(boxes[0], piece.global_shape)
+        _, high = _extent(boxes[-1], piece.global_shape)
+        start = chunks.span_start[first:last]
+        is_near = (start < high) & (start + chunks.numel[first:last].astype(np.int64) > low)
+        found: list[int] = (
+            np.flatnonzero(is_near | (chunks.box[first:last] >= 0)) + first
+        ).tolist()
+        return found
 
 
-def _plan_copies(
-    need: Need, region: Region, piece: Piece, view: torch.Tensor, block_nbytes: int
-) -> None:
-    itemsize = piece.dtype.itemsize
+def _extent(box: Box, shape: Shape) -> tuple[int, int]:
+    """The row-major index of the first element of `box`, and one past that of the last."""
+    strides = row_major_strides(shape)
+    first = sum(o * s for o, s in zip(box.offset, strides, strict=True))
+    return first, first + sum((n - 1) * s for n, s in zip(box.shape, strides, strict=True)) + 1
+
+
+def _add_copy(need: Need, copy: Copy, view: torch.Tensor, address: int, block_nbytes: int) -> None:
+    """Note one copy from the chunk into `view`, whose memory starts at `address` if it is plain."""
+    itemsize = view.dtype.itemsize
     unit = block_nbytes // itemsize
-    for copy in copies(region, piece.region, piece.global_shape):
-        if isinstance(copy, Patch):
-            _add_runs(need.blocks, touched(copy, unit))
-            need.scatters.append(Scatter(copy, _region_of(view, copy)))
-            continue
-        _add_runs(need.blocks, [(copy.source // unit, (copy.source + copy.numel - 1) // unit + 1)])
-        if is_plain_memory(view):
-            start = copy.source * itemsize
-            address = view.data_ptr() + copy.target * itemsize
-            need.directs.append(Direct(start, start + copy.numel * itemsize, address))
-        else:
-            need.scatters += _scattered(copy, view)
+    if isinstance(copy, Patch):
+        _add_runs(need.blocks, touched(copy, unit))
+        need.scatters.append(Scatter(copy, _region_of(view, copy)))
+        return
+    _add_runs(need.blocks, [(copy.source // unit, (copy.source + copy.numel - 1) // unit + 1)])
+    if address:
+        start = copy.source * itemsize
+        target = address + copy.target * itemsize
+        need.directs.append(Direct(start, start + copy.numel * itemsize, target))
+    else:
+        need.scatters += _scattered(copy, view)
 
 
 def _region_of(view: torch.Tensor, patch: Patch) -> torch.Tensor:
@@ -220,6 +246,7 @@ class Reader:
         self._needs = plan.needs
         self._path = path
         self._block_nbytes = manifest.header.block_bytes
+        self.nbytes_read = 0
 
     def read_private(self, runs: Ints) -> None:
         """Read the blocks of `runs` and put them where the plan says."""
@@ -246,6 +273,11 @@ class Reader:
             self._fetch(request, buffer[filled : filled + nbytes])
             filled += nbytes
         return buffer
+
+    def run_nbytes(self, run: SharedRun) -> int:
+        """The length of what `read_run` returns."""
+        span = np.array([[run.start, run.stop]])
+        return sum(s.stop - s.start for s in self._segments(span, straight=False))
 
     def deliver_run(self, run: SharedRun, data: memoryview) -> None:
         """Put the bytes of a shared run, as `read_run` returns them, where this rank wants them."""
@@ -281,6 +313,7 @@ class Reader:
             else:
                 buffers.append(scratch[used : used + nbytes])
                 used += nbytes
+        self.nbytes_read += sum(len(buffer) for buffer in buffers)
         name = self._manifest.files[request.file]
         self._store.get_into(self._directory + name, request.start, buffers)
         for segment, data in zip(request.segments, buffers, strict=True):
@@ -288,8 +321,7 @@ class Reader:
 
     def _check(self, segment: Segment, data: memoryview) -> None:
         block_nbytes = self._block_nbytes
-        chunks = self._manifest.chunks
-        first = int(chunks.first_block[segment.chunk]) + segment.start // block_nbytes
+        first = self._needs[segment.chunk].first_block + segment.start // block_nbytes
         for block, start in enumerate(range(0, len(data), block_nbytes), first):
             found = crc32c(data[start : start + block_nbytes])
             if found != self._manifest.checksums[block]:
@@ -298,9 +330,7 @@ class Reader:
 
     def _deliver(self, segment: Segment, data: memoryview) -> None:
         """Copy the bytes of a segment to everything that wants them and does not have them."""
-        need = self._needs.get(segment.chunk)
-        if need is None:
-            return
+        need = self._needs[segment.chunk]
         for direct in need.directs:
             start, stop = max(direct.start, segment.start), min(direct.stop, segment.stop)
             target = direct.address + start - direct.start
@@ -326,18 +356,16 @@ class Reader:
 
         With `straight`, blocks that lie wholly in a target's memory are segments of their own.
         """
-        chunks = self._manifest.chunks
+        block_nbytes = self._block_nbytes
         for first, last in runs.tolist():
-            chunk = int(np.searchsorted(chunks.first_block, first, side="right")) - 1
+            first_block = self._manifest.chunks.first_block
+            chunk = int(np.searchsorted(first_block, first, side="right")) - 1
             while first < last:
-                base = int(chunks.first_block[chunk])
-                end = min(last, int(chunks.first_block[chunk + 1]))
-                if end > first:
-                    start = (first - base) * self._block_nbytes
-                    nbytes = self._manifest.chunk_nbytes(chunk)
-                    stop = min((end - base) * self._block_nbytes, nbytes)
-                    yield from self._cut(chunk, start, stop, straight)
-                first = max(first, end)
+                need = self._needs[chunk]
+                start = (first - need.first_block) * block_nbytes
+                stop = min((last - need.first_block) * block_nbytes, need.nbytes)
+                yield from self._cut(chunk, start, stop, straight)
+                first = need.first_block - (-need.nbytes // block_nbytes)
                 chunk += 1
 
     def _cut(self, chunk: int, start: int, stop: int, straight: bool) -> Iterator[Segment]:
@@ -357,7 +385,7 @@ class Reader:
         others.
         """
         block = self._block_nbytes
-        end = self._manifest.chunk_nbytes(chunk)
+        end = self._needs[chunk].nbytes
         for direct in sorted(self._needs[chunk].directs) if straight else ():
             low = max(-(-direct.start // block) * block, start)
             high = min(direct.stop if direct.stop == end else direct.stop // block * block, stop)
@@ -371,11 +399,11 @@ class Reader:
 
     def _requests(self, segments: Iterator[Segment]) -> Iterator[Request]:
         """Segments that follow each other in a file, joined up to the request size."""
-        chunks = self._manifest.chunks
         file, start, end, joined = -1, 0, 0, list[Segment]()
         for segment in segments:
-            at_file = int(chunks.file[segment.chunk])
-            at = int(chunks.byte_start[segment.chunk]) + segment.start
+            need = self._needs[segment.chunk]
+            at_file = need.file
+            at = need.byte_start + segment.start
             nbytes = segment.stop - segment.start
             too_long = end + nbytes - start > self._path.request_nbytes_max
             if joined and (at_file != file or at != end or too_long):

@@ -1,0 +1,92 @@
+"""What all benchmarks share: interleaved rounds, wall and CPU seconds over all ranks, medians,
+ratios.
+
+Ratios are taken round by round and their median is printed: the machine's speed may drift between
+rounds, a ratio within one round hardly does.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One run: the slowest rank's wall seconds and all ranks' CPU seconds together."""
+
+    wall_seconds: float
+    cpu_seconds: float
+
+
+def measured(run: Callable[[], object]) -> Sample:
+    """Run on all ranks at once. Every rank gets the same sample."""
+    if dist.is_initialized():
+        dist.barrier()
+    cpu = time.process_time()
+    wall = time.perf_counter()
+    run()
+    spent = torch.tensor([time.perf_counter() - wall, time.process_time() - cpu])
+    if dist.is_initialized():
+        slowest = spent.clone()
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        dist.all_reduce(spent)
+        return Sample(float(slowest[0]), float(spent[1]))
+    return Sample(float(spent[0]), float(spent[1]))
+
+
+def interleaved(
+    candidates: dict[str, Callable[[], object]],
+    *,
+    rounds: int,
+    between: Callable[[str], None],
+) -> dict[str, list[Sample]]:
+    """Every candidate once per round, in turn, after one round that does not count."""
+    samples: dict[str, list[Sample]] = {name: [] for name in candidates}
+    for number in range(rounds + 1):
+        for name, run in candidates.items():
+            sample = measured(run)
+            between(name)
+            if number:
+                samples[name].append(sample)
+    return samples
+
+
+def ratio(
+    samples: dict[str, list[Sample]], name: str, peer: str, field: str = "wall_seconds"
+) -> float:
+    """Median over rounds of `name` / `peer`."""
+    pairs = zip(samples[name], samples[peer], strict=True)
+    return statistics.median(getattr(a, field) / getattr(b, field) for a, b in pairs)
+
+
+def speed(samples: dict[str, list[Sample]], name: str, peer: str) -> float:
+    """How many times as fast as `peer`: median over rounds."""
+    return 1 / ratio(samples, name, peer)
+
+
+def report(title: str, lines: Sequence[str]) -> None:
+    """Print a block of results on rank 0."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(f"\n{title}")
+        for line in lines:
+            print(f"  {line}")
+
+
+def clear(directory: Path) -> None:
+    """Remove what a run left, on rank 0 alone, and let the disk settle."""
+    if dist.is_initialized():
+        dist.barrier()
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        shutil.rmtree(directory, ignore_errors=True)
+        os.sync()
+    if dist.is_initialized():
+        dist.barrier()

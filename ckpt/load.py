@@ -1,0 +1,193 @@
+"""Load a checkpoint into a live state, in place: everything is checked before anything is written.
+
+locate -> manifest -> bind state -> plan -> (agree) -> private reads, shared reads -> finish
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ckpt.catalog import catalog_of
+from ckpt.errors import LoadInterrupted, NoCheckpoint
+from ckpt.format.manifest import Manifest, decode_manifest
+from ckpt.interrupted import Interrupted
+from ckpt.layout.modules import Ranks
+from ckpt.locate import locate
+from ckpt.read import Reader, ReadPath, plan_reads
+from ckpt.share import Ints, SharedRun, Sharing, share_blocks
+from ckpt.state_dict import Binding, Loaded, bind_state
+from ckpt.world import World, collectively
+from storage import Store
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """What a load accepts and how it reads.
+
+    A shared run is one read of blocks that several ranks need, at most `run_nbytes_max` long; in
+    one round of exchange a rank holds at most `round_nbytes_max` bytes of them.
+    """
+
+    strict: bool = True
+    rename: Callable[[str], str] | Mapping[str, str] | None = None
+    skip: Callable[[str], bool] | Iterable[str] = ()
+    path: ReadPath = ReadPath()
+    run_nbytes_max: int = 4 * MIB
+    round_nbytes_max: int = 16 * MIB
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """What a load did. `nbytes_read` are the tensor bytes that this rank read from the store."""
+
+    step: int
+    attempt: str
+    loaded: Loaded
+    nbytes_read: int
+
+
+def load_state(
+    state: Any, *, store: Store, world: World, step: int | None, options: LoadOptions
+) -> LoadReport:
+    """Fill `state` from the checkpoint of `step`, or from the latest; collective over `world`.
+
+    Raises Mismatch, NoCheckpoint, Corrupt or UnsupportedFormat with the state as it was, and
+    LoadInterrupted when it failed half-way; then the state must be loaded again before use.
+    """
+    prefix, manifest = _manifest(store, world, step)
+    binding = collectively(world, "compare", lambda: _bind(state, manifest, world, options))
+    plan = collectively(world, "plan", lambda: plan_reads(manifest, binding.holdings))
+    sharing = _share(manifest, plan.runs(), world, options)
+    reader = Reader(store, prefix, manifest, plan, options.path)
+    interrupted = Interrupted(state)
+    collectively(world, "prepare", binding.prepare)
+    interrupted.begin(manifest.header.step)
+    try:
+        _transfer(reader, sharing, world)
+        loaded = collectively(world, "finish", binding.finish)
+    except Exception as error:
+        raise LoadInterrupted(
+            f"loading step {manifest.header.step} ({manifest.header.attempt}) failed after it had "
+            f"begun to write into the state, which is now a mixture: {error}\n"
+            "Load again, or load another step, before the state is used."
+        ) from error
+    interrupted.end()
+    return LoadReport(manifest.header.step, manifest.header.attempt, loaded, reader.nbytes_read)
+
+
+def _manifest(store: Store, world: World, step: int | None) -> tuple[str, Manifest]:
+    """Read by the lead alone, decoded by every rank."""
+
+    def read() -> bytes:
+        located = locate(store, step)
+        return b"\n".join([located.prefix.encode(), located.data])
+
+    data = collectively(world, "locate", read if world.rank == 0 else lambda: b"")
+    prefix, _, encoded = world.share("manifest", data if world.rank == 0 else None).partition(b"\n")
+    manifest = collectively(world, "decode", lambda: decode_manifest(encoded))
+    if step is not None and manifest.header.step != step:
+        raise NoCheckpoint(f"{store.url} is step {manifest.header.step}, asked for was {step}")
+    return prefix.decode(), manifest
+
+
+def _bind(state: Any, manifest: Manifest, world: World, options: LoadOptions) -> Binding:
+    """The live memory that the checkpoint fills. Raises Mismatch with everything that is wrong."""
+    return bind_state(
+        state,
+        catalog_of(manifest),
+        Ranks.of(world),
+        strict=options.strict,
+        rename=options.rename,
+        skip=options.skip,
+    )
+
+
+def _share(manifest: Manifest, runs: Ints, world: World, options: LoadOptions) -> Sharing:
+    if world.size == 1:
+        return Sharing(runs, [], 0)
+    needs = world.gather("needs", zlib.compress(runs.astype("<i8").tobytes(), 1))
+    return share_blocks(
+        [np.frombuffer(zlib.decompress(need), dtype="<i8").reshape(-1, 2) for need in needs],
+        _block_line(manifest),
+        world.rank,
+        run_nbytes_max=options.run_nbytes_max,
+        round_nbytes_max=options.round_nbytes_max,
+    )
+
+
+def _block_line(manifest: Manifest) -> Ints:
+    """The bytes before each block of the block line, and at its end the bytes of all blocks."""
+    first_block = manifest.chunks.first_block
+    sizes = np.full(int(first_block[-1]), manifest.header.block_bytes, dtype=np.int64)
+    nbytes = manifest.chunks_nbytes()
+    counts = np.diff(first_block)
+    sizes[first_block[1:] - 1] = nbytes - (counts - 1) * manifest.header.block_bytes
+    return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(sizes)])
+
+
+def _transfer(reader: Reader, sharing: Sharing, world: World) -> None:
+    """The data phase. A failure on one rank ends it on all, at the next agreement."""
+    error = _caught(lambda: reader.read_private(sharing.private))
+    mine: list[list[SharedRun]] = [[] for _ in range(sharing.rounds)]
+    for run in sharing.shared:
+        if world.rank == run.reader or world.rank in run.others:
+            mine[run.round].append(run)
+    for runs in mine:
+        data: dict[SharedRun, memoryview] = {}
+        if error is None:
+            error = _caught(lambda runs=runs, data=data: _read_runs(reader, runs, world, data))
+        world.agree("read", error)
+        data.update(_exchange(runs, data, world, reader))
+        error = _caught(lambda data=data: _deliver(reader, data))
+    world.agree("read", error)
+
+
+def _caught(run: Callable[[], None]) -> Exception | None:
+    try:
+        run()
+    except Exception as error:
+        return error
+    return None
+
+
+def _read_runs(
+    reader: Reader, runs: Sequence[SharedRun], world: World, data: dict[SharedRun, memoryview]
+) -> None:
+    for run in runs:
+        if run.reader == world.rank:
+            data[run] = reader.read_run(run)
+
+
+def _exchange(
+    runs: Sequence[SharedRun], data: Mapping[SharedRun, memoryview], world: World, reader: Reader
+) -> dict[SharedRun, memoryview]:
+    """The runs of this round that other ranks read for this one."""
+    send = [bytearray() for _ in range(world.size)]
+    sizes = [0] * world.size
+    for run in runs:
+        if run.reader == world.rank:
+            for other in run.others:
+                send[other] += data[run]
+        else:
+            sizes[run.reader] += reader.run_nbytes(run)
+    received = [memoryview(bytearray(size)) for size in sizes]
+    world.exchange("shared blocks", [memoryview(part) for part in send], received)
+    got = {}
+    for run in runs:
+        if run.reader != world.rank:
+            nbytes = reader.run_nbytes(run)
+            got[run] = received[run.reader][:nbytes]
+            received[run.reader] = received[run.reader][nbytes:]
+    return got
+
+
+def _deliver(reader: Reader, data: Mapping[SharedRun, memoryview]) -> None:
+    for run, content in data.items():
+        reader.deliver_run(run, content)

@@ -22,17 +22,10 @@ from ckpt.format.dtypes import DTYPES, torch_dtype
 from ckpt.format.manifest import Manifest, decode_manifest
 from ckpt.layout.piece import Holding, Kind, Piece
 from ckpt.layout.region import Box, Region, Shape, Span, is_inside, whole
-from ckpt.log import (
-    FORMAT_KEY,
-    MANIFEST_NAME,
-    LiveEntry,
-    Log,
-    LogState,
-    manifest_digest,
-    read_format,
-)
+from ckpt.locate import live_entries, locate
+from ckpt.log import MANIFEST_NAME, LiveEntry
 from ckpt.read import Reader, ReadPath, plan_reads
-from storage import KeyNotFoundError, Store, open_store
+from storage import Store, open_store
 
 Index: TypeAlias = int | slice | EllipsisType
 
@@ -102,7 +95,6 @@ def list_steps(url: str, **storage_options: Any) -> tuple[StepInfo, ...]:
     """
     store = open_store(url, **storage_options)
     try:
-        read_format(store)
         return tuple(
             StepInfo(
                 step=entry.step,
@@ -112,7 +104,7 @@ def list_steps(url: str, **storage_options: Any) -> tuple[StepInfo, ...]:
                 verified=entry.verified,
                 metric=entry.metric,
             )
-            for entry in Log(store).state().live
+            for entry in live_entries(store)
         )
     finally:
         store.close()
@@ -123,64 +115,15 @@ def find_checkpoint(store: Store, step: int | None = None) -> Found:
 
     Raises like `open_checkpoint`.
     """
-    if not _exists(store, FORMAT_KEY) and _exists(store, MANIFEST_NAME):
-        return _step_directory(store, step)
-    read_format(store)
-    state = Log(store).state()
-    entry = _entry(store, state, step)
-    key = entry.prefix + MANIFEST_NAME
+    located = locate(store, step)
+    where = f"{store.url}/{located.prefix}{MANIFEST_NAME}"
     try:
-        data = store.get(key)
-    except KeyNotFoundError as error:
-        raise Corrupt(
-            f"{store.url}/{key} is missing though the log lists it; `ckpt salvage` can rebuild it "
-            "from the data files"
-        ) from error
-    if len(data) != entry.manifest_nbytes or manifest_digest(data) != entry.manifest_digest:
-        raise Corrupt(
-            f"{store.url}/{key}: {len(data)} bytes that do not match the digest in the log "
-            f"({entry.manifest_nbytes} bytes); `ckpt salvage` can rebuild it from the data files"
-        )
-    return Found(entry.prefix, _decoded(data, f"{store.url}/{key}"), entry)
-
-
-def _step_directory(store: Store, step: int | None) -> Found:
-    where = f"{store.url}/{MANIFEST_NAME}"
-    manifest = _decoded(store.get(MANIFEST_NAME), where)
-    if step is not None and manifest.header.step != step:
-        raise NoCheckpoint(f"{where} is of step {manifest.header.step}; step {step} is not here")
-    return Found("", manifest, None)
-
-
-def _entry(store: Store, state: LogState, step: int | None) -> LiveEntry:
-    entry = state.latest if step is None else state.at_step(step)
-    if entry is not None:
-        return entry
-    if not state.live:
-        raise NoCheckpoint(
-            f"{store.url} has no checkpoint yet: nothing was committed, or all retired"
-        )
-    steps = [entry.step for entry in state.live]
-    shown = ", ".join(map(str, steps[-10:]))
-    raise NoCheckpoint(
-        f"{store.url} has no checkpoint of step {step}; it has {len(steps)}: "
-        f"{'..., ' if len(steps) > 10 else ''}{shown}"
-    )
-
-
-def _exists(store: Store, key: str) -> bool:
-    try:
-        store.info(key)
-    except KeyNotFoundError:
-        return False
-    return True
-
-
-def _decoded(data: bytes, where: str) -> Manifest:
-    try:
-        return decode_manifest(data)
+        manifest = decode_manifest(located.data)
     except (Corrupt, UnsupportedFormat) as error:
         raise type(error)(f"{where}: {error}") from error
+    if step is not None and manifest.header.step != step:
+        raise NoCheckpoint(f"{where} is of step {manifest.header.step}; step {step} is not here")
+    return Found(located.prefix, manifest, located.entry)
 
 
 class Checkpoint:

@@ -96,7 +96,7 @@ def export(
     threads: int = 3,
     progress: Progress | None = None,
     target_options: Mapping[str, Any] | None = None,
-    **storage_options: Any,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> ExportReport:
     """Write a checkpoint's model to the safetensors file `target`, on a disk or in an object store.
 
@@ -110,14 +110,14 @@ def export(
     """
     folder, name = split_target(target)
     if target_options is None:
-        target_options = storage_options if _protocol(url) == _protocol(target) else {}
+        target_options = storage_options if _protocol(url) == _protocol(target) else None
     with ExitStack() as stack:
-        source = open_store(url, **storage_options)
+        source = open_store(url, **(storage_options or {}))
         stack.callback(source.close)
         checkpoint = Checkpoint(source, find_checkpoint(source, step))
         chosen = choose(checkpoint, selection or Selection())
         files = plan_files(chosen, name, shard_nbytes_max)
-        target_store = open_store(folder, **target_options)
+        target_store = open_store(folder, **(target_options or {}))
         stack.callback(target_store.close)
         _check_absent(target_store, [file.key for file in files], target)
         meter = _Meter(sum(file.nbytes for file in files), progress)

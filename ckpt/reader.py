@@ -73,14 +73,16 @@ class StepInfo:
     metric: float | None
 
 
-def open_checkpoint(url: str, step: int | None = None, **storage_options: Any) -> Checkpoint:
+def open_checkpoint(
+    url: str, step: int | None = None, storage_options: Mapping[str, Any] | None = None
+) -> Checkpoint:
     """The checkpoint of `step`, by default the latest one, for reading.
 
     `url` is a root, or a step directory wherever it was copied to. Reads the manifest only. Raises
     NoCheckpoint when there is none, Corrupt when the log or the manifest is damaged,
     UnsupportedFormat when a newer version wrote it, and the store's errors.
     """
-    store = open_store(url, **storage_options)
+    store = open_store(url, **(storage_options or {}))
     try:
         return Checkpoint(store, find_checkpoint(store, step))
     except BaseException:
@@ -88,12 +90,12 @@ def open_checkpoint(url: str, step: int | None = None, **storage_options: Any) -
         raise
 
 
-def list_steps(url: str, **storage_options: Any) -> tuple[StepInfo, ...]:
+def list_steps(url: str, storage_options: Mapping[str, Any] | None = None) -> tuple[StepInfo, ...]:
     """The checkpoints of a root in the order of their commits; the last one is the latest.
 
     Raises NoCheckpoint when `url` is no root. A root without checkpoints gives an empty tuple.
     """
-    store = open_store(url, **storage_options)
+    store = open_store(url, **(storage_options or {}))
     try:
         return tuple(
             StepInfo(

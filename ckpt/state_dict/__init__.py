@@ -1,0 +1,29 @@
+"""One way to describe a state: modules, optimizers, objects, tensors and values by name, as pieces.
+"""
+
+from ckpt.state_dict.bind import Binding, bind_state
+from ckpt.state_dict.flatten import flatten_state
+from ckpt.state_dict.rng import rng_state
+from ckpt.state_dict.types import (
+    Catalog,
+    FlatState,
+    Loaded,
+    PerRank,
+    Problem,
+    ProblemKind,
+    TensorEntry,
+)
+
+__all__ = [
+    "Binding",
+    "Catalog",
+    "FlatState",
+    "Loaded",
+    "PerRank",
+    "Problem",
+    "ProblemKind",
+    "TensorEntry",
+    "bind_state",
+    "flatten_state",
+    "rng_state",
+]

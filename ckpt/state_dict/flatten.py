@@ -1,0 +1,158 @@
+"""From a state to what is saved: memory with pieces, values, tied names. Nothing is copied or
+gathered.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from ckpt.errors import InvalidState
+from ckpt.layout.modules import Refused
+from ckpt.layout.piece import Holding, Kind
+from ckpt.layout.plain import Ranks
+from ckpt.state_dict.describe import (
+    Described,
+    adopt_parameters,
+    describe_modules,
+    holdings_of,
+    prefixed,
+)
+from ckpt.state_dict.optimizer import flatten_optimizer
+from ckpt.state_dict.tensors import plain_holdings, tensor_holdings
+from ckpt.state_dict.types import FlatState, PerRank
+from ckpt.state_dict.values import split_tree
+from ckpt.state_dict.walk import Leaves, is_object, walk
+
+
+def flatten_state(state: Any, ranks: Ranks) -> FlatState:
+    """`state` as this rank holds it. Every rank calls this with its own state; no rank waits for
+    another.
+
+    Raises InvalidState that lists everything that cannot be saved, by fqn. Holdings alias live
+    memory.
+    """
+    leaves = walk(state)
+    described = describe_modules(leaves, ranks, loading=False)
+    if leaves.optimizers:
+        adopt_parameters(described, leaves, ranks)
+    building = _Building(leaves.problems + described.problems, ranks)
+    building.add_tensors(leaves)
+    building.add_modules(described)
+    for path, optimizer in leaves.optimizers:
+        flat = flatten_optimizer(path, optimizer, described, ranks)
+        building.problems += flat.problems
+        building.holdings += flat.holdings
+        building.names += flat.names
+        building.values.update(flat.values)
+    building.add_values(leaves)
+    building.add_trees(leaves, described)
+    building.add_per_rank(leaves)
+    if len(set(building.names)) != len(building.names):
+        building.problems += name_clashes(state, building.names)
+    if building.problems:
+        raise InvalidState(building.problems)
+    return FlatState(
+        building.holdings,
+        building.values,
+        building.per_rank,
+        building.aliases,
+        tuple(optimizer for _, optimizer in leaves.optimizers),
+    )
+
+
+class _Building:
+    """A FlatState in the making; `names` has one entry per leaf, so that clashes show."""
+
+    def __init__(self, problems: list[str], ranks: Ranks) -> None:
+        self.problems = problems
+        self.ranks = ranks
+        self.holdings: list[Holding] = []
+        self.values: dict[str, Any] = {}
+        self.per_rank: dict[str, Any] = {}
+        self.aliases: dict[str, str] = {}
+        self.names: list[str] = []
+
+    def add_tensors(self, leaves: Leaves) -> None:
+        self.holdings, self.aliases, others = plain_holdings(leaves.tensors, self.ranks)
+        self.names = [fqn for fqn, _ in leaves.tensors]
+        for fqn, tensor in others:
+            self.add_tensor(fqn, tensor, Kind.OTHER)
+
+    def add_tensor(self, fqn: str, tensor: torch.Tensor, kind: Kind) -> None:
+        try:
+            self.holdings += tensor_holdings(fqn, tensor, kind, self.ranks)
+        except Refused as refused:
+            self.problems.append(refused.problem)
+
+    def add_modules(self, described: Described) -> None:
+        for sources, kind in ((described.params, Kind.PARAMETER), (described.buffers, Kind.BUFFER)):
+            for source in sources:
+                owned = source.owned
+                self.names += source.fqns
+                self.holdings += holdings_of(owned, owned.local, prefixed(source.path), kind=kind)
+        self.names += described.aliases
+        self.aliases.update(described.aliases)
+
+    def add_values(self, leaves: Leaves) -> None:
+        for slot in leaves.values:
+            self.names.append(slot.fqn)
+            self.values[slot.fqn] = split_tree(slot.value, slot.fqn, self.problems)[0]
+
+    def add_trees(self, leaves: Leaves, described: Described) -> None:
+        for fqn, thing in leaves.objects:
+            self.add_tree(fqn, thing.state_dict, Kind.OTHER)
+        for fqn, module in described.extra_states:
+            self.add_tree(fqn, module.get_extra_state, Kind.BUFFER)
+
+    def add_tree(self, fqn: str, read: Callable[[], Any], kind: Kind) -> None:
+        value, tensors = split_tree(read(), fqn, self.problems)
+        self.names += [fqn, *(name for name, _ in tensors)]
+        self.values[fqn] = value
+        for name, tensor in tensors:
+            self.add_tensor(name, tensor, kind)
+
+    def add_per_rank(self, leaves: Leaves) -> None:
+        for slot in leaves.per_rank:
+            marked: PerRank = slot.value
+            own = marked.value.state_dict() if is_object(marked.value) else marked.value
+            value, tensors = split_tree(own, slot.fqn, self.problems)
+            if tensors:
+                self.problems.append(
+                    f"{tensors[0][0]}: a tensor in a PerRank value; convert it with .tolist() or to "
+                    "bytes, or keep the tensor outside"
+                )
+            self.names.append(slot.fqn)
+            self.per_rank[slot.fqn] = value
+
+
+def name_clashes(state: Any, names: Sequence[str]) -> list[str]:
+    """One problem for each name that two leaves of `state` would have, naming the places of both.
+    """
+    twice = sorted(name for name, count in Counter(names).items() if count > 1)
+    problems = []
+    for name in twice:
+        places = " and ".join(list(_places(state, "", name, "state"))[:2])
+        problems.append(
+            f"{name}: two leaves of the state have this name ({places}); rename one of the keys"
+        )
+    return problems
+
+
+def _places(node: Any, path: str, name: str, shown: str) -> Iterator[str]:
+    """Where in containers the leaves stand that are, or contain, `name`."""
+    if isinstance(node, dict):
+        items = list(node.items())
+    elif isinstance(node, (list, tuple)):
+        items = list(enumerate(node))
+    else:
+        yield shown
+        return
+    for key, child in items:
+        at = f"{path}.{key}" if path else str(key)
+        if at == name or name.startswith(f"{at}."):
+            yield from _places(child, at, name, f"{shown}[{key!r}]")
+

@@ -1,0 +1,107 @@
+"""The values in which a state is told: what is saved, what a checkpoint offers, what came of a
+load.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from ckpt.layout.piece import Holding, Kind
+from ckpt.layout.region import Shape
+
+OnReshard = Callable[[Sequence[Any], int, int], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class PerRank:
+    """Marks a value of the state that each rank has for itself: a random state, a position in the
+    data.
+
+    `value` is a value, or an object with `state_dict()` and `load_state_dict()`. A load on as many
+    ranks as saved gives each rank its own back. On another number, `on_reshard(all_values, rank,
+    world_size)` is asked for the value of each rank; without it the load fails before it touches
+    anything.
+    """
+
+    value: Any
+    on_reshard: OnReshard | None = None
+
+
+class TensorEntry(NamedTuple):
+    """What a checkpoint says of one tensor."""
+
+    dtype: torch.dtype
+    shape: Shape
+    kind: Kind = Kind.OTHER
+
+
+@dataclass(frozen=True, slots=True)
+class Catalog:
+    """What a checkpoint holds, without any tensor data.
+
+    `aliases` gives the stored fqn of a tied name. `per_rank` has one mapping per rank of the world
+    that saved, `world_size` of them, or nothing when no value was per rank.
+    """
+
+    tensors: Mapping[str, TensorEntry]
+    values: Mapping[str, Any] = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    per_rank: Sequence[Mapping[str, Any]] = ()
+    world_size: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class FlatState:
+    """A state as this rank holds it: memory with pieces, values, and tied names.
+
+    `values` have to be the same on all ranks, `per_rank` is this rank's own. `optimizers` are those
+    of the state, for whoever wants to know when parameters change.
+    """
+
+    holdings: list[Holding]
+    values: dict[str, Any]
+    per_rank: dict[str, Any]
+    aliases: dict[str, str]
+    optimizers: tuple[torch.optim.Optimizer, ...] = ()
+
+
+class ProblemKind(enum.Enum):
+    """Why a leaf of the state cannot be loaded. The first two are tolerated with `strict=False`."""
+
+    MISSING = "missing"
+    UNEXPECTED = "unexpected"
+    SHAPE = "shape"
+    DTYPE = "dtype"
+    VALUE = "value"
+    PER_RANK = "per rank"
+    UNSUPPORTED = "unsupported"
+
+
+class Problem(NamedTuple):
+    """One thing that does not fit; `text` names the fqn, both sides and the next move."""
+
+    kind: ProblemKind
+    fqn: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What a load did, by the state's names.
+
+    `missing` were left as they were, `unexpected` are names of the checkpoint that the state has no
+    place for, `skipped` were dropped by `skip=`, and `not_asked` counts what the checkpoint has
+    under entries that the state does not have at all.
+    """
+
+    tensors: tuple[str, ...]
+    values: tuple[str, ...]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    skipped: tuple[str, ...]
+    not_asked: int

@@ -1,0 +1,172 @@
+"""Values: what may be stored beside tensors, and trees of values with tensors among them.
+
+A value is None, bool, int, float, str, bytes, or a list, tuple or dict of values. A tree that also
+has tensors is stored as one value, in which `{"$tensor": fqn}` stands for each tensor.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+TENSOR_KEY = "$tensor"
+DEPTH_MAX = 100
+
+SCALARS = frozenset({type(None), bool, int, float, str, bytes})
+# Saved as a plain dict; a load gives them back the type that the live state has at the same place.
+DICTS: tuple[type, ...] = (dict, OrderedDict, Counter, defaultdict)
+
+
+def join(path: str, key: object) -> str:
+    """The fqn of what lies under `key` in the container at `path`; "" is the root."""
+    return f"{path}.{key}" if path else str(key)
+
+
+def split_tree(
+    tree: Any, fqn: str, problems: list[str]
+) -> tuple[Any, list[tuple[str, torch.Tensor]]]:
+    """`tree` as a value with references, and the tensors they refer to, named under `fqn`.
+
+    What cannot be stored is told in `problems`, each with its place, and is None in the result.
+    """
+    tensors: list[tuple[str, torch.Tensor]] = []
+    value = _Splitter(fqn, problems, tensors).split(tree, fqn, 0)
+    return value, tensors
+
+
+def join_tree(value: Any, tensor_of: Callable[[str], Any], like: Any = None) -> Any:
+    """`value` with every reference replaced by `tensor_of(fqn)`; containers are new.
+
+    `like` is a live tree: where it has an OrderedDict, Counter or defaultdict, the result has one
+    too.
+    """
+    if isinstance(value, dict):
+        if is_reference(value):
+            return tensor_of(value[TENSOR_KEY])
+        live = like if isinstance(like, dict) else {}
+        joined = {key: join_tree(item, tensor_of, live.get(key)) for key, item in value.items()}
+        return _with_type_of(like, joined)
+    if isinstance(value, (list, tuple)):
+        items = [
+            join_tree(item, tensor_of, _at(like, index)) for index, item in enumerate(value)
+        ]
+        return items if isinstance(value, list) else tuple(items)
+    return value
+
+
+def references(value: Any) -> list[str]:
+    """The fqns that a value refers to, in its order."""
+    if isinstance(value, dict):
+        if is_reference(value):
+            return [value[TENSOR_KEY]]
+        return [fqn for item in value.values() for fqn in references(item)]
+    if isinstance(value, (list, tuple)):
+        return [fqn for item in value for fqn in references(item)]
+    return []
+
+
+def is_reference(value: Any) -> bool:
+    """Whether `value` stands for a tensor."""
+    return isinstance(value, dict) and len(value) == 1 and TENSOR_KEY in value
+
+
+def tensor_at(tree: Any, fqn: str, base: str) -> torch.Tensor | None:
+    """The tensor that the live `tree`, named `base`, has where `fqn` says; None when it has none
+    there.
+    """
+    for name, tensor in split_tree(tree, base, [])[1]:
+        if name == fqn:
+            return tensor
+    return None
+
+
+def why_not_storable(leaf: Any) -> str:
+    """What is wrong with a leaf that is no value, and what to do about it."""
+    kind = type(leaf)
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    return f"a {name} cannot be stored; {_advice(leaf, kind)}"
+
+
+class _Splitter:
+    def __init__(
+        self, fqn: str, problems: list[str], tensors: list[tuple[str, torch.Tensor]]
+    ) -> None:
+        self.fqn = fqn
+        self.problems = problems
+        self.tensors = tensors
+
+    def split(self, tree: Any, path: str, depth: int) -> Any:
+        kind = type(tree)
+        if kind in SCALARS:
+            return tree
+        if isinstance(tree, torch.Tensor):
+            self.tensors.append((path, tree))
+            return {TENSOR_KEY: path}
+        if depth >= DEPTH_MAX:
+            self.problems.append(f"{path[:200]}: nested deeper than {DEPTH_MAX} levels, or in itself")
+            return None
+        if kind in DICTS:
+            return self.split_dict(tree, path, depth)
+        if kind is list or kind is tuple:
+            items = [self.split(item, f"{path}.{at}", depth + 1) for at, item in enumerate(tree)]
+            return items if kind is list else tuple(items)
+        self.problems.append(f"{path}: {why_not_storable(tree)}")
+        return None
+
+    def split_dict(self, tree: dict[Any, Any], path: str, depth: int) -> Any:
+        if TENSOR_KEY in tree:
+            self.problems.append(f"{path}: the key {TENSOR_KEY!r} is reserved; use another one")
+            return None
+        result = {}
+        for key, item in tree.items():
+            if not is_key(key):
+                self.problems.append(
+                    f"{path}: the key {key!r:.100} of type {type(key).__name__} cannot be stored; "
+                    "use str, int, bool, None, float or tuples of those"
+                )
+                continue
+            result[key] = self.split(item, f"{path}.{key}", depth + 1)
+        return result
+
+
+def is_key(key: Any) -> bool:
+    """Whether a dict with this key can be stored."""
+    if type(key) is tuple:
+        return all(is_key(item) for item in key)
+    return key is None or type(key) in (bool, int, float, str)
+
+
+def _with_type_of(like: Any, joined: dict[Any, Any]) -> dict[Any, Any]:
+    if type(like) is defaultdict:
+        return defaultdict(like.default_factory, joined)
+    if type(like) is OrderedDict:
+        return OrderedDict(joined)
+    if type(like) is Counter:
+        return Counter(joined)
+    return joined
+
+
+def _at(like: Any, index: int) -> Any:
+    return like[index] if isinstance(like, (list, tuple)) and index < len(like) else None
+
+
+def _advice(leaf: Any, kind: type) -> str:
+    if kind.__module__ == "numpy":
+        return "convert it with .item() or .tolist(), or to a tensor with torch.from_numpy"
+    if isinstance(leaf, (torch.device, torch.dtype)):
+        return "convert it with str()"
+    if isinstance(leaf, tuple):
+        return "convert it with tuple()"
+    if isinstance(leaf, (set, frozenset)):
+        return "convert it with sorted() or list()"
+    if isinstance(leaf, (dict, list)):
+        return "convert it to a plain dict or list"
+    if isinstance(leaf, (bool, int, float, str, bytes)):
+        return "convert it with int(), float(), str() or bytes()"
+    return (
+        "convert it to None, bool, int, float, str, bytes, list, tuple or dict, or give its class "
+        "state_dict() and load_state_dict()"
+    )

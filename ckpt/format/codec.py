@@ -22,7 +22,8 @@ _FLOAT = struct.Struct("<d")
 def encode_values(value: Any) -> bytes:
     """`value` as bytes; the order of dicts is kept and counts.
 
-    Raises TypeError naming the path of the first leaf that cannot be stored, ValueError when the value
+    Raises TypeError naming the path of the first leaf that cannot be stored, ValueError when the
+    value
     is nested deeper than DEPTH_MAX (or in itself) or has more than CONTAINERS_MAX containers.
     """
     out = bytearray([VERSION])
@@ -68,7 +69,8 @@ class _Encoder:
             self.container(value, path, depth)
         else:
             raise TypeError(
-                f"{_show(path)}: a {kind.__module__}.{kind.__qualname__} cannot be stored; convert it to "
+                f"{_show(path)}: a {kind.__module__}.{kind.__qualname__} cannot be stored; "
+                f"convert it to "
                 "None, bool, int, float, str, bytes, list, tuple or dict"
             )
 

@@ -1,6 +1,7 @@
 """Columns of integers and strings as compact bytes, in a flat msgpack map. FORMAT.md, "Columns".
 
-The reader takes only the subset of msgpack that the format uses (one map of short strings to binaries):
+The reader takes only the subset of msgpack that the format uses (one map of short strings to
+binaries):
 nothing nested can be smuggled in, and columns stay views of the input instead of copies.
 """
 
@@ -100,7 +101,8 @@ def pack_ints(values: Ints | Sequence[int], *, constant: bool = True) -> bytes:
 def unpack_ints(data: memoryview, count: int, name: str, *, constant: bool = True) -> Ints:
     """`count` unsigned integers as a read-only view of `data`; nothing is allocated.
 
-    A constant column is a view with stride zero. Raises Corrupt when the length is not the expected.
+    A constant column is a view with stride zero. Raises Corrupt when the length is not the
+    expected.
     """
     if not len(data) or data[0] & ~(CONSTANT | 3):
         raise Corrupt(f"field {name!r}: unknown column code")

@@ -10,7 +10,8 @@ import numpy.typing as npt
 
 from ckpt.layout.region import Box, Region, Shape, boxes_of, intersect, is_inside, whole
 
-# Grids of any size are checked in one pass. Anything else is cut recursively; layouts of real engines
+# Grids of any size are checked in one pass. Anything else is cut recursively; layouts of real
+# engines
 # need a few cuts per region, and only crafted ones reach this.
 PARTS_MAX = 1 << 18
 
@@ -80,7 +81,9 @@ class _Cutter:
 
 
 def _face(boxes: Sequence[Box], room: Box) -> tuple[int, int]:
-    """The dim and place to cut at: where fewest boxes are cut, then nearest to the middle of the faces."""
+    """The dim and place to cut at: where fewest boxes are cut, then nearest to the middle of the
+    faces.
+    """
     best: tuple[float, int, int, int] | None = None
     for dim in range(len(room.shape)):
         starts = np.array([box.offset[dim] for box in boxes], dtype=np.int64)
@@ -94,7 +97,8 @@ def _face(boxes: Sequence[Box], room: Box) -> tuple[int, int]:
         candidate = (best_here[0], best_here[1], dim, best_here[2])
         if best is None or candidate < best:
             best = candidate
-    # Boxes of the room's volume, more than one, without an inner face: they are all the room itself,
+    # Boxes of the room's volume, more than one, without an inner face: they are all the room
+    # itself,
     # and their volumes would be a multiple of it.
     assert best is not None
     return best[2], best[3]

@@ -1,7 +1,9 @@
-"""Data files: safetensors files whose `__metadata__` and reserved last tensor make them self-describing.
+"""Data files: safetensors files whose `__metadata__` and reserved last tensor make them
+self-describing.
 
 FORMAT.md, "Data files", is the specification. Writers plan a file with `layout_data_file`, write
-header, chunks and extras as they come, and end it with `checksum_tensor`. Readers of a lost manifest use
+header, chunks and extras as they come, and end it with `checksum_tensor`. Readers of a lost
+manifest use
 `read_data_file_index`, which trusts nothing.
 """
 
@@ -65,7 +67,9 @@ class DataFileLayout:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DataFileIndex:
-    """What a data file says of itself, validated against its length; its checksums are not yet compared."""
+    """What a data file says of itself, validated against its length; its checksums are not yet
+    compared.
+    """
 
     metadata: Mapping[str, str]
     header: bytes
@@ -81,7 +85,9 @@ class DataFileIndex:
 
 
 def order_key(chunk: StoredChunk) -> tuple[int, str, int, Region]:
-    """Sorts chunks into the order of a file: widest elements first, so that all are aligned, then name."""
+    """Sorts chunks into the order of a file: widest elements first, so that all are aligned, then
+    name.
+    """
     shape, region = chunk.global_shape, chunk.region
     return (-DTYPES[chunk.dtype].itemsize, chunk.fqn, region_start(region, shape), region)
 
@@ -105,7 +111,8 @@ def layout_data_file(
 ) -> DataFileLayout:
     """Plan one file of `chunks`, in that order (see `order_key`), none of them empty.
 
-    `metadata` is stored as it is (see `ckpt.format.describe.file_metadata`); `extra` maps names of reserved U8 tensors to
+    `metadata` is stored as it is (see `ckpt.format.describe.file_metadata`); `extra` maps names of
+    reserved U8 tensors to
     their sizes. Raises InvalidState naming the fqns when a chunk cannot be stored.
     """
     if block_bytes <= 0 or block_bytes % 16:
@@ -175,7 +182,8 @@ def split_into_files(
     file_bytes_max: int,
     header_bytes_max: int = HEADER_BYTES_MAX // 2,
 ) -> list[list[StoredChunk]]:
-    """Chunks in the order given, cut into files that exceed neither limit; at least one (empty) file.
+    """Chunks in the order given, cut into files that exceed neither limit; at least one (empty)
+    file.
 
     A single chunk larger than `file_bytes_max` gets a file of its own.
     """
@@ -202,8 +210,10 @@ def read_data_file_index(
 ) -> DataFileIndex:
     """What the file of `nbytes` says of itself; `read(start, stop)` gives its bytes.
 
-    Raises Corrupt naming the file and the field when anything contradicts anything, UnsupportedFormat when a
-    newer version wrote it. The checksums of header and checksum tensor are compared; those of chunks and extras are not.
+    Raises Corrupt naming the file and the field when anything contradicts anything,
+    UnsupportedFormat when a
+    newer version wrote it. The checksums of header and checksum tensor are compared; those of
+    chunks and extras are not.
     """
     try:
         return _read_index(read, nbytes)
@@ -272,7 +282,9 @@ def _escape(fqn: str) -> str:
 
 
 def _entries(chunks: Sequence[StoredChunk]) -> tuple[list[str], list[str], list[str]]:
-    """Per chunk: the start of its JSON entry, its global shape and its dtype where the entry lacks them."""
+    """Per chunk: the start of its JSON entry, its global shape and its dtype where the entry lacks
+    them.
+    """
     entries, shapes, dtypes = [], [], []
     # Thousands of chunks share a few shapes, and this runs in the time a save may block.
     known: dict[tuple[str, Shape, Region], tuple[str, str, str, str, int]] = {}
@@ -297,7 +309,9 @@ def _entries(chunks: Sequence[StoredChunk]) -> tuple[list[str], list[str], list[
 
 
 def _entry_parts(dtype: str, global_shape: Shape, region: Region) -> tuple[str, str, str, str, int]:
-    """What all chunks of one shape and region share: name suffix, JSON, global shape, dtype, bytes."""
+    """What all chunks of one shape and region share: name suffix, JSON, global shape, dtype,
+    bytes.
+    """
     known = DTYPES.get(dtype)
     if known is None or not is_inside(region, global_shape) or not region.numel:
         return "", "", "", "", -1
@@ -437,7 +451,8 @@ def _read_exact(read: Callable[[int, int], bytes], start: int, stop: int) -> byt
 
 def _parse_header(header: bytes, data_nbytes: int) -> tuple[dict[str, str], list[_Entry]]:
     """Metadata and entries in file order. The entries cover the `data_nbytes` bytes without gap."""
-    # An entry takes 50 bytes and three containers. A header of "[],[],..." would be 1.7 GB in memory.
+    # An entry takes 50 bytes and three containers. A header of "[],[],..." would be 1.7 GB in
+    # memory.
     containers = header.count(b"[") + header.count(b"{")
     if containers > max(len(header) // 8, 1 << 17):
         raise Corrupt(f"header of {len(header)} bytes has {containers} brackets")
@@ -556,7 +571,8 @@ def _stored_chunk(entry: _Entry, kind: int, shape: Shape, dtype: str) -> StoredC
     is_same = text == expected and true_dtype == dtype and nbytes == entry.stop - entry.start
     if not is_same or entry_name(fqn, region, shape) != entry.name:
         raise Corrupt(
-            f"{entry.name!r:.200}: {entry.code}{list(entry.shape)!r:.100} is not {region!r:.200} of a "
+            f"{entry.name!r:.200}: {entry.code}{list(entry.shape)!r:.100} is not {region!r:.200} "
+            f"of a "
             f"{name!r:.50} tensor of shape {shape!r:.100}"
         )
     return StoredChunk(fqn, name, shape, region, nbytes, kind)

@@ -1,7 +1,8 @@
 """What a data file says of its place in the checkpoint, so that a lost manifest can be rebuilt.
 
 Every rank writes at least one data file. Its first one carries the tensors without elements and the
-aliases that the rank knows, and its per-rank values; the first file of rank 0 also the common values.
+aliases that the rank knows, and its per-rank values; the first file of rank 0 also the common
+values.
 """
 
 from __future__ import annotations

@@ -25,7 +25,8 @@ class DType(NamedTuple):
         return self.code != "U8" or self.name == "uint8"
 
 
-# safetensors knows more codes (F8_E8M0, F8_E4M3FNUZ, ...) than its torch loader, or than older versions
+# safetensors knows more codes (F8_E8M0, F8_E4M3FNUZ, ...) than its torch loader, or than older
+# versions
 # of it: those types are bytes with the true name beside, so that everybody can open the file.
 _TABLE = (
     DType("float64", 8, "F64"),

@@ -12,6 +12,7 @@ import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Annotated, NamedTuple
 
 import numpy as np
@@ -19,8 +20,15 @@ import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ckpt.errors import Corrupt, UnsupportedFormat
-from ckpt.format.columns import Ints, pack_ints, pack_map, pack_strings, unpack_ints, unpack_map
-from ckpt.format.columns import unpack_strings
+from ckpt.format.columns import (
+    Ints,
+    pack_ints,
+    pack_map,
+    pack_strings,
+    unpack_ints,
+    unpack_map,
+    unpack_strings,
+)
 from ckpt.format.coverage import cover_problem
 from ckpt.format.datafile import BLOCK_BYTES, NDIM_MAX, bounded_numel, region_start
 from ckpt.format.dtypes import DTYPES
@@ -81,18 +89,19 @@ class BoxTable:
 class ChunkTable:
     """All chunks, sorted by tensor, then by the row-major index of their first element.
 
-    Columns may be read-only, of any integer type, and views of stride zero. Contiguous regions are spans
+    Columns may be read-only, of any integer type, and views of stride zero. Contiguous regions are
+    spans
     always: `box` is -1 for them. For the others `span_start` is -1 and `boxes[box]` is the region.
     """
 
     first: Int64s  # [tensors + 1] chunks of tensor t are first[t]:first[t + 1]
     file: Ints
-    byte_start: Int64s  # offset in the file
-    span_start: Int64s
+    byte_start: Ints  # offset in the file
+    span_start: Ints
     numel: Ints
     box: Ints
     boxes: BoxTable
-    first_block: Int64s  # [chunks + 1] checksums of chunk i are first_block[i]:first_block[i + 1]
+    first_block: Ints  # [chunks + 1] checksums of chunk i are first_block[i]:first_block[i + 1]
 
     def __len__(self) -> int:
         return len(self.file)
@@ -230,7 +239,7 @@ def _skips(chunks: ChunkTable) -> Int64s:
     """Elements between each span and the one before it in its tensor; zero for boxes."""
     skips = np.zeros(len(chunks), dtype=np.int64)
     spans = np.flatnonzero(chunks.box < 0)
-    starts = chunks.span_start[spans]
+    starts = chunks.span_start[spans].astype(np.int64)
     ends = starts + chunks.numel[spans].astype(np.int64)
     tensor = np.searchsorted(chunks.first, spans, side="right")
     previous = np.zeros(len(spans), dtype=np.int64)
@@ -247,7 +256,7 @@ def _gaps(m: Manifest, nbytes: Int64s, itemsizes: Int64s) -> npt.NDArray[np.uint
     """
     order = file_order(m.chunks.file, itemsizes)
     file = m.chunks.file[order]
-    starts = m.chunks.byte_start[order]
+    starts = m.chunks.byte_start[order].astype(np.int64)
     expected = np.empty(len(order), dtype=np.int64)
     if len(order):
         expected[1:] = (starts + nbytes[order])[:-1]
@@ -259,7 +268,9 @@ def _gaps(m: Manifest, nbytes: Int64s, itemsizes: Int64s) -> npt.NDArray[np.uint
 
 
 def file_order(files: Ints, itemsizes: Ints) -> npt.NDArray[np.intp]:
-    """Chunks by file, then widest elements first, then as they come: the order writers are asked for."""
+    """Chunks by file, then widest elements first, then as they come: the order writers are asked
+    for.
+    """
     if not len(files):
         return np.empty(0, dtype=np.intp)
     widest_first = np.array([9] * 17, dtype=np.uint8)
@@ -287,8 +298,10 @@ class _Counts(NamedTuple):
 def decode_manifest(data: bytes | memoryview) -> Manifest:
     """The manifest that `data` encodes; its columns may be views of `data`.
 
-    Raises UnsupportedFormat when a newer version is needed, Corrupt naming the field for anything else that is not
-    a complete and consistent manifest: every tensor is covered exactly once, every chunk lies in its file.
+    Raises UnsupportedFormat when a newer version is needed, Corrupt naming the field for anything
+    else that is not
+    a complete and consistent manifest: every tensor is covered exactly once, every chunk lies in
+    its file.
     """
     body = _open_envelope(memoryview(data).cast("B"))
     fields = unpack_map(body)
@@ -304,7 +317,7 @@ def decode_manifest(data: bytes | memoryview) -> Manifest:
         "file_data_starts",
     )
     fqns = _decode_names(fields, "fqn", counts.tensors)
-    if any(a >= b for a, b in zip(fqns, fqns[1:], strict=False)):
+    if any(a >= b for a, b in pairwise(fqns)):
         raise Corrupt("field 'fqns': names are not sorted, or one appears twice")
     dtypes = _decode_dtypes(fields, counts)
     shapes, numels = _decode_shapes(fields, counts)
@@ -342,7 +355,8 @@ def _open_envelope(view: memoryview) -> memoryview:
     version = int.from_bytes(view[8:12], "little")
     if version > VERSION:
         raise UnsupportedFormat(
-            f"manifest of format version {version}, this library reads up to {VERSION}: install a newer one"
+            f"manifest of format version {version}, this library reads up to {VERSION}: install "
+            f"a newer one"
         )
     length = int.from_bytes(view[16:24], "little")
     if version != VERSION or any(view[12:16]) or head + length + DIGEST_BYTES != len(view):
@@ -378,12 +392,15 @@ def check_required(header: Header) -> None:
     unknown = sorted(set(header.required) - FEATURES)
     if unknown:
         raise UnsupportedFormat(
-            f"the checkpoint needs {', '.join(unknown)!r:.200}, unknown to this library: install a newer one"
+            f"the checkpoint needs {', '.join(unknown)!r:.200}, unknown to this library: install "
+            f"a newer one"
         )
 
 
 def _decode_counts(fields: Mapping[str, memoryview], header: Header) -> _Counts:
-    """How long columns are. Everything is bounded by bytes that are there, before anything is allocated."""
+    """How long columns are. Everything is bounded by bytes that are there, before anything is
+    allocated.
+    """
     raw = _field(fields, "counts")
     if len(raw) != 8 * len(_Counts._fields):
         raise Corrupt(f"field 'counts': {len(raw)} bytes, expected {8 * len(_Counts._fields)}")
@@ -461,7 +478,7 @@ def _decode_shapes(
     dims = unpack_ints(
         _field(fields, "shape_dims"), first[-1], "shape_dims", constant=False
     ).tolist()
-    shapes = [tuple(dims[a:b]) for a, b in zip(first, first[1:], strict=False)]
+    shapes = [tuple(dims[a:b]) for a, b in pairwise(first)]
     numels = np.array([bounded_numel(shape) for shape in shapes], dtype=np.int64)
     if counts.shapes and int(numels.max()) > NUMEL_MAX:
         raise Corrupt(f"field 'shape_dims': a tensor of {int(numels.max())} elements")
@@ -490,7 +507,7 @@ def _decode_per_rank(fields: Mapping[str, memoryview], counts: _Counts) -> tuple
     first = starts_of(sizes).tolist()
     if first[-1] != len(data):
         raise Corrupt(f"field 'per_rank': {first[-1]} of {len(data)} bytes are used")
-    return tuple([bytes(data[a:b]) for a, b in zip(first, first[1:], strict=False)])
+    return tuple([bytes(data[a:b]) for a, b in pairwise(first)])
 
 
 class _Frame(NamedTuple):
@@ -516,15 +533,12 @@ def _decode_chunks(
         total = float(numels.sum(dtype=np.float64)) + float(skips.sum(dtype=np.float64))
         if total > NUMEL_MAX or int(numels.min()) == 0:
             raise Corrupt("field 'chunk_numels': an empty chunk, or more elements than can be")
-    # Columns of a million chunks: made one after the other, so that few temporaries live at a time.
     itemsizes = np.repeat(frame.itemsizes, np.diff(first))
-    nbytes = np.multiply(numels, itemsizes, dtype=np.int64)
-    byte_start = _decode_byte_starts(fields, counts, files, nbytes, itemsizes, frame)
+    byte_start = _decode_byte_starts(fields, counts, files, numels, itemsizes, frame)
+    first_block = _decode_first_block(numels, itemsizes, header.block_bytes, counts)
     del itemsizes
-    first_block = _decode_first_block(nbytes, header.block_bytes, counts)
-    del nbytes
     box, boxes = _decode_boxes(fields, counts)
-    span_start = _decode_span_starts(first, numels, skips, box)
+    span_start = _decode_span_starts(first, numels, skips, box, frame)
     chunks = ChunkTable(first, files, byte_start, span_start, numels, box, boxes, first_block)
     problems = check_cover(chunks, frame.fqns, frame.shapes, frame.numels)
     if problems:
@@ -542,50 +556,70 @@ def _decode_first(fields: Mapping[str, memoryview], counts: _Counts) -> Int64s:
     return first
 
 
+def _runs(counts: Ints, total: int) -> list[tuple[int, int]]:
+    """Ranges of `counts` that add up to about a 32nd of `total` each.
+
+    Columns are worked on in such runs: temporaries for a million chunks at once would take more
+    memory than the
+    manifest.
+    """
+    ends = np.cumsum(counts, dtype=np.int64)
+    marks = np.arange(1, 33) * max(total // 32, 1 << 14)
+    cuts = np.unique(np.searchsorted(ends, marks, side="left") + 1)
+    inner = [cut for cut in cuts.tolist() if cut < len(counts)]
+    return list(pairwise([0, *inner, len(counts)]))
+
+
 def _decode_byte_starts(
     fields: Mapping[str, memoryview],
     counts: _Counts,
     files: Ints,
-    nbytes: Int64s,
+    numels: Ints,
     itemsizes: Ints,
     frame: _Frame,
-) -> Int64s:
+) -> Ints:
     gaps = unpack_ints(_field(fields, "chunk_gaps"), counts.chunks, "chunk_gaps")
     if np.any(frame.data_start > frame.file_nbytes):
         raise Corrupt("field 'file_data_starts': data would start behind the end of a file")
-    byte_start = np.empty(counts.chunks, dtype=np.int64)
     if not counts.chunks:
-        return byte_start
-    order = file_order(files, itemsizes)
+        return np.zeros(0, dtype=np.int64)
+    largest = int(frame.file_nbytes.max())
+    byte_start: Ints = np.empty(counts.chunks, dtype=np.uint32 if largest < 1 << 32 else np.int64)
     per_file = np.bincount(files, minlength=counts.files)
-    begins = starts_of(per_file)[:-1][per_file > 0]
-    used = np.flatnonzero(per_file)
-    # Modulo 2^64 throughout, as the encoder; the result is then compared with the file's bounds.
-    ends = nbytes[order].view(np.uint64)
-    if gaps.strides != (0,) or int(gaps[0]):
-        ends += gaps[order]
-    np.cumsum(ends, out=ends)
-    base = frame.data_start[used].view(np.uint64).copy()
-    base[1:] -= ends[begins[1:] - 1]
-    ends += np.repeat(base, per_file[used])
-    sorted_nbytes = nbytes[order]
-    starts = ends.view(np.int64)
-    starts -= sorted_nbytes
-    _check_inside_files(starts, sorted_nbytes, used, per_file, frame)
-    byte_start[order] = starts
+    for low, high in _runs(per_file, counts.chunks):
+        index = np.flatnonzero((files >= low) & (files < high))
+        if not len(index):
+            continue
+        index = index[file_order(files[index], itemsizes[index])]
+        nbytes = np.multiply(numels[index], itemsizes[index], dtype=np.int64)
+        inside = np.flatnonzero(per_file[low:high]) + low
+        starts = _byte_starts(nbytes, gaps[index], per_file[inside], frame.data_start[inside])
+        _check_inside_files(starts, nbytes, inside, per_file[inside], frame)
+        byte_start[index] = starts
     return byte_start
 
 
+def _byte_starts(nbytes: Int64s, gaps: Ints, per_file: Ints, data_start: Int64s) -> Int64s:
+    """Where chunks start that follow each other, file by file. Modulo 2^64, as the encoder."""
+    ends = nbytes.astype(np.uint64) + gaps.astype(np.uint64)
+    np.cumsum(ends, out=ends)
+    last_before = starts_of(per_file)[1:-1] - 1
+    base = data_start.astype(np.uint64)
+    base[1:] -= ends[last_before]
+    ends += np.repeat(base, per_file)
+    return ends.view(np.int64) - nbytes
+
+
 def _check_inside_files(
-    starts: Int64s, nbytes: Int64s, used: npt.NDArray[np.intp], per_file: Ints, frame: _Frame
+    starts: Int64s, nbytes: Int64s, files: npt.NDArray[np.intp], per_file: Ints, frame: _Frame
 ) -> None:
     """Chunks, by file: within their file's bytes and disjoint."""
-    limits = frame.file_nbytes[used]
-    firsts = starts_of(per_file[used])
+    limits = frame.file_nbytes[files]
+    firsts = starts_of(per_file)
     low = np.minimum.reduceat(starts, firsts[:-1])
     high = np.maximum.reduceat(starts, firsts[:-1])
     # Starts below 2^62 first: only then can an end be computed without wrapping around.
-    if np.any(low < frame.data_start[used]) or np.any(high > limits):
+    if np.any(low < frame.data_start[files]) or np.any(high > limits):
         raise Corrupt("field 'chunk_gaps': a chunk starts outside of its file")
     ends = starts + nbytes
     if np.any(np.maximum.reduceat(ends, firsts[:-1]) > limits):
@@ -593,21 +627,31 @@ def _check_inside_files(
     overlap = starts[1:] < ends[:-1]
     overlap[firsts[1:-1] - 1] = False  # neighbours of different files
     if overlap.any():
-        file = np.repeat(used, per_file[used])
+        file = np.repeat(files, per_file)
         order = np.lexsort((starts, file))
         starts, ends, file = starts[order], ends[order], file[order]
         if np.any((starts[1:] < ends[:-1]) & (file[1:] == file[:-1])):
             raise Corrupt("field 'chunk_gaps': two chunks share bytes of a file")
 
 
-def _decode_first_block(nbytes: Int64s, block_bytes: int, counts: _Counts) -> Int64s:
-    first_block = np.zeros(counts.chunks + 1, dtype=np.int64)
-    blocks = first_block[1:]
-    np.add(nbytes, block_bytes - 1, out=blocks)
-    blocks //= block_bytes
-    np.cumsum(blocks, out=blocks)
-    if int(first_block[-1]) != counts.blocks:
-        raise Corrupt(f"field 'checksums': {counts.blocks}, expected {int(first_block[-1])}")
+def _decode_first_block(numels: Ints, itemsizes: Ints, block_bytes: int, counts: _Counts) -> Ints:
+    small = counts.blocks < 1 << 31
+    first_block: Ints = np.zeros(counts.chunks + 1, dtype=np.int32 if small else np.int64)
+    at = 0
+    step = 1 << 16
+    for start in range(0, counts.chunks, step):
+        part = slice(start, start + step)
+        blocks = np.multiply(numels[part], itemsizes[part], dtype=np.int64)
+        blocks += block_bytes - 1
+        blocks //= block_bytes
+        np.cumsum(blocks, out=blocks)
+        blocks += at
+        at = int(blocks[-1])
+        if at > counts.blocks:
+            break
+        first_block[start + 1 : start + 1 + len(blocks)] = blocks
+    if at != counts.blocks:
+        raise Corrupt(f"field 'checksums': {counts.blocks}, expected {at}")
     return first_block
 
 
@@ -627,27 +671,39 @@ def _decode_boxes(fields: Mapping[str, memoryview], counts: _Counts) -> tuple[In
         return np.broadcast_to(np.array([-1], dtype=np.int8), (counts.chunks,)), BoxTable(
             first, offsets, sizes
         )
-    return ids.astype(np.int32) - np.int32(1), BoxTable(first, offsets, sizes)
+    box: Ints = ids.astype(np.int16 if counts.boxes < 1 << 15 else np.int64)
+    np.subtract(box, 1, out=box)
+    return box, BoxTable(first, offsets, sizes)
 
 
-def _decode_span_starts(first: Int64s, numels: Ints, skips: Ints, box: Ints) -> Int64s:
-    """First element of each span, -1 for boxes."""
+def _decode_span_starts(first: Int64s, numels: Ints, skips: Ints, box: Ints, frame: _Frame) -> Ints:
+    """First element of each span, -1 for boxes. Spans end within their tensor."""
     if not len(numels):
         return np.zeros(0, dtype=np.int64)
     has_boxes = box.strides != (0,)
-    lengths = np.where(box < 0, numels, 0).astype(np.int64) if has_boxes else numels
-    starts = np.cumsum(lengths, dtype=np.int64)
-    if skips.strides != (0,) or int(skips[0]):
-        starts += np.cumsum(skips, dtype=np.int64)
-    at = first[:-1]
-    base = np.where(at > 0, starts[np.maximum(at, 1) - 1], 0)
-    starts -= np.repeat(base, np.diff(first))
-    np.subtract(starts, lengths, out=starts, casting="unsafe")
-    if has_boxes:
-        if np.any(skips[box >= 0]):
-            raise Corrupt("field 'chunk_skips': not zero for a box")
-        starts[box >= 0] = -1
-    return starts
+    small = int(frame.numels.max()) < 1 << 31
+    result: Ints = np.empty(len(numels), dtype=np.int32 if small else np.int64)
+    counts = np.diff(first)
+    for low, high in _runs(counts, len(numels)):
+        part = slice(int(first[low]), int(first[high]))
+        if part.start == part.stop:
+            continue
+        lengths = numels[part].astype(np.int64)
+        if has_boxes:
+            lengths[box[part] >= 0] = 0
+            if np.any(skips[part][box[part] >= 0]):
+                raise Corrupt("field 'chunk_skips': not zero for a box")
+        starts = np.cumsum(lengths + skips[part].astype(np.int64))
+        at = first[low:high] - part.start
+        base = np.where(at > 0, starts[np.maximum(at, 1) - 1], 0)
+        starts -= np.repeat(base, counts[low:high])
+        if np.any(starts > np.repeat(frame.numels[low:high], counts[low:high])):
+            raise Corrupt("field 'chunk_numels': a span ends behind its tensor")
+        starts -= lengths
+        if has_boxes:
+            starts[box[part] >= 0] = -1
+        result[part] = starts
+    return result
 
 
 # Coverage
@@ -661,13 +717,14 @@ def check_cover(
 ) -> list[str]:
     """One problem per tensor that its chunks do not cover exactly; empty when all is well.
 
-    Chunks of a tensor are in the table's order. Spans are checked in one pass over all tensors, boxes by
+    Chunks of a tensor are in the table's order. Spans are checked in one pass over all tensors,
+    boxes by
     patterns: tensors of one shape cut in one way are looked at once.
     """
     boxed = np.zeros(len(fqns), dtype=bool)
     if len(chunks.boxes):
-        at = np.flatnonzero(chunks.box >= 0)
-        boxed[np.searchsorted(chunks.first, at, side="right") - 1] = True
+        filled = np.flatnonzero(np.diff(chunks.first))
+        boxed[filled] = np.logical_or.reduceat(chunks.box >= 0, chunks.first[filled])
     bad = _badly_spanned(chunks, numels) & ~boxed
     problems = [
         f"{fqns[t]}: {_span_problem(chunks, t, shapes[t])}" for t in np.flatnonzero(bad).tolist()
@@ -689,22 +746,28 @@ def check_cover(
 
 
 def _badly_spanned(chunks: ChunkTable, numels: Int64s) -> npt.NDArray[np.bool_]:
-    """Per tensor, whether its chunks as spans are anything but one gapless run from 0 to its end."""
+    """Per tensor, whether its chunks as spans are anything but one gapless run from 0 to its
+    end.
+    """
     first, last = chunks.first[:-1], chunks.first[1:] - 1
     is_empty = first > last
     bad: npt.NDArray[np.bool_] = is_empty & (numels > 0)
     if not len(chunks):
         return bad
     starts = chunks.span_start
-    broken = np.empty(len(chunks), dtype=bool)
-    broken[0] = False
-    step = np.subtract(starts[1:], starts[:-1])
-    np.not_equal(step, chunks.numel[:-1], out=broken[1:])
-    del step
-    broken[first[~is_empty]] = starts[first[~is_empty]] != 0
-    bad[np.searchsorted(chunks.first, np.flatnonzero(broken), side="right") - 1] = True
+    heads = first[~is_empty]
+    bad[~is_empty] |= starts[heads] != 0
+    step = 1 << 16
+    for at in range(0, len(chunks) - 1, step):
+        stop = min(at + step, len(chunks) - 1)
+        ends = starts[at:stop].astype(np.int64) + chunks.numel[at:stop].astype(np.int64)
+        broken = np.flatnonzero(starts[at + 1 : stop + 1] != ends) + at + 1
+        tensor = np.searchsorted(chunks.first, broken, side="right") - 1
+        bad[tensor[chunks.first[tensor] != broken]] = True
     tail = last[~is_empty]
-    bad[~is_empty] |= starts[tail] + chunks.numel[tail].astype(np.int64) != numels[~is_empty]
+    bad[~is_empty] |= (
+        starts[tail].astype(np.int64) + chunks.numel[tail].astype(np.int64) != numels[~is_empty]
+    )
     return bad
 
 
@@ -718,7 +781,8 @@ def _span_problem(chunks: ChunkTable, tensor: int, shape: Shape) -> str:
             return f"elements {min(at, start)} to {max(at, start)} {what}"
         at = stop
     numel = math.prod(shape)
-    return f"elements {min(at, numel)} to {max(at, numel)} {'are missing' if at < numel else 'do not exist'}"
+    what = "are missing" if at < numel else "do not exist"
+    return f"elements {min(at, numel)} to {max(at, numel)} {what}"
 
 
 def _boxed_problem(chunks: ChunkTable, part: slice, shape: Shape) -> str | None:

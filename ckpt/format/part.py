@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,7 +34,9 @@ from ckpt.layout.region import Box, Shape, Span, span_of
 
 
 class TensorInfo(NamedTuple):
-    """A tensor as a rank knows it, whether or not it writes any of it. `dtype` is the canonical name."""
+    """A tensor as a rank knows it, whether or not it writes any of it. `dtype` is the canonical
+    name.
+    """
 
     fqn: str
     dtype: str
@@ -42,7 +45,9 @@ class TensorInfo(NamedTuple):
 
 
 class PartFile(NamedTuple):
-    """A data file that a rank has written, with the crc32c of all blocks of its chunks in file order."""
+    """A data file that a rank has written, with the crc32c of all blocks of its chunks in file
+    order.
+    """
 
     name: str
     layout: DataFileLayout
@@ -136,8 +141,67 @@ def make_part(
 ) -> Part:
     """The part of `rank`, after its files are laid out and their blocks checksummed.
 
-    `tensors` are all tensors the rank knows, those without elements included. `values` are the common values as this rank has
+    `tensors` are all tensors the rank knows, those without elements included. `values` are the
+    common values as this rank has
     them; only the lead (`keeps_values=True`) sends more than their digests.
+    """
+    columns = [
+        FileColumns(
+            name=file.name,
+            nbytes=file.layout.nbytes,
+            data_start=len(file.layout.header),
+            chunks=file.chunks,
+            offsets=file.layout.offsets,
+            block_counts=file.layout.block_counts,
+            checksums=file.block_checksums,
+        )
+        for file in files
+    ]
+    return part_of_files(
+        columns,
+        rank=rank,
+        tensors=tensors,
+        texts=PartTexts(
+            aliases=dict(aliases),
+            values=encode_values(dict(values)) if keeps_values else b"",
+            value_digests={k: crc32c(encode_values(values[k])) for k in sorted(values)},
+            per_rank=encode_values(dict(per_rank)) if per_rank else b"",
+            replica_digests=dict(replica_digests),
+            warnings=tuple(warnings),
+        ),
+    )
+
+
+class FileColumns(NamedTuple):
+    """A data file as its writer or a reader of its header knows it; columns have one item per
+    chunk.
+    """
+
+    name: str
+    nbytes: int
+    data_start: int
+    chunks: Sequence[StoredChunk]
+    offsets: Int64s
+    block_counts: Int64s
+    checksums: npt.NDArray[np.uint32]
+
+
+class PartTexts(NamedTuple):
+    """What a part says besides tensors; see `Part`."""
+
+    aliases: Mapping[str, str]
+    values: bytes
+    value_digests: Mapping[str, int]
+    per_rank: bytes
+    replica_digests: Mapping[str, int]
+    warnings: tuple[str, ...]
+
+
+def part_of_files(
+    files: Sequence[FileColumns], *, rank: int, tensors: Sequence[TensorInfo], texts: PartTexts
+) -> Part:
+    """The part of `rank` from its files. Raises InvalidState when a tensor is described in two
+    ways.
     """
     known = sorted(tensors)
     index = {tensor.fqn: at for at, tensor in enumerate(known)}
@@ -150,39 +214,29 @@ def make_part(
     starts, box_ids = [], []
     for chunk, _ in rows:
         region, shape = chunk.region, chunk.global_shape
-        is_span = isinstance(region, Span) or span_of(region, shape) is not None
         starts.append(region_start(region, shape))
-        box_ids.append(-1 if is_span else boxes.setdefault(_as_box(region), len(boxes)))
+        if isinstance(region, Span) or span_of(region, shape) is not None:
+            box_ids.append(-1)
+        else:
+            box_ids.append(boxes.setdefault(region, len(boxes)))
     no_sums = np.zeros(0, dtype=np.uint32)
     return Part(
         rank=rank,
         files=tuple(file.name for file in files),
-        file_nbytes=_int64s([file.layout.nbytes for file in files]),
-        file_data_start=_int64s([len(file.layout.header) for file in files]),
+        file_nbytes=_int64s([file.nbytes for file in files]),
+        file_data_start=_int64s([file.data_start for file in files]),
         tensors=tuple(known),
         chunk_tensor=_int64s([index[chunk.fqn] for chunk, _ in rows]),
         chunk_file=_int64s([at for _, at in rows]),
-        chunk_byte_start=_int64s(
-            [start for file in files for start in file.layout.offsets.tolist()]
-        ),
+        chunk_byte_start=np.concatenate([_int64s([]), *(file.offsets for file in files)]),
         chunk_start=_int64s(starts),
         chunk_numel=_int64s([chunk.region.numel for chunk, _ in rows]),
         chunk_box=_int64s(box_ids),
         boxes=tuple(boxes),
-        block_counts=np.concatenate([_int64s([]), *(file.layout.block_counts for file in files)]),
-        aliases=dict(aliases),
-        checksums=np.concatenate([no_sums, *(file.block_checksums for file in files)]),
-        values=encode_values(dict(values)) if keeps_values else b"",
-        value_digests={fqn: crc32c(encode_values(value)) for fqn, value in sorted(values.items())},
-        per_rank=encode_values(dict(per_rank)) if per_rank else b"",
-        replica_digests=dict(replica_digests),
-        warnings=tuple(warnings),
+        block_counts=np.concatenate([_int64s([]), *(file.block_counts for file in files)]),
+        checksums=np.concatenate([no_sums, *(file.checksums for file in files)]),
+        **texts._asdict(),
     )
-
-
-def _as_box(region: Box | Span) -> Box:
-    assert isinstance(region, Box)
-    return region
 
 
 def _int64s(values: Sequence[int]) -> Int64s:
@@ -229,7 +283,7 @@ def _assemble(fixed: Mapping[str, memoryview], rest: Mapping[str, memoryview]) -
 
     ndims = starts_of(ints("ndims", len(fqns))).tolist()
     dims = ints("dims", ndims[-1]).tolist()
-    shapes = [tuple(dims[a:b]) for a, b in zip(ndims, ndims[1:], strict=False)]
+    shapes = [tuple(dims[a:b]) for a, b in pairwise(ndims)]
     dtypes = [dtype_names[index] for index in ints("dtype_ids", len(fqns)).tolist()]
     kinds = ints("kinds", len(fqns)).tolist()
     box_first = starts_of(ints("box_ndims", box_count))
@@ -268,8 +322,10 @@ def _assemble(fixed: Mapping[str, memoryview], rest: Mapping[str, memoryview]) -
 def build_manifest(header: Header, parts: Sequence[Part]) -> Manifest:
     """The manifest of all parts, in rank order, one per rank of `header.world_size`.
 
-    Raises InvalidState naming fqn, region and ranks when ranks contradict each other, or when the chunks do
-    not cover every known tensor exactly once. Differences of replicas and values are not looked at: see
+    Raises InvalidState naming fqn, region and ranks when ranks contradict each other, or when the
+    chunks do
+    not cover every known tensor exactly once. Differences of replicas and values are not looked at:
+    see
     `replica_differences` and `value_differences`.
     """
     ranks = [part.rank for part in parts]
@@ -335,7 +391,8 @@ def _merge_tensors(parts: Sequence[Part]) -> tuple[list[TensorInfo], list[Int64s
             first, first_rank = merged.setdefault(info.fqn, (info, ranks[0]))
             if first != info:
                 problems.append(
-                    f"{info.fqn}: {info.dtype}{list(info.shape)} of kind {info.kind} on rank {ranks[0]}, "
+                    f"{info.fqn}: {info.dtype}{list(info.shape)} of kind {info.kind} on rank "
+                    f"{ranks[0]}, "
                     f"{first.dtype}{list(first.shape)} of kind {first.kind} on rank {first_rank}"
                 )
     if problems:
@@ -347,7 +404,7 @@ def _merge_tensors(parts: Sequence[Part]) -> tuple[list[TensorInfo], list[Int64s
 
 
 def _conflicts(known: Sequence[TensorInfo]) -> list[str]:
-    pairs = zip(known, known[1:], strict=False)
+    pairs = pairwise(known)
     return [f"{b.fqn}: in the state twice, as {a} and {b}" for a, b in pairs if a.fqn == b.fqn]
 
 
@@ -453,7 +510,8 @@ def value_differences(parts: Sequence[Part]) -> list[str]:
     """One text per value that is not the same on all ranks of the world."""
     digests = {part.rank: part.value_digests for part in parts}
     return [
-        f"{fqn}: the value differs between ranks ({_groups(groups)}); wrap it in PerRank to keep every "
+        f"{fqn}: the value differs between ranks ({_groups(groups)}); wrap it in PerRank to keep "
+        f"every "
         "rank's own"
         for fqn, groups in _differences(digests, everywhere=True)
     ]
@@ -492,7 +550,9 @@ def values_of(manifest: Manifest) -> dict[str, Any]:
 
 
 def per_rank_of(manifest: Manifest) -> list[dict[str, Any]]:
-    """Each saving rank's own values by fqn, in rank order; empty when nothing was per rank. Raises Corrupt."""
+    """Each saving rank's own values by fqn, in rank order; empty when nothing was per rank. Raises
+    Corrupt.
+    """
     return [_mapping(data, f"per_rank[{rank}]") for rank, data in enumerate(manifest.per_rank)]
 
 

@@ -193,7 +193,7 @@ class S3Store(Store):
         )
 
     def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
-        more: dict[str, str] = {}
+        more: dict[str, Any] = {}
         if after:
             more["StartAfter"] = self._prefix + after
         while True:
@@ -228,7 +228,7 @@ class S3Store(Store):
     def abort_unfinished(self, prefix: str) -> int:
         wanted = self._prefix + check_prefix(prefix)
         aborted = 0
-        more: dict[str, str] = {}
+        more: dict[str, Any] = {}
         while True:
             page = self._call("abort", prefix, "list_multipart_uploads", Prefix=wanted, **more)
             for upload in page.get("Uploads", ()):

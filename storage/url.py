@@ -48,9 +48,9 @@ def open_store(url: str, *, retry: RetryPolicy | None = None, **storage_options:
         from storage.s3 import open_s3  # s3fs takes half a second to import
 
         return RetryingStore(open_s3(url, rest, storage_options, policy), policy)
+    _check_protocol(url, protocol.removeprefix(_FORCE_FSSPEC))
     from storage.generic import open_generic
 
-    _check_protocol(url, protocol.removeprefix(_FORCE_FSSPEC))
     return RetryingStore(open_generic(url.removeprefix(_FORCE_FSSPEC), storage_options), policy)
 
 

@@ -12,6 +12,8 @@ from storage.s3 import S3Store
 from storage.testing import StoreContract
 from tests.servers import S3Server
 
+pytestmark = pytest.mark.server
+
 MiB = 1024 * 1024
 
 

@@ -1,0 +1,292 @@
+"""Objects on any filesystem that fsspec knows. None of them creates exclusively."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import uuid
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import datetime
+from types import TracebackType
+from typing import Any
+
+import fsspec
+
+from storage.errors import (
+    AccessDeniedError,
+    InvalidUrlError,
+    KeyExistsError,
+    KeyNotFoundError,
+    ShortReadError,
+    StorageError,
+    TransientError,
+)
+from storage.keys import check_key, check_prefix, finished_name, unfinished_name
+from storage.ranges import PartLedger, flat_views
+from storage.store import ByteRange, ExclusiveCreate, ObjectInfo, ObjectWriter, Store
+
+
+def open_generic(url: str, options: dict[str, Any]) -> GenericStore:
+    """The store at `url`, by fsspec's rules. Raises InvalidUrlError."""
+    from storage.url import redacted
+
+    try:
+        filesystem, root = fsspec.core.url_to_fs(url, **options)
+    except ImportError as error:
+        raise InvalidUrlError(f"{redacted(url)}: {error}; install that package") from error
+    except (ValueError, TypeError, KeyError) as error:
+        raise InvalidUrlError(
+            f"{redacted(url)}: fsspec cannot open it ({type(error).__name__}: {error}); "
+            "check the url and the storage options"
+        ) from error
+    return GenericStore(filesystem, root, url=redacted(url))
+
+
+class GenericStore(Store):
+    """Objects below `root` of an fsspec filesystem.
+
+    An object is written to a `.tmp-` file beside its place and moved there at the end: whole or
+    not at all where `mv` is one step, as on disks, HDFS and SFTP. On object stores `mv`
+    is a copy and a delete, of which a reader sees the end only. Whether anything survives a power
+    failure is up to the filesystem; fsspec has no sync.
+    """
+
+    exclusive_create = ExclusiveCreate.NONE
+
+    def __init__(self, filesystem: Any, root: str, *, url: str) -> None:
+        self.url = url
+        self._fs = filesystem
+        self._root = root.rstrip("/")
+
+    def get(self, key: str, byte_range: ByteRange | None = None) -> bytes:
+        path = self._path(key)
+        try:
+            if byte_range is None:
+                return bytes(self._fs.cat_file(path))
+            if byte_range.nbytes == 0:  # fsspec takes an end of 0 for the end of the file
+                data = b""
+                if self._fs.info(path)["size"] < byte_range.start:
+                    raise self._short(key, byte_range)
+            else:
+                data = bytes(self._fs.cat_file(path, start=byte_range.start, end=byte_range.end))
+        except Exception as error:
+            raise self._translated(error, "read", key) from error
+        if len(data) != byte_range.nbytes:
+            raise self._short(key, byte_range)
+        return data
+
+    def get_into(self, key: str, start: int, buffers: Sequence[memoryview]) -> None:
+        views = flat_views(buffers)
+        end = start + sum(view.nbytes for view in views)
+        source = memoryview(self.get(key, ByteRange(start, end)))
+        position = 0
+        for view in views:
+            view[:] = source[position : position + view.nbytes]
+            position += view.nbytes
+
+    def create(
+        self,
+        key: str,
+        nbytes: int,
+        *,
+        part_nbytes: int,
+        durable: bool = True,
+        direct: bool = False,
+    ) -> GenericWriter:
+        """As promised by Store, but another writer that publishes at the same moment is replaced.
+
+        Parts that come before their turn wait in memory: write them in order.
+        """
+        return GenericWriter(self, PartLedger(check_key(key), nbytes, part_nbytes))
+
+    def put_if_absent(self, key: str, data: bytes) -> None:
+        """Looks first and writes then: unsafe as soon as there is a second writer."""
+        path = self._path(key)
+        try:
+            self._refuse_existing(key, path)
+            temp = self._temp(path)
+            self._make_parent(path)
+            self._fs.pipe_file(temp, bytes(data))
+            self._move(temp, path)
+        except Exception as error:
+            raise self._translated(error, "create", key) from error
+
+    def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
+        base = check_prefix(prefix).rpartition("/")[0]
+        try:
+            found = self._find(base)
+        except Exception as error:
+            raise self._translated(error, "list", prefix) from error
+        for key in sorted(found):
+            name = key.rpartition("/")[2]
+            if key > after and key.startswith(prefix) and finished_name(name) is None:
+                yield _object_info(key, found[key])
+
+    def info(self, key: str) -> ObjectInfo:
+        path = self._path(key)
+        try:
+            self._fs.invalidate_cache(self._parent(path))
+            found = self._fs.info(path)
+        except Exception as error:
+            raise self._translated(error, "info", key) from error
+        if found["type"] != "file":
+            raise KeyNotFoundError(f"info {key} in {self.url}: not a file")
+        return _object_info(key, found)
+
+    def delete(self, key: str) -> None:
+        path = self._path(key)
+        try:
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                self._fs.rm_file(path)
+        except Exception as error:
+            raise self._translated(error, "delete", key) from error
+
+    def sync(self, keys: Iterable[str]) -> None:
+        """fsspec has nothing to wait for."""
+
+    def abort_unfinished(self, prefix: str) -> int:
+        base = check_prefix(prefix).rpartition("/")[0]
+        removed = 0
+        try:
+            for key in sorted(self._find(base)):
+                directory, slash, name = key.rpartition("/")
+                meant = finished_name(name)
+                if meant is not None and f"{directory}{slash}{meant}".startswith(prefix):
+                    self._fs.rm_file(f"{self._root}/{key}")
+                    removed += 1
+        except Exception as error:
+            raise self._translated(error, "abort", prefix) from error
+        return removed
+
+    def close(self) -> None:
+        """fsspec shares its filesystems: there is nothing of ours to close."""
+
+    def _path(self, key: str) -> str:
+        return f"{self._root}/{check_key(key)}"
+
+    def _parent(self, path: str) -> str:
+        return path.rpartition("/")[0]
+
+    def _temp(self, path: str) -> str:
+        directory, _, name = path.rpartition("/")
+        return f"{directory}/{unfinished_name(name, uuid.uuid4().hex[:16])}"
+
+    def _make_parent(self, path: str) -> None:
+        self._fs.makedirs(self._parent(path), exist_ok=True)
+
+    def _move(self, temp: str, path: str) -> None:
+        if any(letter in path for letter in "*?["):
+            self._fs.cp_file(temp, path)  # `mv` would take the name for a pattern
+            self._fs.rm_file(temp)
+        else:
+            self._fs.mv(temp, path)
+
+    def _refuse_existing(self, key: str, path: str) -> None:
+        self._fs.invalidate_cache(self._parent(path))
+        if self._fs.exists(path):
+            raise KeyExistsError(f"create {key}: exists already in {self.url}")
+
+    def _find(self, base: str) -> dict[str, dict[str, Any]]:
+        """Everything below `base` by key, unfinished objects included; fresh, not from a cache."""
+        top = f"{self._root}/{base}" if base else self._root
+        self._fs.invalidate_cache()
+        try:
+            entries = self._fs.find(top or "/", detail=True)
+        except FileNotFoundError:
+            return {}
+        skip = len(self._fs._strip_protocol(self._root)) + 1 if self._root else 0
+        return {path[skip:].lstrip("/"): entry for path, entry in entries.items()}
+
+    def _short(self, key: str, wanted: ByteRange) -> ShortReadError:
+        return ShortReadError(
+            f"read {key} in {self.url}: the object ends before bytes {wanted.start} to {wanted.end}"
+        )
+
+    def _translated(self, error: Exception, operation: str, key: str) -> StorageError:
+        if isinstance(error, StorageError):
+            return error
+        where = f"{operation} {key} in {self.url}: {type(error).__name__}: {error}"
+        if isinstance(error, (FileNotFoundError, IsADirectoryError)) and operation != "create":
+            return KeyNotFoundError(where)
+        if isinstance(error, PermissionError):
+            return AccessDeniedError(where)
+        if isinstance(error, (TimeoutError, ConnectionError)) and operation != "create":
+            return TransientError(where)
+        return StorageError(where)
+
+
+class GenericWriter(ObjectWriter):
+    """A temporary file, written from its beginning to its end, and moved into place."""
+
+    def __init__(self, store: GenericStore, ledger: PartLedger) -> None:
+        self.part_nbytes = ledger.part_nbytes
+        self._store = store
+        self._ledger = ledger
+        self._path = store._path(ledger.key)
+        self._temp = store._temp(self._path)
+        self._waiting: dict[int, bytes] = {}
+        self._next_index = 0
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> GenericWriter:
+        store = self._store
+        try:
+            store._refuse_existing(self._ledger.key, self._path)
+            store._make_parent(self._path)
+            self._file = store._fs.open(self._temp, "wb")
+        except Exception as error:
+            raise store._translated(error, "create", self._ledger.key) from error
+        return self
+
+    def write_part(self, index: int, buffers: Sequence[memoryview]) -> None:
+        self._ledger.claim(index, buffers)
+        data = b"".join(flat_views(buffers))
+        try:
+            with self._lock:
+                self._waiting[index] = data
+                while self._next_index in self._waiting:
+                    self._file.write(self._waiting[self._next_index])
+                    del self._waiting[self._next_index]
+                    self._next_index += 1
+        except Exception as error:
+            raise self._store._translated(error, "create", self._ledger.key) from error
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is not None:
+            self._discard()
+            return
+        store = self._store
+        try:
+            self._ledger.check_complete()
+            self._file.close()
+            store._refuse_existing(self._ledger.key, self._path)
+            store._move(self._temp, self._path)
+        except ValueError:
+            self._discard()
+            raise
+        except Exception as failed:
+            self._discard()
+            raise store._translated(failed, "create", self._ledger.key) from failed
+
+    def _discard(self) -> None:
+        # Closing may publish the temporary file, cut short: harmless under its name, then removed.
+        with contextlib.suppress(Exception):
+            self._file.close()
+        with contextlib.suppress(Exception):
+            self._store._fs.rm_file(self._temp)
+
+
+def _object_info(key: str, found: dict[str, Any]) -> ObjectInfo:
+    """Filesystems name the time of change in many ways; without one, an age is not to be had."""
+    for name in ("mtime", "LastModified", "last_modified", "updated", "created"):
+        value = found.get(name)
+        if isinstance(value, (int, float)):
+            return ObjectInfo(key, found["size"], float(value))
+        if isinstance(value, datetime):
+            return ObjectInfo(key, found["size"], float(value.timestamp()))
+    return ObjectInfo(key, found["size"], 0.0)

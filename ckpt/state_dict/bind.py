@@ -166,8 +166,8 @@ class _Binding:
             self.names.report(
                 ProblemKind.SHAPE,
                 fqn,
-                f"checkpoint has shape {tuple(entry.shape)}, state has {tuple(shape)}; build the state "
-                "with the sizes it was saved with, pass rename= or drop the entry with skip=",
+                f"checkpoint has shape {tuple(entry.shape)}, state has {tuple(shape)}; build the "
+                "state with the sizes it was saved with, pass rename= or drop the entry with skip=",
             )
             return False
         if entry.dtype is not dtype:
@@ -175,7 +175,8 @@ class _Binding:
                 ProblemKind.DTYPE,
                 fqn,
                 f"checkpoint has dtype {entry.dtype}, state has {dtype}; convert the state with "
-                f".to({entry.dtype}) before loading and back after it (a load never casts), or skip= it",
+                f".to({entry.dtype}) before loading and back after it (a load never casts), or "
+                "skip= it",
             )
             return False
         return True
@@ -291,8 +292,8 @@ class _Binding:
             self.names.report(
                 ProblemKind.PER_RANK,
                 fqn,
-                f"was saved per rank by {saved_size} ranks and is loaded by {size}; say which rank gets "
-                "what with PerRank(..., on_reshard=fn), or leave it alone with skip=",
+                f"was saved per rank by {saved_size} ranks and is loaded by {size}; say which "
+                "rank gets what with PerRank(..., on_reshard=fn), or leave it alone with skip=",
             )
             return None
         try:
@@ -309,8 +310,8 @@ class _Binding:
                 Problem(
                     ProblemKind.UNEXPECTED,
                     name,
-                    f"{name}: is in the checkpoint and has no place in the state; pass rename= if the "
-                    "state calls it otherwise, skip= or strict=False to leave it out",
+                    f"{name}: is in the checkpoint and has no place in the state; pass rename= "
+                    "if the state calls it otherwise, skip= or strict=False to leave it out",
                 )
             )
         problems = tuple(names.problems)

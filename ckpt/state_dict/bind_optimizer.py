@@ -169,8 +169,8 @@ class _Binding:
         self.names.report(
             ProblemKind.MISSING,
             f"{self.path}.param_groups",
-            f"the checkpoint's optimizer has no parameter {fqn}; pass rename=, or strict=False to leave "
-            "the state of this parameter as it is",
+            f"the checkpoint's optimizer has no parameter {fqn}; pass rename=, or strict=False "
+            "to leave the state of this parameter as it is",
         )
         return None
 
@@ -188,8 +188,8 @@ class _Binding:
             self.names.report(
                 ProblemKind.UNEXPECTED,
                 fqn,
-                f"the checkpoint's optimizer has {len(extra)} parameters more, {extra[0]} the first; pass "
-                "rename=, or strict=False to leave them out",
+                f"the checkpoint's optimizer has {len(extra)} parameters more, {extra[0]} the "
+                "first; pass rename=, or strict=False to leave them out",
             )
         free = dict(enumerate(set(group["params"]) & live_names for group in saved_groups))
         matched: list[int | None] = []
@@ -213,13 +213,13 @@ class _Binding:
             default=None,
         )
         if best is None:
-            return f"checkpoint has no groups, state has {count}; build the optimizer as it was saved"
+            return f"checkpoint has no groups, state has {count}; build it as it was saved"
         saved = set(saved_groups[best]["params"])
         odd = sorted(live ^ saved)
         return (
             f"group {at} of the state has other parameters than any of the checkpoint's "
-            f"{len(saved_groups)} groups: against group {best} it differs in {len(odd)}, {odd[:3]} the "
-            "first; build the optimizer with the groups it was saved with"
+            f"{len(saved_groups)} groups: against group {best} it differs in {len(odd)}, "
+            f"{odd[:3]} the first; build the optimizer with the groups it was saved with"
         )
 
     def add_group(self, group: dict[str, Any], number: int, saved: Mapping[str, Any]) -> None:
@@ -302,8 +302,8 @@ class _Binding:
             self.names.report(
                 ProblemKind.DTYPE,
                 fqn,
-                f"members of one flat parameter have {sorted(map(str, dtypes))}, one tensor has to hold "
-                "them all; load into a model with use_orig_params=True or fully_shard",
+                f"members of one flat parameter have {sorted(map(str, dtypes))}, one tensor has "
+                "to hold them all; load into a model with use_orig_params=True or fully_shard",
             )
         elif all(entry.shape == () for _, _, entry in entries.values()):
             self.add_scalar(new, named, name, entries, live)
@@ -319,9 +319,10 @@ class _Binding:
             self.names.report(
                 ProblemKind.SHAPE,
                 fqn,
-                f"checkpoint has shape {odd.shape}, the parameter {tuple(named.source.members[0].global_shape)}: "
-                "state of another shape cannot be divided among flat shards; load into fully_shard or an "
-                "unsharded model, or skip= it",
+                f"checkpoint has shape {odd.shape}, the parameter "
+                f"{tuple(named.source.members[0].global_shape)}: state of another shape cannot "
+                "be divided among flat shards; load into fully_shard or an unsharded model, or "
+                "skip= it",
             )
 
     def add_scalar(
@@ -432,8 +433,9 @@ def _common(filled: Sequence[tuple[str, torch.Tensor]]) -> torch.Tensor:
         if not torch.equal(scalar, first):
             raise Mismatch(
                 [
-                    f"{fqn}: is {scalar.item()}, and {first_fqn} is {first.item()}: parameters of one flat "
-                    "parameter share one scalar; load into a model with use_orig_params=True"
+                    f"{fqn}: is {scalar.item()}, and {first_fqn} is {first.item()}: parameters "
+                    "of one flat parameter share one scalar; load into a model with "
+                    "use_orig_params=True"
                 ]
             )
     return first

@@ -122,8 +122,8 @@ class _Building:
             value, tensors = split_tree(own, slot.fqn, self.problems)
             if tensors:
                 self.problems.append(
-                    f"{tensors[0][0]}: a tensor in a PerRank value; convert it with .tolist() or to "
-                    "bytes, or keep the tensor outside"
+                    f"{tensors[0][0]}: a tensor in a PerRank value; convert it with .tolist() or "
+                    "to bytes, or keep the tensor outside"
                 )
             self.names.append(slot.fqn)
             self.per_rank[slot.fqn] = value

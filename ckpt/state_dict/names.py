@@ -44,7 +44,8 @@ class Names:
             self.report(
                 ProblemKind.VALUE,
                 fqn,
-                "is a value in the checkpoint and a tensor in the state; skip= it or load into a value",
+                "is a value in the checkpoint and a tensor in the state; skip= it or load into a "
+                "value",
             )
         else:
             self.report_missing(fqn, name)
@@ -60,7 +61,8 @@ class Names:
             self.report(
                 ProblemKind.VALUE,
                 fqn,
-                "is a tensor in the checkpoint and a value in the state; put a tensor there, or skip= it",
+                "is a tensor in the checkpoint and a value in the state; put a tensor there, or "
+                "skip= it",
             )
         elif any(name in own for own in self.catalog.per_rank):
             self.report(

@@ -25,8 +25,8 @@ from ckpt.state_dict.values import split_tree
 
 # Lists of names that belong to the live optimizer, not to the state that moves between models.
 NAME_KEYS = ("params", "param_names")
-# A Python number in the state of a parameter that other ranks may hold nothing of is stored as a 0-dim
-# tensor, because values have to be the same on all ranks; its name says what it was.
+# A Python number in the state of a parameter that other ranks may hold nothing of is stored as a
+# 0-dim tensor, because values have to be the same on all ranks; its name says what it was.
 NUMBERS: dict[type, tuple[str, torch.dtype]] = {
     bool: ("~bool", torch.bool),
     int: ("~int", torch.int64),
@@ -90,12 +90,14 @@ def refusals(path: str, optimizer: torch.optim.Optimizer, described: Described) 
         for hook in getattr(optimizer, attribute, {}).values():
             problems.append(
                 f"{path}: the hook {getattr(hook, '__qualname__', hook)!s} on state_dict or "
-                "load_state_dict cannot be honoured, because the state is read where it lies; remove it"
+                "load_state_dict cannot be honoured, because the state is read where it lies; "
+                "remove it"
             )
     if "ZeroRedundancyOptimizer" in {kind.__name__ for kind in type(optimizer).__mro__}:
         problems.append(
-            f"{path}: ZeroRedundancyOptimizer keeps the state of each parameter on one rank and does "
-            "not tell which; shard the model with fully_shard, or use the optimizer that it wraps"
+            f"{path}: ZeroRedundancyOptimizer keeps the state of each parameter on one rank and "
+            "does not tell which; shard the model with fully_shard, or use the optimizer that it "
+            "wraps"
         )
     strangers = [
         tuple(param.shape)
@@ -105,16 +107,17 @@ def refusals(path: str, optimizer: torch.optim.Optimizer, described: Described) 
     ]
     if strangers:
         problems.append(
-            f"{path}: {len(strangers)} of its parameters are in no module of the state (the first has "
-            f"shape {strangers[0]}); put the model into the state beside the optimizer, and make the "
-            "optimizer after the model is wrapped or sharded"
+            f"{path}: {len(strangers)} of its parameters are in no module of the state (the "
+            f"first has shape {strangers[0]}); put the model into the state beside the "
+            "optimizer, and make the optimizer after the model is wrapped or sharded"
         )
     elif isinstance(optimizer, torch.optim.LBFGS):
         sources = [described.by_param[id(p)] for g in optimizer.param_groups for p in g["params"]]
         if not all(is_whole(source) for source in sources):
             problems.append(
-                f"{path}: LBFGS keeps vectors over all parameters joined together, which cannot be told "
-                "apart when parameters are sharded; use another optimizer or an unsharded model"
+                f"{path}: LBFGS keeps vectors over all parameters joined together, which cannot "
+                "be told apart when parameters are sharded; use another optimizer or an "
+                "unsharded model"
             )
     return problems
 
@@ -211,10 +214,11 @@ class _Saving:
             self.add_own_layout(named, name, tensor)
         else:
             self.flat.problems.append(
-                f"{self.path}.state.{named.names[0]}.{name}: shape {tuple(tensor.shape)} is not that of "
-                f"the parameter's local tensor {tuple(owned.local.shape)}, so nothing tells which part "
-                "of the parameter it belongs to; use an optimizer whose state is shaped like the "
-                "parameter, or keep the parameter whole (ignore it when sharding)"
+                f"{self.path}.state.{named.names[0]}.{name}: shape {tuple(tensor.shape)} is not "
+                f"that of the parameter's local tensor {tuple(owned.local.shape)}, so nothing "
+                "tells which part of the parameter it belongs to; use an optimizer whose state "
+                "is shaped like the parameter, or keep the parameter whole (ignore it when "
+                "sharding)"
             )
 
     def add_like_param(self, named: NamedParam, name: str, local: torch.Tensor) -> None:
@@ -249,8 +253,8 @@ class _Saving:
         fqn = f"{self.path}.state.{named.names[0]}.{name}"
         if len(named.names) > 1:
             self.flat.problems.append(
-                f"{fqn}: a {type(tensor).__name__} for a flat parameter of {len(named.names)} members "
-                "cannot be told apart; wrap with use_orig_params=True"
+                f"{fqn}: a {type(tensor).__name__} for a flat parameter of {len(named.names)} "
+                "members cannot be told apart; wrap with use_orig_params=True"
             )
             return
         self.add_whole(fqn, tensor, Kind.OPTIMIZER, named.owned)
@@ -271,14 +275,14 @@ class _Saving:
             value, tensors = split_tree(content, fqn, self.flat.problems)
             if tensors and not is_whole(named.source):
                 self.flat.problems.append(
-                    f"{fqn}: tensors inside a {type(content).__name__} cannot be told apart when the "
-                    "parameter is sharded; use tensors shaped like the parameter, one per name"
+                    f"{fqn}: tensors inside a {type(content).__name__} cannot be told apart when "
+                    "the parameter is sharded; use tensors shaped like the parameter, one per name"
                 )
                 continue
             if not known_everywhere:
                 self.flat.problems.append(
-                    f"{fqn}: a {type(content).__name__} in the state of a parameter that other ranks may "
-                    "hold nothing of; use a number or a tensor"
+                    f"{fqn}: a {type(content).__name__} in the state of a parameter that other "
+                    "ranks may hold nothing of; use a number or a tensor"
                 )
                 continue
             self.flat.names.append(fqn)

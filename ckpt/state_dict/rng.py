@@ -65,7 +65,7 @@ class RandomStates:
 
 def _cuda_states() -> list[torch.Tensor]:
     # A process that never touched CUDA has nothing to save, and must not be made to start it.
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return list(torch.cuda.get_rng_state_all())
     return []
 

@@ -106,7 +106,7 @@ class _Splitter:
             self.tensors.append((path, tree))
             return {TENSOR_KEY: path}
         if depth >= DEPTH_MAX:
-            self.problems.append(f"{path[:200]}: nested deeper than {DEPTH_MAX} levels, or in itself")
+            self.problems.append(f"{path[:200]}: nested deeper than {DEPTH_MAX}, or in itself")
             return None
         if kind in DICTS:
             return self.split_dict(tree, path, depth)

@@ -77,11 +77,11 @@ def _walk_container(node: Any, path: str, place: Place, leaves: Leaves, depth: i
     items: Iterable[tuple[Any, Any]]
     if isinstance(node, dict):
         items = node.items()
-        # Names of parts that are walked into come from the keys, so only keys that make a name will do.
+        # Names of parts that are walked into come from the keys, so only keys that make a name do.
         if bad := [key for key in node if type(key) is not str and type(key) is not int]:
             leaves.problems.append(
-                f"{path or 'the state'}: key {bad[0]!r:.100} of type {type(bad[0]).__name__} cannot "
-                "name a part of the state; use str or int"
+                f"{path or 'the state'}: key {bad[0]!r:.100} of type {type(bad[0]).__name__} "
+                "cannot name a part of the state; use str or int"
             )
             return
     else:

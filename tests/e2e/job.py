@@ -1,0 +1,132 @@
+"""A job of several ranks as threads, for end-to-end tests without processes.
+
+`Sharded` is a small engine of its own: it holds one logical tensor cut over the ranks along dim 0,
+and speaks `__ckpt_pieces__`. A `Job` is what one process group is in a real training: it has its
+own sessions, so a second `Job` on the same root is a restart, or a rival.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ckpt.layout.piece import Owned, Piece, View
+from ckpt.layout.region import Box, Span, whole
+from ckpt.loading import LoadOptions, LoadReport, load_state
+from ckpt.saving import PartMemory, SaveOptions, SaveReport, save_state
+from ckpt.session import Limits, SessionRegistry, Sources, open_session
+from ckpt.testing import run_ranks
+from ckpt.world import World
+from storage import Store
+
+NO_WAITING = Sources(pause=lambda seconds: None)
+StoreOf = Callable[[int], Store]
+
+
+class Sharded(nn.Module):
+    """Rank `rank`'s rows of a tensor of `shape`, or with `flat=True` its run of elements."""
+
+    def __init__(self, full: torch.Tensor, rank: int, size: int, *, flat: bool = False) -> None:
+        super().__init__()
+        self.shape = tuple(full.shape)
+        self.flat = flat
+        length = full.numel() if flat else full.shape[0]
+        chunk = -(-length // size)
+        self.start = min(rank * chunk, length)
+        self.stop = min(self.start + chunk, length)
+        rows = full.reshape(-1) if flat else full
+        self.local = nn.Parameter(rows[self.start : self.stop].clone(), requires_grad=False)
+        self.rank = rank
+
+    def __ckpt_pieces__(self) -> Iterable[Owned]:
+        shape = self.shape
+        if self.flat:
+            region: Box | Span = Span(self.start, self.stop)
+        else:
+            offset = (self.start,) + (0,) * (len(shape) - 1)
+            region = Box(offset, (self.stop - self.start, *shape[1:]))
+        local = self.local.detach()
+        inside = whole(tuple(local.shape))
+        piece = Piece("tensor", shape, local.dtype, region, inside, (self.rank,))
+        yield Owned(self.local, local, (View((piece,)),), True)
+
+
+@dataclass
+class Job:
+    """`size` ranks over `store_of(rank)`; every call runs them as fresh threads of one session."""
+
+    size: int
+    store_of: StoreOf
+    registry: SessionRegistry = field(default_factory=SessionRegistry)
+    deadline_seconds: float = 20.0
+
+    def save(
+        self, state_of: Callable[[int], Any], step: int, options: SaveOptions | None = None
+    ) -> list[SaveReport]:
+        """Collective save of `state_of(rank)`. Raises ckpt.testing.RanksFailed."""
+
+        def rank_main(world: World) -> SaveReport:
+            store = self.store_of(world.rank)
+            session = open_session(world, store, self.registry, sources=NO_WAITING)
+            return save_state(
+                state_of(world.rank),
+                session=session,
+                store=store,
+                step=step,
+                options=options or SaveOptions(),
+                memory=PartMemory(),
+            )
+
+        return run_ranks(self.size, rank_main, deadline_seconds=self.deadline_seconds)
+
+    def load(
+        self,
+        state_of: Callable[[int], Any],
+        step: int | None = None,
+        options: LoadOptions | None = None,
+    ) -> list[LoadReport]:
+        """Collective load into `state_of(rank)`."""
+
+        def rank_main(world: World) -> LoadReport:
+            return load_state(
+                state_of(world.rank),
+                store=self.store_of(world.rank),
+                world=world,
+                step=step,
+                options=options or LoadOptions(),
+            )
+
+        return run_ranks(self.size, rank_main, deadline_seconds=self.deadline_seconds)
+
+
+def tensors_at(step: int, names: int = 3) -> dict[str, torch.Tensor]:
+    """Small tensors whose every element depends on the step."""
+    generator = torch.Generator().manual_seed(step)
+    return {f"t{at}": torch.randn(5 + at, 7, generator=generator) for at in range(names)}
+
+
+def state_at(step: int, rank: int, size: int) -> dict[str, Any]:
+    """What rank `rank` of `size` has at `step`: sharded rows, sharded runs, replicas, values."""
+    tensors = tensors_at(step)
+    return {
+        "rows": Sharded(tensors["t0"], rank, size),
+        "runs": Sharded(tensors["t1"], rank, size, flat=True),
+        "replica": tensors["t2"],
+        "step": step,
+    }
+
+
+def assert_is_step(state: dict[str, Any], step: int, rank: int, size: int) -> None:
+    """Every tensor and value of `state` is bit for bit that of `step`."""
+    expected = state_at(step, rank, size)
+    assert state["step"] == step
+    assert torch.equal(state["replica"], expected["replica"])
+    for name in ("rows", "runs"):
+        assert torch.equal(state[name].local, expected[name].local)
+
+
+__all__ = ["NO_WAITING", "Job", "Limits", "Sharded", "assert_is_step", "state_at", "tensors_at"]

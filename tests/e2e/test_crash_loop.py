@@ -1,0 +1,103 @@
+"""Every storage operation of a save fails or kills, one after the other, on 3 ranks.
+
+Method: a dry run counts the operations of a second save. Then, for every n, the n-th operation is
+made to fail or to kill (before or after it took effect, once or for ever, one rank or the whole
+job). After each, a fresh job must load the newest checkpoint that anyone was promised, bit for bit,
+and save again.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ckpt.errors import OutcomeUnknown
+from ckpt.locate import live_entries
+from ckpt.testing import RanksFailed
+from storage import Store, open_store
+from storage.testing import FaultPlan, FaultyStore
+from tests.e2e.job import Job, assert_is_step, state_at
+
+SIZE = 3
+NewStore = Callable[[], Store]
+
+
+@pytest.fixture(params=["memory", "local"])
+def new_store(request: pytest.FixtureRequest, tmp_path: Path) -> NewStore:
+    """A function that makes an empty root each time it is called."""
+    numbers = itertools.count()
+
+    def make() -> Store:
+        number = next(numbers)
+        if request.param == "memory":
+            return open_store(f"memory://{request.node.name}-{number}")
+        return open_store(str(tmp_path / str(number)))
+
+    return make
+
+
+def _operations(store: Store) -> list[tuple[str, str]]:
+    """The storage operations of a second save by a running job."""
+    plan = FaultPlan(0)
+    faulty = FaultyStore(store, plan)
+    job = Job(SIZE, lambda rank: faulty)
+    job.save(lambda rank: state_at(1, rank, SIZE), step=1)
+    plan.operations.clear()
+    job.save(lambda rank: state_at(2, rank, SIZE), step=2)
+    return list(plan.operations)
+
+
+def _save_under_fault(store: Store, plan: FaultPlan, *, whole_job: bool) -> int:
+    """Save step 1 in peace and step 2 under `plan`; returns the newest step that was promised."""
+    shared = FaultyStore(store, FaultPlan(0))
+    own = [FaultyStore(store, FaultPlan(0)) for _ in range(SIZE)]
+    job = Job(SIZE, lambda rank: shared if whole_job else own[rank])
+    job.save(lambda rank: state_at(1, rank, SIZE), step=1)
+    for faulty in [shared, *own]:
+        faulty.plan = plan
+    try:
+        job.save(lambda rank: state_at(2, rank, SIZE), step=2)
+    except RanksFailed as failed:
+        for error in failed.errors.values():
+            if isinstance(error, OutcomeUnknown):
+                return 1
+        # A rank that heard of success keeps the promise for all.
+        return 2 if failed.results else 1
+    return 2
+
+
+def _check_recovery(store: Store, promised: int, label: str) -> None:
+    survivor = Job(SIZE, lambda rank: store)
+    newest = live_entries(store)[-1].step
+    assert newest >= promised, label
+    loaded = [state_at(0, rank, SIZE) for rank in range(SIZE)]
+    survivor.load(lambda rank: loaded[rank])
+    for rank, state in enumerate(loaded):
+        assert_is_step(state, newest, rank, SIZE)
+    survivor.save(lambda rank: state_at(3, rank, SIZE), step=3)
+    alone = [state_at(0, 0, 1)]
+    Job(1, lambda rank: store).load(lambda rank: alone[rank])
+    assert_is_step(alone[0], 3, 0, 1)
+
+
+@pytest.mark.parametrize("mode", ["before", "after"])
+@pytest.mark.parametrize("forever", [False, True], ids=["once", "for-ever"])
+@pytest.mark.parametrize("fault", ["fails", "kills-rank", "kills-job"])
+def test_nothing_promised_is_lost_and_the_next_save_works(
+    new_store: NewStore, fault: str, forever: bool, mode: str
+) -> None:
+    total = len(_operations(new_store()))
+    assert total > 20
+    struck = 0
+    for at in range(1, total + 1):
+        kill = fault != "fails"
+        plan = FaultPlan(at, kill=kill, mode=mode, forever=forever)  # type: ignore[arg-type]
+        store = new_store()
+        promised = _save_under_fault(store, plan, whole_job=fault == "kills-job")
+        struck += plan.happened
+        what = plan.operations[at - 1] if plan.happened else "nothing"
+        _check_recovery(store, promised, f"operation {at} of {total}: {what}")
+    assert struck >= total - 3  # ranks race, so a run may end a few operations early

@@ -143,15 +143,26 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return local.detach()
 
 
+class FsdpCut(NamedTuple):
+    """FSDP2's own cut of a parameter: the mesh axis it is written down for, and the part kept here.
+
+    The part is the rank in the axis' process group. It differs from the coordinate in the mesh when
+    the mesh does not list ranks in ascending order, since process groups sort their ranks.
+    """
+
+    axis: int
+    part: int
+
+
 def describe_dtensor(
-    fqn: str, tensor: torch.Tensor, ranks: Ranks, *, cut_by_fsdp2: bool = False
+    fqn: str, tensor: torch.Tensor, ranks: Ranks, *, fsdp_cut: FsdpCut | None = None
 ) -> Owned:
     """The pieces of a DTensor, or of a parameter that is one.
 
-    `cut_by_fsdp2` says that strided placements stand for FSDP2's own order of cuts, which differs
-    from their definition when sizes are uneven. For other DTensors the definition counts, unless
-    the local tensor can only be explained by that order. Raises `Refused` for pending sums
-    (`Partial`), unknown placements, and local tensors that are not what the placements say.
+    With `fsdp_cut`, strided placements stand for FSDP2's own order of cuts, which differs from
+    their definition when sizes are uneven. For other DTensors the definition counts, unless the
+    local tensor can only be explained by that order. Raises `Refused` for pending sums (`Partial`),
+    unknown placements, and local tensors that are not what the placements say.
     """
     mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
     placements: Sequence[Any] = tensor.placements  # type: ignore[attr-defined]
@@ -162,10 +173,13 @@ def describe_dtensor(
     if coordinate is None:
         empty = Box((0,) * len(shape), (0,) * len(shape))
         return _owned(fqn, tensor, local, [(empty, Box((0,), (0,)))], (ranks.rank,))
-    cuts = cuts_of(fqn, placements, tuple(mesh.shape), coordinate)
+    parts = list(coordinate)
+    if fsdp_cut is not None:
+        parts[fsdp_cut.axis] = fsdp_cut.part
+    cuts = cuts_of(fqn, placements, tuple(mesh.shape), parts)
     orders = [cuts]
     if any(cut.split_factor != 1 for cut in cuts):
-        orders = [outermost_last(cuts)] if cut_by_fsdp2 else [cuts, outermost_last(cuts)]
+        orders = [outermost_last(cuts)] if fsdp_cut is not None else [cuts, outermost_last(cuts)]
     for order in orders:
         local_shape, boxes = boxes_kept(shape, order)
         if local_shape == tuple(local.shape) or (local.numel() == 0 and 0 in local_shape):
@@ -173,8 +187,7 @@ def describe_dtensor(
     raise Refused(
         f"{fqn}: its local tensor has shape {tuple(local.shape)}, but placements "
         f"{tuple(placements)} of shape {shape} on a mesh of shape {tuple(mesh.shape)} give "
-        f"{local_shape} at {tuple(coordinate)}; "
-        "redistribute it, or build it with the right shape and stride"
+        f"{local_shape} at {tuple(coordinate)}; redistribute it, or build it with the right shape"
     )
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ckpt.layout.dtensor import describe_dtensor
+from ckpt.layout.dtensor import FsdpCut, describe_dtensor
 from ckpt.layout.piece import Owned, Piece, View, Window
 from ckpt.layout.plain import Ranks, Refused, refuse_unstorable
 from ckpt.layout.region import Box, Shape, Span, boxes_of, row_major_strides, whole
@@ -79,7 +79,19 @@ def _describe_fsdp2(
             f"{fqn}: its shards are of class {type(local).__name__}, which only its author can "
             "take apart; let the class offer __ckpt_pieces__()"
         )
-    return [describe_dtensor(fqn, sharded, ranks, cut_by_fsdp2=True)]
+    return [describe_dtensor(fqn, sharded, ranks, fsdp_cut=_fsdp_cut(fsdp_param, sharded))]
+
+
+def _fsdp_cut(fsdp_param: Any, sharded: Any) -> FsdpCut | None:
+    info = fsdp_param.mesh_info
+    axis = getattr(info, "shard_mesh_dim", None)
+    if axis is None:  # replicated only, nothing is cut
+        return None
+    if getattr(info, "is_spmd_mesh", False):
+        # One mesh for everything: the axis has the position that its name has.
+        names = sharded.device_mesh.mesh_dim_names
+        axis = names.index(info.mesh.mesh_dim_names[axis])
+    return FsdpCut(axis, info.shard_mesh_rank)
 
 
 def reshard_fsdp2(module: nn.Module) -> None:

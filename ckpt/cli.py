@@ -31,13 +31,13 @@ from rich.table import Table
 from rich.text import Text
 
 from ckpt.errors import CheckpointError
-from ckpt.export import Selection, export, parse_nbytes
+from ckpt.exporting import Selection, export, parse_nbytes
 from ckpt.layout.region import Box, Region
 from ckpt.locate import live_entries
 from ckpt.log import MANIFEST_NAME, LiveEntry
 from ckpt.reader import Checkpoint, TensorInfo, open_checkpoint
 from ckpt.session import Maintenance, NotRetired
-from ckpt.verify import VerifyReport, summary, verify
+from ckpt.verifying import VerifyReport, summary, verify
 from storage import InvalidUrlError, KeyNotFoundError, StorageError, Store, open_store
 
 OK, PROBLEM, USAGE = 0, 1, 2
@@ -258,7 +258,8 @@ def _ls(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps([_entry_json(entry, unix) for entry, unix in rows], indent=2))
         return OK
-    table = _table(f"{store.url}: {len(live)} checkpoints")
+    print(f"{store.url}: {len(live)} checkpoints")
+    table = _table()
     for title in ("step", "committed", "attempt", "notes"):
         table.add_column(title, justify="right" if title == "step" else "left")
     for entry, unix in rows:
@@ -298,24 +299,23 @@ def _show(arguments: argparse.Namespace) -> int:
     ) as checkpoint:
         names = fnmatch.filter(checkpoint.keys(), arguments.pattern)
         infos = [checkpoint.info(name) for name in names]
+        if not infos and len(checkpoint):
+            raise CheckpointError(
+                f"no name matches {arguments.pattern!r}; quote patterns, as in 'model.*'; "
+                f"the first name is {checkpoint.keys()[0]!r}"
+            )
         if arguments.json:
             print(json.dumps(_checkpoint_json(checkpoint, infos), indent=2))
         else:
             _show_tables(checkpoint, infos)
-    if not infos and len(checkpoint):
-        raise CheckpointError(
-            f"no name matches {arguments.pattern!r}; quote patterns, as in 'model.*'; "
-            f"the first name is {checkpoint.keys()[0]!r}"
-        )
     return OK
 
 
 def _show_tables(checkpoint: Checkpoint, infos: Sequence[TensorInfo]) -> None:
     header = checkpoint.manifest.header
-    table = _table(
-        f"{checkpoint.url}\nstep {header.step}, saved by {header.world_size} ranks, "
-        f"{_date(header.created_unix)}"
-    )
+    print(checkpoint.url)
+    print(f"step {header.step}, {header.world_size} ranks, {_date(header.created_unix)}\n")
+    table = _table()
     for title, right in (
         ("name", False),
         ("kind", False),
@@ -332,11 +332,13 @@ def _show_tables(checkpoint: Checkpoint, infos: Sequence[TensorInfo]) -> None:
         dtype = str(info.dtype).removeprefix("torch.")
         table.add_row(Text(info.fqn), kind, dtype, shape, _size(info.nbytes), _writers(info))
     _print(table)
+    print()
     _print(_rank_table(checkpoint))
     if checkpoint.values:
-        values = _table("values")
-        values.add_column("name", overflow="fold")
-        values.add_column("value", overflow="fold")
+        print()
+        values = _table()
+        values.add_column("value of", overflow="fold")
+        values.add_column("", overflow="fold")
         for name, value in checkpoint.values.items():
             text = repr(value)
             values.add_row(Text(name), Text(text if len(text) <= 100 else f"{text[:97]}..."))
@@ -351,8 +353,8 @@ def _rank_table(checkpoint: Checkpoint) -> Table:
     for name, size in zip(manifest.files, manifest.file_nbytes.tolist(), strict=True):
         nbytes[_rank_of(name)] += size
         files[_rank_of(name)] += 1
-    table = _table("stored by")
-    for title in ("rank", "files", "size"):
+    table = _table()
+    for title in ("stored by rank", "files", "size"):
         table.add_column(title, justify="right")
     for rank in sorted(nbytes, key=lambda rank: (len(rank), rank)):
         table.add_row(rank, f"{files[rank]}", _size(nbytes[rank]))
@@ -589,10 +591,8 @@ def _progress(what: str) -> Iterator[Callable[[int, int], None] | None]:
         yield progress
 
 
-def _table(title: str) -> Table:
-    return Table(
-        title=Text(title), title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0)
-    )
+def _table() -> Table:
+    return Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
 
 
 def _print(table: Table) -> None:

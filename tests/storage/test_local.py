@@ -1,0 +1,380 @@
+"""What the local store promises beyond the contract: crashes, full disks, short writes, links."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from storage import (
+    AccessDeniedError,
+    ByteRange,
+    KeyExistsError,
+    KeyNotFoundError,
+    NoSpaceError,
+    OutcomeUnknownError,
+    StorageError,
+)
+from storage import file_io as file_io_module
+from storage import local as local_module
+from storage.file_io import DirectFile, OpenFiles
+from storage.local import LocalStore
+from storage.store import ExclusiveCreate
+from storage.testing import write_object
+
+KiB, MiB = 1024, 1024 * 1024
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[LocalStore]:
+    store = LocalStore(str(tmp_path / "root"), open_files_max=4)
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A filesystem of 1 MiB of its own."""
+    mounted = tmp_path / "small"
+    mounted.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(mounted)]
+    if os.geteuid() != 0 or subprocess.run(command, capture_output=True).returncode != 0:
+        pytest.skip("needs the right to mount a tmpfs")
+    yield mounted
+    subprocess.run(["umount", "-l", str(mounted)], check=True)
+
+
+def all_files(root: Path) -> list[str]:
+    return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
+
+
+def test_a_killed_writer_leaves_no_visible_object(tmp_path: Path) -> None:
+    """SIGKILL a process in the middle of an object and of a put; list, then clean up."""
+    code = (
+        "import os, signal, sys\n"
+        "from storage import local\n"
+        "store = local.LocalStore(sys.argv[1])\n"
+        "store.put_if_absent('steps/1/done', b'x')\n"
+        "writer = store.create('steps/1/data', 8, part_nbytes=4).__enter__()\n"
+        "writer.write_part(0, [memoryview(b'1234')])\n"
+        "local.os.link = lambda *a: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "store.put_if_absent('steps/1/MANIFEST', b'x')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], timeout=60)
+    assert done.returncode == -signal.SIGKILL
+    assert len(all_files(tmp_path)) == 3
+    store = LocalStore(str(tmp_path))
+    assert [entry.key for entry in store.list("")] == ["steps/1/done"]
+    assert store.abort_unfinished("steps/1/MAN") == 1
+    assert store.abort_unfinished("steps/") == 1
+    assert all_files(tmp_path) == ["steps/1/done"]
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_a_full_disk_is_no_space_and_leaves_nothing(small_disk: Path, direct: bool) -> None:
+    """Write 2 MiB to a disk of 1 MiB, by every way; it is empty afterwards and still usable."""
+    store = LocalStore(str(small_disk))
+    with pytest.raises(NoSpaceError):
+        write_object(store, "a/b", bytes(2 * MiB), part_nbytes=512 * KiB, direct=direct)
+    with pytest.raises(NoSpaceError):
+        store.put_if_absent("a/c", bytes(2 * MiB))
+    assert all_files(small_disk) == []
+    store.put_if_absent("a/c", b"fits")
+
+
+def test_a_file_size_limit_is_no_space(store: LocalStore, tmp_path: Path) -> None:
+    """RLIMIT_FSIZE makes the kernel say EFBIG, as quotas of some filesystems do."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64 * KiB, before[1]))
+    try:
+        with pytest.raises(NoSpaceError, match="ulimit"):
+            write_object(store, "a", bytes(MiB), part_nbytes=256 * KiB)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert all_files(tmp_path) == []
+
+
+def test_a_read_only_disk_denies_access(small_disk: Path) -> None:
+    """Remount read-only; writing is denied with the next move, reading goes on."""
+    store = LocalStore(str(small_disk))
+    store.put_if_absent("a", b"x")
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    for write in (
+        lambda: store.put_if_absent("b", b"x"),
+        lambda: write_object(store, "d/b", b"x", part_nbytes=4096),
+        lambda: store.delete("a"),
+    ):
+        with pytest.raises(AccessDeniedError, match="give this user the right"):
+            write()
+    assert store.get("a") == b"x"
+
+
+def aligned(nbytes: int) -> memoryview:
+    view = memoryview(mmap.mmap(-1, nbytes))
+    pattern = bytes(range(251)) * 97
+    for start in range(0, nbytes, len(pattern)):
+        stop = min(nbytes, start + len(pattern))
+        view[start:stop] = pattern[: stop - start]
+    return view
+
+
+@pytest.mark.parametrize("refused_by", ["nobody", "fcntl", "pwrite", "fallocate"])
+def test_direct_writes_are_right_with_any_filesystem_and_any_buffers(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch, refused_by: str
+) -> None:
+    """Let each system call refuse as some filesystem does; aligned, odd and split buffers."""
+    nbytes = 3 * MiB + 12345
+    data = aligned(nbytes)
+    _refuse(monkeypatch, refused_by)
+    with store.create("a", nbytes, part_nbytes=MiB, direct=True) as writer:
+        writer.write_part(3, [data[3 * MiB :]])  # aligned, with a tail
+        writer.write_part(0, [data[:MiB]])  # aligned
+        writer.write_part(1, [data[MiB : MiB + 1], data[MiB + 1 : 2 * MiB]])
+        odd = memoryview(bytearray(MiB + 1))[1:]
+        odd[:] = data[2 * MiB : 3 * MiB]
+        writer.write_part(2, [odd])
+    assert store.get("a") == data
+    with store.create("b", nbytes, part_nbytes=nbytes, direct=True) as writer:
+        writer.write_part(0, [data[:99], data[99:]])
+    assert store.get("b") == data
+
+
+def _refuse(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    def direct_is_on(fd: int) -> bool:
+        return bool(real_fcntl(fd, file_io_module.fcntl.F_GETFL) & os.O_DIRECT)
+
+    def fcntl(fd: int, command: int, argument: int = 0) -> int:
+        if argument & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "no O_DIRECT here")
+        return int(real_fcntl(fd, command, argument))
+
+    def pwrite(fd: int, data: memoryview, start: int) -> int:
+        if direct_is_on(fd):
+            raise OSError(errno.EINVAL, "no O_DIRECT here")
+        return real_pwrite(fd, data, start)
+
+    def allocate(fd: int, nbytes: int) -> None:
+        raise OSError(errno.EOPNOTSUPP, "no fallocate here")
+
+    real_fcntl, real_pwrite = file_io_module.fcntl.fcntl, os.pwrite
+    if call == "fcntl":
+        monkeypatch.setattr(file_io_module.fcntl, "fcntl", fcntl)
+    elif call == "pwrite":
+        monkeypatch.setattr(file_io_module.os, "pwrite", pwrite)
+    elif call == "fallocate":
+        monkeypatch.setattr(file_io_module, "allocate", allocate)
+
+
+def test_short_direct_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel may take part of a write, even of an odd length; the file must be whole."""
+    real_pwrite = os.pwrite
+    monkeypatch.setattr(
+        file_io_module.os, "pwrite", lambda fd, data, at: real_pwrite(fd, data[:8192], at)
+    )
+    data = aligned(64 * KiB)
+    file = DirectFile(os.open(tmp_path / "a", os.O_CREAT | os.O_RDWR), data.nbytes)
+    file.write([data], 0)
+    file.finish(data.nbytes, durable=True)
+    assert (tmp_path / "a").read_bytes() == data
+
+
+def test_short_writes_and_reads_are_continued(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """System calls that move 1000 bytes at most, across the borders of buffers."""
+    real_pwritev, real_preadv = os.pwritev, os.preadv
+    patched = file_io_module.os
+    monkeypatch.setattr(patched, "pwritev", lambda fd, v, at: real_pwritev(fd, [v[0][:1000]], at))
+    monkeypatch.setattr(patched, "preadv", lambda fd, v, at: real_preadv(fd, [v[0][:1000]], at))
+    data = bytes(range(256)) * 20
+    view = memoryview(data)
+    with store.create("a", len(data), part_nbytes=len(data)) as writer:
+        writer.write_part(0, [view[:1700], view[1700:1701], view[1701:]])
+    target = bytearray(len(data))
+    halves = memoryview(target)
+    store.get_into("a", 0, [halves[:2500], halves[2500:]])
+    assert target == data
+
+
+def test_without_link_a_rename_that_does_not_replace_is_used(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FAT and some network filesystems have no hard links: EPERM."""
+
+    def no_link(*_: object) -> None:
+        raise OSError(errno.EPERM, "no links here")
+
+    monkeypatch.setattr(local_module.os, "link", no_link)
+    store.put_if_absent("a/b", b"first")
+    with pytest.raises(KeyExistsError):
+        store.put_if_absent("a/b", b"second")
+    assert store.get("a/b") == b"first"
+    assert store.exclusive_create is ExclusiveCreate.ATOMIC
+
+
+def test_with_neither_link_nor_rename_writing_is_refused(
+    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both system calls refuse; the store says so, leaves nothing, and is no longer trusted."""
+
+    def unsupported(*_: object) -> None:
+        raise OSError(errno.EOPNOTSUPP, "not here")
+
+    monkeypatch.setattr(local_module.os, "link", unsupported)
+    monkeypatch.setattr(local_module, "rename_without_replacing", unsupported)
+    with pytest.raises(StorageError, match="could overwrite each other"):
+        store.put_if_absent("a", b"x")
+    assert all_files(tmp_path) == []
+    assert store.exclusive_create is ExclusiveCreate.NONE
+
+
+def test_a_repeated_link_of_nfs_counts_as_ours(
+    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The link happens, its reply is lost, the client repeats it and gets EEXIST."""
+    real_link = os.link
+
+    def link(source: str, target: str) -> None:
+        real_link(source, target)
+        raise FileExistsError(errno.EEXIST, "repeated", target)
+
+    monkeypatch.setattr(local_module.os, "link", link)
+    store.put_if_absent("a", b"x")
+    assert all_files(tmp_path) == ["root/a"]
+
+
+def test_a_directory_that_cannot_be_synced_makes_the_outcome_unknown(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The object is visible when the sync of its directory fails: neither success nor failure."""
+
+    def fail(path: str, flags: int) -> None:
+        raise OSError(errno.EIO, "disk error")
+
+    monkeypatch.setattr(local_module, "_sync_path", fail)
+    with pytest.raises(OutcomeUnknownError):
+        store.put_if_absent("a", b"x")
+
+
+def test_sync_reaches_the_file_and_every_directory_above_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Record what is synced: root and all made directories once, the file's own each time."""
+    store = LocalStore(str(tmp_path / "new" / "root"))
+    synced: list[str] = []
+    real = local_module._sync_path
+
+    def record(path: str, flags: int) -> None:
+        synced.append(os.path.relpath(path, tmp_path))
+        real(path, flags)
+
+    monkeypatch.setattr(local_module, "_sync_path", record)
+    for key in ("steps/1/a", "steps/1/b"):
+        with store.create(key, 1, part_nbytes=1, durable=False) as writer:
+            writer.write_part(0, [memoryview(b"x")])
+    assert synced == []
+    store.sync(["steps/1/a", "steps/1/b"])
+    assert synced == [
+        "new/root/steps/1/a",
+        "new/root/steps/1/b",
+        ".",
+        "new",
+        "new/root",
+        "new/root/steps",
+        "new/root/steps/1",
+    ]
+    synced.clear()
+    store.put_if_absent("steps/1/c", b"x")
+    assert synced == ["new/root/steps/1"]
+    with pytest.raises(KeyNotFoundError):
+        store.sync(["steps/1/no-such"])
+
+
+def test_many_small_reads_open_a_file_once(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """4,000 ranged reads over 3 files: 3 opens; over more files than are kept, no leak."""
+    opened: list[str] = []
+    real_open = os.open
+    for i in range(8):
+        store.put_if_absent(f"f{i}", bytes(range(200)))
+
+    def count(path: str, *rest: int) -> int:
+        opened.append(path)
+        return real_open(path, *rest)
+
+    monkeypatch.setattr(file_io_module.os, "open", count)
+    target = memoryview(bytearray(4))
+    for i in range(4000):
+        store.get_into(f"f{i % 3}", i % 190, [target])
+        assert target[0] == i % 190
+    assert len(opened) == 3
+    before = len(os.listdir("/proc/self/fd"))
+    for i in range(400):
+        store.get("f" + str(i % 8), ByteRange(1, 2))
+    assert len(os.listdir("/proc/self/fd")) <= before + 1
+    store.close()
+    assert len(os.listdir("/proc/self/fd")) <= before - 3
+
+
+def test_a_file_deleted_by_another_process_is_noticed(store: LocalStore, tmp_path: Path) -> None:
+    store.put_if_absent("a", b"x")
+    store.get("a", ByteRange(0, 1))
+    (tmp_path / "root" / "a").unlink()
+    with pytest.raises(KeyNotFoundError):
+        store.get("a", ByteRange(0, 1))
+
+
+def test_a_file_in_use_outlives_its_eviction(tmp_path: Path) -> None:
+    """Retire a file that a reader holds: it stays open until the reader leaves, then closes."""
+    path = tmp_path / "a"
+    path.write_bytes(b"hello")
+    files = OpenFiles(1)
+    with files.acquire(str(path)) as file:
+        files.forget(str(path))
+        assert os.pread(file.fd, 5, 0) == b"hello"
+    assert file.fd == -1
+
+
+def test_reading_a_named_pipe_or_a_directory_does_not_hang(
+    store: LocalStore, tmp_path: Path
+) -> None:
+    """What a hostile checkpoint could contain; none of it is an object."""
+    store.put_if_absent("d/a", b"x")
+    os.mkfifo(tmp_path / "root" / "pipe")
+    for key in ("pipe", "d", "d/a/b"):
+        for read in (store.get, store.info):
+            with pytest.raises(KeyNotFoundError):
+                read(key)
+        with pytest.raises(KeyNotFoundError):
+            store.get(key, ByteRange(0, 1))
+    assert [entry.key for entry in store.list("")] == ["d/a"]
+
+
+def test_links_below_the_root_are_followed_and_loops_end(store: LocalStore, tmp_path: Path) -> None:
+    """As caches of downloaded models have them; a link to its own parent must not list for ever."""
+    (tmp_path / "blob").write_bytes(b"x")
+    store.put_if_absent("d/a", b"y")
+    os.symlink(tmp_path / "blob", tmp_path / "root" / "d" / "link")
+    os.symlink(tmp_path / "root", tmp_path / "root" / "d" / "loop")
+    assert store.get("d/link") == b"x"
+    assert [entry.key for entry in store.list("")] == ["d/a", "d/link"]
+
+
+def test_deleting_the_last_object_removes_its_directory(store: LocalStore, tmp_path: Path) -> None:
+    """Directories at the top stay, for they are shared; a deleted one is made again."""
+    for _ in range(2):
+        store.put_if_absent("steps/1-a/deep/data", b"x")
+        store.put_if_absent("steps/1-a/MANIFEST", b"x")
+        store.delete("steps/1-a/MANIFEST")
+        store.delete("steps/1-a/deep/data")
+        assert os.listdir(tmp_path / "root") == ["steps"]
+        assert os.listdir(tmp_path / "root" / "steps") == []

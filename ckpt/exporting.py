@@ -24,6 +24,7 @@ import torch
 
 from ckpt.errors import CheckpointError, InvalidState
 from ckpt.format.dtypes import DTYPES, DType, dtype_name, torch_dtype
+from ckpt.format.manifest import MODULES
 from ckpt.layout.piece import Holding, Kind
 from ckpt.layout.region import Span
 from ckpt.memory import aligned_buffer, tensor_over
@@ -188,7 +189,7 @@ def module_entries(checkpoint: Checkpoint) -> tuple[str, ...]:
     Checkpoints tell the paths of their modules; for those that do not, it is the first part of the
     names of parameters.
     """
-    told = checkpoint.manifest.header.user.get("ckpt.modules")
+    told = checkpoint.manifest.header.user.get(MODULES)
     if told is not None:
         return tuple(sorted(str(path) for path in json.loads(told)))
     manifest = checkpoint.manifest

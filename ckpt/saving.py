@@ -20,7 +20,7 @@ from ckpt.format.codec import encode_values
 from ckpt.format.datafile import BLOCK_BYTES
 from ckpt.format.describe import data_file_name, file_extras, file_metadata
 from ckpt.format.dtypes import dtype_name
-from ckpt.format.manifest import Header, encode_manifest
+from ckpt.format.manifest import MODULES, Header, encode_manifest
 from ckpt.format.part import (
     Part,
     TensorInfo,
@@ -38,6 +38,7 @@ from ckpt.log import MANIFEST_NAME, manifest_digest, step_prefix
 from ckpt.memory import host_bytes, is_plain_memory, local_view
 from ckpt.session import Commit, RankedSession
 from ckpt.state_dict import FlatState, flatten_state
+from ckpt.state_dict.walk import module_paths
 from ckpt.world import collectively
 from ckpt.write import FileTexts, WritePath, sources_of, write_files
 from storage import Store
@@ -91,7 +92,7 @@ def save_state(
     RankFailed. Only OutcomeUnknown leaves that open; the next save settles it.
     """
     session.settle()
-    header = _start(session, step, options)
+    header = _start(state, session, step, options)
     try:
         part = collectively(
             session.world, "write", lambda: _write(state, session, store, header, options)
@@ -105,7 +106,7 @@ def save_state(
         raise
 
 
-def _start(session: RankedSession, step: int, options: SaveOptions) -> Header:
+def _start(state: Any, session: RankedSession, step: int, options: SaveOptions) -> Header:
     """The lead names the attempt; every rank gets the same header."""
     payload = None
     if session.session is not None:
@@ -116,7 +117,8 @@ def _start(session: RankedSession, step: int, options: SaveOptions) -> Header:
             world_size=session.world.size,
             block_bytes=BLOCK_BYTES,
             created_unix=int(time.time()),
-            user=dict(options.user),
+            # Export strips these paths from the names of a model's tensors.
+            user={**options.user, MODULES: json.dumps(module_paths(state))},
         )
         payload = header.model_dump_json().encode()
     return Header.model_validate_json(session.world.share("attempt", payload))

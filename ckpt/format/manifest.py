@@ -42,6 +42,7 @@ FEATURES: frozenset[str] = frozenset()  # names that `required` may hold and thi
 NUMEL_MAX = 1 << 58
 
 Int64s = npt.NDArray[np.int64]
+MODULES = "ckpt.modules"  # key of `Header.user`: the paths of the state's modules, a JSON list
 
 
 class Header(BaseModel):

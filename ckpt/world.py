@@ -15,7 +15,7 @@ import struct
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -282,7 +282,9 @@ class TorchWorld(World):
                 self._publish(f"{key}/all", name, _pack(parts), spent=True)
                 return parts
             self._publish(f"{key}/{self.rank}", name, payload)
-            return _unpack(self._await(f"{key}/all", name))
+            parts = _unpack(self._await(f"{key}/all", name))
+            self._forget()
+            return parts
 
     def gather_to_lead(self, name: str, payload: bytes) -> list[bytes] | None:
         with self._in_round(name) as key:
@@ -298,10 +300,10 @@ class TorchWorld(World):
                 large = len(payload) > MiB
                 head = struct.pack("<?Q", large, len(payload))
                 self._publish(f"{key}/all", name, head + (b"" if large else payload), spent=True)
-                return self._broadcast(name, payload, len(payload)) if large else payload
+                return self._broadcast(key, name, payload, len(payload)) if large else payload
             got = self._await(f"{key}/all", name)
             large, nbytes = struct.unpack_from("<?Q", got)
-            return self._broadcast(name, None, nbytes) if large else got[9:]
+            return self._broadcast(key, name, None, nbytes) if large else got[9:]
 
     def agree(self, phase: str, error: BaseException | None) -> None:
         agreed = agreed_error(phase, self.gather(f"agree on {phase}", encode_error(error)))
@@ -310,9 +312,8 @@ class TorchWorld(World):
 
     def exchange(self, name: str, send: Sequence[memoryview], recv: Sequence[memoryview]) -> None:
         check_exchange(self, name, send, recv)
-        with self._in_round(name):
-            group = self._gloo(name)
-            self._check_lengths(name, group, send, recv)
+        with self._in_round(name) as key, self._transfer(key, name) as group:
+            self._check_lengths(key, name, group, send, recv)
             works: list[dist.Work] = []
             for peer, view in enumerate(recv):
                 for tensor in _tensors(view):
@@ -321,7 +322,7 @@ class TorchWorld(World):
                 peer = (self.rank + step) % self.size  # not everybody to the same rank at once
                 for tensor in _tensors(send[peer]):
                     works.append(_started(dist.isend(tensor, dst=self._ranks[peer], group=group)))
-            self._finish(name, works)
+            self._finish(key, name, works)
 
     def close(self) -> None:
         self._heart.stop()
@@ -333,7 +334,7 @@ class TorchWorld(World):
     # rounds
 
     @contextlib.contextmanager
-    def _in_round(self, name: str) -> Any:
+    def _in_round(self, name: str) -> Iterator[str]:
         """The key prefix of the next round. Any failure inside ends this world: rounds would not
         match.
         """
@@ -360,11 +361,14 @@ class TorchWorld(World):
         self._wait({rank: f"{key}/{rank}" for rank in others}, name)
         parts = [own]
         parts += [self._fetch(f"{key}/{rank}", name, rank, remove=True) for rank in others]
-        # All ranks are in this round, so they have read what earlier rounds published.
+        self._forget()
+        return parts
+
+    def _forget(self) -> None:
+        """Remove what this rank published in earlier rounds: all ranks are past them now."""
         for spent in self._spent:
             _remove(self._store, spent)
         self._spent.clear()
-        return parts
 
     def _await(self, key: str, name: str) -> bytes:
         """What the lead publishes under `key`."""
@@ -425,7 +429,9 @@ class TorchWorld(World):
             gone = self._watch.gone(rank)
             if gone and not self._store.check(["broken"]):
                 raise RankFailed(f"rank {rank} {gone} in phase {name!r}", rank=rank, phase=name)
-        if missing and waited > self._deadlines.round_seconds_max:
+        # Who waits for the lead gives it time to name the rank that it waits for itself.
+        grace = self._deadlines.silence_seconds_max if missing == [0] else 0.0
+        if missing and waited > self._deadlines.round_seconds_max + grace:
             raise RankFailed(
                 f"rank {missing[0]} did not answer within {self._deadlines.round_seconds_max:g} "
                 "s in "
@@ -469,29 +475,34 @@ class TorchWorld(World):
 
     # tensor bytes
 
-    def _gloo(self, name: str) -> dist.ProcessGroup:
-        """Our own group. Creating it is collective, so all must be here before it starts."""
+    @contextlib.contextmanager
+    def _transfer(self, key: str, name: str) -> Iterator[dist.ProcessGroup]:
+        """Our own group, after saying that this rank is here: whoever is not can be named."""
+        here = f"{key}/here/{self.rank}"
+        self._store.set(here, "1")
         if self._group is None:
-            timeout = timedelta(seconds=self._deadlines.round_seconds_max)
+            # torch cannot be stopped while it connects a group, so be sure that all ranks are here.
+            self._wait({rank: f"{key}/here/{rank}" for rank in range(self.size)}, name)
             self._group = dist.new_group(
                 list(self._ranks),
-                timeout=timeout,
+                timeout=timedelta(seconds=self._deadlines.round_seconds_max),
                 backend="gloo",
                 use_local_synchronization=not self._whole,
             )
-        return self._group
+        yield self._group
+        self._spent.append(here)
 
-    def _broadcast(self, name: str, payload: bytes | None, nbytes: int) -> bytes:
-        group = self._gloo(name)
+    def _broadcast(self, key: str, name: str, payload: bytes | None, nbytes: int) -> bytes:
         whole = bytearray(nbytes) if payload is None else payload
-        for tensor in _tensors(memoryview(whole), 16 * MiB):
-            self._finish(
-                name, [_started(dist.broadcast(tensor, self._ranks[0], group, async_op=True))]
-            )
+        with self._transfer(key, name) as group:
+            for tensor in _tensors(memoryview(whole), 16 * MiB):
+                work = dist.broadcast(tensor, self._ranks[0], group, async_op=True)
+                self._finish(key, name, [_started(work)])
         return bytes(whole)
 
     def _check_lengths(
         self,
+        key: str,
         name: str,
         group: dist.ProcessGroup,
         send: Sequence[memoryview],
@@ -500,7 +511,7 @@ class TorchWorld(World):
         mine = torch.tensor([view.nbytes for view in send], dtype=torch.int64)
         theirs = torch.empty_like(mine)
         work = dist.all_to_all_single(theirs, mine, group=group, async_op=True)
-        self._finish(name, [_started(work)])
+        self._finish(key, name, [_started(work)])
         for peer, (sent, view) in enumerate(zip(theirs.tolist(), recv, strict=True)):
             if sent != view.nbytes:
                 raise RankFailed(
@@ -510,21 +521,40 @@ class TorchWorld(World):
                     phase=name,
                 )
 
-    def _finish(self, name: str, works: list[dist.Work]) -> None:
+    def _finish(self, key: str, name: str, works: list[dist.Work]) -> None:
         """Wait for transfers, watching the other ranks meanwhile."""
         started = time.monotonic()
         others = [rank for rank in range(self.size) if rank != self.rank]
-        look_next = started + 0.5
-        for work in works:
-            pause = 0.00005
-            while not work.is_completed():
-                now = time.monotonic()
-                if now >= look_next:
-                    self._look(name, others, waited=now - started)
-                    look_next = time.monotonic() + 0.5
-                time.sleep(pause)
-                pause = min(pause * 1.5, 0.002)
-            work.wait()
+        waiter = _Waiter(works)
+        while not waiter.done.wait(0.5):
+            self._look(name, others, waited=0.0)
+            absent = [rank for rank in others if not self._store.check([f"{key}/here/{rank}"])]
+            self._look(name, absent, waited=time.monotonic() - started)
+        if waiter.error is not None:
+            raise waiter.error
+
+
+class _Waiter:
+    """Waits for transfers in a thread of its own, because gloo can only be waited for, not asked.
+
+    A daemon: when another rank hangs, it stays until gloo's timeout, and must not keep a process
+    that gave up from ending.
+    """
+
+    def __init__(self, works: list[dist.Work]) -> None:
+        self.done = threading.Event()
+        self.error: Exception | None = None
+        self._works = works
+        threading.Thread(target=self._wait, name="ckpt-exchange", daemon=True).start()
+
+    def _wait(self) -> None:
+        try:
+            for work in self._works:
+                work.wait()
+        except Exception as error:
+            self.error = error
+        finally:
+            self.done.set()
 
 
 def _started(work: dist.Work | None) -> dist.Work:

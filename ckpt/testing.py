@@ -1,0 +1,208 @@
+"""Ranks as threads of one process, for tests of anything that takes a `World`.
+
+`run_ranks(3, fn)` calls `fn(world)` on three threads. Rounds follow the rules of `TorchWorld` and
+check them harder: another name, another kind of round or a buffer of another length is an error at
+once, on all ranks. A rank can be killed at its n-th call, and nothing hangs: whoever waits for a
+rank that is gone, or too long, gets the error that names it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Literal, NamedTuple, TypeVar
+
+from ckpt.errors import RankFailed
+from ckpt.world import World, agreed_error, check_exchange, encode_error
+
+T = TypeVar("T")
+_Op = Literal["gather", "gather_to_lead", "share", "exchange"]
+
+
+class RankKilled(BaseException):
+    """Ends the thread of a killed rank as SIGKILL ends a process: no handler should catch it."""
+
+
+class RanksFailed(AssertionError):
+    """Some ranks raised. `errors` has what each of them raised, by rank; `results` what the others
+    gave.
+    """
+
+    def __init__(self, errors: Mapping[int, BaseException], results: Mapping[int, Any]) -> None:
+        told = [f"rank {r}: {type(e).__name__}: {e}" for r, e in sorted(errors.items())]
+        super().__init__("ranks failed:\n  " + "\n  ".join(told))
+        self.errors = dict(errors)
+        self.results = dict(results)
+
+
+def run_ranks(
+    n: int,
+    fn: Callable[[World], T],
+    *,
+    kill: Mapping[int, int] | None = None,
+    deadline_seconds: float = 30.0,
+) -> list[T]:
+    """`fn(world)` on each of `n` ranks at once; their results in rank order.
+
+    `kill={2: 3}` kills rank 2 when it makes its third call (the first is 1), before the others see
+    that call. Raises RanksFailed when any rank raised, killed ones included. `deadline_seconds`
+    limits every single wait for another rank.
+    """
+    hub = _Hub(n, dict(kill or {}), deadline_seconds)
+
+    def one(rank: int) -> T:
+        try:
+            return fn(ThreadWorld(hub, rank))
+        finally:
+            hub.leave(rank)
+
+    with ThreadPoolExecutor(n, thread_name_prefix="rank") as pool:
+        futures = [pool.submit(one, rank) for rank in range(n)]
+    errors = {r: e for r, f in enumerate(futures) if (e := f.exception()) is not None}
+    results = {r: f.result() for r, f in enumerate(futures) if r not in errors}
+    if errors:
+        raise RanksFailed(errors, results)
+    return [results[rank] for rank in range(n)]
+
+
+class _Call(NamedTuple):
+    op: _Op
+    name: str
+    payload: Any
+
+
+class _Hub:
+    """Where the threads meet: the calls of every round, and who is gone."""
+
+    def __init__(self, size: int, kill: dict[int, int], deadline_seconds: float) -> None:
+        self.size = size
+        self._kill = kill
+        self._deadline_seconds = deadline_seconds
+        self._rounds: list[dict[int, _Call]] = []
+        self._gone: dict[int, str] = {}
+        self._broken: RankFailed | None = None
+        self._changed = threading.Condition()
+
+    def leave(self, rank: int) -> None:
+        with self._changed:
+            self._gone.setdefault(rank, "has left")
+            self._changed.notify_all()
+
+    def call(self, rank: int, round_number: int, call: _Call) -> None:
+        """Put down what `rank` brings to a round."""
+        with self._changed:
+            if self._kill.get(rank) == round_number:
+                self._gone[rank] = "has died"
+                self._changed.notify_all()
+                raise RankKilled(f"rank {rank} killed at its call {round_number} ({call.name!r})")
+            if self._broken is not None:
+                raise _copied(self._broken)
+            while len(self._rounds) < round_number:
+                self._rounds.append({})
+            calls = self._rounds[round_number - 1]
+            self._check_same(rank, call, calls)
+            calls[rank] = call
+            self._changed.notify_all()
+
+    def wait(self, round_number: int, call: _Call, ranks: Sequence[int]) -> dict[int, Any]:
+        """What `ranks` brought to a round, once all did."""
+        until = time.monotonic() + self._deadline_seconds
+        with self._changed:
+            calls = self._rounds[round_number - 1]
+            while True:
+                missing = [rank for rank in ranks if rank not in calls]
+                if not missing:
+                    return {rank: calls[rank].payload for rank in ranks}
+                if self._broken is None:
+                    self._look(missing, call.name, until)
+                if self._broken is not None:
+                    raise _copied(self._broken)
+                self._changed.wait(max(0.0, until - time.monotonic()))
+
+    def _look(self, missing: Sequence[int], name: str, until: float) -> None:
+        gone = [rank for rank in missing if rank in self._gone]
+        if gone:
+            self._break(f"rank {gone[0]} {self._gone[gone[0]]} in phase {name!r}", gone[0], name)
+        elif time.monotonic() >= until:
+            text = f"rank {missing[0]} did not answer within {self._deadline_seconds:g} s"
+            self._break(f"{text} in phase {name!r}", missing[0], name)
+
+    def _check_same(self, rank: int, call: _Call, calls: Mapping[int, _Call]) -> None:
+        for other, theirs in calls.items():
+            if (theirs.op, theirs.name) != (call.op, call.name):
+                text = (
+                    f"rank {rank} is in {call.op} {call.name!r} while rank {other} is in "
+                    f"{theirs.op} {theirs.name!r}: all ranks must make the same calls in the "
+                    "same order"
+                )
+                self._break(text, rank, call.name)
+                raise _copied(self._broken_now())
+
+    def _broken_now(self) -> RankFailed:
+        assert self._broken is not None
+        return self._broken
+
+    def _break(self, text: str, rank: int, phase: str) -> None:
+        self._broken = RankFailed(text, rank=rank, phase=phase)
+        self._changed.notify_all()
+
+
+class ThreadWorld(World):
+    """One rank of `run_ranks`. `calls` counts its rounds, to choose where to kill it."""
+
+    def __init__(self, hub: _Hub, rank: int) -> None:
+        self.rank = rank
+        self.size = hub.size
+        self.global_ranks = tuple(range(hub.size))
+        self.calls = 0
+        self._hub = hub
+
+    def gather(self, name: str, payload: bytes) -> list[bytes]:
+        got = self._round("gather", name, bytes(payload), range(self.size))
+        return [got[rank] for rank in range(self.size)]
+
+    def gather_to_lead(self, name: str, payload: bytes) -> list[bytes] | None:
+        waits_for = range(self.size) if self.rank == 0 else (self.rank,)
+        got = self._round("gather_to_lead", name, bytes(payload), waits_for)
+        return [got[rank] for rank in range(self.size)] if self.rank == 0 else None
+
+    def share(self, name: str, payload: bytes | None) -> bytes:
+        if (payload is None) == (self.rank == 0):
+            raise ValueError(f"share {name!r}: the lead gives a payload and nobody else")
+        mine = None if payload is None else bytes(payload)
+        shared: bytes = self._round("share", name, mine, (0,))[0]
+        return shared
+
+    def agree(self, phase: str, error: BaseException | None) -> None:
+        agreed = agreed_error(phase, self.gather(f"agree on {phase}", encode_error(error)))
+        if agreed is not None:
+            raise agreed from error
+
+    def exchange(self, name: str, send: Sequence[memoryview], recv: Sequence[memoryview]) -> None:
+        check_exchange(self, name, send, recv)
+        got = self._round("exchange", name, [bytes(view) for view in send], range(self.size))
+        for peer, view in enumerate(recv):
+            sent = got[peer][self.rank]
+            if len(sent) != view.nbytes:
+                raise RankFailed(
+                    f"exchange {name!r}: rank {peer} sends {len(sent)} bytes to rank {self.rank}, "
+                    f"which expects {view.nbytes}",
+                    rank=peer,
+                    phase=name,
+                )
+            view[:] = sent
+
+    def close(self) -> None:
+        self._hub.leave(self.rank)
+
+    def _round(self, op: _Op, name: str, payload: Any, ranks: Sequence[int]) -> dict[int, Any]:
+        self.calls += 1
+        call = _Call(op, name, payload)
+        self._hub.call(self.rank, self.calls, call)
+        return self._hub.wait(self.calls, call, ranks)
+
+
+def _copied(failure: RankFailed) -> RankFailed:
+    return RankFailed(str(failure), rank=failure.rank, phase=failure.phase)

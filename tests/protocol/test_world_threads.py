@@ -1,0 +1,164 @@
+"""Worlds without processes: agreement on errors, rounds of threads, and what happens when one dies.
+
+Method: `ckpt.testing.run_ranks` with scripted errors and kills.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from ckpt.errors import Fenced, InvalidState, Mismatch, OutcomeUnknown, RankFailed
+from ckpt.testing import RankKilled, RanksFailed, run_ranks
+from ckpt.world import SoloWorld, World
+
+
+def failing(errors: dict[int, BaseException]) -> dict[int, BaseException]:
+    """What each of three ranks raises from agree() when these ranks bring these errors."""
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(3, lambda world: world.agree("write", errors.get(world.rank)))
+    return caught.value.errors
+
+
+def test_gather_and_share_give_every_rank_the_same() -> None:
+    def rank(world: World) -> tuple[list[bytes], list[bytes] | None, bytes]:
+        mine = b"%d" % world.rank
+        lead_only = b"hello" if world.rank == 0 else None
+        return world.gather("a", mine), world.gather_to_lead("b", mine), world.share("c", lead_only)
+
+    results = run_ranks(3, rank)
+    assert [r[0] for r in results] == [[b"0", b"1", b"2"]] * 3
+    assert [r[1] for r in results] == [[b"0", b"1", b"2"], None, None]
+    assert [r[2] for r in results] == [b"hello"] * 3
+
+
+def test_exchange_delivers_uneven_and_empty_buffers() -> None:
+    def rank(world: World) -> list[bytes]:
+        send = [bytes([world.rank * 16 + peer]) * (3 * world.rank + peer) for peer in range(4)]
+        send[world.rank] = b""
+        recv = [bytearray(0 if p == world.rank else 3 * p + world.rank) for p in range(4)]
+        world.exchange("tensors", [memoryview(b) for b in send], [memoryview(b) for b in recv])
+        return [bytes(b) for b in recv]
+
+    for me, got in enumerate(run_ranks(4, rank)):
+        assert got == [b"" if p == me else bytes([p * 16 + me]) * (3 * p + me) for p in range(4)]
+
+
+def test_agree_without_errors_returns_and_the_world_goes_on() -> None:
+    def rank(world: World) -> int:
+        world.agree("plan", None)
+        return len(world.gather("more", b""))
+
+    assert run_ranks(3, rank) == [3, 3, 3]
+
+
+def test_one_failing_rank_is_named_on_all_ranks_with_one_text() -> None:
+    errors = failing({1: OSError("disk full")})
+    assert {str(e) for e in errors.values()} == {
+        "rank 1 failed in phase 'write': OSError: disk full"
+    }
+    assert all(isinstance(e, RankFailed) and e.rank == 1 for e in errors.values())
+    assert isinstance(errors[1].__cause__, OSError)
+
+
+def test_common_class_is_kept_and_problems_name_their_ranks() -> None:
+    errors = failing({0: Mismatch(["w: shape"]), 2: Mismatch(["w: shape", "b: missing"])})
+    for error in errors.values():
+        assert isinstance(error, Mismatch)
+        assert error.problems == ("ranks 0, 2: w: shape", "rank 2: b: missing")
+
+
+def test_problem_of_all_ranks_names_none() -> None:
+    errors = failing({rank: InvalidState(["x: sparse"]) for rank in range(3)})
+    assert {e.problems for e in errors.values() if isinstance(e, InvalidState)} == {("x: sparse",)}
+
+
+@pytest.mark.parametrize("cls", [Fenced, OutcomeUnknown])
+def test_outcome_of_the_lead_is_the_outcome_of_all(cls: type[Exception]) -> None:
+    assert {type(e) for e in failing({0: cls("text")}).values()} == {cls}
+
+
+def test_different_classes_become_rank_failed() -> None:
+    errors = failing({0: Fenced("newer session"), 2: OSError("no space")})
+    assert {type(e) for e in errors.values()} == {RankFailed}
+    assert "rank 2" in str(errors[1]) and "newer session" in str(errors[1])
+
+
+def test_agreed_error_brought_back_to_agree_keeps_its_text() -> None:
+    def rank(world: World) -> None:
+        try:
+            world.agree("write", OSError("disk full") if world.rank == 1 else None)
+        except RankFailed as error:
+            world.agree("save", error)
+
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(3, rank)
+    assert {str(e) for e in caught.value.errors.values()} == {
+        "rank 1 failed in phase 'write': OSError: disk full"
+    }
+
+
+def test_solo_world_raises_the_error_itself() -> None:
+    error = OSError("disk full")
+    with pytest.raises(OSError) as caught:
+        SoloWorld().agree("write", error)
+    assert caught.value is error
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+@pytest.mark.parametrize("call", [1, 2, 3, 4])
+def test_killed_rank_is_named_by_all_others(victim: int, call: int) -> None:
+    def rank(world: World) -> None:
+        world.gather("one", b"")
+        world.share("two", b"x" if world.rank == 0 else None)
+        world.gather_to_lead("three", b"")
+        world.agree("four", None)
+
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(3, rank, kill={victim: call})
+    errors = caught.value.errors
+    assert isinstance(errors.pop(victim), RankKilled)
+    assert {(type(e), getattr(e, "rank", None)) for e in errors.values()} == {(RankFailed, victim)}
+    assert set(errors) == {0, 1, 2} - {victim}
+
+
+def test_rank_that_skips_a_round_is_named() -> None:
+    def rank(world: World) -> None:
+        if world.rank != 2:
+            world.gather("only two", b"")
+
+    with pytest.raises(RanksFailed, match="rank 2 has left in phase 'only two'"):
+        run_ranks(3, rank)
+
+
+def test_other_name_in_the_same_round_is_an_error_on_all_ranks() -> None:
+    with pytest.raises(RanksFailed, match="the same calls in the same order") as caught:
+        run_ranks(2, lambda world: world.gather(f"round {world.rank}", b""))
+    assert set(caught.value.errors) == {0, 1}
+
+
+def test_exchange_of_other_length_is_an_error() -> None:
+    def rank(world: World) -> None:
+        buffers = [memoryview(bytearray(0 if p == world.rank else 5)) for p in range(2)]
+        recv = [memoryview(bytearray(0 if p == world.rank else 4)) for p in range(2)]
+        world.exchange("t", buffers, recv)
+
+    with pytest.raises(RanksFailed, match="sends 5 bytes to rank 0, which expects 4"):
+        run_ranks(2, rank)
+
+
+def test_hanging_rank_is_named_at_the_deadline() -> None:
+    seen = threading.Event()
+
+    def rank(world: World) -> None:
+        if world.rank == 0:
+            try:
+                world.gather("slow", b"")
+            finally:
+                seen.set()
+        else:
+            assert seen.wait(20.0)
+
+    with pytest.raises(RanksFailed, match=r"rank 1 did not answer within 0\.05 s in phase 'slow'"):
+        run_ranks(2, rank, deadline_seconds=0.05)

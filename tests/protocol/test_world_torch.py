@@ -1,0 +1,270 @@
+"""TorchWorld among real processes: rounds, tensor exchange, and ranks that die, hang or leave.
+
+Method: forked gloo ranks; the victims kill themselves with SIGKILL, the survivors measure how long
+it took to hear the victim's name.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import ckpt.world
+from ckpt.errors import Fenced, RankFailed
+from ckpt.world import Deadlines, SoloWorld, TorchWorld, World, current_world
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.ranks
+MiB = 1024 * 1024
+NAMED_SECONDS_MAX = 5.0
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _heard(world: World, call: Any) -> tuple[int, str, float]:
+    """Which rank the error of `call` names, its text, and after how many seconds."""
+    started = time.monotonic()
+    try:
+        call()
+    except RankFailed as error:
+        return error.rank, str(error), time.monotonic() - started
+    raise AssertionError(f"rank {world.rank} noticed nothing")
+
+
+def _talk() -> list[Any]:
+    world = current_world()
+    assert isinstance(world, TorchWorld)
+    mine = bytes([world.rank]) * 3
+    large = bytes(range(256)) * (9 * MiB // 256) + b"end"
+    results: list[Any] = [
+        world.gather("a", mine),
+        world.gather_to_lead("b", mine),
+        world.share("c", b"tiny" if world.rank == 0 else None),
+        world.share("empty", b"" if world.rank == 0 else None),
+        world.share("large", large if world.rank == 0 else None) == large,
+    ]
+    parts = world.gather_to_lead("pieces", large + mine)
+    results.append(parts is None or [part[-3:] for part in parts])
+    for _ in range(3):
+        results.append(_exchange(world))
+    results.append(_exchange_nothing(world))
+    world.agree("fine", None)
+    try:
+        world.agree("claim", Fenced("newer session") if world.rank == 0 else None)
+    except Fenced as error:
+        results.append(str(error))
+    world.agree("still usable", None)
+    world.close()
+    return results
+
+
+def _exchange(world: World) -> bool:
+    """Uneven buffers, one of them above the size that is sent at once, one of them read-only."""
+    sizes = [
+        [0 if a == b else 70 * MiB if (a, b) == (1, 0) else 1000 * a + b for b in range(3)]
+        for a in range(3)
+    ]
+    send = [memoryview(bytearray([world.rank]) * n) for n in sizes[world.rank]]
+    send[2] = memoryview(bytes(send[2]))
+    recv = [memoryview(bytearray(sizes[peer][world.rank])) for peer in range(3)]
+    world.exchange("tensors", send, recv)
+    return all(view == bytes([peer]) * view.nbytes for peer, view in enumerate(recv))
+
+
+def _exchange_nothing(world: World) -> bool:
+    empty = [memoryview(bytearray()) for _ in range(world.size)]
+    world.exchange("nothing", empty, empty)
+    return True
+
+
+def test_rounds_and_exchange_of_three_ranks() -> None:
+    results = run_ranks(3, _talk)
+    gathered = [bytes([rank]) * 3 for rank in range(3)]
+    for rank, got in enumerate(results):
+        assert got == [
+            gathered,
+            gathered if rank == 0 else None,
+            b"tiny",
+            b"",
+            True,
+            gathered if rank == 0 else True,
+            *[True] * 4,
+            "rank 0: newer session",
+        ]
+
+
+def _leave_no_keys() -> int:
+    world = TorchWorld()
+    for index in range(20):
+        world.share(f"s{index}", b"x" if world.rank == 0 else None)
+        world.gather(f"g{index}", b"x" * 10)
+        world.gather_to_lead(f"l{index}", b"x" * 10)
+    before = dist.distributed_c10d._get_default_store().num_keys()
+    world.gather("last", b"")
+    world.close()
+    return int(before)
+
+
+def test_rounds_delete_their_keys() -> None:
+    """60 rounds of 2 ranks would leave more than 100 keys behind; torch's own are about 20."""
+    assert max(run_ranks(2, _leave_no_keys)) < 40
+
+
+def _subgroups() -> list[Any]:
+    rank = dist.get_rank()
+    groups = [dist.new_group([0]), dist.new_group([1, 3]), dist.new_group([2, 0])]
+    results: list[Any] = []
+    if rank == 0:
+        results.append(type(current_world(groups[0])).__name__)
+    if rank in (1, 3):
+        world = current_world(groups[1])
+        theirs = memoryview(bytearray(2))
+        empty = memoryview(bytearray())
+        mine = memoryview(bytearray([rank, rank]))
+        pair = (empty, mine), (empty, theirs)
+        world.exchange("t", *(p if world.rank == 0 else p[::-1] for p in pair))
+        results += [world.rank, world.gather("x", b"%d" % rank), bytes(theirs)]
+        second = current_world(groups[1])
+        results.append(second.gather("y", b"%d" % rank))
+    return results
+
+
+def test_world_of_a_subgroup_uses_the_groups_ranks() -> None:
+    assert run_ranks(4, _subgroups) == [
+        ["SoloWorld"],
+        [0, [b"1", b"3"], b"\x03\x03", [b"1", b"3"]],
+        [],
+        [1, [b"1", b"3"], b"\x01\x01", [b"1", b"3"]],
+    ]
+
+
+def test_without_a_process_group_the_world_is_solo() -> None:
+    assert isinstance(current_world(), SoloWorld)
+
+
+def _killed_in(what: str, victim: int) -> tuple[int, str, float]:
+    world = TorchWorld()
+    world.gather("start", b"")
+    if what == "exchange":
+        _exchange(world)
+    if world.rank == victim:
+        time.sleep(0.3)  # die while the others wait
+        _die()
+    calls = {
+        "gather": lambda: world.gather("parts", b""),
+        "gather_to_lead": lambda: (world.gather_to_lead("parts", b""), world.agree("parts", None)),
+        "share": lambda: (
+            world.share("plan", b"" if world.rank == 0 else None),
+            world.agree("x", None),
+        ),
+        "exchange": lambda: (_exchange(world), world.agree("x", None)),
+    }
+    heard = _heard(world, calls[what])
+    assert _heard(world, lambda: world.gather("again", b""))[0] == victim
+    return heard
+
+
+@pytest.mark.parametrize(
+    ("what", "victim"),
+    [("gather", 2), ("gather", 0), ("gather_to_lead", 1), ("share", 0), ("exchange", 1)],
+)
+def test_killed_rank_is_named_by_all_others_within_five_seconds(what: str, victim: int) -> None:
+    results = run_ranks(3, _killed_in, what, victim, allow_dead=[victim])
+    for rank, heard in enumerate(results):
+        if rank != victim:
+            assert heard[0] == victim, heard
+            assert f"rank {victim} has died" in heard[1]
+            assert heard[2] < NAMED_SECONDS_MAX
+    assert len({heard[1] for heard in results if heard}) == 1
+
+
+def _killed_on_another_machine() -> tuple[int, str, float]:
+    rank = dist.get_rank()
+    ckpt.world._machine = lambda: f"machine {rank}"  # so that no pid can be looked up
+    world = TorchWorld(deadlines=Deadlines(heartbeat_seconds=0.2, silence_seconds_max=1.5))
+    world.gather("start", b"")
+    if rank == 1:
+        _die()
+    return _heard(world, lambda: world.gather("parts", b""))
+
+
+def test_silent_rank_of_another_machine_is_named() -> None:
+    for heard in run_ranks(3, _killed_on_another_machine, allow_dead=[1])[::2]:
+        assert heard[0] == 1 and "no heartbeat" in heard[1] and heard[2] < NAMED_SECONDS_MAX
+
+
+def _hang() -> tuple[int, str, float]:
+    world = TorchWorld(deadlines=Deadlines(round_seconds_max=1.0, silence_seconds_max=2.0))
+    world.gather("start", b"")
+    if world.rank == 1:
+        time.sleep(2.0)
+        return _heard(world, lambda: world.gather("parts", b""))
+    return _heard(world, lambda: world.gather("parts", b""))
+
+
+def test_hanging_rank_is_named_at_the_deadline_and_hears_it_later() -> None:
+    for heard in run_ranks(3, _hang):
+        assert heard[0] == 1 and "rank 1 did not answer within 1 s in phase 'parts'" in heard[1]
+
+
+def _leave_early() -> tuple[int, str, float] | None:
+    world = TorchWorld()
+    if world.rank == 1:
+        world.close()
+        return None
+    return _heard(world, lambda: world.gather("parts", b""))
+
+
+def test_rank_that_left_is_named() -> None:
+    heard = run_ranks(2, _leave_early)[0]
+    assert heard[:2] == (1, "rank 1 has left in phase 'parts'")
+
+
+def _other_path() -> tuple[int, str, float]:
+    world = TorchWorld()
+    return _heard(world, lambda: world.gather(f"round of {world.rank}", b""))
+
+
+def test_ranks_on_different_paths_hear_it_at_once() -> None:
+    results = run_ranks(2, _other_path)
+    assert all("the same calls in the same order" in heard[1] for heard in results)
+    assert all(heard[2] < NAMED_SECONDS_MAX for heard in results)
+
+
+def _store_host_dies(scratch: str) -> tuple[int, str, float] | None:
+    """Like torchrun with rank 0 as the host of the TCPStore. The system chooses the port."""
+    rank = int(os.environ["RANK"])
+    port_file = Path(scratch) / "port"
+    timeout = timedelta(seconds=30)
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, 3, True, timeout=timeout, wait_for_workers=False)
+        (Path(scratch) / "aside").write_text(str(store.port))
+        (Path(scratch) / "aside").rename(port_file)
+    else:
+        while not port_file.exists():
+            time.sleep(0.01)
+        port = int(port_file.read_text())
+        store = dist.TCPStore("127.0.0.1", port, 3, False, timeout=timeout)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=3, timeout=timeout)
+    world = TorchWorld()
+    world.gather("start", b"")
+    if rank == 0:
+        time.sleep(0.3)
+        _die()
+    return _heard(world, lambda: world.gather("parts", b""))
+
+
+def test_death_of_the_stores_host_ends_in_an_error_that_says_so(tmp_path: Path) -> None:
+    results = run_ranks(3, _store_host_dies, str(tmp_path), group=False, allow_dead=[0])
+    for heard in results[1:]:
+        assert heard[0] == 0 and heard[2] < NAMED_SECONDS_MAX
+        assert "rank 0" in heard[1]

@@ -30,12 +30,13 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from ckpt.errors import CheckpointError
+from ckpt.errors import CheckpointError, NoCheckpoint
 from ckpt.exporting import Selection, export, parse_nbytes
 from ckpt.layout.region import Box, Region
 from ckpt.locate import live_entries
-from ckpt.log import MANIFEST_NAME, LiveEntry
+from ckpt.log import MANIFEST_NAME, STEPS_PREFIX, LiveEntry, parse_step_key
 from ckpt.reader import Checkpoint, TensorInfo, open_checkpoint
+from ckpt.salvage import salvage, write_manifest
 from ckpt.session import Maintenance, NotRetired
 from ckpt.verifying import VerifyReport, summary, verify
 from storage import InvalidUrlError, KeyNotFoundError, StorageError, Store, open_store
@@ -97,6 +98,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_show(commands)
     _add_verify(commands)
     _add_export(commands)
+    _add_salvage(commands)
     _add_prune(commands)
     return parser
 
@@ -191,6 +193,18 @@ def _add_export(commands: Any) -> None:
         type=_key_value,
         help="an option of the target's store; default: those of the source if both are alike",
     )
+
+
+def _add_salvage(commands: Any) -> None:
+    parser = _add(
+        commands,
+        "salvage",
+        _salvage,
+        "rebuild a lost MANIFEST from the data files, reading and checking all of them",
+        "ckpt salvage runs/7b/steps/00001200-e000001-0123456789abcdef",
+    )
+    parser.add_argument("--step", type=int, help="of a root; default: all without a MANIFEST")
+    parser.add_argument("--dry-run", action="store_true", help="check only, write no MANIFEST")
 
 
 def _add_prune(commands: Any) -> None:
@@ -512,6 +526,58 @@ def _export(arguments: argparse.Namespace) -> int:
     print(f"{what}, {_size(report.nbytes)} in {seconds:.1f} s")
     for left_out, held in report.tied.items():
         print(f"tied: {left_out} is {held}, which is in the file")
+    return OK
+
+
+# salvage ---------------------------------------------------------------------------------------
+
+
+def _salvage(arguments: argparse.Namespace) -> int:
+    url, _, name = arguments.url.rstrip("/").rpartition("/")
+    is_directory = parse_step_key(f"steps/{name}/{MANIFEST_NAME}") is not None
+    store = open_store(url or "." if is_directory else arguments.url, **_options(arguments.option))
+    try:
+        prefixes = [name] if is_directory else _directories_without(store, arguments.step)
+        codes = [_salvage_one(store, prefix, arguments.dry_run) for prefix in prefixes]
+    finally:
+        store.close()
+    if not codes:
+        print(f"{store.url}: every checkpoint has its MANIFEST; say --step to rebuild one anyway")
+    return max(codes, default=OK)
+
+
+def _directories_without(store: Store, step: int | None) -> list[str]:
+    """The step directories of a root that have no MANIFEST, or all those of `step`."""
+    files: dict[str, set[str]] = {}
+    for info in store.list(STEPS_PREFIX):
+        parsed = parse_step_key(info.key)
+        if parsed is not None and step in (None, parsed[0]):
+            folder, _, name = info.key.rpartition("/")
+            files.setdefault(folder, set()).add(name)
+    if not files:
+        wanted = "no step directories" if step is None else f"nothing of step {step}"
+        raise NoCheckpoint(f"{store.url}: {wanted} below {STEPS_PREFIX}")
+    return [name for name in files if step is not None or MANIFEST_NAME not in files[name]]
+
+
+def _salvage_one(store: Store, prefix: str, dry_run: bool) -> int:
+    report = salvage(store, prefix)
+    print(
+        f"{store.url}/{prefix}: {len(report.files)} files, {_size(report.nbytes_checked)} checked"
+    )
+    for name in report.missing:
+        print(f"  missing: {name}")
+    for problem in report.problems:
+        print(f"  {problem}")
+    if report.manifest is None:
+        print("  the checkpoint is not whole; no MANIFEST was written")
+        return PROBLEM
+    tensors = f"{len(report.manifest.fqns)} tensors of step {report.manifest.header.step}"
+    if dry_run:
+        print(f"  whole: {tensors}; nothing was written")
+        return OK
+    write_manifest(store, report)
+    print(f"  whole: {tensors}; MANIFEST written, open it by its own path")
     return OK
 
 

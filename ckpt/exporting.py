@@ -191,7 +191,8 @@ def module_entries(checkpoint: Checkpoint) -> tuple[str, ...]:
     """
     told = checkpoint.manifest.header.user.get(MODULES)
     if told is not None:
-        return tuple(sorted(str(path) for path in json.loads(told)))
+        paths = [str(path) for path in json.loads(told)]
+        return tuple(sorted(path for path in paths if _names_of(checkpoint, path)))
     manifest = checkpoint.manifest
     names = (
         fqn

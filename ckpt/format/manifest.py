@@ -565,7 +565,7 @@ def _runs(counts: Ints, total: int) -> list[tuple[int, int]]:
     manifest.
     """
     ends = np.cumsum(counts, dtype=np.int64)
-    marks = np.arange(1, 33) * max(total // 32, 1 << 14)
+    marks = np.arange(1, 33) * max(total // 32, 1 << 13)
     cuts = np.unique(np.searchsorted(ends, marks, side="left") + 1)
     inner = [cut for cut in cuts.tolist() if cut < len(counts)]
     return list(pairwise([0, *inner, len(counts)]))
@@ -639,7 +639,7 @@ def _decode_first_block(numels: Ints, itemsizes: Ints, block_bytes: int, counts:
     small = counts.blocks < 1 << 31
     first_block: Ints = np.zeros(counts.chunks + 1, dtype=np.int32 if small else np.int64)
     at = 0
-    step = 1 << 16
+    step = 1 << 14
     for start in range(0, counts.chunks, step):
         part = slice(start, start + step)
         blocks = np.multiply(numels[part], itemsizes[part], dtype=np.int64)
@@ -758,7 +758,7 @@ def _badly_spanned(chunks: ChunkTable, numels: Int64s) -> npt.NDArray[np.bool_]:
     starts = chunks.span_start
     heads = first[~is_empty]
     bad[~is_empty] |= starts[heads] != 0
-    step = 1 << 16
+    step = 1 << 14
     for at in range(0, len(chunks) - 1, step):
         stop = min(at + step, len(chunks) - 1)
         ends = starts[at:stop].astype(np.int64) + chunks.numel[at:stop].astype(np.int64)

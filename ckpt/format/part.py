@@ -119,6 +119,7 @@ class Part:
         texts = [dict(self.value_digests), dict(self.replica_digests), list(self.warnings)]
         return pack_map(
             {
+                "structure_digest": self.structure_digest(),
                 "checksums": self.checksums.astype("<u4").tobytes(),
                 "values": self.values,
                 "per_rank": self.per_rank,
@@ -261,15 +262,19 @@ def decode_part(data: bytes) -> Part:
 
 
 def assemble(structure: bytes | memoryview, variable: bytes | memoryview) -> Part:
-    """The part of a structure sent now or earlier and the variable rest. Raises Corrupt."""
+    """The part of a structure sent now or earlier and the variable rest.
+
+    Raises Corrupt when they do not belong together.
+    """
     try:
-        part = _assemble(unpack_map(structure), unpack_map(variable))
+        fixed, rest = unpack_map(structure), unpack_map(variable)
+        if bytes(rest["structure_digest"]) != hashlib.sha256(structure).digest():
+            raise Corrupt("a rank's checksums do not belong to the structure that is known of it")
+        part = _assemble(fixed, rest)
     except (KeyError, ValueError, TypeError, IndexError) as error:
         raise Corrupt(f"a rank's part is not readable: {error!r:.200}") from error
     if int(np.sum(part.block_counts, dtype=np.int64)) != len(part.checksums):
-        raise Corrupt(
-            f"rank {part.rank}: {len(part.checksums)} checksums do not belong to this structure"
-        )
+        raise Corrupt(f"rank {part.rank}: {len(part.checksums)} checksums are not one per block")
     return part
 
 

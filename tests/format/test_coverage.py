@@ -1,0 +1,105 @@
+"""Whether regions cover a tensor: exact against a brute-force count, and never quadratic."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import numpy as np
+import pytest
+
+from ckpt.format import coverage
+from ckpt.format.coverage import cover_problem
+from ckpt.layout.region import Box, Region, Shape, Span, boxes_of
+
+
+def covers(regions: list[Region], shape: Shape) -> bool:
+    """By counting every element."""
+    counts = np.zeros(shape, dtype=int)
+    for region in regions:
+        for box in boxes_of(region, shape):
+            where = zip(box.offset, box.shape, strict=True)
+            counts[tuple(slice(start, start + size) for start, size in where)] += 1
+    return bool(np.all(counts == 1))
+
+
+def random_partition(rng: random.Random, box: Box, depth: int) -> list[Box]:
+    cuttable = [dim for dim, size in enumerate(box.shape) if size > 1]
+    if depth == 0 or not cuttable or rng.random() < 0.15:
+        return [box]
+    dim = rng.choice(cuttable)
+    low, high = coverage._halves(box, dim, box.offset[dim] + rng.randrange(1, box.shape[dim]))
+    return random_partition(rng, low, depth - 1) + random_partition(rng, high, depth - 1)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_partitions_are_accepted_and_damaged_ones_refused(seed: int) -> None:
+    """Random cuts of random shapes; then one box moved, grown, doubled or dropped: as a count
+    says.
+    """
+    rng = random.Random(seed)
+    shape = tuple(rng.randrange(1, 9) for _ in range(rng.randrange(1, 4)))
+    boxes = random_partition(rng, Box((0,) * len(shape), shape), 5)
+    rng.shuffle(boxes)
+    regions: list[Region] = list(boxes)
+    assert cover_problem(regions, shape) is None and covers(regions, shape)
+    for _ in range(10):
+        damaged = list(boxes)
+        at = rng.randrange(len(damaged))
+        box = damaged[at]
+        dim = rng.randrange(len(shape))
+        offset = list(box.offset)
+        offset[dim] = rng.randrange(0, shape[dim] - box.shape[dim] + 1)
+        damaged[at] = Box(tuple(offset), box.shape)
+        if rng.random() < 0.3:
+            other = rng.randrange(len(damaged))
+            damaged[other] = damaged[at]
+        assert (cover_problem(list(damaged), shape) is None) == covers(list(damaged), shape)
+
+
+def test_overlap_with_a_gap_of_the_same_size_is_found() -> None:
+    """Volumes add up, and yet one cell is there twice and another is not."""
+    boxes: list[Region] = [Box((0, 0), (1, 2)), Box((0, 1), (1, 1)), Box((1, 0), (1, 1))]
+    assert cover_problem(boxes, (2, 2)) is not None
+
+
+def test_pinwheel_which_no_straight_cut_separates_is_accepted() -> None:
+    wheel: list[Region] = [
+        Box((0, 0), (1, 2)),
+        Box((0, 2), (2, 1)),
+        Box((2, 1), (1, 2)),
+        Box((1, 0), (2, 1)),
+        Box((1, 1), (1, 1)),
+    ]
+    assert cover_problem(wheel, (3, 3)) is None
+
+
+def test_spans_and_boxes_mix() -> None:
+    regions: list[Region] = [Span(0, 5), Box((1, 1), (3, 3)), Box((2, 0), (2, 1))]
+    assert cover_problem(regions, (4, 4)) is None
+    assert cover_problem([*regions, Span(5, 6)], (4, 4)) is not None
+
+
+def test_many_regions_are_checked_in_bounded_time() -> None:
+    """10,000 irregular strips: 50 million pairs would take minutes."""
+    rng = random.Random(1)
+    strips: list[Region] = []
+    for row in range(5_000):
+        cut = rng.randrange(1, 1000)
+        strips += [Box((row, 0), (1, cut)), Box((row, cut), (1, 1000 - cut))]
+    start = time.process_time()
+    assert cover_problem(strips, (5_000, 1000)) is None
+    assert time.process_time() - start < 20
+
+
+def test_a_cost_beyond_the_budget_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coverage, "VISITS_PER_BOX_MAX", 1)
+    strips: list[Region] = [Box((0, 0), (1, 2)), Box((0, 2), (1, 1)), Box((1, 0), (1, 1))]
+    strips.append(Box((1, 1), (1, 2)))
+    assert "irregular" in str(cover_problem(strips, (2, 3)))
+
+
+def test_no_elements_and_no_dims() -> None:
+    assert cover_problem([], (0, 3)) is None
+    assert cover_problem([Box((), ())], ()) is None
+    assert cover_problem([], ()) is not None

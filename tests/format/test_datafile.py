@@ -1,0 +1,305 @@
+"""Data files are safetensors files for everybody, and hostile ones are refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from ckpt.errors import Corrupt, InvalidState, UnsupportedFormat
+from ckpt.format.checksum import crc32c
+from ckpt.format.datafile import (
+    CHECKSUMS,
+    StoredChunk,
+    checksum_tensor,
+    entry_name,
+    layout_data_file,
+    order_key,
+    parse_entry_name,
+    read_data_file_index,
+    split_into_files,
+)
+from ckpt.format.dtypes import DTYPES, dtype_name, refusal_reason, torch_dtype
+from ckpt.layout.region import Box, Region, Shape, Span, whole
+from tests.format.sample import TENSORS, make_sample, region_bytes
+
+
+def write(chunks: list[StoredChunk], payload: bytes) -> bytes:
+    layout = layout_data_file(chunks, block_bytes=64, metadata={})
+    sums = [
+        crc32c(payload[start : min(start + 64, end)])
+        for offset, chunk in zip(
+            (layout.offsets - len(layout.header)).tolist(), chunks, strict=True
+        )
+        for end in [offset + chunk.nbytes]
+        for start in range(offset, end, 64)
+    ]
+    return layout.header + payload + checksum_tensor(layout, np.array(sums, dtype=np.uint32))
+
+
+def index_of(data: bytes) -> Any:
+    return read_data_file_index(lambda start, stop: data[start:stop], len(data), name="file")
+
+
+def test_safetensors_reads_our_files(tmp_path: Path) -> None:
+    """The sample's files through safe_open and load_file: names, shapes, types and bytes are
+    right.
+    """
+    infos = {info.fqn: info for info in TENSORS}
+    for name, data in make_sample().files.items():
+        path = tmp_path / name
+        path.write_bytes(data)
+        index = index_of(data)
+        loaded = load_file(path)
+        with safe_open(path, "pt") as handle:
+            assert set(handle.keys()) == set(loaded)
+            assert handle.metadata()["ckpt.format"] == "1"
+        for chunk in index.chunks:
+            tensor = loaded[entry_name(chunk.fqn, chunk.region, chunk.global_shape)]
+            expected = region_bytes(infos[chunk.fqn], chunk.region)
+            assert tensor.reshape(-1).view(torch.uint8).numpy().tobytes() == expected
+            if isinstance(chunk.region, Box) and chunk.region.shape != chunk.global_shape:
+                assert tuple(tensor.shape) == chunk.region.shape
+                assert tensor.dtype == torch_dtype(chunk.dtype)
+
+
+def test_every_dtype_is_opened_by_safetensors(tmp_path: Path) -> None:
+    """One tensor of each storable type: native ones keep their type, the others are bytes."""
+    chunks = []
+    for name, dtype in DTYPES.items():
+        chunks.append(StoredChunk(name, name, (3,), whole((3,)), 3 * dtype.itemsize, 0))
+    chunks.sort(key=order_key)
+    payload = bytes(sum(chunk.nbytes for chunk in chunks))
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(write(chunks, payload))
+    loaded = load_file(path)
+    for name, dtype in DTYPES.items():
+        if dtype.is_native:
+            assert dtype_name(loaded[name].dtype) == name and loaded[name].shape == (3,)
+        else:
+            assert loaded[name].dtype == torch.uint8 and loaded[name].shape == (3, dtype.itemsize)
+        assert torch_dtype(name).itemsize == dtype.itemsize
+    assert {chunk.dtype for chunk in index_of(path.read_bytes()).chunks} == set(DTYPES)
+
+
+def test_every_torch_dtype_is_storable_or_refused_with_a_reason() -> None:
+    """All dtypes this torch has: in the table, or with a text on what to do."""
+    dtypes = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+    for dtype in dtypes:
+        reason = refusal_reason(dtype)
+        assert (reason is None) == (dtype_name(dtype) in DTYPES)
+        assert reason is None or "save" in reason
+
+
+@pytest.mark.parametrize(
+    "fqn",
+    [
+        "w",
+        "",
+        "@",
+        "@@",
+        "a@0:4",
+        "a@",
+        "__metadata__",
+        "__ckpt_checksums__",
+        "@__",
+        "ü\n\0\U0001f600",
+    ],
+)
+@pytest.mark.parametrize(
+    "shape, region",
+    [((4, 8), Box((0, 2), (4, 6))), ((4, 8), Span(1, 3)), ((4, 8), whole((4, 8))), ((), whole(()))],
+)
+def test_any_name_and_region_come_back(fqn: str, shape: Shape, region: Region) -> None:
+    """Entry names with '@', reserved words and odd characters: parsed back, and never reserved."""
+    name = entry_name(fqn, region, shape)
+    assert not name.startswith(("__metadata__", "__ckpt_"))
+    parsed = parse_entry_name(name)
+    assert parsed == (fqn, None if region.numel == int(np.prod(shape)) else region)
+    itemsize = 4
+    chunk = StoredChunk(fqn, "float32", shape, region, region.numel * itemsize, 3)
+    assert index_of(write([chunk], bytes(chunk.nbytes))).chunks == (chunk,)
+
+
+def test_header_is_the_documented_bytes() -> None:
+    """A file of one chunk against the literal header."""
+    chunk = StoredChunk("w", "float32", (4, 2), Box((0, 1), (4, 1)), 16, 1)
+    data = write([chunk], bytes(16))
+    text = (
+        '{"__metadata__":{"ckpt.format":"1","ckpt.block_bytes":"64","ckpt.kinds":"1",'
+        '"ckpt.shapes":"4,2"},"w@0:4,1:2":{"dtype":"F32","shape":[4,1],"data_offsets":[0,16]},'
+        '"__ckpt_checksums__":{"dtype":"U8","shape":[16],"data_offsets":[16,32]}}'
+    )
+    assert data[8:4096] == text.encode().ljust(4088)
+    assert data[:8] == (4088).to_bytes(8, "little")
+    assert data[4112:4116] == b"CKS1" and len(data) == 4096 + 32
+
+
+def test_layout_refuses_what_it_cannot_store() -> None:
+    """Wrong sizes, regions outside, duplicates, unknown dtypes, lone surrogates: InvalidState by
+    fqn.
+    """
+    good = StoredChunk("w", "float32", (4,), Span(0, 2), 8, 0)
+    for bad in (
+        good._replace(nbytes=9),
+        good._replace(region=Span(3, 5), fqn="w"),
+        good._replace(region=Span(2, 2), nbytes=0),
+        good._replace(dtype="quint8"),
+        good._replace(fqn="w\ud800"),
+    ):
+        with pytest.raises(InvalidState, match="w"):
+            layout_data_file([bad], block_bytes=64, metadata={})
+    with pytest.raises(InvalidState, match="twice"):
+        layout_data_file([good, good], block_bytes=64, metadata={})
+
+
+def test_files_are_split_before_their_limits() -> None:
+    """By data bytes and by header bytes; order is kept, and nothing is lost."""
+    chunks = [StoredChunk(f"w{i}", "int8", (10,), whole((10,)), 10, 0) for i in range(10)]
+    by_data = split_into_files(chunks, 30)
+    assert [len(file) for file in by_data] == [3, 3, 3, 1]
+    by_header = split_into_files(chunks, 1 << 30, 700)
+    assert all(len(file) <= 2 for file in by_header)
+    assert [c for file in by_header for c in file] == chunks
+    assert split_into_files([], 30) == [[]]
+
+
+def test_truncation_at_every_byte_raises() -> None:
+    """Every shorter version of a file is refused."""
+    data = next(iter(make_sample().files.values()))
+    for length in [*range(0, 64), *range(4000, len(data))]:
+        with pytest.raises(Corrupt):
+            index_of(data[:length])
+
+
+def test_every_flipped_bit_of_header_or_checksums_raises() -> None:
+    """All bits of the JSON text, of a sample of the padding, and of the checksum tensor."""
+    data = list(make_sample().files.values())[1]
+    index = index_of(data)
+    text_end = len(data[:4096].rstrip()) if len(index.header) == 4096 else len(index.header)
+    places = [*range(text_end + 8), *range(text_end + 8, len(index.header), 97)]
+    places += range(index.checksum_offset, len(data))
+    for at in places:
+        for bit in range(8):
+            flipped = bytearray(data)
+            flipped[at] ^= 1 << bit
+            with pytest.raises((Corrupt, UnsupportedFormat)):
+                index_of(bytes(flipped))
+
+
+def hostile(change: Any) -> bytes:
+    """The header of a good file after `change`, with all checksums made to fit."""
+    chunk = StoredChunk("w", "float32", (4, 2), Box((0, 1), (4, 1)), 16, 1)
+    data = write([chunk], bytes(16))
+    header = json.loads(data[8:4096])
+    header = change(header) or header
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    text = (len(text.ljust(4088))).to_bytes(8, "little") + text.ljust(4088)
+    tail = data[4112:4116] + crc32c(text).to_bytes(4, "little") + data[4120:4124]
+    return text + data[4096:4112] + tail + crc32c(tail).to_bytes(4, "little")
+
+
+def entry(**fields: Any) -> Any:
+    return lambda header: header["w@0:4,1:2"].update(fields)
+
+
+def meta(**fields: Any) -> Any:
+    return lambda header: header["__metadata__"].update(
+        {key.replace("_", ".", 1): value for key, value in fields.items()}
+    )
+
+
+def renamed(name: str) -> Any:
+    def change(header: Any) -> Any:
+        return {name if key == "w@0:4,1:2" else key: value for key, value in header.items()}
+
+    return change
+
+
+def test_the_hostile_helper_itself_makes_good_files() -> None:
+    assert len(index_of(hostile(lambda header: None)).chunks) == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        entry(dtype="F33"),
+        entry(dtype=["F32"]),
+        entry(shape=[4, 2]),
+        entry(shape=[4, -1]),
+        entry(shape=[1 << 62, 1 << 62, 4]),
+        entry(shape=[4, True]),
+        entry(shape=[1] * 80),
+        entry(data_offsets=[0, 12]),
+        entry(data_offsets=[16, 0]),
+        entry(data_offsets=[0, 16, 16]),
+        entry(data_offsets=[1, 17]),
+        entry(data_offsets=[0, 1 << 70]),
+        entry(extra=1),
+        meta(ckpt_format="0"),
+        meta(ckpt_format="one"),
+        meta(ckpt_block_bytes="0"),
+        meta(ckpt_block_bytes="17"),
+        meta(ckpt_block_bytes="99999999999999"),
+        meta(ckpt_kinds="12"),
+        meta(ckpt_kinds="g"),
+        meta(ckpt_kinds=1),
+        meta(ckpt_shapes="4,1"),
+        meta(ckpt_shapes="4,2;4,2"),
+        meta(ckpt_shapes="4,-2"),
+        meta(ckpt_shapes="9" * 18 + "," + "9" * 18),
+        meta(ckpt_shapes=",".join(["1"] * 100)),
+        meta(ckpt_dtypes="complex128"),
+        meta(ckpt_dtypes="float32"),
+        meta(ckpt_dtypes="object"),
+        renamed("w@0:4,1:3"),
+        renamed("w@0:4"),
+        renamed("w@span:0:4x"),
+        renamed("w@"),
+        renamed("w@0:4,1:2@0:4,1:2"),
+        renamed("__ckpt_other__"),
+        lambda header: header.pop("__metadata__") and None,
+        lambda header: header.pop(CHECKSUMS) and None,
+        lambda header: header[CHECKSUMS].update(dtype="I8"),
+        lambda header: b"[" * 4000,
+        lambda header: b'{"a":' * 600,
+        lambda header: b"[]",
+        lambda header: b"\xff\xfe",
+        lambda header: json.dumps(header).encode()[:-1] + b',"w@0:4,1:2":{}}',
+    ],
+)
+def test_hostile_headers_raise(change: Any) -> None:
+    """Each field out of its range, with valid checksums: Corrupt that names the file."""
+    with pytest.raises(Corrupt, match="file"):
+        index_of(hostile(change))
+
+
+def test_newer_version_is_named() -> None:
+    with pytest.raises(UnsupportedFormat, match="version 2"):
+        index_of(hostile(meta(ckpt_format="2")))
+
+
+def test_header_bomb_is_refused_before_it_is_parsed() -> None:
+    """4 MB of empty lists would be 100 MB in memory."""
+    text = b'{"a":[' + b"[]," * 1_400_000 + b"[]]}"
+    data = len(text).to_bytes(8, "little") + text
+    with pytest.raises(Corrupt, match="brackets"):
+        index_of(data)
+
+
+def test_header_length_beyond_the_file_is_refused_without_reading() -> None:
+    reads: list[tuple[int, int]] = []
+
+    def read(start: int, stop: int) -> bytes:
+        reads.append((start, stop))
+        return (1 << 40).to_bytes(8, "little")
+
+    with pytest.raises(Corrupt, match="header"):
+        read_data_file_index(read, 1 << 41)
+    assert reads == [(0, 8)]

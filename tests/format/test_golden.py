@@ -1,0 +1,106 @@
+"""Checkpoints of version 1 are readable for ever, and today's encoders still write the same bytes.
+
+`tests/golden/v1` is never regenerated. A change of the bytes is a new version of the format, with a
+directory of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from pathlib import Path
+
+import pytest
+
+from ckpt.format.columns import unpack_map
+from ckpt.format.manifest import decode_manifest, encode_manifest
+from ckpt.format.part import TensorInfo, per_rank_of, values_of
+from ckpt.salvage import matches_manifest, salvage
+from storage import open_store
+from tests.format.sample import (
+    ALIASES,
+    HEADER,
+    PER_RANK,
+    STEP_DIR,
+    TENSORS,
+    VALUES,
+    make_sample,
+    region_bytes,
+)
+
+ROOT = Path(__file__).parent.parent
+GOLDEN = ROOT / "golden" / "v1"
+FORMAT_MD = ROOT.parent / "FORMAT.md"
+
+
+def test_golden_checkpoint_decodes_to_the_values_it_was_made_of() -> None:
+    """Manifest, tensors, values and aliases of the files in the tree against the inputs in sample.py."""
+    step = GOLDEN / STEP_DIR
+    manifest = decode_manifest((step / "MANIFEST").read_bytes())
+    assert manifest.header == HEADER and manifest.aliases == ALIASES
+    assert values_of(manifest) == VALUES and per_rank_of(manifest) == PER_RANK
+    infos = zip(manifest.fqns, manifest.dtypes, manifest.shapes, manifest.kinds, strict=True)
+    assert [TensorInfo(f, d, s, int(k)) for f, d, s, k in infos] == list(TENSORS)
+    for i in range(len(manifest.chunks)):
+        data = (step / manifest.files[int(manifest.chunks.file[i])]).read_bytes()
+        start = int(manifest.chunks.byte_start[i])
+        stored = data[start : start + manifest.chunk_nbytes(i)]
+        assert stored == region_bytes(TENSORS[manifest.tensor_of(i)], manifest.region(i))
+
+
+def test_golden_checkpoint_can_be_salvaged() -> None:
+    store = open_store(str(GOLDEN))
+    assert matches_manifest(store, salvage(store, STEP_DIR)) is True
+
+
+def test_encoders_still_write_the_golden_bytes() -> None:
+    """The same inputs through today's code: every file of the directory, and no other."""
+    sample = make_sample()
+    expected = {**sample.files, "MANIFEST": encode_manifest(sample.manifest)}
+    there = {path.name: path.read_bytes() for path in (GOLDEN / STEP_DIR).iterdir()}
+    assert there == expected
+
+
+def dump(data: bytes, base: int = 0) -> str:
+    """Hex lines as FORMAT.md shows them."""
+    lines = []
+    for at in range(0, len(data), 16):
+        row = data[at : at + 16]
+        text = "".join(chr(byte) if 32 <= byte < 127 else "." for byte in row)
+        lines.append(f"{base + at:06x}  {row.hex(' '):47}  {text}".rstrip())
+    return "\n".join(lines)
+
+
+def documented_dumps() -> dict[str, str]:
+    sample = make_sample()
+    data = sample.files["rank00001-000.safetensors"]
+    manifest = encode_manifest(sample.manifest)
+    return {
+        "header": data[: len(data[:8192].split(b"   ")[0])].decode("latin-1")[8:],
+        "data": dump(data[4096:], 4096),
+        "manifest": dump(manifest),
+        "fields": "\n".join(
+            f"{name:18}{bytes(view).hex(' ')}"
+            for name, view in unpack_map(manifest[24:-32]).items()
+            if name not in ("header", "checksums", "values")
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", ["header", "data", "manifest", "fields"])
+def test_worked_example_of_the_specification_is_true(name: str) -> None:
+    """FORMAT.md's listings, byte for byte, are what the encoders write for the sample."""
+    pattern = rf"<!-- example:{name} -->\n+```\n(.*?)\n```"
+    found = re.search(pattern, FORMAT_MD.read_text(encoding="utf-8"), re.DOTALL)
+    assert found is not None, f"FORMAT.md has no listing {name!r}"
+    shown = found[1]
+    if name == "header":
+        shown = shown.replace("\n", "")
+        assert shown.encode("utf-8").decode("latin-1") == documented_dumps()[name]
+    else:
+        assert shown == documented_dumps()[name]
+
+
+def test_manifest_ends_with_its_sha256() -> None:
+    data = (GOLDEN / STEP_DIR / "MANIFEST").read_bytes()
+    assert hashlib.sha256(data[:-32]).digest() == data[-32:]

@@ -1,0 +1,371 @@
+"""The manifest keeps everything, stays small, and refuses whatever is not whole and consistent."""
+
+from __future__ import annotations
+
+import hashlib
+import tracemalloc
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+
+from ckpt.errors import Corrupt, InvalidState, UnsupportedFormat
+from ckpt.format.columns import pack_ints, pack_map, unpack_map
+from ckpt.format.manifest import MAGIC, Manifest, decode_manifest, encode_manifest
+from ckpt.format.part import (
+    Part,
+    TensorInfo,
+    assemble,
+    build_manifest,
+    decode_part,
+    encode_part,
+    per_rank_of,
+    replica_differences,
+    value_differences,
+    values_of,
+)
+from ckpt.layout.region import Box, Span
+from tests.format.sample import (
+    ALIASES,
+    HEADER,
+    PER_RANK,
+    TENSORS,
+    VALUES,
+    make_sample,
+    region_bytes,
+)
+
+SAMPLE = make_sample()
+ENCODED = encode_manifest(SAMPLE.manifest)
+
+
+def body_of(data: bytes) -> dict[str, bytes]:
+    return {name: bytes(view) for name, view in unpack_map(data[24:-32]).items()}
+
+
+def envelope(body: bytes, version: int = 1) -> bytes:
+    head = MAGIC + version.to_bytes(4, "little") + bytes(4) + len(body).to_bytes(8, "little")
+    return head + body + hashlib.sha256(head + body).digest()
+
+
+def with_fields(**fields: bytes | None) -> bytes:
+    """The sample's manifest with fields replaced (or removed), under a right digest."""
+    body = {**body_of(ENCODED), **fields}
+    return envelope(pack_map({k: v for k, v in body.items() if v is not None}))
+
+
+def test_everything_comes_back() -> None:
+    """Tensors, regions, places, checksums, aliases, values, per-rank values of a decoded
+    manifest.
+    """
+    manifest = decode_manifest(ENCODED)
+    assert encode_manifest(manifest) == ENCODED
+    assert manifest.header == HEADER and manifest.aliases == ALIASES
+    assert values_of(manifest) == VALUES and per_rank_of(manifest) == PER_RANK
+    infos = zip(manifest.fqns, manifest.dtypes, manifest.shapes, manifest.kinds, strict=True)
+    assert [TensorInfo(f, d, s, int(k)) for f, d, s, k in infos] == list(TENSORS)
+    for t, info in enumerate(TENSORS):
+        assert manifest.index(info.fqn) == t
+        for i in range(int(manifest.chunks.first[t]), int(manifest.chunks.first[t + 1])):
+            data = SAMPLE.files[manifest.files[int(manifest.chunks.file[i])]]
+            start = int(manifest.chunks.byte_start[i])
+            stored = data[start : start + manifest.chunk_nbytes(i)]
+            assert manifest.tensor_of(i) == t
+            assert stored == region_bytes(info, manifest.region(i))
+            assert len(manifest.chunk_checksums(i)) == -(-len(stored) // HEADER.block_bytes)
+    with pytest.raises(KeyError):
+        manifest.index("nothing")
+
+
+def test_contiguous_boxes_become_spans_and_others_stay_boxes() -> None:
+    chunks = SAMPLE.manifest.chunks
+    regions = [chunks.region(i) for i in range(len(chunks))]
+    assert Span(0, 24) in regions and Span(24, 48) in regions
+    assert Box((0, 3), (4, 3)) in regions
+
+
+def test_body_is_plain_msgpack() -> None:
+    """Any msgpack library reads the body: a map of str to bin."""
+    assert msgpack.unpackb(ENCODED[24:-32]) == body_of(ENCODED)
+
+
+def test_every_flipped_bit_raises() -> None:
+    """All bits of a small manifest: none decodes."""
+    for at in range(len(ENCODED)):
+        for bit in range(8):
+            flipped = bytearray(ENCODED)
+            flipped[at] ^= 1 << bit
+            with pytest.raises((Corrupt, UnsupportedFormat)):
+                decode_manifest(bytes(flipped))
+
+
+def test_every_truncation_raises() -> None:
+    for length in range(len(ENCODED)):
+        with pytest.raises(Corrupt):
+            decode_manifest(ENCODED[:length])
+    with pytest.raises(Corrupt):
+        decode_manifest(ENCODED + b"\0")
+
+
+def test_forged_bits_raise_or_decode_to_a_consistent_manifest() -> None:
+    """A forger who fixes the digest: what decodes is a manifest that encodes again, and covers its
+    tensors.
+    """
+    body = ENCODED[24:-32]
+    for at in range(len(body)):
+        for bit in range(8):
+            flipped = bytearray(body)
+            flipped[at] ^= 1 << bit
+            try:
+                manifest = decode_manifest(envelope(bytes(flipped)))
+            except (Corrupt, UnsupportedFormat):
+                continue
+            assert decode_manifest(encode_manifest(manifest)).fqns == manifest.fqns
+
+
+def test_newer_version_says_which_is_needed() -> None:
+    with pytest.raises(UnsupportedFormat, match="version 2"):
+        decode_manifest(envelope(b"whatever", version=2))
+
+
+def test_unknown_required_feature_is_refused_and_unknown_fields_are_ignored() -> None:
+    needing = HEADER.model_copy(update={"required": ("foreign_files",)})
+    with pytest.raises(UnsupportedFormat, match="foreign_files"):
+        decode_manifest(with_fields(header=needing.model_dump_json().encode()))
+    later = HEADER.model_dump_json().replace("{", '{"colour":3,', 1).encode()
+    manifest = decode_manifest(with_fields(header=later, chunk_digests=b"xyz"))
+    assert manifest.header == HEADER
+
+
+def column(*values: int) -> bytes:
+    return pack_ints(np.array(values, dtype=np.uint64), constant=False)
+
+
+def header(**fields: Any) -> bytes:
+    return HEADER.model_copy(update=fields).model_dump_json().encode()
+
+
+def counts(**fields: int) -> bytes:
+    names = ("files", "tensors", "shapes", "chunks", "boxes", "blocks", "aliases", "ranks")
+    values = np.frombuffer(body_of(ENCODED)["counts"], dtype="<u8").tolist()
+    return np.array([fields.get(n, v) for n, v in zip(names, values, strict=True)], "<u8").tobytes()
+
+
+MAX = (1 << 64) - 1
+HOSTILE: dict[str, dict[str, bytes | None]] = {
+    "header is not JSON": {"header": b"{"},
+    "header has a wrong root": {"header": header(root="../../etc")},
+    "header has a wrong attempt": {"header": header(attempt="../x")},
+    "header has a negative step": {"header": header(step=-1)},
+    "header has a step as text": {"header": header().replace(b'"step":3', b'"step":"3"')},
+    "header has no world": {"header": header(world_size=0)},
+    "header has another version": {"header": header(version=0)},
+    "header has odd blocks": {"header": header(block_bytes=24)},
+    "header has zero blocks": {"header": header(block_bytes=0)},
+    "header has larger blocks": {"header": header(block_bytes=128)},
+    "counts are short": {"counts": b"123"},
+    **{f"huge count of {name}": {"counts": counts(**{name: MAX})} for name in (
+        "files", "tensors", "shapes", "chunks", "boxes", "blocks", "aliases", "ranks")},
+    "one chunk less": {"counts": counts(chunks=7)},
+    "one tensor less": {"counts": counts(tensors=5)},
+    "no per-rank values but bytes": {"counts": counts(ranks=0)},
+    "file name with a slash": {"file_names": b"a/../b.safetensorsrank00001-000.safetensors!"},
+    "file name with dots": {"file_names": b".." + bytes(50), "file_name_sizes": column(2, 50)},
+    "file name twice": {"file_names": b"abab", "file_name_sizes": column(2, 2)},
+    "file name MANIFEST": {"file_names": b"MANIFESTx", "file_name_sizes": column(8, 1)},
+    "file name with NUL": {"file_names": b"a\0x", "file_name_sizes": column(2, 1)},
+    "file name empty": {"file_names": b"a", "file_name_sizes": column(0, 1)},
+    "file name not UTF-8": {"file_names": b"\xffa", "file_name_sizes": column(1, 1)},
+    "file sizes wrap": {"file_name_sizes": column(MAX, 2)},
+    "file too short": {"file_nbytes": column(4100, 4100)},
+    "file of 2^63 bytes": {"file_nbytes": column(1 << 63, 1 << 63)},
+    "data starts behind the file": {"file_data_starts": column(1 << 40, 1 << 40)},
+    "data starts a little late": {"file_data_starts": column(8192, 8192)},
+    "names not sorted": {"fqns": b"bacdef", "fqn_sizes": column(1, 1, 1, 1, 1, 1)},
+    "name twice": {"fqns": b"aacdef", "fqn_sizes": column(1, 1, 1, 1, 1, 1)},
+    "name sizes wrap": {"fqn_sizes": column(MAX, 2, 1, 1, 1, 1)},
+    "unknown dtype": {"dtype_names": b"object,float16,float32,int64,x"},
+    "dtype index outside": {"dtype_ids": column(0, 0, 0, 0, 0, 9)},
+    "dtype of another size": {"dtype_ids": column(2, 1, 4, 1, 0, 3)},
+    "shape of 255 dims": {"shape_ndims": column(255, 0, 0, 0)},
+    "shape beyond 2^63": {"shape_dims": column(1 << 62, 1 << 62, 4, 6, 6, 8)},
+    "shape of another size": {"shape_dims": column(0, 3, 4, 6, 6, 9)},
+    "shape dims constant": {"shape_dims": bytes([0x10, 6])},
+    "shape index outside": {"shape_ids": column(0, 0, 0, 0, 0, 4)},
+    "kind outside": {"kinds": column(0, 0, 0, 0, 0, 16)},
+    "alias of a stored name": {"alias_names": b"weight", "alias_name_sizes": column(6)},
+    "alias target outside": {"alias_targets": column(6)},
+    "per-rank sizes wrap": {"per_rank_sizes": column(MAX, 30)},
+    "chunk counts wrap": {"chunk_counts": column(MAX, 1, 1, 2, 2, 4)},
+    "chunks moved between tensors": {"chunk_counts": column(1, 0, 1, 2, 2, 2)},
+    "chunk file outside": {"chunk_files": column(0, 1, 0, 1, 0, 1, 0, 2)},
+    "chunk in another file": {"chunk_files": column(0, 1, 1, 1, 0, 1, 0, 1)},
+    "chunk empty": {"chunk_numels": column(1, 1, 24, 24, 12, 12, 0, 48)},
+    "chunk sizes wrap": {"chunk_numels": column(1, 1, 24, 24, 12, 12, MAX, 49)},
+    "chunk shorter": {"chunk_numels": column(1, 1, 24, 24, 12, 12, 20, 27)},
+    "box said to be larger": {"chunk_numels": column(1, 1, 24, 24, 13, 12, 20, 28)},
+    "skip": {"chunk_skips": column(0, 0, 0, 1, 0, 0, 0, 0)},
+    "skip wraps": {"chunk_skips": column(0, 0, 0, MAX, 0, 0, 0, 0)},
+    "skip of a box": {"chunk_skips": column(0, 0, 0, 0, 0, 1, 0, 0)},
+    "gap behind the file": {"chunk_gaps": column(1 << 40, 0, 0, 0, 0, 0, 0, 0)},
+    "gap before the data": {"chunk_gaps": column(MAX - 15, 0, 0, 0, 0, 0, 0, 0)},
+    "gap makes chunks overlap": {"chunk_gaps": column(0, 0, MAX - 3, 0, 0, 0, 0, 0)},
+    "box index outside": {"chunk_boxes": column(0, 0, 0, 0, 1, 3, 0, 0)},
+    "box twice": {"chunk_boxes": column(0, 0, 0, 0, 1, 1, 0, 0)},
+    "box in a tensor of other dims": {"box_ndims": column(3, 1)},
+    "box of 255 dims": {"box_ndims": column(255, 255)},
+    "box outside": {"box_offsets": column(0, 0, 0, 4)},
+    "box overlaps": {"box_offsets": column(0, 0, 0, 2)},
+    "box beyond 2^58": {"box_sizes": column(4, 3, 4, MAX)},
+    "checksums short": {"checksums": body_of(ENCODED)["checksums"][:-4]},
+    "checksums odd": {"checksums": body_of(ENCODED)["checksums"][:-1]},
+    "column code unknown": {"kinds": b"\x47" + bytes(6)},
+    "column empty": {"kinds": b""},
+}  # fmt: skip
+MISSING: dict[str, dict[str, bytes | None]] = {
+    f"{name} missing": {name: None} for name in body_of(ENCODED)
+}
+
+
+@pytest.mark.parametrize("name", [*HOSTILE, *MISSING])
+def test_hostile_field_raises(name: str) -> None:
+    """One field out of its range, under a right digest."""
+    with pytest.raises(Corrupt):
+        decode_manifest(with_fields(**{**HOSTILE, **MISSING}[name]))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"\x90" * 1000,
+        b"\x81\xa1a\x90",
+        b"\xdf\xff\xff\xff\xff",
+        b"\xde\xff\xff",
+        b"\x82\xa1a\xc4\x00\xa1a\xc4\x00",
+        b"\x81\xa1a\xc6\xff\xff\xff\xff",
+        b"\x81\xa1a\xc4\x00\x00",
+        b"\x81\x01\xc4\x00",
+        b"\x81\xa1\xff\xc4\x00",
+        b"\x81\xa1a\x81\xa1a\xc4\x00",
+    ],
+)
+def test_other_msgpack_raises(body: bytes) -> None:
+    """Arrays, nested maps, duplicate keys, sizes beyond the file, superfluous bytes."""
+    with pytest.raises(Corrupt):
+        decode_manifest(envelope(body))
+
+
+def test_bombs_take_no_memory() -> None:
+    """16 MiB of msgpack arrays, and constant columns that claim 2^40 chunks: refused within 1
+    MB.
+    """
+    bomb = envelope(b"\x90" * (16 << 20))
+    claims = with_fields(counts=counts(chunks=1 << 40, blocks=1 << 40), kinds=bytes([0x10, 0]))
+    for data in (bomb, claims):
+        tracemalloc.start()
+        with pytest.raises(Corrupt):
+            decode_manifest(data)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < 1 << 20
+
+
+def edited(rank: int, **changes: Any) -> list[Part]:
+    return [replace(part, **changes) if part.rank == rank else part for part in SAMPLE.parts]
+
+
+def chunk_changed(name: str, at: int, value: int) -> list[Part]:
+    values = getattr(SAMPLE.parts[1], name).copy()
+    values[at] = value
+    return edited(1, **{name: values})
+
+
+def test_parts_survive_the_journey_and_structure_is_sent_once() -> None:
+    """encode/decode gives the same manifest; structure and variable part assemble to the same
+    part.
+    """
+    journey = [decode_part(encode_part(part)) for part in SAMPLE.parts]
+    assert encode_manifest(build_manifest(HEADER, journey)) == ENCODED
+    for part in SAMPLE.parts:
+        again = assemble(part.structure(), part.variable())
+        assert again.structure_digest() == part.structure_digest()
+        assert again.variable() == part.variable()
+
+
+def test_variable_part_of_another_structure_is_refused() -> None:
+    with pytest.raises(Corrupt, match="checksums"):
+        assemble(SAMPLE.parts[0].structure(), SAMPLE.parts[1].variable())
+
+
+def test_gaps_and_overlaps_are_errors_that_name_tensor_and_ranks() -> None:
+    """Rank 1 writes too little, too much, or from elsewhere."""
+    spans = np.flatnonzero(SAMPLE.parts[1].chunk_start == 20)[0]
+    boxes = np.flatnonzero(SAMPLE.parts[1].chunk_box >= 0)[0]
+    cases: list[tuple[list[Part], str]] = [
+        (chunk_changed("chunk_start", spans, 21), r"momentum: elements 20 to 21 are missing"),
+        (chunk_changed("chunk_start", spans, 19), r"momentum: elements 19 to 20 overlap"),
+        (chunk_changed("chunk_numel", spans, 27), r"momentum: elements 47 to 48 are missing"),
+        (chunk_changed("chunk_numel", boxes, 11), r"columns: .* said to have 11"),
+        (edited(1, boxes=(Box((0, 2), (4, 3)),)), r"columns: .*(overlap|gap)"),
+    ]
+    for parts, expected in cases:
+        with pytest.raises(InvalidState, match=expected) as caught:
+            build_manifest(HEADER, parts)
+        assert "ranks [0, 1]" in str(caught.value)
+
+
+def test_contradictions_between_ranks_are_named() -> None:
+    other = tuple(info._replace(dtype="int64") if info.fqn == "phase" else info for info in TENSORS)
+    with pytest.raises(InvalidState, match=r"phase: .*rank 1.*rank 0"):
+        build_manifest(HEADER, edited(1, tensors=other))
+    with pytest.raises(InvalidState, match=r"tied: tied to weight.columns on rank 1"):
+        build_manifest(HEADER, edited(1, aliases={"tied": "weight.columns"}))
+    with pytest.raises(InvalidState, match="one name"):
+        build_manifest(HEADER, edited(1, files=SAMPLE.parts[0].files))
+    with pytest.raises(ValueError, match="ranks"):
+        build_manifest(HEADER, SAMPLE.parts[:1])
+
+
+def test_differences_of_replicas_and_values_name_ranks() -> None:
+    parts = edited(1, replica_digests={"bn.mean": 1}, value_digests={"seed": 1})
+    parts[0] = replace(parts[0], replica_digests={"bn.mean": 2})
+    assert "bn.mean" in replica_differences(parts)[0]
+    texts = value_differences(parts)
+    assert len(texts) == 3 and any(t.startswith("groups:") and "absent on 1" in t for t in texts)
+    assert replica_differences(SAMPLE.parts) == value_differences(SAMPLE.parts) == []
+
+
+def test_chunks_take_at_most_16_bytes() -> None:
+    """The benchmark's layouts at 64 ranks: bytes per chunk aside from checksums."""
+    layouts: list[Callable[[], Manifest]] = [
+        lambda: grid_manifest(200, 64),
+        lambda: grid_manifest(200, 64, by_columns=True),
+        lambda: grid_manifest(200, 64, uneven=True),
+    ]
+    for make in layouts:
+        manifest = make()
+        data = encode_manifest(manifest)
+        assert len(data) - 4 * len(manifest.checksums) <= 8 * len(manifest.chunks)
+        assert encode_manifest(decode_manifest(data)) == data
+
+
+def grid_manifest(tensors: int, ranks: int, **options: bool) -> Manifest:
+    from benchmarks.manifest import sharded
+
+    return sharded(tensors, ranks, **options)
+
+
+def test_decoding_takes_at_most_four_times_the_file() -> None:
+    """200,000 chunks: traced memory at its peak, the input included."""
+    data = encode_manifest(grid_manifest(200, 1000))
+    decode_manifest(data)
+    tracemalloc.start()
+    manifest = decode_manifest(data)
+    peak = tracemalloc.get_traced_memory()[1] + len(data)
+    tracemalloc.stop()
+    assert len(manifest.chunks) == 200_000
+    assert peak <= 4 * len(data)

@@ -177,7 +177,7 @@ def _add_copy(need: Need, copy: Copy, view: torch.Tensor, address: int, block_nb
         target = address + copy.target * itemsize
         need.directs.append(Direct(start, start + copy.numel * itemsize, target))
     else:
-        need.scatters += _scattered(copy, view)
+        need.scatters.extend(_scattered(copy, view))
 
 
 def _region_of(view: torch.Tensor, patch: Patch) -> torch.Tensor:

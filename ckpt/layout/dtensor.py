@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ckpt.layout.piece import Owned, Piece, View
-from ckpt.layout.plain import Ranks, Refused, refuse_unstorable
+from ckpt.layout.plain import PLAIN_CLASSES, Ranks, Refused, refuse_unstorable
 from ckpt.layout.region import Box, Shape
 
 
@@ -128,6 +128,8 @@ def outermost_last(cuts: Sequence[Cut]) -> list[Cut]:
 
 def is_dtensor(tensor: torch.Tensor) -> bool:
     """Whether `tensor` is a DTensor (a parameter may be one)."""
+    if type(tensor) in PLAIN_CLASSES:
+        return False
     return hasattr(tensor, "_local_tensor") and hasattr(tensor, "device_mesh")
 
 
@@ -224,6 +226,57 @@ def _holders(
         for placement, index in zip(placements, coordinate, strict=True)
     )
     return ranks.indices_of(mesh.mesh[at].flatten().tolist())
+
+
+def repeated_over_wider_meshes(owned: Sequence[Owned], ranks: Ranks) -> list[Owned]:
+    """The DTensors among `owned`, all of one module, with the replicas that their own mesh hides.
+
+    Under FSDP2 over tensor parallel, a parameter that is not tensor parallel lies on the mesh of
+    FSDP alone, one such mesh per tensor parallel rank: the tensor is repeated over the axes that
+    the module's other tensors lie on. Nobody promises that these replicas stay equal. A module
+    whose tensors all lie on one mesh comes back as it is.
+    """
+    meshes: dict[tuple[str, ...], Any] = {}
+    for entry in owned:
+        if is_dtensor(entry.param):
+            mesh: Any = entry.param.device_mesh  # type: ignore[attr-defined]
+            meshes.setdefault(tuple(mesh.mesh_dim_names or ()), mesh)
+    wider_of = {names: _widest(names, meshes) for names in meshes}
+    if not any(wider is not None for wider in wider_of.values()):
+        return list(owned)
+    return [_repeated(entry, wider_of, ranks) for entry in owned]
+
+
+def _widest(names: tuple[str, ...], meshes: dict[tuple[str, ...], Any]) -> Any:
+    """The mesh with the most axes that has all axes `names` and more; None when there is none."""
+    found = [other for other in meshes if names and set(names) < set(other)]
+    return meshes[max(found, key=len)] if found else None
+
+
+def _repeated(owned: Owned, wider_of: dict[tuple[str, ...], Any], ranks: Ranks) -> Owned:
+    if not is_dtensor(owned.param):
+        return owned
+    param: Any = owned.param
+    names = tuple(param.device_mesh.mesh_dim_names or ())
+    wider = wider_of[names]
+    coordinate = None if wider is None else wider.get_coordinate()
+    if coordinate is None:
+        return owned
+    cut_names = {
+        name
+        for name, placement in zip(names, param.placements, strict=True)
+        if not placement.is_replicate()
+    }
+    at = tuple(
+        index if name in cut_names else slice(None)
+        for name, index in zip(wider.mesh_dim_names, coordinate, strict=True)
+    )
+    holders = ranks.indices_of(wider.mesh[at].flatten().tolist())
+    views = tuple(
+        view._replace(pieces=tuple(piece._replace(holders=holders) for piece in view.pieces))
+        for view in owned.views
+    )
+    return owned._replace(views=views, synchronized=False)
 
 
 def _owned(

@@ -32,9 +32,9 @@ from torch import nn
 
 from ckpt.errors import InvalidState
 from ckpt.layout import torch_fsdp
-from ckpt.layout.dtensor import describe_dtensor, is_dtensor
+from ckpt.layout.dtensor import describe_dtensor, is_dtensor, repeated_over_wider_meshes
 from ckpt.layout.piece import Owned, Piece
-from ckpt.layout.plain import Ranks, Refused, refuse_unstorable, whole_tensor
+from ckpt.layout.plain import PLAIN_CLASSES, Ranks, Refused, refuse_unstorable, whole_tensor
 
 __all__ = ["ModuleLayout", "Ranks", "Refused", "describe_module", "describe_tensor"]
 
@@ -101,6 +101,7 @@ def describe_module(module: nn.Module, ranks: Ranks) -> ModuleLayout:
         _add_extra_state(draft, visit)
         _add_hooks(draft, visit)
     _add_managed(draft, managed)
+    _add_hidden_replicas(draft)
     return ModuleLayout(
         params=tuple(draft.params),
         buffers=tuple(draft.buffers),
@@ -127,12 +128,25 @@ def describe_tensor(
     A plain tensor is held by `holders` (by default by everyone), and `synchronized` says whether
     somebody keeps it equal there; for the others these follow from the tensor. Raises `Refused`.
     """
+    if type(tensor) not in PLAIN_CLASSES:
+        special = _special_tensor(fqn, tensor, ranks)
+        if special is not None:
+            return special
+    refuse_unstorable(fqn, tensor)
+    return whole_tensor(
+        fqn,
+        tensor,
+        holders=ranks.everyone if holders is None else holders,
+        synchronized=synchronized,
+    )
+
+
+def _special_tensor(fqn: str, tensor: Any, ranks: Ranks) -> Owned | None:
+    """The answer of tensors that are more than memory; None for subclasses that are only that."""
     if hasattr(tensor, "__ckpt_pieces__"):
         owned = list(tensor.__ckpt_pieces__())
         if len(owned) != 1:
-            raise Refused(
-                f"{fqn}: __ckpt_pieces__() of a tensor gave {len(owned)} tensors, expected 1"
-            )
+            raise Refused(f"{fqn}: __ckpt_pieces__() of a tensor gave {len(owned)} answers, not 1")
         return _renamed(owned[0], fqn, ranks)
     if is_dtensor(tensor):
         return describe_dtensor(fqn, tensor, ranks)
@@ -142,12 +156,7 @@ def describe_tensor(
             f"{fqn}: is of class {type(tensor).__name__}, which only its author can take apart; "
             "save a plain tensor, or let the class offer __ckpt_pieces__()"
         )
-    return whole_tensor(
-        fqn,
-        tensor,
-        holders=ranks.everyone if holders is None else holders,
-        synchronized=synchronized,
-    )
+    return None
 
 
 # --- the walk ------------------------------------------------------------------------------------
@@ -376,6 +385,17 @@ def _add_unit(draft: _Draft, fqns: list[str], managed: torch_fsdp.Managed) -> No
         draft.owned_by_param[id(owned.param)] = owned
     for shown, stored in managed.tied:
         draft.owned_by_param[id(shown)] = draft.owned_by_param[id(stored)]
+
+
+def _add_hidden_replicas(draft: _Draft) -> None:
+    before = draft.params
+    draft.params = repeated_over_wider_meshes(before, draft.ranks)
+    changed = {
+        id(old): new for old, new in zip(before, draft.params, strict=True) if old is not new
+    }
+    if changed:
+        for key, owned in draft.owned_by_param.items():
+            draft.owned_by_param[key] = changed.get(id(owned), owned)
 
 
 def _add_buffers(draft: _Draft, visit: _Visit) -> None:

@@ -288,8 +288,9 @@ class _Draft:
     name_of: dict[int, str] = field(default_factory=dict)
     name_of_member: dict[tuple[int, int], str] = field(default_factory=dict)
     extra_state_of: dict[int, str] = field(default_factory=dict)
-    # Told by a foreign engine: names it covers, and its answers by module.
+    # Told by foreign engines: names they cover, objects that are no parameters, answers by module.
     covered: set[str] = field(default_factory=set)
+    hidden: set[int] = field(default_factory=set)
     foreign: dict[int, tuple[str, list[Owned]]] = field(default_factory=dict)
 
 
@@ -321,12 +322,13 @@ def _managed_places(visits: Iterable[_Visit]) -> dict[int, dict[str, _MemberOf]]
 
 def _add_params(draft: _Draft, visit: _Visit, managed: Mapping[str, _MemberOf]) -> None:
     for name, param in visit.module._parameters.items():
-        if param is None or name in managed:
+        if param is None or name in managed or id(param) in draft.hidden:
             continue
         fqn = visit.fqn_of(name)
         stored = draft.name_of.get(id(param))
         if stored is not None:
-            draft.aliases[fqn] = stored
+            if stored != fqn:
+                draft.aliases[fqn] = stored
         elif fqn not in draft.covered and not torch_fsdp.is_flat_param(param):
             draft.name_of[id(param)] = fqn
             _add_param(draft, visit, name, fqn, param)
@@ -401,7 +403,7 @@ def _add_hidden_replicas(draft: _Draft) -> None:
 def _add_buffers(draft: _Draft, visit: _Visit) -> None:
     skipped = visit.module._non_persistent_buffers_set
     for name, buffer in visit.module._buffers.items():
-        if buffer is None or name in skipped:
+        if buffer is None or name in skipped or id(buffer) in draft.hidden:
             continue
         fqn = visit.fqn_of(name)
         stored = draft.name_of.setdefault(id(buffer), fqn)
@@ -448,8 +450,11 @@ def _add_foreign(draft: _Draft, visit: _Visit) -> None:
         draft.params.append(owned)
         draft.owned_by_param[id(owned.param)] = owned
         draft.covered.update(_names(owned))
-        # The engine's own flat buffer may be registered as a parameter under another name.
-        draft.name_of.setdefault(id(owned.param), next(iter(_names(owned)), visit.name))
+        names = _names(owned)
+        if len(names) == 1 and owned.views[0].pieces[0].global_shape == tuple(owned.param.shape):
+            draft.name_of.setdefault(id(owned.param), names[0])
+        else:  # a buffer of the engine's own making: whatever it is called, it is no parameter
+            draft.hidden.add(id(owned.param))
 
 
 def _names(owned: Owned) -> list[str]:

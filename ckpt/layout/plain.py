@@ -46,9 +46,14 @@ class Ranks(NamedTuple):
 
         The world's own global ranks give `everyone`.
         """
-        wanted = set(global_ranks)
-        found = {index for index, rank in enumerate(self.global_ranks) if rank in wanted}
+        index_of = _index_of(self.global_ranks)
+        found = {index_of[rank] for rank in global_ranks if rank in index_of}
         return tuple(sorted(found | {self.rank}))
+
+
+@lru_cache(maxsize=8)
+def _index_of(global_ranks: tuple[int, ...]) -> dict[int, int]:
+    return {rank: index for index, rank in enumerate(global_ranks)}
 
 
 class Refused(Exception):

@@ -228,7 +228,10 @@ def _memory_order(fqn: str, shape: Shape, strides: Shape) -> tuple[int, ...]:
 
 
 def _views(members: Sequence[_Member], dtype: torch.dtype, *, base: int) -> tuple[View, ...]:
-    """Views of members in a 1-D local tensor that starts at `base` of the local shard."""
+    """Views of members in a 1-D local tensor that starts at `base` of the local shard.
+
+    In the members' order, whatever this rank holds of them: names are told in it on every rank.
+    """
     plain: list[Piece] = []
     views: list[View] = []
     for member in members:
@@ -238,8 +241,11 @@ def _views(members: Sequence[_Member], dtype: torch.dtype, *, base: int) -> tupl
             here = Span(offset, offset + member.numel)
             plain.append(Piece(member.fqn, member.shape, dtype, span, here, member.holders))
         else:
+            if plain:
+                views.append(View(tuple(plain)))
+                plain = []
             views += _permuted_views(member, dtype, offset)
-    return (View(tuple(plain)), *views) if plain else tuple(views)
+    return (*views, View(tuple(plain))) if plain else tuple(views)
 
 
 def _permuted_views(member: _Member, dtype: torch.dtype, offset: int) -> Iterator[View]:

@@ -499,9 +499,11 @@ class Log:
         Slots are dense, so: gallop until a free slot, then bisect. Each step is one request.
         """
         low, stride = known, 1
-        while self._occupied(known + stride):
-            low, stride = known + stride, stride * 4
-        high = known + stride
+        while self._occupied(low + stride):
+            low += stride
+            # Mostly there is one new record or none, so look at the next one before taking off.
+            stride = 1 if low == known + 1 else stride * 4
+        high = low + stride
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if self._occupied(middle) else (low, middle)

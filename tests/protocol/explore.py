@@ -1,0 +1,193 @@
+"""A small model checker: runs real code under every schedule and every fault, within a budget.
+
+Actors are functions that use a `SteppedStore`. Each store operation stops its actor until the
+explorer chooses who goes next and how the operation ends. A run is the list of its choices; the
+next run changes the last choice that has another alternative, so all runs within the budget are
+made exactly once. Leaving the current actor while it could go on costs 1, and so does every fault.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from storage.errors import KeyExistsError, OutcomeUnknownError
+from storage.store import Store
+from storage.wrap import WrappedStore
+
+PUT_FAULTS = ("unknown, applied", "unknown, lost", "unknown, late", "killed before", "killed after")
+
+
+class Killed(BaseException):
+    """The process of this actor ends here."""
+
+
+@dataclass
+class Choices:
+    """The choices of one run: `prefix` is given, beyond it always the first alternative."""
+
+    prefix: list[int]
+    budget: int
+    made: list[tuple[int, int]] = field(default_factory=list)
+    told: list[str] = field(default_factory=list)
+
+    def choose(self, options: list[tuple[str, int]]) -> str:
+        """One of the (label, cost) options that the budget allows; the first one costs nothing."""
+        allowed = [option for option in options if option[1] <= self.budget]
+        at = len(self.made)
+        index = self.prefix[at] if at < len(self.prefix) else 0
+        self.made.append((index, len(allowed)))
+        label, cost = allowed[index]
+        self.budget -= cost
+        if cost or len(allowed) > 1:
+            self.told.append(label)
+        return label
+
+    def next_prefix(self) -> list[int] | None:
+        made = list(self.made)
+        while made:
+            index, count = made.pop()
+            if index + 1 < count:
+                return [chosen for chosen, _ in made] + [index + 1]
+        return None
+
+
+class _Actor:
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.stopped_at: str | None = None
+        self.order = ""
+        self.go = threading.Semaphore(0)
+
+
+class Run:
+    """One run: the actors, the store below them, and writes that are still under way."""
+
+    def __init__(self, store: Store, choices: Choices, pool: ThreadPoolExecutor) -> None:
+        self.store = store
+        self.choices = choices
+        self.under_way: list[tuple[str, bytes]] = []
+        self.errors: list[str] = []
+        self._pool = pool
+        self._came = threading.Semaphore(0)
+
+    def go(self, actors: dict[str, Callable[[Store], None]]) -> None:
+        """Run the actors to their ends, then let what is under way arrive or be lost."""
+        running = {name: _Actor(name) for name in actors}
+        futures: list[Future[None]] = []
+        for name, fn in actors.items():
+            futures.append(self._pool.submit(self._live, running[name], fn))
+            self._came.acquire()
+        current = next(iter(running))
+        while waiting := [a for a in running.values() if a.stopped_at is not None]:
+            names = [a.name for a in waiting]
+            current = current if current in names else names[0]
+            current = self._step(running, current, names)
+        for key, data in self.under_way:
+            if self.choices.choose([("lost", 0), ("arrives at last", 0)]) != "lost":
+                self._arrive(key, data)
+        for name, future in zip(actors, futures, strict=True):
+            error = future.exception()
+            if error is not None:
+                self.errors.append(f"I9: {name} ended with {type(error).__name__}: {error}")
+
+    def _step(self, running: dict[str, _Actor], current: str, names: list[str]) -> str:
+        options = [(current, 0)] + [(name, 1) for name in names if name != current]
+        options += [(f"arrives: {i}", 1) for i in range(len(self.under_way))]
+        chosen = self.choices.choose(options)
+        if chosen.startswith("arrives"):
+            self._arrive(*self.under_way.pop(int(chosen.split()[1])))
+            return current
+        actor = running[chosen]
+        faults = [(fault, 1) for fault in PUT_FAULTS] if actor.stopped_at == "put" else []
+        actor.order = self.choices.choose([("done", 0), *faults])
+        actor.stopped_at = None
+        actor.go.release()
+        self._came.acquire()
+        return chosen
+
+    def _arrive(self, key: str, data: bytes) -> None:
+        with contextlib.suppress(KeyExistsError):
+            self.store.put_if_absent(key, data)
+
+    def _live(self, actor: _Actor, fn: Callable[[Store], None]) -> None:
+        try:
+            fn(SteppedStore(self, actor))
+        except Killed:
+            pass
+        finally:
+            actor.stopped_at = None
+            self._came.release()
+
+    def stop(self, actor: _Actor, op: str) -> str:
+        """Called by the actor: wait to be chosen; how the operation shall end."""
+        actor.stopped_at = op
+        self._came.release()
+        actor.go.acquire()
+        return actor.order
+
+
+class SteppedStore(WrappedStore):
+    """One actor's view: log operations stop and wait for the explorer; the rest passes."""
+
+    def __init__(self, run: Run, actor: _Actor) -> None:
+        super().__init__(run.store)
+        self._run = run
+        self._actor = actor
+
+    def info(self, key: str) -> Any:
+        if key.startswith("log/"):
+            self._run.stop(self._actor, "info")
+        return self.inner.info(key)
+
+    def delete(self, key: str) -> None:
+        self._run.stop(self._actor, "delete")
+        self.inner.delete(key)
+
+    def put_if_absent(self, key: str, data: bytes) -> None:
+        if not key.startswith("log/"):
+            return self.inner.put_if_absent(key, data)
+        order = self._run.stop(self._actor, "put")
+        if order == "killed before":
+            raise Killed
+        if order == "unknown, late":
+            self._run.under_way.append((key, data))
+        elif order != "unknown, lost":
+            try:
+                self.inner.put_if_absent(key, data)
+            except KeyExistsError:
+                if order == "done":
+                    raise
+        if order == "killed after":
+            raise Killed
+        if order != "done":
+            raise OutcomeUnknownError(f"create {key}: no answer ({order})")
+        return None
+
+
+def explore(
+    make: Callable[[], Store],
+    actors: Callable[[], dict[str, Callable[[Store], None]]],
+    check: Callable[[Store], list[str]],
+    *,
+    budget: int,
+) -> tuple[int, list[str]]:
+    """All runs within `budget`: how many, and the violations of the first run that has any."""
+    runs, prefix = 0, []
+    with ThreadPoolExecutor(8) as pool:
+        while True:
+            store, choices = make(), Choices(prefix, budget)
+            run = Run(store, choices, pool)
+            run.go(actors())
+            runs += 1
+            found = run.errors + check(store)
+            if found:
+                return runs, [*found, "choices: " + "; ".join(choices.told)]
+            following = choices.next_prefix()
+            if following is None:
+                return runs, []
+            prefix = following

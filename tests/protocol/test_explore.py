@@ -1,0 +1,150 @@
+"""Every schedule and every fault of small cases keeps the promises of the commit protocol.
+
+Method: sessions, a second job and maintenance run for real against a memory store; `explore` makes
+all interleavings of their log operations with all outcomes of their writes, within a budget of
+switches and faults. Planted bugs show that the search finds what it is there for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from ckpt.errors import CheckpointError, Fenced, OutcomeUnknown
+from ckpt.invariants import History, RecordingStore, check_all, check_fresh_session
+from ckpt.log import MANIFEST_NAME, LogState, manifest_digest, step_prefix
+from ckpt.session import (
+    Commit,
+    Limits,
+    Maintenance,
+    NotRetired,
+    Session,
+    Sources,
+    _Appender,
+    _Writer,
+)
+from storage.memory import MemoryStore
+from storage.store import Store
+from tests.conftest import Scale
+from tests.protocol.explore import explore
+
+LIMITS = Limits(tries_max=2)
+
+
+class Scenario:
+    """A root with two checkpoints, one history for a run, and the actors that work on it."""
+
+    def __init__(self) -> None:
+        self.history = History()
+        self._drawn = 0
+
+    def make(self) -> Store:
+        self.history = History()
+        self._drawn = 0
+        store = RecordingStore(MemoryStore(), self.history)
+        session = Session.claim(store, sources=self.sources())
+        for step in (1, 2):
+            save(session, store, step, self.history)
+        return store
+
+    def sources(self) -> Sources:
+        def draw(nbytes: int) -> bytes:
+            self._drawn += 1
+            return self._drawn.to_bytes(nbytes, "big")
+
+        return Sources(random_bytes=draw, clock=lambda: 0.0, pause=lambda seconds: None)
+
+    def job(self, *steps: int) -> Callable[[Store], None]:
+        """Claims, saves these steps, deletes what certainly failed, and sweeps."""
+
+        def run(store: Store) -> None:
+            try:
+                session = Session.claim(store, sources=self.sources(), limits=LIMITS)
+                for step in steps:
+                    save(session, store, step, self.history)
+                session.sweep()
+            except (Fenced, OutcomeUnknown):
+                return
+
+        return run
+
+    def prune(self, store: Store) -> None:
+        """Retires the oldest checkpoint, as a command in another process does."""
+        try:
+            keeper = Maintenance.open(store, sources=self.sources(), limits=LIMITS)
+            keeper.retire(keeper.state().live[0].attempt)
+        except (OutcomeUnknown, NotRetired):
+            return
+
+    def check(self, store: Store) -> list[str]:
+        found = check_all(store, self.history)
+        return found or check_fresh_session(store)
+
+
+def save(session: Session, store: Store, step: int, history: History) -> None:
+    """What a save does with the log; a certain failure deletes its files."""
+    attempt, manifest = session.new_attempt(), b"manifest of step %d" % step
+    store.put_if_absent(step_prefix(step, attempt) + MANIFEST_NAME, manifest)
+    commit = Commit(attempt, step, len(manifest), manifest_digest(manifest))
+    try:
+        session.commit(commit)
+    except OutcomeUnknown:
+        settled = session.settle()
+        if settled is not None and not settled.landed:
+            session.discard(attempt, step=step)
+            return
+    history.told_ok.append(attempt)
+
+
+CASES: dict[str, Callable[[Scenario], dict[str, Callable[[Store], None]]]] = {
+    "two jobs": lambda s: {"a": s.job(3), "b": s.job(4)},
+    "one job and prune": lambda s: {"a": s.job(3, 4), "p": s.prune},
+    "two jobs and prune": lambda s: {"a": s.job(3), "b": s.job(4), "p": s.prune},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_schedule_and_fault_keeps_the_promises(case: str, scale: Scale) -> None:
+    scenario = Scenario()
+    runs, found = explore(
+        scenario.make,
+        lambda: CASES[case](scenario),
+        scenario.check,
+        budget=scale.count(1 if len(CASES[case](scenario)) > 2 else 2, 3),
+    )
+    assert not found, f"run {runs}: " + "\n".join(found)
+    assert runs > 50
+
+
+def _forget_pending(self: _Appender) -> None:
+    """Bug: an unknown outcome is taken for a failure."""
+    self._pending = None
+
+
+def _any_epoch(self: _Writer, state: LogState) -> int:
+    """Bug: a session that was superseded goes on under its own epoch."""
+    return self.epoch if isinstance(self, Session) else state.epoch
+
+
+@pytest.mark.parametrize(
+    ("cls", "name", "bug", "promise"),
+    [
+        (_Appender, "settle", _forget_pending, "I"),
+        (Session, "_epoch_for", _any_epoch, "I"),
+    ],
+)
+def test_search_finds_planted_bug(
+    cls: type, name: str, bug: object, promise: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cls, name, bug)
+    scenario = Scenario()
+
+    def check(store: Store) -> list[str]:
+        try:
+            return scenario.check(store)
+        except CheckpointError as error:
+            return [f"I: {error}"]
+
+    _, found = explore(scenario.make, lambda: CASES["two jobs"](scenario), check, budget=2)
+    assert found and found[0].startswith(promise), found

@@ -1,0 +1,288 @@
+"""The log's bytes and how it is read: identity of roots, strict records, few requests.
+
+Method: memory stores, a store that computes a million records instead of keeping them, and records
+with every single byte changed.
+"""
+
+from __future__ import annotations
+
+import random
+import struct
+from dataclasses import replace
+from typing import Any
+
+import msgpack
+import pytest
+
+from ckpt.errors import CheckpointError, Corrupt, NoCheckpoint, UnsupportedFormat
+from ckpt.format.checksum import crc32c
+from ckpt.log import (
+    RECORD_MAGIC,
+    LiveEntry,
+    Log,
+    Record,
+    attempt_epoch,
+    decode_format,
+    decode_record,
+    encode_format,
+    encode_record,
+    parse_step_key,
+    read_format,
+    record_key,
+)
+from ckpt.session import Commit, Session
+from storage.errors import KeyNotFoundError
+from storage.memory import MemoryStore
+from storage.store import ByteRange, ObjectInfo
+from storage.wrap import WrappedStore
+
+A, B = "e000001-00000000000000aa", "e000002-00000000000000bb"
+
+
+def entry(attempt: str, step: int, slot: int, **changes: Any) -> LiveEntry:
+    base = LiveEntry(attempt, step, slot, 100, b"d" * 32, False, False, None, ())
+    return replace(base, **changes)
+
+
+def commit_record() -> Record:
+    live = (entry(A, 10, 1, pinned=True, metric=0.5), entry(B, 20, 7, references=(A,)))
+    return Record("COMMIT", 7, 2, b"w" * 16, 1.5e9, B, live)
+
+
+def sealed(body: Any) -> bytes:
+    data = RECORD_MAGIC + msgpack.packb(body)
+    return bytes(data + struct.pack("<I", crc32c(data)))
+
+
+def fields_of(data: bytes) -> dict[str, Any]:
+    found: dict[str, Any] = msgpack.unpackb(data[len(RECORD_MAGIC) : -4])
+    return found
+
+
+def test_record_comes_back_equal() -> None:
+    record = commit_record()
+    assert decode_record(encode_record(record), slot=7, where="log/7") == record
+
+
+def test_every_changed_byte_of_a_record_is_detected() -> None:
+    data = encode_record(commit_record())
+    for position in range(len(data)):
+        damaged = bytearray(data)
+        damaged[position] ^= 1 << position % 8
+        with pytest.raises(Corrupt, match=r"log/7 .*own path"):
+            decode_record(bytes(damaged), slot=7, where="log/7")
+    for length in range(len(data)):
+        with pytest.raises(Corrupt):
+            decode_record(data[:length], slot=7, where="log/7")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"slot": 8},
+        {"slot": -1},
+        {"slot": True},
+        {"epoch": 0},
+        {"epoch": 1},
+        {"write_id": b"short"},
+        {"write_id": "w" * 16},
+        {"time_unix": 1},
+        {"time_unix": float("nan")},
+        {"attempt": None},
+        {"attempt": A},
+        {"attempt": "../../etc"},
+        {"kind": "RETIRE"},
+        {"live": None},
+        {"live": [[]] * 3},
+        {"live": []},
+    ],
+)
+def test_record_that_makes_no_sense_is_refused(change: dict[str, Any]) -> None:
+    body = fields_of(encode_record(commit_record()))
+    with pytest.raises(Corrupt):
+        decode_record(sealed({**body, **change}), slot=7, where="log/7")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"step": 2**63},
+        {"slot": 9},
+        {"manifest_digest": b""},
+        {"pinned": 1},
+        {"metric": float("inf")},
+        {"references": [B]},
+        {"references": ["e000001-00000000000000cc"]},
+        {"attempt": "e000003-00000000000000aa"},
+        {"attempt": "e0000002-00000000000000aa"},
+    ],
+)
+def test_live_entry_that_makes_no_sense_is_refused(change: dict[str, Any]) -> None:
+    body = fields_of(encode_record(commit_record()))
+    body["live"][1] = {**body["live"][1], **change}
+    if "attempt" in change:
+        body["attempt"] = change["attempt"]
+    with pytest.raises(Corrupt):
+        decode_record(sealed(body), slot=7, where="log/7")
+
+
+def test_bytes_that_are_not_canonical_are_refused() -> None:
+    body = fields_of(encode_record(commit_record()))
+    shuffled = dict(sorted(body.items()))
+    doubled = RECORD_MAGIC + b"\x88" + msgpack.packb(body)[1:] + msgpack.packb("slot") + b"\x07"
+    doubled += struct.pack("<I", crc32c(doubled))
+    for data in (sealed(shuffled), doubled, sealed([1]), sealed(7), sealed({b"\xff": 1})):
+        with pytest.raises(Corrupt):
+            decode_record(data, slot=7, where="log/7")
+
+
+def test_unknown_kind_or_field_asks_for_a_newer_version() -> None:
+    body = fields_of(encode_record(commit_record()))
+    for change in ({"kind": "MERGE"}, {"color": 1}):
+        with pytest.raises(UnsupportedFormat, match="upgrade"):
+            decode_record(sealed({**body, **change}), slot=7, where="log/7")
+
+
+def test_random_bytes_never_pass_and_never_raise_anything_else(seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(300):
+        body = RECORD_MAGIC + rng.randbytes(rng.randrange(60))
+        with pytest.raises((Corrupt, UnsupportedFormat)):
+            decode_record(body + struct.pack("<I", crc32c(body)), slot=0, where="log/0")
+
+
+def test_format_line_is_readable_and_checked() -> None:
+    data = encode_format("0123456789abcdef" * 2)
+    assert data.startswith(b"shardpoint 1 0123456789abcdef0123456789abcdef ")
+    assert decode_format(data, where="FORMAT").root == "0123456789abcdef" * 2
+    for position in range(len(data)):
+        damaged = bytearray(data)
+        damaged[position] ^= 1
+        with pytest.raises((Corrupt, UnsupportedFormat)):
+            decode_format(bytes(damaged), where="FORMAT")
+
+
+def test_newer_format_is_refused_with_the_next_move() -> None:
+    with pytest.raises(UnsupportedFormat, match=r"version 2.*upgrade"):
+        decode_format(b"shardpoint 2 whatever comes later\n", where="FORMAT")
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ([], "empty or does not exist"),
+        (["run1/FORMAT", "run1/log/x"], "did you mean memory://unnamed/run1"),
+        (["MANIFEST", "r0.safetensors"], "directory of one step"),
+        (["photo.jpg"], r"other things \(such as 'photo.jpg'\)"),
+        (["log/" + "0" * 20], "FORMAT was removed"),
+    ],
+)
+def test_url_without_a_root_says_what_is_there(keys: list[str], expected: str) -> None:
+    store = MemoryStore()
+    for key in keys:
+        store.put_if_absent(key, b"x")
+    with pytest.raises(NoCheckpoint, match=expected):
+        read_format(store)
+
+
+def test_foreign_file_named_format_is_no_root() -> None:
+    store = MemoryStore()
+    store.put_if_absent("FORMAT", b"x" * 10_000)
+    with pytest.raises(Corrupt, match="choose another url"):
+        read_format(store)
+
+
+class LongLog(WrappedStore):
+    """A log of `count` records, made when they are read; counts requests."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(MemoryStore())
+        self.count = count
+        self.requests = 0
+
+    def _record(self, key: str) -> bytes:
+        self.requests += 1
+        slot = int(key.removeprefix("log/"))
+        if slot >= self.count:
+            raise KeyNotFoundError(key)
+        return encode_record(Record("CLAIM", slot, slot + 1, b"w" * 16, 0.0, None, ()))
+
+    def info(self, key: str) -> ObjectInfo:
+        return ObjectInfo(key, len(self._record(key)), 0.0)
+
+    def get(self, key: str, byte_range: ByteRange | None = None) -> bytes:
+        return self._record(key)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 5, 6, 20, 1000, 999_999, 1_000_000, 1_000_001])
+def test_last_slot_of_a_long_log_is_found_in_few_requests(count: int) -> None:
+    store = LongLog(count)
+    assert Log(store).state().slot == count - 1
+    assert store.requests <= (50 if count > 1000 else 12 if count <= 20 else 25)
+
+
+def test_every_length_of_a_short_log_is_read_right() -> None:
+    for count in range(200):
+        assert Log(LongLog(count)).state().slot == count - 1
+
+
+def test_warm_log_needs_one_request_when_nothing_is_new() -> None:
+    store = LongLog(1_000_000)
+    log = Log(store)
+    log.state()
+    store.requests = 0
+    assert log.state().slot == 999_999 and store.requests == 1
+    store.count += 1
+    assert log.state().slot == 1_000_000 and store.requests <= 5
+
+
+def test_damaged_newest_record_is_named() -> None:
+    store = MemoryStore()
+    Session.claim(store)
+    store.put_if_absent(record_key(1), b"garbage")
+    with pytest.raises(Corrupt, match=f"memory://unnamed/{record_key(1)} .*own path"):
+        Log(store).state()
+
+
+def test_removed_record_is_noticed_by_history() -> None:
+    store = MemoryStore()
+    session = Session.claim(store)
+    for step in range(8):
+        session.commit(Commit(session.new_attempt(), step, 1, b"d"))
+    store.delete(record_key(4))
+    with pytest.raises(Corrupt, match=r"00000004 .*removed"):
+        list(Log(store).history())
+
+
+def test_live_set_that_is_too_large_says_to_retire() -> None:
+    live = tuple(entry(f"e000001-{n:016x}", n, n) for n in range(40_000))
+    with pytest.raises(CheckpointError, match="retire old checkpoints"):
+        encode_record(Record("CLAIM", 50_000, 2, b"w" * 16, 0.0, None, live))
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "FORMAT",
+        f"steps/00000001-{A}/../x",
+        f"steps/00000001-{A}/notes.txt",
+        f"steps/00000001-{A}/sub/r0.safetensors",
+        f"steps/1-{A}/MANIFEST",
+        f"steps/000000001-{A}/MANIFEST",
+        "steps/00000001-e000000-00000000000000aa/MANIFEST",
+        f"steps/00000001-{A.upper()}/MANIFEST",
+        f"other/00000001-{A}/MANIFEST",
+    ],
+)
+def test_foreign_keys_are_not_ours(key: str) -> None:
+    assert parse_step_key(key) is None
+
+
+def test_own_keys_are_parsed() -> None:
+    assert parse_step_key(f"steps/00000012-{A}/MANIFEST") == (12, A, "MANIFEST")
+    assert parse_step_key(f"steps/1234567890-{B}/r00003-1.safetensors") == (
+        1234567890,
+        B,
+        "r00003-1.safetensors",
+    )
+    assert attempt_epoch(B) == 2

@@ -1,0 +1,442 @@
+"""Who may write: claims, fencing, lost replies, stores that cannot commit, retirement and sweeping.
+
+Method: sessions against memory and local stores with scripted faults; every operation of a small
+life fails or kills once, and the promises are checked afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ckpt.errors import Corrupt, Fenced, NoCheckpoint, OutcomeUnknown, StoreRefused
+from ckpt.invariants import History, RecordingStore, check_all, check_fresh_session
+from ckpt.log import MANIFEST_NAME, LiveEntry, Log, manifest_digest, step_prefix
+from ckpt.session import (
+    Commit,
+    Limits,
+    Maintenance,
+    NotRetired,
+    ReferenceRetired,
+    Session,
+    SessionRegistry,
+    Sources,
+    open_session,
+)
+from ckpt.testing import RanksFailed, run_ranks
+from ckpt.world import SoloWorld, World
+from storage import open_store
+from storage.errors import (
+    AccessDeniedError,
+    NoSpaceError,
+    OutcomeUnknownError,
+    StorageError,
+    TransientError,
+)
+from storage.memory import MemoryBucket, MemoryStore
+from storage.store import ExclusiveCreate, Store
+from storage.wrap import WrappedStore
+
+NO_PAUSE = Sources(pause=lambda seconds: None)
+
+
+def claim(store: Store, **options: bool) -> Session:
+    return Session.claim(store, sources=NO_PAUSE, limits=Limits(tries_max=3), **options)
+
+
+def save(session: Session, step: int, references: tuple[str, ...] = ()) -> LiveEntry:
+    attempt, manifest = session.new_attempt(), b"manifest %d" % step
+    prefix = step_prefix(step, attempt)
+    session.store.put_if_absent(prefix + "r0.safetensors", b"data")
+    session.store.put_if_absent(prefix + MANIFEST_NAME, manifest)
+    digest = manifest_digest(manifest)
+    return session.commit(Commit(attempt, step, len(manifest), digest, references=references))
+
+
+def keys(store: Store, prefix: str = "") -> list[str]:
+    return [info.key for info in store.list(prefix)]
+
+
+class Scripted(WrappedStore):
+    """Writes to the log end as the script says: each entry is used up by one write."""
+
+    def __init__(self, inner: Store) -> None:
+        super().__init__(inner)
+        self.script: list[str] = []
+        self.late: list[tuple[str, bytes]] = []
+
+    def put_if_absent(self, key: str, data: bytes) -> None:
+        order = self.script.pop(0) if self.script and key.startswith("log/") else "done"
+        if order in ("done", "applied"):
+            self.inner.put_if_absent(key, data)
+        if order == "late":
+            self.late.append((key, data))
+        if order == "transient":
+            raise TransientError("throttled")
+        if order == "full":
+            raise NoSpaceError("no space left")
+        if order != "done":
+            raise OutcomeUnknownError(f"create {key}: no answer")
+
+
+class Overwriting(WrappedStore):
+    """Accepts the condition and overwrites all the same, as rclone's S3 server does."""
+
+    exclusive_create = ExclusiveCreate.CONDITIONAL  # type: ignore[assignment]
+
+    def put_if_absent(self, key: str, data: bytes) -> None:
+        self.inner.delete(key)
+        self.inner.put_if_absent(key, data)
+
+
+class CheckThenWrite(WrappedStore):
+    exclusive_create = ExclusiveCreate.NONE  # type: ignore[assignment]
+
+
+def test_first_claim_makes_a_root_and_saves_are_found() -> None:
+    store = MemoryStore()
+    session = claim(store)
+    assert session.epoch == 1 and Log(store).state().live == ()
+    first, second = save(session, 1), save(session, 2)
+    state = Log(store).state()
+    assert state.live == (first, second) and state.latest == second
+    assert state.at_step(1) == first and state.at_step(3) is None
+
+
+def test_older_session_is_fenced_for_ever_and_deletes_nothing() -> None:
+    store = MemoryStore()
+    zombie = claim(store)
+    kept = save(zombie, 1)
+    save(zombie, 2)
+    claim(store)
+    before = keys(store, "steps/")
+    for action in (
+        lambda: zombie.commit(Commit(zombie.new_attempt(), 3, 1, b"d")),
+        lambda: zombie.retire(kept.attempt),
+        lambda: zombie.pin(kept.attempt),
+        zombie.sweep,
+        zombie.sweep_unfinished,
+        zombie.state,
+    ):
+        with pytest.raises(Fenced, match=r"epoch 2.*epoch 1"):
+            action()
+    assert zombie.fenced and keys(store, "steps/") == before
+    assert [r.kind for r in Log(store).history()] == ["CLAIM", "COMMIT", "COMMIT", "CLAIM"]
+
+
+def test_lost_reply_of_a_commit_is_a_success() -> None:
+    store = Scripted(MemoryStore())
+    session = claim(store)
+    store.script = ["applied"]
+    entry = save(session, 1)
+    assert [e.attempt for e in Log(store).state().live] == [entry.attempt]
+    assert [r.kind for r in Log(store).history()] == ["CLAIM", "COMMIT"]
+
+
+def test_unanswered_commit_is_unknown_until_the_same_slot_answers() -> None:
+    store = Scripted(MemoryStore())
+    session = claim(store)
+    store.script = ["late", "lost", "lost"]
+    with pytest.raises(OutcomeUnknown, match="COMMIT of e000001"):
+        save(session, 1)
+    assert session.unsettled is not None
+    store.script = ["lost"] * 3
+    with pytest.raises(OutcomeUnknown):
+        save(session, 2)
+    second_attempt = session.unsettled
+    settled = session.settle()
+    assert settled is not None and settled.landed and settled.record == second_attempt
+    assert session.unsettled is None and session.settle() is None
+    assert [e.step for e in Log(store).state().live] == [1]
+
+
+def test_late_arrival_after_a_successors_claim_changes_nothing() -> None:
+    store = Scripted(MemoryStore())
+    session = claim(store)
+    save(session, 1)
+    store.script = ["late", "lost", "lost"]
+    with pytest.raises(OutcomeUnknown):
+        save(session, 2)
+    claim(store.inner)
+    for key, data in store.late:
+        with pytest.raises(StorageError):
+            store.inner.put_if_absent(key, data)
+    settled = session.settle()
+    assert settled is not None and not settled.landed
+    with pytest.raises(Fenced):
+        save(session, 3)
+    assert [e.step for e in Log(store).state().live] == [1]
+
+
+@pytest.mark.parametrize(
+    ("order", "error"), [("full", NoSpaceError), ("transient", TransientError)]
+)
+def test_definite_failure_leaves_nothing_unsettled(order: str, error: type[Exception]) -> None:
+    store = Scripted(MemoryStore())
+    session = claim(store)
+    store.script = [order] * 3
+    with pytest.raises(error):
+        save(session, 1)
+    store.script = []
+    assert session.unsettled is None
+    assert save(session, 2).step == 2
+
+
+def test_definite_failure_after_an_unanswered_try_settles_nothing() -> None:
+    store = Scripted(MemoryStore())
+    session = claim(store)
+    store.script = ["late", "full"]
+    with pytest.raises(OutcomeUnknown):
+        save(session, 1)
+    assert session.unsettled is not None
+
+
+def test_interrupted_write_stays_unsettled() -> None:
+    class Interrupted(WrappedStore):
+        armed = False
+
+        def put_if_absent(self, key: str, data: bytes) -> None:
+            self.inner.put_if_absent(key, data)
+            if self.armed and key.startswith("log/"):
+                raise KeyboardInterrupt
+
+    store = Interrupted(MemoryStore())
+    session = claim(store)
+    store.armed = True
+    with pytest.raises(KeyboardInterrupt):
+        save(session, 1)
+    store.armed = False
+    settled = session.settle()
+    assert settled is not None and settled.landed
+
+
+@pytest.mark.parametrize("wrap", [Overwriting, CheckThenWrite])
+def test_store_that_cannot_refuse_a_second_writer_is_refused(
+    wrap: Callable[[Store], Store],
+) -> None:
+    store = wrap(MemoryStore())
+    with pytest.raises(StoreRefused, match="unsafe_single_writer"):
+        claim(store)
+    assert keys(store, "log/") == []
+    session = claim(store, unsafe_single_writer=True)
+    save(session, 1)
+    claim(store, unsafe_single_writer=True)
+    with pytest.raises(Fenced):
+        save(session, 2)
+    assert [r.kind for r in Log(store).history()] == ["CLAIM", "COMMIT", "CLAIM"]
+
+
+def test_honest_conditional_store_is_accepted() -> None:
+    store = CheckThenWrite(MemoryStore())
+    store.exclusive_create = ExclusiveCreate.CONDITIONAL  # type: ignore[misc]
+    assert claim(store).epoch == 1
+
+
+def test_log_without_format_is_not_claimed_anew() -> None:
+    store = MemoryStore()
+    save(claim(store), 1)
+    store.delete("FORMAT")
+    with pytest.raises(Corrupt, match="has a log but no FORMAT"):
+        claim(store)
+
+
+def test_maintenance_does_not_disturb_a_running_session() -> None:
+    store = MemoryStore()
+    session = claim(store)
+    old, kept = save(session, 1), save(session, 2)
+    keeper = Maintenance.open(store)
+    assert keeper.pin(old.attempt) is not None and keeper.pin(old.attempt) is None
+    with pytest.raises(NotRetired, match="pinned"):
+        keeper.retire(old.attempt)
+    keeper.unpin(old.attempt)
+    keeper.verified(kept.attempt)
+    assert keeper.retire(old.attempt) is not None and keeper.retire(old.attempt) is None
+    assert keys(store, old.prefix) == []
+    new = save(session, 3)
+    assert [(e.step, e.verified) for e in Log(store).state().live] == [(2, True), (3, False)]
+    assert new.slot == Log(store).state().slot
+
+
+def test_last_checkpoint_and_unknown_ones_are_not_retired() -> None:
+    store = MemoryStore()
+    only = save(claim(store), 1)
+    keeper = Maintenance.open(store)
+    with pytest.raises(NotRetired, match="only checkpoint"):
+        keeper.retire(only.attempt)
+    with pytest.raises(NoCheckpoint):
+        keeper.pin("e000001-0000000000000000")
+    assert keeper.retire("e000001-0000000000000000") is None
+
+
+def test_referenced_attempt_is_kept_and_a_retired_reference_drops_the_commit() -> None:
+    store = MemoryStore()
+    session = claim(store)
+    base, other = save(session, 1), save(session, 2)
+    user = save(session, 3, references=(base.attempt,))
+    keeper = Maintenance.open(store)
+    with pytest.raises(NotRetired, match=user.attempt):
+        keeper.retire(base.attempt)
+    keeper.retire(other.attempt)
+    with pytest.raises(ReferenceRetired, match=other.attempt):
+        save(session, 4, references=(other.attempt,))
+    assert session.unsettled is None
+
+
+def test_maintenance_of_an_empty_root_says_so() -> None:
+    with pytest.raises(NoCheckpoint):
+        Maintenance.open(MemoryStore())
+
+
+def test_sweep_removes_orphans_of_older_epochs_and_nothing_else() -> None:
+    store = MemoryStore()
+    old = claim(store)
+    live = save(old, 1)
+    orphan = step_prefix(2, old.new_attempt())
+    store.put_if_absent(orphan + "r0.safetensors", b"x")
+    session = claim(store)
+    mine = step_prefix(3, session.new_attempt())
+    foreign = ["steps/README", "steps/x/r0.safetensors", live.prefix + "notes.txt"]
+    for key in [mine + "r0.safetensors", orphan + "notes.txt", *foreign]:
+        store.put_if_absent(key, b"x")
+    before = set(keys(store))
+    assert session.sweep() == [orphan.rstrip("/").partition("-")[2]]
+    assert before - set(keys(store)) == {orphan + "r0.safetensors"}
+
+
+def test_discarded_attempt_can_never_be_committed() -> None:
+    session = claim(MemoryStore())
+    save(session, 1)
+    attempt = session.new_attempt()
+    session.store.put_if_absent(step_prefix(2, attempt) + "r0.safetensors", b"x")
+    assert session.discard(attempt, step=2) == 1
+    with pytest.raises(Exception, match="not an open attempt"):
+        session.commit(Commit(attempt, 2, 1, b"d"))
+
+
+def test_registry_claims_once_and_stays_fenced() -> None:
+    bucket = MemoryBucket()
+    registry = SessionRegistry()
+    first = registry.session(MemoryStore(bucket))
+    assert registry.session(MemoryStore(bucket)) is first
+    claim(MemoryStore(bucket))
+    with pytest.raises(Fenced):
+        save(registry.session(MemoryStore(bucket)), 1)
+    assert registry.session(MemoryStore(bucket)).fenced
+
+
+def test_ranks_share_one_session_and_one_attempt() -> None:
+    store, registry = MemoryStore(), SessionRegistry()
+
+    def rank(world: World) -> tuple[str, int, str, bool]:
+        session = open_session(world, store, registry)
+        return session.root, session.epoch, session.new_attempt(), session.session is not None
+
+    results = run_ranks(3, rank)
+    assert len({r[:3] for r in results}) == 1
+    assert [r[3] for r in results] == [True, False, False]
+
+
+def test_ranks_that_see_other_roots_are_named_on_all_ranks() -> None:
+    shared, registry = MemoryStore(), SessionRegistry()
+    other = MemoryStore(name="other")
+    claim(other)
+
+    def rank(world: World) -> None:
+        store = {1: other, 2: MemoryStore(name="bare")}.get(world.rank, shared)
+        open_session(world, store, registry)
+
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(4, rank)
+    errors = caught.value.errors
+    assert len(errors) == 4 and all(isinstance(e, StoreRefused) for e in errors.values())
+    text = str(errors[3])
+    assert "rank 1: memory://other" in text and "rank 2: memory://bare shows no root" in text
+
+
+def test_refused_store_is_the_same_error_on_all_ranks() -> None:
+    store, registry = CheckThenWrite(MemoryStore()), SessionRegistry()
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(3, lambda world: open_session(world, store, registry))
+    assert {type(e) for e in caught.value.errors.values()} == {StoreRefused}
+
+
+def test_read_only_root_is_an_error_of_the_store() -> None:
+    class ReadOnly(WrappedStore):
+        def put_if_absent(self, key: str, data: bytes) -> None:
+            raise AccessDeniedError(f"create {key}: read-only")
+
+    with pytest.raises(AccessDeniedError):
+        open_session(SoloWorld(), ReadOnly(MemoryStore()), SessionRegistry())
+
+
+class Power(WrappedStore):
+    """Ends the process at its n-th operation: before it, or after it was applied; or fails it."""
+
+    def __init__(self, inner: Store, at: int, how: str) -> None:
+        super().__init__(inner)
+        self.left, self.how, self.used = at, how, 0
+
+    def _step(self, apply: Callable[[], object]) -> object:
+        self.used += 1
+        self.left -= 1
+        if self.left > 0 or (self.left < 0 and self.how in ("fails", "unknown")):
+            return apply()
+        if self.how.startswith("fails"):
+            raise TransientError("connection reset")
+        if self.left == 0 and self.how in ("killed after", "unknown"):
+            apply()
+        if self.how == "unknown":
+            raise OutcomeUnknownError("no answer")
+        raise Gone
+
+    def info(self, key: str):  # type: ignore[no-untyped-def]
+        return self._step(lambda: self.inner.info(key))
+
+    def get(self, key: str, byte_range=None):  # type: ignore[no-untyped-def]
+        return self._step(lambda: self.inner.get(key, byte_range))
+
+    def put_if_absent(self, key: str, data: bytes) -> None:
+        self._step(lambda: self.inner.put_if_absent(key, data))
+
+    def delete(self, key: str) -> None:
+        self._step(lambda: self.inner.delete(key))
+
+
+class Gone(BaseException):
+    """The process ends."""
+
+
+def life(store: Store, history: History) -> None:
+    """Claim, save two steps, retire the older one, sweep."""
+    session = claim(store)
+    entries = []
+    for step in (2, 3):
+        entries.append(save(session, step))
+        history.told_ok.append(entries[-1].attempt)
+    session.retire(entries[0].attempt)
+    session.sweep()
+
+
+@pytest.mark.parametrize(
+    "how", ["killed before", "killed after", "fails", "fails for ever", "unknown"]
+)
+@pytest.mark.parametrize("back_end", ["memory", "local"])
+def test_every_operation_of_a_life_may_fail_or_kill(
+    how: str, back_end: str, tmp_path: Path
+) -> None:
+    for at in range(1, 1000):
+        history = History()
+        inner = MemoryStore() if back_end == "memory" else open_store(str(tmp_path / str(at)))
+        bottom = RecordingStore(inner, history)
+        history.told_ok.append(save(claim(bottom), 1).attempt)
+        power = Power(bottom, at, how)
+        with contextlib.suppress(Gone, StorageError, OutcomeUnknown):
+            life(power, history)
+        found = check_all(bottom, history) + check_fresh_session(bottom)
+        assert not found, f"operation {at} {how}: " + "\n".join(found)
+        if power.left > 0:  # this life ended before its turn came
+            break
+    assert 20 < at < 999

@@ -433,12 +433,12 @@ def _decode_names(fields: Mapping[str, memoryview], name: str, count: int) -> tu
     return unpack_strings(_field(fields, f"{name}s"), sizes, f"{name}s")
 
 
-_FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}", re.ASCII)
+_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}\.safetensors", re.ASCII)
 
 
 def _check_file_names(files: Sequence[str]) -> None:
     for name in files:
-        if not _FILE_NAME.fullmatch(name) or name == "MANIFEST":
+        if not _FILE_NAME.fullmatch(name):
             raise Corrupt(f"field 'file_names': {name!r:.250} is no name of a data file")
     if len(set(files)) != len(files):
         raise Corrupt("field 'file_names': a name appears twice")
@@ -459,10 +459,11 @@ def _ids(fields: Mapping[str, memoryview], name: str, count: int, limit: int) ->
 
 
 def _decode_dtypes(fields: Mapping[str, memoryview], counts: _Counts) -> tuple[str, ...]:
-    text = bytes(_field(fields, "dtype_names")[:4096]).decode("ascii", "replace")
+    raw = _field(fields, "dtype_names")
+    text = bytes(raw[:4096]).decode("ascii", "replace")
     names = text.split(",") if text else []
     unknown = [name for name in names if name not in DTYPES]
-    if unknown or len(set(names)) != len(names):
+    if unknown or len(set(names)) != len(names) or len(raw) > 4096:
         raise Corrupt(
             f"field 'dtype_names': {unknown or names!r:.200} are not known dtypes, each once"
         )

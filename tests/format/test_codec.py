@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt.errors import Corrupt
-from ckpt.format.codec import CONTAINERS_MAX, DEPTH_MAX, decode_values, encode_values
+from ckpt.format import codec
+from ckpt.format.codec import DEPTH_MAX, decode_values, encode_values
 
 KEYS = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
@@ -126,9 +127,18 @@ def test_a_value_nested_in_itself_is_refused() -> None:
         "bytes as key": b"\x01d\x01b\x00N",
         "list in key": b"\x01d\x01t\x01l\x00N",
         "too deep": b"\x01" + b"l\x01" * (DEPTH_MAX + 1) + b"N",
-        "too many containers": b"\x01l\x81\x80\x40" + b"l\x00" * (CONTAINERS_MAX + 1),
     }.items(),
 )
 def test_hostile_values_raise(name: str, data: bytes) -> None:
     with pytest.raises(Corrupt):
         decode_values(data)
+
+
+def test_the_number_of_containers_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty list takes 2 bytes in a file and 64 in memory."""
+    monkeypatch.setattr(codec, "CONTAINERS_MAX", 10)
+    assert decode_values(encode_values([[]] * 9)) == [[]] * 9
+    with pytest.raises(ValueError, match="more than 10"):
+        encode_values([[]] * 10)
+    with pytest.raises(Corrupt):
+        decode_values(b"\x01l\x0a" + b"l\x00" * 10)

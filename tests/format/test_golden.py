@@ -34,7 +34,7 @@ FORMAT_MD = ROOT.parent / "FORMAT.md"
 
 
 def test_golden_checkpoint_decodes_to_the_values_it_was_made_of() -> None:
-    """Manifest, tensors, values and aliases of the files in the tree against the inputs in sample.py."""
+    """Manifest, tensors, values and aliases of the files in the tree against sample.py's inputs."""
     step = GOLDEN / STEP_DIR
     manifest = decode_manifest((step / "MANIFEST").read_bytes())
     assert manifest.header == HEADER and manifest.aliases == ALIASES

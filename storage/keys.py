@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from storage.errors import InvalidKeyError
 
 # Objects under construction on back-ends that need a name for them; never a key, never listed.
@@ -13,6 +15,7 @@ PART_BYTES_MAX = 255 - len(UNFINISHED_MARK) - 17
 KEY_BYTES_MAX = 768
 
 
+@functools.lru_cache(maxsize=4096)  # a key is used for thousands of small reads in a row
 def check_key(key: str) -> str:
     """`key` itself. Raises InvalidKeyError when a store must not be asked for it."""
     problem = _key_problem(key)

@@ -235,11 +235,11 @@ def _commit(
     def run() -> bytes:
         if lead is None:
             return b""
-        if differing := value_differences(parts):
-            raise InvalidState(differing)
         warnings = replica_differences(parts)
-        if warnings and options.replicas == "strict":
-            raise InvalidState(warnings)
+        problems = value_differences(parts)
+        problems += warnings if options.replicas == "strict" else []
+        if problems:
+            return json.dumps({"problems": problems}).encode()
         manifest = build_manifest(header, parts)
         data = encode_manifest(manifest)
         key = step_prefix(header.step, header.attempt) + MANIFEST_NAME
@@ -251,6 +251,8 @@ def _commit(
 
     told = collectively(session.world, "commit", run)
     report = json.loads(session.world.share("report", told if lead is not None else None))
+    if "problems" in report:
+        raise InvalidState(report["problems"])
     for warning in report["warnings"] if lead is not None else ():
         logger.warning("step %d: %s", header.step, warning)
     return SaveReport(

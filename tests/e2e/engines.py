@@ -54,14 +54,15 @@ class Training(NamedTuple):
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
+    tensor_parallel: int = 1
 
     @property
     def state(self) -> dict[str, Any]:
         return {"model": self.model, "optim": self.optimizer}
 
     def step(self, seed: int) -> float:
-        """One step on a batch that depends on the seed and the rank; returns the loss."""
-        rank = dist.get_rank() if dist.is_initialized() else 0
+        """One step on a batch that depends on the seed and the data rank; returns the loss."""
+        rank = dist.get_rank() // self.tensor_parallel if dist.is_initialized() else 0
         generator = torch.Generator().manual_seed(1000 * seed + rank)
         images = torch.randn(4, 3, 6, 6, generator=generator)
         self.optimizer.zero_grad()
@@ -77,10 +78,12 @@ def build(engine: Engine, optimizer: str, seed: int = 0) -> Training:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = _wrap(engine, Net())
-    parameters = model.parameters()
+    tensor_parallel = 2 if engine in ("tp", "fsdp+tp") else 1
     if optimizer == "adamw":
-        return Training(model, torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1))
-    return Training(model, torch.optim.SGD(parameters, lr=0.1, momentum=0.9))
+        adamw = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+        return Training(model, adamw, tensor_parallel)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return Training(model, sgd, tensor_parallel)
 
 
 def _wrap(engine: Engine, net: Net) -> nn.Module:

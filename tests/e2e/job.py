@@ -28,30 +28,30 @@ StoreOf = Callable[[int], Store]
 
 
 class Sharded(nn.Module):
-    """Rank `rank`'s rows of a tensor of `shape`, or with `flat=True` its run of elements."""
+    """Rank `rank`'s chunk of a tensor along `dim`, or with `dim=None` its run of elements."""
 
-    def __init__(self, full: torch.Tensor, rank: int, size: int, *, flat: bool = False) -> None:
+    def __init__(self, full: torch.Tensor, rank: int, size: int, *, dim: int | None = 0) -> None:
         super().__init__()
         self.shape = tuple(full.shape)
-        self.flat = flat
-        length = full.numel() if flat else full.shape[0]
+        self.dim = dim
+        along = full.reshape(-1) if dim is None else full
+        length = along.shape[dim or 0]
         chunk = -(-length // size)
         self.start = min(rank * chunk, length)
         self.stop = min(self.start + chunk, length)
-        rows = full.reshape(-1) if flat else full
-        self.local = nn.Parameter(rows[self.start : self.stop].clone(), requires_grad=False)
+        local = along.narrow(dim or 0, self.start, self.stop - self.start).contiguous().clone()
+        self.local = nn.Parameter(local, requires_grad=False)
         self.rank = rank
 
     def __ckpt_pieces__(self) -> Iterable[Owned]:
-        shape = self.shape
-        if self.flat:
-            region: Box | Span = Span(self.start, self.stop)
-        else:
-            offset = (self.start,) + (0,) * (len(shape) - 1)
-            region = Box(offset, (self.stop - self.start, *shape[1:]))
         local = self.local.detach()
         inside = whole(tuple(local.shape))
-        piece = Piece("tensor", shape, local.dtype, region, inside, (self.rank,))
+        region: Box | Span = Span(self.start, self.stop)
+        if self.dim is not None:
+            offset = [0] * len(self.shape)
+            offset[self.dim] = self.start
+            region = Box(tuple(offset), inside.shape)
+        piece = Piece("tensor", self.shape, local.dtype, region, inside, (self.rank,))
         yield Owned(self.local, local, (View((piece,)),), True)
 
 
@@ -114,7 +114,7 @@ def state_at(step: int, rank: int, size: int) -> dict[str, Any]:
     tensors = tensors_at(step)
     return {
         "rows": Sharded(tensors["t0"], rank, size),
-        "runs": Sharded(tensors["t1"], rank, size, flat=True),
+        "runs": Sharded(tensors["t1"], rank, size, dim=None),
         "replica": tensors["t2"],
         "step": step,
     }

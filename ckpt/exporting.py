@@ -33,6 +33,7 @@ from ckpt.reader import Checkpoint, StoredTensor, fill, find_checkpoint, piece_o
 from storage import KeyNotFoundError, ObjectWriter, Store, open_store
 
 MIB = 1 << 20
+PART_NBYTES = 16 * MIB
 PARTS_MAX = 10_000  # S3's limit for one object
 HEADER_ALIGNMENT = 64
 CAST_SCRATCH_NBYTES = 8 * MIB
@@ -426,7 +427,7 @@ def _write_all(
 def _write_file(
     checkpoint: Checkpoint, store: Store, file: TensorFile, *, threads: int, meter: _Meter
 ) -> None:
-    part_nbytes = max(16, -(-file.nbytes // PARTS_MAX // MIB)) * MIB
+    part_nbytes = max(PART_NBYTES, -(-file.nbytes // (PARTS_MAX * MIB)) * MIB)
     count = -(-file.nbytes // part_nbytes)
     threads = max(1, min(threads, count))
     # One buffer per thread, used again for every part: fresh memory costs more than the copy.

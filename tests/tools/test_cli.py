@@ -1,0 +1,200 @@
+"""The command line does what the functions do, and says what went wrong in one line.
+
+Exit codes: 0 fine, 1 a problem, 2 a wrong command line.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import ckpt
+from ckpt.cli import main, to_retire
+from ckpt.log import LiveEntry
+from ckpt.session import Maintenance
+from storage import open_store
+from tests.tools.conftest import data_files, sliced_net, stepped
+
+
+@pytest.fixture
+def root(plain_root: str, tmp_path: Path) -> str:
+    shutil.copytree(plain_root, tmp_path / "run")
+    return str(tmp_path / "run")
+
+
+def test_ls_lists_steps(plain_root: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ls", plain_root]) == 0
+    out = capsys.readouterr().out
+    assert "2 checkpoints" in out and "latest" in out
+    assert main(["ls", plain_root, "--json"]) == 0
+    assert [entry["step"] for entry in json.loads(capsys.readouterr().out)] == [5, 10]
+
+
+def test_show_tells_names_shapes_and_writers(
+    sliced_root: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["show", sliced_root]) == 0
+    out = capsys.readouterr().out
+    row = next(line for line in out.splitlines() if line.startswith("model.1.weight"))
+    assert "33 x 48" in row and "float32" in row and "0, 1, 2 (3 parts)" in row
+    assert main(["show", sliced_root, "model.2.*", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert set(shown["tensors"]) == {"model.2.weight", "model.2.bias"}
+    parts = shown["tensors"]["model.2.weight"]["parts"]
+    assert sum(part["nbytes"] for part in parts) == 700 * 1002 * 2
+    assert shown["world_size"] == 3
+
+
+def test_show_of_names_that_are_not_there_fails(
+    plain_root: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["show", plain_root, "nope.*"]) == 1
+    captured = capsys.readouterr()
+    assert "no name matches 'nope.*'" in captured.err and not captured.out
+
+
+def test_verify_tells_by_its_exit_code(root: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", root, "--mark"]) == 0
+    assert [info.verified for info in ckpt.list_steps(root)] == [False, True]
+    path = data_files(root)[-1]
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    capsys.readouterr()
+    assert main(["verify", root]) == 1
+    assert f"{path.name}: block" in capsys.readouterr().out
+    assert main(["verify", root, "--step", "5"]) == 0
+    capsys.readouterr()
+    assert main(["verify", root, "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["damage"][0]["fqn"]
+
+
+def test_export_writes_what_the_function_writes(
+    sliced_root: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "m.safetensors"
+    arguments = ["--dtype", "float16", "--rename", r"^(\d)\.=layer\1.", "--exclude", "*bias"]
+    assert main(["export", sliced_root, str(target), *arguments]) == 0
+    assert str(target) in capsys.readouterr().out
+    tensors = load_file(target)
+    assert set(tensors) == {"layer0.weight", "layer1.weight", "layer2.weight"}
+    assert torch.equal(tensors["layer0.weight"], sliced_net()[0].weight.half())
+    assert main(["export", sliced_root, str(target)]) == 1
+    assert "is there already" in capsys.readouterr().err
+
+
+def test_export_says_which_tied_names_are_left_out(
+    plain_root: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["export", plain_root, str(tmp_path / "m.safetensors"), "--step", "5"]) == 0
+    assert "tied: head.weight is embed.weight" in capsys.readouterr().out
+    assert torch.equal(load_file(tmp_path / "m.safetensors")["big"], stepped(5).big)
+
+
+def test_salvage_rebuilds_the_manifest_to_the_byte(
+    root: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    manifest = data_files(root)[-1].parent / "MANIFEST"
+    before = manifest.read_bytes()
+    manifest.unlink()
+    assert main(["verify", root]) == 1
+    assert "ckpt salvage" in capsys.readouterr().err
+    assert main(["salvage", root, "--dry-run"]) == 0
+    assert not manifest.exists()
+    assert main(["salvage", root]) == 0
+    assert manifest.read_bytes() == before
+    assert main(["verify", root]) == 0
+
+
+def test_salvage_of_an_incomplete_directory_writes_nothing(
+    sliced_root: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(sliced_root, tmp_path / "run")
+    files = data_files(str(tmp_path / "run"))
+    (files[0].parent / "MANIFEST").unlink()
+    files[1].unlink()
+    assert main(["salvage", str(files[0].parent)]) == 1
+    out = capsys.readouterr().out
+    assert f"missing: {files[1].name}" in out
+    assert not (files[0].parent / "MANIFEST").exists()
+
+
+def test_prune_keeps_the_newest(root: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["prune", root, "--keep-last", "1", "--dry-run"]) == 0
+    assert "would delete step 5" in capsys.readouterr().out
+    assert len(ckpt.list_steps(root)) == 2
+    assert main(["prune", root, "--keep-last", "1"]) == 0
+    assert [info.step for info in ckpt.list_steps(root)] == [10]
+    assert {path.parent.name[:8] for path in data_files(root)} == {"00000010"}
+    assert main(["prune", root, "--keep-last", "1"]) == 0
+
+
+def test_prune_keeps_pinned(root: str) -> None:
+    store = open_store(root)
+    Maintenance.open(store).pin(ckpt.list_steps(root)[0].attempt)
+    assert main(["prune", root, "--keep-last", "1"]) == 0
+    assert [info.step for info in ckpt.list_steps(root)] == [5, 10]
+
+
+def test_what_is_kept_keeps_what_it_references() -> None:
+    def entry(slot: int, references: tuple[str, ...] = (), pinned: bool = False) -> LiveEntry:
+        return LiveEntry(f"a{slot}", slot, slot, 1, b"", pinned, False, None, references)
+
+    live = [entry(0), entry(1, pinned=True), entry(2), entry(3), entry(4, ("a2",))]
+    assert [e.attempt for e in to_retire(live, keep_last=1)] == ["a0", "a3"]
+    assert to_retire(live, keep_last=9) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["ls", "s4://bucket/run"], 2, "unknown protocol"),
+        (["ls", "/nowhere/at/all"], 1, "no shardpoint checkpoint"),
+        (["verify", "memory://empty-and-unknown"], 1, "no shardpoint checkpoint"),
+        (["export", "/nowhere", "model.bin"], 1, "model.safetensors"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_mistakes_are_told_in_one_line(
+    arguments: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == code
+    err = capsys.readouterr().err
+    assert err.startswith("ckpt: error: ") and message in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["lss", "x"],
+        ["prune", "x"],
+        ["prune", "x", "--keep-last", "0"],
+        ["export", "x", "y.safetensors", "--shard-size", "big"],
+        ["export", "x", "y.safetensors", "--rename", "(=a"],
+        ["ls", "x", "-o", "endpoint"],
+    ],
+    ids=" ".join,
+)
+def test_wrong_command_lines_exit_with_2(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2
+    assert "usage: ckpt" in capsys.readouterr().err
+
+
+def test_command_runs_as_a_process_and_help_has_examples() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "ckpt", "--help"], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0 and "examples:" in done.stdout and "salvage" in done.stdout

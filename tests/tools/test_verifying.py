@@ -1,0 +1,76 @@
+"""verify finds every changed byte, reports all damage at once, and names file, tensor and block."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+
+import ckpt
+from tests.conftest import Scale
+from tests.tools.conftest import data_files
+
+
+@pytest.fixture
+def root(sliced_root: str, tmp_path: Path) -> str:
+    shutil.copytree(sliced_root, tmp_path / "run")
+    return str(tmp_path / "run")
+
+
+def _flip(path: Path, at: int, mask: int = 1) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= mask
+    path.write_bytes(data)
+
+
+def test_whole_checkpoint_is_ok_and_all_bytes_are_counted(root: str) -> None:
+    seen: list[tuple[int, int]] = []
+    report = ckpt.verify(root, progress=lambda done, total: seen.append((done, total)))
+    assert report.ok and report.step == 1 and report.files == 3
+    assert report.nbytes == sum(path.stat().st_size for path in data_files(root))
+    assert seen[-1] == (report.nbytes, report.nbytes) and seen == sorted(seen)
+
+
+def test_any_flipped_bit_of_a_data_file_is_found(
+    root: str, rng: random.Random, scale: Scale
+) -> None:
+    """Headers, padding, tensor bytes, values and checksum tensors alike."""
+    for _ in range(scale.count(40, 2000)):
+        path = rng.choice(data_files(root))
+        at, mask = rng.randrange(path.stat().st_size), 1 << rng.randrange(8)
+        _flip(path, at, mask)
+        report = ckpt.verify(root)
+        assert not report.ok, f"{path.name}: byte {at}"
+        assert all(damage.file.endswith(path.name) for damage in report.damage)
+        _flip(path, at, mask)
+    assert ckpt.verify(root).ok
+
+
+def test_all_damage_is_reported_together(root: str) -> None:
+    with ckpt.open(root) as ck:
+        spoiled = {}
+        for name in ("model.0.weight", "model.1.weight", "model.2.bias"):
+            part = ck.info(name).parts[-1]
+            spoiled[name] = part.file
+            _flip(Path(root) / ck.prefix / part.file, part.byte_start)
+    report = ckpt.verify(root)
+    assert {damage.fqn: Path(damage.file).name for damage in report.damage} == spoiled
+    assert all("block 0" in damage.text for damage in report.damage)
+
+
+def test_missing_and_cut_files_are_reported_beside_others(root: str) -> None:
+    first, second, third = data_files(root)
+    first.unlink()
+    second.write_bytes(second.read_bytes()[:-1000])
+    _flip(third, third.stat().st_size // 2)
+    report = ckpt.verify(root)
+    texts = "\n".join(damage.text for damage in report.damage)
+    assert f"{first.name}: the file is missing" in texts
+    assert f"{second.name}: {second.stat().st_size} bytes long, written were" in texts
+    assert f"{third.name}: block" in texts
+
+
+def test_step_directory_is_verified_by_itself(root: str) -> None:
+    assert ckpt.verify(ckpt.list_steps(root)[0].url).ok

@@ -221,6 +221,8 @@ def _holders(
     placements: Sequence[Any], mesh: Any, coordinate: Sequence[int], ranks: Ranks
 ) -> tuple[int, ...]:
     """Ranks with the same part: those along the axes that repeat the tensor."""
+    if not any(placement.is_replicate() for placement in placements):
+        return (ranks.rank,)  # the usual case; the mesh takes long to list its ranks
     at = tuple(
         slice(None) if placement.is_replicate() else index
         for placement, index in zip(placements, coordinate, strict=True)

@@ -53,10 +53,11 @@ ONE_FILE_EACH = {
     "botocore": ("storage/s3.py",),
     "aiobotocore": ("storage/s3.py",),
     "fsspec": ("storage/generic.py", "storage/s3.py", "storage/url.py"),
+    "aiohttp": ("storage/s3.py",),
     "obstore": ("storage/s3_fast.py",),
     "crc32c": ("ckpt/format/checksum.py",),
-    "msgpack": ("ckpt/format/codec.py", "ckpt/format/manifest.py", "ckpt/log.py"),
-    "pydantic": ("ckpt/format/manifest.py", "ckpt/log.py"),
+    "msgpack": ("ckpt/format/columns.py", "ckpt/log.py"),
+    "pydantic": ("ckpt/format/manifest.py", "ckpt/format/describe.py"),
     "rich": ("ckpt/cli.py",),
 }
 
@@ -258,7 +259,8 @@ def missing_paths(document: str, text: str) -> list[str]:
     ids=lambda rule: rule.__name__,
 )
 def test_sources_keep(rule: Callable[[Source], list[str]]) -> None:
-    exempt = ADAPTERS if rule is foreign_privates else ()
+    # Clients of stores offer some requests only under private names; one file per client uses them.
+    exempt = (*ADAPTERS, "storage/s3.py", "storage/generic.py") if rule is foreign_privates else ()
     found = [
         problem
         for source in sources(*PACKAGES)
@@ -297,7 +299,7 @@ def test_packages_say_that_they_are_typed() -> None:
         (bad_imports, "storage/x.py", "import torch", "storage may not import torch"),
         (bad_imports, "storage/x.py", "from ckpt import save", "imports go downward only"),
         (bad_imports, "ckpt/x.py", "from sharding import wrap", "imports go downward only"),
-        (bad_imports, "ckpt/x.py", "def f():\n    import msgpack", "ckpt/format/codec.py"),
+        (bad_imports, "ckpt/x.py", "def f():\n    import msgpack", "ckpt/format/columns.py"),
         (bad_imports, "ckpt/x.py", "import requests", "may not import requests"),
         (banned_names, "ckpt/x.py", "import torch\ntorch.save(1, 'x')", "ckpt.format"),
         (banned_names, "ckpt/x.py", "from torch import load as l", "ckpt.format"),

@@ -63,6 +63,11 @@ def test_overlap_with_a_gap_of_the_same_size_is_found() -> None:
     assert cover_problem(boxes, (2, 2)) is not None
 
 
+def test_a_grid_with_one_cell_twice_is_found() -> None:
+    cells: list[Region] = [Box(at, (1, 1)) for at in ((0, 0), (0, 0), (0, 1), (1, 1))]
+    assert cover_problem(cells, (2, 2)) is not None
+
+
 def test_pinwheel_which_no_straight_cut_separates_is_accepted() -> None:
     wheel: list[Region] = [
         Box((0, 0), (1, 2)),

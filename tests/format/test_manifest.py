@@ -209,6 +209,10 @@ HOSTILE: dict[str, dict[str, bytes | None]] = {
     "chunk shorter": {"chunk_numels": column(1, 1, 24, 24, 12, 12, 20, 27)},
     "box said to be larger": {"chunk_numels": column(1, 1, 24, 24, 13, 12, 20, 28)},
     "skip": {"chunk_skips": column(0, 0, 0, 1, 0, 0, 0, 0)},
+    "first element missing": {
+        "chunk_skips": column(0, 0, 0, 0, 0, 0, 1, 0),
+        "chunk_numels": column(1, 1, 24, 24, 12, 12, 20, 27),
+    },
     "skip wraps": {"chunk_skips": column(0, 0, 0, MAX, 0, 0, 0, 0)},
     "skip of a box": {"chunk_skips": column(0, 0, 0, 0, 0, 1, 0, 0)},
     "gap behind the file": {"chunk_gaps": column(1 << 40, 0, 0, 0, 0, 0, 0, 0)},
@@ -317,6 +321,18 @@ def test_gaps_and_overlaps_are_errors_that_name_tensor_and_ranks() -> None:
         with pytest.raises(InvalidState, match=expected) as caught:
             build_manifest(HEADER, parts)
         assert "ranks [0, 1]" in str(caught.value)
+
+
+def test_boxes_are_numbered_in_the_order_of_the_table() -> None:
+    """Whatever rank a box came from: the ranks' columns are swapped, the numbering is the same."""
+    swapped = []
+    for part, other in zip(SAMPLE.parts, SAMPLE.parts[::-1], strict=True):
+        starts = part.chunk_start.copy()
+        starts[part.chunk_box >= 0] = other.chunk_start[other.chunk_box >= 0]
+        swapped.append(replace(part, boxes=other.boxes, chunk_start=starts))
+    manifest = decode_manifest(encode_manifest(build_manifest(HEADER, swapped)))
+    boxes = manifest.chunks.boxes
+    assert [boxes[0], boxes[1]] == [Box((0, 0), (4, 3)), Box((0, 3), (4, 3))]
 
 
 def test_contradictions_between_ranks_are_named() -> None:

@@ -33,7 +33,7 @@ RECORD_MAGIC = b"SHPTLOG1"
 RECORD_NBYTES_MAX = (
     4 * 1024 * 1024
 )  # about 30,000 live checkpoints; bounds what a hostile record costs
-STEP_MAX = 10**18
+STEP_MAX = 10**18 - 1
 INTEGER_MAX = 2**63 - 1
 
 Kind = Literal["CLAIM", "COMMIT", "RETIRE", "PIN", "UNPIN", "VERIFIED"]

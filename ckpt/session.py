@@ -34,7 +34,6 @@ from ckpt.log import (
     Record,
     attempt_epoch,
     attempt_name,
-    decode_format,
     encode_format,
     encode_record,
     parse_step_key,
@@ -263,6 +262,7 @@ class _Writer:
         self.root = root
         self._appender = appender
         self._lock = threading.RLock()
+        self._retired: set[str] = set()
 
     @property
     def store(self) -> Store:
@@ -278,7 +278,10 @@ class _Writer:
         knows.
         """
         with self._lock:
-            return self._appender.settle()
+            settled = self._appender.settle()
+            if settled is not None and settled.landed:
+                self._remember(settled.record)
+            return settled
 
     def state(self) -> LogState:
         """What exists now."""
@@ -318,11 +321,15 @@ class _Writer:
     def delete_retired(self, attempt: str, *, step: int) -> int:
         """Delete the files of an attempt that this writer knows to be retired; returns how many.
 
-        May be repeated after a failure. Raises NotRetired when the attempt is live or needed.
+        May be repeated after a failure. Raises NotRetired when the attempt is live, needed, or may
+        be a save under way: not live, of the current epoch, and not retired by this writer.
         """
         with self._lock:
-            self._appender.settle()
-            _refuse_needed(self.state(), attempt)
+            self.settle()
+            state = self.state()
+            _refuse_needed(state, attempt)
+            if attempt not in self._retired and attempt_epoch(attempt) >= state.epoch:
+                raise NotRetired(f"{attempt} may be a save under way; nothing was deleted")
             return _delete_attempt(self.store, step=step, attempt=attempt)
 
     def _mark(
@@ -363,7 +370,15 @@ class _Writer:
         return _Draft("RETIRE", self._epoch_for(state), attempt, live)
 
     def _append(self, build: Build) -> Record | None:
-        return self._appender.append(build)
+        self.settle()
+        record = self._appender.append(build)
+        if record is not None:
+            self._remember(record)
+        return record
+
+    def _remember(self, record: Record) -> None:
+        if record.kind == "RETIRE" and record.attempt is not None:
+            self._retired.add(record.attempt)
 
     def _epoch_for(self, state: LogState) -> int:
         """The epoch to write under after `state`. Raises when this writer may not write any
@@ -497,7 +512,7 @@ class Session(_Writer):
         with self._lock:
             if attempt_epoch(attempt) != self.epoch:
                 raise CheckpointError(f"{attempt} is not an attempt of this session")
-            self._appender.settle()
+            self.settle()
             _refuse_needed(self.state(), attempt)
             self._given_up.add(attempt)
             return _delete_attempt(self.store, step=step, attempt=attempt)
@@ -509,7 +524,7 @@ class Session(_Writer):
         Returns their names. Raises Fenced, deleting nothing, when this session was superseded.
         """
         with self._lock:
-            self._appender.settle()
+            self.settle()
             state = self.state()
             needed = {e.attempt for e in state.live}
             needed |= {name for e in state.live for name in e.references}
@@ -670,17 +685,16 @@ def _compare_root(store: Store, expected: str) -> None:
 
 def _format_of(store: Store, *, sources: Sources, limits: Limits) -> str:
     """The root id, after creating FORMAT if this is the first session of the root."""
-    where = f"{store.url}/{FORMAT_KEY}"
     try:
-        return decode_format(store.get(FORMAT_KEY), where=where).root
-    except KeyNotFoundError:
+        return read_format(store).root
+    except NoCheckpoint:
         if next(iter(store.list(LOG_PREFIX)), None) is not None:
             raise Corrupt(
                 f"{store.url} has a log but no {FORMAT_KEY} object: it was removed or the copy is "
                 "incomplete; save to a new url, load steps by their own paths"
             ) from None
     _create_format(store, encode_format(sources.random_bytes(16).hex()), sources, limits)
-    return decode_format(store.get(FORMAT_KEY), where=where).root
+    return read_format(store).root
 
 
 def _create_format(store: Store, data: bytes, sources: Sources, limits: Limits) -> None:

@@ -18,14 +18,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from ckpt import errors
 from ckpt.errors import CheckpointError, RankFailed
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
 
 _Result = TypeVar("_Result")
 
@@ -614,6 +616,8 @@ def _own_prefix(ranks: tuple[int, ...], rank: int) -> Store:
     Each rank counts the worlds it made over these ranks, in the store itself; the counts agree
     because all ranks make them in the same order.
     """
+    from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # not in every torch
+
     # There is no public way to the store that all ranks share already.
     base: Any = dist.distributed_c10d._get_default_store()
     # Own connection: the heartbeat never waits behind the user's requests. Where it cannot be had

@@ -285,6 +285,28 @@ def test_referenced_attempt_is_kept_and_a_retired_reference_drops_the_commit() -
     assert session.unsettled is None
 
 
+def test_save_under_way_is_not_deleted_as_retired() -> None:
+    store = MemoryStore()
+    session = claim(store)
+    save(session, 1)
+    attempt = session.new_attempt()
+    store.put_if_absent(step_prefix(2, attempt) + "r0.safetensors", b"x")
+    with pytest.raises(NotRetired, match="under way"):
+        Maintenance.open(store).delete_retired(attempt, step=2)
+    assert Maintenance.open(claim(store).store).delete_retired(attempt, step=2) == 1
+
+
+def test_interrupted_deletion_of_a_retired_checkpoint_can_be_repeated() -> None:
+    store = MemoryStore()
+    session = claim(store)
+    old = save(session, 1)
+    save(session, 2)
+    session.retire(old.attempt, delete=False)
+    store.delete(old.prefix + MANIFEST_NAME)
+    assert session.delete_retired(old.attempt, step=1) == 1
+    assert session.delete_retired(old.attempt, step=1) == 0
+
+
 def test_maintenance_of_an_empty_root_says_so() -> None:
     with pytest.raises(NoCheckpoint):
         Maintenance.open(MemoryStore())

@@ -3,7 +3,7 @@
 Prints what was measured; asserts only the size, which does not depend on the machine. The bars are
 16 bytes per chunk aside from checksums, 1.5 s and four times the file's size.
 
-    python benchmarks/manifest.py [--chunks 1000000] [--ranks 1024]
+    python -m benchmarks.manifest [--chunks 1000000] [--ranks 1024]
 """
 
 from __future__ import annotations

@@ -180,8 +180,7 @@ def _run_job(spec: _Spec, job: bytes) -> Any:
 def _collect(
     ranks: list[tuple[BaseProcess, Connection]], deadline: float, allow_dead: set[int]
 ) -> dict[int, _Answer]:
-    """Answers until all ranks gave one, or the deadline, or the end of the grace after a failure.
-    """
+    """Answers until all ranks gave one, or the deadline, or the end of the grace."""
     answers: dict[int, _Answer] = {}
     waiting = {pipe: rank for rank, (_, pipe) in enumerate(ranks)}
     while waiting and (left := deadline - time.monotonic()) > 0:

@@ -196,8 +196,7 @@ def describe_dtensor(
 def cuts_of(
     fqn: str, placements: Sequence[Any], mesh_shape: Shape, coordinate: Sequence[int]
 ) -> list[Cut]:
-    """The cuts that `placements` stand for at `coordinate` of the mesh, in the order of its axes.
-    """
+    """The cuts that `placements` stand for at `coordinate` of the mesh, in order of its axes."""
     cuts = []
     for placement, count, index in zip(placements, mesh_shape, coordinate, strict=True):
         if placement.is_replicate():

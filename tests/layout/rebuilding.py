@@ -1,5 +1,4 @@
-"""Full tensors put together from the pieces of all ranks, with every claim of the pieces checked.
-"""
+"""Full tensors put together from the pieces of all ranks, every claim of them checked."""
 
 from __future__ import annotations
 

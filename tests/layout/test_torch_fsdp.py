@@ -183,8 +183,7 @@ def test_sharded_memory_is_read_and_written_in_every_state(engine: str, state: s
     "engine", [name for name in ENGINES if name not in ("fsdp1_flat", "fsdp1_orig", "fsdp2")]
 )
 def test_every_way_of_sharding_is_read_and_written(engine: str) -> None:
-    """Other strategies, precisions and offloading, on three ranks, in the state that keeps copies.
-    """
+    """Other strategies, precisions and offloading, on three ranks, in states that keep copies."""
     run_ranks(3, _check_states, engine, ("between", "after_eval"))
 
 

@@ -135,7 +135,6 @@ class _Binding:
                     "is an expanded tensor whose elements share memory; make it contiguous() first",
                 )
                 continue
-            names.used.add(saved)
             names.loaded_tensors.append(fqn)
             found.append((saved, tensor))
         holdings, _, others = plain_holdings(found, self.ranks)
@@ -154,7 +153,6 @@ class _Binding:
             saved = self.names.tensor(fqn)
             if saved is not None and self.fits(fqn, saved, member.global_shape, member.dtype):
                 stored[member.fqn] = saved
-                self.names.used.add(saved)
                 self.names.loaded_tensors.append(fqn)
         self.holdings += holdings_of(source.owned, source.owned.local, stored.get, kind=kind)
 
@@ -162,6 +160,7 @@ class _Binding:
         """Whether the tensor that the checkpoint calls `saved` can fill `fqn`; a problem when not.
         """
         entry = self.names.catalog.tensors[saved]
+        self.names.used.add(saved)
         if entry.shape != shape:
             self.names.report(
                 ProblemKind.SHAPE,

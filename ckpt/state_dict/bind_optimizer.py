@@ -74,7 +74,7 @@ def bind_optimizer(
     path: str, optimizer: torch.optim.Optimizer, described: Described, names: Names, ranks: Ranks
 ) -> BoundOptimizer:
     """How to load the optimizer at `path`. Problems go to `names`; refusals raise InvalidState."""
-    if problems := refusals(path, optimizer, described):
+    if problems := refusals(path, optimizer, described, ranks):
         raise InvalidState(problems)
     bound = BoundOptimizer()
     if names.skip(path):
@@ -112,6 +112,7 @@ class _Binding:
         self.saved_names: set[str] = set()
         self.states: dict[str, SavedState] = {}
         self.hyper: Mapping[str, Any] = {}
+        self.paths: dict[str, bool] = {}
 
     def add(
         self,
@@ -166,6 +167,8 @@ class _Binding:
                     return full[len(prefix) :]
             if full in self.saved_names:
                 return full
+            if (name := self.name_under_other_path(full)) is not None:
+                return name
         self.names.report(
             ProblemKind.MISSING,
             f"{self.path}.param_groups",
@@ -173,6 +176,28 @@ class _Binding:
             "to leave the state of this parameter as it is",
         )
         return None
+
+    def name_under_other_path(self, full: str) -> str | None:
+        """`full` without the path that the module had in the checkpoint, if there is such a path.
+        """
+        at = full.find(".")
+        while at >= 0:
+            path, name = full[: at + 1], full[at + 1 :]
+            if name in self.saved_names and self.is_path(path):
+                return name
+            at = full.find(".", at + 1)
+        return None
+
+    def is_path(self, path: str) -> bool:
+        """Whether the checkpoint has all parameters of its optimizer under `path`."""
+        known = self.paths.get(path)
+        if known is None:
+            catalog = self.names.catalog
+            known = self.paths[path] = all(
+                path + name in catalog.tensors or path + name in catalog.aliases
+                for name in self.saved_names
+            )
+        return known
 
     def match(
         self,
@@ -191,6 +216,8 @@ class _Binding:
                 f"the checkpoint's optimizer has {len(extra)} parameters more, {extra[0]} the "
                 "first; pass rename=, or strict=False to leave them out",
             )
+        for name in extra:  # told by this one problem
+            self.use(self.states.get(name))
         free = dict(enumerate(set(group["params"]) & live_names for group in saved_groups))
         matched: list[int | None] = []
         for at, live in enumerate(live_sets):
@@ -236,9 +263,7 @@ class _Binding:
     ) -> None:
         states = [self.states.get(name) for name in saved]
         for state in states:
-            if state is not None:
-                self.names.used.update(fqn for fqn, _ in state.tensors.values())
-                self.names.used.update(fqn for fqn, _ in state.values.values())
+            self.use(state)
         if _has_nothing_here(named):
             self.bound.states.append((named.param, {}))
             return
@@ -252,6 +277,11 @@ class _Binding:
                 continue
             self.add_state(new, named, name, states, live)
         self.bound.states.append((named.param, new))
+
+    def use(self, state: SavedState | None) -> None:
+        if state is not None:
+            self.names.used.update(fqn for fqn, _ in state.tensors.values())
+            self.names.used.update(fqn for fqn, _ in state.values.values())
 
     def add_state(
         self,
@@ -307,22 +337,22 @@ class _Binding:
             )
         elif all(entry.shape == () for _, _, entry in entries.values()):
             self.add_scalar(new, named, name, entries, live)
-        elif all(entry.shape == member.global_shape for member, _, entry in entries.values()):
+        elif all(_fits(found) for found in entries.values()):
             self.add_like_param(new, named, name, entries, live)
-        elif len(named.names) == 1 and (is_whole(named.source) or is_dtensor(named.param)):
+        elif len(named.names) == 1 and (is_whole(named.source, self.ranks) or is_dtensor(named.param)):
             (_, saved, entry), *_ = entries.values()
             target = _own_layout(named, entry, live)
             self.bound.holdings.extend(tensor_holdings(saved, target, Kind.OPTIMIZER, self.ranks))
             new[name] = _constant(target)
         else:
-            odd = next(e for m, _, e in entries.values() if e.shape != m.global_shape)
+            odd, _, entry = next(found for found in entries.values() if not _fits(found))
+            at = named.source.members.index(odd)
             self.names.report(
                 ProblemKind.SHAPE,
-                fqn,
-                f"checkpoint has shape {odd.shape}, the parameter "
-                f"{tuple(named.source.members[0].global_shape)}: state of another shape cannot "
-                "be divided among flat shards; load into fully_shard or an unsharded model, or "
-                "skip= it",
+                f"{self.path}.state.{named.names[at]}.{name}",
+                f"checkpoint has shape {entry.shape}, the parameter {odd.global_shape}: state of "
+                "another shape cannot be divided among flat shards; load into fully_shard or an "
+                "unsharded model, or skip= it",
             )
 
     def add_scalar(
@@ -382,6 +412,12 @@ class _Binding:
             holdings_of(owned, local_tensor(target), saved.get, kind=Kind.OPTIMIZER)
         )
         new[name] = _constant(target)
+
+
+def _fits(found: tuple[Member, str, TensorEntry]) -> bool:
+    """Whether the checkpoint's state is shaped like the parameter."""
+    member, _, entry = found
+    return entry.shape == member.global_shape
 
 
 def _has_nothing_here(named: NamedParam) -> bool:

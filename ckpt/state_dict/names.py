@@ -41,6 +41,7 @@ class Names:
             if other in self.catalog.tensors:
                 return other
         if name in self.catalog.values:
+            self.used.add(name)
             self.report(
                 ProblemKind.VALUE,
                 fqn,
@@ -58,6 +59,7 @@ class Names:
             self.used.add(name)
             return name, self.catalog.values[name]
         if name in self.catalog.tensors:
+            self.used.add(name)
             self.report(
                 ProblemKind.VALUE,
                 fqn,
@@ -65,6 +67,7 @@ class Names:
                 "skip= it",
             )
         elif any(name in own for own in self.catalog.per_rank):
+            self.used.add(name)
             self.report(
                 ProblemKind.VALUE,
                 fqn,

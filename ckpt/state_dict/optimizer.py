@@ -64,7 +64,7 @@ def flatten_optimizer(
 ) -> FlatOptimizer:
     """The optimizer at `path` as this rank holds it. Parameters that have no state are absent."""
     flat = FlatOptimizer()
-    flat.problems.extend(refusals(path, optimizer, described))
+    flat.problems.extend(refusals(path, optimizer, described, ranks))
     if flat.problems:
         return flat
     groups = named_groups(optimizer, described)
@@ -78,7 +78,9 @@ def flatten_optimizer(
     return flat
 
 
-def refusals(path: str, optimizer: torch.optim.Optimizer, described: Described) -> list[str]:
+def refusals(
+    path: str, optimizer: torch.optim.Optimizer, described: Described, ranks: Ranks
+) -> list[str]:
     """Why the optimizer cannot be part of a state, in this state; nothing if it can."""
     problems = []
     for attribute in (
@@ -113,7 +115,7 @@ def refusals(path: str, optimizer: torch.optim.Optimizer, described: Described) 
         )
     elif isinstance(optimizer, torch.optim.LBFGS):
         sources = [described.by_param[id(p)] for g in optimizer.param_groups for p in g["params"]]
-        if not all(is_whole(source) for source in sources):
+        if not all(is_whole(source, ranks) for source in sources):
             problems.append(
                 f"{path}: LBFGS keeps vectors over all parameters joined together, which cannot "
                 "be told apart when parameters are sharded; use another optimizer or an "
@@ -145,8 +147,8 @@ def named_groups(
     ]
 
 
-def is_whole(source: Source) -> bool:
-    """Whether this rank holds all of one logical tensor, in memory of its shape."""
+def is_whole(source: Source, ranks: Ranks) -> bool:
+    """Whether every rank holds all of one logical tensor, in memory of its shape."""
     owned = source.owned
     return (
         len(source.members) == 1
@@ -154,6 +156,7 @@ def is_whole(source: Source) -> bool:
         and tuple(owned.local.shape) == source.members[0].global_shape
         and len(owned.views) == 1
         and owned.views[0].window is None
+        and owned.views[0].pieces[0].holders == ranks.everyone
     )
 
 
@@ -193,7 +196,7 @@ class _Saving:
     def add_state(self, named: NamedParam, name: str, content: Any) -> None:
         if isinstance(content, torch.Tensor):
             self.add_tensor(named, name, content)
-        elif type(content) in NUMBERS and not (is_whole(named.source) or is_dtensor(named.param)):
+        elif type(content) in NUMBERS and not (is_whole(named.source, self.ranks) or is_dtensor(named.param)):
             suffix, dtype = NUMBERS[type(content)]
             self.add_scalar(named, name + suffix, torch.tensor(content, dtype=dtype))
         else:
@@ -210,7 +213,7 @@ class _Saving:
             self.add_scalar(named, name, tensor)
         elif tensor.shape == owned.local.shape and is_ordinary(tensor):
             self.add_like_param(named, name, tensor)
-        elif is_whole(named.source) or not is_ordinary(tensor):
+        elif is_whole(named.source, self.ranks) or not is_ordinary(tensor):
             self.add_own_layout(named, name, tensor)
         else:
             self.flat.problems.append(
@@ -269,11 +272,11 @@ class _Saving:
             self.flat.problems.append(refused.problem)
 
     def add_value(self, named: NamedParam, name: str, content: Any) -> None:
-        known_everywhere = is_whole(named.source) or is_dtensor(named.param)
+        known_everywhere = is_whole(named.source, self.ranks) or is_dtensor(named.param)
         for full in named.names:
             fqn = f"{self.path}.state.{full}.{name}"
             value, tensors = split_tree(content, fqn, self.flat.problems)
-            if tensors and not is_whole(named.source):
+            if tensors and not is_whole(named.source, self.ranks):
                 self.flat.problems.append(
                     f"{fqn}: tensors inside a {type(content).__name__} cannot be told apart when "
                     "the parameter is sharded; use tensors shaped like the parameter, one per name"

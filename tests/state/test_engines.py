@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.ranks import run_ranks
-from tests.state.checkpoints import Checkpoint, assert_same, assembled, gathered, load, part_of
+from tests.state.checkpoints import Checkpoint, assembled, assert_same, gathered, load, part_of
 from tests.state.engines import ENGINES, OPTIMIZERS, PLAIN_STRIDES, State
 
 pytestmark = pytest.mark.ranks

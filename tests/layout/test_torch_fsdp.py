@@ -9,6 +9,7 @@ values.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -42,7 +43,9 @@ STATES = ("fresh", "after_eval", "after_backward", "between", "after_no_grad", "
 
 
 def fsdp1_unit(module: nn.Module, **options: Any) -> nn.Module:
-    return FullyShardedDataParallel(module, device_id=torch.device("cpu"), **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch advises against NO_SHARD
+        return FullyShardedDataParallel(module, device_id=torch.device("cpu"), **options)
 
 
 def fsdp1(module: Awkward, **options: Any) -> nn.Module:

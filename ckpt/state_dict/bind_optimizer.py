@@ -339,7 +339,9 @@ class _Binding:
             self.add_scalar(new, named, name, entries, live)
         elif all(_fits(found) for found in entries.values()):
             self.add_like_param(new, named, name, entries, live)
-        elif len(named.names) == 1 and (is_whole(named.source, self.ranks) or is_dtensor(named.param)):
+        elif len(named.names) == 1 and (
+            is_whole(named.source, self.ranks) or is_dtensor(named.param)
+        ):
             (_, saved, entry), *_ = entries.values()
             target = _own_layout(named, entry, live)
             self.bound.holdings.extend(tensor_holdings(saved, target, Kind.OPTIMIZER, self.ranks))

@@ -196,11 +196,15 @@ class _Saving:
     def add_state(self, named: NamedParam, name: str, content: Any) -> None:
         if isinstance(content, torch.Tensor):
             self.add_tensor(named, name, content)
-        elif type(content) in NUMBERS and not (is_whole(named.source, self.ranks) or is_dtensor(named.param)):
+        elif type(content) in NUMBERS and not self.is_known_everywhere(named):
             suffix, dtype = NUMBERS[type(content)]
             self.add_scalar(named, name + suffix, torch.tensor(content, dtype=dtype))
         else:
             self.add_value(named, name, content)
+
+    def is_known_everywhere(self, named: NamedParam) -> bool:
+        """Whether all ranks have state of the parameter, so that a value of it can be common."""
+        return is_whole(named.source, self.ranks) or is_dtensor(named.param)
 
     def add_tensor(self, named: NamedParam, name: str, tensor: torch.Tensor) -> None:
         owned = named.owned
@@ -272,7 +276,6 @@ class _Saving:
             self.flat.problems.append(refused.problem)
 
     def add_value(self, named: NamedParam, name: str, content: Any) -> None:
-        known_everywhere = is_whole(named.source, self.ranks) or is_dtensor(named.param)
         for full in named.names:
             fqn = f"{self.path}.state.{full}.{name}"
             value, tensors = split_tree(content, fqn, self.flat.problems)
@@ -282,7 +285,7 @@ class _Saving:
                     "the parameter is sharded; use tensors shaped like the parameter, one per name"
                 )
                 continue
-            if not known_everywhere:
+            if not self.is_known_everywhere(named):
                 self.flat.problems.append(
                     f"{fqn}: a {type(content).__name__} in the state of a parameter that other "
                     "ranks may hold nothing of; use a number or a tensor"

@@ -35,13 +35,13 @@ def step(module: nn.Module, optimizer: torch.optim.Optimizer, count: int = 2) ->
     for _ in range(count):
         data = torch.randn(6, 4, generator=generator).to(dtype)
 
-        def closure(data: torch.Tensor = data) -> torch.Tensor:
+        def closure(data: torch.Tensor = data) -> Any:
             optimizer.zero_grad()
-            loss = module(data).square().sum()
+            loss: Any = module(data).square().sum()
             loss.backward()
             return loss
 
-        optimizer.step(closure)  # type: ignore[arg-type]
+        optimizer.step(closure)
 
 
 def adamw(params: Params) -> torch.optim.Optimizer:
@@ -261,19 +261,19 @@ def test_objects_get_their_state_by_load_state_dict() -> None:
             self.state = state
 
     source, target = {"t": Thing(2.0)}, {"t": Thing(0.0)}
-    held = target["t"].state["mean"]
+    held: Any = target["t"].state["mean"]
     load(target, gathered(source))
     assert torch.equal(held, torch.zeros(2))  # load_state_dict decides what becomes of it
     assert str(target["t"].state) == str(source["t"].state)
 
 
 def test_tied_names_load_either_way() -> None:
-    def tied() -> nn.Sequential:
+    def tied() -> Any:
         module = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
         module[1].weight = module[0].weight
         return module
 
-    untied = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+    untied: Any = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
     source = tied()
     load({"m": untied}, gathered({"m": source}))
     assert torch.equal(untied[0].weight, source[0].weight)
@@ -343,7 +343,7 @@ def test_an_optimizer_that_was_not_saved_is_missing() -> None:
 
 def test_only_a_part_may_be_asked_for() -> None:
     checkpoint = gathered({**stepped(), "epoch": 3})
-    target = net(9)
+    target: Any = net(9)
     report = load({"m": target}, checkpoint)
     assert report.not_asked > 10 and not report.unexpected
     assert same_bits(target[0].weight.detach(), checkpoint.tensors["m.0.weight"])
@@ -352,12 +352,12 @@ def test_only_a_part_may_be_asked_for() -> None:
 def test_renamed_parameters_bring_their_optimizer_state() -> None:
     source = stepped()
     checkpoint = gathered({"net": source["m"], "o": source["o"]})
-    renamed = nn.ModuleDict({"body": net(4)})
-    target = {"m": renamed, "o": adamw(renamed.parameters())}
+    renamed: Any = nn.ModuleDict({"body": net(4)})
+    target: dict[str, Any] = {"m": renamed, "o": adamw(renamed.parameters())}
     for rename in ({"m.body": "net"}, lambda fqn: fqn.replace("m.body", "net")):
         load(target, checkpoint, rename=rename)
         for index in (0, 2):
-            weight = renamed["body"][index].weight  # type: ignore[index]
+            weight = renamed["body"][index].weight
             saved = checkpoint.tensors[f"o.state.{index}.weight.exp_avg"]
             assert same_bits(target["o"].state[weight]["exp_avg"], saved)
 
@@ -391,7 +391,8 @@ def test_extra_state_is_given_back() -> None:
         def set_extra_state(self, state: Any) -> None:
             self.value = state
 
-    source, target = nn.Sequential(Extra()), nn.Sequential(Extra())
+    source: Any = nn.Sequential(Extra())
+    target: Any = nn.Sequential(Extra())
     source[0].value = {"scale": torch.ones(2), "n": (1, 2)}
     load({"m": target}, gathered({"m": source}))
     assert str(target[0].value) == str(source[0].value)
@@ -446,7 +447,8 @@ def test_an_unusable_state_is_refused() -> None:
 
 def test_damaged_catalogs_are_problems_not_crashes() -> None:
     checkpoint = gathered(stepped())
-    for groups in (5, [5], [{"params": 3}], [{}]):
+    damage: list[Any] = [5, [5], [{"params": 3}], [{}]]
+    for groups in damage:
         values = {**checkpoint.catalog.values, "o.param_groups": groups}
         damaged = Checkpoint(checkpoint.tensors, replace(checkpoint.catalog, values=values))
         assert any("o.param_groups" in text for text in texts(fresh(), damaged))

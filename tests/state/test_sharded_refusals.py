@@ -35,7 +35,9 @@ pytestmark = pytest.mark.ranks
 Tree = dict[str, Any]
 
 
-def _tree(engine: str, make: Callable[..., torch.optim.Optimizer], seed: int = 0, **kw: Any) -> Tree:
+def _tree(
+    engine: str, make: Callable[..., torch.optim.Optimizer], seed: int = 0, **kw: Any
+) -> Tree:
     module = model(engine, seed)
     return {"model": module, "optim": make(module.parameters(), **kw)}
 
@@ -119,7 +121,7 @@ def _factored(engine: str, checkpoint: Checkpoint | None) -> Any:
     for param in tree["model"].parameters():
         rows: Any = torch.arange(float(param.shape[0]))
         if is_dtensor(param):
-            mesh: Any = param.device_mesh  # type: ignore[attr-defined]
+            mesh: Any = param.device_mesh
             rows = distribute_tensor(rows, mesh, [Replicate()] * mesh.ndim)
         tree["optim"].state[param]["rows"] = rows
     return part_of(tree)

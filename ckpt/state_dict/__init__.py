@@ -3,6 +3,7 @@
 
 from ckpt.state_dict.bind import Binding, bind_state
 from ckpt.state_dict.flatten import flatten_state
+from ckpt.state_dict.rekey import rekey_optimizer_state_dict
 from ckpt.state_dict.rng import rng_state
 from ckpt.state_dict.types import (
     Catalog,
@@ -25,5 +26,6 @@ __all__ = [
     "TensorEntry",
     "bind_state",
     "flatten_state",
+    "rekey_optimizer_state_dict",
     "rng_state",
 ]

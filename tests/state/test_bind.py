@@ -145,6 +145,14 @@ def test_state_that_the_checkpoint_lacks_is_removed() -> None:
     assert not any(target["o"].state.values())
 
 
+def test_state_names_that_the_checkpoint_lacks_are_removed() -> None:
+    checkpoint = gathered(stepped())
+    target = stepped(OPTIMIZERS["amsgrad"])
+    load(target, checkpoint)
+    assert_same(gathered(target), checkpoint)
+    assert target["o"].param_groups[0]["amsgrad"] is False
+
+
 def test_parameters_without_state_stay_without() -> None:
     def make(seed: int) -> dict[str, Any]:
         module = net(seed)

@@ -10,11 +10,16 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from ckpt.loading import LoadOptions, LoadReport, load_state
+from ckpt.memory import gc_paused
+from ckpt.read import ReadPath
 from ckpt.saving import PartMemory, SaveOptions, SaveReport, save_state
 from ckpt.session import RankedSession, SessionRegistry, open_session
 from ckpt.world import World, current_world
 from ckpt.write import WritePath
-from storage import open_store
+from storage import Store, open_store
+
+MIB = 1 << 20
+REMOTE_REQUESTS = 4  # in flight at once per rank
 
 Io = Literal["auto", "buffered", "direct"]
 
@@ -45,13 +50,14 @@ def save(
     InvalidState, StoreRefused, Fenced, RankFailed, or the store's error on one rank; OutcomeUnknown
     when the commit got no answer.
     """
-    store = open_store(url, **(storage_options or {}))
-    seat = _process.seat(process_group)
-    session, memory = seat.session(store, unsafe_single_writer=unsafe_single_writer)
-    options = SaveOptions(replicas=replicas, path=_write_path(io), user=dict(user or {}))
-    return save_state(
-        state, session=session, store=store, step=step, options=options, memory=memory
-    )
+    with gc_paused():
+        seat = _process.seat(process_group)
+        store = seat.store(url, storage_options)
+        session, memory = seat.session(store, unsafe_single_writer=unsafe_single_writer)
+        options = SaveOptions(replicas, _write_path(io, store), dict(user or {}))
+        return save_state(
+            state, session=session, store=store, step=step, options=options, memory=memory
+        )
 
 
 def load(
@@ -74,16 +80,26 @@ def load(
     Raises the same error on every rank: NoCheckpoint, Mismatch (with every problem), Corrupt,
     UnsupportedFormat with the state unchanged; LoadInterrupted when it is half-loaded.
     """
-    store = open_store(url, **(storage_options or {}))
-    world = _process.seat(process_group).world
-    options = LoadOptions(strict=strict, rename=rename, skip=skip)
-    return load_state(state, store=store, world=world, step=step, options=options)
+    with gc_paused():
+        seat = _process.seat(process_group)
+        store = seat.store(url, storage_options)
+        options = LoadOptions(strict, rename, skip, _read_path(store))
+        return load_state(state, store=store, world=seat.world, step=step, options=options)
 
 
-def _write_path(io: Io) -> WritePath:
+def _write_path(io: Io, store: Store) -> WritePath:
+    """Object stores get larger parts, several at once; see DECISIONS.md for the numbers."""
     if io not in ("auto", "buffered", "direct"):
         raise ValueError(f"io={io!r}; expected 'auto', 'buffered' or 'direct'")
+    if store.part_nbytes_min > 1:
+        return WritePath(part_nbytes=16 * MIB, writers=REMOTE_REQUESTS)
     return WritePath(direct=io == "direct")
+
+
+def _read_path(store: Store) -> ReadPath:
+    if store.part_nbytes_min > 1:
+        return ReadPath(readers=REMOTE_REQUESTS)
+    return ReadPath()
 
 
 @dataclass
@@ -93,10 +109,18 @@ class _Seat:
     group: dist.ProcessGroup | None
     world: World
     registry: SessionRegistry
+    stores: dict[tuple[str, str], Store] = field(default_factory=dict)
     sessions: dict[tuple[str, bool], tuple[RankedSession, PartMemory]] = field(default_factory=dict)
 
+    def store(self, url: str, storage_options: Mapping[str, Any] | None) -> Store:
+        """Opened once: an open store knows which directories are durable, and keeps connections."""
+        key = (url, repr(sorted((storage_options or {}).items())))
+        if key not in self.stores:
+            self.stores[key] = open_store(url, **(storage_options or {}))
+        return self.stores[key]
+
     def session(
-        self, store: Any, *, unsafe_single_writer: bool
+        self, store: Store, *, unsafe_single_writer: bool
     ) -> tuple[RankedSession, PartMemory]:
         known = self.sessions.get((store.url, unsafe_single_writer))
         if known is not None and known[0].session is not None:

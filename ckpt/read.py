@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -98,61 +98,107 @@ class ReadPlan(NamedTuple):
 def plan_reads(manifest: Manifest, holdings: Sequence[Holding]) -> ReadPlan:
     """Which blocks of which chunks fill `holdings`, and how. Names and shapes must match."""
     needs: dict[int, Need] = {}
-    overlapping = _ChunkFinder(manifest)
+    chunks = _Chunks(manifest, wanted=sum(len(holding.pieces) for holding in holdings))
     block_nbytes = manifest.header.block_bytes
     for holding in holdings:
         for piece in holding.pieces:
-            if piece.local_region.numel == 0:
+            if not piece.local_region.numel:
                 continue
             view = local_view(holding, piece)
             address = view.data_ptr() if is_plain_memory(view) else 0
-            for chunk, region in overlapping(piece):
+            if address and chunks.put_whole(piece, address, block_nbytes, needs):
+                continue
+            itemsize = piece.dtype.itemsize
+            for chunk, region in chunks.near(piece):
                 need = needs.get(chunk)
                 if need is None:
-                    need = needs[chunk] = _need(manifest, chunk, region, piece.dtype.itemsize)
+                    need = needs[chunk] = chunks.need(chunk, region, itemsize)
                 for copy in copies(region, piece.region, piece.global_shape):
                     _add_copy(need, copy, view, address, block_nbytes)
     # A chunk whose extent overlaps, but not its elements, is not needed.
     return ReadPlan({chunk: need for chunk, need in needs.items() if need.blocks}, holdings)
 
 
-def _need(manifest: Manifest, chunk: int, region: Region, itemsize: int) -> Need:
-    chunks = manifest.chunks
-    nbytes = region.numel * itemsize
-    file, start = int(chunks.file[chunk]), int(chunks.byte_start[chunk])
-    return Need(file, start, nbytes, int(chunks.first_block[chunk]), [], [], [])
+class _Chunks:
+    """The chunks of a manifest, found by piece. Columns are lists where most of them are wanted."""
 
-
-class _ChunkFinder:
-    """The chunks that may share elements with a piece, with their regions."""
-
-    def __init__(self, manifest: Manifest) -> None:
-        self._manifest = manifest
+    def __init__(self, manifest: Manifest, *, wanted: int) -> None:
+        table = manifest.chunks
+        self._table = table
         self._index = {fqn: at for at, fqn in enumerate(manifest.fqns)}
-        self._first = manifest.chunks.first
+        columns: list[Any] = [table.file, table.byte_start, table.first_block]
+        columns += [table.span_start, table.numel, table.box]
+        if len(table) <= 8 * wanted:
+            # An item of a list costs a fifth of an item of an array.
+            columns = [column.tolist() for column in columns]
+        self._first = table.first.tolist()
+        self._file, self._byte_start, self._first_block, *rest = columns
+        self._span_start, self._numel, self._box = rest
 
-    def __call__(self, piece: Piece) -> list[tuple[int, Region]]:
-        manifest = self._manifest
+    def near(self, piece: Piece) -> list[tuple[int, Region]]:
+        """The chunks that may share elements with `piece`, with their regions."""
         tensor = self._index[piece.fqn]
-        first, last = int(self._first[tensor]), int(self._first[tensor + 1])
+        first, last = self._first[tensor], self._first[tensor + 1]
         if last - first <= 4:
-            return [(chunk, manifest.region(chunk)) for chunk in range(first, last)]
-        return [(chunk, manifest.region(chunk)) for chunk in self._narrow(piece, first, last)]
+            return [(chunk, self._region(chunk)) for chunk in range(first, last)]
+        return [(chunk, self._region(chunk)) for chunk in self._overlapping(piece, first, last)]
 
-    def _narrow(self, piece: Piece, first: int, last: int) -> list[int]:
+    def put_whole(
+        self, piece: Piece, address: int, block_nbytes: int, needs: dict[int, Need]
+    ) -> bool:
+        """The short way for the common case: one chunk is all of a tensor, and so is the piece."""
+        tensor = self._index[piece.fqn]
+        chunk = self._first[tensor]
+        region = piece.region
+        if (
+            self._first[tensor + 1] != chunk + 1
+            or chunk in needs
+            or (region.shape if type(region) is Box else None) != piece.global_shape
+        ):
+            return False
+        nbytes = int(self._numel[chunk]) * piece.dtype.itemsize
+        needs[chunk] = Need(
+            int(self._file[chunk]),
+            int(self._byte_start[chunk]),
+            nbytes,
+            int(self._first_block[chunk]),
+            [(0, -(-nbytes // block_nbytes))],
+            [Direct(0, nbytes, address)],
+            [],
+        )
+        return True
+
+    def need(self, chunk: int, region: Region, itemsize: int) -> Need:
+        """An empty need of `chunk`."""
+        return Need(
+            int(self._file[chunk]),
+            int(self._byte_start[chunk]),
+            region.numel * itemsize,
+            int(self._first_block[chunk]),
+            [],
+            [],
+            [],
+        )
+
+    def _region(self, chunk: int) -> Region:
+        if self._box[chunk] >= 0:
+            return self._table.region(chunk)
+        start = int(self._span_start[chunk])
+        return Span(start, start + int(self._numel[chunk]))
+
+    def _overlapping(self, piece: Piece, first: int, last: int) -> list[int]:
         """Chunk numbers left after comparing extents in row-major order, all of them at once.
 
         Boxes are left to `copies`: their extents say little, and they are few per tensor.
         """
-        chunks = self._manifest.chunks
+        table = self._table
         boxes = boxes_of(piece.region, piece.global_shape)
         low, _ = _extent(boxes[0], piece.global_shape)
         _, high = _extent(boxes[-1], piece.global_shape)
-        start = chunks.span_start[first:last]
-        is_near = (start < high) & (start + chunks.numel[first:last].astype(np.int64) > low)
-        found: list[int] = (
-            np.flatnonzero(is_near | (chunks.box[first:last] >= 0)) + first
-        ).tolist()
+        start = table.span_start[first:last]
+        stop = start + table.numel[first:last].astype(np.int64)
+        is_near = ((start < high) & (stop > low)) | (table.box[first:last] >= 0)
+        found: list[int] = (np.flatnonzero(is_near) + first).tolist()
         return found
 
 
@@ -364,6 +410,12 @@ class Reader:
                 need = self._needs[chunk]
                 start = (first - need.first_block) * block_nbytes
                 stop = min((last - need.first_block) * block_nbytes, need.nbytes)
+                if straight and stop - start <= block_nbytes and len(need.directs) == 1:
+                    direct = need.directs[0]
+                    if direct.start == start and direct.stop == stop:
+                        yield Segment(chunk, start, stop, direct.address)
+                        first, chunk = first + 1, chunk + 1
+                        continue
                 yield from self._cut(chunk, start, stop, straight)
                 first = need.first_block - (-need.nbytes // block_nbytes)
                 chunk += 1

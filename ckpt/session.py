@@ -12,6 +12,7 @@ the timed-out request may still land.
 from __future__ import annotations
 
 import json
+import logging
 import re
 import secrets
 import threading
@@ -51,6 +52,8 @@ from storage.errors import (
     TransientError,
 )
 from storage.store import ExclusiveCreate, Store
+
+logger = logging.getLogger(__name__)
 
 
 class ReferenceRetired(CheckpointError):
@@ -608,7 +611,18 @@ class SessionRegistry:
                 limits=limits,
             )
             self._sessions[session.root] = session
+            _clean_up(session)
             return session
+
+
+def _clean_up(session: Session) -> None:
+    """Remove what dead jobs left, so that their disk space is there for the first save."""
+    try:
+        session.sweep_unfinished()
+        session.sweep()
+    except StorageError as error:
+        # Only space is at stake; a save that needs it will say so.
+        logger.warning("%s: leftovers of dead jobs stay for now: %s", session.store.url, error)
 
 
 @dataclass(frozen=True)

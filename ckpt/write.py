@@ -23,7 +23,7 @@ from ckpt.format.datafile import (
 )
 from ckpt.format.dtypes import dtype_name
 from ckpt.format.part import PartFile
-from ckpt.layout.assign import Share
+from ckpt.layout.assign import Share, part_of
 from ckpt.layout.region import Span, boxes_of
 from ckpt.memory import (
     address_of,
@@ -79,19 +79,18 @@ class FileTexts(NamedTuple):
 def sources_of(shares: Sequence[Share]) -> list[Source]:
     """Where the bytes of every share are now, in the canonical order of a data file."""
     sources = []
+    dtypes: dict[torch.dtype, tuple[str, int]] = {}
     for share in shares:
         holding, piece, start, stop = share
+        fqn, global_shape, dtype, _, _, _ = piece
+        if dtype not in dtypes:
+            dtypes[dtype] = (dtype_name(dtype), dtype.itemsize)
+        name, itemsize = dtypes[dtype]
         view = local_view(holding, piece)
-        itemsize = piece.dtype.itemsize
         address = view.data_ptr() + start * itemsize if is_plain_memory(view) else 0
-        chunk = StoredChunk(
-            piece.fqn,
-            dtype_name(piece.dtype),
-            piece.global_shape,
-            share.region,
-            (stop - start) * itemsize,
-            int(holding.kind),
-        )
+        nbytes = (stop - start) * itemsize
+        region = part_of(piece, start, stop)
+        chunk = StoredChunk(fqn, name, global_shape, region, nbytes, int(holding.kind))
         sources.append(Source(chunk, view, start, address))
     sources.sort(key=lambda source: order_key(source.chunk))
     return sources

@@ -96,6 +96,8 @@ def region_start(region: Region, shape: Shape) -> int:
     """The row-major index of the first element of `region` in a tensor of `shape`."""
     if isinstance(region, Span):
         return region.start
+    if region.shape == shape:
+        return 0
     start = 0
     for offset, size in zip(region.offset, shape, strict=True):
         start = start * size + offset

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -346,7 +347,7 @@ def build_manifest(header: Header, parts: Sequence[Part]) -> Manifest:
     columns = _merge_chunks(parts, tensor_of)
     order = np.lexsort((columns.start, columns.tensor))
     chunks = _chunk_table(columns, order, len(tensors), header)
-    numels = _int64s([int(np.prod(tensor.shape, dtype=np.int64)) for tensor in tensors])
+    numels = _int64s([math.prod(tensor.shape) for tensor in tensors])
     fqns = tuple([tensor.fqn for tensor in tensors])
     shapes = tuple([tensor.shape for tensor in tensors])
     if problems := check_cover(chunks, fqns, shapes, numels):

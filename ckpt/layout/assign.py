@@ -92,7 +92,7 @@ def part_of(piece: Piece, start: int, stop: int) -> Region:
     All of them are the piece's own region. A box that is no single run is cut at whole rows only.
     """
     region = piece.region
-    if start == 0 and stop == piece.local_region.numel:
+    if start == 0 and stop == region.numel:
         return region
     if isinstance(region, Box):
         span = span_of(region, piece.global_shape)

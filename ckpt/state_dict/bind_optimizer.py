@@ -85,6 +85,7 @@ def bind_optimizer(
     saved_groups = _checked_groups(path, found[1], names)
     if saved_groups is None:
         return bound
+    names.loaded_values.append(f"{path}.param_groups")
     bound.optimizer.append(optimizer)
     binding = _Binding(path, found[0].removesuffix(".param_groups"), bound, names, ranks)
     binding.add(optimizer, named_groups(optimizer, described), saved_groups)

@@ -104,6 +104,14 @@ class _Building:
 
     def add_trees(self, leaves: Leaves, described: Described) -> None:
         for fqn, thing in leaves.objects:
+            if hasattr(thing, "param_groups") and len(self.ranks.global_ranks) > 1:
+                # Its tensors may be shards, and would be stored as if all ranks had the same.
+                self.problems.append(
+                    f"{fqn}: a {type(thing).__qualname__} has param_groups and is no "
+                    "torch.optim.Optimizer, so its state cannot be told by parameter; put the "
+                    "optimizer that it wraps into the state"
+                )
+                continue
             self.add_tree(fqn, thing.state_dict, Kind.OTHER)
         for fqn, module in described.extra_states:
             self.add_tree(fqn, module.get_extra_state, Kind.BUFFER)

@@ -105,6 +105,11 @@ def _walk_container(node: Any, path: str, place: Place, leaves: Leaves, depth: i
 def _visit(node: Any, fqn: str, place: Place, leaves: Leaves, depth: int) -> None:
     if type(node) in SCALARS:
         leaves.values.append(Slot(fqn, node, place))
+    elif hasattr(type(node), "local_shards"):
+        leaves.problems.append(
+            f"{fqn}: a {type(node).__qualname__} does not tell where its memory lies; put the "
+            "module it is from into the state, or convert it to a DTensor"
+        )
     elif isinstance(node, torch.Tensor):
         leaves.tensors.append((fqn, node))
     elif isinstance(node, nn.Module):

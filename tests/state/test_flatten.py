@@ -307,6 +307,20 @@ def test_what_cannot_be_saved_is_named_with_the_next_move(state: Any, said: list
         assert part in found[0]
 
 
+def test_wrappers_of_optimizers_are_refused_when_there_are_several_ranks() -> None:
+    class Wrapper:
+        param_groups: list[Any] = []  # noqa: RUF012
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"n": 1}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    assert flat({"o": Wrapper()}).values == {"o": {"n": 1}}
+    with pytest.raises(InvalidState, match=r"o: a .*Wrapper has param_groups"):
+        flatten_state({"o": Wrapper()}, Ranks(0, (0, 1)))
+
+
 def test_all_problems_are_told_together() -> None:
     assert len(problems({"a": Odd(), "b": {"c": np.int64(1)}, "m": hooked_module()})) == 3
 

@@ -1,4 +1,4 @@
-"""The public functions: save and load. Everything that a process remembers between calls is here."""
+"""The public functions save and load, and what a process remembers between calls."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,13 +36,16 @@ class Interrupted:
             "new values; load a checkpoint into it before stepping or saving"
         )
         for item in self._objects:
-            at = id(item)
-            _marked[at] = (weakref.ref(item, lambda _, at=at: _marked.pop(at, None)), text)
+            _marked[id(item)] = (weakref.ref(item, partial(_forget, id(item))), text)
 
     def end(self) -> None:
         """The state is whole."""
         for item in self._objects:
             _marked.pop(id(item), None)
+
+
+def _forget(at: int, _: object) -> None:
+    _marked.pop(at, None)
 
 
 def refuse_interrupted(state: Any) -> None:

@@ -139,35 +139,28 @@ def _block_line(manifest: Manifest) -> Ints:
 
 def _transfer(reader: Reader, sharing: Sharing, world: World) -> None:
     """The data phase. A failure on one rank ends it on all, at the next agreement."""
-    error = _caught(lambda: reader.read_private(sharing.private))
     mine: list[list[SharedRun]] = [[] for _ in range(sharing.rounds)]
     for run in sharing.shared:
         if world.rank == run.reader or world.rank in run.others:
             mine[run.round].append(run)
+    collectively(world, "read", lambda: reader.read_private(sharing.private))
     for runs in mine:
-        data: dict[SharedRun, memoryview] = {}
-        if error is None:
-            error = _caught(lambda runs=runs, data=data: _read_runs(reader, runs, world, data))
-        world.agree("read", error)
-        data.update(_exchange(runs, data, world, reader))
-        error = _caught(lambda data=data: _deliver(reader, data))
-    world.agree("read", error)
+        _transfer_round(reader, runs, world)
 
 
-def _caught(run: Callable[[], None]) -> Exception | None:
-    try:
-        run()
-    except Exception as error:
-        return error
-    return None
+def _transfer_round(reader: Reader, runs: Sequence[SharedRun], world: World) -> None:
+    own = collectively(world, "read", lambda: _read_runs(reader, runs, world.rank))
+    others = _exchange(runs, own, world, reader)
+
+    def deliver() -> None:
+        for run, data in (own | others).items():
+            reader.deliver_run(run, data)
+
+    collectively(world, "deliver", deliver)
 
 
-def _read_runs(
-    reader: Reader, runs: Sequence[SharedRun], world: World, data: dict[SharedRun, memoryview]
-) -> None:
-    for run in runs:
-        if run.reader == world.rank:
-            data[run] = reader.read_run(run)
+def _read_runs(reader: Reader, runs: Sequence[SharedRun], rank: int) -> dict[SharedRun, memoryview]:
+    return {run: reader.read_run(run) for run in runs if run.reader == rank}
 
 
 def _exchange(
@@ -191,8 +184,3 @@ def _exchange(
             got[run] = received[run.reader][:nbytes]
             received[run.reader] = received[run.reader][nbytes:]
     return got
-
-
-def _deliver(reader: Reader, data: Mapping[SharedRun, memoryview]) -> None:
-    for run, content in data.items():
-        reader.deliver_run(run, content)

@@ -1,4 +1,4 @@
-"""From a url and a step to the manifest of one checkpoint, and the list of what there is. No torch."""
+"""From a store and a step to the manifest of one checkpoint. Needs no torch."""
 
 from __future__ import annotations
 

@@ -265,7 +265,7 @@ def _commit(
 
 
 def _discard(session: RankedSession, header: Header) -> None:
-    """Remove what a failed save left, so that a full disk has room again. All ranks have stopped."""
+    """Remove what a failed save left, so that a full disk has room again."""
     if session.session is None:
         return
     try:

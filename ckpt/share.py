@@ -88,7 +88,8 @@ def _expanded(first: npt.NDArray[np.intp], last: npt.NDArray[np.intp]) -> npt.ND
     """All integers of the ranges `first[i]` to `last[i]`, one range after the other."""
     sizes = last - first
     skipped = np.repeat(np.cumsum(sizes) - sizes, sizes)
-    return np.arange(int(sizes.sum())) - skipped + np.repeat(first, sizes)
+    numbers: npt.NDArray[np.intp] = np.arange(int(sizes.sum())) - skipped + np.repeat(first, sizes)
+    return numbers
 
 
 def _without(need: Ints, segments: Ints) -> Ints:

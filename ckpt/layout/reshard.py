@@ -94,7 +94,7 @@ def _numbered(region: Region, shape: Shape) -> list[tuple[int, Box]]:
     return numbered
 
 
-def clip_patch(patch: Patch, start: int, stop: int) -> list[Patch | Run]:
+def clip_patch(patch: Patch, start: int, stop: int) -> list[Patch]:
     """The part of `patch` whose chunk elements lie in `start` to `stop`; all of it if everything
     does.
     """
@@ -107,7 +107,7 @@ def clip_patch(patch: Patch, start: int, stop: int) -> list[Patch | Run]:
         return []
     if low == 0 and high == size:
         return [patch]
-    clipped: list[Patch | Run] = []
+    clipped: list[Patch] = []
     for box in boxes_of(Span(low, high), patch.source_shape):
         common = intersect(box, patch.source_box)
         if common is not None:

@@ -1,0 +1,1 @@
+"""Programs that show how the library is used. Each of them runs as it is."""

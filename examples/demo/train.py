@@ -1,0 +1,101 @@
+"""One rank of the training. Started by the demo; torchrun could start it as well.
+
+Whatever the number of ranks, a step trains on the same sequences: each rank takes its share.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional
+
+import ckpt
+from examples.demo.data import batch_of, read_corpus
+from examples.demo.model import CONTEXT, ByteLM
+
+SEQUENCES = 16
+
+
+class Progress:
+    """How far the training is; part of the state. On one rank of the job that is to be killed it
+    never answers, so that the other ranks have stored their parts and wait.
+    """
+
+    def __init__(self, stuck_at: int | None) -> None:
+        self.step = 0
+        self.stuck_at = stuck_at
+
+    def state_dict(self) -> dict[str, int]:
+        while self.step == self.stuck_at:
+            time.sleep(1)
+        return {"step": self.step}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.step = state["step"]
+
+
+def main() -> None:
+    """Train from the latest checkpoint, or from the beginning, to `--steps`."""
+    arguments = _arguments()
+    torch.set_num_threads(1)
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    meeting_point = os.environ.get("INIT_METHOD", "env://")
+    dist.init_process_group("gloo", init_method=meeting_point, rank=rank, world_size=world_size)
+
+    torch.manual_seed(0)
+    model = ByteLM()
+    mesh = init_device_mesh("cpu", (world_size,))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=arguments.steps)
+    progress = Progress(arguments.straggle_at if rank == world_size - 1 else None)
+    state = {"model": model, "optimizer": optimizer, "schedule": schedule, "progress": progress}
+    options = {"storage_options": json.loads(arguments.storage_options)}
+
+    if arguments.resume:
+        ckpt.load(state, arguments.url, step=arguments.resume_step, **options)
+    corpus = read_corpus()
+    with open(arguments.losses, "w", encoding="utf-8") as losses:
+        for step in range(progress.step + 1, arguments.steps + 1):
+            data = batch_of(corpus, step, sequences=SEQUENCES, length=CONTEXT + 1)[rank::world_size]
+            logits = model(data[:, :-1])
+            loss = functional.cross_entropy(logits.flatten(0, 1), data[:, 1:].flatten())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+            total = loss.detach() / world_size
+            dist.all_reduce(total)
+            if rank == 0:
+                losses.write(json.dumps({"step": step, "loss": total.item()}) + "\n")
+                losses.flush()
+            progress.step = step
+            if arguments.save_every and step % arguments.save_every == 0:
+                ckpt.save(state, arguments.url, step=step, **options)
+    dist.destroy_process_group()
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--url", required=True, help="where checkpoints go")
+    parser.add_argument("--storage-options", default="{}", help="JSON")
+    parser.add_argument("--losses", required=True, help="file for the losses, one JSON per line")
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--save-every", type=int, default=0, help="0 saves nothing")
+    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--resume-step", type=int, help="default: the latest")
+    parser.add_argument("--straggle-at", type=int, help="the last rank hangs in this save")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -18,6 +18,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ckpt.api import load as load
     from ckpt.api import save as save
+    from ckpt.errors import CheckpointError as CheckpointError
+    from ckpt.errors import Corrupt as Corrupt
+    from ckpt.errors import Fenced as Fenced
+    from ckpt.errors import InvalidState as InvalidState
+    from ckpt.errors import LoadInterrupted as LoadInterrupted
+    from ckpt.errors import Mismatch as Mismatch
+    from ckpt.errors import NoCheckpoint as NoCheckpoint
+    from ckpt.errors import OutcomeUnknown as OutcomeUnknown
+    from ckpt.errors import RankFailed as RankFailed
+    from ckpt.errors import StoreRefused as StoreRefused
+    from ckpt.errors import UnsupportedFormat as UnsupportedFormat
     from ckpt.exporting import ExportReport as ExportReport
     from ckpt.exporting import Selection as Selection
     from ckpt.exporting import export as export
@@ -34,12 +45,23 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "Checkpoint": "ckpt.reader",
+    "CheckpointError": "ckpt.errors",
+    "Corrupt": "ckpt.errors",
     "ExportReport": "ckpt.exporting",
+    "Fenced": "ckpt.errors",
+    "InvalidState": "ckpt.errors",
+    "LoadInterrupted": "ckpt.errors",
     "LoadReport": "ckpt.loading",
+    "Mismatch": "ckpt.errors",
+    "NoCheckpoint": "ckpt.errors",
+    "OutcomeUnknown": "ckpt.errors",
     "PerRank": "ckpt.state_dict",
+    "RankFailed": "ckpt.errors",
     "SaveReport": "ckpt.saving",
     "Selection": "ckpt.exporting",
     "StepInfo": "ckpt.reader",
+    "StoreRefused": "ckpt.errors",
+    "UnsupportedFormat": "ckpt.errors",
     "VerifyReport": "ckpt.verifying",
     "export": "ckpt.exporting",
     "list_steps": "ckpt.reader",

@@ -1,0 +1,31 @@
+"""Run all examples as their first lines say, in a temporary folder; part of the checks.
+
+python -m examples.run_all
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+
+
+def main() -> None:
+    """Raises CalledProcessError for the first example that fails."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    with tempfile.TemporaryDirectory() as folder:
+        root, target = f"{folder}/run", f"{folder}/model.safetensors"
+        for command in (
+            [*torchrun, "4", str(HERE / "train_fsdp2.py"), root],
+            [*torchrun, "2", str(HERE / "resume_other_world_size.py"), root],
+            [sys.executable, str(HERE / "export_single_file.py"), root, target],
+        ):
+            print("+", " ".join(command[1:]), flush=True)
+            subprocess.run(command, check=True, timeout=300)
+
+
+if __name__ == "__main__":
+    main()

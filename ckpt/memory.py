@@ -97,6 +97,14 @@ def aligned_buffer(nbytes: int) -> memoryview:
     return memoryview(mmap.mmap(-1, max(nbytes, 1)))[:nbytes]
 
 
+def staging_buffer(nbytes: int, *, pinned: bool) -> memoryview:
+    """Writable memory that starts at a page boundary; pinned for fast copies from a CUDA device."""
+    if not pinned:
+        return aligned_buffer(nbytes)
+    # The array keeps the tensor alive, and the view keeps the array alive.
+    return memoryview(torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy())
+
+
 def address_of(buffer: memoryview) -> int:
     """Where a writable, non-empty buffer starts."""
     return ctypes.addressof(ctypes.c_char.from_buffer(buffer))

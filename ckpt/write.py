@@ -27,12 +27,12 @@ from ckpt.layout.assign import Share, part_of
 from ckpt.layout.region import Span, boxes_of
 from ckpt.memory import (
     address_of,
-    aligned_buffer,
     bytes_at,
     copy_bytes,
     is_plain_memory,
     local_view,
     narrowed,
+    staging_buffer,
     tensor_over,
 )
 from storage import ObjectWriter, Store
@@ -110,6 +110,7 @@ def write_files(
     There is always a first file, even without a source. Raises the store's errors; no file is
     visible then that is not whole. The names in the result are the keys' last parts.
     """
+    pinned = any(source.view.is_cuda for source in sources)
     groups = split_into_files([source.chunk for source in sources], path.file_nbytes_max)
     written = []
     at = 0
@@ -126,7 +127,7 @@ def write_files(
             store.create(
                 key, layout.nbytes, part_nbytes=path.part_nbytes, durable=False, direct=path.direct
             ) as writer,
-            _Parts(writer, layout.nbytes, path) as parts,
+            _Parts(writer, layout.nbytes, path, pinned=pinned) as parts,
         ):
             parts.add(memoryview(layout.header))
             checksums = _stream(sources[at : at + len(group)], parts, block_nbytes)
@@ -163,8 +164,11 @@ class _Parts:
     that they have in the part; in direct mode all bytes do, so that the part is one aligned buffer.
     """
 
-    def __init__(self, writer: ObjectWriter, nbytes: int, path: WritePath) -> None:
+    def __init__(
+        self, writer: ObjectWriter, nbytes: int, path: WritePath, *, pinned: bool
+    ) -> None:
         self._writer = writer
+        self._pinned = pinned
         self._part_nbytes = min(path.part_nbytes, nbytes)
         self._direct = path.direct
         self._pool = ThreadPoolExecutor(path.writers) if path.writers else None
@@ -227,12 +231,15 @@ class _Parts:
 
     def _place(self, nbytes: int) -> memoryview:
         if self._scratch is None:
-            self._scratch = self._free.pop() if self._free else aligned_buffer(self._part_nbytes)
+            self._scratch = self._free.pop() if self._free else self._new_buffer()
             self._scratch_address = address_of(self._scratch)
         place = self._scratch[self._filled : self._filled + nbytes]
         if not self._direct:
             self._vectors.append(place)
         return place
+
+    def _new_buffer(self) -> memoryview:
+        return staging_buffer(self._part_nbytes, pinned=self._pinned)
 
     def _advance(self, nbytes: int) -> None:
         self._filled += nbytes

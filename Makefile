@@ -5,6 +5,9 @@ INSTALLED ?= $(VENV)/.installed
 BIN := $(VENV)/bin
 URL ?=
 PYTEST_ARGS ?=
+CEPH ?= $(CURDIR)/.ceph
+
+SHELL := /bin/bash
 
 # The tests and the demo run several ranks on few cores: more threads per rank only slow them down.
 export OMP_NUM_THREADS ?= 1
@@ -57,7 +60,9 @@ format: $(INSTALLED)
 	$(BIN)/ruff format .
 
 test-ceph: $(INSTALLED)
-	tests/ceph.sh $(BIN)/python -m pytest $(PYTEST_ARGS)
+	trap 'tests/ceph/up.sh --down $(CEPH)' EXIT; \
+	  endpoint=`tests/ceph/up.sh $(CEPH) | tail -n 1` && \
+	  $(BIN)/python -m pytest -m ceph --ceph "$$endpoint" $(PYTEST_ARGS)
 
 examples: $(INSTALLED)
 	$(BIN)/python -m examples.run_all

@@ -93,23 +93,34 @@ def open_checkpoint(
 def list_steps(url: str, storage_options: Mapping[str, Any] | None = None) -> tuple[StepInfo, ...]:
     """The checkpoints of a root in the order of their commits; the last one is the latest.
 
-    Raises NoCheckpoint when `url` is no root. A root without checkpoints gives an empty tuple.
+    Empty when nothing was saved there yet, so that a training can ask before it loads. Raises
+    NoCheckpoint when something else is at `url`, and the store's errors.
     """
     store = open_store(url, **(storage_options or {}))
     try:
-        return tuple(
-            StepInfo(
-                step=entry.step,
-                attempt=entry.attempt,
-                url=f"{store.url.rstrip('/')}/{entry.prefix.rstrip('/')}",
-                pinned=entry.pinned,
-                verified=entry.verified,
-                metric=entry.metric,
-            )
-            for entry in live_entries(store)
-        )
+        live = _live_entries(store)
     finally:
         store.close()
+    return tuple(
+        StepInfo(
+            step=entry.step,
+            attempt=entry.attempt,
+            url=f"{store.url.rstrip('/')}/{entry.prefix.rstrip('/')}",
+            pinned=entry.pinned,
+            verified=entry.verified,
+            metric=entry.metric,
+        )
+        for entry in live
+    )
+
+
+def _live_entries(store: Store) -> tuple[LiveEntry, ...]:
+    try:
+        return live_entries(store)
+    except NoCheckpoint:
+        if next(iter(store.list("")), None) is None:
+            return ()
+        raise
 
 
 def find_checkpoint(store: Store, step: int | None = None) -> Found:

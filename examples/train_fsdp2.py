@@ -31,7 +31,7 @@ def train(url: str, steps: int) -> None:
     """Train for `steps` more steps, saving every 10."""
     dist.init_process_group("gloo")
     model, optimizer, state = make_state()
-    if already_saved(url):
+    if ckpt.list_steps(url):
         report = ckpt.load(state, url)
         print(f"rank {dist.get_rank()} of {dist.get_world_size()}: resumed from step {report.step}")
     first = int(str(state["step"]))
@@ -47,14 +47,6 @@ def train(url: str, steps: int) -> None:
             if dist.get_rank() == 0:
                 print(f"step {step}: loss {loss.item():.4f}, saved as {report.path}")
     dist.destroy_process_group()
-
-
-def already_saved(url: str) -> bool:
-    """Whether there is a checkpoint to load. All ranks find the same answer in the store."""
-    try:
-        return bool(ckpt.list_steps(url))
-    except ckpt.NoCheckpoint:
-        return False
 
 
 if __name__ == "__main__":

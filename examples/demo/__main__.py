@@ -27,9 +27,8 @@ STEPS = 150
 SAVE_EVERY = 30
 KILLED_IN_SAVE_OF = 90
 PROMPT = "def __init__(self"
-# Another number of ranks adds up gradients in another order. Rounding errors of 1e-7 per operation
-# have grown to a few 1e-5 of the loss after 90 steps of this model; a wrong state is off by 0.1.
-TOLERANCE = 5e-3
+# Another number of ranks adds up gradients in another order: 5e-7 of the loss where it was measured.
+TOLERANCE = 1e-3
 
 
 class Demo:

@@ -35,6 +35,14 @@ def test_step_chooses_the_checkpoint(plain_root: str) -> None:
         assert torch.equal(ck["model.big"], stepped(5).big)
 
 
+def test_nothing_saved_yet_is_an_empty_list_but_other_files_are_no_root(tmp_path: Path) -> None:
+    assert ckpt.list_steps(str(tmp_path / "new")) == ()
+    assert ckpt.list_steps(str(tmp_path)) == ()
+    (tmp_path / "notes.txt").write_text("hello")
+    with pytest.raises(ckpt.NoCheckpoint):
+        ckpt.list_steps(str(tmp_path))
+
+
 def test_unknown_step_says_which_there_are(plain_root: str) -> None:
     with pytest.raises(ckpt.errors.NoCheckpoint, match=r"no step 7.*5, 10"):
         ckpt.open(plain_root, step=7)

@@ -27,7 +27,7 @@ STEPS = 150
 SAVE_EVERY = 30
 KILLED_IN_SAVE_OF = 90
 PROMPT = "def __init__(self"
-# Another number of ranks adds up gradients in another order: 5e-7 of the loss where it was measured.
+# Another number of ranks adds up gradients in another order: 5e-7 of the loss where measured.
 TOLERANCE = 1e-3
 
 

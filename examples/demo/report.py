@@ -23,6 +23,7 @@ RUN_STYLES = {
     "2 ranks": ("#e15759", 2, "6 4", "resumed on 2 ranks"),
 }
 WIDTH, HEIGHT, LEFT, BOTTOM = 860, 360, 50, 40
+BAR_MIN = 24  # so that the shares of small tensors are seen as well
 
 
 def write_report(
@@ -114,8 +115,9 @@ def _parts_chart(infos: Sequence[TensorInfo]) -> str:
         label = html.escape(info.fqn)
         marks.append(f'<text x="{left - 8}" y="{top + 12}" text-anchor="end">{label}</text>')
         at = float(left)
+        bar = max((WIDTH - left) * info.nbytes / longest, BAR_MIN)
         for part in info.parts:
-            wide = (WIDTH - left) * part.nbytes / longest
+            wide = bar * part.nbytes / info.nbytes
             rank = _rank_of(part.file)
             title = html.escape(f"rank {rank}: {part.nbytes} bytes in {part.file}, {part.region}")
             marks.append(

@@ -14,7 +14,7 @@ from ckpt.memory import gc_paused
 from ckpt.read import ReadPath
 from ckpt.saving import PartMemory, SaveOptions, SaveReport, save_state
 from ckpt.session import RankedSession, SessionRegistry, open_session
-from ckpt.world import World, current_world
+from ckpt.world import World, collectively, current_world
 from ckpt.write import WritePath
 from storage import Store, open_store
 
@@ -52,8 +52,10 @@ def save(
     """
     with gc_paused():
         seat = _process.seat(process_group)
-        store = seat.store(url, storage_options)
+        store = collectively(seat.world, "open", lambda: seat.store(url, storage_options))
         session, memory = seat.session(store, unsafe_single_writer=unsafe_single_writer)
+        if replicas not in ("warn", "strict"):
+            raise ValueError(f"replicas={replicas!r}; expected 'warn' or 'strict'")
         options = SaveOptions(replicas, _write_path(io, store), dict(user or {}))
         return save_state(
             state, session=session, store=store, step=step, options=options, memory=memory
@@ -82,7 +84,7 @@ def load(
     """
     with gc_paused():
         seat = _process.seat(process_group)
-        store = seat.store(url, storage_options)
+        store = collectively(seat.world, "open", lambda: seat.store(url, storage_options))
         options = LoadOptions(strict, rename, skip, _read_path(store))
         return load_state(state, store=store, world=seat.world, step=step, options=options)
 

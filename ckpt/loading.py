@@ -92,10 +92,14 @@ def _manifest(store: Store, world: World, step: int | None) -> tuple[str, Manife
 
     data = collectively(world, "locate", read if world.rank == 0 else lambda: b"")
     prefix, _, encoded = world.share("manifest", data if world.rank == 0 else None).partition(b"\n")
-    manifest = collectively(world, "decode", lambda: decode_manifest(encoded))
-    if step is not None and manifest.header.step != step:
-        raise NoCheckpoint(f"{store.url} is step {manifest.header.step}, asked for was {step}")
-    return prefix.decode(), manifest
+
+    def decode() -> Manifest:
+        manifest = decode_manifest(encoded)
+        if step is not None and manifest.header.step != step:
+            raise NoCheckpoint(f"{store.url} is step {manifest.header.step}, asked for was {step}")
+        return manifest
+
+    return prefix.decode(), collectively(world, "decode", decode)
 
 
 def _bind(state: Any, manifest: Manifest, world: World, options: LoadOptions) -> Binding:

@@ -34,7 +34,7 @@ from ckpt.interrupted import refuse_interrupted
 from ckpt.layout.assign import Assignment, assign
 from ckpt.layout.piece import Holding, Piece
 from ckpt.layout.plain import Ranks
-from ckpt.log import MANIFEST_NAME, manifest_digest, step_prefix
+from ckpt.log import MANIFEST_NAME, STEP_MAX, manifest_digest, step_prefix
 from ckpt.memory import host_bytes, is_plain_memory, local_view
 from ckpt.session import Commit, RankedSession
 from ckpt.state_dict import FlatState, flatten_state
@@ -93,10 +93,13 @@ def save_state(
     """
     session.settle()
     header = _start(state, session, step, options)
+
+    def write() -> Part:
+        _refuse_other_step(header, step)
+        return _write(state, session, store, header, options)
+
     try:
-        part = collectively(
-            session.world, "write", lambda: _write(state, session, store, header, options)
-        )
+        part = collectively(session.world, "write", write)
         parts = _hand_over(part, session, memory)
         return _commit(parts, session, store, header, options)
     except (Fenced, OutcomeUnknown):
@@ -107,21 +110,48 @@ def save_state(
 
 
 def _start(state: Any, session: RankedSession, step: int, options: SaveOptions) -> Header:
-    """The lead names the attempt; every rank gets the same header."""
-    payload = None
-    if session.session is not None:
-        header = Header(
-            root=session.root,
-            attempt=session.session.new_attempt(),
-            step=step,
-            world_size=session.world.size,
-            block_bytes=BLOCK_BYTES,
-            created_unix=int(time.time()),
-            # Export strips these paths from the names of a model's tensors.
-            user={**options.user, MODULES: json.dumps(module_paths(state))},
+    """The lead names the attempt; every rank gets the same header, or the lead's error."""
+    lead = session.session
+    offered: bytes | None = None
+    error: BaseException | None = None
+    if lead is not None:
+        try:
+            offered = _header(state, session, lead.new_attempt(), step, options)
+        except Exception as caught:
+            # Told in the round that the others wait in, so that none of them waits for long.
+            offered, error = b"", caught
+    received = session.world.share("attempt", offered)
+    if not received:
+        session.world.agree("attempt", error)
+    return Header.model_validate_json(received)
+
+
+def _header(
+    state: Any, session: RankedSession, attempt: str, step: int, options: SaveOptions
+) -> bytes:
+    if type(step) is not int or not 0 <= step <= STEP_MAX:
+        raise InvalidState([f"step={step!r}: expected an int from 0 to {STEP_MAX}"])
+    for name, note in options.user.items():
+        if not (isinstance(name, str) and isinstance(note, str)):
+            raise InvalidState([f"user[{name!r}]={note!r}: expected a str with the name of a str"])
+    header = Header(
+        root=session.root,
+        attempt=attempt,
+        step=step,
+        world_size=session.world.size,
+        block_bytes=BLOCK_BYTES,
+        created_unix=int(time.time()),
+        # Export strips these paths from the names of a model's tensors.
+        user={**options.user, MODULES: json.dumps(module_paths(state))},
+    )
+    return header.model_dump_json().encode()
+
+
+def _refuse_other_step(header: Header, step: int) -> None:
+    if step != header.step:
+        raise InvalidState(
+            [f"step={step} was passed where rank 0 passed step={header.step}; pass the same step"]
         )
-        payload = header.model_dump_json().encode()
-    return Header.model_validate_json(session.world.share("attempt", payload))
 
 
 def _write(

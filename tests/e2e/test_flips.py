@@ -1,0 +1,177 @@
+"""No changed bit of a stored checkpoint is ever loaded: it is refused, or it did no harm.
+
+Method: two ranks save about 64 KiB, with a small block so that every tensor has several. One bit of
+one object is flipped between the store and the reader; a load must raise an error of ours or give
+exactly the saved bits. The default run flips every bit of the small objects and a seeded sample of
+the data files', --soak every bit.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from ckpt import saving
+from ckpt.errors import CheckpointError, LoadInterrupted
+from ckpt.format.manifest import Manifest, decode_manifest
+from ckpt.loading import LoadOptions, load_state
+from ckpt.world import SoloWorld
+from storage import ByteRange, Store, open_store
+from storage.wrap import WrappedStore
+from tests.conftest import Scale
+from tests.e2e.job import Job, Sharded
+
+BLOCK_NBYTES = 1024
+KEYS = ["FORMAT", "log", "MANIFEST", "rank00000", "rank00001"]
+
+
+class FlippedStore(WrappedStore):
+    """`inner`, read with one bit changed: bit `bit` of object `key`."""
+
+    def __init__(self, inner: Store, key: str, bit: int) -> None:
+        super().__init__(inner)
+        self.key, self.at, self.mask = key, bit // 8, 1 << bit % 8
+
+    def get(self, key: str, byte_range: ByteRange | None = None) -> bytes:
+        data = self.inner.get(key, byte_range)
+        if key != self.key:
+            return data
+        changed = bytearray(data)
+        self._flip(memoryview(changed), byte_range.start if byte_range else 0)
+        return bytes(changed)
+
+    def get_into(self, key: str, start: int, buffers: Sequence[memoryview]) -> None:
+        self.inner.get_into(key, start, buffers)
+        for buffer in buffers if key == self.key else ():
+            self._flip(buffer, start)
+            start += len(buffer)
+
+    def _flip(self, data: memoryview, start: int) -> None:
+        if start <= self.at < start + len(data):
+            data[self.at - start] ^= self.mask
+
+
+def _full(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "rows": torch.randn(120, 64, generator=generator),
+        "runs": torch.randn(50, 65, generator=generator),
+        "double": torch.randn(500, generator=generator, dtype=torch.float64),
+        "half": torch.randn(4001, generator=generator).bfloat16(),
+        "flag": torch.tensor(True),
+    }
+
+
+def _state(seed: int, rank: int = 0, size: int = 1) -> dict[str, Any]:
+    full = _full(seed)
+    state: dict[str, Any] = dict(full)
+    state["rows"] = Sharded(full["rows"], rank, size, dim=1)
+    state["runs"] = Sharded(full["runs"], rank, size, dim=None)
+    return {**state, "step": seed, "notes": {"lr": 0.1 * seed, "name": "x" * seed}}
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Bit for bit, values and their types included."""
+    if isinstance(a, Sharded):
+        return _same(a.local.detach(), b.local.detach())
+    if isinstance(a, torch.Tensor):
+        bits = [t.detach().contiguous().flatten().view(torch.uint8) for t in (a, b)]
+        return a.dtype == b.dtype and torch.equal(*bits)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_same(a[name], b[name]) for name in a)
+    return type(a) is type(b) and bool(a == b)
+
+
+class Saved(NamedTuple):
+    store: Store
+    keys: dict[str, str]
+    nbytes: dict[str, int]
+    manifest: Manifest
+
+
+@pytest.fixture
+def saved(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Saved:
+    monkeypatch.setattr(saving, "BLOCK_BYTES", BLOCK_NBYTES)
+    store = open_store(f"memory://{request.node.name}")
+    Job(2, lambda rank: store).save(lambda rank: _state(3, rank, 2), step=3)
+    nbytes = {info.key: info.nbytes for info in store.list("")}
+    keys = {name: max(key for key in nbytes if name in key) for name in KEYS}
+    assert 60_000 < sum(nbytes.values()) < 80_000
+    manifest = decode_manifest(store.get(keys["MANIFEST"]))
+    return Saved(store, keys, nbytes, manifest)
+
+
+def _outcome(store: Store, state: dict[str, Any]) -> Exception | None:
+    """What a load into `state` raised. A wrong kind of error, or wrong bits, fail the test."""
+    options = LoadOptions()
+    try:
+        load_state(state, store=store, world=SoloWorld(), step=None, options=options)
+    except CheckpointError as error:
+        return error
+    return None
+
+
+def _expected_block(saved: Saved, key: str, at: int) -> str | None:
+    """What the error for a changed byte of a data file must say; None outside of all tensors."""
+    chunks = saved.manifest.chunks
+    for chunk in range(len(chunks)):
+        name = saved.manifest.files[int(chunks.file[chunk])]
+        start = int(chunks.byte_start[chunk])
+        if key.endswith(name) and start <= at < start + saved.manifest.chunk_nbytes(chunk):
+            fqn = saved.manifest.fqns[saved.manifest.tensor_of(chunk)]
+            return f"{key}: block {(at - start) // BLOCK_NBYTES} of {fqn!r}"
+    return None
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_every_flipped_bit_is_refused_or_harmless(
+    name: str, saved: Saved, scale: Scale, rng: random.Random
+) -> None:
+    key = saved.keys[name]
+    bits = range(8 * saved.nbytes[key])
+    sample = scale.count(1500 if name.startswith("rank") else len(bits), len(bits))
+    chosen = rng.sample(bits, sample)
+    good, state = _state(3), _state(5)
+    blank = {"step": 0, "notes": {"lr": 0.0, "name": ""}}
+    refused = 0
+    for bit in chosen:
+        for leaf in state.values():
+            tensor = leaf.local.detach() if isinstance(leaf, Sharded) else leaf
+            if isinstance(tensor, torch.Tensor):
+                tensor.zero_()
+        state.update(blank)
+        error = _outcome(FlippedStore(saved.store, key, bit), state)
+        if error is None:
+            assert _same(state, good), f"bit {bit} of {key} was loaded"
+            continue
+        refused += 1
+        if name.startswith("rank"):
+            expected = _expected_block(saved, key, bit // 8)
+            assert expected is not None
+            assert isinstance(error, LoadInterrupted)
+            assert expected in str(error)
+        else:
+            assert not isinstance(error, LoadInterrupted), f"bit {bit} of {key}: {error}"
+            assert key in str(error)
+    in_data = refused / len(chosen)
+    assert in_data > (0.7 if name.startswith("rank") else 0.99), f"only {in_data:.0%} refused"
+
+
+def test_every_byte_of_every_tensor_is_covered_by_a_checksum(saved: Saved) -> None:
+    """The complement of the sample: one bit in each block of each chunk, none is harmless."""
+    chunks = saved.manifest.chunks
+    count = 0
+    for chunk in range(len(chunks)):
+        name = saved.manifest.files[int(chunks.file[chunk])]
+        (key,) = (k for k in saved.nbytes if k.endswith(name))
+        start, nbytes = int(chunks.byte_start[chunk]), saved.manifest.chunk_nbytes(chunk)
+        for at in {*range(start, start + nbytes, BLOCK_NBYTES), start + nbytes - 1}:
+            error = _outcome(FlippedStore(saved.store, key, 8 * at + 7), _state(5))
+            assert isinstance(error, LoadInterrupted)
+            assert str(_expected_block(saved, key, at)) in str(error)
+            count += 1
+    assert count > 50

@@ -23,9 +23,9 @@ from examples.demo.report import Run, write_report
 from storage import open_store
 
 HERE = Path(__file__).resolve().parent
-STEPS = 150
-SAVE_EVERY = 30
-KILLED_IN_SAVE_OF = 90
+STEPS = 120
+SAVE_EVERY = 20
+KILLED_IN_SAVE_OF = 80
 PROMPT = "def __init__(self"
 # Another number of ranks adds up gradients in another order: 5e-7 of the loss where measured.
 TOLERANCE = 1e-3

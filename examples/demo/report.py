@@ -76,7 +76,7 @@ def _loss_chart(runs: dict[str, Run], resumed_from: int) -> str:
     ]
     marks += [
         f'<text x="{x(step):.1f}" y="{HEIGHT - BOTTOM + 20}" text-anchor="middle">{step}</text>'
-        for step in range(0, last + 1, 30)
+        for step in range(0, last + 1, 20)
     ]
     for name, (color, width, dashes, _) in RUN_STYLES.items():
         points = " ".join(f"{x(step):.1f},{y(loss):.1f}" for step, loss in runs[name].items())

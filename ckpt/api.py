@@ -15,7 +15,7 @@ from ckpt.read import ReadPath
 from ckpt.saving import PartMemory, SaveOptions, SaveReport, save_state
 from ckpt.session import RankedSession, SessionRegistry, open_session
 from ckpt.world import World, collectively, current_world
-from ckpt.write import WritePath
+from ckpt.write import Staging, WritePath
 from storage import Store, open_store
 
 MIB = 1 << 20
@@ -56,7 +56,8 @@ def save(
         session, memory = seat.session(store, unsafe_single_writer=unsafe_single_writer)
         if replicas not in ("warn", "strict"):
             raise ValueError(f"replicas={replicas!r}; expected 'warn' or 'strict'")
-        options = SaveOptions(replicas, _write_path(io, store), dict(user or {}))
+        path = _write_path(io, store, seat.staging)
+        options = SaveOptions(replicas, path, dict(user or {}))
         return save_state(
             state, session=session, store=store, step=step, options=options, memory=memory
         )
@@ -89,13 +90,13 @@ def load(
         return load_state(state, store=store, world=seat.world, step=step, options=options)
 
 
-def _write_path(io: Io, store: Store) -> WritePath:
+def _write_path(io: Io, store: Store, staging: Staging) -> WritePath:
     """Object stores get larger parts, several at once; see DECISIONS.md for the numbers."""
     if io not in ("auto", "buffered", "direct"):
         raise ValueError(f"io={io!r}; expected 'auto', 'buffered' or 'direct'")
     if store.part_nbytes_min > 1:
         return WritePath(part_nbytes=16 * MIB, writers=REMOTE_REQUESTS)
-    return WritePath(direct=io == "direct")
+    return WritePath(direct=io == "direct", staging=staging)
 
 
 def _read_path(store: Store) -> ReadPath:
@@ -111,6 +112,7 @@ class _Seat:
     group: dist.ProcessGroup | None
     world: World
     registry: SessionRegistry
+    staging: Staging = field(default_factory=Staging)
     stores: dict[tuple[str, str], Store] = field(default_factory=dict)
     sessions: dict[tuple[str, bool], tuple[RankedSession, PartMemory]] = field(default_factory=dict)
 

@@ -72,7 +72,7 @@ def local_view(holding: Holding, piece: Piece) -> torch.Tensor:
         if not local.is_contiguous():
             raise ValueError(f"{piece.fqn}: a span lies in memory that is not contiguous")
         return local.view(-1)[region.start : region.stop]
-    if region.shape == tuple(local.shape):
+    if region.shape == local.shape:
         return local
     return narrowed(local, region)
 
@@ -102,7 +102,7 @@ def staging_buffer(nbytes: int, *, pinned: bool) -> memoryview:
     if not pinned:
         return aligned_buffer(nbytes)
     # The array keeps the tensor alive, and the view keeps the array alive.
-    return memoryview(torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy())
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy().data
 
 
 def address_of(buffer: memoryview) -> int:

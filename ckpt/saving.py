@@ -201,13 +201,13 @@ def _write(
 
 def _tensors_of(flat: FlatState) -> list[TensorInfo]:
     """Every tensor that this rank knows, once; those that it holds no element of too."""
+    names: dict[torch.dtype, str] = {}
     seen: dict[str, TensorInfo] = {}
-    for holding in flat.holdings:
-        kind = int(holding.kind)
-        for piece in holding.pieces:
-            if piece.fqn not in seen:
-                name = dtype_name(piece.dtype)
-                seen[piece.fqn] = TensorInfo(piece.fqn, name, piece.global_shape, kind)
+    for _, pieces, kind, _ in flat.holdings:
+        for fqn, shape, dtype, _, _, _ in pieces:
+            if fqn not in seen:
+                name = names.get(dtype) or names.setdefault(dtype, dtype_name(dtype))
+                seen[fqn] = TensorInfo(fqn, name, shape, int(kind))
     return list(seen.values())
 
 

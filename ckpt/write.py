@@ -7,24 +7,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import islice
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from ckpt.format.checksum import crc32c
+from ckpt.format.checksum import crc32c, crc32c_of_each
 from ckpt.format.datafile import (
     StoredChunk,
     checksum_tensor,
     layout_data_file,
-    order_key,
+    region_start,
     split_into_files,
 )
 from ckpt.format.dtypes import dtype_name
 from ckpt.format.part import PartFile
-from ckpt.layout.assign import Share, part_of
-from ckpt.layout.region import Span, boxes_of
+from ckpt.layout.assign import Share
+from ckpt.layout.region import Region, Span, boxes_of
 from ckpt.memory import (
     address_of,
     bytes_at,
@@ -38,6 +40,31 @@ from ckpt.memory import (
 from storage import ObjectWriter, Store
 
 MIB = 1 << 20
+PACKED_NBYTES_MAX = 16 << 10  # chunks up to this size are copied together, many in one call
+
+
+class Staging:
+    """Buffers that outlive a save: fresh memory costs a page fault per 4 KiB, ten times a copy.
+
+    For one save at a time. Buffers of another size than the last ones are dropped.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[memoryview] = []
+        self._nbytes = 0
+        self._pinned = False
+
+    def take(self, nbytes: int, *, pinned: bool) -> memoryview:
+        """A writable buffer of `nbytes` that starts at a page boundary, with undefined content."""
+        if (self._nbytes, self._pinned) != (nbytes, pinned):
+            self._free.clear()
+            self._nbytes, self._pinned = nbytes, pinned
+        return self._free.pop() if self._free else staging_buffer(nbytes, pinned=pinned)
+
+    def give_back(self, buffer: memoryview) -> None:
+        """The buffer may be taken again; nothing refers to it any more."""
+        if len(buffer) == self._nbytes:
+            self._free.append(buffer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,18 +73,20 @@ class WritePath:
 
     `direct`: gather every part into an aligned buffer and write around the page cache, which costs
     the least CPU and leaves the cache to the training; otherwise parts are vectors of live memory.
-    With `writers=0` the caller's thread writes; with more, that many parts are in flight.
+    With `writers=0` the caller's thread writes; with more, that many parts are in flight. `staging`
+    is for one save at a time.
     """
 
     part_nbytes: int = 8 * MIB
     writers: int = 0
     direct: bool = False
     file_nbytes_max: int = 4 << 30
+    staging: Staging = field(default_factory=lambda: Staging())
 
 
 class Source(NamedTuple):
     """One chunk to be, and where its bytes are: at `address` in host memory, or (address 0) in
-    `view`, which is on a device or strided and is copied element by element from `start` on.
+    `view`, which is small, on a device or strided and is copied from its element `start` on.
     """
 
     chunk: StoredChunk
@@ -78,22 +107,24 @@ class FileTexts(NamedTuple):
 
 def sources_of(shares: Sequence[Share]) -> list[Source]:
     """Where the bytes of every share are now, in the canonical order of a data file."""
-    sources = []
+    by_key: list[tuple[int, str, int, Region, Source]] = []
     dtypes: dict[torch.dtype, tuple[str, int]] = {}
-    for share in shares:
-        holding, piece, start, stop = share
-        fqn, global_shape, dtype, _, _, _ = piece
-        if dtype not in dtypes:
-            dtypes[dtype] = (dtype_name(dtype), dtype.itemsize)
-        name, itemsize = dtypes[dtype]
+    for holding, piece, start, stop, region in shares:
+        fqn, global_shape, dtype = piece[:3]
+        known = dtypes.get(dtype)
+        if known is None:
+            known = dtypes[dtype] = (dtype_name(dtype), dtype.itemsize)
+        name, itemsize = known
         view = local_view(holding, piece)
-        address = view.data_ptr() + start * itemsize if is_plain_memory(view) else 0
         nbytes = (stop - start) * itemsize
-        region = part_of(piece, start, stop)
+        is_addressed = nbytes > PACKED_NBYTES_MAX and is_plain_memory(view)
+        address = view.data_ptr() + start * itemsize if is_addressed else 0
         chunk = StoredChunk(fqn, name, global_shape, region, nbytes, int(holding.kind))
-        sources.append(Source(chunk, view, start, address))
-    sources.sort(key=lambda source: order_key(source.chunk))
-    return sources
+        # This is `order_key`, with the regions compared only where their starts are the same.
+        first = region_start(region, global_shape)
+        by_key.append((-itemsize, fqn, first, region, Source(chunk, view, start, address)))
+    by_key.sort(key=itemgetter(0, 1, 2, 3))
+    return [keyed[4] for keyed in by_key]
 
 
 def write_files(
@@ -143,7 +174,18 @@ def write_files(
 def _stream(sources: Sequence[Source], parts: _Parts, block_nbytes: int) -> np.ndarray:
     """Pass every source's bytes to `parts`, in order; returns the crc32c of every block."""
     checksums: list[int] = []
-    for source in sources:
+    packed_nbytes_max = min(PACKED_NBYTES_MAX, block_nbytes)
+    at = 0
+    while at < len(sources):
+        if sources[at].chunk.nbytes <= packed_nbytes_max:
+            pack = _pack(sources, at, parts.room, packed_nbytes_max)
+            if pack:
+                sizes = [source.chunk.nbytes for source in pack]
+                checksums += crc32c_of_each(parts.push_pack(pack, sum(sizes)), sizes)
+                at += len(pack)
+                continue
+        source = sources[at]
+        at += 1
         nbytes = source.chunk.nbytes
         position = 0
         while position < nbytes:
@@ -157,6 +199,23 @@ def _stream(sources: Sequence[Source], parts: _Parts, block_nbytes: int) -> np.n
     return np.array(checksums, dtype="<u4")
 
 
+def _pack(
+    sources: Sequence[Source], first: int, nbytes_max: int, each_nbytes_max: int
+) -> list[Source]:
+    """Small whole host tensors of one dtype from `first` on, as many as fit into `nbytes_max`."""
+    dtype = sources[first].view.dtype
+    pack = []
+    for source in islice(sources, first, None):
+        nbytes, view = source.chunk.nbytes, source.view
+        nbytes_max -= nbytes
+        if nbytes > each_nbytes_max or nbytes_max < 0 or view.dtype is not dtype:
+            break
+        if view.nbytes != nbytes or not view.is_cpu:
+            break
+        pack.append(source)
+    return pack
+
+
 class _Parts:
     """The object under construction as a stream, cut into parts.
 
@@ -164,9 +223,7 @@ class _Parts:
     that they have in the part; in direct mode all bytes do, so that the part is one aligned buffer.
     """
 
-    def __init__(
-        self, writer: ObjectWriter, nbytes: int, path: WritePath, *, pinned: bool
-    ) -> None:
+    def __init__(self, writer: ObjectWriter, nbytes: int, path: WritePath, *, pinned: bool) -> None:
         self._writer = writer
         self._pinned = pinned
         self._part_nbytes = min(path.part_nbytes, nbytes)
@@ -174,7 +231,7 @@ class _Parts:
         self._pool = ThreadPoolExecutor(path.writers) if path.writers else None
         self._in_flight: list[tuple[Future[None], memoryview | None]] = []
         self._in_flight_max = path.writers
-        self._free: list[memoryview] = []
+        self._staging = path.staging
         self._scratch: memoryview | None = None
         self._scratch_address = 0
         self._vectors: list[memoryview] = []
@@ -229,17 +286,26 @@ class _Parts:
         self._advance(nbytes)
         return vector
 
+    def push_pack(self, pack: Sequence[Source], nbytes: int) -> memoryview:
+        """Append whole small tensors, `nbytes` together, by one copy; returns their bytes."""
+        place = self._place(nbytes)
+        views = [source.view for source in pack]
+        flat = [view if view.dim() == 1 else view.reshape(-1) for view in views]
+        target = tensor_over(place, views[0].dtype, (nbytes // views[0].dtype.itemsize,))
+        torch.cat(flat, out=target)
+        self._advance(nbytes)
+        return place
+
     def _place(self, nbytes: int) -> memoryview:
         if self._scratch is None:
-            self._scratch = self._free.pop() if self._free else self._new_buffer()
+            # Whole MiB, so that the next save, of a few bytes more or less, can use it again.
+            whole_mib = -(-self._part_nbytes // MIB) * MIB
+            self._scratch = self._staging.take(whole_mib, pinned=self._pinned)
             self._scratch_address = address_of(self._scratch)
         place = self._scratch[self._filled : self._filled + nbytes]
         if not self._direct:
             self._vectors.append(place)
         return place
-
-    def _new_buffer(self) -> memoryview:
-        return staging_buffer(self._part_nbytes, pinned=self._pinned)
 
     def _advance(self, nbytes: int) -> None:
         self._filled += nbytes
@@ -256,7 +322,7 @@ class _Parts:
         if self._pool is None:
             self._writer.write_part(index, vectors)
             if scratch is not None:
-                self._free.append(scratch)
+                self._staging.give_back(scratch)
             return
         self._wait(self._in_flight_max - 1)
         self._in_flight.append(
@@ -268,7 +334,7 @@ class _Parts:
             done, scratch = self._in_flight.pop(0)
             done.result()
             if scratch is not None:
-                self._free.append(scratch)
+                self._staging.give_back(scratch)
 
 
 def _copy_elements(source: Source, start: int, target: memoryview) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import crc32c as _crc32c
 import numpy as np
@@ -15,6 +16,13 @@ def crc32c(data: memoryview | bytes, value: int = 0) -> int:
     `data` is contiguous memory of any item type. Releases the GIL for large data.
     """
     return int(_crc32c.crc32c(data, value))
+
+
+def crc32c_of_each(data: memoryview, sizes: Sequence[int]) -> list[int]:
+    """The crc32c of the consecutive parts of `data` that have these sizes."""
+    ends = accumulate(sizes)
+    checksum = _crc32c.crc32c
+    return [checksum(data[end - size : end]) for size, end in zip(sizes, ends, strict=True)]
 
 
 def block_count(nbytes: int, block_bytes: int) -> int:

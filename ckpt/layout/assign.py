@@ -18,17 +18,16 @@ MIB = 1 << 20
 
 
 class Share(NamedTuple):
-    """Elements `start` to `stop` of a piece's own row-major order, for this rank to write."""
+    """Elements `start` to `stop` of a piece's own row-major order, for this rank to write.
+
+    `region` is the same part in the logical tensor's coordinates.
+    """
 
     holding: Holding
     piece: Piece
     start: int
     stop: int
-
-    @property
-    def region(self) -> Region:
-        """The part in the logical tensor's coordinates; the whole piece is the piece's region."""
-        return part_of(self.piece, self.start, self.stop)
+    region: Region
 
 
 class Assignment(NamedTuple):
@@ -52,7 +51,7 @@ def assign(holdings: Iterable[Holding], rank: int) -> Assignment:
             numel = piece.local_region.numel
             if len(piece.holders) == 1:
                 if numel:
-                    shares.append(Share(holding, piece, 0, numel))
+                    shares.append(Share(holding, piece, 0, numel, piece.region))
                 continue
             if numel:
                 groups[piece.holders].append((holding, piece))
@@ -73,7 +72,8 @@ def _share_of(members: list[tuple[Holding, Piece]], index: int, count: int) -> l
     for at, start, stop in share_evenly(items, count)[index]:
         holding, piece = members[at]
         itemsize = piece.dtype.itemsize
-        mine.append(Share(holding, piece, start // itemsize, stop // itemsize))
+        first, last = start // itemsize, stop // itemsize
+        mine.append(Share(holding, piece, first, last, part_of(piece, first, last)))
     return mine
 
 

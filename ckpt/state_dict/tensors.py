@@ -50,6 +50,7 @@ def plain_holdings(
     others: list[Named] = []
     regions: dict[Shape, tuple[Shape, Box]] = {}
     at_address: dict[int, Named] = {}
+    kind = Kind.OTHER
     for fqn, tensor in tensors:
         if not is_ordinary(tensor):
             others.append((fqn, tensor))
@@ -69,7 +70,7 @@ def plain_holdings(
             continue
         local = tensor.detach() if tensor.requires_grad else tensor
         piece = Piece(fqn, shape, tensor.dtype, box, box, holders)
-        holdings.append(Holding(local, (piece,), Kind.OTHER, False))
+        holdings.append(Holding(local, (piece,), kind, False))
     return holdings, aliases, others
 
 

@@ -12,7 +12,8 @@ from ckpt.state_dict import Catalog, TensorEntry
 def catalog_of(manifest: Manifest) -> Catalog:
     """Names, shapes, dtypes and values of a checkpoint, without its tensors' bytes."""
     dtypes = {name: torch_dtype(name) for name in set(manifest.dtypes)}
-    kinds = [Kind(kind) for kind in manifest.kinds.tolist()]
+    known_kinds = {int(kind): kind for kind in Kind}
+    kinds = [known_kinds[kind] for kind in manifest.kinds.tolist()]
     tensors = {
         fqn: TensorEntry(dtypes[dtype], shape, kind)
         for fqn, dtype, shape, kind in zip(

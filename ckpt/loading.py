@@ -65,7 +65,7 @@ def load_state(
     prefix, manifest = _manifest(store, world, step)
     binding = collectively(world, "compare", lambda: _bind(state, manifest, world, options))
     plan = collectively(world, "plan", lambda: plan_reads(manifest, binding.holdings))
-    sharing = _share(manifest, plan.runs(), world, options)
+    sharing = _share(manifest, plan.runs(manifest.chunks.first_block), world, options)
     reader = Reader(store, prefix, manifest, plan, options.path)
     interrupted = Interrupted(state)
     collectively(world, "prepare", binding.prepare)

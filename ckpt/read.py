@@ -8,16 +8,19 @@ allows. A block that several ranks need is read by one of them and exchanged.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from ckpt.errors import Corrupt
-from ckpt.format.checksum import crc32c
+from ckpt.format.checksum import crc32c, crc32c_of_each
+from ckpt.format.dtypes import DTYPES
 from ckpt.format.manifest import Manifest
 from ckpt.layout.piece import Holding, Piece
 from ckpt.layout.region import Box, Region, Shape, Span, boxes_of, row_major_strides, whole
@@ -31,10 +34,13 @@ from ckpt.memory import (
     narrowed,
     tensor_over,
 )
-from ckpt.share import Ints, SharedRun
+from ckpt.share import Ints, SharedRun, expanded
 from storage import Store
 
 MIB = 1 << 20
+PACKED_NBYTES_MAX = 16 << 10  # whole chunks up to this size are read together and copied
+PACKED_COUNT_MIN = 8  # unless fewer of them than this are neighbours
+PACK_NBYTES_MAX = MIB  # of one such read: what is copied is still in the CPU's cache then
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,36 +83,63 @@ class Need(NamedTuple):
 
 
 class ReadPlan(NamedTuple):
-    """Everything that one rank wants, by chunk. The holdings keep the target memory alive."""
+    """Everything that one rank wants, by chunk. The holdings keep the target memory alive.
+
+    `packed` are chunks of one small block that are wanted once, whole, at an address. There can be
+    thousands of them, so that is all that is noted.
+    """
 
     needs: dict[int, Need]
+    packed: dict[int, int]
     holdings: Sequence[Holding]
 
-    def runs(self) -> Ints:
-        """The needed blocks as ascending disjoint runs of the block line, an (n, 2) array."""
-        merged: list[list[int]] = []
-        for chunk in sorted(self.needs):
-            base = self.needs[chunk].first_block
-            for first, last in self.needs[chunk].blocks:
-                if merged and merged[-1][1] == base + first:
-                    merged[-1][1] = base + last
-                else:
-                    merged.append([base + first, base + last])
-        return np.array(merged, dtype=np.int64).reshape(-1, 2)
+    def runs(self, first_block: npt.NDArray[np.integer]) -> Ints:
+        """The needed blocks as ascending disjoint runs of the block line, an (n, 2) array.
+
+        `first_block` is the manifest's: where each chunk starts on the block line.
+        """
+        runs = [
+            (need.first_block + first, need.first_block + last)
+            for need in self.needs.values()
+            for first, last in need.blocks
+        ]
+        packed = first_block[np.fromiter(self.packed, np.int64, len(self.packed))].astype(np.int64)
+        together = np.concatenate(
+            [np.array(runs, dtype=np.int64).reshape(-1, 2), np.stack([packed, packed + 1], axis=1)]
+        )
+        return joined(together[np.argsort(together[:, 0])])
+
+
+def joined(runs: Ints) -> Ints:
+    """Ascending disjoint runs, those that touch made one."""
+    if len(runs) == 0:
+        return runs
+    is_first = np.append(True, runs[1:, 0] != runs[:-1, 1])
+    is_last = np.append(is_first[1:], True)
+    return np.stack([runs[is_first, 0], runs[is_last, 1]], axis=1)
 
 
 def plan_reads(manifest: Manifest, holdings: Sequence[Holding]) -> ReadPlan:
     """Which blocks of which chunks fill `holdings`, and how. Names and shapes must match."""
     needs: dict[int, Need] = {}
+    packed: dict[int, int] = {}
     chunks = _Chunks(manifest, wanted=sum(len(holding.pieces) for holding in holdings))
+    packable = _packable(manifest)
     block_nbytes = manifest.header.block_bytes
     for holding in holdings:
         for piece in holding.pieces:
-            if not piece.local_region.numel:
-                continue
             view = local_view(holding, piece)
             address = view.data_ptr() if is_plain_memory(view) else 0
-            if address and chunks.put_whole(piece, address, block_nbytes, needs):
+            small = packable.get(piece.fqn, -1)
+            if small in packed:
+                # Wanted a second time: now it takes all of the book-keeping.
+                needs[small] = whole_need(manifest, small, packed.pop(small))
+            elif small >= 0 and address and small not in needs and _is_whole(piece):
+                packed[small] = address
+                continue
+            if not piece.local_region.numel:
+                continue
+            if address and chunks.put_whole(piece, address, needs):
                 continue
             itemsize = piece.dtype.itemsize
             for chunk, region in chunks.near(piece):
@@ -116,7 +149,39 @@ def plan_reads(manifest: Manifest, holdings: Sequence[Holding]) -> ReadPlan:
                 for copy in copies(region, piece.region, piece.global_shape):
                     _add_copy(need, copy, view, address, block_nbytes)
     # A chunk whose extent overlaps, but not its elements, is not needed.
-    return ReadPlan({chunk: need for chunk, need in needs.items() if need.blocks}, holdings)
+    wanted = {chunk: need for chunk, need in needs.items() if need.blocks}
+    return ReadPlan(wanted, packed, holdings)
+
+
+def whole_need(manifest: Manifest, chunk: int, address: int) -> Need:
+    """The need of all of `chunk`, at `address` in host memory."""
+    nbytes = manifest.chunk_nbytes(chunk)
+    return Need(
+        int(manifest.chunks.file[chunk]),
+        int(manifest.chunks.byte_start[chunk]),
+        nbytes,
+        int(manifest.chunks.first_block[chunk]),
+        [(0, -(-nbytes // manifest.header.block_bytes))],
+        [Direct(0, nbytes, address)],
+        [],
+    )
+
+
+def _is_whole(piece: Piece) -> bool:
+    return type(piece.region) is Box and piece.region.shape == piece.global_shape
+
+
+def _packable(manifest: Manifest) -> dict[str, int]:
+    """The chunk of every tensor that is one small chunk of one block, by fqn."""
+    table = manifest.chunks
+    itemsizes = np.array([DTYPES[name].itemsize for name in manifest.dtypes], dtype=np.int64)
+    single = np.flatnonzero(np.diff(table.first) == 1)
+    chunks = table.first[single]
+    nbytes = table.numel[chunks] * itemsizes[single]
+    is_small = nbytes <= min(PACKED_NBYTES_MAX, manifest.header.block_bytes)
+    fqns = manifest.fqns
+    names = [fqns[tensor] for tensor in single[is_small].tolist()]
+    return dict(zip(names, chunks[is_small].tolist(), strict=True))
 
 
 class _Chunks:
@@ -124,6 +189,7 @@ class _Chunks:
 
     def __init__(self, manifest: Manifest, *, wanted: int) -> None:
         table = manifest.chunks
+        self._manifest = manifest
         self._table = table
         self._index = {fqn: at for at, fqn in enumerate(manifest.fqns)}
         columns: list[Any] = [table.file, table.byte_start, table.first_block]
@@ -143,29 +209,13 @@ class _Chunks:
             return [(chunk, self._region(chunk)) for chunk in range(first, last)]
         return [(chunk, self._region(chunk)) for chunk in self._overlapping(piece, first, last)]
 
-    def put_whole(
-        self, piece: Piece, address: int, block_nbytes: int, needs: dict[int, Need]
-    ) -> bool:
+    def put_whole(self, piece: Piece, address: int, needs: dict[int, Need]) -> bool:
         """The short way for the common case: one chunk is all of a tensor, and so is the piece."""
         tensor = self._index[piece.fqn]
         chunk = self._first[tensor]
-        region = piece.region
-        if (
-            self._first[tensor + 1] != chunk + 1
-            or chunk in needs
-            or (region.shape if type(region) is Box else None) != piece.global_shape
-        ):
+        if self._first[tensor + 1] != chunk + 1 or chunk in needs or not _is_whole(piece):
             return False
-        nbytes = int(self._numel[chunk]) * piece.dtype.itemsize
-        needs[chunk] = Need(
-            int(self._file[chunk]),
-            int(self._byte_start[chunk]),
-            nbytes,
-            int(self._first_block[chunk]),
-            [(0, -(-nbytes // block_nbytes))],
-            [Direct(0, nbytes, address)],
-            [],
-        )
+        needs[chunk] = whole_need(self._manifest, chunk, address)
         return True
 
     def need(self, chunk: int, region: Region, itemsize: int) -> Need:
@@ -277,6 +327,15 @@ class Request(NamedTuple):
     segments: list[Segment]
 
 
+class Pack(NamedTuple):
+    """Packed chunks that follow each other in `file` from `byte_start` on, and their sizes."""
+
+    file: int
+    byte_start: int
+    chunks: Ints
+    sizes: Ints
+
+
 class Reader:
     """Executes a plan: reads runs of blocks, checks every block, delivers the bytes.
 
@@ -289,25 +348,79 @@ class Reader:
         self._store = store
         self._directory = directory
         self._manifest = manifest
-        self._needs = plan.needs
+        self._needs = dict(plan.needs)
+        self._packed = plan.packed
         self._path = path
         self._block_nbytes = manifest.header.block_bytes
         self.nbytes_read = 0
 
     def read_private(self, runs: Ints) -> None:
         """Read the blocks of `runs` and put them where the plan says."""
-        requests = self._requests(self._segments(runs, straight=True))
+        packs, rest = self._packs(runs)
+        reads: list[Callable[[], None]] = [partial(self._read_pack, pack) for pack in packs]
+        for request in self._requests(self._segments(rest, straight=True)):
+            reads.append(partial(self._read_and_deliver, request))
         if self._path.readers <= 1:
-            for request in requests:
-                self._read_and_deliver(request)
+            for read in reads:
+                read()
             return
         with ThreadPoolExecutor(self._path.readers) as pool:
-            reads = [pool.submit(self._read_and_deliver, request) for request in requests]
-            done, waiting = wait(reads, return_when=FIRST_EXCEPTION)
-            for read in waiting:
-                read.cancel()
-            for read in done:
-                read.result()
+            running = [pool.submit(read) for read in reads]
+            done, waiting = wait(running, return_when=FIRST_EXCEPTION)
+            for future in waiting:
+                future.cancel()
+            for future in done:
+                future.result()
+
+    def _packs(self, runs: Ints) -> tuple[list[Pack], Ints]:
+        """The packed chunks of `runs` that are read together, and the runs without them."""
+        chunks = np.fromiter(self._packed, np.int64, len(self._packed))
+        blocks = expanded(runs[:, 0], runs[:, 1])
+        table = self._manifest.chunks
+        chunks = chunks[np.isin(table.first_block[chunks], blocks)]
+        file, start = table.file[chunks], table.byte_start[chunks].astype(np.int64)
+        order = np.lexsort((start, file))
+        chunks, file, start = chunks[order], file[order], start[order]
+        sizes = table.numel[chunks].astype(np.int64) * self._itemsizes(chunks)
+        is_new = (file[1:] != file[:-1]) | (start[1:] != start[:-1] + sizes[:-1])
+        packs = []
+        for group in np.split(np.arange(len(chunks)), np.flatnonzero(is_new) + 1):
+            if len(group) < PACKED_COUNT_MIN:
+                continue
+            count = -(-int(sizes[group].sum()) // PACK_NBYTES_MAX)
+            for part in np.array_split(group, count):
+                at = part[0]
+                packs.append(Pack(int(file[at]), int(start[at]), chunks[part], sizes[part]))
+        taken = [table.first_block[pack.chunks] for pack in packs]
+        rest = blocks[~np.isin(blocks, np.concatenate(taken))] if taken else blocks
+        return packs, joined(np.stack([rest, rest + 1], axis=1))
+
+    def _itemsizes(self, chunks: Ints) -> Ints:
+        tensors = np.searchsorted(self._manifest.chunks.first, chunks, side="right") - 1
+        dtypes = self._manifest.dtypes
+        return np.array([DTYPES[dtypes[tensor]].itemsize for tensor in tensors.tolist()], np.int64)
+
+    def _read_pack(self, pack: Pack) -> None:
+        sizes = pack.sizes.tolist()
+        data = memoryview(bytearray(sum(sizes)))
+        self._store.get_into(
+            self._directory + self._manifest.files[pack.file], pack.byte_start, [data]
+        )
+        self.nbytes_read += len(data)
+        found = np.array(crc32c_of_each(data, sizes), dtype=np.uint32)
+        expected = self._manifest.checksums[self._manifest.chunks.first_block[pack.chunks]]
+        if len(bad := np.flatnonzero(found != expected)):
+            raise corrupt_block(self._manifest, self._directory, int(pack.chunks[bad[0]]), 0)
+        source = address_of(data)
+        packed = self._packed
+        for chunk, nbytes in zip(pack.chunks.tolist(), sizes, strict=True):
+            copy_bytes(packed[chunk], source, nbytes)
+            source += nbytes
+
+    def _need(self, chunk: int) -> Need:
+        if chunk not in self._needs:
+            self._needs[chunk] = whole_need(self._manifest, chunk, self._packed[chunk])
+        return self._needs[chunk]
 
     def read_run(self, run: SharedRun) -> memoryview:
         """The checked bytes of a shared run, chunk after chunk."""
@@ -339,7 +452,7 @@ class Reader:
         used = 0
         for segment in request.segments:
             if segment.address:
-                need = self._needs[segment.chunk]
+                need = self._need(segment.chunk)
                 if len(need.directs) == 1 and not need.scatters:
                     continue
                 self._deliver(segment, bytes_at(segment.address, segment.stop - segment.start))
@@ -367,7 +480,7 @@ class Reader:
 
     def _check(self, segment: Segment, data: memoryview) -> None:
         block_nbytes = self._block_nbytes
-        first = self._needs[segment.chunk].first_block + segment.start // block_nbytes
+        first = self._need(segment.chunk).first_block + segment.start // block_nbytes
         for block, start in enumerate(range(0, len(data), block_nbytes), first):
             found = crc32c(data[start : start + block_nbytes])
             if found != self._manifest.checksums[block]:
@@ -376,7 +489,7 @@ class Reader:
 
     def _deliver(self, segment: Segment, data: memoryview) -> None:
         """Copy the bytes of a segment to everything that wants them and does not have them."""
-        need = self._needs[segment.chunk]
+        need = self._need(segment.chunk)
         for direct in need.directs:
             start, stop = max(direct.start, segment.start), min(direct.stop, segment.stop)
             target = direct.address + start - direct.start
@@ -407,7 +520,7 @@ class Reader:
             first_block = self._manifest.chunks.first_block
             chunk = int(np.searchsorted(first_block, first, side="right")) - 1
             while first < last:
-                need = self._needs[chunk]
+                need = self._need(chunk)
                 start = (first - need.first_block) * block_nbytes
                 stop = min((last - need.first_block) * block_nbytes, need.nbytes)
                 if straight and stop - start <= block_nbytes and len(need.directs) == 1:
@@ -437,8 +550,8 @@ class Reader:
         others.
         """
         block = self._block_nbytes
-        end = self._needs[chunk].nbytes
-        for direct in sorted(self._needs[chunk].directs) if straight else ():
+        end = self._need(chunk).nbytes
+        for direct in sorted(self._need(chunk).directs) if straight else ():
             low = max(-(-direct.start // block) * block, start)
             high = min(direct.stop if direct.stop == end else direct.stop // block * block, stop)
             if low < high:
@@ -453,7 +566,7 @@ class Reader:
         """Segments that follow each other in a file, joined up to the request size."""
         file, start, end, joined = -1, 0, 0, list[Segment]()
         for segment in segments:
-            need = self._needs[segment.chunk]
+            need = self._need(segment.chunk)
             at_file = need.file
             at = need.byte_start + segment.start
             nbytes = segment.stop - segment.start

@@ -314,7 +314,8 @@ def fill(
     Raises Corrupt and the store's errors; the memory is undefined then.
     """
     plan = plan_reads(manifest, holdings)
-    Reader(store, prefix, manifest, plan, path).read_private(plan.runs())
+    runs = plan.runs(manifest.chunks.first_block)
+    Reader(store, prefix, manifest, plan, path).read_private(runs)
 
 
 def _kind(number: int) -> Kind:

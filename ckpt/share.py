@@ -76,7 +76,7 @@ def _shared_segments(needs: Sequence[Ints]) -> tuple[Ints, list[tuple[int, ...]]
     sets: list[list[int]] = [[] for _ in range(len(wanted_twice))]
     for rank, need in enumerate(needs):
         at = slot[
-            _expanded(np.searchsorted(points, need[:, 0]), np.searchsorted(points, need[:, 1]))
+            expanded(np.searchsorted(points, need[:, 0]), np.searchsorted(points, need[:, 1]))
         ]
         for shared in at[at >= 0].tolist():
             sets[shared].append(rank)
@@ -84,7 +84,7 @@ def _shared_segments(needs: Sequence[Ints]) -> tuple[Ints, list[tuple[int, ...]]
     return segments, [tuple(ranks) for ranks in sets]
 
 
-def _expanded(first: npt.NDArray[np.intp], last: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
+def expanded(first: npt.NDArray[np.integer], last: npt.NDArray[np.integer]) -> Ints:
     """All integers of the ranges `first[i]` to `last[i]`, one range after the other."""
     sizes = last - first
     skipped = np.repeat(np.cumsum(sizes) - sizes, sizes)

@@ -156,6 +156,8 @@ def _skipper(skip: Skip) -> Callable[[str], bool]:
     if callable(skip):
         return skip
     prefixes = frozenset([skip] if isinstance(skip, str) else skip)
+    if not prefixes:
+        return lambda fqn: False
     return lambda fqn: _starts_with(fqn, prefixes)
 
 

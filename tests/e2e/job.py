@@ -7,7 +7,7 @@ own sessions, so a second `Job` on the same root is a restart, or a rival.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,9 +65,17 @@ class Job:
     deadline_seconds: float = 20.0
 
     def save(
-        self, state_of: Callable[[int], Any], step: int, options: SaveOptions | None = None
+        self,
+        state_of: Callable[[int], Any],
+        step: int = 0,
+        options: SaveOptions | None = None,
+        *,
+        step_of: Sequence[int] = (),
     ) -> list[SaveReport]:
-        """Collective save of `state_of(rank)`. Raises ckpt.testing.RanksFailed."""
+        """Collective save of `state_of(rank)`. Raises ckpt.testing.RanksFailed.
+
+        `step_of` has another step for each rank, for tests of ranks that disagree.
+        """
 
         def rank_main(world: World) -> SaveReport:
             store = self.store_of(world.rank)
@@ -76,7 +84,7 @@ class Job:
                 state_of(world.rank),
                 session=session,
                 store=store,
-                step=step,
+                step=step_of[world.rank] if step_of else step,
                 options=options or SaveOptions(),
                 memory=PartMemory(),
             )
@@ -88,6 +96,8 @@ class Job:
         state_of: Callable[[int], Any],
         step: int | None = None,
         options: LoadOptions | None = None,
+        *,
+        step_of: Sequence[int] = (),
     ) -> list[LoadReport]:
         """Collective load into `state_of(rank)`."""
 
@@ -96,7 +106,7 @@ class Job:
                 state_of(world.rank),
                 store=self.store_of(world.rank),
                 world=world,
-                step=step,
+                step=step_of[world.rank] if step_of else step,
                 options=options or LoadOptions(),
             )
 

@@ -1,9 +1,9 @@
 """Every storage operation of a save fails or kills, one after the other, on 3 ranks.
 
 Method: a dry run counts the operations of a second save. Then, for every n (on a local disk for a
-sample of them, all with --soak), the n-th operation is made to fail or to kill (before or after it took effect, once or for ever, one rank or the whole
-job). After each, a fresh job must load the newest checkpoint that anyone was promised, bit for bit,
-and save again.
+sample of them, all with --soak), the n-th operation is made to fail or to kill (before or after it
+took effect, once or for ever, one rank or the whole job). After each, a fresh job must load the
+newest checkpoint that anyone was promised, bit for bit, and save again.
 """
 
 from __future__ import annotations

@@ -1,0 +1,341 @@
+"""Ranks that disagree, fail or die: one clear error on all of them within seconds, and no hang.
+
+Method: what can go wrong on one rank goes wrong there, first with ranks as threads, then with real
+processes over gloo that call the public functions. Each time the root must hold what it held before
+and take the next save.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ckpt
+from ckpt.errors import (
+    CheckpointError,
+    InvalidState,
+    Mismatch,
+    NoCheckpoint,
+    RankFailed,
+    StoreRefused,
+)
+from ckpt.locate import live_entries
+from ckpt.saving import SaveOptions
+from ckpt.state_dict import PerRank
+from ckpt.testing import RanksFailed
+from storage import Store, open_store
+from tests.e2e.job import Job, assert_is_step, state_at
+from tests.ranks import run_ranks
+
+SIZE = 3
+
+
+@pytest.fixture
+def store(request: pytest.FixtureRequest) -> Store:
+    return open_store(f"memory://{request.node.name}")
+
+
+def _one_error(call: Callable[[], Any], size: int = SIZE) -> CheckpointError:
+    """The error that all ranks raised, with one text."""
+    with pytest.raises(RanksFailed) as caught:
+        call()
+    errors = list(caught.value.errors.values())
+    assert len(errors) == size, caught.value
+    assert len({(type(error), str(error)) for error in errors}) == 1, caught.value
+    assert isinstance(errors[0], CheckpointError)
+    return errors[0]
+
+
+def _check_goes_on(job: Job, steps: list[int]) -> None:
+    """Nothing of the failed save is left, and the same job saves and loads."""
+    store = job.store_of(0)
+    assert [entry.step for entry in live_entries(store)] == steps
+    homes = {info.key.split("/")[1] for info in store.list("steps/")}
+    assert homes == {entry.prefix.split("/")[1] for entry in live_entries(store)}
+    job.save(lambda rank: state_at(50, rank, job.size), step=50)
+    states = [state_at(0, rank, job.size) for rank in range(job.size)]
+    job.load(lambda rank: states[rank])
+    for rank, state in enumerate(states):
+        assert_is_step(state, 50, rank, job.size)
+
+
+def test_values_that_differ_are_named_with_their_ranks(store: Store) -> None:
+    job = Job(SIZE, lambda rank: store)
+    job.save(lambda rank: state_at(1, rank, SIZE), step=1)
+
+    def differing(rank: int) -> dict[str, Any]:
+        return {**state_at(2, rank, SIZE), "seed": 5 + (rank == 1), "same": [1, 2]}
+
+    error = _one_error(lambda: job.save(differing, step=2))
+    assert isinstance(error, InvalidState)
+    for text in ("seed", "on 0, 2", "on 1", "PerRank"):
+        assert text in str(error)
+    assert "same" not in str(error)
+    _check_goes_on(job, [1])
+
+
+def test_replicas_that_differ_are_warned_of_or_refused(store: Store) -> None:
+    job = Job(SIZE, lambda rank: store)
+
+    def differing(rank: int) -> dict[str, Any]:
+        return {"mean": torch.full((4,), float(rank == 2)), "same": torch.ones(4)}
+
+    reports = job.save(differing, step=1)
+    for report in reports:
+        (warning,) = report.warnings
+        assert "mean" in warning
+        assert "2" in warning
+        assert "same" not in warning
+    error = _one_error(lambda: job.save(differing, 2, SaveOptions(replicas="strict")))
+    assert isinstance(error, InvalidState)
+    assert "mean" in str(error)
+    _check_goes_on(job, [1])
+
+
+def test_names_shapes_and_dtypes_that_differ_between_ranks_are_refused(store: Store) -> None:
+    """A tensor of another shape or dtype on one rank, and one that a rank alone has."""
+    job = Job(SIZE, lambda rank: store)
+    job.save(lambda rank: state_at(1, rank, SIZE), step=1)
+    for other in (torch.zeros(4), torch.zeros(3, dtype=torch.float64)):
+        error = _one_error(
+            lambda other=other: job.save(lambda rank: {"t": other if rank else torch.zeros(3)}, 2)
+        )
+        assert isinstance(error, InvalidState)
+        assert "t" in str(error)
+    _check_goes_on(job, [1])
+
+
+@pytest.mark.parametrize("bad", range(SIZE))
+def test_a_rank_that_raises_while_it_describes_its_state_is_named(store: Store, bad: int) -> None:
+    job = Job(SIZE, lambda rank: store)
+    job.save(lambda rank: state_at(1, rank, SIZE), step=1)
+
+    class Broken:
+        def state_dict(self) -> dict[str, Any]:
+            raise KeyError("no such thing")
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            raise AssertionError("not called")
+
+    class Working(Broken):
+        def state_dict(self) -> dict[str, Any]:
+            return {"a": 1}
+
+    def state_of(rank: int) -> dict[str, Any]:
+        return {**state_at(2, rank, SIZE), "thing": Broken() if rank == bad else Working()}
+
+    error = _one_error(lambda: job.save(state_of, step=2))
+    assert f"rank {bad}" in str(error)
+    assert "no such thing" in str(error)
+    _check_goes_on(job, [1])
+
+
+@pytest.mark.parametrize("bad", range(SIZE))
+def test_ranks_that_pass_other_steps_get_one_error(store: Store, bad: int) -> None:
+    job = Job(SIZE, lambda rank: store)
+    job.save(lambda rank: state_at(1, rank, SIZE), step=1)
+    steps = [7 + (rank == bad) for rank in range(SIZE)]
+    error = _one_error(lambda: job.save(lambda rank: state_at(2, rank, SIZE), step_of=steps))
+    assert isinstance(error, InvalidState)
+    assert "step=8" in str(error)
+    assert "step=7" in str(error)
+    _check_goes_on(job, [1])
+
+
+def test_ranks_that_ask_for_other_steps_get_one_error(store: Store) -> None:
+    job = Job(SIZE, lambda rank: store)
+    for step in (1, 2):
+        job.save(lambda rank, step=step: state_at(step, rank, SIZE), step=step)
+    states = [state_at(0, rank, SIZE) for rank in range(SIZE)]
+    error = _one_error(lambda: job.load(lambda rank: states[rank], step_of=[1, 2, 1]))
+    assert isinstance(error, NoCheckpoint)
+    assert "rank 1" in str(error)
+    for rank, state in enumerate(states):
+        assert_is_step(state, 0, rank, SIZE)
+
+
+def test_a_step_that_is_no_step_is_heard_by_all(store: Store) -> None:
+    job = Job(SIZE, lambda rank: store)
+    job.save(lambda rank: state_at(1, rank, SIZE), step=1)
+    assert isinstance(
+        _one_error(lambda: job.save(lambda r: state_at(2, r, SIZE), -1)), InvalidState
+    )
+    _check_goes_on(job, [1])
+
+
+def test_ranks_that_see_different_roots_are_refused(request: pytest.FixtureRequest) -> None:
+    """Rank 1 looks at an empty place, then at another root."""
+    names = [f"memory://{request.node.name}-{at}" for at in range(2)]
+    here, there = (open_store(name) for name in names)
+    job = Job(SIZE, lambda rank: there if rank == 1 else here)
+    for seen in ("no root", "root"):
+        error = _one_error(lambda: job.save(lambda rank: state_at(1, rank, SIZE), step=1))
+        assert isinstance(error, StoreRefused)
+        assert "rank 1" in str(error)
+        assert seen in str(error)
+        assert not list(here.list("steps/"))
+        assert live_entries(here) == ()
+        if seen == "no root":
+            Job(1, lambda rank: there).save(lambda rank: {"other": 1}, step=1)
+
+
+# --- PerRank --------------------------------------------------------------------------------------
+
+
+def _joined(values: Any, rank: int, world_size: int) -> dict[str, Any]:
+    return {"from": [value["at"] for value in values], "rank": rank, "of": world_size}
+
+
+def test_each_rank_gets_its_own_value_back_on_as_many_ranks(store: Store) -> None:
+    job = Job(SIZE, lambda rank: store)
+    job.save(lambda rank: {"data": PerRank({"at": 10 + rank}, _joined)}, step=1)
+    states = [{"data": PerRank({"at": 0}, _joined)} for _ in range(SIZE)]
+    job.load(lambda rank: states[rank])
+    assert [state["data"].value for state in states] == [{"at": 10}, {"at": 11}, {"at": 12}]
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_on_other_world_sizes_on_reshard_decides(store: Store, size: int) -> None:
+    Job(SIZE, lambda rank: store).save(lambda rank: {"data": PerRank({"at": 10 + rank})}, step=1)
+    states = [{"data": PerRank({"at": 0}, _joined)} for _ in range(size)]
+    Job(size, lambda rank: store).load(lambda rank: states[rank])
+    for rank, state in enumerate(states):
+        assert state["data"].value == {"from": [10, 11, 12], "rank": rank, "of": size}
+
+
+def test_on_other_world_sizes_without_on_reshard_nothing_is_touched(store: Store) -> None:
+    def state_of(at: int) -> dict[str, Any]:
+        return {"data": PerRank({"at": at}), "t": torch.full((4,), float(at))}
+
+    Job(SIZE, lambda rank: store).save(state_of, step=1)
+    states = [state_of(7) for _ in range(2)]
+    error = _one_error(lambda: Job(2, lambda rank: store).load(lambda rank: states[rank]), 2)
+    assert isinstance(error, Mismatch)
+    assert "data" in str(error)
+    assert "on_reshard" in str(error)
+    for state in states:
+        assert state["data"].value == {"at": 7}
+        assert torch.equal(state["t"], torch.full((4,), 7.0))
+
+
+# --- real processes -------------------------------------------------------------------------------
+
+
+def _raised(call: Callable[[], object]) -> tuple[str, str]:
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def _state(value: int) -> dict[str, Any]:
+    return {"t": torch.full((257,), float(value)), "value": value}
+
+
+def _disagree(base: str) -> dict[str, Any]:
+    """Everything that ranks can disagree about, one after the other, in one group."""
+    rank = dist.get_rank()
+    root = f"{base}/run"
+    told: dict[str, Any] = {}
+    ckpt.save(_state(1), root, step=1)
+    told["steps"] = _raised(lambda: ckpt.save(_state(2), root, step=2 + rank))
+    told["values"] = _raised(lambda: ckpt.save(_state(2 + rank), root, step=2))
+    mine = f"{base}/rank{rank}"
+    told["roots"] = _raised(lambda: ckpt.save(_state(2), mine, step=2))
+    file = f"{base}/a-file"
+    Path(file).touch()
+    dist.barrier()
+    told["urls"] = _raised(lambda: ckpt.save(_state(2), file if rank == 1 else root, step=2))
+    told["load urls"] = _raised(lambda: ckpt.load(_state(2), file if rank == 1 else root))
+    told["step"] = _raised(lambda: ckpt.save(_state(2), root, step=-1))
+    told["load steps"] = _raised(lambda: ckpt.load(_state(2), root, step=1 if rank else 9))
+    state = {**_state(0), "only here": 1} if rank == 1 else _state(0)
+    told["names"] = _raised(lambda: ckpt.load(state, root))
+    told["untouched"] = torch.equal(state["t"], torch.zeros(257)) and state["value"] == 0
+    ckpt.save(_state(5), root, step=5)
+    state = _state(0)
+    told["loaded"] = ckpt.load(state, root).step
+    assert torch.equal(state["t"], _state(5)["t"])
+    return told
+
+
+@pytest.mark.ranks
+def test_ranks_that_disagree_get_one_error_and_go_on(tmp_path: Path) -> None:
+    told = run_ranks(3, _disagree, str(tmp_path), timeout_seconds=50)
+    expected = {
+        "steps": ("InvalidState", "rank 1: step=3 was passed where rank 0 passed step=2"),
+        "values": ("InvalidState", "value"),
+        "roots": ("StoreRefused", "ranks look at different storage"),
+        "urls": ("RankFailed", "rank 1"),
+        "load urls": ("RankFailed", "is a file"),
+        "step": ("InvalidState", "step=-1"),
+        "load steps": ("NoCheckpoint", "no step 9"),
+        "names": ("Mismatch", "only here"),
+    }
+    for what, (kind, text) in expected.items():
+        answers = {answer[what] for answer in told}
+        assert len(answers) == 1, answers
+        assert answers.pop()[0] == kind, (what, answers)
+        assert text in told[0][what][1]
+    assert all(answer["untouched"] and answer["loaded"] == 5 for answer in told)
+    assert [info.step for info in ckpt.list_steps(str(tmp_path / "run"))] == [1, 5]
+
+
+def _die_in_a_save(root: str, victim: int, phase: str) -> tuple[str, str, float]:
+    """All ranks save step 2; the victim kills itself when it begins `phase`."""
+    from ckpt import saving
+
+    ckpt.save(_state(1), root, step=1)
+    dist.barrier()
+    if dist.get_rank() == victim:
+        real = getattr(saving, phase)
+
+        def die(*args: Any, **options: Any) -> Any:
+            if phase == "write_files":
+                real(*args, **options)  # after its data files are there
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        setattr(saving, phase, die)
+    started = time.monotonic()
+    kind, text = _raised(lambda: ckpt.save(_state(2), root, step=2))
+    return kind, text, time.monotonic() - started
+
+
+def _go_on(root: str) -> int:
+    state = _state(0)
+    found = ckpt.load(state, root).step
+    assert torch.equal(state["t"], _state(found)["t"])
+    ckpt.save(_state(3), root, step=3)
+    ckpt.load(state, root)
+    assert state["value"] == 3
+    return found
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("victim", "phase"), [(2, "flatten_state"), (1, "write_files"), (0, "build_manifest")]
+)
+def test_a_killed_rank_is_named_within_seconds_and_the_next_job_goes_on(
+    tmp_path: Path, victim: int, phase: str
+) -> None:
+    root = str(tmp_path / "run")
+    told = run_ranks(3, _die_in_a_save, root, victim, phase, allow_dead=[victim])
+    assert told[victim] is None
+    for answer in told[:victim] + told[victim + 1 :]:
+        kind, text, seconds = answer
+        assert kind == RankFailed.__name__
+        if victim:
+            assert f"rank {victim} has died" in text
+        assert seconds < 5.0
+    assert run_ranks(2, _go_on, root) == [1, 1]
+    assert [info.step for info in ckpt.list_steps(root)] == [1, 3]
+    assert len(list((tmp_path / "run" / "steps").iterdir())) == 2, "the dead save left files"

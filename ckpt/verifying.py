@@ -79,7 +79,8 @@ def verify(
     try:
         found = find_checkpoint(store, step)
         manifest = found.manifest
-        damage = sorted(_all_damage(store, found.prefix, manifest, threads, progress))
+        damage = _all_damage(store, found.prefix, manifest, threads, progress)
+        damage.sort(key=lambda entry: (entry.file, entry.start, entry.block))
     finally:
         store.close()
     return VerifyReport(

@@ -99,6 +99,13 @@ def test_bare_module_keeps_its_names(tmp_path: Path) -> None:
     net.load_state_dict(load_file(tmp_path / "m.safetensors"), strict=True)
 
 
+def test_model_may_stand_deep_in_the_state(tmp_path: Path) -> None:
+    net = torch.nn.Linear(2, 3)
+    ckpt.save({"train": {"net": net, "loss": torch.nn.MSELoss()}}, str(tmp_path / "run"), step=0)
+    ckpt.export(str(tmp_path / "run"), str(tmp_path / "m.safetensors"))
+    net.load_state_dict(load_file(tmp_path / "m.safetensors"), strict=True)
+
+
 def test_dtype_applies_to_floats_alone(sliced_root: str, plain_root: str, tmp_path: Path) -> None:
     target = tmp_path / "m.safetensors"
     ckpt.export(plain_root, str(target), selection=ckpt.Selection(dtype=torch.bfloat16))

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 import ckpt
 from tests.conftest import Scale
@@ -58,6 +59,25 @@ def test_all_damage_is_reported_together(root: str) -> None:
     report = ckpt.verify(root)
     assert {damage.fqn: Path(damage.file).name for damage in report.damage} == spoiled
     assert all("block 0" in damage.text for damage in report.damage)
+    places = [(damage.file, damage.start) for damage in report.damage]
+    assert places == sorted(places)
+
+
+def test_values_and_the_last_bytes_of_a_chunk_are_checked(tmp_path: Path) -> None:
+    """The encoded values are in no chunk; the last block of this tensor is 4 bytes long."""
+    root = str(tmp_path / "run")
+    ckpt.save({"x": torch.zeros((1 << 20) // 4 + 1), "note": "remember"}, root, step=0)
+    (path,) = data_files(root)
+    with ckpt.open(root) as ck:
+        part = ck.info("x").parts[0]
+    for at, what in (
+        (path.read_bytes().index(b"remember"), "__ckpt_values__"),
+        (part.byte_start + part.nbytes - 1, "block 1 of 'x'"),
+    ):
+        _flip(path, at)
+        (damage,) = ckpt.verify(root).damage
+        assert what in damage.text
+        _flip(path, at)
 
 
 def test_missing_and_cut_files_are_reported_beside_others(root: str) -> None:

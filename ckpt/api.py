@@ -102,7 +102,7 @@ def _write_path(io: Io, store: Store, staging: Staging) -> WritePath:
 def _read_path(store: Store) -> ReadPath:
     if store.part_nbytes_min > 1:
         return ReadPath(readers=REMOTE_REQUESTS)
-    return ReadPath()
+    return ReadPath(request_nbytes_max=2 * MIB)  # checked while it is still in the CPU's cache
 
 
 @dataclass

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -167,29 +168,58 @@ def describe_dtensor(
     unknown placements, and local tensors that are not what the placements say.
     """
     mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
-    placements: Sequence[Any] = tensor.placements  # type: ignore[attr-defined]
+    placements: tuple[Any, ...] = tuple(tensor.placements)  # type: ignore[attr-defined]
     local = local_tensor(tensor)
     refuse_unstorable(fqn, local)
     shape: Shape = tuple(tensor.shape)
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         empty = Box((0,) * len(shape), (0,) * len(shape))
-        return _owned(fqn, tensor, local, [(empty, Box((0,), (0,)))], (ranks.rank,))
+        nothing = _within(Box((0,), (0,)), local.dim())
+        return _owned(fqn, tensor, local, [(empty, nothing)], (ranks.rank,))
     parts = list(coordinate)
     if fsdp_cut is not None:
         parts[fsdp_cut.axis] = fsdp_cut.part
-    cuts = cuts_of(fqn, placements, tuple(mesh.shape), parts)
+    layout = _Layout(
+        placements, tuple(mesh.shape), tuple(parts), shape, tuple(local.shape), fsdp_cut is not None
+    )
+    try:
+        boxes = _boxes_of(layout)
+    except Refused as refused:
+        raise Refused(f"{fqn}: {refused.problem}") from None
+    return _owned(fqn, tensor, local, boxes, _holders(placements, mesh, coordinate, ranks))
+
+
+class _Layout(NamedTuple):
+    """All that the boxes of a DTensor depend on; thousands of tensors share a few of these."""
+
+    placements: tuple[Any, ...]
+    mesh_shape: Shape
+    parts: Shape
+    shape: Shape
+    local_shape: Shape
+    is_fsdp: bool
+
+
+@lru_cache(maxsize=1024)
+def _boxes_of(layout: _Layout) -> tuple[tuple[Box, Box], ...]:
+    """What `boxes_kept` gives for the order of cuts that explains the local tensor. Raises Refused
+    without a name.
+    """
+    placements, mesh_shape, parts, shape, wanted_shape, is_fsdp = layout
+    cuts = _cuts(placements, mesh_shape, parts)
     orders = [cuts]
     if any(cut.split_factor != 1 for cut in cuts):
-        orders = [outermost_last(cuts)] if fsdp_cut is not None else [cuts, outermost_last(cuts)]
+        orders = [outermost_last(cuts)] if is_fsdp else [cuts, outermost_last(cuts)]
     for order in orders:
         local_shape, boxes = boxes_kept(shape, order)
-        if local_shape == tuple(local.shape) or (local.numel() == 0 and 0 in local_shape):
-            return _owned(fqn, tensor, local, boxes, _holders(placements, mesh, coordinate, ranks))
+        if local_shape == wanted_shape or (0 in wanted_shape and 0 in local_shape):
+            ndim = len(wanted_shape)
+            return tuple((region, _within(local_region, ndim)) for region, local_region in boxes)
     raise Refused(
-        f"{fqn}: its local tensor has shape {tuple(local.shape)}, but placements "
-        f"{tuple(placements)} of shape {shape} on a mesh of shape {tuple(mesh.shape)} give "
-        f"{local_shape} at {tuple(coordinate)}; redistribute it, or build it with the right shape"
+        f"its local tensor has shape {wanted_shape}, but placements {placements} of shape {shape} "
+        f"on a mesh of shape {mesh_shape} give {local_shape} at {parts}; redistribute it, or build "
+        "it with the right shape"
     )
 
 
@@ -197,20 +227,26 @@ def cuts_of(
     fqn: str, placements: Sequence[Any], mesh_shape: Shape, coordinate: Sequence[int]
 ) -> list[Cut]:
     """The cuts that `placements` stand for at `coordinate` of the mesh, in order of its axes."""
+    try:
+        return _cuts(placements, mesh_shape, coordinate)
+    except Refused as refused:
+        raise Refused(f"{fqn}: {refused.problem}") from None
+
+
+def _cuts(placements: Sequence[Any], mesh_shape: Shape, coordinate: Sequence[int]) -> list[Cut]:
     cuts = []
     for placement, count, index in zip(placements, mesh_shape, coordinate, strict=True):
         if placement.is_replicate():
             continue
         if placement.is_partial():
             raise Refused(
-                f"{fqn}: its placement {placement} is a sum that is still pending; "
+                f"its placement {placement} is a sum that is still pending; "
                 "call redistribute() with Replicate() or Shard(dim) first"
             )
         dim = getattr(placement, "dim", None)
         if not isinstance(dim, int):
             raise Refused(
-                f"{fqn}: unknown placement {placement}; "
-                "redistribute() with Replicate() or Shard(dim)"
+                f"unknown placement {placement}; redistribute() with Replicate() or Shard(dim)"
             )
         cuts.append(Cut(dim, count, index, int(getattr(placement, "split_factor", 1))))
     return cuts
@@ -287,16 +323,15 @@ def _owned(
     boxes: Sequence[tuple[Box, Box]],
     holders: tuple[int, ...],
 ) -> Owned:
-    shape: Shape = tuple(tensor.shape)
-    pieces = tuple(
-        Piece(fqn, shape, tensor.dtype, region, _within(local_region, local), holders)
-        for region, local_region in boxes
-    )
+    shape, dtype = tuple(tensor.shape), tensor.dtype
+    pieces = tuple([Piece(fqn, shape, dtype, *regions, holders) for regions in boxes])
     return Owned(tensor, local, (View(pieces),), True)
 
 
-def _within(local_region: Box, local: torch.Tensor) -> Box:
-    """A box without elements takes the number of dims of `local`, which torch may have made 1-D."""
-    if len(local_region.shape) == local.dim():
+def _within(local_region: Box, ndim: int) -> Box:
+    """A box without elements takes the number of dims of its tensor, which torch may have made
+    1-D.
+    """
+    if len(local_region.shape) == ndim:
         return local_region
-    return Box((0,) * local.dim(), (0,) * local.dim())
+    return Box((0,) * ndim, (0,) * ndim)

@@ -1,6 +1,6 @@
 """All benchmarks, one after the other: `make bench`. Each can be run by itself, with options.
 
-    python -m benchmarks [save_load small_tensors export manifest]
+python -m benchmarks [save_load small_tensors export manifest]
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ rounds, a ratio within one round hardly does.
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import statistics
@@ -90,3 +91,28 @@ def clear(directory: Path) -> None:
         os.sync()
     if dist.is_initialized():
         dist.barrier()
+
+
+def extra_memory(run: Callable[[], object]) -> int:
+    """Bytes by which this process's resident memory exceeds, at its peak, what it is before `run`.
+
+    Linux counts the peak; writing 5 to `clear_refs` sets it back (proc(5)).
+    """
+    gc.collect()
+    before = _status_bytes("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")
+    run()
+    return _status_bytes("VmHWM") - before
+
+
+def _status_bytes(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+
+
+def most_of(value: float) -> float:
+    """The largest of all ranks' values, on every rank."""
+    largest = torch.tensor([float(value)], dtype=torch.float64)
+    if dist.is_initialized():
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return float(largest[0])

@@ -1,6 +1,6 @@
 """4,000 tensors of 1 KiB in one process: save and load against torch's DCP.
 
-    python -m benchmarks.small_tensors [--rounds 7]
+python -m benchmarks.small_tensors [--rounds 7]
 """
 
 from __future__ import annotations

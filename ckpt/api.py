@@ -137,6 +137,14 @@ class _Seat:
         return known
 
 
+def world_of(process_group: dist.ProcessGroup | None = None) -> World:
+    """The world of a group, of all ranks, or of this process alone; the same one at every call.
+
+    Collective over the group when it is asked for the first time.
+    """
+    return _process.seat(process_group).world
+
+
 class _Process:
     """What lives as long as this process: it claims a root once, and keeps the world of a group."""
 

@@ -27,12 +27,15 @@ class Interrupted:
     def __init__(self, state: Any) -> None:
         self._objects = list(_objects_of(state))
 
-    def begin(self, step: int) -> None:
-        """From now on a step of an optimizer over this state, or saving it, raises."""
+    def begin(self, what: str) -> None:
+        """From now on a step of an optimizer over this state, or saving it, raises.
+
+        `what` was being loaded, for the text.
+        """
         if not _hooked:
             _hooked.append(register_optimizer_step_pre_hook(_refuse_step))
         text = (
-            f"a load of step {step} into this state failed half-way, so it is a mixture of old and "
+            f"a load of {what} into this state failed half-way, so it is a mixture of old and "
             "new values; load a checkpoint into it before stepping or saving"
         )
         for item in self._objects:

@@ -69,7 +69,7 @@ def load_state(
     reader = Reader(store, prefix, manifest, plan, options.path)
     interrupted = Interrupted(state)
     collectively(world, "prepare", binding.prepare)
-    interrupted.begin(manifest.header.step)
+    interrupted.begin(f"step {manifest.header.step}")
     try:
         _transfer(reader, sharing, world)
         loaded = collectively(world, "finish", binding.finish)

@@ -93,6 +93,7 @@ def bad_imports(source: Source) -> list[str]:
 
 ADAPTERS = (
     "ckpt/layout/dtensor.py",
+    "ckpt/layout/sharded_tensor.py",
     "ckpt/layout/torch_fsdp.py",
     "ckpt/layout/plain.py",
     "ckpt/layout/modules.py",

@@ -16,6 +16,11 @@ collective.
 
 `__ckpt_reshard__()` (optional) drops gathered copies; it is called before the memory is written to.
 
+`__ckpt_wraps__` (optional, on the class) is the name of the child that the module only wraps: names
+below it have no part for it.
+
+`__ckpt_aliases__()` (optional) maps further names of tied parameters to the names in the pieces.
+
 A tensor subclass offers `__ckpt_pieces__()` likewise, with the empty string as its own name.
 """
 
@@ -62,6 +67,11 @@ class ModuleLayout:
     owned_by_param: Mapping[int, Owned]
     """By `id` of every object that an optimizer may know: tied ones, flat parameters, DTensors."""
     _units: tuple[tuple[str, nn.Module], ...]
+
+    @property
+    def units(self) -> tuple[tuple[str, nn.Module], ...]:
+        """The modules at which an engine shards, with their names; "" is the module itself."""
+        return self._units
 
     def reshard(self) -> None:
         """Drop gathered copies of all parameters, so that the next use of the module gathers again.
@@ -245,7 +255,7 @@ _WRAPPERS = (
 
 def _traits(module: nn.Module) -> _Traits:
     kind = type(module)
-    wrapped_child = None
+    wrapped_child = getattr(kind, "__ckpt_wraps__", None)
     is_ddp = False
     for module_name, class_name, child in _WRAPPERS:
         wrapper = torch_fsdp.loaded_class(module_name, class_name)
@@ -446,6 +456,10 @@ def _add_foreign(draft: _Draft, visit: _Visit) -> None:
         return
     found = [_renamed(owned, visit.name, draft.ranks) for owned in module.__ckpt_pieces__()]
     draft.foreign[id(module)] = (visit.name, found)
+    if hasattr(module, "__ckpt_aliases__"):
+        for other, fqn in module.__ckpt_aliases__().items():
+            draft.aliases[_joined(visit.name, other)] = _joined(visit.name, fqn)
+            draft.covered.add(_joined(visit.name, other))
     for owned in found:
         draft.params.append(owned)
         draft.owned_by_param[id(owned.param)] = owned

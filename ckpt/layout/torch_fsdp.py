@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from ckpt.layout.dtensor import FsdpCut, describe_dtensor
-from ckpt.layout.piece import Owned, Piece, View, Window
+from ckpt.layout.flat import FlatMember, flat_views, member_as_param, memory_order
+from ckpt.layout.piece import Owned
 from ckpt.layout.plain import Ranks, Refused, refuse_unstorable
-from ckpt.layout.region import Box, Shape, Span, boxes_of, row_major_strides, whole
 
 
 class Place(NamedTuple):
@@ -168,37 +168,27 @@ def _describe_fsdp1(wrapper: Any, handle: Any, fqns: Sequence[str], ranks: Ranks
     refuse_unstorable(fqns[0], local)
     members = [_member(flat, at, fqn, holders) for at, fqn in enumerate(fqns)]
     if flat._params is None:
-        return [Owned(flat, local, _views(members, local.dtype, base=0), True)]
+        return [Owned(flat, local, flat_views(members, local.dtype, base=0), True)]
     return [
-        _original(flat._params[at], local, member, whole_here=not handle.uses_sharded_strategy)
+        member_as_param(
+            flat._params[at], local, member, whole_here=not handle.uses_sharded_strategy
+        )
         for at, member in enumerate(members)
     ]
 
 
-class _Member(NamedTuple):
-    """One original parameter in a flat one: what of it lies here, counted in memory order."""
-
-    fqn: str
-    shape: Shape
-    order: tuple[int, ...]  # dims from the slowest to the fastest in memory; row-major is ascending
-    start: int  # first element in this rank's shard, in the parameter's memory order
-    numel: int
-    offset: int  # where it is in the local shard
-    holders: tuple[int, ...]
-
-
-def _member(flat: Any, at: int, fqn: str, holders: tuple[int, ...]) -> _Member:
+def _member(flat: Any, at: int, fqn: str, holders: tuple[int, ...]) -> FlatMember:
     if flat._param_extensions[at] is not None:
         raise Refused(
             f"{fqn}: FSDP1 around tensor parallel parameters is not supported; "
             "use torch's fully_shard, or save the unwrapped model"
         )
     shape = tuple(flat._shapes[at])
-    order = _memory_order(fqn, shape, tuple(flat._strides[at]))
+    order = memory_order(fqn, shape, tuple(flat._strides[at]))
     info = flat._shard_param_infos[at]
     if not info.in_shard or math.prod(shape) == 0:
-        return _Member(fqn, shape, order, 0, 0, 0, holders)
-    return _Member(
+        return FlatMember(fqn, shape, order, 0, 0, 0, holders)
+    return FlatMember(
         fqn,
         shape,
         order,
@@ -207,80 +197,6 @@ def _member(flat: Any, at: int, fqn: str, holders: tuple[int, ...]) -> _Member:
         info.offset_in_shard,
         holders,
     )
-
-
-def _memory_order(fqn: str, shape: Shape, strides: Shape) -> tuple[int, ...]:
-    """Dims by falling stride. Row-major strides give 0, 1, 2, ...; dims of size 1 do not count."""
-    dims = range(len(shape))
-    if 0 in shape:
-        return tuple(dims)
-    ones = [dim for dim in dims if shape[dim] == 1]
-    others = sorted((dim for dim in dims if shape[dim] != 1), key=lambda dim: -strides[dim])
-    expected = row_major_strides(tuple(shape[dim] for dim in others))
-    if tuple(strides[dim] for dim in others) != expected:
-        raise Refused(
-            f"{fqn}: was flattened with strides {strides} of shape {shape}, which leave gaps or "
-            "overlap; make it contiguous() before wrapping it"
-        )
-    if others == sorted(others):
-        return tuple(dims)
-    return (*ones, *others)
-
-
-def _views(members: Sequence[_Member], dtype: torch.dtype, *, base: int) -> tuple[View, ...]:
-    """Views of members in a 1-D local tensor that starts at `base` of the local shard.
-
-    In the members' order, whatever this rank holds of them: names are told in it on every rank.
-    """
-    plain: list[Piece] = []
-    views: list[View] = []
-    for member in members:
-        offset = member.offset - base if member.numel else 0
-        if member.order == tuple(range(len(member.shape))) or not member.numel:
-            span = Span(member.start, member.start + member.numel)
-            here = Span(offset, offset + member.numel)
-            plain.append(Piece(member.fqn, member.shape, dtype, span, here, member.holders))
-        else:
-            if plain:
-                views.append(View(tuple(plain)))
-                plain = []
-            views += _permuted_views(member, dtype, offset)
-    return (*views, View(tuple(plain))) if plain else tuple(views)
-
-
-def _permuted_views(member: _Member, dtype: torch.dtype, offset: int) -> Iterator[View]:
-    """A member that was flattened in another than the row-major order: boxes with their strides."""
-    memory_shape = tuple(member.shape[dim] for dim in member.order)
-    for box in boxes_of(Span(member.start, member.start + member.numel), memory_shape):
-        logical = Box(_unpermuted(box.offset, member.order), _unpermuted(box.shape, member.order))
-        strides = _unpermuted(row_major_strides(box.shape), member.order)
-        piece = Piece(
-            member.fqn, member.shape, dtype, logical, whole(logical.shape), member.holders
-        )
-        yield View((piece,), Window(logical.shape, strides, offset))
-        offset += box.numel
-
-
-def _unpermuted(values: Sequence[int], order: Sequence[int]) -> Shape:
-    """`values` of the dims in memory order, put back into the order of the tensor's own dims."""
-    placed = [0] * len(order)
-    for value, dim in zip(values, order, strict=True):
-        placed[dim] = value
-    return tuple(placed)
-
-
-def _original(
-    param: torch.Tensor, local: torch.Tensor, member: _Member, *, whole_here: bool
-) -> Owned:
-    shard = local[member.offset : member.offset + member.numel]
-    if not whole_here:
-        return Owned(param, shard, _views([member], local.dtype, base=member.offset), True)
-    # Unsharded units show the original shapes, and so do the states of optimizers.
-    memory_shape = tuple(member.shape[dim] for dim in member.order)
-    strides = _unpermuted(row_major_strides(memory_shape), member.order)
-    region = whole(member.shape)
-    piece = Piece(member.fqn, member.shape, local.dtype, region, region, member.holders)
-    return Owned(param, shard.as_strided(member.shape, strides), (View((piece,)),), True)
 
 
 def _local_shard(flat: Any) -> torch.Tensor:
@@ -296,6 +212,16 @@ def _fsdp1_holders(wrapper: Any, handle: Any, ranks: Ranks) -> tuple[int, ...]:
     if replicas is None:
         return (ranks.rank,)
     return ranks.indices_of(torch.distributed.get_process_group_ranks(replicas))
+
+
+def fsdp1_sharding(
+    wrapper: Any,
+) -> tuple[torch.distributed.ProcessGroup, Any, dict[str, torch.dtype]]:
+    """The group that the wrapper's unit is sharded over, its mesh if it was given one, and the
+    original dtypes of its buffers by their names below the wrapper.
+    """
+    dtypes = getattr(wrapper, "_buffer_name_to_orig_dtype", {})
+    return wrapper.process_group, getattr(wrapper, "_device_mesh", None), dict(dtypes)
 
 
 def reshard_fsdp1(wrapper: nn.Module) -> None:

@@ -2,6 +2,17 @@
 """
 
 from ckpt.state_dict.bind import Binding, bind_state
+from ckpt.state_dict.config import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
+    OptimStateDictConfig,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictConfig,
+    StateDictType,
+)
 from ckpt.state_dict.flatten import flatten_state
 from ckpt.state_dict.rekey import rekey_optimizer_state_dict
 from ckpt.state_dict.rng import rng_state
@@ -19,10 +30,19 @@ __all__ = [
     "Binding",
     "Catalog",
     "FlatState",
+    "FullOptimStateDictConfig",
+    "FullStateDictConfig",
     "Loaded",
+    "LocalOptimStateDictConfig",
+    "LocalStateDictConfig",
+    "OptimStateDictConfig",
     "PerRank",
     "Problem",
     "ProblemKind",
+    "ShardedOptimStateDictConfig",
+    "ShardedStateDictConfig",
+    "StateDictConfig",
+    "StateDictType",
     "TensorEntry",
     "bind_state",
     "flatten_state",

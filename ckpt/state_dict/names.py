@@ -169,3 +169,27 @@ def _starts_with(fqn: str, prefixes: Collection[str]) -> bool:
             return True
         at = fqn.rfind(".", 0, at)
     return False
+
+
+# Parts of names that wrappers of torch put between those of the bare module.
+WRAPPER_PARTS = frozenset({"_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module"})
+
+
+def bare_names(state_dict: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
+    """`state_dict` by the names of the bare module, whatever wrapper it was taken from.
+
+    A leading "module." (DDP, DataParallel) goes when the name is not among `known` and is without
+    it.
+    """
+    return {bare_name(name, known): value for name, value in state_dict.items()}
+
+
+def bare_name(name: str, known: Collection[str]) -> str:
+    """`name` without the parts that wrappers add to it."""
+    if name in known:
+        return name
+    parts = [part for part in name.split(".") if part not in WRAPPER_PARTS]
+    bare = ".".join(parts)
+    if bare not in known and parts[0] == "module" and ".".join(parts[1:]) in known:
+        return ".".join(parts[1:])
+    return bare

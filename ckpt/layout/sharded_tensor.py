@@ -1,0 +1,162 @@
+"""torch's ShardedTensor, and the DTensors of a mesh: tensors of which a rank has one chunk.
+
+Also how an engine tells over which ranks, or which mesh, it would have its tensors cut: an optional
+method `__ckpt_sharding__()` on its unit modules that returns a `UnitSharding`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ckpt.layout import torch_fsdp
+from ckpt.layout.piece import Owned, Piece, View
+from ckpt.layout.plain import Ranks, refuse_unstorable
+from ckpt.layout.region import Box, Region, Shape, Span, whole
+
+NO_DTYPES: Mapping[str, torch.dtype] = {}
+
+
+class UnitSharding(NamedTuple):
+    """How the tensors of a unit are to be cut: over the ranks of a group, or over a mesh.
+
+    `mesh` has one axis, along which dim 0 is cut, or two, the first of which repeats. The buffers
+    in `buffer_dtypes`, named relative to the unit, live in another dtype than the one given there.
+    """
+
+    process_group: dist.ProcessGroup | None
+    mesh: Any = None
+    buffer_dtypes: Mapping[str, torch.dtype] = NO_DTYPES
+
+
+def sharding_of(module: nn.Module) -> UnitSharding | None:
+    """What the unit of `module` says of itself; None when it says nothing."""
+    engine: Any = module
+    if hasattr(engine, "__ckpt_sharding__"):
+        told: UnitSharding = engine.__ckpt_sharding__()
+        return told
+    if torch_fsdp.is_fsdp1(module):
+        return UnitSharding(*torch_fsdp.fsdp1_sharding(module))
+    return None
+
+
+def is_sharded_tensor(value: object) -> bool:
+    """Whether `value` is a ShardedTensor, which is no torch.Tensor."""
+    return hasattr(type(value), "local_shards") and hasattr(value, "metadata")
+
+
+def describe_sharded_tensor(fqn: str, value: Any, ranks: Ranks, shape: Shape | None) -> list[Owned]:
+    """One `Owned` per local shard. `shape` is that of the tensor that a flat one stands for."""
+    metadata = value.metadata()
+    size: Shape = tuple(metadata.size)
+    numel = 1
+    for extent in shape or ():
+        numel *= extent
+    is_flat = shape is not None and size != shape and size == (numel,)
+    found = []
+    for shard in value.local_shards():
+        local = shard.tensor.detach()
+        refuse_unstorable(fqn, local)
+        offset = tuple(shard.metadata.shard_offsets)
+        region: Region = Box(offset, tuple(shard.metadata.shard_sizes))
+        if is_flat:
+            region = Span(offset[0], offset[0] + local.numel())
+        piece = Piece(
+            fqn,
+            shape if is_flat and shape is not None else size,
+            local.dtype,
+            region,
+            Span(0, local.numel()) if is_flat else whole(tuple(local.shape)),
+            (ranks.rank,),
+        )
+        found.append(Owned(local, local, (View((piece,)),), True))
+    if not found:
+        empty = torch.empty(0, dtype=metadata.tensor_properties.dtype)
+        global_shape = shape if is_flat and shape is not None else size
+        piece = Piece(fqn, global_shape, empty.dtype, Span(0, 0), Span(0, 0), (ranks.rank,))
+        found.append(Owned(empty, empty, (View((piece,)),), True))
+    return found
+
+
+def make_sharded_tensor(
+    local: Sequence[torch.Tensor],
+    boxes: Sequence[tuple[int, Box]],
+    global_shape: Shape,
+    like: torch.Tensor,
+    group: dist.ProcessGroup | None,
+) -> Any:
+    """A ShardedTensor around `local`, without communication.
+
+    `boxes` are torch's global ranks with what each has, none empty; they tile `global_shape`.
+    `local` are those of this rank, in the same order. `like` tells dtype and device.
+    """
+    from torch.distributed._shard import sharded_tensor
+    from torch.distributed._shard.metadata import ShardMetadata
+    from torch.distributed._shard.sharded_tensor.metadata import (
+        ShardedTensorMetadata,
+        TensorProperties,
+    )
+
+    shards = [
+        ShardMetadata(list(box.offset), list(box.shape), _placement(rank, like.device))
+        for rank, box in boxes
+    ]
+    properties = TensorProperties(
+        dtype=like.dtype, requires_grad=False, pin_memory=any(part.is_pinned() for part in local)
+    )
+    torch_classes: Any = sharded_tensor
+    me = dist.get_rank()
+    mine = [shard for (rank, _), shard in zip(boxes, shards, strict=True) if rank == me]
+    return torch_classes.ShardedTensor._init_from_local_shards_and_global_metadata(
+        [torch_classes.Shard(*shard) for shard in zip(local, mine, strict=True)],
+        ShardedTensorMetadata(shards, torch.Size(global_shape), properties),
+        process_group=group,
+    )
+
+
+def _placement(rank: int, device: torch.device) -> str:
+    if device.type == "cpu":
+        return f"rank:{rank}/cpu"
+    count = max(torch.get_device_module(device).device_count(), 1)
+    return f"rank:{rank}/{device.type}:{rank % count}"
+
+
+def chunk_of(shape: Shape, parts: int, part: int) -> Box:
+    """What `torch.chunk(parts)` along dim 0 leaves for `part`; without rows when there is no such
+    chunk.
+    """
+    size = -(-shape[0] // parts)
+    start = min(part * size, shape[0])
+    stop = min(start + size, shape[0])
+    return Box((start, *(0,) * (len(shape) - 1)), (stop - start, *shape[1:]))
+
+
+def make_dtensor(
+    local: torch.Tensor, mesh: Any, placements: Sequence[Any], global_shape: Shape
+) -> torch.Tensor:
+    """A DTensor around `local`, without communication."""
+    from torch.distributed.tensor import DTensor
+
+    strides = torch.empty(global_shape, device="meta").stride()
+    made: torch.Tensor = DTensor.from_local(
+        local,
+        mesh,
+        tuple(placements),
+        run_check=False,
+        shape=torch.Size(global_shape),
+        stride=strides,
+    )
+    return made
+
+
+def chunk_placements(mesh: Any) -> tuple[Any, ...]:
+    """Dim 0 cut along the last axis of `mesh`, repeated along the others."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    return (*(Replicate() for _ in range(mesh.ndim - 1)), Shard(0))
+
+

@@ -1,0 +1,122 @@
+"""Which form a state dict has: whole tensors, this rank's flat parts, or one chunk per rank."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import TypeVar
+
+
+class StateDictType(enum.Enum):
+    """FULL: whole tensors. LOCAL: what this rank holds, flat. SHARDED: dim-0 chunks, one per rank.
+
+    The long names are those that torch uses.
+    """
+
+    FULL = "full"
+    LOCAL = "local"
+    SHARDED = "sharded"
+    FULL_STATE_DICT = FULL
+    LOCAL_STATE_DICT = LOCAL
+    SHARDED_STATE_DICT = SHARDED
+
+
+@dataclass(frozen=True, slots=True)
+class StateDictConfig:
+    """What every form of a model's state dict can be told."""
+
+    offload_to_cpu: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class OptimStateDictConfig:
+    """What every form of an optimizer's state dict can be told."""
+
+    offload_to_cpu: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class FullStateDictConfig(StateDictConfig):
+    """Whole tensors on every rank, or (`rank0_only`) on the first; the others get an empty dict."""
+
+    rank0_only: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LocalStateDictConfig(StateDictConfig):
+    """Flat parts; without offloading they are the live memory itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedStateDictConfig(StateDictConfig):
+    """Chunks. `use_dtensor`: None gives DTensors where there is a mesh; False only where the
+    parameter is one itself; True refuses to do without.
+    """
+
+    use_dtensor: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FullOptimStateDictConfig(OptimStateDictConfig):
+    """Like `FullStateDictConfig`, offloaded unless told otherwise."""
+
+    rank0_only: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LocalOptimStateDictConfig(OptimStateDictConfig):
+    """Like `LocalStateDictConfig`."""
+
+    offload_to_cpu: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedOptimStateDictConfig(OptimStateDictConfig):
+    """Like `ShardedStateDictConfig`, offloaded unless told otherwise."""
+
+    use_dtensor: bool | None = None
+
+
+_Config = TypeVar("_Config", StateDictConfig, OptimStateDictConfig)
+
+_MODEL_CONFIGS: dict[StateDictType, type[StateDictConfig]] = {
+    StateDictType.FULL: FullStateDictConfig,
+    StateDictType.LOCAL: LocalStateDictConfig,
+    StateDictType.SHARDED: ShardedStateDictConfig,
+}
+_OPTIM_CONFIGS: dict[StateDictType, type[OptimStateDictConfig]] = {
+    StateDictType.FULL: FullOptimStateDictConfig,
+    StateDictType.LOCAL: LocalOptimStateDictConfig,
+    StateDictType.SHARDED: ShardedOptimStateDictConfig,
+}
+
+
+def model_config(form: StateDictType, config: StateDictConfig | None = None) -> StateDictConfig:
+    """`config`, or the default of `form`. Raises TypeError when it is that of another form."""
+    kind = _MODEL_CONFIGS[_checked(form)]
+    return kind() if config is None else _of_kind(form, config, kind)
+
+
+def optim_config(
+    form: StateDictType, config: OptimStateDictConfig | None = None
+) -> OptimStateDictConfig:
+    """`config`, or the default of `form`. Raises TypeError when it is that of another form."""
+    kind = _OPTIM_CONFIGS[_checked(form)]
+    return kind() if config is None else _of_kind(form, config, kind)
+
+
+def _checked(form: object) -> StateDictType:
+    if isinstance(form, StateDictType):
+        return form
+    raise TypeError(
+        f"the type of a state dict is {form!r}; expected StateDictType.FULL, LOCAL or SHARDED"
+    )
+
+
+def _of_kind(form: StateDictType, config: _Config, kind: type[_Config]) -> _Config:
+    if type(config) is not kind:
+        raise TypeError(
+            f"{form} takes a {kind.__name__}, not a {type(config).__name__}; leave the config out "
+            "for its defaults"
+        )
+    return config

@@ -1,0 +1,266 @@
+"""From named holdings to the tensors of a state dict, in each form, and back from those."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ckpt.errors import InvalidState
+from ckpt.layout.modules import describe_tensor
+from ckpt.layout.piece import Holding, Kind, Piece
+from ckpt.layout.plain import Ranks
+from ckpt.layout.region import Box, Shape, Span, boxes_of, whole
+from ckpt.layout.sharded_tensor import (
+    UnitSharding,
+    chunk_of,
+    chunk_placements,
+    describe_sharded_tensor,
+    is_sharded_tensor,
+    make_dtensor,
+    make_sharded_tensor,
+)
+from ckpt.memory import local_view
+from ckpt.state_dict.config import StateDictType
+from ckpt.state_dict.describe import holdings_of
+from ckpt.state_dict.redistribute import Known, Table, redistribute, tell
+from ckpt.world import World, collectively
+
+Make = Callable[[], Any]
+
+
+class Output(NamedTuple):
+    """What a state dict shall be: its form, where its tensors are, and who gets them.
+
+    `group` are the ranks of the world as torch knows them, None for all.
+    """
+
+    form: StateDictType
+    offload_to_cpu: bool
+    rank0_only: bool
+    use_dtensor: bool | None
+    group: dist.ProcessGroup | None
+
+    def is_for(self, rank: int) -> bool:
+        """Whether `rank` gets anything."""
+        return rank == 0 or not self.rank0_only
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """The tensors of a state as this rank holds them, and what is known of some by name.
+
+    `models` are DTensors that a tensor is laid out like, `shardings` what the unit of a tensor says
+    of itself, `dtypes` the dtype that a tensor is given in where it lives in another one.
+    """
+
+    holdings: list[Holding]
+    models: Mapping[str, torch.Tensor]
+    shardings: Mapping[str, UnitSharding]
+    dtypes: Mapping[str, torch.dtype]
+
+
+class _Made(NamedTuple):
+    """Memory to fill, and what then stands in the state dict."""
+
+    holding: Holding | None
+    make: Make
+
+
+def take_out(live: Live, output: Output, world: World, ranks: Ranks) -> dict[str, Any]:
+    """The tensors of a state dict by name; collective. Empty on ranks that get nothing."""
+    known = tell(world, "held", live.holdings)
+    taking = _Taking(live, output, ranks, known)
+    made = collectively(world, "allocate", taking.all)
+    redistribute(world, live.holdings, known, [m.holding for m in made.values() if m.holding])
+    return {fqn: one.make() for fqn, one in made.items()}
+
+
+class _Taking:
+    def __init__(self, live: Live, output: Output, ranks: Ranks, known: Table) -> None:
+        self.live = live
+        self.output = output
+        self.ranks = ranks
+        self.known = known
+        self.problems: list[str] = []
+        self.own: dict[str, list[tuple[Holding, Piece]]] = {}
+        for holding in live.holdings:
+            for piece in holding.pieces:
+                self.own.setdefault(piece.fqn, []).append((holding, piece))
+        homes = [holding.local.device for holding in live.holdings if holding.local.ndim]
+        self.home = homes[0] if homes else torch.device("cpu")
+
+    def all(self) -> dict[str, _Made]:
+        if not self.output.is_for(self.ranks.rank):
+            return {}
+        made = {fqn: self.one(fqn, entry) for fqn, entry in self.known.items()}
+        if self.problems:
+            raise InvalidState(self.problems)
+        return made
+
+    def one(self, fqn: str, entry: Known) -> _Made:
+        form = self.output.form
+        if form is StateDictType.FULL or not entry.shape or 0 in entry.shape:
+            return self.full(fqn, entry)
+        model = self.live.models.get(fqn)
+        if form is StateDictType.LOCAL:
+            return self.local(fqn, entry, model)
+        if model is not None:
+            return self.like(fqn, entry, model)
+        if self.is_whole_everywhere(entry):
+            return self.full(fqn, entry)
+        return self.chunk(fqn, entry)
+
+    def is_whole_everywhere(self, entry: Known) -> bool:
+        size = len(self.ranks.global_ranks)
+        return len(entry.at) == size and len({tuple(r) for r in entry.at.values()}) == 1
+
+    def device(self, fqn: str, entry: Known) -> torch.device:
+        if self.output.offload_to_cpu:
+            return torch.device("cpu")
+        own = self.own.get(fqn)
+        if own:
+            return own[0][0].local.device
+        return self.home if entry.shape else torch.device("cpu")
+
+    def full(self, fqn: str, entry: Known) -> _Made:
+        tensor = torch.empty(entry.shape, dtype=entry.dtype, device=self.device(fqn, entry))
+        region = whole(entry.shape)
+        return _Made(self.holding(fqn, entry, tensor, region), self.converted(fqn, tensor))
+
+    def converted(self, fqn: str, tensor: torch.Tensor) -> Make:
+        dtype = self.live.dtypes.get(fqn, tensor.dtype)
+        return lambda: tensor.to(dtype)
+
+    def holding(
+        self, fqn: str, entry: Known, tensor: torch.Tensor, region: Box
+    ) -> Holding:
+        piece = Piece(
+            fqn, entry.shape, entry.dtype, region, whole(tuple(tensor.shape)), (self.ranks.rank,)
+        )
+        return Holding(tensor, (piece,), Kind.OTHER, False)
+
+    def like(self, fqn: str, entry: Known, model: torch.Tensor) -> _Made:
+        """A copy of what this rank has, a DTensor like the one that it stands for."""
+        (holding, _), *_ = self.own[fqn]
+        local = torch.empty_like(
+            holding.local, device=self.device(fqn, entry), memory_format=torch.contiguous_format
+        )
+        mesh: Any = model.device_mesh  # type: ignore[attr-defined]
+        placements: Sequence[Any] = model.placements  # type: ignore[attr-defined]
+
+        def make() -> torch.Tensor:
+            local.copy_(holding.local)
+            return make_dtensor(local, mesh, placements, entry.shape)
+
+        return _Made(None, make)
+
+    def chunk(self, fqn: str, entry: Known) -> _Made:
+        """This rank's part of dim 0, over the mesh or the group of its unit."""
+        told = self.live.shardings.get(fqn)
+        mesh = None if told is None else told.mesh
+        if self.output.use_dtensor is not False and mesh is not None:
+            parts, part = int(mesh.size(mesh.ndim - 1)), int(mesh.get_local_rank(mesh.ndim - 1))
+            box = chunk_of(entry.shape, parts, part)
+            local = torch.empty(box.shape, dtype=entry.dtype, device=self.device(fqn, entry))
+            placements = chunk_placements(mesh)
+            return _Made(
+                self.holding(fqn, entry, local, box),
+                lambda: make_dtensor(local, mesh, placements, entry.shape),
+            )
+        if self.output.use_dtensor:
+            self.problems.append(
+                f"{fqn}: lies on no mesh, so it cannot be a DTensor; shard the model over a "
+                "device_mesh, or leave use_dtensor out"
+            )
+        group, members = self.group_of(fqn)
+        boxes = [
+            (rank, box)
+            for at, rank in enumerate(members)
+            if (box := chunk_of(entry.shape, len(members), at)).numel
+        ]
+        mine = dict(boxes).get(self.ranks.global_ranks[self.ranks.rank])
+        like = torch.empty(
+            (0,) if mine is None else mine.shape,
+            dtype=entry.dtype,
+            device=self.device(fqn, entry),
+        )
+        shards = [] if mine is None else [like]
+        return _Made(
+            None if mine is None else self.holding(fqn, entry, like, mine),
+            lambda: make_sharded_tensor(shards, boxes, entry.shape, like, group),
+        )
+
+    def group_of(self, fqn: str) -> tuple[dist.ProcessGroup | None, list[int]]:
+        """The group that `fqn` is sharded over, and torch's numbers of its ranks."""
+        told = self.live.shardings.get(fqn)
+        group = self.output.group if told is None else told.process_group
+        if group is None:
+            return None, list(self.ranks.global_ranks)
+        return group, dist.get_process_group_ranks(group)
+
+    def local(self, fqn: str, entry: Known, model: torch.Tensor | None) -> _Made:
+        """This rank's elements as they lie in memory: runs of the flattened tensor.
+
+        What was flattened in a memory order of its own is no run: it is given as boxes, copied.
+        """
+        if model is not None:
+            self.problems.append(
+                f"{fqn}: is a DTensor, which has no LOCAL form; use StateDictType.SHARDED"
+            )
+            return _Made(None, lambda: None)
+        own = [
+            self.moved(local_view(holding, piece)).contiguous()
+            for holding, piece in self.own.get(fqn, ())
+            if piece.region.numel
+        ]
+        if self.is_whole_everywhere(entry):
+            return _Made(None, lambda: own[0].view(entry.shape))
+        group, members = self.group_of(fqn)
+        index_of = {rank: at for at, rank in enumerate(self.ranks.global_ranks)}
+        held = [(rank, region) for rank in members for region in entry.at.get(index_of[rank], ())]
+        is_flat = all(isinstance(region, Span) for _, region in held)
+        shape = (whole(entry.shape).numel,) if is_flat else entry.shape
+        boxes = [
+            (rank, box)
+            for rank, region in held
+            for box in (
+                (Box((region.start,), (region.numel,)),)
+                if is_flat and isinstance(region, Span)
+                else boxes_of(region, entry.shape)
+            )
+        ]
+        like = torch.empty(0, dtype=entry.dtype, device=self.device(fqn, entry))
+        return _Made(None, lambda: make_sharded_tensor(own, boxes, shape, like, group))
+
+    def moved(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.cpu() if self.output.offload_to_cpu else tensor
+
+
+# --- back ----------------------------------------------------------------------------------------
+
+
+def put_in(
+    fqn: str, value: Any, ranks: Ranks, *, kind: Kind, shape: Shape | None
+) -> list[Holding]:
+    """A tensor of a state dict, in any form, as holdings. Raises `Refused`.
+
+    `shape` is that of the live tensor of this name, which a flat local part stands for.
+    """
+    if is_sharded_tensor(value):
+        owned = describe_sharded_tensor(fqn, value, ranks, shape)
+    else:
+        owned = [describe_tensor(fqn, value, ranks)]
+    return [
+        holding
+        for one in owned
+        for holding in holdings_of(one, one.local, lambda name: name, kind=kind)
+    ]
+
+
+def is_tensor(value: Any) -> bool:
+    """Whether `value` is a tensor in one of the forms that state dicts have them in."""
+    return isinstance(value, torch.Tensor) or is_sharded_tensor(value)

@@ -1,0 +1,329 @@
+"""State dicts of models: names of the bare module, tensors in the form that was asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ckpt.errors import InvalidState, Mismatch
+from ckpt.format.codec import decode_values, encode_values
+from ckpt.layout.dtensor import is_dtensor
+from ckpt.layout.modules import Refused
+from ckpt.layout.piece import Holding, Kind
+from ckpt.layout.plain import Ranks
+from ckpt.layout.region import Shape
+from ckpt.layout.sharded_tensor import UnitSharding, sharding_of
+from ckpt.state_dict.bind import Binding, bind_state
+from ckpt.state_dict.config import StateDictType
+from ckpt.state_dict.describe import Described, describe_modules, holdings_of, prefixed
+from ckpt.state_dict.forms import Live, Output, is_tensor, put_in, take_out
+from ckpt.state_dict.names import bare_names
+from ckpt.state_dict.redistribute import Table, redistribute, tell
+from ckpt.state_dict.types import Catalog, Loaded, Problem, ProblemKind, TensorEntry
+from ckpt.state_dict.values import join_tree, split_tree
+from ckpt.state_dict.walk import Leaves
+from ckpt.world import World, collectively
+
+EXTRA_STATE = "_extra_state"
+
+
+def take_model(model: nn.Module, output: Output, world: World, ranks: Ranks) -> dict[str, Any]:
+    """The state dict of `model`; collective over `world`. Nothing is gathered that is not asked
+    for.
+
+    Raises InvalidState, the same on all ranks, for what cannot be told in this form.
+    """
+    described, live = collectively(world, "describe", lambda: describe_live(model, ranks, output))
+    tensors = take_out(live, output, world, ranks)
+    if not output.is_for(ranks.rank):
+        return {}
+    found = {name: tensors[name] for name in names_of(described) if name in tensors}
+    for fqn, module in described.extra_states:
+        found[fqn] = module.get_extra_state()
+    for tied, stored in described.aliases.items():
+        if stored in found:
+            found[tied] = found[stored]
+    return found
+
+
+def describe_live(model: nn.Module, ranks: Ranks, output: Output) -> tuple[Described, Live]:
+    """What this rank holds of `model`. Raises InvalidState with everything that cannot take part.
+    """
+    described = describe_model(model, ranks, loading=False)
+    holdings = [
+        holding
+        for sources, kind in (
+            (described.params, Kind.PARAMETER),
+            (described.buffers, Kind.BUFFER),
+        )
+        for source in sources
+        for holding in holdings_of(
+            source.owned, source.owned.local, prefixed(source.path), kind=kind
+        )
+    ]
+    models = {
+        fqn: source.owned.param
+        for source in (*described.params, *described.buffers)
+        if is_dtensor(source.owned.param)
+        for fqn in source.fqns
+    }
+    buffers = {fqn for source in described.buffers for fqn in source.fqns}
+    keeps_low = output.form is StateDictType.LOCAL
+    dtypes = {} if keeps_low else buffer_dtypes(described, buffers)
+    return described, Live(holdings, models, shardings(described, names_of(described)), dtypes)
+
+
+def describe_model(model: nn.Module, ranks: Ranks, *, loading: bool) -> Described:
+    """The tensors of one module by their bare names. Raises InvalidState with all problems."""
+    described = describe_modules(Leaves(modules=[("", model)]), ranks, loading=loading)
+    if described.problems:
+        raise InvalidState(described.problems)
+    return described
+
+
+def names_of(described: Described) -> list[str]:
+    """The names that tensors are stored by: parameters, then buffers."""
+    return [f for source in (*described.params, *described.buffers) for f in source.fqns]
+
+
+def shardings(described: Described, names: Iterable[str]) -> dict[str, UnitSharding]:
+    """What the innermost unit above each tensor says of itself."""
+    told = _told(described)
+    if not told:
+        return {}
+    found = {}
+    for name in names:
+        path = name
+        while path:
+            path = path.rpartition(".")[0]
+            if path in told:
+                found[name] = told[path]
+                break
+    return found
+
+
+def buffer_dtypes(described: Described, buffers: Iterable[str]) -> dict[str, torch.dtype]:
+    """The dtype that each of `buffers` has in state dicts, where its unit lets it live in another.
+    """
+    told = _told(described)
+    named = {
+        f"{path}.{name}" if path else name: dtype
+        for path, sharding in told.items()
+        for name, dtype in sharding.buffer_dtypes.items()
+    }
+    return {name: named[name] for name in buffers if name in named}
+
+
+def _told(described: Described) -> dict[str, UnitSharding]:
+    return {
+        name: sharding
+        for layout in described.layouts
+        for name, unit in layout.units
+        if (sharding := sharding_of(unit)) is not None
+    }
+
+
+# --- loading -------------------------------------------------------------------------------------
+
+
+def put_model(
+    model: nn.Module,
+    state_dict: Mapping[str, Any],
+    world: World,
+    ranks: Ranks,
+    *,
+    strict: bool,
+    rank0_only: bool,
+) -> ModelLoad:
+    """How to fill `model` from the state dicts of all ranks; collective. Nothing has changed yet.
+
+    With `rank0_only` those of the other ranks are ignored; else a rank may have an empty one, and
+    all others have the same names. Raises Mismatch, the same on all ranks.
+    """
+    loading = ModelLoad(model, world, ranks)
+    held = collectively(
+        world,
+        "read",
+        lambda: loading.read({} if rank0_only and ranks.rank else state_dict, rank0_only),
+    )
+    loading.known = tell(world, "held", held)
+    loading.held = held
+    check_names(world, sorted({h.pieces[0].fqn for h in held} | set(loading.extra)), bool(held))
+    loading.share_extra(rank0_only)
+    loading.binding = collectively(world, "compare", lambda: loading.bind(strict))
+    return loading
+
+
+def check_names(world: World, names: list[str], has_any: bool) -> None:
+    """Raise Mismatch on all ranks when two ranks that have anything have different names."""
+    own = encode_values(names) if has_any else b""
+    told = world.gather("names", own)
+    lists = {rank: set(decode_values(part)) for rank, part in enumerate(told) if part}
+    if len({part for part in told if part}) <= 1:
+        return
+    everything = sorted(set().union(*lists.values()))
+    raise Mismatch(
+        [
+            f"{name}: is in the dicts of ranks {sorted(r for r in lists if name in lists[r])}, "
+            f"not of ranks {sorted(r for r in lists if name not in lists[r])}; pass the same "
+            "dict on all ranks, or rank0_only=True"
+            for name in everything
+            if not all(name in names for names in lists.values())
+        ]
+    )
+
+
+class ModelLoad:
+    """A load of a model in the making, in the order: read, bind, fill."""
+
+    def __init__(self, model: nn.Module, world: World, ranks: Ranks) -> None:
+        self.model = model
+        self.world = world
+        self.ranks = ranks
+        self.held: list[Holding] = []
+        self.known: Table = {}
+        self.extra: dict[str, Any] = {}
+        self.values: dict[str, Any] = {}
+        self.binding: Binding
+        self.described: Described
+
+    def read(self, state_dict: Mapping[str, Any], shares: bool) -> list[Holding]:
+        """This rank's dict as holdings. Raises Mismatch with everything that is no tensor."""
+        self.described = describe_model(self.model, self.ranks, loading=True)
+        extra_states = dict(self.described.extra_states)
+        described = (*self.described.params, *self.described.buffers)
+        shapes: dict[str, Shape] = {
+            fqn: member.global_shape
+            for source in described
+            for member, fqn in zip(source.members, source.fqns, strict=True)
+        }
+        live_dtypes = {
+            fqn: source.owned.local.dtype
+            for source in self.described.buffers
+            for fqn in source.fqns
+        }
+        recast = buffer_dtypes(self.described, live_dtypes)
+        problems: list[str] = []
+        held: list[Holding] = []
+        known = {*shapes, *self.described.aliases, *extra_states}
+        for fqn, value in bare_names(state_dict, known).items():
+            if fqn in extra_states or fqn.rpartition(".")[2] == EXTRA_STATE:
+                self.extra[fqn] = value
+                continue
+            if not is_tensor(value):
+                problems.append(
+                    f"{fqn}: is a {type(value).__name__}, expected a tensor, a DTensor or a "
+                    "ShardedTensor"
+                )
+                continue
+            if fqn in recast and isinstance(value, torch.Tensor) and value.dtype is recast[fqn]:
+                value = value.to(live_dtypes[fqn])
+            try:
+                held += put_in(
+                    fqn, value, self.ranks, kind=Kind.OTHER, shape=shapes.get(fqn)
+                )
+            except Refused as refused:
+                problems.append(refused.problem)
+        if problems:
+            raise Mismatch(problems)
+        return held
+
+    def share_extra(self, rank0_only: bool) -> None:
+        """Give the lead's extra states to the ranks that have no dict of their own."""
+        if not rank0_only or self.world.size == 1:
+            return
+
+        def encoded() -> bytes:
+            problems: list[str] = []
+            tree = {}
+            for fqn, value in self.extra.items():
+                tree[fqn], tensors = split_tree(value, fqn, problems)
+                problems += [
+                    f"{name}: a tensor in an extra state; pass the dict on every rank, without "
+                    "rank0_only"
+                    for name, _ in tensors
+                ]
+            if problems:
+                raise Mismatch(problems)
+            return encode_values(tree)
+
+        is_lead = self.ranks.rank == 0
+        data = collectively(self.world, "extra state", encoded if is_lead else lambda: b"")
+        shared = decode_values(self.world.share("extra state", data if is_lead else None))
+        if not is_lead:
+            self.extra = {fqn: join_tree(value, _no_tensor) for fqn, value in shared.items()}
+
+    def bind(self, strict: bool) -> Binding:
+        """The live memory that is filled. Raises Mismatch with everything that does not fit."""
+        catalog = Catalog(
+            {f: TensorEntry(known.dtype, known.shape) for f, known in self.known.items()}
+        )
+        extra_states = dict(self.described.extra_states)
+        binding = bind_state(
+            self.model, catalog, self.ranks, strict=strict, skip=lambda fqn: fqn in extra_states
+        )
+        problems = [
+            problem
+            for problem in binding.problems
+            if not (
+                problem.kind is ProblemKind.UNEXPECTED and problem.fqn in self.described.aliases
+            )
+        ]
+        problems += self.extra_problems(extra_states)
+        tolerated = (ProblemKind.MISSING, ProblemKind.UNEXPECTED)
+        fatal = [p.text for p in problems if strict or p.kind not in tolerated]
+        if fatal:
+            raise Mismatch(fatal)
+        self.problems = problems
+        return binding
+
+    def extra_problems(self, live: Mapping[str, nn.Module]) -> list[Problem]:
+        found = []
+        for fqn in live:
+            if fqn not in self.extra:
+                found.append(
+                    Problem(
+                        ProblemKind.MISSING,
+                        fqn,
+                        f"{fqn}: is not in the dict; strict=False leaves it as it is",
+                    )
+                )
+        for fqn in self.extra:
+            if fqn not in live and fqn not in self.described.aliases:
+                found.append(
+                    Problem(
+                        ProblemKind.UNEXPECTED,
+                        fqn,
+                        f"{fqn}: is in the dict and the model has no such extra state; "
+                        "strict=False leaves it out",
+                    )
+                )
+        return found
+
+    def fill(self) -> Loaded:
+        """Write into the model; collective. An error leaves it half-loaded."""
+        collectively(self.world, "prepare", self.binding.prepare)
+        redistribute(self.world, self.held, self.known, self.binding.holdings)
+
+        def finish() -> Loaded:
+            loaded = self.binding.finish()
+            for fqn, module in self.described.extra_states:
+                if fqn in self.extra:
+                    module.set_extra_state(self.extra[fqn])
+            return Loaded(
+                loaded.tensors,
+                tuple(fqn for fqn, _ in self.described.extra_states if fqn in self.extra),
+                tuple(p.fqn for p in self.problems if p.kind is ProblemKind.MISSING),
+                tuple(p.fqn for p in self.problems if p.kind is ProblemKind.UNEXPECTED),
+                (),
+                0,
+            )
+
+        return collectively(self.world, "finish", finish)
+
+
+def _no_tensor(fqn: str) -> Any:
+    raise AssertionError(f"a tensor, {fqn}, in what was found to have none")

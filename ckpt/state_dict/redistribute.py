@@ -1,0 +1,461 @@
+"""Bytes from the ranks that hold regions of tensors to the ranks that want them, batch by batch.
+
+Every rank tells which regions it holds and which it wants; all then know who sends what, without
+asking. A rank takes what it holds itself from its own memory. Each other byte travels once to each
+rank that wants it. A batch is at most `BATCH_NBYTES` of logical tensors, so that buffers stay
+small however large the tensors are.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from ckpt.errors import Mismatch
+from ckpt.format.coverage import cover_problem
+from ckpt.format.dtypes import dtype_name, torch_dtype
+from ckpt.layout.piece import Holding
+from ckpt.layout.region import (
+    Box,
+    Region,
+    Shape,
+    Span,
+    boxes_of,
+    intersect,
+    span_of,
+    whole,
+)
+from ckpt.memory import host_bytes, local_view, narrowed
+from ckpt.world import World, collectively
+
+BATCH_NBYTES = 32 << 20
+
+
+class Slot(NamedTuple):
+    """Memory of this rank for one region of a tensor, of any strides, on any device."""
+
+    fqn: str
+    region: Region
+    local: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A tensor as all ranks know it: `at[r]` are the regions that rank r has of it, none empty."""
+
+    shape: Shape
+    dtype: torch.dtype
+    at: dict[int, list[Region]] = field(default_factory=dict)
+
+
+Table = dict[str, Known]
+
+
+def slots_of(holdings: Iterable[Holding]) -> list[Slot]:
+    """One slot for each piece, regions in one form, so that equal ones are equal values."""
+    return [
+        Slot(piece.fqn, normal(piece.region, piece.global_shape), local_view(holding, piece))
+        for holding in holdings
+        for piece in holding.pieces
+    ]
+
+
+def normal(region: Region, shape: Shape) -> Region:
+    """`region` as a span if it is one run, else as a box."""
+    if isinstance(region, Span):
+        return region
+    return span_of(region, shape) or region
+
+
+def tell(world: World, phase: str, holdings: Sequence[Holding]) -> Table:
+    """What all ranks have, in the order of the lead and then of the others; the same on all ranks.
+
+    Raises Mismatch on all ranks when they disagree about a tensor's shape or dtype.
+    """
+    tables = [_decoded(part) for part in world.gather(phase, _encoded(holdings))]
+    known: Table = {}
+    problems: list[str] = []
+    for rank, (tensors, regions) in enumerate(tables):
+        for fqn, dtype, shape in tensors:
+            entry = known.setdefault(fqn, Known(shape, dtype))
+            if (entry.shape, entry.dtype) != (shape, dtype):
+                problems.append(
+                    f"{fqn}: rank {rank} has shape {shape} and {dtype}, a rank before it has "
+                    f"{entry.shape} and {entry.dtype}; give all ranks the same model and dict"
+                )
+        for index, region in regions:
+            known[tensors[index][0]].at.setdefault(rank, []).append(region)
+    if problems:
+        raise Mismatch(problems)
+    return known
+
+
+def _encoded(holdings: Sequence[Holding]) -> bytes:
+    index_of: dict[str, int] = {}
+    tensors: list[tuple[str, str, Shape]] = []
+    regions: list[tuple[int, Any, Any]] = []
+    for holding in holdings:
+        for piece in holding.pieces:
+            index = index_of.setdefault(piece.fqn, len(tensors))
+            if index == len(tensors):
+                tensors.append((piece.fqn, dtype_name(piece.dtype), piece.global_shape))
+            region = normal(piece.region, piece.global_shape)
+            if region.numel:
+                regions.append((index, *region))
+    return zlib.compress(json.dumps([tensors, regions]).encode(), 1)
+
+
+def _decoded(part: bytes) -> tuple[list[tuple[str, torch.dtype, Shape]], list[tuple[int, Region]]]:
+    tensors, regions = json.loads(zlib.decompress(part))
+    return (
+        [(fqn, torch_dtype(dtype), tuple(shape)) for fqn, dtype, shape in tensors],
+        [
+            (index, Span(a, b) if isinstance(a, int) else Box(tuple(a), tuple(b)))
+            for index, a, b in regions
+        ],
+    )
+
+
+def redistribute(
+    world: World, held: Sequence[Holding], known: Table, wanted: Sequence[Holding]
+) -> None:
+    """Fill `wanted` from what the ranks hold: `held` here, `known` everywhere. Collective.
+
+    Raises Mismatch on all ranks, before anything is written, when the regions that are held do not
+    make up a tensor that is wanted.
+    """
+    wishes = tell(world, "wanted", wanted)
+    plan = _plan(known, wishes)
+
+    def prepare() -> tuple[_Here, list[_Batch]]:
+        here = _Here(world, held, wanted)
+        return here, [_Batch(batch, known, wishes, here) for batch in [plan.local, *plan.batches]]
+
+    here, (local, *batches) = collectively(world, "plan", prepare)
+    local.copy_own()
+    for batch in batches:
+        batch.copy_own()
+        batch.transfer()
+    here.finish()
+
+
+# --- who sends what ------------------------------------------------------------------------------
+
+# Part of a tensor that one batch carries: None for all of it, else boxes of its own space.
+Window = tuple[Box, ...] | None
+
+
+class _Plan(NamedTuple):
+    local: list[tuple[str, Window]]  # tensors of which every rank has what it wants
+    batches: list[list[tuple[str, Window]]]
+
+
+def _plan(known: Table, wishes: Table) -> _Plan:
+    plan = _Plan([], [])
+    filled = 0
+    problems: list[str] = []
+    for fqn, wish in wishes.items():
+        entry = known.get(fqn)
+        if entry is None or (entry.shape, entry.dtype) != (wish.shape, wish.dtype):
+            problems.append(f"{fqn}: is wanted as {wish.shape}, {wish.dtype}; nobody has that")
+            continue
+        if not wish.at:
+            continue
+        if all(_has(entry, rank, regions) for rank, regions in wish.at.items()):
+            plan.local.append((fqn, None))
+            continue
+        problem = cover_problem(list(_holders(entry)), entry.shape)
+        if problem is not None:
+            problems.append(
+                f"{fqn}: the ranks {sorted(entry.at)} that have parts of it do not have all of it "
+                f"once: {problem}; pass the dicts of all ranks"
+            )
+        for window, nbytes in _windows(entry):
+            if not plan.batches or filled + nbytes > BATCH_NBYTES:
+                plan.batches.append([])
+                filled = 0
+            plan.batches[-1].append((fqn, window))
+            filled += nbytes
+    if problems:
+        raise Mismatch(problems)
+    return plan
+
+
+def _has(entry: Known, rank: int, regions: Sequence[Region]) -> bool:
+    """Whether `rank` has every one of `regions` itself."""
+    own = entry.at.get(rank)
+    if own is None:
+        return False
+    if all(region in own for region in regions):
+        return True
+    return len(own) == 1 and own[0] == normal(whole(entry.shape), entry.shape)
+
+
+def _holders(entry: Known) -> dict[Region, list[int]]:
+    """The ranks that have each of the regions, in one order on all ranks."""
+    holders: dict[Region, list[int]] = {}
+    for rank, regions in entry.at.items():
+        for region in dict.fromkeys(regions):
+            holders.setdefault(region, []).append(rank)
+    return holders
+
+
+def _windows(entry: Known) -> Iterator[tuple[Window, int]]:
+    """Parts of a tensor, each no larger than a batch."""
+    itemsize = entry.dtype.itemsize
+    numel = math.prod(entry.shape)
+    step = BATCH_NBYTES // itemsize
+    if numel <= step:
+        yield None, numel * itemsize
+        return
+    for start in range(0, numel, step):
+        stop = min(start + step, numel)
+        yield boxes_of(Span(start, stop), entry.shape), (stop - start) * itemsize
+
+
+def _giver(holders: Sequence[int], rank: int, size: int) -> int:
+    """Which of the holders of a region gives it to `rank`: itself, or a neighbour of its own."""
+    if rank in holders:
+        return rank
+    return holders[rank * len(holders) // size]
+
+
+class _End(NamedTuple):
+    """One end of a move: `box` of the array of `shape` that starts at `base` of a region's order.
+    """
+
+    base: int
+    shape: Shape
+    box: Box
+
+
+def _ends(source: Region, target: Region, shape: Shape, window: Window) -> list[tuple[_End, _End]]:
+    """What two regions and a window have in common, as pairs of ends, in one order."""
+    if isinstance(source, Span) and isinstance(target, Span) and window is None:
+        start, stop = max(source.start, target.start), min(source.stop, target.stop)
+        if start >= stop:
+            return []
+        run = Box((0,), (stop - start,))
+        return [
+            (
+                _End(start - source.start, run.shape, run),
+                _End(start - target.start, run.shape, run),
+            )
+        ]
+    found = []
+    for from_base, outer in _numbered(source, shape):
+        for to_base, inner in _numbered(target, shape):
+            common = intersect(outer, inner)
+            if common is None:
+                continue
+            for part in [common] if window is None else _clipped(common, window):
+                found.append(
+                    (
+                        _End(from_base, outer.shape, part.relative_to(_at(outer, part))),
+                        _End(to_base, inner.shape, part.relative_to(_at(inner, part))),
+                    )
+                )
+    return found
+
+
+def _at(outer: Box, part: Box) -> Box:
+    """A box that starts where `outer` does, of the shape of `part`."""
+    return Box(outer.offset, part.shape)
+
+
+def _clipped(box: Box, window: Sequence[Box]) -> list[Box]:
+    return [part for at in window if (part := intersect(box, at)) is not None]
+
+
+def _numbered(region: Region, shape: Shape) -> list[tuple[int, Box]]:
+    numbered = []
+    base = 0
+    for box in boxes_of(region, shape):
+        numbered.append((base, box))
+        base += box.numel
+    return numbered
+
+
+# --- moving --------------------------------------------------------------------------------------
+
+
+class _Flat:
+    """A slot's memory as a 1-D contiguous tensor: the memory itself, or a copy beside it."""
+
+    def __init__(self, local: torch.Tensor, *, fill: bool) -> None:
+        self.local = local
+        self.is_copy = not local.is_contiguous() or local.is_neg() or local.is_conj()
+        if self.is_copy:
+            self.memory = torch.empty(local.numel(), dtype=local.dtype, device=local.device)
+            if fill:
+                self.memory.view(local.shape).copy_(local)
+        else:
+            self.memory = local.reshape(-1)
+
+    def view(self, end: _End) -> torch.Tensor:
+        """The elements of `end`, as a view of the memory."""
+        numel = math.prod(end.shape)
+        array = self.memory[end.base : end.base + numel].view(end.shape)
+        return narrowed(array, end.box)
+
+    def write_back(self) -> None:
+        """Bring what was written into a copy to the memory it stands for."""
+        if self.is_copy:
+            self.local.copy_(self.memory.view(self.local.shape))
+
+
+class _Here:
+    """This rank's memory: what it gives, by tensor and region, what it fills, and two buffers."""
+
+    def __init__(self, world: World, held: Sequence[Holding], wanted: Sequence[Holding]) -> None:
+        self.world = world
+        self.sources = {(slot.fqn, slot.region): slot.local for slot in slots_of(held)}
+        self.targets: dict[tuple[str, Region], _Flat] = {}
+        self.twins: list[tuple[_Flat, torch.Tensor]] = []
+        for slot in slots_of(wanted):
+            key = (slot.fqn, slot.region)
+            if not slot.region.numel:
+                continue
+            if key in self.targets:
+                self.twins.append((self.targets[key], slot.local))
+            else:
+                self.targets[key] = _Flat(slot.local, fill=False)
+        self.sending = torch.empty(0, dtype=torch.uint8)
+        self.receiving = torch.empty(0, dtype=torch.uint8)
+
+    def finish(self) -> None:
+        """All bytes are here: bring them to where the slots themselves are."""
+        for flat in self.targets.values():
+            flat.write_back()
+        for first, twin in self.twins:
+            twin.copy_(first.memory.view(twin.shape))
+
+
+class _Batch:
+    """What this rank copies, sends and receives for some tensors, in the order all ranks share."""
+
+    def __init__(
+        self, tensors: Sequence[tuple[str, Window]], known: Table, wishes: Table, here: _Here
+    ) -> None:
+        size = here.world.size
+        self.here = here
+        self.own: list[tuple[tuple[str, Region], _End, _Flat, _End]] = []
+        self.send: list[list[tuple[tuple[str, Region], _End]]] = [[] for _ in range(size)]
+        self.recv: list[list[tuple[_Flat, _End]]] = [[] for _ in range(size)]
+        for fqn, window in tensors:
+            for region, holders in _holders(known[fqn]).items():
+                self.add(fqn, region, holders, wishes[fqn], window)
+
+    def add(
+        self, fqn: str, region: Region, holders: Sequence[int], wish: Known, window: Window
+    ) -> None:
+        """Everything that moves from `region` of tensor `fqn` and concerns this rank."""
+        me, size = self.here.world.rank, self.here.world.size
+        key = (fqn, region)
+        for taker in wish.at if me in holders else (me,):
+            giver = _giver(holders, taker, size)
+            if me not in (giver, taker):
+                continue
+            for wanted in dict.fromkeys(wish.at.get(taker, ())):
+                for start, stop in _ends(region, wanted, wish.shape, window):
+                    if taker != me:
+                        self.send[taker].append((key, start))
+                    elif giver != me:
+                        self.recv[giver].append((self.here.targets[fqn, wanted], stop))
+                    else:
+                        self.own.append((key, start, self.here.targets[fqn, wanted], stop))
+
+    def copy_own(self) -> None:
+        """What this rank has itself."""
+        flat: dict[tuple[str, Region], _Flat] = {}
+        for key, start, target, stop in self.own:
+            target.view(stop).copy_(self.read(key, flat).view(start))
+
+    def read(self, key: tuple[str, Region], flat: dict[tuple[str, Region], _Flat]) -> _Flat:
+        """A source as flat memory; `flat` remembers copies for as long as the caller does."""
+        if key not in flat:
+            flat[key] = _Flat(self.here.sources[key], fill=True)
+        return flat[key]
+
+    def transfer(self) -> None:
+        """One round between all ranks."""
+        received, boarding = self.receive_buffers()
+        self.here.world.exchange("state dict", self.send_buffers(), received)
+        for target, at in boarding:
+            target.copy_(at.to(target.device).view(target.shape))
+
+    def send_buffers(self) -> list[memoryview]:
+        """The bytes for each rank. Ranks that get the same share one buffer."""
+        needed: dict[tuple[Any, ...], int] = {}
+        for moves in self.send:
+            key = tuple(moves)
+            if moves and key not in needed:
+                needed[key] = _packed([nbytes_of(self.here.sources[at], end) for at, end in moves])
+        flat: dict[tuple[str, Region], _Flat] = {}
+        packed: dict[tuple[Any, ...], memoryview] = {(): memoryview(b"")}
+        self.here.sending = _grown(self.here.sending, sum(map(_aligned, needed.values())))
+        start = 0
+        for key, nbytes in needed.items():
+            live = self.read(key[0][0], flat).view(key[0][1]) if len(key) == 1 else None
+            if live is not None and live.is_cpu and live.is_contiguous():
+                packed[key] = host_bytes(live)
+                continue
+            room = self.here.sending[start : start + nbytes]
+            packed[key] = host_bytes(room)
+            start += _aligned(nbytes)
+            for at, end in key:
+                view = self.read(at, flat).view(end)
+                size = nbytes_of(view, end)
+                room[:size].view(view.dtype).view(view.shape).copy_(view)
+                room = room[_aligned(size) :]
+        self.keep = flat  # copies that a buffer may be a view of live until the exchange is over
+        return [packed[tuple(moves)] for moves in self.send]
+
+    def receive_buffers(self) -> tuple[list[memoryview], list[tuple[torch.Tensor, torch.Tensor]]]:
+        """Room for what each rank sends, and what to copy from there to where afterwards."""
+        views = [[flat.view(end) for flat, end in moves] for moves in self.recv]
+        sizes = [_packed([v.numel() * v.element_size() for v in of_rank]) for of_rank in views]
+        direct = [len(v) == 1 and v[0].is_cpu and v[0].is_contiguous() for v in views]
+        room = sum(_aligned(size) for size, at in zip(sizes, direct, strict=True) if not at)
+        self.here.receiving = _grown(self.here.receiving, room)
+        buffers = []
+        boarding = []
+        start = 0
+        for of_rank, size, is_direct in zip(views, sizes, direct, strict=True):
+            if is_direct:
+                buffers.append(host_bytes(of_rank[0]))
+                continue
+            buffers.append(host_bytes(self.here.receiving[start : start + size]))
+            for view in of_rank:
+                stop = start + view.numel() * view.element_size()
+                boarding.append((view, self.here.receiving[start:stop].view(view.dtype)))
+                start = _aligned(stop)
+        return buffers, boarding
+
+
+def nbytes_of(memory: torch.Tensor, end: _End) -> int:
+    """The bytes of `end` in memory of this dtype."""
+    return end.box.numel * memory.element_size()
+
+
+def _aligned(nbytes: int) -> int:
+    """Rounded up, so that elements of every dtype may stand behind it."""
+    return -(-nbytes // 16) * 16
+
+
+def _packed(sizes: Sequence[int]) -> int:
+    """The length of parts packed into one buffer, each at an aligned place; one is as it is."""
+    return sizes[0] if len(sizes) == 1 else sum(map(_aligned, sizes))
+
+
+def _grown(buffer: torch.Tensor, nbytes: int) -> torch.Tensor:
+    """`buffer`, or a larger one; its size is rounded up, so that it seldom grows."""
+    if buffer.numel() >= nbytes:
+        return buffer
+    return torch.empty(nbytes, dtype=torch.uint8)

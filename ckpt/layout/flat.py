@@ -1,0 +1,107 @@
+"""Members of flat parameters as views: what an engine that flattens parameters tells about them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from ckpt.layout.piece import Owned, Piece, View, Window
+from ckpt.layout.plain import Refused
+from ckpt.layout.region import Box, Shape, Span, boxes_of, row_major_strides, whole
+
+__all__ = ["FlatMember", "flat_views", "member_as_param", "memory_order"]
+
+
+class FlatMember(NamedTuple):
+    """One original parameter in a flat one: what of it lies here, counted in memory order."""
+
+    fqn: str
+    shape: Shape
+    order: tuple[int, ...]  # dims from the slowest to the fastest in memory; row-major is ascending
+    start: int  # first element in this rank's shard, in the parameter's memory order
+    numel: int
+    offset: int  # where it is in the local shard
+    holders: tuple[int, ...]
+
+
+def memory_order(fqn: str, shape: Shape, strides: Shape) -> tuple[int, ...]:
+    """Dims by falling stride, as `FlatMember.order` wants them; dims of size 1 do not count.
+
+    Row-major strides give 0, 1, 2, ... Raises `Refused` for strides that leave holes.
+    """
+    dims = range(len(shape))
+    if 0 in shape:
+        return tuple(dims)
+    ones = [dim for dim in dims if shape[dim] == 1]
+    others = sorted((dim for dim in dims if shape[dim] != 1), key=lambda dim: -strides[dim])
+    expected = row_major_strides(tuple(shape[dim] for dim in others))
+    if tuple(strides[dim] for dim in others) != expected:
+        raise Refused(
+            f"{fqn}: was flattened with strides {strides} of shape {shape}, which leave gaps or "
+            "overlap; make it contiguous() before wrapping it"
+        )
+    if others == sorted(others):
+        return tuple(dims)
+    return (*ones, *others)
+
+
+def flat_views(members: Sequence[FlatMember], dtype: torch.dtype, *, base: int) -> tuple[View, ...]:
+    """Views of members in a 1-D local tensor that starts at `base` of the local shard.
+
+    In the members' order, whatever this rank holds of them: names are told in it on every rank.
+    """
+    plain: list[Piece] = []
+    views: list[View] = []
+    for member in members:
+        offset = member.offset - base if member.numel else 0
+        if member.order == tuple(range(len(member.shape))) or not member.numel:
+            span = Span(member.start, member.start + member.numel)
+            here = Span(offset, offset + member.numel)
+            plain.append(Piece(member.fqn, member.shape, dtype, span, here, member.holders))
+        else:
+            if plain:
+                views.append(View(tuple(plain)))
+                plain = []
+            views += _permuted_views(member, dtype, offset)
+    return (*views, View(tuple(plain))) if plain else tuple(views)
+
+
+def _permuted_views(member: FlatMember, dtype: torch.dtype, offset: int) -> Iterator[View]:
+    """A member that was flattened in another than the row-major order: boxes with their strides."""
+    memory_shape = tuple(member.shape[dim] for dim in member.order)
+    for box in boxes_of(Span(member.start, member.start + member.numel), memory_shape):
+        logical = Box(_unpermuted(box.offset, member.order), _unpermuted(box.shape, member.order))
+        strides = _unpermuted(row_major_strides(box.shape), member.order)
+        piece = Piece(
+            member.fqn, member.shape, dtype, logical, whole(logical.shape), member.holders
+        )
+        yield View((piece,), Window(logical.shape, strides, offset))
+        offset += box.numel
+
+
+def _unpermuted(values: Sequence[int], order: Sequence[int]) -> Shape:
+    """`values` of the dims in memory order, put back into the order of the tensor's own dims."""
+    placed = [0] * len(order)
+    for value, dim in zip(values, order, strict=True):
+        placed[dim] = value
+    return tuple(placed)
+
+
+def member_as_param(
+    param: torch.Tensor, local: torch.Tensor, member: FlatMember, *, whole_here: bool
+) -> Owned:
+    """A member that optimizers know by itself; `local` is the shard of the whole flat parameter.
+
+    `whole_here` says that the parameter keeps its own shape, because nothing is sharded.
+    """
+    shard = local[member.offset : member.offset + member.numel]
+    if not whole_here:
+        return Owned(param, shard, flat_views([member], local.dtype, base=member.offset), True)
+    # Unsharded units show the original shapes, and so do the states of optimizers.
+    memory_shape = tuple(member.shape[dim] for dim in member.order)
+    strides = _unpermuted(row_major_strides(memory_shape), member.order)
+    region = whole(member.shape)
+    piece = Piece(member.fqn, member.shape, local.dtype, region, region, member.holders)
+    return Owned(param, shard.as_strided(member.shape, strides), (View((piece,)),), True)

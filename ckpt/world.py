@@ -268,14 +268,13 @@ class TorchWorld(World):
         self._deadlines = deadlines or Deadlines()
         self._ranks = tuple(dist.get_process_group_ranks(process_group or dist.group.WORLD))
         self.global_ranks = self._ranks
-        self._whole = len(self._ranks) == dist.get_world_size()
         self._store = _own_prefix(self._ranks, self.rank)
         self._heart = _Heart(self._store, self.rank, self._deadlines.heartbeat_seconds)
         self._watch = _Watch(self._store, self._deadlines.silence_seconds_max)
         self._round = 0
         self._spent: list[str] = []
         self._broken: RankFailed | None = None
-        self._group: dist.ProcessGroup | None = None
+        self._group: Any = None
 
     def gather(self, name: str, payload: bytes) -> list[bytes]:
         with self._in_round(name) as key:
@@ -319,19 +318,16 @@ class TorchWorld(World):
             works: list[dist.Work] = []
             for peer, view in enumerate(recv):
                 for tensor in _tensors(view):
-                    works.append(_started(dist.irecv(tensor, src=self._ranks[peer], group=group)))
+                    works.append(group.recv([tensor], peer, 0))
             for step in range(1, self.size):
                 peer = (self.rank + step) % self.size  # not everybody to the same rank at once
                 for tensor in _tensors(send[peer]):
-                    works.append(_started(dist.isend(tensor, dst=self._ranks[peer], group=group)))
+                    works.append(group.send([tensor], peer, 0))
             self._finish(key, name, works)
 
     def close(self) -> None:
         self._heart.stop()
-        if self._group is not None:
-            with contextlib.suppress(Exception):  # the group's peers may be gone already
-                dist.destroy_process_group(self._group)
-            self._group = None
+        self._group = None
 
     # rounds
 
@@ -478,42 +474,50 @@ class TorchWorld(World):
     # tensor bytes
 
     @contextlib.contextmanager
-    def _transfer(self, key: str, name: str) -> Iterator[dist.ProcessGroup]:
+    def _transfer(self, key: str, name: str) -> Iterator[Any]:
         """Our own group, after saying that this rank is here: whoever is not can be named."""
         here = f"{key}/here/{self.rank}"
         self._store.set(here, "1")
         if self._group is None:
             # torch cannot be stopped while it connects a group, so be sure that all ranks are here.
             self._wait({rank: f"{key}/here/{rank}" for rank in range(self.size)}, name)
-            self._group = dist.new_group(
-                list(self._ranks),
-                timeout=timedelta(seconds=self._deadlines.round_seconds_max),
-                backend="gloo",
-                use_local_synchronization=not self._whole,
-            )
+            self._group = self._connected()
         yield self._group
         self._spent.append(here)
+
+    def _connected(self) -> Any:
+        """A gloo group of these ranks, outside of torch's list of groups.
+
+        Not `new_group`: for some of the ranks it either needs all others too, or builds the group's
+        name from the number of groups that a rank is in; where these differ it waits for ever.
+        """
+        from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+        timeout = timedelta(seconds=self._deadlines.round_seconds_max)
+        store = PrefixStore("gloo", self._store)
+        return dist.distributed_c10d.ProcessGroupGloo(store, self.rank, self.size, timeout)
 
     def _broadcast(self, key: str, name: str, payload: bytes | None, nbytes: int) -> bytes:
         whole = bytearray(nbytes) if payload is None else payload
         with self._transfer(key, name) as group:
             for tensor in _tensors(memoryview(whole), 16 * MiB):
-                work = dist.broadcast(tensor, self._ranks[0], group, async_op=True)
-                self._finish(key, name, [_started(work)])
+                self._finish(key, name, [group.broadcast(tensor, 0)])
         return bytes(whole)
 
     def _check_lengths(
         self,
         key: str,
         name: str,
-        group: dist.ProcessGroup,
+        group: Any,
         send: Sequence[memoryview],
         recv: Sequence[memoryview],
     ) -> None:
         mine = torch.tensor([view.nbytes for view in send], dtype=torch.int64)
-        theirs = torch.empty_like(mine)
-        work = dist.all_to_all_single(theirs, mine, group=group, async_op=True)
-        self._finish(key, name, [_started(work)])
+        theirs = torch.zeros_like(mine)
+        others = [peer for peer in range(self.size) if peer != self.rank]
+        works = [group.recv([theirs[peer : peer + 1]], peer, 0) for peer in others]
+        works += [group.send([mine[peer : peer + 1]], peer, 0) for peer in others]
+        self._finish(key, name, works)
         for peer, (sent, view) in enumerate(zip(theirs.tolist(), recv, strict=True)):
             if sent != view.nbytes:
                 raise RankFailed(
@@ -557,11 +561,6 @@ class _Waiter:
             self.error = error
         finally:
             self.done.set()
-
-
-def _started(work: dist.Work | None) -> dist.Work:
-    assert work is not None, "this rank is not in the group"
-    return work
 
 
 def _tensors(view: memoryview, nbytes_max: int = 64 * MiB) -> list[torch.Tensor]:

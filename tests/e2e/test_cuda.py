@@ -1,0 +1,111 @@
+"""Tensors on a GPU: saved and loaded bit for bit, alone and under NCCL.
+
+Method: one process with one device; a default NCCL group of one rank. Skipped without CUDA.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import ckpt
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.gpu
+
+
+def _training(seed: int, device: str) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    net = nn.Sequential(
+        nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last),
+        nn.BatchNorm2d(8),
+        nn.Flatten(),
+        nn.Linear(8 * 36, 1000),
+    ).to(device)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01 * (seed + 1))
+    images = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(seed))
+    net(images.to(device)).square().mean().backward()
+    optimizer.step()
+    return {"model": net, "optim": optimizer, "seed": seed}
+
+
+def _same(a: dict[str, Any], b: dict[str, Any]) -> None:
+    assert a["seed"] == b["seed"]
+    for x, y in zip(a["model"].parameters(), b["model"].parameters(), strict=True):
+        assert torch.equal(x.cpu(), y.cpu())
+        for key, value in a["optim"].state[x].items():
+            assert torch.equal(value.cpu(), b["optim"].state[y][key].cpu()), key
+    for x, y in zip(a["model"].buffers(), b["model"].buffers(), strict=True):
+        assert torch.equal(x.cpu(), y.cpu())
+
+
+@pytest.mark.parametrize("loaded", ["cuda", "cpu"])
+@pytest.mark.parametrize("saved", ["cuda", "cpu"])
+def test_a_state_moves_between_devices(tmp_path: Path, saved: str, loaded: str) -> None:
+    state, other = _training(1, saved), _training(2, loaded)
+    ckpt.save(state, str(tmp_path), step=1)
+    ckpt.load(other, str(tmp_path))
+    _same(state, other)
+    assert {p.device.type for p in other["model"].parameters()} == {loaded}
+
+
+def test_tensors_larger_than_any_staging_buffer(tmp_path: Path) -> None:
+    """Pieces of many blocks, contiguous and not, written while the device goes on working."""
+    torch.manual_seed(0)
+    base = torch.randn(6000, 5003, device="cuda")  # 114 MiB, no multiple of a block
+    state = {"whole": base, "turned": base.t(), "half": base.half()[:, 1:4000]}
+    ckpt.save(state, str(tmp_path), step=1)
+    other = {key: torch.zeros_like(tensor) for key, tensor in state.items()}
+    ckpt.load(other, str(tmp_path))
+    for key, tensor in state.items():
+        assert torch.equal(other[key], tensor), key
+
+
+def test_writes_see_what_the_device_had_queued(tmp_path: Path) -> None:
+    """A save right after an asynchronous kernel stores its result; so for another stream."""
+    stream = torch.cuda.Stream()
+    tensor = torch.zeros(1 << 22, device="cuda")
+    with torch.cuda.stream(stream):
+        for _ in range(200):
+            tensor += 1
+        ckpt.save({"t": tensor}, str(tmp_path), step=1)
+    other = torch.zeros(1 << 22)
+    ckpt.load({"t": other}, str(tmp_path))
+    assert other.unique().tolist() == [200.0]
+
+
+def _nccl(base: str) -> None:
+    torch.cuda.set_device(0)
+    dist.init_process_group("nccl", init_method=f"file://{base}/meet", rank=0, world_size=1)
+    states = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        net = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3)).cuda()
+        fully_shard(net, mesh=init_device_mesh("cuda", (1,)))
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.1 * seed)
+        net(torch.randn(2, 7, device="cuda")).sum().backward()
+        optimizer.step()
+        states.append({"model": net, "optim": optimizer})
+    ckpt.save(states[0], f"{base}/run", step=1)
+    ckpt.load(states[1], f"{base}/run")
+    first, second = (state["model"].parameters() for state in states)
+    for x, y in zip(first, second, strict=True):
+        assert torch.equal(x.full_tensor(), y.full_tensor())
+        for key, value in states[0]["optim"].state[x].items():
+            found = states[1]["optim"].state[y][key]
+            if hasattr(value, "full_tensor"):
+                value, found = value.full_tensor(), found.full_tensor()
+            assert torch.equal(value, found), key
+    dist.destroy_process_group()
+
+
+@pytest.mark.ranks
+def test_a_default_group_of_nccl(tmp_path: Path) -> None:
+    run_ranks(1, _nccl, str(tmp_path), group=False)

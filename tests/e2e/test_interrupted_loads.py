@@ -27,6 +27,7 @@ from ckpt.errors import (
 from ckpt.interrupted import refuse_interrupted
 from ckpt.loading import LoadOptions
 from ckpt.locate import live_entries
+from ckpt.state_dict import PerRank
 from ckpt.testing import RanksFailed
 from storage import Store, open_store
 from storage.testing import FaultPlan, FaultyStore, Killed
@@ -132,6 +133,11 @@ def _change(store: Store, part: str, at: int) -> str:
     return key
 
 
+@pytest.fixture
+def store(request: pytest.FixtureRequest) -> Store:
+    return open_store(f"memory://{request.node.name}")
+
+
 # --- in the data phase ----------------------------------------------------------------------------
 
 
@@ -193,6 +199,70 @@ def _assert_unusable_until_loaded(scene: Scene) -> None:
             parameter.grad = torch.ones_like(parameter)
         state["optim"].step()
     job.save(lambda rank: scene.states[rank], step=5)
+
+
+class Thing:
+    """An object with a state of its own, which may refuse to take one."""
+
+    def __init__(self, value: int, *, stubborn: bool = False) -> None:
+        self.value, self.stubborn = value, stubborn
+
+    def state_dict(self) -> dict[str, int]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        if self.stubborn:
+            raise ValueError("I will not")
+        self.value = state["value"]
+
+
+def test_an_object_that_refuses_its_state_interrupts_the_load_on_all(store: Store) -> None:
+    """Tensors are there by then, on all ranks; only a load without the refusal makes it whole."""
+
+    def states(value: int, stubborn: int = -1) -> list[dict[str, Any]]:
+        return [
+            {"t": torch.full((5,), 1.0 * value), "thing": Thing(value, stubborn=rank == stubborn)}
+            for rank in range(SIZE)
+        ]
+
+    job = Job(SIZE, lambda rank: store)
+    job.save(states(1).__getitem__, step=1)
+    loaded = states(2, stubborn=1)
+    with pytest.raises(RanksFailed) as caught:
+        job.load(loaded.__getitem__)
+    errors = caught.value.errors
+    assert {type(error) for error in errors.values()} == {LoadInterrupted}
+    assert len({str(error) for error in errors.values()}) == 1
+    assert "rank 1" in str(errors[0])
+    assert "I will not" in str(errors[0])
+    with pytest.raises(RanksFailed):
+        job.save(loaded.__getitem__, step=2)
+    loaded[1]["thing"].stubborn = False
+    job.load(loaded.__getitem__)
+    assert [state["thing"].value for state in loaded] == [1] * SIZE
+    job.save(loaded.__getitem__, step=2)
+
+
+def test_a_reshard_function_that_fails_leaves_or_marks_the_state(store: Store) -> None:
+    Job(2, lambda rank: store).save(lambda rank: {"data": PerRank(rank), "t": torch.ones(3)}, 1)
+    mine = PerRank(9, lambda values, rank, world_size: _or_fail(rank))
+    states = [{"data": mine, "t": torch.zeros(3)} for _ in range(SIZE)]
+    with pytest.raises(RanksFailed) as caught:
+        Job(SIZE, lambda rank: store).load(states.__getitem__)
+    (text,) = {str(error) for error in caught.value.errors.values()}
+    assert "rank 1" in text
+    assert "cannot divide the data" in text
+    if isinstance(caught.value.errors[0], LoadInterrupted):
+        with pytest.raises(LoadInterrupted):
+            refuse_interrupted(states[0])
+    else:
+        assert all(torch.equal(state["t"], torch.zeros(3)) for state in states)
+
+
+def _or_fail(rank: int) -> int:
+    if rank == 1:
+        raise ZeroDivisionError("cannot divide the data")
+    return rank
 
 
 # --- before the data phase ------------------------------------------------------------------------

@@ -1,0 +1,66 @@
+"""Looking at a checkpoint in S3, and exporting from and to it, is as on a disk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from safetensors.torch import load
+
+import ckpt
+from ckpt.cli import main
+from storage import open_store
+from tests.servers import S3Server, moto_server
+from tests.tools.conftest import make_net
+
+pytestmark = pytest.mark.server
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[S3Server]:
+    with moto_server() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def bucket(server: S3Server) -> str:
+    """A bucket with one checkpoint of the model of these tests, below `run`."""
+    name = server.make_bucket()
+    ckpt.save({"model": make_net()}, f"s3://{name}/run", step=3, storage_options=server.options)
+    return name
+
+
+def test_tensors_and_regions_are_read(server: S3Server, bucket: str) -> None:
+    expected = make_net().big
+    with ckpt.open(f"s3://{bucket}/run", storage_options=server.options) as ck:
+        assert torch.equal(ck["model.big"], expected)
+        assert torch.equal(ck.read("model.big", (1, slice(5, 9))), expected[1, 5:9])
+    assert ckpt.verify(f"s3://{bucket}/run", storage_options=server.options).ok
+
+
+def test_export_goes_from_bucket_to_bucket(server: S3Server, bucket: str) -> None:
+    target = f"s3://{bucket}/out/model.safetensors"
+    ckpt.export(f"s3://{bucket}/run", target, storage_options=server.options)
+    data = open_store(f"s3://{bucket}/out", **server.options).get("model.safetensors")
+    assert torch.equal(load(data)["big"], make_net().big)
+
+
+def test_commands_take_the_options_of_the_store(
+    server: S3Server, bucket: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["-o", f"endpoint_url={server.endpoint_url}", "-o", f"key={server.key}"]
+    options += ["-o", f"secret={server.secret}"]
+    assert main(["ls", f"s3://{bucket}/run", *options]) == 0
+    assert main(["verify", f"s3://{bucket}/run", *options]) == 0
+    assert "every byte is as it was written" in capsys.readouterr().out
+
+
+def test_missing_bucket_is_told_in_one_line(
+    server: S3Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["-o", f"endpoint_url={server.endpoint_url}", "-o", "key=k", "-o", "secret=s"]
+    assert main(["ls", "s3://no-such-bucket-here/run", *options]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("ckpt: error: ") and "no-such-bucket-here" in err
+    assert err.count("\n") == 1

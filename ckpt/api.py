@@ -20,6 +20,7 @@ from storage import Store, open_store
 
 MIB = 1 << 20
 REMOTE_REQUESTS = 4  # in flight at once per rank
+DIRECT_NBYTES_MIN = 16 * MIB  # smaller files go through the page cache unless asked otherwise
 
 Io = Literal["auto", "buffered", "direct"]
 
@@ -44,7 +45,8 @@ def save(
 
     Replicas of buffers that differ between ranks are warned of, or refused (`replicas="strict"`).
     `user` are notes to keep with the checkpoint. A store that cannot refuse a second writer is used
-    only with `unsafe_single_writer=True`.
+    only with `unsafe_single_writer=True`. `io="buffered"` writes local files through the page
+    cache, `"direct"` around it, and `"auto"` around it from 16 MiB on.
 
     Raises the same error on every rank, and the previous checkpoint is still the latest then:
     InvalidState, StoreRefused, Fenced, RankFailed, or the store's error on one rank; OutcomeUnknown
@@ -91,12 +93,19 @@ def load(
 
 
 def _write_path(io: Io, store: Store, staging: Staging) -> WritePath:
-    """Object stores get larger parts, several at once; see DECISIONS.md for the numbers."""
+    """Object stores get larger parts, several at once; files are written around the page cache.
+
+    See DECISIONS.md for the numbers.
+    """
     if io not in ("auto", "buffered", "direct"):
         raise ValueError(f"io={io!r}; expected 'auto', 'buffered' or 'direct'")
     if store.part_nbytes_min > 1:
         return WritePath(part_nbytes=16 * MIB, writers=REMOTE_REQUESTS)
-    return WritePath(direct=io == "direct", staging=staging)
+    if io == "buffered":
+        return WritePath(staging=staging)
+    # One part is checksummed while the one before it is on its way to the disk.
+    least = DIRECT_NBYTES_MIN if io == "auto" else 0
+    return WritePath(direct=True, writers=1, direct_nbytes_min=least, staging=staging)
 
 
 def _read_path(store: Store) -> ReadPath:

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
-from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -72,16 +71,25 @@ class WritePath:
     """How parts leave this process.
 
     `direct`: gather every part into an aligned buffer and write around the page cache, which costs
-    the least CPU and leaves the cache to the training; otherwise parts are vectors of live memory.
-    With `writers=0` the caller's thread writes; with more, that many parts are in flight. `staging`
-    is for one save at a time.
+    the least CPU and leaves the cache to the training; otherwise parts are vectors of live memory,
+    and so they are for files of less than `direct_nbytes_min`. With `writers=0` the caller's thread
+    writes; with more, that many parts are in flight. `staging` is for one save at a time.
     """
 
     part_nbytes: int = 8 * MIB
     writers: int = 0
     direct: bool = False
+    direct_nbytes_min: int = 0
     file_nbytes_max: int = 4 << 30
     staging: Staging = field(default_factory=lambda: Staging())
+
+    def for_file(self, nbytes: int) -> WritePath:
+        """The path of a file of `nbytes`: a small one is not worth threads or going round the
+        cache.
+        """
+        if not self.direct or nbytes >= self.direct_nbytes_min:
+            return self
+        return replace(self, direct=False, writers=0)
 
 
 class Source(NamedTuple):
@@ -107,10 +115,11 @@ class FileTexts(NamedTuple):
 
 def sources_of(shares: Sequence[Share]) -> list[Source]:
     """Where the bytes of every share are now, in the canonical order of a data file."""
-    by_key: list[tuple[int, str, int, Region, Source]] = []
+    keys: list[tuple[int, str, int, Region, int]] = []
+    sources: list[Source] = []
     dtypes: dict[torch.dtype, tuple[str, int]] = {}
     for holding, piece, start, stop, region in shares:
-        fqn, global_shape, dtype = piece[:3]
+        fqn, global_shape, dtype, _, _, _ = piece
         known = dtypes.get(dtype)
         if known is None:
             known = dtypes[dtype] = (dtype_name(dtype), dtype.itemsize)
@@ -122,9 +131,10 @@ def sources_of(shares: Sequence[Share]) -> list[Source]:
         chunk = StoredChunk(fqn, name, global_shape, region, nbytes, int(holding.kind))
         # This is `order_key`, with the regions compared only where their starts are the same.
         first = region_start(region, global_shape)
-        by_key.append((-itemsize, fqn, first, region, Source(chunk, view, start, address)))
-    by_key.sort(key=itemgetter(0, 1, 2, 3))
-    return [keyed[4] for keyed in by_key]
+        keys.append((-itemsize, fqn, first, region, len(sources)))
+        sources.append(Source(chunk, view, start, address))
+    keys.sort()
+    return [sources[key[4]] for key in keys]
 
 
 def write_files(
@@ -154,11 +164,12 @@ def write_files(
             metadata=texts.metadata(index, len(groups)),
             extra={name: len(value) for name, value in extras.items()},
         )
+        here = path.for_file(layout.nbytes)
         with (
             store.create(
-                key, layout.nbytes, part_nbytes=path.part_nbytes, durable=False, direct=path.direct
+                key, layout.nbytes, part_nbytes=here.part_nbytes, durable=False, direct=here.direct
             ) as writer,
-            _Parts(writer, layout.nbytes, path, pinned=pinned) as parts,
+            _Parts(writer, layout.nbytes, here, pinned=pinned) as parts,
         ):
             parts.add(memoryview(layout.header))
             checksums = _stream(sources[at : at + len(group)], parts, block_nbytes)

@@ -22,6 +22,7 @@ from ckpt.format.checksum import crc32c
 from ckpt.format.codec import decode_values, encode_values
 from ckpt.format.columns import Ints, pack_ints, pack_map, unpack_ints, unpack_map
 from ckpt.format.datafile import DataFileLayout, StoredChunk, region_start
+from ckpt.format.dtypes import DTYPES
 from ckpt.format.manifest import (
     BoxTable,
     ChunkTable,
@@ -209,18 +210,12 @@ def part_of_files(
     index = {tensor.fqn: at for at, tensor in enumerate(known)}
     if len(index) != len(known):
         raise InvalidState(_conflicts(known))
-    rows = [(chunk, at) for at, file in enumerate(files) for chunk in file.chunks]
-    if unknown := sorted({chunk.fqn for chunk, _ in rows if chunk.fqn not in index}):
+    chunks = [chunk for file in files for chunk in file.chunks]
+    if unknown := sorted({chunk.fqn for chunk in chunks} - index.keys()):
         raise ValueError(f"chunks of tensors that are not in `tensors`: {unknown[:5]}")
-    boxes: dict[Box, int] = {}
-    starts, box_ids = [], []
-    for chunk, _ in rows:
-        region, shape = chunk.region, chunk.global_shape
-        starts.append(region_start(region, shape))
-        if isinstance(region, Span) or span_of(region, shape) is not None:
-            box_ids.append(-1)
-        else:
-            box_ids.append(boxes.setdefault(region, len(boxes)))
+    starts, box_ids, boxes = _region_columns(chunks)
+    itemsizes = {name: entry.itemsize for name, entry in DTYPES.items()}
+    nbytes = _int64s([chunk.nbytes for chunk in chunks])
     no_sums = np.zeros(0, dtype=np.uint32)
     return Part(
         rank=rank,
@@ -228,17 +223,33 @@ def part_of_files(
         file_nbytes=_int64s([file.nbytes for file in files]),
         file_data_start=_int64s([file.data_start for file in files]),
         tensors=tuple(known),
-        chunk_tensor=_int64s([index[chunk.fqn] for chunk, _ in rows]),
-        chunk_file=_int64s([at for _, at in rows]),
+        chunk_tensor=_int64s([index[chunk.fqn] for chunk in chunks]),
+        chunk_file=np.repeat(np.arange(len(files)), [len(file.chunks) for file in files]),
         chunk_byte_start=np.concatenate([_int64s([]), *(file.offsets for file in files)]),
         chunk_start=_int64s(starts),
-        chunk_numel=_int64s([chunk.region.numel for chunk, _ in rows]),
+        chunk_numel=nbytes // _int64s([itemsizes[chunk.dtype] for chunk in chunks]),
         chunk_box=_int64s(box_ids),
         boxes=tuple(boxes),
         block_counts=np.concatenate([_int64s([]), *(file.block_counts for file in files)]),
         checksums=np.concatenate([no_sums, *(file.checksums for file in files)]),
         **texts._asdict(),
     )
+
+
+def _region_columns(chunks: Sequence[StoredChunk]) -> tuple[list[int], list[int], list[Box]]:
+    """Per chunk the row-major index of its first element, and its box's number or -1 for a run."""
+    starts, box_ids = [], []
+    boxes: dict[Box, int] = {}
+    for chunk in chunks:
+        region, shape = chunk.region, chunk.global_shape
+        if type(region) is Box and region.shape != shape:
+            starts.append(region_start(region, shape))
+            is_run = span_of(region, shape) is not None
+            box_ids.append(-1 if is_run else boxes.setdefault(region, len(boxes)))
+        else:
+            starts.append(region.start if type(region) is Span else 0)
+            box_ids.append(-1)
+    return starts, box_ids, list(boxes)
 
 
 def _int64s(values: Sequence[int]) -> Int64s:
@@ -386,6 +397,9 @@ class _Columns(NamedTuple):
 
 def _merge_tensors(parts: Sequence[Part]) -> tuple[list[TensorInfo], list[Int64s]]:
     """All tensors by fqn, and per part the places of its tensors among them."""
+    first = parts[0].tensors  # sorted, each name once, as in every part
+    if all(part.tensors == first for part in parts[1:]):
+        return list(first), [np.arange(len(first))] * len(parts)
     # Most ranks know the same tensors: each different list is looked at once, not once per rank.
     lists: dict[tuple[TensorInfo, ...], list[int]] = {}
     for part in parts:
@@ -394,12 +408,12 @@ def _merge_tensors(parts: Sequence[Part]) -> tuple[list[TensorInfo], list[Int64s
     problems = []
     for infos, ranks in lists.items():
         for info in infos:
-            first, first_rank = merged.setdefault(info.fqn, (info, ranks[0]))
-            if first != info:
+            known, first_rank = merged.setdefault(info.fqn, (info, ranks[0]))
+            if known != info:
                 problems.append(
                     f"{info.fqn}: {info.dtype}{list(info.shape)} of kind {info.kind} on rank "
                     f"{ranks[0]}, "
-                    f"{first.dtype}{list(first.shape)} of kind {first.kind} on rank {first_rank}"
+                    f"{known.dtype}{list(known.shape)} of kind {known.kind} on rank {first_rank}"
                 )
     if problems:
         raise InvalidState(problems)

@@ -138,9 +138,7 @@ def load_optimizer_state_dict(
     world = world_of(process_group)
     with gc_paused():
         loading = OptimizerLoad(model, _several(optimizer), world, _ranks(world), fresh=False)
-        loading.prepare(
-            state_dict, strict=strict, rank0_only=rank0_only, needs_groups=strict
-        )
+        loading.prepare(state_dict, strict=strict, rank0_only=rank0_only, needs_groups=strict)
 
         def fill() -> Loaded:
             loading.fill()

@@ -158,5 +158,3 @@ def chunk_placements(mesh: Any) -> tuple[Any, ...]:
     from torch.distributed.tensor import Replicate, Shard
 
     return (*(Replicate() for _ in range(mesh.ndim - 1)), Shard(0))
-
-

@@ -157,8 +157,7 @@ class _Binding:
         self.holdings += holdings_of(source.owned, source.owned.local, stored.get, kind=kind)
 
     def fits(self, fqn: str, saved: str, shape: Shape, dtype: torch.dtype) -> bool:
-        """Whether the tensor that the checkpoint calls `saved` can fill `fqn`; a problem when not.
-        """
+        """Whether the tensor that the checkpoint calls `saved` can fill `fqn`; a problem when not."""
         entry = self.names.catalog.tensors[saved]
         self.names.used.add(saved)
         if entry.shape != shape:
@@ -180,9 +179,7 @@ class _Binding:
             return False
         return True
 
-    def add_tree(
-        self, fqn: str, read: Callable[[], Any], install: Callable[[Any], Any]
-    ) -> None:
+    def add_tree(self, fqn: str, read: Callable[[], Any], install: Callable[[Any], Any]) -> None:
         names = self.names
         if names.skip(fqn) or (found := names.value(fqn)) is None:
             return
@@ -280,9 +277,7 @@ class _Binding:
                 make = getattr(type(slot.value), "_make", tuple)
                 self.replace(slot.place, make(items))
 
-    def own_of(
-        self, fqn: str, all_values: Sequence[Any], marked: PerRank
-    ) -> tuple[Any] | None:
+    def own_of(self, fqn: str, all_values: Sequence[Any], marked: PerRank) -> tuple[Any] | None:
         """This rank's value of what was saved per rank; None, and a problem, when there is none."""
         saved_size, size = len(all_values), len(self.ranks.global_ranks)
         if saved_size == size == self.names.catalog.world_size:

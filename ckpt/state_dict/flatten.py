@@ -138,8 +138,7 @@ class _Building:
 
 
 def name_clashes(state: Any, names: Sequence[str]) -> list[str]:
-    """One problem for each name that two leaves of `state` would have, naming the places of both.
-    """
+    """One problem for each name that two leaves of `state` would have, naming the places of both."""
     twice = sorted(name for name, count in Counter(names).items() if count > 1)
     problems = []
     for name in twice:
@@ -163,4 +162,3 @@ def _places(node: Any, path: str, name: str, shown: str) -> Iterator[str]:
         at = f"{path}.{key}" if path else str(key)
         if at == name or name.startswith(f"{at}."):
             yield from _places(child, at, name, f"{shown}[{key!r}]")
-

@@ -135,9 +135,7 @@ class _Taking:
         dtype = self.live.dtypes.get(fqn, tensor.dtype)
         return lambda: tensor.to(dtype)
 
-    def holding(
-        self, fqn: str, entry: Known, tensor: torch.Tensor, region: Box
-    ) -> Holding:
+    def holding(self, fqn: str, entry: Known, tensor: torch.Tensor, region: Box) -> Holding:
         piece = Piece(
             fqn, entry.shape, entry.dtype, region, whole(tuple(tensor.shape)), (self.ranks.rank,)
         )
@@ -243,9 +241,7 @@ class _Taking:
 # --- back ----------------------------------------------------------------------------------------
 
 
-def put_in(
-    fqn: str, value: Any, ranks: Ranks, *, kind: Kind, shape: Shape | None
-) -> list[Holding]:
+def put_in(fqn: str, value: Any, ranks: Ranks, *, kind: Kind, shape: Shape | None) -> list[Holding]:
     """A tensor of a state dict, in any form, as holdings. Raises `Refused`.
 
     `shape` is that of the live tensor of this name, which a flat local part stands for.

@@ -50,8 +50,7 @@ def take_model(model: nn.Module, output: Output, world: World, ranks: Ranks) -> 
 
 
 def describe_live(model: nn.Module, ranks: Ranks, output: Output) -> tuple[Described, Live]:
-    """What this rank holds of `model`. Raises InvalidState with everything that cannot take part.
-    """
+    """What this rank holds of `model`. Raises InvalidState with everything that cannot take part."""
     described = describe_model(model, ranks, loading=False)
     holdings = [
         holding
@@ -106,8 +105,7 @@ def shardings(described: Described, names: Iterable[str]) -> dict[str, UnitShard
 
 
 def buffer_dtypes(described: Described, buffers: Iterable[str]) -> dict[str, torch.dtype]:
-    """The dtype that each of `buffers` has in state dicts, where its unit lets it live in another.
-    """
+    """The dtype that each of `buffers` has in state dicts, where its unit lets it live in another."""
     told = _told(described)
     named = {
         f"{path}.{name}" if path else name: dtype
@@ -222,9 +220,7 @@ class ModelLoad:
             if fqn in recast and isinstance(value, torch.Tensor) and value.dtype is recast[fqn]:
                 value = value.to(live_dtypes[fqn])
             try:
-                held += put_in(
-                    fqn, value, self.ranks, kind=Kind.OTHER, shape=shapes.get(fqn)
-                )
+                held += put_in(fqn, value, self.ranks, kind=Kind.OTHER, shape=shapes.get(fqn))
             except Refused as refused:
                 problems.append(refused.problem)
         if problems:

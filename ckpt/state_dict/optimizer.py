@@ -124,11 +124,8 @@ def refusals(
     return problems
 
 
-def named_groups(
-    optimizer: torch.optim.Optimizer, described: Described
-) -> list[list[NamedParam]]:
-    """The parameters of each group by name: on the module that holds them all, else with its path.
-    """
+def named_groups(optimizer: torch.optim.Optimizer, described: Described) -> list[list[NamedParam]]:
+    """The parameters of each group by name: on the module that holds them all, else with its path."""
     sources = [
         [(param, described.by_param[id(param)]) for param in group["params"]]
         for group in optimizer.param_groups
@@ -179,9 +176,7 @@ class _Saving:
         self.flat = flat
         self.ranks = ranks
 
-    def add_groups(
-        self, optimizer: torch.optim.Optimizer, groups: list[list[NamedParam]]
-    ) -> None:
+    def add_groups(self, optimizer: torch.optim.Optimizer, groups: list[list[NamedParam]]) -> None:
         fqn = f"{self.path}.param_groups"
         stored = []
         for at, (group, named) in enumerate(zip(optimizer.param_groups, groups, strict=True)):

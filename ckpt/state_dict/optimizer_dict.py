@@ -95,8 +95,7 @@ def _group_of(group: Mapping[str, Any], by_key: Mapping[Any, torch.Tensor]) -> d
 
 
 def check_keys(state_dict: Mapping[str, Any]) -> type | None:
-    """The type of the keys in `state_dict`; None when there are none. Raises Mismatch when mixed.
-    """
+    """The type of the keys in `state_dict`; None when there are none. Raises Mismatch when mixed."""
     groups = [key for group in state_dict.get("param_groups", ()) for key in group["params"]]
     state = state_dict.get("state", {})
     kinds = {type(key) for key in groups} or {type(key) for key in state if type(key) is int}
@@ -141,9 +140,7 @@ def take_optimizer(
     Raises InvalidState or Mismatch, the same on all ranks, for state that cannot be told by
     parameter, and for values that differ between ranks.
     """
-    taken = collectively(
-        world, "describe", lambda: _taken(model, optimizers, ranks, state_dict)
-    )
+    taken = collectively(world, "describe", lambda: _taken(model, optimizers, ranks, state_dict))
     check_values(world, taken.values)
     tensors = take_out(taken.live, output, world, ranks)
     if not output.is_for(ranks.rank):
@@ -212,9 +209,7 @@ def _models(view: Any, described: Described) -> dict[str, torch.Tensor]:
     return models
 
 
-def _state_shardings(
-    described: Described, shapes: Mapping[str, Shape]
-) -> dict[str, UnitSharding]:
+def _state_shardings(described: Described, shapes: Mapping[str, Shape]) -> dict[str, UnitSharding]:
     """A state that is shaped like its parameter is cut like it."""
     told = shardings(described, names_of(described))
     found = {}
@@ -224,9 +219,7 @@ def _state_shardings(
     return found
 
 
-def by_parameter(
-    fqns: Collection[str], params: Collection[str]
-) -> Iterator[tuple[str, str, str]]:
+def by_parameter(fqns: Collection[str], params: Collection[str]) -> Iterator[tuple[str, str, str]]:
     """Parameter and state name of each name of a state tensor or value, with that name.
 
     Names of states may have dots; then the longest parameter that fits is meant.
@@ -491,9 +484,7 @@ class OptimizerLoad:
         if problems:
             raise Mismatch(problems)
 
-    def bind_one(
-        self, optimizer: torch.optim.Optimizer, target: Any, strict: bool
-    ) -> list[str]:
+    def bind_one(self, optimizer: torch.optim.Optimizer, target: Any, strict: bool) -> list[str]:
         own = {
             name: None
             for group in named_groups(optimizer, self.described)
@@ -572,9 +563,7 @@ class OptimizerLoad:
         id_of = {id(param): number for number, param in enumerate(params)}
         target = self.targets[0]
         state: dict[Any, Any] = {
-            id_of[id(param)]: found
-            for param in params
-            if (found := target.state.get(param))
+            id_of[id(param)]: found for param in params if (found := target.state.get(param))
         }
         state.update(self.given.user)
         result: dict[str, Any] = {"state": state}
@@ -624,9 +613,13 @@ def nested(state_dict: Mapping[str, Any], params: Collection[str]) -> Mapping[st
 
     Any other comes back as it is. Groups are made of parameters whose hyperparameters are equal.
     """
-    if not state_dict or "state" in state_dict or not all(
-        isinstance(key, str) and key.startswith(("state.", "param_groups."))
-        for key in state_dict
+    if (
+        not state_dict
+        or "state" in state_dict
+        or not all(
+            isinstance(key, str) and key.startswith(("state.", "param_groups."))
+            for key in state_dict
+        )
     ):
         return state_dict
     state: dict[str, dict[str, Any]] = {}

@@ -50,9 +50,7 @@ def join_tree(value: Any, tensor_of: Callable[[str], Any], like: Any = None) -> 
         joined = {key: join_tree(item, tensor_of, live.get(key)) for key, item in value.items()}
         return _with_type_of(like, joined)
     if isinstance(value, (list, tuple)):
-        items = [
-            join_tree(item, tensor_of, _at(like, index)) for index, item in enumerate(value)
-        ]
+        items = [join_tree(item, tensor_of, _at(like, index)) for index, item in enumerate(value)]
         return items if isinstance(value, list) else tuple(items)
     return value
 

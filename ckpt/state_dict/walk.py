@@ -19,8 +19,7 @@ from ckpt.state_dict.values import DEPTH_MAX, SCALARS, why_not_storable
 
 
 class Place(NamedTuple):
-    """Where a leaf stands: `container[key]`. The state itself stands nowhere: `container` is None.
-    """
+    """Where a leaf stands: `container[key]`. The state itself stands nowhere: `container` is None."""
 
     container: Any
     key: Any
@@ -147,4 +146,3 @@ def _is_pure(node: Any, depth: int) -> bool:
         elif isinstance(child, (torch.Tensor, PerRank)) or is_object(child):
             return False  # modules and optimizers are objects by this test
     return True
-

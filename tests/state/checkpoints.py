@@ -68,9 +68,7 @@ def assembled(parts: Sequence[Part]) -> Checkpoint:
             whole = tensors.setdefault(
                 piece.fqn, torch.zeros(piece.global_shape, dtype=piece.dtype)
             )
-            absent = missing.setdefault(
-                piece.fqn, torch.ones(piece.global_shape, dtype=torch.bool)
-            )
+            absent = missing.setdefault(piece.fqn, torch.ones(piece.global_shape, dtype=torch.bool))
             assert rank in piece.holders and list(piece.holders) == sorted(piece.holders)
             if rank == piece.holders[0]:
                 put(whole, piece.region, content)

@@ -97,6 +97,7 @@ ADAPTERS = (
     "ckpt/layout/torch_fsdp.py",
     "ckpt/layout/plain.py",
     "ckpt/layout/modules.py",
+    "sharding/torch_seam.py",
     "ckpt/world.py",
 )
 

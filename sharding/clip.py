@@ -1,0 +1,77 @@
+"""Clipping by the norm over all parameters, however they are spread over ranks."""
+
+from __future__ import annotations
+
+import functools
+import math
+import warnings
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from sharding.collectives import Comm
+
+__all__ = ["clip_sharded"]
+
+
+def clip_sharded(
+    sharded: Sequence[torch.Tensor],
+    repeated: Sequence[torch.Tensor],
+    *,
+    max_norm: float,
+    norm_type: float,
+    comm: Comm,
+    device: torch.device,
+) -> torch.Tensor:
+    """Scale all gradients so that their total norm is at most `max_norm`; returns that norm.
+
+    `sharded` are this rank's parts, `repeated` gradients that all ranks of the group hold alike and
+    that count once. Collective. The norm is computed in float32 and returned in the dtype that the
+    local gradients promote to.
+    """
+    total = _local_norm(sharded, norm_type, device)
+    if math.isinf(norm_type):
+        total = torch.maximum(total, _local_norm(repeated, norm_type, device))
+        comm.all_reduce(total, maximum=True).wait()
+    else:
+        power = total**norm_type
+        comm.all_reduce(power).wait()
+        power += _local_norm(repeated, norm_type, device) ** norm_type
+        total = power ** (1.0 / norm_type)
+    # Multiplied always, also by one: a test on the value would make the CPU wait for the device.
+    scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    grads = [*sharded, *repeated]
+    for grad in grads:
+        grad.mul_(scale.to(device=grad.device, dtype=grad.dtype))
+    if not grads:
+        warnings.warn(
+            "clip_grad_norm_: this rank has no gradients; the norm is returned in float32",
+            stacklevel=3,
+        )
+        return total
+    return total.to(functools.reduce(torch.promote_types, (grad.dtype for grad in grads)))
+
+
+def _local_norm(
+    grads: Sequence[torch.Tensor], norm_type: float, device: torch.device
+) -> torch.Tensor:
+    # A new tensor each time: it is reduced in place.
+    if not grads:
+        return torch.zeros((), dtype=torch.float32, device=device)
+    norms = [
+        torch.linalg.vector_norm(grad.detach(), norm_type, dtype=torch.float32).to(device)
+        for grad in grads
+    ]
+    total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    return total
+
+
+def check_dtypes(what: str, params: Sequence[nn.Parameter]) -> None:
+    """Raise ValueError when gradients of one kind have several dtypes."""
+    dtypes = {param.grad.dtype for param in params if param.grad is not None}
+    if len(dtypes) > 1:
+        raise ValueError(
+            f"clip_grad_norm_: {what} gradients have several dtypes: "
+            f"{', '.join(sorted(map(str, dtypes)))}; use one mixed precision setting"
+        )

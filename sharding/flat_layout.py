@@ -1,0 +1,169 @@
+"""Where every parameter of a unit lies in its flat parameter, and which part each rank holds.
+
+Pure arithmetic: no memory, no process group, no module.
+
+    shapes and strides of the members, in walk order
+      -> offsets in the flat tensor (each member aligned to 16 bytes where members are parameters
+         of their own, filler between them)
+      -> equal shards, one per rank, the last ones padded with zeros
+
+All ranges are half-open and count elements. "Flat" is the unsharded tensor, "shard" a rank's part
+of it, with its padding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+Shape = tuple[int, ...]
+
+ALIGNMENT_BYTES = 16
+"""Members that are parameters of their own start at multiples of this, so that vector loads of
+their views are aligned."""
+
+
+class MemberSpec(NamedTuple):
+    """What the layout needs to know about a member; `stride` as memory has it, in elements."""
+
+    fqn: str
+    shape: Shape
+    stride: Shape
+
+
+class Member(NamedTuple):
+    """One parameter in the flat tensor: it fills `start` to `stop` in memory order."""
+
+    fqn: str
+    shape: Shape
+    stride: Shape
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def is_row_major(self) -> bool:
+        """Whether memory order is the logical order of elements."""
+        return self.stride == row_major(self.shape)
+
+
+class LocalPart(NamedTuple):
+    """What a rank holds of one member: `numel` elements from `in_shard` on in its shard, which are
+    those from `in_member` on in the member's memory order.
+    """
+
+    in_shard: int
+    in_member: int
+    numel: int
+
+
+@dataclass(frozen=True)
+class FlatLayout:
+    """Members, filler and padding of one flat parameter, cut over `shard_count` ranks."""
+
+    members: tuple[Member, ...]
+    numel: int
+    """Elements of the flat tensor: members and filler, no padding."""
+    shard_count: int
+
+    @property
+    def shard_numel(self) -> int:
+        """Elements of every rank's shard, padding included."""
+        return -(-self.numel // self.shard_count)
+
+    @property
+    def padded_numel(self) -> int:
+        """Elements of all shards together."""
+        return self.shard_numel * self.shard_count
+
+    def shard_range(self, rank: int) -> tuple[int, int]:
+        """The rank's part of the flat tensor, without padding; empty past the last element."""
+        start = min(rank * self.shard_numel, self.numel)
+        return start, min(start + self.shard_numel, self.numel)
+
+    def padding(self, rank: int) -> int:
+        """Elements at the end of the rank's shard that belong to nothing."""
+        start, stop = self.shard_range(rank)
+        return self.shard_numel - (stop - start)
+
+    def local_parts(self, rank: int) -> tuple[LocalPart | None, ...]:
+        """What the rank holds of each member; None where it holds nothing of it."""
+        first, last = self.shard_range(rank)
+        parts: list[LocalPart | None] = []
+        for member in self.members:
+            start, stop = max(first, member.start), min(last, member.stop)
+            if start < stop:
+                parts.append(LocalPart(start - first, start - member.start, stop - start))
+            else:
+                parts.append(None)
+        return tuple(parts)
+
+    @cached_property
+    def gaps(self) -> tuple[tuple[int, int], ...]:
+        """Filler and padding of the padded flat tensor, ascending."""
+        found = []
+        at = 0
+        for member in self.members:
+            if at < member.start:
+                found.append((at, member.start))
+            at = member.stop
+        if at < self.padded_numel:
+            found.append((at, self.padded_numel))
+        return tuple(found)
+
+
+def plan_flat_layout(
+    specs: Sequence[MemberSpec], *, shard_count: int, align_to: int = 1
+) -> FlatLayout:
+    """Lay members out in the given order, each from a multiple of `align_to` elements on.
+
+    With `align_to` > 1 filler at the end makes the flat tensor divide by `shard_count` too.
+    """
+    members = []
+    at = 0
+    for spec in specs:
+        start = -(-at // align_to) * align_to
+        at = start + math.prod(spec.shape)
+        members.append(Member(spec.fqn, spec.shape, spec.stride, start, at))
+    if align_to > 1:
+        at = -(-at // shard_count) * shard_count
+    return FlatLayout(tuple(members), at, shard_count)
+
+
+def alignment(itemsize: int) -> int:
+    """`ALIGNMENT_BYTES` in elements of `itemsize` bytes."""
+    return max(1, ALIGNMENT_BYTES // itemsize)
+
+
+def row_major(shape: Shape) -> Shape:
+    """Strides of a contiguous tensor of that shape."""
+    strides = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def memory_strides(shape: Shape, stride: Shape) -> Shape:
+    """The strides to flatten with: the tensor's own where it fills its memory without holes, in
+    whatever order of dims; row-major ones otherwise.
+
+    A contiguous tensor keeps even unusual strides of dims of size 1 (1x1 channels-last weights).
+    """
+    if math.prod(shape) == 0:
+        return row_major(shape)
+    expected = 1
+    for size, step in sorted(zip(shape, stride, strict=True), key=lambda dim: (dim[1], dim[0])):
+        if size == 1:
+            continue
+        if step != expected:
+            return row_major(shape)
+        expected *= size
+    return stride

@@ -1,0 +1,605 @@
+"""`FullyShardedDataParallel`: the wrapper that a training script uses.
+
+Arguments, defaults and methods are those of torch's class of that name. Nothing happens in this
+file but telling the parts: what is wrapped (`init`, `wrap`, `groups`), how it is kept
+(`flat_param`), what happens when (`unit`, `runtime`).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+
+from ckpt.layout.flat import FlatMember, flat_views, member_as_param, memory_order
+from ckpt.layout.piece import Owned
+from sharding.clip import check_dtypes, clip_sharded
+from sharding.collectives import Comm
+from sharding.comm_hooks import hook_of
+from sharding.flat_param import FlatParam, StoreOptions
+from sharding.groups import Groups, resolve_groups
+from sharding.init import (
+    Ignored,
+    choose_device,
+    find_ignored,
+    find_params,
+    materialize,
+    move_states,
+    sync_states,
+)
+from sharding.precision import cast_buffers, reduce_dtype
+from sharding.reduction import Reduction
+from sharding.runtime import Runtime
+from sharding.streams import streams_for
+from sharding.summon import SummonOptions, summon_units
+from sharding.unit import HYBRID, Phase, Settings, Unit
+from sharding.wrap import auto_wrap
+
+__all__ = ["FullyShardedDataParallel", "fsdp_units"]
+
+_CHILD = "_fsdp_wrapped_module"
+
+
+class FullyShardedDataParallel(nn.Module):
+    """Shards a module's parameters, gradients and optimizer state over data-parallel ranks.
+
+    Wrap inner modules first (or pass `auto_wrap_policy`), create the optimizer after wrapping, and
+    train as usual: parameters are gathered for the time that a wrapped module computes. Every
+    wrapper is a unit; what inner units do not hold belongs to the outer one.
+
+    All arguments mean what they mean for torch's `FullyShardedDataParallel`. Differences: without
+    an accelerator it computes on the CPU without being told to; a mesh of two axes needs a hybrid
+    strategy; hybrid sharding with shard groups of one rank keeps its replicas equal.
+    """
+
+    __ckpt_wraps__ = _CHILD
+
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: Any = None,
+        sharding_strategy: ShardingStrategy | None = None,
+        cpu_offload: CPUOffload | None = None,
+        auto_wrap_policy: Any = None,
+        backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
+        mixed_precision: MixedPrecision | None = None,
+        ignored_modules: Iterable[nn.Module] | None = None,
+        param_init_fn: Callable[[nn.Module], None] | None = None,
+        device_id: int | torch.device | None = None,
+        sync_module_states: bool = False,
+        forward_prefetch: bool = False,
+        limit_all_gathers: bool = True,
+        use_orig_params: bool = False,
+        ignored_states: Iterable[Any] | None = None,
+        device_mesh: DeviceMesh | None = None,
+    ) -> None:
+        super().__init__()
+        if isinstance(module, nn.ModuleList | nn.ModuleDict):
+            warnings.warn(
+                f"{type(module).__name__} has no forward of its own: wrap what is inside it, or "
+                "nothing will be gathered",
+                stacklevel=2,
+            )
+        strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
+        ignored = find_ignored(module, ignored_modules, ignored_states, is_unit=is_unit)
+        ignored = _with_inherited(ignored, module)
+        groups = resolve_groups(
+            process_group, device_mesh, strategy, has_policy=auto_wrap_policy is not None
+        )
+        if auto_wrap_policy is not None:
+            shared = {
+                "process_group": None if device_mesh is not None else groups.argument,
+                "device_mesh": device_mesh,
+                "sharding_strategy": sharding_strategy,
+                "cpu_offload": cpu_offload,
+                "backward_prefetch": backward_prefetch,
+                "mixed_precision": mixed_precision,
+                "param_init_fn": param_init_fn,
+                "device_id": device_id,
+                "sync_module_states": sync_module_states,
+                "forward_prefetch": forward_prefetch,
+                "limit_all_gathers": limit_all_gathers,
+                "use_orig_params": use_orig_params,
+                "ignored_states": list(ignored.params) or None,
+            }
+            auto_wrap(
+                module,
+                auto_wrap_policy,
+                wrapper=FullyShardedDataParallel,
+                ignored_modules=set(ignored.modules),
+                ignored_params=set(ignored.params),
+                kwargs=shared,
+            )
+        strategy = _clamped(strategy, groups)
+        found = find_params(module, ignored, managed=_managed_below(module), is_unit=is_unit)
+        device = choose_device([item.param for item in found], device_id)
+        if materialize(module, ignored, device, param_init_fn=param_init_fn, is_unit=is_unit):
+            # Values are given to new Parameter objects.
+            found = find_params(module, ignored, managed=_managed_below(module), is_unit=is_unit)
+        if device_id is not None:
+            move_states(module, ignored, device, is_unit=is_unit)
+        if sync_module_states:
+            comms = [groups.shard] if groups.replicate is None else [groups.replicate, groups.shard]
+            sync_states(module, found, comms, synced=_synced_below(module))
+        settings = Settings(
+            strategy=strategy,
+            precision=mixed_precision or MixedPrecision(),
+            backward_prefetch=backward_prefetch,
+            forward_prefetch=forward_prefetch,
+            limit_all_gathers=limit_all_gathers,
+            use_orig_params=use_orig_params,
+            device=device,
+            offload=cpu_offload is not None and cpu_offload.offload_params,
+            ignored_buffers=ignored.buffers,
+        )
+        self.fsdp_groups = groups
+        self.fsdp_ignored = ignored
+        self._fsdp_wrapped_module = module
+        self.fsdp_unit = _make_unit(module, found, groups, settings)
+        self.fsdp_unit.show_flat()
+        self._check_nothing_left()
+
+    def _check_nothing_left(self) -> None:
+        managed = _managed_below(self)
+        left = [
+            name
+            for name, param in self._fsdp_wrapped_module.named_parameters()
+            if id(param) not in managed and param not in self.fsdp_ignored.params
+        ]
+        if left:
+            raise RuntimeError(f"not sharded, and not ignored: {', '.join(left)}; this is a bug")
+
+    # --- running --------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the wrapped module with its parameters gathered."""
+        args, kwargs = self._before_forward(args, kwargs)
+        try:
+            output = self._fsdp_wrapped_module(*args, **kwargs)
+        except BaseException:
+            self.fsdp_unit.abort_forward()
+            raise
+        return self._after_forward(output)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _before_forward(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        self._find_root()
+        return self.fsdp_unit.before_forward(args, kwargs)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _after_forward(self, output: Any) -> Any:
+        return self.fsdp_unit.after_forward(output)
+
+    def _find_root(self) -> Runtime:
+        """Make this wrapper the root of everything below it, unless it belongs to a root already.
+
+        Raises ValueError when units disagree on what the model can only have once, AssertionError
+        when a unit below has run as a root of its own.
+        """
+        if self.fsdp_unit.runtime is not None:
+            return self.fsdp_unit.runtime
+        wrappers = fsdp_units(self)
+        if any(wrapper.fsdp_unit.runtime is not None for wrapper in wrappers):
+            raise AssertionError(
+                "an inner unit was used as a root (by a forward or summon_full_params of its own) "
+                "before the outer one; call the outermost wrapper first"
+            )
+        for name in ("use_orig_params", "limit_all_gathers"):
+            values = {getattr(w.fsdp_unit.settings, name) for w in wrappers}
+            if len(values) > 1:
+                raise ValueError(f"{name} must be the same for all units, got {sorted(values)}")
+        _check_devices(self)
+        device = self.fsdp_unit.settings.device
+        runtime = Runtime(self.fsdp_unit, [w.fsdp_unit for w in wrappers], streams_for(device))
+        _cast_all_buffers(self, wrappers)
+        return runtime
+
+    def check_is_root(self) -> bool:
+        """Whether this is the outermost unit."""
+        return self._find_root().root is self.fsdp_unit
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Gradients of backwards inside are kept unsharded on each rank, and reduced together by
+        the first backward outside. Raises RuntimeError unless this is the root.
+        """
+        self._assert_root("no_sync")
+        self._assert_idle()
+        units = [wrapper.fsdp_unit for wrapper in fsdp_units(self)]
+        before = [unit.syncs_gradients for unit in units]
+        for unit in units:
+            unit.syncs_gradients = False
+        try:
+            yield
+        finally:
+            for unit, flag in zip(units, before, strict=True):
+                assert not unit.syncs_gradients, "gradient sync was switched on inside no_sync()"
+                unit.syncs_gradients = flag
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scale gradients so that the norm over all of them, on all ranks, is at most `max_norm`.
+
+        Returns that norm. Collective; only on the root (RuntimeError), outside of forward and
+        backward.
+        """
+        self._assert_root("clip_grad_norm_")
+        self._assert_idle()
+        units = [wrapper.fsdp_unit for wrapper in fsdp_units(self)]
+        managed: set[int] = set()
+        sharded: list[nn.Parameter] = []
+        repeated: list[nn.Parameter] = []
+        for unit in units:
+            if unit.store is not None:
+                unit.store.adopt_gradients()
+                shown = unit.store.shown_params
+                managed.update(id(param) for param in shown)
+                (sharded if unit.settings.is_sharded else repeated).extend(shown)
+        repeated += [param for param in self.parameters() if id(param) not in managed]
+        check_dtypes("sharded", sharded)
+        check_dtypes("unsharded", repeated)
+        if not any(unit.settings.is_sharded for unit in units if unit.store is not None):
+            return nn.utils.clip_grad_norm_(repeated, max_norm, norm_type)
+        return clip_sharded(
+            [param.grad for param in sharded if param.grad is not None],
+            [param.grad for param in repeated if param.grad is not None],
+            max_norm=float(max_norm),
+            norm_type=float(norm_type),
+            comm=self.fsdp_groups.shard,
+            device=self.fsdp_unit.settings.device,
+        )
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Reduce gradients by `hook(state, grad)`, or `hook(state, padded_grad, output_shard)`
+        where parameters are sharded; it divides too.
+
+        Once, on the root, before the first forward, without hybrid sharding: else AssertionError.
+        ValueError when not callable. All units get the hook, or none.
+        """
+        if not callable(hook):
+            raise ValueError(f"the communication hook must be callable, got {type(hook).__name__}")
+        if not self.check_is_root():
+            raise AssertionError("register_comm_hook: call it on the root")
+        units = [wrapper.fsdp_unit for wrapper in fsdp_units(self)]
+        for unit in units:
+            if unit.settings.strategy in HYBRID:
+                raise AssertionError("register_comm_hook: hybrid sharding cannot have hooks")
+            if unit.reduction.hook is not None:
+                raise AssertionError("register_comm_hook: a hook is registered already")
+        for unit in units:
+            comm_hook = hook_of(state, hook)
+            unit.reduction = unit.reduction.with_hook(comm_hook)
+
+    # --- full parameters ------------------------------------------------------------------------
+
+    @staticmethod
+    @contextmanager
+    def summon_full_params(
+        module: nn.Module,
+        recurse: bool = True,
+        writeback: bool = True,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+        with_grads: bool = False,
+    ) -> Iterator[None]:
+        """Inside, parameters below `module` have their full shapes and full precision.
+
+        On leaving, each rank keeps its part of what was written, or nothing of it without
+        `writeback`. `rank0_only`: the others of a shard group keep their shards. Collective. Raises
+        NotImplementedError for combinations that cannot be, AssertionError when not idle.
+        """
+        wrappers = fsdp_units(module)
+        if not recurse:
+            wrappers = [wrapper for wrapper in wrappers if wrapper is module]
+        for wrapper in fsdp_units(module, root_only=True) if recurse else wrappers:
+            wrapper._find_root()
+        units = [wrapper.fsdp_unit for wrapper in wrappers]
+        options = SummonOptions(writeback, rank0_only, offload_to_cpu, with_grads)
+        _check_summon(units, options)
+        with summon_units(units, options):
+            yield
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
+        """Like `nn.Module.apply`, with the full parameters of each unit at hand."""
+        was_alone = self.fsdp_unit.runtime is None
+        self._find_root()
+        self._assert_idle()
+        with FullyShardedDataParallel.summon_full_params(self, recurse=False):
+            super().apply(fn)
+        if was_alone:
+            # It may be an inner unit: the root is still to be found.
+            for wrapper in fsdp_units(self):
+                wrapper.fsdp_unit.runtime = None
+        return self
+
+    def _apply(
+        self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
+    ) -> FullyShardedDataParallel:
+        unit = self.fsdp_unit
+        store = unit.store
+        if store is None or not recurse:
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+            return self
+        store.reshard()
+        store.adopt_values()
+        unit.hide_flat()
+        for item in store.found:
+            for place in item.places:
+                place.take()
+        try:
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+            store.convert(fn)
+        finally:
+            if store.options.use_orig_params:
+                store.put_params()
+            else:
+                store.show_placeholders()
+                unit.show_flat()
+        return self
+
+    # --- looking through ------------------------------------------------------------------------
+
+    @property
+    def module(self) -> nn.Module:
+        """The wrapped module, below an activation checkpoint wrapper if there is one."""
+        inner: Any = self._fsdp_wrapped_module
+        while hasattr(type(inner), "forward") and "_checkpoint_wrapped_module" in dict(
+            inner.named_children()
+        ):
+            inner = dict(inner.named_children())["_checkpoint_wrapped_module"]
+        module: nn.Module = inner
+        return module
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == _CHILD:
+                raise
+            return getattr(self._fsdp_wrapped_module, name)
+
+    def __getitem__(self, key: Any) -> Any:
+        inner: Any = self.module
+        return inner[key]
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """As `nn.Module` has it; inside `summon_full_params` names are those of the bare module."""
+        for name, param in super().named_parameters(*args, **kwargs):
+            yield self._name_now(name), param
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """As `nn.Module` has it; inside `summon_full_params` names are those of the bare module."""
+        for name, buffer in super().named_buffers(*args, **kwargs):
+            yield self._name_now(name), buffer
+
+    def _name_now(self, name: str) -> str:
+        return clean_name(name) if self.fsdp_unit.phase is Phase.SUMMON else name
+
+    @staticmethod
+    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
+        """The units below `module`, itself included, in walk order; or only the outermost ones."""
+        return fsdp_units(module, root_only=root_only)
+
+    # --- checkpoints ----------------------------------------------------------------------------
+
+    def __ckpt_pieces__(self) -> list[Owned]:
+        store = self.fsdp_unit.store
+        if store is None:
+            return []
+        holders = self._holders()
+        members = []
+        for member, part in zip(store.layout.members, store.parts, strict=True):
+            fqn = clean_name(member.fqn)
+            order = memory_order(fqn, member.shape, member.stride)
+            start, numel, offset = (0, 0, 0)
+            if part is not None:
+                start, numel, offset = part.in_member, part.numel, part.in_shard
+            members.append(FlatMember(fqn, member.shape, order, start, numel, offset, holders))
+        local = store.flat.detach()
+        if not store.options.use_orig_params:
+            return [Owned(store.flat, local, flat_views(members, local.dtype, base=0), True)]
+        store.adopt_values()
+        whole_here = not store.options.sharded
+        return [
+            member_as_param(param, local, member, whole_here=whole_here)
+            for param, member in zip(store.params, members, strict=True)
+        ]
+
+    def _holders(self) -> tuple[int, ...]:
+        """Global ranks that hold the same shard as this one."""
+        groups = self.fsdp_groups
+        if not self.fsdp_unit.settings.is_sharded:
+            held = groups.replicate or groups.shard
+            return tuple(sorted(held.global_ranks))
+        if groups.replicate is None:
+            return (groups.shard.global_ranks[groups.shard.rank],)
+        return tuple(sorted(groups.replicate.global_ranks))
+
+    def __ckpt_aliases__(self) -> dict[str, str]:
+        store = self.fsdp_unit.store
+        return {
+            clean_name(name): clean_name(item.fqn)
+            for item in (store.found if store is not None else ())
+            for name in item.names[1:]
+        }
+
+    def __ckpt_reshard__(self) -> None:
+        unit = self.fsdp_unit
+        if unit.phase is Phase.SUMMON:
+            raise RuntimeError(
+                "the module is inside summon_full_params(); leave that context before loading"
+            )
+        if unit.store is not None:
+            unit.store.reshard()
+
+    # --- checks ---------------------------------------------------------------------------------
+
+    def _assert_root(self, what: str) -> None:
+        if not self.check_is_root():
+            raise RuntimeError(f"{what}() works on the outermost wrapper only; call it there")
+
+    def _assert_idle(self) -> None:
+        runtime = self._find_root()
+        for unit in runtime.units:
+            if unit.phase is not Phase.IDLE:
+                raise ValueError(
+                    f"this cannot be called during {unit.phase.value}; call it between steps"
+                )
+
+
+# --- the tree ------------------------------------------------------------------------------------
+
+
+def is_unit(module: nn.Module) -> bool:
+    """Whether the module is a wrapper of this engine."""
+    return isinstance(module, FullyShardedDataParallel)
+
+
+def fsdp_units(module: nn.Module, *, root_only: bool = False) -> list[FullyShardedDataParallel]:
+    """The wrappers below `module`, itself included, in walk order; or only the outermost ones."""
+    found: list[FullyShardedDataParallel] = []
+    skipped = ""
+    for name, inner in module.named_modules():
+        if not isinstance(inner, FullyShardedDataParallel):
+            continue
+        if root_only and found and (skipped == "" or name.startswith(f"{skipped}.")):
+            continue
+        found.append(inner)
+        skipped = name
+    return found
+
+
+def clean_name(name: str) -> str:
+    """A dotted name without what wrappers put in."""
+    wrappers = (_CHILD, "_checkpoint_wrapped_module", "_orig_mod")
+    return ".".join(part for part in name.split(".") if part not in wrappers)
+
+
+def _managed_below(module: nn.Module) -> set[int]:
+    found: set[int] = set()
+    for wrapper in fsdp_units(module):
+        store = wrapper.fsdp_unit.store if "fsdp_unit" in wrapper.__dict__ else None
+        if store is not None:
+            found.add(id(store.flat))
+            found.update(id(param) for param in store.params)
+    return found
+
+
+def _with_inherited(ignored: Ignored, module: nn.Module) -> Ignored:
+    """Also leave alone what units below were told to."""
+    modules, params = set(ignored.modules), set(ignored.params)
+    for wrapper in fsdp_units(module):
+        modules |= wrapper.fsdp_ignored.modules
+        params |= wrapper.fsdp_ignored.params
+    return Ignored(frozenset(modules), frozenset(params), ignored.buffers)
+
+
+def _synced_below(module: nn.Module) -> set[int]:
+    """Buffers that inner units have broadcast already."""
+    found: set[int] = set()
+    for wrapper in fsdp_units(module):
+        found.update(id(buffer) for buffer in wrapper.buffers())
+    return found
+
+
+def _clamped(strategy: ShardingStrategy, groups: Groups) -> ShardingStrategy:
+    none = ShardingStrategy.NO_SHARD
+    if groups.shard.size == 1:
+        if strategy is not none:
+            warnings.warn(
+                f"{strategy.name} over a group of one rank shards nothing; NO_SHARD is used",
+                stacklevel=3,
+            )
+        return none
+    if strategy is none:
+        warnings.warn(
+            "NO_SHARD is deprecated: use torch's DistributedDataParallel",
+            FutureWarning,
+            stacklevel=3,
+        )
+    return strategy
+
+
+def _make_unit(module: nn.Module, found: Any, groups: Groups, settings: Settings) -> Unit:
+    shard: Comm | None = groups.shard
+    replicate = groups.replicate
+    if not settings.is_sharded:
+        # Every rank has everything: all of them are replicas.
+        shard, replicate = None, (replicate if groups.shard.size == 1 else None) or groups.shard
+    precision = settings.precision
+    reduction = Reduction(
+        shard=shard,
+        replicate=replicate,
+        dtype=reduce_dtype(precision),
+        keep_dtype=precision.keep_low_precision_grads,
+    )
+    store = None
+    if found:
+        options = StoreOptions(
+            use_orig_params=settings.use_orig_params,
+            sharded=settings.is_sharded,
+            offload=settings.offload,
+            device=settings.device,
+            param_dtype=precision.param_dtype,
+            limit_gathers=settings.limit_all_gathers,
+        )
+        store = FlatParam(found, groups.shard, streams_for(settings.device), options)
+    return Unit(module, store, settings, reduction)
+
+
+def _check_devices(root: FullyShardedDataParallel) -> None:
+    for wrapper in fsdp_units(root):
+        unit = wrapper.fsdp_unit
+        if unit.store is None:
+            continue
+        wanted = torch.device("cpu") if unit.settings.offload else unit.settings.device
+        if unit.store.flat.device != wanted:
+            raise RuntimeError(
+                f"sharded parameters of {type(wrapper.module).__name__} are on "
+                f"{unit.store.flat.device}, expected {wanted}; pass device_id, and do not move the "
+                "module after wrapping"
+            )
+
+
+def _check_summon(units: list[Unit], options: SummonOptions) -> None:
+    unsharded = any(not unit.settings.is_sharded for unit in units)
+    if options.with_grads and options.offload_to_cpu:
+        raise NotImplementedError("with_grads=True cannot be combined with offload_to_cpu=True")
+    if options.with_grads and any(not unit.settings.use_orig_params for unit in units):
+        raise NotImplementedError("with_grads=True needs use_orig_params=True")
+    if options.writeback and options.rank0_only:
+        raise NotImplementedError("rank0_only=True needs writeback=False")
+    if options.offload_to_cpu and unsharded:
+        raise NotImplementedError("offload_to_cpu=True cannot be had with NO_SHARD units")
+    if options.offload_to_cpu and not options.rank0_only:
+        warnings.warn(
+            "offload_to_cpu=True without rank0_only=True puts the full parameters into the memory "
+            "of the host once for every rank",
+            stacklevel=4,
+        )
+
+
+def _cast_all_buffers(root: FullyShardedDataParallel, wrappers: list[Any]) -> None:
+    """Cast buffers once, each as the innermost unit around it says."""
+    done: set[int] = set()
+    for wrapper in reversed(wrappers):
+        unit = wrapper.fsdp_unit
+        for prefix, module in wrapper._fsdp_wrapped_module.named_modules():
+            if id(module) in done:
+                continue
+            done.add(id(module))
+            ignored = {
+                name
+                for name, _ in module.named_buffers(recurse=False)
+                if (f"{prefix}.{name}" if prefix else name) in unit.settings.ignored_buffers
+            }
+            wanted = unit.settings.precision.buffer_dtype
+            cast_buffers(module, wanted, unit.settings.device, ignored=ignored)

@@ -1,0 +1,88 @@
+"""Mixed precision: which dtype parameters, gradients, buffers and inputs have, and when."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecision
+from torch.nn.utils.rnn import PackedSequence
+
+__all__ = ["cast_buffers", "cast_floating", "map_tensors", "reduce_dtype"]
+
+
+def reduce_dtype(precision: MixedPrecision | None) -> torch.dtype | None:
+    """The dtype of reductions: configured, else that of parameters; None for the shard's own."""
+    if precision is None:
+        return None
+    return precision.reduce_dtype or precision.param_dtype
+
+
+def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """`value` with every tensor in it replaced, through containers of all usual kinds.
+
+    Returns containers of the same classes; what holds no tensor is passed on as it is.
+    """
+    if isinstance(value, torch.Tensor):
+        return fn(value)
+    if isinstance(value, PackedSequence):
+        fn(value.data)
+        return PackedSequence(
+            fn(value.data), value.batch_sizes, value.sorted_indices, value.unsorted_indices
+        )
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        copy = dataclasses.replace(value) if _is_replaceable(value) else value
+        for field in dataclasses.fields(value):
+            new = map_tensors(fn, getattr(value, field.name))
+            object.__setattr__(copy, field.name, new)
+        return copy
+    if isinstance(value, OrderedDict):
+        return OrderedDict((key, map_tensors(fn, item)) for key, item in value.items())
+    if isinstance(value, dict):
+        mapped = {key: map_tensors(fn, item) for key, item in value.items()}
+        if type(value) is dict:
+            return mapped
+        for key, item in mapped.items():  # a user's own class: keep it, it may know more
+            value[key] = item
+        return value
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(map_tensors(fn, item) for item in value))
+    if isinstance(value, list | tuple | set):
+        return type(value)(map_tensors(fn, item) for item in value)
+    return value
+
+
+def _is_replaceable(value: Any) -> bool:
+    return all(field.init for field in dataclasses.fields(value))
+
+
+def cast_floating(dtype: torch.dtype, value: Any) -> Any:
+    """`value` with its floating point tensors in `dtype`, tracked by autograd."""
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_floating_point() or tensor.dtype == dtype:
+            return tensor
+        return tensor.to(dtype)
+
+    return map_tensors(cast, value)
+
+
+def cast_buffers(
+    module: nn.Module,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    *,
+    ignored: Collection[str],
+) -> None:
+    """Move the module's own buffers to `device`, and floating ones that are not ignored to `dtype`.
+    """
+    for name, buffer in module.named_buffers(recurse=False):
+        wanted = dtype if buffer.is_floating_point() and name not in ignored else None
+        with torch.no_grad():
+            new = buffer.to(device=device, dtype=wanted or buffer.dtype)
+        if new is not buffer:
+            setattr(module, name, new)

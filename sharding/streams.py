@@ -1,0 +1,106 @@
+"""The device seam: what runs on which stream, and what waits for what. On CPU all of it is nothing.
+
+Four streams on an accelerator: the caller's own (compute), one for gathers, one for reductions, and
+one for the all-reduce of hybrid sharding.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+__all__ = ["Streams", "streams_for"]
+
+_GATHERS_AHEAD_MAX = 2  # torch's own value: one in use, one under way
+
+
+class Streams:
+    """The seam for devices that compute in order with the caller: nothing to wait for."""
+
+    def gathering(self) -> AbstractContextManager[Any]:
+        """Work inside goes to the stream of gathers."""
+        return nullcontext()
+
+    def reducing(self) -> AbstractContextManager[Any]:
+        """Work inside goes to the stream of reductions."""
+        return nullcontext()
+
+    def gathers_wait_for_compute(self) -> None:
+        """Gathers from now on see what compute has done so far (an optimizer step)."""
+
+    def compute_waits_for_gathers(self) -> None:
+        """Compute from now on sees what was gathered so far."""
+
+    def reductions_wait_for_compute(self) -> None:
+        """Reductions from now on see the gradients computed so far."""
+
+    def compute_waits_for_reductions(self) -> None:
+        """Compute from now on sees what was reduced so far."""
+
+    def will_free(self, tensor: torch.Tensor) -> None:
+        """`tensor`'s memory is about to be released while compute may still read it."""
+
+    def freed(self, *, limited: bool) -> None:
+        """Gathered memory was released; the limiter counts it."""
+
+    def limit_gathers(self) -> None:
+        """Hold the CPU back while too many gathers are ahead of compute."""
+
+    def finish(self) -> None:
+        """Block until gradients that were copied to the host are there."""
+
+
+class _AcceleratorStreams(Streams):
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._module: Any = torch.get_device_module(device)
+        self._gather = self._module.Stream(device, priority=-1)
+        self._reduce = self._module.Stream(device, priority=-1)
+        self._free_events: deque[Any] = deque()
+
+    def _compute(self) -> Any:
+        return self._module.current_stream(self._device)
+
+    def gathering(self) -> AbstractContextManager[Any]:
+        context: AbstractContextManager[Any] = self._module.stream(self._gather)
+        return context
+
+    def reducing(self) -> AbstractContextManager[Any]:
+        context: AbstractContextManager[Any] = self._module.stream(self._reduce)
+        return context
+
+    def gathers_wait_for_compute(self) -> None:
+        self._gather.wait_stream(self._compute())
+
+    def compute_waits_for_gathers(self) -> None:
+        self._compute().wait_stream(self._gather)
+
+    def reductions_wait_for_compute(self) -> None:
+        self._reduce.wait_stream(self._compute())
+
+    def compute_waits_for_reductions(self) -> None:
+        self._compute().wait_stream(self._reduce)
+
+    def will_free(self, tensor: torch.Tensor) -> None:
+        tensor.record_stream(self._compute())
+
+    def freed(self, *, limited: bool) -> None:
+        if limited:
+            event = self._module.Event()
+            event.record()
+            self._free_events.append(event)
+
+    def limit_gathers(self) -> None:
+        while len(self._free_events) >= _GATHERS_AHEAD_MAX:
+            self._free_events.popleft().synchronize()
+
+    def finish(self) -> None:
+        self._reduce.synchronize()
+
+
+def streams_for(device: torch.device) -> Streams:
+    """The seam for a compute device."""
+    return Streams() if device.type == "cpu" else _AcceleratorStreams(device)

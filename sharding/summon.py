@@ -1,0 +1,157 @@
+"""Full parameters outside of forward and backward: gather, let the user look and write, keep this
+rank's part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from sharding.flat_param import FlatParam, assign_grad
+from sharding.unit import Phase, Unit
+
+__all__ = ["SummonOptions", "summon_units"]
+
+
+@dataclass(frozen=True)
+class SummonOptions:
+    """The arguments of `summon_full_params`."""
+
+    writeback: bool
+    rank0_only: bool
+    offload_to_cpu: bool
+    with_grads: bool
+
+
+@contextmanager
+def summon_units(units: Sequence[Unit], options: SummonOptions) -> Iterator[None]:
+    """Show the full parameters of the units, all of them idle, while the context is open.
+
+    Raises AssertionError inside forward, backward or another such context.
+    """
+    for unit in units:
+        if unit.phase is not Phase.IDLE or unit.found_runtime().in_backward:
+            raise AssertionError(
+                "full parameters can only be summoned outside of forward, backward and another "
+                f"summon_full_params(); a unit is in {unit.phase.name}"
+            )
+    with ExitStack() as stack:
+        for unit in units:
+            if unit.store is not None:
+                stack.enter_context(_summoned(unit, unit.store, options))
+        yield
+
+
+@contextmanager
+def _summoned(unit: Unit, store: FlatParam, options: SummonOptions) -> Iterator[None]:
+    store.reshard()
+    store.adopt_values()
+    store.adopt_gradients()
+    unit.phase = Phase.SUMMON
+    try:
+        sharded = store.options.sharded
+        full = store.gather_copy(store.flat)
+        grads = _gathered_grads(store) if options.with_grads else None
+        if options.rank0_only and store.comm.rank != 0 and sharded:
+            yield
+            return
+        if options.offload_to_cpu:
+            full = full.cpu()
+        views = store.member_views(full)
+        shown = _show(unit, store, views)
+        if grads is not None:
+            _show_grads(store, grads)
+        try:
+            yield
+            with torch.no_grad():
+                _collect_writes(store, views, shown)
+                if options.writeback or not sharded:
+                    store.keep_own_part(full, store.flat)
+                if grads is not None and options.writeback:
+                    _keep_grads(store, grads)
+        finally:
+            _hide(unit, store)
+    finally:
+        unit.phase = Phase.IDLE
+
+
+def _show(unit: Unit, store: FlatParam, views: Sequence[torch.Tensor]) -> tuple[nn.Parameter, ...]:
+    if store.options.use_orig_params:
+        for param, view in zip(store.params, views, strict=True):
+            param.data = view
+        return store.params
+    unit.hide_flat()
+    shown = tuple(nn.Parameter(view, requires_grad=store.requires_grad) for view in views)
+    for item, param in zip(store.found, shown, strict=True):
+        for place in item.places:
+            place.take()
+            place.put(param)
+    return shown
+
+
+def _collect_writes(
+    store: FlatParam, views: Sequence[torch.Tensor], shown: Sequence[nn.Parameter]
+) -> None:
+    """Copy into the gathered tensor what the user put in place of its views."""
+    for item, view, param in zip(store.found, views, shown, strict=True):
+        current = item.places[0].current()
+        if current is None:
+            current = param
+        if current.data_ptr() != view.data_ptr():
+            if current.shape != view.shape:
+                raise RuntimeError(
+                    f"{item.fqn}: was replaced by a tensor of shape {tuple(current.shape)}, its "
+                    f"shape is {tuple(view.shape)}; keep the shape of parameters"
+                )
+            view.copy_(current.detach())
+
+
+def _hide(unit: Unit, store: FlatParam) -> None:
+    if store.options.use_orig_params:
+        for item, param in zip(store.found, store.params, strict=True):
+            for place in item.places:
+                if place.current() is not param:
+                    place.put(param)
+        store.show_shards()
+        store.show_gradients()
+        return
+    for item in store.found:
+        for place in item.places:
+            place.take()
+    store.show_placeholders()
+    unit.show_flat()
+
+
+def _gathered_grads(store: FlatParam) -> torch.Tensor | None:
+    """Everyone's sharded gradient as one tensor, with zeros for ranks that have none.
+
+    None if nobody has one.
+    """
+    grad = store.grad
+    have = store.comm.gather_objects(grad is not None) if store.options.sharded else [grad]
+    if not any(one is not None and one is not False for one in have):
+        return None
+    return store.gather_copy(torch.zeros_like(store.flat) if grad is None else grad)
+
+
+def _show_grads(store: FlatParam, grads: torch.Tensor) -> None:
+    for param, view in zip(store.params, store.member_views(grads), strict=True):
+        if param.requires_grad:
+            assign_grad(param, view)
+
+
+def _keep_grads(store: FlatParam, grads: torch.Tensor) -> None:
+    for param, view in zip(store.params, store.member_views(grads), strict=True):
+        if param.requires_grad and param.grad is None:
+            view.zero_()
+        elif param.grad is not None and param.grad.data_ptr() != view.data_ptr():
+            view.copy_(param.grad)
+    grad = store.grad
+    if grad is None:
+        grad = torch.zeros_like(store.flat.detach())
+        store.grad = grad
+    store.keep_own_part(grads, grad)

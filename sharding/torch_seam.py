@@ -1,0 +1,74 @@
+"""The few things for which torch has no public name, each behind one function of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+__all__ = ["Place", "call_after_backward", "post_accumulate_hooks", "run_policy"]
+
+
+class Place(NamedTuple):
+    """One attribute of a module that shows a parameter."""
+
+    module: nn.Module
+    name: str
+
+    def current(self) -> torch.Tensor | None:
+        """What is registered as a parameter there."""
+        return self.module._parameters.get(self.name)
+
+    def put(self, tensor: torch.Tensor) -> None:
+        """Show the tensor, a Parameter or not, as the module's parameter."""
+        if type(self.module).__setattr__ is nn.Module.__setattr__:
+            self.module._parameters[self.name] = tensor  # type: ignore[assignment]
+        else:
+            # Some modules keep lists of their weights up to date when they are set (RNNs).
+            self.take()
+            setattr(self.module, self.name, tensor)
+
+    def put_plain(self, tensor: torch.Tensor) -> None:
+        """Show the tensor as a plain attribute: the module has no such parameter any more."""
+        self.take()
+        if type(self.module).__setattr__ is nn.Module.__setattr__:
+            self.module.__dict__[self.name] = tensor
+        else:
+            setattr(self.module, self.name, tensor)
+
+    def take(self) -> None:
+        """Show nothing there."""
+        self.module._parameters.pop(self.name, None)
+        self.module.__dict__.pop(self.name, None)
+
+
+def call_after_backward(callback: Callable[[], None]) -> None:
+    """Call once when the backward pass that is running now has ended."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(callback)
+
+
+def post_accumulate_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor], None]]:
+    """What `register_post_accumulate_grad_hook` registered on a tensor."""
+    hooks: Any = tensor._post_accumulate_grad_hooks
+    return list(hooks.values()) if hooks else []
+
+
+def run_policy(
+    policy: Any, root: nn.Module, ignored: set[nn.Module], root_kwargs: dict[str, Any]
+) -> dict[nn.Module, dict[str, Any]]:
+    """Which modules a policy object wants wrapped, and with which arguments."""
+    found: dict[nn.Module, dict[str, Any]] = policy._run_policy(root, ignored, root_kwargs)
+    return found
+
+
+def is_policy_object(policy: Any) -> bool:
+    """Whether the policy is one of torch's policy objects, rather than a function."""
+    return hasattr(policy, "_run_policy")
+
+
+def batch_norm_classes() -> tuple[type[nn.Module], ...]:
+    """The family of batch norms, which lose too much in low precision."""
+    return (nn.modules.batchnorm._BatchNorm,)

@@ -32,6 +32,7 @@ from ckpt.saving import SaveOptions
 from ckpt.state_dict import PerRank
 from ckpt.testing import RanksFailed
 from storage import Store, open_store
+from tests.e2e.engines import Engine, build, full_model
 from tests.e2e.job import Job, assert_is_step, state_at
 from tests.ranks import run_ranks
 
@@ -339,3 +340,46 @@ def test_a_killed_rank_is_named_within_seconds_and_the_next_job_goes_on(
     assert run_ranks(2, _go_on, root) == [1, 1]
     assert [info.step for info in ckpt.list_steps(root)] == [1, 3]
     assert len(list((tmp_path / "run" / "steps").iterdir())) == 2, "the dead save left files"
+
+
+def _half_loaded(engine: Engine, root: str) -> tuple[str, str]:
+    """A data file of step 2 is damaged: the load of it marks the training, that of step 1 heals."""
+    training = build(engine, "adamw")
+    for step in (1, 2):
+        training.step(step)
+        ckpt.save(training.state, root, step=step)
+    if dist.get_rank() == 0:
+        (damaged,) = Path(root).glob("steps/00000002-*/rank00001-*.safetensors")
+        data = bytearray(damaged.read_bytes())
+        data[5000] ^= 1
+        damaged.chmod(0o600)
+        damaged.write_bytes(data)
+    dist.barrier()
+    other = build(engine, "adamw", seed=5)
+    other.step(3)
+    told = _raised(lambda: ckpt.load(other.state, root))
+    for use in (lambda: other.step(4), lambda: ckpt.save(other.state, root, step=3)):
+        assert _raised(use)[0] == "LoadInterrupted"
+    ckpt.load(other.state, root, step=1)
+    first = build(engine, "adamw")
+    first.step(1)
+    found = full_model(other)
+    for name, tensor in full_model(first).items():
+        if "running" not in name:  # BatchNorm's statistics are one rank's
+            assert torch.equal(found[name], tensor), name
+    assert other.step(4) == first.step(4)
+    ckpt.save(other.state, root, step=3)
+    return told
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("engine", ["fsdp2", "fsdp1-flat"])
+def test_a_damaged_block_marks_the_training_on_all_real_ranks(
+    tmp_path: Path, engine: Engine
+) -> None:
+    told = run_ranks(3, _half_loaded, engine, str(tmp_path / "run"))
+    assert len(set(told)) == 1
+    kind, text = told[0]
+    assert kind == "LoadInterrupted"
+    assert "rank00001" in text
+    assert "block 0" in text

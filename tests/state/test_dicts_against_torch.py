@@ -1,0 +1,265 @@
+"""Our state dicts are torch's own, bit for bit, wherever torch's are right; and torch takes ours.
+
+Real ranks. A model is trained under every engine and strategy, then its dicts are taken by us and
+by torch and compared: names, dtypes, shapes, bits, and for sharded ones each rank's chunk and its
+place. torch refuses channels-last weights in sharded dicts, so there are none here. torch's full
+optimizer dict under `use_orig_params=True` is wrong on the CPU (two states in one memory), so there
+an unsharded twin that saw the same data is the judge.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    FullyShardedDataParallel,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    ShardingStrategy,
+)
+from torch.distributed.fsdp import StateDictType as TorchType
+
+from ckpt.state_dict import StateDictType
+from ckpt.state_dicts import (
+    load_model_state_dict,
+    load_optimizer_state_dict,
+    model_state_dict,
+    optimizer_state_dict,
+)
+from tests.layout.models import awkward
+from tests.ranks import run_ranks
+from tests.state.checkpoints import same_bits
+from tests.state.engines import ENGINES, train
+
+pytestmark = [
+    pytest.mark.ranks,
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+
+Dict = dict[str, Any]
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "mesh", "hybrid mesh")
+
+
+def fsdp1(strategy: str, use_orig_params: bool) -> nn.Module:
+    """The awkward model in three units of torch's FSDP1."""
+    mesh, group = None, None
+    size = dist.get_world_size()
+    chosen = ShardingStrategy.FULL_SHARD
+    if strategy == "mesh":
+        mesh = init_device_mesh("cpu", (size,))
+    elif strategy == "hybrid mesh":
+        mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard"))
+        chosen = ShardingStrategy.HYBRID_SHARD
+    else:
+        chosen = ShardingStrategy[strategy]
+        if chosen is ShardingStrategy.HYBRID_SHARD:
+            shards = [dist.new_group([at, at + 1]) for at in range(0, size, 2)]
+            replicas = [dist.new_group(list(range(at, size, 2))) for at in (0, 1)]
+            group = (shards[dist.get_rank() // 2], replicas[dist.get_rank() % 2])
+
+    def unit(part: nn.Module) -> nn.Module:
+        return FullyShardedDataParallel(
+            part,
+            process_group=group,
+            device_mesh=mesh,
+            sharding_strategy=chosen,
+            device_id=torch.device("cpu"),
+            use_orig_params=use_orig_params,
+        )
+
+    module = awkward(0, channels_last=False)
+    module.add_module("conv", unit(module.conv))
+    module.add_module("body", unit(module.body))
+    return unit(module)
+
+
+def model(engine: str, seed: int = 0) -> nn.Module:
+    return ENGINES[engine](awkward(seed, channels_last=False))
+
+
+def adamw(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(module.parameters(), lr=0.01, weight_decay=0.1)
+
+
+def differences(ours: Any, theirs: Any, path: str = "") -> list[str]:
+    """Where two dicts differ; params of groups may be in any order."""
+    if isinstance(theirs, dict):
+        if not isinstance(ours, dict) or ours.keys() != theirs.keys():
+            got = sorted(map(str, ours)) if isinstance(ours, dict) else ours
+            return [f"{path}: keys {got}, expected {sorted(map(str, theirs))}"]
+        return [d for key in theirs for d in differences(ours[key], theirs[key], f"{path}.{key}")]
+    if hasattr(theirs, "local_shards"):
+        if not hasattr(ours, "local_shards"):
+            return [f"{path}: a {type(ours).__name__}, expected a ShardedTensor"]
+        return shard_differences(ours, theirs, path)
+    if hasattr(theirs, "placements"):
+        if not hasattr(ours, "placements"):
+            return [f"{path}: a {type(ours).__name__}, expected a DTensor"]
+        if (ours.shape, ours.placements) != (theirs.shape, theirs.placements):
+            return [f"{path}: {ours.placements} of {ours.shape}, not {theirs.placements}"]
+        if ours.device_mesh != theirs.device_mesh:
+            return [f"{path}: another mesh"]
+        return differences(ours.to_local(), theirs.to_local(), path)
+    if isinstance(theirs, torch.Tensor):
+        if type(ours) is not torch.Tensor or not same_bits(ours, theirs.detach()):
+            return [f"{path}: other bits ({type(ours).__name__})"]
+        return []
+    if path.endswith(".params"):
+        ours, theirs = sorted(ours), sorted(theirs)
+    if isinstance(theirs, list) and theirs and isinstance(theirs[0], dict):
+        return differences(dict(enumerate(ours)), dict(enumerate(theirs)), path)
+    if isinstance(ours, list) and isinstance(theirs, tuple):
+        ours = tuple(ours)  # torch's set_optimizer_state_dict makes lists of tuples
+    return [] if ours == theirs else [f"{path}: {ours!r}, expected {theirs!r}"]
+
+
+def shard_differences(ours: Any, theirs: Any, path: str) -> list[str]:
+    def places(value: Any) -> list[Any]:
+        return [
+            (tuple(s.shard_offsets), tuple(s.shard_sizes), str(s.placement))
+            for s in value.metadata().shards_metadata
+        ]
+
+    if ours.metadata().size != theirs.metadata().size or places(ours) != places(theirs):
+        return [f"{path}: shards {places(ours)}, expected {places(theirs)}"]
+    a = {tuple(s.metadata.shard_offsets): s.tensor for s in ours.local_shards()}
+    b = {tuple(s.metadata.shard_offsets): s.tensor for s in theirs.local_shards()}
+    return differences(a, b, path)
+
+
+def torch_fsdp1(module: nn.Module, optimizer: Any, sharded: bool) -> tuple[Dict, Dict]:
+    """torch's dicts of an FSDP1 model."""
+    options: Any
+    if sharded:
+        options = (
+            TorchType.SHARDED_STATE_DICT,
+            ShardedStateDictConfig(offload_to_cpu=False),
+            ShardedOptimStateDictConfig(offload_to_cpu=False),
+        )
+    else:
+        options = (
+            TorchType.FULL_STATE_DICT,
+            FullStateDictConfig(offload_to_cpu=False),
+            FullOptimStateDictConfig(offload_to_cpu=False),
+        )
+    with FullyShardedDataParallel.state_dict_type(module, *options):
+        return module.state_dict(), FullyShardedDataParallel.optim_state_dict(module, optimizer)
+
+
+def twin_dicts() -> tuple[Dict, Dict]:
+    """The dicts of an unsharded model that saw the same data."""
+    module = awkward(0, channels_last=False)
+    optimizer = adamw(module)
+    train(module, optimizer, range(3))
+    return module.state_dict(), get_optimizer_state_dict(module, optimizer)
+
+
+def _fsdp1_differences(strategy: str, use_orig_params: bool) -> list[str]:
+    warnings.simplefilter("ignore")
+    module = fsdp1(strategy, use_orig_params)
+    optimizer = adamw(module)
+    train(module, optimizer, range(3))
+    found = []
+    sharded, full = StateDictType.SHARDED, StateDictType.FULL
+    their_model, their_optim = torch_fsdp1(module, optimizer, sharded=False)
+    twin_model, twin_optim = twin_dicts()
+    found += differences(model_state_dict(module, full), their_model, "full model")
+    found += differences(model_state_dict(module, full), twin_model, "twin model")
+    ours = optimizer_state_dict(module, optimizer, full)
+    found += differences(ours, twin_optim, "twin optim")
+    if not use_orig_params:
+        found += differences(ours, their_optim, "full optim")
+    their_model, their_optim = torch_fsdp1(module, optimizer, sharded=True)
+    found += differences(model_state_dict(module, sharded), their_model, "sharded model")
+    # torch cuts the state of unsharded flat parameters, though not these themselves.
+    if strategy != "NO_SHARD" and not use_orig_params:
+        ours = optimizer_state_dict(module, optimizer, sharded)
+        found += differences(ours, their_optim, "sharded optim")
+    return found
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_fsdp1_dicts_are_those_of_torch(strategy: str, use_orig_params: bool) -> None:
+    for rank, found in enumerate(run_ranks(4, _fsdp1_differences, strategy, use_orig_params)):
+        assert not found, (rank, found)
+
+
+def _torch_takes(
+    model_dict: Dict, optim_dict: Any, options: Any, module: nn.Module, optimizer: Any
+) -> None:
+    set_model_state_dict(module, dict(model_dict), options=options)
+    set_optimizer_state_dict(module, optimizer, optim_dict, options=options)
+
+
+def _we_take(model_dict: Dict, optim_dict: Any, module: nn.Module, optimizer: Any) -> None:
+    load_model_state_dict(module, model_dict)
+    load_optimizer_state_dict(module, optimizer, optim_dict)
+
+
+def _dcp_differences(engine: str) -> list[str]:
+    """Ours against torch's get_*, and each set by the other."""
+    warnings.simplefilter("ignore")
+    module = model(engine)
+    optimizer = adamw(module)
+    train(module, optimizer, range(3))
+    found = []
+    for form in (StateDictType.FULL, StateDictType.SHARDED):
+        options = StateDictOptions(full_state_dict=form is StateDictType.FULL)
+        their_model = get_model_state_dict(module, options=options)
+        their_optim = get_optimizer_state_dict(module, optimizer, options=options)
+        our_model = model_state_dict(module, form)
+        our_optim = optimizer_state_dict(module, optimizer, form)
+        found += differences(our_model, their_model, f"{form} model")
+        if engine != "fsdp1_orig":
+            found += differences(our_optim, their_optim, f"{form} optim")
+        flat = get_optimizer_state_dict(
+            module,
+            optimizer,
+            options=StateDictOptions(
+                full_state_dict=form is StateDictType.FULL, flatten_optimizer_state_dict=True
+            ),
+        )
+        takers: dict[str, Callable[[nn.Module, Any], None]] = {
+            "torch takes ours": partial(_torch_takes, our_model, our_optim, options),
+            "we take theirs": partial(_we_take, their_model, their_optim),
+            "we take theirs, flattened": partial(_we_take, their_model, flat),
+        }
+        if engine == "fsdp1_orig":
+            del takers["we take theirs"], takers["we take theirs, flattened"]
+        for name, take in takers.items():
+            other = model(engine, seed=7)
+            other_optimizer = adamw(other)
+            take(other, other_optimizer)
+            found += differences(
+                model_state_dict(other), model_state_dict(module), f"{form} {name}: model"
+            )
+            found += differences(
+                optimizer_state_dict(other, other_optimizer),
+                optimizer_state_dict(module, optimizer),
+                f"{form} {name}: optim",
+            )
+    return found
+
+
+@pytest.mark.parametrize("engine", [name for name in ENGINES if not name.startswith("bare")])
+def test_dicts_change_hands_with_torch(engine: str) -> None:
+    for rank, found in enumerate(run_ranks(4, _dcp_differences, engine)):
+        assert not found, (rank, found)

@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import ckpt
+from benchmarks.measure import report, row
 from tests.ranks import run_ranks
 
 GIB = 1 << 30
@@ -91,11 +92,13 @@ def _measure(gib: float, rounds: int, directory: str) -> None:
             durable.append(_cp(out, copy, durable=True))
         ratio = statistics.median(b / a for a, b in zip(walls, plain, strict=True))
         ratio_durable = statistics.median(b / a for a, b in zip(walls, durable, strict=True))
-        print(
-            f"export of {gib:g} GiB: {statistics.median(walls):.2f} s, {cpu:.2f} CPU s, peak "
-            f"{max(peaks) / MIB:.0f} MiB over idle (bar 128); {ratio:.2f}x the speed of cp "
-            f"(bar 0.7), {ratio_durable:.2f}x of cp, durable",
-            flush=True,
+        report(
+            f"export {gib:g} GiB to one file: {statistics.median(walls):.2f} s, {cpu:.2f} CPU s",
+            [
+                row("peak memory over idle", f"{max(peaks) / MIB:.0f} MiB", "<= 128 MiB"),
+                row("speed over cp", f"{ratio:.2f}x", ">= 0.7x"),
+                row("speed over cp and fsync", f"{ratio_durable:.2f}x", "none"),
+            ],
         )
 
 

@@ -26,7 +26,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ckpt
-from benchmarks.measure import clear, extra_memory, interleaved, most_of, ratio, report, speed
+from benchmarks.measure import clear, extra_memory, interleaved, most_of, ratio, report, row, speed
 from tests.ranks import run_ranks
 
 GIB = 1 << 30
@@ -101,11 +101,18 @@ def rank_main(gib: float, rounds: int, directory: str, use_orig_params: bool) ->
         f"save, {gib:g} GiB of FSDP1 ({kind}) + AdamW, {dist.get_world_size()} ranks, durable, "
         f"median of {rounds} rounds",
         [
-            f"ours: 1/{1 / ratio(samples, 'ours', 'dcp', 'cpu_seconds'):.1f} of DCP's CPU seconds "
-            f"(bar 1/6), {speed(samples, 'ours', 'dcp'):.1f}x its speed",
-            f"collectives per rank: ours {collectives['ours']} (bar 0), DCP {collectives['dcp']}",
-            f"peak memory over the state per rank: ours {extra['ours']:.0f} MiB (bar 64), "
-            f"DCP {extra['dcp']:.0f} MiB",
+            row(
+                "CPU seconds of DCP's",
+                f"1/{1 / ratio(samples, 'ours', 'dcp', 'cpu_seconds'):.1f}",
+                "<= 1/6",
+            ),
+            row("speed over DCP", f"{speed(samples, 'ours', 'dcp'):.1f}x", "none"),
+            row(f"collectives (DCP: {collectives['dcp']})", f"{collectives['ours']}", "0"),
+            row(
+                f"peak memory over the state (DCP: {extra['dcp']:.0f} MiB)",
+                f"{extra['ours']:.0f} MiB",
+                "<= 64 MiB",
+            ),
         ],
     )
     assert collectives["ours"] == 0, "a save under FSDP1 must not gather"

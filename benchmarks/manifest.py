@@ -14,6 +14,7 @@ import tracemalloc
 
 import numpy as np
 
+from benchmarks.measure import report, row
 from ckpt.format.codec import encode_values
 from ckpt.format.manifest import (
     BoxTable,
@@ -33,8 +34,6 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1024)
     options = parser.parse_args()
     tensors = max(options.chunks // options.ranks, 1)
-    titles = ("chunks", "file MB", "B/chunk", "decode s", "memory/file")
-    print(f"{'layout':24} " + " ".join(f"{title:>11}" for title in titles))
     for layout, manifest in (
         ("dim 0", sharded(tensors, options.ranks)),
         ("dim 1 (boxes)", sharded(tensors, options.ranks, by_columns=True)),
@@ -59,9 +58,13 @@ def measure(layout: str, data: bytes) -> None:
     peak = tracemalloc.get_traced_memory()[1] + len(data)
     tracemalloc.stop()
     del kept
-    print(
-        f"{layout:24} {chunks:11} {len(data) / 1e6:11.2f} {columns / chunks:11.2f} "
-        f"{min(seconds):11.2f} {peak / len(data):11.2f}"
+    report(
+        f"manifest of {chunks} chunks, {layout}: {len(data) / 1e6:.2f} MB",
+        [
+            row("bytes per chunk, checksums aside", f"{columns / chunks:.2f}", "<= 16"),
+            row("decode", f"{min(seconds):.2f} s", "<= 1.5 s"),
+            row("memory over file size", f"{peak / len(data):.2f}x", "<= 4x"),
+        ],
     )
     assert columns <= 16 * chunks, f"{columns / chunks} bytes per chunk"
 

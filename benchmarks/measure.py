@@ -74,12 +74,17 @@ def speed(samples: dict[str, list[Sample]], name: str, peer: str) -> float:
     return 1 / ratio(samples, name, peer)
 
 
+def row(what: str, measured: str, bar: str) -> str:
+    """One line of a report; `python -m benchmarks` collects them into a table."""
+    return f"{what}: {measured} (bar {bar})"
+
+
 def report(title: str, lines: Sequence[str]) -> None:
     """Print a block of results on rank 0."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         print(f"\n{title}")
         for line in lines:
-            print(f"  {line}")
+            print(f"  {line}", flush=True)
 
 
 def clear(directory: Path) -> None:

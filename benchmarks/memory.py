@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 import ckpt
-from benchmarks.measure import extra_memory, most_of, report
+from benchmarks.measure import extra_memory, most_of, report, row
 from benchmarks.save_load import GIB, Trained, dcp_load, dcp_save
 from tests.ranks import run_ranks
 
@@ -68,7 +68,7 @@ def main() -> None:
     report(
         f"peak memory over {arguments.gib:g} GiB of FSDP2 + AdamW state, the worst of 2 ranks",
         [
-            f"{kind}: {peak:.0f} MiB" + ("" if kind.startswith("DCP") else " (bar 64)")
+            row(kind, f"{peak:.0f} MiB", "none" if kind.startswith("DCP") else "<= 64 MiB")
             for kind, peak in peaks.items()
         ],
     )

@@ -124,7 +124,7 @@ def plan_reads(manifest: Manifest, holdings: Sequence[Holding]) -> ReadPlan:
     needs: dict[int, Need] = {}
     packed: dict[int, int] = {}
     chunks = _Chunks(manifest, wanted=sum(len(holding.pieces) for holding in holdings))
-    packable = _packable(manifest)
+    packable = _packable(manifest) if len(holdings) >= PACKED_COUNT_MIN else {}
     block_nbytes = manifest.header.block_bytes
     for holding in holdings:
         for piece in holding.pieces:
@@ -191,28 +191,29 @@ class _Chunks:
         table = manifest.chunks
         self._manifest = manifest
         self._table = table
-        self._index = {fqn: at for at, fqn in enumerate(manifest.fqns)}
+        self._index: Callable[[str], int] = manifest.index
         columns: list[Any] = [table.file, table.byte_start, table.first_block]
         columns += [table.span_start, table.numel, table.box]
+        columns.append(table.first)
         if len(table) <= 8 * wanted:
-            # An item of a list costs a fifth of an item of an array.
+            # An item of a list costs a fifth of an item of an array, and a dict beats bisection.
             columns = [column.tolist() for column in columns]
-        self._first = table.first.tolist()
+            self._index = {fqn: at for at, fqn in enumerate(manifest.fqns)}.__getitem__
         self._file, self._byte_start, self._first_block, *rest = columns
-        self._span_start, self._numel, self._box = rest
+        self._span_start, self._numel, self._box, self._first = rest
 
     def near(self, piece: Piece) -> list[tuple[int, Region]]:
         """The chunks that may share elements with `piece`, with their regions."""
-        tensor = self._index[piece.fqn]
-        first, last = self._first[tensor], self._first[tensor + 1]
+        tensor = self._index(piece.fqn)
+        first, last = int(self._first[tensor]), int(self._first[tensor + 1])
         if last - first <= 4:
             return [(chunk, self._region(chunk)) for chunk in range(first, last)]
         return [(chunk, self._region(chunk)) for chunk in self._overlapping(piece, first, last)]
 
     def put_whole(self, piece: Piece, address: int, needs: dict[int, Need]) -> bool:
         """The short way for the common case: one chunk is all of a tensor, and so is the piece."""
-        tensor = self._index[piece.fqn]
-        chunk = self._first[tensor]
+        tensor = self._index(piece.fqn)
+        chunk = int(self._first[tensor])
         if self._first[tensor + 1] != chunk + 1 or chunk in needs or not _is_whole(piece):
             return False
         needs[chunk] = whole_need(self._manifest, chunk, address)

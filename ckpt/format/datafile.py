@@ -297,12 +297,14 @@ def _entries(chunks: Sequence[StoredChunk]) -> tuple[list[str], list[str], list[
     known: dict[tuple[str, Shape, Region], tuple[str, str, str, str, int]] = {}
     seen = set()
     problems = []
+    last: tuple[str, Shape, Region] | None = None
     for fqn, dtype, global_shape, region, nbytes, _ in chunks:
-        key = (dtype, global_shape, region)
-        parts = known.get(key)
-        if parts is None:
-            parts = known[key] = _entry_parts(dtype, global_shape, region)
-        suffix, text, shape, true_dtype, expected = parts
+        # Neighbours mostly share the very objects, and hashing regions takes longer than all else.
+        if last is None or region is not last[2] or global_shape is not last[1] or dtype != last[0]:
+            last = (dtype, global_shape, region)
+            if last not in known:
+                known[last] = _entry_parts(dtype, global_shape, region)
+            suffix, text, shape, true_dtype, expected = known[last]
         name = _escape(fqn) + suffix
         if nbytes != expected or name in seen:
             problems.append(_chunk_problem(fqn, region, nbytes, expected))

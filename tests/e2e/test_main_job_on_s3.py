@@ -160,7 +160,7 @@ def test_a_crash_at_any_operation_loses_nothing_that_was_promised(
     total = len(dry.operations)
     modes: tuple[Literal["before", "after"], ...] = ("before", "after")
     every = [(at, kill, mode) for at in range(1, total + 1) for kill in (0, 1) for mode in modes]
-    for at, kill, mode in rng.sample(every, scale.count(8, len(every))):
+    for at, kill, mode in rng.sample(every, scale.count(5, len(every))):
         url = f"s3://{bucket}/{at}-{kill}-{mode}"
         plan = FaultPlan(at, kill=bool(kill), mode=mode)
         label = f"operation {at} of {total}, kill={kill}, {mode}"

@@ -1,4 +1,4 @@
-"""One way to describe a state: modules, optimizers, objects, tensors and values by name, as pieces."""
+"""One way to describe a state: modules, optimizers, objects, tensors and values, as pieces."""
 
 from ckpt.state_dict.bind import Binding, bind_state
 from ckpt.state_dict.config import (

@@ -157,7 +157,7 @@ class _Binding:
         self.holdings += holdings_of(source.owned, source.owned.local, stored.get, kind=kind)
 
     def fits(self, fqn: str, saved: str, shape: Shape, dtype: torch.dtype) -> bool:
-        """Whether the tensor that the checkpoint calls `saved` can fill `fqn`; a problem when not."""
+        """Whether what the checkpoint calls `saved` can fill `fqn`; a problem when not."""
         entry = self.names.catalog.tensors[saved]
         self.names.used.add(saved)
         if entry.shape != shape:

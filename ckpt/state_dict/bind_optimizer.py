@@ -179,7 +179,7 @@ class _Binding:
         return None
 
     def name_under_other_path(self, full: str) -> str | None:
-        """`full` without the path that the module had in the checkpoint, if there is such a path."""
+        """`full` without the path that the module had in the checkpoint, if there is one."""
         at = full.find(".")
         while at >= 0:
             path, name = full[: at + 1], full[at + 1 :]
@@ -433,7 +433,7 @@ def _has_nothing_here(named: NamedParam) -> bool:
 
 
 def _is_like(live: Any, named: NamedParam, dtype: torch.dtype) -> bool:
-    """Whether live state can be filled as it is: dtype, layout and local shape of the parameter's."""
+    """Whether live state can be filled as it is: the parameter's dtype, layout, local shape."""
     if not isinstance(live, torch.Tensor) or live.dtype is not dtype:
         return False
     if is_dtensor(named.param):

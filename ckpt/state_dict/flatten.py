@@ -138,7 +138,7 @@ class _Building:
 
 
 def name_clashes(state: Any, names: Sequence[str]) -> list[str]:
-    """One problem for each name that two leaves of `state` would have, naming the places of both."""
+    """One problem for each name that two leaves of `state` would have, naming both places."""
     twice = sorted(name for name, count in Counter(names).items() if count > 1)
     problems = []
     for name in twice:

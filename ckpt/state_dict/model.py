@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from ckpt.state_dict.forms import Live, Output, is_tensor, put_in, take_out
 from ckpt.state_dict.names import bare_names
 from ckpt.state_dict.redistribute import Table, redistribute, tell
 from ckpt.state_dict.types import Catalog, Loaded, Problem, ProblemKind, TensorEntry
-from ckpt.state_dict.values import join_tree, split_tree
+from ckpt.state_dict.values import split_tree
 from ckpt.state_dict.walk import Leaves
 from ckpt.world import World, collectively
 
@@ -50,7 +50,7 @@ def take_model(model: nn.Module, output: Output, world: World, ranks: Ranks) -> 
 
 
 def describe_live(model: nn.Module, ranks: Ranks, output: Output) -> tuple[Described, Live]:
-    """What this rank holds of `model`. Raises InvalidState with everything that cannot take part."""
+    """What this rank holds of `model`. Raises InvalidState with all that cannot take part."""
     described = describe_model(model, ranks, loading=False)
     holdings = [
         holding
@@ -105,7 +105,7 @@ def shardings(described: Described, names: Iterable[str]) -> dict[str, UnitShard
 
 
 def buffer_dtypes(described: Described, buffers: Iterable[str]) -> dict[str, torch.dtype]:
-    """The dtype that each of `buffers` has in state dicts, where its unit lets it live in another."""
+    """The dtype of each of `buffers` in state dicts, where its unit lets it live in another."""
     told = _told(described)
     named = {
         f"{path}.{name}" if path else name: dtype
@@ -142,36 +142,57 @@ def put_model(
     all others have the same names. Raises Mismatch, the same on all ranks.
     """
     loading = ModelLoad(model, world, ranks)
-    held = collectively(
-        world,
-        "read",
-        lambda: loading.read({} if rank0_only and ranks.rank else state_dict, rank0_only),
-    )
+    own = {} if rank0_only and ranks.rank else state_dict
+    held = loading.held = collectively(world, "read", lambda: loading.read(own))
     loading.known = tell(world, "held", held)
-    loading.held = held
-    check_names(world, sorted({h.pieces[0].fqn for h in held} | set(loading.extra)), bool(held))
-    loading.share_extra(rank0_only)
+    names = {holding.pieces[0].fqn for holding in held} | set(loading.extra)
+    givers = check_names(world, sorted(names), bool(own))
+    loading.extra = share_values(world, loading.extra, givers)
     loading.binding = collectively(world, "compare", lambda: loading.bind(strict))
     return loading
 
 
-def check_names(world: World, names: list[str], has_any: bool) -> None:
-    """Raise Mismatch on all ranks when two ranks that have anything have different names."""
-    own = encode_values(names) if has_any else b""
-    told = world.gather("names", own)
-    lists = {rank: set(decode_values(part)) for rank, part in enumerate(told) if part}
-    if len({part for part in told if part}) <= 1:
-        return
-    everything = sorted(set().union(*lists.values()))
+def check_names(world: World, names: list[str], has_any: bool) -> list[int]:
+    """The ranks that have a dict. Raises Mismatch on all ranks when theirs have different names."""
+    told = world.gather("names", encode_values(names) if has_any else b"")
+    givers = [rank for rank, part in enumerate(told) if part]
+    if len({told[rank] for rank in givers}) <= 1:
+        return givers
+    lists = {rank: set(decode_values(told[rank])) for rank in givers}
     raise Mismatch(
         [
             f"{name}: is in the dicts of ranks {sorted(r for r in lists if name in lists[r])}, "
             f"not of ranks {sorted(r for r in lists if name not in lists[r])}; pass the same "
             "dict on all ranks, or rank0_only=True"
-            for name in everything
-            if not all(name in names for names in lists.values())
+            for name in sorted(set().union(*lists.values()))
+            if not all(name in theirs for theirs in lists.values())
         ]
     )
+
+
+def share_values(world: World, tree: Mapping[str, Any], givers: Sequence[int]) -> Any:
+    """`tree`; on ranks that have no dict, that of the first one that does. Collective.
+
+    Raises Mismatch on all ranks when it has something that cannot be sent.
+    """
+    if not givers or len(givers) == world.size:
+        return tree
+    is_first = world.rank == givers[0]
+
+    def encoded() -> bytes:
+        problems: list[str] = []
+        value, tensors = split_tree(dict(tree), "", problems)
+        problems += [
+            f"{fqn}: a tensor that belongs to no parameter; pass the dict on every rank"
+            for fqn, _ in tensors
+        ]
+        if problems:
+            raise Mismatch(problems)
+        return encode_values(value)
+
+    data = collectively(world, "values", encoded if is_first else lambda: b"")
+    shared = world.gather("values", data)[givers[0]]
+    return tree if world.rank in givers else decode_values(shared)
 
 
 class ModelLoad:
@@ -184,11 +205,10 @@ class ModelLoad:
         self.held: list[Holding] = []
         self.known: Table = {}
         self.extra: dict[str, Any] = {}
-        self.values: dict[str, Any] = {}
         self.binding: Binding
         self.described: Described
 
-    def read(self, state_dict: Mapping[str, Any], shares: bool) -> list[Holding]:
+    def read(self, state_dict: Mapping[str, Any]) -> list[Holding]:
         """This rank's dict as holdings. Raises Mismatch with everything that is no tensor."""
         self.described = describe_model(self.model, self.ranks, loading=True)
         extra_states = dict(self.described.extra_states)
@@ -226,31 +246,6 @@ class ModelLoad:
         if problems:
             raise Mismatch(problems)
         return held
-
-    def share_extra(self, rank0_only: bool) -> None:
-        """Give the lead's extra states to the ranks that have no dict of their own."""
-        if not rank0_only or self.world.size == 1:
-            return
-
-        def encoded() -> bytes:
-            problems: list[str] = []
-            tree = {}
-            for fqn, value in self.extra.items():
-                tree[fqn], tensors = split_tree(value, fqn, problems)
-                problems += [
-                    f"{name}: a tensor in an extra state; pass the dict on every rank, without "
-                    "rank0_only"
-                    for name, _ in tensors
-                ]
-            if problems:
-                raise Mismatch(problems)
-            return encode_values(tree)
-
-        is_lead = self.ranks.rank == 0
-        data = collectively(self.world, "extra state", encoded if is_lead else lambda: b"")
-        shared = decode_values(self.world.share("extra state", data if is_lead else None))
-        if not is_lead:
-            self.extra = {fqn: join_tree(value, _no_tensor) for fqn, value in shared.items()}
 
     def bind(self, strict: bool) -> Binding:
         """The live memory that is filled. Raises Mismatch with everything that does not fit."""
@@ -319,7 +314,3 @@ class ModelLoad:
             )
 
         return collectively(self.world, "finish", finish)
-
-
-def _no_tensor(fqn: str) -> Any:
-    raise AssertionError(f"a tensor, {fqn}, in what was found to have none")

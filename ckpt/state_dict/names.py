@@ -78,7 +78,7 @@ class Names:
         return None
 
     def equivalents(self, fqn: str) -> Iterator[str]:
-        """All names that the checkpoint may know a tensor of the state by, the most direct first."""
+        """All names that the checkpoint may know a tensor by, the most direct first."""
         if self._tied is None:
             self._tied = {}
             for tied, stored in self.aliases.items():

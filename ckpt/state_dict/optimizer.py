@@ -125,7 +125,7 @@ def refusals(
 
 
 def named_groups(optimizer: torch.optim.Optimizer, described: Described) -> list[list[NamedParam]]:
-    """The parameters of each group by name: on the module that holds them all, else with its path."""
+    """The parameters of each group by name: on the module that has them all, or with its path."""
     sources = [
         [(param, described.by_param[id(param)]) for param in group["params"]]
         for group in optimizer.param_groups

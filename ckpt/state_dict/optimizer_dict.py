@@ -28,7 +28,13 @@ from ckpt.layout.sharded_tensor import UnitSharding
 from ckpt.state_dict.bind_optimizer import BoundOptimizer, bind_optimizer
 from ckpt.state_dict.describe import Described
 from ckpt.state_dict.forms import Live, Output, is_tensor, put_in, take_out
-from ckpt.state_dict.model import check_names, describe_model, names_of, shardings
+from ckpt.state_dict.model import (
+    check_names,
+    describe_model,
+    names_of,
+    shardings,
+    share_values,
+)
 from ckpt.state_dict.names import Names, bare_name
 from ckpt.state_dict.optimizer import (
     NAME_KEYS,
@@ -95,7 +101,7 @@ def _group_of(group: Mapping[str, Any], by_key: Mapping[Any, torch.Tensor]) -> d
 
 
 def check_keys(state_dict: Mapping[str, Any]) -> type | None:
-    """The type of the keys in `state_dict`; None when there are none. Raises Mismatch when mixed."""
+    """The type of the keys of `state_dict`; None without keys. Raises Mismatch when mixed."""
     groups = [key for group in state_dict.get("param_groups", ()) for key in group["params"]]
     state = state_dict.get("state", {})
     kinds = {type(key) for key in groups} or {type(key) for key in state if type(key) is int}
@@ -257,7 +263,7 @@ def _state(
 
 
 def check_values(world: World, values: Mapping[str, Any]) -> None:
-    """Raise InvalidState on all ranks, naming what differs, unless all have the same values."""
+    """Raise Mismatch on all ranks, naming what differs, unless all have the same values."""
     encoded = encode_values(dict(values))
     digests = world.gather("values", hashlib.sha256(encoded).digest())
     if len(set(digests)) == 1:
@@ -268,10 +274,10 @@ def check_values(world: World, values: Mapping[str, Any]) -> None:
         for fqn in {*theirs, *everybody[0]}:
             if encode_values(theirs.get(fqn)) != encode_values(everybody[0].get(fqn)):
                 differ.setdefault(fqn, []).append(rank)
-    raise InvalidState(
+    raise Mismatch(
         [
-            f"{fqn}: ranks {ranks} have another value than rank 0; build the optimizer alike on "
-            "all ranks"
+            f"{fqn}: ranks {ranks} have another value than rank 0; all ranks need the same "
+            "optimizer and the same dict"
             for fqn, ranks in sorted(differ.items())
         ]
     )
@@ -287,7 +293,6 @@ class _Read:
     held: list[Holding] = field(default_factory=list)
     values: dict[str, Any] = field(default_factory=dict)
     user: dict[str, Any] = field(default_factory=dict)
-    groups: list[dict[str, Any]] | None = None
     problems: list[str] = field(default_factory=list)
 
 
@@ -314,50 +319,52 @@ class OptimizerLoad:
         self.known: Table = {}
         self.bound: list[BoundOptimizer] = []
         self.loaded: list[Names] = []
+        self.groups: list[dict[str, Any]] | None = None
 
     def prepare(
         self, state_dict: Mapping[str, Any], *, strict: bool, rank0_only: bool, needs_groups: bool
     ) -> None:
         """Everything that can be known before a byte moves. Raises Mismatch on all ranks."""
-        has_any = not rank0_only or self.ranks.rank == 0
+        own = {} if rank0_only and self.ranks.rank else state_dict
 
         def read() -> _Read:
             self.described = describe_model(self.model, self.ranks, loading=True)
-            return self.read(state_dict if has_any else {}, needs_groups and has_any)
+            return self.read(own)
 
         self.given = collectively(self.world, "read", read)
-        has_any = has_any and bool(self.given.held or self.given.groups or self.given.values)
         self.known = tell(self.world, "held", self.given.held)
-        names = sorted({h.pieces[0].fqn for h in self.given.held} | set(self.given.values))
-        check_names(self.world, names, has_any)
-        if rank0_only:
-            self.share_values()
+        names = {h.pieces[0].fqn for h in self.given.held} | set(self.given.values)
+        givers = check_names(self.world, sorted(names), bool(own))
+        shared = {"values": self.given.values, "user": self.given.user}
+        shared = share_values(self.world, shared, givers)
+        self.given.values, self.given.user = shared["values"], shared["user"]
+        check_values(self.world, self.given.values)
+        self.groups = self.given.values.get(GROUPS)
+        if needs_groups and self.groups is None:
+            raise Mismatch([_NO_GROUPS])
         collectively(self.world, "compare", lambda: self.bind(strict))
 
     # reading
 
-    def read(self, state_dict: Mapping[str, Any], needs_groups: bool) -> _Read:
+    def read(self, state_dict: Mapping[str, Any]) -> _Read:
         read = _Read()
         names = self.live_names()
         known = {*names, *names_of(self.described)}
         state_dict = nested(state_dict, known)
         if not state_dict:
-            if needs_groups:
-                raise Mismatch([_NO_GROUPS])
             return read
         if "state" not in state_dict:
             raise Mismatch(
                 ['the dict has no "state"; pass what optimizer_state_dict() or state_dict() gives']
             )
         key_of = self.key_names(state_dict, known, read.problems)
+        groups = [
+            self.read_group(at, group, key_of, read)
+            for at, group in enumerate(state_dict.get("param_groups", ()))
+        ]
         if "param_groups" in state_dict:
-            read.groups = [
-                self.read_group(at, group, key_of, read)
-                for at, group in enumerate(state_dict["param_groups"])
-            ]
-        elif needs_groups:
-            read.problems.append(_NO_GROUPS)
-        listed = {name for group in read.groups or () for name in group["params"]} | known
+            read.values[GROUPS] = groups
+        listed = {name for group in groups for name in group["params"]} | known
         shapes = self.shapes()
         for key, state in state_dict["state"].items():
             name = key_of.get(key, key)
@@ -366,8 +373,6 @@ class OptimizerLoad:
                     self.read_state(read, name, str(part), content, shapes.get(name))
             else:
                 read.user[key] = state
-        if read.groups is not None:
-            read.values[GROUPS] = read.groups
         if read.problems:
             raise Mismatch(read.problems)
         return read
@@ -442,34 +447,12 @@ class OptimizerLoad:
             for member in source.members
         }
 
-    def share_values(self) -> None:
-        """Give the lead's values to the others, which have no dict."""
-        is_lead = self.ranks.rank == 0
-
-        def encoded() -> bytes:
-            problems: list[str] = []
-            user, tensors = split_tree(self.given.user, "the user's state", problems)
-            problems += [
-                f"{fqn}: a tensor that belongs to no parameter; pass the dict on every rank, "
-                "without rank0_only"
-                for fqn, _ in tensors
-            ]
-            if problems:
-                raise Mismatch(problems)
-            return encode_values([self.given.values, user])
-
-        data = collectively(self.world, "encode values", encoded if is_lead else lambda: b"")
-        values, user = decode_values(self.world.share("values", data if is_lead else None))
-        if not is_lead:
-            self.given.values, self.given.user = values, user
-            self.given.groups = values.get(GROUPS)
-
     # binding
 
     def bind(self, strict: bool) -> None:
         problems: list[str] = []
         live = self.live_names()
-        listed = {name for group in self.given.groups or () for name in group["params"]}
+        listed = {name for group in self.groups or () for name in group["params"]}
         told = {param for param, _, _ in by_parameter(self.known, listed | live)}
         told |= {param for param, _, _ in by_parameter(self.given.values, listed | live)}
         extra = sorted((listed | told) - live)
@@ -510,18 +493,18 @@ class OptimizerLoad:
         self, optimizer: torch.optim.Optimizer, own: Collection[str]
     ) -> list[dict[str, Any]]:
         """The groups of the dict as far as they are this optimizer's; its own if there are none."""
-        if self.given.groups is None:
+        if self.groups is None:
             return [
                 {"params": [name for named in group for name in named.names]}
                 for group in named_groups(optimizer, self.described)
             ]
         cut = [
             {**group, "params": [name for name in group["params"] if name in own]}
-            for group in self.given.groups
+            for group in self.groups
         ]
         return [
             group
-            for group, given in zip(cut, self.given.groups, strict=True)
+            for group, given in zip(cut, self.groups, strict=True)
             if group["params"] or not given["params"]
         ]
 
@@ -567,7 +550,7 @@ class OptimizerLoad:
         }
         state.update(self.given.user)
         result: dict[str, Any] = {"state": state}
-        if self.given.groups is not None:
+        if self.groups is not None:
             result["param_groups"] = [
                 {**group, "params": [id_of[id(param)] for param in group["params"]]}
                 for group in target.param_groups

@@ -227,7 +227,7 @@ def _giver(holders: Sequence[int], rank: int, size: int) -> int:
 
 
 class _End(NamedTuple):
-    """One end of a move: `box` of the array of `shape` that starts at `base` of a region's order."""
+    """One end of a move: `box` of the array of `shape` from `base` on in a region's order."""
 
     base: int
     shape: Shape

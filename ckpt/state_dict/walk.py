@@ -19,7 +19,7 @@ from ckpt.state_dict.values import DEPTH_MAX, SCALARS, why_not_storable
 
 
 class Place(NamedTuple):
-    """Where a leaf stands: `container[key]`. The state itself stands nowhere: `container` is None."""
+    """Where a leaf stands: `container[key]`. For the state itself `container` is None."""
 
     container: Any
     key: Any

@@ -69,9 +69,7 @@ def holding(
         local = torch.zeros((*extent, 2), dtype=dtype)[..., 1]
     if source is not None:
         put(local, whole(tuple(local.shape)), elements(source, region))
-    local_region = (
-        Span(0, region.numel) if isinstance(region, Span) else whole(tuple(local.shape))
-    )
+    local_region = Span(0, region.numel) if isinstance(region, Span) else whole(tuple(local.shape))
     piece = Piece(fqn, shape, dtype, region, local_region, ())
     return Holding(local, (piece,), Kind.OTHER, False)
 

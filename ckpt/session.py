@@ -465,6 +465,22 @@ class Session(_Writer):
         with self._lock:
             self._appender.log.store = store
 
+    def check_root(self) -> None:
+        """Raise StoreRefused when the root was removed, or removed and made anew.
+
+        Our log would go on in a place where nobody finds it, or in the middle of another one.
+        """
+        try:
+            seen = read_format(self.store).root
+        except NoCheckpoint:
+            seen = "no root"
+        if seen != self.root:
+            raise StoreRefused(
+                f"{self.store.url} shows {seen} where this process began to save to root "
+                f"{self.root}: it was removed meanwhile; save to another url, or start this job "
+                "anew"
+            )
+
     def new_attempt(self) -> str:
         """A name for one try to save one step, never given before."""
         return attempt_name(self.epoch, self._appender.sources.random_bytes(8))
@@ -642,11 +658,15 @@ class RankedSession:
         return self.world.share("attempt", mine).decode()
 
     def settle(self) -> None:
-        """Collective: settle an unknown outcome of before. Raises OutcomeUnknown on all ranks."""
+        """Collective, at the start of a save: settle an unknown outcome of before.
+
+        Raises OutcomeUnknown on all ranks, and StoreRefused when the root is no longer there.
+        """
         error: BaseException | None = None
         try:
             if self.session is not None:
                 self.session.settle()
+                self.session.check_root()
         except Exception as caught:
             error = caught
         self.world.agree("settle", error)

@@ -26,9 +26,11 @@ from ckpt.errors import (
     LoadInterrupted,
     Mismatch,
     NoCheckpoint,
+    StoreRefused,
     UnsupportedFormat,
 )
-from storage import InvalidUrlError, NoSpaceError, StorageError
+from storage import InvalidUrlError, NoSpaceError, StorageError, open_store
+from tests.e2e.job import Job
 
 
 def _state(seed: int = 0, *, width: int = 5, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
@@ -361,3 +363,44 @@ def test_a_full_disk_is_told_and_holds_nothing_of_the_failed_save(
     state = {"t": torch.zeros(2000)}
     assert ckpt.load(state, str(root)).step == 3
     assert torch.equal(state["t"], torch.arange(2000.0))
+
+
+# --- spellings ------------------------------------------------------------------------------------
+
+
+def test_spellings_of_one_place_are_one_root(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that writes `run` now and `run/` later must not fence itself."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    spellings = ["run", "run/", "./run", str(tmp_path / "run"), f"file://{tmp_path}/run", "link"]
+    for step, url in enumerate([*spellings, *reversed(spellings)], 1):
+        ckpt.save({"step": step}, url, step=step)
+    for url in spellings:
+        assert [info.step for info in ckpt.list_steps(url)] == list(range(1, 13))
+        state = {"step": 0}
+        ckpt.load(state, url)
+        assert state["step"] == 12
+
+
+@pytest.mark.parametrize("made_anew", [False, True], ids=["gone", "another"])
+def test_a_root_that_was_removed_under_a_running_job_is_told(
+    tmp_path: Path, made_anew: bool
+) -> None:
+    """A save there would be one that nobody finds, or would mix two roots."""
+    root = tmp_path / "run"
+    ckpt.save(_state(1), str(root), step=1)
+    shutil.rmtree(root)
+    if made_anew:
+        Job(1, lambda rank: open_store(str(root))).save(lambda rank: _state(3), step=3)
+    before = sorted(str(path) for path in tmp_path.rglob("*"))
+    with pytest.raises(StoreRefused, match="removed meanwhile"):
+        ckpt.save(_state(2), str(root), step=2)
+    assert sorted(str(path) for path in tmp_path.rglob("*")) == before
+    if made_anew:
+        state = _state(7)
+        assert ckpt.load(state, str(root)).step == 3
+        assert _bits(state) == _bits(_state(3))
+    else:
+        _refused(NoCheckpoint, url=root)

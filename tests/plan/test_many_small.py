@@ -1,0 +1,69 @@
+"""Thousands of small tensors take short ways: packed by one copy when saved, read many at a time.
+
+Each test saves and loads one process's state that drives one of these ways, or the way around it,
+and compares every tensor bit for bit.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import ckpt
+
+
+def _small(count: int = 40) -> dict[str, torch.Tensor]:
+    """Small tensors of several dtypes and shapes, some of them strided, between larger ones."""
+    torch.manual_seed(0)
+    state: dict[str, torch.Tensor] = {}
+    for at in range(count):
+        state[f"a{at:03d}"] = torch.randn(7, 3)
+        state[f"b{at:03d}"] = torch.randn(5, 9).t()
+        state[f"c{at:03d}"] = torch.randint(0, 100, (11,), dtype=torch.int64)[::2]
+        state[f"d{at:03d}"] = torch.tensor(at)
+        state[f"e{at:03d}"] = torch.randn(3, dtype=torch.bfloat16)
+        state[f"f{at:03d}"] = torch.randn(4, dtype=torch.complex64).conj()
+    state["a020.large"] = torch.randn(50_000)
+    state["empty"] = torch.empty(0, 3)
+    return state
+
+
+def _blank(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {fqn: torch.zeros_like(tensor).resolve_conj() for fqn, tensor in state.items()}
+
+
+@pytest.mark.parametrize("io", ["buffered", "direct", "auto"])
+@pytest.mark.parametrize("count", [1, 40, 400])
+def test_small_tensors_of_any_kind_come_back(tmp_path: Path, io: str, count: int) -> None:
+    state = _small(count)
+    for step in range(2):  # the second save takes the buffers of the first
+        ckpt.save(state, str(tmp_path / "run"), step=step, io=io)  # type: ignore[arg-type]
+    target = _blank(state)
+    ckpt.load(target, str(tmp_path / "run"))
+    for fqn, tensor in state.items():
+        assert torch.equal(target[fqn], tensor), fqn
+
+
+def test_a_small_tensor_that_is_wanted_twice_fills_both(tmp_path: Path) -> None:
+    state = _small()
+    ckpt.save(state, str(tmp_path / "run"), step=0)
+    target = {**_blank(state), "again": torch.zeros(7, 3)}
+    names = {"again": "a007"}
+    ckpt.load(target, str(tmp_path / "run"), rename=names)
+    assert torch.equal(target["again"], state["a007"])
+    assert torch.equal(target["a007"], state["a007"])
+
+
+def test_a_changed_bit_in_a_small_tensor_is_found_and_named(tmp_path: Path) -> None:
+    state = _small()
+    report = ckpt.save(state, str(tmp_path / "run"), step=0)
+    file = next(Path(report.path).glob("*.safetensors"))
+    data = bytearray(file.read_bytes())
+    at = data.find(state["a013"].numpy().tobytes())
+    data[at] ^= 1
+    file.chmod(0o644)
+    file.write_bytes(data)
+    with pytest.raises(ckpt.LoadInterrupted, match="a013"):
+        ckpt.load(_blank(state), str(tmp_path / "run"))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -105,6 +105,7 @@ def save_state(
     except (Fenced, OutcomeUnknown):
         raise
     except Exception:
+        memory.sent = b""
         _discard(session, header)
         raise
 
@@ -222,18 +223,23 @@ def _digest(holding: Holding, piece: Piece) -> int:
     return crc32c(host_bytes(view))
 
 
-def _hand_over(part: Part, session: RankedSession, memory: PartMemory) -> list[Part]:
-    """All parts, on the lead; an empty list elsewhere."""
+def _hand_over(part: Part, session: RankedSession, memory: PartMemory) -> Callable[[], list[Part]]:
+    """A function that gives all parts, on the lead; an empty list elsewhere.
+
+    It may raise, so it is called where the others wait for the lead's answer.
+    """
     world = session.world
     if world.size == 1:
-        return [part]
+        return lambda: [part]
     structure = part.structure()
     known = structure == memory.sent
     payload = [b"" if known else structure, part.variable()]
     received = world.gather_to_lead("parts", _joined(payload))
     memory.sent = structure
-    if received is None:
-        return []
+    return lambda: _assembled(received or [], memory)
+
+
+def _assembled(received: Sequence[bytes], memory: PartMemory) -> list[Part]:
     parts = []
     for rank, data in enumerate(received):
         structure, variable = _split(data)
@@ -253,7 +259,7 @@ def _split(data: bytes) -> tuple[bytes, bytes]:
 
 
 def _commit(
-    parts: Sequence[Part],
+    parts_of: Callable[[], list[Part]],
     session: RankedSession,
     store: Store,
     header: Header,
@@ -265,6 +271,7 @@ def _commit(
     def run() -> bytes:
         if lead is None:
             return b""
+        parts = parts_of()
         warnings = replica_differences(parts)
         problems = value_differences(parts)
         problems += warnings if options.replicas == "strict" else []

@@ -242,6 +242,19 @@ def _state(value: int) -> dict[str, Any]:
     return {"t": torch.full((257,), float(value)), "value": value}
 
 
+def _with_broken_lead(call: Callable[[], object]) -> None:
+    """`call`, while the lead cannot read what the others send it."""
+    from ckpt import saving
+
+    def fails(structure: bytes, variable: bytes) -> Any:
+        raise MemoryError("no room for the parts")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 0:
+            patch.setattr(saving, "assemble", fails)
+        call()
+
+
 def _disagree(base: str) -> dict[str, Any]:
     """Everything that ranks can disagree about, one after the other, in one group."""
     rank = dist.get_rank()
@@ -262,6 +275,7 @@ def _disagree(base: str) -> dict[str, Any]:
     state = {**_state(0), "only here": 1} if rank == 1 else _state(0)
     told["names"] = _raised(lambda: ckpt.load(state, root))
     told["untouched"] = torch.equal(state["t"], torch.zeros(257)) and state["value"] == 0
+    told["parts"] = _raised(lambda: _with_broken_lead(lambda: ckpt.save(_state(2), root, step=2)))
     ckpt.save(_state(5), root, step=5)
     state = _state(0)
     told["loaded"] = ckpt.load(state, root).step
@@ -281,6 +295,7 @@ def test_ranks_that_disagree_get_one_error_and_go_on(tmp_path: Path) -> None:
         "step": ("InvalidState", "step=-1"),
         "load steps": ("NoCheckpoint", "no step 9"),
         "names": ("Mismatch", "only here"),
+        "parts": ("RankFailed", "no room for the parts"),
     }
     for what, (kind, text) in expected.items():
         answers = {answer[what] for answer in told}

@@ -163,6 +163,11 @@ class FlatParam:
             and self.flat.device == self.options.device
         )
 
+    @property
+    def gathered_nbytes(self) -> int:
+        """Memory that the gathered buffer takes now, beside the shard."""
+        return 0 if self._aliases_flat else self._full.untyped_storage().nbytes()
+
     # --- gathering ------------------------------------------------------------------------------
 
     def start_unshard(self) -> None:
@@ -467,7 +472,7 @@ class FlatParam:
 
         Raises RuntimeError, naming the parameter, when the shape does not fit.
         """
-        if not self.options.use_orig_params:
+        if not self.options.use_orig_params or self._params_are_unsharded:
             return
         itemsize = self.flat.dtype.itemsize
         base = self.flat.data_ptr()

@@ -1,7 +1,7 @@
 """`FullyShardedDataParallel`: the wrapper that a training script uses.
 
 Arguments, defaults and methods are those of torch's class of that name. Nothing happens in this
-file but telling the parts: what is wrapped (`init`, `wrap`, `groups`), how it is kept
+file but telling the parts: what is wrapped (`init`, `wrapping`, `groups`), how it is kept
 (`flat_param`), what happens when (`unit`, `runtime`).
 """
 
@@ -39,7 +39,7 @@ from sharding.runtime import Runtime
 from sharding.streams import streams_for
 from sharding.summon import SummonOptions, summon_units
 from sharding.unit import HYBRID, Phase, Settings, Unit
-from sharding.wrap import auto_wrap
+from sharding.wrapping import auto_wrap
 
 __all__ = ["FullyShardedDataParallel", "fsdp_units"]
 
@@ -143,9 +143,10 @@ class FullyShardedDataParallel(nn.Module):
         self._fsdp_wrapped_module = module
         self.fsdp_unit = _make_unit(module, found, groups, settings)
         self.fsdp_unit.show_flat()
-        self._check_nothing_left()
+        self.check_nothing_left()
 
-    def _check_nothing_left(self) -> None:
+    def check_nothing_left(self) -> None:
+        """Raise RuntimeError, with their names, when parameters are neither sharded nor ignored."""
         managed = _managed_below(self)
         left = [
             name
@@ -153,7 +154,9 @@ class FullyShardedDataParallel(nn.Module):
             if id(param) not in managed and param not in self.fsdp_ignored.params
         ]
         if left:
-            raise RuntimeError(f"not sharded, and not ignored: {', '.join(left)}; this is a bug")
+            raise RuntimeError(
+                f"neither sharded nor ignored: {', '.join(left)}; add parameters before wrapping"
+            )
 
     # --- running --------------------------------------------------------------------------------
 

@@ -186,7 +186,8 @@ def _current_index() -> int:
 
 
 def _with_index(device: torch.device) -> torch.device:
-    if device.type == "cpu" or device.index is not None:
+    index: int | None = device.index
+    if device.type == "cpu" or index is not None:
         return device
     index = _current_index()
     warnings.warn(

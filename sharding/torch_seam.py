@@ -69,6 +69,6 @@ def is_policy_object(policy: Any) -> bool:
     return hasattr(policy, "_run_policy")
 
 
-def batch_norm_classes() -> tuple[type[nn.Module], ...]:
-    """The family of batch norms, which lose too much in low precision."""
-    return (nn.modules.batchnorm._BatchNorm,)
+def classes_to_leave_alone(precision: Any) -> tuple[type[nn.Module], ...]:
+    """The classes of modules that a `MixedPrecision` leaves in full precision."""
+    return tuple(precision._module_classes_to_ignore or ())

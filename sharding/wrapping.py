@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecision
 
 from sharding.precision import cast_floating, map_tensors
-from sharding.torch_seam import is_policy_object, run_policy
+from sharding.torch_seam import classes_to_leave_alone, is_policy_object, run_policy
 
 __all__ = ["Wish", "auto_wrap", "wishes_of"]
 
@@ -105,9 +105,6 @@ def _ask(
     """Ask a policy function about a subtree; returns how many elements got into units."""
     numel = sum(p.numel() for p in module.parameters() if p not in ignored_params)
     if not policy(module=module, recurse=True, nonwrapped_numel=numel):
-        if not is_root and policy(module=module, recurse=False, nonwrapped_numel=numel):
-            found.append(Wish("", module, {}))
-            return numel
         return 0
     wrapped = 0
     for child in module.children():
@@ -162,9 +159,9 @@ def _with_full_precision(
 ) -> list[Wish]:
     """Make units of the modules that mixed precision must leave alone, computing as they are."""
     precision = kwargs.get("mixed_precision")
-    if precision is None or not precision.module_classes_to_ignore:
+    classes = () if precision is None else classes_to_leave_alone(precision)
+    if not classes:
         return wishes
-    classes = tuple(precision.module_classes_to_ignore)
     by_module = {id(wish.module): wish for wish in wishes}
     found: list[Wish] = []
     used: set[str] = set()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import socket
@@ -87,6 +88,23 @@ class World(ABC):
         are flat memoryviews of format "B" and must not change meanwhile; after an error `recv` is
         undefined.
         """
+
+    def exchange_parts(
+        self,
+        name: str,
+        send: Sequence[Sequence[memoryview]],
+        recv: Sequence[Sequence[memoryview]],
+    ) -> None:
+        """`exchange` with several buffers for each rank: as many, of the same lengths, on both
+        sides.
+        """
+        joined = [memoryview(b"".join(parts)) for parts in send]
+        received = [memoryview(bytearray(sum(p.nbytes for p in parts))) for parts in recv]
+        self.exchange(name, joined, received)
+        for parts, got in zip(recv, received, strict=True):
+            for part in parts:
+                part[:] = got[: part.nbytes]
+                got = got[part.nbytes :]
 
     @abstractmethod
     def close(self) -> None:
@@ -313,15 +331,25 @@ class TorchWorld(World):
 
     def exchange(self, name: str, send: Sequence[memoryview], recv: Sequence[memoryview]) -> None:
         check_exchange(self, name, send, recv)
+        self.exchange_parts(name, [[view] for view in send], [[view] for view in recv])
+
+    def exchange_parts(
+        self,
+        name: str,
+        send: Sequence[Sequence[memoryview]],
+        recv: Sequence[Sequence[memoryview]],
+    ) -> None:
         with self._in_round(name) as key, self._transfer(key, name) as group:
-            self._check_lengths(key, name, group, send, recv)
+            lengths = [sum(view.nbytes for view in parts) for parts in send]
+            room = [sum(view.nbytes for view in parts) for parts in recv]
+            self._check_lengths(key, name, group, lengths, room)
             works: list[dist.Work] = []
-            for peer, view in enumerate(recv):
-                for tensor in _tensors(view):
+            for peer, parts in enumerate(recv):
+                for tensor in itertools.chain(*map(_tensors, parts)):
                     works.append(group.recv([tensor], peer, 0))
             for step in range(1, self.size):
                 peer = (self.rank + step) % self.size  # not everybody to the same rank at once
-                for tensor in _tensors(send[peer]):
+                for tensor in itertools.chain(*map(_tensors, send[peer])):
                     works.append(group.send([tensor], peer, 0))
             self._finish(key, name, works)
 
@@ -509,20 +537,20 @@ class TorchWorld(World):
         key: str,
         name: str,
         group: Any,
-        send: Sequence[memoryview],
-        recv: Sequence[memoryview],
+        lengths: Sequence[int],
+        room: Sequence[int],
     ) -> None:
-        mine = torch.tensor([view.nbytes for view in send], dtype=torch.int64)
+        mine = torch.tensor(lengths, dtype=torch.int64)
         theirs = torch.zeros_like(mine)
         others = [peer for peer in range(self.size) if peer != self.rank]
         works = [group.recv([theirs[peer : peer + 1]], peer, 0) for peer in others]
         works += [group.send([mine[peer : peer + 1]], peer, 0) for peer in others]
         self._finish(key, name, works)
-        for peer, (sent, view) in enumerate(zip(theirs.tolist(), recv, strict=True)):
-            if sent != view.nbytes:
+        for peer, (sent, expected) in enumerate(zip(theirs.tolist(), room, strict=True)):
+            if sent != expected:
                 raise RankFailed(
                     f"exchange {name!r}: rank {peer} sends {sent} bytes to rank {self.rank}, which "
-                    f"expects {view.nbytes}",
+                    f"expects {expected}",
                     rank=peer,
                     phase=name,
                 )

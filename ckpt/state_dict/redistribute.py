@@ -34,7 +34,9 @@ from ckpt.layout.region import (
 from ckpt.memory import host_bytes, local_view, narrowed
 from ckpt.world import World, collectively
 
-BATCH_NBYTES = 32 << 20
+BATCH_NBYTES = 64 << 20
+# From here on a copy through a buffer costs more than a message of its own.
+DIRECT_NBYTES_MIN = 64 << 10
 
 
 class Slot(NamedTuple):
@@ -325,8 +327,7 @@ class _Here:
                 self.twins.append((self.targets[key], slot.local))
             else:
                 self.targets[key] = _Flat(slot.local, fill=False)
-        self.sending = torch.empty(0, dtype=torch.uint8)
-        self.receiving = torch.empty(0, dtype=torch.uint8)
+        self.staging = _Staging()
 
     def finish(self) -> None:
         """All bytes are here: bring them to where the slots themselves are."""
@@ -334,6 +335,9 @@ class _Here:
             flat.write_back()
         for first, twin in self.twins:
             twin.copy_(first.memory.view(twin.shape))
+
+
+_Source = tuple[tuple[str, Region], _End]
 
 
 class _Batch:
@@ -345,7 +349,7 @@ class _Batch:
         size = here.world.size
         self.here = here
         self.own: list[tuple[tuple[str, Region], _End, _Flat, _End]] = []
-        self.send: list[list[tuple[tuple[str, Region], _End]]] = [[] for _ in range(size)]
+        self.send: list[list[_Source]] = [[] for _ in range(size)]
         self.recv: list[list[tuple[_Flat, _End]]] = [[] for _ in range(size)]
         for fqn, window in tensors:
             for region, holders in _holders(known[fqn]).items():
@@ -383,78 +387,110 @@ class _Batch:
         return flat[key]
 
     def transfer(self) -> None:
-        """One round between all ranks."""
-        received, boarding = self.receive_buffers()
-        self.here.world.exchange("state dict", self.send_buffers(), received)
-        for target, at in boarding:
-            target.copy_(at.to(target.device).view(target.shape))
-
-    def send_buffers(self) -> list[memoryview]:
-        """The bytes for each rank. Ranks that get the same share one buffer."""
-        needed: dict[tuple[Any, ...], int] = {}
+        """One round between all ranks. Ranks that get the same are sent the same memory."""
+        flat: dict[tuple[str, Region], _Flat] = {}  # copies live until the round is over
+        packed: dict[tuple[_Source, ...], list[memoryview]] = {}
         for moves in self.send:
             key = tuple(moves)
-            if moves and key not in needed:
-                needed[key] = _packed([nbytes_of(self.here.sources[at], end) for at, end in moves])
-        flat: dict[tuple[str, Region], _Flat] = {}
-        packed: dict[tuple[Any, ...], memoryview] = {(): memoryview(b"")}
-        self.here.sending = _grown(self.here.sending, sum(map(_aligned, needed.values())))
-        start = 0
-        for key, nbytes in needed.items():
-            live = self.read(key[0][0], flat).view(key[0][1]) if len(key) == 1 else None
-            if live is not None and live.is_cpu and live.is_contiguous():
-                packed[key] = host_bytes(live)
-                continue
-            room = self.here.sending[start : start + nbytes]
-            packed[key] = host_bytes(room)
-            start += _aligned(nbytes)
-            for at, end in key:
-                view = self.read(at, flat).view(end)
-                size = nbytes_of(view, end)
-                room[:size].view(view.dtype).view(view.shape).copy_(view)
-                room = room[_aligned(size) :]
-        self.keep = flat  # copies that a buffer may be a view of live until the exchange is over
-        return [packed[tuple(moves)] for moves in self.send]
+            if key not in packed:
+                packed[key] = self.outgoing(key, flat)
+        arrivals: list[tuple[torch.Tensor, torch.Tensor]] = []
+        room = [self.incoming(moves, arrivals) for moves in self.recv]
+        self.here.world.exchange_parts(
+            "state dict", [packed[tuple(moves)] for moves in self.send], room
+        )
+        for target, arrived in arrivals:
+            target.copy_(arrived.view(target.shape))
+        self.here.staging.clear()
 
-    def receive_buffers(self) -> tuple[list[memoryview], list[tuple[torch.Tensor, torch.Tensor]]]:
-        """Room for what each rank sends, and what to copy from there to where afterwards."""
-        views = [[flat.view(end) for flat, end in moves] for moves in self.recv]
-        sizes = [_packed([v.numel() * v.element_size() for v in of_rank]) for of_rank in views]
-        direct = [len(v) == 1 and v[0].is_cpu and v[0].is_contiguous() for v in views]
-        room = sum(_aligned(size) for size, at in zip(sizes, direct, strict=True) if not at)
-        self.here.receiving = _grown(self.here.receiving, room)
+    def outgoing(
+        self, moves: Sequence[_Source], flat: dict[tuple[str, Region], _Flat]
+    ) -> list[memoryview]:
+        """The bytes of `moves`: small ones packed into one buffer, then each large one."""
+        views = [self.read(key, flat).view(end) for key, end in moves]
+        small = [view for view in views if not _is_large(view)]
         buffers = []
-        boarding = []
-        start = 0
-        for of_rank, size, is_direct in zip(views, sizes, direct, strict=True):
-            if is_direct:
-                buffers.append(host_bytes(of_rank[0]))
-                continue
-            buffers.append(host_bytes(self.here.receiving[start : start + size]))
-            for view in of_rank:
-                stop = start + view.numel() * view.element_size()
-                boarding.append((view, self.here.receiving[start:stop].view(view.dtype)))
-                start = _aligned(stop)
-        return buffers, boarding
+        if small:
+            buffer = self.here.staging.take(sum(_aligned(view.nbytes) for view in small))
+            at = 0
+            for view in small:
+                _part(buffer, at, view).copy_(view)
+                at += _aligned(view.nbytes)
+            buffers.append(host_bytes(buffer))
+        for view in views:
+            if _is_large(view):
+                if not _is_host_run(view):
+                    staged = _part(self.here.staging.take(view.nbytes), 0, view)
+                    view = staged.copy_(view)
+                buffers.append(host_bytes(view))
+        return buffers
+
+    def incoming(
+        self,
+        moves: Sequence[tuple[_Flat, _End]],
+        arrivals: list[tuple[torch.Tensor, torch.Tensor]],
+    ) -> list[memoryview]:
+        """Room for what `outgoing` gives on the other side. `arrivals` are to be copied
+        afterwards: from the second to the first.
+        """
+        views = [flat.view(end) for flat, end in moves]
+        small = [view for view in views if not _is_large(view)]
+        buffers = []
+        if small:
+            buffer = self.here.staging.take(sum(_aligned(view.nbytes) for view in small))
+            at = 0
+            for view in small:
+                arrivals.append((view, _part(buffer, at, view)))
+                at += _aligned(view.nbytes)
+            buffers.append(host_bytes(buffer))
+        for view in views:
+            if _is_large(view):
+                if not _is_host_run(view):
+                    staged = _part(self.here.staging.take(view.nbytes), 0, view)
+                    arrivals.append((view, staged))
+                    view = staged
+                buffers.append(host_bytes(view))
+        return buffers
 
 
-def nbytes_of(memory: torch.Tensor, end: _End) -> int:
-    """The bytes of `end` in memory of this dtype."""
-    return end.box.numel * memory.element_size()
+class _Staging:
+    """Host memory for one round, used again in the next; it grows to what a round has needed."""
+
+    def __init__(self) -> None:
+        self.memory = torch.empty(0, dtype=torch.uint8)
+        self.taken = 0
+        self.others: list[torch.Tensor] = []
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """Room for `nbytes`, until the round is over."""
+        start, self.taken = self.taken, self.taken + _aligned(nbytes)
+        if self.taken <= self.memory.numel():
+            return self.memory[start : start + nbytes]
+        self.others.append(torch.empty(nbytes, dtype=torch.uint8))
+        return self.others[-1]
+
+    def clear(self) -> None:
+        """The round is over."""
+        if self.others:
+            self.others.clear()
+            self.memory = torch.empty(self.taken, dtype=torch.uint8)
+        self.taken = 0
+
+
+def _is_large(view: torch.Tensor) -> bool:
+    """Whether it travels alone, straight from memory to memory. The same on both sides."""
+    return view.nbytes >= DIRECT_NBYTES_MIN
+
+
+def _is_host_run(view: torch.Tensor) -> bool:
+    return view.is_cpu and view.is_contiguous()
+
+
+def _part(buffer: torch.Tensor, start: int, like: torch.Tensor) -> torch.Tensor:
+    """Bytes of `buffer` from `start` on, as a tensor of the dtype and shape of `like`."""
+    return buffer[start : start + like.nbytes].view(like.dtype).view(like.shape)
 
 
 def _aligned(nbytes: int) -> int:
     """Rounded up, so that elements of every dtype may stand behind it."""
     return -(-nbytes // 16) * 16
-
-
-def _packed(sizes: Sequence[int]) -> int:
-    """The length of parts packed into one buffer, each at an aligned place; one is as it is."""
-    return sizes[0] if len(sizes) == 1 else sum(map(_aligned, sizes))
-
-
-def _grown(buffer: torch.Tensor, nbytes: int) -> torch.Tensor:
-    """`buffer`, or a larger one; its size is rounded up, so that it seldom grows."""
-    if buffer.numel() >= nbytes:
-        return buffer
-    return torch.empty(nbytes, dtype=torch.uint8)

@@ -31,7 +31,7 @@ from sharding.flat_layout import (
     plan_flat_layout,
 )
 from sharding.streams import Streams
-from sharding.torch_seam import Place
+from sharding.torch_seam import Place, post_accumulate_hooks
 
 __all__ = ["FlatParam", "FlatParameter", "Found", "State", "StoreOptions"]
 
@@ -410,6 +410,10 @@ class FlatParam:
             self._show_gradient_slices(new)
         else:
             self._shown_grads = {-1: new}
+        for at in list(self._shown_grads):
+            shower = self._shower(at)
+            for hook in post_accumulate_hooks(shower):
+                hook(shower)
 
     def adopt_gradients(self) -> None:
         """Follow what the user did to the gradients of original parameters: set to None, replaced.

@@ -314,7 +314,8 @@ class FullyShardedDataParallel(nn.Module):
         """Like `nn.Module.apply`, with the full parameters of each unit at hand."""
         was_alone = self.fsdp_unit.runtime is None
         self._find_root()
-        self._assert_idle()
+        if self.fsdp_unit.phase is not Phase.IDLE:
+            raise ValueError(f"apply() cannot be called during {self.fsdp_unit.phase.value}")
         with FullyShardedDataParallel.summon_full_params(self, recurse=False):
             super().apply(fn)
         if was_alone:

@@ -106,6 +106,11 @@ class Unit:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Gather; returns the inputs in the dtype and on the device that the module computes in."""
         runtime = self.found_runtime()
+        if self.phase is Phase.SUMMON:
+            raise RuntimeError(
+                "a forward inside summon_full_params() would compute with parameters that may be "
+                "written at any time; leave that context first"
+            )
         recomputes = self.phase is Phase.BACKWARD
         if runtime.root is self and not recomputes:
             runtime.begin_forward()

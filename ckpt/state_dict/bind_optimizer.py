@@ -25,10 +25,12 @@ from ckpt.state_dict.names import Names
 from ckpt.state_dict.optimizer import (
     NAME_KEYS,
     NUMBER_OF_SUFFIX,
+    USER_STATE,
     NamedParam,
     is_whole,
     named_groups,
     refusals,
+    user_state,
 )
 from ckpt.state_dict.tensors import is_ordinary, same_layout, tensor_holdings
 from ckpt.state_dict.trees import BoundTree, bind_tree
@@ -47,6 +49,7 @@ class BoundOptimizer:
     states: list[tuple[torch.Tensor, dict[str, Make]]] = field(default_factory=list)
     groups: list[tuple[dict[str, Any], BoundTree]] = field(default_factory=list)
     optimizer: list[torch.optim.Optimizer] = field(default_factory=list)
+    user: list[tuple[torch.optim.Optimizer, BoundTree]] = field(default_factory=list)
 
     def install(self) -> None:
         """Replace state and hyperparameters. Raises Mismatch before it changes anything."""
@@ -61,6 +64,8 @@ class BoundOptimizer:
                 live.update(state)
         for group, tree in self.groups:
             group.update(tree.build())
+        for optimizer, tree in self.user:
+            optimizer.state.update(tree.build())
 
 
 class SavedState(NamedTuple):
@@ -89,6 +94,7 @@ def bind_optimizer(
     bound.optimizer.append(optimizer)
     binding = _Binding(path, found[0].removesuffix(".param_groups"), bound, names, ranks)
     binding.add(optimizer, named_groups(optimizer, described), saved_groups)
+    binding.add_user_state(optimizer)
     return bound
 
 
@@ -133,6 +139,19 @@ class _Binding:
             for named, saved in zip(group, wanted[at], strict=True):
                 if None not in saved:
                     self.add_param(named, [name for name in saved if name is not None], optimizer)
+
+    def add_user_state(self, optimizer: torch.optim.Optimizer) -> None:
+        """State under keys that are no parameters: replaced by the checkpoint's, if it has any."""
+        fqn = f"{self.saved_path}.{USER_STATE}"
+        value = self.names.catalog.values.get(fqn)
+        if value is None:
+            return
+        self.names.used.add(fqn)
+        live = user_state(optimizer.state)
+        tree = bind_tree(fqn, value, live, self.names, self.ranks)
+        self.names.loaded_values.append(f"{self.path}.{USER_STATE}")
+        self.bound.holdings.extend(tree.holdings)
+        self.bound.user.append((optimizer, tree))
 
     def read_states(self) -> dict[str, SavedState]:
         """What the checkpoint has, by the names in its own param groups."""

@@ -9,6 +9,7 @@ parameters each member has its own. No tensor changes its dtype.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -33,6 +34,9 @@ NUMBERS: dict[type, tuple[str, torch.dtype]] = {
     float: ("~float", torch.float64),
 }
 NUMBER_OF_SUFFIX: dict[str, type] = {suffix: kind for kind, (suffix, _) in NUMBERS.items()}
+
+# The name, below the optimizer's, of state under keys that are no parameters.
+USER_STATE = "user_state"
 
 _SCALAR = Box((), ())
 
@@ -75,7 +79,14 @@ def flatten_optimizer(
         if state:
             for name, content in state.items():
                 saving.add_state(named, str(name), content)
+    if user := user_state(optimizer.state):
+        saving.add_user_state(user)
     return flat
+
+
+def user_state(state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """State under keys that are no parameters: the user's own."""
+    return {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
 
 
 def refusals(
@@ -187,6 +198,14 @@ class _Saving:
                 self.add_whole(name, tensor, Kind.OTHER)
         self.flat.names.append(fqn)
         self.flat.values[fqn] = stored
+
+    def add_user_state(self, user: dict[Any, Any]) -> None:
+        fqn = f"{self.path}.{USER_STATE}"
+        value, tensors = split_tree(user, fqn, self.flat.problems)
+        for name, tensor in tensors:
+            self.add_whole(name, tensor, Kind.OTHER)
+        self.flat.names.append(fqn)
+        self.flat.values[fqn] = value
 
     def add_state(self, named: NamedParam, name: str, content: Any) -> None:
         if isinstance(content, torch.Tensor):

@@ -42,6 +42,7 @@ from ckpt.state_dict.optimizer import (
     flatten_optimizer,
     named_groups,
     refusals,
+    user_state,
 )
 from ckpt.state_dict.redistribute import Table, redistribute, tell
 from ckpt.state_dict.types import Catalog, Loaded, ProblemKind, TensorEntry
@@ -83,7 +84,10 @@ class OptimizerView:
             if source is not None and len(source.members) == 1:
                 by_key[source.members[0].fqn] = param
         check_keys(state_dict)
-        for key, state in state_dict.get("state", {}).items():
+        states = state_dict.get("state", {})
+        if unknown := [key for key in states if type(key) is int and key not in by_key]:
+            raise Mismatch([f"{key}: the optimizer has {len(params)} parameters" for key in unknown])
+        for key, state in states.items():
             view.state[by_key.get(key, key)] = state
         given = state_dict.get("param_groups")
         if given is not None:
@@ -179,15 +183,12 @@ def _taken(
         view: Any = OptimizerView(optimizers)
     else:
         view = OptimizerView.of_dict(optimizers, described, state_dict)
+    user = user_state(view.state)
+    for key in user:  # goes into the dict as it is, whatever it is
+        del view.state[key]
     flat = flatten_optimizer(PATH, view, described, ranks)
     if flat.problems:
         raise InvalidState(flat.problems)
-    params = {id(param) for group in view.param_groups for param in group["params"]}
-    user = {
-        key: value
-        for key, value in view.state.items()
-        if not isinstance(key, torch.Tensor) and id(key) not in params
-    }
     names = {p.fqn: p.global_shape for h in flat.holdings for p in h.pieces}
     live = Live(
         flat.holdings,

@@ -460,3 +460,22 @@ def test_damaged_catalogs_are_problems_not_crashes() -> None:
         values = {**checkpoint.catalog.values, "o.param_groups": groups}
         damaged = Checkpoint(checkpoint.tensors, replace(checkpoint.catalog, values=values))
         assert any("o.param_groups" in text for text in texts(fresh(), damaged))
+
+
+def test_state_of_the_users_own_in_an_optimizer_is_kept() -> None:
+    """State under a key that is no parameter, with a tensor in it."""
+
+    def made(seed: int) -> dict[str, Any]:
+        module = nn.Linear(2, 2)
+        optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.1)
+        optimizer.state["mine"] = {"seen": seed, "mean": torch.full((3,), float(seed))}
+        return {"model": module, "optim": optimizer}
+
+    checkpoint = gathered(made(1))
+    other = made(2)
+    load(other, checkpoint)
+    assert other["optim"].state["mine"]["seen"] == 1
+    assert torch.equal(other["optim"].state["mine"]["mean"], torch.ones(3))
+    del other["optim"].state["mine"]
+    load(other, checkpoint)
+    assert other["optim"].state["mine"]["seen"] == 1

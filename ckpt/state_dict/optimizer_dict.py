@@ -86,7 +86,9 @@ class OptimizerView:
         check_keys(state_dict)
         states = state_dict.get("state", {})
         if unknown := [key for key in states if type(key) is int and key not in by_key]:
-            raise Mismatch([f"{key}: the optimizer has {len(params)} parameters" for key in unknown])
+            raise Mismatch(
+                [f"{key}: the optimizer has {len(params)} parameters" for key in unknown]
+            )
         for key, state in states.items():
             view.state[by_key.get(key, key)] = state
         given = state_dict.get("param_groups")

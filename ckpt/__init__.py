@@ -39,7 +39,15 @@ if TYPE_CHECKING:
     from ckpt.reader import open_checkpoint as open  # noqa: F401  # another name than there
     from ckpt.saving import SaveReport as SaveReport
     from ckpt.state_dict import PerRank as PerRank
+    from ckpt.state_dict import StateDictType as StateDictType
     from ckpt.state_dict import rng_state as rng_state
+    from ckpt.state_dicts import load_model_state_dict as load_model_state_dict
+    from ckpt.state_dicts import load_optimizer_state_dict as load_optimizer_state_dict
+    from ckpt.state_dicts import model_state_dict as model_state_dict
+    from ckpt.state_dicts import optimizer_state_dict as optimizer_state_dict
+    from ckpt.state_dicts import optimizer_state_dict_to_load as optimizer_state_dict_to_load
+    from ckpt.state_dicts import rekey_optimizer_state_dict as rekey_optimizer_state_dict
+    from ckpt.state_dicts import shard_optimizer_state_dict as shard_optimizer_state_dict
     from ckpt.verifying import VerifyReport as VerifyReport
     from ckpt.verifying import verify as verify
 
@@ -59,6 +67,7 @@ _HOMES = {
     "RankFailed": "ckpt.errors",
     "SaveReport": "ckpt.saving",
     "Selection": "ckpt.exporting",
+    "StateDictType": "ckpt.state_dict",
     "StepInfo": "ckpt.reader",
     "StoreRefused": "ckpt.errors",
     "UnsupportedFormat": "ckpt.errors",
@@ -66,9 +75,16 @@ _HOMES = {
     "export": "ckpt.exporting",
     "list_steps": "ckpt.reader",
     "load": "ckpt.api",
+    "load_model_state_dict": "ckpt.state_dicts",
+    "load_optimizer_state_dict": "ckpt.state_dicts",
+    "model_state_dict": "ckpt.state_dicts",
     "open": "ckpt.reader",
+    "optimizer_state_dict": "ckpt.state_dicts",
+    "optimizer_state_dict_to_load": "ckpt.state_dicts",
+    "rekey_optimizer_state_dict": "ckpt.state_dicts",
     "rng_state": "ckpt.state_dict",
     "save": "ckpt.api",
+    "shard_optimizer_state_dict": "ckpt.state_dicts",
     "verify": "ckpt.verifying",
 }
 

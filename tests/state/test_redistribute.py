@@ -99,8 +99,8 @@ def test_what_arrives_is_what_was_there(
                 shape = tuple(tensor.shape)
                 for region in sources[world.rank]:
                     held.append(holding(fqn, shape, region, tensor, like=tensor.dtype, odd=odd))
-                for region in targets[world.rank]:
-                    wanted += [holding(fqn, shape, region, None, like=tensor.dtype, odd=odd)] * 2
+                for region in targets[world.rank] * 2:  # twice: two holdings of one region
+                    wanted.append(holding(fqn, shape, region, None, like=tensor.dtype, odd=odd))
             redistribute(world, held, tell(world, "held", held), wanted)
             tensors = {fqn: tensor for fqn, tensor, _, _ in cases}
             return [
@@ -201,3 +201,19 @@ def test_gaps_overlaps_and_disagreement_are_told_on_all_ranks() -> None:
         assert "a.b" in texts.pop()
     with pytest.raises(RanksFailed, match=r"a\.b: rank 1 has shape \(7,\)"):
         run_ranks(2, lambda world: run(world, [Span(0, 3), Span(3, 6)], (6 + world.rank,)))
+
+
+def test_what_a_rank_holds_itself_is_never_sent_to_it() -> None:
+    """Ranks 0 and 1 hold the first half, 2 and 3 the second; every half is marked by its rank."""
+
+    def run(world: World) -> tuple[list[int], int]:
+        counting = Counting(world)
+        span = Span(0, 64) if world.rank < 2 else Span(64, 128)
+        held = [holding("t", (128,), span, None, like=torch.uint8, odd=False)]
+        held[0].local.fill_(world.rank)
+        wanted = [holding("t", (128,), Span(0, 128), None, like=torch.uint8, odd=False)]
+        redistribute(counting, held, tell(counting, "held", held), wanted)
+        return sorted(set(wanted[0].local.tolist())), counting.received
+
+    for rank, (marks, received) in enumerate(run_ranks(4, run)):
+        assert rank in marks and len(marks) == 2 and received == 64

@@ -20,28 +20,21 @@ from ckpt.interrupted import Interrupted
 from ckpt.layout.plain import Ranks
 from ckpt.locate import locate
 from ckpt.read import Reader, ReadPath, plan_reads
-from ckpt.share import Ints, SharedRun, Sharing, share_blocks
+from ckpt.share import Ints, SharedRun, ShareLimits, Sharing, share_blocks
 from ckpt.state_dict import Binding, Loaded, bind_state
 from ckpt.world import World, collectively
 from storage import Store
 
-MIB = 1 << 20
-
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """What a load accepts and how it reads.
-
-    A shared run is one read of blocks that several ranks need, at most `run_nbytes_max` long; in
-    one round of exchange a rank holds at most `round_nbytes_max` bytes of them.
-    """
+    """What a load accepts and how it reads."""
 
     strict: bool = True
     rename: Callable[[str], str] | Mapping[str, str] | None = None
     skip: Callable[[str], bool] | Iterable[str] = ()
     path: ReadPath = field(default_factory=ReadPath)
-    run_nbytes_max: int = 4 * MIB
-    round_nbytes_max: int = 16 * MIB
+    sharing: ShareLimits = field(default_factory=ShareLimits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +118,7 @@ def _share(manifest: Manifest, runs: Ints, world: World, options: LoadOptions) -
         [np.frombuffer(zlib.decompress(need), dtype="<i8").reshape(-1, 2) for need in needs],
         _block_line(manifest),
         world.rank,
-        run_nbytes_max=options.run_nbytes_max,
-        round_nbytes_max=options.round_nbytes_max,
+        options.sharing,
     )
 
 

@@ -33,28 +33,40 @@ class Sharing(NamedTuple):
     rounds: int
 
 
-def share_blocks(
-    needs: Sequence[Ints], line: Ints, rank: int, *, run_nbytes_max: int, round_nbytes_max: int
-) -> Sharing:
+class ShareLimits(NamedTuple):
+    """One run is at most `run_nbytes_max` long, or one block. In one round no rank reads or
+    receives more than `round_nbytes_max` bytes of shared blocks.
+
+    Stretches below `repeated_nbytes_max`, like the step counters of an optimizer, are read by
+    everyone who needs them, if that adds at most one part in `repeated_part` to all bytes: a round
+    of exchange costs more than they do.
+    """
+
+    run_nbytes_max: int = 4 << 20
+    round_nbytes_max: int = 16 << 20
+    repeated_nbytes_max: int = 64 << 10
+    repeated_part: int = 100
+
+
+def share_blocks(needs: Sequence[Ints], line: Ints, rank: int, limits: ShareLimits) -> Sharing:
     """Divide the blocks that more than one rank needs among the ranks that need them.
 
     `needs[r]` are rank r's runs, ascending and disjoint, as an (n, 2) array; `line[b]` is the
-    number of bytes before block b, with one more entry at the end. In one round no rank reads or
-    receives more than `round_nbytes_max` bytes of shared blocks. Ranks that share nothing keep all
-    they need.
+    number of bytes before block b, with one more entry at the end. Ranks that share nothing keep
+    all they need.
     """
-    segments, members = _shared_segments(needs)
+    segments, members = _worth_sharing(*_shared_segments(needs), needs, line, limits)
     private = _without(needs[rank], segments)
     shared: list[SharedRun] = []
     loads = [0] * len(needs)
     clocks = [(0, 0)] * len(needs)  # per rank: the round it is filling, and the bytes in it
     rounds = 0
     for (start, stop), needers in zip(segments.tolist(), members, strict=True):
-        for low, high in _cut(start, stop, line, run_nbytes_max):
+        for low, high in _cut(start, stop, line, limits.run_nbytes_max):
             nbytes = int(line[high] - line[low])
             reader = min(needers, key=lambda r: (loads[r], r))
             loads[reader] += nbytes
-            at = _round_for(needers, nbytes, clocks, round_nbytes_max)
+            at = _round_for(needers, nbytes, clocks, limits.round_nbytes_max)
             rounds = max(rounds, at + 1)
             others = tuple(r for r in needers if r != reader)
             shared.append(SharedRun(low, high, reader, others, at))
@@ -82,6 +94,28 @@ def _shared_segments(needs: Sequence[Ints]) -> tuple[Ints, list[tuple[int, ...]]
             sets[shared].append(rank)
     segments = np.stack([points[wanted_twice], points[wanted_twice + 1]], axis=1)
     return segments, [tuple(ranks) for ranks in sets]
+
+
+def _worth_sharing(
+    segments: Ints,
+    members: list[tuple[int, ...]],
+    needs: Sequence[Ints],
+    line: Ints,
+    limits: ShareLimits,
+) -> tuple[Ints, list[tuple[int, ...]]]:
+    """Without the short segments, if reading them repeatedly is next to nothing."""
+    nbytes = line[segments[:, 1]] - line[segments[:, 0]]
+    is_short = nbytes < limits.repeated_nbytes_max
+    if not is_short.any():
+        return segments, members
+    counts = np.array([len(ranks) for ranks in members])
+    repeated = int((nbytes * (counts - 1))[is_short].sum())
+    unique = sum(int((line[need[:, 1]] - line[need[:, 0]]).sum()) for need in needs)
+    unique -= int((nbytes * (counts - 1)).sum())
+    if repeated * limits.repeated_part > unique:
+        return segments, members
+    kept = np.flatnonzero(~is_short)
+    return segments[kept], [members[at] for at in kept.tolist()]
 
 
 def expanded(first: npt.NDArray[np.integer], last: npt.NDArray[np.integer]) -> Ints:

@@ -6,7 +6,7 @@ import random
 
 import numpy as np
 
-from ckpt.share import Ints, Sharing, share_blocks
+from ckpt.share import Ints, ShareLimits, Sharing, share_blocks
 
 
 def _runs(blocks: set[int]) -> Ints:
@@ -31,7 +31,7 @@ def _case(seed: int) -> tuple[list[set[int]], list[Sharing], Ints]:
     wanted = [{b for b in range(total) if random_.random() < 0.5} for _ in range(ranks)]
     needs = [_runs(blocks) for blocks in wanted]
     sharings = [
-        share_blocks(needs, line, rank, run_nbytes_max=12, round_nbytes_max=30)
+        share_blocks(needs, line, rank, ShareLimits(12, 30, repeated_nbytes_max=0))
         for rank in range(ranks)
     ]
     return wanted, sharings, line
@@ -76,9 +76,25 @@ def test_all_ranks_agree_and_rounds_bound_the_bytes_per_rank() -> None:
 def test_replicas_divide_the_reading_evenly() -> None:
     line = np.arange(0, 101 * 4, 4, dtype=np.int64)
     needs = [np.array([[0, 100]], dtype=np.int64)] * 4
-    sharing = share_blocks(needs, line, 0, run_nbytes_max=16, round_nbytes_max=64)
+    sharing = share_blocks(needs, line, 0, ShareLimits(16, 64, repeated_nbytes_max=0))
     loads = [0] * 4
     for run in sharing.shared:
         loads[run.reader] += run.stop - run.start
     assert max(loads) - min(loads) <= 4
     assert len(sharing.private) == 0
+
+
+def test_a_few_bytes_that_everybody_needs_are_not_worth_an_exchange() -> None:
+    """Each rank has 100 KiB of its own, and both need 8 bytes: nothing changes hands."""
+    line = np.array([0, 100 << 10, (100 << 10) + 8, (200 << 10) + 8], dtype=np.int64)
+    needs = [np.array([[0, 2]], dtype=np.int64), np.array([[1, 3]], dtype=np.int64)]
+    sharing = share_blocks(needs, line, 0, ShareLimits())
+    assert sharing.shared == []
+    assert sharing.private.tolist() == [[0, 2]]
+
+
+def test_small_blocks_are_exchanged_when_they_are_all_there_is() -> None:
+    line = np.arange(0, 11 * 1024, 1024, dtype=np.int64)
+    needs = [np.array([[0, 10]], dtype=np.int64)] * 3
+    sharing = share_blocks(needs, line, 0, ShareLimits())
+    assert sum(run.stop - run.start for run in sharing.shared) == 10

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision,
 
 from ckpt.layout.flat import FlatMember, flat_views, member_as_param, memory_order
 from ckpt.layout.piece import Owned
+from ckpt.layout.sharded_tensor import UnitSharding
 from sharding.clip import check_dtypes, clip_sharded
 from sharding.collectives import Comm
 from sharding.comm_hooks import hook_of
@@ -36,6 +37,7 @@ from sharding.init import (
 from sharding.precision import cast_buffers, reduce_dtype
 from sharding.reduction import Reduction
 from sharding.runtime import Runtime
+from sharding.stateful import StatefulUnit
 from sharding.streams import streams_for
 from sharding.summon import SummonOptions, summon_units
 from sharding.unit import HYBRID, Phase, Settings, Unit
@@ -46,7 +48,7 @@ __all__ = ["FullyShardedDataParallel", "fsdp_units"]
 _CHILD = "_fsdp_wrapped_module"
 
 
-class FullyShardedDataParallel(nn.Module):
+class FullyShardedDataParallel(StatefulUnit):
     """Shards a module's parameters, gradients and optimizer state over data-parallel ranks.
 
     Wrap inner modules first (or pass `auto_wrap_policy`), create the optimizer after wrapping, and
@@ -140,6 +142,13 @@ class FullyShardedDataParallel(nn.Module):
         )
         self.fsdp_groups = groups
         self.fsdp_ignored = ignored
+        self.fsdp_mesh = device_mesh
+        self.fsdp_names = tuple(_state_names(module))
+        self.fsdp_buffer_dtypes = {
+            clean_name(name): buffer.dtype
+            for name, buffer in module.named_buffers()
+            if name not in ignored.buffers
+        }
         self._fsdp_wrapped_module = module
         self.fsdp_unit = _make_unit(module, found, groups, settings)
         self.fsdp_unit.show_flat()
@@ -435,6 +444,9 @@ class FullyShardedDataParallel(nn.Module):
             for name in item.names[1:]
         }
 
+    def __ckpt_sharding__(self) -> UnitSharding:
+        return UnitSharding(self.fsdp_groups.shard.group, self.fsdp_mesh, self.fsdp_buffer_dtypes)
+
     def __ckpt_reshard__(self) -> None:
         unit = self.fsdp_unit
         if unit.phase is Phase.SUMMON:
@@ -485,6 +497,22 @@ def clean_name(name: str) -> str:
     """A dotted name without what wrappers put in."""
     wrappers = (_CHILD, "_checkpoint_wrapped_module", "_orig_mod")
     return ".".join(part for part in name.split(".") if part not in wrappers)
+
+
+def _state_names(module: nn.Module) -> Iterator[str]:
+    """Clean names of parameters and buffers below the module, in its state dict's order."""
+    inside = ""
+    for prefix, inner in module.named_modules(remove_duplicate=False):
+        if inside and prefix.startswith(f"{inside}."):
+            continue
+        base = f"{clean_name(prefix)}." if clean_name(prefix) else ""
+        if isinstance(inner, FullyShardedDataParallel):
+            inside = prefix
+            yield from (f"{base}{name}" for name in inner.fsdp_names)
+        else:
+            own = {"recurse": False, "remove_duplicate": False}
+            yield from (f"{base}{name}" for name, _ in inner.named_parameters(**own))
+            yield from (f"{base}{name}" for name, _ in inner.named_buffers(**own))
 
 
 def _managed_below(module: nn.Module) -> set[int]:

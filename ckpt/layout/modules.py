@@ -181,6 +181,7 @@ class _Traits(NamedTuple):
     has_extra_state: bool
     save_overrides: tuple[str, ...]
     load_overrides: tuple[str, ...]
+    is_engine: bool  # the wrapper of a foreign engine
 
 
 class _Replicas(NamedTuple):
@@ -275,6 +276,7 @@ def _traits(module: nn.Module) -> _Traits:
         has_extra_state=kind.get_extra_state is not nn.Module.get_extra_state,
         save_overrides=_overrides(kind, ("state_dict", "_save_to_state_dict")),
         load_overrides=_overrides(kind, ("load_state_dict", "_load_from_state_dict")),
+        is_engine=hasattr(kind, "__ckpt_wraps__"),
     )
 
 
@@ -503,8 +505,8 @@ _HARMLESS = ("torch.nn.", "torch.distributed.", "torch._dynamo.")
 
 def _add_hooks(draft: _Draft, visit: _Visit) -> None:
     module = visit.module
-    if not visit.is_first:
-        return
+    if not visit.is_first or visit.traits.is_engine:
+        return  # what an engine's wrapper does for state dicts, its pieces tell too
     where = visit.name or "the module"
     saving = (module._state_dict_hooks, module._state_dict_pre_hooks)
     loading = (module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks)

@@ -1,8 +1,8 @@
 """What happens around forward and backward, and between steps.
 
 Method: small models on 2 or 4 real ranks, observed through what users see (gradients, dtypes,
-shapes, errors), and through the gathers that a recording `Comm` counts; torch's engine or the unsharded
-replica as reference.
+shapes, errors), and through the gathers that a recording `Comm` counts; torch's engine or the
+unsharded replica as reference.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ def describe_live(model: nn.Module, ranks: Ranks, output: Output) -> tuple[Descr
     buffers = {fqn for source in described.buffers for fqn in source.fqns}
     keeps_low = output.form is StateDictType.LOCAL
     dtypes = {} if keeps_low else buffer_dtypes(described, buffers)
-    return described, Live(holdings, models, shardings(described, names_of(described)), dtypes)
+    return described, Live(holdings, models, shardings(described, names_of(described)).get, dtypes)
 
 
 def describe_model(model: nn.Module, ranks: Ranks, *, loading: bool) -> Described:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -191,11 +191,10 @@ def _taken(
     flat = flatten_optimizer(PATH, view, described, ranks)
     if flat.problems:
         raise InvalidState(flat.problems)
-    names = {p.fqn: p.global_shape for h in flat.holdings for p in h.pieces}
     live = Live(
         flat.holdings,
         _models(view, described),
-        _state_shardings(described, names),
+        _sharding_of(described),
         {},
     )
     return _Taken(live, flat.values, user, state_dict is None or "param_groups" in state_dict)
@@ -218,14 +217,14 @@ def _models(view: Any, described: Described) -> dict[str, torch.Tensor]:
     return models
 
 
-def _state_shardings(described: Described, shapes: Mapping[str, Shape]) -> dict[str, UnitSharding]:
-    """A state that is shaped like its parameter is cut like it."""
+def _sharding_of(described: Described) -> Callable[[str], UnitSharding | None]:
+    """A state that is shaped like its parameter is cut like it, also where it is held elsewhere."""
     told = shardings(described, names_of(described))
-    found = {}
-    for param, name, fqn in by_parameter(shapes, told):
-        del name
-        found[fqn] = told[param]
-    return found
+
+    def sharding_of(fqn: str) -> UnitSharding | None:
+        return next((told[param] for param, _, _ in by_parameter([fqn], told)), None)
+
+    return sharding_of
 
 
 def by_parameter(fqns: Collection[str], params: Collection[str]) -> Iterator[tuple[str, str, str]]:

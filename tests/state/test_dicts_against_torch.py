@@ -33,9 +33,16 @@ from torch.distributed.fsdp import (
     ShardedOptimStateDictConfig,
     ShardedStateDictConfig,
     ShardingStrategy,
+    fully_shard,
 )
 from torch.distributed.fsdp import StateDictType as TorchType
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
+from ckpt.state_dict import FullStateDictConfig as OurFullConfig
 from ckpt.state_dict import StateDictType
 from ckpt.state_dicts import (
     load_model_state_dict,
@@ -189,7 +196,7 @@ def _fsdp1_differences(strategy: str, use_orig_params: bool) -> list[str]:
     their_model, their_optim = torch_fsdp1(module, optimizer, sharded=True)
     found += differences(model_state_dict(module, sharded), their_model, "sharded model")
     # torch cuts the state of unsharded flat parameters, though not these themselves.
-    if strategy != "NO_SHARD" and not use_orig_params:
+    if strategy != "NO_SHARD":
         ours = optimizer_state_dict(module, optimizer, sharded)
         found += differences(ours, their_optim, "sharded optim")
     return found
@@ -263,3 +270,80 @@ def _dcp_differences(engine: str) -> list[str]:
 def test_dicts_change_hands_with_torch(engine: str) -> None:
     for rank, found in enumerate(run_ranks(4, _dcp_differences, engine)):
         assert not found, (rank, found)
+
+
+# --- meshes and groups ---------------------------------------------------------------------------
+
+
+def tensor_parallel(seed: int) -> nn.Module:
+    """Four ranks: sharded over two, tensor parallel over two; uneven sizes."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(seed)
+    module = nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 3), nn.LayerNorm(3))
+    plan: dict[str, Any] = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    parallelize_module(module, mesh["tp"], plan)
+    fully_shard(module, mesh=mesh["dp"])
+    return module
+
+
+def _tensor_parallel_differences() -> list[str]:
+    warnings.simplefilter("ignore")
+    module = tensor_parallel(0)
+    optimizer = adamw(module)
+    for step in range(2):
+        optimizer.zero_grad()
+        loss: Any = module(torch.full((4, 5), step + 1.0)).square().mean()
+        loss.backward()
+        optimizer.step()
+    found = []
+    for form in (StateDictType.FULL, StateDictType.SHARDED):
+        options = StateDictOptions(full_state_dict=form is StateDictType.FULL)
+        our_model = model_state_dict(module, form)
+        our_optim = optimizer_state_dict(module, optimizer, form)
+        theirs = get_optimizer_state_dict(module, optimizer, options=options)
+        found += differences(our_model, get_model_state_dict(module, options=options), "model")
+        found += differences(our_optim, theirs, "optim")
+        other = tensor_parallel(1)
+        other_optimizer = adamw(other)
+        load_model_state_dict(other, our_model)
+        load_optimizer_state_dict(other, other_optimizer, our_optim)
+        found += differences(model_state_dict(other, form), our_model, "loaded model")
+        again = optimizer_state_dict(other, other_optimizer, form)
+        found += differences(again, our_optim, "loaded optim")
+    return found
+
+
+def test_tensor_parallel_dicts_are_those_of_torch() -> None:
+    for rank, found in enumerate(run_ranks(4, _tensor_parallel_differences)):
+        assert not found, (rank, found)
+
+
+def _groups() -> tuple[list[str], list[str], list[str]]:
+    """Which names each rank gets: hybrid sharding as a whole and by shard group, two models."""
+    lead = OurFullConfig(rank0_only=True)
+    module = fsdp1("HYBRID_SHARD", False)
+    whole = model_state_dict(module, StateDictType.FULL, lead)
+    group: Any = module.process_group
+    by_group = model_state_dict(module, StateDictType.FULL, lead, process_group=group)
+    half = group.size() * (dist.get_rank() // group.size())
+    torch.manual_seed(half)
+    apart = FullyShardedDataParallel(
+        nn.Linear(3, 5), process_group=group, device_id=torch.device("cpu")
+    )
+    torch.manual_seed(half)
+    expected = nn.Linear(3, 5).state_dict()
+    own = model_state_dict(apart, process_group=group)
+    found = differences(own, expected)
+    with torch.no_grad():
+        next(apart.parameters()).zero_()
+    load_model_state_dict(apart, own, process_group=group)
+    found += differences(model_state_dict(apart, process_group=group), expected)
+    return sorted(whole), sorted(by_group), found
+
+
+def test_the_first_rank_of_the_group_gets_the_dict() -> None:
+    results = run_ranks(4, _groups)
+    assert [bool(whole) for whole, _, _ in results] == [True, False, False, False]
+    assert [bool(by_group) for _, by_group, _ in results] == [True, False, True, False]
+    assert results[0][0] == results[0][1] == results[2][1]
+    assert not any(found for _, _, found in results)

@@ -246,6 +246,20 @@ def test_foreign_state_is_handed_on_with_a_warning(caplog: pytest.LogCaptureFixt
     assert prepared["state"]["mine"] == {"seen": 3}
 
 
+def test_what_is_made_to_be_loaded_leaves_the_optimizer_alone() -> None:
+    module = small()
+    optimizer = stepped(module, lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.5)))
+    taken = optimizer_state_dict(module, optimizer)
+    assert torch.equal(taken["param_groups"][0]["lr"], torch.tensor(0.5))
+    taken["param_groups"][0]["lr"] = torch.tensor(0.25)
+    taken["state"]["0.bias"]["exp_avg"] = torch.ones(5)
+    before = copy.deepcopy(optimizer.state_dict())
+    prepared = optimizer_state_dict_to_load(module, optimizer, taken)
+    assert not differences(optimizer.state_dict(), before)
+    optimizer.load_state_dict(prepared)
+    assert not differences(optimizer_state_dict(module, optimizer), taken)
+
+
 def test_groups_are_needed_or_left_alone() -> None:
     module = small()
     optimizer = stepped(module)
@@ -499,6 +513,42 @@ class Shifted(nn.Module):
         return shifted
 
 
+class Counting(torch.optim.Optimizer):
+    """Keeps Python numbers, and state tensors, under parameters that other ranks may not have."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> Any:
+        for param in self.param_groups[0]["params"]:
+            if param.grad is not None:
+                state = self.state[param]
+                state["count"] = state.get("count", 0) + 1
+                state["share"] = 0.1 + state["count"]
+                state["sum"] = state.get("sum", torch.zeros_like(param)) + param.grad
+
+
+def _numbers() -> list[str]:
+    found = []
+    for use_orig_params in (True, False):
+        module = _flat(use_orig_params)
+        optimizer = stepped(module, Counting)
+        bare = small()
+        expected = optimizer_state_dict(bare, stepped(bare, Counting, steps=0))
+        taken = optimizer_state_dict(module, optimizer)
+        for name, state in taken["state"].items():
+            if (type(state["count"]), state["count"], state["share"]) != (int, 2, 2.1):
+                found.append(f"{name}: {state}")
+        other = _flat(use_orig_params)
+        other_optimizer = Counting(other.parameters())
+        load_optimizer_state_dict(other, other_optimizer, taken)
+        found += differences(optimizer_state_dict(other, other_optimizer), taken)
+        load_optimizer_state_dict(bare, fresh := Counting(bare.parameters()), taken)
+        found += differences(optimizer_state_dict(bare, fresh)["state"], taken["state"])
+        found += [] if expected["state"] == {} else ["state before a step"]
+    return found
+
+
 def _buffers() -> dict[str, Any]:
     inner = nn.Sequential(Shifted(), nn.Linear(3, 2))
     inner[0].register_buffer("scratch", torch.ones(2), persistent=False)
@@ -562,7 +612,7 @@ def _frozen_and_extra() -> list[str]:
 
 
 def _all_cases() -> dict[str, Any]:
-    cases = (_aliasing, _part_of_a_unit, _buffers, _local_forms, _frozen_and_extra)
+    cases = (_aliasing, _numbers, _part_of_a_unit, _buffers, _local_forms, _frozen_and_extra)
     return {case.__name__: case() for case in cases}
 
 
@@ -571,6 +621,7 @@ def test_cases_under_engines() -> None:
     first, second = run_ranks(2, _all_cases)
     assert first == second
     assert first["_aliasing"] is False
+    assert first["_numbers"] == []
     assert first["_part_of_a_unit"] == ["0.bias", "0.weight"]
     assert first["_buffers"] == {
         "FULL": torch.float32,

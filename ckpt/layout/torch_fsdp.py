@@ -220,7 +220,9 @@ def fsdp1_sharding(
     """The group that the wrapper's unit is sharded over, its mesh if it was given one, and the
     original dtypes of its buffers by their names below the wrapper.
     """
-    dtypes = getattr(wrapper, "_buffer_name_to_orig_dtype", {})
+    dtypes: dict[str, torch.dtype] = {}
+    if getattr(wrapper.mixed_precision, "buffer_dtype", None) is not None:
+        dtypes = getattr(wrapper, "_buffer_name_to_orig_dtype", {})
     return wrapper.process_group, getattr(wrapper, "_device_mesh", None), dict(dtypes)
 
 

@@ -570,6 +570,11 @@ def _buffers() -> dict[str, Any]:
     load_model_state_dict(module, full)
     again = model_state_dict(module)
     seen["loaded"] = not differences(again, full)
+    plain = FullyShardedDataParallel(
+        nn.Sequential(Shifted(), nn.Linear(3, 2)), device_id=torch.device("cpu")
+    )
+    plain.double()
+    seen["converted"] = model_state_dict(plain)["0.running_mean"].dtype
     return seen
 
 
@@ -630,6 +635,7 @@ def test_cases_under_engines() -> None:
         "live": torch.bfloat16,
         "scratch": False,
         "loaded": True,
+        "converted": torch.float64,
     }
     local, no_mesh, dense = first["_local_forms"]
     assert local.startswith("InvalidState") and "0.weight: is a DTensor" in local

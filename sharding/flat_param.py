@@ -30,6 +30,7 @@ from sharding.flat_layout import (
     memory_strides,
     plan_flat_layout,
 )
+from sharding.memory import PagePool, gathered_memory
 from sharding.streams import Streams
 from sharding.torch_seam import Place, post_accumulate_hooks
 
@@ -120,6 +121,9 @@ class FlatParam:
         self.flat = FlatParameter(self._flatten(), requires_grad=self._any_trainable())
         self._pending: Pending = Pending(())
         self._full = torch.empty(0, dtype=compute, device=options.device)
+        self.pages = PagePool()
+        """Shared by the units of a model; given by the runtime."""
+        self._memory = gathered_memory(0, options.device, self.pages)
         self._views: tuple[torch.Tensor, ...] = ()
         self._views_for: tuple[Any, ...] = ()
         self._shows_views = False
@@ -166,7 +170,7 @@ class FlatParam:
     @property
     def gathered_nbytes(self) -> int:
         """Memory that the gathered buffer takes now, beside the shard."""
-        return 0 if self._aliases_flat else self._full.untyped_storage().nbytes()
+        return self._memory.nbytes
 
     # --- gathering ------------------------------------------------------------------------------
 
@@ -205,7 +209,7 @@ class FlatParam:
             self.show_shards()
         if self.state is not State.SHARDED and not self._aliases_flat:
             self.streams.will_free(self._full)
-            self._full.untyped_storage().resize_(0)
+            self._memory.release()
             self.streams.freed(limited=self.options.limit_gathers)
         self.state = State.SHARDED
 
@@ -234,9 +238,10 @@ class FlatParam:
         dtype, device = self.compute_dtype, self.options.device
         numel = self.layout.padded_numel
         if self._full.numel() != numel or self._full.dtype != dtype or self._full.device != device:
-            self._full = torch.empty(numel, dtype=dtype, device=device)
+            self._memory = gathered_memory(numel * dtype.itemsize, device, self.pages)
+            self._full = self._memory.whole.view(dtype)
         else:
-            self._full.untyped_storage().resize_(numel * dtype.itemsize)
+            self._memory.fetch()
 
     def _own_segment(self, full: torch.Tensor) -> torch.Tensor:
         return full[self.rank * self.layout.shard_numel :][: self.layout.shard_numel]

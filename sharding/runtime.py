@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
+from sharding.memory import PagePool
 from sharding.pool import BufferPool
 from sharding.reduction import Reductions
 from sharding.streams import Streams
@@ -26,6 +27,7 @@ class Runtime:
         self.units = tuple(units)
         self.streams = streams
         self.pool = BufferPool()
+        self.pages = PagePool()
         self.reductions = Reductions(self.pool, streams)
         self.in_backward = False
         self._forward_order: list[Unit] = []
@@ -36,6 +38,7 @@ class Runtime:
             if unit.store is not None:
                 unit.store.tag = number
                 unit.store.streams = streams
+                unit.store.pages = self.pages
 
     def begin_forward(self) -> None:
         """The root's forward starts: a new iteration, unless the last one is still to be run

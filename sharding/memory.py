@@ -1,0 +1,195 @@
+"""Memory of gathered parameters: it comes and goes while its address and its tensors stay.
+
+Autograd remembers views of gathered parameters from the forward to the backward, so the memory must
+come back at the same storage. Two ways:
+
+- `_Resized`: the storage's memory is freed and allocated again. Works everywhere; on accelerators
+  the caching allocator makes it cheap. On CPU every round costs a page fault for each 4 KiB.
+- `_Moved` (CPU on Linux): the address range is reserved once. Releasing moves its physical pages
+  into a pool, fetching moves pages of the pool to where they are needed, both by `mremap`, which
+  changes page tables and copies nothing. The pool keeps few pages, whoever gathered them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+import os
+import sys
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import torch
+
+__all__ = ["GatheredMemory", "PagePool", "gathered_memory"]
+
+# Page tables move a whole directory (2 MiB) at a time when both ends are aligned to one.
+_UNIT = 2 * 1024 * 1024
+_MREMAP_MAYMOVE, _MREMAP_FIXED, _MREMAP_DONTUNMAP = 1, 2, 4
+_MADV_DONTNEED, _MADV_HUGEPAGE = 4, 14
+_MAP_NORESERVE = 0x4000
+
+
+class GatheredMemory(ABC):
+    """Bytes that are there between `fetch` and `release`; what they hold after `fetch` is
+    undefined.
+    """
+
+    whole: torch.Tensor
+    """1-D, uint8, the same object for ever. Not to be read while the memory is not there."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """What is taken now."""
+
+    @abstractmethod
+    def fetch(self) -> None:
+        """Have the memory. Harmless when it is there."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Give it away. Harmless when it is not there."""
+
+
+class _Resized(GatheredMemory):
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self.whole = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self._size = nbytes
+
+    @property
+    def nbytes(self) -> int:
+        return self.whole.untyped_storage().nbytes()
+
+    def fetch(self) -> None:
+        self.whole.untyped_storage().resize_(self._size)
+
+    def release(self) -> None:
+        self.whole.untyped_storage().resize_(0)
+
+
+class PagePool:
+    """Physical pages without a user, by the size of the runs that they come in."""
+
+    def __init__(self, *, kept_max: int = 2) -> None:
+        self._full: dict[int, list[int]] = {}  # by size: addresses that have pages
+        self._empty: dict[int, list[int]] = {}  # by size: addresses that have none
+        self._kept_max = kept_max
+
+    def move_in(self, address: int, size: int) -> None:
+        """Give `address` pages of the pool; without any it gets fresh ones when it is written."""
+        kept = self._full.get(size)
+        if kept:
+            source = kept.pop()
+            _move(source, address, size)
+            self._empty.setdefault(size, []).append(source)
+
+    def move_out(self, address: int, size: int) -> None:
+        """Take the pages of `address`, or free them when enough are kept."""
+        kept = self._full.setdefault(size, [])
+        if len(kept) >= self._kept_max:
+            _libc().madvise(address, size, _MADV_DONTNEED)
+            return
+        empty = self._empty.get(size)
+        target = empty.pop() if empty else _reserve(size)
+        _move(address, target, size)
+        kept.append(target)
+
+
+class _Moved(GatheredMemory):
+    def __init__(self, nbytes: int, pool: PagePool) -> None:
+        self._size = -(-nbytes // _UNIT) * _UNIT
+        self._address = _reserve(self._size)
+        self._pool = pool
+        memory = (ctypes.c_char * self._size).from_address(self._address)
+        # Tensors keep this object alive, and with it the address range, whatever becomes of us.
+        weakref.finalize(memory, _libc().munmap, self._address, self._size)
+        self.whole = torch.frombuffer(memory, dtype=torch.uint8, count=nbytes)
+        self._is_there = False
+        self.fetch()
+
+    @property
+    def nbytes(self) -> int:
+        return self._size if self._is_there else 0
+
+    def fetch(self) -> None:
+        if not self._is_there:
+            self._pool.move_in(self._address, self._size)
+            self._is_there = True
+
+    def release(self) -> None:
+        if self._is_there:
+            self._pool.move_out(self._address, self._size)
+            self._is_there = False
+
+
+def gathered_memory(nbytes: int, device: torch.device, pool: PagePool) -> GatheredMemory:
+    """Memory of that size, there already, by the way that is best on the device."""
+    # Small ones are served from the heap, without system calls.
+    if device.type == "cpu" and nbytes >= _UNIT and _can_move():
+        return _Moved(nbytes, pool)
+    return _Resized(nbytes, device)
+
+
+# --- system calls --------------------------------------------------------------------------------
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None, use_errno=True)
+    pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    libc.mmap.restype = libc.mremap.restype = pointer
+    libc.mmap.argtypes = [pointer, size, number, number, number, ctypes.c_long]
+    libc.mremap.argtypes = [pointer, size, size, number, pointer]
+    libc.munmap.argtypes = [pointer, size]
+    libc.madvise.argtypes = [pointer, size, number]
+    return libc
+
+
+def _reserve(size: int) -> int:
+    """An aligned address range without pages; reading it gives zeros."""
+    libc = _libc()
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    protection = mmap.PROT_READ | mmap.PROT_WRITE
+    found = libc.mmap(None, size + _UNIT, protection, flags, -1, 0)
+    _check(found)
+    start = -(-found // _UNIT) * _UNIT
+    if start > found:
+        libc.munmap(found, start - found)
+    tail = found + _UNIT - start
+    if tail:
+        libc.munmap(start + size, tail)
+    libc.madvise(start, size, _MADV_HUGEPAGE)  # a hint: it may be refused
+    return int(start)
+
+
+def _move(source: int, target: int, size: int) -> None:
+    """Move the pages of one range to another, which loses its own; the first stays reserved."""
+    flags = _MREMAP_MAYMOVE | _MREMAP_FIXED | _MREMAP_DONTUNMAP
+    _check(_libc().mremap(source, size, size, flags, target))
+
+
+def _check(address: int | None) -> None:
+    if address is None or address == ctypes.c_void_p(-1).value:
+        code = ctypes.get_errno()
+        raise MemoryError(f"no memory for gathered parameters: {os.strerror(code)}")
+
+
+@functools.cache
+def _can_move() -> bool:
+    """Whether this system moves pages (Linux 5.7 and later)."""
+    if not sys.platform.startswith("linux"):
+        return False
+    source, target = _reserve(_UNIT), _reserve(_UNIT)
+    release: Callable[[int, int], int] = _libc().munmap
+    try:
+        ctypes.memset(source, 7, 1)
+        _move(source, target, _UNIT)
+        return ctypes.string_at(target, 1) == b"\x07" and ctypes.string_at(source, 1) == b"\x00"
+    except MemoryError:
+        return False
+    finally:
+        release(source, _UNIT)
+        release(target, _UNIT)

@@ -162,9 +162,8 @@ def optimizer_state_dict_to_load(
     """
     world = world_of(process_group)
     with gc_paused():
-        return _to_load(
-            model, optimizer, state_dict, world, _ranks(world), strict=strict, lead=rank0_only
-        )
+        loading = OptimizerLoad(model, [optimizer], world, _ranks(world), fresh=True)
+        return _to_load(loading, state_dict, strict=strict, rank0_only=rank0_only)
 
 
 def shard_optimizer_state_dict(
@@ -184,21 +183,14 @@ def shard_optimizer_state_dict(
         ranks = Ranks(dist.get_rank(process_group), tuple(members))
     world = SoloWorld(ranks.global_ranks[ranks.rank])
     with gc_paused():
-        return _to_load(model, optimizer, state_dict, world, ranks, strict=True, lead=False)
+        loading = OptimizerLoad(model, [optimizer], world, ranks, fresh=True)
+        return _to_load(loading, state_dict, strict=True, rank0_only=False)
 
 
 def _to_load(
-    model: nn.Module,
-    optimizer: Optimizer,
-    state_dict: Mapping[str, Any],
-    world: World,
-    ranks: Ranks,
-    *,
-    strict: bool,
-    lead: bool,
+    loading: OptimizerLoad, state_dict: Mapping[str, Any], *, strict: bool, rank0_only: bool
 ) -> dict[str, Any]:
-    loading = OptimizerLoad(model, [optimizer], world, ranks, fresh=True)
-    loading.prepare(state_dict, strict=strict, rank0_only=lead, needs_groups=False)
+    loading.prepare(state_dict, strict=strict, rank0_only=rank0_only, needs_groups=False)
     loading.fill()
     return loading.to_load()
 

@@ -244,6 +244,8 @@ def test_foreign_state_is_handed_on_with_a_warning(caplog: pytest.LogCaptureFixt
     assert other_state["mine"] == {"seen": 3}
     prepared = optimizer_state_dict_to_load(other, other_optimizer, taken)
     assert prepared["state"]["mine"] == {"seen": 3}
+    kept = optimizer.state["mine"] = object()  # nothing that could be stored
+    assert optimizer_state_dict(module, optimizer)["state"]["mine"] is kept
 
 
 def test_what_is_made_to_be_loaded_leaves_the_optimizer_alone() -> None:

@@ -36,6 +36,7 @@ from torch.distributed.fsdp.wrap import (
     wrap,
 )
 
+from sharding.explaining import explain
 from sharding.flat_param import FlatParameter
 from sharding.fsdp import FullyShardedDataParallel
 
@@ -61,6 +62,7 @@ __all__ = [
     "StateDictType",
     "always_wrap_policy",
     "enable_wrap",
+    "explain",
     "lambda_auto_wrap_policy",
     "size_based_auto_wrap_policy",
     "transformer_auto_wrap_policy",

@@ -26,7 +26,16 @@ import torch.distributed as dist
 
 from sharding.pool import BufferPool
 
-__all__ = ["Comm", "Group", "Pending", "comm_of", "default_group", "is_group", "new_groups"]
+__all__ = [
+    "Comm",
+    "Group",
+    "Pending",
+    "comm_of",
+    "default_group",
+    "is_group",
+    "new_groups",
+    "wants_details",
+]
 
 Group = dist.ProcessGroup
 
@@ -182,6 +191,12 @@ def default_group() -> Group:
     group = dist.group.WORLD
     assert group is not None
     return group
+
+
+def wants_details() -> bool:
+    """Whether the user asked torch to check collectives (TORCH_DISTRIBUTED_DEBUG=DETAIL)."""
+    torch_distributed: Any = dist  # its stubs do not name these two
+    return bool(torch_distributed.get_debug_level() == torch_distributed.DebugLevel.DETAIL)
 
 
 def is_group(value: object) -> bool:

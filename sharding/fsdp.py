@@ -21,7 +21,7 @@ from ckpt.layout.flat import FlatMember, flat_views, member_as_param, memory_ord
 from ckpt.layout.piece import Owned
 from ckpt.layout.sharded_tensor import UnitSharding
 from sharding.clip import check_dtypes, clip_sharded
-from sharding.collectives import Comm
+from sharding.collectives import Comm, wants_details
 from sharding.comm_hooks import hook_of
 from sharding.flat_param import FlatParam, StoreOptions
 from sharding.groups import Groups, resolve_groups
@@ -34,6 +34,7 @@ from sharding.init import (
     move_states,
     sync_states,
 )
+from sharding.order import OrderCheck
 from sharding.precision import cast_buffers, reduce_dtype
 from sharding.reduction import Reduction
 from sharding.runtime import Runtime
@@ -46,6 +47,21 @@ from sharding.wrapping import auto_wrap
 __all__ = ["FullyShardedDataParallel", "fsdp_units"]
 
 _CHILD = "_fsdp_wrapped_module"
+
+
+class UnshardHandle:
+    """An early gather under way."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+        if unit.store is not None:
+            unit.store.start_unshard()
+            unit.was_prefetched = True
+
+    def wait(self) -> None:
+        """Return when the parameters are there. Waiting twice is harmless."""
+        if self._unit.store is not None and self._unit.was_prefetched:
+            self._unit.store.finish_unshard()
 
 
 class FullyShardedDataParallel(StatefulUnit):
@@ -211,12 +227,28 @@ class FullyShardedDataParallel(StatefulUnit):
         _check_devices(self)
         device = self.fsdp_unit.settings.device
         runtime = Runtime(self.fsdp_unit, [w.fsdp_unit for w in wrappers], streams_for(device))
+        if wants_details():
+            runtime.order_check = OrderCheck(
+                self.fsdp_groups.shard, lambda number: _members_text(runtime.units[number])
+            )
         _cast_all_buffers(self, wrappers)
         return runtime
 
     def check_is_root(self) -> bool:
         """Whether this is the outermost unit."""
         return self._find_root().root is self.fsdp_unit
+
+    def _unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Start gathering this unit's parameters early; its next forward does not gather again.
+
+        With `async_op` returns a handle whose `wait()` returns when they are there, else waits.
+        """
+        self._find_root()
+        handle = UnshardHandle(self.fsdp_unit)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -585,6 +617,11 @@ def _make_unit(module: nn.Module, found: Any, groups: Groups, settings: Settings
         )
         store = FlatParam(found, groups.shard, streams_for(settings.device), options)
     return Unit(module, store, settings, reduction)
+
+
+def _members_text(unit: Unit) -> str:
+    fqns = [] if unit.store is None else [clean_name(item.fqn) for item in unit.store.found]
+    return f"{type(unit.wrapped).__name__} with {', '.join(fqns)}"
 
 
 def _check_devices(root: FullyShardedDataParallel) -> None:

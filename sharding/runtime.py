@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from sharding.memory import PagePool
+from sharding.order import OrderCheck
 from sharding.pool import BufferPool
 from sharding.reduction import Reductions
 from sharding.streams import Streams
@@ -30,6 +31,8 @@ class Runtime:
         self.pages = PagePool()
         self.reductions = Reductions(self.pool, streams)
         self.in_backward = False
+        self.order_check: OrderCheck | None = None
+        """Set where the user asked for checks of the order."""
         self._forward_order: list[Unit] = []
         self._first_order: tuple[Unit, ...] = ()
         self._ended_order: list[Unit] = []
@@ -60,8 +63,11 @@ class Runtime:
 
     def record_forward(self, unit: Unit) -> None:
         """Remember that the unit's forward starts now."""
-        if not self.in_backward:
-            self._forward_order.append(unit)
+        if self.in_backward:
+            return
+        self._forward_order.append(unit)
+        if self.order_check is not None and unit.store is not None and torch.is_grad_enabled():
+            self.order_check.record(self.units.index(unit))
 
     def record_forward_end(self, unit: Unit) -> None:
         """Remember that the unit's forward has ended."""
@@ -100,6 +106,8 @@ class Runtime:
     def end_backward(self) -> None:
         """All gradients have been computed: finish reductions, free what is left."""
         self.in_backward = False
+        if self.order_check is not None:
+            self.order_check.end_iteration()
         with torch.no_grad():
             self.reductions.finish()
             for unit in self.units:

@@ -1,0 +1,202 @@
+"""The smaller parts: order of forwards, early gathers, the limiter, explanations, compiled models.
+
+Method: each part by itself where it needs no ranks, through the class where it does.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import sharding
+from sharding import CPUOffload, FullyShardedDataParallel, ModuleWrapPolicy
+from sharding.streams import Streams
+from tests.ranks import run_ranks
+from tests.sharding.models import batches, build, full_copies, uneven, wrapped
+
+Ours = FullyShardedDataParallel
+
+
+# C20 ---------------------------------------------------------------------------------------------
+
+
+class Either(nn.Module):
+    """Runs two layers in an order that can be turned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.turned = nn.Linear(6, 6), nn.Linear(6, 6), False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in (self.second, self.first) if self.turned else (self.first, self.second):
+            x = layer(x)
+        return x
+
+
+def different_orders() -> None:
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    for turned_later in (False, True):
+        bare = Either()
+        model = Ours(bare, auto_wrap_policy=ModuleWrapPolicy([nn.Linear]))
+        if not turned_later:
+            bare.turned = dist.get_rank() == 1
+            with pytest.raises(RuntimeError, match=r"different units.*rank 0.*rank 1"):
+                model(torch.ones(2, 6))
+            continue
+        model(torch.ones(2, 6)).sum().backward()
+        model(torch.ones(2, 6)).sum().backward()
+        bare.turned = True
+        with pytest.warns(UserWarning, match="order of forwards") as caught:
+            model(torch.ones(2, 6)).sum().backward()
+        assert len(caught) == 1
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model(torch.ones(2, 6)).sum().backward()
+
+
+@pytest.mark.ranks
+def test_different_orders_are_refused_at_first_and_warned_about_later() -> None:
+    run_ranks(2, different_orders)
+
+
+# C30 ---------------------------------------------------------------------------------------------
+
+
+def early() -> None:
+    model = wrapped("ours", build("uneven"))
+    model.check_is_root()
+    inner = model.module[1]
+    store = inner.fsdp_unit.store
+    gathers: list[int] = []
+    gather = store.comm.all_gather
+
+    def counted(full: torch.Tensor, *, tag: int) -> Any:
+        gathers.append(1)
+        return gather(full, tag=tag)
+
+    store.comm.all_gather = counted
+    handle = inner._unshard(async_op=True)
+    handle.wait()
+    handle.wait()
+    with torch.no_grad():
+        model(torch.ones(2, 6))
+    assert len(gathers) == 1
+    assert inner._unshard() is None and len(gathers) == 2
+
+
+@pytest.mark.ranks
+def test_an_early_gather_saves_the_forwards_own() -> None:
+    run_ranks(2, early)
+
+
+# C7 ----------------------------------------------------------------------------------------------
+
+
+class Counting(Streams):
+    """A seam that counts what the limiter would do."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def limit_gathers(self) -> None:
+        self.calls.append("limit")
+
+    def freed(self, *, limited: bool) -> None:
+        self.calls.append("counted" if limited else "freed")
+
+
+def limited() -> None:
+    for limit in (True, False):
+        model = wrapped("ours", build("uneven"), limit_all_gathers=limit)
+        model.check_is_root()
+        seam = Counting()
+        for unit in Ours.fsdp_modules(model):
+            unit.fsdp_unit.store.streams = seam
+        model(torch.ones(2, 6)).sum().backward()
+        # Two gathers in the forward, one again in the backward; each is freed.
+        assert seam.calls.count("limit") == (3 if limit else 0)
+        assert seam.calls.count("counted") == (3 if limit else 0)
+        assert seam.calls.count("freed") == (0 if limit else 3)
+
+
+@pytest.mark.ranks
+def test_the_limiter_counts_gathers_and_frees_or_is_off() -> None:
+    run_ranks(2, limited)
+
+
+# C16 ---------------------------------------------------------------------------------------------
+
+
+def accumulated_with_offload() -> None:
+    model = wrapped("ours", build("uneven"), cpu_offload=CPUOffload(True))
+    plain = build("uneven")
+    before = full_copies(model)
+    for whole, mine in batches(2):
+        model(mine).square().mean().backward()
+        plain(whole).square().mean().backward()
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    after = full_copies(model)
+    for name, param in plain.named_parameters():
+        torch.testing.assert_close(before[name] - after[name], param.grad)
+
+
+@pytest.mark.ranks
+def test_gradients_add_up_with_offload_where_torchs_are_overwritten() -> None:
+    run_ranks(2, accumulated_with_offload)
+
+
+# Pictures ----------------------------------------------------------------------------------------
+
+
+def explained() -> tuple[str, str]:
+    model = wrapped("ours", uneven(), use_orig_params=True)
+    explanation = sharding.explain(model)
+    root, inner = explanation.units
+    assert root.gathered_nbytes == model.fsdp_unit.store.layout.padded_numel * 4
+    assert [event.what for event in explanation.step if event.unit == 1] == [
+        "gather", "forward", "free", "gather", "backward", "free", "reduce",
+    ]  # fmt: skip
+    assert explanation.step[-1].gathered_nbytes == 0
+    assert inner.name == "1" and len(inner.members) == 4
+    return str(explanation), explanation.html()
+
+
+@pytest.mark.ranks
+def test_a_model_can_be_explained() -> None:
+    text, page = run_ranks(2, explained)[0]
+    assert "0.weight (7, 6) at 0, " in text
+    assert page.count("<tr>") == 3 and "<th>1</th>" in page
+
+
+# torch.compile -----------------------------------------------------------------------------------
+
+
+def compiled() -> None:
+    for whole in (False, True):
+        model = build("uneven")
+        model[1] = Ours(model[1], use_orig_params=True)
+        if not whole:
+            model[1].module[0].compile(backend="eager")
+        model = Ours(model, use_orig_params=True)
+        run: Any = torch.compile(model, backend="eager") if whole else model
+        plain = build("uneven")
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain)]
+        for whole_batch, mine in batches(3):
+            run(mine).square().mean().backward()
+            plain(whole_batch).square().mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        values = full_copies(model)
+        for name, param in plain.named_parameters():
+            torch.testing.assert_close(values[name], param.detach())
+
+
+@pytest.mark.ranks
+def test_compiled_models_give_the_same_numbers() -> None:
+    run_ranks(2, compiled, timeout_seconds=120)

@@ -34,7 +34,9 @@ from ckpt.layout.region import (
 from ckpt.memory import host_bytes, local_view, narrowed
 from ckpt.world import World, collectively
 
-BATCH_NBYTES = 64 << 20
+BATCH_NBYTES = 256 << 20
+# Of these, what may come in small parts, which pass through a buffer.
+PACKED_NBYTES = 32 << 20
 # From here on a copy through a buffer costs more than a message of its own.
 DIRECT_NBYTES_MIN = 64 << 10
 
@@ -160,7 +162,7 @@ class _Plan(NamedTuple):
 
 def _plan(known: Table, wishes: Table) -> _Plan:
     plan = _Plan([], [])
-    filled = 0
+    filled = packed = 0
     problems: list[str] = []
     for fqn, wish in wishes.items():
         entry = known.get(fqn)
@@ -178,12 +180,19 @@ def _plan(known: Table, wishes: Table) -> _Plan:
                 f"{fqn}: the ranks {sorted(entry.at)} that have parts of it do not have all of it "
                 f"once: {problem}; pass the dicts of all ranks"
             )
+        parts = len(_holders(entry))
         for window, nbytes in _windows(entry):
-            if not plan.batches or filled + nbytes > BATCH_NBYTES:
+            in_small_parts = nbytes if nbytes < DIRECT_NBYTES_MIN * parts else 0
+            if (
+                not plan.batches
+                or filled + nbytes > BATCH_NBYTES
+                or packed + in_small_parts > PACKED_NBYTES
+            ):
                 plan.batches.append([])
-                filled = 0
+                filled = packed = 0
             plan.batches[-1].append((fqn, window))
             filled += nbytes
+            packed += in_small_parts
     if problems:
         raise Mismatch(problems)
     return plan

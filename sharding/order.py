@@ -1,8 +1,8 @@
 """Do all ranks run their units in the same order? Looked at where the user asks for details.
 
 With `TORCH_DISTRIBUTED_DEBUG=DETAIL`, in training: during the first iteration ranks compare the
-unit of every forward, and raise when they differ. Later iterations are compared with the first one on
-each rank alone; the first that differs is warned about, once.
+unit of every forward, and raise when they differ. Later iterations are compared with the first one
+on each rank alone; the first that differs is warned about, once.
 """
 
 from __future__ import annotations

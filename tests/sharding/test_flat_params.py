@@ -6,6 +6,7 @@ hand. The bodies of rows where torch's engine is right on CPU run over both engi
 
 from __future__ import annotations
 
+import math
 import warnings
 from typing import Any
 
@@ -130,6 +131,22 @@ def five_on_four() -> tuple[Any, ...]:
 def test_five_elements_on_four_ranks_are_padded_with_zeros() -> None:
     shards = [[1.0, 2.0], [3.0, 4.0], [5.0, 0.0], [0.0, 0.0]]
     assert run_ranks(4, five_on_four) == [(shard, shard) for shard in shards]
+
+
+def gradients_and_gaps() -> None:
+    for orig in (False, True):
+        unit = FullyShardedDataParallel(Four(), use_orig_params=orig)
+        store = unit.fsdp_unit.store
+        out = torch.full((store.layout.padded_numel,), math.nan)
+        sizes = [member.numel for member in store.layout.members]
+        grads = [torch.ones(sizes[0]), None, *map(torch.ones, sizes[2:])]
+        store.write_gradients(grads, out, scale=0.5)
+        assert store.layout.gaps if orig else True
+        assert out.sum() == 0.5 * (sum(sizes) - sizes[1])  # neither filler nor padding is left over
+
+
+def test_gradient_buffers_have_zeros_in_filler_and_padding() -> None:
+    run_ranks(4, gradients_and_gaps)
 
 
 def tied_once() -> None:

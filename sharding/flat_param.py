@@ -566,6 +566,11 @@ def check_flattenable(found: Sequence[Found], *, use_orig_params: bool) -> None:
     for item in found:
         if isinstance(item.param, FlatParameter):
             raise ValueError(f"{item.fqn}: is a flat parameter already; do not wrap it again")
+        if hasattr(item.param, "placements"):
+            raise ValueError(
+                f"{item.fqn}: is a DTensor, which a flat parameter cannot hold; list it in "
+                "ignored_states, or shard the model with torch's fully_shard"
+            )
         if not item.param.dtype.is_floating_point:
             raise ValueError(
                 f"{item.fqn}: only floating point parameters can be sharded, got "

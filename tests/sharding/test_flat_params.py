@@ -14,6 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from sharding import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from tests.ranks import run_ranks
@@ -94,6 +96,18 @@ def bad_members() -> None:
         mixed = with_param(nn.Parameter(torch.ones(2), requires_grad=False))
         unit = wrap(mixed, use_orig_params=True)
         assert [p.requires_grad for p in unit.parameters()].count(False) == 1
+
+
+def tensor_parallel_members() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    layer = nn.Linear(4, 4)
+    layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [Shard(0)]))
+    with pytest.raises(ValueError, match="weight: is a DTensor"):
+        FullyShardedDataParallel(layer)
+
+
+def test_tensor_parallel_members_are_refused_by_name() -> None:
+    run_ranks(2, tensor_parallel_members)
 
 
 def test_what_cannot_be_flattened_is_refused() -> None:

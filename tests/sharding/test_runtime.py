@@ -648,6 +648,33 @@ def test_gradients_of_gradients_are_refused() -> None:
     run_ranks(2, twice_differentiated)
 
 
+def stepped_after_a_forward() -> None:
+    for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"):
+        for orig in (False, True):
+            model = wrapped(
+                "ours",
+                build("uneven"),
+                use_orig_params=orig,
+                sharding_strategy=ShardingStrategy[strategy],
+            )
+            model(torch.ones(2, 6))  # with gradients, and no backward: parameters may stay gathered
+            for store in stores(model):
+                store.reshard() if orig else None
+                with torch.no_grad():
+                    for param in store.shown_params:
+                        param.fill_(0.5)
+            with torch.no_grad():
+                out = model(torch.ones(2, 6))
+            plain = build("uneven")
+            for param in plain.parameters():
+                param.data.fill_(0.5)
+            torch.testing.assert_close(out, plain(torch.ones(2, 6)).detach())
+
+
+def test_a_forward_sees_what_was_stepped_since_the_last_one() -> None:
+    run_ranks(2, stepped_after_a_forward)
+
+
 def fails_in_forward() -> None:
     model = wrapped("ours", build("uneven"))
     handle = model.module[1].module[0].register_forward_pre_hook(fail)

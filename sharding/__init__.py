@@ -25,6 +25,7 @@ from torch.distributed.fsdp import (
     StateDictSettings,
     StateDictType,
 )
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.fsdp.wrap import (
     CustomPolicy,
     ModuleWrapPolicy,
@@ -36,6 +37,7 @@ from torch.distributed.fsdp.wrap import (
     wrap,
 )
 
+from sharding.comm_hooks import LowPrecisionState, bf16_compress_hook, fp16_compress_hook
 from sharding.explaining import explain
 from sharding.flat_param import FlatParameter
 from sharding.fsdp import FullyShardedDataParallel
@@ -50,10 +52,12 @@ __all__ = [
     "FullyShardedDataParallel",
     "LocalOptimStateDictConfig",
     "LocalStateDictConfig",
+    "LowPrecisionState",
     "MixedPrecision",
     "ModuleWrapPolicy",
     "OptimStateDictConfig",
     "OptimStateKeyType",
+    "ShardedGradScaler",
     "ShardedOptimStateDictConfig",
     "ShardedStateDictConfig",
     "ShardingStrategy",
@@ -61,8 +65,10 @@ __all__ = [
     "StateDictSettings",
     "StateDictType",
     "always_wrap_policy",
+    "bf16_compress_hook",
     "enable_wrap",
     "explain",
+    "fp16_compress_hook",
     "lambda_auto_wrap_policy",
     "size_based_auto_wrap_policy",
     "transformer_auto_wrap_policy",

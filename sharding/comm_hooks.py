@@ -1,16 +1,65 @@
-"""Reductions in low precision as communication hooks."""
+"""Reductions in low precision as communication hooks; they work on every device.
+
+    model.register_comm_hook(LowPrecisionState(), bf16_compress_hook)
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from sharding.reduction import CommHook
+import torch
 
-__all__ = ["hook_of"]
+from sharding.collectives import Group, comm_of, default_group
+from sharding.pool import BufferPool
+from sharding.reduction import CommHook, divide_factors
+
+__all__ = ["LowPrecisionState", "bf16_compress_hook", "fp16_compress_hook", "hook_of"]
+
+# Hooks reduce one gradient at a time; units count from zero.
+_TAG = 1 << 16
+
+
+class LowPrecisionState:
+    """Over which ranks the hooks of this file reduce: all by default."""
+
+    def __init__(self, process_group: Group | None = None) -> None:
+        self.comm = comm_of(default_group() if process_group is None else process_group)
+        self.pool = BufferPool()
+
+
+def fp16_compress_hook(
+    state: LowPrecisionState, grad: torch.Tensor, output: torch.Tensor | None = None
+) -> None:
+    """Reduce in float16: the mean, in the dtype of `grad`, goes to `output`, else in place."""
+    _reduce_in(torch.float16, state, grad, output)
+
+
+def bf16_compress_hook(
+    state: LowPrecisionState, grad: torch.Tensor, output: torch.Tensor | None = None
+) -> None:
+    """Reduce in bfloat16; else as `fp16_compress_hook`."""
+    _reduce_in(torch.bfloat16, state, grad, output)
 
 
 def hook_of(state: object, hook: Callable[..., Any]) -> CommHook:
-    """A user's hook as the engine calls it; torch's own compression hooks cast by themselves."""
+    """A user's hook as the engine calls it; hooks that compress get gradients as they are computed.
+
+    Those are the ones of this file, and torch's of the same names.
+    """
     casts = getattr(hook, "__name__", "") in ("fp16_compress_hook", "bf16_compress_hook")
     return CommHook(state, hook, casts)
+
+
+def _reduce_in(
+    dtype: torch.dtype, state: LowPrecisionState, grad: torch.Tensor, output: torch.Tensor | None
+) -> None:
+    before, after = divide_factors(state.comm.size)
+    low = grad.to(dtype, copy=True).div_(before)
+    if output is None:
+        state.comm.all_reduce(low).wait()
+        grad.copy_(low.div_(after))
+        return
+    part = torch.empty(output.numel(), dtype=dtype, device=grad.device)
+    state.comm.reduce_scatter(low, part, pool=state.pool, tag=_TAG).wait()
+    output.copy_(part.div_(after))

@@ -150,6 +150,65 @@ def test_gradients_add_up_with_offload_where_torchs_are_overwritten() -> None:
     run_ranks(2, accumulated_with_offload)
 
 
+# C19 ---------------------------------------------------------------------------------------------
+
+
+def compressed() -> None:
+    for hook in (sharding.bf16_compress_hook, sharding.fp16_compress_hook):
+        for strategy in ("FULL_SHARD", "NO_SHARD"):
+            model = wrapped(
+                "ours",
+                build("uneven"),
+                use_orig_params=True,
+                sharding_strategy=sharding.ShardingStrategy[strategy],
+            )
+            model.register_comm_hook(sharding.LowPrecisionState(), hook)
+            plain = build("uneven")
+            whole, mine = next(batches(1))
+            model(mine).square().mean().backward()
+            plain(whole).square().mean().backward()
+            with Ours.summon_full_params(model, with_grads=True):
+                for param, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+                    assert param.grad.dtype == torch.float32
+                    torch.testing.assert_close(param.grad, wanted.grad, rtol=0.02, atol=0.01)
+                    assert not torch.equal(param.grad, wanted.grad)
+
+
+@pytest.mark.ranks
+def test_compressing_hooks_give_full_precision_gradients() -> None:
+    run_ranks(2, compressed)
+
+
+# Scaling -----------------------------------------------------------------------------------------
+
+
+def scaled() -> None:
+    for orig in (False, True):
+        model = wrapped("ours", build("uneven"), use_orig_params=orig)
+        plain = build("uneven")
+        scaler = sharding.ShardedGradScaler(device="cpu", init_scale=4.0)
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain)]
+        for step, (whole, mine) in enumerate(batches(3)):
+            scaler.scale(model(mine).square().mean()).backward()
+            plain(whole).square().mean().backward()
+            if step == 1 and dist.get_rank() == 0:  # on one rank only: all must skip
+                next(p for p in model.parameters() if p.numel()).grad.fill_(torch.inf)
+            scaler.step(optimizers[0])
+            scaler.update()
+            if step != 1:
+                optimizers[1].step()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+        values = full_copies(model)
+        for name, param in plain.named_parameters():
+            torch.testing.assert_close(values[name], param.detach())
+
+
+@pytest.mark.ranks
+def test_the_scaler_skips_a_step_on_all_ranks_when_one_overflows() -> None:
+    run_ranks(2, scaled)
+
+
 # Pictures ----------------------------------------------------------------------------------------
 
 

@@ -1,6 +1,6 @@
 """Reductions in low precision as communication hooks; they work on every device.
 
-    model.register_comm_hook(LowPrecisionState(), bf16_compress_hook)
+model.register_comm_hook(LowPrecisionState(), bf16_compress_hook)
 """
 
 from __future__ import annotations

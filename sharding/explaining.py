@@ -1,7 +1,7 @@
 """What a wrapped model is made of, and what one step does, as text or as a page.
 
-    print(sharding.explain(model))
-    Path("step.html").write_text(sharding.explain(model).html())
+print(sharding.explain(model))
+Path("step.html").write_text(sharding.explain(model).html())
 """
 
 from __future__ import annotations

@@ -140,9 +140,7 @@ def test_bfloat16_compute_equals_torch_bit_for_bit() -> None:
 def train_hybrid() -> None:
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("r", "s"))
     reference = train_reference(build("uneven"))
-    for strategy, orig in itertools.product(
-        ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"), (False, True)
-    ):
+    for strategy, orig in itertools.product(("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"), (False, True)):
         by_group: dict[str, Any] = {"process_group": (mesh.get_group("s"), mesh.get_group("r"))}
         for how in (by_group, {"device_mesh": mesh}):
             model = wrapped(
@@ -281,9 +279,7 @@ def offload() -> None:
     from sharding import CPUOffload
 
     for orig in (False, True):
-        model = wrapped(
-            "ours", build("uneven"), use_orig_params=orig, cpu_offload=CPUOffload(True)
-        )
+        model = wrapped("ours", build("uneven"), use_orig_params=orig, cpu_offload=CPUOffload(True))
         train(model)
         values = full_copies(model)
         for name, value in train_reference(build("uneven")).items():

@@ -78,7 +78,7 @@ def cast_buffers(
     *,
     ignored: Collection[str],
 ) -> None:
-    """Move the module's own buffers to `device`, and floating ones that are not ignored to `dtype`."""
+    """Move the module's own buffers to `device`; floating ones, unless ignored, to `dtype`."""
     for name, buffer in module.named_buffers(recurse=False):
         wanted = dtype if buffer.is_floating_point() and name not in ignored else None
         with torch.no_grad():

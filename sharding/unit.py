@@ -192,7 +192,7 @@ class Unit:
         return bool(found)
 
     def _reshard_after_inputs(self, inputs: Any) -> None:
-        """A frozen unit never sees gradients of its own: free it when those of its inputs are done."""
+        """A frozen unit sees no gradients of its own: free it when those of its inputs are done."""
         if not torch.is_grad_enabled():
             return
         found: list[torch.Tensor] = []

@@ -249,7 +249,8 @@ def _dcp_differences(engine: str) -> list[str]:
             "we take theirs": partial(_we_take, their_model, their_optim),
             "we take theirs, flattened": partial(_we_take, their_model, flat),
         }
-        if engine == "fsdp1_orig":
+        if engine == "fsdp1_orig" and form is StateDictType.FULL:
+            # torch gives all states of such a parameter the same memory on CPU: wrong values.
             del takers["we take theirs"], takers["we take theirs, flattened"]
         for name, take in takers.items():
             other = model(engine, seed=7)

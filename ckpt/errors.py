@@ -16,10 +16,10 @@ class CheckpointError(Exception):
 
 
 class InvalidState(CheckpointError):
-    """The state cannot be saved as it is; every problem is listed with its fqn."""
+    """The state cannot be saved, or loaded into, as it is; every problem is listed with its fqn."""
 
     def __init__(self, problems: Sequence[str]) -> None:
-        super().__init__(_listed("the state cannot be saved", problems))
+        super().__init__(_listed("the state cannot be used as it is", problems))
         self.problems = tuple(problems)
 
 

@@ -9,8 +9,10 @@ removed then.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -272,6 +274,18 @@ class _Binding:
         hyper = {key: item for key, item in saved.items() if key not in NAME_KEYS}
         live = {key: item for key, item in group.items() if key not in NAME_KEYS}
         base = f"{self.saved_path}.param_groups.{number}"
+        gone = sorted((hyper.keys() - live.keys()) & _hyperparameters())
+        new = sorted((live.keys() - hyper.keys()) & _hyperparameters())
+        if gone and new:
+            # A newer version of an optimizer only adds names, and schedulers add theirs; another
+            # optimizer has names of its own on both sides.
+            self.names.report(
+                ProblemKind.VALUE,
+                f"{self.path}.param_groups.{number}",
+                f"is of another kind of optimizer: the checkpoint has {gone}, the state's "
+                f"optimizer has {new}; build the optimizer that was saved, or skip={self.path!r}",
+            )
+            return
         tree = bind_tree(base, hyper, live, self.names, self.ranks, in_place=True)
         self.names.loaded_tensors.extend(references(hyper))
         self.bound.holdings.extend(tree.holdings)
@@ -433,6 +447,14 @@ class _Binding:
             holdings_of(owned, local_tensor(target), saved.get, kind=Kind.OPTIMIZER)
         )
         new[name] = _constant(target)
+
+
+@cache
+def _hyperparameters() -> frozenset[str]:
+    """The names of all hyperparameters that torch's own optimizers know."""
+    kinds = [c for c in vars(torch.optim).values() if isinstance(c, type)]
+    optimizers = [c for c in kinds if issubclass(c, torch.optim.Optimizer)]
+    return frozenset(name for c in optimizers for name in inspect.signature(c).parameters)
 
 
 def _fits(found: tuple[Member, str, TensorEntry]) -> bool:

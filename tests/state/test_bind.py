@@ -193,6 +193,24 @@ def test_other_groups_are_a_mismatch_that_names_parameters() -> None:
     assert "o.param_groups" in said and "group 0" in said and "0.weight" in said
 
 
+def test_state_of_another_kind_of_optimizer_is_refused() -> None:
+    saved = gathered(stepped(OPTIMIZERS["adamw"]))
+    for name in ("sgd", "adafactor", "rprop"):
+        (said,) = texts(fresh(OPTIMIZERS[name]), saved)
+        assert said.startswith("o.param_groups.0: ") and "'betas'" in said and "skip='o'" in said
+    assert not texts(fresh(OPTIMIZERS["amsgrad"]), saved)
+    assert not texts(fresh(OPTIMIZERS["sgd"]), saved, skip=["o"])
+
+
+def test_names_that_schedulers_or_users_add_to_groups_are_no_other_optimizer() -> None:
+    source = stepped()
+    source["o"].param_groups[0].update(initial_lr=0.5, mine="a note")
+    saved = gathered(source)
+    target = fresh()
+    target["o"].param_groups[0]["another"] = 1
+    assert not texts(target, saved)
+
+
 def test_several_optimizers_and_schedulers_are_restored() -> None:
     def make(seed: int) -> dict[str, Any]:
         module = net(seed)

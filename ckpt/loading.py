@@ -81,12 +81,17 @@ def _manifest(store: Store, world: World, step: int | None) -> tuple[str, Manife
 
     def read() -> bytes:
         located = locate(store, step)
-        return b"\n".join([located.prefix.encode(), located.data])
+        return b"\n".join([located.prefix.encode(), str(step).encode(), located.data])
 
     data = collectively(world, "locate", read if world.rank == 0 else lambda: b"")
-    prefix, _, encoded = world.share("manifest", data if world.rank == 0 else None).partition(b"\n")
+    told = world.share("manifest", data if world.rank == 0 else None)
+    prefix, asked, encoded = told.split(b"\n", 2)
 
     def decode() -> Manifest:
+        if asked.decode() != str(step):
+            raise Mismatch(
+                [f"step={step} was passed where rank 0 passed step={asked.decode()}; pass the same"]
+            )
         manifest = decode_manifest(encoded)
         if step is not None and manifest.header.step != step:
             raise NoCheckpoint(f"{store.url} is step {manifest.header.step}, asked for was {step}")

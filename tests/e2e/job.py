@@ -97,7 +97,7 @@ class Job:
         step: int | None = None,
         options: LoadOptions | None = None,
         *,
-        step_of: Sequence[int] = (),
+        step_of: Sequence[int | None] = (),
     ) -> list[LoadReport]:
         """Collective load into `state_of(rank)`."""
 

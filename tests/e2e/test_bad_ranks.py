@@ -23,7 +23,6 @@ from ckpt.errors import (
     CheckpointError,
     InvalidState,
     Mismatch,
-    NoCheckpoint,
     RankFailed,
     StoreRefused,
 )
@@ -151,14 +150,18 @@ def test_ranks_that_pass_other_steps_get_one_error(store: Store, bad: int) -> No
     _check_goes_on(job, [1])
 
 
-def test_ranks_that_ask_for_other_steps_get_one_error(store: Store) -> None:
+@pytest.mark.parametrize("asked", [[1, 2, 1], [None, 2, None], [1, None, 1], [2, 1, 1]])
+def test_ranks_that_ask_for_other_steps_get_one_error(
+    store: Store, asked: list[int | None]
+) -> None:
     job = Job(SIZE, lambda rank: store)
     for step in (1, 2):
         job.save(lambda rank, step=step: state_at(step, rank, SIZE), step=step)
     states = [state_at(0, rank, SIZE) for rank in range(SIZE)]
-    error = _one_error(lambda: job.load(lambda rank: states[rank], step_of=[1, 2, 1]))
-    assert isinstance(error, NoCheckpoint)
-    assert "rank 1" in str(error)
+    error = _one_error(lambda: job.load(lambda rank: states[rank], step_of=asked))
+    assert isinstance(error, Mismatch)
+    assert f"step={asked[1]}" in str(error)
+    assert f"step={asked[0]}" in str(error)
     for rank, state in enumerate(states):
         assert_is_step(state, 0, rank, SIZE)
 

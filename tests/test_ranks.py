@@ -11,6 +11,8 @@ import torch.distributed as dist
 
 from tests.ranks import RanksFailed, run_ranks
 
+pytestmark = pytest.mark.ranks
+
 
 def _sum_of_ranks(offset: int) -> tuple[int, float]:
     value = torch.tensor([float(dist.get_rank() + offset)])

@@ -18,6 +18,8 @@ import ckpt
 from tests.e2e.engines import ENGINES_BY_SIZE, Engine, build, full_model
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.ranks
+
 ALL = [(engine, size) for size, engines in ENGINES_BY_SIZE.items() for engine in engines]
 
 

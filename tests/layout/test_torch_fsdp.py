@@ -36,6 +36,8 @@ from tests.layout.models import Awkward, awkward, image
 from tests.layout.rebuilding import put, rebuilt, world
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.ranks
+
 Wrap = Callable[[Awkward], nn.Module]
 
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")  # a forward changes them

@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -23,7 +23,7 @@ from ckpt.layout.sharded_tensor import UnitSharding
 from sharding.clip import check_dtypes, clip_sharded
 from sharding.collectives import Comm, wants_details
 from sharding.comm_hooks import hook_of
-from sharding.flat_param import FlatParam, StoreOptions
+from sharding.flat_param import FlatParam, Found, StoreOptions
 from sharding.groups import Groups, resolve_groups
 from sharding.init import (
     Ignored,
@@ -98,12 +98,6 @@ class FullyShardedDataParallel(StatefulUnit):
         device_mesh: DeviceMesh | None = None,
     ) -> None:
         super().__init__()
-        if isinstance(module, nn.ModuleList | nn.ModuleDict):
-            warnings.warn(
-                f"{type(module).__name__} has no forward of its own: wrap what is inside it, or "
-                "nothing will be gathered",
-                stacklevel=2,
-            )
         strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
         ignored = find_ignored(module, ignored_modules, ignored_states, is_unit=is_unit)
         ignored = _with_inherited(ignored, module)
@@ -126,27 +120,11 @@ class FullyShardedDataParallel(StatefulUnit):
                 "use_orig_params": use_orig_params,
                 "ignored_states": list(ignored.params) or None,
             }
-            auto_wrap(
-                module,
-                auto_wrap_policy,
-                wrapper=FullyShardedDataParallel,
-                ignored_modules=set(ignored.modules),
-                ignored_params=set(ignored.params),
-                kwargs=shared,
-            )
-        strategy = _clamped(strategy, groups)
-        found = find_params(module, ignored, managed=_managed_below(module), is_unit=is_unit)
-        device = choose_device([item.param for item in found], device_id)
-        if materialize(module, ignored, device, param_init_fn=param_init_fn, is_unit=is_unit):
-            # Values are given to new Parameter objects.
-            found = find_params(module, ignored, managed=_managed_below(module), is_unit=is_unit)
-        if device_id is not None:
-            move_states(module, ignored, device, is_unit=is_unit)
-        if sync_module_states:
-            comms = [groups.shard] if groups.replicate is None else [groups.replicate, groups.shard]
-            sync_states(module, found, comms, synced=_synced_below(module))
+            _wrap_below(module, auto_wrap_policy, ignored, shared)
+        values = Values(device_id, param_init_fn, sync_module_states)
+        found, device = _prepared(module, ignored, groups, values)
         settings = Settings(
-            strategy=strategy,
+            strategy=_clamped(strategy, groups),
             precision=mixed_precision or MixedPrecision(),
             backward_prefetch=backward_prefetch,
             forward_prefetch=forward_prefetch,
@@ -156,6 +134,13 @@ class FullyShardedDataParallel(StatefulUnit):
             offload=cpu_offload is not None and cpu_offload.offload_params,
             ignored_buffers=ignored.buffers,
         )
+        self._build(_make_unit(module, found, groups, settings), groups, ignored, device_mesh)
+
+    def _build(
+        self, unit: Unit, groups: Groups, ignored: Ignored, device_mesh: DeviceMesh | None
+    ) -> None:
+        """What the wrapper is once everything has been decided."""
+        module = unit.wrapped
         self.fsdp_groups = groups
         self.fsdp_ignored = ignored
         self.fsdp_mesh = device_mesh
@@ -166,7 +151,7 @@ class FullyShardedDataParallel(StatefulUnit):
             if name not in ignored.buffers
         }
         self._fsdp_wrapped_module = module
-        self.fsdp_unit = _make_unit(module, found, groups, settings)
+        self.fsdp_unit = unit
         self.fsdp_unit.show_flat()
         self.check_nothing_left()
 
@@ -501,6 +486,55 @@ class FullyShardedDataParallel(StatefulUnit):
                 raise ValueError(
                     f"this cannot be called during {unit.phase.value}; call it between steps"
                 )
+
+
+# --- construction --------------------------------------------------------------------------------
+
+
+class Values(NamedTuple):
+    """The arguments of the constructor that say how parameters get their values, and where."""
+
+    device_id: int | torch.device | None
+    param_init_fn: Callable[[nn.Module], None] | None
+    sync: bool
+
+
+def _wrap_below(module: nn.Module, policy: Any, ignored: Ignored, shared: dict[str, Any]) -> None:
+    """Make units of what the policy names below `module`; `shared` are their arguments."""
+    auto_wrap(
+        module,
+        policy,
+        wrapper=FullyShardedDataParallel,
+        ignored_modules=set(ignored.modules),
+        ignored_params=set(ignored.params),
+        kwargs=shared,
+    )
+
+
+def _prepared(
+    module: nn.Module, ignored: Ignored, groups: Groups, values: Values
+) -> tuple[list[Found], torch.device]:
+    """The parameters that a unit around `module` is to absorb, with their values and on the device
+    to compute on, which is returned too.
+    """
+    if isinstance(module, nn.ModuleList | nn.ModuleDict):
+        warnings.warn(
+            f"{type(module).__name__} has no forward of its own: wrap what is inside it, or "
+            "nothing will be gathered",
+            stacklevel=3,
+        )
+    found = find_params(module, ignored, managed=_managed_below(module), is_unit=is_unit)
+    device = choose_device([item.param for item in found], values.device_id)
+    init = values.param_init_fn
+    if materialize(module, ignored, device, param_init_fn=init, is_unit=is_unit):
+        # Values are given to new Parameter objects.
+        found = find_params(module, ignored, managed=_managed_below(module), is_unit=is_unit)
+    if values.device_id is not None:
+        move_states(module, ignored, device, is_unit=is_unit)
+    if values.sync:
+        comms = [groups.shard] if groups.replicate is None else [groups.replicate, groups.shard]
+        sync_states(module, found, comms, synced=_synced_below(module))
+    return found, device
 
 
 # --- the tree ------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -21,30 +22,37 @@ _marked: dict[int, tuple[weakref.ref[Any], str]] = {}
 _hooked: list[Any] = []
 
 
-class Interrupted:
-    """Marks `state` from `begin` on; `end` takes the mark away."""
+@contextmanager
+def filling(state: Any, what: str) -> Iterator[None]:
+    """Around the writing of `what` into `state`: a failure leaves the mark, success takes it away.
 
-    def __init__(self, state: Any) -> None:
-        self._objects = list(_objects_of(state))
-
-    def begin(self, what: str) -> None:
-        """From now on a step of an optimizer over this state, or saving it, raises.
-
-        `what` was being loaded, for the text.
-        """
-        if not _hooked:
-            _hooked.append(register_optimizer_step_pre_hook(_refuse_step))
-        text = (
-            f"a load of {what} into this state failed half-way, so it is a mixture of old and "
-            "new values; load a checkpoint into it before stepping or saving"
-        )
-        for item in self._objects:
-            _marked[id(item)] = (weakref.ref(item, partial(_forget, id(item))), text)
-
-    def end(self) -> None:
-        """The state is whole."""
-        for item in self._objects:
+    Raises LoadInterrupted for any Exception of the block. Once marked, a step of an optimizer over
+    the state, or saving it, raises.
+    """
+    try:
+        yield
+    except BaseException as error:
+        _mark(state, what)
+        if not isinstance(error, Exception):
+            raise
+        raise LoadInterrupted(
+            f"loading {what} failed after it had begun to write into the state, which is now a "
+            f"mixture: {error}\nLoad again, or load another checkpoint, before the state is used."
+        ) from error
+    if _marked:
+        for item in _objects_of(state):
             _marked.pop(id(item), None)
+
+
+def _mark(state: Any, what: str) -> None:
+    if not _hooked:
+        _hooked.append(register_optimizer_step_pre_hook(_refuse_step))
+    text = (
+        f"a load of {what} into this state failed half-way, so it is a mixture of old and "
+        "new values; load a checkpoint into it before stepping or saving"
+    )
+    for item in _objects_of(state):
+        _marked[id(item)] = (weakref.ref(item, partial(_forget, id(item))), text)
 
 
 def _forget(at: int, _: object) -> None:

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from ckpt.catalog import catalog_of
-from ckpt.errors import LoadInterrupted, Mismatch, NoCheckpoint
+from ckpt.errors import Mismatch, NoCheckpoint
 from ckpt.format.dtypes import DTYPES
 from ckpt.format.manifest import Manifest, decode_manifest
-from ckpt.interrupted import Interrupted
+from ckpt.interrupted import filling
 from ckpt.layout.plain import Ranks
 from ckpt.locate import locate
 from ckpt.read import Reader, ReadPath, plan_reads
@@ -60,19 +60,10 @@ def load_state(
     plan = collectively(world, "plan", lambda: plan_reads(manifest, binding.holdings))
     sharing = _share(manifest, plan.runs(manifest.chunks.first_block), world, options)
     reader = Reader(store, prefix, manifest, plan, options.path)
-    interrupted = Interrupted(state)
     collectively(world, "prepare", binding.prepare)
-    interrupted.begin(f"step {manifest.header.step}")
-    try:
+    with filling(state, f"step {manifest.header.step} ({manifest.header.attempt})"):
         _transfer(reader, sharing, world)
         loaded = collectively(world, "finish", binding.finish)
-    except Exception as error:
-        raise LoadInterrupted(
-            f"loading step {manifest.header.step} ({manifest.header.attempt}) failed after it had "
-            f"begun to write into the state, which is now a mixture: {error}\n"
-            "Load again, or load another step, before the state is used."
-        ) from error
-    interrupted.end()
     return LoadReport(manifest.header.step, manifest.header.attempt, loaded, reader.nbytes_read)
 
 

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ckpt.api import world_of
-from ckpt.errors import LoadInterrupted
-from ckpt.interrupted import Interrupted
+from ckpt.interrupted import filling
 from ckpt.layout.plain import Ranks
 from ckpt.memory import gc_paused
 from ckpt.state_dict.config import (
@@ -92,7 +91,8 @@ def load_model_state_dict(
         loading = put_model(
             model, state_dict, world, _ranks(world), strict=strict, rank0_only=rank0_only
         )
-        return _unless_interrupted(model, loading.fill)
+        with filling(model, "a state dict"):
+            return loading.fill()
 
 
 def optimizer_state_dict(
@@ -140,11 +140,9 @@ def load_optimizer_state_dict(
         loading = OptimizerLoad(model, _several(optimizer), world, _ranks(world), fresh=False)
         loading.prepare(state_dict, strict=strict, rank0_only=rank0_only, needs_groups=strict)
 
-        def fill() -> Loaded:
+        with filling(_several(optimizer), "a state dict"):
             loading.fill()
             return loading.install()
-
-        return _unless_interrupted([*_several(optimizer)], fill)
 
 
 def optimizer_state_dict_to_load(
@@ -193,21 +191,6 @@ def _to_load(
     loading.prepare(state_dict, strict=strict, rank0_only=rank0_only, needs_groups=False)
     loading.fill()
     return loading.to_load()
-
-
-def _unless_interrupted(state: Any, fill: Any) -> Loaded:
-    """`fill()`, and the mark of a half-loaded state when it fails."""
-    interrupted = Interrupted(state)
-    interrupted.begin("a state dict")
-    try:
-        loaded: Loaded = fill()
-    except Exception as error:
-        raise LoadInterrupted(
-            f"loading a state dict failed after it had begun to write, so the state is a mixture: "
-            f"{error}\nLoad again before the state is used."
-        ) from error
-    interrupted.end()
-    return loaded
 
 
 def _output(

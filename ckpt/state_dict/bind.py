@@ -122,12 +122,17 @@ class _Binding:
     def add_tensors(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
         names = self.names
         found = []
+        unchanged = names.unchanged_tensors()
         for fqn, tensor in tensors:
-            if names.skip(fqn):
+            # Thousands of tensors stand under their own names as they are: a short way for them.
+            entry = unchanged.get(fqn)
+            if entry is not None and entry.dtype is tensor.dtype and entry.shape == tensor.shape:
+                names.used.add(fqn)
+                saved = fqn
+            elif (fitting := self.fitting(fqn, tensor)) is None:
                 continue
-            saved = names.tensor(fqn)
-            if saved is None or not self.fits(fqn, saved, tensor.shape, tensor.dtype):
-                continue
+            else:
+                saved = fitting
             if not tensor.is_contiguous() and _overlaps_itself(tensor):
                 names.report(
                     ProblemKind.UNSUPPORTED,
@@ -144,6 +149,12 @@ class _Binding:
                 self.holdings += tensor_holdings(saved, tensor, Kind.OTHER, self.ranks)
             except Refused as refused:
                 names.problems.append(Problem(ProblemKind.UNSUPPORTED, saved, refused.problem))
+
+    def fitting(self, fqn: str, tensor: torch.Tensor) -> str | None:
+        """The checkpoint's name of what fills `tensor`; None when nothing does."""
+        if self.names.skip(fqn) or (saved := self.names.tensor(fqn)) is None:
+            return None
+        return saved if self.fits(fqn, saved, tensor.shape, tensor.dtype) else None
 
     def add_source(self, source: Source, kind: Kind) -> None:
         stored: dict[str, str] = {}

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
-from ckpt.state_dict.types import Catalog, Problem, ProblemKind
+from ckpt.state_dict.types import Catalog, Problem, ProblemKind, TensorEntry
 
 Rename = Mapping[str, str] | Callable[[str], str] | None
 Skip = Callable[[str], bool] | Iterable[str] | None
@@ -25,6 +25,7 @@ class Names:
         self.rename = _renamer(rename)
         self.is_skipped = _skipper(skip)
         self.has_rename = rename is not None
+        self.has_skip = bool(skip)
         self.problems: list[Problem] = []
         self.used: set[str] = set()
         self.loaded_tensors: list[str] = []
@@ -51,6 +52,10 @@ class Names:
         else:
             self.report_missing(fqn, name)
         return None
+
+    def unchanged_tensors(self) -> Mapping[str, TensorEntry]:
+        """The checkpoint's tensors, if every name of the state is its name there; else none."""
+        return {} if self.has_rename or self.has_skip else self.catalog.tensors
 
     def value(self, fqn: str) -> tuple[str, Any] | None:
         """The checkpoint's name and value of `fqn`. None, and a problem, when it has none."""

@@ -8,6 +8,7 @@ rank that is gone, or too long, gets the error that names it.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -83,19 +84,51 @@ class _Hub:
         self._rounds: list[dict[int, _Call]] = []
         self._gone: dict[int, str] = {}
         self._broken: RankFailed | None = None
+        self._flags: set[str] = set()
+        self._twins: list[_Hub] = []
         self._changed = threading.Condition()
 
-    def leave(self, rank: int) -> None:
+    def leave(self, rank: int, why: str = "has left") -> None:
+        """`rank` makes no more calls, here and in the twins."""
         with self._changed:
-            self._gone.setdefault(rank, "has left")
+            self._gone.setdefault(rank, why)
             self._changed.notify_all()
+            twins = list(self._twins)
+        for twin in twins:
+            twin.leave(rank, why)
+
+    def raise_flag(self, name: str) -> None:
+        with self._changed:
+            self._flags.add(name)
+
+    def flag_is_up(self, name: str) -> bool:
+        with self._changed:
+            return name in self._flags
+
+    def look(self, rank: int, phase: str) -> None:
+        """Raise when another rank is known to be gone."""
+        with self._changed:
+            others = [other for other in range(self.size) if other != rank and other in self._gone]
+            if others and self._broken is None:
+                self._look(others, phase, math.inf)
+            if self._broken is not None:
+                raise _copied(self._broken)
+
+    def twin(self, number: int) -> _Hub:
+        """The `number`-th hub beside this one, the same for all ranks."""
+        with self._changed:
+            while len(self._twins) <= number:
+                twin = _Hub(self.size, {}, self._deadline_seconds)
+                for rank, why in self._gone.items():
+                    twin.leave(rank, why)
+                self._twins.append(twin)
+            return self._twins[number]
 
     def call(self, rank: int, round_number: int, call: _Call) -> None:
         """Put down what `rank` brings to a round."""
         with self._changed:
             if self._kill.get(rank) == round_number:
-                self._gone[rank] = "has died"
-                self._changed.notify_all()
+                self.leave(rank, "has died")
                 raise RankKilled(f"rank {rank} killed at its call {round_number} ({call.name!r})")
             if self._broken is not None:
                 raise _copied(self._broken)
@@ -158,6 +191,7 @@ class ThreadWorld(World):
         self.global_ranks = tuple(range(hub.size))
         self.calls = 0
         self._hub = hub
+        self._twins = 0
 
     def gather(self, name: str, payload: bytes) -> list[bytes]:
         got = self._round("gather", name, bytes(payload), range(self.size))
@@ -193,6 +227,19 @@ class ThreadWorld(World):
                     phase=name,
                 )
             view[:] = sent
+
+    def raise_flag(self, name: str) -> None:
+        self._hub.raise_flag(name)
+
+    def flag_is_up(self, name: str) -> bool:
+        return self._hub.flag_is_up(name)
+
+    def look(self, phase: str) -> None:
+        self._hub.look(self.rank, phase)
+
+    def twin(self) -> World:
+        self._twins += 1
+        return ThreadWorld(self._hub.twin(self._twins - 1), self.rank)
 
     def close(self) -> None:
         self._hub.leave(self.rank)

@@ -107,6 +107,31 @@ class World(ABC):
                 got = got[part.nbytes :]
 
     @abstractmethod
+    def raise_flag(self, name: str) -> None:
+        """Tell all ranks one bit: `flag_is_up(name)` is soon true on each of them, and stays so.
+
+        Not a round: any rank may do it at any time, more than once.
+        """
+
+    @abstractmethod
+    def flag_is_up(self, name: str) -> bool:
+        """Whether any rank raised that flag. Not a round; one request, without waiting."""
+
+    @abstractmethod
+    def look(self, phase: str) -> None:
+        """Raise RankFailed when a rank is known to be gone. Not a round, and without waiting.
+
+        Each rank looks at one other only and tells all what it finds, so that looking often costs
+        little in worlds of any size; a death is heard of when all ranks look.
+        """
+
+    @abstractmethod
+    def twin(self) -> World:
+        """Another world of the same ranks, for another thread. Collective, in the same order on all
+        ranks when there are several.
+        """
+
+    @abstractmethod
     def close(self) -> None:
         """Leave. Not collective; other ranks that still wait for this one get an error that names
         it.
@@ -148,6 +173,7 @@ class SoloWorld(World):
 
     def __init__(self, global_rank: int = 0) -> None:
         self.global_ranks = (global_rank,)
+        self._flags: set[str] = set()
 
     def gather(self, name: str, payload: bytes) -> list[bytes]:
         return [payload]
@@ -165,6 +191,18 @@ class SoloWorld(World):
 
     def exchange(self, name: str, send: Sequence[memoryview], recv: Sequence[memoryview]) -> None:
         check_exchange(self, name, send, recv)
+
+    def raise_flag(self, name: str) -> None:
+        self._flags.add(name)
+
+    def flag_is_up(self, name: str) -> bool:
+        return name in self._flags
+
+    def look(self, phase: str) -> None:
+        pass
+
+    def twin(self) -> World:
+        return SoloWorld(self.global_ranks[0])
 
     def close(self) -> None:
         pass
@@ -284,6 +322,7 @@ class TorchWorld(World):
         self.rank = dist.get_rank(process_group)
         self.size = dist.get_world_size(process_group)
         self._deadlines = deadlines or Deadlines()
+        self._process_group = process_group
         self._ranks = tuple(dist.get_process_group_ranks(process_group or dist.group.WORLD))
         self.global_ranks = self._ranks
         self._store = _own_prefix(self._ranks, self.rank)
@@ -353,9 +392,40 @@ class TorchWorld(World):
                     works.append(group.send([tensor], peer, 0))
             self._finish(key, name, works)
 
+    def raise_flag(self, name: str) -> None:
+        with self._asking(name):
+            _set(self._store, f"flag/{name}", b"1")
+
+    def flag_is_up(self, name: str) -> bool:
+        with self._asking(name):
+            return bool(self._store.check([f"flag/{name}"]))
+
+    def look(self, phase: str) -> None:
+        if self._broken is not None:
+            raise _copied(self._broken)
+        with self._asking(phase):
+            try:
+                self._look(phase, [(self.rank + 1) % self.size], waited=0.0)
+            except RankFailed as failure:
+                self._break(failure)
+                raise
+
+    def twin(self) -> World:
+        return TorchWorld(self._process_group, deadlines=self._deadlines)
+
     def close(self) -> None:
         self._heart.stop()
         self._group = None
+
+    @contextlib.contextmanager
+    def _asking(self, phase: str) -> Iterator[None]:
+        """A store that does not answer has lost its host."""
+        try:
+            yield
+        except (RuntimeError, OSError) as error:
+            lost = _store_lost(phase, error)
+            self._broken = self._broken or lost
+            raise lost from error
 
     # rounds
 
@@ -488,12 +558,7 @@ class TorchWorld(World):
             except RankFailed as failure:
                 return failure
             except Exception as lost:
-                return RankFailed(
-                    f"the rendezvous store of torch.distributed does not answer in phase {name!r} "
-                    f"({type(lost).__name__}: {lost}): its host, usually rank 0, is gone",
-                    rank=0,
-                    phase=name,
-                )
+                return _store_lost(name, lost)
             time.sleep(0.1)
         return RankFailed(
             f"rank {self.rank} failed in phase {name!r}: {cause}", rank=self.rank, phase=name
@@ -566,6 +631,15 @@ class TorchWorld(World):
             self._look(name, absent, waited=time.monotonic() - started)
         if waiter.error is not None:
             raise waiter.error
+
+
+def _store_lost(phase: str, error: Exception) -> RankFailed:
+    return RankFailed(
+        f"the rendezvous store of torch.distributed does not answer in phase {phase!r} "
+        f"({type(error).__name__}: {error}): its host, usually rank 0, is gone",
+        rank=0,
+        phase=phase,
+    )
 
 
 class _Waiter:

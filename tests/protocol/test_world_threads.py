@@ -5,6 +5,7 @@ Method: `ckpt.testing.run_ranks` with scripted errors and kills.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 
 import pytest
@@ -162,3 +163,40 @@ def test_hanging_rank_is_named_at_the_deadline() -> None:
 
     with pytest.raises(RanksFailed, match=r"rank 1 did not answer within 0\.05 s in phase 'slow'"):
         run_ranks(2, rank, deadline_seconds=0.05)
+
+
+def test_a_flag_of_one_rank_is_seen_by_all_and_a_twin_has_its_own() -> None:
+    def rank(world: World) -> tuple[bool, bool, bool]:
+        before = world.flag_is_up("stop")
+        world.gather("looked", b"")
+        if world.rank == 1:
+            world.raise_flag("stop")
+        world.gather("raised", b"")
+        return before, world.flag_is_up("stop"), world.twin().flag_is_up("stop")
+
+    assert run_ranks(3, rank) == [(False, True, False)] * 3
+
+
+def test_a_twin_talks_beside_its_world() -> None:
+    def rank(world: World) -> list[list[bytes]]:
+        first, second = world.twin(), world.twin()
+        mine = b"%d" % world.rank
+        return [second.gather("a", mine), world.gather("b", mine), first.gather("c", mine)]
+
+    assert run_ranks(2, rank) == [[[b"0", b"1"]] * 3] * 2
+
+
+def test_looking_tells_of_a_dead_rank_without_waiting_in_twins_too() -> None:
+    def rank(world: World) -> tuple[int, str]:
+        twin = world.twin()
+        twin.look("before")
+        world.gather("looked", b"")
+        with contextlib.suppress(RankFailed):
+            world.gather("death", b"")
+        with pytest.raises(RankFailed) as caught:
+            twin.look("training")
+        return caught.value.rank, str(caught.value)
+
+    with pytest.raises(RanksFailed) as failed:
+        run_ranks(3, rank, kill={1: 2})
+    assert failed.value.results == {r: (1, "rank 1 has died in phase 'training'") for r in (0, 2)}

@@ -268,3 +268,32 @@ def test_death_of_the_stores_host_ends_in_an_error_that_says_so(tmp_path: Path) 
     for heard in results[1:]:
         assert heard[0] == 0 and heard[2] < NAMED_SECONDS_MAX
         assert "rank 0" in heard[1]
+
+
+def _looks(victim: int) -> tuple[int, str, float] | None:
+    world = current_world()
+    twin = world.twin()
+    if world.rank == 2:
+        twin.raise_flag("stop")
+    world.gather("raised", b"")
+    assert twin.flag_is_up("stop") and not world.flag_is_up("stop")
+    if world.rank == victim:
+        _die()
+
+    def look_on() -> None:
+        until = time.monotonic() + 2 * NAMED_SECONDS_MAX
+        while time.monotonic() < until:
+            twin.look("training")
+            time.sleep(0.05)  # as a watcher does
+
+    return _heard(twin, look_on)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_all_others_hear_of_a_death_by_looking(victim: int) -> None:
+    """Only one of them looks at the victim itself."""
+    results = run_ranks(3, _looks, victim, allow_dead=[victim])
+    for rank, heard in enumerate(results):
+        if rank != victim:
+            assert heard[0] == victim and "has died in phase 'training'" in heard[1], heard
+            assert heard[2] < NAMED_SECONDS_MAX

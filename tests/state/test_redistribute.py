@@ -146,6 +146,18 @@ class Counting(World):
         self.largest = max(self.largest, nbytes)
         self.inner.exchange_parts(name, send, recv)
 
+    def raise_flag(self, name: str) -> None:
+        self.inner.raise_flag(name)
+
+    def flag_is_up(self, name: str) -> bool:
+        return self.inner.flag_is_up(name)
+
+    def look(self, phase: str) -> None:
+        self.inner.look(phase)
+
+    def twin(self) -> World:
+        return self.inner.twin()
+
     def close(self) -> None:
         self.inner.close()
 

@@ -1,0 +1,361 @@
+"""When to save: policies as values, and pure decisions over what was observed. No clock is read
+here.
+
+    save=EverySteps(1000) | EverySeconds(1800) | OnSignal() | OnPreemption(grace_seconds=30)
+
+`|` saves when either side wants to, `&` when both do. Note "who decides": ranks see different
+clocks and signals, so each alternative of a policy is decided where it is known. What follows from
+the step alone, every rank decides by itself, with the same result. What needs a clock or a
+measurement, the lead decides; a signal counts on whichever rank it arrived. These two are agreed
+in the background and take effect at a call of `step` that lies a little ahead
+(`ckpt.agreeing`), the same one on all ranks.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+import statistics
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What a decision may look at.
+
+    `step` is the step that was just completed, `previous_step` that of the call before. Seconds are
+    of one monotonic clock; `last_save_seconds` is when the newest save was begun, or the training.
+    `signals` arrived on some rank since the last save. `closing`: the training is over.
+    `cost_seconds` is what one save costs the training and `persist_seconds` how long it is under
+    way, both None before the first was measured.
+    """
+
+    step: int
+    previous_step: int
+    now_seconds: float = 0.0
+    last_save_seconds: float = 0.0
+    signals: frozenset[int] = frozenset()
+    closing: bool = False
+    cost_seconds: float | None = None
+    persist_seconds: float | None = None
+
+
+class SavePolicy(ABC):
+    """When to save. Policies are values; combine them with `|` and `&`."""
+
+    @abstractmethod
+    def reasons(self, seen: Observation) -> tuple[str, ...]:
+        """Why a save is due, in words for the log; empty when it is not."""
+
+    @property
+    @abstractmethod
+    def needs_clock(self) -> bool:
+        """Whether the answer rests on a clock or a measurement, so that the lead must give it."""
+
+    def alternatives(self) -> tuple[SavePolicy, ...]:
+        """The policies of which any one is enough."""
+        return (self,)
+
+    def leaves(self) -> Iterator[SavePolicy]:
+        """All policies that this one is made of."""
+        yield self
+
+    def __or__(self, other: SavePolicy) -> SavePolicy:
+        return AnyOf((*self.alternatives(), *other.alternatives()))
+
+    def __and__(self, other: SavePolicy) -> SavePolicy:
+        return AllOf((self, other))
+
+
+@dataclass(frozen=True, slots=True)
+class AnyOf(SavePolicy):
+    """Due when one of `policies` is."""
+
+    policies: tuple[SavePolicy, ...]
+
+    def reasons(self, seen: Observation) -> tuple[str, ...]:
+        return tuple(text for policy in self.policies for text in policy.reasons(seen))
+
+    @property
+    def needs_clock(self) -> bool:
+        return any(policy.needs_clock for policy in self.policies)
+
+    def alternatives(self) -> tuple[SavePolicy, ...]:
+        return self.policies
+
+    def leaves(self) -> Iterator[SavePolicy]:
+        for policy in self.policies:
+            yield from policy.leaves()
+
+
+@dataclass(frozen=True, slots=True)
+class AllOf(SavePolicy):
+    """Due when all of `policies` are."""
+
+    policies: tuple[SavePolicy, ...]
+
+    def __post_init__(self) -> None:
+        if any(isinstance(leaf, OnPreemption | AtExit) for leaf in self.leaves()):
+            raise ValueError(
+                "OnPreemption and AtExit are the last chance to save, which cannot wait for a "
+                "second condition; combine them with | instead of &"
+            )
+
+    def reasons(self, seen: Observation) -> tuple[str, ...]:
+        told = [policy.reasons(seen) for policy in self.policies]
+        return (" and ".join("; ".join(texts) for texts in told),) if all(told) else ()
+
+    @property
+    def needs_clock(self) -> bool:
+        return any(policy.needs_clock for policy in self.policies)
+
+    def leaves(self) -> Iterator[SavePolicy]:
+        for policy in self.policies:
+            yield from policy.leaves()
+
+
+@dataclass(frozen=True, slots=True)
+class Never(SavePolicy):
+    """Only `save_now()` saves."""
+
+    def reasons(self, seen: Observation) -> tuple[str, ...]:
+        return ()
+
+    @property
+    def needs_clock(self) -> bool:
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class EverySteps(SavePolicy):
+    """At each multiple of `steps`, or at the first call after one, when calls skip steps."""
+
+    steps: int
+
+    def __post_init__(self) -> None:
+        if type(self.steps) is not int or self.steps < 1:
+            raise ValueError(f"EverySteps({self.steps!r}): expected an int of at least 1")
+
+    def reasons(self, seen: Observation) -> tuple[str, ...]:
+        crossed = seen.step // self.steps > seen.previous_step // self.steps
+        return (f"every {self.steps} steps",) if crossed else ()
+
+    @property
+    def needs_clock(self) -> bool:
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class EverySeconds(SavePolicy):
+    """When the newest save was begun `seconds` ago, by the lead's clock."""
+
+    seconds: float
+
+    def __post_init__(self) -> None:
+        _check_positive(self, "seconds", self.seconds)
+
+    def reasons(self, seen: Observation) -> tuple[str, ...]:
+        due = seen.now_seconds - seen.last_save_seconds >= self.seconds
+        return (f"every {self.seconds:g} s",) if due else ()
+
+    @property
+    def needs_clock(self) -> bool:
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class Adaptive(SavePolicy):
+    """As often as saves cost at most `overhead_max` of the training's time, measured while it runs.
+
+    The method of CheckFreq (Mohan, Phanishayee, Chidambaram: CheckFreq: Frequent, Fine-Grained DNN
+    Checkpointing, FAST 2021): profile what a save costs the training and how long it is under way,
+    choose the interval that keeps the cost within the budget, and choose anew as the costs change.
+    The cost is what `CostMeter` measures: blocked time and the slow-down of steps meanwhile. Never
+    is a save due while the one before would still be under way, nor before `seconds_min`. The first
+    one is due then, to be measured; after `seconds_max` one is due whatever it costs.
+    """
+
+    overhead_max: float = 0.03
+    seconds_min: float = 10.0
+    seconds_max: float = math.inf
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.overhead_max < 1.0:
+            raise ValueError(f"overhead_max={self.overhead_max!r}: expected a number in (0, 1)")
+        if not 0.0 <= self.seconds_min <= self.seconds_max:
+            raise ValueError(
+                f"seconds_min={self.seconds_min!r}, seconds_max={self.seconds_max!r}: expected 0 "
+                "<= seconds_min <= seconds_max"
+            )
+
+    def interval_seconds(self, cost_seconds: float, persist_seconds: float) -> float:
+        """From the begin of one save to the begin of the next, at these costs.
+
+        Of an interval, all but the cost is training: cost / (interval - cost) is the overhead.
+        """
+        wanted = cost_seconds * (1.0 + 1.0 / self.overhead_max)
+        return min(max(wanted, persist_seconds, self.seconds_min), self.seconds_max)
+
+    def reasons(self, seen: Observation) -> tuple[str, ...]:
+        cost = seen.cost_seconds or 0.0
+        interval = self.interval_seconds(cost, seen.persist_seconds or 0.0)
+        if seen.now_seconds - seen.last_save_seconds < interval:
+            return ()
+        return (f"{interval:.3g} s passed, a save costs {cost:.3g} s: {self.overhead_max:.2%} max",)
+
+    @property
+    def needs_clock(self) -> bool:
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class OnSignal(SavePolicy):
+    """When one of `signals` arrived on any rank; the training goes on. For "save now" by hand."""
+
+    signals: tuple[int, ...] = (signal.SIGUSR1,)
+
+    def __post_init__(self) -> None:
+        _check_signals(self, self.signals)
+
+    def reasons(self, seen: Observation) -> tuple[str, ...]:
+        arrived = sorted(seen.signals & set(self.signals))
+        return tuple(f"on {signal.Signals(number).name}" for number in arrived)
+
+    @property
+    def needs_clock(self) -> bool:
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class OnPreemption(SavePolicy):
+    """When one of `signals` says that this job must end: save within `grace_seconds`, then exit.
+
+    `grace_seconds` is how long the scheduler waits after the signal before it kills: 30 by default
+    in Kubernetes (terminationGracePeriodSeconds) and in Slurm (KillWait).
+    """
+
+    grace_seconds: float = 30.0
+    signals: tuple[int, ...] = (signal.SIGTERM,)
+
+    def __post_init__(self) -> None:
+        _check_positive(self, "grace_seconds", self.grace_seconds)
+        _check_signals(self, self.signals)
+
+    def reasons(self, seen: Observation) -> tuple[str, ...]:
+        arrived = sorted(seen.signals & set(self.signals))
+        return tuple(f"preempted by {signal.Signals(number).name}" for number in arrived)
+
+    @property
+    def needs_clock(self) -> bool:
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class AtExit(SavePolicy):
+    """When the training is over and steps were made since the last save.
+
+    Not after an exception: then nobody knows whether the state is whole.
+    """
+
+    def reasons(self, seen: Observation) -> tuple[str, ...]:
+        return ("at exit",) if seen.closing else ()
+
+    @property
+    def needs_clock(self) -> bool:
+        return False
+
+
+def _check_positive(policy: SavePolicy, name: str, value: float) -> None:
+    if not (isinstance(value, int | float) and 0.0 < value < math.inf):
+        raise ValueError(f"{type(policy).__name__}({name}={value!r}): expected a number above 0")
+
+
+def _check_signals(policy: SavePolicy, signals: Sequence[int]) -> None:
+    caught = set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP}
+    if not signals or any(number not in caught for number in signals):
+        raise ValueError(
+            f"{type(policy).__name__}(signals={signals!r}): expected signals that can be caught"
+        )
+
+
+# --- who decides ----------------------------------------------------------------------------------
+
+
+def by_all(policy: SavePolicy) -> SavePolicy:
+    """The alternatives that every rank decides by itself, alike; see note "who decides"."""
+    return AnyOf(tuple(part for part in policy.alternatives() if not part.needs_clock))
+
+
+def by_lead(policy: SavePolicy) -> SavePolicy:
+    """The alternatives that the lead decides for all."""
+    return AnyOf(tuple(part for part in policy.alternatives() if part.needs_clock))
+
+
+def preemption_of(policy: SavePolicy) -> OnPreemption | None:
+    """How the job may be preempted: the first policy for that, None when there is none."""
+    return next((leaf for leaf in policy.leaves() if isinstance(leaf, OnPreemption)), None)
+
+
+def signals_of(policy: SavePolicy) -> frozenset[int]:
+    """All signals that a policy wants to hear of."""
+    return frozenset(
+        int(number)
+        for leaf in policy.leaves()
+        if isinstance(leaf, OnSignal | OnPreemption)
+        for number in leaf.signals
+    )
+
+
+# --- what a save costs ----------------------------------------------------------------------------
+
+
+@dataclass
+class CostMeter:
+    """What saves cost a training, from the lengths of its steps.
+
+    The cost of one save is the time that it blocked the training, plus how much longer the steps
+    were that ran beside it, each against the median of the newest steps without a save. The largest
+    of the newest saves counts: a budget should hold on a bad day too.
+    """
+
+    plain_kept: int = 31
+    saves_kept: int = 3
+    _plain: list[float] = field(default_factory=list)
+    _beside: list[float] = field(default_factory=list)
+    _costs: list[float] = field(default_factory=list)
+    _persists: list[float] = field(default_factory=list)
+
+    def step(self, seconds: float, *, saving: bool) -> None:
+        """One step took that long; `saving` when a save was under way during any of it."""
+        if saving:
+            self._beside.append(seconds)
+        else:
+            self._plain = [*self._plain, seconds][-self.plain_kept :]
+
+    def saved(self, *, blocked_seconds: float, persist_seconds: float) -> None:
+        """The save that ran beside the newest steps is over. `blocked_seconds` are not in them."""
+        plain = self.step_seconds
+        slower = 0.0
+        if plain is not None:
+            # A sum of differences, not of their positive parts: noise has to cancel out.
+            slower = max(0.0, sum(self._beside) - plain * len(self._beside))
+        self._beside = []
+        self._costs = [*self._costs, blocked_seconds + slower][-self.saves_kept :]
+        self._persists = [*self._persists, persist_seconds][-self.saves_kept :]
+
+    @property
+    def step_seconds(self) -> float | None:
+        """A step without a save beside it: the median of the newest; None before the first."""
+        return statistics.median(self._plain) if self._plain else None
+
+    @property
+    def cost_seconds(self) -> float | None:
+        """What a save costs the training; None before the first was over."""
+        return max(self._costs, default=None)
+
+    @property
+    def persist_seconds(self) -> float | None:
+        """How long a save is under way; None before the first was over."""
+        return max(self._persists, default=None)

@@ -1,0 +1,285 @@
+"""Which checkpoints to keep: rules as values, and a pure plan from what exists to what may go.
+
+    keep=KeepLatest(3) | KeepEvery(10_000) | KeepBest(2, mode="min")
+
+`|` keeps what either rule keeps, `&` what both keep. Whatever the rules say, a plan keeps the
+latest checkpoint, the newest verified one, pinned ones, and what a kept one needs; so there is
+always one to load, and one of which every byte was once read back.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from ckpt.log import LiveEntry, Log, LogState, Record
+from ckpt.session import NotRetired
+
+
+class Candidate(NamedTuple):
+    """A live checkpoint, and when it was committed (seconds since 1970 by its writer's clock)."""
+
+    entry: LiveEntry
+    committed_unix: float
+
+
+class Verdict(NamedTuple):
+    """Why a checkpoint stays, or why it goes."""
+
+    entry: LiveEntry
+    reasons: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RetentionPlan:
+    """What a rule would keep and retire; nothing is done yet.
+
+    `retire` is in the order in which to do it: a checkpoint goes before those whose files it needs.
+    """
+
+    keep: tuple[Verdict, ...]
+    retire: tuple[Verdict, ...]
+
+    def describe(self) -> str:
+        """The plan in words, a line for each checkpoint, oldest first."""
+        told = [(v.entry.slot, "keep  ", v) for v in self.keep]
+        told += [(v.entry.slot, "retire", v) for v in self.retire]
+        return "\n".join(
+            f"{what} step {verdict.entry.step} ({verdict.entry.attempt}): "
+            + "; ".join(verdict.reasons)
+            for _, what, verdict in sorted(told, key=lambda line: line[0])
+        )
+
+
+Reasons = dict[str, tuple[str, ...]]
+
+
+class KeepRule(ABC):
+    """Which checkpoints to keep. Rules are values; combine them with `|` and `&`."""
+
+    @abstractmethod
+    def kept(self, candidates: Sequence[Candidate], now_unix: float) -> Reasons:
+        """Why each kept attempt is kept. `candidates` are in the order of their commits."""
+
+    @property
+    def needs_ages(self) -> bool:
+        """Whether `committed_unix` matters: reading it is one request for each checkpoint."""
+        return False
+
+    def __or__(self, other: KeepRule) -> KeepRule:
+        return _Either((self, other))
+
+    def __and__(self, other: KeepRule) -> KeepRule:
+        return _Both((self, other))
+
+
+@dataclass(frozen=True, slots=True)
+class _Either(KeepRule):
+    rules: tuple[KeepRule, ...]
+
+    def kept(self, candidates: Sequence[Candidate], now_unix: float) -> Reasons:
+        found: Reasons = {}
+        for rule in self.rules:
+            for attempt, reasons in rule.kept(candidates, now_unix).items():
+                found[attempt] = (*found.get(attempt, ()), *reasons)
+        return found
+
+    @property
+    def needs_ages(self) -> bool:
+        return any(rule.needs_ages for rule in self.rules)
+
+
+@dataclass(frozen=True, slots=True)
+class _Both(KeepRule):
+    rules: tuple[KeepRule, ...]
+
+    def kept(self, candidates: Sequence[Candidate], now_unix: float) -> Reasons:
+        told = [rule.kept(candidates, now_unix) for rule in self.rules]
+        everywhere = [name for name in told[0] if all(name in one for one in told)]
+        return {name: (" and ".join("; ".join(one[name]) for one in told),) for name in everywhere}
+
+    @property
+    def needs_ages(self) -> bool:
+        return any(rule.needs_ages for rule in self.rules)
+
+
+@dataclass(frozen=True, slots=True)
+class KeepAll(KeepRule):
+    """Everything; nothing is ever retired."""
+
+    def kept(self, candidates: Sequence[Candidate], now_unix: float) -> Reasons:
+        return {entry.attempt: ("everything is kept",) for entry, _ in candidates}
+
+
+@dataclass(frozen=True, slots=True)
+class KeepLatest(KeepRule):
+    """The `count` newest commits."""
+
+    count: int
+
+    def __post_init__(self) -> None:
+        _check_count(self, self.count)
+
+    def kept(self, candidates: Sequence[Candidate], now_unix: float) -> Reasons:
+        newest = candidates[-self.count :]
+        return {entry.attempt: (f"one of the latest {self.count}",) for entry, _ in newest}
+
+
+@dataclass(frozen=True, slots=True)
+class KeepEvery(KeepRule):
+    """For each multiple of `steps`, the first checkpoint at or after it.
+
+    A step that was saved more than once counts by its newest commit.
+    """
+
+    steps: int
+
+    def __post_init__(self) -> None:
+        _check_count(self, self.steps)
+
+    def kept(self, candidates: Sequence[Candidate], now_unix: float) -> Reasons:
+        newest_at = {entry.step: entry for entry, _ in candidates}
+        found: dict[int, LiveEntry] = {}
+        for step in sorted(newest_at):
+            found.setdefault(step // self.steps, newest_at[step])
+        return {
+            entry.attempt: (f"the first from step {period * self.steps} on",)
+            for period, entry in found.items()
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class KeepBest(KeepRule):
+    """The `count` best by the metric that `step(n, metric=...)` was given; the newer of equals.
+
+    Checkpoints without a metric are not among them.
+    """
+
+    count: int
+    mode: Literal["min", "max"] = "min"
+
+    def __post_init__(self) -> None:
+        _check_count(self, self.count)
+        if self.mode not in ("min", "max"):
+            raise ValueError(f"KeepBest(mode={self.mode!r}): expected 'min' or 'max'")
+
+    def kept(self, candidates: Sequence[Candidate], now_unix: float) -> Reasons:
+        sign = 1.0 if self.mode == "min" else -1.0
+        measured = [
+            (sign * entry.metric, -entry.slot, entry)
+            for entry, _ in candidates
+            if entry.metric is not None
+        ]
+        best = heapq.nsmallest(self.count, measured, key=lambda item: item[:2])
+        text = f"one of the best {self.count} ({self.mode})"
+        return {entry.attempt: (f"{text}: {entry.metric:g}",) for _, _, entry in best}
+
+
+@dataclass(frozen=True, slots=True)
+class KeepYounger(KeepRule):
+    """Those committed less than `seconds` ago, by the clocks of their writer and of this process.
+
+    A clock that runs late keeps more: an age below zero is young.
+    """
+
+    seconds: float
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.seconds, int | float) and 0.0 < self.seconds < math.inf):
+            raise ValueError(f"KeepYounger({self.seconds!r}): expected seconds above 0")
+
+    def kept(self, candidates: Sequence[Candidate], now_unix: float) -> Reasons:
+        return {
+            entry.attempt: (f"{max(0.0, now_unix - committed):.0f} s old",)
+            for entry, committed in candidates
+            if now_unix - committed < self.seconds
+        }
+
+    @property
+    def needs_ages(self) -> bool:
+        return True
+
+
+def _check_count(rule: KeepRule, count: int) -> None:
+    if type(count) is not int or count < 1:
+        raise ValueError(f"{type(rule).__name__}({count!r}): expected an int of at least 1")
+
+
+def plan_retention(
+    candidates: Sequence[Candidate], rule: KeepRule, *, now_unix: float
+) -> RetentionPlan:
+    """What `rule` keeps and retires of the live checkpoints. Pure; see the top for what it never
+    retires.
+    """
+    ordered = sorted(candidates, key=lambda candidate: candidate.entry.slot)
+    reasons = rule.kept(ordered, now_unix)
+    for attempt, text in _protected([entry for entry, _ in ordered]):
+        reasons[attempt] = (*reasons.get(attempt, ()), text)
+    by_name = {entry.attempt: entry for entry, _ in ordered}
+    waiting = [by_name[name] for name in reasons]
+    while waiting:
+        user = waiting.pop()
+        for needed in user.references:
+            if needed in by_name and needed not in reasons:
+                reasons[needed] = (f"needed by step {user.step}",)
+                waiting.append(by_name[needed])
+    keep = [
+        Verdict(entry, reasons[entry.attempt]) for entry, _ in ordered if entry.attempt in reasons
+    ]
+    # References point to older commits only, so the newest goes first.
+    retire = [
+        Verdict(entry, ("no rule keeps it",))
+        for entry, _ in reversed(ordered)
+        if entry.attempt not in reasons
+    ]
+    return RetentionPlan(tuple(keep), tuple(retire))
+
+
+def _protected(entries: Sequence[LiveEntry]) -> list[tuple[str, str]]:
+    """What no rule may give up. `entries` are in the order of their commits."""
+    found = [(entry.attempt, "pinned") for entry in entries if entry.pinned]
+    if entries:
+        found.append((entries[-1].attempt, "the latest"))
+    verified = [entry for entry in entries if entry.verified]
+    if verified:
+        found.append((verified[-1].attempt, "the last one that was verified"))
+    return found
+
+
+def candidates_of(
+    log: Log, state: LogState, rule: KeepRule, known: Mapping[str, float]
+) -> list[Candidate]:
+    """The live checkpoints with the time of their commits, read from the log where `rule` needs it.
+
+    `known` are times that were read before, by attempt. Elsewhere the time is 0.
+    """
+    found = []
+    for entry in state.live:
+        committed = known.get(entry.attempt, 0.0)
+        if rule.needs_ages and entry.attempt not in known:
+            committed = log.record(entry.slot).time_unix
+        found.append(Candidate(entry, committed))
+    return found
+
+
+def carry_out(
+    plan: RetentionPlan, retire: Callable[[str], Record | None]
+) -> tuple[tuple[LiveEntry, ...], tuple[str, ...]]:
+    """Retire and delete what the plan retires: those that went, and why others stayed after all.
+
+    `retire` is the method of a session or of `Maintenance`. A checkpoint that was pinned, or came
+    to be needed, after the plan was made stays. Raises Fenced and the store's errors.
+    """
+    gone: list[LiveEntry] = []
+    stayed: list[str] = []
+    for entry, _ in plan.retire:
+        try:
+            if retire(entry.attempt) is not None:
+                gone.append(entry)
+        except NotRetired as refused:
+            stayed.append(str(refused))
+    return tuple(gone), tuple(stayed)

@@ -33,6 +33,10 @@ if TYPE_CHECKING:
     from ckpt.exporting import Selection as Selection
     from ckpt.exporting import export as export
     from ckpt.loading import LoadReport as LoadReport
+    from ckpt.overview import DiskUsage as DiskUsage
+    from ckpt.overview import Event as Event
+    from ckpt.overview import disk_usage as disk_usage
+    from ckpt.overview import history as history
     from ckpt.reader import Checkpoint as Checkpoint
     from ckpt.reader import StepInfo as StepInfo
     from ckpt.reader import list_steps as list_steps
@@ -55,6 +59,8 @@ _HOMES = {
     "Checkpoint": "ckpt.reader",
     "CheckpointError": "ckpt.errors",
     "Corrupt": "ckpt.errors",
+    "DiskUsage": "ckpt.overview",
+    "Event": "ckpt.overview",
     "ExportReport": "ckpt.exporting",
     "Fenced": "ckpt.errors",
     "InvalidState": "ckpt.errors",
@@ -72,7 +78,9 @@ _HOMES = {
     "StoreRefused": "ckpt.errors",
     "UnsupportedFormat": "ckpt.errors",
     "VerifyReport": "ckpt.verifying",
+    "disk_usage": "ckpt.overview",
     "export": "ckpt.exporting",
+    "history": "ckpt.overview",
     "list_steps": "ckpt.reader",
     "load": "ckpt.api",
     "load_model_state_dict": "ckpt.state_dicts",

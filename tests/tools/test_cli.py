@@ -16,7 +16,8 @@ import torch
 from safetensors.torch import load_file
 
 import ckpt
-from ckpt.cli import main, to_retire
+from ckpt.cli import main
+from ckpt.cli.keeping import to_retire
 from ckpt.log import LiveEntry
 from ckpt.session import Maintenance
 from storage import open_store

@@ -1,0 +1,59 @@
+"""The command `ckpt`: look at checkpoints, compare, check, move, export and prune them.
+
+Exit codes: 0 all is well; 1 damage was found, or the command failed (the reason is on stderr);
+2 the command line is wrong, a url that cannot name a store included; 3 the answer is "no":
+checkpoints differ (`diff`), or one does not fit (`plan`); 130 interrupted.
+
+The command line is parsed before anything else is imported, so that help and completion are quick;
+the modules here that run commands are imported when their command is.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Any
+
+from ckpt.cli.commandline import INTERRUPTED, OK, PROBLEM, USAGE, build_parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code; for the entry point `ckpt`."""
+    arguments = build_parser().parse_args(argv)
+    home, _, name = arguments.command.partition(":")
+    try:
+        command: Callable[[Any], int] = getattr(import_module(home), name)
+    except KeyboardInterrupt:
+        return _failed("interrupted", INTERRUPTED)
+    return _run(command, arguments)
+
+
+def _run(command: Callable[[Any], int], arguments: Any) -> int:
+    from ckpt.errors import CheckpointError
+    from storage import InvalidUrlError, StorageError
+
+    try:
+        code = command(arguments)
+        sys.stdout.flush()
+        return code
+    except InvalidUrlError as error:
+        return _failed(error, USAGE)
+    except BrokenPipeError:
+        # The reader of our output (head, less) has seen enough; python would complain at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return OK
+    except (CheckpointError, StorageError, OSError) as error:
+        return _failed(error, PROBLEM)
+    except KeyboardInterrupt:
+        return _failed(f"interrupted; {arguments.after_interrupt}", INTERRUPTED)
+
+
+def _failed(error: object, code: int) -> int:
+    print(f"ckpt: error: {error}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

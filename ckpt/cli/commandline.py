@@ -1,0 +1,320 @@
+"""All commands and their options, as an argparse tree. Imports nothing slow: see `ckpt.cli`.
+
+A command is told as "module:function"; what it needs is imported when it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from typing import Any
+
+OK, PROBLEM, USAGE, DIFFERENT, INTERRUPTED = 0, 1, 2, 3, 130
+
+EXAMPLES = """\
+examples:
+  ckpt ls s3://bucket/run                          which checkpoints are there
+  ckpt log runs/7b                                 what happened to them, newest first
+  ckpt du runs/7b                                  what they take on the disk
+  ckpt show runs/7b --step 1200                    names, shapes, dtypes, and who stored what
+  ckpt show runs/7b --map --output map.html        a picture of it: tensors x ranks x files
+  ckpt diff runs/7b other/run                      which tensors changed, and by how much
+  ckpt plan runs/7b --ranks 8 --layout fsdp2       what a load on 8 ranks would read
+  ckpt verify s3://bucket/run -o endpoint_url=http://localhost:9000
+  ckpt cp /nvme/run s3://bucket/release-1200       a copy, verified, that can be resumed
+  ckpt reshard runs/7b runs/7b-on-8 --ranks 8      a copy laid out for 8 ranks
+  ckpt export runs/7b model.safetensors --dtype bfloat16
+  ckpt salvage runs/7b/steps/00001200-e000001-0123456789abcdef
+  ckpt prune runs/7b --keep-last 3 --dry-run
+  eval "$(ckpt completion bash)"
+
+exit codes: 0 all is well; 1 damage was found, or the command failed; 2 wrong command line;
+3 checkpoints differ (diff), or one does not fit (plan); 130 interrupted
+"""
+
+
+class Command:
+    """One command: its parser, and what was added to it, for help and for completion."""
+
+    def __init__(self, name: str, text: str, parser: argparse.ArgumentParser) -> None:
+        self.name = name
+        self.text = text
+        self.parser = parser
+        self.actions: list[argparse.Action] = []
+
+    def add_argument(self, *names: str, **how: Any) -> None:
+        """As of argparse."""
+        self.actions.append(self.parser.add_argument(*names, **how))
+
+
+class Commands:
+    """All commands in the order in which help shows them."""
+
+    def __init__(self, parsers: Any) -> None:
+        self._parsers = parsers
+        self.all: list[Command] = []
+
+    def add(self, name: str, text: str, **how: Any) -> Command:
+        """A new command with the help `text`."""
+        self.all.append(Command(name, text, self._parsers.add_parser(name, help=text, **how)))
+        return self.all[-1]
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line of `ckpt`."""
+    return _built()[0]
+
+
+def all_commands() -> list[Command]:
+    """Every command with its arguments."""
+    return _built()[1]
+
+
+def _built() -> tuple[argparse.ArgumentParser, list[Command]]:
+    parser = argparse.ArgumentParser(
+        prog="ckpt",
+        description="Look at sharded checkpoints; compare, check, move, export and prune them.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = Commands(parser.add_subparsers(metavar="COMMAND", required=True))
+    _add_ls(commands)
+    _add_log(commands)
+    _add_du(commands)
+    _add_show(commands)
+    _add_verify(commands)
+    _add_export(commands)
+    _add_salvage(commands)
+    _add_prune(commands)
+    _add_completion(commands)
+    return parser, commands.all
+
+
+def _add(commands: Commands, name: str, run: str, text: str, examples: str) -> Command:
+    command = commands.add(
+        name,
+        text,
+        description=f"{text[0].upper()}{text[1:]}.",
+        epilog="examples:\n" + "\n".join(f"  {line}" for line in examples.splitlines()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.parser.set_defaults(
+        command=f"ckpt.cli.{run}", after_interrupt="nothing half-done was published"
+    )
+    return command
+
+
+def _add_url(parser: Command, help: str = "") -> None:
+    about = "a path, s3://bucket/prefix, or any url that fsspec knows"
+    parser.add_argument("url", help=help or f"{about}; a root, or one step's directory")
+    _add_options(parser, "--option", "of the store", short="-o")
+
+
+def _add_options(parser: Command, name: str, whose: str, *, short: str = "") -> None:
+    parser.add_argument(
+        *([short] if short else []),
+        name,
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        type=_key_value,
+        help=f"an option {whose}, such as endpoint_url=http://localhost:9000; repeatable",
+    )
+
+
+def _add_step(parser: Command) -> None:
+    parser.add_argument("--step", type=int, help="default: the latest")
+
+
+def _add_json(parser: Command) -> None:
+    parser.add_argument("--json", action="store_true", help="for programs")
+
+
+def _add_ls(commands: Commands) -> None:
+    parser = _add(
+        commands,
+        "ls",
+        "looking:ls",
+        "list the checkpoints of a root",
+        "ckpt ls s3://bucket/run\nckpt ls runs/7b --json | jq '.[-1].step'",
+    )
+    _add_url(parser)
+    _add_json(parser)
+
+
+def _add_log(commands: Commands) -> None:
+    parser = _add(
+        commands,
+        "log",
+        "looking:log",
+        "show the history of a root: claims, commits, retirements, pins",
+        "ckpt log runs/7b\nckpt log runs/7b -n 0 --json",
+    )
+    _add_url(parser)
+    parser.add_argument(
+        "-n", "--count", type=int, default=30, metavar="N", help="newest N records; 0: all"
+    )
+    _add_json(parser)
+
+
+def _add_du(commands: Commands) -> None:
+    parser = _add(
+        commands,
+        "du",
+        "looking:du",
+        "show what every checkpoint takes, and what unfinished saves left",
+        "ckpt du s3://bucket/run\nckpt du runs/7b --json",
+    )
+    _add_url(parser)
+    _add_json(parser)
+
+
+def _add_show(commands: Commands) -> None:
+    parser = _add(
+        commands,
+        "show",
+        "showing:show",
+        "show the tensors of a checkpoint and who stored them",
+        "ckpt show runs/7b 'model.*.weight' --step 1200\n"
+        "ckpt show runs/7b --map\n"
+        "ckpt show runs/7b --map --output map.html",
+    )
+    _add_url(parser)
+    parser.add_argument("pattern", nargs="?", default="*", help="shell pattern of names")
+    _add_step(parser)
+    parser.add_argument("--map", action="store_true", help="a picture: tensors x ranks x files")
+    parser.add_argument(
+        "--output", metavar="FILE", help="with --map: write one self-contained HTML page"
+    )
+    parser.add_argument("--json", action="store_true", help="for programs: every stored part")
+
+
+def _add_verify(commands: Commands) -> None:
+    parser = _add(
+        commands,
+        "verify",
+        "keeping:verify_checkpoint",
+        "read a whole checkpoint and report every changed byte",
+        "ckpt verify s3://bucket/run --step 1200\nckpt verify runs/7b --mark",
+    )
+    _add_url(parser)
+    _add_step(parser)
+    parser.add_argument("--mark", action="store_true", help="note success in the log")
+    _add_json(parser)
+
+
+def _add_export(commands: Commands) -> None:
+    parser = _add(
+        commands,
+        "export",
+        "exporting:export_checkpoint",
+        "write a model as safetensors",
+        "ckpt export runs/7b out/model.safetensors --dtype bfloat16 --shard-size 5GB",
+    )
+    _add_url(parser)
+    parser.add_argument("target", help="the file to write, on a disk or in an object store")
+    _add_step(parser)
+    parser.add_argument("--entry", help="which module of the state; default: the only one")
+    parser.add_argument("--dtype", help="for floating-point tensors, e.g. bfloat16")
+    parser.add_argument("--include", action="append", default=[], metavar="PATTERN")
+    parser.add_argument("--exclude", action="append", default=[], metavar="PATTERN")
+    parser.add_argument(
+        "--rename",
+        action="append",
+        default=[],
+        metavar="REGEX=TEXT",
+        type=substitution,
+        help=r"replace in names, such as '^backbone\.=' ; repeatable, in order",
+    )
+    parser.add_argument(
+        "--shard-size",
+        type=_nbytes,
+        metavar="SIZE",
+        help="cut into files of at most this size, e.g. 5GB, with an index",
+    )
+    parser.add_argument("--keep-tied", action="store_true", help="write every tied name")
+    _add_options(parser, "--target-option", "of the target's store (default: the source's)")
+    _add_json(parser)
+
+
+def _add_salvage(commands: Commands) -> None:
+    parser = _add(
+        commands,
+        "salvage",
+        "keeping:salvage_checkpoint",
+        "rebuild a lost MANIFEST from the data files, reading and checking all of them",
+        "ckpt salvage runs/7b/steps/00001200-e000001-0123456789abcdef\nckpt salvage runs/7b",
+    )
+    _add_url(parser)
+    parser.add_argument("--step", type=int, help="of a root; default: all without a MANIFEST")
+    parser.add_argument("--dry-run", action="store_true", help="check only, write no MANIFEST")
+    _add_json(parser)
+
+
+def _add_prune(commands: Commands) -> None:
+    parser = _add(
+        commands,
+        "prune",
+        "keeping:prune",
+        "retire and delete old checkpoints; a running training is not disturbed",
+        "ckpt prune runs/7b --keep-last 3 --dry-run",
+    )
+    _add_url(parser)
+    parser.add_argument("--keep-last", type=_count, required=True, metavar="N")
+    parser.add_argument("--dry-run", action="store_true", help="say what would go, delete nothing")
+    _add_json(parser)
+
+
+def _add_completion(commands: Commands) -> None:
+    parser = _add(
+        commands,
+        "completion",
+        "completing:completion",
+        "print a script that completes commands and options in a shell",
+        'eval "$(ckpt completion bash)"\n'
+        'eval "$(ckpt completion zsh)"          after compinit\n'
+        "ckpt completion fish | source",
+    )
+    parser.add_argument("shell", choices=("bash", "zsh", "fish"))
+
+
+# Types of arguments ----------------------------------------------------------------------------
+
+
+def _key_value(text: str) -> tuple[str, Any]:
+    key, equals, value = text.partition("=")
+    if not key or not equals:
+        raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE")
+    try:
+        return key, json.loads(value)  # numbers, true, {"nested": "options"}
+    except ValueError:
+        return key, value
+
+
+def substitution(text: str) -> tuple[re.Pattern[str], str]:
+    """The argument REGEX=TEXT. The last "=" counts, so that the expression may hold some."""
+    pattern, equals, replacement = text.rpartition("=")
+    if not equals or not pattern:
+        raise argparse.ArgumentTypeError(f"{text!r} is not REGEX=TEXT")
+    try:
+        return re.compile(pattern), replacement
+    except re.error as error:
+        raise argparse.ArgumentTypeError(
+            f"{pattern!r} is no regular expression: {error}"
+        ) from error
+
+
+def _nbytes(text: str) -> int:
+    from ckpt.exporting import parse_nbytes  # slow to import, and seldom asked for
+
+    try:
+        return parse_nbytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
+    return int(text)

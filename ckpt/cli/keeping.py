@@ -1,0 +1,202 @@
+"""Commands that keep checkpoints in order: verify, salvage, prune."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from ckpt.cli.commandline import OK, PROBLEM
+from ckpt.cli.screen import progress_bar, show_json, size
+from ckpt.errors import NoCheckpoint
+from ckpt.locate import live_entries
+from ckpt.log import MANIFEST_NAME, STEPS_PREFIX, LiveEntry, parse_step_key
+from ckpt.salvage import SalvageReport, salvage, write_manifest
+from ckpt.session import Maintenance, NotRetired
+from ckpt.verifying import VerifyReport, summary, verify
+from storage import Store, open_store
+
+DAMAGE_SHOWN_MAX = 50
+
+
+# verify ----------------------------------------------------------------------------------------
+
+
+def verify_checkpoint(arguments: argparse.Namespace) -> int:
+    """`ckpt verify`."""
+    options = dict(arguments.option)
+    with progress_bar("verifying") as progress:
+        report = verify(arguments.url, arguments.step, progress=progress, storage_options=options)
+    if arguments.mark and report.ok:
+        store = open_store(arguments.url, **options)
+        try:
+            Maintenance.open(store).verified(report.attempt)
+        finally:
+            store.close()
+    if arguments.json:
+        show_json(_report_json(report))
+    else:
+        _show_report(report)
+    return OK if report.ok else PROBLEM
+
+
+def _show_report(report: VerifyReport) -> None:
+    what = (
+        f"step {report.step}: {report.files} files, {report.blocks} blocks, {size(report.nbytes)}"
+    )
+    if report.ok:
+        print(f"{report.url}\n{what}: every byte is as it was written")
+        return
+    print(f"{report.url}\n{what}: {summary(report.damage)}")
+    for damage in report.damage[:DAMAGE_SHOWN_MAX]:
+        print(f"  {damage.text}")
+    if len(report.damage) > DAMAGE_SHOWN_MAX:
+        print(f"  ... and {len(report.damage) - DAMAGE_SHOWN_MAX} more; --json lists all")
+
+
+def _report_json(report: VerifyReport) -> dict[str, Any]:
+    return {
+        "url": report.url,
+        "step": report.step,
+        "attempt": report.attempt,
+        "ok": report.ok,
+        "files": report.files,
+        "blocks": report.blocks,
+        "nbytes": report.nbytes,
+        "damage": [damage._asdict() for damage in report.damage],
+    }
+
+
+# salvage ---------------------------------------------------------------------------------------
+
+
+def salvage_checkpoint(arguments: argparse.Namespace) -> int:
+    """`ckpt salvage`."""
+    url, _, name = arguments.url.rstrip("/").rpartition("/")
+    is_directory = parse_step_key(f"steps/{name}/{MANIFEST_NAME}") is not None
+    store = open_store(url or "." if is_directory else arguments.url, **dict(arguments.option))
+    try:
+        prefixes = [name] if is_directory else _directories_without(store, arguments.step)
+        reports = [_salvage_one(store, prefix, arguments) for prefix in prefixes]
+    finally:
+        store.close()
+    if arguments.json:
+        show_json([_salvage_json(report) for report in reports])
+    elif not reports:
+        print(f"{store.url}: every checkpoint has its MANIFEST; say --step to rebuild one anyway")
+    return OK if all(report.is_complete for report in reports) else PROBLEM
+
+
+def _directories_without(store: Store, step: int | None) -> list[str]:
+    """The step directories of a root that have no MANIFEST, or all those of `step`."""
+    files: dict[str, set[str]] = {}
+    for info in store.list(STEPS_PREFIX):
+        parsed = parse_step_key(info.key)
+        if parsed is not None and step in (None, parsed[0]):
+            folder, _, name = info.key.rpartition("/")
+            files.setdefault(folder, set()).add(name)
+    if not files:
+        wanted = "no step directories" if step is None else f"nothing of step {step}"
+        raise NoCheckpoint(f"{store.url}: {wanted} below {STEPS_PREFIX}")
+    return [name for name in files if step is not None or MANIFEST_NAME not in files[name]]
+
+
+def _salvage_one(store: Store, prefix: str, arguments: argparse.Namespace) -> SalvageReport:
+    report = salvage(store, prefix)
+    if report.manifest is not None and not arguments.dry_run:
+        write_manifest(store, report)
+    if not arguments.json:
+        _show_salvage(store, report, dry_run=arguments.dry_run)
+    return report
+
+
+def _show_salvage(store: Store, report: SalvageReport, *, dry_run: bool) -> None:
+    checked = f"{len(report.files)} files, {size(report.nbytes_checked)} checked"
+    print(f"{store.url}/{report.prefix}: {checked}")
+    for name in report.missing:
+        print(f"  missing: {name}")
+    for problem in report.problems:
+        print(f"  {problem}")
+    if report.manifest is None:
+        print("  the checkpoint is not whole; no MANIFEST was written")
+        return
+    tensors = f"{len(report.manifest.fqns)} tensors of step {report.manifest.header.step}"
+    done = "nothing was written" if dry_run else "MANIFEST written, open it by its own path"
+    print(f"  whole: {tensors}; {done}")
+
+
+def _salvage_json(report: SalvageReport) -> dict[str, Any]:
+    return {
+        "directory": report.prefix,
+        "whole": report.is_complete,
+        "files": list(report.files),
+        "nbytes_checked": report.nbytes_checked,
+        "missing": list(report.missing),
+        "problems": list(report.problems),
+    }
+
+
+# prune -----------------------------------------------------------------------------------------
+
+
+def prune(arguments: argparse.Namespace) -> int:
+    """`ckpt prune`."""
+    store = open_store(arguments.url, **dict(arguments.option))
+    try:
+        victims = to_retire(live_entries(store), keep_last=arguments.keep_last)
+        if arguments.dry_run:
+            _show_victims(store, victims, as_json=arguments.json)
+            return OK
+        kept = _retire(store, victims)
+    finally:
+        store.close()
+    deleted = [entry for entry in victims if entry.attempt not in kept]
+    if arguments.json:
+        show_json({"deleted": _entries_json(deleted), "kept": kept})
+        return PROBLEM if kept else OK
+    for entry in deleted:
+        print(f"deleted step {entry.step} ({entry.attempt})")
+    for attempt, reason in kept.items():
+        print(f"kept {attempt}: {reason}", file=sys.stderr)
+    print(f"{len(deleted)} checkpoints deleted")
+    return PROBLEM if kept else OK
+
+
+def _show_victims(store: Store, victims: Sequence[LiveEntry], *, as_json: bool) -> None:
+    if as_json:
+        show_json({"would_delete": _entries_json(victims)})
+        return
+    for entry in victims:
+        nbytes = sum(info.nbytes for info in store.list(entry.prefix))
+        print(f"would delete step {entry.step} ({entry.attempt}), {size(nbytes)}")
+    print(f"{len(victims)} checkpoints would go; nothing was changed")
+
+
+def _entries_json(entries: Sequence[LiveEntry]) -> list[dict[str, Any]]:
+    return [{"step": entry.step, "attempt": entry.attempt} for entry in entries]
+
+
+def to_retire(live: Sequence[LiveEntry], *, keep_last: int) -> list[LiveEntry]:
+    """Which checkpoints go when the newest `keep_last` and all pinned ones stay. Oldest first.
+
+    What a kept checkpoint references stays too.
+    """
+    kept = {entry.attempt for entry in live[-keep_last:]} if keep_last else set()
+    kept |= {entry.attempt for entry in live if entry.pinned}
+    kept |= {name for entry in live if entry.attempt in kept for name in entry.references}
+    return [entry for entry in live if entry.attempt not in kept]
+
+
+def _retire(store: Store, victims: Sequence[LiveEntry]) -> dict[str, str]:
+    """Retire and delete; returns the attempts that were refused meanwhile, with the reasons."""
+    if not victims:
+        return {}
+    maintenance = Maintenance.open(store)
+    refused = {}
+    for entry in victims:
+        try:
+            maintenance.retire(entry.attempt)
+        except NotRetired as error:
+            refused[entry.attempt] = str(error)
+    return refused

@@ -1,0 +1,181 @@
+"""Commands that look at a root without opening a checkpoint: ls, log, du. They need no torch."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import Any
+
+from ckpt.cli.commandline import OK
+from ckpt.cli.screen import age, date, show_json, show_table, size
+from ckpt.locate import live_entries
+from ckpt.log import MANIFEST_NAME, LiveEntry
+from ckpt.overview import AttemptUsage, Event, disk_usage, history
+from storage import KeyNotFoundError, Store, open_store
+
+WHAT_HAPPENED = {
+    "CLAIM": "a session began to write",
+    "COMMIT": "saved",
+    "RETIRE": "retired",
+    "PIN": "pinned",
+    "UNPIN": "unpinned",
+    "VERIFIED": "verified, every byte",
+}
+
+
+# ls --------------------------------------------------------------------------------------------
+
+
+def ls(arguments: argparse.Namespace) -> int:
+    """`ckpt ls`."""
+    store = open_store(arguments.url, **dict(arguments.option))
+    try:
+        live = live_entries(store)
+        rows = [(entry, _committed_unix(store, entry)) for entry in live]
+    finally:
+        store.close()
+    if arguments.json:
+        show_json([_entry_json(entry, unix) for entry, unix in rows])
+        return OK
+    print(f"{store.url}: {len(live)} checkpoints")
+    shown = []
+    for entry, unix in rows:
+        notes = [word for word in ("pinned", "verified") if getattr(entry, word)]
+        notes += ["latest"] if entry is live[-1] else []
+        notes += [f"metric {entry.metric:g}"] if entry.metric is not None else []
+        shown.append((f"{entry.step}", date(unix), entry.attempt, ", ".join(notes)))
+    show_table(("step", "committed", "attempt", "notes"), shown, right=("step",))
+    return OK
+
+
+def _committed_unix(store: Store, entry: LiveEntry) -> float | None:
+    try:
+        return store.info(entry.prefix + MANIFEST_NAME).modified_unix
+    except KeyNotFoundError:
+        return None
+
+
+def _entry_json(entry: LiveEntry, unix: float | None) -> dict[str, Any]:
+    return {
+        "step": entry.step,
+        "attempt": entry.attempt,
+        "directory": entry.prefix.rstrip("/"),
+        "committed_unix": unix,
+        "pinned": entry.pinned,
+        "verified": entry.verified,
+        "metric": entry.metric,
+        "references": list(entry.references),
+    }
+
+
+# log -------------------------------------------------------------------------------------------
+
+
+def log(arguments: argparse.Namespace) -> int:
+    """`ckpt log`."""
+    count = arguments.count if arguments.count > 0 else None
+    events = history(arguments.url, count=count, storage_options=dict(arguments.option))
+    if arguments.json:
+        show_json([_event_json(event) for event in events])
+        return OK
+    now = time.time()
+    show_table(
+        ("slot", "when", "", "what", "step", "session", "attempt", "kept"),
+        [_event_row(event, now) for event in events],
+        right=("slot", "step", "kept"),
+    )
+    if events and events[-1].slot > 0:
+        print(f"... and {events[-1].slot} older records; `ckpt log -n 0` shows all")
+    return OK
+
+
+def _event_row(event: Event, now: float) -> tuple[str, ...]:
+    what = WHAT_HAPPENED.get(event.kind, event.kind.lower())
+    if event.kind == "COMMIT" and event.metric is not None:
+        what += f", metric {event.metric:g}"
+    return (
+        f"{event.slot}",
+        date(event.time_unix),
+        age(now - event.time_unix),
+        what,
+        "" if event.step is None else f"{event.step}",
+        f"e{event.epoch}",
+        event.attempt or "",
+        f"{event.live}",
+    )
+
+
+def _event_json(event: Event) -> dict[str, Any]:
+    return {
+        "slot": event.slot,
+        "kind": event.kind,
+        "time_unix": event.time_unix,
+        "epoch": event.epoch,
+        "attempt": event.attempt,
+        "step": event.step,
+        "metric": event.metric,
+        "live": event.live,
+    }
+
+
+# du --------------------------------------------------------------------------------------------
+
+
+def du(arguments: argparse.Namespace) -> int:
+    """`ckpt du`."""
+    usage = disk_usage(arguments.url, storage_options=dict(arguments.option))
+    if arguments.json:
+        show_json(
+            {
+                "url": usage.url,
+                "nbytes": usage.nbytes,
+                "live_nbytes": usage.live_nbytes,
+                "unfinished_nbytes": usage.unfinished_nbytes,
+                "log_nbytes": usage.log_nbytes,
+                "other_nbytes": usage.other_nbytes,
+                "attempts": [_usage_json(attempt) for attempt in usage.attempts],
+            }
+        )
+        return OK
+    print(usage.url)
+    rows = [_usage_row(attempt) for attempt in usage.attempts]
+    rows.append(("", size(usage.log_nbytes), f"{usage.log_objects}", "", "FORMAT and log"))
+    if usage.other_objects:
+        rows.append(("", size(usage.other_nbytes), f"{usage.other_objects}", "", "other objects"))
+    show_table(
+        ("step", "size", "objects", "attempt", "notes"), rows, right=("step", "size", "objects")
+    )
+    print(f"all: {size(usage.nbytes)}; checkpoints that exist: {size(usage.live_nbytes)}")
+    if usage.unfinished_nbytes:
+        print(
+            f"{size(usage.unfinished_nbytes)} are of saves under way or never finished; the next "
+            "job that saves here removes those of dead jobs"
+        )
+    return OK
+
+
+def _usage_row(attempt: AttemptUsage) -> tuple[str, ...]:
+    notes = [] if attempt.is_live else ["not a checkpoint: a save under way, or remains of one"]
+    notes += ["pinned"] if attempt.pinned else []
+    if attempt.referenced_by:
+        notes.append(f"{len(attempt.referenced_by)} other checkpoints need files of it")
+    return (
+        f"{attempt.step}",
+        size(attempt.nbytes),
+        f"{attempt.objects}",
+        attempt.attempt,
+        ", ".join(notes),
+    )
+
+
+def _usage_json(attempt: AttemptUsage) -> dict[str, Any]:
+    return {
+        "step": attempt.step,
+        "attempt": attempt.attempt,
+        "nbytes": attempt.nbytes,
+        "objects": attempt.objects,
+        "modified_unix": attempt.modified_unix,
+        "is_live": attempt.is_live,
+        "pinned": attempt.pinned,
+        "referenced_by": list(attempt.referenced_by),
+    }

@@ -1,0 +1,232 @@
+"""`ckpt show --map`: a checkpoint as a picture, in the terminal or as one HTML page.
+
+The page holds everything it needs: no script, font or image from anywhere else.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterator, Sequence
+from itertools import islice
+
+from ckpt.cli.screen import date, screen_width, shape_text, show_table, size
+from ckpt.errors import CheckpointError
+from ckpt.layout.region import Box, Region
+from ckpt.mapping import PartOnMap, TensorOnMap, TensorsMap, map_of, rectangles
+from ckpt.reader import Checkpoint
+
+SHADES = " ░▒▓█"
+ROWS_IN_TERMINAL_MAX = 100
+RECTANGLES_MAX = 60_000  # of a page: more of them make browsers slow
+WIDTH, HEIGHT = 150, 42  # pixels of one tensor's picture
+FILE_WIDTH = 900  # pixels of the longest file's bar
+
+
+def show_map(checkpoint: Checkpoint, names: Sequence[str], output: str | None) -> None:
+    """Print the picture, or write it to the new or old file `output`, which names a local path."""
+    found = map_of(checkpoint, names)
+    if output is None:
+        _show_in_terminal(checkpoint, found)
+        return
+    try:
+        with open(output, "w", encoding="utf-8") as page:
+            page.writelines(page_of(checkpoint, found))
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot write {output}: {error.strerror or error}; --output names a local file"
+        ) from error
+    print(f"{output}: {len(found.tensors)} tensors, {len(found.ranks)} ranks; open it in a browser")
+
+
+# In the terminal -------------------------------------------------------------------------------
+
+
+def _show_in_terminal(checkpoint: Checkpoint, found: TensorsMap) -> None:
+    header = checkpoint.manifest.header
+    print(checkpoint.url)
+    print(f"step {header.step}, {header.world_size} ranks, {date(header.created_unix)}")
+    per_column = -(-len(found.ranks) // max(screen_width() - 80, 16))
+    columns = [
+        range(start, min(start + per_column, len(found.ranks)))
+        for start in range(0, len(found.ranks), per_column)
+    ]
+    print(
+        f"a column is {'one rank' if per_column == 1 else f'{per_column} ranks'}, "
+        f"{found.ranks[0] if found.ranks else ''} to {found.ranks[-1] if found.ranks else ''}; "
+        "its shade is the share of the tensor's bytes that it stored:  ░ to 1/4, ▒ to 1/2, "
+        "▓ to 3/4, █ more\n"
+    )
+    rows = []
+    for tensor in found.tensors[:ROWS_IN_TERMINAL_MAX]:
+        shades = "".join(_shade(tensor, column) for column in columns)
+        info = tensor.info
+        rows.append((info.fqn, shape_text(info.shape), size(info.nbytes), f"|{shades}|"))
+    show_table(("name", "shape", "size", "ranks"), rows, right=("size",))
+    if len(found.tensors) > ROWS_IN_TERMINAL_MAX:
+        hidden = len(found.tensors) - ROWS_IN_TERMINAL_MAX
+        print(f"... and {hidden} more; choose by a pattern, or see all with --output FILE.html")
+    print()
+    longest = max((file.nbytes for file in found.files), default=1)
+    files = [
+        (file.name, size(file.nbytes), "█" * max(1, round(40 * file.nbytes / longest)))
+        for file in found.files[:ROWS_IN_TERMINAL_MAX]
+    ]
+    show_table(("file", "size", ""), files, right=("size",))
+    if len(found.files) > ROWS_IN_TERMINAL_MAX:
+        print(f"... and {len(found.files) - ROWS_IN_TERMINAL_MAX} more files")
+
+
+def _shade(tensor: TensorOnMap, column: range) -> str:
+    nbytes = sum(tensor.nbytes_by_rank[rank] for rank in column)
+    if not nbytes:
+        return SHADES[0]
+    return SHADES[min(4, 1 + 4 * nbytes // (tensor.info.nbytes + 1))]
+
+
+# As a page -------------------------------------------------------------------------------------
+
+STYLE = """
+body { font: 14px/1.45 system-ui, sans-serif; margin: 24px; color: #1a1a1a; background: #fff; }
+h1 { font-size: 20px; margin: 0 0 4px; } h2 { font-size: 16px; margin: 28px 0 8px; }
+.mono, td.name { font-family: ui-monospace, monospace; font-size: 12px; overflow-wrap: anywhere; }
+table { border-collapse: collapse; } td, th { padding: 3px 12px 3px 0; text-align: left; }
+th { font-weight: 600; border-bottom: 1px solid #ccc; position: sticky; top: 0; background: #fff; }
+td { border-bottom: 1px solid #eee; vertical-align: middle; } td.number { text-align: right; }
+svg { display: block; } rect:hover { stroke: #000; stroke-width: 1.5; }
+.key { display: inline-block; margin: 0 14px 6px 0; white-space: nowrap; }
+.key i { display: inline-block; width: 12px; height: 12px; margin-right: 5px; }
+.note { color: #555; }
+@media (prefers-color-scheme: dark) {
+  body, th { background: #16181c; color: #e6e6e6; } td { border-color: #2a2d33; }
+  th { border-color: #555; } rect:hover { stroke: #fff; } .note { color: #aaa; }
+}
+"""
+
+
+def page_of(checkpoint: Checkpoint, found: TensorsMap) -> Iterator[str]:
+    """The page, in pieces: ranks, tensors with the parts that each rank stored, files."""
+    header = checkpoint.manifest.header
+    title = html.escape(f"step {header.step} of {checkpoint.store.url}")
+    yield f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
+    yield '<meta name="viewport" content="width=device-width, initial-scale=1">'
+    yield f"<style>{STYLE}</style></head><body>\n<h1>{title}</h1>\n"
+    total = sum(file.nbytes for file in found.files)
+    yield (
+        f'<p class="note">{html.escape(checkpoint.url)}<br>attempt {html.escape(header.attempt)}, '
+        f"saved by {header.world_size} ranks on {date(header.created_unix)}, "
+        f"{len(found.tensors)} tensors, {len(found.files)} files, {size(total)}</p>\n"
+    )
+    yield from _ranks(found)
+    yield from _tensors(found)
+    yield from _files(found)
+    yield "</body></html>\n"
+
+
+def _ranks(found: TensorsMap) -> Iterator[str]:
+    yield "<h2>Ranks</h2>\n<div>"
+    for at, rank in enumerate(found.ranks):
+        nbytes = sum(file.nbytes for file in found.files if file.rank == at)
+        yield (
+            f'<span class="key"><i style="background:{_color(at, len(found.ranks))}"></i>'
+            f"{html.escape(rank)}: {size(nbytes)}</span>"
+        )
+    yield "</div>\n"
+
+
+def _tensors(found: TensorsMap) -> Iterator[str]:
+    yield (
+        "<h2>Tensors</h2>\n<p class='note'>Each picture is the whole tensor, dim 0 downward, all "
+        "other dims to the right; a colour is the rank that stored the part. Hover for the file, "
+        "bytes and region.</p>\n<table><tr><th>name</th><th>kind</th><th>dtype</th><th>shape</th>"
+        "<th>size</th><th>parts</th><th></th></tr>\n"
+    )
+    left = RECTANGLES_MAX
+    for tensor in found.tensors:
+        info = tensor.info
+        picture, used = _picture(found, tensor, left)
+        left -= used
+        yield (
+            f'<tr><td class="name">{html.escape(info.fqn)}</td><td>{info.kind.name.lower()}</td>'
+            f"<td>{str(info.dtype).removeprefix('torch.')}</td><td>{shape_text(info.shape)}</td>"
+            f'<td class="number">{size(info.nbytes)}</td><td class="number">{len(tensor.parts)}'
+            f"</td><td>{picture}</td></tr>\n"
+        )
+    yield "</table>\n"
+
+
+def _picture(found: TensorsMap, tensor: TensorOnMap, rectangles_max: int) -> tuple[str, int]:
+    """The SVG of one tensor and how many rectangles it took; a note when there are none left."""
+    if not tensor.parts:
+        return '<span class="note">no elements</span>', 0
+    drawn = []
+    shape = tensor.info.shape
+    for part in tensor.parts:
+        color = _color(part.rank, len(found.ranks))
+        about = html.escape(_about(found, part))
+        for left, top, width, height in rectangles(part.region, shape):
+            drawn.append(
+                f'<rect x="{left * WIDTH:.2f}" y="{top * HEIGHT:.2f}" '
+                f'width="{max(width * WIDTH, 0.4):.2f}" height="{max(height * HEIGHT, 0.4):.2f}" '
+                f'fill="{color}"><title>{about}</title></rect>'
+            )
+        if len(drawn) > rectangles_max:
+            return f'<span class="note">{len(tensor.parts)} parts, too many to draw</span>', 0
+    return f'<svg width="{WIDTH}" height="{HEIGHT}">{"".join(drawn)}</svg>', len(drawn)
+
+
+def _about(found: TensorsMap, part: PartOnMap) -> str:
+    stop = part.byte_start + part.nbytes
+    return (
+        f"rank {found.ranks[part.rank]}: {_region_text(part.region)}, {size(part.nbytes)}, "
+        f"{found.files[part.file].name} bytes {part.byte_start} to {stop}"
+    )
+
+
+def _region_text(region: Region) -> str:
+    if isinstance(region, Box):
+        pairs = zip(region.offset, region.shape, strict=True)
+        return "[" + ", ".join(f"{start}:{start + extent}" for start, extent in pairs) + "]"
+    return f"elements {region.start} to {region.stop}"
+
+
+def _files(found: TensorsMap) -> Iterator[str]:
+    yield (
+        "<h2>Files</h2>\n<p class='note'>Length is size; every stripe is a part of a tensor, in "
+        "the order of its bytes.</p>\n<table>"
+        "<tr><th>file</th><th>rank</th><th>size</th><th>parts</th><th></th></tr>\n"
+    )
+    inside: dict[int, list[tuple[PartOnMap, str]]] = {}
+    for tensor in found.tensors:
+        for part in tensor.parts:
+            inside.setdefault(part.file, []).append((part, tensor.info.fqn))
+    longest = max((file.nbytes for file in found.files), default=1)
+    each_max = max(RECTANGLES_MAX // max(len(found.files), 1), 16)
+    for number, file in enumerate(found.files):
+        parts = sorted(inside.get(number, []), key=lambda item: -item[0].nbytes)
+        scale = FILE_WIDTH / longest
+        bars = [
+            f'<rect width="{max(file.nbytes * scale, 1):.2f}" height="16" fill="#bbb">'
+            "<title>header, checksums, small or other parts</title></rect>"
+        ]
+        for at, (part, fqn) in enumerate(islice(parts, each_max)):
+            shade = 45 + 20 * (at % 2)
+            about = html.escape(f"{fqn}: {size(part.nbytes)} from byte {part.byte_start} on")
+            bars.append(
+                f'<rect x="{part.byte_start * scale:.2f}" '
+                f'width="{max(part.nbytes * scale, 0.2):.2f}" height="16" '
+                f'fill="{_color(file.rank, len(found.ranks), shade)}"><title>{about}</title></rect>'
+            )
+        yield (
+            f'<tr><td class="name">{html.escape(file.name)}</td>'
+            f'<td class="number">{html.escape(found.ranks[file.rank])}</td>'
+            f'<td class="number">{size(file.nbytes)}</td><td class="number">{len(parts)}</td>'
+            f'<td><svg width="{FILE_WIDTH}" height="16">{"".join(bars)}</svg></td></tr>\n'
+        )
+    yield "</table>\n"
+
+
+def _color(at: int, count: int, lightness: int = 52) -> str:
+    """A colour of its own for each rank, neighbours far apart on the wheel."""
+    golden_angle = 137.508
+    hue = 360 * at / max(count, 1) if count <= 12 else at * golden_angle % 360
+    return f"hsl({hue:.0f} 62% {lightness}%)"

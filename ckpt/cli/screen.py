@@ -1,0 +1,135 @@
+"""What commands show with: tables, a progress bar, sizes, times. The only user of `rich`."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TaskProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+from rich.table import Table
+from rich.text import Text
+
+WIDTH_WITHOUT_TERMINAL = 200
+MINUTE, HOUR, DAY = 60, 3600, 86400
+
+
+@contextmanager
+def progress_bar(what: str) -> Iterator[Callable[[int, int], None] | None]:
+    """A progress bar of bytes on a terminal's stderr; None where nobody would see it."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield None
+        return
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+    )
+    with bar:
+        task = bar.add_task(what, total=None)
+
+        def progress(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total)
+
+        yield progress
+
+
+def show_table(
+    titles: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequence[str] = ()
+) -> None:
+    """Print rows under titles; the columns in `right` are numbers and stand to the right.
+
+    Texts are what people copy: folded in a narrow terminal, never cut.
+    """
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for title in titles:
+        table.add_column(title, justify="right" if title in right else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    width = None if sys.stdout.isatty() else WIDTH_WITHOUT_TERMINAL
+    Console(width=width).print(table)
+
+
+def screen_width() -> int:
+    """Columns of the terminal, or a wide page where there is none."""
+    return Console().width if sys.stdout.isatty() else WIDTH_WITHOUT_TERMINAL
+
+
+def show_json(value: Any) -> None:
+    """Print `value` for programs; the numbers that JSON lacks become null."""
+    print(json.dumps(_finite(value), indent=2, allow_nan=False))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    if isinstance(value, float) and (value != value or value in (float("inf"), -float("inf"))):
+        return None
+    return value
+
+
+def size(nbytes: int) -> str:
+    """Bytes as people say them: `512 B`, `1.5 GiB`."""
+    amount = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if amount < 1024 or unit == "TiB":
+            return f"{nbytes} B" if unit == "B" else f"{amount:.1f} {unit}"
+        amount /= 1024
+    raise AssertionError("unreachable")
+
+
+def date(unix: float | None) -> str:
+    """Local time, or nothing where the time is unknown."""
+    return "" if unix is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix))
+
+
+def age(seconds: float) -> str:
+    """How long ago, in one or two units: `40 s ago`, `3 h 10 min ago`; clocks may disagree."""
+    if seconds < 0:
+        return "in the future"
+    if seconds < MINUTE:
+        return f"{seconds:.0f} s ago"
+    if seconds < HOUR:
+        return f"{seconds // MINUTE:.0f} min ago"
+    if seconds < DAY:
+        return f"{seconds // HOUR:.0f} h {seconds % HOUR // MINUTE:.0f} min ago"
+    return f"{seconds // DAY:.0f} d {seconds % DAY // HOUR:.0f} h ago"
+
+
+def shape_text(shape: Sequence[int]) -> str:
+    """`33 x 48`, or `scalar`."""
+    return " x ".join(map(str, shape)) or "scalar"
+
+
+def short(text: str, length_max: int = 100) -> str:
+    """`text`, cut with dots where it is longer."""
+    return text if len(text) <= length_max else f"{text[: length_max - 3]}..."
+
+
+def value_json(value: Any) -> Any:
+    """JSON knows fewer types than our values: what it lacks is shown as text."""
+    if isinstance(value, dict):
+        return {str(key): value_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [value_json(item) for item in value]
+    return value if value is None or isinstance(value, bool | int | str) else repr(value)

@@ -1,0 +1,135 @@
+"""The command that opens one checkpoint and shows what is in it: show, also as a picture."""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from ckpt.cli.commandline import OK
+from ckpt.cli.screen import (
+    date,
+    shape_text,
+    short,
+    show_json,
+    show_table,
+    size,
+    value_json,
+)
+from ckpt.errors import CheckpointError
+from ckpt.layout.region import Box, Region
+from ckpt.mapping import rank_of
+from ckpt.reader import Checkpoint, TensorInfo, open_checkpoint
+
+
+def show(arguments: argparse.Namespace) -> int:
+    """`ckpt show`."""
+    if arguments.output and not arguments.map:
+        raise CheckpointError("--output is for --map; send other output to a file with >")
+    with open_checkpoint(
+        arguments.url, arguments.step, storage_options=dict(arguments.option)
+    ) as checkpoint:
+        names = fnmatch.filter(checkpoint.keys(), arguments.pattern)
+        if not names and len(checkpoint):
+            raise CheckpointError(
+                f"no name matches {arguments.pattern!r}; quote patterns, as in 'model.*'; "
+                f"the first name is {checkpoint.keys()[0]!r}"
+            )
+        if arguments.map and not arguments.json:
+            from ckpt.cli.picture import show_map
+
+            show_map(checkpoint, names, arguments.output)
+            return OK
+        infos = [checkpoint.info(name) for name in names]
+        if arguments.json:
+            show_json(_checkpoint_json(checkpoint, infos))
+        else:
+            _show_tables(checkpoint, infos)
+    return OK
+
+
+def _show_tables(checkpoint: Checkpoint, infos: Sequence[TensorInfo]) -> None:
+    header = checkpoint.manifest.header
+    print(checkpoint.url)
+    print(f"step {header.step}, {header.world_size} ranks, {date(header.created_unix)}\n")
+    rows = []
+    for info in infos:
+        kind = f"= {info.alias_of}" if info.alias_of else info.kind.name.lower()
+        dtype = str(info.dtype).removeprefix("torch.")
+        shape = shape_text(info.shape)
+        rows.append((info.fqn, kind, dtype, shape, size(info.nbytes), _writers(info)))
+    show_table(("name", "kind", "dtype", "shape", "size", "stored by"), rows, right=("size",))
+    print()
+    _show_ranks(checkpoint)
+    if checkpoint.values:
+        print()
+        values = [(name, short(repr(value))) for name, value in checkpoint.values.items()]
+        show_table(("value of", ""), values)
+
+
+def _show_ranks(checkpoint: Checkpoint) -> None:
+    """Who stored how much: bytes and files by rank."""
+    manifest = checkpoint.manifest
+    nbytes: Counter[str] = Counter()
+    files: Counter[str] = Counter()
+    for name, file_nbytes in zip(manifest.files, manifest.file_nbytes.tolist(), strict=True):
+        nbytes[rank_of(name)] += file_nbytes
+        files[rank_of(name)] += 1
+    ranks = sorted(nbytes, key=lambda rank: (len(rank), rank))
+    rows = [(rank, f"{files[rank]}", size(nbytes[rank])) for rank in ranks]
+    rows.append(("all", f"{sum(files.values())}", size(sum(nbytes.values()))))
+    titles = ("stored by rank", "files", "size")
+    show_table(titles, rows, right=titles)
+
+
+def _writers(info: TensorInfo) -> str:
+    """The ranks that stored parts, and how many parts: `0, 1, 2 (3 parts)`."""
+    ranks = sorted({rank_of(part.file) for part in info.parts}, key=lambda r: (len(r), r))
+    if not ranks:
+        return "nobody (empty)"
+    shown = ", ".join(ranks) if len(ranks) <= 8 else f"{len(ranks)} ranks"
+    return f"{shown} ({len(info.parts)} parts)" if len(info.parts) > 1 else shown
+
+
+def _checkpoint_json(checkpoint: Checkpoint, infos: Sequence[TensorInfo]) -> dict[str, Any]:
+    header = checkpoint.manifest.header
+    return {
+        "url": checkpoint.url,
+        "step": header.step,
+        "attempt": header.attempt,
+        "world_size": header.world_size,
+        "created_unix": header.created_unix,
+        "user": dict(header.user),
+        "tensors": {info.fqn: _tensor_json(info) for info in infos},
+        "files": dict(
+            zip(checkpoint.manifest.files, checkpoint.manifest.file_nbytes.tolist(), strict=True)
+        ),
+        "values": {name: value_json(value) for name, value in checkpoint.values.items()},
+    }
+
+
+def _tensor_json(info: TensorInfo) -> dict[str, Any]:
+    return {
+        "dtype": str(info.dtype).removeprefix("torch."),
+        "shape": list(info.shape),
+        "kind": info.kind.name.lower(),
+        "nbytes": info.nbytes,
+        "alias_of": info.alias_of,
+        "parts": [
+            {
+                "file": part.file,
+                "byte_start": part.byte_start,
+                "nbytes": part.nbytes,
+                **_region_json(part.region),
+            }
+            for part in info.parts
+        ],
+    }
+
+
+def _region_json(region: Region) -> dict[str, Any]:
+    if isinstance(region, Box):
+        return {"box": {"offset": list(region.offset), "shape": list(region.shape)}}
+    return {"span": [region.start, region.stop]}

@@ -1,0 +1,220 @@
+"""What a root holds and what happened to it, from its log and listings alone. Needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from ckpt.errors import Corrupt, NoCheckpoint
+from ckpt.locate import live_entries
+from ckpt.log import (
+    FORMAT_KEY,
+    LOG_PREFIX,
+    MANIFEST_NAME,
+    LiveEntry,
+    Log,
+    Record,
+    parse_step_key,
+    read_format,
+    record_key,
+    step_prefix,
+)
+from storage import KeyNotFoundError, Store, open_store
+
+READERS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One record of a root's log. `time_unix` is the writer's clock, for display only.
+
+    `kind` is CLAIM, COMMIT, RETIRE, PIN, UNPIN or VERIFIED. `attempt` and `step` tell which
+    checkpoint it is about, None for a CLAIM; `step` is also None where the log does not tell.
+    `epoch` tells the session: every CLAIM begins a new one. `live` counts the checkpoints after it.
+    """
+
+    slot: int
+    kind: str
+    time_unix: float
+    epoch: int
+    attempt: str | None
+    step: int | None
+    metric: float | None
+    live: int
+
+
+def history(
+    url: str, *, count: int | None = None, storage_options: Mapping[str, Any] | None = None
+) -> tuple[Event, ...]:
+    """What happened to a root, newest first: the last `count` records of its log, or all.
+
+    One request per record. Raises NoCheckpoint when `url` is no root, Corrupt when a record is
+    damaged or missing, and the store's errors.
+    """
+    store = open_store(url, **(storage_options or {}))
+    try:
+        read_format(store)
+        log = Log(store)
+        newest = log.state().slot
+        first = 0 if count is None else max(0, newest - count + 1)
+        # The record before the first tells the step of what the first may have retired.
+        slots = range(max(0, first - 1), newest + 1)
+        with ThreadPoolExecutor(READERS, thread_name_prefix="ckpt-log") as pool:
+            records = list(pool.map(lambda slot: _record(log, slot), slots))
+    finally:
+        store.close()
+    known: dict[str, LiveEntry] = {}
+    events = []
+    for record in records:
+        known.update({entry.attempt: entry for entry in record.live})
+        events.append(_event(record, known))
+    return tuple(event for event in reversed(events) if event.slot >= first)
+
+
+def _record(log: Log, slot: int) -> Record:
+    try:
+        return log.record(slot)
+    except KeyNotFoundError:
+        raise Corrupt(
+            f"{log.store.url}/{record_key(slot)} was removed; the newest record still tells which "
+            "checkpoints exist: `ckpt ls`"
+        ) from None
+
+
+def _event(record: Record, known: Mapping[str, LiveEntry]) -> Event:
+    entry = known.get(record.attempt or "")
+    return Event(
+        slot=record.slot,
+        kind=record.kind,
+        time_unix=record.time_unix,
+        epoch=record.epoch,
+        attempt=record.attempt,
+        step=entry.step if entry else None,
+        metric=entry.metric if entry else None,
+        live=len(record.live),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptUsage:
+    """What one step directory takes. `is_live` says that the log knows it as a checkpoint.
+
+    `referenced_by` are live checkpoints that need files of it besides its own.
+    """
+
+    step: int
+    attempt: str
+    nbytes: int
+    objects: int
+    modified_unix: float
+    is_live: bool
+    pinned: bool
+    referenced_by: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DiskUsage:
+    """What a root takes, in bytes and objects.
+
+    `attempts` are live checkpoints and remains of unfinished or retired ones, in the order of steps
+    and names. `other_nbytes` are objects that this library did not write.
+    """
+
+    url: str
+    attempts: tuple[AttemptUsage, ...]
+    log_nbytes: int
+    log_objects: int
+    other_nbytes: int
+    other_objects: int
+
+    @property
+    def nbytes(self) -> int:
+        """Everything below the root."""
+        return sum(a.nbytes for a in self.attempts) + self.log_nbytes + self.other_nbytes
+
+    @property
+    def live_nbytes(self) -> int:
+        """Bytes of checkpoints that exist."""
+        return sum(a.nbytes for a in self.attempts if a.is_live)
+
+    @property
+    def unfinished_nbytes(self) -> int:
+        """Bytes of saves that did not finish, are under way, or were retired and not deleted."""
+        return sum(a.nbytes for a in self.attempts if not a.is_live)
+
+
+def disk_usage(url: str, *, storage_options: Mapping[str, Any] | None = None) -> DiskUsage:
+    """What every checkpoint of a root takes, by listing it once; no object is read but the log.
+
+    A single step's directory counts as a root with one checkpoint. Raises NoCheckpoint when neither
+    is at `url`, Corrupt when the log is damaged, and the store's errors.
+    """
+    store = open_store(url, **(storage_options or {}))
+    try:
+        try:
+            live = live_entries(store)
+        except NoCheckpoint as no_root:
+            return _of_directory(store, no_root)
+        return _of_root(store, live)
+    finally:
+        store.close()
+
+
+def _of_root(store: Store, live: Sequence[LiveEntry]) -> DiskUsage:
+    entries = {entry.attempt: entry for entry in live}
+    users: dict[str, list[str]] = {}
+    for entry in live:
+        for name in entry.references:
+            users.setdefault(name, []).append(entry.attempt)
+    found: dict[tuple[int, str], list[tuple[int, float]]] = {}
+    log = [0, 0]
+    other = [0, 0]
+    for info in store.list(""):
+        parsed = parse_step_key(info.key)
+        if parsed is not None:
+            found.setdefault(parsed[:2], []).append((info.nbytes, info.modified_unix))
+            continue
+        group = log if info.key == FORMAT_KEY or info.key.startswith(LOG_PREFIX) else other
+        group[0] += info.nbytes
+        group[1] += 1
+    attempts = []
+    for (step, attempt), objects in sorted(found.items()):
+        known = entries.get(attempt)
+        is_live = known is not None and known.prefix == step_prefix(step, attempt)
+        attempts.append(
+            AttemptUsage(
+                step=step,
+                attempt=attempt,
+                nbytes=sum(nbytes for nbytes, _ in objects),
+                objects=len(objects),
+                modified_unix=max(modified for _, modified in objects),
+                is_live=is_live,
+                pinned=known is not None and known.pinned,
+                referenced_by=tuple(users.get(attempt, ())),
+            )
+        )
+    return DiskUsage(store.url, tuple(attempts), log[0], log[1], other[0], other[1])
+
+
+def _of_directory(store: Store, no_root: NoCheckpoint) -> DiskUsage:
+    """One step's directory by itself; its manifest tells which."""
+    from ckpt.format.manifest import decode_manifest
+
+    try:
+        header = decode_manifest(store.get(MANIFEST_NAME)).header
+    except KeyNotFoundError:
+        raise no_root from None
+    objects = list(store.list(""))
+    own = AttemptUsage(
+        step=header.step,
+        attempt=header.attempt,
+        nbytes=sum(info.nbytes for info in objects),
+        objects=len(objects),
+        modified_unix=max(info.modified_unix for info in objects),
+        is_live=True,
+        pinned=False,
+        referenced_by=(),
+    )
+    return DiskUsage(store.url, (own,), 0, 0, 0, 0)

@@ -13,17 +13,19 @@ from typing import Any
 import numpy as np
 
 from ckpt.catalog import catalog_of
-from ckpt.errors import Mismatch, NoCheckpoint
+from ckpt.errors import CheckpointError, LoadInterrupted, Mismatch, NoCheckpoint
 from ckpt.format.dtypes import DTYPES
 from ckpt.format.manifest import Manifest, decode_manifest
 from ckpt.interrupted import filling
 from ckpt.layout.plain import Ranks
-from ckpt.locate import locate
+from ckpt.locate import check_self_contained, live_entries, locate
 from ckpt.read import Reader, ReadPath, plan_reads
 from ckpt.share import Ints, SharedRun, ShareLimits, Sharing, share_blocks
 from ckpt.state_dict import Binding, Loaded, bind_state
 from ckpt.world import World, collectively
-from storage import Store
+from storage import StorageError, Store
+
+RETIRED_MAX = 20  # times in a row that retention may be faster than one load
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +50,53 @@ class LoadReport:
 
 
 def load_state(
-    state: Any, *, store: Store, world: World, step: int | None, options: LoadOptions
+    state: Any,
+    *,
+    store: Store,
+    world: World,
+    step: int | None,
+    options: LoadOptions,
+    attempt: str = "",
 ) -> LoadReport:
     """Fill `state` from the checkpoint of `step`, or from the latest; collective over `world`.
+
+    With `attempt`, from that one of several checkpoints of the step. When the latest is retired
+    while it is read, the load begins anew with the one that is the latest then.
 
     Raises Mismatch, NoCheckpoint, Corrupt or UnsupportedFormat with the state as it was, and
     LoadInterrupted when it failed half-way; then the state must be loaded again before use.
     """
-    prefix, manifest = _manifest(store, world, step)
+    for _ in range(RETIRED_MAX):
+        prefix, manifest = _manifest(store, world, step, attempt)
+        try:
+            return _fill(state, store, world, (prefix, manifest), options)
+        except LoadInterrupted as interrupted:
+            asked_for_it = step is not None or bool(attempt)
+            if asked_for_it or not _was_retired(store, world, manifest.header.attempt):
+                raise
+            last = interrupted
+    raise last
+
+
+def _was_retired(store: Store, world: World, attempt: str) -> bool:
+    """Whether the log no longer has `attempt`; the lead looks. False when it cannot tell."""
+    answer = b""
+    if world.rank == 0:
+        try:
+            answer = b"" if any(e.attempt == attempt for e in live_entries(store)) else b"retired"
+        except (CheckpointError, StorageError):
+            answer = b""  # what interrupted the load is what the caller should hear of
+    return bool(world.share("retired", answer if world.rank == 0 else None))
+
+
+def _fill(
+    state: Any,
+    store: Store,
+    world: World,
+    found: tuple[str, Manifest],
+    options: LoadOptions,
+) -> LoadReport:
+    prefix, manifest = found
     binding = collectively(world, "compare", lambda: _bind(state, manifest, world, options))
     plan = collectively(world, "plan", lambda: plan_reads(manifest, binding.holdings))
     sharing = _share(manifest, plan.runs(manifest.chunks.first_block), world, options)
@@ -67,11 +108,11 @@ def load_state(
     return LoadReport(manifest.header.step, manifest.header.attempt, loaded, reader.nbytes_read)
 
 
-def _manifest(store: Store, world: World, step: int | None) -> tuple[str, Manifest]:
+def _manifest(store: Store, world: World, step: int | None, attempt: str) -> tuple[str, Manifest]:
     """Read by the lead alone, decoded by every rank."""
 
     def read() -> bytes:
-        located = locate(store, step)
+        located = locate(store, step, attempt=attempt)
         return b"\n".join([located.prefix.encode(), str(step).encode(), located.data])
 
     data = collectively(world, "locate", read if world.rank == 0 else lambda: b"")
@@ -86,6 +127,7 @@ def _manifest(store: Store, world: World, step: int | None) -> tuple[str, Manife
         manifest = decode_manifest(encoded)
         if step is not None and manifest.header.step != step:
             raise NoCheckpoint(f"{store.url} is step {manifest.header.step}, asked for was {step}")
+        check_self_contained(store, prefix.decode(), manifest)
         return manifest
 
     return prefix.decode(), collectively(world, "decode", decode)

@@ -25,6 +25,7 @@ from ckpt.format.manifest import Manifest
 from ckpt.layout.piece import Holding, Piece
 from ckpt.layout.region import Box, Region, Shape, Span, boxes_of, row_major_strides, whole
 from ckpt.layout.reshard import Copy, Patch, Run, clip_patch, copies, touched
+from ckpt.locate import file_key, file_keys
 from ckpt.memory import (
     address_of,
     bytes_at,
@@ -348,6 +349,7 @@ class Reader:
     ) -> None:
         self._store = store
         self._directory = directory
+        self._keys = file_keys(directory, manifest)
         self._manifest = manifest
         self._needs = dict(plan.needs)
         self._packed = plan.packed
@@ -404,9 +406,7 @@ class Reader:
     def _read_pack(self, pack: Pack) -> None:
         sizes = pack.sizes.tolist()
         data = memoryview(bytearray(sum(sizes)))
-        self._store.get_into(
-            self._directory + self._manifest.files[pack.file], pack.byte_start, [data]
-        )
+        self._store.get_into(self._keys[pack.file], pack.byte_start, [data])
         self.nbytes_read += len(data)
         found = np.array(crc32c_of_each(data, sizes), dtype=np.uint32)
         expected = self._manifest.checksums[self._manifest.chunks.first_block[pack.chunks]]
@@ -474,8 +474,7 @@ class Reader:
                 buffers.append(scratch[used : used + nbytes])
                 used += nbytes
         self.nbytes_read += sum(len(buffer) for buffer in buffers)
-        name = self._manifest.files[request.file]
-        self._store.get_into(self._directory + name, request.start, buffers)
+        self._store.get_into(self._keys[request.file], request.start, buffers)
         for segment, data in zip(request.segments, buffers, strict=True):
             self._check(segment, data)
 
@@ -587,7 +586,7 @@ def corrupt_block(manifest: Manifest, directory: str, chunk: int, number: int) -
     """The error for a block whose bytes do not match its checksum: file, byte range and tensor."""
     chunks = manifest.chunks
     block_nbytes = manifest.header.block_bytes
-    name = directory + manifest.files[int(chunks.file[chunk])]
+    name = file_key(directory, manifest.files[int(chunks.file[chunk])])
     start = int(chunks.byte_start[chunk]) + number * block_nbytes
     stop = int(chunks.byte_start[chunk]) + min(
         (number + 1) * block_nbytes, manifest.chunk_nbytes(chunk)

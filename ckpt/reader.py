@@ -22,7 +22,7 @@ from ckpt.format.dtypes import DTYPES, torch_dtype
 from ckpt.format.manifest import Manifest, decode_manifest
 from ckpt.layout.piece import Holding, Kind, Piece
 from ckpt.layout.region import Box, Region, Shape, Span, is_inside, whole
-from ckpt.locate import live_entries, locate
+from ckpt.locate import check_self_contained, live_entries, locate
 from ckpt.log import MANIFEST_NAME, LiveEntry
 from ckpt.read import Reader, ReadPath, plan_reads
 from storage import Store, open_store
@@ -40,7 +40,10 @@ class Found:
 
 
 class StoredPart(NamedTuple):
-    """A region of a tensor, and the file and bytes that hold it."""
+    """A region of a tensor, and the file and bytes that hold it.
+
+    `file` is as in the manifest: `../<step directory>/<name>` in another one's directory.
+    """
 
     region: Region
     file: str
@@ -63,7 +66,9 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class StepInfo:
-    """One checkpoint of a root. `url` opens it by itself, also after it was copied elsewhere."""
+    """One checkpoint of a root. `url` opens it by itself, also after it was copied elsewhere,
+    unless it needs files of others: `references` are the attempts of those.
+    """
 
     step: int
     attempt: str
@@ -71,6 +76,7 @@ class StepInfo:
     pinned: bool
     verified: bool
     metric: float | None
+    references: tuple[str, ...] = ()
 
 
 def open_checkpoint(
@@ -109,6 +115,7 @@ def list_steps(url: str, storage_options: Mapping[str, Any] | None = None) -> tu
             pinned=entry.pinned,
             verified=entry.verified,
             metric=entry.metric,
+            references=entry.references,
         )
         for entry in live
     )
@@ -136,6 +143,7 @@ def find_checkpoint(store: Store, step: int | None = None) -> Found:
         raise type(error)(f"{where}: {error}") from error
     if step is not None and manifest.header.step != step:
         raise NoCheckpoint(f"{where} is of step {manifest.header.step}; step {step} is not here")
+    check_self_contained(store, located.prefix, manifest)
     return Found(located.prefix, manifest, located.entry)
 
 

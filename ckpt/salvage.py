@@ -16,8 +16,15 @@ import numpy as np
 from ckpt.errors import CheckpointError, Corrupt, InvalidState
 from ckpt.format.checksum import crc32c
 from ckpt.format.codec import decode_values
-from ckpt.format.datafile import PER_RANK, VALUES, DataFileIndex, read_data_file_index
+from ckpt.format.datafile import (
+    DIGESTS,
+    PER_RANK,
+    VALUES,
+    DataFileIndex,
+    read_data_file_index,
+)
 from ckpt.format.describe import FileDescription, data_file_name, describe_file
+from ckpt.format.digest import DIGEST_NBYTES, Digests, digests_from, no_digests
 from ckpt.format.manifest import Manifest, encode_manifest
 from ckpt.format.part import (
     FileColumns,
@@ -27,6 +34,8 @@ from ckpt.format.part import (
     build_manifest,
     part_of_files,
 )
+from ckpt.format.references import parse_reference
+from ckpt.locate import file_key
 from storage.errors import KeyExistsError, KeyNotFoundError
 from storage.store import ByteRange, Store
 
@@ -62,7 +71,8 @@ def salvage(store: Store, prefix: str, *, verify: bool = True) -> SalvageReport:
 
     Reads every byte and compares all checksums, in little memory; with `verify=False` only headers,
     values and
-    the checksums over those. Changes nothing. Raises StorageError when the store does; damaged
+    the checksums over those. What the checkpoint shares with others is read in their directories.
+    Changes nothing. Raises StorageError when the store does; damaged
     files are reported, not raised.
     """
     prefix = prefix.rstrip("/")
@@ -72,11 +82,17 @@ def salvage(store: Store, prefix: str, *, verify: bool = True) -> SalvageReport:
         name = info.key[len(prefix) + 1 :]
         try:
             file = _open_file(store, info.key, name, info.nbytes)
-            checked += _check_file(store, info.key, file) if verify else 0
+            index = file.described
+            checked += _check_chunks(store, info.key, index, range(len(index.chunks)), verify)
             found.append(file)
         except CheckpointError as error:
             problems.append(str(error))
     missing = _missing(found)
+    shared = _Shared(store, prefix, verify)
+    found = [shared.added_to(file) for file in found]
+    missing += tuple(shared.missing)
+    problems += shared.problems
+    checked += shared.nbytes_checked
     problems += _contradictions(found)
     manifest = None
     if found and not missing and not problems:
@@ -128,6 +144,8 @@ class _File(NamedTuple):
     place: FileDescription
     values: bytes
     per_rank: bytes
+    digests: Digests
+    referenced: tuple[FileColumns, ...] = ()
 
 
 def _is_data_file(key: str, prefix: str) -> bool:
@@ -135,8 +153,24 @@ def _is_data_file(key: str, prefix: str) -> bool:
 
 
 def _open_file(store: Store, key: str, name: str, nbytes: int) -> _File:
+    index, place = _open_index(store, key, nbytes)
+    extras = {extra: _extra(store, key, index, extra) for extra in index.extras}
+    for extra in (VALUES, PER_RANK):
+        if extra in extras:
+            decode_values(extras[extra])
+    return _File(
+        name,
+        index,
+        place,
+        extras.get(VALUES, b""),
+        extras.get(PER_RANK, b""),
+        _digests(key, index, extras.get(DIGESTS)),
+    )
+
+
+def _open_index(store: Store, key: str, nbytes: int) -> tuple[DataFileIndex, FileDescription]:
     def read(start: int, stop: int) -> bytes:
-        return store.get(key, ByteRange(start, stop))
+        return store.get(key, ByteRange(start, stop)) if stop > start else b""
 
     index = read_data_file_index(read, nbytes, name=key)
     try:
@@ -145,36 +179,47 @@ def _open_file(store: Store, key: str, name: str, nbytes: int) -> _File:
         raise Corrupt(f"{key}: {error}") from error
     if place.header.block_bytes != index.block_bytes:
         raise Corrupt(f"{key}: block_bytes {index.block_bytes}, header {place.header.block_bytes}")
-    extras = {}
-    for extra, (start, size) in index.extras.items():
-        data = read(start, start + size)
-        if crc32c(data) != index.extra_checksums[extra]:
-            raise Corrupt(f"{key}: {extra} does not match its checksum")
-        extras[extra] = data
-    for extra in (VALUES, PER_RANK):
-        if extra in extras:
-            decode_values(extras[extra])
-    return _File(name, index, place, extras.get(VALUES, b""), extras.get(PER_RANK, b""))
+    return index, place
 
 
-def _check_file(store: Store, key: str, file: _File) -> int:
-    """Compare all block checksums; returns the bytes read. Raises Corrupt naming chunk and
-    block.
+def _extra(store: Store, key: str, index: DataFileIndex, extra: str) -> bytes:
+    start, nbytes = index.extras[extra]
+    data = store.get(key, ByteRange(start, start + nbytes)) if nbytes else b""
+    if crc32c(data) != index.extra_checksums[extra]:
+        raise Corrupt(f"{key}: {extra} does not match its checksum")
+    return data
+
+
+def _digests(key: str, index: DataFileIndex, data: bytes | None) -> Digests:
+    if data is None:
+        return no_digests()
+    if len(data) != DIGEST_NBYTES * len(index.chunks):
+        raise Corrupt(f"{key}: {DIGESTS} has {len(data)} bytes for {len(index.chunks)} chunks")
+    return digests_from(data)
+
+
+def _check_chunks(store: Store, key: str, index: DataFileIndex, chunks: range, verify: bool) -> int:
+    """Compare the block checksums of `chunks`, if asked to; returns the bytes read.
+
+    Raises Corrupt naming chunk and block.
     """
-    index = file.described
+    if not verify or not chunks:
+        return 0
     block_bytes = index.block_bytes
     # Small chunks are read together: a request per KiB would take hours on an object store.
     step = max(READ_BYTES // block_bytes, 1) * block_bytes
+    end = int(index.offsets[chunks[-1]]) + index.chunks[chunks[-1]].nbytes
     window, window_start = memoryview(b""), 0
     total = 0
-    for at, chunk in enumerate(index.chunks):
+    for at in chunks:
+        chunk = index.chunks[at]
         start = int(index.offsets[at])
         first = int(index.first_block[at])
         for block in range(int(index.first_block[at + 1]) - first):
             low = start + block * block_bytes
             high = min(low + block_bytes, start + chunk.nbytes)
             if high > window_start + len(window):
-                stop = min(max(low + step, high), index.checksum_offset)
+                stop = min(max(low + step, high), end)
                 window, window_start = memoryview(store.get(key, ByteRange(low, stop))), low
                 total += stop - low
             if crc32c(window[low - window_start : high - window_start]) != int(
@@ -182,6 +227,91 @@ def _check_file(store: Store, key: str, file: _File) -> int:
             ):
                 raise Corrupt(f"{key}: block {block} of {chunk.fqn} {chunk.region} is damaged")
     return total
+
+
+class _SharedFile(NamedTuple):
+    described: DataFileIndex
+    digests: Digests
+
+
+class _Shared:
+    """Finds what files of one checkpoint have in files of others; collects what is wrong."""
+
+    def __init__(self, store: Store, prefix: str, verify: bool) -> None:
+        self._store, self._prefix, self._verify = store, prefix, verify
+        self._opened: dict[str, _SharedFile | None] = {}
+        self.nbytes_checked = 0
+        self.missing: list[str] = []
+        self.problems: list[str] = []
+
+    def added_to(self, file: _File) -> _File:
+        """`file` with the chunks that its rank has in files of other attempts."""
+        chosen: dict[str, list[int]] = {}
+        for name, start, stop in file.place.references:
+            opened = self._open(name, file.place)
+            if opened is None:
+                continue
+            try:
+                chunks = _chunks_between(name, opened.described, start, stop)
+                key = file_key(self._prefix, name)
+                self.nbytes_checked += _check_chunks(
+                    self._store, key, opened.described, chunks, self._verify
+                )
+                chosen.setdefault(name, []).extend(chunks)
+            except CheckpointError as error:
+                self.problems.append(str(error))
+        files = [(name, self._open(name, file.place), chunks) for name, chunks in chosen.items()]
+        columns = [_some_chunks(name, opened, chunks) for name, opened, chunks in files if opened]
+        return file._replace(referenced=tuple(columns))
+
+    def _open(self, name: str, place: FileDescription) -> _SharedFile | None:
+        if name not in self._opened:
+            self._opened[name] = None
+            try:
+                self._opened[name] = self._read(name, place)
+            except KeyNotFoundError:
+                self.missing.append(name)
+            except CheckpointError as error:
+                self.problems.append(str(error))
+        return self._opened[name]
+
+    def _read(self, name: str, place: FileDescription) -> _SharedFile:
+        key = file_key(self._prefix, name)
+        index, other = _open_index(self._store, key, self._store.info(key).nbytes)
+        reference = parse_reference(name)
+        if reference is None or other.header.attempt != reference.attempt:
+            raise Corrupt(f"{key}: is a file of {other.header.attempt}")
+        if (other.header.root, index.block_bytes) != (place.header.root, place.header.block_bytes):
+            raise Corrupt(f"{key}: is of another root, or has blocks of another size")
+        if DIGESTS not in index.extras:
+            raise Corrupt(f"{key}: has no {DIGESTS}, which chunks that are shared must have")
+        data = _extra(self._store, key, index, DIGESTS)
+        return _SharedFile(index, _digests(key, index, data))
+
+
+def _chunks_between(name: str, index: DataFileIndex, start: int, stop: int) -> range:
+    """The chunks that are bytes `start` to `stop` of a file. Raises Corrupt for parts of chunks."""
+    first, last = np.searchsorted(index.offsets, [start, stop]).tolist()
+    ends = index.offsets[last - 1] + index.chunks[last - 1].nbytes if last else -1
+    if first >= last or int(index.offsets[first]) != start or int(ends) != stop:
+        raise Corrupt(f"{name}: bytes {start} to {stop} are not whole chunks")
+    return range(first, last)
+
+
+def _some_chunks(name: str, file: _SharedFile, chosen: Sequence[int]) -> FileColumns:
+    index = file.described
+    counts = np.diff(index.first_block)[chosen]
+    sums = [index.checksums[index.first_block[at] : index.first_block[at + 1]] for at in chosen]
+    return FileColumns(
+        name=name,
+        nbytes=index.nbytes,
+        data_start=len(index.header),
+        chunks=[index.chunks[at] for at in chosen],
+        offsets=index.offsets[chosen],
+        block_counts=counts,
+        checksums=np.concatenate(sums),
+        digests=file.digests[chosen],
+    )
 
 
 def _missing(files: Sequence[_File]) -> tuple[str, ...]:
@@ -213,6 +343,7 @@ def _by_rank(files: Sequence[_File]) -> dict[int, list[_File]]:
 def _contradictions(files: Sequence[_File]) -> list[str]:
     """Files of different attempts, or two files for one place."""
     problems = []
+    has_digests = any(len(file.digests) or file.referenced for file in files)
     for rank, own in _by_rank(files).items():
         places: dict[int, str] = {}
         for file in own:
@@ -221,6 +352,10 @@ def _contradictions(files: Sequence[_File]) -> list[str]:
             if file.place.file_count != own[0].place.file_count:
                 problems.append(
                     f"{file.name}: differs from {own[0].name} in how many files there are"
+                )
+            if bool(len(file.digests)) != has_digests and file.described.chunks:
+                problems.append(
+                    f"{file.name}: has digests of its chunks, or lacks them, unlike others"
                 )
             other = places.setdefault(file.place.file_index, file.name)
             if other != file.name:
@@ -231,8 +366,9 @@ def _contradictions(files: Sequence[_File]) -> list[str]:
 def _part(rank: int, files: Sequence[_File]) -> Part:
     """What the rank would have sent to the lead, as far as the manifest needs it."""
     infos: dict[str, TensorInfo] = {}
-    for file in files:
-        for chunk in file.described.chunks:
+    shared = [columns for file in files for columns in file.referenced]
+    for chunks in (*(file.described.chunks for file in files), *(file.chunks for file in shared)):
+        for chunk in chunks:
             info = TensorInfo(chunk.fqn, chunk.dtype, chunk.global_shape, chunk.kind)
             if infos.setdefault(chunk.fqn, info) != info:
                 raise Corrupt(f"{chunk.fqn}: described as {info} and as {infos[chunk.fqn]}")
@@ -247,6 +383,7 @@ def _part(rank: int, files: Sequence[_File]) -> Part:
             offsets=file.described.offsets,
             block_counts=np.diff(file.described.first_block),
             checksums=file.described.checksums,
+            digests=file.digests,
         )
         for file in files
     ]
@@ -258,4 +395,4 @@ def _part(rank: int, files: Sequence[_File]) -> Part:
         replica_digests={},
         warnings=(),
     )
-    return part_of_files(columns, rank=rank, tensors=list(infos.values()), texts=texts)
+    return part_of_files([*columns, *shared], rank=rank, tensors=list(infos.values()), texts=texts)

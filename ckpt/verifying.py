@@ -6,7 +6,7 @@ both ways to the data (manifest, salvage) are known to work.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -16,8 +16,10 @@ import numpy as np
 
 from ckpt.errors import Corrupt, UnsupportedFormat
 from ckpt.format.checksum import crc32c
-from ckpt.format.datafile import read_data_file_index
+from ckpt.format.datafile import DIGESTS, read_data_file_index
 from ckpt.format.manifest import Manifest
+from ckpt.format.references import is_reference
+from ckpt.locate import file_key
 from ckpt.memory import aligned_buffer
 from ckpt.reader import find_checkpoint
 from storage import ByteRange, KeyNotFoundError, ShortReadError, Store, open_store
@@ -89,9 +91,14 @@ def verify(
         attempt=manifest.header.attempt,
         files=len(manifest.files),
         blocks=len(manifest.checksums),
-        nbytes=int(manifest.file_nbytes.sum()),
+        nbytes=_nbytes(manifest),
         damage=tuple(damage),
     )
+
+
+def _nbytes(manifest: Manifest) -> int:
+    """Bytes of the own data files, and of what is needed of others."""
+    return manifest.own_nbytes + sum(manifest.nbytes_referenced().values())
 
 
 class _Run(NamedTuple):
@@ -109,10 +116,13 @@ def _all_damage(
     store: Store, prefix: str, manifest: Manifest, threads: int, progress: Progress | None
 ) -> list[Damage]:
     damage: list[Damage] = []
-    done, total = 0, int(manifest.file_nbytes.sum())
+    done, total = 0, _nbytes(manifest)
     readable = []
     for file, name in enumerate(manifest.files):
-        found, usable = _file_damage(store, prefix + name, int(manifest.file_nbytes[file]))
+        # Values in files of other checkpoints are theirs: damage there is none of this one.
+        extras = {DIGESTS} if is_reference(name) else None
+        nbytes = int(manifest.file_nbytes[file])
+        found, usable = _file_damage(store, file_key(prefix, name), nbytes, extras)
         damage += found
         readable.append(usable)
     buffers: SimpleQueue[memoryview] = SimpleQueue()
@@ -144,8 +154,13 @@ def _all_damage(
     return damage
 
 
-def _file_damage(store: Store, key: str, nbytes: int) -> tuple[list[Damage], bool]:
-    """What is wrong with a file apart from its chunks, and whether these can be read at all."""
+def _file_damage(
+    store: Store, key: str, nbytes: int, extras: Container[str] | None
+) -> tuple[list[Damage], bool]:
+    """What is wrong with a file apart from its chunks, and whether these can be read at all.
+
+    Of its reserved tensors `extras` are looked at; None stands for all.
+    """
 
     def whole_file(text: str) -> Damage:
         return Damage(key, "", -1, 0, nbytes, text)
@@ -167,6 +182,8 @@ def _file_damage(store: Store, key: str, nbytes: int) -> tuple[list[Damage], boo
     except (Corrupt, UnsupportedFormat, ShortReadError) as error:
         return [whole_file(str(error))], True
     for name, (offset, extra_nbytes) in index.extras.items():
+        if extras is not None and name not in extras:
+            continue
         if crc32c(read(offset, offset + extra_nbytes)) != index.extra_checksums[name]:
             stop = offset + extra_nbytes
             text = f"{key}: {name} (bytes {offset} to {stop}) does not match its checksum"
@@ -200,7 +217,7 @@ def _runs(manifest: Manifest) -> Iterator[_Run]:
 def _run_damage(
     store: Store, prefix: str, manifest: Manifest, run: _Run, buffer: memoryview
 ) -> list[Damage]:
-    key = prefix + manifest.files[run.file]
+    key = file_key(prefix, manifest.files[run.file])
     base = run.blocks[0][2]
     data = buffer[: run.nbytes]
     try:

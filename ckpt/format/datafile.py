@@ -33,6 +33,7 @@ NDIM_MAX = 64  # torch's own
 CHECKSUMS = "__ckpt_checksums__"
 VALUES = "__ckpt_values__"
 PER_RANK = "__ckpt_per_rank__"
+DIGESTS = "__ckpt_digests__"
 CHECKSUM_MAGIC = int.from_bytes(b"CKS1", "little")
 
 _RESERVED = ("__metadata__", "__ckpt_")

@@ -14,14 +14,26 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from ckpt.errors import Corrupt
-from ckpt.format.datafile import PER_RANK, VALUES, DataFileIndex
+from ckpt.format.datafile import DIGESTS, PER_RANK, VALUES, DataFileIndex
 from ckpt.format.manifest import Header
 from ckpt.format.part import TensorInfo
+from ckpt.format.references import parse_reference
 
 
 def data_file_name(rank: int, index: int) -> str:
     """The name of a rank's data file in the step's directory."""
     return f"rank{rank:05d}-{index:03d}.safetensors"
+
+
+class FileRange(NamedTuple):
+    """Whole neighbouring chunks of another attempt's data file, by bytes of that file, half-open.
+
+    `file` is the name in the manifest, `../<step directory>/<name>`.
+    """
+
+    file: str
+    start: int
+    stop: int
 
 
 def file_metadata(
@@ -32,10 +44,12 @@ def file_metadata(
     count: int,
     empty_tensors: Sequence[TensorInfo] = (),
     aliases: Mapping[str, str] | None = None,
+    references: Sequence[FileRange] = (),
 ) -> dict[str, str]:
     """`__metadata__` of file `index` of the `count` files of `rank`.
 
-    `empty_tensors` and `aliases` are for the first file (`index=0`) of each rank.
+    `empty_tensors`, `aliases` and `references` (what this rank has in files of other attempts) are
+    for the first file (`index=0`) of each rank.
     """
     metadata = {
         "ckpt.header": header.model_dump_json(),
@@ -46,15 +60,23 @@ def file_metadata(
         metadata["ckpt.empty"] = _json([list(tensor) for tensor in sorted(empty_tensors)])
     if aliases:
         metadata["ckpt.aliases"] = _json(dict(sorted(aliases.items())))
+    if references:
+        metadata["ckpt.references"] = _json([list(entry) for entry in sorted(references)])
     return metadata
 
 
 def file_extras(*, values: bytes, per_rank: bytes) -> dict[str, bytes]:
     """The reserved tensors of a rank's first file; empty ones are left out.
 
-    `values` are the encoded common values on the lead and empty on other ranks.
+    `values` are the encoded common values on the lead and empty on other ranks. Files of a
+    checkpoint with digests have one more each: see `digest_extras`.
     """
     return {name: data for name, data in ((VALUES, values), (PER_RANK, per_rank)) if data}
+
+
+def digest_extras(digests: bytes) -> dict[str, bytes]:
+    """The reserved tensor with the digests of a file's chunks, in file order; none also count."""
+    return {DIGESTS: digests}
 
 
 class FileDescription(NamedTuple):
@@ -66,6 +88,7 @@ class FileDescription(NamedTuple):
     file_count: int
     empty_tensors: tuple[TensorInfo, ...]
     aliases: dict[str, str]
+    references: tuple[FileRange, ...]
 
 
 def describe_file(index: DataFileIndex) -> FileDescription:
@@ -77,12 +100,13 @@ def describe_file(index: DataFileIndex) -> FileDescription:
         rank = int(metadata["ckpt.rank"])
         empty = [_tensor_info(row) for row in json.loads(metadata.get("ckpt.empty", "[]"))]
         aliases = json.loads(metadata.get("ckpt.aliases", "{}"))
+        ranges = [_file_range(row) for row in json.loads(metadata.get("ckpt.references", "[]"))]
     except (KeyError, TypeError, ValueError, RecursionError, ValidationError) as error:
         raise Corrupt(f"__metadata__ of a data file is not readable: {error!r:.200}") from error
     strings = isinstance(aliases, dict) and all(isinstance(name, str) for name in aliases.values())
     if not (0 <= at < count and 0 <= rank < header.world_size and strings):
         raise Corrupt(f"__metadata__: file {at} of {count} of rank {rank} cannot be")
-    return FileDescription(header, rank, at, count, tuple(empty), aliases)
+    return FileDescription(header, rank, at, count, tuple(empty), aliases, tuple(ranges))
 
 
 def _tensor_info(row: Any) -> TensorInfo:
@@ -93,6 +117,15 @@ def _tensor_info(row: Any) -> TensorInfo:
     if type(kind) is not int or not 0 <= kind <= 15:
         raise ValueError(f"{kind!r:.20} is no kind")
     return TensorInfo(fqn, dtype, tuple(shape), kind)
+
+
+def _file_range(row: Any) -> FileRange:
+    file, start, stop = row
+    if not isinstance(file, str) or parse_reference(file) is None:
+        raise ValueError(f"{file!r:.200} is no data file of another attempt")
+    if type(start) is not int or type(stop) is not int or not 0 <= start < stop < 1 << 62:
+        raise ValueError(f"{start!r:.30} to {stop!r:.30} is no range of bytes")
+    return FileRange(file, start, stop)
 
 
 def _json(value: Any) -> str:

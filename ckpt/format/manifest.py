@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Annotated, NamedTuple
 
@@ -31,13 +30,22 @@ from ckpt.format.columns import (
 )
 from ckpt.format.coverage import cover_problem
 from ckpt.format.datafile import BLOCK_BYTES, NDIM_MAX, bounded_numel, region_start
+from ckpt.format.digest import DIGEST_NBYTES, Digests, digests_from, no_digests
 from ckpt.format.dtypes import DTYPES
+from ckpt.format.references import (
+    REFERENCES,
+    is_data_file_name,
+    is_reference,
+    parse_reference,
+    reference_to,
+)
 from ckpt.layout.region import Box, Region, Shape, Span, is_inside, span_of
 
 VERSION = 1
 MAGIC = b"\x93CKPTMF\n"
 DIGEST_BYTES = 32
-FEATURES: frozenset[str] = frozenset()  # names that `required` may hold and this version knows
+# Names that `required` may hold and this version knows.
+FEATURES: frozenset[str] = frozenset({REFERENCES})
 # Far beyond any checkpoint; sums of element and byte counts below it cannot wrap around.
 NUMEL_MAX = 1 << 58
 
@@ -121,7 +129,7 @@ class Manifest:
     """One checkpoint. Two manifests are the same when their encodings are."""
 
     header: Header
-    files: tuple[str, ...]  # names relative to the step's directory
+    files: tuple[str, ...]  # names relative to the step's directory, own ones first
     file_nbytes: Int64s
     file_data_start: Int64s  # length of each file's header
     fqns: tuple[str, ...]  # sorted
@@ -133,6 +141,32 @@ class Manifest:
     checksums: npt.NDArray[np.uint32]
     values: bytes
     per_rank: tuple[bytes, ...]  # of each rank of the saving world, or empty
+    digests: Digests = field(default_factory=no_digests)  # a row per chunk, or no rows
+
+    @property
+    def own_nbytes(self) -> int:
+        """Bytes of the data files in the checkpoint's own directory."""
+        sizes = zip(self.files, self.file_nbytes.tolist(), strict=True)
+        return sum(nbytes for name, nbytes in sizes if not is_reference(name))
+
+    @property
+    def references(self) -> tuple[str, ...]:
+        """The attempts whose files this checkpoint needs besides its own, ascending."""
+        return tuple(sorted(self.nbytes_referenced()))
+
+    def nbytes_referenced(self) -> dict[str, int]:
+        """Bytes of this checkpoint's chunks that lie in files of other attempts, by attempt."""
+        found = [parse_reference(name) for name in self.files]
+        if not any(found):
+            return {}
+        itemsizes = np.array([DTYPES[name].itemsize for name in self.dtypes], dtype=np.int64)
+        nbytes = self.chunks.numel * np.repeat(itemsizes, np.diff(self.chunks.first))
+        held: dict[str, int] = {}
+        for file, reference in enumerate(found):
+            if reference is not None:
+                here = int(nbytes[self.chunks.file == file].sum())
+                held[reference.attempt] = held.get(reference.attempt, 0) + here
+        return held
 
     def index(self, fqn: str) -> int:
         """The position of a stored tensor (not of an alias). Raises KeyError."""
@@ -233,6 +267,7 @@ def _fields_of_chunks(m: Manifest) -> dict[str, bytes]:
         "box_offsets": pack_ints(boxes.offsets, constant=False),
         "box_sizes": pack_ints(boxes.sizes, constant=False),
         "checksums": m.checksums.astype("<u4").tobytes(),
+        **({"blake3": m.digests.tobytes()} if len(m.digests) else {}),
     }
 
 
@@ -309,7 +344,7 @@ def decode_manifest(data: bytes | memoryview) -> Manifest:
     header = _decode_header(_field(fields, "header"))
     counts = _decode_counts(fields, header)
     files = _decode_names(fields, "file_name", counts.files)
-    _check_file_names(files)
+    _check_file_names(files, header)
     file_nbytes = _small(
         unpack_ints(_field(fields, "file_nbytes"), counts.files, "file_nbytes"), "file_nbytes"
     )
@@ -330,6 +365,7 @@ def decode_manifest(data: bytes | memoryview) -> Manifest:
     chunks = _decode_chunks(
         fields, counts, header, _Frame(file_nbytes, data_start, itemsizes, fqns, shapes, numels)
     )
+    _check_references_used(files, chunks)
     return Manifest(
         header=header,
         files=files,
@@ -344,6 +380,7 @@ def decode_manifest(data: bytes | memoryview) -> Manifest:
         checksums=checksums,
         values=bytes(_field(fields, "values")),
         per_rank=_decode_per_rank(fields, counts),
+        digests=_decode_digests(fields, counts),
     )
 
 
@@ -433,15 +470,43 @@ def _decode_names(fields: Mapping[str, memoryview], name: str, count: int) -> tu
     return unpack_strings(_field(fields, f"{name}s"), sizes, f"{name}s")
 
 
-_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}\.safetensors", re.ASCII)
-
-
-def _check_file_names(files: Sequence[str]) -> None:
-    for name in files:
-        if not _FILE_NAME.fullmatch(name):
+def _check_file_names(files: Sequence[str], header: Header) -> None:
+    own = [name for name in files if not is_reference(name)]
+    references = files[len(own) :]
+    for name in own:
+        if not is_data_file_name(name):
             raise Corrupt(f"field 'file_names': {name!r:.250} is no name of a data file")
-    if len(set(files)) != len(files):
+    # A name that is anything but a data file of another step's directory would lead out of the
+    # root, or back into this directory under a second name.
+    inside = reference_to(header.step, header.attempt, "")
+    for name in references:
+        if parse_reference(name) is None or name.startswith(inside):
+            raise Corrupt(f"field 'file_names': {name!r:.300} is no data file of another attempt")
+    if len(set(own)) != len(own):
         raise Corrupt("field 'file_names': a name appears twice")
+    if any(a >= b for a, b in pairwise(references)):
+        raise Corrupt("field 'file_names': files of other attempts are not sorted, or named twice")
+    if references and REFERENCES not in header.required:
+        raise Corrupt(f"field 'header': names files of other attempts without {REFERENCES!r}")
+
+
+def _check_references_used(files: Sequence[str], chunks: ChunkTable) -> None:
+    """Whoever keeps a file of another attempt alive must need it."""
+    if not any(map(is_reference, files)):
+        return
+    used = np.bincount(chunks.file, minlength=len(files)).tolist()
+    for name, count in zip(files, used, strict=True):
+        if is_reference(name) and not count:
+            raise Corrupt(f"field 'file_names': {name!r:.300} holds no chunk of this checkpoint")
+
+
+def _decode_digests(fields: Mapping[str, memoryview], counts: _Counts) -> Digests:
+    data = fields.get("blake3")
+    if data is None:
+        return no_digests()
+    if not len(data) or len(data) != DIGEST_NBYTES * counts.chunks:
+        raise Corrupt(f"field 'blake3': {len(data)} bytes for {counts.chunks} chunks")
+    return digests_from(data)
 
 
 def _small(values: Ints, name: str) -> Int64s:

@@ -22,6 +22,7 @@ from ckpt.format.checksum import crc32c
 from ckpt.format.codec import decode_values, encode_values
 from ckpt.format.columns import Ints, pack_ints, pack_map, unpack_ints, unpack_map
 from ckpt.format.datafile import DataFileLayout, StoredChunk, region_start
+from ckpt.format.digest import Digests, digests_from, no_digests
 from ckpt.format.dtypes import DTYPES
 from ckpt.format.manifest import (
     BoxTable,
@@ -32,6 +33,7 @@ from ckpt.format.manifest import (
     check_cover,
     starts_of,
 )
+from ckpt.format.references import REFERENCES, is_reference
 from ckpt.layout.region import Box, Shape, Span, span_of
 
 
@@ -48,18 +50,22 @@ class TensorInfo(NamedTuple):
 
 class PartFile(NamedTuple):
     """A data file that a rank has written, with the crc32c of all blocks of its chunks in file
-    order.
+    order, and a digest per chunk or none.
     """
 
     name: str
     layout: DataFileLayout
     chunks: Sequence[StoredChunk]
     block_checksums: npt.NDArray[np.uint32]
+    digests: Digests = no_digests()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """What one rank contributes. Columns have one item per chunk, in the order of its files."""
+    """What one rank contributes. Columns have one item per chunk, in the order of its files.
+
+    Files of other attempts, with the chunks that this rank would have written, come behind its own.
+    """
 
     rank: int
     files: tuple[str, ...]
@@ -81,6 +87,7 @@ class Part:
     per_rank: bytes  # encoded {fqn: value} of this rank; empty when it has none
     replica_digests: Mapping[str, int]  # fqn -> crc32c of a whole tensor that several ranks hold
     warnings: tuple[str, ...] = field(default=())
+    digests: Digests = field(default_factory=no_digests)  # a row per chunk, or no rows
 
     def structure(self) -> bytes:
         """Everything but checksums, digests, values and warnings, encoded."""
@@ -125,6 +132,7 @@ class Part:
                 "checksums": self.checksums.astype("<u4").tobytes(),
                 "values": self.values,
                 "per_rank": self.per_rank,
+                "digests": self.digests.tobytes(),
                 "texts": _json(texts),
             }
         )
@@ -141,8 +149,12 @@ def make_part(
     per_rank: Mapping[str, Any],
     replica_digests: Mapping[str, int],
     warnings: Sequence[str] = (),
+    referenced: Sequence[FileColumns] = (),
 ) -> Part:
     """The part of `rank`, after its files are laid out and their blocks checksummed.
+
+    `referenced` are files of other attempts, with those of their chunks that stand for chunks that
+    this rank would have written.
 
     `tensors` are all tensors the rank knows, those without elements included. `values` are the
     common values as this rank has
@@ -157,11 +169,12 @@ def make_part(
             offsets=file.layout.offsets,
             block_counts=file.layout.block_counts,
             checksums=file.block_checksums,
+            digests=file.digests,
         )
         for file in files
     ]
     return part_of_files(
-        columns,
+        [*columns, *referenced],
         rank=rank,
         tensors=tensors,
         texts=PartTexts(
@@ -177,7 +190,7 @@ def make_part(
 
 class FileColumns(NamedTuple):
     """A data file as its writer or a reader of its header knows it; columns have one item per
-    chunk.
+    chunk. Of a file of another attempt (`../<step directory>/<name>`), some chunks only.
     """
 
     name: str
@@ -187,6 +200,7 @@ class FileColumns(NamedTuple):
     offsets: Int64s
     block_counts: Int64s
     checksums: npt.NDArray[np.uint32]
+    digests: Digests = no_digests()
 
 
 class PartTexts(NamedTuple):
@@ -232,6 +246,7 @@ def part_of_files(
         boxes=tuple(boxes),
         block_counts=np.concatenate([_int64s([]), *(file.block_counts for file in files)]),
         checksums=np.concatenate([no_sums, *(file.checksums for file in files)]),
+        digests=np.concatenate([no_digests(), *(file.digests for file in files)]),
         **texts._asdict(),
     )
 
@@ -287,6 +302,8 @@ def assemble(structure: bytes | memoryview, variable: bytes | memoryview) -> Par
         raise Corrupt(f"a rank's part is not readable: {error!r:.200}") from error
     if int(np.sum(part.block_counts, dtype=np.int64)) != len(part.checksums):
         raise Corrupt(f"rank {part.rank}: {len(part.checksums)} checksums are not one per block")
+    if len(part.digests) not in (0, len(part.chunk_file)):
+        raise Corrupt(f"rank {part.rank}: {len(part.digests)} digests are not one per chunk")
     return part
 
 
@@ -330,6 +347,7 @@ def _assemble(fixed: Mapping[str, memoryview], rest: Mapping[str, memoryview]) -
         per_rank=bytes(rest["per_rank"]),
         replica_digests=replica_digests,
         warnings=tuple(warnings),
+        digests=digests_from(rest["digests"]),
     )
 
 
@@ -352,10 +370,8 @@ def build_manifest(header: Header, parts: Sequence[Part]) -> Manifest:
         )
     tensors, tensor_of = _merge_tensors(parts)
     aliases = _merge_aliases(parts, tensors)
-    files = [name for part in parts for name in part.files]
-    if len(set(files)) != len(files):
-        raise InvalidState([f"two data files have one name: {_first_duplicate(files)}"])
-    columns = _merge_chunks(parts, tensor_of)
+    files, file_of = _merge_files(parts, header)
+    columns = _merge_chunks(parts, tensor_of, file_of)
     order = np.lexsort((columns.start, columns.tensor))
     chunks = _chunk_table(columns, order, len(tensors), header)
     numels = _int64s([math.prod(tensor.shape) for tensor in tensors])
@@ -367,9 +383,9 @@ def build_manifest(header: Header, parts: Sequence[Part]) -> Manifest:
     nothing = encode_values({})
     return Manifest(
         header=header,
-        files=tuple(files),
-        file_nbytes=np.concatenate([part.file_nbytes for part in parts]),
-        file_data_start=np.concatenate([part.file_data_start for part in parts]),
+        files=tuple([file.name for file in files]),
+        file_nbytes=_int64s([file.nbytes for file in files]),
+        file_data_start=_int64s([file.data_start for file in files]),
         fqns=fqns,
         dtypes=tuple([tensor.dtype for tensor in tensors]),
         shapes=shapes,
@@ -379,7 +395,40 @@ def build_manifest(header: Header, parts: Sequence[Part]) -> Manifest:
         checksums=_reorder_runs(columns.checksums, columns.block_counts, order),
         values=next((part.values for part in parts if part.values), nothing),
         per_rank=tuple([data or nothing for data in per_rank]) if any(per_rank) else (),
+        digests=_merge_digests(parts, order),
     )
+
+
+class _File(NamedTuple):
+    name: str
+    nbytes: int
+    data_start: int
+
+
+def _merge_files(parts: Sequence[Part], header: Header) -> tuple[list[_File], list[Int64s]]:
+    """All files, those of other attempts last and once, and per part the places of its files."""
+    of_part = [
+        list(map(_File, p.files, p.file_nbytes.tolist(), p.file_data_start.tolist())) for p in parts
+    ]
+    own = [file for files in of_part for file in files if not is_reference(file.name)]
+    shared = sorted({file for files in of_part for file in files if is_reference(file.name)})
+    names = [file.name for file in (*own, *shared)]
+    if len(set(names)) != len(names):
+        raise InvalidState(
+            [f"two data files have one name, or ranks differ in it: {_first_duplicate(names)}"]
+        )
+    if shared and REFERENCES not in header.required:
+        raise ValueError(f"the header must require {REFERENCES!r} for {shared[0].name}")
+    place = {name: at for at, name in enumerate(names)}
+    return [*own, *shared], [_int64s([place[name] for name in part.files]) for part in parts]
+
+
+def _merge_digests(parts: Sequence[Part], order: npt.NDArray[np.intp]) -> Digests:
+    """A row per chunk, or none when no part has any. Raises ValueError when only some have."""
+    digests = np.concatenate([part.digests for part in parts])
+    if len(digests) not in (0, len(order)):
+        raise ValueError("some ranks have digests of their chunks and some have not")
+    return digests[order] if len(digests) else digests
 
 
 class _Columns(NamedTuple):
@@ -448,18 +497,19 @@ def _merge_aliases(parts: Sequence[Part], tensors: Sequence[TensorInfo]) -> dict
     return {name: target for name, (target, _) in sorted(merged.items())}
 
 
-def _merge_chunks(parts: Sequence[Part], tensor_of: Sequence[Int64s]) -> _Columns:
+def _merge_chunks(
+    parts: Sequence[Part], tensor_of: Sequence[Int64s], file_of: Sequence[Int64s]
+) -> _Columns:
     boxes: dict[Box, int] = {}
     box_columns = []
     for part in parts:
         ids = [boxes.setdefault(box, len(boxes)) for box in part.boxes]
         box_columns.append(_int64s([*ids, -1])[part.chunk_box])  # index -1 is the last: a span
-    file_first = starts_of([len(part.files) for part in parts]).tolist()
-    paired = list(zip(parts, tensor_of, file_first, strict=False))
+    paired = list(zip(parts, tensor_of, file_of, strict=True))
     return _Columns(
         rank=np.repeat(_int64s([p.rank for p in parts]), [len(p.chunk_file) for p in parts]),
         tensor=np.concatenate([places[p.chunk_tensor] for p, places, _ in paired]),
-        file=np.concatenate([p.chunk_file + first for p, _, first in paired]),
+        file=np.concatenate([files[p.chunk_file] for p, _, files in paired]),
         byte_start=np.concatenate([p.chunk_byte_start for p in parts]),
         start=np.concatenate([p.chunk_start for p in parts]),
         numel=np.concatenate([p.chunk_numel for p in parts]),

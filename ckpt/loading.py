@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ckpt.catalog import catalog_of
-from ckpt.errors import CheckpointError, LoadInterrupted, Mismatch, NoCheckpoint
+from ckpt.errors import CheckpointError, LoadInterrupted, Mismatch, NoCheckpoint, RankFailed
 from ckpt.format.dtypes import DTYPES
 from ckpt.format.manifest import Manifest, decode_manifest
 from ckpt.interrupted import filling
@@ -86,7 +86,10 @@ def _was_retired(store: Store, world: World, attempt: str) -> bool:
             answer = b"" if any(e.attempt == attempt for e in live_entries(store)) else b"retired"
         except (CheckpointError, StorageError):
             answer = b""  # what interrupted the load is what the caller should hear of
-    return bool(world.share("retired", answer if world.rank == 0 else None))
+    try:
+        return bool(world.share("retired", answer if world.rank == 0 else None))
+    except RankFailed:
+        return False  # a rank is dead, which is what interrupted the load
 
 
 def _fill(

@@ -1,5 +1,7 @@
 """Objects in an S3 bucket, through s3fs: the only file that uses it.
 
+`storage.s3_fast` moves them by obstore where that is installed, and leaves the rest to this file.
+
 Of s3fs we use the session, the credentials and the single request. Not its files: `with fs.open()`
 publishes a truncated object when the block raises. Not its listing cache: others write too. Not its
 retries: it would repeat a conditional write whose first reply was lost.
@@ -7,19 +9,28 @@ retries: it would repeat a conditional write whose first reply was lost.
 
 from __future__ import annotations
 
+import asyncio
+import base64
 import contextlib
+import importlib.util
 import inspect
 import os
 import re
+import struct
 import threading
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import botocore.exceptions as boto
+import crc32c
 import s3fs
+from botocore import UNSIGNED
+from botocore.credentials import RefreshableCredentials
 from fsspec.asyn import sync
 from fsspec.exceptions import FSTimeoutError
 
@@ -44,6 +55,19 @@ MiB = 1024 * 1024
 _PART_NBYTES_MIN = 5 * MiB
 _PARTS_MAX = 10_000
 _PREFIX_BYTES_MAX = 255
+
+# Options that other clients of S3 can honour too, some of them because they do not touch us.
+_COMMON_OPTIONS = {
+    *("anon", "endpoint_url", "key", "secret", "token", "username", "password", "profile"),
+    *("use_ssl", "default_block_size", "default_fill_cache", "default_cache_type"),
+    *("max_concurrency", "fixed_upload_size", "asynchronous", "local_expiry_check"),
+}
+_COMMON_CLIENT_OPTIONS = {"region_name", "endpoint_url", "use_ssl"}
+_COMMON_CONFIG_OPTIONS = {
+    *("connect_timeout", "read_timeout", "max_pool_connections", "retries", "s3"),
+    *("signature_version", "region_name", "request_checksum_calculation"),
+    *("response_checksum_validation", "user_agent", "user_agent_extra"),
+}
 
 _READ_CHUNK_BYTES = MiB
 _WRITE_ID = "write-id"
@@ -100,14 +124,55 @@ def open_s3(url: str, place: str, options: dict[str, Any], retry: RetryPolicy) -
         check_key(prefix)
         if len(prefix.encode()) > _PREFIX_BYTES_MAX:
             raise InvalidUrlError(f"{url!r}: the prefix has more than {_PREFIX_BYTES_MAX} bytes")
+    transfer, options = _split_options(place, options)
+    if transfer.fast is False or (transfer.fast is None and not _has_obstore()):
+        return S3Store(bucket, prefix, options=options, retry=retry, checksums=transfer.checksums)
+    try:
+        from storage.s3_fast import FastS3Store
+    except ImportError as error:
+        raise InvalidUrlError(
+            f"s3://{place}: fast=True needs obstore ({error}): pip install 'shardpoint[fast]'"
+        ) from error
+    return FastS3Store(bucket, prefix, options=options, retry=retry, transfer=transfer)
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """How bytes go to S3: the options that are ours and not s3fs's.
+
+    `fast`: by obstore where it is installed (None), always (True), never (False).
+    `unsigned_payload`: leave the body out of the signature; None means over https only, where TLS
+    protects it. `checksums`: send one with every object, for the server to check.
+    """
+
+    fast: bool | None = None
+    unsigned_payload: bool | None = None
+    checksums: bool = True
+
+
+def _split_options(place: str, options: dict[str, Any]) -> tuple[Transfer, dict[str, Any]]:
+    """Ours and those of s3fs. Raises InvalidUrlError for any other."""
+    ours = {name: options[name] for name in Transfer.__dataclass_fields__ if name in options}
+    rest = {name: value for name, value in options.items() if name not in ours}
     known = {*inspect.signature(s3fs.S3FileSystem.__init__).parameters, "profile"}
-    unknown = sorted(set(options) - known)
+    unknown = sorted(set(rest) - known)
     if unknown:
         raise InvalidUrlError(
-            f"s3://{place}: unknown storage options {', '.join(unknown)}; "
-            "known are those of s3fs.S3FileSystem, such as endpoint_url, key, secret, anon"
+            f"s3://{place}: unknown storage options {', '.join(unknown)}; known are those of "
+            "s3fs.S3FileSystem, such as endpoint_url, key, secret, anon, and "
+            f"{', '.join(Transfer.__dataclass_fields__)}"
         )
-    return S3Store(bucket, prefix, options=options, retry=retry)
+    for endpoint in (rest.get("endpoint_url"), rest.get("client_kwargs", {}).get("endpoint_url")):
+        if endpoint and "@" in urlsplit(str(endpoint)).netloc:
+            raise InvalidUrlError(
+                f"s3://{place}: endpoint_url holds a user name or password, which would show in "
+                "messages; pass key= and secret= instead"
+            )
+    return Transfer(**ours), rest
+
+
+def _has_obstore() -> bool:
+    return importlib.util.find_spec("obstore") is not None
 
 
 class S3Store(Store):
@@ -128,12 +193,15 @@ class S3Store(Store):
         *,
         options: dict[str, Any],
         retry: RetryPolicy,
+        checksums: bool = True,
         keys_per_page: int = 1000,
     ) -> None:
         self.url = f"s3://{bucket}/{prefix}" if prefix else f"s3://{bucket}"
         self.retry = retry
+        self.checksums = checksums
         self._bucket = bucket
         self._prefix = prefix + "/" if prefix else ""
+        self._given = options
         self._options = _with_defaults(options)
         self._keys_per_page = keys_per_page
         self._lock = threading.Lock()
@@ -141,19 +209,17 @@ class S3Store(Store):
 
     def get(self, key: str, byte_range: ByteRange | None = None) -> bytes:
         if byte_range is None:
-            chunks: list[bytes] = []
-            self._run("read", key, self._read_all, self._full(key), chunks)
-            return b"".join(chunks)
+            return self._fetch_all(key)
         target = bytearray(byte_range.nbytes)
         self.get_into(key, byte_range.start, [memoryview(target)])
         return bytes(target)
 
     def get_into(self, key: str, start: int, buffers: Sequence[memoryview]) -> None:
-        full_key = self._full(key)
+        check_key(key)
         views = flat_views(buffers)
         nbytes = sum(view.nbytes for view in views)
         if nbytes:
-            got = self._run("read", key, self._read_range, full_key, start, views)
+            got = self._fetch_range(key, start, views)
         else:
             got = 0
             nbytes = max(0, start - self.info(key).nbytes)  # HTTP has no empty range
@@ -179,18 +245,10 @@ class S3Store(Store):
                 f"{key}: {parts} parts of {part_nbytes} bytes; S3 takes at most {_PARTS_MAX} parts "
                 f"of at least {_PART_NBYTES_MIN}: use larger parts or smaller objects"
             )
-        return S3Writer(self, ledger)
+        return self._writer(ledger)
 
     def put_if_absent(self, key: str, data: bytes) -> None:
-        self._call(
-            "create",
-            key,
-            "put_object",
-            may_be_repeated=False,
-            Key=self._full(key),
-            Body=bytes(data),
-            IfNoneMatch="*",
-        )
+        self._put_new(key, bytes(data), {}, may_be_repeated=False)
 
     def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
         more: dict[str, Any] = {}
@@ -251,6 +309,72 @@ class S3Store(Store):
             self._call(
                 "abort", full_key, "abort_multipart_upload", Key=full_key, UploadId=upload_id
             )
+
+    # What the fast client does in its own way:
+
+    def _fetch_all(self, key: str) -> bytes:
+        chunks: list[bytes] = []
+        self._run("read", key, self._read_all, self._full(key), chunks)
+        return b"".join(chunks)
+
+    def _fetch_range(self, key: str, start: int, views: Sequence[memoryview]) -> int:
+        """Fill `views` from `start` on; how many bytes came, 0 when there are none at `start`."""
+        got: int = self._run("read", key, self._read_range, self._full(key), start, views)
+        return got
+
+    def _put_new(
+        self, key: str, body: bytes, metadata: dict[str, str], *, may_be_repeated: bool
+    ) -> None:
+        """One conditional PUT."""
+        self._call(
+            "create",
+            key,
+            "put_object",
+            may_be_repeated=may_be_repeated,
+            Key=self._full(key),
+            Body=body,
+            Metadata=metadata,
+            IfNoneMatch="*",
+            **self.checksum_of(body),
+        )
+
+    def _writer(self, ledger: PartLedger) -> S3Writer:
+        return S3Writer(self, ledger)
+
+    def checksum_of(self, body: bytes) -> dict[str, str]:
+        """What tells the server the checksum of `body`: 15 GB/s, where Content-MD5 takes 0.6."""
+        if not self.checksums:
+            return {}
+        packed = struct.pack(">I", crc32c.crc32c(body))
+        return {"ChecksumCRC32C": base64.b64encode(packed).decode("ascii")}
+
+    # What the fast client has to know:
+
+    def unusual_option(self) -> str:
+        """The first storage option that only s3fs can honour; "" when there is none."""
+        given = {name: value for name, value in self._given.items() if value}
+        client, config = given.pop("client_kwargs", {}), given.pop("config_kwargs", {})
+        for options, known in (
+            (given, _COMMON_OPTIONS),
+            (client, _COMMON_CLIENT_OPTIONS),
+            (config, _COMMON_CONFIG_OPTIONS),
+        ):
+            for name in sorted(set(options) - known):
+                return f"the option {name}"
+        return ""
+
+    def client_facts(self) -> ClientFacts:
+        """Where the s3fs client sends its requests and how it signs them. Sends nothing."""
+        try:
+            filesystem = self._filesystem()
+            facts: ClientFacts = sync(filesystem.loop, _ask_client, filesystem, self._bucket)
+            return facts
+        except Exception as error:
+            raise self._translated(error, "open", "", True) from error
+
+    def full_key(self, key: str) -> str:
+        """The key in the bucket."""
+        return self._full(key)
 
     def _full(self, key: str) -> str:
         return self._prefix + check_key(key)
@@ -316,7 +440,13 @@ class S3Store(Store):
         cause = error.__cause__ if isinstance(error.__cause__, boto.ClientError) else error
         where = f"{operation} {key} in {self.url}"
         if isinstance(cause, boto.ClientError):
-            return self._answered(cause, where, may_be_repeated)
+            return answered(
+                int(cause.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)),
+                str(cause.response.get("Error", {}).get("Code", "")),
+                text=f"{where}: {cause}",
+                where=where,
+                may_be_repeated=may_be_repeated,
+            )
         if isinstance(cause, _NO_CREDENTIALS):
             return AccessDeniedError(
                 f"{where}: {cause}; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or a profile, "
@@ -331,28 +461,94 @@ class S3Store(Store):
             return InvalidUrlError(f"{where}: {cause}")
         return StorageError(f"{where}: {type(cause).__name__}: {cause}")
 
-    def _answered(self, error: boto.ClientError, where: str, may_be_repeated: bool) -> StorageError:
-        """What an answer of the server means."""
-        code = str(error.response.get("Error", {}).get("Code", ""))
-        status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-        text = f"{where}: {error}"
-        if code == "NoSuchBucket":
-            return InvalidUrlError(f"{where}: there is no bucket {self._bucket!r}; create it first")
-        if code in _NO_SPACE_CODES or status == 507:
-            return NoSpaceError(text)
-        if code in _THROTTLED_CODES or status in (409, 429):
-            return TransientError(text)
-        if status == 412 or code == "PreconditionFailed":
-            return KeyExistsError(f"{where}: exists already")
-        if status == 416 or code == "InvalidRange":
-            return ShortReadError(f"{where}: the object ends before the bytes asked for")
-        if status == 404 or code in ("NoSuchKey", "NoSuchUpload"):
-            return KeyNotFoundError(f"{where}: no such object")
-        if status in (401, 403) or code in _DENIED_CODES:
-            return AccessDeniedError(f"{text}; check the credentials and the bucket's policy")
-        if status >= 500 or code == "RequestTimeout":
-            return TransientError(text) if may_be_repeated else OutcomeUnknownError(text)
-        return StorageError(text)
+
+def answered(
+    status: int, code: str, *, text: str, where: str, may_be_repeated: bool
+) -> StorageError:
+    """What an answer of the server means: its HTTP status, its error code, and both as `text`."""
+    if code == "NoSuchBucket":
+        return InvalidUrlError(f"{where}: there is no such bucket; create it first")
+    if code in _NO_SPACE_CODES or status == 507:
+        return NoSpaceError(text)
+    if code in _THROTTLED_CODES or status in (409, 429):
+        return TransientError(text)
+    if status == 412 or code == "PreconditionFailed":
+        return KeyExistsError(f"{where}: exists already")
+    if status == 416 or code == "InvalidRange":
+        return ShortReadError(f"{where}: the object ends before the bytes asked for")
+    if status == 404 or code in ("NoSuchKey", "NoSuchUpload"):
+        return KeyNotFoundError(f"{where}: no such object")
+    if status in (401, 403) or code in _DENIED_CODES:
+        return AccessDeniedError(f"{text}; check the credentials and the bucket's policy")
+    if status >= 500 or code == "RequestTimeout":
+        return TransientError(text) if may_be_repeated else OutcomeUnknownError(text)
+    return StorageError(text)
+
+
+@dataclass(frozen=True)
+class ClientFacts:
+    """What an s3fs client knows of its bucket, for another client of the same. Never shown: it can
+    tell credentials. `problem` names what only s3fs can do; the rest is undefined then.
+    """
+
+    bucket: str
+    endpoint_url: str
+    bucket_in_host: bool
+    region: str
+    anonymous: bool
+    connect_timeout_seconds: float
+    read_timeout_seconds: float
+    problem: str
+    filesystem: Any = field(repr=False)
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """Where s3fs runs its requests; never wait for it from itself."""
+        loop: asyncio.AbstractEventLoop = self.filesystem.loop
+        return loop
+
+    def credentials(self) -> tuple[str, str, str | None, bool]:
+        """Access key, secret, session token, and whether they may change."""
+        found: tuple[str, str, str | None, bool] = sync(self.loop, _credentials, self.filesystem)
+        return found
+
+
+async def _ask_client(filesystem: s3fs.S3FileSystem, bucket: str) -> ClientFacts:
+    """The client's own answer: the address of a request that it would sign."""
+    client = await filesystem.set_session()
+    config = client.meta.config
+    signed = await client.generate_presigned_url("get_object", {"Bucket": bucket, "Key": "k"})
+    address = urlsplit(signed)
+    in_host = address.path == "/k"
+    problem = "" if in_host or address.path == f"/{bucket}/k" else "this endpoint's path"
+    if config.signature_version not in ("s3v4", UNSIGNED):
+        problem = f"signature_version {config.signature_version}"
+    if address.scheme == "https" and filesystem.session.get_config_variable("ca_bundle"):
+        problem = "ca_bundle"
+    if config.proxies:
+        problem = "proxies"
+    return ClientFacts(
+        bucket,
+        f"{address.scheme}://{address.netloc}",
+        in_host,
+        client.meta.region_name if client.meta.region_name != "aws-global" else "us-east-1",
+        config.signature_version is UNSIGNED,
+        config.connect_timeout,
+        config.read_timeout,
+        problem,
+        filesystem,
+    )
+
+
+async def _credentials(filesystem: s3fs.S3FileSystem) -> tuple[str, str, str | None, bool]:
+    if filesystem.key and filesystem.secret:
+        return filesystem.key, filesystem.secret, filesystem.token, False
+    found = await filesystem.session.get_credentials()
+    if found is None:
+        raise boto.NoCredentialsError
+    frozen = await found.get_frozen_credentials()
+    may_expire = isinstance(found, RefreshableCredentials)
+    return frozen.access_key, frozen.secret_key, frozen.token, may_expire
 
 
 class S3Writer(ObjectWriter):
@@ -370,29 +566,35 @@ class S3Writer(ObjectWriter):
         self._metadata = {_WRITE_ID: uuid.uuid4().hex}
         self._small = b""
         self._upload_id = ""
-        self._etags: dict[int, str] = {}
+        self._parts: dict[int, dict[str, Any]] = {}
+
+    @property
+    def in_parts(self) -> bool:
+        return part_count(self._ledger.nbytes, self.part_nbytes) > 1
 
     def __enter__(self) -> S3Writer:
-        if part_count(self._ledger.nbytes, self.part_nbytes) > 1:
-            self._upload_id = self._call("create_multipart_upload", Metadata=self._metadata)[
-                "UploadId"
-            ]
+        if self.in_parts:
+            algorithm = {"ChecksumAlgorithm": "CRC32C"} if self._store.checksums else {}
+            answer = self._call("create_multipart_upload", Metadata=self._metadata, **algorithm)
+            self._upload_id = answer["UploadId"]
         return self
 
     def write_part(self, index: int, buffers: Sequence[memoryview]) -> None:
         self._ledger.claim(index, buffers)
-        body = b"".join(flat_views(buffers))  # s3fs takes no memoryview; the one copy there is
-        if not self._upload_id:
-            self._small = body
+        if not self.in_parts:
+            self._small = b"".join(flat_views(buffers))
             return
         try:
-            answer = self._call(
-                "upload_part", UploadId=self._upload_id, PartNumber=index + 1, Body=body
-            )
+            self._send_part(index, flat_views(buffers))
         except BaseException:
             self._ledger.release(index)
             raise
-        self._etags[index] = answer["ETag"]
+
+    def _send_part(self, index: int, views: Sequence[memoryview]) -> None:
+        body = b"".join(views)  # s3fs takes no memoryview; the one copy there is
+        part: dict[str, Any] = {"PartNumber": index + 1, **self._store.checksum_of(body)}
+        answer = self._call("upload_part", UploadId=self._upload_id, Body=body, **part)
+        self._parts[index] = {**part, "ETag": answer["ETag"]}
 
     def __exit__(
         self,
@@ -407,10 +609,14 @@ class S3Writer(ObjectWriter):
                 self._publish()
                 published = True
         finally:
-            if self._upload_id and not published:
+            if not published:
                 # A failure here must not hide the first one; abort_unfinished finds the rest.
                 with contextlib.suppress(StorageError):
-                    self._store.abort_upload(self._full_key, self._upload_id)
+                    self._discard()
+
+    def _discard(self) -> None:
+        if self._upload_id:
+            self._store.abort_upload(self._full_key, self._upload_id)
 
     def _publish(self) -> None:
         requests_sent = 0
@@ -432,16 +638,18 @@ class S3Writer(ObjectWriter):
             raise OutcomeUnknownError(f"{error}; the object may exist") from error
 
     def _send(self) -> None:
-        if not self._upload_id:
-            self._call("put_object", Body=self._small, Metadata=self._metadata, IfNoneMatch="*")
+        if not self.in_parts:
+            self._store._put_new(
+                self._ledger.key, self._small, self._metadata, may_be_repeated=True
+            )
             return
-        parts = [
-            {"PartNumber": index + 1, "ETag": self._etags[index]} for index in sorted(self._etags)
-        ]
+        self._complete()
+
+    def _complete(self) -> None:
         self._call(
             "complete_multipart_upload",
             UploadId=self._upload_id,
-            MultipartUpload={"Parts": parts},
+            MultipartUpload={"Parts": [self._parts[index] for index in sorted(self._parts)]},
             IfNoneMatch="*",
         )
 

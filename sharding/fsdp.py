@@ -123,6 +123,7 @@ class FullyShardedDataParallel(StatefulUnit):
             _wrap_below(module, auto_wrap_policy, ignored, shared)
         values = Values(device_id, param_init_fn, sync_module_states)
         found, device = _prepared(module, ignored, groups, values)
+        self.fsdp_names = tuple(_state_names(module))  # before members are taken out
         settings = Settings(
             strategy=_clamped(strategy, groups),
             precision=mixed_precision or MixedPrecision(),
@@ -144,7 +145,6 @@ class FullyShardedDataParallel(StatefulUnit):
         self.fsdp_groups = groups
         self.fsdp_ignored = ignored
         self.fsdp_mesh = device_mesh
-        self.fsdp_names = tuple(_state_names(module))
         self.fsdp_buffer_dtypes = {
             clean_name(name): buffer.dtype
             for name, buffer in module.named_buffers()
@@ -152,6 +152,8 @@ class FullyShardedDataParallel(StatefulUnit):
         }
         self._fsdp_wrapped_module = module
         self.fsdp_unit = unit
+        self.is_sharded = unit.settings.is_sharded
+        self.shows_original_params = unit.settings.use_orig_params
         self.fsdp_unit.show_flat()
         self.check_nothing_left()
 

@@ -2,8 +2,8 @@
 
 Model dicts: `state_dict()` and `load_state_dict()` of the wrapper or of any module around it, in
 the form that `set_state_dict_type` chose. Optimizer dicts: static methods. All are collective over
-all ranks. What `ckpt` calls Mismatch or InvalidState is a RuntimeError here, as torch's class has
-it.
+all ranks. What `ckpt` calls Mismatch or InvalidState is a RuntimeError here, and a ValueError where
+an optimizer dict does not fit the model, as torch's class has it.
 """
 
 from __future__ import annotations
@@ -48,6 +48,10 @@ _Keys = type(nn.Module().load_state_dict({}))
 
 class StatefulUnit(nn.Module):
     """A wrapper that answers for the state of everything below it."""
+
+    is_sharded = True
+    """Whether this unit's parameters are split over ranks."""
+    shows_original_params = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,11 +122,7 @@ class StatefulUnit(nn.Module):
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         destination = given.get("destination")
         destination = {} if destination is None else destination
-        form, config = model_form(self.fsdp_state_dict)
-        if form is Form.LOCAL and self.fsdp_mesh is not None:
-            raise RuntimeError(
-                "LOCAL_STATE_DICT cannot be had with device_mesh: use SHARDED_STATE_DICT"
-            )
+        form, config = model_form(_servable(self))
         found = _or_runtime_error(lambda: state_dicts.model_state_dict(self, form, config))
         prefix = given.get("prefix", "")
         order = {name: at for at, name in enumerate(self.fsdp_names)}
@@ -169,7 +169,9 @@ class StatefulUnit(nn.Module):
         group: Any = None,
     ) -> dict[str, Any]:
         """The optimizer's state by parameter names, in the form that the model is set to."""
+        _check_one_mode(model)
         settings = StatefulUnit.get_state_dict_type(model) or default_settings()
+        _refuse_local_with_mesh(model, settings)
         form, config = optim_form(settings)
         return _or_runtime_error(
             lambda: state_dicts.optimizer_state_dict(
@@ -315,14 +317,54 @@ def _set(
     return before
 
 
+def _servable(unit: StatefulUnit) -> StateDictSettings:
+    """The unit's settings, or what stands for them where nothing below it is sharded.
+
+    Raises RuntimeError for LOCAL with a mesh.
+    """
+    settings = unit.fsdp_state_dict
+    if any(below.is_sharded for below in _units(unit)):
+        _refuse_local_with_mesh(unit, settings)
+        return settings
+    if settings != default_settings():
+        warnings.warn(
+            f"{settings.state_dict_type.name} of a model with NO_SHARD throughout: every rank "
+            "gets its full state dict, with the default config",
+            stacklevel=3,
+        )
+    return default_settings()
+
+
+def _refuse_local_with_mesh(model: nn.Module, settings: StateDictSettings) -> None:
+    if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT and any(
+        unit.fsdp_mesh is not None for unit in _units(model)
+    ):
+        raise RuntimeError(
+            "LOCAL_STATE_DICT cannot be had with device_mesh: use SHARDED_STATE_DICT"
+        )
+
+
+def _check_one_mode(model: nn.Module) -> None:
+    modes = {unit.shows_original_params for unit in _units(model)}
+    if len(modes) > 1:
+        raise AssertionError(
+            "some units have use_orig_params=True and some have not: an optimizer state dict needs "
+            "one mode for all; wrap all units alike"
+        )
+
+
 def _to_load(
     model: nn.Module, optim: Optimizer, given: Mapping[str, Any], *, rank0_only: bool, group: Any
 ) -> dict[str, Any]:
-    return _or_runtime_error(
-        lambda: state_dicts.optimizer_state_dict_to_load(
+    _check_one_mode(model)
+    try:
+        return state_dicts.optimizer_state_dict_to_load(
             model, optim, given, rank0_only=rank0_only, process_group=group
         )
-    )
+    except Mismatch as error:
+        raise ValueError(str(error)) from error
+    except InvalidState as error:
+        raise RuntimeError(str(error)) from error
 
 
 def _or_runtime_error(call: Callable[[], Result]) -> Result:

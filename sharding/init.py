@@ -5,18 +5,20 @@ Every function here looks at the bare module tree; nested units are seen, and le
 
 from __future__ import annotations
 
+import importlib
+import sys
 import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from sharding.collectives import Comm
 from sharding.flat_param import FlatParameter, Found
-from sharding.torch_seam import Place
+from sharding.torch_seam import Place, is_marked_replicate
 
 __all__ = ["Ignored", "find_ignored", "find_params", "materialize", "move_states", "sync_states"]
 
@@ -40,7 +42,9 @@ def find_ignored(
     *,
     is_unit: Callable[[nn.Module], bool],
 ) -> Ignored:
-    """What the arguments name, with everything below it. Raises ValueError for wrong classes."""
+    """What the arguments name, with everything below it; modules that torch's `replicate` serves
+    too. Raises ValueError for wrong classes.
+    """
     if ignored_modules is not None and ignored_states is not None:
         raise ValueError("pass ignored_modules or ignored_states, not both")
     listed_modules: list[nn.Module] = []
@@ -59,6 +63,7 @@ def find_ignored(
         if not isinstance(module, nn.Module):
             raise ValueError(f"ignored_modules must be Modules, got {type(module).__name__}")
         listed_modules.append(module)
+    listed_modules += [module for module in root.modules() if is_marked_replicate(module)]
     modules: set[nn.Module] = set()
     for module in listed_modules:
         if is_unit(module):
@@ -240,9 +245,8 @@ def materialize(
     if param_init_fn is not None and not callable(param_init_fn):
         raise ValueError(f"param_init_fn must be callable, got {type(param_init_fn).__name__}")
     modules = list(_breadth_first(root, ignored.modules, is_unit))
-    needed = any(_has_meta(module, ignored) for module in modules)
-    if not needed:
-        return False
+    if not any(_has_meta(module, ignored) for module in modules):
+        return _materialize_fakes(root, ignored, param_init_fn, is_unit=is_unit)
     for module in modules:
         try:
             with torch.no_grad():
@@ -259,6 +263,44 @@ def materialize(
             )
             raise
     return True
+
+
+def _materialize_fakes(
+    root: nn.Module,
+    ignored: Ignored,
+    param_init_fn: Callable[[nn.Module], None] | None,
+    *,
+    is_unit: Callable[[nn.Module], bool],
+) -> bool:
+    """The same for fake tensors of torchdistX, an optional package; whether there were any."""
+    deferred = _torchdistx()
+    own = [module for _, module in own_modules(root, ignored.modules, is_unit)]
+    params = (p for m in own for p in m.parameters(recurse=False) if p not in ignored.params)
+    if deferred is None or not any(deferred.is_fake(param) for param in params):
+        return False
+    if param_init_fn is not None:
+        for module in _breadth_first(root, ignored.modules, is_unit):
+            param_init_fn(module)
+        return True
+    deferred.materialize_module(
+        root, check_fn=lambda module: not is_unit(module) and module not in ignored.modules
+    )
+    return True
+
+
+class _Deferred(NamedTuple):
+    is_fake: Callable[[torch.Tensor], bool]
+    materialize_module: Callable[..., None]
+
+
+def _torchdistx() -> _Deferred | None:
+    # Fake tensors exist only where the package has been imported to make them.
+    package = sys.modules.get("torchdistx")
+    if package is None:
+        return None
+    fake = importlib.import_module("torchdistx.fake")
+    deferred_init = importlib.import_module("torchdistx.deferred_init")
+    return _Deferred(fake.is_fake, deferred_init.materialize_module)
 
 
 def _breadth_first(

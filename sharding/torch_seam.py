@@ -8,7 +8,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-__all__ = ["Place", "call_after_backward", "post_accumulate_hooks", "run_policy"]
+__all__ = [
+    "Place",
+    "call_after_backward",
+    "is_marked_replicate",
+    "post_accumulate_hooks",
+    "run_policy",
+]
 
 
 class Place(NamedTuple):
@@ -67,6 +73,13 @@ def run_policy(
 def is_policy_object(policy: Any) -> bool:
     """Whether the policy is one of torch's policy objects, rather than a function."""
     return hasattr(policy, "_run_policy")
+
+
+def is_marked_replicate(module: nn.Module) -> bool:
+    """Whether torch's `replicate` was applied to the module: its gradients are reduced already."""
+    from torch.distributed._composable.contract import _get_registry
+
+    return "replicate" in (_get_registry(module) or {})
 
 
 def classes_to_leave_alone(precision: Any) -> tuple[type[nn.Module], ...]:

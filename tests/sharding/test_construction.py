@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
+import types
+import unittest.mock
 import warnings
 from typing import Any
 
@@ -15,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable import replicate
 from torch.distributed.device_mesh import init_device_mesh
 
 import sharding
@@ -170,6 +174,11 @@ def ignored_states() -> None:
     with pytest.warns(UserWarning, match="nothing of it is sharded"):
         model = uneven()
         Ours(model, ignored_modules=[model])
+    # So are modules that torch's replicate serves.
+    model = uneven()
+    replicate(model[1][0])
+    Ours(model)
+    assert model[1][0].weight.shape == (5, 7) and "weight" not in model[1][2]._parameters
     # Their gradients are not reduced.
     model = build("uneven")
     weight = model[0].weight
@@ -234,6 +243,34 @@ def test_device_choice() -> None:
             chosen(["cpu"], 0)
 
 
+class StubAccelerator:
+    """As torch sees a machine with two devices, the second of them current."""
+
+    @staticmethod
+    def is_available() -> bool:
+        return True
+
+    @staticmethod
+    def current_accelerator() -> torch.device:
+        return torch.device("cuda")
+
+    @staticmethod
+    def current_device_index() -> int:
+        return 1
+
+
+def test_devices_without_an_index_mean_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "accelerator", StubAccelerator)
+    params: Any = [StubParam("cpu")]
+    with pytest.warns(UserWarning, match="has no index: the current device 1 is used"):
+        assert choose_device(params, torch.device("cuda")) == torch.device("cuda:1")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert choose_device(params, 0) == torch.device("cuda:0")
+        assert choose_device(params, torch.device("cpu")) == torch.device("cpu")
+        assert choose_device(params, None) == torch.device("cuda:1")
+
+
 # B12, B13 ----------------------------------------------------------------------------------------
 
 
@@ -280,6 +317,51 @@ def deferred() -> None:
 @ranks
 def test_values_for_what_is_on_meta() -> None:
     run_ranks(2, deferred)
+
+
+# B14 ---------------------------------------------------------------------------------------------
+
+
+def fakes() -> None:
+    """A stub in the place of torchdistX: its fake tensors are tensors that it knows."""
+    fake_ids: set[int] = set()
+    asked: list[str] = []
+
+    def materialize_module(module: nn.Module, *, check_fn: Any) -> None:
+        if not check_fn(module):
+            return
+        asked.append(type(module).__name__)
+        for child in module.children():
+            materialize_module(child, check_fn=check_fn)
+        for name, param in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(torch.full_like(param, 2.0)))
+
+    stub, fake, deferred = (types.ModuleType(f"torchdistx{s}") for s in ("", ".fake", ".deferred"))
+    fake.is_fake = lambda tensor: id(tensor) in fake_ids  # type: ignore[attr-defined]
+    deferred.materialize_module = materialize_module  # type: ignore[attr-defined]
+    names = {
+        "torchdistx": stub,
+        "torchdistx.fake": fake,
+        "torchdistx.deferred_init": deferred,
+    }
+    with unittest.mock.patch.dict(sys.modules, names):
+        model = uneven()
+        model[1] = Ours(model[1])
+        fake_ids |= {id(model[0].weight)}
+        before = model[2].weight.detach().clone()
+        unit = Ours(model, ignored_modules=[model[2]])
+        params = full_copies(unit)
+        assert bool((params["0.weight"] == 2.0).all()) and torch.equal(params["2.weight"], before)
+        assert asked == ["Sequential", "Linear"]
+        assert not bool((params["1.0.weight"] == 2.0).all())
+        asked.clear()
+        Ours(uneven())
+        assert asked == []
+
+
+@ranks
+def test_fake_tensors_of_torchdistx_are_materialized() -> None:
+    run_ranks(2, fakes)
 
 
 # B15, B16 ----------------------------------------------------------------------------------------

@@ -303,9 +303,9 @@ class _Writer:
         with self._lock:
             victim = self._appender.log.state().find(attempt)
             record = self._append(lambda state: self._draft_retire(state, attempt))
-            if record is not None and victim is not None and delete:
-                self.delete_retired(attempt, step=victim.step)
-            return record
+        if record is not None and victim is not None and delete:
+            self.delete_retired(attempt, step=victim.step)
+        return record
 
     def pin(self, attempt: str) -> Record | None:
         """Protect a checkpoint from retirement. None when it is pinned already."""
@@ -333,7 +333,8 @@ class _Writer:
             _refuse_needed(state, attempt)
             if attempt not in self._retired and attempt_epoch(attempt) >= state.epoch:
                 raise NotRetired(f"{attempt} may be a save under way; nothing was deleted")
-            return _delete_attempt(self.store, step=step, attempt=attempt)
+        # Not under the lock, where a commit would wait for it: what was retired never comes back.
+        return _delete_attempt(self.store, step=step, attempt=attempt)
 
     def _mark(
         self, kind: Kind, attempt: str, change: Callable[[LiveEntry], LiveEntry]
@@ -430,6 +431,7 @@ class Session(_Writer):
         self.epoch = epoch
         self._fenced_by: int | None = None
         self._given_up: set[str] = set()
+        self._leftovers: dict[str, int] = {}
 
     @classmethod
     def claim(
@@ -526,15 +528,53 @@ class Session(_Writer):
         afterwards.
 
         Raises OutcomeUnknown while its commit is unsettled, NotRetired when it turns out to be
-        live.
+        live. What could not be deleted is left for the next `sweep`.
         """
         with self._lock:
             if attempt_epoch(attempt) != self.epoch:
                 raise CheckpointError(f"{attempt} is not an attempt of this session")
+            self._give_up(attempt, step)
             self.settle()
             _refuse_needed(self.state(), attempt)
+        return self._delete_leftovers(attempt, step)
+
+    def settle(self) -> Settled | None:
+        settled = super().settle()
+        if settled is not None and settled.record.kind == "COMMIT" and not settled.landed:
+            entry = settled.record.live[-1]
+            self._give_up(entry.attempt, entry.step)
+        return settled
+
+    def sweep_failed(self) -> list[str]:
+        """Delete what failed attempts of this session left behind because the store failed too, or
+        because their outcome was unknown. Returns their names.
+
+        Raises OutcomeUnknown while a commit is unsettled, and the store's errors; then the rest is
+        left for the next call.
+        """
+        with self._lock:
+            if not self._leftovers:
+                return []
+            self.settle()
+            state = self.state()
+            for attempt in [name for name in self._leftovers if state.find(name) is not None]:
+                del self._leftovers[attempt]  # its commit was unknown, and landed
+            leftovers = dict(self._leftovers)
+        for attempt, step in leftovers.items():
+            self._delete_leftovers(attempt, step)
+        return list(leftovers)
+
+    def _give_up(self, attempt: str, step: int) -> None:
+        """From now on this attempt cannot be committed, and its files may go."""
+        with self._lock:
             self._given_up.add(attempt)
-            return _delete_attempt(self.store, step=step, attempt=attempt)
+            self._leftovers[attempt] = step
+
+    def _delete_leftovers(self, attempt: str, step: int) -> int:
+        deleted = _delete_attempt(self.store, step=step, attempt=attempt)
+        with self._lock:
+            self._leftovers.pop(attempt, None)
+        return deleted
 
     def sweep(self) -> list[str]:
         """Delete what attempts of older epochs left behind and no live checkpoint needs.
@@ -552,9 +592,9 @@ class Session(_Writer):
                 for step, attempt in _attempts_on(self.store)
                 if attempt_epoch(attempt) < self.epoch and attempt not in needed
             ]
-            for step, attempt in orphans:
-                _delete_attempt(self.store, step=step, attempt=attempt)
-            return [attempt for _, attempt in orphans]
+        for step, attempt in orphans:
+            _delete_attempt(self.store, step=step, attempt=attempt)
+        return [attempt for _, attempt in orphans]
 
     def sweep_unfinished(self) -> int:
         """Remove objects that dead writers left half written; returns how many.

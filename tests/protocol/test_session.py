@@ -338,6 +338,67 @@ def test_discarded_attempt_can_never_be_committed() -> None:
         session.commit(Commit(attempt, 2, 1, b"d"))
 
 
+class _Stubborn(WrappedStore):
+    """Deletes nothing while `refuses`."""
+
+    refuses = True
+
+    def delete(self, key: str) -> None:
+        if self.refuses:
+            raise TransientError(f"delete {key}: not now")
+        self.inner.delete(key)
+
+
+def test_what_a_discard_could_not_delete_is_swept_by_the_same_session() -> None:
+    store = _Stubborn(MemoryStore())
+    session = claim(store)
+    kept = save(session, 1)
+    attempt = session.new_attempt()
+    store.put_if_absent(step_prefix(2, attempt) + "r0.safetensors", b"x")
+    for clean_up in (lambda: session.discard(attempt, step=2), session.sweep_failed):
+        with pytest.raises(TransientError):
+            clean_up()
+    store.refuses = False
+    assert session.sweep_failed() == [attempt]
+    assert session.sweep_failed() == []
+    assert {key.split("/")[1] for key in keys(store, "steps/")} == {kept.prefix.split("/")[1]}
+
+
+def test_a_commit_of_unknown_outcome_that_another_record_displaced_is_swept() -> None:
+    """Maintenance took the slot while nobody knew."""
+    bucket = MemoryBucket()
+    store = _Silent(MemoryStore(bucket), kind=b"COMMIT")
+    session = claim(store)
+    kept = save(session, 1)
+    store.silent = True
+    with pytest.raises(OutcomeUnknown):
+        save(session, 2)
+    with pytest.raises(OutcomeUnknown):
+        session.sweep_failed() or session.settle()
+    Maintenance.open(MemoryStore(bucket)).pin(kept.attempt)
+    store.silent = False
+    settled = session.settle()
+    assert settled is not None and not settled.landed
+    (swept,) = session.sweep_failed()
+    assert swept == settled.record.attempt
+    assert not keys(store, step_prefix(2, swept))
+
+
+class _Silent(WrappedStore):
+    """While `silent`, records of that kind are lost on their way, and no answer comes."""
+
+    silent = False
+
+    def __init__(self, inner: Store, *, kind: bytes) -> None:
+        super().__init__(inner)
+        self.kind = kind
+
+    def put_if_absent(self, key: str, data: bytes) -> None:
+        if self.silent and key.startswith("log/") and self.kind in data:
+            raise OutcomeUnknownError(f"put {key}: no answer")
+        self.inner.put_if_absent(key, data)
+
+
 def test_registry_claims_once_and_stays_fenced() -> None:
     bucket = MemoryBucket()
     registry = SessionRegistry()

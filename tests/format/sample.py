@@ -6,10 +6,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ckpt.dedup import Division, divide, known_of_part
 from ckpt.format.checksum import block_checksums
 from ckpt.format.codec import encode_values
 from ckpt.format.datafile import StoredChunk, checksum_tensor, layout_data_file, order_key
-from ckpt.format.describe import data_file_name, file_extras, file_metadata
+from ckpt.format.describe import data_file_name, digest_extras, file_extras, file_metadata
+from ckpt.format.digest import digest_of, digests_from, no_digests
 from ckpt.format.dtypes import DTYPES
 from ckpt.format.manifest import Header, Manifest
 from ckpt.format.part import Part, PartFile, TensorInfo, build_manifest, make_part
@@ -26,6 +28,18 @@ HEADER = Header(
     created_unix=1_750_000_000,
     user={"note": "tiny"},
 )
+INCREMENTS = tuple(
+    HEADER.model_copy(
+        update={
+            "step": 10 + number,
+            "attempt": f"e000001-{number:016x}",
+            "created_unix": 1_760_000_000 + number,
+            "required": ("references",) if number else (),
+        }
+    )
+    for number in range(3)
+)
+TRAINED = ("phase", "weight.columns")  # what changes from one increment to the next
 TENSORS = (
     TensorInfo("empty", "float16", (0, 3), 2),
     TensorInfo("phase", "complex128", (), 3),
@@ -59,16 +73,17 @@ class Sample(NamedTuple):
     manifest: Manifest
 
 
-def tensor_bytes(info: TensorInfo) -> bytes:
-    """The whole tensor's bytes: a count up, different per tensor."""
+def tensor_bytes(info: TensorInfo, trained: int = 0) -> bytes:
+    """The whole tensor's bytes: a count up, different per tensor; `trained` adds to two of them."""
     numel = int(np.prod(info.shape, dtype=np.int64))
     nbytes = numel * DTYPES[info.dtype].itemsize
-    return ((np.arange(nbytes) * 7 + len(info.fqn)) % 256).astype(np.uint8).tobytes()
+    base = len(info.fqn) + (trained if info.fqn in TRAINED else 0)
+    return ((np.arange(nbytes) * 7 + base) % 256).astype(np.uint8).tobytes()
 
 
-def region_bytes(info: TensorInfo, region: Region) -> bytes:
+def region_bytes(info: TensorInfo, region: Region, trained: int = 0) -> bytes:
     itemsize = DTYPES[info.dtype].itemsize
-    data = np.frombuffer(tensor_bytes(info), dtype=np.uint8).reshape(-1, itemsize)
+    data = np.frombuffer(tensor_bytes(info, trained), dtype=np.uint8).reshape(-1, itemsize)
     strides = row_major_strides(info.shape)
     rows = []
     for box in boxes_of(region, info.shape):
@@ -88,28 +103,83 @@ def make_sample(header: Header = HEADER) -> Sample:
     return Sample(files, parts, build_manifest(header, parts))
 
 
-def _rank(
-    header: Header, rank: int, writes: tuple[tuple[str, Region], ...]
-) -> tuple[str, bytes, Part]:
-    infos = {info.fqn: info for info in TENSORS}
+def increment_dir(header: Header) -> str:
+    return f"steps/{header.step:08d}-{header.attempt}"
+
+
+def make_increments() -> list[Sample]:
+    """Three saves with dedup: a first one, one that trained two tensors, one that trained them
+    again. Both later ones refer to the first one's files."""
+    samples: list[Sample] = []
+    parts: list[Part] = []
+    before = INCREMENTS[0]
+    for trained, header in enumerate(INCREMENTS):
+        files, known = {}, [known_of_part(part, before) for part in parts]
+        parts = []
+        for rank, writes in enumerate(WRITES):
+            chunks = _chunks(writes)
+            stored = [region_bytes(_INFOS[c.fqn], c.region, trained) for c in chunks]
+            division = divide(
+                chunks,
+                [digest_of([data]) for data in stored],
+                lambda at, stored=stored: block_checksums(stored[at], BLOCK_BYTES),
+                known=known[rank] if known else {},
+                allowed=[attempt.attempt for attempt in INCREMENTS],
+            )
+            name, data, part = _rank(header, rank, writes, trained=trained, division=division)
+            files[name] = data
+            parts.append(part)
+        before = header
+        samples.append(Sample(files, parts, build_manifest(header, parts)))
+    return samples
+
+
+_INFOS = {info.fqn: info for info in TENSORS}
+
+
+def _chunks(writes: tuple[tuple[str, Region], ...]) -> list[StoredChunk]:
     chunks = []
     for fqn, region in writes:
-        info = infos[fqn]
+        info = _INFOS[fqn]
         nbytes = region.numel * DTYPES[info.dtype].itemsize
         chunks.append(StoredChunk(fqn, info.dtype, info.shape, region, nbytes, info.kind))
-    chunks.sort(key=order_key)
+    return sorted(chunks, key=order_key)
+
+
+def _rank(
+    header: Header,
+    rank: int,
+    writes: tuple[tuple[str, Region], ...],
+    *,
+    trained: int = 0,
+    division: Division | None = None,
+) -> tuple[str, bytes, Part]:
+    chunks = _chunks(writes)
+    if division is not None:
+        chunks = [chunks[at] for at in division.written]
+    stored = [region_bytes(_INFOS[chunk.fqn], chunk.region, trained) for chunk in chunks]
+    digests = no_digests()
     values = encode_values(VALUES) if rank == 0 else b""
     extras = file_extras(values=values, per_rank=encode_values(PER_RANK[rank]))
+    if division is not None:
+        digests = digests_from(b"".join([digest_of([data]) for data in stored]))
+        extras |= digest_extras(digests.tobytes())
     layout = layout_data_file(
         chunks,
         block_bytes=header.block_bytes,
         metadata=file_metadata(
-            header, rank=rank, index=0, count=1, empty_tensors=TENSORS[:1], aliases=ALIASES
+            header,
+            rank=rank,
+            index=0,
+            count=1,
+            empty_tensors=TENSORS[:1],
+            aliases=ALIASES,
+            references=division.ranges if division else (),
         ),
         extra={name: len(data) for name, data in extras.items()},
     )
-    stored = [region_bytes(infos[chunk.fqn], chunk.region) for chunk in chunks]
-    sums = np.concatenate([block_checksums(data, header.block_bytes) for data in stored])
+    none = np.zeros(0, dtype=np.uint32)
+    sums = np.concatenate([none, *(block_checksums(data, header.block_bytes) for data in stored)])
     data = b"".join(
         [layout.header, *stored, *extras.values(), checksum_tensor(layout, sums, extras)]
     )
@@ -117,12 +187,13 @@ def _rank(
     name = data_file_name(rank, 0)
     part = make_part(
         rank=rank,
-        files=[PartFile(name, layout, chunks, sums)],
+        files=[PartFile(name, layout, chunks, sums, digests)],
         tensors=TENSORS,
         aliases=ALIASES,
         values=VALUES,
         keeps_values=rank == 0,
         per_rank=PER_RANK[rank],
         replica_digests={},
+        referenced=division.referenced if division else (),
     )
     return name, data, part

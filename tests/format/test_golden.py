@@ -1,7 +1,7 @@
 """Checkpoints of version 1 are readable for ever, and today's encoders still write the same bytes.
 
-`tests/golden/v1` is never regenerated. A change of the bytes is a new version of the format, with a
-directory of its own.
+`tests/golden/v1` and `v1_references` are never regenerated. A change of the bytes is a new version
+of the format, with a directory of its own.
 """
 
 from __future__ import annotations
@@ -13,23 +13,29 @@ from pathlib import Path
 import pytest
 
 from ckpt.format.columns import unpack_map
+from ckpt.format.digest import digest_of
 from ckpt.format.manifest import decode_manifest, encode_manifest
 from ckpt.format.part import TensorInfo, per_rank_of, values_of
+from ckpt.locate import file_key
 from ckpt.salvage import matches_manifest, salvage
 from storage import open_store
 from tests.format.sample import (
     ALIASES,
     HEADER,
+    INCREMENTS,
     PER_RANK,
     STEP_DIR,
     TENSORS,
     VALUES,
+    increment_dir,
+    make_increments,
     make_sample,
     region_bytes,
 )
 
 ROOT = Path(__file__).parent.parent
 GOLDEN = ROOT / "golden" / "v1"
+GOLDEN_REFERENCES = ROOT / "golden" / "v1_references"
 FORMAT_MD = ROOT.parent / "FORMAT.md"
 
 
@@ -61,6 +67,38 @@ def test_encoders_still_write_the_golden_bytes() -> None:
     assert there == expected
 
 
+def test_golden_increments_have_the_bytes_that_were_saved_in_whatever_directory() -> None:
+    """Three saves, the later two with references: every chunk, read where the manifest says."""
+    for trained, header in enumerate(INCREMENTS):
+        prefix = increment_dir(header) + "/"
+        manifest = decode_manifest((GOLDEN_REFERENCES / prefix / "MANIFEST").read_bytes())
+        assert manifest.header == header
+        assert manifest.references == ((INCREMENTS[0].attempt,) if trained else ())
+        for at in range(len(manifest.chunks)):
+            key = file_key(prefix, manifest.files[int(manifest.chunks.file[at])])
+            data = (GOLDEN_REFERENCES / key).read_bytes()
+            start = int(manifest.chunks.byte_start[at])
+            stored = data[start : start + manifest.chunk_nbytes(at)]
+            info = TENSORS[manifest.tensor_of(at)]
+            assert stored == region_bytes(info, manifest.region(at), trained)
+            assert manifest.digests[at].tobytes() == digest_of([stored])
+
+
+def test_encoders_still_write_the_golden_increments() -> None:
+    for header, sample in zip(INCREMENTS, make_increments(), strict=True):
+        expected = {**sample.files, "MANIFEST": encode_manifest(sample.manifest)}
+        directory = GOLDEN_REFERENCES / increment_dir(header)
+        assert {path.name: path.read_bytes() for path in directory.iterdir()} == expected
+
+
+def test_golden_increments_can_be_salvaged() -> None:
+    store = open_store(str(GOLDEN_REFERENCES))
+    for header in INCREMENTS:
+        report = salvage(store, increment_dir(header))
+        assert report.problems == () and report.missing == ()
+        assert matches_manifest(store, report) is True
+
+
 def dump(data: bytes, base: int = 0) -> str:
     """Hex lines as FORMAT.md shows them."""
     lines = []
@@ -75,6 +113,7 @@ def documented_dumps() -> dict[str, str]:
     sample = make_sample()
     data = sample.files["rank00001-000.safetensors"]
     manifest = encode_manifest(sample.manifest)
+    last = encode_manifest(make_increments()[-1].manifest)
     return {
         "header": data[: len(data[:8192].split(b"   ")[0])].decode("latin-1")[8:],
         "data": dump(data[4096:], 4096),
@@ -84,10 +123,19 @@ def documented_dumps() -> dict[str, str]:
             for name, view in unpack_map(manifest[24:-32]).items()
             if name not in ("header", "checksums", "values")
         ),
+        "references": "\n".join(
+            f"{name:18}{bytes(view).hex(' ') if name != 'file_names' else _wrapped(bytes(view))}"
+            for name, view in unpack_map(last[24:-32]).items()
+            if name.startswith(("file_", "chunk_"))
+        ),
     }
 
 
-@pytest.mark.parametrize("name", ["header", "data", "manifest", "fields"])
+def _wrapped(names: bytes) -> str:
+    return names.decode().replace("rs", f"rs\n{'':18}").rstrip()
+
+
+@pytest.mark.parametrize("name", ["header", "data", "manifest", "fields", "references"])
 def test_worked_example_of_the_specification_is_true(name: str) -> None:
     """FORMAT.md's listings, byte for byte, are what the encoders write for the sample."""
     pattern = rf"<!-- example:{name} -->\n+```\n(.*?)\n```"

@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,7 @@ from sharding.pool import BufferPool
 __all__ = [
     "Comm",
     "Group",
+    "Parts",
     "Pending",
     "comm_of",
     "default_group",
@@ -41,6 +42,8 @@ Group = dist.ProcessGroup
 
 # Direct sends carry tags from here on, so that they never meet a user's own point-to-point calls.
 _FIRST_TAG = 1 << 20
+# Smaller parts travel together: below this a message costs more than a copy (a guess).
+_DIRECT_BYTES_MIN = 1 << 16
 
 
 class Pending:
@@ -60,8 +63,33 @@ class Pending:
             then()
 
 
+class Parts(NamedTuple):
+    """A tensor that is spread over a group: rank r's part are the `part_numel` elements from
+    r * part_numel on. The last parts may be shorter or empty.
+    """
+
+    whole: torch.Tensor
+    """1-D and contiguous."""
+    part_numel: int
+
+    def of(self, rank: int) -> torch.Tensor:
+        """That rank's part."""
+        start = min(rank * self.part_numel, self.whole.numel())
+        return self.whole[start : start + self.part_numel]
+
+    def are_equal(self, size: int) -> bool:
+        """Whether all of the group's parts have the same length."""
+        return self.whole.numel() == size * self.part_numel
+
+    def as_bytes(self) -> Parts:
+        """The same memory, counted in bytes."""
+        itemsize = self.whole.element_size()
+        return Parts(self.whole.view(torch.uint8), self.part_numel * itemsize)
+
+
 class Comm(ABC):
-    """One process group. All buffers are 1-D and contiguous; all ranks call in the same order.
+    """One process group. All buffers are contiguous; all ranks call in the same order, with members
+    of the same sizes.
 
     `tag` names the caller (a unit); calls of different tags may pass each other.
     """
@@ -73,14 +101,22 @@ class Comm(ABC):
         self.global_ranks: tuple[int, ...] = tuple(dist.get_process_group_ranks(group))
 
     @abstractmethod
-    def all_gather(self, full: torch.Tensor, *, tag: int) -> Pending:
-        """Fill `full` from everyone's segment of it; this rank's own is already in its place."""
+    def all_gather(self, members: Sequence[Parts], *, pool: BufferPool, tag: int) -> Pending:
+        """Fill all members from everyone's parts; this rank's own are already in their places."""
 
     @abstractmethod
     def reduce_scatter(
-        self, full: torch.Tensor, out: torch.Tensor, *, pool: BufferPool, tag: int
+        self,
+        members: Sequence[Parts],
+        outs: Sequence[torch.Tensor],
+        *,
+        pool: BufferPool,
+        tag: int,
     ) -> Pending:
-        """Sum everyone's `full`; this rank gets its segment in `out`. `full` is spent."""
+        """Sum everyone's members; this rank gets its part of each in `outs`, which are as long as
+        those parts. All have one dtype. Members must stay as they are until the wait, and may be
+        spent then.
+        """
 
     def all_reduce(self, tensor: torch.Tensor, *, maximum: bool = False) -> Pending:
         """Sum (or maximum) over all ranks, in place, the same bits everywhere."""
@@ -101,61 +137,197 @@ class Comm(ABC):
         return found
 
 
-class _Native(Comm):
-    """The backend's own primitives."""
+class _Pack:
+    """Members side by side in one buffer with a row for each rank, so that one message serves all.
 
-    def all_gather(self, full: torch.Tensor, *, tag: int) -> Pending:
-        own = full.chunk(self.size)[self.rank]
-        work = _all_gather_single()(full, own, group=self.group, async_op=True)
-        return Pending([work])
+    Ranks' rows are equally long; where a member's part is short, the rest of it is undefined.
+    """
+
+    def __init__(self, members: Sequence[Parts], size: int, pool: BufferPool) -> None:
+        self.members = tuple(members)
+        self._pool = pool
+        width = sum(member.part_numel for member in self.members)
+        first = self.members[0].whole
+        self.rows = pool.take(width * size, first.dtype, first.device).view(size, width)
+
+    def parts(self) -> Parts:
+        """The buffer as one member."""
+        return Parts(self.rows.view(-1), self.rows.shape[1])
+
+    def put(self, rank: int) -> None:
+        """Copy that rank's parts into its row."""
+        for slot, part in self._slots(self.rows[rank], rank):
+            slot.copy_(part)
+
+    def take(self, rank: int) -> None:
+        """Copy that rank's row into the members."""
+        for slot, part in self._slots(self.rows[rank], rank):
+            part.copy_(slot)
+
+    def split(self, row: torch.Tensor, outs: Sequence[torch.Tensor]) -> None:
+        """Copy a row into tensors as long as a rank's parts."""
+        at = 0
+        for member, out in zip(self.members, outs, strict=True):
+            out.copy_(row[at : at + out.numel()])
+            at += member.part_numel
+
+    def give_back(self) -> None:
+        """The buffer is not needed any more."""
+        self._pool.give_back(self.rows.view(-1))
+
+    def _slots(self, row: torch.Tensor, rank: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        at = 0
+        for member in self.members:
+            part = member.of(rank)
+            if part.numel():
+                yield row[at : at + part.numel()], part
+            at += member.part_numel
+
+
+class _Native(Comm):
+    """The backend's own primitives: one collective for all members.
+
+    A single member of equal parts goes from its memory to its memory; several are copied into one
+    buffer and out of it.
+    """
+
+    def all_gather(self, members: Sequence[Parts], *, pool: BufferPool, tag: int) -> Pending:
+        if len(members) == 1 and members[0].are_equal(self.size):
+            return Pending([self._gather(members[0].whole)])
+        if not members:
+            return Pending(())
+        pack = _Pack([member.as_bytes() for member in members], self.size, pool)
+        pack.put(self.rank)
+        work = self._gather(pack.rows.view(-1))
+
+        def unpack() -> None:
+            for rank in range(self.size):
+                if rank != self.rank:
+                    pack.take(rank)
+            pack.give_back()
+
+        return Pending([work], unpack)
 
     def reduce_scatter(
-        self, full: torch.Tensor, out: torch.Tensor, *, pool: BufferPool, tag: int
+        self,
+        members: Sequence[Parts],
+        outs: Sequence[torch.Tensor],
+        *,
+        pool: BufferPool,
+        tag: int,
     ) -> Pending:
-        work = _reduce_scatter_single()(out, full, group=self.group, async_op=True)
-        return Pending([work])
+        if len(members) == 1 and members[0].are_equal(self.size):
+            return Pending([self._reduce(members[0].whole, outs[0])])
+        if not members:
+            return Pending(())
+        pack = _Pack(members, self.size, pool)
+        for rank in range(self.size):
+            pack.put(rank)
+        row = pool.take(pack.rows.shape[1], pack.rows.dtype, pack.rows.device)
+        work = self._reduce(pack.rows.view(-1), row)
+
+        def unpack() -> None:
+            pack.split(row, outs)
+            pool.give_back(row)
+            pack.give_back()
+
+        return Pending([work], unpack)
+
+    def _gather(self, full: torch.Tensor) -> Any:
+        own = full.chunk(self.size)[self.rank]
+        return _all_gather_single()(full, own, group=self.group, async_op=True)
+
+    def _reduce(self, full: torch.Tensor, out: torch.Tensor) -> Any:
+        return _reduce_scatter_single()(out, full, group=self.group, async_op=True)
 
 
 class _Pairwise(Comm):
-    """Direct sends and receives between all pairs of ranks."""
+    """Direct sends and receives between all pairs of ranks.
 
-    def all_gather(self, full: torch.Tensor, *, tag: int) -> Pending:
-        segments = full.chunk(self.size)
-        works = []
-        for distance in range(1, self.size):
-            source = (self.rank - distance) % self.size
-            works.append(self._receive(segments[source], source, tag))
-        for distance in range(1, self.size):
-            works.append(self._send(segments[self.rank], (self.rank + distance) % self.size, tag))
-        return Pending(works)
+    Large members go from memory to memory without a copy, small ones travel together.
+    """
+
+    def all_gather(self, members: Sequence[Parts], *, pool: BufferPool, tag: int) -> Pending:
+        direct, packed = _by_size(members)
+        pack = None
+        if packed:
+            pack = _Pack([member.as_bytes() for member in packed], self.size, pool)
+            pack.put(self.rank)
+            direct.append(pack.parts())
+        works: list[Any] = []
+        for source in self._others(-1):
+            works += [self._receive(member.of(source), source, tag) for member in direct]
+        for target in self._others(1):
+            works += [self._send(member.of(self.rank), target, tag) for member in direct]
+
+        def unpack() -> None:
+            if pack is not None:
+                for source in self._others(-1):
+                    pack.take(source)
+                pack.give_back()
+
+        return Pending([work for work in works if work is not None], unpack)
 
     def reduce_scatter(
-        self, full: torch.Tensor, out: torch.Tensor, *, pool: BufferPool, tag: int
+        self,
+        members: Sequence[Parts],
+        outs: Sequence[torch.Tensor],
+        *,
+        pool: BufferPool,
+        tag: int,
     ) -> Pending:
-        segments = full.chunk(self.size)
-        received = pool.take(out.numel() * (self.size - 1), full.dtype, full.device)
-        slots = received.view(self.size - 1, -1)
-        parts = {self.rank: segments[self.rank]}
-        works = []
-        for distance in range(1, self.size):
-            source = (self.rank - distance) % self.size
-            parts[source] = slots[distance - 1]
-            works.append(self._receive(slots[distance - 1], source, tag))
-        for distance in range(1, self.size):
-            target = (self.rank + distance) % self.size
-            works.append(self._send(segments[target], target, tag))
+        if not members:
+            return Pending(())
+        direct, packed = _by_size(members)
+        out_of = {id(member.whole): out for member, out in zip(members, outs, strict=True)}
+        targets = [out_of[id(member.whole)] for member in direct]
+        pack = None
+        if packed:
+            pack = _Pack(packed, self.size, pool)
+            for rank in range(self.size):
+                pack.put(rank)
+            direct.append(pack.parts())
+            targets.append(pool.take(pack.rows.shape[1], pack.rows.dtype, pack.rows.device))
+        sizes = [out.numel() for out in targets]
+        first = direct[0].whole
+        received = pool.take(sum(sizes) * (self.size - 1), first.dtype, first.device)
+        rows = iter(received.view(self.size - 1, sum(sizes)))
+        slots: dict[int, Sequence[torch.Tensor]] = {}
+        works: list[Any] = []
+        for source in self._others(-1):
+            slots[source] = next(rows).split(sizes)
+            works += [self._receive(slot, source, tag) for slot in slots[source]]
+        for target in self._others(1):
+            works += [self._send(member.of(target), target, tag) for member in direct]
 
         def add_up() -> None:
-            _sum_in_order([parts[rank] for rank in range(self.size)], out)
+            for at, (member, out) in enumerate(zip(direct, targets, strict=True)):
+                parts = [
+                    member.of(rank) if rank == self.rank else slots[rank][at]
+                    for rank in range(self.size)
+                ]
+                _sum_in_order(parts, out)
             pool.give_back(received)
+            if pack is not None:
+                pack.split(targets[-1], [out_of[id(member.whole)] for member in packed])
+                pool.give_back(targets[-1])
+                pack.give_back()
 
-        return Pending(works, add_up)
+        return Pending([work for work in works if work is not None], add_up)
+
+    def _others(self, step: int) -> Iterator[int]:
+        """The other ranks, from the next in that direction on."""
+        return ((self.rank + step * distance) % self.size for distance in range(1, self.size))
 
     def _send(self, tensor: torch.Tensor, rank: int, tag: int) -> Any:
+        if not tensor.numel():
+            return None
         target = self.global_ranks[rank]
         return dist.isend(tensor, target, group=self.group, tag=_FIRST_TAG + tag)
 
     def _receive(self, tensor: torch.Tensor, rank: int, tag: int) -> Any:
+        if not tensor.numel():
+            return None
         source = self.global_ranks[rank]
         return dist.irecv(tensor, source, group=self.group, tag=_FIRST_TAG + tag)
 
@@ -163,13 +335,19 @@ class _Pairwise(Comm):
 class _Alone(Comm):
     """A group of one: nothing to send."""
 
-    def all_gather(self, full: torch.Tensor, *, tag: int) -> Pending:
+    def all_gather(self, members: Sequence[Parts], *, pool: BufferPool, tag: int) -> Pending:
         return Pending(())
 
     def reduce_scatter(
-        self, full: torch.Tensor, out: torch.Tensor, *, pool: BufferPool, tag: int
+        self,
+        members: Sequence[Parts],
+        outs: Sequence[torch.Tensor],
+        *,
+        pool: BufferPool,
+        tag: int,
     ) -> Pending:
-        out.copy_(full)
+        for member, out in zip(members, outs, strict=True):
+            out.copy_(member.of(0))
         return Pending(())
 
 
@@ -213,6 +391,18 @@ def new_groups(ranks_of_groups: Sequence[Sequence[int]]) -> Group:
             own = group
     assert isinstance(own, Group)
     return own
+
+
+def _by_size(members: Sequence[Parts]) -> tuple[list[Parts], list[Parts]]:
+    """Members that are worth a message of their own, and those that travel together."""
+    direct: list[Parts] = []
+    packed: list[Parts] = []
+    for member in members:
+        nbytes = member.part_numel * member.whole.element_size()
+        (direct if nbytes >= _DIRECT_BYTES_MIN else packed).append(member)
+    if len(packed) == 1:
+        return list(members), []
+    return direct, packed
 
 
 def _sum_in_order(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:

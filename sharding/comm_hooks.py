@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from sharding.collectives import Group, comm_of, default_group
+from sharding.collectives import Group, Parts, comm_of, default_group
 from sharding.pool import BufferPool
 from sharding.reduction import CommHook, divide_factors
 
@@ -61,5 +61,6 @@ def _reduce_in(
         grad.copy_(low.div_(after))
         return
     part = torch.empty(output.numel(), dtype=dtype, device=grad.device)
-    state.comm.reduce_scatter(low, part, pool=state.pool, tag=_TAG).wait()
+    members = [Parts(low, output.numel())]
+    state.comm.reduce_scatter(members, [part], pool=state.pool, tag=_TAG).wait()
     output.copy_(part.div_(after))

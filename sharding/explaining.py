@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from sharding.flat_unit import Settings
 from sharding.fsdp import FullyShardedDataParallel, clean_name, fsdp_units
-from sharding.unit import Settings
 
 __all__ = ["Explanation", "StepEvent", "UnitFacts", "explain"]
 

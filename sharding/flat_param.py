@@ -1,26 +1,18 @@
-"""A flat parameter: the memory of one unit's parameters, in all its forms.
+"""A flat parameter: the memory of one unit's parameters as one, in all its forms.
 
-    SHARDED     this rank's shard alone, in full precision; what optimizers see
-    GATHERING   the gathered buffer is allocated and being filled
-    UNSHARDED   the gathered buffer is there, in the compute dtype; modules show views of it
-
-The gathered buffer and its views are the same tensor objects for ever; its memory comes and goes by
-resizing its storage, so what autograd saved in the forward is valid again once it is gathered for
-the backward. The views hang on one node of the autograd graph, whose backward gets all gradients of
-the unit at once, however often the modules were called.
+States, gathering and the node of the autograd graph are in `sharding.store`; here is what is
+particular to a flat one: how members lie in it, what modules show of it, and what users may write.
 """
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from sharding.collectives import Comm, Pending
+from sharding.collectives import Comm, Parts, Pending
 from sharding.flat_layout import (
     FlatLayout,
     LocalPart,
@@ -30,35 +22,17 @@ from sharding.flat_layout import (
     memory_strides,
     plan_flat_layout,
 )
-from sharding.memory import PagePool, gathered_memory
+from sharding.memory import TensorSize
+from sharding.pool import BufferPool
+from sharding.store import Found, GatheringStore, Gradients, Outgoing, State
 from sharding.streams import Streams
 from sharding.torch_seam import Place, post_accumulate_hooks
 
 __all__ = ["FlatParam", "FlatParameter", "Found", "State", "StoreOptions"]
 
-Gradients = Sequence[torch.Tensor | None]
-
 
 class FlatParameter(nn.Parameter):
     """The 1-D parameter that a unit shows instead of its members."""
-
-
-class State(enum.Enum):
-    """Which memory of a flat parameter is there; see the head of this file."""
-
-    SHARDED = "sharded"
-    GATHERING = "gathering"
-    UNSHARDED = "unsharded"
-
-
-class Found(NamedTuple):
-    """A parameter to be flattened: its name in the unit, itself, and every place that shows it."""
-
-    fqn: str
-    param: nn.Parameter
-    places: tuple[Place, ...]
-    names: tuple[str, ...]
-    """One name for each place; the first is `fqn`."""
 
 
 @dataclass(frozen=True)
@@ -74,40 +48,18 @@ class StoreOptions:
     limit_gathers: bool
 
 
-class _Views(torch.autograd.Function):
-    """The node that all views of a flat parameter hang on."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, store: FlatParam) -> tuple[torch.Tensor, ...]:
-        ctx.store = store
-        ctx.set_materialize_grads(False)
-        views = store.make_views()
-        frozen = [v for v, p in zip(views, store.params, strict=True) if not p.requires_grad]
-        ctx.mark_non_differentiable(*frozen)
-        return views
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, None]:
-        ctx.store.on_gradients(grads)
-        return None, None
-
-
-class FlatParam:
+class FlatParam(GatheringStore):
     """The parameters of one unit; see the head of this file."""
 
     def __init__(
         self, found: Sequence[Found], shard: Comm, streams: Streams, options: StoreOptions
     ) -> None:
         check_flattenable(found, use_orig_params=options.use_orig_params)
-        self.found = tuple(found)
+        super().__init__(found, options.device, limit_gathers=options.limit_gathers)
         self.options = options
         self.comm = shard
         self.streams = streams
         self.params = tuple(item.param for item in found)
-        self.on_gradients: Callable[[Gradients], None] = _nobody_listens
-        self.state = State.SHARDED
-        self.tag = 0
-        """Tells the collectives of a model's units apart; given by the runtime."""
         dtype = self.params[0].dtype
         compute = options.param_dtype or dtype
         aligned = alignment(compute.itemsize) if options.use_orig_params else 1
@@ -119,14 +71,7 @@ class FlatParam:
         self.rank = shard.rank if options.sharded else 0
         self.parts: tuple[LocalPart | None, ...] = self.layout.local_parts(self.rank)
         self.flat = FlatParameter(self._flatten(), requires_grad=self._any_trainable())
-        self._pending: Pending = Pending(())
         self._full = torch.empty(0, dtype=compute, device=options.device)
-        self.pages = PagePool()
-        """Shared by the units of a model; given by the runtime."""
-        self._memory = gathered_memory(0, options.device, self.pages)
-        self._views: tuple[torch.Tensor, ...] = ()
-        self._views_for: tuple[Any, ...] = ()
-        self._shows_views = False
         self._params_are_unsharded = False
         self._shown_grads: dict[int, torch.Tensor] = {}  # by member; the flat parameter's is at -1
         self._shows_unsharded_grad = False
@@ -168,9 +113,9 @@ class FlatParam:
         )
 
     @property
-    def gathered_nbytes(self) -> int:
-        """Memory that the gathered buffer takes now, beside the shard."""
-        return self._memory.nbytes
+    def trainable(self) -> tuple[bool, ...]:
+        """Which members want gradients, as the user has it now."""
+        return tuple(param.requires_grad for param in self.params)
 
     # --- gathering ------------------------------------------------------------------------------
 
@@ -183,35 +128,35 @@ class FlatParam:
             self._full = self.flat.detach()
             self.state = State.UNSHARDED
             return
-        if self.options.limit_gathers:
-            self.streams.limit_gathers()
-        with self.streams.gathering():
-            self._allocate()
-            self._own_segment(self._full).copy_(self.flat.detach(), non_blocking=True)
-            if self.options.sharded:
-                self._pending = self.comm.all_gather(self._full, tag=2 * self.tag)
-        self.state = State.GATHERING
+        super().start_unshard()
 
-    def finish_unshard(self) -> None:
-        """Gather if nobody has started to, and return when compute may read the parameters."""
-        self.start_unshard()
-        if self.state is State.GATHERING:
-            self._pending.wait()
-            self.streams.compute_waits_for_gathers()
-            self.state = State.UNSHARDED
+    def start_gather(self) -> Pending:
+        """Put the own shard into its place, and start; where nothing is sharded that is all."""
+        size = TensorSize(self.layout.padded_numel, self.compute_dtype)
+        (self._full,) = self.memory.fetch([size], self.pages)
+        self._own_segment(self._full).copy_(self.flat.detach(), non_blocking=True)
+        if not self.options.sharded:
+            return Pending(())
+        parts = Parts(self._full, self.layout.shard_numel)
+        return self.comm.all_gather([parts], pool=self.pool, tag=2 * self.tag)
 
-    def reshard(self) -> None:
-        """Release what was gathered, and show the shards again. Harmless when there is nothing."""
-        if self.state is State.GATHERING:
-            self._pending.wait()  # nobody may write into memory that is gone
-        self.show_params()
-        if self._params_are_unsharded:
-            self.show_shards()
-        if self.state is not State.SHARDED and not self._aliases_flat:
-            self.streams.will_free(self._full)
-            self._memory.release()
-            self.streams.freed(limited=self.options.limit_gathers)
-        self.state = State.SHARDED
+    def release(self) -> None:
+        """Give the gathered memory away, unless it is the shard."""
+        if not self._aliases_flat:
+            super().release()
+
+    def keep_after_forward(self) -> None:
+        """With original parameters: let them have the gathered values until the backward."""
+        if self.options.use_orig_params:
+            self.show_unsharded_params()
+
+    def free_after_forward(self) -> None:
+        """Release what was gathered."""
+        self.reshard()
+
+    def is_current(self) -> bool:
+        """Never sure: steps that are fused leave no trace."""
+        return False
 
     def gather_copy(self, values: torch.Tensor) -> torch.Tensor:
         """Everyone's `values` (of the shape of the shard) as one new tensor without padding.
@@ -222,7 +167,8 @@ class FlatParam:
             return values.detach().clone()
         full = torch.empty(self.layout.padded_numel, dtype=values.dtype, device=self.options.device)
         self._own_segment(full).copy_(values.detach())
-        self.comm.all_gather(full, tag=2 * self.tag).wait()
+        parts = Parts(full, self.layout.shard_numel)
+        self.comm.all_gather([parts], pool=self.pool, tag=2 * self.tag).wait()
         return full[: self.layout.numel]
 
     def keep_own_part(self, full: torch.Tensor, into: torch.Tensor) -> None:
@@ -234,34 +180,19 @@ class FlatParam:
         """The members in an unsharded flat tensor, in their own shapes and strides."""
         return [member_view(full, member) for member in self.layout.members]
 
-    def _allocate(self) -> None:
-        dtype, device = self.compute_dtype, self.options.device
-        numel = self.layout.padded_numel
-        if self._full.numel() != numel or self._full.dtype != dtype or self._full.device != device:
-            self._memory = gathered_memory(numel * dtype.itemsize, device, self.pages)
-            self._full = self._memory.whole.view(dtype)
-        else:
-            self._memory.fetch()
-
     def _own_segment(self, full: torch.Tensor) -> torch.Tensor:
         return full[self.rank * self.layout.shard_numel :][: self.layout.shard_numel]
 
     # --- what modules show ----------------------------------------------------------------------
 
-    def show_views(self) -> None:
-        """Let the modules show views of the gathered buffer, tracked by autograd."""
-        views = self._tracked_views()
-        if self._shows_views:
-            return
+    def put(self, place: Place, view: torch.Tensor) -> None:
+        """Show a view: as a parameter in original-parameter mode, else as a plain attribute."""
         put = Place.put if self.options.use_orig_params else Place.put_plain
-        for item, view in zip(self.found, views, strict=True):
-            for place in item.places:
-                put(place, view)
-        self._shows_views = True
+        put(place, view)
 
     def show_params(self) -> None:
         """Let the modules show the user's Parameter objects, with the shards they have."""
-        if not self._shows_views or not self.options.use_orig_params:
+        if not self.shows_views or not self.options.use_orig_params:
             return
         self.put_params()
 
@@ -270,7 +201,7 @@ class FlatParam:
         for item, param in zip(self.found, self.params, strict=True):
             for place in item.places:
                 place.put(param)
-        self._shows_views = False
+        self.shows_views = False
 
     @property
     def shown_params(self) -> tuple[nn.Parameter, ...]:
@@ -283,6 +214,12 @@ class FlatParam:
         for param, view in zip(self.params, self.make_views(), strict=True):
             param.data = view
         self._params_are_unsharded = True
+
+    def hide_views(self) -> None:
+        """Let the modules show their Parameter objects again, with the shards they have."""
+        self.show_params()
+        if self._params_are_unsharded:
+            self.show_shards()
 
     def show_shards(self) -> None:
         """Let the user's Parameter objects have their part of the shard: 1-D, maybe empty."""
@@ -315,23 +252,10 @@ class FlatParam:
             for member in self.layout.members
         )
 
-    def _tracked_views(self) -> tuple[torch.Tensor, ...]:
-        # The node depends on what is trainable and where the buffer is: make it anew when they
-        # change, else keep it, so that several forwards share it.
-        trainable = self.requires_grad
-        wanted = (
-            self._full.data_ptr() if self._aliases_flat else id(self._full),
-            self._full.dtype,
-            trainable,
-            tuple(param.requires_grad for param in self.params),
-        )
-        if wanted != self._views_for or not self._views:
-            with torch.inference_mode(False), torch.enable_grad():
-                anchor = self.flat if trainable else self.flat.detach()
-                self._views = _Views.apply(anchor, self)  # type: ignore[no-untyped-call]
-            self._views_for = wanted
-            self._shows_views = False
-        return self._views
+    def memory_identity(self) -> object:
+        """Changes whenever views have to be made anew."""
+        full = self._full
+        return (full.data_ptr() if self._aliases_flat else id(full), full.dtype)
 
     def show_placeholders(self) -> None:
         """Without original parameters: show no parameters, only shapes and dtypes until the next
@@ -343,7 +267,7 @@ class FlatParam:
             )
             for place in item.places:
                 place.put_plain(shown)
-        self._shows_views = False
+        self.shows_views = False
 
     # --- gradients ------------------------------------------------------------------------------
 
@@ -361,6 +285,27 @@ class FlatParam:
 
     def _flat_grad(self) -> torch.Tensor | None:
         return None if self._shows_unsharded_grad else self.flat.grad
+
+    def outgoing_gradients(
+        self,
+        grads: Gradients | None,
+        *,
+        dtype: torch.dtype,
+        scale: float,
+        fill: bool,
+        pool: BufferPool | None,
+    ) -> Outgoing:
+        """One padded buffer with the gradients of all members, zeros where there is none."""
+        numel, device = self.layout.padded_numel, self.options.device
+        if pool is None:
+            full = torch.empty(numel, dtype=dtype, device=device)
+        else:
+            full = pool.take(numel, dtype, device)
+        self.write_gradients(
+            [None] * len(self.params) if grads is None else grads, full, scale=scale
+        )
+        scratch = () if pool is None else (full,)
+        return Outgoing((Parts(full, self.layout.shard_numel),), (0,), scratch)
 
     def write_gradients(
         self, grads: Gradients, out: torch.Tensor, *, scale: float, earlier: bool = True
@@ -397,8 +342,21 @@ class FlatParam:
         self.unsharded_grad = kept
         self._show_unsharded_gradients(kept)
 
-    def add_gradient(self, new: torch.Tensor, *, keep_dtype: bool) -> None:
-        """Add a reduced gradient, as long as the shard, to what is there."""
+    def drop_unsharded_gradients(self) -> None:
+        """Forget what was added up without reducing."""
+        if self._shows_unsharded_grad:
+            for at in self._shown_grads:
+                self._shower(at).grad = None
+            self._shown_grads, self._shows_unsharded_grad = {}, False
+        self.unsharded_grad = None
+
+    def add_gradients(
+        self, outgoing: Outgoing, new: Sequence[torch.Tensor], *, keep_dtype: bool
+    ) -> None:
+        """Add the reduced gradient, as long as the shard, to what is there."""
+        self._add_gradient(new[0], keep_dtype=keep_dtype)
+
+    def _add_gradient(self, new: torch.Tensor, *, keep_dtype: bool) -> None:
         if new.device != self.flat.device:
             new = new.to(self.flat.device, non_blocking=True)
         before = self.grad
@@ -489,7 +447,7 @@ class FlatParam:
         for at, item in enumerate(self.found):
             current = item.places[0].current()
             param = self.params[at]
-            if current is None or (self._shows_views and current is self._views[at]):
+            if current is None or (self.shows_views and current is self.views[at]):
                 current = param
             part = self.parts[at]
             start = self.layout.members[at].start if part is None else part.in_shard
@@ -530,8 +488,8 @@ class FlatParam:
         self.flat.data = fn(self.flat.detach())
         self.flat.requires_grad_(trainable)
         self._full = torch.empty(0, dtype=self.compute_dtype, device=self.options.device)
-        self._views = ()
-        self._shows_views = False
+        self.memory.forget()
+        self.drop_views()
         if self.options.use_orig_params:
             for param in self.params:
                 param.grad = None
@@ -630,7 +588,3 @@ def assign_grad(param: torch.Tensor, grad: torch.Tensor | None) -> None:
 def _spec(item: Found) -> MemberSpec:
     shape = tuple(item.param.shape)
     return MemberSpec(item.fqn, shape, memory_strides(shape, item.param.stride()))
-
-
-def _nobody_listens(grads: Gradients) -> None:
-    raise AssertionError("gradients of a flat parameter that belongs to no unit")

@@ -7,6 +7,7 @@ file but telling the parts: what is wrapped (`init`, `wrapping`, `groups`), how 
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -23,7 +24,8 @@ from ckpt.layout.sharded_tensor import UnitSharding
 from sharding.clip import check_dtypes, clip_sharded
 from sharding.collectives import Comm, wants_details
 from sharding.comm_hooks import hook_of
-from sharding.flat_param import FlatParam, Found, StoreOptions
+from sharding.flat_param import FlatParam, StoreOptions
+from sharding.flat_unit import HYBRID, FlatUnit, Settings
 from sharding.groups import Groups, resolve_groups
 from sharding.init import (
     Ignored,
@@ -36,12 +38,13 @@ from sharding.init import (
 )
 from sharding.order import OrderCheck
 from sharding.precision import cast_buffers, reduce_dtype
-from sharding.reduction import Reduction
+from sharding.reduction import Reduction, divide_factors
 from sharding.runtime import Runtime
 from sharding.stateful import StatefulUnit
+from sharding.store import Found
 from sharding.streams import streams_for
 from sharding.summon import SummonOptions, summon_units
-from sharding.unit import HYBRID, Phase, Settings, Unit
+from sharding.unit import Phase
 from sharding.wrapping import auto_wrap
 
 __all__ = ["FullyShardedDataParallel", "fsdp_units"]
@@ -52,7 +55,7 @@ _CHILD = "_fsdp_wrapped_module"
 class UnshardHandle:
     """An early gather under way."""
 
-    def __init__(self, unit: Unit) -> None:
+    def __init__(self, unit: FlatUnit) -> None:
         self._unit = unit
         if unit.store is not None:
             unit.store.start_unshard()
@@ -138,7 +141,7 @@ class FullyShardedDataParallel(StatefulUnit):
         self._build(_make_unit(module, found, groups, settings), groups, ignored, device_mesh)
 
     def _build(
-        self, unit: Unit, groups: Groups, ignored: Ignored, device_mesh: DeviceMesh | None
+        self, unit: FlatUnit, groups: Groups, ignored: Ignored, device_mesh: DeviceMesh | None
     ) -> None:
         """What the wrapper is once everything has been decided."""
         module = unit.wrapped
@@ -213,10 +216,11 @@ class FullyShardedDataParallel(StatefulUnit):
                 raise ValueError(f"{name} must be the same for all units, got {sorted(values)}")
         _check_devices(self)
         device = self.fsdp_unit.settings.device
-        runtime = Runtime(self.fsdp_unit, [w.fsdp_unit for w in wrappers], streams_for(device))
+        units = [wrapper.fsdp_unit for wrapper in wrappers]
+        runtime = Runtime(self.fsdp_unit, units, streams_for(device))
         if wants_details():
             runtime.order_check = OrderCheck(
-                self.fsdp_groups.shard, lambda number: _members_text(runtime.units[number])
+                self.fsdp_groups.shard, lambda number: _members_text(units[number])
             )
         _cast_all_buffers(self, wrappers)
         return runtime
@@ -628,17 +632,19 @@ def _clamped(strategy: ShardingStrategy, groups: Groups) -> ShardingStrategy:
     return strategy
 
 
-def _make_unit(module: nn.Module, found: Any, groups: Groups, settings: Settings) -> Unit:
+def _make_unit(module: nn.Module, found: Any, groups: Groups, settings: Settings) -> FlatUnit:
     shard: Comm | None = groups.shard
     replicate = groups.replicate
     if not settings.is_sharded:
         # Every rank has everything: all of them are replicas.
         shard, replicate = None, (replicate if groups.shard.size == 1 else None) or groups.shard
     precision = settings.precision
+    size = math.prod(comm.size for comm in (shard, replicate) if comm is not None)
     reduction = Reduction(
         shard=shard,
         replicate=replicate,
         dtype=reduce_dtype(precision),
+        factors=divide_factors(size),
         keep_dtype=precision.keep_low_precision_grads,
     )
     store = None
@@ -652,10 +658,10 @@ def _make_unit(module: nn.Module, found: Any, groups: Groups, settings: Settings
             limit_gathers=settings.limit_all_gathers,
         )
         store = FlatParam(found, groups.shard, streams_for(settings.device), options)
-    return Unit(module, store, settings, reduction)
+    return FlatUnit(module, store, settings, reduction)
 
 
-def _members_text(unit: Unit) -> str:
+def _members_text(unit: FlatUnit) -> str:
     fqns = [] if unit.store is None else [clean_name(item.fqn) for item in unit.store.found]
     return f"{type(unit.wrapped).__name__} with {', '.join(fqns)}"
 
@@ -674,7 +680,7 @@ def _check_devices(root: FullyShardedDataParallel) -> None:
             )
 
 
-def _check_summon(units: list[Unit], options: SummonOptions) -> None:
+def _check_summon(units: list[FlatUnit], options: SummonOptions) -> None:
     unsharded = any(not unit.settings.is_sharded for unit in units)
     if options.with_grads and options.offload_to_cpu:
         raise NotImplementedError("with_grads=True cannot be combined with offload_to_cpu=True")

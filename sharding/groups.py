@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import ShardingStrategy
 
 from sharding.collectives import Comm, Group, comm_of, default_group, is_group, new_groups
-from sharding.unit import HYBRID
+from sharding.flat_unit import HYBRID
 
 __all__ = ["Groups", "blocks_of", "resolve_groups"]
 

@@ -19,14 +19,16 @@ import os
 import sys
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
-__all__ = ["GatheredMemory", "PagePool", "gathered_memory"]
+__all__ = ["GatheredMemory", "PagePool", "TensorMemory", "TensorSize", "gathered_memory"]
 
 # Page tables move a whole directory (2 MiB) at a time when both ends are aligned to one.
 _UNIT = 2 * 1024 * 1024
+_ALIGNMENT = 64  # bytes; every tensor starts at a multiple of it
 _MREMAP_MAYMOVE, _MREMAP_FIXED, _MREMAP_DONTUNMAP = 1, 2, 4
 _MADV_DONTNEED, _MADV_HUGEPAGE = 4, 14
 _MAP_NORESERVE = 0x4000
@@ -131,6 +133,58 @@ def gathered_memory(nbytes: int, device: torch.device, pool: PagePool) -> Gather
     if device.type == "cpu" and nbytes >= _UNIT and _can_move():
         return _Moved(nbytes, pool)
     return _Resized(nbytes, device)
+
+
+class TensorSize(NamedTuple):
+    """How many elements of which dtype a 1-D tensor has."""
+
+    numel: int
+    dtype: torch.dtype
+
+
+class TensorMemory:
+    """1-D tensors side by side in one gathered memory; the same objects as long as their sizes
+    stay.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.tensors: tuple[torch.Tensor, ...] = ()
+        self._sizes: tuple[TensorSize, ...] = ()
+        self._memory: GatheredMemory = _Resized(0, device)
+        self._device = device
+
+    @property
+    def nbytes(self) -> int:
+        """What is taken now."""
+        return self._memory.nbytes
+
+    def fetch(self, sizes: Sequence[TensorSize], pages: PagePool) -> tuple[torch.Tensor, ...]:
+        """Have the memory; returns the tensors, which are new ones if the sizes have changed."""
+        if tuple(sizes) == self._sizes and self.tensors:
+            self._memory.fetch()
+            return self.tensors
+        starts = []
+        nbytes = 0
+        for numel, dtype in sizes:
+            starts.append(-(-nbytes // _ALIGNMENT) * _ALIGNMENT)
+            nbytes = starts[-1] + numel * dtype.itemsize
+        self._memory = gathered_memory(nbytes, self._device, pages)
+        whole = self._memory.whole
+        self.tensors = tuple(
+            whole[start : start + numel * dtype.itemsize].view(dtype)
+            for start, (numel, dtype) in zip(starts, sizes, strict=True)
+        )
+        self._sizes = tuple(sizes)
+        return self.tensors
+
+    def release(self) -> None:
+        """Give the memory away. Harmless when it is not there."""
+        self._memory.release()
+
+    def forget(self) -> None:
+        """Make tensors anew at the next `fetch`."""
+        self.tensors, self._sizes = (), ()
+        self._memory = _Resized(0, self._device)
 
 
 # --- system calls --------------------------------------------------------------------------------

@@ -12,7 +12,20 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecision
 from torch.nn.utils.rnn import PackedSequence
 
-__all__ = ["cast_buffers", "cast_floating", "map_tensors", "reduce_dtype"]
+__all__ = ["Casts", "cast_buffers", "cast_floating", "map_tensors", "reduce_dtype"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Casts:
+    """What a unit does to the floating point inputs and outputs of its modules."""
+
+    dtype: torch.dtype | None = None
+    """Of inputs; None leaves them as they are."""
+    root_inputs: bool = True
+    """Whether the inputs of the root are cast."""
+    inputs: bool = False
+    """Whether those of other units are."""
+    output_dtype: torch.dtype | None = None
 
 
 def reduce_dtype(precision: MixedPrecision | None) -> torch.dtype | None:

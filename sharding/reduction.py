@@ -10,15 +10,15 @@ the parts leave the range of a low-precision dtype.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from sharding.collectives import Comm, Pending
-from sharding.flat_param import FlatParam
 from sharding.pool import BufferPool
+from sharding.store import Gradients, Outgoing, Store
 from sharding.streams import Streams
 
 __all__ = ["CommHook", "Reduction", "Reductions", "divide_factors"]
@@ -42,128 +42,157 @@ class Reduction:
     replicate: Comm | None
     dtype: torch.dtype | None
     """Of the collectives; None for the dtype of the shard."""
-    keep_dtype: bool
+    factors: tuple[float, float]
+    """What to divide by before and after summing."""
+    keep_dtype: bool = False
+    fills_unused: bool = False
+    """Whether parameters without a gradient take part, with zeros."""
     hook: CommHook | None = None
-
-    @property
-    def factors(self) -> tuple[float, float]:
-        """What to divide by before and after summing."""
-        size = 1
-        for comm in (self.shard, self.replicate):
-            size *= 1 if comm is None else comm.size
-        return divide_factors(size)
+    summed_hook: Callable[[torch.Tensor], object] | None = None
+    """Called with the reduced gradients, before they are divided."""
+    all_reduces: bool = True
+    """Whether sums go to the replicate group now; else they are kept and added to later ones."""
 
     def with_hook(self, hook: CommHook) -> Reduction:
         """The same, through a comm hook."""
         return replace(self, hook=hook)
 
 
+class _InFlight(NamedTuple):
+    """A reduction under way."""
+
+    pending: Pending
+    end: Callable[[], None]
+    """What remains to be done once it has been waited for."""
+
+
 class Reductions:
     """The reductions under way, oldest first. All of a model's units share one."""
 
-    def __init__(self, pool: BufferPool, streams: Streams, *, in_flight_max: int = 2) -> None:
+    def __init__(self, pool: BufferPool, streams: Streams) -> None:
+        self.in_flight_max = 2
         self._pool = pool
         self._streams = streams
-        self._in_flight_max = in_flight_max
-        self._ends: list[Callable[[], None]] = []
+        self._in_flight: list[_InFlight] = []
+        self._kept: dict[tuple[int, tuple[int, ...]], torch.Tensor] = {}
+        """Sums that wait for the replicate group, by unit and members."""
 
-    def start(
-        self, store: FlatParam, reduction: Reduction, grads: Sequence[torch.Tensor | None]
-    ) -> None:
-        """Start to reduce; the gradient is there after `finish`."""
-        while len(self._ends) >= self._in_flight_max:
-            self._ends.pop(0)()
-        if reduction.hook is not None:
-            self._ends.append(self._start_hook(store, reduction, reduction.hook, grads))
-        elif reduction.shard is not None:
-            self._ends.append(self._start_sharded(store, reduction, grads))
-        else:
-            self._ends.append(self._start_replicated(store, reduction, grads))
+    def start(self, store: Store, reduction: Reduction, grads: Gradients | None) -> None:
+        """Start to reduce; the gradient is there after `finish`. None: of no member."""
+        while len(self._in_flight) >= self.in_flight_max:
+            self._end_oldest()
+        casts = reduction.hook is not None and reduction.hook.casts
+        dtype = (store.compute_dtype if casts else reduction.dtype) or store.dtype
+        is_sharded = reduction.hook is None and reduction.shard is not None
+        outgoing = store.outgoing_gradients(
+            grads,
+            dtype=dtype,
+            scale=1.0 if reduction.hook is not None else 1.0 / reduction.factors[0],
+            fill=reduction.fills_unused,
+            # Otherwise the buffer becomes the gradient, or is the hook's own.
+            pool=self._pool if is_sharded else None,
+        )
+        if not outgoing.members:
+            return
+        self._streams.reductions_wait_for_compute()
+        for member in outgoing.members:
+            self._streams.reductions_will_read(member.whole)
+        with self._streams.reducing():
+            if reduction.hook is not None:
+                started = self._start_hook(store, reduction, reduction.hook, outgoing)
+            elif reduction.shard is not None:
+                started = self._start_sharded(store, reduction, reduction.shard, outgoing)
+            else:
+                started = self._start_replicated(store, reduction, outgoing)
+        self._in_flight.append(started)
 
     def finish(self) -> None:
         """Wait for all of them."""
-        while self._ends:
-            self._ends.pop(0)()
+        while self._in_flight:
+            self._end_oldest()
         self._streams.compute_waits_for_reductions()
 
-    def drop(self) -> None:
-        """Forget what a failed backward has left."""
-        self._ends.clear()
+    def drop(self, *, wait: bool = False) -> None:
+        """Forget what a failed backward has left; `wait` until its messages have come and gone."""
+        dropped, self._in_flight = self._in_flight, []
+        self._kept.clear()
+        for one in dropped if wait else ():
+            one.pending.wait()
+
+    def _end_oldest(self) -> None:
+        oldest = self._in_flight.pop(0)
+        with self._streams.reducing():
+            oldest.pending.wait()
+            oldest.end()
 
     def _start_sharded(
-        self, store: FlatParam, reduction: Reduction, grads: Sequence[torch.Tensor | None]
-    ) -> Callable[[], None]:
-        assert reduction.shard is not None
-        before, after = reduction.factors
-        dtype = reduction.dtype or store.dtype
-        full = self._pool.take(store.layout.padded_numel, dtype, store.options.device)
-        store.write_gradients(grads, full, scale=1.0 / before)
-        self._streams.reductions_wait_for_compute()
-        with self._streams.reducing():
-            out = torch.empty(store.layout.shard_numel, dtype=dtype, device=full.device)
-            pending = reduction.shard.reduce_scatter(
-                full, out, pool=self._pool, tag=2 * store.tag + 1
-            )
+        self, store: Store, reduction: Reduction, shard: Comm, outgoing: Outgoing
+    ) -> _InFlight:
+        members = outgoing.members
+        first = members[0].whole
+        sizes = [member.of(shard.rank).numel() for member in members]
+        out = torch.empty(sum(sizes), dtype=first.dtype, device=first.device)
+        outs = torch.split(out, sizes)
+        pending = shard.reduce_scatter(members, outs, pool=self._pool, tag=2 * store.tag + 1)
 
         def end() -> None:
-            with self._streams.reducing():
-                pending.wait()
-                self._pool.give_back(full)
-                if reduction.replicate is not None:
-                    reduction.replicate.all_reduce(out).wait()
-                if after != 1.0:
-                    out.div_(after)
-                store.add_gradient(out, keep_dtype=reduction.keep_dtype)
+            for buffer in outgoing.scratch:
+                self._pool.give_back(buffer)
+            if not self._is_summed(reduction, (store.tag, outgoing.at), out):
+                return
+            if reduction.summed_hook is not None:
+                reduction.summed_hook(out)
+            if reduction.factors[1] != 1.0:
+                out.div_(reduction.factors[1])
+            store.add_gradients(outgoing, outs, keep_dtype=reduction.keep_dtype)
 
-        return end
+        return _InFlight(pending, end)
+
+    def _is_summed(
+        self, reduction: Reduction, what: tuple[int, tuple[int, ...]], out: torch.Tensor
+    ) -> bool:
+        """Sum over the replicate group, in place, unless that is to wait; whether it is done."""
+        if reduction.replicate is None:
+            return True
+        before = self._kept.pop(what, None)
+        if before is not None:
+            out.add_(before)
+        if not reduction.all_reduces:
+            self._kept[what] = out
+            return False
+        reduction.replicate.all_reduce(out).wait()
+        return True
 
     def _start_replicated(
-        self, store: FlatParam, reduction: Reduction, grads: Sequence[torch.Tensor | None]
-    ) -> Callable[[], None]:
-        before, after = reduction.factors
-        out = torch.empty(
-            store.layout.padded_numel,
-            dtype=reduction.dtype or store.dtype,
-            device=store.options.device,
-        )
-        store.write_gradients(grads, out, scale=1.0 / before)
-        self._streams.reductions_wait_for_compute()
-        with self._streams.reducing():
-            comm = reduction.replicate
-            pending = Pending(()) if comm is None else comm.all_reduce(out)
+        self, store: Store, reduction: Reduction, outgoing: Outgoing
+    ) -> _InFlight:
+        (member,) = outgoing.members
+        out = member.whole
+        comm = reduction.replicate
+        pending = Pending(()) if comm is None else comm.all_reduce(out)
 
         def end() -> None:
-            with self._streams.reducing():
-                pending.wait()
-                if after != 1.0:
-                    out.div_(after)
-                store.add_gradient(out, keep_dtype=reduction.keep_dtype)
+            if reduction.factors[1] != 1.0:
+                out.div_(reduction.factors[1])
+            store.add_gradients(outgoing, [out], keep_dtype=reduction.keep_dtype)
 
-        return end
+        return _InFlight(pending, end)
 
     def _start_hook(
-        self,
-        store: FlatParam,
-        reduction: Reduction,
-        hook: CommHook,
-        grads: Sequence[torch.Tensor | None],
-    ) -> Callable[[], None]:
-        dtype = (store.compute_dtype if hook.casts else reduction.dtype) or store.dtype
-        full = torch.empty(store.layout.padded_numel, dtype=dtype, device=store.options.device)
-        store.write_gradients(grads, full, scale=1.0)
-        self._streams.reductions_wait_for_compute()
-        with self._streams.reducing():
-            if reduction.shard is None:
-                hook.hook(hook.state, full)
-                out = full
-            else:
-                out = torch.zeros(store.layout.shard_numel, dtype=dtype, device=full.device)
-                hook.hook(hook.state, full, out)
+        self, store: Store, reduction: Reduction, hook: CommHook, outgoing: Outgoing
+    ) -> _InFlight:
+        (member,) = outgoing.members
+        out = full = member.whole
+        if reduction.shard is None:
+            hook.hook(hook.state, full)
+        else:
+            out = torch.zeros(member.part_numel, dtype=full.dtype, device=full.device)
+            hook.hook(hook.state, full, out)
 
         def end() -> None:
-            store.add_gradient(out, keep_dtype=reduction.keep_dtype)
+            store.add_gradients(outgoing, [out], keep_dtype=reduction.keep_dtype)
 
-        return end
+        return _InFlight(Pending(()), end)
 
 
 def divide_factors(size: int) -> tuple[float, float]:

@@ -31,6 +31,8 @@ class Runtime:
         self.pages = PagePool()
         self.reductions = Reductions(self.pool, streams)
         self.in_backward = False
+        self.is_last_backward = True
+        """Whether the next backward's reductions are waited for at its end."""
         self.order_check: OrderCheck | None = None
         """Set where the user asked for checks of the order."""
         self._forward_order: list[Unit] = []
@@ -42,6 +44,7 @@ class Runtime:
                 unit.store.tag = number
                 unit.store.streams = streams
                 unit.store.pages = self.pages
+                unit.store.pool = self.pool
 
     def begin_forward(self) -> None:
         """The root's forward starts: a new iteration, unless the last one is still to be run
@@ -55,11 +58,8 @@ class Runtime:
         self._forward_order = []
         self._ended_order = []
         for unit in self.units:
-            if unit.store is not None:
-                unit.store.adopt_gradients()
-                if unit.syncs_gradients and not unit.was_prefetched:
-                    # Kept from an earlier forward; the shards may have been stepped since.
-                    unit.store.reshard()
+            unit.abort_forward()  # of an iteration that has raised
+            unit.refresh()
 
     def record_forward(self, unit: Unit) -> None:
         """Remember that the unit's forward starts now."""
@@ -75,26 +75,27 @@ class Runtime:
             self._ended_order.append(unit)
 
     def prefetch_forward(self, unit: Unit) -> None:
-        """Start gathering what ran next in the first iteration."""
+        """Start gathering what the user named, or what ran next in the first iteration."""
+        if unit.forward_targets or not unit.schedule.forward_prefetch:
+            _gather_early(unit.forward_targets)
+            return
         order = self._first_order
         at = len(self._forward_order)
         if 0 < at < len(order) and order[at - 1] is unit:
-            self._prefetch(order[at])
+            order[at].gather_early()
 
     def prefetch_backward(self, unit: Unit) -> None:
-        """Start gathering what ran just before `unit` in this iteration."""
+        """Start gathering what the user named, or what ran just before `unit` in this iteration."""
+        if unit.backward_targets:
+            _gather_early(unit.backward_targets)
+            return
         order = self._ended_order
         for at in range(len(order) - 1, 0, -1):
             if order[at] is unit:
                 target = order[at - 1]
-                if target.phase is Phase.IDLE:
-                    self._prefetch(target)
+                if target.phase is Phase.IDLE and target.schedule.gathers_in_backward:
+                    target.gather_early()
                 return
-
-    def _prefetch(self, unit: Unit) -> None:
-        if unit.needs_gather and unit.store is not None:
-            unit.store.start_unshard()
-            unit.was_prefetched = True
 
     def begin_backward(self) -> None:
         """The first gradient of a backward arrives: arrange for its end."""
@@ -109,11 +110,23 @@ class Runtime:
         if self.order_check is not None:
             self.order_check.end_iteration()
         with torch.no_grad():
-            self.reductions.finish()
+            for unit in self.units:
+                unit.reduce_unused()
+            if self.is_last_backward:
+                self.reductions.finish()
             for unit in self.units:
                 unit.end_backward()
-        if any(unit.settings.offload for unit in self.units):
+        if self.is_last_backward and any(unit.offload for unit in self.units):
             self.streams.finish()
+
+    def reset(self) -> None:
+        """An iteration has raised: wait for what is under way, forget its gradients, free all."""
+        self._abandon_backward()
+        self._forward_order, self._ended_order = [], []
+        for unit in self.units:
+            if unit.store is not None:
+                unit.store.reshard()
+                unit.store.drop_unsharded_gradients()
 
     def _abandon_backward(self) -> None:
         """A backward raised half-way: forget what it has left."""
@@ -121,3 +134,8 @@ class Runtime:
         self.reductions.drop()
         for unit in self.units:
             unit.end_backward()
+
+
+def _gather_early(units: Sequence[Unit]) -> None:
+    for unit in units:
+        unit.gather_early()

@@ -37,6 +37,9 @@ class Streams:
     def reductions_wait_for_compute(self) -> None:
         """Reductions from now on see the gradients computed so far."""
 
+    def reductions_will_read(self, tensor: torch.Tensor) -> None:
+        """`tensor`'s memory is read by reductions, also after compute has let go of it."""
+
     def compute_waits_for_reductions(self) -> None:
         """Compute from now on sees what was reduced so far."""
 
@@ -80,6 +83,9 @@ class _AcceleratorStreams(Streams):
 
     def reductions_wait_for_compute(self) -> None:
         self._reduce.wait_stream(self._compute())
+
+    def reductions_will_read(self, tensor: torch.Tensor) -> None:
+        tensor.record_stream(self._reduce)
 
     def compute_waits_for_reductions(self) -> None:
         self._compute().wait_stream(self._reduce)

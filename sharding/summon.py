@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from sharding.flat_param import FlatParam, assign_grad
-from sharding.unit import Phase, Unit
+from sharding.flat_unit import FlatUnit
+from sharding.unit import Phase
 
 __all__ = ["SummonOptions", "summon_units"]
 
@@ -28,7 +29,7 @@ class SummonOptions:
 
 
 @contextmanager
-def summon_units(units: Sequence[Unit], options: SummonOptions) -> Iterator[None]:
+def summon_units(units: Sequence[FlatUnit], options: SummonOptions) -> Iterator[None]:
     """Show the full parameters of the units, all of them idle, while the context is open.
 
     Raises AssertionError inside forward, backward or another such context.
@@ -47,7 +48,7 @@ def summon_units(units: Sequence[Unit], options: SummonOptions) -> Iterator[None
 
 
 @contextmanager
-def _summoned(unit: Unit, store: FlatParam, options: SummonOptions) -> Iterator[None]:
+def _summoned(unit: FlatUnit, store: FlatParam, options: SummonOptions) -> Iterator[None]:
     store.reshard()
     store.adopt_values()
     store.adopt_gradients()
@@ -79,7 +80,9 @@ def _summoned(unit: Unit, store: FlatParam, options: SummonOptions) -> Iterator[
         unit.phase = Phase.IDLE
 
 
-def _show(unit: Unit, store: FlatParam, views: Sequence[torch.Tensor]) -> tuple[nn.Parameter, ...]:
+def _show(
+    unit: FlatUnit, store: FlatParam, views: Sequence[torch.Tensor]
+) -> tuple[nn.Parameter, ...]:
     if store.options.use_orig_params:
         for param, view in zip(store.params, views, strict=True):
             param.data = view
@@ -110,7 +113,7 @@ def _collect_writes(
             view.copy_(current.detach())
 
 
-def _hide(unit: Unit, store: FlatParam) -> None:
+def _hide(unit: FlatUnit, store: FlatParam) -> None:
     if store.options.use_orig_params:
         for item, param in zip(store.found, store.params, strict=True):
             for place in item.places:

@@ -19,31 +19,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
-from torch.distributed.fsdp import BackwardPrefetch, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import BackwardPrefetch
 
-from sharding.flat_param import FlatParam, State
-from sharding.precision import cast_floating, map_tensors
+from sharding.precision import Casts, cast_floating, map_tensors
 from sharding.reduction import Reduction
-from sharding.torch_seam import Place
+from sharding.store import State, Store
 
 if TYPE_CHECKING:
     from sharding.runtime import Runtime
 
-FLAT_NAME = "_flat_param"
-"""The name that a flat parameter has on the wrapped module; torch's own."""
-
-__all__ = ["FLAT_NAME", "Phase", "Settings", "Unit"]
-
-# Torch's own name of it has an underscore.
-HYBRID_ZERO2 = ShardingStrategy["_HYBRID_SHARD_ZERO2"]
-_KEEPS_AFTER_FORWARD = (
-    ShardingStrategy.SHARD_GRAD_OP,
-    HYBRID_ZERO2,
-    ShardingStrategy.NO_SHARD,
-)
-HYBRID = (ShardingStrategy.HYBRID_SHARD, HYBRID_ZERO2)
+__all__ = ["Phase", "Schedule", "Unit"]
 
 
 class Phase(enum.Enum):
@@ -56,46 +42,51 @@ class Phase(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What the constructor was told about a unit."""
+class Schedule:
+    """When a unit gathers and frees."""
 
-    strategy: ShardingStrategy
-    precision: MixedPrecision
-    backward_prefetch: BackwardPrefetch | None
-    forward_prefetch: bool
-    limit_all_gathers: bool
-    use_orig_params: bool
-    device: torch.device
-    offload: bool
-    ignored_buffers: frozenset[str] = frozenset()
-    """Names relative to the wrapped module."""
-
-    @property
-    def frees_after_forward(self) -> bool:
-        """Whether parameters are freed between forward and backward."""
-        return self.strategy not in _KEEPS_AFTER_FORWARD
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether parameters are split over ranks at all."""
-        return self.strategy is not ShardingStrategy.NO_SHARD
+    frees_after_forward: bool | None = None
+    """None: unless it is the root, whose parameters the backward wants first."""
+    keeps_without_grad: bool = False
+    """Whether not freeing also holds for forwards that no backward follows."""
+    frees_after_backward: bool = True
+    frees_unsynced: bool = True
+    """Whether a backward that does not reduce frees too."""
+    gathers_in_backward: bool = True
+    backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE
+    forward_prefetch: bool = False
 
 
 class Unit:
     """See the head of this file. `store` is None for a wrapper with nothing to shard."""
 
     def __init__(
-        self, wrapped: nn.Module, store: FlatParam | None, settings: Settings, reduction: Reduction
+        self,
+        store: Store | None,
+        reduction: Reduction,
+        *,
+        device: torch.device,
+        schedule: Schedule,
+        casts: Casts,
+        offload: bool = False,
     ) -> None:
-        self.wrapped = wrapped
         self.store = store
-        self.settings = settings
         self.reduction = reduction
+        self.device = device
+        self.schedule = schedule
+        self.casts = casts
+        self.offload = offload
+        """Whether shards and their gradients live in the host's memory."""
         self.phase = Phase.IDLE
         self.syncs_gradients = True
         self.was_prefetched = False
+        self.forward_targets: tuple[Unit, ...] = ()
+        """What to gather early during this unit's forward; without any, the schedule decides."""
+        self.backward_targets: tuple[Unit, ...] = ()
         self.runtime: Runtime | None = None
         """Set when the root has been found, at the first forward."""
+        self._has_reduced = False
+        self._is_kept_without_grad = False
         if store is not None:
             store.on_gradients = self.gradients_ready
 
@@ -119,9 +110,9 @@ class Unit:
             runtime.record_forward(self)
         if self.store is not None:
             self.gather()
-            if not recomputes and self.settings.forward_prefetch:
+            if not recomputes:
                 runtime.prefetch_forward(self)
-        args, kwargs = self._inputs(args, kwargs, is_root=runtime.root is self)
+        args, kwargs = self.cast_inputs(args, kwargs)
         if self.store is not None and not self.store.requires_grad:
             self._reshard_after_inputs((args, kwargs))
         return args, kwargs
@@ -129,18 +120,24 @@ class Unit:
     def after_forward(self, output: Any) -> Any:
         """Free, and arrange for the backward; returns the output."""
         runtime = self.found_runtime()
+        output = self.cast_output(output)
         if self.phase is Phase.BACKWARD:
             return output  # recomputed: the parameters are needed on
-        watched = self._watch(output)
+        watched = self.watch(output)
         runtime.record_forward_end(self)
         self.phase = Phase.IDLE
         if self.store is None or runtime.in_backward:
             return output
-        keeps = watched and (not self.settings.frees_after_forward or runtime.root is self)
-        if not keeps:
+        frees = self.schedule.frees_after_forward
+        if frees is None:
+            frees = runtime.root is not self
+        if not frees and (watched or self.schedule.keeps_without_grad):
+            self._is_kept_without_grad = not watched
+            self.store.keep_after_forward()
+        elif watched:
+            self.store.free_after_forward()
+        else:
             self.store.reshard()
-        elif self.settings.use_orig_params:
-            self.store.show_unsharded_params()
         return output
 
     def abort_forward(self) -> None:
@@ -157,52 +154,57 @@ class Unit:
             self.store.show_views()
             self.was_prefetched = False
 
-    def _inputs(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_root: bool
+    def gather_early(self) -> None:
+        """Start gathering before it is needed; nothing happens where it has been started."""
+        if self.store is not None and self.needs_gather:
+            self.store.start_unshard()
+            self.was_prefetched = True
+
+    def refresh(self) -> None:
+        """A new iteration starts: free what an earlier one left, which may be out of date."""
+        if self.store is None:
+            return
+        self.store.adopt_gradients()
+        kept, self._is_kept_without_grad = self._is_kept_without_grad, False
+        if kept and not torch.is_grad_enabled() and self.store.is_current():
+            return
+        if self.syncs_gradients and not self.was_prefetched and self._frees_after_backward:
+            # The shards may have been stepped since.
+            self.store.reshard()
+
+    def cast_inputs(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        settings, device = self.settings, self.settings.device
+        """The inputs in the dtype that the module computes in; the root's on its device too."""
+        is_root, device = self.found_runtime().root is self, self.device
         if is_root and device.type != "cpu":
             args, kwargs = map_tensors(
                 lambda tensor: tensor.to(device, non_blocking=True), (args, kwargs)
             )
-        precision = settings.precision
-        wanted = precision.cast_root_forward_inputs if is_root else precision.cast_forward_inputs
-        if wanted and precision.param_dtype is not None and self.store_computes_low():
-            args, kwargs = cast_floating(precision.param_dtype, (args, kwargs))
+        wanted = self.casts.root_inputs if is_root else self.casts.inputs
+        if wanted and self.casts.dtype is not None and self.store_computes_low():
+            args, kwargs = cast_floating(self.casts.dtype, (args, kwargs))
         return args, kwargs
+
+    def cast_output(self, output: Any) -> Any:
+        """The output in the dtype that the user asked for."""
+        wanted = self.casts.output_dtype
+        return output if wanted is None else cast_floating(wanted, output)
 
     def store_computes_low(self) -> bool:
         """Whether the configured dtype of parameters is in force now."""
         return True
 
-    def _watch(self, output: Any) -> bool:
+    def watch(self, output: Any) -> bool:
         """Ask for `before_backward` at every output with a gradient; whether there is any."""
-        if not torch.is_grad_enabled():
-            return False
-        found = []
-
-        def watch(tensor: torch.Tensor) -> torch.Tensor:
-            if tensor.requires_grad:
-                found.append(tensor)
-            return tensor
-
-        map_tensors(watch, output)
+        found = _tensors_with_gradients(output)
         for tensor in found:
             tensor.register_hook(self._on_output_gradient)  # type: ignore[no-untyped-call]
         return bool(found)
 
     def _reshard_after_inputs(self, inputs: Any) -> None:
         """A frozen unit sees no gradients of its own: free it when those of its inputs are done."""
-        if not torch.is_grad_enabled():
-            return
-        found: list[torch.Tensor] = []
-
-        def collect(tensor: torch.Tensor) -> torch.Tensor:
-            if tensor.requires_grad:
-                found.append(tensor)
-            return tensor
-
-        map_tensors(collect, inputs)
+        found = _tensors_with_gradients(inputs)
         if found:
             register_multi_grad_hook(found, lambda grads: self._frozen_done())
 
@@ -224,8 +226,12 @@ class Unit:
         self.phase = Phase.BACKWARD
         if self.store is None:
             return
-        self.gather()
-        if first and self.settings.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
+        if self.schedule.gathers_in_backward:
+            self.gather()
+        if first and (
+            self.backward_targets
+            or self.schedule.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
+        ):
             runtime.prefetch_backward(self)
 
     def gradients_ready(self, grads: Sequence[torch.Tensor | None]) -> None:
@@ -243,38 +249,41 @@ class Unit:
         store = self.store
         assert store is not None
         store.adopt_gradients()
-        if self.syncs_gradients or self.settings.frees_after_forward:
+        if self._frees_after_backward:
             store.reshard()
             self.phase = Phase.IDLE
-        if self.settings.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
+        if self.schedule.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
             runtime.prefetch_backward(self)
         if self.syncs_gradients:
+            self._has_reduced = True
             runtime.reductions.start(store, self.reduction, grads)
         else:
             store.keep_unsharded_gradients(grads)
 
+    def reduce_unused(self) -> None:
+        """The backward has not reached this unit, but may have on other ranks: reduce zeros."""
+        store = self.store
+        if store is None or self._has_reduced or not self.reduction.fills_unused:
+            return
+        if self.syncs_gradients and store.requires_grad:
+            self.found_runtime().reductions.start(store, self.reduction, None)
+
     def end_backward(self) -> None:
         """Free what the backward has left over (outputs that were not used, frozen members)."""
-        keeps = not self.syncs_gradients and not self.settings.frees_after_forward
         self.phase = Phase.IDLE
         self.was_prefetched = False
+        self._has_reduced = False
         if self.store is None:
             return
-        if not keeps:
+        if self._frees_after_backward:
             self.store.reshard()
-        elif self.settings.use_orig_params and self.store.state is State.UNSHARDED:
-            self.store.show_unsharded_params()
+        elif self.store.state is State.UNSHARDED:
+            self.store.keep_after_forward()
 
-    # --- the flat parameter as a parameter of the module ----------------------------------------
-
-    def show_flat(self) -> None:
-        """Without original parameters: register the flat parameter on the wrapped module."""
-        if self.store is not None and not self.settings.use_orig_params:
-            self.wrapped.register_parameter(FLAT_NAME, self.store.flat)
-
-    def hide_flat(self) -> None:
-        """Undo `show_flat`."""
-        Place(self.wrapped, FLAT_NAME).take()
+    @property
+    def _frees_after_backward(self) -> bool:
+        schedule = self.schedule
+        return schedule.frees_after_backward and (self.syncs_gradients or schedule.frees_unsynced)
 
     # --- state ----------------------------------------------------------------------------------
 
@@ -287,4 +296,19 @@ class Unit:
     @property
     def needs_gather(self) -> bool:
         """Whether a prefetch would do anything."""
-        return self.store is not None and self.store.state is State.SHARDED
+        waiting = (State.SHARDED, State.SHARDED_POST_FORWARD)
+        return self.store is not None and self.store.state in waiting
+
+
+def _tensors_with_gradients(value: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    if not torch.is_grad_enabled():
+        return found
+
+    def collect(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.requires_grad:
+            found.append(tensor)
+        return tensor
+
+    map_tensors(collect, value)
+    return found

@@ -87,6 +87,25 @@ def recomputed() -> nn.Sequential:
     return model
 
 
+def reentrant() -> nn.Sequential:
+    model = uneven()
+    model[1] = Reentrant(model[1])
+    return model
+
+
+def nested() -> nn.Sequential:
+    """`wrapped` makes three levels of it."""
+    return nn.Sequential(
+        nn.Linear(WIDTH, 7), nn.Sequential(block(7, 5, 3), nn.Linear(3, 3)), nn.Linear(3, 1)
+    )
+
+
+def batch_norm() -> nn.Sequential:
+    """Buffers that differ between ranks: each sees its own batch."""
+    inner = nn.Sequential(nn.Linear(7, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
+    return nn.Sequential(nn.Linear(WIDTH, 7), inner, nn.Linear(3, 1))
+
+
 BUILDERS: dict[str, Callable[[], nn.Sequential]] = {
     "even": even,
     "uneven": uneven,
@@ -95,6 +114,9 @@ BUILDERS: dict[str, Callable[[], nn.Sequential]] = {
     "partly_frozen": partly_frozen,
     "convolution": convolution,
     "recomputed": recomputed,
+    "reentrant": reentrant,
+    "nested": nested,
+    "batch_norm": batch_norm,
 }
 
 
@@ -121,10 +143,15 @@ def engine(name: str) -> Any:
 
 
 def wrapped(name: str, model: nn.Sequential, *, which: str = "1", **kwargs: Any) -> Any:
-    """The model as a root unit around it and an inner one around its child `which`."""
+    """The model as a root unit around it and an inner one around its child `which`; where that is a
+    tree of its own, with another inside.
+    """
     wrap = engine(name)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
+        inner = getattr(model, which)
+        if isinstance(inner, nn.Sequential) and isinstance(inner[0], nn.Sequential):
+            inner[0] = wrap(inner[0], **kwargs)
         setattr(model, which, wrap(getattr(model, which), **kwargs))
         return wrap(model, **kwargs)
 

@@ -16,8 +16,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ckpt.api import async_save as async_save
     from ckpt.api import load as load
     from ckpt.api import save as save
+    from ckpt.background import PendingSave as PendingSave
+    from ckpt.diffing import DiffOptions as DiffOptions
+    from ckpt.diffing import DiffReport as DiffReport
+    from ckpt.diffing import diff as diff
     from ckpt.errors import CheckpointError as CheckpointError
     from ckpt.errors import Corrupt as Corrupt
     from ckpt.errors import Fenced as Fenced
@@ -27,6 +32,7 @@ if TYPE_CHECKING:
     from ckpt.errors import NoCheckpoint as NoCheckpoint
     from ckpt.errors import OutcomeUnknown as OutcomeUnknown
     from ckpt.errors import RankFailed as RankFailed
+    from ckpt.errors import SaveDropped as SaveDropped
     from ckpt.errors import StoreRefused as StoreRefused
     from ckpt.errors import UnsupportedFormat as UnsupportedFormat
     from ckpt.exporting import ExportReport as ExportReport
@@ -59,6 +65,8 @@ _HOMES = {
     "Checkpoint": "ckpt.reader",
     "CheckpointError": "ckpt.errors",
     "Corrupt": "ckpt.errors",
+    "DiffOptions": "ckpt.diffing",
+    "DiffReport": "ckpt.diffing",
     "DiskUsage": "ckpt.overview",
     "Event": "ckpt.overview",
     "ExportReport": "ckpt.exporting",
@@ -69,8 +77,10 @@ _HOMES = {
     "Mismatch": "ckpt.errors",
     "NoCheckpoint": "ckpt.errors",
     "OutcomeUnknown": "ckpt.errors",
+    "PendingSave": "ckpt.background",
     "PerRank": "ckpt.state_dict",
     "RankFailed": "ckpt.errors",
+    "SaveDropped": "ckpt.errors",
     "SaveReport": "ckpt.saving",
     "Selection": "ckpt.exporting",
     "StateDictType": "ckpt.state_dict",
@@ -78,7 +88,9 @@ _HOMES = {
     "StoreRefused": "ckpt.errors",
     "UnsupportedFormat": "ckpt.errors",
     "VerifyReport": "ckpt.verifying",
+    "diff": "ckpt.diffing",
     "disk_usage": "ckpt.overview",
+    "async_save": "ckpt.api",
     "export": "ckpt.exporting",
     "history": "ckpt.overview",
     "list_steps": "ckpt.reader",

@@ -83,6 +83,7 @@ def _built() -> tuple[argparse.ArgumentParser, list[Command]]:
     _add_log(commands)
     _add_du(commands)
     _add_show(commands)
+    _add_diff(commands)
     _add_verify(commands)
     _add_export(commands)
     _add_salvage(commands)
@@ -190,6 +191,44 @@ def _add_show(commands: Commands) -> None:
     parser.add_argument("--json", action="store_true", help="for programs: every stored part")
 
 
+def _add_diff(commands: Commands) -> None:
+    parser = _add(
+        commands,
+        "diff",
+        "comparing:diff_checkpoints",
+        "tell which tensors and values differ between two checkpoints, and by how much",
+        "ckpt diff runs/7b                         the newest against the one before it\n"
+        "ckpt diff runs/7b --step-a 100 --step-b 900\n"
+        "ckpt diff runs/7b s3://bucket/run --include 'model.*' --quick",
+    )
+    _add_url(parser, "checkpoint a: a root, or one step's directory")
+    parser.add_argument("other", nargs="?", help="checkpoint b; default: the same root")
+    parser.add_argument("--step-a", type=int, metavar="STEP", help="of a; default: the latest")
+    parser.add_argument("--step-b", type=int, metavar="STEP", help="of b; default: the latest")
+    parser.add_argument(
+        "--quick", action="store_true", help="compare checksums only; read no tensor"
+    )
+    parser.add_argument("--include", action="append", default=[], metavar="PATTERN")
+    parser.add_argument("--exclude", action="append", default=[], metavar="PATTERN")
+    _add_rename(parser, "replace in names of a, such as '^backbone\\.=' ; repeatable, in order")
+    parser.add_argument(
+        "--sort", choices=("name", "amount"), default="name", help="amount: relative norm first"
+    )
+    _add_options(parser, "--other-option", "of the other store (default: the same)")
+    _add_json(parser)
+
+
+def _add_rename(parser: Command, help: str) -> None:
+    parser.add_argument(
+        "--rename",
+        action="append",
+        default=[],
+        metavar="REGEX=TEXT",
+        type=substitution,
+        help=help,
+    )
+
+
 def _add_verify(commands: Commands) -> None:
     parser = _add(
         commands,
@@ -219,14 +258,7 @@ def _add_export(commands: Commands) -> None:
     parser.add_argument("--dtype", help="for floating-point tensors, e.g. bfloat16")
     parser.add_argument("--include", action="append", default=[], metavar="PATTERN")
     parser.add_argument("--exclude", action="append", default=[], metavar="PATTERN")
-    parser.add_argument(
-        "--rename",
-        action="append",
-        default=[],
-        metavar="REGEX=TEXT",
-        type=substitution,
-        help=r"replace in names, such as '^backbone\.=' ; repeatable, in order",
-    )
+    _add_rename(parser, r"replace in names, such as '^backbone\.=' ; repeatable, in order")
     parser.add_argument(
         "--shard-size",
         type=_nbytes,

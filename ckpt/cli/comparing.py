@@ -1,0 +1,156 @@
+"""Commands that compare: a checkpoint with another (diff)."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from typing import Any
+
+from ckpt.cli.commandline import DIFFERENT, OK
+from ckpt.cli.screen import (
+    progress_bar,
+    shape_text,
+    short,
+    show_json,
+    show_table,
+    size,
+    value_json,
+)
+from ckpt.diffing import Amount, DiffOptions, DiffReport, TensorChange, diff, renaming
+from ckpt.errors import CheckpointError
+from ckpt.reader import list_steps
+
+NAMES_SHOWN_MAX = 50
+
+
+def diff_checkpoints(arguments: argparse.Namespace) -> int:
+    """`ckpt diff`."""
+    url_a, url_b, step_a, step_b = _sides(arguments)
+    with progress_bar("comparing") as progress:
+        report = diff(
+            url_a,
+            url_b,
+            step_a=step_a,
+            step_b=step_b,
+            options=DiffOptions(
+                include=arguments.include,
+                exclude=arguments.exclude,
+                rename=renaming(arguments.rename),
+                data=not arguments.quick,
+            ),
+            progress=progress,
+            storage_options=dict(arguments.option),
+            storage_options_b=dict(arguments.other_option) or None,
+        )
+    if arguments.json:
+        show_json(_report_json(report))
+    else:
+        _show_report(report, by_amount=arguments.sort == "amount")
+    return OK if report.identical else DIFFERENT
+
+
+def _sides(arguments: argparse.Namespace) -> tuple[str, str, int | None, int | None]:
+    """Urls and steps of a and b. With one url and no step: the newest and the one before it."""
+    step_a, step_b = arguments.step_a, arguments.step_b
+    if arguments.other is not None:
+        return arguments.url, arguments.other, step_a, step_b
+    if step_a is None and step_b is None:
+        steps = [info.step for info in list_steps(arguments.url, dict(arguments.option))]
+        if len(set(steps)) < 2:
+            raise CheckpointError(
+                f"{arguments.url} has {len(steps)} checkpoints: nothing to compare with; name "
+                "another checkpoint after it, as in `ckpt diff A B`"
+            )
+        older = [step for step in steps if step != steps[-1]]
+        return arguments.url, arguments.url, older[-1], steps[-1]
+    return arguments.url, arguments.url, step_a, step_b
+
+
+def _show_report(report: DiffReport, *, by_amount: bool) -> None:
+    print(f"a: step {report.step_a} of {report.url_a}")
+    print(f"b: step {report.step_b} of {report.url_b}\n")
+    changes = list(report.changed)
+    if by_amount:
+        changes.sort(key=lambda c: c.amount.relative_norm if c.amount else math.inf, reverse=True)
+    if changes:
+        titles = ("changed", "what", "elements", "max abs", "max rel", "norm", "rel norm")
+        show_table(titles, [_row(change) for change in changes], right=titles[2:])
+        print()
+    for title, names in (("only in a", report.only_a), ("only in b", report.only_b)):
+        for name in names[:NAMES_SHOWN_MAX]:
+            print(f"{title}: {name}")
+        if len(names) > NAMES_SHOWN_MAX:
+            print(f"... and {len(names) - NAMES_SHOWN_MAX} more {title}; --json lists all")
+    for value in report.values:
+        old = short(repr(value.a), 60) if value.has_a else "(absent)"
+        new = short(repr(value.b), 60) if value.has_b else "(absent)"
+        print(f"value {value.fqn}: {old} -> {new}")
+    if report.per_rank_differs:
+        print("values of single ranks (PerRank) differ")
+    if report.identical:
+        print(f"the same: {report.same} tensors and all values, bit for bit")
+        return
+    print(
+        f"{report.same} tensors are the same, {len(report.changed)} changed, "
+        f"{len(report.only_a)} only in a, {len(report.only_b)} only in b, "
+        f"{len(report.values)} values differ; {size(report.nbytes_read)} of tensors read"
+    )
+
+
+def _row(change: TensorChange) -> tuple[str, ...]:
+    if change.what == "shape":
+        return (
+            change.fqn,
+            f"shape {shape_text(change.shape_a)} -> {shape_text(change.shape_b)}",
+            *[""] * 5,
+        )
+    what = change.what
+    if what == "dtype":
+        what = f"{change.dtype_a} -> {change.dtype_b}"
+    amount = change.amount
+    if amount is None:
+        return change.fqn, what, *[""] * 5
+    if amount.not_finite:
+        what += f", {amount.not_finite} not finite"
+    numel = max(math.prod(change.shape_b), 1)
+    share = f"{amount.changed} ({100 * amount.changed / numel:.3g} %)"
+    numbers = (amount.max_abs, amount.max_rel, amount.norm, amount.relative_norm)
+    return change.fqn, what, share, *(f"{number:.3g}" for number in numbers)
+
+
+def _report_json(report: DiffReport) -> dict[str, Any]:
+    return {
+        "a": {"url": report.url_a, "step": report.step_a},
+        "b": {"url": report.url_b, "step": report.step_b},
+        "identical": report.identical,
+        "same": report.same,
+        "changed": [_change_json(change) for change in report.changed],
+        "only_a": list(report.only_a),
+        "only_b": list(report.only_b),
+        "values": [
+            {
+                "name": value.fqn,
+                **({"a": value_json(value.a)} if value.has_a else {}),
+                **({"b": value_json(value.b)} if value.has_b else {}),
+            }
+            for value in report.values
+        ],
+        "per_rank_differs": report.per_rank_differs,
+        "nbytes_read": report.nbytes_read,
+    }
+
+
+def _change_json(change: TensorChange) -> dict[str, Any]:
+    return {
+        "name": change.fqn,
+        "what": change.what,
+        "dtype_a": change.dtype_a,
+        "dtype_b": change.dtype_b,
+        "shape_a": list(change.shape_a),
+        "shape_b": list(change.shape_b),
+        "amount": _amount_json(change.amount) if change.amount else None,
+    }
+
+
+def _amount_json(amount: Amount) -> dict[str, Any]:
+    return {**amount._asdict(), "relative_norm": amount.relative_norm}

@@ -1,0 +1,201 @@
+"""diff names exactly what differs, by the right amounts, and reads only where checksums differ.
+
+Checkpoints are made of small states, one is changed in a known way, and the report is compared with
+what plain torch arithmetic says of the two tensors.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckpt
+from ckpt.cli import main
+from ckpt.diffing import DiffOptions, diff_checkpoints
+from ckpt.format.checksum import crc32c
+from ckpt.format.joining import joined_crc32c
+from ckpt.reader import Checkpoint, find_checkpoint
+from storage import open_store
+from storage.testing import CountingStore
+from tests.ranks import run_ranks
+from tests.tools.conftest import save_sliced, sliced_net
+
+MIB = 1 << 20
+
+
+def state() -> dict[str, Any]:
+    torch.manual_seed(3)
+    return {
+        "w": torch.randn(700, 1001),
+        "half": torch.randn(33).to(torch.bfloat16),
+        "count": torch.arange(10),
+        "mask": torch.tensor([True, False]),
+        "wave": torch.randn(4, dtype=torch.complex64),
+        "tiny": torch.randn(6).to(torch.float8_e4m3fn),
+        "scalar": torch.tensor(2.5, dtype=torch.float64),
+        "none": torch.empty(0, 3),
+        "epoch": 4,
+        "note": "first",
+    }
+
+
+def saved(folder: Path, name: str, value: dict[str, Any], step: int = 1) -> str:
+    ckpt.save(value, str(folder / name), step=step)
+    return str(folder / name)
+
+
+def test_joined_checksums_are_those_of_the_joined_bytes(rng: random.Random) -> None:
+    for _ in range(20):
+        parts = [rng.randbytes(rng.choice([0, 1, 5, 4096, 100_000])) for _ in range(4)]
+        joined = joined_crc32c([crc32c(part) for part in parts], [len(part) for part in parts])
+        assert joined == crc32c(b"".join(parts))
+
+
+def test_equal_checkpoints_are_identical_and_nothing_is_read(tmp_path: Path) -> None:
+    a, b = saved(tmp_path, "a", state()), saved(tmp_path, "b", state())
+    report = ckpt.diff(a, b)
+    assert report.identical and report.same == 8 and report.nbytes_read == 0
+
+
+def test_every_kind_of_change_is_told(tmp_path: Path) -> None:
+    other = state()
+    other["w"][3, 5] += 0.5
+    other["half"][:] = 0
+    other["count"][2] = -7
+    other["mask"][0] = False
+    other["wave"][1] += 3 + 4j
+    other["scalar"] = torch.tensor(2.5, dtype=torch.float32)
+    other["tiny"] = torch.zeros(7).to(torch.float8_e4m3fn)
+    del other["none"]
+    other["more"] = torch.zeros(2)
+    other["epoch"] = 5
+    del other["note"]
+    a, b = saved(tmp_path, "a", state()), saved(tmp_path, "b", other)
+    report = ckpt.diff(a, b)
+    before = state()
+    changes = {change.fqn: change for change in report.changed}
+    assert set(changes) == {"w", "half", "count", "mask", "wave", "scalar", "tiny"}
+    assert changes["w"].amount is not None and changes["w"].amount.changed == 1
+    assert changes["w"].amount.max_abs == pytest.approx(0.5, abs=1e-6)
+    assert changes["w"].amount.compared == MIB // 4, "one block of four bytes per element"
+    half = before["half"].double()
+    assert changes["half"].amount is not None
+    assert changes["half"].amount.norm == pytest.approx(float(half.norm()))
+    assert changes["half"].amount.relative_norm == pytest.approx(1.0)
+    assert changes["half"].amount.max_rel == 1.0
+    assert changes["count"].amount is not None and changes["count"].amount.max_abs == 9
+    assert changes["mask"].amount is not None and changes["mask"].amount.changed == 1
+    assert changes["wave"].amount is not None
+    assert changes["wave"].amount.max_abs == pytest.approx(5, rel=1e-5)
+    assert changes["scalar"].what == "dtype" and changes["scalar"].amount is not None
+    assert changes["scalar"].amount.changed == 0
+    assert changes["tiny"].what == "shape" and changes["tiny"].amount is None
+    assert (report.only_a, report.only_b, report.same) == (("none",), ("more",), 0)
+    assert [(value.fqn, value.a, value.b) for value in report.values] == [
+        ("epoch", 4, 5),
+        ("note", "first", None),
+    ]
+    assert not report.identical
+
+
+def test_what_is_not_finite_is_counted_and_spoils_no_number(tmp_path: Path) -> None:
+    one = {"x": torch.tensor([1.0, math.nan, math.inf, 4.0, math.nan])}
+    two = {"x": torch.tensor([1.5, math.nan, 3.0, math.nan, math.nan])}
+    report = ckpt.diff(saved(tmp_path, "a", one), saved(tmp_path, "b", two))
+    (change,) = report.changed
+    assert change.amount is not None
+    assert (change.amount.changed, change.amount.not_finite) == (3, 2)
+    assert change.amount.max_abs == change.amount.norm == 0.5
+
+
+def test_only_blocks_that_differ_are_read(tmp_path: Path) -> None:
+    """16 blocks, two of which differ: four blocks are read, two of each side."""
+    torch.manual_seed(0)
+    one = {"x": torch.randn(4 * MIB)}
+    two = {"x": one["x"].clone()}
+    two["x"][5], two["x"][-1] = 9, 9
+    opened = []
+    for name, value in (("a", one), ("b", two)):
+        store = CountingStore(open_store(saved(tmp_path, name, value)))
+        opened.append((store, Checkpoint(store, find_checkpoint(store))))
+    before = sum(store.stats.bytes_read for store, _ in opened)
+    report = diff_checkpoints(opened[0][1], opened[1][1], DiffOptions())
+    assert sum(store.stats.bytes_read for store, _ in opened) - before == 4 * MIB
+    assert report.nbytes_read == 4 * MIB
+    assert report.changed[0].amount is not None and report.changed[0].amount.changed == 2
+
+
+@pytest.mark.ranks
+def test_other_layouts_of_the_same_bytes_are_the_same(sliced_root: str, tmp_path: Path) -> None:
+    """Rows, which are spans, are told by checksums alone; columns have to be read."""
+    alone = saved(tmp_path, "alone", {"model": sliced_net()})
+    report = ckpt.diff(sliced_root, alone)
+    assert report.identical and report.same == 5
+    rows_only = DiffOptions(include=["model.0.*"])
+    assert ckpt.diff(sliced_root, alone, options=rows_only).nbytes_read == 0
+    changed = sliced_net()
+    with torch.no_grad():
+        changed[1].weight[30, 47] += 1
+    report = ckpt.diff(sliced_root, saved(tmp_path, "changed", {"model": changed}))
+    assert [(c.fqn, c.amount.changed if c.amount else -1) for c in report.changed] == [
+        ("model.1.weight", 1)
+    ]
+
+
+@pytest.mark.ranks
+def test_two_sharded_checkpoints_of_one_layout_are_compared_by_checksums(
+    sliced_root: str, tmp_path: Path
+) -> None:
+    run_ranks(3, save_sliced, str(tmp_path / "again"))
+    report = ckpt.diff(sliced_root, str(tmp_path / "again"))
+    assert report.identical and report.nbytes_read == 0
+
+
+def test_names_can_be_renamed_and_chosen(tmp_path: Path) -> None:
+    a = saved(tmp_path, "a", {"old": {"x": torch.ones(2), "y": torch.ones(2)}})
+    b = saved(tmp_path, "b", {"new": {"x": torch.ones(2), "y": torch.zeros(2)}})
+    assert ckpt.diff(a, b).only_a == ("old.x", "old.y")
+    renamed = DiffOptions(rename={"old.x": "new.x", "old.y": "new.y"}, exclude=["*.y"])
+    assert ckpt.diff(a, b, options=renamed).identical
+    with pytest.raises(ValueError, match="one name"):
+        ckpt.diff(a, b, options=DiffOptions(rename=lambda name: "same"))
+
+
+def test_quick_reads_nothing(tmp_path: Path) -> None:
+    other = state()
+    other["w"][0, 0] += 1
+    a, b = saved(tmp_path, "a", state()), saved(tmp_path, "b", other)
+    report = ckpt.diff(a, b, options=DiffOptions(data=False))
+    assert [(c.fqn, c.amount) for c in report.changed] == [("w", None)]
+    assert report.nbytes_read == 0
+
+
+def test_command_tells_by_its_exit_code(
+    plain_root: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["diff", plain_root, plain_root]) == 0
+    assert "bit for bit" in capsys.readouterr().out
+    assert main(["diff", plain_root]) == 3
+    out = capsys.readouterr().out
+    assert "a: step 5" in out and "b: step 10" in out and "value epoch: 5 -> 10" in out
+    assert main(["diff", plain_root, "--step-b", "5", "--json", "--sort", "amount"]) == 3
+    found = json.loads(capsys.readouterr().out)
+    assert not found["identical"] and found["b"]["step"] == 5
+    big = next(change for change in found["changed"] if change["name"] == "model.big")
+    assert big["amount"]["changed"] > 0 and big["amount"]["relative_norm"] > 0
+
+
+def test_one_checkpoint_has_nothing_to_compare_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = saved(tmp_path, "a", {"x": torch.ones(1)})
+    assert main(["diff", root]) == 1
+    assert "ckpt diff A B" in capsys.readouterr().err
+    assert main(["diff", root, str(tmp_path / "nowhere")]) == 1
+    assert "no shardpoint checkpoint" in capsys.readouterr().err

@@ -26,6 +26,7 @@ from ckpt.layout.dtensor import local_tensor
 from ckpt.layout.modules import Ranks, Refused, describe_module, describe_tensor
 from tests.layout.rebuilding import assembled, held, put, rebuilt, world
 from tests.ranks import run_ranks
+from tests.versions import needs_uneven_strided_shards
 
 
 class Mlp(nn.Module):
@@ -114,6 +115,7 @@ def test_tensor_parallel(hidden: int) -> None:
     run_ranks(2, _check_tensor_parallel, hidden, False, None)
 
 
+@needs_uneven_strided_shards
 @pytest.mark.parametrize(
     ("hidden", "dim"), [(8, None), (6, None), (10, None), (8, 1), (2, None), (14, None)]
 )
@@ -136,6 +138,7 @@ def _check_more_fsdp(rows: int) -> list[int]:
     return list(local_tensor(module.weight).shape)
 
 
+@needs_uneven_strided_shards
 @pytest.mark.parametrize("rows", [9, 10, 18])
 def test_uneven_fsdp2_over_uneven_tensor_parallel(rows: int) -> None:
     """Eight ranks, sizes for which the definition of strided shards says something else."""

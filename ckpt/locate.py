@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ckpt.errors import Corrupt, NoCheckpoint
+from ckpt.format.manifest import Manifest
+from ckpt.format.references import PARENT, is_reference
 from ckpt.log import MANIFEST_NAME, LiveEntry, Log, manifest_digest, read_format
 from storage import KeyNotFoundError, Store
 
@@ -12,7 +14,7 @@ from storage import KeyNotFoundError, Store
 class Located(NamedTuple):
     """One checkpoint found: where its files are, and the bytes of its manifest.
 
-    `prefix` goes in front of the manifest's file names. `entry` is what the log says of it; None
+    `prefix` is the step's directory: see `file_key`. `entry` is what the log says of it; None
     for a step directory that was opened by its own path.
     """
 
@@ -39,24 +41,30 @@ def locate(store: Store, step: int | None = None, *, attempt: str = "") -> Locat
     except NoCheckpoint as no_root:
         return _by_path(store, step, no_root)
     entry = _choose(store, live, step, attempt)
-    where = f"{store.url}/{entry.prefix}{MANIFEST_NAME}"
     try:
-        data = store.get(entry.prefix + MANIFEST_NAME)
+        return Located(entry.prefix, read_manifest(store, entry), entry)
     except KeyNotFoundError:
         if entry not in live_entries(store):
-            return locate(
-                store, step, attempt=attempt
-            )  # retired while we looked; the log knows the rest
+            # Retired while we looked; the log knows the rest.
+            return locate(store, step, attempt=attempt)
         raise Corrupt(
-            f"{where} is missing, although step {entry.step} is committed; `ckpt salvage` can "
-            "rebuild it from the data files"
+            f"{store.url}/{entry.prefix}{MANIFEST_NAME} is missing, although step {entry.step} is "
+            "committed; `ckpt salvage` can rebuild it from the data files"
         ) from None
+
+
+def read_manifest(store: Store, entry: LiveEntry) -> bytes:
+    """The bytes of a live checkpoint's manifest. Raises Corrupt when they are not the committed
+    ones, KeyNotFoundError when they are gone.
+    """
+    data = store.get(entry.prefix + MANIFEST_NAME)
     if len(data) != entry.manifest_nbytes or manifest_digest(data) != entry.manifest_digest:
         raise Corrupt(
-            f"{where}: its {len(data)} bytes are not the {entry.manifest_nbytes} that were "
-            "committed; `ckpt salvage` can rebuild it from the data files"
+            f"{store.url}/{entry.prefix}{MANIFEST_NAME}: its {len(data)} bytes are not the "
+            f"{entry.manifest_nbytes} that were committed; `ckpt salvage` can rebuild it from the "
+            "data files"
         )
-    return Located(entry.prefix, data, entry)
+    return data
 
 
 def _by_path(store: Store, step: int | None, no_root: NoCheckpoint) -> Located:
@@ -80,3 +88,41 @@ def _choose(store: Store, live: tuple[LiveEntry, ...], step: int | None, attempt
     if attempt:
         raise NoCheckpoint(f"{store.url} has no live checkpoint {attempt}: it was retired")
     raise NoCheckpoint(f"{store.url} has no step {step}; it has {len(steps)} steps: ... {shown}")
+
+
+def file_key(prefix: str, file: str) -> str:
+    """The key of a manifest's data file; `prefix` is the step directory, "" or with its slash.
+
+    `../<directory>/<name>` is a file of another attempt, beside the step directory. The only place
+    where such names become keys. Raises NoCheckpoint for one where nothing is beside.
+    """
+    if not is_reference(file):
+        return prefix + file
+    parent, slash, _ = prefix.rstrip("/").rpartition("/")
+    if not prefix:
+        raise NoCheckpoint(f"{file} lies outside of this directory; open the checkpoint's root")
+    return parent + slash + file.removeprefix(PARENT)
+
+
+def file_keys(prefix: str, manifest: Manifest) -> list[str]:
+    """`file_key` of all files of `manifest`, in its order."""
+    return [file_key(prefix, file) for file in manifest.files]
+
+
+def check_self_contained(store: Store, prefix: str, manifest: Manifest) -> None:
+    """Raises NoCheckpoint for a step directory opened by itself that needs files of others."""
+    if prefix or not manifest.references:
+        return
+    step = manifest.header.step
+    names = ", ".join(manifest.references[:3])
+    names += f" and {len(manifest.references) - 3} more" if len(manifest.references) > 3 else ""
+    root, _, directory = store.url.rstrip("/").rpartition("/steps/")
+    if directory.endswith(manifest.header.attempt):
+        where = f"open step {step} of {root}"
+    else:
+        where = f"open step {step} of the root that it was saved in ({manifest.header.root})"
+    raise NoCheckpoint(
+        f"{store.url} is not complete: step {step} was saved with dedup=True and shares files with "
+        f"{names}, which are not in this directory; {where}, or copy it whole from there: "
+        f"ckpt cp ROOT TARGET --step {step}"
+    )

@@ -1,19 +1,22 @@
-"""The public functions save and load, and what a process remembers between calls."""
+"""The public functions save, async_save and load, and what a process remembers between calls."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
+from ckpt.background import Background, PendingSave, WhenBusy
+from ckpt.errors import SaveDropped
 from ckpt.loading import LoadOptions, LoadReport, load_state
 from ckpt.memory import gc_paused
 from ckpt.read import ReadPath
-from ckpt.saving import PartMemory, SaveOptions, SaveReport, save_state
+from ckpt.saving import PartMemory, SaveOptions, SaveReport, SaveTask, save_state
 from ckpt.session import RankedSession, SessionRegistry, open_session
+from ckpt.staging import Snapshot, StageOptions, stage
 from ckpt.world import World, collectively, current_world
 from ckpt.write import Staging, WritePath
 from storage import Store, open_store
@@ -35,6 +38,7 @@ def save(
     io: Io = "auto",
     unsafe_single_writer: bool = False,
     user: Mapping[str, str] | None = None,
+    metric: float | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> SaveReport:
     """Save `state` as the checkpoint of `step` below `url`; returns when it is durable.
@@ -44,25 +48,84 @@ def save(
     without torch.distributed on this process alone. Nothing that exists is overwritten.
 
     Replicas of buffers that differ between ranks are warned of, or refused (`replicas="strict"`).
-    `user` are notes to keep with the checkpoint. A store that cannot refuse a second writer is used
-    only with `unsafe_single_writer=True`. `io="buffered"` writes local files through the page
-    cache, `"direct"` around it, and `"auto"` around it from 16 MiB on.
+    `user` are notes to keep with the checkpoint, `metric` is how good it is. A store that cannot
+    refuse a second writer is used only with `unsafe_single_writer=True`. `io="buffered"` writes
+    local files through the page cache, `"direct"` around it, and `"auto"` around it from 16 MiB on.
 
     Raises the same error on every rank, and the previous checkpoint is still the latest then:
     InvalidState, StoreRefused, Fenced, RankFailed, or the store's error on one rank; OutcomeUnknown
-    when the commit got no answer.
+    when the commit got no answer. Waits first for an `async_save` in flight, and raises its failure
+    if nobody has heard of it.
     """
     with gc_paused():
         seat = _process.seat(process_group)
-        store = collectively(seat.world, "open", lambda: seat.store(url, storage_options))
-        session, memory = seat.session(store, unsafe_single_writer=unsafe_single_writer)
-        if replicas not in ("warn", "strict"):
-            raise ValueError(f"replicas={replicas!r}; expected 'warn' or 'strict'")
-        path = _write_path(io, store, seat.staging)
-        options = SaveOptions(replicas, path, dict(user or {}))
+        seat.background.settle()
+        store, session, memory = seat.place(url, storage_options, unsafe_single_writer)
+        options = SaveOptions(
+            one_of("replicas", replicas, ("warn", "strict")),
+            _write_path(io, store, seat.staging),
+            dict(user or {}),
+            metric,
+        )
         return save_state(
             state, session=session, store=store, step=step, options=options, memory=memory
         )
+
+
+def async_save(
+    state: Any,
+    url: str,
+    *,
+    step: int,
+    snapshot: Snapshot = "step",
+    when_busy: WhenBusy = "wait",
+    host_bytes_max: int | None = None,
+    replicas: Literal["warn", "strict"] = "warn",
+    metric: float | None = None,
+    user: Mapping[str, str] | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    unsafe_single_writer: bool = False,
+    io: Io = "auto",
+) -> PendingSave:
+    """Save `state` like `save`, in the background; training goes on when this returns.
+
+    The checkpoint has the state as it is at the call. What only a step of an optimizer changes
+    (trainable parameters, state shaped like them) is copied while the next forward and backward
+    run, and the step waits for that; everything else is copied before this returns. An optimizer
+    counts from its first step after the first call here; before that, and for parameters that no
+    `torch.optim.Optimizer` steps, all is copied at once, as with `snapshot="now"`. Changing weights
+    in place by other means (under `no_grad`, `load_state_dict`): first `wait_staged()`.
+
+    While another save is in flight, `when_busy` makes this one wait for it, be skipped, or replace
+    it; a skipped one raises SaveDropped from `result()`. `host_bytes_max` limits the memory of the
+    copy on this rank, in bytes; a larger state is copied in waves, and steps wait for the last.
+
+    Collective like `save`, but only the first call for a url waits for other ranks. Errors of the
+    save are raised by `PendingSave.result`, or by the next call that saves here. Raises ValueError
+    for bad arguments at once.
+    """
+    with gc_paused():
+        seat = _process.seat(process_group)
+        one_of("snapshot", snapshot, ("step", "now"))
+        one_of("when_busy", when_busy, ("wait", "skip", "replace"))
+        one_of("replicas", replicas, ("warn", "strict"))
+        place = seat.known_place(url, storage_options, unsafe_single_writer)
+        is_skipped = place is not None and when_busy == "skip" and seat.background.is_busy()
+        if when_busy == "replace":
+            seat.background.replace()
+        if not is_skipped:
+            seat.background.settle()
+        store, session, memory = place or seat.place(url, storage_options, unsafe_single_writer)
+        path = _write_path(io, store, seat.staging)
+        task = SaveTask(
+            session, store, memory, step, SaveOptions(replicas, path, dict(user or {}), metric)
+        )
+        if is_skipped:
+            error = SaveDropped(f"the save of step {step} was skipped: another one is in flight")
+            return seat.background.refuse(task, error)
+        how = StageOptions(snapshot, host_bytes_max)
+        return seat.background.start(task, lambda: stage(state, task, how, seat.staging))
 
 
 def load(
@@ -87,9 +150,20 @@ def load(
     """
     with gc_paused():
         seat = _process.seat(process_group)
+        seat.background.wait()
         store = collectively(seat.world, "open", lambda: seat.store(url, storage_options))
         options = LoadOptions(strict, rename, skip, _read_path(store))
         return load_state(state, store=store, world=seat.world, step=step, options=options)
+
+
+_Choice = TypeVar("_Choice", bound=str)
+
+
+def one_of(name: str, value: _Choice, choices: tuple[_Choice, ...]) -> _Choice:
+    """`value`, if it is one of `choices`. Raises ValueError naming the argument."""
+    if value not in choices:
+        raise ValueError(f"{name}={value!r}; expected one of {', '.join(map(repr, choices))}")
+    return value
 
 
 def _write_path(io: Io, store: Store, staging: Staging) -> WritePath:
@@ -97,8 +171,7 @@ def _write_path(io: Io, store: Store, staging: Staging) -> WritePath:
 
     See DECISIONS.md for the numbers.
     """
-    if io not in ("auto", "buffered", "direct"):
-        raise ValueError(f"io={io!r}; expected 'auto', 'buffered' or 'direct'")
+    one_of("io", io, ("auto", "buffered", "direct"))
     if store.part_nbytes_min > 1:
         return WritePath(part_nbytes=16 * MIB, writers=REMOTE_REQUESTS)
     if io == "buffered":
@@ -114,6 +187,14 @@ def _read_path(store: Store) -> ReadPath:
     return ReadPath(request_nbytes_max=2 * MIB)  # checked while it is still in the CPU's cache
 
 
+class _Place(NamedTuple):
+    """Where to save: an open store, the session of its root, what the lead knows of the parts."""
+
+    store: Store
+    session: RankedSession
+    memory: PartMemory
+
+
 @dataclass
 class _Seat:
     """This process's place in one process group: its world, and the sessions opened there."""
@@ -121,29 +202,48 @@ class _Seat:
     group: dist.ProcessGroup | None
     world: World
     registry: SessionRegistry
+    background: Background
     staging: Staging = field(default_factory=Staging)
     stores: dict[tuple[str, str], Store] = field(default_factory=dict)
     sessions: dict[tuple[str, bool], tuple[RankedSession, PartMemory]] = field(default_factory=dict)
 
     def store(self, url: str, storage_options: Mapping[str, Any] | None) -> Store:
         """Opened once: an open store knows which directories are durable, and keeps connections."""
-        key = (url, repr(sorted((storage_options or {}).items())))
+        key = _store_key(url, storage_options)
         if key not in self.stores:
             self.stores[key] = open_store(url, **(storage_options or {}))
         return self.stores[key]
 
-    def session(
-        self, store: Store, *, unsafe_single_writer: bool
-    ) -> tuple[RankedSession, PartMemory]:
-        known = self.sessions.get((store.url, unsafe_single_writer))
-        if known is not None and known[0].session is not None:
-            known[0].session.use_store(store)
-        if known is None:
+    def place(
+        self, url: str, storage_options: Mapping[str, Any] | None, unsafe_single_writer: bool
+    ) -> _Place:
+        """Collective: the store at `url`, and its session, claimed now if there is none yet."""
+        store = collectively(self.world, "open", lambda: self.store(url, storage_options))
+        key = (store.url, unsafe_single_writer)
+        if key not in self.sessions:
             opened = open_session(
                 self.world, store, self.registry, unsafe_single_writer=unsafe_single_writer
             )
-            known = self.sessions[store.url, unsafe_single_writer] = (opened, PartMemory())
-        return known
+            self.sessions[key] = (opened, PartMemory())
+        return self._place(store, *self.sessions[key])
+
+    def known_place(
+        self, url: str, storage_options: Mapping[str, Any] | None, unsafe_single_writer: bool
+    ) -> _Place | None:
+        """The place if all ranks have been there, without waiting for any."""
+        store = self.stores.get(_store_key(url, storage_options))
+        if store is None or (store.url, unsafe_single_writer) not in self.sessions:
+            return None
+        return self._place(store, *self.sessions[store.url, unsafe_single_writer])
+
+    def _place(self, store: Store, session: RankedSession, memory: PartMemory) -> _Place:
+        if session.session is not None:
+            session.session.use_store(store)
+        return _Place(store, session, memory)
+
+
+def _store_key(url: str, storage_options: Mapping[str, Any] | None) -> tuple[str, str]:
+    return url, repr(sorted((storage_options or {}).items()))
 
 
 def world_of(process_group: dist.ProcessGroup | None = None) -> World:
@@ -170,7 +270,8 @@ class _Process:
             for seat in self._seats:
                 if seat.group is group:
                     return seat
-            seat = _Seat(group, current_world(group), self._registry)
+            world = current_world(group)
+            seat = _Seat(group, world, self._registry, Background(world))
             self._seats.append(seat)
             return seat
 

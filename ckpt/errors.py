@@ -59,6 +59,13 @@ class OutcomeUnknown(CheckpointError):
     """The commit was sent and no answer came. The next save settles it; nothing is deleted."""
 
 
+class SaveDropped(CheckpointError):
+    """This save was not made, because another one was in flight and `when_busy` says so.
+
+    Not a failure: the checkpoints before it are untouched.
+    """
+
+
 class RankFailed(CheckpointError):
     """A rank failed or died; raised on every rank with the same text."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -23,6 +23,7 @@ from ckpt.format.dtypes import dtype_name
 from ckpt.format.manifest import MODULES, Header, encode_manifest
 from ckpt.format.part import (
     Part,
+    PartFile,
     TensorInfo,
     assemble,
     build_manifest,
@@ -39,6 +40,7 @@ from ckpt.memory import host_bytes, is_plain_memory, local_view
 from ckpt.session import Commit, RankedSession
 from ckpt.state_dict import FlatState, flatten_state
 from ckpt.state_dict.walk import module_paths
+from ckpt.telemetry import Recorder, Span
 from ckpt.world import collectively
 from ckpt.write import FileTexts, WritePath, sources_of, write_files
 from storage import Store
@@ -48,22 +50,31 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class SaveOptions:
-    """How a save treats replicas that differ, how it writes, and the user's own notes."""
+    """How a save treats replicas that differ, how it writes, and what is kept with it.
+
+    `metric` goes into the log, for retention by quality.
+    """
 
     replicas: Literal["warn", "strict"] = "warn"
     path: WritePath = field(default_factory=WritePath)
     user: Mapping[str, str] = field(default_factory=dict)
+    metric: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class SaveReport:
-    """A checkpoint that exists. `nbytes` are the bytes of all its objects together."""
+    """A checkpoint that exists. `nbytes` are the bytes of all its objects together.
+
+    `spans` and `counters` are this rank's own.
+    """
 
     step: int
     attempt: str
     path: str
     nbytes: int
     warnings: tuple[str, ...]
+    spans: tuple[Span, ...] = field(default=(), compare=False)
+    counters: Mapping[str, float] = field(default_factory=dict, compare=False)
 
 
 class PartMemory:
@@ -77,6 +88,22 @@ class PartMemory:
         self.structures: dict[int, bytes] = {}
 
 
+@dataclass(frozen=True, slots=True)
+class SaveTask:
+    """One save to be made: where to, of which step, and who notes what happens."""
+
+    session: RankedSession
+    store: Store
+    memory: PartMemory
+    step: int
+    options: SaveOptions
+    recorder: Recorder = field(default_factory=Recorder)
+
+    @property
+    def ranks(self) -> Ranks:
+        return Ranks(self.session.world.rank, self.session.world.global_ranks)
+
+
 def save_state(
     state: Any,
     *,
@@ -86,22 +113,53 @@ def save_state(
     options: SaveOptions,
     memory: PartMemory,
 ) -> SaveReport:
-    """Write and commit `state`; collective over the session's world.
+    """Write and commit `state` from live memory; collective over the session's world.
 
     Raises the same error on all ranks, and then this step was not committed: InvalidState, Fenced,
     RankFailed. Only OutcomeUnknown leaves that open; the next save settles it.
     """
-    session.settle()
-    header = _start(state, session, step, options)
+    task = SaveTask(session, store, memory, step, options)
 
-    def write() -> Part:
-        _refuse_other_step(header, step)
-        return _write(state, session, store, header, options)
+    def write(header: Header) -> Part:
+        with task.recorder.span("flatten"):
+            contents = contents_of(state, task.ranks)
+        sources = sources_of(contents.assignment.shares)
+        with task.recorder.span("write", sum(source.chunk.nbytes for source in sources)):
+            files = write_files(
+                store,
+                file_names(header, task),
+                sources,
+                texts=file_texts(contents, header, task),
+                path=options.path,
+                block_nbytes=header.block_bytes,
+            )
+            digests = digests_of(contents.assignment.compared)
+        return part_of(contents, files, digests, task)
+
+    return publish(task, lambda: module_paths(state), write)
+
+
+def publish(
+    task: SaveTask, modules: Callable[[], list[str]], write: Callable[[Header], Part]
+) -> SaveReport:
+    """Agree on an attempt, let every rank `write` its share, and commit what all have written.
+
+    `modules` gives the paths of the modules of the state. Raises like `save_state`.
+    """
+    session, memory = task.session, task.memory
+    with task.recorder.span("attempt"):
+        session.settle()
+        header = _start(task, modules)
+
+    def run() -> Part:
+        _refuse_other_step(header, task.step)
+        return write(header)
 
     try:
-        part = collectively(session.world, "write", write)
-        parts = _hand_over(part, session, memory)
-        return _commit(parts, session, store, header, options)
+        part = collectively(session.world, "write", run)
+        with task.recorder.span("parts"):
+            parts = _hand_over(part, session, memory)
+        return _commit(parts, task, header)
     except (Fenced, OutcomeUnknown):
         raise
     except Exception:
@@ -110,42 +168,44 @@ def save_state(
         raise
 
 
-def _start(state: Any, session: RankedSession, step: int, options: SaveOptions) -> Header:
+def _start(task: SaveTask, modules: Callable[[], list[str]]) -> Header:
     """The lead names the attempt; every rank gets the same header, or the lead's error."""
-    lead = session.session
+    lead = task.session.session
     offered: bytes | None = None
     error: BaseException | None = None
     if lead is not None:
         try:
-            offered = _header(state, session, lead.new_attempt(), step, options)
+            header = header_of(task, lead.new_attempt(), modules())
+            offered = header.model_dump_json().encode()
         except Exception as caught:
             # Told in the round that the others wait in, so that none of them waits for long.
             offered, error = b"", caught
-    received = session.world.share("attempt", offered)
+    received = task.session.world.share("attempt", offered)
     if not received:
-        session.world.agree("attempt", error)
+        task.session.world.agree("attempt", error)
     return Header.model_validate_json(received)
 
 
-def _header(
-    state: Any, session: RankedSession, attempt: str, step: int, options: SaveOptions
-) -> bytes:
+def header_of(task: SaveTask, attempt: str, modules: Sequence[str]) -> Header:
+    """What all files of an attempt say of it. Raises InvalidState for a step or notes that cannot
+    be.
+    """
+    step, user = task.step, task.options.user
     if type(step) is not int or not 0 <= step <= STEP_MAX:
         raise InvalidState([f"step={step!r}: expected an int from 0 to {STEP_MAX}"])
-    for name, note in options.user.items():
+    for name, note in user.items():
         if not (isinstance(name, str) and isinstance(note, str)):
             raise InvalidState([f"user[{name!r}]={note!r}: expected a str with the name of a str"])
-    header = Header(
-        root=session.root,
+    return Header(
+        root=task.session.root,
         attempt=attempt,
         step=step,
-        world_size=session.world.size,
+        world_size=task.session.world.size,
         block_bytes=BLOCK_BYTES,
         created_unix=int(time.time()),
         # Export strips these paths from the names of a model's tensors.
-        user={**options.user, MODULES: json.dumps(module_paths(state))},
+        user={**user, MODULES: json.dumps(modules)},
     )
-    return header.model_dump_json().encode()
 
 
 def _refuse_other_step(header: Header, step: int) -> None:
@@ -155,19 +215,38 @@ def _refuse_other_step(header: Header, step: int) -> None:
         )
 
 
-def _write(
-    state: Any, session: RankedSession, store: Store, header: Header, options: SaveOptions
-) -> Part:
-    """This rank's share, durable in the store, and what the manifest has to know of it."""
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What is saved of a state, as this rank holds it: live memory, values as they were then."""
+
+    flat: FlatState
+    tensors: tuple[TensorInfo, ...]
+    assignment: Assignment
+
+
+def contents_of(state: Any, ranks: Ranks) -> Contents:
+    """`state` by name, and this rank's share of it. No rank waits for another; nothing is copied.
+
+    Raises InvalidState, and LoadInterrupted for a state that was left half-loaded.
+    """
     refuse_interrupted(state)
-    rank = session.world.rank
-    flat = flatten_state(state, Ranks(rank, session.world.global_ranks))
-    assignment = assign(flat.holdings, rank)
-    tensors = _tensors_of(flat)
+    flat = flatten_state(state, ranks)
+    return Contents(flat, tuple(_tensors_of(flat)), assign(flat.holdings, ranks.rank))
+
+
+def file_names(header: Header, task: SaveTask) -> Callable[[int], str]:
+    """The keys of this rank's data files by their index."""
+    directory = step_prefix(header.step, header.attempt)
+    rank = task.session.world.rank
+    return lambda index: directory + data_file_name(rank, index)
+
+
+def file_texts(contents: Contents, header: Header, task: SaveTask) -> FileTexts:
+    """What this rank's data files tell besides tensors."""
+    flat, rank = contents.flat, task.session.world.rank
     values = encode_values(flat.values) if rank == 0 else b""
     per_rank = encode_values(flat.per_rank) if flat.per_rank else b""
-    empty = [tensor for tensor in tensors if 0 in tensor.shape]
-    directory = step_prefix(header.step, header.attempt)
+    empty = [tensor for tensor in contents.tensors if 0 in tensor.shape]
 
     def metadata(index: int, count: int) -> Mapping[str, str]:
         first = index == 0
@@ -180,23 +259,23 @@ def _write(
             aliases=flat.aliases if first else None,
         )
 
-    files = write_files(
-        store,
-        lambda index: directory + data_file_name(rank, index),
-        sources_of(assignment.shares),
-        texts=FileTexts(metadata, file_extras(values=values, per_rank=per_rank)),
-        path=options.path,
-        block_nbytes=header.block_bytes,
-    )
+    return FileTexts(metadata, file_extras(values=values, per_rank=per_rank))
+
+
+def part_of(
+    contents: Contents, files: Sequence[PartFile], digests: Mapping[str, int], task: SaveTask
+) -> Part:
+    """What the manifest has to know of this rank's share, once its files are durable."""
+    rank = task.session.world.rank
     return make_part(
         rank=rank,
         files=files,
-        tensors=tensors,
-        aliases=flat.aliases,
-        values=flat.values,
+        tensors=contents.tensors,
+        aliases=contents.flat.aliases,
+        values=contents.flat.values,
         keeps_values=rank == 0,
-        per_rank=flat.per_rank,
-        replica_digests=_digests(assignment),
+        per_rank=contents.flat.per_rank,
+        replica_digests=digests,
     )
 
 
@@ -212,8 +291,9 @@ def _tensors_of(flat: FlatState) -> list[TensorInfo]:
     return list(seen.values())
 
 
-def _digests(assignment: Assignment) -> dict[str, int]:
-    return {piece.fqn: _digest(holding, piece) for holding, piece in assignment.compared}
+def digests_of(compared: Iterable[tuple[Holding, Piece]]) -> dict[str, int]:
+    """The crc32c of each of these pieces, as its memory is now, by fqn."""
+    return {piece.fqn: _digest(holding, piece) for holding, piece in compared}
 
 
 def _digest(holding: Holding, piece: Piece) -> int:
@@ -258,14 +338,9 @@ def _split(data: bytes) -> tuple[bytes, bytes]:
     return data[8 : 8 + size], data[8 + size :]
 
 
-def _commit(
-    parts_of: Callable[[], list[Part]],
-    session: RankedSession,
-    store: Store,
-    header: Header,
-    options: SaveOptions,
-) -> SaveReport:
+def _commit(parts_of: Callable[[], list[Part]], task: SaveTask, header: Header) -> SaveReport:
     """The lead checks that the parts are one whole checkpoint, and makes it exist."""
+    session, store = task.session, task.store
     lead = session.session
 
     def run() -> bytes:
@@ -274,20 +349,25 @@ def _commit(
         parts = parts_of()
         warnings = replica_differences(parts)
         problems = value_differences(parts)
-        problems += warnings if options.replicas == "strict" else []
+        problems += warnings if task.options.replicas == "strict" else []
         if problems:
             return json.dumps({"problems": problems}).encode()
-        manifest = build_manifest(header, parts)
-        data = encode_manifest(manifest)
-        key = step_prefix(header.step, header.attempt) + MANIFEST_NAME
-        with store.create(key, len(data), part_nbytes=len(data)) as writer:
-            writer.write_part(0, [memoryview(data)])
-        lead.commit(Commit(header.attempt, header.step, len(data), manifest_digest(data)))
+        with task.recorder.span("manifest"):
+            manifest = build_manifest(header, parts)
+            data = encode_manifest(manifest)
+            key = step_prefix(header.step, header.attempt) + MANIFEST_NAME
+            with store.create(key, len(data), part_nbytes=len(data)) as writer:
+                writer.write_part(0, [memoryview(data)])
+        digest = manifest_digest(data)
+        lead.commit(
+            Commit(header.attempt, header.step, len(data), digest, metric=task.options.metric)
+        )
         told = {"nbytes": int(manifest.file_nbytes.sum()) + len(data), "warnings": warnings}
         return json.dumps(told).encode()
 
-    told = collectively(session.world, "commit", run)
-    report = json.loads(session.world.share("report", told if lead is not None else None))
+    with task.recorder.span("commit"):
+        told = collectively(session.world, "commit", run)
+        report = json.loads(session.world.share("report", told if lead is not None else None))
     if "problems" in report:
         raise InvalidState(report["problems"])
     for warning in report["warnings"] if lead is not None else ():
@@ -298,6 +378,8 @@ def _commit(
         path=f"{store.url}/{step_prefix(header.step, header.attempt)}".rstrip("/"),
         nbytes=report["nbytes"],
         warnings=tuple(report["warnings"]),
+        spans=task.recorder.spans(),
+        counters=task.recorder.counters(),
     )
 
 

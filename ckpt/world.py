@@ -6,6 +6,7 @@ same order, on failure paths too. A rank that dies, hangs or leaves is named on 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import hashlib
 import itertools
@@ -45,6 +46,7 @@ _SHARED_CLASSES: dict[str, Callable[[Any], CheckpointError]] = {
         errors.Fenced,
         errors.OutcomeUnknown,
         errors.LoadInterrupted,
+        errors.SaveDropped,
     )
 }
 
@@ -130,6 +132,13 @@ class World(ABC):
         """Another world of the same ranks, for another thread. Collective, in the same order on all
         ranks when there are several.
         """
+
+    def abandon(self) -> None:
+        """Have a round that another thread of this process waits in end soon, with an error.
+
+        By default it is left to the deadline of the round.
+        """
+        return
 
     @abstractmethod
     def close(self) -> None:
@@ -308,7 +317,7 @@ class TorchWorld(World):
     same order when there are several.
 
     Control rounds go through a prefix of torch.distributed's own store, never through the user's
-    groups, so they may run in a background thread (one thread at a time). Large `share`s and
+    groups, so they may run in a background thread, one thread at a time. Large `share`s and
     `exchange` go over a gloo group that is created at their first use; call those from the thread
     that runs the training.
     """
@@ -331,6 +340,7 @@ class TorchWorld(World):
         self._round = 0
         self._spent: list[str] = []
         self._broken: RankFailed | None = None
+        self._is_abandoned = False
         self._group: Any = None
 
     def gather(self, name: str, payload: bytes) -> list[bytes]:
@@ -412,6 +422,9 @@ class TorchWorld(World):
 
     def twin(self) -> World:
         return TorchWorld(self._process_group, deadlines=self._deadlines)
+
+    def abandon(self) -> None:
+        self._is_abandoned = True
 
     def close(self) -> None:
         self._heart.stop()
@@ -519,6 +532,9 @@ class TorchWorld(World):
     def _look(self, name: str, missing: list[int], *, waited: float) -> None:
         """Raise when one of the ranks we wait for is known to be gone, or when time is up."""
         self._heart.check()
+        if self._is_abandoned:
+            text = f"rank {self.rank} gave up in phase {name!r}, because its process ends"
+            raise RankFailed(text, rank=self.rank, phase=name)
         if self._store.check(["broken"]):
             raise _decode_failure(self._store.get("broken"))
         for rank in missing:
@@ -791,6 +807,9 @@ class _Heart:
         # A daemon: a process that ends without closing its world must not wait for it.
         self._thread = threading.Thread(target=self._beat, name="ckpt-heartbeat", daemon=True)
         self._thread.start()
+        # A daemon thread that comes back from the store while the interpreter is taken down aborts
+        # the whole process (std::terminate in C++), so it is ended before that.
+        atexit.register(self._end)
 
     def check(self) -> None:
         """Raise RankFailed when the store has stopped answering."""
@@ -806,10 +825,14 @@ class _Heart:
     def stop(self) -> None:
         """Say goodbye, so that nobody waits for this rank."""
         if not self._stopped.is_set():
-            self._stopped.set()
-            self._thread.join(timeout=5.0)
+            self._end()
+            atexit.unregister(self._end)
             with contextlib.suppress(Exception):  # the store's host may have left before us
                 self._store.set(self._key, "left")
+
+    def _end(self) -> None:
+        self._stopped.set()
+        self._thread.join(timeout=5.0)
 
     def _beat(self) -> None:
         count = 0

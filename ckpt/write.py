@@ -65,6 +65,10 @@ class Staging:
         if len(buffer) == self._nbytes:
             self._free.append(buffer)
 
+    def keep(self, count_max: int) -> None:
+        """Drop free buffers beyond `count_max`."""
+        del self._free[count_max:]
+
 
 @dataclass(frozen=True, slots=True)
 class WritePath:
@@ -113,8 +117,13 @@ class FileTexts(NamedTuple):
     extras: Mapping[str, bytes]
 
 
-def sources_of(shares: Sequence[Share]) -> list[Source]:
-    """Where the bytes of every share are now, in the canonical order of a data file."""
+def sources_of(
+    shares: Sequence[Share], *, addressed_nbytes_min: int = PACKED_NBYTES_MAX + 1
+) -> list[Source]:
+    """Where the bytes of every share are now, in the canonical order of a data file.
+
+    Smaller ones than `addressed_nbytes_min` get no address.
+    """
     keys: list[tuple[int, str, int, Region, int]] = []
     sources: list[Source] = []
     dtypes: dict[torch.dtype, tuple[str, int]] = {}
@@ -126,7 +135,7 @@ def sources_of(shares: Sequence[Share]) -> list[Source]:
         name, itemsize = known
         view = local_view(holding, piece)
         nbytes = (stop - start) * itemsize
-        is_addressed = nbytes > PACKED_NBYTES_MAX and is_plain_memory(view)
+        is_addressed = nbytes >= addressed_nbytes_min and is_plain_memory(view)
         address = view.data_ptr() + start * itemsize if is_addressed else 0
         chunk = StoredChunk(fqn, name, global_shape, region, nbytes, int(holding.kind))
         # This is `order_key`, with the regions compared only where their starts are the same.
@@ -293,7 +302,7 @@ class _Parts:
                 target = self._scratch_address + self._filled
                 copy_bytes(target, source.address + start, nbytes)
             else:
-                _copy_elements(source, start, vector)
+                copy_elements(source, start, vector)
         self._advance(nbytes)
         return vector
 
@@ -348,7 +357,7 @@ class _Parts:
                 self._staging.give_back(scratch)
 
 
-def _copy_elements(source: Source, start: int, target: memoryview) -> None:
+def copy_elements(source: Source, start: int, target: memoryview) -> None:
     """Fill `target` with the source's bytes from `start` on, in row-major order of its view."""
     dtype = source.view.dtype
     first = source.start + start // dtype.itemsize

@@ -61,6 +61,7 @@ def flatten_state(state: Any, ranks: Ranks) -> FlatState:
         building.per_rank,
         building.aliases,
         tuple(optimizer for _, optimizer in leaves.optimizers),
+        {key: source.owned for key, source in described.by_param.items()},
     )
 
 

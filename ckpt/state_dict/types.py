@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ckpt.layout.piece import Holding, Kind
+from ckpt.layout.piece import Holding, Kind, Owned
 from ckpt.layout.region import Shape
 
 OnReshard = Callable[[Sequence[Any], int, int], Any]
@@ -59,8 +59,9 @@ class Catalog:
 class FlatState:
     """A state as this rank holds it: memory with pieces, values, and tied names.
 
-    `values` have to be the same on all ranks, `per_rank` is this rank's own. `optimizers` are those
-    of the state, for whoever wants to know when parameters change.
+    `values` have to be the same on all ranks, `per_rank` is this rank's own. `optimizers` and
+    `owned_by_param` (keyed by the id of an object that optimizers know) are for whoever wants to
+    know when parameters change.
     """
 
     holdings: list[Holding]
@@ -68,6 +69,7 @@ class FlatState:
     per_rank: dict[str, Any]
     aliases: dict[str, str]
     optimizers: tuple[torch.optim.Optimizer, ...] = ()
+    owned_by_param: Mapping[int, Owned] = field(default_factory=dict)
 
 
 class ProblemKind(enum.Enum):

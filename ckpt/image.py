@@ -1,0 +1,400 @@
+"""The data files of one save in host memory, part by part: copied first, written later.
+
+A part is an aligned buffer with the bytes that the file has there, so it leaves this process as it
+is. Buffers are reused from save to save. When there may be fewer of them than parts, the rest is
+copied as parts become durable and free theirs.
+
+The bytes before the first tensor byte depend on the attempt, which the ranks agree on after the
+first copies are made; room is left for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ckpt.errors import InvalidState
+from ckpt.format.checksum import crc32c, crc32c_of_each
+from ckpt.format.datafile import (
+    ALIGNMENT,
+    DataFileLayout,
+    checksum_tensor,
+    layout_data_file,
+    split_into_files,
+)
+from ckpt.format.part import PartFile
+from ckpt.memory import address_of, copy_bytes
+from ckpt.write import MIB, FileTexts, Source, Staging, WritePath, copy_elements
+from storage import ObjectWriter, Store
+
+# Room in a header for what the ranks cannot know of each other: notes, paths of modules.
+HEADER_SLACK_NBYTES = 4096
+
+
+class Slot(NamedTuple):
+    """Bytes `start` to `stop` of a source go to byte `at` of a part."""
+
+    source: int
+    start: int
+    stop: int
+    at: int
+
+
+class PartPlan(NamedTuple):
+    """One part of a file: what is copied into it, and which runs of bytes are checksummed.
+
+    `cuts` are the lengths of consecutive runs from the first slot on. `continues` says that the
+    first run is the rest of a block that began in the part before, `breaks_off` that the last one
+    goes on in the next.
+    """
+
+    slots: tuple[Slot, ...]
+    cuts: tuple[int, ...]
+    continues: bool
+    breaks_off: bool
+
+
+@dataclass(frozen=True, slots=True)
+class FilePlan:
+    """One file: its sources are `first` to `stop`, its tensor bytes start at `data_start`."""
+
+    first: int
+    stop: int
+    data_start: int
+    part_nbytes: int
+    parts: tuple[PartPlan, ...]
+
+
+def plan_files(
+    sources: Sequence[Source], *, texts: FileTexts, path: WritePath, block_nbytes: int
+) -> tuple[FilePlan, ...]:
+    """How `sources` lie in files and parts. `texts` is a guess of what the headers will say."""
+    groups = split_into_files([source.chunk for source in sources], path.file_nbytes_max)
+    starts = [
+        len(layout_data_file(group, block_bytes=block_nbytes, metadata=metadata).header)
+        + HEADER_SLACK_NBYTES
+        for group, metadata in (
+            (group, texts.metadata(index, len(groups))) for index, group in enumerate(groups)
+        )
+    ]
+    largest = max(
+        start + sum(chunk.nbytes for chunk in group)
+        for start, group in zip(starts, groups, strict=True)
+    )
+    # Whole MiB and the same for all files, so that any buffer serves any part of any save.
+    part_nbytes = min(path.part_nbytes, -(-largest // MIB) * MIB)
+    plans = []
+    first = 0
+    for start, group in zip(starts, groups, strict=True):
+        sizes = [chunk.nbytes for chunk in group]
+        parts = _plan_parts(sizes, first, start, part_nbytes, block_nbytes)
+        plans.append(FilePlan(first, first + len(group), start, part_nbytes, parts))
+        first += len(group)
+    return tuple(plans)
+
+
+def _plan_parts(
+    sizes: Sequence[int], first: int, data_start: int, part_nbytes: int, block_nbytes: int
+) -> tuple[PartPlan, ...]:
+    end = data_start + sum(sizes)
+    slots: list[list[Slot]] = [[] for _ in range(-(-end // part_nbytes))]
+    cuts: list[list[int]] = [[] for _ in slots]
+    goes_on = [False] * len(slots)
+    position = data_start
+    for source, nbytes in enumerate(sizes, first):
+        start = 0
+        while start < nbytes:
+            part, at = divmod(position, part_nbytes)
+            stop = min(nbytes, start + part_nbytes - at)
+            slots[part].append(Slot(source, start, stop, at))
+            position += stop - start
+            goes_on[part] = stop < nbytes and stop % block_nbytes != 0
+            while start < stop:
+                cut = min(stop, (start // block_nbytes + 1) * block_nbytes)
+                cuts[part].append(cut - start)
+                start = cut
+    return tuple(
+        PartPlan(tuple(slots[at]), tuple(cuts[at]), at > 0 and goes_on[at - 1], goes_on[at])
+        for at in range(len(slots))
+    )
+
+
+@dataclass
+class _Part:
+    """A part and its memory. `missing` has to be copied yet; an empty buffer is none."""
+
+    plan: PartPlan
+    missing: Sequence[Slot]
+    buffer: memoryview = field(default_factory=lambda: memoryview(b""))
+
+
+class Image:
+    """All files of one save, partly in memory. Used by one thread at a time.
+
+    At most `buffers_max` parts are in memory at once, two or more. `sources` and the memory that
+    they point to have to stay until everything is copied.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[FilePlan],
+        sources: Sequence[Source],
+        staging: Staging,
+        *,
+        buffers_max: int,
+    ) -> None:
+        self.files = tuple(files)
+        self.sources = sources
+        self._staging = staging
+        self._buffers_max = buffers_max
+        self._is_pinned = any(source.view.is_cuda for source in sources)
+        self._parts = [[_Part(plan, plan.slots) for plan in file.parts] for file in files]
+        self._taken = 0
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing is left to copy."""
+        return not any(part.missing for parts in self._parts for part in parts)
+
+    @property
+    def nbytes_missing(self) -> int:
+        """Bytes that are left to copy."""
+        return sum(
+            slot.stop - slot.start
+            for parts in self._parts
+            for part in parts
+            for slot in part.missing
+        )
+
+    def copy(self, wanted: Collection[int] | None = None) -> None:
+        """Copy the sources with the indices `wanted`, or all, as far as there are buffers."""
+        for file, parts in zip(self.files, self._parts, strict=True):
+            for part in parts:
+                now: Sequence[Slot] = part.missing
+                rest: Sequence[Slot] = ()
+                if wanted is not None:
+                    now = [slot for slot in part.missing if slot.source in wanted]
+                    rest = [slot for slot in part.missing if slot.source not in wanted]
+                if not now:
+                    continue
+                if not self._has_buffer(part, file.part_nbytes):
+                    return
+                self._fill(part, now)
+                part.missing = rest
+
+    def write(
+        self,
+        store: Store,
+        names: Callable[[int], str],
+        *,
+        texts: FileTexts,
+        path: WritePath,
+        block_nbytes: int,
+        between_parts: Callable[[], None],
+    ) -> list[PartFile]:
+        """Write all files, copying on the way what is left; durable when this returns.
+
+        Calls `between_parts` often, which may raise to give up. All buffers are given back, on
+        failure too. Raises the store's errors; no file is visible then that is not whole.
+        """
+        written = []
+        try:
+            for index, file in enumerate(self.files):
+                layout, extras = self._layout(index, texts, block_nbytes)
+                with (
+                    store.create(
+                        names(index),
+                        layout.nbytes,
+                        part_nbytes=file.part_nbytes,
+                        durable=False,
+                        direct=path.for_file(layout.nbytes).direct,
+                    ) as writer,
+                    _Sender(writer, max(1, path.writers)) as sender,
+                ):
+                    checksums = self._write_file(index, layout, extras, sender, between_parts)
+                    sender.wait_for_all()
+                chunks = [source.chunk for source in self.sources[file.first : file.stop]]
+                name = names(index).rpartition("/")[2]
+                written.append(PartFile(name, layout, chunks, checksums))
+            store.sync([names(index) for index in range(len(self.files))])
+        finally:
+            self.release()
+        return written
+
+    def release(self) -> None:
+        """Give all buffers back."""
+        for parts in self._parts:
+            for part in parts:
+                self._free(part)
+
+    # memory
+
+    def _has_buffer(self, part: _Part, nbytes: int) -> bool:
+        if not part.buffer:
+            if self._taken >= self._buffers_max:
+                return False
+            part.buffer = self._staging.take(nbytes, pinned=self._is_pinned)
+            self._taken += 1
+        return True
+
+    def _free(self, part: _Part) -> None:
+        if part.buffer:
+            self._staging.give_back(part.buffer)
+            part.buffer = memoryview(b"")
+            self._taken -= 1
+
+    def _fill(self, part: _Part, slots: Sequence[Slot]) -> None:
+        base = address_of(part.buffer)
+        sources = self.sources
+        for index, start, stop, at in slots:
+            source = sources[index]
+            if source.address:
+                copy_bytes(base + at, source.address + start, stop - start)
+            else:
+                copy_elements(source, start, part.buffer[at : at + stop - start])
+
+    # writing
+
+    def _layout(
+        self, index: int, texts: FileTexts, block_nbytes: int
+    ) -> tuple[DataFileLayout, dict[str, bytes]]:
+        file = self.files[index]
+        extras = dict(texts.extras) if index == 0 else {}
+        layout = layout_data_file(
+            [source.chunk for source in self.sources[file.first : file.stop]],
+            block_bytes=block_nbytes,
+            metadata=texts.metadata(index, len(self.files)),
+            extra={name: len(value) for name, value in extras.items()},
+        )
+        needed = len(layout.header)
+        if needed > file.data_start:
+            raise InvalidState(
+                [
+                    f"user: the notes of rank 0 take {needed - file.data_start} bytes more than "
+                    "there is room for; pass the same on all ranks"
+                ]
+            )
+        return with_data_start(layout, file.data_start), extras
+
+    def _write_file(
+        self,
+        index: int,
+        layout: DataFileLayout,
+        extras: dict[str, bytes],
+        sender: _Sender,
+        between_parts: Callable[[], None],
+    ) -> npt.NDArray[np.uint32]:
+        part_nbytes, parts = self.files[index].part_nbytes, self._parts[index]
+        sums = _Sums()
+        for at, part in enumerate(parts):
+            self._make_whole(part, part_nbytes, sender)
+            between_parts()
+            sums.add(part.plan, part.buffer)
+            header = layout.header[at * part_nbytes : (at + 1) * part_nbytes]
+            part.buffer[: len(header)] = header
+            if at < len(parts) - 1:
+                sender.send(part.buffer, partial(self._free, part))
+        checksums = sums.result()
+        tail = b"".join([*extras.values(), checksum_tensor(layout, checksums, extras)])
+        last = parts[-1]
+        used = layout.nbytes - len(tail) - (len(parts) - 1) * part_nbytes
+        here = tail[: part_nbytes - used]
+        last.buffer[used : used + len(here)] = here
+        sender.send(last.buffer[: used + len(here)], partial(self._free, last))
+        for start in range(len(here), len(tail), part_nbytes):
+            sender.send(memoryview(tail[start : start + part_nbytes]), lambda: None)
+        return checksums
+
+    def _make_whole(self, part: _Part, part_nbytes: int, sender: _Sender) -> None:
+        sender.collect()
+        while not self._has_buffer(part, part_nbytes):
+            sender.wait_for_one()
+        self._fill(part, part.missing)
+        part.missing = ()
+        self.copy()  # what has room now: steps of optimizers may wait for it
+
+
+class _Sums:
+    """Checksums of blocks, from the parts that the blocks lie in, in order."""
+
+    def __init__(self) -> None:
+        self._sums: list[int] = []
+        self._begun = 0
+
+    def add(self, plan: PartPlan, buffer: memoryview) -> None:
+        if not plan.slots:
+            return
+        data = buffer[plan.slots[0].at :]
+        cuts = plan.cuts
+        if plan.continues:
+            self._sums.append(crc32c(data[: cuts[0]], self._begun))
+            data, cuts = data[cuts[0] :], cuts[1:]
+        self._sums += crc32c_of_each(data, cuts)
+        if plan.breaks_off:
+            self._begun = self._sums.pop()
+
+    def result(self) -> npt.NDArray[np.uint32]:
+        return np.array(self._sums, dtype="<u4")
+
+
+class _Sender:
+    """Writes parts in order of `send`, some at once, while the next one is prepared."""
+
+    def __init__(self, writer: ObjectWriter, writers: int) -> None:
+        self._writer = writer
+        self._pool = ThreadPoolExecutor(writers, thread_name_prefix="ckpt-write")
+        self._in_flight: list[tuple[Future[None], Callable[[], None]]] = []
+        self._index = 0
+
+    def __enter__(self) -> _Sender:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def send(self, data: memoryview, after: Callable[[], None]) -> None:
+        """Write `data` as the next part; `after` is called by a later call here, once it is."""
+        future = self._pool.submit(self._writer.write_part, self._index, [data])
+        self._in_flight.append((future, after))
+        self._index += 1
+
+    def wait_for_one(self) -> None:
+        """Returns when the oldest part in flight is written."""
+        future, after = self._in_flight.pop(0)
+        future.result()
+        after()
+
+    def wait_for_all(self) -> None:
+        while self._in_flight:
+            self.wait_for_one()
+
+    def collect(self) -> None:
+        """Finish with what is written already, without waiting."""
+        while self._in_flight and self._in_flight[0][0].done():
+            self.wait_for_one()
+
+
+def with_data_start(layout: DataFileLayout, data_start: int) -> DataFileLayout:
+    """The same file with its tensor bytes from `data_start` on, its header padded with spaces."""
+    shift = data_start - len(layout.header)
+    assert shift >= 0 and data_start % ALIGNMENT == 0, "headers only grow, to whole pages"
+    text = layout.header[8:].ljust(data_start - 8, b" ")
+    return replace(
+        layout,
+        header=(data_start - 8).to_bytes(8, "little") + text,
+        offsets=layout.offsets + shift,
+        extra_offsets={name: at + shift for name, at in layout.extra_offsets.items()},
+        checksum_offset=layout.checksum_offset + shift,
+        nbytes=layout.nbytes + shift,
+    )
+
+
+def part_count(files: Sequence[FilePlan]) -> int:
+    """Parts, and so buffers, of all files."""
+    return sum(len(file.parts) for file in files)

@@ -1,0 +1,70 @@
+"""What a save or a load did, and for how long: spans by phase and counters, kept by a recorder.
+
+A recorder is an argument, made by whoever starts the work and read when it is over. Nothing is
+global and nothing is sent anywhere.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+
+class Span(NamedTuple):
+    """One phase on this rank. `start_unix` is seconds since 1970, `nbytes` what the phase moved."""
+
+    phase: str
+    start_unix: float
+    seconds: float
+    nbytes: int
+
+
+class Recorder:
+    """Collects the spans and counters of one save or load; any thread may add to it.
+
+    Phases of a save are "attempt", "flatten", "stage", "write", "parts", "manifest" and "commit";
+    of a load "manifest", "bind", "plan", "read" and "finish". Counters carry their unit in their
+    name.
+    """
+
+    def __init__(
+        self,
+        *,
+        clock: Callable[[], float] = time.time,
+        timer: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._clock = clock
+        self._timer = timer
+        self._spans: list[Span] = []
+        self._counters: dict[str, float] = {}
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def span(self, phase: str, nbytes: int = 0) -> Iterator[None]:
+        """The block is `phase`, and moves `nbytes`; it is recorded when it fails, too."""
+        start_unix = self._clock()
+        start = self._timer()
+        try:
+            yield
+        finally:
+            span = Span(phase, start_unix, self._timer() - start, nbytes)
+            with self._lock:
+                self._spans.append(span)
+
+    def count(self, name: str, amount: float = 1) -> None:
+        """Add `amount` to the counter `name`, which starts at zero."""
+        with self._lock:
+            self._counters[name] = self._counters.get(name, 0) + amount
+
+    def spans(self) -> tuple[Span, ...]:
+        """What was recorded so far, in the order in which the phases ended."""
+        with self._lock:
+            return tuple(self._spans)
+
+    def counters(self) -> dict[str, float]:
+        """All counters by name."""
+        with self._lock:
+            return dict(self._counters)

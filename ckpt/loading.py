@@ -18,7 +18,7 @@ from ckpt.format.dtypes import DTYPES
 from ckpt.format.manifest import Manifest, decode_manifest
 from ckpt.interrupted import filling
 from ckpt.layout.plain import Ranks
-from ckpt.locate import live_entries, locate
+from ckpt.locate import check_self_contained, live_entries, locate
 from ckpt.read import Reader, ReadPath, plan_reads
 from ckpt.share import Ints, SharedRun, ShareLimits, Sharing, share_blocks
 from ckpt.state_dict import Binding, Loaded, bind_state
@@ -130,6 +130,7 @@ def _manifest(store: Store, world: World, step: int | None, attempt: str) -> tup
         manifest = decode_manifest(encoded)
         if step is not None and manifest.header.step != step:
             raise NoCheckpoint(f"{store.url} is step {manifest.header.step}, asked for was {step}")
+        check_self_contained(store, prefix.decode(), manifest)
         return manifest
 
     return prefix.decode(), collectively(world, "decode", decode)

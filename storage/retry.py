@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
@@ -41,13 +42,27 @@ class RetryPolicy:
             try:
                 return attempt()
             except TransientError as error:
-                pause = self.uniform(0.0, self._pause_max(number))
-                spent = self.clock() - started
-                if number == self.attempts_max or spent + pause >= self.deadline_seconds:
-                    error.args = (f"{error} (gave up: attempt {number}, after {spent:.1f} s)",)
-                    raise
-                self.sleep(pause)
+                self.sleep(self._pause_after(number, started, error))
         raise ValueError("attempts_max must be at least 1")
+
+    async def run_async(self, attempt: Callable[[], Awaitable[T]]) -> T:
+        """`run` on an event loop, which does other things during the pauses."""
+        started = self.clock()
+        for number in range(1, self.attempts_max + 1):
+            try:
+                return await attempt()
+            except TransientError as error:
+                await asyncio.sleep(self._pause_after(number, started, error))
+        raise ValueError("attempts_max must be at least 1")
+
+    def _pause_after(self, number: int, started: float, error: TransientError) -> float:
+        """Seconds until the next attempt. Raises `error` when there is none."""
+        pause = self.uniform(0.0, self._pause_max(number))
+        spent = self.clock() - started
+        if number == self.attempts_max or spent + pause >= self.deadline_seconds:
+            error.args = (f"{error} (gave up: attempt {number}, after {spent:.1f} s)",)
+            raise error
+        return pause
 
     def _pause_max(self, number: int) -> float:
         return min(self.pause_max_seconds, self.pause_first_seconds * 2.0 ** (number - 1))

@@ -16,6 +16,7 @@ import importlib.util
 import inspect
 import os
 import re
+import socket
 import struct
 import threading
 import uuid
@@ -385,6 +386,7 @@ class S3Store(Store):
             if self._client is None or self._client[0] != os.getpid():
                 filesystem = s3fs.S3FileSystem(**self._options)
                 filesystem.retries = 1
+                sync(filesystem.loop, _send_once, filesystem)
                 self._client = (os.getpid(), filesystem)
             return self._client[1]
 
@@ -452,14 +454,23 @@ class S3Store(Store):
                 f"{where}: {cause}; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or a profile, "
                 "or pass anon=True"
             )
-        if isinstance(cause, _NEVER_SENT):
+        if isinstance(cause, _NEVER_SENT) and not _broke_later(cause):
             return TransientError(f"{where}: {cause}; is endpoint_url right?")
-        if isinstance(cause, _LOST_ON_THE_WAY):
+        if isinstance(cause, (*_LOST_ON_THE_WAY, boto.EndpointConnectionError)):
             text = f"{where}: {type(cause).__name__}: {cause}"
             return TransientError(text) if may_be_repeated else OutcomeUnknownError(text)
         if isinstance(cause, (boto.ParamValidationError, boto.InvalidRegionError)):
             return InvalidUrlError(f"{where}: {cause}")
         return StorageError(f"{where}: {type(cause).__name__}: {cause}")
+
+
+def _broke_later(error: Exception) -> bool:
+    """Whether a "could not connect" hides a connection that was made, used and lost: aiobotocore
+    has one name for both, so that only the error beneath tells.
+    """
+    beneath = getattr(error, "kwargs", {}).get("error")
+    never = (aiohttp.ClientConnectorError, socket.gaierror)
+    return beneath is not None and not isinstance(beneath, never)
 
 
 def answered(
@@ -662,6 +673,16 @@ class S3Writer(ObjectWriter):
 
     def _call(self, method: str, **kwargs: Any) -> Any:
         return self._store._call("create", self._ledger.key, method, Key=self._full_key, **kwargs)
+
+
+async def _send_once(filesystem: s3fs.S3FileSystem) -> None:
+    """Keep aiohttp from repeating a PUT whose kept-open connection broke: the first may have
+    happened. Its switch is a private one, which may be gone some day: then it repeats once.
+    """
+    client = await filesystem.set_session()
+    with contextlib.suppress(AttributeError):
+        session = await client._endpoint.http_session._get_session(None)
+        session._retry_connection = False
 
 
 async def _fill(body: Any, views: Sequence[memoryview]) -> int:

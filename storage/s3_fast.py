@@ -163,13 +163,10 @@ class FastS3Writer(S3Writer):
             raise KeyExistsError(f"create {key} in {store.url}: exists already")
         try:
             self._upload.finish()
-        except (KeyNotFoundError, TransientError) as error:
+        except (KeyNotFoundError, OutcomeUnknownError):
             # Of a request whose answer was lost we learn by its repetition: the upload is gone.
-            if store.retry.run(self._is_ours):
-                return
-            if isinstance(error, TransientError):
-                raise OutcomeUnknownError(f"{error}; the object may exist") from error
-            raise
+            if not store.retry.run(self._is_ours):
+                raise
 
     def _discard(self) -> None:
         if self.in_parts:
@@ -191,6 +188,7 @@ class Objects:
     url: str
     once: Any
     patient: Any
+    retry: RetryPolicy
     loop: asyncio.AbstractEventLoop
 
     def get(self, full_key: str, key: str) -> bytes:
@@ -343,7 +341,8 @@ class Upload:
         self._lock = threading.Lock()
         self._early: dict[int, memoryview] = {}
         self._next_index = 0
-        running = _run_upload(objects.patient, full_key, self._feed, part_nbytes, dict(metadata))
+        self._part_failed = False
+        running = self._run(full_key, dict(metadata))
         self._result: Future[None] = asyncio.run_coroutine_threadsafe(running, objects.loop)
 
     def write(self, index: int, views: Sequence[memoryview]) -> None:
@@ -371,7 +370,9 @@ class Upload:
             self._outcome()
 
     def finish(self) -> None:
-        """Complete the upload."""
+        """Complete the upload. Raises OutcomeUnknownError when that request got no answer, and
+        KeyNotFoundError when the upload is gone, as it is when an earlier one did succeed.
+        """
         self._send(_END)
         self._outcome()
 
@@ -387,8 +388,45 @@ class Upload:
     def _outcome(self) -> None:
         try:
             self._result.result()
-        except (BaseError, OSError, ValueError) as error:
-            raise self._objects.translated(error, "create", self._key) from None
+        except TransientError as error:
+            if self._feed.was_ended and not self._part_failed:
+                raise OutcomeUnknownError(f"{error}; the object may exist") from error
+            raise
+
+    async def _run(self, full_key: str, metadata: dict[str, str]) -> None:
+        """A beginning whose answer was cut short is tried again; obstore does not repeat that."""
+
+        async def attempt() -> None:
+            try:
+                await obstore.put_async(
+                    self._objects.patient,
+                    full_key,
+                    self._feed.chunks(),
+                    attributes=metadata,
+                    use_multipart=True,
+                    chunk_size=self._part_nbytes,
+                    max_concurrency=_PARTS_IN_FLIGHT_MAX,
+                )
+            except (BaseError, OSError, ValueError) as error:
+                self._part_failed = "Error performing PUT" in str(error)
+                failed = self._objects.translated(error, "create", self._key)
+                if self._feed.was_begun and isinstance(failed, TransientError):
+                    raise _Spent(failed) from None
+                raise failed from None
+
+        try:
+            await self._objects.retry.run_async(attempt)
+        except _Spent as spent:
+            raise spent.failed from None
+        finally:
+            self._feed.close()
+
+
+class _Spent(Exception):
+    """Memory was given back that a repetition would need."""
+
+    def __init__(self, failed: TransientError) -> None:
+        self.failed = failed
 
 
 class _Feed:
@@ -397,6 +435,8 @@ class _Feed:
     def __init__(self) -> None:
         self._views: asyncio.Queue[memoryview] = asyncio.Queue()
         self._closed = False
+        self.was_begun = False
+        self.was_ended = False
 
     def push(self, view: memoryview) -> None:
         if not self._closed:
@@ -405,7 +445,9 @@ class _Feed:
     async def chunks(self) -> AsyncIterator[memoryview]:
         while True:
             view = await self._views.get()
+            self.was_begun = True
             if view is _END:
+                self.was_ended = True
                 return
             if view is _GIVE_UP:
                 raise _Abandoned
@@ -416,23 +458,6 @@ class _Feed:
         self._closed = True
         while not self._views.empty():
             self._views.get_nowait()
-
-
-async def _run_upload(
-    store: Any, full_key: str, feed: _Feed, part_nbytes: int, metadata: dict[str, str]
-) -> None:
-    try:
-        await obstore.put_async(
-            store,
-            full_key,
-            feed.chunks(),
-            attributes=metadata,
-            use_multipart=True,
-            chunk_size=part_nbytes,
-            max_concurrency=_PARTS_IN_FLIGHT_MAX,
-        )
-    finally:
-        feed.close()
 
 
 def open_s3_objects(
@@ -476,7 +501,7 @@ def open_s3_objects(
             **config,
         )
 
-    return Objects(url, store(1), store(retry.attempts_max), facts.loop)
+    return Objects(url, store(1), store(retry.attempts_max), retry, facts.loop)
 
 
 def _credentials_by(facts: ClientFacts) -> Any:

@@ -1,0 +1,191 @@
+"""Requests that fail in every way that clouds know change nothing but the time that things take.
+
+Method: a proxy between the store and a moto server answers 500, 503 and 429, holds and resets
+connections, loses replies and cuts bodies in half, for both clients. What the store says happened
+is compared with what the server has.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from storage import (
+    KeyExistsError,
+    OutcomeUnknownError,
+    Store,
+    TransientError,
+)
+from storage.retry import RetryingStore, RetryPolicy
+from storage.testing import StoreContract, write_object
+from tests.conftest import Scale
+from tests.fault_proxy import KINDS, FaultProxy, Request, Rule, fault_proxy
+from tests.servers import S3Server
+from tests.storage.test_s3 import make_store
+
+pytestmark = pytest.mark.server
+
+MiB = 1024 * 1024
+# Held connections end by the client's own timeout.
+IMPATIENT = {"config_kwargs": {"read_timeout": 1, "connect_timeout": 5}}
+PATIENT = RetryPolicy(attempts_max=12, pause_first_seconds=0.01, pause_max_seconds=0.1)
+
+
+@pytest.fixture(params=["s3fs", "obstore"])
+def client(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def proxy(moto: S3Server) -> Iterator[FaultProxy]:
+    with fault_proxy(moto.endpoint_url, held_seconds=3) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def store(moto: S3Server, proxy: FaultProxy, client: str) -> Iterator[Store]:
+    """Repeats as the usual store does, in less time."""
+    inner = make_store(
+        client,
+        moto.make_bucket(),
+        S3Server(proxy.endpoint_url),
+        options=IMPATIENT,
+        retry=PATIENT,
+    )
+    yield RetryingStore(inner, PATIENT)
+    inner.close()
+
+
+def failing(times: int, kind: str, method: str, what: str = "") -> Rule:
+    """A rule: the first `times` requests with that method, and `what` in their path, fail."""
+    left = iter(range(times))
+
+    def rule(request: Request) -> str:
+        wanted = request.method == method and what in request.path
+        return kind if wanted and next(left, None) is not None else ""
+
+    return rule
+
+
+@pytest.mark.soak
+class TestContractThroughFaults(StoreContract):
+    """One in seven requests is refused before anything happens; nobody notices."""
+
+    part_nbytes = 5 * MiB
+
+    @pytest.fixture
+    def store(self, moto: S3Server, client: str, seed: int) -> Iterator[Store]:
+        kinds = ("slow_down", "too_many")
+        with fault_proxy(moto.endpoint_url, rate=0.15, seed=seed, kinds=kinds) as proxy:
+            server = S3Server(proxy.endpoint_url)
+            inner = make_store(client, moto.make_bucket(), server, retry=PATIENT)
+            yield RetryingStore(inner, PATIENT)
+            inner.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_reads_are_repeated_until_they_are_right(
+    store: Store, proxy: FaultProxy, kind: str
+) -> None:
+    data = random.Random(1).randbytes(3 * MiB + 5)
+    write_object(store, "a", data, part_nbytes=5 * MiB)
+    proxy.rule = failing(2, kind, "GET", "/a")
+    target = bytearray(2 * MiB)
+    store.get_into("a", 7, [memoryview(target)])
+    assert target == data[7 : 2 * MiB + 7]
+    assert proxy.counts[kind] >= 1
+    assert store.get("a") == data
+
+
+def test_an_upload_survives_a_failure_of_every_kind_in_every_request(
+    store: Store, proxy: FaultProxy, rng: random.Random, scale: Scale
+) -> None:
+    """Beginning, a part, completion: each fails once. The object is whole, and no upload is left
+    but one whose beginning was not heard of.
+    """
+    data = rng.randbytes(10 * MiB + 5)
+    every = [(kind, what) for kind in KINDS for what in ("?uploads", "partNumber=", "uploadId=")]
+    for kind, what in rng.sample(every, scale.count(6, len(every))):
+        key, before = f"{kind}-{what.strip('?=')}", proxy.counts[kind]
+        method = "PUT" if what == "partNumber=" else "POST"
+        proxy.rule = failing(1, kind, method, what)
+        write_object(store, key, data, part_nbytes=5 * MiB)
+        assert proxy.counts[kind] == before + 1, key
+        assert store.get(key) == data, key
+        unheard = what == "?uploads" and kind in ("lost_reply", "cut_body")
+        assert store.abort_unfinished("") == unheard, key
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_conditional_put_says_the_truth_about_every_failure(
+    store: Store, proxy: FaultProxy, kind: str
+) -> None:
+    """Refused before it began: repeated. Anything else: unknown, sent once and never again."""
+    proxy.rule = failing(1, kind, "PUT")
+    known = kind in ("slow_down", "too_many")
+    if known:
+        store.put_if_absent("log/1", b"x")
+    else:
+        with pytest.raises(OutcomeUnknownError):
+            store.put_if_absent("log/1", b"x")
+    assert [request.method for request in proxy.requests] == ["PUT"] * (2 if known else 1)
+    happened = known or kind in ("lost_reply", "cut_body")
+    assert [entry.key for entry in store.list("")] == (["log/1"] if happened else [])
+    if happened:
+        with pytest.raises(KeyExistsError):
+            store.put_if_absent("log/1", b"x")
+
+
+def test_an_upload_that_cannot_be_finished_leaves_nothing(store: Store, proxy: FaultProxy) -> None:
+    """No part ever gets through; then the network is well again."""
+    proxy.rule = failing(10**6, "slow_down", "PUT", "partNumber")
+    with pytest.raises(TransientError):
+        write_object(store, "a", bytes(10 * MiB + 5), part_nbytes=5 * MiB)
+    proxy.pause()
+    assert list(store.list("")) == []
+    assert store.abort_unfinished("") == 0
+
+
+def test_a_completion_that_is_never_heard_is_unknown(store: Store, proxy: FaultProxy) -> None:
+    proxy.rule = failing(10**6, "error500", "POST", "uploadId")
+    with pytest.raises(OutcomeUnknownError):
+        write_object(store, "a", bytes(10 * MiB + 5), part_nbytes=5 * MiB)
+    proxy.pause()
+    assert list(store.list("")) == []
+
+
+def test_what_is_acknowledged_is_there_under_a_fifth_of_failures(
+    moto: S3Server, client: str, seed: int, scale: Scale
+) -> None:
+    """Many threads write and read through 20 % of every kind of failure; the server tells after."""
+    with fault_proxy(moto.endpoint_url, rate=0.2, seed=seed, held_seconds=2) as proxy:
+        bucket = moto.make_bucket()
+        server = S3Server(proxy.endpoint_url)
+        inner = make_store(client, bucket, server, options=IMPATIENT, retry=PATIENT)
+        store = RetryingStore(inner, PATIENT)
+
+        def work(number: int) -> tuple[str, bytes] | None:
+            rng = random.Random(seed + number)
+            data = rng.randbytes(rng.choice([1000, 300_000, 5 * MiB + 9]))
+            key = f"steps/{number}"
+            try:
+                write_object(store, key, data, part_nbytes=5 * MiB)
+            except OutcomeUnknownError:
+                return None
+            target = bytearray(len(data))
+            store.get_into(key, 0, [memoryview(target)])
+            assert target == data
+            return key, data
+
+        with ThreadPoolExecutor(8) as pool:
+            written = list(pool.map(work, range(scale.count(24, 1000))))
+        proxy.pause()
+        for found in filter(None, written):
+            assert store.get(found[0]) == found[1]
+        store.abort_unfinished("")
+        assert store.abort_unfinished("") == 0
+        assert all(proxy.counts[kind] for kind in KINDS) or not scale.soak
+        inner.close()

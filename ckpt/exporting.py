@@ -1,45 +1,37 @@
-"""Write the tensors of a checkpoint as safetensors files that everybody can load.
+"""Write the tensors of a checkpoint, of any format that we read, as files that everybody can load.
 
-    names -> outputs (file order) -> parts of the file -> spans of stored tensors -> checked bytes
+    source -> choose (names) -> planned files (one format) -> parts, streamed -> files
 
-A part is filled by reading straight into its buffer, so memory is bounded by the number of threads,
-whatever the size of the model. A file appears whole or not at all.
+Nothing is held but a few parts, whatever the size of the model. A file appears whole or not at all,
+and the file that makes several one thing comes last.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import re
-from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import ExitStack
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from queue import SimpleQueue
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
+import torch.distributed as dist
 
+from ckpt.convert.delivery import Delivery, deliver
+from ckpt.convert.files import Output, safetensors_files
+from ckpt.convert.naming import Rename, renamed
+from ckpt.convert.nesting import nested_files
+from ckpt.convert.opening import SourceOptions, is_file_name, open_source
+from ckpt.convert.source import Contents, Source
+from ckpt.convert.torch_file import SUFFIXES
+from ckpt.convert.writing import PART_NBYTES, Progress
 from ckpt.errors import CheckpointError, InvalidState
-from ckpt.format.dtypes import DTYPES, DType, dtype_name, torch_dtype
-from ckpt.format.manifest import MODULES
-from ckpt.layout.piece import Holding, Kind
-from ckpt.layout.region import Span
-from ckpt.memory import aligned_buffer, tensor_over
-from ckpt.read import ReadPath
-from ckpt.reader import Checkpoint, StoredTensor, fill, find_checkpoint, piece_of
-from storage import KeyNotFoundError, ObjectWriter, Store, open_store
+from ckpt.format.dtypes import DTYPES, dtype_name, torch_dtype
+from ckpt.layout.piece import Kind
+from storage import open_store
 
-MIB = 1 << 20
-PART_NBYTES = 16 * MIB
-PARTS_MAX = 10_000  # S3's limit for one object
-HEADER_ALIGNMENT = 64
-CAST_SCRATCH_NBYTES = 8 * MIB
-
-Progress: TypeAlias = Callable[[int, int], None]
-Rename: TypeAlias = Mapping[str, str] | Callable[[str], str]
+Format: TypeAlias = Literal["safetensors", "torch", "dcp"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +39,14 @@ class Selection:
     """Which tensors of a checkpoint go into the export, and under which names.
 
     `entry` is the name of a module in the saved state ("model" in {"model": net, ...}); names in
-    the file are those inside of it. `include` and `exclude` are shell patterns of such names.
-    `rename` maps them to other names. `dtype` applies to floating-point tensors. Of tied names the
-    alphabetically first is kept, as `safetensors.torch.save_model` does, unless `keep_tied`: then
-    all are written.
+    the file are those inside of it. `include` and `exclude` are shell patterns of such names, or
+    regular expressions that begin with `re:`. `rename` maps them to other names (see `Rename`).
+    `dtype` applies to floating-point tensors. Of tied names the alphabetically first is kept in
+    safetensors files, as `safetensors.torch.save_model` does, unless `keep_tied`: then all are
+    written. Files of torch.save and DCP directories have all names, and each tensor once.
+
+    `optimizer=True` exports the whole state, model, optimizer and values, by its full names. Where
+    a source only numbers the parameters of an optimizer, `parameter_names` are their names.
     """
 
     entry: str | None = None
@@ -59,33 +55,35 @@ class Selection:
     rename: Rename | None = None
     dtype: str | torch.dtype | None = None
     keep_tied: bool = False
+    optimizer: bool = False
+    parameter_names: Sequence[str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ExportReport:
-    """What was written: urls of the files, names in them, their bytes, and tied names left out."""
+    """What was written: urls of the files, names in them, their bytes, and tied names left out.
+
+    `left_out` are names of the state that the format or the source has no form for. `verified` says
+    that all tensors were read back and compared. `resumed` counts files that an earlier, killed
+    export had finished.
+    """
 
     files: tuple[str, ...]
     tensors: tuple[str, ...]
     nbytes: int
     tied: Mapping[str, str]  # name that was left out -> name that holds its tensor
-    step: int
-
-
-class Output(NamedTuple):
-    """One tensor of the export: its name there, where it is stored, its type and size there."""
-
-    name: str
-    stored: StoredTensor
-    dtype: DType
-    nbytes: int
+    step: int | None
+    left_out: tuple[str, ...] = ()
+    verified: bool = False
+    resumed: int = 0
 
 
 class Chosen(NamedTuple):
-    """All tensors of the export, and the tied names that stand for one of them."""
+    """All tensors of the export, the tied names that stand for one of them, and values."""
 
     outputs: list[Output]
     tied: dict[str, str]
+    values: Mapping[str, Any]
 
 
 def export(
@@ -94,51 +92,84 @@ def export(
     *,
     step: int | None = None,
     selection: Selection | None = None,
+    format: Format | None = None,
     shard_nbytes_max: int | None = None,
     threads: int = 3,
+    verify: bool = False,
     progress: Progress | None = None,
+    process_group: dist.ProcessGroup | None = None,
     target_options: Mapping[str, Any] | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> ExportReport:
-    """Write a checkpoint's model to the safetensors file `target`, on a disk or in an object store.
+    """Write a checkpoint's model to `target`, on a disk or in an object store.
 
-    With `shard_nbytes_max`, tensors beyond that size go to several files with an index, named as
-    Hugging Face names them. `target_options` are for the target's store, by default those of the
-    source when both have the same protocol. `progress(done, total)` counts bytes of the new files.
+    `url` is a root or step of ours, a directory of torch.distributed.checkpoint, a file of
+    torch.save, or safetensors files. `format` is told by the name of the target: `.safetensors`, or
+    `.pt`, `.pth`, `.bin`, `.ckpt` for a file that `torch.load(weights_only=True)` reads; "dcp" is a
+    directory that `torch.distributed.checkpoint.load` reads. With `shard_nbytes_max`, tensors
+    beyond that size go to several safetensors files with an index, as Hugging Face names them.
+
+    Called by all ranks of a process group (default: all, if there is one), it divides the files
+    among them. What a killed export had finished is not written again by the next with the same
+    arguments. `verify=True` reads all files back and compares every tensor with the source.
+    `target_options` are for the target's store, by default those of the source when both have the
+    same protocol. `progress(done, total)` counts bytes of the new files.
 
     Raises CheckpointError when the selection is empty or ambiguous or the target exists,
-    InvalidState for dtypes that safetensors lacks, Corrupt when stored bytes were changed, and the
-    stores' errors. After any of these nothing is left at the target.
+    InvalidState for what the format has no form for, Corrupt when stored bytes were changed, and
+    the stores' errors. After any of these nothing is left at the target.
     """
-    folder, name = split_target(target)
+    selection = selection or Selection()
+    kind = format or _format_of(target)
+    folder, name = split_target(target, kind)
     if target_options is None:
         target_options = storage_options if _protocol(url) == _protocol(target) else None
-    with ExitStack() as stack:
-        source = open_store(url, **(storage_options or {}))
-        stack.callback(source.close)
-        checkpoint = Checkpoint(source, find_checkpoint(source, step))
-        chosen = choose(checkpoint, selection or Selection())
-        files = plan_files(chosen, name, shard_nbytes_max)
-        target_store = open_store(folder, **(target_options or {}))
-        stack.callback(target_store.close)
-        _check_absent(target_store, [file.key for file in files], target)
-        meter = _Meter(sum(file.nbytes for file in files), progress)
-        _write_all(checkpoint, target_store, files, threads=threads, meter=meter)
+    options = SourceOptions(step, selection.parameter_names, dict(storage_options or {}))
+    source = open_source(url, options, open_store)
+    try:
+        chosen = choose(source, selection, kind)
+        if kind == "safetensors":
+            files = safetensors_files(chosen.outputs, chosen.tied, name, shard_nbytes_max)
+            left_out: tuple[str, ...] = tuple(sorted(chosen.values))
+        else:
+            nested = nested_files(source, chosen, kind, name, whole=selection.optimizer)
+            files, left_out = nested.files, nested.left_out
+        delivery = Delivery(
+            folder, name, dict(target_options or {}), threads, PART_NBYTES, verify, process_group
+        )
+        delivered = deliver(source, files, chosen.outputs, delivery, progress, open_store)
+    finally:
+        source.close()
     return ExportReport(
         files=tuple(f"{folder.rstrip('/')}/{file.key}" if folder else file.key for file in files),
         tensors=tuple(sorted(output.name for output in chosen.outputs)),
         nbytes=sum(file.nbytes for file in files),
         tied=chosen.tied,
-        step=checkpoint.step,
+        step=source.contents.step,
+        left_out=left_out,
+        verified=verify,
+        resumed=delivered.resumed,
     )
 
 
-def split_target(target: str) -> tuple[str, str]:
+def _format_of(target: str) -> Format:
+    if target.endswith(SUFFIXES):
+        return "torch"
+    return "safetensors"
+
+
+def split_target(target: str, format: Format = "safetensors") -> tuple[str, str]:
     """Folder and name of the file to write. Raises CheckpointError when there is no name."""
+    if format == "dcp":
+        if is_file_name(target):
+            raise CheckpointError(f"{target!r}: a DCP checkpoint is a directory; name one")
+        return target.rstrip("/") or "/", ""
     folder, _, name = target.rpartition("/")
-    if not name.endswith(".safetensors") or name == ".safetensors":
+    suffixes = SUFFIXES if format == "torch" else (".safetensors",)
+    if not name.endswith(suffixes) or name in suffixes:
         raise CheckpointError(
-            f"{target!r} names no safetensors file; end it with a name such as model.safetensors"
+            f"{target!r} names no file that can be written; end it with a name such as "
+            'model.safetensors or model.pt, or pass format="dcp" for a directory'
         )
     return (folder or ("/" if target.startswith("/") else ".")), name
 
@@ -147,106 +178,115 @@ def _protocol(url: str) -> str:
     return url.partition("://")[0] if "://" in url else ""
 
 
-def _check_absent(store: Store, keys: Iterable[str], target: str) -> None:
-    for key in keys:
-        try:
-            store.info(key)
-        except KeyNotFoundError:
-            continue
-        raise CheckpointError(
-            f"{store.url}/{key} is there already and nothing is ever overwritten; remove it, or "
-            f"export to another name than {target}"
-        )
-
-
 # What goes into the export ------------------------------------------------------------------
 
 
-def choose(checkpoint: Checkpoint, selection: Selection) -> Chosen:
+def choose(source: Source, selection: Selection, format: Format = "safetensors") -> Chosen:
     """The tensors that `selection` means, sorted by name."""
-    entry = selection.entry if selection.entry is not None else default_entry(checkpoint)
-    names = _names_of(checkpoint, entry)
+    contents = source.contents
+    values: Mapping[str, Any] = {}
+    if selection.optimizer:
+        names = {fqn: contents.aliases.get(fqn, fqn) for fqn in _all_names(contents)}
+        values = {n: v for n, v in contents.values.items() if _is_selected(n, selection)}
+        entry = ""
+        if selection.rename is not None:
+            raise CheckpointError(
+                "rename= with optimizer=True: the optimizer names parameters too; import the "
+                "checkpoint with rename=, or export the model alone"
+            )
+    else:
+        entry = selection.entry if selection.entry is not None else default_entry(source)
+        names = _names_of(contents, entry)
     kept = {name: fqn for name, fqn in names.items() if _is_selected(name, selection)}
     if not kept:
         wanted = f"include={list(selection.include)}, exclude={list(selection.exclude)}"
         raise CheckpointError(
-            f"nothing to export: {checkpoint!r} has {len(names)} tensors in {entry!r}, and "
-            f"{wanted} leaves none; entries are {', '.join(map(repr, module_entries(checkpoint)))}"
+            f"nothing to export: {source!r} has {len(names)} tensors in {entry!r}, and "
+            f"{wanted} leaves none; entries are {', '.join(map(repr, contents.modules))}"
         )
-    tied = {} if selection.keep_tied else _tied_names(checkpoint, kept)
-    renamed = _renamed(kept, selection.rename)
+    _check_refused(contents, entry, selection)
+    tied = _tied_names(kept)
+    if selection.keep_tied and format == "safetensors":
+        tied = {}
+    new_names = renamed(kept, selection.rename)
     outputs = [
-        _output(checkpoint, renamed[name], fqn, selection.dtype)
+        _output(contents, new_names[name], fqn, selection.dtype)
         for name, fqn in sorted(kept.items())
         if name not in tied
     ]
-    _check_dtypes(outputs)
-    return Chosen(outputs, {renamed[gone]: renamed[held] for gone, held in sorted(tied.items())})
+    if format == "safetensors":
+        _check_dtypes(outputs)
+    told = {new_names[gone]: new_names[held] for gone, held in sorted(tied.items())}
+    return Chosen(outputs, told, values)
 
 
-def module_entries(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """The entries of the saved state that hold a model, sorted; "" when the state is one itself.
-
-    Checkpoints tell the paths of their modules; for those that do not, it is the first part of the
-    names of parameters.
-    """
-    told = checkpoint.manifest.header.user.get(MODULES)
-    if told is not None:
-        paths = [str(path) for path in json.loads(told)]
-        return tuple(sorted(path for path in paths if _names_of(checkpoint, path)))
-    manifest = checkpoint.manifest
-    names = (
-        fqn
-        for fqn, kind in zip(manifest.fqns, manifest.kinds.tolist(), strict=True)
-        if kind == Kind.PARAMETER
-    )
-    return tuple(sorted({fqn.partition(".")[0] if "." in fqn else "" for fqn in names}))
+def _all_names(contents: Contents) -> list[str]:
+    return [*contents.tensors, *contents.aliases]
 
 
-def default_entry(checkpoint: Checkpoint) -> str:
+def default_entry(source: Source) -> str:
     """The one entry that is a model. Raises CheckpointError when there is none, or a choice."""
-    entries = module_entries(checkpoint)
+    entries = source.contents.modules
     if len(entries) == 1:
         return entries[0]
     if not entries:
-        firsts = sorted({fqn.partition(".")[0] for fqn in checkpoint})
+        firsts = sorted({fqn.partition(".")[0] for fqn in _all_names(source.contents)})
         raise CheckpointError(
-            f"{checkpoint!r} holds no module; say which entry to export with entry=, one of "
+            f"{source!r} holds no module; say which entry to export with entry=, one of "
             f"{', '.join(map(repr, firsts[:20]))}"
         )
     raise CheckpointError(
-        f"{checkpoint!r} holds {len(entries)} modules; say which one to export with entry=, one of "
+        f"{source!r} holds {len(entries)} modules; say which one to export with entry=, one of "
         f"{', '.join(map(repr, entries[:20]))}"
     )
 
 
-def _names_of(checkpoint: Checkpoint, entry: str) -> dict[str, str]:
+def _names_of(contents: Contents, entry: str) -> dict[str, str]:
     """Names inside of `entry`, each with the fqn of its stored tensor.
 
     Parameters and buffers, or all tensors when it has neither (an EMA copy that is a plain dict).
     """
     prefix = f"{entry}." if entry else ""
     names = {
-        fqn.removeprefix(prefix): checkpoint.aliases.get(fqn, fqn)
-        for fqn in checkpoint
+        fqn.removeprefix(prefix): contents.aliases.get(fqn, fqn)
+        for fqn in _all_names(contents)
         if fqn.startswith(prefix)
     }
-    manifest = checkpoint.manifest
     model = {
         name: fqn
         for name, fqn in names.items()
-        if int(manifest.kinds[manifest.index(fqn)]) in (Kind.PARAMETER, Kind.BUFFER)
+        if contents.tensors[fqn].kind in (Kind.PARAMETER, Kind.BUFFER)
     }
     return model or names
 
 
 def _is_selected(name: str, selection: Selection) -> bool:
-    if any(fnmatchcase(name, pattern) for pattern in selection.exclude):
+    if any(_matches(name, pattern) for pattern in selection.exclude):
         return False
-    return not selection.include or any(fnmatchcase(name, p) for p in selection.include)
+    return not selection.include or any(_matches(name, p) for p in selection.include)
 
 
-def _tied_names(checkpoint: Checkpoint, names: Mapping[str, str]) -> dict[str, str]:
+def _matches(name: str, pattern: str) -> bool:
+    if pattern.startswith("re:"):
+        return re.search(pattern[3:], name) is not None
+    return fnmatchcase(name, pattern)
+
+
+def _check_refused(contents: Contents, entry: str, selection: Selection) -> None:
+    """Raise InvalidState when something that is selected cannot be read."""
+    prefix = f"{entry}." if entry else ""
+    problems = [
+        f"{fqn}: {refusal.reason}; leave it out with exclude="
+        for fqn, refusal in sorted(contents.refused.items())
+        if fqn.startswith(prefix)
+        and _is_selected(fqn.removeprefix(prefix), selection)
+        and (selection.optimizer or refusal.is_tensor)
+    ]
+    if problems:
+        raise InvalidState(problems)
+
+
+def _tied_names(names: Mapping[str, str]) -> dict[str, str]:
     """Names to leave out, each with the name kept for its tensor: the alphabetically first."""
     first: dict[str, str] = {}
     tied = {}
@@ -257,25 +297,8 @@ def _tied_names(checkpoint: Checkpoint, names: Mapping[str, str]) -> dict[str, s
     return tied
 
 
-def _renamed(names: Iterable[str], rename: Rename | None) -> dict[str, str]:
-    result: dict[str, str] = {}
-    owner: dict[str, str] = {}
-    for name in names:
-        new = name
-        if rename is not None:
-            new = rename.get(name, name) if isinstance(rename, Mapping) else rename(name)
-        if owner.setdefault(new, name) != name:
-            raise CheckpointError(
-                f"rename= gives {name!r} and {owner[new]!r} one name, {new!r}; names must differ"
-            )
-        result[name] = new
-    return result
-
-
-def _output(checkpoint: Checkpoint, name: str, fqn: str, dtype: str | torch.dtype | None) -> Output:
-    manifest = checkpoint.manifest
-    number = manifest.index(fqn)
-    stored = StoredTensor(number, fqn, manifest.dtypes[number], manifest.shapes[number])
+def _output(contents: Contents, name: str, fqn: str, dtype: str | torch.dtype | None) -> Output:
+    stored = contents.tensors[fqn]
     wanted = stored.dtype
     if dtype is not None and torch_dtype(stored.dtype).is_floating_point:
         wanted = dtype if isinstance(dtype, str) else dtype_name(dtype)
@@ -297,214 +320,6 @@ def _check_dtypes(outputs: Iterable[Output]) -> None:
         raise InvalidState(problems)
 
 
-# Which file holds what ----------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class TensorFile:
-    """A safetensors file to be written: `header`, then `outputs` one after the other."""
-
-    key: str
-    header: bytes
-    outputs: tuple[Output, ...]
-    starts: tuple[int, ...]  # of each output in the file, and the end of the last
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class IndexFile:
-    """The file that tells which of several safetensors files holds which name."""
-
-    key: str
-    data: bytes
-
-    @property
-    def nbytes(self) -> int:
-        return len(self.data)
-
-
-PlannedFile: TypeAlias = TensorFile | IndexFile
-
-
-def plan_files(chosen: Chosen, name: str, shard_nbytes_max: int | None) -> list[PlannedFile]:
-    """The files to write, in writing order: the index of several comes last."""
-    groups = _groups(chosen.outputs, shard_nbytes_max)
-    if len(groups) == 1:
-        return [_tensor_file(name, chosen.outputs, chosen.tied)]
-    stem = name.removesuffix(".safetensors")
-    files: list[PlannedFile] = []
-    weight_map = {}
-    for number, group in enumerate(groups, 1):
-        key = f"{stem}-{number:05d}-of-{len(groups):05d}.safetensors"
-        held = {output.name for output in group}
-        files.append(_tensor_file(key, group, {a: b for a, b in chosen.tied.items() if b in held}))
-        weight_map.update({output.name: key for output in group})
-    total = sum(output.nbytes for output in chosen.outputs)
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    files.append(IndexFile(f"{name}.index.json", json.dumps(index, indent=2).encode() + b"\n"))
-    return files
-
-
-def _groups(outputs: Sequence[Output], nbytes_max: int | None) -> list[list[Output]]:
-    """Outputs in name order, cut before `nbytes_max` is passed. A larger one stays whole."""
-    groups: list[list[Output]] = [[]]
-    filled = 0
-    for output in outputs:
-        if nbytes_max is not None and groups[-1] and filled + output.nbytes > nbytes_max:
-            groups.append([])
-            filled = 0
-        groups[-1].append(output)
-        filled += output.nbytes
-    return groups
-
-
-def _tensor_file(key: str, outputs: Sequence[Output], tied: Mapping[str, str]) -> TensorFile:
-    # Widest first, as safetensors' own writer does: then every tensor is aligned to its elements.
-    ordered = sorted(outputs, key=lambda output: (-output.dtype.itemsize, output.name))
-    # "format" is what Hugging Face's loaders ask for; tied names stand as `save_model` notes them.
-    head: dict[str, Any] = {"__metadata__": {"format": "pt", **tied}}
-    at = 0
-    relative = [0]
-    for output in ordered:
-        head[output.name] = {
-            "dtype": output.dtype.code,
-            "shape": list(output.stored.shape),
-            "data_offsets": [at, at + output.nbytes],
-        }
-        at += output.nbytes
-        relative.append(at)
-    text = json.dumps(head, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
-    padded = -(-(8 + len(text)) // HEADER_ALIGNMENT) * HEADER_ALIGNMENT
-    header = (padded - 8).to_bytes(8, "little") + text.ljust(padded - 8, b" ")
-    return TensorFile(
-        key=key,
-        header=header,
-        outputs=tuple(ordered),
-        starts=tuple(padded + start for start in relative),
-        nbytes=padded + at,
-    )
-
-
-# Writing ------------------------------------------------------------------------------------
-
-
-class _Meter:
-    """Adds up what is done and tells the caller; used from one thread."""
-
-    def __init__(self, total: int, progress: Progress | None) -> None:
-        self.done, self.total, self.progress = 0, total, progress
-
-    def add(self, nbytes: int) -> None:
-        self.done += nbytes
-        if self.progress is not None:
-            self.progress(self.done, self.total)
-
-
-def _write_all(
-    checkpoint: Checkpoint,
-    store: Store,
-    files: Sequence[PlannedFile],
-    *,
-    threads: int,
-    meter: _Meter,
-) -> None:
-    """Write `files` in order; when one fails, those before it are removed again."""
-    written: list[str] = []
-    try:
-        for file in files:
-            if isinstance(file, IndexFile):
-                store.put_if_absent(file.key, file.data)
-                meter.add(file.nbytes)
-            else:
-                _write_file(checkpoint, store, file, threads=threads, meter=meter)
-            written.append(file.key)
-    except BaseException:
-        for key in written:
-            store.delete(key)
-        raise
-
-
-def _write_file(
-    checkpoint: Checkpoint, store: Store, file: TensorFile, *, threads: int, meter: _Meter
-) -> None:
-    part_nbytes = max(PART_NBYTES, -(-file.nbytes // (PARTS_MAX * MIB)) * MIB)
-    count = -(-file.nbytes // part_nbytes)
-    threads = max(1, min(threads, count))
-    # One buffer per thread, used again for every part: fresh memory costs more than the copy.
-    buffers: SimpleQueue[memoryview] = SimpleQueue()
-    for _ in range(threads):
-        buffers.put(aligned_buffer(min(part_nbytes, file.nbytes)))
-    # Around the page cache: a third of the CPU seconds, and what others have cached stays.
-    is_large = file.nbytes >= PART_NBYTES
-    with store.create(file.key, file.nbytes, part_nbytes=part_nbytes, direct=is_large) as writer:
-
-        def write(index: int) -> int:
-            start = index * part_nbytes
-            stop = min(start + part_nbytes, file.nbytes)
-            buffer = buffers.get()
-            try:
-                part = buffer[: stop - start]
-                fill_part(checkpoint, file, start, part)
-                return _written(writer, index, part)
-            finally:
-                buffers.put(buffer)
-
-        with ThreadPoolExecutor(threads, thread_name_prefix="ckpt-export") as pool:
-            parts = [pool.submit(write, index) for index in range(count)]
-            try:
-                for part in as_completed(parts):
-                    meter.add(part.result())
-            except BaseException:
-                for part in parts:
-                    part.cancel()
-                raise
-
-
-def _written(writer: ObjectWriter, index: int, part: memoryview) -> int:
-    writer.write_part(index, [part])
-    return len(part)
-
-
-def fill_part(checkpoint: Checkpoint, file: TensorFile, start: int, part: memoryview) -> None:
-    """Fill `part` with the bytes of `file` from `start` on, read and checked."""
-    stop = start + len(part)
-    if start < len(file.header):
-        head = file.header[start:stop]
-        part[: len(head)] = head
-    direct: list[Holding] = []
-    number = max(bisect_right(file.starts, start) - 1, 0)
-    while number < len(file.outputs) and file.starts[number] < stop:
-        output = file.outputs[number]
-        low, high = max(file.starts[number], start), min(file.starts[number + 1], stop)
-        if low < high:
-            width = output.dtype.itemsize
-            at = file.starts[number]
-            span = Span((low - at) // width, (high - at) // width)
-            memory = part[low - start : high - start]
-            target = tensor_over(memory, torch_dtype(output.dtype.name), (span.numel,))
-            if output.dtype.name == output.stored.dtype:
-                direct.append(piece_of(output.stored, span, target))
-            else:
-                _fill_cast(checkpoint, output, span, target)
-        number += 1
-    _fill(checkpoint, direct)
-
-
-def _fill_cast(checkpoint: Checkpoint, output: Output, span: Span, target: torch.Tensor) -> None:
-    """Read `span` in its own type, band by band, and convert it into `target`."""
-    source = torch_dtype(output.stored.dtype)
-    step = CAST_SCRATCH_NBYTES // source.itemsize
-    for start in range(span.start, span.stop, step):
-        band = Span(start, min(start + step, span.stop))
-        scratch = torch.empty(band.numel, dtype=source)
-        _fill(checkpoint, [piece_of(output.stored, band, scratch)])
-        target[band.start - span.start : band.stop - span.start].copy_(scratch)
-
-
-def _fill(checkpoint: Checkpoint, holdings: Sequence[Holding]) -> None:
-    fill(checkpoint.store, checkpoint.prefix, checkpoint.manifest, holdings, ReadPath())
-
-
 def parse_nbytes(text: str) -> int:
     """A size such as 5GB, 500MB, 2GiB or 1048576. Raises ValueError."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B?", text.strip().upper())
@@ -512,3 +327,6 @@ def parse_nbytes(text: str) -> int:
         raise ValueError(f"{text!r} is no size; write e.g. 5GB, 500MB or 2GiB")
     base = 1024 if match[3] else 1000
     return int(float(match[1]) * base ** " KMGT".index(match[2] or " "))
+
+
+__all__ = ["PART_NBYTES", "ExportReport", "Selection", "export", "parse_nbytes"]

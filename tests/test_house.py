@@ -100,6 +100,7 @@ ADAPTERS = (
     "ckpt/layout/modules.py",
     "sharding/torch_seam.py",
     "ckpt/world.py",
+    "ckpt/convert/dcp_metadata.py",
 )
 
 COLLECTIVES = {
@@ -146,7 +147,12 @@ BANS = (
     Ban(
         is_torch_private, ADAPTERS, "an adapter in ckpt/layout, the only place for torch's privates"
     ),
-    Ban(is_pickle, (), "ckpt.format.codec for values, ckpt.format.datafile for tensors"),
+    # torch.distributed.checkpoint reads nothing but a pickle of its classes.
+    Ban(
+        is_pickle,
+        ("ckpt/convert/dcp_metadata.py",),
+        "ckpt.format.codec for values, ckpt.format.datafile for tensors",
+    ),
     Ban(
         lambda name: name in ("threading.Thread", "_thread.start_new_thread", "threading.Timer"),
         ("ckpt/world.py",),

@@ -1,0 +1,235 @@
+"""The containers of `torch.save`: zip files whose entries are stored as they are, never compressed.
+
+Reading finds where the bytes of each entry lie; it trusts nothing that a length check can refute.
+Writing lays a zip file out before its data is there, since only the sizes are needed for that.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from ckpt.errors import Corrupt, UnsupportedFormat
+
+ReadBytes = Callable[[int, int], bytes]  # (start, stop) of the file
+DIRECTORY_NBYTES_MAX = 1 << 28
+TAIL_NBYTES = 1024
+ALIGNMENT = 64  # of the data of each entry, as torch.save aligns it
+
+_END = struct.Struct("<4s4H2IH")
+_END64_LOCATOR = struct.Struct("<4sIQI")
+_END64 = struct.Struct("<4sQ2H2I4Q")
+_ENTRY = struct.Struct("<4s6H3I5H2I")
+_LOCAL = struct.Struct("<4s5H3I2H")
+_DESCRIPTOR64 = struct.Struct("<4sIQQ")
+_32 = 0xFFFFFFFF
+_16 = 0xFFFF
+
+
+class Entry(NamedTuple):
+    """An entry of a directory: where its local header is, and its data's size and crc32."""
+
+    name: str
+    header_start: int
+    nbytes: int
+    crc32: int
+
+
+def read_directory(read: ReadBytes, nbytes: int) -> dict[str, Entry]:
+    """The entries of the zip file of `nbytes`, by name.
+
+    Raises Corrupt when it is no readable zip file, UnsupportedFormat for compressed entries.
+    """
+    tail = read(max(0, nbytes - TAIL_NBYTES), nbytes)
+    try:
+        start, length, count = _find_directory(read, nbytes, tail)
+        if length > DIRECTORY_NBYTES_MAX or start + length > nbytes:
+            raise Corrupt(f"its directory has {length} bytes from {start} on, the file {nbytes}")
+        first = nbytes - len(tail)
+        if start >= first:
+            data = tail[start - first : start - first + length]
+        else:
+            data = read(start, start + length)
+        return _entries(data, count, nbytes)
+    except (struct.error, UnicodeDecodeError, IndexError) as error:
+        raise Corrupt(f"no readable zip file: {error}") from error
+
+
+def data_start(entry: Entry, header: bytes) -> int:
+    """Where the data of `entry` begins, from (at least) the first 30 bytes of its local header."""
+    try:
+        magic, *_, name_nbytes, extra_nbytes = _LOCAL.unpack_from(header)
+    except struct.error as error:
+        raise Corrupt(f"{entry.name}: its header is cut off") from error
+    if magic != b"PK\x03\x04":
+        raise Corrupt(f"{entry.name}: no header where the directory says there is one")
+    return entry.header_start + _LOCAL.size + int(name_nbytes) + int(extra_nbytes)
+
+
+def _find_directory(read: ReadBytes, nbytes: int, tail: bytes) -> tuple[int, int, int]:
+    """Start, length and number of entries of the directory."""
+    at = tail.rfind(b"PK\x05\x06")
+    if at < 0:
+        raise Corrupt("it does not end as a zip file does: cut off, or of another format")
+    _, _, _, _, count, length, start, _ = _END.unpack_from(tail, at)
+    if _32 not in (length, start) and count != _16:
+        return start, length, count
+    where = nbytes - len(tail) + at - _END64_LOCATOR.size
+    if where < 0:
+        raise Corrupt("its end names a directory that is not there")
+    magic, _, end64_start, _ = _END64_LOCATOR.unpack(read(where, where + _END64_LOCATOR.size))
+    if magic != b"PK\x06\x07" or end64_start + _END64.size > nbytes:
+        raise Corrupt("its end names a directory that is not there")
+    end64 = _END64.unpack(read(end64_start, end64_start + _END64.size))
+    if end64[0] != b"PK\x06\x06":
+        raise Corrupt("its end names a directory that is not there")
+    return end64[9], end64[8], end64[7]
+
+
+def _entries(data: bytes, count: int, nbytes: int) -> dict[str, Entry]:
+    entries: dict[str, Entry] = {}
+    at = 0
+    for _ in range(count):
+        fields = _ENTRY.unpack_from(data, at)
+        magic, flags, method, crc32, packed, size = (fields[i] for i in (0, 3, 4, 7, 8, 9))
+        name_nbytes, extra_nbytes, comment_nbytes, header_start = (*fields[10:13], fields[16])
+        if magic != b"PK\x01\x02":
+            raise Corrupt("its directory is damaged")
+        at += _ENTRY.size
+        name = data[at : at + name_nbytes].decode()
+        extra = data[at + name_nbytes : at + name_nbytes + extra_nbytes]
+        at += name_nbytes + extra_nbytes + comment_nbytes
+        size, packed, header_start = _wide(extra, size, packed, header_start)
+        if method != 0 or packed != size or flags & 1:
+            raise UnsupportedFormat(f"{name}: compressed or encrypted; torch.save does neither")
+        if header_start + _LOCAL.size + size > nbytes or name in entries:
+            raise Corrupt(f"{name}: outside of the file, or twice in it")
+        entries[name] = Entry(name, header_start, size, crc32)
+    return entries
+
+
+def _wide(extra: bytes, size: int, packed: int, header_start: int) -> tuple[int, int, int]:
+    """Sizes and start, from the zip64 field of `extra` where 32 bits are too few."""
+    at = 0
+    while at + 4 <= len(extra):
+        kind, length = struct.unpack_from("<2H", extra, at)
+        if kind == 1:
+            words = iter(struct.unpack_from(f"<{length // 8}Q", extra, at + 4))
+            size = next(words, size) if size == _32 else size
+            packed = next(words, packed) if packed == _32 else packed
+            header_start = next(words, header_start) if header_start == _32 else header_start
+        at += 4 + length
+    return size, packed, header_start
+
+
+# Writing ------------------------------------------------------------------------------------
+
+
+class Placed(NamedTuple):
+    """An entry of a zip file to be: its name, its size, and where its parts will be."""
+
+    name: str
+    nbytes: int
+    header_start: int
+    data_start: int
+
+    @property
+    def descriptor_start(self) -> int:
+        """Where its crc32 and sizes stand, which are known when the data has passed."""
+        return self.data_start + self.nbytes
+
+
+class ZipLayout(NamedTuple):
+    """Where everything of a zip file goes; the directory is from `directory_start` on."""
+
+    entries: tuple[Placed, ...]
+    directory_start: int
+    nbytes: int
+
+
+def lay_out(sizes: Mapping[str, int], start: int = 0) -> ZipLayout:
+    """The layout of a zip file with entries of these sizes, in this order.
+
+    `start` is where the zip file begins in a larger file; positions are of that one, so that data
+    is aligned there.
+    """
+    placed = []
+    at = start
+    for name, nbytes in sizes.items():
+        data = at + _LOCAL.size + len(name.encode())
+        # A field of extra bytes has 4 at least.
+        padding = -(data + 4) % ALIGNMENT
+        entry = Placed(name, nbytes, at, data + 4 + padding)
+        placed.append(entry)
+        at = entry.descriptor_start + _DESCRIPTOR64.size
+    layout = ZipLayout(tuple(placed), at, 0)
+    return layout._replace(nbytes=at - start + len(directory(layout, start, [0] * len(placed))))
+
+
+def local_header(entry: Placed) -> bytes:
+    """The bytes from the start of the entry to its data."""
+    name = entry.name.encode()
+    extra = entry.data_start - entry.header_start - _LOCAL.size - len(name)
+    # Bit 3: crc32 and sizes follow the data. Bit 11: the name is UTF-8. "FB" is torch's padding.
+    head = _LOCAL.pack(b"PK\x03\x04", 45, 0x0808, 0, 0, 0, 0, 0, 0, len(name), extra)
+    return head + name + struct.pack("<2sH", b"FB", extra - 4) + b"Z" * (extra - 4)
+
+
+def descriptor(entry: Placed, crc32: int) -> bytes:
+    """What follows the data of the entry."""
+    return _DESCRIPTOR64.pack(b"PK\x07\x08", crc32, entry.nbytes, entry.nbytes)
+
+
+DESCRIPTOR_NBYTES = _DESCRIPTOR64.size
+
+
+def directory(layout: ZipLayout, start: int, checksums: Sequence[int]) -> bytes:
+    """The end of the file: the directory, with the crc32 of each entry."""
+    rows = []
+    for entry, crc32 in zip(layout.entries, checksums, strict=True):
+        name = entry.name.encode()
+        # Always in 64 bits, so that the length does not depend on where the file ends up.
+        extra = struct.pack("<2H3Q", 1, 24, entry.nbytes, entry.nbytes, entry.header_start - start)
+        row = _ENTRY.pack(
+            b"PK\x01\x02", 45, 45, 0x0808, 0, 0, 0, crc32, _32, _32, len(name), len(extra),
+            0, 0, 0, 0, _32,
+        )  # fmt: skip
+        rows.append(row + name + extra)
+    body = b"".join(rows)
+    at = layout.directory_start - start
+    count = len(layout.entries)
+    end64 = _END64.pack(b"PK\x06\x06", 44, 45, 45, 0, 0, count, count, len(body), at)
+    locator = _END64_LOCATOR.pack(b"PK\x06\x07", 0, at + len(body), 1)
+    small = min(count, _16)
+    end = _END.pack(b"PK\x05\x06", 0, 0, small, small, min(len(body), _32), _32, 0)
+    return body + end64 + locator + end
+
+
+# CRC-32 of joined data, by arithmetic in GF(2)[x] modulo its polynomial (bits reversed).
+
+_POLYNOMIAL = 0xEDB88320
+
+
+def combine_crc32(first: int, second: int, second_nbytes: int) -> int:
+    """The crc32 of a run of bytes and another after it, from the crc32 of each."""
+    return _times(_power_of_x(8 * second_nbytes), first) ^ second
+
+
+def _times(a: int, b: int) -> int:
+    product = 0
+    for bit in range(31, -1, -1):
+        if a >> bit & 1:
+            product ^= b
+        b = b >> 1 ^ (_POLYNOMIAL if b & 1 else 0)
+    return product
+
+
+def _power_of_x(exponent: int) -> int:
+    result, square = 1 << 31, 1 << 30  # x to the 0, x to the 1
+    while exponent:
+        if exponent & 1:
+            result = _times(square, result)
+        square = _times(square, square)
+        exponent >>= 1
+    return result

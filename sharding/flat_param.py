@@ -73,6 +73,8 @@ class FlatParam(GatheringStore):
         self.flat = FlatParameter(self._flatten(), requires_grad=self._any_trainable())
         self._full = torch.empty(0, dtype=compute, device=options.device)
         self._params_are_unsharded = False
+        self.computes_low = True
+        """Whether `param_dtype` is in force: not where evaluation is to be in full precision."""
         self._shown_grads: dict[int, torch.Tensor] = {}  # by member; the flat parameter's is at -1
         self._shows_unsharded_grad = False
         self._orig_grad: torch.Tensor | None = None
@@ -94,7 +96,8 @@ class FlatParam(GatheringStore):
     @property
     def compute_dtype(self) -> torch.dtype:
         """Of the gathered buffer."""
-        return self.options.param_dtype or self.flat.dtype
+        low = self.options.param_dtype if self.computes_low else None
+        return low or self.flat.dtype
 
     @property
     def requires_grad(self) -> bool:
@@ -256,6 +259,30 @@ class FlatParam(GatheringStore):
         """Changes whenever views have to be made anew."""
         full = self._full
         return (full.data_ptr() if self._aliases_flat else id(full), full.dtype)
+
+    def show_views(self) -> None:
+        """Let the modules show views of the gathered memory, tracked by autograd.
+
+        Raises AssertionError when the user replaced parameters that are shown unsharded.
+        """
+        self.check_not_replaced()
+        super().show_views()
+
+    def check_not_replaced(self) -> None:
+        """Raise AssertionError, naming the parameter, when one that is shown unsharded between a
+        forward and its backward was replaced: the next reshard would drop what was put there.
+        """
+        if not self._params_are_unsharded or self.shows_views:
+            return
+        base, itemsize = self._full.data_ptr(), self._full.element_size()
+        for item, param, member in zip(self.found, self.params, self.layout.members, strict=True):
+            moved = param.data_ptr() != base + member.start * itemsize
+            if item.places[0].current() is not param or (moved and member.numel > 0):
+                raise AssertionError(
+                    f"{item.fqn}: was replaced while it was gathered, between a forward and its "
+                    "backward; replace parameters between steps, or write into them inside "
+                    "summon_full_params()"
+                )
 
     def show_placeholders(self) -> None:
         """Without original parameters: show no parameters, only shapes and dtypes until the next
@@ -437,10 +464,12 @@ class FlatParam(GatheringStore):
     def adopt_values(self) -> None:
         """Copy back what the user put in place of original parameters, objects or their memory.
 
-        Raises RuntimeError, naming the parameter, when the shape does not fit.
+        Raises RuntimeError, naming the parameter, when the shape does not fit, and
+        NotImplementedError when other modules share it than at construction.
         """
         if not self.options.use_orig_params or self._params_are_unsharded:
             return
+        self._check_sharing()
         itemsize = self.flat.dtype.itemsize
         base = self.flat.data_ptr()
         changed = False
@@ -462,6 +491,17 @@ class FlatParam(GatheringStore):
         if changed:
             self.show_shards()
             self.put_params()
+
+    def _check_sharing(self) -> None:
+        own = {id(param): at for at, param in enumerate(self.params)}
+        for at, item in enumerate(self.found):
+            shown = item.places[0].current()
+            is_anothers = own.get(id(shown), at) != at
+            if is_anothers or any(place.current() is not shown for place in item.places[1:]):
+                raise NotImplementedError(
+                    f"{' and '.join(item.names)}: which modules share a parameter has changed "
+                    "since the module was wrapped; tie and untie parameters before wrapping"
+                )
 
     def _adopt_value(self, at: int, current: torch.Tensor) -> None:
         target = self.shard_views(self.flat.detach())[at]

@@ -43,6 +43,7 @@ class Settings:
     offload: bool
     ignored_buffers: frozenset[str] = frozenset()
     """Names relative to the wrapped module."""
+    evaluates_in_full_precision: bool = False
 
     @property
     def frees_after_forward(self) -> bool:
@@ -93,6 +94,19 @@ class FlatUnit(Unit):
         )
         self.wrapped = wrapped
         self.settings = settings
+
+    def refresh(self) -> None:
+        """A new iteration starts: free what is out of date, and see which dtype is in force."""
+        if self.store is not None:
+            self.store.check_not_replaced()
+        super().refresh()
+        if self.store is not None and self.store.computes_low != self.store_computes_low():
+            self.store.reshard()
+            self.store.computes_low = self.store_computes_low()
+
+    def store_computes_low(self) -> bool:
+        """Whether the configured dtype of parameters is in force now."""
+        return self.wrapped.training or not self.settings.evaluates_in_full_precision
 
     def show_flat(self) -> None:
         """Without original parameters: register the flat parameter on the wrapped module."""

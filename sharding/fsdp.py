@@ -8,6 +8,7 @@ file but telling the parts: what is wrapped (`init`, `wrapping`, `groups`), how 
 from __future__ import annotations
 
 import math
+import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -77,6 +78,9 @@ class FullyShardedDataParallel(StatefulUnit):
     All arguments mean what they mean for torch's `FullyShardedDataParallel`. Differences: without
     an accelerator it computes on the CPU without being told to; a mesh of two axes needs a hybrid
     strategy; hybrid sharding with shard groups of one rank keeps its replicas equal.
+
+    With FSDP_USE_FULL_PREC_IN_EVAL=1 in the environment when a model is wrapped, modules in eval
+    mode compute in full precision whatever `mixed_precision` says, as in torch's class.
     """
 
     __ckpt_wraps__ = _CHILD
@@ -137,6 +141,7 @@ class FullyShardedDataParallel(StatefulUnit):
             device=device,
             offload=cpu_offload is not None and cpu_offload.offload_params,
             ignored_buffers=ignored.buffers,
+            evaluates_in_full_precision=os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1",
         )
         self._build(_make_unit(module, found, groups, settings), groups, ignored, device_mesh)
 
@@ -189,7 +194,10 @@ class FullyShardedDataParallel(StatefulUnit):
     def _before_forward(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        self._find_root()
+        runtime = self._find_root()
+        evaluates = self.fsdp_unit.settings.evaluates_in_full_precision
+        if evaluates and runtime.root is self.fsdp_unit and not runtime.in_backward:
+            _cast_all_buffers(self, fsdp_units(self), low=self.training)
         return self.fsdp_unit.before_forward(args, kwargs)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -210,7 +218,7 @@ class FullyShardedDataParallel(StatefulUnit):
                 "an inner unit was used as a root (by a forward or summon_full_params of its own) "
                 "before the outer one; call the outermost wrapper first"
             )
-        for name in ("use_orig_params", "limit_all_gathers"):
+        for name in ("use_orig_params", "limit_all_gathers", "evaluates_in_full_precision"):
             values = {getattr(w.fsdp_unit.settings, name) for w in wrappers}
             if len(values) > 1:
                 raise ValueError(f"{name} must be the same for all units, got {sorted(values)}")
@@ -222,7 +230,7 @@ class FullyShardedDataParallel(StatefulUnit):
             runtime.order_check = OrderCheck(
                 self.fsdp_groups.shard, lambda number: _members_text(units[number])
             )
-        _cast_all_buffers(self, wrappers)
+        _cast_all_buffers(self, wrappers, low=True)
         return runtime
 
     def check_is_root(self) -> bool:
@@ -698,19 +706,25 @@ def _check_summon(units: list[FlatUnit], options: SummonOptions) -> None:
         )
 
 
-def _cast_all_buffers(root: FullyShardedDataParallel, wrappers: list[Any]) -> None:
-    """Cast buffers once, each as the innermost unit around it says."""
+def _cast_all_buffers(
+    root: FullyShardedDataParallel, wrappers: list[FullyShardedDataParallel], *, low: bool
+) -> None:
+    """Cast buffers, each as the innermost unit around it says; back to what they were unless
+    `low`.
+    """
     done: set[int] = set()
     for wrapper in reversed(wrappers):
-        unit = wrapper.fsdp_unit
+        settings = wrapper.fsdp_unit.settings
         for prefix, module in wrapper._fsdp_wrapped_module.named_modules():
             if id(module) in done:
                 continue
             done.add(id(module))
-            ignored = {
-                name
+            base = f"{prefix}." if prefix else ""
+            wanted = {
+                name: settings.precision.buffer_dtype
+                if low
+                else wrapper.fsdp_buffer_dtypes.get(clean_name(f"{base}{name}"))
                 for name, _ in module.named_buffers(recurse=False)
-                if (f"{prefix}.{name}" if prefix else name) in unit.settings.ignored_buffers
+                if f"{base}{name}" not in settings.ignored_buffers
             }
-            wanted = unit.settings.precision.buffer_dtype
-            cast_buffers(module, wanted, unit.settings.device, ignored=ignored)
+            cast_buffers(module, wanted, settings.device)

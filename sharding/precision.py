@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -85,15 +85,13 @@ def cast_floating(dtype: torch.dtype, value: Any) -> Any:
 
 
 def cast_buffers(
-    module: nn.Module,
-    dtype: torch.dtype | None,
-    device: torch.device,
-    *,
-    ignored: Collection[str],
+    module: nn.Module, dtypes: Mapping[str, torch.dtype | None], device: torch.device
 ) -> None:
-    """Move the module's own buffers to `device`; floating ones, unless ignored, to `dtype`."""
+    """Move the module's own buffers to `device`; floating ones to the dtype of their name, if it
+    has one.
+    """
     for name, buffer in module.named_buffers(recurse=False):
-        wanted = dtype if buffer.is_floating_point() and name not in ignored else None
+        wanted = dtypes.get(name) if buffer.is_floating_point() else None
         with torch.no_grad():
             new = buffer.to(device=device, dtype=wanted or buffer.dtype)
         if new is not buffer:

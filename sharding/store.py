@@ -69,6 +69,7 @@ class Outgoing(NamedTuple):
 class Store(Protocol):
     """The parameters of one unit."""
 
+    found: tuple[Found, ...]
     tag: int
     """Tells the collectives of a model's units apart; given by the runtime, like what follows."""
     streams: Streams

@@ -9,8 +9,10 @@ import torch
 from torch import nn
 
 __all__ = [
+    "NO_BACKWARD",
     "Place",
     "call_after_backward",
+    "current_backward",
     "is_marked_replicate",
     "post_accumulate_hooks",
     "run_policy",
@@ -54,6 +56,16 @@ def call_after_backward(callback: Callable[[], None]) -> None:
     """Call once when the backward pass that is running now has ended."""
     engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(callback)
+
+
+NO_BACKWARD = -1
+"""What `current_backward` says outside of any."""
+
+
+def current_backward() -> int:
+    """A number for the backward pass that runs now; one inside another has a number of its own."""
+    found: int = torch._C._current_graph_task_id()
+    return found
 
 
 def post_accumulate_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor], None]]:

@@ -19,12 +19,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.fsdp import BackwardPrefetch
 
 from sharding.precision import Casts, cast_floating, map_tensors
 from sharding.reduction import Reduction
 from sharding.store import State, Store
+from sharding.torch_seam import NO_BACKWARD, current_backward
 
 if TYPE_CHECKING:
     from sharding.runtime import Runtime
@@ -85,6 +87,9 @@ class Unit:
         self.backward_targets: tuple[Unit, ...] = ()
         self.runtime: Runtime | None = None
         """Set when the root has been found, at the first forward."""
+        self._backward = NO_BACKWARD
+        """Which backward pass has asked for this unit first."""
+        self._watches_recomputes = False
         self._has_reduced = False
         self._is_kept_without_grad = False
         if store is not None:
@@ -223,6 +228,8 @@ class Unit:
         runtime = self.found_runtime()
         runtime.begin_backward()
         first = self.phase is not Phase.BACKWARD
+        if first:
+            self._backward = current_backward()
         self.phase = Phase.BACKWARD
         if self.store is None:
             return
@@ -248,6 +255,8 @@ class Unit:
         runtime.begin_backward()
         store = self.store
         assert store is not None
+        if current_backward() != self._backward and not self._watches_recomputes:
+            self._watch_recomputes(store)
         store.adopt_gradients()
         if self._frees_after_backward:
             store.reshard()
@@ -259,6 +268,24 @@ class Unit:
             runtime.reductions.start(store, self.reduction, grads)
         else:
             store.keep_unsharded_gradients(grads)
+
+    def _watch_recomputes(self, store: Store) -> None:
+        """Have parameters gathered again whenever a module of this unit runs in a backward.
+
+        A reentrant checkpoint inside the unit runs a backward of its own, whose gradients have
+        just freed the parameters. There may be more checkpoints in the unit, and they recompute
+        modules without asking the wrapper. Watched from the first time on: hooks cost time.
+        """
+        self._watches_recomputes = True
+
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
+        def before_module(module: nn.Module, args: Any) -> None:
+            if self.phase is Phase.IDLE and self.found_runtime().in_backward:
+                self.before_backward()
+
+        modules = {place.module for item in store.found for place in item.places}
+        for module in modules:
+            module.register_forward_pre_hook(before_module, prepend=True)
 
     def reduce_unused(self) -> None:
         """The backward has not reached this unit, but may have on other ranks: reduce zeros."""

@@ -318,6 +318,58 @@ def test_replaced_values_are_taken_over_and_wrong_shapes_refused() -> None:
     run_ranks(2, write_back)
 
 
+def replaced_between() -> None:
+    """Between a forward and its backward, where parameters are kept."""
+    for how in ("object", "memory"):
+        for wrap in each_engine():
+            model = wrapped_by(
+                wrap,
+                build("uneven"),
+                use_orig_params=True,
+                sharding_strategy=ShardingStrategy.SHARD_GRAD_OP,
+            )
+            out = model(torch.ones(2, 6)).sum()
+            layer = model.module[1].module[0]
+            with torch.no_grad():
+                if how == "object":
+                    layer.weight = nn.Parameter(torch.ones_like(layer.weight))
+                else:
+                    layer.weight.data = torch.ones_like(layer.weight)
+            with pytest.raises(AssertionError):
+                out.backward()
+    model = wrapped_by(
+        each_engine()[1],
+        build("uneven"),
+        use_orig_params=True,
+        sharding_strategy=ShardingStrategy.SHARD_GRAD_OP,
+    )
+    model(torch.ones(2, 6))
+    model.module[1].module[0].weight.data = torch.ones(5, 7)
+    with pytest.raises(AssertionError, match=r"0\.weight: was replaced while it was gathered"):
+        model(torch.ones(2, 6))
+
+
+def test_parameters_replaced_between_forward_and_backward_are_refused() -> None:
+    run_ranks(2, replaced_between)
+
+
+def shared_otherwise() -> None:
+    for wrap in each_engine():
+        model = wrap(build("tied"), use_orig_params=True)
+        model.module[1].second.weight = nn.Parameter(model.module[1].first.weight.detach())
+        with pytest.raises(NotImplementedError):
+            model(torch.ones(2, 6))
+    model = FullyShardedDataParallel(build("even"), use_orig_params=True)
+    first, last = model.module[1][0], model.module[1][2]
+    first.weight = last.weight
+    with pytest.raises(NotImplementedError, match="share a parameter has changed"):
+        model(torch.ones(2, 6))
+
+
+def test_modules_that_share_otherwise_than_before_are_refused() -> None:
+    run_ranks(2, shared_otherwise)
+
+
 # A11, A12 ----------------------------------------------------------------------------------------
 
 

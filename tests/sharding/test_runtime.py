@@ -8,6 +8,7 @@ unsharded replica as reference.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import os
 import warnings
@@ -346,6 +347,41 @@ def low_gradients() -> None:
 
 def test_low_precision_gradients_are_kept_in_the_dtype_of_reductions() -> None:
     run_ranks(2, low_gradients)
+
+
+# C13 ---------------------------------------------------------------------------------------------
+
+
+def full_precision_in_eval() -> None:
+    low = torch.bfloat16
+    os.environ["FSDP_USE_FULL_PREC_IN_EVAL"] = "1"
+    for name, orig in itertools.product(ENGINES, (False, True)):
+        model = wrapped(
+            name,
+            nn.Sequential(nn.Linear(6, 6), nn.Sequential(Buffered())),
+            use_orig_params=orig,
+            mixed_precision=MixedPrecision(param_dtype=low, buffer_dtype=low),
+        )
+        seen = []
+        for training in (True, False, False, True):
+            out = model.train(training)(torch.ones(2, 6))
+            seen.append((out.dtype, model.module[1].module[0].scale.dtype))
+            if training:
+                out.sum().backward()
+            if training and name == "ours":  # torch leaves them in low precision there
+                grads = [p.grad for p in model.parameters() if p.grad is not None]
+                assert grads and all(grad.dtype == torch.float32 for grad in grads)
+        full_too = (torch.float32, torch.float32)
+        assert seen == [(low, low), full_too, full_too, (low, low)], name
+    mixed = uneven()
+    mixed[1] = Ours(mixed[1])
+    del os.environ["FSDP_USE_FULL_PREC_IN_EVAL"]
+    with pytest.raises(ValueError, match="evaluates_in_full_precision"):
+        Ours(mixed)(torch.ones(2, 6))
+
+
+def test_evaluation_can_be_in_full_precision() -> None:
+    run_ranks(2, full_precision_in_eval)
 
 
 # C14 ---------------------------------------------------------------------------------------------

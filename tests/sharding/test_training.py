@@ -7,6 +7,7 @@ two terms, against torch's own engine bit for bit. The product is sampled; `--so
 
 from __future__ import annotations
 
+import copy
 import itertools
 import random
 import warnings
@@ -18,11 +19,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.utils.checkpoint import checkpoint
 
 from tests.ranks import run_ranks
 from tests.sharding.models import (
     Reentrant,
     batches,
+    block,
     build,
     clean,
     engine,
@@ -345,6 +348,39 @@ def reentrant() -> None:
 
 def test_reentrant_checkpointing_inside_and_outside_of_a_unit() -> None:
     run_ranks(2, reentrant)
+
+
+class Regions(nn.Module):
+    """Three layers: two under reentrant checkpoints of their own, the last under none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = block(7, 5, 4), block(4, 6, 5)
+        self.last = nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for region in (self.first, self.second):
+            x = checkpoint(region, x, use_reentrant=True)
+        return self.last(x)
+
+
+def several_regions() -> None:
+    for strategy, orig in itertools.product(SHARDED_STRATEGIES, (False, True)):
+        torch.manual_seed(0)
+        bare = nn.Sequential(nn.Linear(6, 7), Regions(), nn.Linear(3, 1))
+        reference = train_reference(copy.deepcopy(bare))
+        model = wrapped(
+            "ours", bare, use_orig_params=orig, sharding_strategy=ShardingStrategy[strategy]
+        )
+        train(model)
+        for name, value in full_copies(model).items():
+            torch.testing.assert_close(value, reference[name], msg=f"{strategy} {orig} {name}")
+        for unit in model.fsdp_modules(model):
+            assert unit.fsdp_unit.store.gathered_nbytes == 0
+
+
+def test_several_reentrant_checkpoints_inside_one_unit() -> None:
+    run_ranks(2, several_regions)
 
 
 def prefetch() -> None:

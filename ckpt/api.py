@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -15,7 +16,7 @@ from ckpt.loading import LoadOptions, LoadReport, load_state
 from ckpt.memory import gc_paused
 from ckpt.read import ReadPath
 from ckpt.saving import PartMemory, SaveOptions, SaveReport, SaveTask, save_state
-from ckpt.session import RankedSession, SessionRegistry, open_session
+from ckpt.session import RankedSession, Session, SessionRegistry, open_session
 from ckpt.staging import Snapshot, StageOptions, stage
 from ckpt.world import World, collectively, current_world
 from ckpt.write import Staging, WritePath
@@ -39,6 +40,7 @@ def save(
     unsafe_single_writer: bool = False,
     user: Mapping[str, str] | None = None,
     metric: float | None = None,
+    dedup: bool = False,
     storage_options: Mapping[str, Any] | None = None,
 ) -> SaveReport:
     """Save `state` as the checkpoint of `step` below `url`; returns when it is durable.
@@ -51,6 +53,10 @@ def save(
     `user` are notes to keep with the checkpoint, `metric` is how good it is. A store that cannot
     refuse a second writer is used only with `unsafe_single_writer=True`. `io="buffered"` writes
     local files through the page cache, `"direct"` around it, and `"auto"` around it from 16 MiB on.
+
+    With `dedup=True`, what the previous checkpoint has with the same bytes is not written again but
+    referred to, if that was saved with `dedup=True` too. Such a checkpoint loads through its root;
+    what it refers to is not retired before it.
 
     Raises the same error on every rank, and the previous checkpoint is still the latest then:
     InvalidState, StoreRefused, Fenced, RankFailed, or the store's error on one rank; OutcomeUnknown
@@ -66,6 +72,7 @@ def save(
             _write_path(io, store, seat.staging),
             dict(user or {}),
             metric,
+            dedup,
         )
         return save_state(
             state, session=session, store=store, step=step, options=options, memory=memory
@@ -105,6 +112,7 @@ def async_save(
     save are raised by `PendingSave.result`, or by the next call that saves here. Raises ValueError
     for bad arguments at once.
     """
+    started = time.perf_counter()
     with gc_paused():
         seat = _process.seat(process_group)
         one_of("snapshot", snapshot, ("step", "now"))
@@ -123,9 +131,12 @@ def async_save(
         )
         if is_skipped:
             error = SaveDropped(f"the save of step {step} was skipped: another one is in flight")
-            return seat.background.refuse(task, error)
-        how = StageOptions(snapshot, host_bytes_max)
-        return seat.background.start(task, lambda: stage(state, task, how, seat.staging))
+            pending = seat.background.refuse(task, error)
+        else:
+            how = StageOptions(snapshot, host_bytes_max)
+            pending = seat.background.start(task, lambda: stage(state, task, how, seat.staging))
+    pending.call_seconds = time.perf_counter() - started
+    return pending
 
 
 def load(
@@ -133,6 +144,7 @@ def load(
     url: str,
     *,
     step: int | None = None,
+    attempt: str = "",
     strict: bool = True,
     rename: Callable[[str], str] | Mapping[str, str] | None = None,
     skip: Callable[[str], bool] | Iterable[str] = (),
@@ -142,8 +154,9 @@ def load(
     """Load the checkpoint of `step`, or the latest, into `state`, in place and bit for bit.
 
     `url` is a root or one step's directory. The state may be sharded in any other way than the one
-    that was saved. `strict=False` tolerates missing and unexpected names; shapes and dtypes never
-    differ. `rename` gives the checkpoint's name for a name of the state, `skip` leaves names out.
+    that was saved. `attempt` is one of several checkpoints of a step. `strict=False` tolerates
+    missing and unexpected names; shapes and dtypes never differ. `rename` gives the checkpoint's
+    name for a name of the state, `skip` leaves names out.
 
     Raises the same error on every rank: NoCheckpoint, Mismatch (with every problem), Corrupt,
     UnsupportedFormat with the state unchanged; LoadInterrupted when it is half-loaded.
@@ -153,7 +166,9 @@ def load(
         seat.background.wait()
         store = collectively(seat.world, "open", lambda: seat.store(url, storage_options))
         options = LoadOptions(strict, rename, skip, _read_path(store))
-        return load_state(state, store=store, world=seat.world, step=step, options=options)
+        return load_state(
+            state, store=store, world=seat.world, step=step, attempt=attempt, options=options
+        )
 
 
 _Choice = TypeVar("_Choice", bound=str)
@@ -246,12 +261,53 @@ def _store_key(url: str, storage_options: Mapping[str, Any] | None) -> tuple[str
     return url, repr(sorted((storage_options or {}).items()))
 
 
+def session_of(
+    url: str,
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    unsafe_single_writer: bool = False,
+) -> Session | None:
+    """The session in which this process has saved to `url`; None off the lead and before that.
+
+    Not collective, except that it makes the world of the group at its first use.
+    """
+    seat = _process.seat(process_group)
+    place = seat.known_place(url, storage_options, unsafe_single_writer)
+    return None if place is None else place.session.session
+
+
 def world_of(process_group: dist.ProcessGroup | None = None) -> World:
     """The world of a group, of all ranks, or of this process alone; the same one at every call.
 
     Collective over the group when it is asked for the first time.
     """
     return _process.seat(process_group).world
+
+
+def store_of(
+    url: str,
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> Store:
+    """The open store of a url, which all saves and loads of this process use. Collective."""
+    seat = _process.seat(process_group)
+    seat.background.wait()
+    return collectively(seat.world, "open", lambda: seat.store(url, storage_options))
+
+
+def session_of(
+    url: str,
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    unsafe_single_writer: bool = False,
+) -> Session | None:
+    """The session of a url on the lead, once it was saved to; else None. Asks nobody."""
+    seat = _process.seat(process_group)
+    place = seat.known_place(url, storage_options, unsafe_single_writer)
+    return None if place is None else place.session.session
 
 
 class _Process:

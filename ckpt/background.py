@@ -17,9 +17,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Literal
 
 from ckpt.errors import SaveDropped
-from ckpt.format.manifest import Header
 from ckpt.format.part import Part
-from ckpt.saving import SaveReport, SaveTask, publish
+from ckpt.saving import Attempt, SaveReport, SaveTask, publish
 from ckpt.staging import Staged
 from ckpt.stepping import Gate
 from ckpt.world import World
@@ -32,11 +31,15 @@ EXIT_SECONDS_MAX = 300.0  # an interpreter that ends waits so long for a save in
 
 
 class PendingSave:
-    """A save under way. `attempt` is empty until the ranks have agreed on its name."""
+    """A save under way. `attempt` is empty until the ranks have agreed on its name.
+
+    `call_seconds` is what the call that started it took.
+    """
 
     def __init__(self, step: int, gate: Gate) -> None:
         self.step = step
         self.attempt = ""
+        self.call_seconds = 0.0
         self._gate = gate
         self._is_dropped = threading.Event()
         self._is_told = False
@@ -54,6 +57,11 @@ class PendingSave:
     def done(self) -> bool:
         """Whether `result` returns or raises at once."""
         return self._future.done()
+
+    @property
+    def blocked_seconds(self) -> float:
+        """How long training stood still for this save, so far: in the call, and before steps."""
+        return self.call_seconds + self._gate.waited_seconds
 
     @property
     def skipped(self) -> bool:
@@ -177,9 +185,9 @@ def _run(pending: PendingSave, task: SaveTask, staged: Staged) -> SaveReport:
         if pending._is_dropped.is_set():
             raise SaveDropped(f"the save of step {task.step} was dropped for a newer one")
 
-    def write(header: Header) -> Part:
-        pending.attempt = header.attempt
-        return staged.write(header, give_up)
+    def write(attempt: Attempt) -> Part:
+        pending.attempt = attempt.header.attempt
+        return staged.write(attempt, give_up)
 
     error: Exception | None = None
     try:

@@ -51,13 +51,14 @@ class Gate:
 
     def wait_for(self, optimizer: torch.optim.Optimizer) -> None:
         """Returns when the gate is open, or at once when `optimizer` changes nothing behind it."""
-        if self.opened.is_set() or not self._is_behind(optimizer):
+        if self.opened.is_set() or not self.is_behind(optimizer):
             return
         started = time.perf_counter()
         self.opened.wait()
         self.waited_seconds += time.perf_counter() - started
 
-    def _is_behind(self, optimizer: torch.optim.Optimizer) -> bool:
+    def is_behind(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether a step of `optimizer` changes what this gate guards."""
         return any(
             id(parameter) in self.parameters or storage_of(parameter) in self.storages
             for group in optimizer.param_groups

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -40,7 +39,6 @@ def save(
     unsafe_single_writer: bool = False,
     user: Mapping[str, str] | None = None,
     metric: float | None = None,
-    dedup: bool = False,
     storage_options: Mapping[str, Any] | None = None,
 ) -> SaveReport:
     """Save `state` as the checkpoint of `step` below `url`; returns when it is durable.
@@ -53,10 +51,6 @@ def save(
     `user` are notes to keep with the checkpoint, `metric` is how good it is. A store that cannot
     refuse a second writer is used only with `unsafe_single_writer=True`. `io="buffered"` writes
     local files through the page cache, `"direct"` around it, and `"auto"` around it from 16 MiB on.
-
-    With `dedup=True`, what the previous checkpoint has with the same bytes is not written again but
-    referred to, if that was saved with `dedup=True` too. Such a checkpoint loads through its root;
-    what it refers to is not retired before it.
 
     Raises the same error on every rank, and the previous checkpoint is still the latest then:
     InvalidState, StoreRefused, Fenced, RankFailed, or the store's error on one rank; OutcomeUnknown
@@ -72,7 +66,6 @@ def save(
             _write_path(io, store, seat.staging),
             dict(user or {}),
             metric,
-            dedup,
         )
         return save_state(
             state, session=session, store=store, step=step, options=options, memory=memory
@@ -112,7 +105,6 @@ def async_save(
     save are raised by `PendingSave.result`, or by the next call that saves here. Raises ValueError
     for bad arguments at once.
     """
-    started = time.perf_counter()
     with gc_paused():
         seat = _process.seat(process_group)
         one_of("snapshot", snapshot, ("step", "now"))
@@ -131,12 +123,9 @@ def async_save(
         )
         if is_skipped:
             error = SaveDropped(f"the save of step {step} was skipped: another one is in flight")
-            pending = seat.background.refuse(task, error)
-        else:
-            how = StageOptions(snapshot, host_bytes_max)
-            pending = seat.background.start(task, lambda: stage(state, task, how, seat.staging))
-    pending.call_seconds = time.perf_counter() - started
-    return pending
+            return seat.background.refuse(task, error)
+        how = StageOptions(snapshot, host_bytes_max)
+        return seat.background.start(task, lambda: stage(state, task, how, seat.staging))
 
 
 def load(
@@ -259,22 +248,6 @@ class _Seat:
 
 def _store_key(url: str, storage_options: Mapping[str, Any] | None) -> tuple[str, str]:
     return url, repr(sorted((storage_options or {}).items()))
-
-
-def session_of(
-    url: str,
-    *,
-    process_group: dist.ProcessGroup | None = None,
-    storage_options: Mapping[str, Any] | None = None,
-    unsafe_single_writer: bool = False,
-) -> Session | None:
-    """The session in which this process has saved to `url`; None off the lead and before that.
-
-    Not collective, except that it makes the world of the group at its first use.
-    """
-    seat = _process.seat(process_group)
-    place = seat.known_place(url, storage_options, unsafe_single_writer)
-    return None if place is None else place.session.session
 
 
 def world_of(process_group: dist.ProcessGroup | None = None) -> World:

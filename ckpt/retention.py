@@ -267,16 +267,22 @@ def candidates_of(
 
 
 def carry_out(
-    plan: RetentionPlan, retire: Callable[[str], Record | None]
+    plan: RetentionPlan,
+    retire: Callable[[str], Record | None],
+    *,
+    stop: Callable[[], bool] = lambda: False,
 ) -> tuple[tuple[LiveEntry, ...], tuple[str, ...]]:
     """Retire and delete what the plan retires: those that went, and why others stayed after all.
 
     `retire` is the method of a session or of `Maintenance`. A checkpoint that was pinned, or came
-    to be needed, after the plan was made stays. Raises Fenced and the store's errors.
+    to be needed, after the plan was made stays. Once `stop()` says so, nothing more is begun.
+    Raises Fenced and the store's errors.
     """
     gone: list[LiveEntry] = []
     stayed: list[str] = []
     for entry, _ in plan.retire:
+        if stop():
+            break
         try:
             if retire(entry.attempt) is not None:
                 gone.append(entry)

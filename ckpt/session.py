@@ -272,6 +272,11 @@ class _Writer:
         return self._appender.store
 
     @property
+    def log(self) -> Log:
+        """The log of the root, to read from."""
+        return self._appender.log
+
+    @property
     def unsettled(self) -> Record | None:
         """The record whose outcome is unknown, None when everything is settled."""
         return self._appender.pending

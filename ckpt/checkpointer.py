@@ -1,0 +1,622 @@
+"""Checkpoints as a service to a training loop: saves in the background when a policy says so, keeps
+what a rule keeps, survives failures and preemption, and resumes from what is whole.
+
+    with ckpt.Checkpointer(url, state, save=EverySteps(1000), keep=KeepLatest(3)) as checkpointer:
+        checkpointer.restore()
+        for step in range(state["progress"].step + 1, 100_001):
+            train_one_step()
+            checkpointer.step(step)
+
+Note "the same turn": ranks learn at different moments that a background save is over. So what a
+rank sees by itself it only logs; what changes the path of the training (an alarm, a stop, a save)
+happens at a call that all ranks agreed on, or where all of them wait for the save anyway.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from ckpt.agreeing import Council, Decision, Pace
+from ckpt.errors import CheckpointError, Fenced, InvalidState, SaveDropped, StoreRefused
+from ckpt.policies import (
+    AtExit,
+    CostMeter,
+    EverySeconds,
+    Observation,
+    OnPreemption,
+    OnSignal,
+    SavePolicy,
+    by_all,
+    by_lead,
+    preemption_of,
+)
+from ckpt.preemption import LEAVING_SECONDS, Preempted, Signals, StopFacts, plan_stop
+from ckpt.restoring import RestoreReport, restore_latest
+from ckpt.retention import (
+    KeepAll,
+    KeepRule,
+    RetentionPlan,
+    candidates_of,
+    carry_out,
+    plan_retention,
+)
+from ckpt.saving import SaveReport
+from ckpt.state_dict.walk import walk
+from ckpt.target import Pending, Target, UrlTarget
+from ckpt.weighing import nbytes_of
+from storage import StorageError
+
+logger = logging.getLogger(__name__)
+
+SAVE_DEFAULT: SavePolicy = EverySeconds(1800.0) | OnSignal() | OnPreemption() | AtExit()
+
+# Failures that a later save would meet again: somebody has to act, so they are raised.
+LASTING = (InvalidState, Fenced, StoreRefused)
+
+
+ABANDON_SECONDS = 60.0  # a training that failed waits so long for a save in flight: a guess
+STOP_TRIES_MAX = 3  # last saves, where one fails and time is left
+
+
+class SavesFailed(CheckpointError):
+    """So many saves in a row have failed that the training should not go on unnoticed."""
+
+    def __init__(self, failures: tuple[Failure, ...]) -> None:
+        told = "".join(f"\n  - step {one.step}: {one.error}" for one in failures[-5:])
+        super().__init__(f"{len(failures)} saves in a row have failed; the newest ones:{told}")
+        self.failures = failures
+
+
+class Saved(NamedTuple):
+    """A checkpoint of this training: `seconds` from its begin to its commit."""
+
+    step: int
+    attempt: str
+    path: str
+    nbytes: int
+    seconds: float
+
+
+class Failure(NamedTuple):
+    """A save that came to nothing."""
+
+    step: int
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True)
+class Alarm:
+    """What happens after `after` failed saves in a row, and after each further one.
+
+    `call` gets the failures in a row, on every rank, and the training goes on; without it
+    SavesFailed is raised on all ranks by the same call of `step`. Single failures are logged.
+    """
+
+    after: int = 3
+    call: Callable[[tuple[Failure, ...]], object] | None = None
+
+    def __post_init__(self) -> None:
+        if type(self.after) is not int or self.after < 1:
+            raise ValueError(f"Alarm(after={self.after!r}): expected an int of at least 1")
+
+
+class _InFlight(NamedTuple):
+    """A save whose result was not collected; `turn` is the call of `step` that began it."""
+
+    step: int
+    turn: int
+    pending: Pending
+    began_seconds: float
+    began_unix: float
+    blocked_seconds: float
+
+
+class Checkpointer:
+    """See the top of the file. All ranks make it and call its methods in the same order.
+
+    `target` is a url (or a `Target`), `state` what `ckpt.save` takes, `save` when to save, `keep`
+    which checkpoints stay. `saving` are further arguments of `ckpt.async_save`: snapshot,
+    when_busy, replicas, dedup, user, host_bytes_max, io. From here to `close`, signals that `save`
+    names are caught; see `ckpt.preemption`.
+
+    Single failures of saves are logged and the training goes on; `alarm` says when it should not.
+    InvalidState, Fenced and StoreRefused are raised at once, because they do not go away; after a
+    rank was found dead, the next call raises RankFailed naming it.
+    """
+
+    def __init__(
+        self,
+        target: str | Target,
+        state: Any,
+        *,
+        save: SavePolicy = SAVE_DEFAULT,
+        keep: KeepRule | None = None,
+        alarm: Alarm | None = None,
+        pace: Pace | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        unsafe_single_writer: bool = False,
+        **saving: Any,
+    ) -> None:
+        if isinstance(target, str):
+            target = UrlTarget(target, process_group, storage_options, unsafe_single_writer, saving)
+        self._target = target
+        self._state = state
+        self._policy = save
+        self._by_all, self._by_lead = by_all(save), by_lead(save)
+        self._preemption = preemption_of(save)
+        self._alarm = alarm or Alarm()
+        self._clock = time.monotonic
+        self._world = target.world()
+        self._signals = Signals(save)
+        self._council = Council(self._world.twin(), self._signals, pace=pace)
+        self._keeper = _Keeper(target, keep or KeepAll(), is_lead=self._world.rank == 0)
+        self._meter = CostMeter()
+        self._in_flight: list[_InFlight] = []
+        self._saved: list[Saved] = []
+        self._failures: list[Failure] = []
+        self._in_a_row: list[Failure] = []
+        self._lasting: list[Exception] = []
+        self._unheard = 0  # failures in a row that the alarm has not told of
+        self._step = self._previous = 0
+        self._turns = self._saved_turn = 0
+        self._begun = 0
+        self._asked_at = -1
+        self._heard: frozenset[int] = frozenset()
+        self._last_save_seconds = self._left_seconds = self._clock()
+        self._was_saving = False
+        self._is_closed = False
+        self._signals.install()
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self.close()
+        elif not self._is_closed:
+            self._abandon(error)
+
+    # what a training team wants to know
+
+    @property
+    def last_saved(self) -> Saved | None:
+        """The newest checkpoint that this process has committed, as far as this rank has heard."""
+        return self._saved[-1] if self._saved else None
+
+    @property
+    def in_flight(self) -> tuple[int, ...]:
+        """The steps of saves that are under way."""
+        return tuple(one.step for one in self._in_flight if not one.pending.done())
+
+    @property
+    def failures(self) -> tuple[Failure, ...]:
+        """All saves of this process that failed, oldest first, as far as this rank has heard."""
+        return tuple(self._failures)
+
+    @property
+    def is_preempted(self) -> bool:
+        """Whether this process was told to end: `step` will raise Preempted within a few calls."""
+        return self._signals.must_end
+
+    @property
+    def costs(self) -> CostMeter:
+        """What saves cost this training, as this rank has measured it."""
+        return self._meter
+
+    # the loop
+
+    def restore(self, step: int | None = None) -> RestoreReport | None:
+        """Fill the state from the newest checkpoint that is whole, or the newest of `step`.
+
+        Damaged ones are passed over, and told in the report and the log. None when nothing was
+        saved yet. All ranks restore the same one. Raises NoCheckpoint when there are some and none
+        is whole, Mismatch when the state is another one, LoadInterrupted when the store fails:
+        going back further would lose work that is still there.
+        """
+        self._check_open()
+        self._collect(wait=True)
+        report = restore_latest(self._state, self._target, self._world, step=step)
+        if report is not None:
+            self._step = self._previous = report.step
+            if self._world.rank == 0:
+                logger.info("restored step %d (%s)", report.step, report.attempt)
+        self._saved_turn = self._turns
+        self._last_save_seconds = self._left_seconds = self._clock()
+        return report
+
+    def step(self, step: int, metric: float | None = None) -> bool:
+        """Step `step` is done and the state is as it should be saved; whether a save was begun.
+
+        `metric` is how good the state is, for `KeepBest`. Raises Preempted (a SystemExit) when the
+        job was told to end, after the last save; SavesFailed and lasting failures of saves, on all
+        ranks at the same step; RankFailed when a rank was found dead.
+        """
+        self._check_open()
+        now = self._clock()
+        self._meter.step(now - self._left_seconds, saving=self._was_saving or bool(self.in_flight))
+        self._previous, self._step = self._step, step
+        self._turns += 1
+        try:
+            return self._turn(metric)
+        finally:
+            self._was_saving = bool(self.in_flight)
+            self._left_seconds = self._clock()
+
+    def save_now(self, metric: float | None = None) -> Pending:
+        """Begin to save the state as it is now, as the newest step that was done.
+
+        Its `result()` waits for the commit, and raises the save's own error.
+        """
+        self._check_open()
+        self._collect(wait=True)
+        self._begin(self._step, metric, ("save_now",))
+        if not self._in_flight:
+            raise self._in_a_row[-1].error
+        return self._in_flight[-1].pending
+
+    def wait(self) -> Saved | None:
+        """Wait for what is in flight, and for retention; the newest checkpoint of this process.
+
+        Raises the error of the newest save if that failed.
+        """
+        self._check_open()
+        self._collect(wait=True)
+        self._keeper.wait()
+        self._raise_newest_failure()
+        return self.last_saved
+
+    def close(self) -> None:
+        """Make a last save if the policy wants one, wait for everything, and let signals be again.
+
+        Waits until all ranks have come here. Raises the error of the newest save if that failed.
+        May be repeated.
+        """
+        if self._is_closed:
+            return
+        try:
+            decision = self._council.close() or Decision(0)
+            self._collect(wait=True)
+            seen = self._seen(decision, closing=True)
+            reasons = (*self._by_all.reasons(seen), *self._valid_reasons(decision))
+            if decision.signals:
+                reasons = (*reasons, "a signal")
+            if reasons and self._unsaved():
+                self._begin(self._step, None, reasons)
+                self._collect(wait=True)
+            self._keeper.wait()
+            self._say_goodbye()
+        finally:
+            self._leave()
+        self._raise_newest_failure()
+
+    # one call of step
+
+    def _turn(self, metric: float | None) -> bool:
+        decision = self._council.turn() or Decision(0)
+        if self._preemption and decision.signals & set(self._preemption.signals):
+            self._stop(metric, decision)
+        if decision.alarm:
+            self._collect(wait=True)
+            self._raise_alarm()
+        else:
+            self._collect(wait=False)
+        seen = self._seen(decision)
+        reasons = (*self._by_all.reasons(seen), *self._valid_reasons(decision))
+        if self._world.rank == 0:
+            reasons = (*reasons, *self._lead_wants(seen))
+        if not reasons:
+            return False
+        self._collect(wait=True)
+        self._raise_alarm()
+        self._begin(self._step, metric, reasons)
+        return True
+
+    def _seen(self, decision: Decision, *, closing: bool = False) -> Observation:
+        self._heard |= decision.signals
+        return Observation(
+            step=self._step,
+            previous_step=self._previous,
+            now_seconds=self._clock(),
+            last_save_seconds=self._last_save_seconds,
+            signals=self._heard,
+            closing=closing,
+            cost_seconds=self._meter.cost_seconds,
+            persist_seconds=self._meter.persist_seconds,
+        )
+
+    def _lead_wants(self, seen: Observation) -> tuple[str, ...]:
+        """What only the lead knows: alone it is done at once, else all ranks hear of it."""
+        if self._asked_at == self._begun:
+            return ()
+        wants = self._by_lead.reasons(seen)
+        if wants and self._world.size > 1:
+            self._asked_at = self._begun
+            self._council.ask(reasons=wants, valid_at=self._begun)
+            return ()
+        return wants
+
+    def _valid_reasons(self, decision: Decision) -> tuple[str, ...]:
+        """The lead's reasons, unless a save was begun since it gave them."""
+        return decision.reasons if decision.valid_at == self._begun else ()
+
+    def _begin(self, step: int, metric: float | None, reasons: tuple[str, ...]) -> None:
+        """Begin a save. Raises lasting failures; others are noted, the same on all ranks."""
+        began_seconds, began_unix = self._clock(), time.time()
+        self._begun += 1
+        self._heard = frozenset()
+        self._last_save_seconds = began_seconds
+        if self._world.rank == 0:
+            logger.info("saving step %d: %s", step, ", ".join(reasons))
+        try:
+            pending = self._target.start(self._state, step=step, metric=metric)
+        except LASTING:
+            raise
+        except (CheckpointError, StorageError, OSError) as error:
+            self._note_failure(step, error)
+            self._raise_alarm()
+            return
+        blocked = self._clock() - began_seconds
+        self._in_flight.append(
+            _InFlight(step, self._turns, pending, began_seconds, began_unix, blocked)
+        )
+
+    def _unsaved(self) -> int:
+        """Calls of `step` since the newest save that is committed or under way.
+
+        The same on all ranks where all have collected the same saves.
+        """
+        return self._turns - max([self._saved_turn, *(one.turn for one in self._in_flight)])
+
+    # what became of saves
+
+    def _collect(self, *, wait: bool, deadline_seconds: float = math.inf) -> None:
+        """Note the results of saves that are over, of all of them when `wait`.
+
+        Raises TimeoutError when one is not over at the deadline (of this rank's clock).
+        """
+        while self._in_flight and (wait or self._in_flight[0].pending.done()):
+            one = self._in_flight[0]
+            left = deadline_seconds - self._clock()
+            try:
+                report = one.pending.result(None if math.isinf(left) else max(0.0, left))
+            except TimeoutError:
+                if not one.pending.done():
+                    raise
+                raise AssertionError("a save that is over gives its result at once") from None
+            except SaveDropped as dropped:
+                logger.info("%s", dropped)
+            except Exception as error:
+                self._note_failure(one.step, error)
+            else:
+                self._note_success(one, report)
+            self._in_flight.pop(0)
+
+    def _note_success(self, one: _InFlight, report: SaveReport) -> None:
+        ended_unix = max((s.start_unix + s.seconds for s in report.spans), default=time.time())
+        seconds = max(ended_unix - one.began_unix, one.blocked_seconds)
+        saved = Saved(report.step, report.attempt, report.path, report.nbytes, seconds)
+        self._saved = [*self._saved, saved][-2:]
+        self._saved_turn = one.turn
+        self._in_a_row.clear()
+        self._unheard = 0
+        self._meter.saved(blocked_seconds=one.blocked_seconds, persist_seconds=seconds)
+        self._keeper.after_commit()
+        if self._world.rank == 0:
+            logger.info("saved step %d in %.2f s: %s", report.step, seconds, report.path)
+
+    def _note_failure(self, step: int, error: Exception) -> None:
+        failure = Failure(step, error)
+        self._failures = [*self._failures, failure][-100:]
+        self._in_a_row.append(failure)
+        self._unheard += 1
+        lasting = isinstance(error, LASTING)
+        if lasting:
+            self._lasting.append(error)
+        if self._world.rank == 0:
+            logger.error(
+                "the save of step %d has failed, %d in a row (%s); the training goes on: %s",
+                step,
+                len(self._in_a_row),
+                type(error).__name__,
+                error,
+            )
+            if lasting or len(self._in_a_row) >= self._alarm.after:
+                self._council.ask(alarm=True)
+
+    def _raise_alarm(self) -> None:
+        """Called where all ranks have collected the same saves; see note "the same turn"."""
+        if self._lasting:
+            raise self._lasting.pop()
+        if not self._unheard or len(self._in_a_row) < self._alarm.after:
+            return
+        self._unheard = 0
+        failures = tuple(self._in_a_row)
+        if self._alarm.call is None:
+            raise SavesFailed(failures)
+        self._alarm.call(failures)
+
+    def _raise_newest_failure(self) -> None:
+        if self._in_a_row:
+            self._lasting.clear()
+            self._unheard = 0
+            raise self._in_a_row[-1].error
+
+    # the end
+
+    def _stop(self, metric: float | None, decision: Decision) -> None:
+        """Save what time allows, then raise Preempted on all ranks."""
+        deadline = decision.deadline_seconds
+        self._keeper.end()
+        plan = self._agreed_plan(deadline)
+        finished = self._all_collected(self._clock() + plan["wait_seconds"])
+        if finished and plan["save"] == "model first":
+            self._save_model_first(deadline)
+        for number in range(STOP_TRIES_MAX):
+            again = number > 0 or plan["save"] == "nothing"  # something has failed meanwhile
+            if not finished or not self._unsaved() or (again and not self._has_time(deadline)):
+                break
+            try:
+                self._begin(self._step, metric, ("preempted",))
+            except CheckpointError as error:
+                logger.error("no last save can be made: %s", error)
+                break
+            finished = self._all_collected(deadline)
+        if not finished and self._world.rank == 0:
+            logger.error("the save in flight is not over at the end of the grace time")
+        self._say_goodbye()
+        self._leave()
+        saved = self.last_saved
+        raise Preempted(step=self._step, saved_step=-1 if saved is None else saved.step)
+
+    def _has_time(self, deadline_seconds: float) -> bool:
+        """Whether a save may still be made by then, as the lead sees it."""
+        told = None
+        if self._world.rank == 0:
+            left = deadline_seconds - self._clock() - LEAVING_SECONDS
+            told = b"yes" if left > (self._meter.persist_seconds or 0.0) else b"no"
+        return self._world.share("again", told) == b"yes"
+
+    def _agreed_plan(self, deadline_seconds: float) -> dict[str, Any]:
+        """The lead's plan for the time that is left, on all ranks."""
+        told = None
+        if self._world.rank == 0:
+            oldest = self._in_flight[0].began_seconds if self.in_flight else math.nan
+            age = self._clock() - oldest
+            facts = StopFacts(
+                left_seconds=deadline_seconds - self._clock(),
+                persist_seconds=self._meter.persist_seconds,
+                in_flight_seconds=None if math.isnan(age) else age,
+                state_nbytes=nbytes_of(self._state, self._world),
+                model_nbytes=nbytes_of(self._model(), self._world),
+                steps_unsaved=self._unsaved(),
+            )
+            plan = plan_stop(facts)
+            logger.warning("preempted after step %d: %s", self._step, plan)
+            told = json.dumps(plan._asdict()).encode()
+        shared: dict[str, Any] = json.loads(self._world.share("stop", told))
+        return shared
+
+    def _all_collected(self, deadline_seconds: float) -> bool:
+        """Whether all saves are over on all ranks by then."""
+        mine = b"over"
+        try:
+            self._collect(wait=True, deadline_seconds=deadline_seconds)
+        except TimeoutError:
+            mine = b"in flight"
+        return all(answer == b"over" for answer in self._world.gather("collected", mine))
+
+    def _save_model_first(self, deadline_seconds: float) -> None:
+        target = self._target.model_first()
+        try:
+            pending = target.start(self._model(), step=self._step, metric=None)
+            report = pending.result(max(0.0, deadline_seconds - self._clock()))
+            if self._world.rank == 0:
+                logger.warning("time is short: the model alone is safe in %s", report.path)
+        except (CheckpointError, StorageError, OSError, TimeoutError) as error:
+            logger.error("the model alone could not be saved: %s", error)
+
+    def _model(self) -> Any:
+        """The modules of the state, under the names that they have in it."""
+        modules = dict(walk(self._state).modules)
+        return modules.get("", modules)
+
+    def _abandon(self, error: BaseException | None) -> None:
+        """After a failure of the training, on this rank at least: nothing that needs all ranks."""
+        logger.warning("the training ends by %s; no last save is made", type(error).__name__)
+        self._council.leave()
+        try:
+            self._collect(wait=True, deadline_seconds=self._clock() + ABANDON_SECONDS)
+        except Exception as failure:
+            logger.error("a save in flight was left behind: %s", failure)
+        self._leave()
+
+    def _say_goodbye(self) -> None:
+        """The lead, which may host the store that the ranks talk through, is the last to go."""
+        self._world.gather_to_lead("goodbye", b"")
+
+    def _leave(self) -> None:
+        self._is_closed = True
+        self._council.leave()
+        self._keeper.close()
+        self._signals.restore()
+        self._world.close()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise CheckpointError("this Checkpointer is closed; make a new one")
+
+
+class _Keeper:
+    """Retires checkpoints in the background, on the lead, after commits only.
+
+    Failures are logged: they cost space, and the next commit tries again.
+    """
+
+    def __init__(self, target: Target, rule: KeepRule, *, is_lead: bool) -> None:
+        self._target = target
+        self._rule = rule
+        self._is_lead = is_lead
+        self._is_ending = False
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="ckpt-keep")
+        self._running: list[Future[None]] = []
+        self._times: dict[str, float] = {}
+
+    def after_commit(self) -> None:
+        """Begin to carry the rule out, unless that is under way and will see this commit."""
+        self._running = [one for one in self._running if not one.done()]
+        if self._is_lead and len(self._running) < 2:
+            self._running.append(self._pool.submit(self._run))
+
+    def plan(self) -> RetentionPlan | None:
+        """What would be retired now; None before the first save, and on others than the lead."""
+        session = self._target.session()
+        if session is None:
+            return None
+        state = session.state()
+        found = candidates_of(session.log, state, self._rule, self._times)
+        self._times = {entry.attempt: committed for entry, committed in found if committed}
+        return plan_retention(found, self._rule, now_unix=time.time())
+
+    def wait(self) -> None:
+        """Returns when nothing is under way."""
+        for one in self._running:
+            one.result()
+
+    def end(self) -> None:
+        """Time is short: nothing more is begun, not even what a plan still has."""
+        self._is_ending = True
+
+    def close(self) -> None:
+        """No more of it; what is under way is finished first."""
+        self._pool.shutdown(wait=True)
+
+    def _run(self) -> None:
+        try:
+            session = self._target.session()
+            plan = self.plan()
+            if session is None or plan is None or self._is_ending:
+                return
+            session.sweep_failed()
+            gone, stayed = carry_out(plan, session.retire, stop=lambda: self._is_ending)
+            for entry in gone:
+                logger.info("retired step %d (%s)", entry.step, entry.attempt)
+            for text in stayed:
+                logger.info("not retired: %s", text)
+        except (CheckpointError, StorageError, OSError) as error:
+            logger.warning("retention is put off to the next save: %s", error)

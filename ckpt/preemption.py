@@ -1,0 +1,184 @@
+"""Signals that ask for a save, and what to do in the time that is left before the job is killed.
+
+Note "two signals": the first one that ends a job asks for a last save; the second one ends the
+process at once, as it would have without this library. Handlers that were there before are called
+too, and put back at the end.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, Literal, NamedTuple
+
+from ckpt.policies import OnPreemption, SavePolicy, preemption_of, signals_of
+
+logger = logging.getLogger(__name__)
+
+
+class Preempted(SystemExit):
+    """The job was told to end and has saved what it could; leaving the program now is clean.
+
+    Raised by `step` on all ranks. A SystemExit, so that a training loop that knows nothing of it
+    ends with status 0. `step` is the last step that was done, `saved_step` that of the newest
+    checkpoint of this process, -1 when there is none.
+    """
+
+    def __init__(self, *, step: int, saved_step: int, code: int = 0) -> None:
+        super().__init__(code)
+        self.step = step
+        self.saved_step = saved_step
+
+    def __str__(self) -> str:
+        return (
+            f"preempted after step {self.step}; the newest checkpoint is of step {self.saved_step}"
+        )
+
+
+class Signals:
+    """Catches the signals of a save policy while installed.
+
+    The handler only notes what came: whoever acts on it asks with `take` and `left_seconds`.
+    """
+
+    def __init__(self, policy: SavePolicy, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._numbers = sorted(signals_of(policy))
+        self._preemption: OnPreemption | None = preemption_of(policy)
+        self._clock = clock
+        self._arrived: list[int] = []
+        self._ends_seconds = math.inf
+        self._previous: dict[int, Any] = {}
+        self._pid = os.getpid()
+
+    def install(self) -> None:
+        """From now on signals are caught. Only Python's main thread can do that; in another one,
+        those that other ranks catch still count.
+        """
+        if self._numbers and threading.current_thread() is not threading.main_thread():
+            logger.warning("not in the main thread: signals are left to the other ranks")
+            return
+        for number in self._numbers:
+            self._previous[number] = signal.signal(number, self._handle)
+
+    def restore(self) -> None:
+        """Put the previous handlers back, where nobody else has put another one meanwhile."""
+        for number, previous in self._previous.items():
+            ours = signal.getsignal(number) == self._handle
+            if ours and previous is not None:  # None: installed by other means than Python's
+                signal.signal(number, previous)
+        self._previous.clear()
+
+    def take(self) -> tuple[int, ...]:
+        """Signals that arrived since the last call, in any thread."""
+        arrived, self._arrived = self._arrived, []
+        return tuple(arrived)
+
+    def left_seconds(self) -> float:
+        """Until the scheduler kills this process; infinite before it was told to end."""
+        return self._ends_seconds - self._clock()
+
+    @property
+    def must_end(self) -> bool:
+        """Whether this process was told to end."""
+        return self._ends_seconds < math.inf
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._pid:
+            # A forked child, such as a worker of a data loader, has inherited this handler: the
+            # signal is meant for the child, and has to end it.
+            _end_by(number)
+            return
+        ends = self._preemption is not None and number in self._preemption.signals
+        if ends and self.must_end:
+            _end_by(number)
+            return
+        if ends and self._preemption is not None:
+            self._ends_seconds = self._clock() + self._preemption.grace_seconds
+        self._arrived.append(number)
+        previous = self._previous.get(number)
+        if callable(previous) and previous is not signal.default_int_handler:
+            previous(number, frame)
+
+
+def _end_by(number: int) -> None:
+    """Die of this signal now."""
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+
+
+# --- what to do with the time that is left --------------------------------------------------------
+
+ASSUMED_BYTES_PER_SECOND = 50e6  # of one rank, before any save was measured; a cautious guess
+ASSUMED_SECONDS = 1.0  # of a save, whatever its size
+SAFETY = 1.5  # a save may take this much longer than the longest of the newest ones
+LEAVING_SECONDS = 0.5  # to exit
+
+
+@dataclass(frozen=True, slots=True)
+class StopFacts:
+    """What is known when the job must end.
+
+    `left_seconds` until it is killed; `persist_seconds` that a save takes, None before one was
+    measured; `in_flight_seconds` since the save in flight was begun, None when there is none;
+    `state_nbytes` and `model_nbytes` of one rank; `steps_unsaved` since the newest save was begun.
+    """
+
+    left_seconds: float
+    persist_seconds: float | None
+    in_flight_seconds: float | None
+    state_nbytes: int
+    model_nbytes: int
+    steps_unsaved: int
+
+
+class StopPlan(NamedTuple):
+    """First the save in flight is waited for, for `wait_seconds` at most; then `save` is made."""
+
+    wait_seconds: float
+    save: Literal["nothing", "everything", "model first"]
+    why: str
+
+
+def plan_stop(facts: StopFacts) -> StopPlan:
+    """How to use the time that is left. Pure.
+
+    A save in flight is always finished: it is the surest. If steps were made since it was begun,
+    everything is saved once more when that fits, judged by the longest of the newest saves times
+    1.5, or before any was measured, by 1 s and 50 MB/s per rank. When it does not fit, the model
+    alone comes first, so that the weights are safe, and then everything is begun nevertheless: an
+    unfinished attempt harms nothing.
+    """
+    left = facts.left_seconds - LEAVING_SECONDS
+    full = facts.persist_seconds
+    if full is None:
+        full = ASSUMED_SECONDS + facts.state_nbytes / ASSUMED_BYTES_PER_SECOND
+    full *= SAFETY
+    if facts.in_flight_seconds is None:
+        wait = 0.0
+    elif facts.steps_unsaved:
+        wait = max(0.0, full - facts.in_flight_seconds)
+    else:
+        return StopPlan(max(0.0, left), "nothing", "the save in flight has the last step")
+    if not facts.steps_unsaved:
+        return StopPlan(0.0, "nothing", "the last step is saved")
+    if left <= 0:
+        return StopPlan(0.0, "nothing", "no time is left")
+    told = f"{left:.1f} s are left, a save takes up to {full:.1f} s"
+    if wait + full <= left:
+        # What the wait does not need is spent on the save, so it may take as long as both.
+        return (
+            StopPlan(left - full, "everything", told) if wait else StopPlan(0.0, "everything", told)
+        )
+    if wait:
+        return StopPlan(left, "nothing", f"{told}, and another one is in flight")
+    share = facts.model_nbytes / max(1, facts.state_nbytes)
+    if 0.0 < share < 1.0:
+        return StopPlan(0.0, "model first", f"{told}; the model is {share:.0%} of it")
+    return StopPlan(0.0, "everything", f"{told}; an unfinished attempt harms nothing")

@@ -1,0 +1,119 @@
+"""What a Checkpointer needs of saving and loading: one root, as the ranks of one training see it.
+
+`UrlTarget` goes through the public functions. Tests, and trainings with ways of their own, bring
+another `Target`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch.distributed as dist
+
+from ckpt import api
+from ckpt.loading import LoadReport
+from ckpt.saving import SaveReport
+from ckpt.session import Session
+from ckpt.world import World
+from storage import Store
+
+MODEL_FIRST = "model-first"
+
+
+class Pending(Protocol):
+    """A save under way; `ckpt.PendingSave` is one."""
+
+    def done(self) -> bool:
+        """Whether `result` returns or raises at once."""
+
+    def result(self, timeout_seconds: float | None = None) -> SaveReport:
+        """The report, or the save's own error, the same on all ranks; TimeoutError leaves it
+        running.
+        """
+
+
+class Target(ABC):
+    """One root. Every method but `session` is collective over the ranks of the training."""
+
+    url: str
+
+    @abstractmethod
+    def world(self) -> World:
+        """A new world of the ranks that save and load here."""
+
+    @abstractmethod
+    def store(self) -> Store:
+        """The open store of the root; it stays open."""
+
+    @abstractmethod
+    def start(self, state: Any, *, step: int, metric: float | None) -> Pending:
+        """Begin a save; the training may go on when this returns."""
+
+    @abstractmethod
+    def load(self, state: Any, *, step: int, attempt: str) -> LoadReport:
+        """Fill `state` from that attempt."""
+
+    @abstractmethod
+    def session(self) -> Session | None:
+        """The right to write here, on the lead and after the first save; else None."""
+
+    @abstractmethod
+    def model_first(self) -> Target:
+        """Where the model alone is saved when time is short: a root of its own, so that the latest
+        checkpoint of this one can always be resumed from.
+        """
+
+
+@dataclass(frozen=True)
+class UrlTarget(Target):
+    """A root by its url. `saving` are further arguments of `ckpt.async_save`."""
+
+    url: str
+    process_group: dist.ProcessGroup | None = None
+    storage_options: Mapping[str, Any] | None = None
+    unsafe_single_writer: bool = False
+    saving: Mapping[str, Any] = field(default_factory=dict)
+
+    def world(self) -> World:
+        return api.world_of(self.process_group).twin()
+
+    def store(self) -> Store:
+        return api.store_of(
+            self.url, process_group=self.process_group, storage_options=self.storage_options
+        )
+
+    def start(self, state: Any, *, step: int, metric: float | None) -> Pending:
+        return api.async_save(
+            state,
+            self.url,
+            step=step,
+            metric=metric,
+            process_group=self.process_group,
+            storage_options=self.storage_options,
+            unsafe_single_writer=self.unsafe_single_writer,
+            **self.saving,
+        )
+
+    def load(self, state: Any, *, step: int, attempt: str) -> LoadReport:
+        return api.load(
+            state,
+            self.url,
+            step=step,
+            attempt=attempt,
+            process_group=self.process_group,
+            storage_options=self.storage_options,
+        )
+
+    def session(self) -> Session | None:
+        return api.session_of(
+            self.url,
+            process_group=self.process_group,
+            storage_options=self.storage_options,
+            unsafe_single_writer=self.unsafe_single_writer,
+        )
+
+    def model_first(self) -> Target:
+        return replace(self, url=f"{self.url.rstrip('/')}/{MODEL_FIRST}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -39,6 +40,7 @@ def save(
     unsafe_single_writer: bool = False,
     user: Mapping[str, str] | None = None,
     metric: float | None = None,
+    dedup: bool = False,
     storage_options: Mapping[str, Any] | None = None,
 ) -> SaveReport:
     """Save `state` as the checkpoint of `step` below `url`; returns when it is durable.
@@ -51,6 +53,10 @@ def save(
     `user` are notes to keep with the checkpoint, `metric` is how good it is. A store that cannot
     refuse a second writer is used only with `unsafe_single_writer=True`. `io="buffered"` writes
     local files through the page cache, `"direct"` around it, and `"auto"` around it from 16 MiB on.
+
+    With `dedup=True`, what the previous checkpoint has with the same bytes is not written again but
+    referred to, if that was saved with `dedup=True` too. Such a checkpoint loads through its root;
+    what it refers to is not retired before it.
 
     Raises the same error on every rank, and the previous checkpoint is still the latest then:
     InvalidState, StoreRefused, Fenced, RankFailed, or the store's error on one rank; OutcomeUnknown
@@ -66,6 +72,7 @@ def save(
             _write_path(io, store, seat.staging),
             dict(user or {}),
             metric,
+            dedup,
         )
         return save_state(
             state, session=session, store=store, step=step, options=options, memory=memory
@@ -105,6 +112,7 @@ def async_save(
     save are raised by `PendingSave.result`, or by the next call that saves here. Raises ValueError
     for bad arguments at once.
     """
+    started = time.perf_counter()
     with gc_paused():
         seat = _process.seat(process_group)
         one_of("snapshot", snapshot, ("step", "now"))
@@ -123,9 +131,12 @@ def async_save(
         )
         if is_skipped:
             error = SaveDropped(f"the save of step {step} was skipped: another one is in flight")
-            return seat.background.refuse(task, error)
-        how = StageOptions(snapshot, host_bytes_max)
-        return seat.background.start(task, lambda: stage(state, task, how, seat.staging))
+            pending = seat.background.refuse(task, error)
+        else:
+            how = StageOptions(snapshot, host_bytes_max)
+            pending = seat.background.start(task, lambda: stage(state, task, how, seat.staging))
+    pending.call_seconds = time.perf_counter() - started
+    return pending
 
 
 def load(

@@ -29,6 +29,9 @@ pytestmark = pytest.mark.ranks
 ENGINES = ("fsdp2", "fsdp1-flat", "fsdp1-orig", "ddp", "tp", "ours-flat", "ours-orig")
 
 
+Pieces = dict[tuple[str, Region], torch.Tensor]
+
+
 def built(engine: str) -> Training:
     if not engine.startswith("ours"):
         return build(engine, "adamw")  # type: ignore[arg-type]
@@ -37,7 +40,7 @@ def built(engine: str) -> Training:
     return build_ours(engine, "adamw")
 
 
-def pieces_now(state: Any) -> dict[tuple[str, Region], torch.Tensor]:
+def pieces_now(state: Any) -> Pieces:
     ranks = Ranks(dist.get_rank(), tuple(range(dist.get_world_size())))
     return {
         (piece.fqn, piece.region): local_view(holding, piece).clone()

@@ -137,9 +137,14 @@ def _is_comparable(manifest: Manifest, root: str, block_nbytes: int) -> bool:
 class Referred(NamedTuple):
     """The sources to be written, with the digest of each, and what stands for the others."""
 
-    sources: list[Source]
-    digests: tuple[bytes, ...]
+    sources: Sequence[Source]
+    digests: tuple[bytes, ...] | None  # None without digests
     division: Division
+
+
+def everything(sources: Sequence[Source]) -> Referred:
+    """All sources are to be written, without digests."""
+    return Referred(sources, None, Division(tuple(range(len(sources))), (), ()))
 
 
 def refer(

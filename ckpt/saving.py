@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -20,8 +20,9 @@ from ckpt.format.codec import encode_values
 from ckpt.format.datafile import BLOCK_BYTES
 from ckpt.format.describe import data_file_name, file_extras, file_metadata
 from ckpt.format.dtypes import dtype_name
-from ckpt.format.manifest import MODULES, Header, encode_manifest
+from ckpt.format.manifest import MODULES, Header, Manifest, encode_manifest
 from ckpt.format.part import (
+    FileColumns,
     Part,
     PartFile,
     TensorInfo,
@@ -31,39 +32,46 @@ from ckpt.format.part import (
     replica_differences,
     value_differences,
 )
+from ckpt.format.references import REFERENCES
 from ckpt.interrupted import refuse_interrupted
 from ckpt.layout.assign import Assignment, assign
 from ckpt.layout.piece import Holding, Piece
 from ckpt.layout.plain import Ranks
 from ckpt.log import MANIFEST_NAME, STEP_MAX, manifest_digest, step_prefix
 from ckpt.memory import host_bytes, is_plain_memory, local_view
-from ckpt.session import Commit, RankedSession
+from ckpt.previous import NOTHING, Base, Previous, Referred, decode_base, everything, refer
+from ckpt.session import Commit, RankedSession, ReferenceRetired
 from ckpt.state_dict import FlatState, flatten_state
 from ckpt.state_dict.walk import module_paths
 from ckpt.telemetry import Recorder, Span
 from ckpt.world import collectively
-from ckpt.write import FileTexts, WritePath, sources_of, write_files
+from ckpt.write import FileTexts, Source, WritePath, sources_of, write_files
 from storage import Store
 
 logger = logging.getLogger(__name__)
+
+TRIES = 3  # of a save that refers to other checkpoints, each time that one of them is retired
 
 
 @dataclass(frozen=True, slots=True)
 class SaveOptions:
     """How a save treats replicas that differ, how it writes, and what is kept with it.
 
-    `metric` goes into the log, for retention by quality.
+    `metric` goes into the log, for retention by quality. With `dedup`, chunks whose bytes the
+    previous checkpoint has are referred to and not written.
     """
 
     replicas: Literal["warn", "strict"] = "warn"
     path: WritePath = field(default_factory=WritePath)
     user: Mapping[str, str] = field(default_factory=dict)
     metric: float | None = None
+    dedup: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class SaveReport:
-    """A checkpoint that exists. `nbytes` are the bytes of all its objects together.
+    """A checkpoint that exists. `nbytes` are the bytes of all its objects together, as written by
+    this save; `nbytes_referenced` are those of its chunks that lie in files of older ones.
 
     `spans` and `counters` are this rank's own.
     """
@@ -73,6 +81,7 @@ class SaveReport:
     path: str
     nbytes: int
     warnings: tuple[str, ...]
+    nbytes_referenced: int = 0
     spans: tuple[Span, ...] = field(default=(), compare=False)
     counters: Mapping[str, float] = field(default_factory=dict, compare=False)
 
@@ -81,11 +90,20 @@ class PartMemory:
     """What the lead knows of each rank's last part, so that an unchanged structure is sent once.
 
     Belongs to one session. Both sides forget together: a round that fails on one rank fails on all.
+    `previous` is what a save with `dedup` may refer to.
     """
 
     def __init__(self) -> None:
         self.sent = b""
         self.structures: dict[int, bytes] = {}
+        self.previous = Previous()
+
+
+class Attempt(NamedTuple):
+    """One try to save: its header, and what it may refer to; None for a save without `dedup`."""
+
+    header: Header
+    base: Base | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,55 +138,91 @@ def save_state(
     """
     task = SaveTask(session, store, memory, step, options)
 
-    def write(header: Header) -> Part:
+    def write(attempt: Attempt) -> Part:
         with task.recorder.span("flatten"):
             contents = contents_of(state, task.ranks)
-        sources = sources_of(contents.assignment.shares)
-        with task.recorder.span("write", sum(source.chunk.nbytes for source in sources)):
-            files = write_files(
-                store,
-                file_names(header, task),
-                sources,
-                texts=file_texts(contents, header, task),
-                path=options.path,
-                block_nbytes=header.block_bytes,
-            )
-            digests = digests_of(contents.assignment.compared)
-        return part_of(contents, files, digests, task)
+        written = write_sources(sources_of(contents.assignment.shares), contents, attempt, task)
+        return part_of(contents, written, digests_of(contents.assignment.compared), task)
 
     return publish(task, lambda: module_paths(state), write)
 
 
+class Written(NamedTuple):
+    """This rank's files, and files of other attempts with chunks that it did not write."""
+
+    files: Sequence[PartFile]
+    referenced: Sequence[FileColumns] = ()
+
+
+def write_sources(
+    sources: Sequence[Source], contents: Contents, attempt: Attempt, task: SaveTask
+) -> Written:
+    """Write this rank's `sources`, or refer to them; durable when this returns."""
+    header, recorder = attempt.header, task.recorder
+    referred = everything(sources)
+    if attempt.base is not None:
+        with recorder.span("digest", sum(source.chunk.nbytes for source in sources)):
+            previous = task.memory.previous
+            referred = refer(sources, attempt.base, previous, block_nbytes=header.block_bytes)
+    with recorder.span("write", sum(source.chunk.nbytes for source in referred.sources)):
+        files = write_files(
+            task.store,
+            file_names(header, task),
+            referred.sources,
+            texts=file_texts(contents, header, task, referred),
+            path=task.options.path,
+            block_nbytes=header.block_bytes,
+        )
+    return Written(files, referred.division.referenced)
+
+
 def publish(
-    task: SaveTask, modules: Callable[[], list[str]], write: Callable[[Header], Part]
+    task: SaveTask, modules: Callable[[], list[str]], write: Callable[[Attempt], Part]
 ) -> SaveReport:
     """Agree on an attempt, let every rank `write` its share, and commit what all have written.
 
-    `modules` gives the paths of the modules of the state. Raises like `save_state`.
+    `modules` gives the paths of the modules of the state. Raises like `save_state`. When something
+    that the attempt refers to is retired meanwhile, there is another attempt; the last refers to
+    nothing.
     """
-    session, memory = task.session, task.memory
-    with task.recorder.span("attempt"):
-        session.settle()
-        header = _start(task, modules)
+    tries = TRIES if task.options.dedup else 1
+    for number in range(1, tries + 1):
+        with task.recorder.span("attempt"):
+            task.session.settle()
+            attempt = _start(task, modules, may_refer=number < tries or tries == 1)
+        try:
+            return _publish(task, attempt, write)
+        except ReferenceRetired as error:
+            if number == tries:
+                raise
+            logger.warning("step %d is written again: %s", task.step, error)
+    raise AssertionError("the last try returns or raises")
+
+
+def _publish(task: SaveTask, attempt: Attempt, write: Callable[[Attempt], Part]) -> SaveReport:
+    session, memory, header = task.session, task.memory, attempt.header
 
     def run() -> Part:
-        _refuse_other_step(header, task.step)
-        return write(header)
+        _refuse_other_task(attempt, task)
+        return write(attempt)
 
     try:
         part = collectively(session.world, "write", run)
         with task.recorder.span("parts"):
             parts = _hand_over(part, session, memory)
-        return _commit(parts, task, header)
+        report, manifest = _commit(parts, task, header)
     except (Fenced, OutcomeUnknown):
         raise
     except Exception:
         memory.sent = b""
         _discard(session, header)
         raise
+    if attempt.base is not None:
+        memory.previous.remember(header, part, manifest)
+    return report
 
 
-def _start(task: SaveTask, modules: Callable[[], list[str]]) -> Header:
+def _start(task: SaveTask, modules: Callable[[], list[str]], *, may_refer: bool) -> Attempt:
     """The lead names the attempt; every rank gets the same header, or the lead's error."""
     lead = task.session.session
     offered: bytes | None = None
@@ -176,14 +230,22 @@ def _start(task: SaveTask, modules: Callable[[], list[str]]) -> Header:
     if lead is not None:
         try:
             header = header_of(task, lead.new_attempt(), modules())
-            offered = header.model_dump_json().encode()
+            base = b""
+            if task.options.dedup:
+                previous = task.memory.previous
+                found = previous.offer(lead, block_nbytes=BLOCK_BYTES) if may_refer else NOTHING
+                if found.allowed:
+                    header = header.model_copy(update={"required": (REFERENCES,)})
+                base = found.encode()
+            offered = _joined([header.model_dump_json().encode(), base])
         except Exception as caught:
             # Told in the round that the others wait in, so that none of them waits for long.
             offered, error = b"", caught
     received = task.session.world.share("attempt", offered)
     if not received:
         task.session.world.agree("attempt", error)
-    return Header.model_validate_json(received)
+    told, based = _split(received)
+    return Attempt(Header.model_validate_json(told), decode_base(based) if based else None)
 
 
 def header_of(task: SaveTask, attempt: str, modules: Sequence[str]) -> Header:
@@ -208,11 +270,18 @@ def header_of(task: SaveTask, attempt: str, modules: Sequence[str]) -> Header:
     )
 
 
-def _refuse_other_step(header: Header, step: int) -> None:
-    if step != header.step:
-        raise InvalidState(
-            [f"step={step} was passed where rank 0 passed step={header.step}; pass the same step"]
-        )
+def _refuse_other_task(attempt: Attempt, task: SaveTask) -> None:
+    """Rank 0 decides; who was asked for something else must not go along in silence."""
+    told = {"step": attempt.header.step, "dedup": attempt.base is not None}
+    asked = {"step": task.step, "dedup": task.options.dedup}
+    problems = [
+        f"{name}={asked[name]} was passed where rank 0 passed {name}={told[name]}; pass the same "
+        f"{name}"
+        for name in told
+        if asked[name] != told[name]
+    ]
+    if problems:
+        raise InvalidState(problems)
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +310,9 @@ def file_names(header: Header, task: SaveTask) -> Callable[[int], str]:
     return lambda index: directory + data_file_name(rank, index)
 
 
-def file_texts(contents: Contents, header: Header, task: SaveTask) -> FileTexts:
+def file_texts(
+    contents: Contents, header: Header, task: SaveTask, referred: Referred | None = None
+) -> FileTexts:
     """What this rank's data files tell besides tensors."""
     flat, rank = contents.flat, task.session.world.rank
     values = encode_values(flat.values) if rank == 0 else b""
@@ -257,19 +328,22 @@ def file_texts(contents: Contents, header: Header, task: SaveTask) -> FileTexts:
             count=count,
             empty_tensors=empty if first else (),
             aliases=flat.aliases if first else None,
+            references=referred.division.ranges if first and referred else (),
         )
 
-    return FileTexts(metadata, file_extras(values=values, per_rank=per_rank))
+    extras = file_extras(values=values, per_rank=per_rank)
+    return FileTexts(metadata, extras, referred.digests if referred else None)
 
 
 def part_of(
-    contents: Contents, files: Sequence[PartFile], digests: Mapping[str, int], task: SaveTask
+    contents: Contents, written: Written, digests: Mapping[str, int], task: SaveTask
 ) -> Part:
     """What the manifest has to know of this rank's share, once its files are durable."""
     rank = task.session.world.rank
     return make_part(
         rank=rank,
-        files=files,
+        files=written.files,
+        referenced=written.referenced,
         tensors=contents.tensors,
         aliases=contents.flat.aliases,
         values=contents.flat.values,
@@ -338,12 +412,19 @@ def _split(data: bytes) -> tuple[bytes, bytes]:
     return data[8 : 8 + size], data[8 + size :]
 
 
-def _commit(parts_of: Callable[[], list[Part]], task: SaveTask, header: Header) -> SaveReport:
-    """The lead checks that the parts are one whole checkpoint, and makes it exist."""
+def _commit(
+    parts_of: Callable[[], list[Part]], task: SaveTask, header: Header
+) -> tuple[SaveReport, Manifest | None]:
+    """The lead checks that the parts are one whole checkpoint, and makes it exist.
+
+    The lead's manifest is for the lead alone. Raises ReferenceRetired on all ranks.
+    """
     session, store = task.session, task.store
     lead = session.session
+    manifest: Manifest | None = None
 
     def run() -> bytes:
+        nonlocal manifest
         if lead is None:
             return b""
         parts = parts_of()
@@ -358,11 +439,24 @@ def _commit(parts_of: Callable[[], list[Part]], task: SaveTask, header: Header) 
             key = step_prefix(header.step, header.attempt) + MANIFEST_NAME
             with store.create(key, len(data), part_nbytes=len(data)) as writer:
                 writer.write_part(0, [memoryview(data)])
-        digest = manifest_digest(data)
-        lead.commit(
-            Commit(header.attempt, header.step, len(data), digest, metric=task.options.metric)
+        held = manifest.nbytes_referenced()
+        commit = Commit(
+            header.attempt,
+            header.step,
+            len(data),
+            manifest_digest(data),
+            metric=task.options.metric,
+            references=tuple(held),
         )
-        told = {"nbytes": int(manifest.file_nbytes.sum()) + len(data), "warnings": warnings}
+        try:
+            lead.commit(commit)
+        except ReferenceRetired as error:
+            return json.dumps({"retired": str(error)}).encode()
+        told = {
+            "nbytes": manifest.own_nbytes + len(data),
+            "referenced": sum(held.values()),
+            "warnings": warnings,
+        }
         return json.dumps(told).encode()
 
     with task.recorder.span("commit"):
@@ -370,17 +464,21 @@ def _commit(parts_of: Callable[[], list[Part]], task: SaveTask, header: Header) 
         report = json.loads(session.world.share("report", told if lead is not None else None))
     if "problems" in report:
         raise InvalidState(report["problems"])
+    if "retired" in report:
+        raise ReferenceRetired(report["retired"])
     for warning in report["warnings"] if lead is not None else ():
         logger.warning("step %d: %s", header.step, warning)
-    return SaveReport(
+    told_to_all = SaveReport(
         step=header.step,
         attempt=header.attempt,
         path=f"{store.url}/{step_prefix(header.step, header.attempt)}".rstrip("/"),
         nbytes=report["nbytes"],
         warnings=tuple(report["warnings"]),
+        nbytes_referenced=report["referenced"],
         spans=task.recorder.spans(),
         counters=task.recorder.counters(),
     )
+    return told_to_all, manifest
 
 
 def _discard(session: RankedSession, header: Header) -> None:

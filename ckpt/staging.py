@@ -17,7 +17,6 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from ckpt.format.manifest import Header
 from ckpt.format.part import Part
 from ckpt.image import FilePlan, Image, part_count, plan_files
 from ckpt.layout.dtensor import local_tensor
@@ -25,8 +24,10 @@ from ckpt.layout.piece import Holding, Kind, Piece
 from ckpt.log import attempt_name
 from ckpt.memory import address_of, aligned_buffer, copy_bytes
 from ckpt.saving import (
+    Attempt,
     Contents,
     SaveTask,
+    Written,
     contents_of,
     digests_of,
     file_names,
@@ -123,9 +124,9 @@ class Staged:
         if self.image.is_whole:
             self.gate.open()
 
-    def write(self, header: Header, give_up: Callable[[], None]) -> Part:
+    def write(self, attempt: Attempt, give_up: Callable[[], None]) -> Part:
         """Write the files of this rank; copies the rest on the way. Calls `give_up` often."""
-        task = self.task
+        task, header = self.task, attempt.header
 
         def between_parts() -> None:
             if self.image.is_whole:
@@ -142,7 +143,7 @@ class Staged:
                 between_parts=between_parts,
             )
         task.recorder.count("step_wait_seconds", self.gate.waited_seconds)
-        return part_of(self.contents, files, self.digests, task)
+        return part_of(self.contents, Written(files), self.digests, task)
 
     def release(self) -> None:
         """Let go of everything: steps pass, buffers are free."""

@@ -22,6 +22,8 @@ from ckpt.format.datafile import (
     region_start,
     split_into_files,
 )
+from ckpt.format.describe import digest_extras
+from ckpt.format.digest import Digests, digests_from, no_digests
 from ckpt.format.dtypes import dtype_name
 from ckpt.format.part import PartFile
 from ckpt.layout.assign import Share
@@ -111,10 +113,23 @@ class FileTexts(NamedTuple):
     """What data files tell of themselves besides their tensors.
 
     `metadata(index, count)` is for file `index` of `count`; `extras` go into the first file.
+    `digests` are those of all chunks in order; None for files without digests.
     """
 
     metadata: Callable[[int, int], Mapping[str, str]]
     extras: Mapping[str, bytes]
+    digests: Sequence[bytes] | None = None
+
+    def extras_of(self, index: int, chunks: slice) -> dict[str, bytes]:
+        """The reserved tensors of file `index`, which holds these of all chunks."""
+        extras = dict(self.extras) if index == 0 else {}
+        if self.digests is not None:
+            extras |= digest_extras(b"".join(self.digests[chunks]))
+        return extras
+
+    def digests_of(self, chunks: slice) -> Digests:
+        """A row for each of these chunks, or no rows."""
+        return digests_from(b"".join(self.digests[chunks])) if self.digests else no_digests()
 
 
 def sources_of(
@@ -166,7 +181,8 @@ def write_files(
     at = 0
     for index, group in enumerate(groups):
         key = names(index)
-        extras = texts.extras if index == 0 else {}
+        here_chunks = slice(at, at + len(group))
+        extras = texts.extras_of(index, here_chunks)
         layout = layout_data_file(
             group,
             block_bytes=block_nbytes,
@@ -181,11 +197,12 @@ def write_files(
             _Parts(writer, layout.nbytes, here, pinned=pinned) as parts,
         ):
             parts.add(memoryview(layout.header))
-            checksums = _stream(sources[at : at + len(group)], parts, block_nbytes)
+            checksums = _stream(sources[here_chunks], parts, block_nbytes)
             for value in extras.values():
                 parts.add(memoryview(value))
             parts.add(memoryview(checksum_tensor(layout, checksums, extras)))
-        written.append(PartFile(key.rpartition("/")[2], layout, group, checksums))
+        name, digests = key.rpartition("/")[2], texts.digests_of(here_chunks)
+        written.append(PartFile(name, layout, group, checksums, digests))
         at += len(group)
     store.sync([names(index) for index in range(len(groups))])
     return written

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from ckpt.api import load as load
     from ckpt.api import save as save
     from ckpt.background import PendingSave as PendingSave
+    from ckpt.copying import CopyReport as CopyReport
+    from ckpt.copying import copy as copy
     from ckpt.diffing import DiffOptions as DiffOptions
     from ckpt.diffing import DiffReport as DiffReport
     from ckpt.diffing import diff as diff
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
     from ckpt.reader import StepInfo as StepInfo
     from ckpt.reader import list_steps as list_steps
     from ckpt.reader import open_checkpoint as open  # noqa: F401  # another name than there
+    from ckpt.resharding import reshard as reshard
     from ckpt.saving import SaveReport as SaveReport
     from ckpt.state_dict import PerRank as PerRank
     from ckpt.state_dict import StateDictType as StateDictType
@@ -65,6 +68,7 @@ _HOMES = {
     "Checkpoint": "ckpt.reader",
     "CheckpointError": "ckpt.errors",
     "Corrupt": "ckpt.errors",
+    "CopyReport": "ckpt.copying",
     "DiffOptions": "ckpt.diffing",
     "DiffReport": "ckpt.diffing",
     "DiskUsage": "ckpt.overview",
@@ -88,6 +92,7 @@ _HOMES = {
     "StoreRefused": "ckpt.errors",
     "UnsupportedFormat": "ckpt.errors",
     "VerifyReport": "ckpt.verifying",
+    "copy": "ckpt.copying",
     "diff": "ckpt.diffing",
     "disk_usage": "ckpt.overview",
     "async_save": "ckpt.api",
@@ -102,6 +107,7 @@ _HOMES = {
     "optimizer_state_dict": "ckpt.state_dicts",
     "optimizer_state_dict_to_load": "ckpt.state_dicts",
     "rekey_optimizer_state_dict": "ckpt.state_dicts",
+    "reshard": "ckpt.resharding",
     "rng_state": "ckpt.state_dict",
     "save": "ckpt.api",
     "shard_optimizer_state_dict": "ckpt.state_dicts",

@@ -85,6 +85,8 @@ def _built() -> tuple[argparse.ArgumentParser, list[Command]]:
     _add_show(commands)
     _add_diff(commands)
     _add_verify(commands)
+    _add_cp(commands)
+    _add_reshard(commands)
     _add_export(commands)
     _add_salvage(commands)
     _add_prune(commands)
@@ -241,6 +243,57 @@ def _add_verify(commands: Commands) -> None:
     _add_step(parser)
     parser.add_argument("--mark", action="store_true", help="note success in the log")
     _add_json(parser)
+
+
+def _add_cp(commands: Commands) -> None:
+    parser = _add(
+        commands,
+        "cp",
+        "moving:cp",
+        "copy a checkpoint, or a whole root, to another place or store; every byte is verified",
+        "ckpt cp /nvme/run s3://bucket/release-1200 --step 1200\n"
+        "ckpt cp --root /nvme/run s3://bucket/run      all checkpoints, as a root to go on with\n"
+        "when it was interrupted: run it again, what is there is not sent again",
+    )
+    _add_url(parser)
+    parser.add_argument("target", help="a new directory, or prefix of an object store")
+    _add_step(parser)
+    parser.add_argument(
+        "--root", action="store_true", help="copy all checkpoints of a root to a new root"
+    )
+    parser.add_argument("--threads", type=_count, default=4, metavar="N", help="default: 4")
+    _add_options(parser, "--target-option", "of the target's store (default: the source's)")
+    _add_json(parser)
+    parser.parser.set_defaults(after_interrupt="the target is as it was; run again to go on")
+
+
+def _add_reshard(commands: Commands) -> None:
+    parser = _add(
+        commands,
+        "reshard",
+        "moving:reshard_checkpoint",
+        "write a checkpoint anew, laid out for faster loads on another number of ranks",
+        "ckpt reshard runs/7b runs/7b-on-8 --ranks 8\n"
+        "ckpt reshard s3://bucket/run s3://bucket/run-on-64 --ranks 64 --layout flat",
+    )
+    _add_url(parser)
+    parser.add_argument("target", help="a new directory, or prefix of an object store")
+    parser.add_argument("--ranks", type=_count, required=True, metavar="N", help="that will load")
+    _add_layout(parser)
+    _add_step(parser)
+    parser.add_argument("--threads", type=_count, default=3, metavar="N", help="default: 3")
+    _add_options(parser, "--target-option", "of the target's store (default: the source's)")
+    _add_json(parser)
+    parser.parser.set_defaults(after_interrupt="the target is as it was; run again to go on")
+
+
+def _add_layout(parser: Command) -> None:
+    parser.add_argument(
+        "--layout",
+        choices=("fsdp2", "flat", "replicated"),
+        default="fsdp2",
+        help="fsdp2: rows, as fully_shard cuts (default); flat: even runs, as FSDP1; replicated",
+    )
 
 
 def _add_export(commands: Commands) -> None:

@@ -1,0 +1,72 @@
+"""Commands that write a checkpoint to another place: cp, reshard."""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+from ckpt.cli.commandline import OK
+from ckpt.cli.screen import progress_bar, show_json, size
+from ckpt.copying import CopyReport, copy
+from ckpt.errors import CheckpointError
+from ckpt.resharding import reshard
+
+
+def cp(arguments: argparse.Namespace) -> int:
+    """`ckpt cp`."""
+    if arguments.root and arguments.step is not None:
+        raise CheckpointError("--root takes all checkpoints; leave out --step, or --root")
+    started = time.monotonic()
+    with progress_bar("copying") as progress:
+        report = copy(
+            arguments.url,
+            arguments.target,
+            step=arguments.step,
+            whole_root=arguments.root,
+            threads=arguments.threads,
+            progress=progress,
+            storage_options=dict(arguments.option),
+            target_options=dict(arguments.target_option) or None,
+        )
+    return _show(report, time.monotonic() - started, as_json=arguments.json)
+
+
+def reshard_checkpoint(arguments: argparse.Namespace) -> int:
+    """`ckpt reshard`."""
+    started = time.monotonic()
+    with progress_bar("resharding") as progress:
+        report = reshard(
+            arguments.url,
+            arguments.target,
+            ranks=arguments.ranks,
+            layout=arguments.layout,
+            step=arguments.step,
+            threads=arguments.threads,
+            progress=progress,
+            storage_options=dict(arguments.option),
+            target_options=dict(arguments.target_option) or None,
+        )
+    return _show(report, time.monotonic() - started, as_json=arguments.json)
+
+
+def _show(report: CopyReport, seconds: float, *, as_json: bool) -> int:
+    if as_json:
+        show_json(
+            {
+                "source": report.source,
+                "target": report.target,
+                "steps": list(report.steps),
+                "files": report.files,
+                "nbytes": report.nbytes,
+                "nbytes_written": report.nbytes_written,
+                "seconds": seconds,
+            }
+        )
+        return OK
+    print(report.target)
+    steps = ", ".join(map(str, report.steps[-8:]))
+    steps = f"{len(report.steps)} steps: ... {steps}" if len(report.steps) > 8 else f"step {steps}"
+    skipped = report.nbytes - report.nbytes_written
+    told = f"; {size(skipped)} were there already" if skipped > 0 else ""
+    print(f"{steps}: {report.files} files, {size(report.nbytes)} in {seconds:.1f} s{told}")
+    return OK

@@ -1,0 +1,414 @@
+"""Copies and resharded checkpoints are bit-equal, verified, and whole or absent after any failure.
+
+The copy of a checkpoint is opened, verified and compared by `diff`. Then every storage operation of
+a copy fails, or kills the process, one after the other: the target must open as before, and running
+again must finish.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import ckpt
+from ckpt.cli import main
+from ckpt.copying import copy_checkpoint, copy_root
+from ckpt.errors import CheckpointError, Corrupt, NoCheckpoint
+from ckpt.format.manifest import encode_manifest
+from ckpt.layout.even import even_part
+from ckpt.layout.region import Box, Span, boxes_of
+from ckpt.log import Log
+from ckpt.reader import Checkpoint, find_checkpoint
+from ckpt.resharding import NewLayout, cut_for, new_header
+from ckpt.rewriting import bands_of, own_layout, rewrite
+from ckpt.salvage import salvage
+from storage import StorageError, Store, open_store
+from storage.memory import MemoryBucket, MemoryStore
+from storage.testing import FaultPlan, FaultyStore, Killed
+from tests.conftest import Scale
+from tests.tools.conftest import data_files, make_net, sliced_net
+
+
+class Count:
+    """A counter of bytes."""
+
+    def __init__(self) -> None:
+        self.written = self.skipped = 0
+
+    def add(self, nbytes: int) -> None:
+        self.written += nbytes
+
+    def skip(self, nbytes: int) -> None:
+        self.skipped += nbytes
+
+
+def assert_same(a: str, b: str, **options: object) -> None:
+    report = ckpt.diff(a, b, **options)  # type: ignore[arg-type]
+    assert report.identical, report
+    assert ckpt.verify(b).ok
+
+
+def test_copy_opens_by_its_path_and_is_equal_to_the_byte(plain_root: str, tmp_path: Path) -> None:
+    target = str(tmp_path / "copies" / "five")
+    seen: list[tuple[int, int]] = []
+    report = ckpt.copy(
+        plain_root, target, step=5, progress=lambda done, total: seen.append((done, total))
+    )
+    assert report.steps == (5,) and report.nbytes == report.nbytes_written
+    assert seen[-1] == (report.nbytes, report.nbytes)
+    assert_same(plain_root, target, step_a=5)
+    folder = data_files(plain_root)[0].parent
+    for name in os.listdir(folder):
+        assert (folder / name).read_bytes() == (Path(target) / name).read_bytes()
+    state = {"model": make_net(99), "epoch": 0}
+    ckpt.load(state, target, skip=lambda name: not name.startswith(("model", "epoch")))
+    assert state["epoch"] == 5
+
+
+def test_second_run_writes_nothing(plain_root: str, tmp_path: Path) -> None:
+    for expected in (True, False):
+        report = ckpt.copy(plain_root, str(tmp_path / "copy"))
+        assert bool(report.nbytes_written) is expected
+
+
+def test_whole_root_goes_to_a_root_that_trainings_go_on_with(
+    plain_root: str, tmp_path: Path
+) -> None:
+    target = str(tmp_path / "new")
+    report = ckpt.copy(plain_root, target, whole_root=True)
+    assert report.steps == (5, 10)
+    old, new = ckpt.list_steps(plain_root), ckpt.list_steps(target)
+    assert [(i.step, i.attempt) for i in old] == [(i.step, i.attempt) for i in new]
+    for step in (5, 10):
+        assert_same(plain_root, target, step_a=step, step_b=step)
+    ids = {Path(root, "FORMAT").read_text() for root in (plain_root, target)}
+    assert len(ids) == 2, "two roots with one identity would be taken for one"
+    assert len(list(Log(open_store(target)).history())) == 3
+    ckpt.save({"x": torch.ones(3)}, target, step=11)
+    assert [info.step for info in ckpt.list_steps(target)] == [5, 10, 11]
+    assert len(ckpt.list_steps(plain_root)) == 2
+    assert ckpt.copy(plain_root, target, whole_root=True).nbytes_written == 0
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("layout", ["fsdp2", "flat", "replicated"])
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+def test_resharded_checkpoint_is_the_same_in_other_files(
+    sliced_root: str, tmp_path: Path, layout: str, ranks: int
+) -> None:
+    target = str(tmp_path / "new")
+    report = ckpt.reshard(sliced_root, target, ranks=ranks, layout=layout)  # type: ignore[arg-type]
+    assert report.files == ranks
+    assert_same(sliced_root, target)
+    with ckpt.open(target) as ck:
+        assert ck.world_size == ranks
+        parts = ck.info("model.2.weight").parts
+        assert len(parts) == (1 if layout == "replicated" else ranks)
+        assert [part.file for part in parts] == sorted({part.file for part in parts})
+    net = sliced_net()
+    before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.zero_()
+    ckpt.load({"model": net}, target)
+    assert all(torch.equal(before[name], tensor) for name, tensor in net.state_dict().items())
+
+
+def test_resharding_keeps_ties_values_and_empty_tensors(plain_root: str, tmp_path: Path) -> None:
+    target = str(tmp_path / "new")
+    ckpt.reshard(plain_root, target, ranks=3, layout="flat")
+    assert_same(plain_root, target)
+    with ckpt.open(plain_root) as old, ckpt.open(target) as new:
+        assert (old.aliases, old.values) == (new.aliases, new.values)
+        assert new["model.nothing"].shape == (0, 4)
+
+
+def test_values_of_single_ranks_stay_with_their_ranks(tmp_path: Path) -> None:
+    root, target = str(tmp_path / "run"), str(tmp_path / "new")
+    ckpt.save({"x": torch.arange(40.0), "rng": ckpt.PerRank(7)}, root, step=1)
+    ckpt.reshard(root, target, ranks=4)
+    state = {"x": torch.zeros(40), "rng": ckpt.PerRank(0)}
+    ckpt.load(state, target)
+    assert state["rng"].value == 7 and torch.equal(state["x"], torch.arange(40.0))
+
+
+@pytest.mark.ranks
+def test_manifest_of_a_resharded_checkpoint_can_be_salvaged(
+    sliced_root: str, tmp_path: Path
+) -> None:
+    """The data files tell everything that MANIFEST tells, to the byte."""
+    target = tmp_path / "new" / "copy"
+    ckpt.reshard(sliced_root, str(target), ranks=2)
+    report = salvage(open_store(str(target.parent)), "copy")
+    assert report.manifest is not None, report.problems
+    assert encode_manifest(report.manifest) == (target / "MANIFEST").read_bytes()
+
+
+@pytest.mark.ranks
+def test_own_layout_gives_the_same_chunks(sliced_root: str) -> None:
+    source = open_store(sliced_root)
+    checkpoint = Checkpoint(source, find_checkpoint(source))
+    target = MemoryStore()
+    old = checkpoint.manifest
+    new = rewrite(checkpoint, old.header, own_layout(old), target, threads=2, add=Count())
+    assert encode_manifest(new) == encode_manifest(old)
+
+
+def test_even_parts_are_those_of_torch_and_cover_everything() -> None:
+    for shape in ((7, 3), (2, 2), (8,), (1, 5)):
+        numel = torch.Size(shape).numel()
+        for ranks in (1, 2, 3, 5):
+            rows = torch.arange(numel).view(shape).chunk(ranks)
+            seen: list[int] = []
+            for rank in range(ranks):
+                part = even_part(shape, rank, ranks, "fsdp2")
+                assert isinstance(part, Box)
+                assert part.shape[0] == (rows[rank].shape[0] if rank < len(rows) else 0)
+                span = even_part(shape, rank, ranks, "flat")
+                assert isinstance(span, Span)
+                seen += range(span.start, span.stop)
+            assert seen == list(range(numel))
+    assert even_part((), 1, 2, "fsdp2") is None and even_part((4,), 1, 2, "replicated") is None
+
+
+def test_bands_follow_the_order_of_their_region() -> None:
+    shape = (5, 6, 7)
+    index = torch.arange(5 * 6 * 7).view(shape)
+
+    def elements(region: Box | Span) -> list[int]:
+        if isinstance(region, Span):
+            return list(range(region.start, region.stop))
+        slices = tuple(
+            slice(start, start + size)
+            for start, size in zip(region.offset, region.shape, strict=True)
+        )
+        return index[slices].flatten().tolist()
+
+    for region in (
+        Span(3, 200),
+        Box((0, 0, 0), shape),
+        Box((1, 2, 3), (4, 3, 2)),
+        Box((0, 1, 0), (5, 5, 7)),
+    ):
+        for numel_max in (1, 5, 8, 50, 1000):
+            bands = list(bands_of(region, shape, numel_max))
+            assert all(band.numel <= numel_max for band in bands)
+            assert [e for band in bands for e in elements(band)] == elements(region)
+            assert all(boxes_of(band, shape) for band in bands)
+
+
+# Damage and mistakes ----------------------------------------------------------------------------
+
+
+def test_changed_bytes_are_never_published(plain_root: str, tmp_path: Path) -> None:
+    """In the header, in a block that two parts of the copy share, in the checksums, in values."""
+    root = tmp_path / "run"
+    shutil.copytree(plain_root, root)
+    path = data_files(str(root))[-1]
+    size = path.stat().st_size
+    for at in (20, 5000, size // 2, size - 2, size - 200):
+        data = bytearray(path.read_bytes())
+        data[at] ^= 1
+        path.write_bytes(data)
+        with pytest.raises(Corrupt, match=path.name):
+            ckpt.copy(str(root), str(tmp_path / "copy"))
+        assert not (tmp_path / "copy" / "MANIFEST").exists()
+        assert not (tmp_path / "copy" / path.name).exists()
+        data[at] ^= 1
+        path.write_bytes(data)
+    ckpt.copy(str(root), str(tmp_path / "copy"))
+    assert ckpt.verify(str(tmp_path / "copy")).ok
+
+
+def test_damaged_source_is_not_resharded(plain_root: str, tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    shutil.copytree(plain_root, root)
+    path = data_files(str(root))[-1]
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(Corrupt, match=r"block \d+ of"):
+        ckpt.reshard(str(root), str(tmp_path / "new"), ranks=2)
+    with pytest.raises(NoCheckpoint):
+        ckpt.open(str(tmp_path / "new"))
+
+
+@pytest.mark.parametrize("command", ["copy", "reshard"])
+def test_nothing_that_exists_is_overwritten(plain_root: str, tmp_path: Path, command: str) -> None:
+    def run(target: Path) -> None:
+        if command == "copy":
+            ckpt.copy(plain_root, str(target))
+        else:
+            ckpt.reshard(plain_root, str(target), ranks=2)
+
+    ckpt.save({"x": torch.ones(1)}, str(tmp_path / "root"), step=0)
+    with pytest.raises(CheckpointError, match="is the root of a run"):
+        run(tmp_path / "root")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match=r"notes\.txt"):
+        run(tmp_path / "other")
+    ckpt.copy(plain_root, str(tmp_path / "five"), step=5)
+    with pytest.raises(CheckpointError, match="nothing is ever overwritten"):
+        run(tmp_path / "five")
+    assert ckpt.verify(str(tmp_path / "five")).ok
+
+
+# Failing and dying at every operation -----------------------------------------------------------
+
+
+def small_root() -> MemoryStore:
+    """Two steps, two files each: enough for every kind of operation of a copy."""
+    url = "memory://copied-small"
+    store = open_store(url)
+    if not list(store.list("")):
+        for step in (1, 2):
+            state = {"x": torch.arange(300.0) * step, "y": torch.ones(2, 2), "n": step}
+            ckpt.save(state, url, step=step)
+    assert isinstance(store, MemoryStore)
+    return store
+
+
+def copied_one(source: Store, target: Store) -> None:
+    copy_checkpoint(source, find_checkpoint(source, 2), target, threads=1)
+
+
+def copied_root(source: Store, target: Store) -> None:
+    copy_root(source, target, threads=1)
+
+
+def resharded(source: Store, target: Store) -> None:
+    checkpoint = Checkpoint(source, find_checkpoint(source, 2))
+    new = NewLayout(2, "flat")
+    header = new_header(checkpoint.manifest, new)
+    layout = cut_for(checkpoint.manifest, new, header.world_size)
+    rewrite(checkpoint, header, layout, target, threads=1, add=Count())
+
+
+def is_absent(bucket: MemoryBucket) -> bool:
+    try:
+        find_checkpoint(MemoryStore(bucket))
+    except NoCheckpoint:
+        return True
+    return False
+
+
+def check_whole(bucket: MemoryBucket) -> None:
+    store = MemoryStore(bucket)
+    found = Checkpoint(store, find_checkpoint(store))
+    assert torch.equal(found["x"], torch.arange(300.0) * 2) and found.values["n"] == 2
+
+
+@pytest.mark.parametrize("work", [copied_one, copied_root, resharded])
+@pytest.mark.parametrize(
+    ("kill", "mode"), [(False, "before"), (False, "after"), (True, "before"), (True, "after")]
+)
+def test_target_is_absent_or_whole_and_running_again_finishes(
+    work: Callable[[Store, Store], None], kill: bool, mode: str, scale: Scale
+) -> None:
+    """Every operation on the target, the n-th for every n, fails or is the last one."""
+    source = small_root()
+    dry = FaultPlan(0)
+    work(source, FaultyStore(MemoryStore(), dry))
+    total = len(dry.operations)
+    assert total > 5
+    for at in range(1, total + 1):
+        bucket = MemoryBucket()
+        plan = FaultPlan(at, kill=kill, mode=mode)  # type: ignore[arg-type]
+        try:
+            work(source, FaultyStore(MemoryStore(bucket), plan))
+        except (StorageError, Killed):
+            pass
+        else:
+            # What had happened already was found out, or cleaning up needed no success.
+            check_whole(bucket)
+        assert plan.happened
+        if not is_absent(bucket):
+            check_whole(bucket)
+        work(source, MemoryStore(bucket))
+        check_whole(bucket)
+
+
+@pytest.mark.parametrize("work", [copied_one, copied_root, resharded])
+def test_failing_reads_leave_the_target_absent(work: Callable[[Store, Store], None]) -> None:
+    source = small_root()
+    dry = FaultPlan(0)
+    work(FaultyStore(source, dry), MemoryStore())
+    for at in range(1, len(dry.operations) + 1):
+        bucket = MemoryBucket()
+        with pytest.raises(StorageError, match="injected"):
+            work(FaultyStore(source, FaultPlan(at)), MemoryStore(bucket))
+        assert is_absent(bucket)
+
+
+def test_killed_run_is_gone_on_with_not_begun_anew(sliced_root: str) -> None:
+    """Three files; the run dies in the third: the first two are not written again."""
+    source = open_store(sliced_root)
+    found = find_checkpoint(source)
+    dry = FaultPlan(0)
+    copy_checkpoint(source, found, FaultyStore(MemoryStore(), dry), threads=1)
+    third = [n for n, (what, _) in enumerate(dry.operations, 1) if what == "publish"][2]
+    bucket = MemoryBucket()
+    with pytest.raises(Killed):
+        store = FaultyStore(MemoryStore(bucket), FaultPlan(third, kill=True))
+        copy_checkpoint(source, found, store, threads=1)
+    report = copy_checkpoint(source, found, MemoryStore(bucket))
+    assert report.nbytes_written == int(found.manifest.file_nbytes[2])
+
+
+# The commands -----------------------------------------------------------------------------------
+
+
+def test_commands_say_what_they_did(
+    plain_root: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["cp", plain_root, str(tmp_path / "copy"), "--step", "5"]) == 0
+    out = capsys.readouterr().out
+    assert str(tmp_path / "copy") in out and "step 5: 1 files" in out
+    assert main(["cp", plain_root, str(tmp_path / "copy"), "--step", "5", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["nbytes_written"] == 0
+    assert main(["cp", "--root", plain_root, str(tmp_path / "root")]) == 0
+    assert "step 5, 10" in capsys.readouterr().out
+    assert main(["reshard", plain_root, str(tmp_path / "new"), "--ranks", "2"]) == 0
+    assert "step 10: 2 files" in capsys.readouterr().out
+    assert main(["diff", plain_root, str(tmp_path / "new")]) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["cp", "/nowhere/run", "TARGET"], "no shardpoint checkpoint"),
+        (["cp", "ROOT", "TARGET", "--step", "7"], "has no step 7"),
+        (["cp", "ROOT", "TARGET", "--root", "--step", "5"], "leave out --step"),
+        (["cp", "ROOT", "ROOT"], "is the root of a run"),
+        (["reshard", "ROOT", "ROOT", "--ranks", "2"], "is the root of a run"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_mistakes_are_told_in_one_line(
+    plain_root: str,
+    tmp_path: Path,
+    arguments: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    names = {"ROOT": plain_root, "TARGET": str(tmp_path / "target")}
+    assert main([names.get(argument, argument) for argument in arguments]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("ckpt: error: ") and message in err and err.count("\n") == 1
+    assert not (tmp_path / "target").exists()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_target_without_permission_is_told(
+    plain_root: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "closed").mkdir(mode=0o500)
+    assert main(["cp", plain_root, str(tmp_path / "closed" / "copy")]) == 1
+    assert "give this user the right to" in capsys.readouterr().err

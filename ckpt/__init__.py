@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from ckpt.api import load as load
     from ckpt.api import save as save
     from ckpt.background import PendingSave as PendingSave
+    from ckpt.checkpointer import Alarm as Alarm
+    from ckpt.checkpointer import Checkpointer as Checkpointer
+    from ckpt.checkpointer import Saved as Saved
+    from ckpt.checkpointer import SavesFailed as SavesFailed
     from ckpt.copying import CopyReport as CopyReport
     from ckpt.copying import copy as copy
     from ckpt.diffing import DiffOptions as DiffOptions
@@ -45,11 +49,25 @@ if TYPE_CHECKING:
     from ckpt.overview import Event as Event
     from ckpt.overview import disk_usage as disk_usage
     from ckpt.overview import history as history
+    from ckpt.policies import Adaptive as Adaptive
+    from ckpt.policies import AtExit as AtExit
+    from ckpt.policies import EverySeconds as EverySeconds
+    from ckpt.policies import EverySteps as EverySteps
+    from ckpt.policies import Never as Never
+    from ckpt.policies import OnPreemption as OnPreemption
+    from ckpt.policies import OnSignal as OnSignal
+    from ckpt.preemption import Preempted as Preempted
     from ckpt.reader import Checkpoint as Checkpoint
     from ckpt.reader import StepInfo as StepInfo
     from ckpt.reader import list_steps as list_steps
     from ckpt.reader import open_checkpoint as open  # noqa: F401  # another name than there
     from ckpt.resharding import reshard as reshard
+    from ckpt.restoring import RestoreReport as RestoreReport
+    from ckpt.retention import KeepAll as KeepAll
+    from ckpt.retention import KeepBest as KeepBest
+    from ckpt.retention import KeepEvery as KeepEvery
+    from ckpt.retention import KeepLatest as KeepLatest
+    from ckpt.retention import KeepYounger as KeepYounger
     from ckpt.saving import SaveReport as SaveReport
     from ckpt.state_dict import PerRank as PerRank
     from ckpt.state_dict import StateDictType as StateDictType
@@ -65,37 +83,55 @@ if TYPE_CHECKING:
     from ckpt.verifying import verify as verify
 
 _HOMES = {
+    "Adaptive": "ckpt.policies",
+    "Alarm": "ckpt.checkpointer",
+    "AtExit": "ckpt.policies",
     "Checkpoint": "ckpt.reader",
     "CheckpointError": "ckpt.errors",
-    "Corrupt": "ckpt.errors",
+    "Checkpointer": "ckpt.checkpointer",
     "CopyReport": "ckpt.copying",
+    "Corrupt": "ckpt.errors",
     "DiffOptions": "ckpt.diffing",
     "DiffReport": "ckpt.diffing",
     "DiskUsage": "ckpt.overview",
     "Event": "ckpt.overview",
+    "EverySeconds": "ckpt.policies",
+    "EverySteps": "ckpt.policies",
     "ExportReport": "ckpt.exporting",
     "Fenced": "ckpt.errors",
     "InvalidState": "ckpt.errors",
+    "KeepAll": "ckpt.retention",
+    "KeepBest": "ckpt.retention",
+    "KeepEvery": "ckpt.retention",
+    "KeepLatest": "ckpt.retention",
+    "KeepYounger": "ckpt.retention",
     "LoadInterrupted": "ckpt.errors",
     "LoadReport": "ckpt.loading",
     "Mismatch": "ckpt.errors",
+    "Never": "ckpt.policies",
     "NoCheckpoint": "ckpt.errors",
+    "OnPreemption": "ckpt.policies",
+    "OnSignal": "ckpt.policies",
     "OutcomeUnknown": "ckpt.errors",
     "PendingSave": "ckpt.background",
     "PerRank": "ckpt.state_dict",
+    "Preempted": "ckpt.preemption",
     "RankFailed": "ckpt.errors",
+    "RestoreReport": "ckpt.restoring",
     "SaveDropped": "ckpt.errors",
     "SaveReport": "ckpt.saving",
+    "Saved": "ckpt.checkpointer",
+    "SavesFailed": "ckpt.checkpointer",
     "Selection": "ckpt.exporting",
     "StateDictType": "ckpt.state_dict",
     "StepInfo": "ckpt.reader",
     "StoreRefused": "ckpt.errors",
     "UnsupportedFormat": "ckpt.errors",
     "VerifyReport": "ckpt.verifying",
+    "async_save": "ckpt.api",
     "copy": "ckpt.copying",
     "diff": "ckpt.diffing",
     "disk_usage": "ckpt.overview",
-    "async_save": "ckpt.api",
     "export": "ckpt.exporting",
     "history": "ckpt.overview",
     "list_steps": "ckpt.reader",

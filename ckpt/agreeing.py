@@ -228,7 +228,8 @@ class Council:
 
     def _decide_alone(self) -> None:
         self._hear_signals()
-        wish, self._wish = self._wish._replace(turn_max=self._turn), Wish(0)
+        wish = self._wish._replace(turn_max=self._turn, left_seconds=self._signals.left_seconds())
+        self._wish = Wish(0)
         decision = decided([wish], now_seconds=self._clock())
         if not decision.is_empty:
             self._decisions.append(decision)

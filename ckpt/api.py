@@ -165,7 +165,7 @@ def load(
         seat = _process.seat(process_group)
         seat.background.wait()
         store = collectively(seat.world, "open", lambda: seat.store(url, storage_options))
-        options = LoadOptions(strict, rename, skip, _read_path(store))
+        options = LoadOptions(strict, rename, skip, read_path(store))
         return load_state(
             state, store=store, world=seat.world, step=step, attempt=attempt, options=options
         )
@@ -196,13 +196,14 @@ def _write_path(io: Io, store: Store, staging: Staging) -> WritePath:
     return WritePath(direct=True, writers=1, direct_nbytes_min=least, staging=staging)
 
 
-def _read_path(store: Store) -> ReadPath:
+def read_path(store: Store) -> ReadPath:
+    """How loads read from `store`: object stores get several requests at once."""
     if store.part_nbytes_min > 1:
         return ReadPath(readers=REMOTE_REQUESTS)
     return ReadPath(request_nbytes_max=2 * MIB)  # checked while it is still in the CPU's cache
 
 
-class _Place(NamedTuple):
+class Place(NamedTuple):
     """Where to save: an open store, the session of its root, what the lead knows of the parts."""
 
     store: Store
@@ -231,7 +232,7 @@ class _Seat:
 
     def place(
         self, url: str, storage_options: Mapping[str, Any] | None, unsafe_single_writer: bool
-    ) -> _Place:
+    ) -> Place:
         """Collective: the store at `url`, and its session, claimed now if there is none yet."""
         store = collectively(self.world, "open", lambda: self.store(url, storage_options))
         key = (store.url, unsafe_single_writer)
@@ -244,17 +245,17 @@ class _Seat:
 
     def known_place(
         self, url: str, storage_options: Mapping[str, Any] | None, unsafe_single_writer: bool
-    ) -> _Place | None:
+    ) -> Place | None:
         """The place if all ranks have been there, without waiting for any."""
         store = self.stores.get(_store_key(url, storage_options))
         if store is None or (store.url, unsafe_single_writer) not in self.sessions:
             return None
         return self._place(store, *self.sessions[store.url, unsafe_single_writer])
 
-    def _place(self, store: Store, session: RankedSession, memory: PartMemory) -> _Place:
+    def _place(self, store: Store, session: RankedSession, memory: PartMemory) -> Place:
         if session.session is not None:
             session.session.use_store(store)
-        return _Place(store, session, memory)
+        return Place(store, session, memory)
 
 
 def _store_key(url: str, storage_options: Mapping[str, Any] | None) -> tuple[str, str]:
@@ -267,6 +268,22 @@ def world_of(process_group: dist.ProcessGroup | None = None) -> World:
     Collective over the group when it is asked for the first time.
     """
     return _process.seat(process_group).world
+
+
+def place_of(
+    url: str,
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    unsafe_single_writer: bool = False,
+) -> Place:
+    """Where saves of this process to a url go, claimed now if it was not yet. Collective.
+
+    Raises like `save`.
+    """
+    seat = _process.seat(process_group)
+    seat.background.settle()
+    return seat.place(url, storage_options, unsafe_single_writer)
 
 
 def store_of(

@@ -157,13 +157,13 @@ def _share(manifest: Manifest, runs: Ints, world: World, options: LoadOptions) -
     needs = world.gather("needs", zlib.compress(runs.astype("<i8").tobytes(), 1))
     return share_blocks(
         [np.frombuffer(zlib.decompress(need), dtype="<i8").reshape(-1, 2) for need in needs],
-        _block_line(manifest),
+        block_line(manifest),
         world.rank,
         options.sharing,
     )
 
 
-def _block_line(manifest: Manifest) -> Ints:
+def block_line(manifest: Manifest) -> Ints:
     """The bytes before each block of the block line, and at its end the bytes of all blocks."""
     first_block = manifest.chunks.first_block
     sizes = np.full(int(first_block[-1]), manifest.header.block_bytes, dtype=np.int64)

@@ -338,6 +338,14 @@ class Pack(NamedTuple):
     sizes: Ints
 
 
+class FileRange(NamedTuple):
+    """Bytes `start` to `stop` of data file number `file`."""
+
+    file: int
+    start: int
+    stop: int
+
+
 class Reader:
     """Executes a plan: reads runs of blocks, checks every block, delivers the bytes.
 
@@ -374,6 +382,29 @@ class Reader:
                 future.cancel()
             for future in done:
                 future.result()
+
+    def private_requests(self, runs: Ints) -> list[FileRange]:
+        """What `read_private` asks the store for; nothing is read."""
+        packs, rest = self._packs(runs)
+        found = [
+            FileRange(pack.file, pack.byte_start, pack.byte_start + int(pack.sizes.sum()))
+            for pack in packs
+        ]
+        return found + self._ranges(self._segments(rest, straight=True))
+
+    def shared_requests(self, run: SharedRun) -> list[FileRange]:
+        """What `read_run` asks the store for; nothing is read."""
+        return self._ranges(self._segments(np.array([[run.start, run.stop]]), straight=False))
+
+    def _ranges(self, segments: Iterator[Segment]) -> list[FileRange]:
+        return [
+            FileRange(
+                request.file,
+                request.start,
+                request.start + sum(s.stop - s.start for s in request.segments),
+            )
+            for request in self._requests(segments)
+        ]
 
     def _packs(self, runs: Ints) -> tuple[list[Pack], Ints]:
         """The packed chunks of `runs` that are read together, and the runs without them."""

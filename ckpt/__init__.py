@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from ckpt.diffing import DiffOptions as DiffOptions
     from ckpt.diffing import DiffReport as DiffReport
     from ckpt.diffing import diff as diff
+    from ckpt.convert.importing import ImportReport as ImportReport
+    from ckpt.convert.importing import import_checkpoint as import_checkpoint
     from ckpt.errors import CheckpointError as CheckpointError
     from ckpt.errors import Corrupt as Corrupt
     from ckpt.errors import Fenced as Fenced
@@ -99,6 +101,7 @@ _HOMES = {
     "EverySteps": "ckpt.policies",
     "ExportReport": "ckpt.exporting",
     "Fenced": "ckpt.errors",
+    "ImportReport": "ckpt.convert.importing",
     "InvalidState": "ckpt.errors",
     "KeepAll": "ckpt.retention",
     "KeepBest": "ckpt.retention",
@@ -134,6 +137,7 @@ _HOMES = {
     "disk_usage": "ckpt.overview",
     "export": "ckpt.exporting",
     "history": "ckpt.overview",
+    "import_checkpoint": "ckpt.convert.importing",
     "list_steps": "ckpt.reader",
     "load": "ckpt.api",
     "load_model_state_dict": "ckpt.state_dicts",

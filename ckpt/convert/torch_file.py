@@ -59,6 +59,6 @@ def _check_format(store: Store, name: str, nbytes: int) -> None:
     if head[:2] in (b"\x80\x02", b"\x80\x03", b"\x80\x04"):
         raise UnsupportedFormat(
             f"{where}: the format of torch.save before version 1.6 (not a zip file), whose "
-            "storages lie inside of pickles; load it with torch.load and save it anew with torch.save"
+            "storages lie inside of pickles; load it with torch.load, save it anew with torch.save"
         )
     raise Corrupt(f"{where} is no file of torch.save")

@@ -257,8 +257,12 @@ class _Optimizer(NamedTuple):
 def _optimizer(node: Mapping[Any, Any]) -> _Optimizer | None:
     """`node` as the state dict of an optimizer, nested or flattened; None when it is none."""
     state, groups = node.get("state"), node.get("param_groups")
-    nested = isinstance(state, dict) and isinstance(groups, list) and len(node) == 2
-    if nested and all(isinstance(g, dict) and isinstance(g.get("params"), list) for g in groups):
+    if (
+        len(node) == 2
+        and isinstance(state, dict)
+        and isinstance(groups, list)
+        and all(isinstance(g, dict) and isinstance(g.get("params"), list) for g in groups)
+    ):
         return _Optimizer(state, groups)
     if node and all(str(key).startswith(("state.", "param_groups.")) for key in node):
         return _unflattened(node)

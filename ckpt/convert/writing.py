@@ -56,7 +56,7 @@ class Writing(NamedTuple):
     part_nbytes: int
 
 
-class _Counted(NamedTuple):
+class Counted(NamedTuple):
     """The crc32 of some bytes of the data `number`, all of them in one part."""
 
     number: int
@@ -70,7 +70,7 @@ def write_file(writing: Writing, file: PlannedFile, meter: Meter) -> None:
         writing.store.put_if_absent(file.key, b"")
         return
     part_nbytes = max(writing.part_nbytes, -(-file.nbytes // (PARTS_MAX * MIB)) * MIB)
-    finishing = _Finishing(file)
+    finishing = Finishing(file)
     # Around the page cache: a third of the CPU seconds, and what others have cached stays.
     is_large = file.nbytes >= PART_NBYTES
     with writing.store.create(
@@ -144,7 +144,7 @@ def in_order(
                 writing.popleft()[1].result()
 
 
-class _Finishing:
+class Finishing:
     """Keeps the crc32 of each data of a file, and makes the late bytes of its parts."""
 
     def __init__(self, file: PlannedFile) -> None:
@@ -153,7 +153,7 @@ class _Finishing:
         self._late = [piece for piece in file.pieces if isinstance(piece, Late)]
         self._at = 0
 
-    def finish(self, start: int, part: memoryview, counted: list[_Counted]) -> None:
+    def finish(self, start: int, part: memoryview, counted: list[Counted]) -> None:
         for number, crc32, nbytes in counted:
             before = self._checksums[number]
             self._checksums[number] = (
@@ -174,7 +174,7 @@ class _Finishing:
             self._at += 1
 
 
-def fill_part(source: Source, file: PlannedFile, start: int, part: memoryview) -> list[_Counted]:
+def fill_part(source: Source, file: PlannedFile, start: int, part: memoryview) -> list[Counted]:
     """Fill `part` with the bytes of `file` from `start` on, but for late ones.
 
     Returns the crc32 of the data in it, where the file needs them.
@@ -197,7 +197,7 @@ def fill_part(source: Source, file: PlannedFile, start: int, part: memoryview) -
         if piece.number >= 0:
             counted.append((piece.number, memory))
     source.fill(direct)
-    return [_Counted(number, zlib.crc32(memory), len(memory)) for number, memory in counted]
+    return [Counted(number, zlib.crc32(memory), len(memory)) for number, memory in counted]
 
 
 def _fill_data(

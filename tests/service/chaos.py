@@ -1,0 +1,250 @@
+"""Helpers for chaos tests: a training under a Checkpointer whose storage fails, whose ranks die.
+
+Ranks are threads (`ckpt.testing`), the saves are those of `ckpt.async_save` below its public
+function, each rank has a store of its own over shared bytes. A `Life` is one start of the job: it
+restores, saves at every step, and ends when it is through, or when a rank or the job is killed.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
+
+from ckpt.background import Background
+from ckpt.checkpointer import Alarm, Checkpointer, Saved
+from ckpt.errors import CheckpointError
+from ckpt.loading import LoadOptions, LoadReport, load_state
+from ckpt.policies import AtExit, EverySteps
+from ckpt.retention import KeepRule
+from ckpt.saving import PartMemory, SaveOptions, SaveTask
+from ckpt.session import RankedSession, Session, SessionRegistry, open_session
+from ckpt.staging import StageOptions, Staging, stage
+from ckpt.target import Pending, Target
+from ckpt.testing import RankKilled, RanksFailed, run_ranks
+from ckpt.world import World
+from storage import StorageError, Store, TransientError
+from storage.errors import OutcomeUnknownError
+from storage.store import ObjectWriter
+from storage.testing import FaultPlan, FaultyStore, Killed
+from storage.wrap import WrappedStore
+from tests.e2e.job import NO_WAITING, assert_is_step, state_at
+
+T = TypeVar("T")
+
+KINDS = ("error500", "slow_down", "timeout", "reset", "lost_reply")
+PUBLISHING = ("put_if_absent", "publish")
+
+
+class Faults:
+    """Which operations fail, and when whoever runs them dies. Shared by the stores of one job.
+
+    `kills` maps the number of an operation to the ranks that die there. Thread-safe.
+    """
+
+    def __init__(self, rate: float, seed: int, kills: dict[int, tuple[int, ...]]) -> None:
+        self.rate = rate
+        self.counts: dict[str, int] = {}
+        self._kills = kills
+        self._rng = random.Random(seed)
+        self._number = 0
+        self._lock = threading.Lock()
+
+    def draw(self, operation: str) -> tuple[str, tuple[int, ...]]:
+        """What happens to the next operation, "" for nothing, and which ranks die before it."""
+        with self._lock:
+            self._number += 1
+            dying = self._kills.get(self._number, ())
+            # The back-ends repeat a publication themselves; what gets through is rarer.
+            rate = self.rate * (0.5 if operation == "publish" else 1.0)
+            kind = self._rng.choice(KINDS) if self._rng.random() < rate else ""
+            if kind:
+                self.counts[kind] = self.counts.get(kind, 0) + 1
+            return kind, dying
+
+
+class FlakyStore(FaultyStore):
+    """What one rank has of a store: it fails as `faults` say, and refuses all once it is dead."""
+
+    def __init__(self, inner: Store, faults: Faults, kill: Callable[[tuple[int, ...]], None]):
+        super().__init__(inner, FaultPlan(0))
+        self._faults = faults
+        self._kill = kill
+
+    def perform(
+        self,
+        operation: str,
+        key: str,
+        apply: Callable[[], T],
+        discard: Callable[[], object] = lambda: None,
+    ) -> T:
+        self.check_alive(operation, key)
+        kind, dying = self._faults.draw(operation)
+        self._kill(dying)
+        self.check_alive(operation, key)
+        if not kind:
+            return apply()
+        unknown = operation in PUBLISHING and kind not in ("slow_down", "reset")
+        if kind == "lost_reply":
+            apply()
+        elif operation == "publish":
+            discard()
+        what = f"{kind} injected into {operation} {key}"
+        raise OutcomeUnknownError(what) if unknown else TransientError(what)
+
+
+class UploadingStore(WrappedStore):
+    """Knows which objects are under construction, as S3 knows its uploads: those of dead writers
+    stay until they are aborted, and an aborted one cannot be completed.
+    """
+
+    def __init__(self, inner: Store) -> None:
+        super().__init__(inner)
+        self.uploads: dict[object, str] = {}
+        self._lock = threading.Lock()
+
+    def create(self, key: str, nbytes: int, **options: Any) -> AbstractContextManager[ObjectWriter]:
+        return self._uploading(key, nbytes, options)
+
+    @contextmanager
+    def _uploading(self, key: str, nbytes: int, options: dict[str, Any]) -> Iterator[ObjectWriter]:
+        upload = object()
+        with self._lock:
+            self.uploads[upload] = key
+        try:
+            with self.inner.create(key, nbytes, **options) as writer:
+                yield writer
+                with self._lock:
+                    if upload not in self.uploads:
+                        raise StorageError(f"complete {key}: the upload was aborted")
+        finally:
+            with self._lock:
+                self.uploads.pop(upload, None)
+
+    def abort_unfinished(self, prefix: str) -> int:
+        with self._lock:
+            found = [upload for upload, key in self.uploads.items() if key.startswith(prefix)]
+            for upload in found:
+                del self.uploads[upload]
+        return len(found)
+
+
+class ThreadTarget(Target):
+    """The saves and loads of one rank that is a thread, below the public functions."""
+
+    def __init__(self, world: World, store: Store, registry: SessionRegistry) -> None:
+        self.url = store.url
+        self._world = world
+        self._store = store
+        self._registry = registry
+        self._background = Background(world)
+        self._memory = PartMemory()
+        self._staging = Staging()
+        self._opened: list[RankedSession] = []
+
+    def world(self) -> World:
+        return self._world.twin()
+
+    def store(self) -> Store:
+        return self._store
+
+    def start(self, state: Any, *, step: int, metric: float | None) -> Pending:
+        self._background.settle()
+        if not self._opened:
+            session = open_session(self._world, self._store, self._registry, sources=NO_WAITING)
+            self._opened.append(session)
+        options = SaveOptions(metric=metric)
+        task = SaveTask(self._opened[0], self._store, self._memory, step, options)
+        return self._background.start(
+            task, lambda: stage(state, task, StageOptions(), self._staging)
+        )
+
+    def load(self, state: Any, *, step: int, attempt: str) -> LoadReport:
+        self._background.wait()
+        return load_state(
+            state,
+            store=self._store,
+            world=self._world,
+            step=step,
+            attempt=attempt,
+            options=LoadOptions(),
+        )
+
+    def session(self) -> Session | None:
+        return self._opened[0].session if self._opened else None
+
+    def model_first(self) -> Target:
+        raise NotImplementedError("these tests give time enough")
+
+
+class Told(NamedTuple):
+    """What the ranks of a life were told: checkpoints that exist, and from where it began."""
+
+    saved: dict[str, int]  # step by attempt
+    restored: int | None
+
+
+@dataclass
+class Life:
+    """One start of the job. `stores[rank]` is what each rank uses."""
+
+    size: int
+    stores: list[Store]
+    steps: int
+    keep: KeepRule
+    registry: SessionRegistry = field(default_factory=SessionRegistry)
+    saved: dict[str, int] = field(default_factory=dict)
+    restored: list[int] = field(default_factory=list)
+    failures: int = 0
+    deadline_seconds: float = 30.0
+
+    def run(self) -> str:
+        """Train; how it ended: "done", "killed" or "failed". Raises what no fault explains."""
+        try:
+            run_ranks(self.size, self._train, deadline_seconds=self.deadline_seconds)
+        except RanksFailed as failed:
+            deaths = [e for e in failed.errors.values() if isinstance(e, Killed | RankKilled)]
+            others = [e for e in failed.errors.values() if not isinstance(e, Killed | RankKilled)]
+            strange = [e for e in others if not isinstance(e, CheckpointError | StorageError)]
+            if strange:
+                raise strange[0] from failed
+            return "killed" if deaths else "failed"
+        return "done"
+
+    def _train(self, world: World) -> None:
+        target = ThreadTarget(world, self.stores[world.rank], self.registry)
+        state = state_at(0, world.rank, self.size)
+        quiet = Alarm(after=1 << 30)
+        policy = EverySteps(1) | AtExit()
+        with Checkpointer(target, state, save=policy, keep=self.keep, alarm=quiet) as service:
+            report = service.restore()
+            first = 1
+            if report is not None:
+                assert_is_step(state, report.step, world.rank, self.size)
+                self.restored.append(report.step)
+                first = report.step + 1
+            try:
+                for step in range(first, first + self.steps):
+                    _advance(state, step, world.rank, self.size)
+                    service.step(step, metric=1.0 / step)
+                    self._note(service.last_saved)
+            finally:
+                self._note(service.last_saved)
+                self.failures += len(service.failures) if world.rank == 0 else 0
+        self._note(service.last_saved)
+
+    def _note(self, saved: Saved | None) -> None:
+        if saved is not None:
+            self.saved[saved.attempt] = saved.step
+
+
+def _advance(state: dict[str, Any], step: int, rank: int, size: int) -> None:
+    """In place, as a training does."""
+    newer = state_at(step, rank, size)
+    for name in ("rows", "runs"):
+        state[name].local.data.copy_(newer[name].local.data)
+    state["replica"].copy_(newer["replica"])
+    state["step"] = step

@@ -34,6 +34,7 @@ from ckpt.log import LiveEntry
 
 ATTEMPTS_MAX = 8  # attempts that one checkpoint keeps alive
 NBYTES_MULTIPLE_MAX = 2.0  # bytes that these hold together, as a multiple of the checkpoint's own
+NBYTES_UNCOUNTED = 16 << 20  # what holds less together is kept alive in any case
 
 Checksums: TypeAlias = npt.NDArray[np.uint32]
 
@@ -279,17 +280,18 @@ def references_allowed(
     nbytes_of: Callable[[LiveEntry], int],
     *,
     attempts_max: int = ATTEMPTS_MAX,
-    nbytes_multiple_max: float = NBYTES_MULTIPLE_MAX,
+    nbytes_uncounted: int = NBYTES_UNCOUNTED,
 ) -> frozenset[str]:
     """The attempts whose files the next checkpoint may refer to.
 
     `held` are the bytes of the previous checkpoint by the attempt that wrote them, `nbytes_of` the
     bytes of an attempt's own files. What is no longer live is left out; then attempts are given up,
     those that hold the least first, until all that would be kept alive is at most `attempts_max`
-    attempts with at most `nbytes_multiple_max` times the bytes of `held`. See note "growth".
+    attempts with at most `NBYTES_MULTIPLE_MAX` times the bytes of `held`, or `nbytes_uncounted`.
+    See note "growth".
     """
     entries = {entry.attempt: entry for entry in live}
-    nbytes_max = nbytes_multiple_max * sum(held.values())
+    nbytes_max = max(NBYTES_MULTIPLE_MAX * sum(held.values()), nbytes_uncounted)
     most_first = sorted(held, key=lambda name: (-held[name], name))
     allowed = [name for name in most_first if name in entries and held[name]]
     while allowed:

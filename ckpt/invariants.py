@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from ckpt.errors import CheckpointError
+from ckpt.format.manifest import decode_manifest
+from ckpt.locate import file_keys
 from ckpt.log import (
     LOG_PREFIX,
     MANIFEST_NAME,
@@ -161,6 +163,26 @@ def check_live_complete(store: Store, *, files_of: FilesOf | None = None) -> lis
                 stored = -1
             if stored != nbytes:
                 found.append(f"I1: {name} has {stored} bytes, expected {nbytes}")
+    return found
+
+
+def files_needed(entry: LiveEntry, manifest: bytes) -> list[tuple[str, int]]:
+    """Key and length of every data file that a checkpoint needs, for `check_live_complete`."""
+    decoded = decode_manifest(manifest)
+    keys = file_keys(entry.prefix, decoded)
+    return list(zip(keys, decoded.file_nbytes.tolist(), strict=True))
+
+
+def check_references(store: Store) -> list[str]:
+    """I6, of real checkpoints: the log knows of each what its manifest refers to, and no more."""
+    found = []
+    for entry in Log(store).state().live:
+        manifest = decode_manifest(store.get(entry.prefix + MANIFEST_NAME))
+        if manifest.references != entry.references:
+            found.append(
+                f"I6: the log says that {entry.attempt} refers to {entry.references}, its manifest "
+                f"refers to {manifest.references}"
+            )
     return found
 
 

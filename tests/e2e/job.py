@@ -63,6 +63,7 @@ class Job:
     store_of: StoreOf
     registry: SessionRegistry = field(default_factory=SessionRegistry)
     deadline_seconds: float = 20.0
+    memories: dict[int, PartMemory] | None = None  # None: no rank remembers an earlier save
 
     def save(
         self,
@@ -80,13 +81,16 @@ class Job:
         def rank_main(world: World) -> SaveReport:
             store = self.store_of(world.rank)
             session = open_session(world, store, self.registry, sources=NO_WAITING)
+            memory = PartMemory()
+            if self.memories is not None:
+                memory = self.memories.setdefault(world.rank, memory)
             return save_state(
                 state_of(world.rank),
                 session=session,
                 store=store,
                 step=step_of[world.rank] if step_of else step,
                 options=options or SaveOptions(),
-                memory=PartMemory(),
+                memory=memory,
             )
 
         return run_ranks(self.size, rank_main, deadline_seconds=self.deadline_seconds)

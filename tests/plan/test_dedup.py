@@ -156,6 +156,12 @@ def entry(attempt: str, slot: int, references: tuple[str, ...] = ()) -> LiveEntr
     return LiveEntry(attempt, slot, slot, 1, b"x", False, False, None, tuple(sorted(references)))
 
 
+def _allowed(
+    held: dict[str, int], live: list[LiveEntry], nbytes_of: Callable[[LiveEntry], int]
+) -> frozenset[str]:
+    return references_allowed(held, live, nbytes_of, nbytes_uncounted=0)
+
+
 @dataclass
 class Training:
     """Saves of `sizes` bytes in chunks; `keep` checkpoints are kept, and what they refer to."""
@@ -172,7 +178,7 @@ class Training:
         held: dict[str, int] = {}
         for size, holder in zip(self.sizes, self.holders, strict=False):
             held[holder] = held.get(holder, 0) + size
-        allowed = references_allowed(held, self.live, lambda e: self.nbytes[e.attempt])
+        allowed = _allowed(held, self.live, lambda e: self.nbytes[e.attempt])
         before = self.holders or [""] * len(self.sizes)
         self.holders = [
             holder if holder in allowed and not is_changed(at) else attempt
@@ -236,23 +242,29 @@ def test_disk_use_is_bounded_whatever_changes(
 
 def test_a_checkpoint_that_was_retired_is_not_referred_to() -> None:
     live = [entry("b", 2)]
-    assert references_allowed({"a": 5, "b": 5}, live, lambda e: 5) == {"b"}
-    assert references_allowed({"a": 5}, [], lambda e: 5) == frozenset()
+    assert _allowed({"a": 5, "b": 5}, live, lambda e: 5) == {"b"}
+    assert _allowed({"a": 5}, [], lambda e: 5) == frozenset()
 
 
 def test_what_holds_nothing_any_more_is_not_kept_alive() -> None:
     live = [entry("a", 1), entry("b", 2)]
-    assert references_allowed({"a": 0, "b": 5}, live, lambda e: 5) == {"b"}
+    assert _allowed({"a": 0, "b": 5}, live, lambda e: 5) == {"b"}
 
 
 def test_the_least_is_given_up_first() -> None:
     """Three attempts of 100 bytes each may hold 2 x 100 together: the smallest holder goes."""
     live = [entry("a", 1), entry("b", 2), entry("c", 3)]
-    assert references_allowed({"a": 50, "b": 20, "c": 30}, live, lambda e: 100) == {"a", "c"}
+    assert _allowed({"a": 50, "b": 20, "c": 30}, live, lambda e: 100) == {"a", "c"}
 
 
 def test_what_a_reference_refers_to_counts_too() -> None:
     """`c` holds most, but it keeps `a` and `b` alive, which hold nothing any more."""
     live = [entry("a", 1), entry("b", 2, ("a",)), entry("c", 3, ("b",))]
-    assert references_allowed({"c": 100}, live, lambda e: 90) == frozenset()
-    assert references_allowed({"c": 100}, live, lambda e: 60) == {"c"}
+    assert _allowed({"c": 100}, live, lambda e: 90) == frozenset()
+    assert _allowed({"c": 100}, live, lambda e: 60) == {"c"}
+
+
+def test_small_checkpoints_are_not_counted() -> None:
+    """Headers alone would be more than twice the bytes of a state of a few KiB."""
+    live = [entry("a", 1), entry("b", 2)]
+    assert references_allowed({"a": 50, "b": 20}, live, lambda e: 9000) == {"a", "b"}

@@ -1,6 +1,6 @@
 """All benchmarks, one after the other, and a table of bars against what was measured: `make bench`.
 
-    python -m benchmarks [save_load small_tensors state_dicts fsdp1 memory export manifest]
+    python -m benchmarks [save_load small_tensors state_dicts fsdp1 memory export manifest s3]
 
 Takes some minutes, on a disk with 10 GB free (the current directory's). Each benchmark can be run
 by itself with more rounds and other sizes. A bar is judged by the reader: times on a busy machine
@@ -23,6 +23,7 @@ BENCHMARKS: dict[str, tuple[str, ...]] = {
     "memory": ("--gib", "1"),
     "export": ("--gib", "1", "3", "--rounds", "1"),
     "manifest": (),
+    "s3": ("--mib", "256", "--rounds", "5"),
 }
 ROW = re.compile(r"  (.*): (.*) \(bar (.*)\)")
 
@@ -58,7 +59,7 @@ def main() -> None:
 
 def _place(name: str) -> tuple[str, ...]:
     # Temporary files may lie in memory; the disk that matters is the one we were started on.
-    return () if name == "manifest" else ("--directory", ".")
+    return () if name in ("manifest", "s3") else ("--directory", ".")
 
 
 def _results(lines: Iterator[str]) -> Iterator[Result]:

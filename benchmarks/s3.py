@@ -1,0 +1,199 @@
+"""Save to and load from S3 in one process, against the best raw client and DCP over s3fs.
+
+    python -m benchmarks.s3 [--mib 256] [--rounds 5] [--endpoint URL]
+
+The server is a real Ceph RADOS gateway where its programs are installed (`make test-ceph` installs
+them) or the one of `--endpoint`, else moto, which is so slow that all clients look alike. The raw
+client is obstore with the same bytes, parts, requests in flight and unsigned payloads: one `put`
+from memory, and ranged `get`s copied into the memory of the state.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import shutil
+import subprocess
+import tempfile
+import uuid
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import obstore
+import torch
+import torch.distributed.checkpoint as dcp
+from obstore.store import S3Store
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
+
+import ckpt
+from benchmarks.measure import extra_memory, interleaved, ratio, report, row, speed
+from ckpt.memory import host_bytes
+from tests.servers import S3Server, free_port, moto_server
+
+MIB = 1 << 20
+IN_FLIGHT = 4  # as ckpt has it for object stores
+PART_NBYTES = 16 * MIB
+RANGE_NBYTES = 8 * MIB
+UP = Path(__file__).parent.parent / "tests" / "ceph" / "up.sh"
+
+
+@contextlib.contextmanager
+def server(endpoint: str | None, directory: Path) -> Iterator[tuple[str, S3Server]]:
+    """A name for the report, and a server."""
+    if endpoint:
+        yield endpoint, S3Server(endpoint)
+    elif shutil.which("radosgw"):
+        command = [str(UP), str(directory), str(free_port())]
+        done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
+        try:
+            yield "Ceph RADOS gateway", S3Server(done.stdout.split()[-1])
+        finally:
+            subprocess.run([str(UP), "--down", str(directory)], check=True)
+    else:
+        with moto_server() as moto:
+            yield "moto", moto
+
+
+class Raw:
+    """The same bytes with obstore alone."""
+
+    def __init__(self, server: S3Server, bucket: str) -> None:
+        self.store = S3Store(
+            bucket,
+            endpoint=server.endpoint_url,
+            region="us-east-1",
+            access_key_id=server.key,
+            secret_access_key=server.secret,
+            unsigned_payload=True,
+            client_options={"allow_http": True, "timeout": timedelta(minutes=10)},
+        )
+
+    def upload(self, key: str, tensors: list[torch.Tensor]) -> None:
+        obstore.put(
+            self.store,
+            key,
+            (host_bytes(tensor) for tensor in tensors),
+            chunk_size=PART_NBYTES,
+            max_concurrency=IN_FLIGHT,
+        )
+
+    def download(self, key: str, tensors: list[torch.Tensor], chunk_nbytes: int) -> None:
+        """`chunk_nbytes=0`: whole ranges, then one copy; otherwise streamed in such chunks."""
+
+        def fetch(start: int, target: memoryview) -> None:
+            if not chunk_nbytes:
+                found = obstore.get_range(self.store, key, start=start, length=len(target))
+                target[:] = memoryview(found)
+                return
+            options: Any = {"range": (start, start + len(target))}
+            at = 0
+            for chunk in obstore.get(self.store, key, options=options).stream(chunk_nbytes):
+                target[at : at + len(chunk)] = memoryview(chunk)
+                at += len(chunk)
+
+        requests = []
+        position = 0
+        for tensor in tensors:
+            view = host_bytes(tensor)
+            for start in range(0, len(view), RANGE_NBYTES):
+                requests.append((position + start, view[start : start + RANGE_NBYTES]))
+            position += len(view)
+        with ThreadPoolExecutor(IN_FLIGHT) as pool:
+            list(pool.map(lambda request: fetch(*request), requests))
+
+
+def measure(name: str, server: S3Server, *, mib: int, rounds: int) -> None:
+    """Interleaved rounds of everything, and one report."""
+    bucket = server.make_bucket()
+    tensors = [torch.randn(4 * MIB) for _ in range(max(1, mib // 16))]
+    state = {f"layer{at}.weight": tensor for at, tensor in enumerate(tensors)}
+    raw = Raw(server, bucket)
+    fsspec_options = {**server.options, "skip_instance_cache": True}
+    options = {**server.options, "unsigned_payload": True}
+    steps = iter(range(1 << 30))
+    root = f"s3://{bucket}/ours-{uuid.uuid4().hex}"
+    theirs = f"s3://{bucket}/dcp"
+
+    def save() -> None:
+        ckpt.save(state, root, step=next(steps), storage_options=options)
+
+    def clear(_: str) -> None:
+        # The gateway keeps objects in memory; old steps go, the log and the root stay.
+        keys = [entry["path"] for page in obstore.list(raw.store) for entry in page]
+        for key in keys:
+            if "/steps/" in key:
+                obstore.delete(raw.store, key)
+
+    uploads: dict[str, Callable[[], object]] = {
+        "ours": save,
+        "raw": lambda: raw.upload("raw", tensors),
+        "dcp": lambda: dcp.save(
+            state, storage_writer=FsspecWriter(theirs, **fsspec_options), no_dist=True
+        ),
+    }
+    saved = interleaved(uploads, rounds=rounds, between=clear)
+    save_memory = extra_memory(save)
+    downloads: dict[str, Callable[[], object]] = {
+        "ours": lambda: ckpt.load(state, root, storage_options=options),
+        "raw": lambda: raw.download("raw", tensors, 0),
+        "raw streamed": lambda: raw.download("raw", tensors, 256 << 10),
+        "dcp": lambda: dcp.load(
+            state, storage_reader=FsspecReader(theirs, **fsspec_options), no_dist=True
+        ),
+    }
+    expected = [tensor.clone() for tensor in tensors]
+    loaded = interleaved(downloads, rounds=rounds, between=lambda _: None)
+    assert all(torch.equal(a, b) for a, b in zip(tensors, expected, strict=True))
+    load_memory = extra_memory(downloads["ours"])
+    best = min(("raw", "raw streamed"), key=lambda peer: ratio(loaded, peer, "ours"))
+    title = f"{mib} MiB, one process, {name}, {IN_FLIGHT} requests in flight, median of {rounds}"
+    report(
+        title,
+        [
+            row("upload, speed over raw obstore", f"{speed(saved, 'ours', 'raw'):.2f}x", ">= 0.9x"),
+            row("upload, speed over DCP and s3fs", f"{speed(saved, 'ours', 'dcp'):.2f}x", ">= 2x"),
+            row(
+                "upload, CPU seconds of DCP's",
+                f"{ratio(saved, 'ours', 'dcp', 'cpu_seconds'):.2f}x",
+                "none",
+            ),
+            row("upload, extra memory", f"{save_memory // MIB} MiB", "none"),
+            row(
+                f"download, speed over {best} obstore",
+                f"{speed(loaded, 'ours', best):.2f}x",
+                ">= 0.9x",
+            ),
+            row(
+                "download, speed over DCP and s3fs", f"{speed(loaded, 'ours', 'dcp'):.2f}x", ">= 2x"
+            ),
+            row(
+                "download, CPU seconds of DCP's",
+                f"{ratio(loaded, 'ours', 'dcp', 'cpu_seconds'):.2f}x",
+                "none",
+            ),
+            row("download, extra memory", f"{load_memory // MIB} MiB", "none"),
+        ],
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--mib", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--endpoint", default=None, help="an S3 server that is running")
+    arguments = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        server(arguments.endpoint, Path(directory)) as (name, running),
+    ):
+        measure(name, running, mib=arguments.mib, rounds=arguments.rounds)
+
+
+if __name__ == "__main__":
+    main()

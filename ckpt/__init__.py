@@ -59,6 +59,9 @@ if TYPE_CHECKING:
     from ckpt.policies import OnPreemption as OnPreemption
     from ckpt.policies import OnSignal as OnSignal
     from ckpt.preemption import Preempted as Preempted
+    from ckpt.planning import LoadPlan as LoadPlan
+    from ckpt.planning import plan_load as plan_load
+    from ckpt.planning import plan_ranks as plan_ranks
     from ckpt.reader import Checkpoint as Checkpoint
     from ckpt.reader import StepInfo as StepInfo
     from ckpt.reader import list_steps as list_steps
@@ -109,6 +112,7 @@ _HOMES = {
     "KeepLatest": "ckpt.retention",
     "KeepYounger": "ckpt.retention",
     "LoadInterrupted": "ckpt.errors",
+    "LoadPlan": "ckpt.planning",
     "LoadReport": "ckpt.loading",
     "Mismatch": "ckpt.errors",
     "Never": "ckpt.policies",
@@ -146,6 +150,8 @@ _HOMES = {
     "open": "ckpt.reader",
     "optimizer_state_dict": "ckpt.state_dicts",
     "optimizer_state_dict_to_load": "ckpt.state_dicts",
+    "plan_load": "ckpt.planning",
+    "plan_ranks": "ckpt.planning",
     "rekey_optimizer_state_dict": "ckpt.state_dicts",
     "reshard": "ckpt.resharding",
     "rng_state": "ckpt.state_dict",

@@ -61,7 +61,7 @@ def reshard(
     """
     if ranks < 1 or layout not in LAYOUTS:
         raise ValueError(
-            f"ranks={ranks!r}, layout={layout!r}; expected 1 or more, one of {LAYOUTS}"
+            f"ranks={ranks!r}, layout={layout!r}; expected at least 1, and one of {LAYOUTS}"
         )
     if target_options is None and url.partition("://")[0] == target.partition("://")[0]:
         target_options = storage_options

@@ -84,6 +84,7 @@ def _built() -> tuple[argparse.ArgumentParser, list[Command]]:
     _add_du(commands)
     _add_show(commands)
     _add_diff(commands)
+    _add_plan(commands)
     _add_verify(commands)
     _add_cp(commands)
     _add_reshard(commands)
@@ -217,6 +218,33 @@ def _add_diff(commands: Commands) -> None:
         "--sort", choices=("name", "amount"), default="name", help="amount: relative norm first"
     )
     _add_options(parser, "--other-option", "of the other store (default: the same)")
+    _add_json(parser)
+
+
+def _add_plan(commands: Commands) -> None:
+    parser = _add(
+        commands,
+        "plan",
+        "comparing:plan",
+        "tell what a load would read, per rank, and which names would not fit; reads no tensor",
+        "ckpt plan runs/7b --ranks 8 --layout fsdp2\n"
+        "ckpt plan runs/7b --ranks 8 --like other/run      does its state fit?\n"
+        "ckpt plan runs/7b --like model.safetensors --entry model",
+    )
+    _add_url(parser)
+    _add_step(parser)
+    parser.add_argument("--ranks", type=_count, metavar="N", help="default: as many as saved it")
+    _add_layout(parser)
+    parser.add_argument(
+        "--like",
+        metavar="URL",
+        help="the state is like what is there: a checkpoint of ours or of torch, a safetensors "
+        "file; default: the state fits",
+    )
+    parser.add_argument(
+        "--entry", help="with --like: below which name it stands; default: the only model"
+    )
+    _add_options(parser, "--like-option", "of the store of --like (default: the same)")
     _add_json(parser)
 
 

@@ -1,4 +1,4 @@
-"""Commands that compare: a checkpoint with another (diff)."""
+"""Commands that compare: a checkpoint with another (diff), with a state to be loaded (plan)."""
 
 from __future__ import annotations
 
@@ -18,9 +18,18 @@ from ckpt.cli.screen import (
 )
 from ckpt.diffing import Amount, DiffOptions, DiffReport, TensorChange, diff, renaming
 from ckpt.errors import CheckpointError
-from ckpt.reader import list_steps
+from ckpt.planning import (
+    LoadPlan,
+    RankPlan,
+    Wanted,
+    entry_for,
+    plan_ranks,
+    wanted_like,
+)
+from ckpt.reader import list_steps, open_checkpoint
 
 NAMES_SHOWN_MAX = 50
+RANKS_SHOWN_MAX = 64
 
 
 def diff_checkpoints(arguments: argparse.Namespace) -> int:
@@ -154,3 +163,112 @@ def _change_json(change: TensorChange) -> dict[str, Any]:
 
 def _amount_json(amount: Amount) -> dict[str, Any]:
     return {**amount._asdict(), "relative_norm": amount.relative_norm}
+
+
+# plan ------------------------------------------------------------------------------------------
+
+
+def plan(arguments: argparse.Namespace) -> int:
+    """`ckpt plan`."""
+    options = dict(arguments.option)
+    ranks = arguments.ranks
+    if ranks is None:
+        with open_checkpoint(arguments.url, arguments.step, options) as checkpoint:
+            ranks = checkpoint.world_size
+    found = plan_ranks(
+        arguments.url,
+        ranks=ranks,
+        layout=arguments.layout,
+        wanted=_wanted(arguments),
+        step=arguments.step,
+        storage_options=options,
+    )
+    if arguments.json:
+        show_json(_plan_json(found))
+    else:
+        _show_plan(found)
+    return OK if found.fits else DIFFERENT
+
+
+def _wanted(arguments: argparse.Namespace) -> Wanted | None:
+    if not arguments.like:
+        if arguments.entry is not None:
+            raise CheckpointError("--entry is for --like; it tells where that model stands")
+        return None
+    options = dict(arguments.option)
+    like_options = dict(arguments.like_option) or None
+    if like_options is None and _protocol(arguments.url) == _protocol(arguments.like):
+        like_options = options
+    entry = arguments.entry
+    if entry is None:
+        entry = entry_for(
+            arguments.url,
+            arguments.like,
+            step=arguments.step,
+            storage_options=options,
+            like_options=like_options,
+        )
+    return wanted_like(arguments.like, entry=entry, storage_options=like_options)
+
+
+def _protocol(url: str) -> str:
+    return url.partition("://")[0] if "://" in url else ""
+
+
+def _show_plan(found: LoadPlan) -> None:
+    print(found.url)
+    print(f"step {found.step}, {size(found.nbytes_stored)} of tensors\n")
+    titles = ("rank", "fills", "reads", "requests", "from other ranks", "extra memory")
+    rows = [_plan_row(rank) for rank in found.ranks[:RANKS_SHOWN_MAX]]
+    show_table(titles, rows, right=titles)
+    if len(found.ranks) > RANKS_SHOWN_MAX:
+        print(f"... and {len(found.ranks) - RANKS_SHOWN_MAX} more ranks; --json lists all")
+    share = 100 * found.nbytes_read / max(found.nbytes_stored, 1)
+    requests = sum(rank.requests for rank in found.ranks)
+    print(
+        f"\nall: {size(found.nbytes_read)} in {requests} requests, {share:.0f} % of what is stored"
+    )
+    if found.not_asked:
+        print(f"{found.not_asked} names are below entries that the state does not have")
+    for problem in found.problems[:NAMES_SHOWN_MAX]:
+        print(f"does not fit: {problem}")
+    if len(found.problems) > NAMES_SHOWN_MAX:
+        print(f"... and {len(found.problems) - NAMES_SHOWN_MAX} more; --json lists all")
+    print("it fits" if found.fits else "a strict load would be refused; nothing was read")
+
+
+def _plan_row(rank: RankPlan) -> tuple[str, ...]:
+    return (
+        f"{rank.rank}",
+        size(rank.nbytes_wanted),
+        size(rank.nbytes_read),
+        f"{rank.requests}",
+        size(rank.nbytes_received),
+        size(rank.nbytes_extra),
+    )
+
+
+def _plan_json(found: LoadPlan) -> dict[str, Any]:
+    return {
+        "url": found.url,
+        "step": found.step,
+        "attempt": found.attempt,
+        "fits": found.fits,
+        "nbytes_stored": found.nbytes_stored,
+        "nbytes_read": found.nbytes_read,
+        "missing": list(found.missing),
+        "unexpected": list(found.unexpected),
+        "not_asked": found.not_asked,
+        "problems": list(found.problems),
+        "ranks": [
+            {
+                "rank": rank.rank,
+                "nbytes_wanted": rank.nbytes_wanted,
+                "nbytes_read": rank.nbytes_read,
+                "nbytes_received": rank.nbytes_received,
+                "requests": rank.requests,
+                "nbytes_extra": rank.nbytes_extra,
+            }
+            for rank in found.ranks
+        ],
+    }

@@ -11,11 +11,14 @@ objects of either import are the same. Saving with `ckpt.save` needs no gather.
 from torch.distributed.fsdp import (
     BackwardPrefetch,
     CPUOffload,
+    CPUOffloadPolicy,
     FullOptimStateDictConfig,
     FullStateDictConfig,
     LocalOptimStateDictConfig,
     LocalStateDictConfig,
     MixedPrecision,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
     OptimStateDictConfig,
     OptimStateKeyType,
     ShardedOptimStateDictConfig,
@@ -41,11 +44,20 @@ from sharding.comm_hooks import LowPrecisionState, bf16_compress_hook, fp16_comp
 from sharding.explaining import explain
 from sharding.flat_param import FlatParameter
 from sharding.fsdp import FullyShardedDataParallel
+from sharding.fully_sharding import (
+    FSDPModule,
+    UnshardHandle,
+    fully_shard,
+    register_fsdp_forward_method,
+    share_comm_ctx,
+)
 
 __all__ = [
     "BackwardPrefetch",
     "CPUOffload",
+    "CPUOffloadPolicy",
     "CustomPolicy",
+    "FSDPModule",
     "FlatParameter",
     "FullOptimStateDictConfig",
     "FullStateDictConfig",
@@ -54,7 +66,9 @@ __all__ = [
     "LocalStateDictConfig",
     "LowPrecisionState",
     "MixedPrecision",
+    "MixedPrecisionPolicy",
     "ModuleWrapPolicy",
+    "OffloadPolicy",
     "OptimStateDictConfig",
     "OptimStateKeyType",
     "ShardedGradScaler",
@@ -64,12 +78,16 @@ __all__ = [
     "StateDictConfig",
     "StateDictSettings",
     "StateDictType",
+    "UnshardHandle",
     "always_wrap_policy",
     "bf16_compress_hook",
     "enable_wrap",
     "explain",
     "fp16_compress_hook",
+    "fully_shard",
     "lambda_auto_wrap_policy",
+    "register_fsdp_forward_method",
+    "share_comm_ctx",
     "size_based_auto_wrap_policy",
     "transformer_auto_wrap_policy",
     "wrap",

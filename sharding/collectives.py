@@ -57,7 +57,8 @@ class Pending:
         """Return when the result is there (on CUDA: when the current stream will see it)."""
         works, self._works = self._works, []
         for work in works:
-            work.wait()
+            if work is not None:
+                work.wait()
         then, self._then = self._then, None
         if then is not None:
             then()
@@ -130,6 +131,10 @@ class Comm(ABC):
         source = self.global_ranks[0]
         return Pending([dist.broadcast(tensor, src=source, group=self.group, async_op=True)])
 
+    def with_custom(self, *, all_gather: Any = None, reduce_scatter: Any = None) -> Comm:
+        """The same ranks, with the user's own collectives for those that are given."""
+        return CustomComm(self, all_gather, reduce_scatter)
+
     def gather_objects(self, value: Any) -> list[Any]:
         """Every rank's small plain value, in the order of ranks."""
         found: list[Any] = [None] * self.size
@@ -192,7 +197,7 @@ class _Native(Comm):
     """
 
     def all_gather(self, members: Sequence[Parts], *, pool: BufferPool, tag: int) -> Pending:
-        if len(members) == 1 and members[0].are_equal(self.size):
+        if self._is_direct(members):
             return Pending([self._gather(members[0].whole)])
         if not members:
             return Pending(())
@@ -216,7 +221,7 @@ class _Native(Comm):
         pool: BufferPool,
         tag: int,
     ) -> Pending:
-        if len(members) == 1 and members[0].are_equal(self.size):
+        if self._is_direct(members):
             return Pending([self._reduce(members[0].whole, outs[0])])
         if not members:
             return Pending(())
@@ -232,6 +237,9 @@ class _Native(Comm):
             pack.give_back()
 
         return Pending([work], unpack)
+
+    def _is_direct(self, members: Sequence[Parts]) -> bool:
+        return len(members) == 1 and members[0].are_equal(self.size)
 
     def _gather(self, full: torch.Tensor) -> Any:
         own = full.chunk(self.size)[self.rank]
@@ -266,7 +274,7 @@ class _Pairwise(Comm):
                     pack.take(source)
                 pack.give_back()
 
-        return Pending([work for work in works if work is not None], unpack)
+        return Pending(works, unpack)
 
     def reduce_scatter(
         self,
@@ -313,7 +321,7 @@ class _Pairwise(Comm):
                 pool.give_back(targets[-1])
                 pack.give_back()
 
-        return Pending([work for work in works if work is not None], add_up)
+        return Pending(works, add_up)
 
     def _others(self, step: int) -> Iterator[int]:
         """The other ranks, from the next in that direction on."""
@@ -351,6 +359,77 @@ class _Alone(Comm):
         return Pending(())
 
 
+class CustomComm(_Native):
+    """A group whose gathers or reductions are the user's own.
+
+    As torch has them: `comm.allocate(shape, dtype=, device=)` makes the buffers, and
+    `comm(output_tensor=, input_tensor=, group=, async_op=True)` fills the output and returns what
+    can be waited for, or None when it is done; a reduction is told `op=` too.
+    """
+
+    def __init__(self, base: Comm, all_gather: Any = None, reduce_scatter: Any = None) -> None:
+        super().__init__(base.group)
+        self._base = base
+        self._custom_gather = all_gather
+        self._custom_reduce = reduce_scatter
+
+    def with_custom(self, *, all_gather: Any = None, reduce_scatter: Any = None) -> Comm:
+        """The same, with the user's own collectives for those that are given."""
+        return CustomComm(
+            self._base, all_gather or self._custom_gather, reduce_scatter or self._custom_reduce
+        )
+
+    def all_gather(self, members: Sequence[Parts], *, pool: BufferPool, tag: int) -> Pending:
+        if self._custom_gather is None:
+            return self._base.all_gather(members, pool=pool, tag=tag)
+        return super().all_gather(members, pool=_UsersPool(self._custom_gather), tag=tag)
+
+    def reduce_scatter(
+        self,
+        members: Sequence[Parts],
+        outs: Sequence[torch.Tensor],
+        *,
+        pool: BufferPool,
+        tag: int,
+    ) -> Pending:
+        if self._custom_reduce is None:
+            return self._base.reduce_scatter(members, outs, pool=pool, tag=tag)
+        return super().reduce_scatter(members, outs, pool=_UsersPool(self._custom_reduce), tag=tag)
+
+    def _is_direct(self, members: Sequence[Parts]) -> bool:
+        return False  # buffers are to be the user's
+
+    def _gather(self, full: torch.Tensor) -> Any:
+        own = full.chunk(self.size)[self.rank]
+        return self._custom_gather(
+            output_tensor=full, input_tensor=own, group=self.group, async_op=True
+        )
+
+    def _reduce(self, full: torch.Tensor, out: torch.Tensor) -> Any:
+        return self._custom_reduce(
+            output_tensor=out,
+            input_tensor=full,
+            group=self.group,
+            op=dist.ReduceOp.SUM,
+            async_op=True,
+        )
+
+
+class _UsersPool(BufferPool):
+    """Buffers that the user's own collective allocates."""
+
+    def __init__(self, comm: Any) -> None:
+        super().__init__()
+        self._comm = comm
+
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        buffer: torch.Tensor = self._comm.allocate((numel,), dtype=dtype, device=device)
+        return buffer
+
+    def give_back(self, buffer: torch.Tensor) -> None:
+        pass
+
+
 def comm_of(group: Group) -> Comm:
     """The `Comm` for a group, by the backend that serves it."""
     if dist.get_world_size(group) == 1:
@@ -369,6 +448,19 @@ def default_group() -> Group:
     group = dist.group.WORLD
     assert group is not None
     return group
+
+
+def all_global_ranks() -> tuple[int, ...]:
+    """The ranks of the default group. Raises RuntimeError without `init_process_group`."""
+    return tuple(dist.get_process_group_ranks(default_group()))
+
+
+def separate_comm(comm: Comm) -> Comm:
+    """A new group of the same ranks. Collective over these."""
+    ranks = list(comm.global_ranks)
+    group = dist.new_group(ranks, use_local_synchronization=True)
+    assert isinstance(group, Group)
+    return comm_of(group)
 
 
 def wants_details() -> bool:

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import ShardingStrategy
 from sharding.collectives import Comm, Group, comm_of, default_group, is_group, new_groups
 from sharding.flat_unit import HYBRID
 
-__all__ = ["Groups", "blocks_of", "resolve_groups"]
+__all__ = ["Groups", "blocks_of", "groups_of", "resolve_groups"]
 
 
 class Groups(NamedTuple):
@@ -55,7 +55,7 @@ def resolve_groups(
                 f"{strategy.name} needs a mesh of two axes (replicate, shard), got "
                 f"{device_mesh.ndim}"
             )
-        return Groups(comm_of(device_mesh.get_group(1)), comm_of(device_mesh.get_group(0)))
+        return groups_of(device_mesh)
     if process_group is None:
         if not has_policy:
             raise ValueError(
@@ -70,6 +70,12 @@ def resolve_groups(
             f"{type(process_group).__name__}"
         )
     return Groups(comm_of(pair[0]), comm_of(pair[1]))
+
+
+def groups_of(mesh: DeviceMesh) -> Groups:
+    """The groups of a mesh of one axis (shard), or two (replicate, shard)."""
+    replicate = comm_of(mesh.get_group(0)) if mesh.ndim == 2 else None
+    return Groups(comm_of(mesh.get_group(mesh.ndim - 1)), replicate)
 
 
 def _single_group(

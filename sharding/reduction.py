@@ -72,7 +72,7 @@ class Reductions:
     def __init__(self, pool: BufferPool, streams: Streams) -> None:
         self.in_flight_max = 2
         self._pool = pool
-        self._streams = streams
+        self.streams = streams
         self._in_flight: list[_InFlight] = []
         self._kept: dict[tuple[int, tuple[int, ...]], torch.Tensor] = {}
         """Sums that wait for the replicate group, by unit and members."""
@@ -94,10 +94,10 @@ class Reductions:
         )
         if not outgoing.members:
             return
-        self._streams.reductions_wait_for_compute()
+        self.streams.reductions_wait_for_compute()
         for member in outgoing.members:
-            self._streams.reductions_will_read(member.whole)
-        with self._streams.reducing():
+            self.streams.reductions_will_read(member.whole)
+        with self.streams.reducing():
             if reduction.hook is not None:
                 started = self._start_hook(store, reduction, reduction.hook, outgoing)
             elif reduction.shard is not None:
@@ -110,7 +110,7 @@ class Reductions:
         """Wait for all of them."""
         while self._in_flight:
             self._end_oldest()
-        self._streams.compute_waits_for_reductions()
+        self.streams.compute_waits_for_reductions()
 
     def drop(self, *, wait: bool = False) -> None:
         """Forget what a failed backward has left; `wait` until its messages have come and gone."""
@@ -121,7 +121,7 @@ class Reductions:
 
     def _end_oldest(self) -> None:
         oldest = self._in_flight.pop(0)
-        with self._streams.reducing():
+        with self.streams.reducing():
             oldest.pending.wait()
             oldest.end()
 

@@ -5,7 +5,9 @@ The root is the outermost unit; it is found at the first forward, or the first c
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -17,7 +19,43 @@ from sharding.streams import Streams
 from sharding.torch_seam import call_after_backward
 from sharding.unit import Phase, Unit
 
-__all__ = ["Runtime"]
+__all__ = ["Noted", "Runtime", "StepLog"]
+
+
+class Noted(NamedTuple):
+    """Something that a unit did, `at_seconds` after the root's forward had started.
+
+    `what` is "gather", "gathered", "forward", "forward end", "backward", "backward end", "free",
+    "reduce" or, with the number of the root, "end".
+    """
+
+    what: str
+    unit: int
+    at_seconds: float
+
+
+class StepLog:
+    """What units did in the last forward that a backward followed: when, by the host's clock."""
+
+    def __init__(self) -> None:
+        self.last: tuple[Noted, ...] = ()
+        self._now: list[Noted] = []
+        self._start = 0.0
+
+    def begin(self) -> None:
+        """The root's forward starts."""
+        self._now = []
+        self._start = time.perf_counter()
+
+    def note(self, what: str, unit: Unit) -> None:
+        """A unit does something."""
+        self._now.append(Noted(what, unit.number, time.perf_counter() - self._start))
+
+    def end(self) -> None:
+        """The backward has ended."""
+        end = Noted("end", 0, time.perf_counter() - self._start)
+        self.last = (*self._now, end)
+        self._now = []
 
 
 class Runtime:
@@ -33,18 +71,27 @@ class Runtime:
         self.in_backward = False
         self.is_last_backward = True
         """Whether the next backward's reductions are waited for at its end."""
+        self.steps = StepLog()
         self.order_check: OrderCheck | None = None
         """Set where the user asked for checks of the order."""
         self._forward_order: list[Unit] = []
         self._first_order: tuple[Unit, ...] = ()
         self._ended_order: list[Unit] = []
         for number, unit in enumerate(self.units):
-            unit.runtime = self
+            unit.runtime, unit.number = self, number
             if unit.store is not None:
                 unit.store.tag = number
                 unit.store.streams = streams
                 unit.store.pages = self.pages
                 unit.store.pool = self.pool
+        self.share(streams)
+
+    def share(self, streams: Streams) -> None:
+        """Use these streams from now on."""
+        self.streams = self.reductions.streams = streams
+        for unit in self.units:
+            if unit.store is not None:
+                unit.store.streams = streams
 
     def begin_forward(self) -> None:
         """The root's forward starts: a new iteration, unless the last one is still to be run
@@ -52,6 +99,7 @@ class Runtime:
         """
         if self.in_backward:
             self._abandon_backward()
+        self.steps.begin()
         self.streams.gathers_wait_for_compute()
         if not self._first_order and self._forward_order:
             self._first_order = tuple(self._forward_order)
@@ -116,6 +164,7 @@ class Runtime:
                 self.reductions.finish()
             for unit in self.units:
                 unit.end_backward()
+        self.steps.end()
         if self.is_last_backward and any(unit.offload for unit in self.units):
             self.streams.finish()
 

@@ -31,6 +31,9 @@ class Streams:
     def gathers_wait_for_compute(self) -> None:
         """Gathers from now on see what compute has done so far (an optimizer step)."""
 
+    def gathers_wait_once_for(self, event: torch.Event) -> None:
+        """The next `gathers_wait_for_compute` waits for this event instead."""
+
     def compute_waits_for_gathers(self) -> None:
         """Compute from now on sees what was gathered so far."""
 
@@ -63,6 +66,7 @@ class _AcceleratorStreams(Streams):
         self._gather = self._module.Stream(device, priority=-1)
         self._reduce = self._module.Stream(device, priority=-1)
         self._free_events: deque[Any] = deque()
+        self._post_step: list[torch.Event] = []
 
     def _compute(self) -> Any:
         return self._module.current_stream(self._device)
@@ -76,7 +80,13 @@ class _AcceleratorStreams(Streams):
         return context
 
     def gathers_wait_for_compute(self) -> None:
-        self._gather.wait_stream(self._compute())
+        if self._post_step:
+            self._gather.wait_event(self._post_step.pop())
+        else:
+            self._gather.wait_stream(self._compute())
+
+    def gathers_wait_once_for(self, event: torch.Event) -> None:
+        self._post_step = [event]
 
     def compute_waits_for_gathers(self) -> None:
         self._compute().wait_stream(self._gather)

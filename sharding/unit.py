@@ -87,6 +87,8 @@ class Unit:
         self.backward_targets: tuple[Unit, ...] = ()
         self.runtime: Runtime | None = None
         """Set when the root has been found, at the first forward."""
+        self.number = 0
+        """Where it comes in the walk over the model; given by the runtime."""
         self._backward = NO_BACKWARD
         """Which backward pass has asked for this unit first."""
         self._watches_recomputes = False
@@ -117,6 +119,7 @@ class Unit:
             self.gather()
             if not recomputes:
                 runtime.prefetch_forward(self)
+                runtime.steps.note("forward", self)
         args, kwargs = self.cast_inputs(args, kwargs)
         if self.store is not None and not self.store.requires_grad:
             self._reshard_after_inputs((args, kwargs))
@@ -130,6 +133,8 @@ class Unit:
             return output  # recomputed: the parameters are needed on
         watched = self.watch(output)
         runtime.record_forward_end(self)
+        if self.store is not None:
+            runtime.steps.note("forward end", self)
         self.phase = Phase.IDLE
         if self.store is None or runtime.in_backward:
             return output
@@ -141,8 +146,10 @@ class Unit:
             self.store.keep_after_forward()
         elif watched:
             self.store.free_after_forward()
+            runtime.steps.note("free", self)
         else:
             self.store.reshard()
+            runtime.steps.note("free", self)
         return output
 
     def abort_forward(self) -> None:
@@ -154,14 +161,22 @@ class Unit:
 
     def gather(self) -> None:
         """Have the parameters gathered and shown as views."""
-        if self.store is not None:
-            self.store.finish_unshard()
-            self.store.show_views()
-            self.was_prefetched = False
+        if self.store is None:
+            return
+        steps = self.found_runtime().steps
+        was_there = self.store.state is State.UNSHARDED
+        if self.needs_gather:
+            steps.note("gather", self)
+        self.store.finish_unshard()
+        if not was_there:
+            steps.note("gathered", self)
+        self.store.show_views()
+        self.was_prefetched = False
 
     def gather_early(self) -> None:
         """Start gathering before it is needed; nothing happens where it has been started."""
         if self.store is not None and self.needs_gather:
+            self.found_runtime().steps.note("gather", self)
             self.store.start_unshard()
             self.was_prefetched = True
 
@@ -235,6 +250,8 @@ class Unit:
             return
         if self.schedule.gathers_in_backward:
             self.gather()
+        if first:
+            runtime.steps.note("backward", self)
         if first and (
             self.backward_targets
             or self.schedule.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
@@ -258,13 +275,16 @@ class Unit:
         if current_backward() != self._backward and not self._watches_recomputes:
             self._watch_recomputes(store)
         store.adopt_gradients()
+        runtime.steps.note("backward end", self)
         if self._frees_after_backward:
             store.reshard()
+            runtime.steps.note("free", self)
             self.phase = Phase.IDLE
         if self.schedule.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
             runtime.prefetch_backward(self)
         if self.syncs_gradients:
             self._has_reduced = True
+            runtime.steps.note("reduce", self)
             runtime.reductions.start(store, self.reduction, grads)
         else:
             store.keep_unsharded_gradients(grads)

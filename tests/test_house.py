@@ -99,6 +99,7 @@ ADAPTERS = (
     "ckpt/layout/plain.py",
     "ckpt/layout/modules.py",
     "sharding/torch_seam.py",
+    "sharding/dtensor_seam.py",
     "ckpt/world.py",
     "ckpt/convert/dcp_metadata.py",
 )

@@ -19,6 +19,9 @@ collective.
 `__ckpt_wraps__` (optional, on the class) is the name of the child that the module only wraps: names
 below it have no part for it.
 
+A hook for state dicts that an engine registers, and that changes nothing in them, says so by an
+attribute `__ckpt_neutral__` that is true.
+
 `__ckpt_aliases__()` (optional) maps further names of tied parameters to the names in the pieces.
 
 A tensor subclass offers `__ckpt_pieces__()` likewise, with the empty string as its own name.
@@ -528,6 +531,8 @@ def _hook_names(tables: Iterable[Mapping[int, Callable[..., Any]]]) -> Iterator[
     for table in tables:
         for hook in table.values():
             function = _function_of(hook)
+            if getattr(function, "__ckpt_neutral__", False):
+                continue
             if not str(getattr(function, "__module__", "")).startswith(_HARMLESS):
                 yield f"hook {getattr(function, '__qualname__', type(function).__qualname__)}"
 

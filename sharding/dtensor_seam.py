@@ -1,0 +1,97 @@
+"""What torch's DTensor and DeviceMesh have no public name for, each behind one function of ours."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed import device_mesh
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import _dtensor_spec as spec_types
+from torch.distributed.tensor.placement_types import _StridedShard
+
+__all__ = [
+    "DTensorLike",
+    "as_parameter",
+    "joined_mesh",
+    "local_of",
+    "make_dtensor",
+    "replace_local",
+    "strided_shard",
+    "version_of",
+]
+
+
+class DTensorLike(NamedTuple):
+    """All of a DTensor but its values: mesh, placements, and the logical tensor's geometry."""
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+
+def make_dtensor(local: torch.Tensor, like: DTensorLike) -> DTensor:
+    """A DTensor over `local` itself, on whatever device that is, without autograd."""
+    meta = spec_types.TensorMeta(like.shape, like.stride, local.dtype)
+    spec = spec_types.DTensorSpec(like.mesh, like.placements, tensor_meta=meta)
+    constructor: Any = DTensor
+    made: DTensor = constructor(local, spec, requires_grad=False)
+    return made
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a DTensor on this rank itself, once it is there; of others, themselves."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    local: Any = tensor._local_tensor
+    if hasattr(local, "trigger_wait"):  # the result of a collective that may still run
+        local = local.trigger_wait()
+    found: torch.Tensor = local
+    return found
+
+
+def replace_local(tensor: torch.Tensor, local: torch.Tensor) -> None:
+    """Let the DTensor lie in `local` from now on; shape and values must be what it had."""
+    dtensor: Any = tensor
+    dtensor._local_tensor = local
+
+
+def as_parameter(tensor: torch.Tensor) -> None:
+    """Let `isinstance(tensor, nn.Parameter)` hold, although it is no leaf of the graph."""
+    marked: Any = tensor
+    marked._is_param = True
+
+
+def strided_shard(dim: int, split_factor: int) -> Placement:
+    """A dim that another axis of the mesh has cut into `split_factor` parts before."""
+    made: Placement = _StridedShard(dim, split_factor=split_factor)
+    return made
+
+
+def joined_mesh(data: DeviceMesh, tensor: DeviceMesh) -> DeviceMesh | None:
+    """The mesh with the axes of both, which must be parts of one; None when they are not."""
+    names = (*(data.mesh_dim_names or ()), *(tensor.mesh_dim_names or ()))
+    if not data.mesh_dim_names or not tensor.mesh_dim_names:
+        return None
+    root = _root(data)
+    if root is not _root(tensor) and root != _root(tensor):
+        return None
+    concatenate: Any = getattr(DeviceMesh, "_concatenate", None)
+    joined: DeviceMesh = concatenate([data, tensor]) if concatenate else root[names]
+    return joined
+
+
+def _root(mesh: DeviceMesh) -> DeviceMesh:
+    if hasattr(mesh, "_get_root_mesh"):
+        found: DeviceMesh = mesh._get_root_mesh()
+        return found
+    resources: Any = device_mesh  # before torch 2.8
+    older: DeviceMesh = resources._mesh_resources.get_root_mesh(mesh)
+    return older
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often the tensor's memory was written in place, as autograd counts."""
+    return int(tensor._version)

@@ -1,0 +1,65 @@
+"""A training that is told to end: one rank of it, as a process that exits by itself.
+
+    python -m tests.service.preempted URL MEETING_POINT RANK WORLD_SIZE
+
+It prints "ready" when signals are caught, and at the end the last step and the newest checkpoint.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import ckpt
+from ckpt.preemption import Preempted
+
+STEPS_MAX = 20_000
+GRACE_SECONDS = 5.0
+
+
+def train(url: str, meeting_point: str, rank: int, size: int, say: Callable[[str], object]) -> None:
+    """Train until a signal ends it. The weight counts the steps, so that a checkpoint tells."""
+    torch.set_num_threads(1)
+    if size > 1:
+        dist.init_process_group(
+            "gloo",
+            init_method=meeting_point,
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=60),
+        )
+    model = nn.Linear(256, 1024, bias=False)
+    nn.init.zeros_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    state = {"model": model, "optimizer": optimizer, "step": 0}
+    policy = ckpt.EverySteps(25) | ckpt.OnPreemption(grace_seconds=GRACE_SECONDS)
+    try:
+        with ckpt.Checkpointer(url, state, save=policy, keep=ckpt.KeepLatest(2)) as checkpointer:
+            say("ready")
+            checkpointer.restore()
+            assert torch.all(model.weight == state["step"])
+            for step in range(int(state["step"]) + 1, STEPS_MAX):
+                model.weight.grad = -torch.ones_like(model.weight)
+                if size > 1:
+                    dist.all_reduce(model.weight.grad, dist.ReduceOp.MAX)
+                optimizer.step()
+                time.sleep(0.002)  # the rest of a step
+                state["step"] = step
+                checkpointer.step(step)
+    except Preempted as preempted:
+        say(f"{preempted.step} {preempted.saved_step}")
+        raise
+    finally:
+        if size > 1:
+            dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    url, meeting_point, rank, size = sys.argv[1:]
+    train(url, meeting_point, int(rank), int(size), lambda text: print(text, flush=True))

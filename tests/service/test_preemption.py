@@ -1,0 +1,313 @@
+"""A job that is told to end saves its last step and exits with 0, whoever got the signal and when.
+
+Method: plans for the time that is left are pure and tabled. Real processes train without end; at a
+random moment a random part of the ranks gets SIGTERM, and after the grace time SIGKILL, as by a
+scheduler. Each job goes on from the checkpoint of the one before.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ckpt
+from ckpt.policies import Never
+from ckpt.preemption import LEAVING_SECONDS, SAFETY, Signals, StopFacts, plan_stop
+from tests.conftest import Scale
+from tests.ranks import RanksFailed, _fork_server, run_ranks
+from tests.service.preempted import GRACE_SECONDS, train
+
+MB = 1_000_000
+
+
+# --- plans ----------------------------------------------------------------------------------------
+
+
+def facts(**changes: Any) -> StopFacts:
+    known = {
+        "left_seconds": 30.0,
+        "persist_seconds": 2.0,
+        "in_flight_seconds": None,
+        "state_nbytes": 300 * MB,
+        "model_nbytes": 100 * MB,
+        "steps_unsaved": 7,
+    }
+    return StopFacts(**{**known, **changes})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("given", "save", "wait_seconds"),
+    [
+        # Time enough for everything, with and without a save in flight before it.
+        (facts(), "everything", 0.0),
+        (facts(in_flight_seconds=1.0), "everything", 30.0 - LEAVING_SECONDS - 2.0 * SAFETY),
+        # What is in flight, or done, has the last step.
+        (facts(in_flight_seconds=1.0, steps_unsaved=0), "nothing", 30.0 - LEAVING_SECONDS),
+        (facts(steps_unsaved=0), "nothing", 0.0),
+        # Too short for both: the save in flight is the surest.
+        (facts(in_flight_seconds=0.0, left_seconds=6.0), "nothing", 6.0 - LEAVING_SECONDS),
+        (facts(in_flight_seconds=2.9, left_seconds=4.0), "everything", 0.5),
+        # Too short for everything: the model first.
+        (facts(left_seconds=3.4), "model first", 0.0),
+        (facts(left_seconds=3.5), "everything", 0.0),
+        (facts(persist_seconds=60.0), "model first", 0.0),
+        # Nothing measured: 1 s and 50 MB/s, times the same safety.
+        (facts(persist_seconds=None, left_seconds=11.1), "everything", 0.0),
+        (facts(persist_seconds=None, left_seconds=10.9), "model first", 0.0),
+        # A state that is only a model, or has none: there is no smaller part to begin with.
+        (facts(persist_seconds=60.0, model_nbytes=300 * MB), "everything", 0.0),
+        (facts(persist_seconds=60.0, model_nbytes=0), "everything", 0.0),
+        (facts(left_seconds=0.2), "nothing", 0.0),
+        (facts(left_seconds=-3.0, in_flight_seconds=1.0, steps_unsaved=0), "nothing", 0.0),
+    ],
+)
+def test_time_that_is_left_is_planned(given: StopFacts, save: str, wait_seconds: float) -> None:
+    plan = plan_stop(given)
+    assert (plan.save, plan.wait_seconds) == (save, pytest.approx(wait_seconds)), plan.why
+
+
+def test_a_plan_never_waits_longer_than_is_left() -> None:
+    for left in (0.0, 0.6, 1.0, 3.0, 9.0):
+        for persist in (None, 0.1, 1.0, 30.0):
+            for age in (None, 0.0, 0.5, 40.0):
+                for unsaved in (0, 3):
+                    plan = plan_stop(
+                        facts(
+                            left_seconds=left,
+                            persist_seconds=persist,
+                            in_flight_seconds=age,
+                            steps_unsaved=unsaved,
+                        )
+                    )
+                    assert 0.0 <= plan.wait_seconds <= left
+
+
+# --- handlers -------------------------------------------------------------------------------------
+
+
+@contextmanager
+def handler(number: int, handle: Callable[[int, Any], object]) -> Iterator[None]:
+    before = signal.signal(number, handle)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
+
+
+def test_previous_handlers_are_called_too_and_put_back() -> None:
+    heard: list[int] = []
+
+    def before(number: int, frame: object) -> None:
+        heard.append(number)
+
+    with handler(signal.SIGUSR1, before), handler(signal.SIGTERM, before):
+        signals = Signals(ckpt.OnSignal() | ckpt.OnPreemption(grace_seconds=9.0))
+        signals.install()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert signals.take() == (signal.SIGUSR1,) and signals.take() == ()
+        assert not signals.must_end
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert signals.take() == (signal.SIGTERM,) and 8.0 < signals.left_seconds() <= 9.0
+        assert heard == [signal.SIGUSR1, signal.SIGTERM]
+        signals.restore()
+        assert signal.getsignal(signal.SIGUSR1) is signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_handler_that_came_later_is_left_alone() -> None:
+    with handler(signal.SIGUSR1, signal.SIG_IGN):
+        signals = Signals(ckpt.OnSignal())
+        signals.install()
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+        signals.restore()
+        assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+
+
+def test_sigusr1_saves_now_and_the_training_goes_on() -> None:
+    state = {"model": nn.Linear(2, 2)}
+    url = "memory://sigusr1"
+    with ckpt.Checkpointer(url, state, save=ckpt.OnSignal()) as checkpointer:
+        for step in range(1, 6):
+            if step == 3:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            assert checkpointer.step(step) == (step == 3)
+    assert [info.step for info in ckpt.list_steps(url)] == [3]
+
+
+def test_a_policy_without_signals_installs_nothing() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with ckpt.Checkpointer("memory://no-signals", {"a": torch.ones(1)}, save=Never()):
+        assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_sigterm_alone_saves_the_last_step_and_leaves_by_status_0() -> None:
+    state = {"model": nn.Linear(2, 2), "step": 0}
+    url = "memory://sigterm-alone"
+    with (
+        pytest.raises(ckpt.Preempted) as caught,
+        ckpt.Checkpointer(url, state, save=ckpt.OnPreemption(5.0)) as checkpointer,
+    ):
+        for step in range(1, 100):
+            state["step"] = step
+            if step == 7:
+                os.kill(os.getpid(), signal.SIGTERM)
+            checkpointer.step(step)
+    assert (caught.value.step, caught.value.saved_step, caught.value.code) == (7, 7, 0)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    with ckpt.open(url) as saved:
+        assert saved.values["step"] == 7
+
+
+def test_the_model_comes_first_when_time_is_short() -> None:
+    """The optimizer would take a minute, by the assumed speed; the latest checkpoint stays one that
+    has everything.
+    """
+    model = nn.Linear(8, 8)
+    state = {"net": model, "rest": torch.ones(1000)}
+    url = "memory://model-first"
+    with (
+        pytest.raises(ckpt.Preempted),
+        ckpt.Checkpointer(url, state, save=ckpt.OnPreemption(2.0)) as checkpointer,
+    ):
+        os.kill(os.getpid(), signal.SIGTERM)
+        checkpointer.step(1)  # nothing was measured: 1 s and half of it more are too long for 2 s
+        checkpointer.step(2)
+    with ckpt.open(f"{url}/model-first") as first, ckpt.open(url) as whole:
+        assert set(first.keys()) == {"net.weight", "net.bias"}
+        assert torch.equal(first["net.weight"], model.weight.detach())
+        assert "rest" in whole and first.step == whole.step
+
+
+def _second_signal() -> None:
+    with ckpt.Checkpointer("memory://second", {"a": torch.ones(1)}, save=ckpt.OnPreemption(60.0)):
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+
+
+@pytest.mark.ranks
+def test_a_second_signal_ends_the_process_at_once() -> None:
+    with pytest.raises(RanksFailed) as failed:
+        run_ranks(1, _second_signal, group=False, timeout_seconds=30)
+    assert failed.value.silent == (0,)
+
+
+def _child_of_a_checkpointed_process() -> int:
+    with ckpt.Checkpointer("memory://fork", {"a": torch.ones(1)}, save=ckpt.OnPreemption(60.0)):
+        child = os.fork()
+        if not child:
+            time.sleep(60)
+            os._exit(0)
+        os.kill(child, signal.SIGTERM)
+        return os.waitpid(child, 0)[1]
+
+
+@pytest.mark.ranks
+def test_a_forked_worker_still_ends_by_sigterm() -> None:
+    """As data loaders end their workers; the handler is inherited by a fork."""
+    (status,) = run_ranks(1, _child_of_a_checkpointed_process, group=False, timeout_seconds=30)
+    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGTERM
+
+
+# --- whole jobs -----------------------------------------------------------------------------------
+
+
+def _rank(url: str, meeting_point: str, rank: int, size: int, told: Connection) -> None:
+    train(url, meeting_point, rank, size, told.send)
+
+
+class Job:
+    """Processes that train until they are told to end. Their exits are real ones."""
+
+    def __init__(self, root: Path, size: int, meeting_point: Path) -> None:
+        context = _fork_server()
+        self.size = size
+        self.pipes: list[Connection] = []
+        self.processes = []
+        for rank in range(size):
+            ours, theirs = context.Pipe(duplex=False)
+            arguments = (str(root), meeting_point.as_uri(), rank, size, theirs)
+            process = context.Process(target=_rank, args=arguments)
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def hear(self, timeout_seconds: float = 60.0) -> list[str]:
+        """The next word of each rank."""
+        words = []
+        for rank, pipe in enumerate(self.pipes):
+            assert pipe.poll(timeout_seconds), f"rank {rank} says nothing"
+            words.append(pipe.recv())
+        return words
+
+    def end_by_grace(self, ranks: list[int]) -> list[int | None]:
+        """SIGTERM to these, SIGKILL to all that are there after the grace time; exit codes."""
+        for rank in ranks:
+            pid = self.processes[rank].pid
+            assert pid is not None
+            os.kill(pid, signal.SIGTERM)
+        until = time.monotonic() + GRACE_SECONDS
+        for process in self.processes:
+            process.join(max(0.0, until - time.monotonic()))
+        for process in self.processes:
+            process.kill()
+            process.join()
+        return [process.exitcode for process in self.processes]
+
+
+@pytest.mark.ranks
+def test_sigterm_at_any_time_ends_a_job_cleanly_with_its_last_step_saved(
+    tmp_path: Path, scale: Scale, rng: random.Random
+) -> None:
+    root = tmp_path / "root"
+    for number in range(scale.count(4, 100)):
+        size = rng.choice([1, 2, 3])
+        ranks = sorted(rng.sample(range(size), rng.randint(1, size)))
+        job = Job(root, size, tmp_path / f"meet-{number}")
+        assert job.hear() == ["ready"] * size
+        time.sleep(rng.uniform(0.0, 0.6))  # the random moment
+        codes = job.end_by_grace(ranks)
+        assert codes == [0] * size, (number, size, ranks, codes)
+        words = job.hear()
+        assert len(set(words)) == 1, words
+        step, saved_step = map(int, words[0].split())
+        assert step == saved_step
+        latest = ckpt.list_steps(str(root))[-1]
+        assert latest.step == step
+        assert ckpt.verify(str(root)).ok
+
+
+@pytest.mark.ranks
+def test_an_interpreter_that_is_preempted_exits_with_0(tmp_path: Path) -> None:
+    """From the command line on, without any help of the test's process pool."""
+    command = [sys.executable, "-m", "tests.service.preempted"]
+    arguments = [str(tmp_path / "root"), (tmp_path / "meet").as_uri()]
+    processes = [
+        subprocess.Popen([*command, *arguments, str(rank), "2"], stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    try:
+        for process in processes:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+        processes[1].send_signal(signal.SIGTERM)
+        told = [process.communicate(timeout=60)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert [process.returncode for process in processes] == [0, 0]
+    assert told[0] == told[1] and len(set(told[0].split())) == 1

@@ -1,0 +1,65 @@
+"""No changed bit of a file that a checkpoint refers to is ever loaded.
+
+Method: step 2 refers to step 1, with blocks of 1 KiB. One bit of one of step 1's files, or of step
+2's own, is flipped on the way to the reader: a load of step 2 raises an error of ours that names
+the file, or gives exactly the saved bits, and that only where step 2 needs nothing of the byte.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from ckpt import saving
+from ckpt.errors import CheckpointError
+from ckpt.format.manifest import decode_manifest
+from ckpt.loading import LoadOptions, load_state
+from ckpt.locate import file_keys, live_entries, read_manifest
+from ckpt.world import SoloWorld
+from storage import open_store
+from tests.conftest import Scale
+from tests.e2e.job import Job
+from tests.e2e.lora import DEDUP, assert_is_lora, lora_at
+from tests.e2e.test_flips import FlippedStore
+
+
+def test_every_flipped_bit_of_what_is_referred_to_is_refused_or_harmless(
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    scale: Scale,
+    rng: random.Random,
+) -> None:
+    monkeypatch.setattr(saving, "BLOCK_BYTES", 1024)
+    store = open_store(f"memory://{request.node.name}")
+    job = Job(2, lambda rank: store, memories={})
+    for step in (1, 2):
+        job.save(lambda rank, step=step: lora_at(step, rank, 2), step=step, options=DEDUP)
+    entry = live_entries(store)[-1]
+    manifest = decode_manifest(read_manifest(store, entry))
+    keys = file_keys(entry.prefix, manifest)
+    bits = [
+        (key, bit)
+        for key, nbytes in zip(keys, manifest.file_nbytes.tolist(), strict=True)
+        for bit in range(8 * nbytes)
+    ]
+    chunks = manifest.chunks
+    needed: dict[str, list[range]] = {}
+    for at in range(len(chunks)):
+        start = int(chunks.byte_start[at])
+        place = range(start, start + manifest.chunk_nbytes(at))
+        needed.setdefault(keys[int(chunks.file[at])], []).append(place)
+    refused = 0
+    for key, bit in rng.sample(bits, scale.count(150, len(bits))):
+        state = lora_at(0)
+        flipped = FlippedStore(store, key, bit)
+        is_needed = any(bit // 8 in place for place in needed[key])
+        try:
+            load_state(state, store=flipped, world=SoloWorld(), step=None, options=LoadOptions())
+        except CheckpointError as error:
+            assert key in str(error) and is_needed
+            refused += 1
+        else:
+            assert_is_lora(state, 2)
+            assert not is_needed, (key, bit)
+    assert refused > 0

@@ -45,10 +45,17 @@ def bf16_compress_hook(
 def hook_of(state: object, hook: Callable[..., Any]) -> CommHook:
     """A user's hook as the engine calls it; hooks that compress get gradients as they are computed.
 
-    Those are the ones of this file, and torch's of the same names.
+    In the place of torch's own compressing hooks, which need a device with streams, those of this
+    file are called, over the group of torch's state.
     """
-    casts = getattr(hook, "__name__", "") in ("fp16_compress_hook", "bf16_compress_hook")
-    return CommHook(state, hook, casts)
+    own = {"fp16_compress_hook": fp16_compress_hook, "bf16_compress_hook": bf16_compress_hook}
+    if hook in own.values():
+        return CommHook(state, hook, casts=True)
+    name = getattr(hook, "__name__", "")
+    if name in own and hook.__module__.startswith("torch.distributed."):
+        group = getattr(state, "process_group", None)
+        return CommHook(LowPrecisionState(group), own[name], casts=True)
+    return CommHook(state, hook, casts=False)
 
 
 def _reduce_in(

@@ -7,12 +7,15 @@ Path("step.html").write_text(sharding.explain(model).html())
 from __future__ import annotations
 
 import html as escape
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import nn
 
 from sharding.flat_unit import Settings
 from sharding.fsdp import FullyShardedDataParallel, clean_name, fsdp_units
+from sharding.runtime import Noted
 
 __all__ = ["Explanation", "StepEvent", "UnitFacts", "explain"]
 
@@ -48,6 +51,8 @@ class Explanation:
 
     units: tuple[UnitFacts, ...]
     step: tuple[StepEvent, ...]
+    recorded: tuple[Noted, ...] = ()
+    """The last step that this rank really made; empty before the first backward."""
 
     def __str__(self) -> str:
         lines = [f"{len(self.units)} units"]
@@ -65,19 +70,10 @@ class Explanation:
         return "\n".join(lines)
 
     def html(self) -> str:
-        """A page of its own: one row for each unit, one column for each event."""
-        head = "".join(f"<th>{at}</th>" for at in range(len(self.step)))
-        rows = []
-        for number, unit in enumerate(self.units):
-            cells = "".join(
-                f'<td class="{event.what}" title="{event.what}, then {event.gathered_nbytes} bytes '
-                f'gathered">{event.what[0]}</td>'
-                if event.unit == number
-                else "<td></td>"
-                for event in self.step
-            )
-            rows.append(f"<tr><th>{escape.escape(unit.name or '(root)')}</th>{cells}</tr>")
-        return _PAGE.format(head=head, rows="\n".join(rows))
+        """A page of its own, one row for each unit: the last step of this rank to scale in time, or
+        the planned one, a column for each event, where there was none yet.
+        """
+        return _recorded_page(self) if self.recorded else _planned_page(self)
 
 
 def explain(model: nn.Module) -> Explanation:
@@ -86,7 +82,11 @@ def explain(model: nn.Module) -> Explanation:
     names = {id(inner): clean_name(name) for name, inner in model.named_modules()}
     facts = tuple(_facts(names[id(wrapper)], wrapper) for wrapper in wrappers)
     settings = [wrapper.fsdp_unit.settings for wrapper in wrappers]
-    return Explanation(facts, tuple(_step(facts, settings)))
+    runtimes = {id(w.fsdp_unit.runtime): w.fsdp_unit.runtime for w in wrappers}
+    # Units of one root only: other roots have steps of their own.
+    runtime = next(iter(runtimes.values())) if len(runtimes) == 1 else None
+    recorded = () if runtime is None or len(runtime.units) != len(facts) else runtime.steps.last
+    return Explanation(facts, tuple(_step(facts, settings)), recorded)
 
 
 def _facts(name: str, wrapper: FullyShardedDataParallel) -> UnitFacts:
@@ -138,15 +138,104 @@ def _step(facts: tuple[UnitFacts, ...], settings: list[Settings]) -> list[StepEv
     return events
 
 
+# --- pages ---------------------------------------------------------------------------------------
+
+
+def _planned_page(explanation: Explanation) -> str:
+    """A table: one column for each event of the planned step."""
+    step = explanation.step
+    head = "".join(f"<th>{at}</th>" for at in range(len(step)))
+    rows = []
+    for number, unit in enumerate(explanation.units):
+        cells = "".join(
+            f'<td class="{event.what}" title="{event.what}, then {event.gathered_nbytes} bytes '
+            f'gathered">{event.what[0]}</td>'
+            if event.unit == number
+            else "<td></td>"
+            for event in step
+        )
+        rows.append(f"<tr><th>{_name(unit)}</th>{cells}</tr>")
+    return _PAGE.format(
+        note="as planned: no step has been made yet",
+        body=f"<table><tr><th></th>{head}</tr>\n{_NEWLINE.join(rows)}\n</table>",
+    )
+
+
+class Bar(NamedTuple):
+    """A time in which something went on in a unit."""
+
+    what: str
+    unit: int
+    start_seconds: float
+    end_seconds: float
+
+
+_ENDS = {"gather": ("gathered",), "forward": ("forward end",), "backward": ("backward end", "free")}
+
+
+def bars_of(recorded: Sequence[Noted]) -> list[Bar]:
+    """The times between what was noted. "held": from "gathered" to "free"; a "reduce" lasts until
+    the end of the step at the latest, which is when it is waited for.
+    """
+    end_seconds = recorded[-1].at_seconds
+    ends_of = {**_ENDS, "gathered": ("free",), "reduce": ()}
+    bars = []
+    for at, noted in enumerate(recorded):
+        if noted.what not in ends_of:
+            continue
+        end = next(
+            (
+                later.at_seconds
+                for later in recorded[at + 1 :]
+                if later.unit == noted.unit and later.what in ends_of[noted.what]
+            ),
+            end_seconds,
+        )
+        what = "held" if noted.what == "gathered" else noted.what
+        bars.append(Bar(what, noted.unit, noted.at_seconds, end))
+    return bars
+
+
+def _recorded_page(explanation: Explanation) -> str:
+    """Bars to scale, one row for each unit, as the host saw them."""
+    recorded = explanation.recorded
+    whole = max(recorded[-1].at_seconds, 1e-9)
+    bars = bars_of(recorded)
+    rows = []
+    for number, unit in enumerate(explanation.units):
+        drawn = "".join(
+            f'<i class="{bar.what}" style="left:{100 * bar.start_seconds / whole:.3f}%;width:'
+            f'{100 * (bar.end_seconds - bar.start_seconds) / whole:.3f}%" title="{bar.what}: from '
+            f'{1e3 * bar.start_seconds:.3f} to {1e3 * bar.end_seconds:.3f} ms"></i>'
+            for bar in bars
+            if bar.unit == number
+        )
+        rows.append(f"<tr><th>{_name(unit)}</th><td><div>{drawn}</div></td></tr>")
+    return _PAGE.format(
+        note=f"the last step of this rank, {1e3 * whole:.3f} ms from the first forward to the last "
+        "gradient, by the host's clock",
+        body=f'<table class="times">\n{_NEWLINE.join(rows)}\n</table>',
+    )
+
+
+def _name(unit: UnitFacts) -> str:
+    return escape.escape(unit.name or "(root)")
+
+
+_NEWLINE = "\n"  # not to be written inside an f-string before Python 3.12
+
 _PAGE = """<!doctype html>
 <meta charset="utf-8"><title>one training step</title>
 <style>
- table {{ border-collapse: collapse; font: 12px monospace }}
+ body {{ font: 12px monospace }} table {{ border-collapse: collapse }}
  td, th {{ border: 1px solid #ddd; padding: 2px 6px }}
+ .times {{ width: 100% }} .times td {{ width: 100%; padding: 0 }}
+ .times div {{ position: relative; height: 22px }}
+ .times i {{ position: absolute; top: 3px; bottom: 3px; min-width: 1px }}
+ .times .held {{ top: 0; bottom: 0; background: #eef; z-index: -1 }} .times .reduce {{ top: 15px }}
  .gather {{ background: #9cf }} .free {{ background: #eee }}
  .forward {{ background: #cfc }} .backward {{ background: #fc9 }} .reduce {{ background: #fcf }}
 </style>
-<table><tr><th></th>{head}</tr>
-{rows}
-</table>
+<p>{note}</p>
+{body}
 """

@@ -249,6 +249,20 @@ class FullyShardedDataParallel(StatefulUnit):
         handle.wait()
         return None
 
+    def _wait_unshard_streams_on_current_stream(self) -> None:
+        """Let what is computed from now on see everything that was gathered early."""
+        self._find_root().streams.compute_waits_for_gathers()
+
+    @contextmanager
+    def _use_training_state(self, phase: Phase) -> Iterator[None]:
+        """Have this unit in another phase for a while, for schedules that call it by hand."""
+        before = self.fsdp_unit.phase
+        self.fsdp_unit.phase = phase
+        try:
+            yield
+        finally:
+            self.fsdp_unit.phase = before
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Gradients of backwards inside are kept unsharded on each rank, and reduced together by

@@ -5,6 +5,8 @@ Method: each part by itself where it needs no ranks, through the class where it 
 
 from __future__ import annotations
 
+import itertools
+import shutil
 import warnings
 from typing import Any
 
@@ -12,10 +14,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._comm_hooks import default_hooks
 
 import sharding
-from sharding import CPUOffload, FullyShardedDataParallel, ModuleWrapPolicy
+from sharding import CPUOffload, FullyShardedDataParallel, MixedPrecision, ModuleWrapPolicy
 from sharding.streams import Streams
+from sharding.unit import Phase
 from tests.ranks import run_ranks
 from tests.sharding.models import batches, build, full_copies, uneven, wrapped
 
@@ -179,6 +183,40 @@ def test_compressing_hooks_give_full_precision_gradients() -> None:
     run_ranks(2, compressed)
 
 
+def torchs_own_hooks() -> None:
+    whole, mine = next(batches(1))
+    plain = build("uneven")
+    plain(whole).square().mean().backward()
+    for name, strategy in itertools.product(("torch", "ours"), ("FULL_SHARD", "NO_SHARD")):
+        for kind in ("plain", "bf16", "fp16"):
+            if name == "torch" and kind != "plain":
+                continue  # they call a stream API there, which CPU tensors have not
+            options = {"sharding_strategy": sharding.ShardingStrategy[strategy]}
+            model = wrapped(name, build("uneven"), use_orig_params=True, **options)
+            if kind == "plain":
+                state: Any = default_hooks.DefaultState(dist.group.WORLD)
+                hook = (
+                    default_hooks.allreduce_hook
+                    if strategy == "NO_SHARD"
+                    else default_hooks.reduce_scatter_hook
+                )
+            else:
+                state = default_hooks.LowPrecisionState(dist.group.WORLD)
+                hook = getattr(default_hooks, f"{kind}_compress_hook")
+            model.register_comm_hook(state, hook)
+            model(mine).square().mean().backward()
+            with type(model).summon_full_params(model, with_grads=True):
+                for param, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+                    assert param.grad.dtype == torch.float32
+                    close = {} if kind == "plain" else {"rtol": 0.02, "atol": 0.01}
+                    torch.testing.assert_close(param.grad, wanted.grad, **close)
+
+
+@pytest.mark.ranks
+def test_torchs_own_hooks_work_also_where_torchs_class_cannot_run_them() -> None:
+    run_ranks(2, torchs_own_hooks)
+
+
 # Scaling -----------------------------------------------------------------------------------------
 
 
@@ -232,30 +270,92 @@ def test_a_model_can_be_explained() -> None:
     assert page.count("<tr>") == 3 and "<th>1</th>" in page
 
 
-# torch.compile -----------------------------------------------------------------------------------
-
-
-def compiled() -> None:
-    for whole in (False, True):
-        model = build("uneven")
-        model[1] = Ours(model[1], use_orig_params=True)
-        if not whole:
-            model[1].module[0].compile(backend="eager")
-        model = Ours(model, use_orig_params=True)
-        run: Any = torch.compile(model, backend="eager") if whole else model
-        plain = build("uneven")
-        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain)]
-        for whole_batch, mine in batches(3):
-            run(mine).square().mean().backward()
-            plain(whole_batch).square().mean().backward()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-        values = full_copies(model)
-        for name, param in plain.named_parameters():
-            torch.testing.assert_close(values[name], param.detach())
+def recorded() -> tuple[list[str], str]:
+    model = wrapped("ours", uneven(), use_orig_params=True, backward_prefetch=None)
+    for _ in range(2):
+        model(torch.ones(2, 6)).sum().backward()
+        with torch.no_grad():  # no step
+            model(torch.ones(2, 6))
+    explanation = sharding.explain(model)
+    inner = [noted.what for noted in explanation.recorded if noted.unit == 1]
+    times = [noted.at_seconds for noted in explanation.recorded]
+    assert times == sorted(times) and times[0] >= 0
+    assert explanation.recorded[-1].what == "end"
+    assert not sharding.explain(model.module[1]).recorded  # a part of what was recorded
+    return inner, explanation.html()
 
 
 @pytest.mark.ranks
-def test_compiled_models_give_the_same_numbers() -> None:
-    run_ranks(2, compiled, timeout_seconds=120)
+def test_the_page_shows_the_step_that_was_made() -> None:
+    inner, page = run_ranks(2, recorded)[0]
+    assert inner == [
+        "gather", "gathered", "forward", "forward end", "free",
+        "gather", "gathered", "backward", "backward end", "free", "reduce",
+    ]  # fmt: skip
+    for what, count in {"gather": 3, "held": 3, "forward": 2, "backward": 2, "reduce": 2}.items():
+        assert page.count(f'<i class="{what}"') == count
+    assert "the last step of this rank" in page
+
+
+# C30 ---------------------------------------------------------------------------------------------
+
+
+def by_hand() -> None:
+    model = wrapped("ours", build("uneven"))
+    model.check_is_root()
+    inner = model.module[1]
+    with pytest.raises(KeyError), inner._use_training_state(Phase.FORWARD):
+        with pytest.raises(AssertionError), Ours.summon_full_params(model):
+            pass
+        raise KeyError
+    assert inner.fsdp_unit.phase is Phase.IDLE
+    inner._unshard(async_op=True)
+    model._wait_unshard_streams_on_current_stream()
+    model(torch.ones(2, 6)).sum().backward()
+
+
+@pytest.mark.ranks
+def test_schedules_by_hand_have_their_helpers() -> None:
+    run_ranks(2, by_hand)
+
+
+# torch.compile -----------------------------------------------------------------------------------
+
+
+def compiled(backend: str) -> None:
+    for what in ("blocks", "model", "model in bf16"):
+        bare = build("uneven")
+        precision = MixedPrecision(param_dtype=torch.bfloat16) if "bf16" in what else None
+        options: dict[str, Any] = {"use_orig_params": True, "mixed_precision": precision}
+        if what == "blocks":
+            bare[1].compile(backend=backend)
+        model = wrapped("ours", bare, **options)
+        other = wrapped("ours", build("uneven"), **options)
+        run: Any = model if what == "blocks" else torch.compile(model, backend=backend)
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, other)]
+        for _, mine in batches(3):
+            run(mine).float().square().mean().backward()
+            other(mine).float().square().mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        wanted = full_copies(other)
+        close = {"rtol": 0.05, "atol": 0.02} if precision else {}
+        for name, value in full_copies(model).items():
+            torch.testing.assert_close(value, wanted[name], **close)
+
+
+# Inductor compiles for half a minute, and needs a compiler.
+INDUCTOR = pytest.param(
+    "inductor",
+    marks=[
+        pytest.mark.soak,
+        pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler"),
+    ],
+)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", INDUCTOR])
+def test_compiled_models_give_the_same_numbers(backend: str) -> None:
+    run_ranks(2, compiled, backend, timeout_seconds=240)

@@ -441,6 +441,39 @@ def converted() -> None:
                 assert [id(p) for p in model.parameters()] == objects
 
 
+def converted_by_all_ways() -> None:
+    """After a step, where torch's class gathers into buffers of the former dtype."""
+    for way, dtype in (
+        (lambda m: m.half(), torch.float16),
+        (lambda m: m.bfloat16(), torch.bfloat16),
+        (lambda m: m.to(torch.float64), torch.float64),
+        (lambda m: m.to("cpu"), torch.float32),
+        (lambda m: m.double().float(), torch.float32),
+    ):
+        for orig in (False, True):
+            model = wrapped("ours", build("uneven"), use_orig_params=orig)
+            objects = [id(p) for p in model.parameters()]
+            x = torch.ones(2, 6)
+            model(x).sum().backward()
+            way(model)
+            if orig:
+                assert [id(p) for p in model.parameters()] == objects
+            assert {p.dtype for p in model.parameters()} == {dtype}
+            grads = [p.grad for p in model.parameters() if p.grad is not None]
+            assert grads and all(g.dtype == dtype for g in grads)
+            for name, value in full_copies(model).items():
+                wanted = dict(build("uneven").named_parameters())[name].to(dtype)
+                assert torch.equal(value, wanted)
+            model.zero_grad()
+            out = model(x.to(dtype))
+            assert out.dtype == dtype
+            out.sum().backward()
+
+
+def test_conversions_of_every_kind_take_gradients_along() -> None:
+    run_ranks(2, converted_by_all_ways)
+
+
 def test_converting_after_wrapping_keeps_objects_and_trains() -> None:
     run_ranks(2, converted)
 

@@ -11,8 +11,13 @@ import dataclasses
 import itertools
 import math
 import os
+import signal
+import time
 import warnings
 from collections import OrderedDict
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -524,6 +529,43 @@ def test_clipping_without_gradients_and_again() -> None:
     run_ranks(2, clip_details)
 
 
+def mixed_clipping() -> None:
+    low = torch.bfloat16
+    keeps = MixedPrecision(param_dtype=low, reduce_dtype=low, keep_low_precision_grads=True)
+    _, mine = next(batches(1))
+    for orig in (False, True):
+        # Sharded gradients in bfloat16 beside unmanaged ones in float32: the promoted dtype.
+        bare = build("uneven")
+        left_alone = bare[2]
+        model = wrapped(
+            "ours",
+            bare,
+            use_orig_params=orig,
+            mixed_precision=keeps,
+            ignored_modules=[left_alone],
+        )
+        left_alone.register_forward_pre_hook(lambda module, args: (args[0].float(),))
+        model(mine).square().mean().backward()
+        assert model.clip_grad_norm_(1.0).dtype == torch.float32
+        # All of one low dtype.
+        model = wrapped("ours", build("uneven"), use_orig_params=orig, mixed_precision=keeps)
+        model(mine).float().square().mean().backward()
+        assert model.clip_grad_norm_(1.0).dtype == low
+        # Several among the sharded ones.
+        bare = build("uneven")
+        casts = dataclasses.replace(keeps, cast_forward_inputs=True)
+        bare[1] = Ours(bare[1], use_orig_params=orig, mixed_precision=casts)
+        bare[1].register_forward_hook(lambda module, args, out: out.float())
+        model = Ours(bare, use_orig_params=orig)
+        model(mine).float().square().mean().backward()
+        with pytest.raises(ValueError, match=r"several dtypes.*bfloat16.*float32"):
+            model.clip_grad_norm_(1.0)
+
+
+def test_clipping_promotes_dtypes_and_refuses_a_mixture() -> None:
+    run_ranks(2, mixed_clipping)
+
+
 # C23 to C29 --------------------------------------------------------------------------------------
 
 
@@ -594,6 +636,35 @@ def summon_errors() -> None:
 
 def test_summoning_refuses_what_cannot_be() -> None:
     run_ranks(2, summon_errors)
+
+
+def summoned_on_the_host() -> None:
+    wanted = dict(build("uneven").named_parameters())
+    for orig, rank0_only in itertools.product((False, True), (False, True)):
+        model = wrapped("ours", build("uneven"), use_orig_params=orig)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with Ours.summon_full_params(
+                model, writeback=False, rank0_only=rank0_only, offload_to_cpu=True
+            ):
+                shown = dict(model.named_parameters())
+                if dist.get_rank() == 0 or not rank0_only:
+                    assert all(torch.equal(shown[name], value) for name, value in wanted.items())
+                    for param in shown.values():
+                        param.data.fill_(7.0)  # discarded
+            if not rank0_only:
+                with Ours.summon_full_params(model, offload_to_cpu=True):
+                    dict(model.named_parameters())["1.0.bias"].data.fill_(3.0)
+        values = full_copies(model)
+        changed = dict(wanted)
+        if not rank0_only:
+            changed["1.0.bias"] = torch.full((5,), 3.0)
+        assert all(torch.equal(values[name], value) for name, value in changed.items())
+        model(torch.ones(2, 6)).sum().backward()
+
+
+def test_full_parameters_on_the_host_have_the_values_and_leave_shards_intact() -> None:
+    run_ranks(2, summoned_on_the_host)
 
 
 def summoned_gradients() -> None:
@@ -740,6 +811,60 @@ def test_a_dead_rank_surfaces_on_the_others() -> None:
     with pytest.raises(RanksFailed) as caught:
         run_ranks(2, dies, timeout_seconds=20)
     assert 0 in caught.value.errors
+
+
+def killed(moment: str) -> None:
+    """Rank 1 is killed; the others notice in a collective of ours, long before their deadline."""
+    model = wrapped("ours", build("uneven"))
+    if moment == "between steps":
+        model(torch.ones(2, 6)).sum().backward()
+    dist.barrier()
+    if dist.get_rank() == 1:
+        if moment == "in the forward":
+            model.module[0].register_forward_hook(lambda m, a, o: kill())
+        elif moment == "in the backward":
+            model.module[1].module[0].register_full_backward_hook(lambda m, g, o: kill())
+        else:
+            kill()
+    started = time.monotonic()
+    with pytest.raises(RuntimeError):
+        for _ in range(3):
+            model(torch.ones(2, 6, requires_grad=True)).sum().backward()
+    assert time.monotonic() - started < 15
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("moment", ["between steps", "in the forward", "in the backward"])
+def test_a_killed_rank_surfaces_on_all_others(moment: str) -> None:
+    run_ranks(3, killed, moment, timeout_seconds=30, allow_dead=[1])
+
+
+def hangs(folder: str) -> None:
+    """Rank 1 lives, and does not take part: the group's timeout ends the others' waiting."""
+    dist.destroy_process_group()
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/again",
+        rank=int(os.environ["RANK"]),
+        world_size=2,
+        timeout=timedelta(seconds=2),
+    )
+    model = wrapped("ours", build("uneven"))
+    if dist.get_rank() == 1:
+        with suppress(Exception):  # the other one leaves: that is what it waits for
+            dist.recv(torch.empty(1), src=0)
+        return
+    started = time.monotonic()
+    with pytest.raises(RuntimeError):
+        model(torch.ones(2, 6))
+    assert time.monotonic() - started < 15
+
+
+def test_a_rank_that_does_not_take_part_ends_in_the_groups_timeout(tmp_path: Path) -> None:
+    run_ranks(2, hangs, str(tmp_path), timeout_seconds=30, allow_dead=[0])
 
 
 def full_everywhere() -> None:

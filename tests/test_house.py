@@ -164,7 +164,7 @@ BANS = (
     ),
     Ban(
         lambda name: name in ("os.environ", "os.getenv", "os.putenv"),
-        ("ckpt/world.py", "storage/s3.py"),
+        ("ckpt/world.py", "ckpt/cli/ranks.py", "storage/s3.py"),
         "an argument: no environment switch below the public functions",
     ),
     Ban(

@@ -21,7 +21,10 @@ from ckpt.cli.commandline import INTERRUPTED, OK, PROBLEM, USAGE, build_parser
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; for the entry point `ckpt`."""
-    arguments = build_parser().parse_args(argv)
+    parser = build_parser()
+    arguments = parser.parse_args(argv)
+    if problem := arguments.check(arguments):
+        parser.error(problem)
     home, _, name = arguments.command.partition(":")
     try:
         command: Callable[[Any], int] = getattr(import_module(home), name)

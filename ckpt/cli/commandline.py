@@ -25,6 +25,7 @@ examples:
   ckpt cp /nvme/run s3://bucket/release-1200       a copy, verified, that can be resumed
   ckpt reshard runs/7b runs/7b-on-8 --ranks 8      a copy laid out for 8 ranks
   ckpt export runs/7b model.safetensors --dtype bfloat16
+  ckpt import fsdp-checkpoint/ runs/7b --step 1200
   ckpt salvage runs/7b/steps/00001200-e000001-0123456789abcdef
   ckpt prune runs/7b --keep-last 3 --dry-run
   eval "$(ckpt completion bash)"
@@ -89,6 +90,7 @@ def _built() -> tuple[argparse.ArgumentParser, list[Command]]:
     _add_cp(commands)
     _add_reshard(commands)
     _add_export(commands)
+    _add_import(commands)
     _add_salvage(commands)
     _add_prune(commands)
     _add_completion(commands)
@@ -104,7 +106,9 @@ def _add(commands: Commands, name: str, run: str, text: str, examples: str) -> C
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command.parser.set_defaults(
-        command=f"ckpt.cli.{run}", after_interrupt="nothing half-done was published"
+        command=f"ckpt.cli.{run}",
+        after_interrupt="nothing half-done was published",
+        check=lambda arguments: "",
     )
     return command
 
@@ -329,12 +333,18 @@ def _add_export(commands: Commands) -> None:
         commands,
         "export",
         "exporting:export_checkpoint",
-        "write a model as safetensors",
-        "ckpt export runs/7b out/model.safetensors --dtype bfloat16 --shard-size 5GB",
+        "write a model, or a whole state, as safetensors, torch.save file or DCP directory",
+        "ckpt export runs/7b out/model.safetensors --dtype bfloat16 --shard-size 5GB\n"
+        "ckpt export fsdp-checkpoint/ model.safetensors      straight from torch's DCP directory\n"
+        "ckpt export runs/7b state.pt --optimizer\n"
+        "torchrun --nproc-per-node 8 -m ckpt export runs/7b s3://bucket/model.safetensors",
     )
-    _add_url(parser)
+    _add_url(parser, "a root or step of ours, a DCP directory, a .pt or .safetensors file")
     parser.add_argument("target", help="the file to write, on a disk or in an object store")
     _add_step(parser)
+    parser.add_argument(
+        "--format", choices=("safetensors", "torch", "dcp"), help="default: by the target's name"
+    )
     parser.add_argument("--entry", help="which module of the state; default: the only one")
     parser.add_argument("--dtype", help="for floating-point tensors, e.g. bfloat16")
     parser.add_argument("--include", action="append", default=[], metavar="PATTERN")
@@ -347,7 +357,39 @@ def _add_export(commands: Commands) -> None:
         help="cut into files of at most this size, e.g. 5GB, with an index",
     )
     parser.add_argument("--keep-tied", action="store_true", help="write every tied name")
+    parser.add_argument(
+        "--optimizer", action="store_true", help="the whole state; for torch files and DCP"
+    )
+    parser.add_argument(
+        "--verify", action="store_true", help="read all files back and compare with the source"
+    )
     _add_options(parser, "--target-option", "of the target's store (default: the source's)")
+    _add_json(parser)
+
+
+def _add_import(commands: Commands) -> None:
+    parser = _add(
+        commands,
+        "import",
+        "exporting:import_foreign",
+        "make a checkpoint of ours of one that another library wrote; no code in it is run",
+        "ckpt import fsdp-checkpoint/ runs/7b --step 1200\n"
+        "ckpt import model.safetensors runs/7b --rename '^=model.' --verify\n"
+        "torchrun --nproc-per-node 8 -m ckpt import dcp/ s3://bucket/run",
+    )
+    parser.add_argument(
+        "source", help="a DCP directory, a .pt file, safetensors files with or without an index"
+    )
+    _add_url(parser, "the root to save to, new or old")
+    parser.add_argument("--step", type=int, default=0, help="default: 0")
+    _add_rename(parser, r"replace in names, such as '^module\.=' ; repeatable, in order")
+    parser.add_argument(
+        "--skip", action="append", default=[], metavar="PATTERN", help="leave out; repeatable"
+    )
+    parser.add_argument(
+        "--verify", action="store_true", help="read it back and compare with the source"
+    )
+    _add_options(parser, "--source-option", "of the source's store")
     _add_json(parser)
 
 
@@ -371,12 +413,32 @@ def _add_prune(commands: Commands) -> None:
         "prune",
         "keeping:prune",
         "retire and delete old checkpoints; a running training is not disturbed",
-        "ckpt prune runs/7b --keep-last 3 --dry-run",
+        "ckpt prune runs/7b --keep-last 3 --dry-run\n"
+        "ckpt prune runs/7b --keep-last 2 --keep-every 10000 --keep-best 1:min\n"
+        "kept is what any rule keeps, and always: the latest, the last verified one, pinned ones,\n"
+        "and those whose files a kept one needs",
     )
     _add_url(parser)
-    parser.add_argument("--keep-last", type=_count, required=True, metavar="N")
+    parser.add_argument("--keep-last", type=_count, metavar="N", help="the N newest")
+    parser.add_argument(
+        "--keep-every", type=_count, metavar="STEPS", help="the first at or after each multiple"
+    )
+    parser.add_argument(
+        "--keep-best", type=_best, metavar="N[:min|max]", help="by metric; default: the lowest"
+    )
+    parser.add_argument(
+        "--keep-younger", type=_seconds, metavar="AGE", help="younger than e.g. 90m, 12h, 7d"
+    )
     parser.add_argument("--dry-run", action="store_true", help="say what would go, delete nothing")
     _add_json(parser)
+    parser.parser.set_defaults(check=_some_rule)
+
+
+def _some_rule(arguments: Any) -> str:
+    rules = ("keep_last", "keep_every", "keep_best", "keep_younger")
+    if any(getattr(arguments, rule) is not None for rule in rules):
+        return ""
+    return "prune needs a rule: --keep-last, --keep-every, --keep-best or --keep-younger"
 
 
 def _add_completion(commands: Commands) -> None:
@@ -431,3 +493,17 @@ def _count(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
     return int(text)
+
+
+def _best(text: str) -> tuple[int, str]:
+    number, _, mode = text.partition(":")
+    if mode not in ("", "min", "max"):
+        raise argparse.ArgumentTypeError(f"{text!r}: write N, N:min or N:max")
+    return _count(number), mode or "min"
+
+
+def _seconds(text: str) -> float:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text)
+    if match is None or not float(match[1]):
+        raise argparse.ArgumentTypeError(f"{text!r} is no age; write e.g. 90m, 12h or 7d")
+    return float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]

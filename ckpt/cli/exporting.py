@@ -1,27 +1,27 @@
-"""The command that turns checkpoints into files for others: export."""
+"""Commands between our checkpoints and those of others: export, import.
+
+Under torchrun every rank runs the command, and they divide the work; rank 0 speaks.
+"""
 
 from __future__ import annotations
 
 import argparse
-import re
 import time
 
 from ckpt.cli.commandline import OK
+from ckpt.cli.ranks import ranks_of_launcher
 from ckpt.cli.screen import progress_bar, show_json, size
-from ckpt.exporting import Selection, export
+from ckpt.convert.importing import ImportReport, import_checkpoint
+from ckpt.diffing import renaming
+from ckpt.exporting import ExportReport, Selection, export
+
+NAMES_SHOWN_MAX = 20
 
 
 def export_checkpoint(arguments: argparse.Namespace) -> int:
     """`ckpt export`."""
-    substitutions: list[tuple[re.Pattern[str], str]] = arguments.rename
-
-    def rename(name: str) -> str:
-        for pattern, replacement in substitutions:
-            name = pattern.sub(replacement, name)
-        return name
-
     started = time.monotonic()
-    with progress_bar("exporting") as progress:
+    with ranks_of_launcher() as rank, progress_bar("exporting", shown=rank == 0) as progress:
         report = export(
             arguments.url,
             arguments.target,
@@ -30,32 +30,101 @@ def export_checkpoint(arguments: argparse.Namespace) -> int:
                 entry=arguments.entry,
                 include=arguments.include,
                 exclude=arguments.exclude,
-                rename=rename if substitutions else None,
+                rename=renaming(arguments.rename),
                 dtype=arguments.dtype,
                 keep_tied=arguments.keep_tied,
+                optimizer=arguments.optimizer,
             ),
+            format=arguments.format,
             shard_nbytes_max=arguments.shard_size,
+            verify=arguments.verify,
             progress=progress,
             storage_options=dict(arguments.option),
             target_options=dict(arguments.target_option) or None,
         )
-    seconds = max(time.monotonic() - started, 1e-9)
-    if arguments.json:
+    if rank == 0:
+        _show_export(report, time.monotonic() - started, as_json=arguments.json)
+    return OK
+
+
+def _show_export(report: ExportReport, seconds: float, *, as_json: bool) -> None:
+    if as_json:
         show_json(
             {
                 "files": list(report.files),
                 "tensors": list(report.tensors),
                 "nbytes": report.nbytes,
                 "tied": dict(report.tied),
+                "left_out": list(report.left_out),
                 "step": report.step,
+                "verified": report.verified,
+                "resumed": report.resumed,
                 "seconds": seconds,
             }
         )
-        return OK
+        return
     for file in report.files:
         print(file)
-    what = f"step {report.step}: {len(report.tensors)} tensors"
-    print(f"{what}, {size(report.nbytes)} in {seconds:.1f} s")
+    what = "" if report.step is None else f"step {report.step}: "
+    checked = ", every tensor read back and equal" if report.verified else ""
+    print(f"{what}{len(report.tensors)} tensors, {size(report.nbytes)} in {seconds:.1f} s{checked}")
+    if report.resumed:
+        print(f"{report.resumed} files were there already, from a run that was interrupted")
     for left_out, held in report.tied.items():
         print(f"tied: {left_out} is {held}, which is in the file")
+    _show_names("left out, for the format has no form for it", report.left_out)
+
+
+def import_foreign(arguments: argparse.Namespace) -> int:
+    """`ckpt import`."""
+    started = time.monotonic()
+    with ranks_of_launcher() as rank, progress_bar("importing", shown=rank == 0) as progress:
+        report = import_checkpoint(
+            arguments.source,
+            arguments.url,
+            step=arguments.step,
+            rename=renaming(arguments.rename),
+            skip=arguments.skip,
+            verify=arguments.verify,
+            progress=progress,
+            source_options=dict(arguments.source_option),
+            storage_options=dict(arguments.option),
+        )
+    if rank == 0:
+        _show_import(report, time.monotonic() - started, as_json=arguments.json)
     return OK
+
+
+def _show_import(report: ImportReport, seconds: float, *, as_json: bool) -> None:
+    if as_json:
+        show_json(
+            {
+                "step": report.step,
+                "attempt": report.attempt,
+                "path": report.path,
+                "nbytes": report.nbytes,
+                "tensors": list(report.tensors),
+                "values": list(report.values),
+                "skipped": list(report.skipped),
+                "modules": list(report.modules),
+                "verified": report.verified,
+                "seconds": seconds,
+            }
+        )
+        return
+    print(report.path)
+    checked = ", every tensor read back and equal" if report.verified else ""
+    print(
+        f"step {report.step}: {len(report.tensors)} tensors, {len(report.values)} values, "
+        f"{size(report.nbytes)} in {seconds:.1f} s{checked}"
+    )
+    if report.modules:
+        print(f"models in it: {', '.join(name or '(the whole state)' for name in report.modules)}")
+    _show_names("skipped", report.skipped)
+
+
+def _show_names(title: str, names: tuple[str, ...]) -> None:
+    for name in names[:NAMES_SHOWN_MAX]:
+        print(f"{title}: {name}")
+    if len(names) > NAMES_SHOWN_MAX:
+        print(f"... and {len(names) - NAMES_SHOWN_MAX} more; --json lists all")

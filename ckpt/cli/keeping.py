@@ -4,16 +4,29 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Sequence
+from functools import reduce
+from operator import or_
 from typing import Any
 
 from ckpt.cli.commandline import OK, PROBLEM
 from ckpt.cli.screen import progress_bar, show_json, size
 from ckpt.errors import NoCheckpoint
-from ckpt.locate import live_entries
-from ckpt.log import MANIFEST_NAME, STEPS_PREFIX, LiveEntry, parse_step_key
+from ckpt.log import MANIFEST_NAME, STEPS_PREFIX, LiveEntry, Log, parse_step_key
+from ckpt.retention import (
+    KeepBest,
+    KeepEvery,
+    KeepLatest,
+    KeepRule,
+    KeepYounger,
+    RetentionPlan,
+    candidates_of,
+    carry_out,
+    plan_retention,
+)
 from ckpt.salvage import SalvageReport, salvage, write_manifest
-from ckpt.session import Maintenance, NotRetired
+from ckpt.session import Maintenance
 from ckpt.verifying import VerifyReport, summary, verify
 from storage import Store, open_store
 
@@ -144,59 +157,53 @@ def prune(arguments: argparse.Namespace) -> int:
     """`ckpt prune`."""
     store = open_store(arguments.url, **dict(arguments.option))
     try:
-        victims = to_retire(live_entries(store), keep_last=arguments.keep_last)
+        maintenance = Maintenance.open(store)
+        rule = _rule(arguments)
+        candidates = candidates_of(Log(store), maintenance.state(), rule, {})
+        plan = plan_retention(candidates, rule, now_unix=time.time())
         if arguments.dry_run:
-            _show_victims(store, victims, as_json=arguments.json)
+            _show_plan(store, plan, as_json=arguments.json)
             return OK
-        kept = _retire(store, victims)
+        gone, stayed = carry_out(plan, maintenance.retire)
     finally:
         store.close()
-    deleted = [entry for entry in victims if entry.attempt not in kept]
     if arguments.json:
-        show_json({"deleted": _entries_json(deleted), "kept": kept})
-        return PROBLEM if kept else OK
-    for entry in deleted:
+        show_json({"deleted": _entries_json(gone), "stayed": list(stayed)})
+        return PROBLEM if stayed else OK
+    for entry in gone:
         print(f"deleted step {entry.step} ({entry.attempt})")
-    for attempt, reason in kept.items():
-        print(f"kept {attempt}: {reason}", file=sys.stderr)
-    print(f"{len(deleted)} checkpoints deleted")
-    return PROBLEM if kept else OK
+    for reason in stayed:
+        print(f"kept: {reason}", file=sys.stderr)
+    print(f"{len(gone)} checkpoints deleted, {len(plan.keep) + len(stayed)} kept")
+    return PROBLEM if stayed else OK
 
 
-def _show_victims(store: Store, victims: Sequence[LiveEntry], *, as_json: bool) -> None:
+def _rule(arguments: argparse.Namespace) -> KeepRule:
+    """What any of the options keeps; the command line has made sure that there is one."""
+    rules: list[KeepRule] = []
+    if arguments.keep_last is not None:
+        rules.append(KeepLatest(arguments.keep_last))
+    if arguments.keep_every is not None:
+        rules.append(KeepEvery(arguments.keep_every))
+    if arguments.keep_best is not None:
+        count, mode = arguments.keep_best
+        rules.append(KeepBest(count, mode=mode))
+    if arguments.keep_younger is not None:
+        rules.append(KeepYounger(arguments.keep_younger))
+    return reduce(or_, rules)
+
+
+def _show_plan(store: Store, plan: RetentionPlan, *, as_json: bool) -> None:
+    victims = [verdict.entry for verdict in plan.retire]
+    nbytes = sum(info.nbytes for entry in victims for info in store.list(entry.prefix))
     if as_json:
-        show_json({"would_delete": _entries_json(victims)})
+        kept = [verdict.entry for verdict in plan.keep]
+        told = {"would_delete": _entries_json(victims), "would_keep": _entries_json(kept)}
+        show_json({**told, "nbytes": nbytes})
         return
-    for entry in victims:
-        nbytes = sum(info.nbytes for info in store.list(entry.prefix))
-        print(f"would delete step {entry.step} ({entry.attempt}), {size(nbytes)}")
-    print(f"{len(victims)} checkpoints would go; nothing was changed")
+    print(plan.describe())
+    print(f"{len(victims)} checkpoints would go, {size(nbytes)}; nothing was changed")
 
 
 def _entries_json(entries: Sequence[LiveEntry]) -> list[dict[str, Any]]:
     return [{"step": entry.step, "attempt": entry.attempt} for entry in entries]
-
-
-def to_retire(live: Sequence[LiveEntry], *, keep_last: int) -> list[LiveEntry]:
-    """Which checkpoints go when the newest `keep_last` and all pinned ones stay. Oldest first.
-
-    What a kept checkpoint references stays too.
-    """
-    kept = {entry.attempt for entry in live[-keep_last:]} if keep_last else set()
-    kept |= {entry.attempt for entry in live if entry.pinned}
-    kept |= {name for entry in live if entry.attempt in kept for name in entry.references}
-    return [entry for entry in live if entry.attempt not in kept]
-
-
-def _retire(store: Store, victims: Sequence[LiveEntry]) -> dict[str, str]:
-    """Retire and delete; returns the attempts that were refused meanwhile, with the reasons."""
-    if not victims:
-        return {}
-    maintenance = Maintenance.open(store)
-    refused = {}
-    for entry in victims:
-        try:
-            maintenance.retire(entry.attempt)
-        except NotRetired as error:
-            refused[entry.attempt] = str(error)
-    return refused

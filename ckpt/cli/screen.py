@@ -27,10 +27,10 @@ MINUTE, HOUR, DAY = 60, 3600, 86400
 
 
 @contextmanager
-def progress_bar(what: str) -> Iterator[Callable[[int, int], None] | None]:
+def progress_bar(what: str, *, shown: bool = True) -> Iterator[Callable[[int, int], None] | None]:
     """A progress bar of bytes on a terminal's stderr; None where nobody would see it."""
     console = Console(stderr=True)
-    if not console.is_terminal:
+    if not shown or not console.is_terminal:
         yield None
         return
     bar = Progress(

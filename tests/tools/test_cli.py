@@ -17,8 +17,6 @@ from safetensors.torch import load_file
 
 import ckpt
 from ckpt.cli import main
-from ckpt.cli.keeping import to_retire
-from ckpt.log import LiveEntry
 from ckpt.session import Maintenance
 from storage import open_store
 from tests.tools.conftest import data_files, sliced_net, stepped
@@ -99,6 +97,23 @@ def test_export_says_which_tied_names_are_left_out(
     assert torch.equal(load_file(tmp_path / "m.safetensors")["big"], stepped(5).big)
 
 
+def test_import_and_export_go_round(
+    plain_root: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, root = str(tmp_path / "m.safetensors"), str(tmp_path / "run")
+    assert main(["export", plain_root, file, "--verify", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["verified"]
+    assert main(["import", file, root, "--step", "3", "--rename", "^=model.", "--verify"]) == 0
+    out = capsys.readouterr().out
+    assert "step 3: " in out and "every tensor read back and equal" in out
+    with ckpt.open(root) as ck:
+        assert torch.equal(ck["model.big"], stepped(10).big)
+    assert main(["import", file, root, "--step", "4", "--skip", "big", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["skipped"] == ["big"]
+    assert main(["import", str(tmp_path / "none.pt"), root]) == 1
+    assert "is not there" in capsys.readouterr().err
+
+
 def test_salvage_rebuilds_the_manifest_to_the_byte(
     root: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -129,7 +144,7 @@ def test_salvage_of_an_incomplete_directory_writes_nothing(
 
 def test_prune_keeps_the_newest(root: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["prune", root, "--keep-last", "1", "--dry-run"]) == 0
-    assert "would delete step 5" in capsys.readouterr().out
+    assert "retire step 5" in capsys.readouterr().out
     assert len(ckpt.list_steps(root)) == 2
     assert main(["prune", root, "--keep-last", "1"]) == 0
     assert [info.step for info in ckpt.list_steps(root)] == [10]
@@ -144,13 +159,13 @@ def test_prune_keeps_pinned(root: str) -> None:
     assert [info.step for info in ckpt.list_steps(root)] == [5, 10]
 
 
-def test_what_is_kept_keeps_what_it_references() -> None:
-    def entry(slot: int, references: tuple[str, ...] = (), pinned: bool = False) -> LiveEntry:
-        return LiveEntry(f"a{slot}", slot, slot, 1, b"", pinned, False, None, references)
-
-    live = [entry(0), entry(1, pinned=True), entry(2), entry(3), entry(4, ("a2",))]
-    assert [e.attempt for e in to_retire(live, keep_last=1)] == ["a0", "a3"]
-    assert to_retire(live, keep_last=9) == []
+def test_prune_keeps_what_any_rule_keeps(tmp_path: Path) -> None:
+    root = str(tmp_path / "run")
+    for step, metric in ((1, 0.5), (10, 0.9), (13, 0.7), (20, 0.8), (25, 0.6)):
+        ckpt.save({"x": torch.ones(1)}, root, step=step, metric=metric)
+    arguments = ["--keep-every", "10", "--keep-best", "1:max", "--keep-younger", "0.001s"]
+    assert main(["prune", root, *arguments]) == 0
+    assert [info.step for info in ckpt.list_steps(root)] == [1, 10, 20, 25]
 
 
 @pytest.mark.parametrize(
@@ -159,7 +174,8 @@ def test_what_is_kept_keeps_what_it_references() -> None:
         (["ls", "s4://bucket/run"], 2, "unknown protocol"),
         (["ls", "/nowhere/at/all"], 1, "no shardpoint checkpoint"),
         (["verify", "memory://empty-and-unknown"], 1, "no shardpoint checkpoint"),
-        (["export", "/nowhere", "model.bin"], 1, "model.safetensors"),
+        (["export", "/nowhere", "model.bin"], 1, "no checkpoint of a known format"),
+        (["export", "/nowhere", "model.zip"], 1, "model.safetensors"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
@@ -179,6 +195,8 @@ def test_mistakes_are_told_in_one_line(
         ["lss", "x"],
         ["prune", "x"],
         ["prune", "x", "--keep-last", "0"],
+        ["prune", "x", "--keep-best", "2:most"],
+        ["prune", "x", "--keep-younger", "7"],
         ["export", "x", "y.safetensors", "--shard-size", "big"],
         ["export", "x", "y.safetensors", "--rename", "(=a"],
         ["ls", "x", "-o", "endpoint"],

@@ -173,7 +173,7 @@ def stage(state: Any, task: SaveTask, options: StageOptions, staging: Staging) -
     changes = _changes(contents.flat, options.snapshot, task)
     later = {i for i, source in enumerate(sources) if storage_of(source.view) in changes.storages}
     now = [index for index in range(len(sources)) if index not in later]
-    _report_blocking([sources[index] for index in now], options.snapshot, task)
+    _report_blocking([sources[index] for index in now], changes, options.snapshot, task)
     room = _room_for(files, sources, now, options, task)
     staging.keep(room.buffers_max)
     compared = contents.assignment.compared
@@ -226,11 +226,15 @@ def _changes(flat: FlatState, snapshot: Snapshot, task: SaveTask) -> Changes:
     return changes
 
 
-def _report_blocking(now: Sequence[Source], snapshot: Snapshot, task: SaveTask) -> None:
+def _report_blocking(
+    now: Sequence[Source], changes: Changes, snapshot: Snapshot, task: SaveTask
+) -> None:
     """Tell of tensors that stop training, because only an optimizer's own can wait."""
     nbytes = sum(source.chunk.nbytes for source in now)
     task.recorder.count("blocking_bytes", nbytes)
-    others = [source for source in now if source.chunk.kind != Kind.PARAMETER]
+    # Until an optimizer was seen, its state cannot be told from what it does not change.
+    usual = (Kind.PARAMETER, Kind.OPTIMIZER) if changes.unowned else (Kind.PARAMETER,)
+    others = [source for source in now if source.chunk.kind not in usual]
     large = sum(source.chunk.nbytes for source in others)
     if snapshot == "step" and large > BLOCKING_NBYTES_MAX:
         named = sorted(others, key=lambda source: -source.chunk.nbytes)[:5]

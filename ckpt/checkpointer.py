@@ -243,9 +243,9 @@ class Checkpointer:
     def step(self, step: int, metric: float | None = None) -> bool:
         """Step `step` is done and the state is as it should be saved; whether a save was begun.
 
-        `metric` is how good the state is, for `KeepBest`. Raises Preempted (a SystemExit) when the
-        job was told to end, after the last save; SavesFailed and lasting failures of saves, on all
-        ranks at the same step; RankFailed when a rank was found dead.
+        `metric` is how good the state is, for `KeepBest`; the lead's counts. Raises Preempted (a
+        SystemExit) when the job was told to end, after the last save; SavesFailed and lasting
+        failures of saves, on all ranks at the same step; RankFailed when a rank was found dead.
         """
         self._check_open()
         now = self._clock()
@@ -364,7 +364,7 @@ class Checkpointer:
         if self._world.rank == 0:
             logger.info("saving step %d: %s", step, ", ".join(reasons))
         try:
-            pending = self._target.start(self._state, step=step, metric=metric)
+            pending = self._target.start(self._state, step=step, metric=_finite(metric))
         except LASTING:
             raise
         except (CheckpointError, StorageError, OSError) as error:
@@ -560,6 +560,14 @@ class Checkpointer:
     def _check_open(self) -> None:
         if self._is_closed:
             raise CheckpointError("this Checkpointer is closed; make a new one")
+
+
+def _finite(metric: float | None) -> float | None:
+    """A metric as the log takes it: a training that diverges is still saved, without one."""
+    if metric is None or math.isfinite(metric):
+        return metric
+    logger.warning("the metric is %s; it is saved as none", metric)
+    return None
 
 
 class _Keeper:

@@ -35,6 +35,7 @@ from ckpt.log import (
     Record,
     attempt_epoch,
     attempt_name,
+    decode_record,
     encode_format,
     encode_record,
     parse_step_key,
@@ -192,6 +193,8 @@ class _Appender:
         problem = record_problem(record, slot=slot)
         if problem is not None:
             raise CheckpointError(f"refusing to append a record that {problem}")
+        # A record that cannot be read would be the end of the root: no one could append after it.
+        decode_record(encode_record(record), slot=slot, where="a record that is not sent")
         return record
 
     def _put(self, record: Record, *, sent_before: bool) -> bool:
@@ -516,7 +519,7 @@ class Session(_Writer):
                 manifest_digest=commit.manifest_digest,
                 pinned=False,
                 verified=False,
-                metric=commit.metric,
+                metric=None if commit.metric is None else float(commit.metric),
                 references=tuple(sorted(set(commit.references))),
             )
             return _Draft("COMMIT", epoch, commit.attempt, state.live, entry)

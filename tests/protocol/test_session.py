@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt.errors import Corrupt, Fenced, NoCheckpoint, OutcomeUnknown, StoreRefused
+from ckpt.errors import CheckpointError, Corrupt, Fenced, NoCheckpoint, OutcomeUnknown, StoreRefused
 from ckpt.invariants import History, RecordingStore, check_all, check_fresh_session
 from ckpt.log import MANIFEST_NAME, LiveEntry, Log, manifest_digest, step_prefix
 from ckpt.session import (
@@ -397,6 +397,21 @@ class _Silent(WrappedStore):
         if self.silent and key.startswith("log/") and self.kind in data:
             raise OutcomeUnknownError(f"put {key}: no answer")
         self.inner.put_if_absent(key, data)
+
+
+def test_a_metric_may_be_any_number_and_a_record_that_cannot_be_read_is_never_sent() -> None:
+    session = claim(MemoryStore())
+    attempt = session.new_attempt()
+    assert session.commit(Commit(attempt, 1, 1, b"d", metric=3)).metric == 3.0
+    before = session.state()
+    for bad in (
+        Commit(session.new_attempt(), 2, 1, b"d", metric=float("nan")),
+        Commit(session.new_attempt(), 2.0, 1, b"d"),  # type: ignore[arg-type]
+        Commit(session.new_attempt(), 2, 1, "d"),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(CheckpointError):
+            session.commit(bad)
+    assert Log(session.store).state() == before and session.unsettled is None
 
 
 def test_registry_claims_once_and_stays_fenced() -> None:

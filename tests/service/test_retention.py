@@ -1,0 +1,267 @@
+"""Retention: what a rule keeps, what no rule may give up, and what happens when it is carried out.
+
+Method: plans are pure, so rules are compared with plain reimplementations over random sets of
+checkpoints; then plans are carried out on real roots in memory.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+import ckpt
+from ckpt.log import LiveEntry, Log, attempt_name
+from ckpt.retention import (
+    Candidate,
+    KeepAll,
+    KeepBest,
+    KeepEvery,
+    KeepLatest,
+    KeepRule,
+    KeepYounger,
+    RetentionPlan,
+    candidates_of,
+    carry_out,
+    plan_retention,
+)
+from ckpt.session import Commit, Maintenance, Session, Sources
+from storage.memory import MemoryStore
+
+NOW = 1_000_000.0
+
+
+def entry(slot: int, step: int | None = None, **changes: object) -> LiveEntry:
+    known: dict[str, object] = {
+        "attempt": attempt_name(1, slot.to_bytes(8, "big")),
+        "step": slot * 10 if step is None else step,
+        "slot": slot,
+        "manifest_nbytes": 1,
+        "manifest_digest": b"d",
+        "pinned": False,
+        "verified": False,
+        "metric": None,
+        "references": (),
+    }
+    return LiveEntry(**{**known, **changes})  # type: ignore[arg-type]
+
+
+def plan(entries: list[LiveEntry], rule: KeepRule, ages: dict[int, float] | None = None):
+    known = ages or {}
+    found = [Candidate(one, NOW - known.get(one.slot, 0.0)) for one in entries]
+    return plan_retention(found, rule, now_unix=NOW)
+
+
+def kept(planned: RetentionPlan) -> list[int]:
+    return [verdict.entry.slot for verdict in planned.keep]
+
+
+def why(planned: RetentionPlan, slot: int) -> tuple[str, ...]:
+    return next(v.reasons for v in (*planned.keep, *planned.retire) if v.entry.slot == slot)
+
+
+TEN = [entry(slot) for slot in range(1, 11)]
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected"),
+    [
+        (KeepAll(), list(range(1, 11))),
+        (KeepLatest(1), [10]),
+        (KeepLatest(3), [8, 9, 10]),
+        (KeepLatest(99), list(range(1, 11))),
+        (KeepEvery(40), [1, 4, 8, 10]),
+        (KeepEvery(1000), [1, 10]),
+        (KeepLatest(2) | KeepEvery(40), [1, 4, 8, 9, 10]),
+        (KeepLatest(5) & KeepEvery(40), [8, 10]),
+        (KeepBest(2), [10]),
+    ],
+)
+def test_rules_keep(rule: KeepRule, expected: list[int]) -> None:
+    assert kept(plan(TEN, rule)) == expected
+
+
+def test_the_best_by_a_metric_are_kept_in_either_direction() -> None:
+    metrics = [0.5, 0.1, None, 0.1, 0.9, 0.3]
+    entries = [entry(slot, metric=metric) for slot, metric in enumerate(metrics, 1)]
+    assert kept(plan(entries, KeepBest(1))) == [4, 6]  # of equals the newer one
+    assert kept(plan(entries, KeepBest(2))) == [2, 4, 6]
+    assert kept(plan(entries, KeepBest(1, mode="max"))) == [5, 6]
+    assert kept(plan(entries, KeepBest(99))) == [1, 2, 4, 5, 6]
+    assert why(plan(entries, KeepBest(1)), 4) == ("one of the best 1 (min): 0.1",)
+
+
+def test_the_young_are_kept_and_so_are_those_from_the_future() -> None:
+    ages = {1: 500.0, 2: 99.0, 3: 100.0, 4: -50.0, 5: 700.0}
+    entries = [entry(slot) for slot in range(1, 6)]
+    assert kept(plan(entries, KeepYounger(100.0), ages)) == [2, 4, 5]
+
+
+def test_a_step_that_was_saved_again_counts_by_its_newest_commit() -> None:
+    entries = [entry(1, 100), entry(2, 200), entry(3, 100), entry(4, 150)]
+    assert kept(plan(entries, KeepEvery(100))) == [2, 3, 4]
+
+
+def test_keeping_every_k_steps_is_stable_while_the_training_goes_on() -> None:
+    live: list[LiveEntry] = []
+    for slot in range(1, 60):
+        live.append(entry(slot, slot * 7))
+        live = [verdict.entry for verdict in plan(live, KeepEvery(50) | KeepLatest(2)).keep]
+    steps = [one.step for one in live]
+    assert steps[:-2] == [
+        next(s for s in range(0, 420, 7) if s >= k and s) for k in range(0, 400, 50)
+    ]
+
+
+@pytest.mark.parametrize("protected", ["latest", "verified", "pinned", "needed", "needed by those"])
+def test_no_rule_gives_up_what_is_protected(protected: str) -> None:
+    young = KeepYounger(1.0)  # keeps none of them
+    ages = dict.fromkeys(range(1, 6), 9e9)
+    names = [one.attempt for one in (entry(s) for s in range(1, 6))]
+    changes: dict[str, dict[int, dict[str, object]]] = {
+        "latest": {},
+        "verified": {2: {"verified": True}, 1: {"verified": True}},
+        "pinned": {2: {"pinned": True}},
+        "needed": {5: {"references": (names[1],)}},
+        "needed by those": {5: {"references": (names[3],)}, 4: {"references": (names[1],)}},
+    }
+    entries = [entry(slot, **changes[protected].get(slot, {})) for slot in range(1, 6)]
+    expected = {
+        "latest": [5],
+        "verified": [2, 5],
+        "pinned": [2, 5],
+        "needed": [2, 5],
+        "needed by those": [2, 4, 5],
+    }
+    planned = plan(entries, young, ages)
+    assert kept(planned) == expected[protected]
+    if protected.startswith("needed"):
+        assert why(planned, 2)[0].startswith("needed by step")
+
+
+def test_nothing_and_one_are_kept() -> None:
+    assert plan([], KeepLatest(1)) == RetentionPlan((), ())
+    assert kept(plan([entry(1)], KeepYounger(1.0), {1: 9e9})) == [1]
+
+
+def test_random_plans_keep_every_promise(rng: random.Random) -> None:
+    for _ in range(300):
+        entries: list[LiveEntry] = []
+        for slot in sorted(rng.sample(range(1, 100), rng.randint(1, 15))):
+            older = [one.attempt for one in entries]
+            changes = {
+                "step": rng.randrange(40),
+                "pinned": rng.random() < 0.1,
+                "verified": rng.random() < 0.2,
+                "metric": rng.choice([None, rng.random()]),
+                "references": tuple(
+                    sorted(rng.sample(older, min(len(older), rng.choice([0, 0, 2]))))
+                ),
+            }
+            entries.append(entry(slot, **changes))
+        rule: KeepRule = rng.choice([KeepLatest(2), KeepEvery(10), KeepBest(1), KeepYounger(50.0)])
+        if rng.random() < 0.5:
+            rule = rule & KeepLatest(4) if rng.random() < 0.5 else rule | KeepEvery(20)
+        ages = {one.slot: rng.uniform(0, 100) for one in entries}
+        rng.shuffle(entries)
+        planned = plan(entries, rule, ages)
+        keep = {verdict.entry.attempt for verdict in planned.keep}
+        assert keep | {v.entry.attempt for v in planned.retire} == {e.attempt for e in entries}
+        ordered = sorted(entries, key=lambda one: one.slot)
+        assert ordered[-1].attempt in keep
+        assert {e.attempt for e in entries if e.pinned} <= keep
+        assert not [e for e in ordered if e.verified] or any(
+            e.attempt in keep for e in ordered if e.verified
+        )
+        assert all(name in keep for v in planned.keep for name in v.entry.references)
+        assert all(v.reasons for v in (*planned.keep, *planned.retire))
+        # Retiring one after the other never takes what a remaining one needs.
+        left = {e.attempt: e for e in entries}
+        for verdict in planned.retire:
+            del left[verdict.entry.attempt]
+            assert all(name in left for e in left.values() for name in e.references)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: KeepLatest(0),
+        lambda: KeepEvery(-1),
+        lambda: KeepBest(1, mode="best"),  # type: ignore[arg-type]
+        lambda: KeepBest(0),
+        lambda: KeepYounger(0),
+        lambda: KeepYounger(float("nan")),
+    ],
+)
+def test_rules_that_cannot_be_are_refused(make: object) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        make()  # type: ignore[operator]
+
+
+# --- carried out ----------------------------------------------------------------------------------
+
+
+def root_with(steps: int, clock: list[float]) -> tuple[MemoryStore, Session]:
+    store = MemoryStore()
+    sources = Sources(clock=lambda: clock[0])
+    session = Session.claim(store, sources=sources)
+    for step in range(1, steps + 1):
+        clock[0] += 10.0
+        attempt = session.new_attempt()
+        store.put_if_absent(f"steps/{step:08d}-{attempt}/MANIFEST", b"m")
+        session.commit(Commit(attempt, step, 1, b"d"))
+    return store, session
+
+
+def test_a_plan_is_carried_out_and_only_then_anything_is_deleted() -> None:
+    store, session = root_with(5, [100.0])
+    before = [info.key for info in store.list("")]
+    found = candidates_of(session.log, session.state(), KeepLatest(2), {})
+    planned = plan_retention(found, KeepLatest(2), now_unix=0.0)
+    assert planned.describe().splitlines()[0].startswith("retire step 1 (e000001-")
+    assert [info.key for info in store.list("")] == before
+    gone, stayed = carry_out(planned, session.retire)
+    assert [one.step for one in gone] == [3, 2, 1] and not stayed
+    assert [one.step for one in session.state().live] == [4, 5]
+    assert len(list(store.list("steps/"))) == 2
+
+
+def test_what_was_pinned_after_the_plan_was_made_stays() -> None:
+    store, session = root_with(4, [100.0])
+    found = candidates_of(session.log, session.state(), KeepLatest(1), {})
+    planned = plan_retention(found, KeepLatest(1), now_unix=0.0)
+    Maintenance.open(store).pin(found[1].entry.attempt)
+    gone, stayed = carry_out(planned, session.retire)
+    assert [one.step for one in gone] == [3, 1] and "pinned" in stayed[0]
+
+
+def test_carrying_out_stops_when_told_to() -> None:
+    _, session = root_with(4, [100.0])
+    found = candidates_of(session.log, session.state(), KeepLatest(1), {})
+    planned = plan_retention(found, KeepLatest(1), now_unix=0.0)
+    answers = iter([False, True])
+    gone, _ = carry_out(planned, session.retire, stop=lambda: next(answers))
+    assert [one.step for one in gone] == [3]
+
+
+def test_ages_are_read_from_the_log_once_and_only_where_they_matter() -> None:
+    store, session = root_with(3, [100.0])
+    log = Log(store)
+    assert [c for _, c in candidates_of(log, session.state(), KeepLatest(1), {})] == [0.0] * 3
+    rule = KeepLatest(1) | KeepYounger(5.0)
+    found = candidates_of(log, session.state(), rule, {})
+    assert [committed for _, committed in found] == [110.0, 120.0, 130.0]
+    known = {one.attempt: 7.0 for one, _ in found}
+    assert [c for _, c in candidates_of(log, session.state(), rule, known)] == [7.0] * 3
+
+
+def test_a_training_keeps_what_its_rule_keeps() -> None:
+    state = {"x": 0}
+    url = "memory://retention-of-a-training"
+    keep = ckpt.KeepLatest(2) | ckpt.KeepEvery(10) | ckpt.KeepBest(1, mode="max")
+    with ckpt.Checkpointer(url, state, save=ckpt.EverySteps(1), keep=keep) as checkpointer:
+        for step in range(1, 26):
+            state["x"] = step
+            checkpointer.step(step, metric=-abs(step - 17))
+        checkpointer.wait()
+    assert [info.step for info in ckpt.list_steps(url)] == [1, 10, 17, 20, 24, 25]

@@ -1,6 +1,6 @@
 """All benchmarks, one after the other, and a table of bars against what was measured: `make bench`.
 
-    python -m benchmarks [save_load small_tensors async_save state_dicts fsdp1 memory export
+    python -m benchmarks [save_load small_tensors async_save state_dicts fsdp1 memory dedup export
                           manifest s3]
 
 Takes some minutes, on a disk with 10 GB free (the current directory's). Each benchmark can be run
@@ -23,6 +23,7 @@ BENCHMARKS: dict[str, tuple[str, ...]] = {
     "async_save": ("--gib", "1", "--rounds", "3"),
     "fsdp1": ("--gib", "0.5", "--rounds", "2"),
     "memory": ("--gib", "1"),
+    "dedup": ("--mib", "512", "--rounds", "5"),
     "export": ("--gib", "1", "3", "--rounds", "1"),
     "manifest": (),
     "s3": ("--mib", "256", "--rounds", "5"),

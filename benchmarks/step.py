@@ -1,11 +1,11 @@
 """Time, CPU seconds and memory of one training step: our engine against torch's, interleaved.
 
-    python -m benchmarks.step [--rounds 5] [--ranks 2] [--engines ours,fsdp1,fsdp2,ddp]
+    python -m benchmarks.step [--rounds 5] [--ranks 2] [--engines ours,ours-fully,fsdp1,fsdp2,ddp]
 
 A transformer of 48 million parameters, a small batch so that communication shows, gloo, one thread
 for each rank. Every engine lives in its own processes; rounds of the engines take turns, so that
-other work on the machine hits all alike. Prints medians over rounds, and ratios to torch's FSDP1 of
-the same strategy. Ratios count; seconds depend on the machine.
+other work on the machine hits all alike. Prints medians over rounds, and medians of the ratios of
+each round to torch's engines of the same kind. Ratios count; seconds depend on the machine.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ import warnings
 from multiprocessing import get_context
 from typing import Any
 
+from benchmarks.measure import row
+
 WIDTH, LAYERS, VOCABULARY, TOKENS = 640, 8, 6400, 32
 
 ENGINES = {
@@ -26,10 +28,15 @@ ENGINES = {
     "fsdp1": ("torch", "FULL_SHARD"),
     "ours-zero2": ("ours", "SHARD_GRAD_OP"),
     "fsdp1-zero2": ("torch", "SHARD_GRAD_OP"),
+    "ours-fully": ("ours-fully", ""),
     "fsdp2": ("fsdp2", ""),
     "ddp": ("ddp", ""),
 }
-PEERS = {"ours": ("fsdp1", "fsdp2"), "ours-zero2": ("fsdp1-zero2",)}
+PEERS = {
+    "ours": ("fsdp1", "fsdp2"),
+    "ours-zero2": ("fsdp1-zero2",),
+    "ours-fully": ("fsdp2",),
+}
 
 
 def build_model() -> Any:
@@ -63,10 +70,13 @@ def wrap(model: Any, kind: str, strategy: str) -> Any:
 
     if kind == "ddp":
         return torch.nn.parallel.DistributedDataParallel(model)
-    if kind == "fsdp2":
+    if kind in ("fsdp2", "ours-fully"):
         from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
 
+        if kind == "fsdp2":
+            from torch.distributed.fsdp import fully_shard
+        else:
+            from sharding import fully_shard
         mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
         for block in model.blocks:
             fully_shard(block, mesh=mesh)
@@ -121,6 +131,7 @@ def serve(name: str, rank: int, ranks: int, rendezvous: str, pipe: Any, steps: i
 
 
 def main() -> None:
+    """Run the engines in turns and print what they took."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=2)
@@ -166,9 +177,18 @@ def report(rounds: dict[str, list[Any]]) -> None:
     for name, peers in PEERS.items():
         for peer in peers:
             if name in rounds and peer in rounds:
-                time_ratio = median(name, 0) / median(peer, 0)
-                cpu_ratio = median(name, 1) / median(peer, 1)
-                print(f"{name} / {peer}: {time_ratio:.2f} of its time, {cpu_ratio:.2f} of its CPU")
+                print(f"\n{name} against {peer}")
+                for what, field in (("time", 0), ("CPU seconds", 1), ("peak memory", 3)):
+                    bar = "<= 1.0" if what == "peak memory" else "<= 0.9"
+                    print("  " + row(what, f"{ratio(rounds[name], rounds[peer], field):.2f}", bar))
+
+
+def ratio(ours: list[Any], theirs: list[Any], field: int) -> float:
+    """The median over rounds of the slowest rank's value against the slowest of the peer's."""
+    return statistics.median(
+        max(rank[field] for rank in a) / max(rank[field] for rank in b)
+        for a, b in zip(ours, theirs, strict=True)
+    )
 
 
 if __name__ == "__main__":

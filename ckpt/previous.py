@@ -90,7 +90,10 @@ class Previous:
         data, held = b"", self.held
         if state.latest.attempt != self.attempt:
             manifest, data = _read(session.store, state.latest)
-            if manifest is None or not _is_comparable(manifest, session.root, block_nbytes):
+            # Not its root: a root that was copied has a name of its own, its checkpoints the old.
+            if manifest is None or manifest.header.block_bytes != block_nbytes:
+                return NOTHING
+            if not len(manifest.digests):
                 return NOTHING
             held = nbytes_held(manifest)
         allowed = references_allowed(
@@ -126,12 +129,6 @@ def _read(store: Store, entry: LiveEntry) -> tuple[Manifest | None, bytes]:
         # Whoever loads it will hear of it; this save does not need it.
         logger.warning("this save writes everything, the previous one is not readable: %s", error)
         return None, b""
-
-
-def _is_comparable(manifest: Manifest, root: str, block_nbytes: int) -> bool:
-    header = manifest.header
-    same = (header.root, header.block_bytes) == (root, block_nbytes)
-    return same and len(manifest.digests) > 0
 
 
 class Referred(NamedTuple):

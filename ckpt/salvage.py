@@ -281,8 +281,8 @@ class _Shared:
         reference = parse_reference(name)
         if reference is None or other.header.attempt != reference.attempt:
             raise Corrupt(f"{key}: is a file of {other.header.attempt}")
-        if (other.header.root, index.block_bytes) != (place.header.root, place.header.block_bytes):
-            raise Corrupt(f"{key}: is of another root, or has blocks of another size")
+        if index.block_bytes != place.header.block_bytes:
+            raise Corrupt(f"{key}: has blocks of {index.block_bytes} bytes")
         if DIGESTS not in index.extras:
             raise Corrupt(f"{key}: has no {DIGESTS}, which chunks that are shared must have")
         data = _extra(self._store, key, index, DIGESTS)

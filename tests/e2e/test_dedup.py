@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 import ckpt
-from ckpt import previous
+from ckpt import copying, previous
 from ckpt.dedup import ATTEMPTS_MAX, NBYTES_MULTIPLE_MAX, kept_alive
 from ckpt.errors import CheckpointError, Corrupt, NoCheckpoint
 from ckpt.exporting import Selection
@@ -463,3 +463,30 @@ def test_damage_in_a_referenced_file_is_found_by_load_and_verify(root: Path, dam
     state = lora_at(0)
     with pytest.raises((CheckpointError, StorageError), match=name.replace(".", r"\.")):
         ckpt.load(state, str(root))
+
+
+def test_a_copy_is_self_contained_and_says_the_same(root: Path, tmp_path: Path) -> None:
+    """`ckpt cp` of a step writes it anew: it opens, verifies and salvages by its path alone."""
+    target = tmp_path / "copy"
+    copying.copy(str(root), str(target))
+    state = lora_at(0)
+    ckpt.load(state, str(target))
+    assert_is_lora(state, 3)
+    assert ckpt.verify(str(target)).ok
+    with ckpt.open(str(target)) as opened:
+        assert opened.manifest.references == () and opened.manifest.header.required == ()
+    store = open_store(str(tmp_path))
+    assert matches_manifest(store, salvage(store, "copy")) is True
+
+
+def test_a_copied_root_keeps_its_references_and_goes_on(root: Path, tmp_path: Path) -> None:
+    target = tmp_path / "copy"
+    copying.copy(str(root), str(target), whole_root=True)
+    shutil.rmtree(root)
+    store = open_store(str(target))
+    assert [len(entry.references) for entry in live_entries(store)] == [0, 1, 1]
+    full = sum(info.nbytes for info in store.list(live_entries(store)[0].prefix))
+    for step in (1, 2, 3):
+        _check(store, step, 2, step)
+    assert _save(_job(2, store), 4) < full / 2
+    assert check_references(store) == [] and ckpt.verify(str(target)).ok

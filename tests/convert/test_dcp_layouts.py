@@ -1,0 +1,98 @@
+"""Checkpoints that torch's DCP wrote under FSDP1, FSDP2, HSDP, TP and DDP come in and go out whole.
+
+Method: 1 to 4 real ranks train and save by DCP; imports and exports of that are compared bit for
+bit with the full state dicts that torch gathered itself at that moment.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import ckpt
+from tests.convert.conftest import Saved
+from tests.convert.jobs import (
+    assert_same,
+    dcp_load_all,
+    engines_of,
+    fresh,
+    full_of,
+    load_all,
+    optimizer_of,
+)
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+CASES = [(size, name) for size in (1, 2, 3, 4) for name in engines_of(size)]
+
+
+@pytest.mark.parametrize(("size", "engine"), CASES)
+def test_import_and_load_give_the_state_of_the_training(
+    by_torch: dict[tuple[int, str], Saved], tmp_path: Path, size: int, engine: str
+) -> None:
+    saved = by_torch[size, engine]
+    report = ckpt.import_checkpoint(saved.folder, str(tmp_path / "run"), step=2, verify=True)
+    assert report.modules == ("model",) and report.verified
+    model = fresh()
+    optimizer = optimizer_of(model)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(torch.nan)
+    state = {"model": model, "optim": optimizer, "step": 0, "note": {}}
+    ckpt.load(state, str(tmp_path / "run"))
+    assert state["step"] == 2 and state["note"] == {"a": [1, 2.5], "b": None}
+    assert_same(full_of(model, optimizer), saved.full)
+    assert ckpt.verify(str(tmp_path / "run")).ok
+
+
+@pytest.mark.parametrize(("size", "engine"), CASES)
+def test_one_line_from_dcp_to_a_file_for_everybody(
+    by_torch: dict[tuple[int, str], Saved], tmp_path: Path, size: int, engine: str
+) -> None:
+    saved = by_torch[size, engine]
+    ckpt.export(saved.folder, str(tmp_path / "model.safetensors"), verify=True)
+    assert_same(load_file(tmp_path / "model.safetensors"), saved.full["model"])
+    ckpt.export(saved.folder, str(tmp_path / "model.pt"), verify=True)
+    assert_same(torch.load(tmp_path / "model.pt", weights_only=True), saved.full["model"])
+    whole = ckpt.Selection(optimizer=True)
+    ckpt.export(saved.folder, str(tmp_path / "all.pt"), selection=whole, verify=True)
+    found = torch.load(tmp_path / "all.pt", weights_only=True)
+    assert found["step"] == 2 and found["note"] == {"a": [1, 2.5], "b": None}
+    assert_same(found["model"], saved.full["model"])
+    assert_same(found["optim"]["state"], saved.full["optim"]["state"])
+
+
+def test_an_import_loads_on_any_layout(
+    by_torch: dict[tuple[int, str], Saved], tmp_path: Path
+) -> None:
+    roots, expected = {}, {}
+    for size, engine in [(3, "fsdp1"), (4, "hsdp"), (4, "fsdp_tp"), (2, "tp")]:
+        roots[f"{size}-{engine}"] = str(tmp_path / f"{size}-{engine}")
+        expected[f"{size}-{engine}"] = by_torch[size, engine].full
+        ckpt.import_checkpoint(by_torch[size, engine].folder, roots[f"{size}-{engine}"])
+    found = run_ranks(2, load_all, roots, ["fsdp1", "fsdp2", "tp", "ddp"], timeout_seconds=120)[0]
+    assert len(found) == 16
+    for (saved, _), full in found.items():
+        assert_same(full, expected[saved])
+
+
+def test_ours_goes_to_dcp_and_dcp_load_reads_it(
+    by_torch: dict[tuple[int, str], Saved], tmp_path: Path
+) -> None:
+    """The whole way round: torch's DCP, imported, exported as DCP, loaded by torch elsewhere."""
+    whole = ckpt.Selection(optimizer=True)
+    folders, expected = [], []
+    for size, engine in [(3, "fsdp2"), (4, "hsdp1")]:
+        root = str(tmp_path / f"{size}-{engine}")
+        ckpt.import_checkpoint(by_torch[size, engine].folder, root)
+        target = str(tmp_path / f"dcp-{size}-{engine}")
+        ckpt.export(root, target, format="dcp", selection=whole, verify=True)
+        folders.append(target)
+        expected += [by_torch[size, engine].full] * 2
+    found = run_ranks(2, dcp_load_all, folders, ["fsdp2", "tp"], timeout_seconds=120)[0]
+    for full, wanted in zip(found, expected, strict=True):
+        assert_same(full, wanted)

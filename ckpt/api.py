@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
 from ckpt.background import Background, PendingSave, WhenBusy
+from ckpt.cache import BlockCache
 from ckpt.errors import SaveDropped
 from ckpt.loading import LoadOptions, LoadReport, load_state
 from ckpt.memory import gc_paused
@@ -148,6 +150,8 @@ def load(
     strict: bool = True,
     rename: Callable[[str], str] | Mapping[str, str] | None = None,
     skip: Callable[[str], bool] | Iterable[str] = (),
+    cache: str | os.PathLike[str] | None = None,
+    cache_bytes_max: int | None = None,
     process_group: dist.ProcessGroup | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> LoadReport:
@@ -158,6 +162,10 @@ def load(
     missing and unexpected names; shapes and dtypes never differ. `rename` gives the checkpoint's
     name for a name of the state, `skip` leaves names out.
 
+    `cache` is a local directory that keeps what was read, at most about `cache_bytes_max` bytes,
+    for the next load on this machine: what matches its checksum there is not read from `url` again.
+    Ranks and jobs may share one; it may be removed at any time.
+
     Raises the same error on every rank: NoCheckpoint, Mismatch (with every problem), Corrupt,
     UnsupportedFormat with the state unchanged; LoadInterrupted when it is half-loaded.
     """
@@ -165,7 +173,11 @@ def load(
         seat = _process.seat(process_group)
         seat.background.wait()
         store = collectively(seat.world, "open", lambda: seat.store(url, storage_options))
-        options = LoadOptions(strict, rename, skip, read_path(store))
+        path = read_path(store)
+        if cache is not None:
+            kept = collectively(seat.world, "cache", lambda: BlockCache(cache, cache_bytes_max))
+            path = replace(path, cache=kept)
+        options = LoadOptions(strict, rename, skip, path)
         return load_state(
             state, store=store, world=seat.world, step=step, attempt=attempt, options=options
         )
@@ -286,6 +298,19 @@ def place_of(
     return seat.place(url, storage_options, unsafe_single_writer)
 
 
+def claimed(
+    url: str,
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    unsafe_single_writer: bool = False,
+) -> Session:
+    """The session of a url, claimed now if this process has none: for this process alone, where
+    somebody else's protocol tells the other ranks. Raises like `save`.
+    """
+    store = open_store(url, **(storage_options or {}))
+    return _process.claim(store, unsafe_single_writer=unsafe_single_writer)
+
+
 def store_of(
     url: str,
     *,
@@ -318,6 +343,10 @@ class _Process:
         self._registry = SessionRegistry()
         self._seats: list[_Seat] = []
         self._lock = threading.Lock()
+
+    def claim(self, store: Store, *, unsafe_single_writer: bool) -> Session:
+        """The session of a root in this process."""
+        return self._registry.session(store, unsafe_single_writer=unsafe_single_writer)
 
     def seat(self, group: dist.ProcessGroup | None) -> _Seat:
         """The place in `group`, made at its first use; that is collective over the group."""

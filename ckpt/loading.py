@@ -19,7 +19,7 @@ from ckpt.format.manifest import Manifest, decode_manifest
 from ckpt.interrupted import filling
 from ckpt.layout.plain import Ranks
 from ckpt.locate import check_self_contained, live_entries, locate
-from ckpt.read import Reader, ReadPath, plan_reads
+from ckpt.read import ReadAhead, Reader, ReadPath, plan_reads
 from ckpt.share import Ints, SharedRun, ShareLimits, Sharing, share_blocks
 from ckpt.state_dict import Binding, Loaded, bind_state
 from ckpt.world import World, collectively
@@ -41,12 +41,15 @@ class LoadOptions:
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """What a load did. `nbytes_read` are the tensor bytes that this rank read from the store."""
+    """What a load did. Of the tensor bytes that this rank read, `nbytes_read` came from the store
+    and `nbytes_cached` from the local copy.
+    """
 
     step: int
     attempt: str
     loaded: Loaded
     nbytes_read: int
+    nbytes_cached: int = 0
 
 
 def load_state(
@@ -106,9 +109,15 @@ def _fill(
     reader = Reader(store, prefix, manifest, plan, options.path)
     collectively(world, "prepare", binding.prepare)
     with filling(state, f"step {manifest.header.step} ({manifest.header.attempt})"):
-        _transfer(reader, sharing, world)
+        _transfer(reader, sharing, world, options.path)
         loaded = collectively(world, "finish", binding.finish)
-    return LoadReport(manifest.header.step, manifest.header.attempt, loaded, reader.nbytes_read)
+    return LoadReport(
+        manifest.header.step,
+        manifest.header.attempt,
+        loaded,
+        reader.nbytes_read,
+        reader.nbytes_cached,
+    )
 
 
 def _manifest(store: Store, world: World, step: int | None, attempt: str) -> tuple[str, Manifest]:
@@ -174,30 +183,32 @@ def block_line(manifest: Manifest) -> Ints:
     return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(sizes)])
 
 
-def _transfer(reader: Reader, sharing: Sharing, world: World) -> None:
+def _transfer(reader: Reader, sharing: Sharing, world: World, path: ReadPath) -> None:
     """The data phase. A failure on one rank ends it on all, at the next agreement."""
     mine: list[list[SharedRun]] = [[] for _ in range(sharing.rounds)]
     for run in sharing.shared:
         if world.rank == run.reader or world.rank in run.others:
             mine[run.round].append(run)
     collectively(world, "read", lambda: reader.read_private(sharing.private))
-    for runs in mine:
-        _transfer_round(reader, runs, world)
+    own = [run for runs in mine for run in runs if run.reader == world.rank]
+    with ReadAhead(reader, own, path) as ahead:
+        for runs in mine:
+            _transfer_round(reader, ahead, runs, world)
 
 
-def _transfer_round(reader: Reader, runs: Sequence[SharedRun], world: World) -> None:
-    own = collectively(world, "read", lambda: _read_runs(reader, runs, world.rank))
+def _transfer_round(
+    reader: Reader, ahead: ReadAhead, runs: Sequence[SharedRun], world: World
+) -> None:
+    mine = [run for run in runs if run.reader == world.rank]
+    own = collectively(world, "read", lambda: ahead.take(mine))
     others = _exchange(runs, own, world, reader)
 
     def deliver() -> None:
         for run, data in (own | others).items():
             reader.deliver_run(run, data)
+        ahead.give_back(mine)
 
     collectively(world, "deliver", deliver)
-
-
-def _read_runs(reader: Reader, runs: Sequence[SharedRun], rank: int) -> dict[SharedRun, memoryview]:
-    return {run: reader.read_run(run) for run in runs if run.reader == rank}
 
 
 def _exchange(

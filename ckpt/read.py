@@ -8,8 +8,11 @@ allows. A block that several ranks need is read by one of them and exchanged.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ckpt.cache import BlockCache
 from ckpt.errors import Corrupt
 from ckpt.format.checksum import crc32c, crc32c_of_each
 from ckpt.format.dtypes import DTYPES
@@ -46,10 +50,17 @@ PACK_NBYTES_MAX = MIB  # of one such read: what is copied is still in the CPU's 
 
 @dataclass(frozen=True, slots=True)
 class ReadPath:
-    """Bounds of reading: bytes of one request, and how many requests are in flight at once."""
+    """Bounds of reading: bytes of one request, and how many requests are in flight at once.
+
+    With several readers, blocks that other ranks wait for are read ahead of their turn, as far as
+    `read_ahead_nbytes_max` bytes that were read and not handed over yet. What `cache` has is not
+    read from the store.
+    """
 
     request_nbytes_max: int = 8 * MIB
     readers: int = 1
+    read_ahead_nbytes_max: int = 64 * MIB
+    cache: BlockCache | None = None
 
 
 class Direct(NamedTuple):
@@ -363,7 +374,12 @@ class Reader:
         self._packed = plan.packed
         self._path = path
         self._block_nbytes = manifest.header.block_bytes
+        # By the checkpoint's own name, whatever path it was opened by.
+        header = manifest.header
+        self._cache_keys = file_keys(f"{header.step:08d}-{header.attempt}/", manifest)
+        self._counting = threading.Lock()
         self.nbytes_read = 0
+        self.nbytes_cached = 0
 
     def read_private(self, runs: Ints) -> None:
         """Read the blocks of `runs` and put them where the plan says."""
@@ -437,12 +453,14 @@ class Reader:
     def _read_pack(self, pack: Pack) -> None:
         sizes = pack.sizes.tolist()
         data = memoryview(bytearray(sum(sizes)))
-        self._store.get_into(self._keys[pack.file], pack.byte_start, [data])
-        self.nbytes_read += len(data)
-        found = np.array(crc32c_of_each(data, sizes), dtype=np.uint32)
         expected = self._manifest.checksums[self._manifest.chunks.first_block[pack.chunks]]
-        if len(bad := np.flatnonzero(found != expected)):
-            raise corrupt_block(self._manifest, self._directory, int(pack.chunks[bad[0]]), 0)
+
+        def check() -> None:
+            found = np.array(crc32c_of_each(data, sizes), dtype=np.uint32)
+            if len(bad := np.flatnonzero(found != expected)):
+                raise corrupt_block(self._manifest, self._directory, int(pack.chunks[bad[0]]), 0)
+
+        self._get(pack.file, pack.byte_start, [data], check)
         source = address_of(data)
         packed = self._packed
         for chunk, nbytes in zip(pack.chunks.tolist(), sizes, strict=True):
@@ -504,10 +522,31 @@ class Reader:
             else:
                 buffers.append(scratch[used : used + nbytes])
                 used += nbytes
-        self.nbytes_read += sum(len(buffer) for buffer in buffers)
-        self._store.get_into(self._keys[request.file], request.start, buffers)
-        for segment, data in zip(request.segments, buffers, strict=True):
-            self._check(segment, data)
+
+        def check() -> None:
+            for segment, data in zip(request.segments, buffers, strict=True):
+                self._check(segment, data)
+
+        self._get(request.file, request.start, buffers, check)
+
+    def _get(
+        self, file: int, start: int, buffers: Sequence[memoryview], check: Callable[[], None]
+    ) -> None:
+        """Fill `buffers` from the cache, if what it has passes `check`, or from the store."""
+        cache, root = self._path.cache, self._manifest.header.root
+        nbytes = sum(buffer.nbytes for buffer in buffers)
+        if cache is not None and cache.fill(root, self._cache_keys[file], start, buffers):
+            with contextlib.suppress(Corrupt):
+                check()
+                with self._counting:
+                    self.nbytes_cached += nbytes
+                return
+        with self._counting:
+            self.nbytes_read += nbytes
+        self._store.get_into(self._keys[file], start, buffers)
+        check()
+        if cache is not None:
+            cache.keep(root, self._cache_keys[file], start, buffers)
 
     def _check(self, segment: Segment, data: memoryview) -> None:
         block_nbytes = self._block_nbytes
@@ -611,6 +650,56 @@ class Reader:
             end = at + nbytes
         if joined:
             yield Request(file, start, joined)
+
+
+class ReadAhead:
+    """This rank's shared runs, read by threads before they are asked for, in the order of `runs`.
+
+    A context manager: leaving it waits for what is being read and drops it.
+    """
+
+    def __init__(self, reader: Reader, runs: Sequence[SharedRun], path: ReadPath) -> None:
+        self._reader = reader
+        self._waiting = deque(runs)
+        self._nbytes_max = path.read_ahead_nbytes_max
+        self._pool = ThreadPoolExecutor(path.readers) if path.readers > 1 else None
+        self._running: dict[SharedRun, Future[memoryview]] = {}
+        self._sizes: dict[SharedRun, int] = {}
+
+    def __enter__(self) -> ReadAhead:
+        self._go_on()
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def take(self, runs: Sequence[SharedRun]) -> dict[SharedRun, memoryview]:
+        """The checked bytes of the next runs, which must be asked for in order."""
+        if self._pool is None:
+            return {run: self._reader.read_run(run) for run in runs}
+        for run in runs:
+            if run not in self._running:
+                self._start(self._waiting.popleft())
+        return {run: self._running.pop(run).result() for run in runs}
+
+    def give_back(self, runs: Iterable[SharedRun]) -> None:
+        """The bytes of `runs` are not needed any more; others may be read instead."""
+        for run in runs:
+            self._sizes.pop(run, None)
+        self._go_on()
+
+    def _go_on(self) -> None:
+        while self._pool is not None and self._waiting:
+            nbytes = self._reader.run_nbytes(self._waiting[0])
+            if sum(self._sizes.values()) + nbytes > self._nbytes_max:
+                return
+            self._start(self._waiting.popleft())
+
+    def _start(self, run: SharedRun) -> None:
+        assert self._pool is not None, "only with threads"
+        self._sizes[run] = self._reader.run_nbytes(run)
+        self._running[run] = self._pool.submit(self._reader.read_run, run)
 
 
 def corrupt_block(manifest: Manifest, directory: str, chunk: int, number: int) -> Corrupt:

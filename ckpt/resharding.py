@@ -24,6 +24,7 @@ from ckpt.reader import Checkpoint, find_checkpoint
 from ckpt.rewriting import Layout, chunk_of, rewrite
 from storage import open_store
 
+SMALL_NBYTES = 1 << 20
 RESHARDED = "ckpt.resharded"  # key of `Header.user`: the attempt that this one was made of
 
 Progress: TypeAlias = Callable[[int, int], None]
@@ -119,35 +120,34 @@ def _epoch(attempt: str) -> int:
 
 
 def cut_for(manifest: Manifest, new: NewLayout, world_size: int) -> Layout:
-    """All chunks of the new checkpoint by writing rank; what rank r of `new` holds goes to file
-    set r.
-
-    What every rank holds whole is divided among them, largest first onto the emptiest.
+    """All chunks of the new checkpoint by writing rank. What rank r of `new` holds is a file of its
+    own, or several; small tensors that every rank holds whole are one more, that all of them read
+    in one go; large ones are divided among the ranks, largest first onto the emptiest.
     """
     cut: list[list[StoredChunk]] = [[] for _ in range(new.ranks)]
     held_whole: list[StoredChunk] = []
     for tensor, shape in enumerate(manifest.shapes):
         if 0 in shape:
             continue
-        if _is_sharded(manifest, tensor):
-            parts = [even_part(shape, rank, new.ranks, new.layout) for rank in range(new.ranks)]
-        else:
-            parts = [None]
-        if parts[0] is None:
+        parts = [even_part(shape, rank, new.ranks, new.layout) for rank in range(new.ranks)]
+        if parts[0] is None or not _is_sharded(manifest, tensor):
             held_whole.append(chunk_of(manifest, tensor, whole(shape)))
             continue
         for rank, part in enumerate(parts):
             if part is not None and part.numel:
                 cut[rank].append(chunk_of(manifest, tensor, _as_span(part, shape)))
+    small = [chunk for chunk in held_whole if chunk.nbytes < SMALL_NBYTES]
+    large = [chunk for chunk in held_whole if chunk.nbytes >= SMALL_NBYTES]
     loads = [sum(chunk.nbytes for chunk in chunks) for chunks in cut]
-    for chunk in sorted(held_whole, key=lambda chunk: (-chunk.nbytes, chunk.fqn)):
+    for chunk in sorted(large, key=lambda chunk: (-chunk.nbytes, chunk.fqn)):
         emptiest = loads.index(min(loads))
         cut[emptiest].append(chunk)
         loads[emptiest] += chunk.nbytes
-    ranks: list[list[StoredChunk]] = [[] for _ in range(world_size)]
+    files: list[list[list[StoredChunk]]] = [[] for _ in range(world_size)]
     for rank, chunks in enumerate(cut):
-        ranks[rank % world_size] += chunks
-    return ranks
+        files[rank % world_size].append(chunks)
+    files[0].append(small)
+    return files
 
 
 def _is_sharded(manifest: Manifest, tensor: int) -> bool:

@@ -49,7 +49,8 @@ PARTS_MAX = 10_000  # S3's limit for one object
 FILE_NBYTES_MAX = 4 << 30
 LOOKED_AT_MAX = 100_000  # keys at the target that are looked at before anything is written
 
-Layout = Sequence[Sequence[StoredChunk]]  # by rank of the new checkpoint, in any order
+# By rank of the new checkpoint: groups of chunks that go to files of their own, in any order.
+Layout = Sequence[Sequence[Sequence[StoredChunk]]]
 
 
 class Counter(Protocol):
@@ -81,7 +82,7 @@ def own_layout(manifest: Manifest) -> Layout:
         for chunk in range(int(chunks.first[tensor]), int(chunks.first[tensor + 1])):
             rank = number[int(chunks.file[chunk])]
             ranks[rank].append(chunk_of(manifest, tensor, manifest.region(chunk)))
-    return ranks
+    return [[chunks] for chunks in ranks]
 
 
 def _rank_of(file: str, ranks: int) -> int:
@@ -152,8 +153,11 @@ def _plan(manifest: Manifest, header: Header, layout: Layout) -> list[_NewFile]:
     empty = _empty_tensors(manifest)
     planned = []
     for rank in range(header.world_size):
-        chunks = sorted(layout[rank], key=order_key)
-        groups = split_into_files(chunks, FILE_NBYTES_MAX)
+        groups = [
+            file
+            for chunks in [group for group in layout[rank] if group] or [[]]
+            for file in split_into_files(sorted(chunks, key=order_key), FILE_NBYTES_MAX)
+        ]
         for index, group in enumerate(groups):
             is_lead = rank == 0 and index == 0
             extras = file_extras(

@@ -57,8 +57,9 @@ def _show_in_terminal(checkpoint: Checkpoint, found: TensorsMap) -> None:
         "▓ to 3/4, █ more\n"
     )
     rows = []
+    wide = 2 if len(columns) <= 32 else 1
     for tensor in found.tensors[:ROWS_IN_TERMINAL_MAX]:
-        shades = "".join(_shade(tensor, column) for column in columns)
+        shades = "".join(wide * _shade(tensor, column) for column in columns)
         info = tensor.info
         rows.append((info.fqn, shape_text(info.shape), size(info.nbytes), f"|{shades}|"))
     show_table(("name", "shape", "size", "ranks"), rows, right=("size",))

@@ -24,13 +24,15 @@ if TYPE_CHECKING:
     from ckpt.checkpointer import Checkpointer as Checkpointer
     from ckpt.checkpointer import Saved as Saved
     from ckpt.checkpointer import SavesFailed as SavesFailed
+    from ckpt.convert.dcp_plugin import DcpReader as DcpReader
+    from ckpt.convert.dcp_plugin import DcpWriter as DcpWriter
+    from ckpt.convert.importing import ImportReport as ImportReport
+    from ckpt.convert.importing import import_checkpoint as import_checkpoint
     from ckpt.copying import CopyReport as CopyReport
     from ckpt.copying import copy as copy
     from ckpt.diffing import DiffOptions as DiffOptions
     from ckpt.diffing import DiffReport as DiffReport
     from ckpt.diffing import diff as diff
-    from ckpt.convert.importing import ImportReport as ImportReport
-    from ckpt.convert.importing import import_checkpoint as import_checkpoint
     from ckpt.errors import CheckpointError as CheckpointError
     from ckpt.errors import Corrupt as Corrupt
     from ckpt.errors import Fenced as Fenced
@@ -51,6 +53,9 @@ if TYPE_CHECKING:
     from ckpt.overview import Event as Event
     from ckpt.overview import disk_usage as disk_usage
     from ckpt.overview import history as history
+    from ckpt.planning import LoadPlan as LoadPlan
+    from ckpt.planning import plan_load as plan_load
+    from ckpt.planning import plan_ranks as plan_ranks
     from ckpt.policies import Adaptive as Adaptive
     from ckpt.policies import AtExit as AtExit
     from ckpt.policies import EverySeconds as EverySeconds
@@ -59,9 +64,6 @@ if TYPE_CHECKING:
     from ckpt.policies import OnPreemption as OnPreemption
     from ckpt.policies import OnSignal as OnSignal
     from ckpt.preemption import Preempted as Preempted
-    from ckpt.planning import LoadPlan as LoadPlan
-    from ckpt.planning import plan_load as plan_load
-    from ckpt.planning import plan_ranks as plan_ranks
     from ckpt.reader import Checkpoint as Checkpoint
     from ckpt.reader import StepInfo as StepInfo
     from ckpt.reader import list_steps as list_steps
@@ -102,6 +104,8 @@ _HOMES = {
     "Event": "ckpt.overview",
     "EverySeconds": "ckpt.policies",
     "EverySteps": "ckpt.policies",
+    "DcpReader": "ckpt.convert.dcp_plugin",
+    "DcpWriter": "ckpt.convert.dcp_plugin",
     "ExportReport": "ckpt.exporting",
     "Fenced": "ckpt.errors",
     "ImportReport": "ckpt.convert.importing",

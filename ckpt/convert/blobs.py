@@ -69,6 +69,22 @@ def open_blob(store: Store, blob: Blob) -> Opened:
     return _opened(_Peeks(store, blob.file, [blob]), blob)
 
 
+class _InMemory:
+    """A blob that is here."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+
+    def read(self, start: int, stop: int) -> bytes:
+        return self.data[start:stop]
+
+
+def blob_in_memory(data: bytes) -> Opened:
+    """What a blob of torch.save holds that is here already. Raises Corrupt, UnsupportedFormat."""
+    reader = _InMemory(data)
+    return _content(reader, Blob("", 0, len(data)), read_directory(reader.read, len(data)))
+
+
 def _batches(blobs: Sequence[Blob]) -> Iterator[list[Blob]]:
     """Blobs of one file, as many as are opened with about `BATCH_NBYTES` of reads."""
     batch: list[Blob] = []
@@ -155,7 +171,7 @@ def _opened(peeks: _Peeks, blob: Blob) -> Opened:
         raise type(error)(f"{where}: {error}") from error
 
 
-def _content(peeks: _Peeks, blob: Blob, entries: dict[str, Entry]) -> Opened:
+def _content(peeks: _Peeks | _InMemory, blob: Blob, entries: dict[str, Entry]) -> Opened:
     pickle = next((name for name in entries if name.endswith("/data.pkl")), None)
     if pickle is None:
         raise UnsupportedFormat("a zip file that torch.save did not write: it has no data.pkl")

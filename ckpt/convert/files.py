@@ -169,6 +169,18 @@ def torch_file(key: str, tree: Any, outputs: Sequence[Output]) -> PlannedFile:
     return building.file(key)
 
 
+def blob_of(value: Any) -> bytes:
+    """A value as torch.save would have written it."""
+    building = ZipBuilding()
+    building.add(write_tree(value), [])
+    made = bytearray(building.at)
+    for piece in building.pieces:
+        assert not isinstance(piece, Data)
+        data = piece.data if isinstance(piece, Fixed) else piece.make([])
+        made[piece.start : piece.start + len(data)] = data
+    return bytes(made)
+
+
 class ZipBuilding:
     """A file in the making that consists of blobs of torch.save, one or many."""
 

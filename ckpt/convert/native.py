@@ -12,6 +12,9 @@ from ckpt.read import ReadPath
 from ckpt.reader import Checkpoint, StoredTensor, fill, find_checkpoint, piece_of
 from storage import Store
 
+# A value that DcpWriter keeps: the flat keys of DCP's state, their paths, and its plain values.
+DCP_RECORD = "ckpt.dcp"
+
 
 def native_source(store: Store, step: int | None = None) -> NativeSource:
     """The checkpoint of `step`, or the latest, in a root, or the one in a step directory.
@@ -41,7 +44,7 @@ class NativeSource(Source):
         }
         contents = Contents(
             tensors,
-            values=checkpoint.values,
+            values={name: v for name, v in checkpoint.values.items() if name != DCP_RECORD},
             aliases=checkpoint.aliases,
             modules=_modules(manifest),
             per_rank=checkpoint.per_rank,

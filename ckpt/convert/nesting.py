@@ -12,7 +12,8 @@ from typing import Any, NamedTuple, Protocol
 
 from ckpt.convert.dcp_metadata import DcpEntry, DcpPart, DcpValue, encode_metadata
 from ckpt.convert.files import Output, PlannedFile, ZipBuilding, known_file, torch_file
-from ckpt.convert.source import Contents, Source
+from ckpt.convert.native import DCP_RECORD, NativeSource
+from ckpt.convert.source import Contents, Source, SourceTensor
 from ckpt.convert.torch_pickle import TensorOut, write_tree
 from ckpt.errors import CheckpointError
 from ckpt.layout.region import Shape, Span
@@ -43,7 +44,7 @@ def nested_files(source: Source, chosen: Any, format: str, name: str, *, whole: 
     one dict of tensors.
     """
     contents = source.contents
-    numbers = _numbers(source, chosen.outputs) if whole else {}
+    numbers = _numbers(source, [output.tensor for output in chosen.outputs]) if whole else {}
     outputs = [output for output in chosen.outputs if output.name not in numbers]
     values = {**chosen.values, **numbers}
     paths = _Paths(contents) if whole else None
@@ -60,15 +61,50 @@ def nested_files(source: Source, chosen: Any, format: str, name: str, *, whole: 
     return Nested(_dcp_files(entries, outputs, values, paths), left_out)
 
 
-def _numbers(source: Source, outputs: Sequence[Output]) -> dict[str, Any]:
+class FlatState(NamedTuple):
+    """A checkpoint by the keys that DCP has for a nested state: values, the fqn of each tensor, and
+    the path of each key.
+    """
+
+    values: dict[str, Any]
+    names: dict[str, str]
+    paths: dict[str, PathOf]
+
+
+def flat_state(source: NativeSource) -> FlatState:
+    """What DCP's planner would have made of the state of a checkpoint of ours."""
+    contents, record = source.contents, source.checkpoint.values.get(DCP_RECORD)
+    if record is not None:
+        values = {key: value for own in contents.per_rank for key, value in own.items()}
+        recorded = {key: tuple(path) for key, path in record["paths"].items()}
+        names = {fqn: fqn for fqn in contents.tensors}
+        return FlatState({**values, **record["values"]}, names, recorded)
+    paths = _Paths(contents)
+    flat = FlatState({}, {}, {})
+    places = {name: paths.of(name) for name in (*contents.tensors, *contents.aliases)}
+    numbers = _numbers(source, list(contents.tensors.values()))
+    for name, value in {**contents.values, **numbers}.items():
+        for path, leaf in _leaves(paths.of(name), value):
+            if is_reference(leaf):
+                places[leaf[TENSOR_KEY]] = path
+            else:
+                key = ".".join(map(str, path))
+                flat.values[key], flat.paths[key] = leaf, path
+    for name, path in places.items():
+        if name not in numbers:
+            key = ".".join(map(str, path))
+            flat.names[key], flat.paths[key] = contents.aliases.get(name, name), path
+    return flat
+
+
+def _numbers(source: Source, tensors: Sequence[SourceTensor]) -> dict[str, Any]:
     """Numbers that we keep as 0-dim tensors of marked names, as the numbers that they were."""
     found = {}
-    for output in outputs:
-        mark = output.name.find("~")
-        suffix = output.name[mark:] if mark >= 0 else ""
-        if suffix in NUMBER_OF_SUFFIX and output.tensor.shape == ():
-            kind = NUMBER_OF_SUFFIX[suffix]
-            found[output.name] = kind(source.read(output.tensor.fqn).item())
+    for tensor in tensors:
+        mark = tensor.fqn.find("~")
+        suffix = tensor.fqn[mark:] if mark >= 0 else ""
+        if suffix in NUMBER_OF_SUFFIX and tensor.shape == ():
+            found[tensor.fqn] = NUMBER_OF_SUFFIX[suffix](source.read(tensor.fqn).item())
     return found
 
 

@@ -1,0 +1,448 @@
+"""Our storage behind torch's `dcp.save` and `dcp.load`: one argument, and code stays as it is.
+
+    dcp.save(state_dict, storage_writer=ckpt.DcpWriter("s3://bucket/run", step=100))
+    dcp.load(state_dict, storage_reader=ckpt.DcpReader("s3://bucket/run"))
+
+DCP plans who writes what; data files, checksums, manifest and commit are those of `ckpt.save`, so
+the checkpoint is one like all others: `ckpt.load`, `ckpt verify` and `ckpt export` work on it.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from ckpt.api import claimed
+from ckpt.convert.blobs import blob_in_memory
+from ckpt.convert.files import blob_of
+from ckpt.convert.native import DCP_RECORD, NativeSource, native_source
+from ckpt.convert.nesting import flat_state
+from ckpt.convert.pickles import Opaque
+from ckpt.convert.torch_pickle import TensorRef
+from ckpt.convert.tree import Leaf, name_tree, nest
+from ckpt.errors import CheckpointError, InvalidState
+from ckpt.format.codec import encode_values
+from ckpt.format.datafile import BLOCK_BYTES, StoredChunk, order_key
+from ckpt.format.describe import data_file_name, file_extras, file_metadata
+from ckpt.format.dtypes import dtype_name, refusal_reason, torch_dtype
+from ckpt.format.manifest import MODULES, Header, encode_manifest
+from ckpt.format.part import TensorInfo, build_manifest, decode_part, encode_part, make_part
+from ckpt.layout.piece import Holding, Kind
+from ckpt.layout.region import Box
+from ckpt.log import MANIFEST_NAME, manifest_digest, step_prefix
+from ckpt.memory import is_plain_memory
+from ckpt.read import ReadPath
+from ckpt.reader import StoredTensor, fill, piece_of
+from ckpt.session import Commit, Session
+from ckpt.write import FileTexts, Source, WritePath, write_files
+from storage import Store, open_store
+
+PART = "ckpt.part"
+
+
+class DcpWriter(StorageWriter):
+    """Saves what `dcp.save` hands over as the checkpoint of `step` below `url`.
+
+    Values besides tensors have to be plain (None, bool, int, float, str, bytes, list, tuple, dict):
+    others are refused by name, since nothing here stores pickled code. A save that failed on any
+    rank is not committed, and the checkpoint before stays the latest. Planners that cache plans
+    (`enable_plan_caching`) are refused.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        step: int,
+        user: Mapping[str, str] | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        unsafe_single_writer: bool = False,
+    ) -> None:
+        super().__init__()
+        self.url = url
+        self.step = step
+        self.user = dict(user or {})
+        self.storage_options = dict(storage_options or {})
+        self.unsafe_single_writer = unsafe_single_writer
+        self.is_coordinator = False
+        self._session: list[Session] = []
+        self._own_values: set[str] = set()
+        self._header: list[Header] = []
+        self._written: set[str] = set()
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """A new save begins. `dcp.save(checkpoint_id=...)` has no meaning here."""
+        if checkpoint_id is not None and str(checkpoint_id) != self.url:
+            raise ValueError(
+                f"checkpoint_id={str(checkpoint_id)!r}: this writer saves to {self.url!r}; make "
+                "another DcpWriter for another place"
+            )
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Claims the root, on the coordinator."""
+        if kwargs.get("use_collectives") is False:
+            raise CheckpointError("use_collectives=False makes no checkpoint that is one thing")
+        self.is_coordinator = is_coordinator
+        if is_coordinator:
+            session = claimed(
+                self.url,
+                storage_options=self.storage_options,
+                unsafe_single_writer=self.unsafe_single_writer,
+            )
+            session.settle()
+            session.check_root()
+            for header in self._header:
+                # An earlier save of this writer failed before it could be committed.
+                session.discard(header.attempt, step=header.step)
+            self._header.clear()
+            self._session[:] = [session]
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Nothing is local here."""
+        self._own_values = {
+            item.index.fqn for item in plan.items if item.type == WriteItemType.BYTE_IO
+        }
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Names the attempt. Values that the coordinator has too are written by it."""
+        if not all(plan.usable for plan in plans):
+            raise CheckpointError(
+                "the planner caches plans, and with them the name of an attempt that is used up; "
+                "pass a planner with enable_plan_caching=False"
+            )
+        session = self._session[0]
+        paths: dict[str, Any] = {}
+        for plan in plans:
+            paths.update(plan.planner_data or {})
+        header = Header(
+            root=session.root,
+            attempt=session.new_attempt(),
+            step=self.step,
+            world_size=len(plans),
+            block_bytes=BLOCK_BYTES,
+            created_unix=int(time.time()),
+            user={**self.user, MODULES: json.dumps(_modules(plans, paths))},
+        )
+        self._header[:] = [header]
+        told = header.model_dump_json()
+        moved = [
+            item
+            for plan in plans
+            for item in plan.items
+            if item.type == WriteItemType.BYTE_IO and item.index.fqn in self._own_values
+        ]
+        here = {id(item) for item in moved}
+        new_plans = []
+        for rank, plan in enumerate(plans):
+            items = [item for item in plan.items if id(item) not in here]
+            note = {"header": told, "rank": rank, "paths": paths if rank == 0 else {}}
+            new_plans.append(
+                replace(plan, items=items + (moved if rank == 0 else []), storage_data=note)
+            )
+        return new_plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """This rank's data files, durable when this returns."""
+        note = plan.storage_data
+        header, rank = Header.model_validate_json(note["header"]), int(note["rank"])
+        if header.attempt in self._written:
+            raise CheckpointError("a plan of an earlier save came again; do not cache plans")
+        self._written.add(header.attempt)
+        store = open_store(self.url, **self.storage_options)
+        try:
+            part = _write(plan, planner, store, header, rank)
+        finally:
+            store.close()
+        result = WriteResult(MetadataIndex(PART), len(part), part)
+        future: Future[list[WriteResult]] = Future()
+        future.set_result([result])
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Commits: from here on the checkpoint exists."""
+        session, header = self._session[0], self._header[0]
+        parts = [decode_part(result[0].storage_data) for result in results]
+        data = encode_manifest(build_manifest(header, parts))
+        key = step_prefix(header.step, header.attempt) + MANIFEST_NAME
+        with session.store.create(key, len(data), part_nbytes=len(data)) as writer:
+            writer.write_part(0, [memoryview(data)])
+        session.commit(Commit(header.attempt, header.step, len(data), manifest_digest(data)))
+        self._header.clear()
+        metadata.storage_meta = self.storage_meta()
+
+    def storage_meta(self) -> StorageMeta | None:
+        """What DCP keeps for its own log."""
+        return StorageMeta(checkpoint_id=self.url)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """DCP never chooses this writer by itself."""
+        return False
+
+
+def _modules(plans: Sequence[SavePlan], paths: Mapping[str, Any]) -> list[str]:
+    """The paths of what looks like a model in the state."""
+    leaves: dict[str, Any] = {}
+    for plan in plans:
+        for item in plan.items:
+            if item.type != WriteItemType.BYTE_IO:
+                leaves[item.index.fqn] = Leaf(item.index.fqn)
+    named = name_tree(nest(leaves, lambda key: paths.get(key, (key,))))
+    return [path for path in named.modules if path.partition(".")[0] != "optim"]
+
+
+def _write(plan: SavePlan, planner: SavePlanner, store: Store, header: Header, rank: int) -> bytes:
+    """Write the items of a plan; returns this rank's part, encoded."""
+    tensors, sources = _tensors(plan, planner)
+    values, per_rank = _values(plan, planner, rank)
+    infos = sorted(tensors.values())
+    encoded = encode_values(values) if rank == 0 else b""
+    own = encode_values(per_rank) if per_rank else b""
+
+    def metadata(index: int, count: int) -> Mapping[str, str]:
+        empty = [info for info in infos if 0 in info.shape] if index == 0 else []
+        return file_metadata(header, rank=rank, index=index, count=count, empty_tensors=empty)
+
+    directory = step_prefix(header.step, header.attempt)
+    files = write_files(
+        store,
+        lambda index: directory + data_file_name(rank, index),
+        sources,
+        texts=FileTexts(metadata, file_extras(values=encoded, per_rank=own)),
+        path=WritePath(),
+        block_nbytes=header.block_bytes,
+    )
+    part = make_part(
+        rank=rank,
+        files=files,
+        tensors=infos,
+        aliases={},
+        values=values,
+        keeps_values=rank == 0,
+        per_rank=per_rank,
+        replica_digests={},
+    )
+    return encode_part(part)
+
+
+def _tensors(plan: SavePlan, planner: SavePlanner) -> tuple[dict[str, TensorInfo], list[Source]]:
+    """All tensors of a plan, and where the bytes of their regions are now."""
+    infos: dict[str, TensorInfo] = {}
+    sources: list[Source] = []
+    problems: list[str] = []
+    for item in plan.items:
+        data = item.tensor_data
+        if item.type == WriteItemType.BYTE_IO or data is None:
+            continue
+        fqn, dtype = item.index.fqn, data.properties.dtype
+        if (reason := refusal_reason(dtype)) is not None:
+            problems.append(f"{fqn}: {reason}")
+            continue
+        shape = tuple(data.size)
+        infos[fqn] = TensorInfo(fqn, dtype_name(dtype), shape, int(Kind.OTHER))
+        box = Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
+        if not box.numel:
+            continue
+        view = planner.resolve_data(item)
+        assert isinstance(view, torch.Tensor)
+        view = view.detach()
+        chunk = StoredChunk(
+            fqn, dtype_name(dtype), shape, box, view.numel() * view.element_size(), Kind.OTHER
+        )
+        plain = is_plain_memory(view) and chunk.nbytes > 16 << 10
+        sources.append(Source(chunk, view, 0, view.data_ptr() if plain else 0))
+    if problems:
+        raise InvalidState(problems)
+    return infos, sorted(sources, key=lambda source: order_key(source.chunk))
+
+
+def _values(
+    plan: SavePlan, planner: SavePlanner, rank: int
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The common values (on rank 0) and those of this rank alone (on others), by name.
+
+    Rank 0 keeps DCP's flat keys beside them, so that a reader can give them back exactly.
+    """
+    problems: list[str] = []
+    found = {
+        item.index.fqn: _plain(item, planner, problems)
+        for item in plan.items
+        if item.type == WriteItemType.BYTE_IO
+    }
+    if problems:
+        raise InvalidState(problems)
+    if rank != 0:
+        return {}, found
+    paths: Mapping[str, Any] = plan.storage_data["paths"]
+    leaves: dict[str, Any] = dict(found)
+    for item in plan.items:
+        if item.type != WriteItemType.BYTE_IO:
+            leaves[item.index.fqn] = Leaf(item.index.fqn)
+    for key in paths:
+        leaves.setdefault(key, Leaf(key))
+    named = name_tree(nest(leaves, lambda key: paths.get(key, (key,))))
+    record = {"values": found, "paths": {key: list(path) for key, path in paths.items()}}
+    return {**named.values, DCP_RECORD: record}, {}
+
+
+def _plain(item: WriteItem, planner: SavePlanner, problems: list[str]) -> Any:
+    data = planner.resolve_data(item)
+    assert isinstance(data, io.BytesIO)
+    tree = blob_in_memory(data.getvalue()).tree
+    if (bad := _not_plain(tree)) is not None:
+        problems.append(
+            f"{item.index.fqn}: it is or has a {bad}, and only plain values and tensors under "
+            "names of their own are stored; convert it before dcp.save"
+        )
+    return tree
+
+
+def _not_plain(tree: Any) -> str | None:
+    if tree is None or type(tree) in (bool, int, float, str, bytes):
+        return None
+    if isinstance(tree, TensorRef):
+        return "tensor inside of a list or tuple"
+    if isinstance(tree, dict):
+        return next(filter(None, map(_not_plain, (*tree.keys(), *tree.values()))), None)
+    if isinstance(tree, (list, tuple)):
+        return next(filter(None, map(_not_plain, tree)), None)
+    return tree.name if isinstance(tree, Opaque) else type(tree).__name__
+
+
+class DcpReader(StorageReader):
+    """Loads a checkpoint of ours by `dcp.load`: one of `DcpWriter`, of `ckpt.save`, or imported.
+
+    Reads the bytes that a rank needs and no others, each checked.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        step: int | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        self.url = url
+        self.step = step
+        self.storage_options = dict(storage_options or {})
+        self._source: list[NativeSource] = []
+        self._values: dict[str, Any] = {}
+        self._names: dict[str, str] = {}
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """A new load begins. `dcp.load(checkpoint_id=...)` has no meaning here."""
+        if checkpoint_id is not None and str(checkpoint_id) != self.url:
+            raise ValueError(
+                f"checkpoint_id={str(checkpoint_id)!r}: this reader reads {self.url!r}; make "
+                "another DcpReader for another place"
+            )
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The checkpoint as DCP describes one: every tensor as one chunk.
+
+        Raises NoCheckpoint, Corrupt and the store's errors.
+        """
+        for source in self._source:
+            source.close()
+        store = open_store(self.url, **self.storage_options)
+        try:
+            source = native_source(store, self.step)
+        except BaseException:
+            store.close()
+            raise
+        self._source[:] = [source]
+        flat = flat_state(source)
+        self._values, self._names = dict(flat.values), dict(flat.names)
+        stored: dict[str, Any] = {key: BytesStorageMetadata() for key in flat.values}
+        for key, fqn in flat.names.items():
+            info = source.contents.tensors[fqn]
+            size = torch.Size(info.shape)
+            stored[key] = TensorStorageMetadata(
+                TensorProperties(dtype=torch_dtype(info.dtype)),
+                size,
+                [ChunkStorageMetadata(torch.Size([0] * len(size)), size)],
+            )
+        return Metadata(
+            stored,
+            planner_data=dict(flat.paths),
+            storage_data={},
+            storage_meta=StorageMeta(checkpoint_id=self.url),
+        )
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        """Everything was set up when the metadata was read."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Plans stay as they are."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Plans stay as they are."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read everything of a plan in one go, straight into the live tensors where they allow."""
+        holdings: list[Holding] = []
+        ends: list[tuple[ReadItem, torch.Tensor]] = []
+        source = self._source[0]
+        checkpoint = source.checkpoint
+        for item in plan.items:
+            key = item.storage_index.fqn
+            if item.type == LoadItemType.BYTE_IO:
+                planner.load_bytes(item, io.BytesIO(blob_of(self._values[key])))
+                continue
+            info = source.contents.tensors[self._names[key]]
+            entry = StoredTensor(
+                checkpoint.manifest.index(info.fqn), info.fqn, info.dtype, info.shape
+            )
+            target = planner.resolve_tensor(item).detach()
+            direct = target.dtype == torch_dtype(info.dtype)
+            into = target if direct else torch.empty(target.shape, dtype=torch_dtype(info.dtype))
+            box = Box(tuple(item.storage_offsets), tuple(item.lengths))
+            holdings.append(piece_of(entry, box, into))
+            ends.append((item, target))
+        fill(checkpoint.store, checkpoint.prefix, checkpoint.manifest, holdings, ReadPath())
+        for (item, target), holding in zip(ends, holdings, strict=True):
+            if holding.local is not target:
+                target.copy_(holding.local)  # as DCP does: a load may cast
+            planner.commit_tensor(item, target)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """DCP never chooses this reader by itself."""
+        return False

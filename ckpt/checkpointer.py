@@ -14,6 +14,7 @@ happens at a call that all ranks agreed on, or where all of them wait for the sa
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
@@ -27,7 +28,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from ckpt.agreeing import Council, Decision, Pace
-from ckpt.errors import CheckpointError, Fenced, InvalidState, SaveDropped, StoreRefused
+from ckpt.errors import CheckpointError, Fenced, InvalidState, RankFailed, SaveDropped, StoreRefused
 from ckpt.policies import (
     AtExit,
     CostMeter,
@@ -65,6 +66,7 @@ LASTING = (InvalidState, Fenced, StoreRefused)
 
 
 ABANDON_SECONDS = 60.0  # a training that failed waits so long for a save in flight: a guess
+LAST_WORDS_SECONDS = 1.0  # for a save in flight to notice a death that was noticed elsewhere
 STOP_TRIES_MAX = 3  # last saves, where one fails and time is left
 
 
@@ -308,7 +310,7 @@ class Checkpointer:
     # one call of step
 
     def _turn(self, metric: float | None) -> bool:
-        decision = self._council.turn() or Decision(0)
+        decision = self._next_decision()
         if self._preemption and decision.signals & set(self._preemption.signals):
             self._stop(metric, decision)
         if decision.alarm:
@@ -326,6 +328,15 @@ class Checkpointer:
         self._raise_alarm()
         self._begin(self._step, metric, reasons)
         return True
+
+    def _next_decision(self) -> Decision:
+        try:
+            return self._council.turn() or Decision(0)
+        except RankFailed:
+            # A save that the rank died in knows better in which phase that was, and raises it.
+            with contextlib.suppress(TimeoutError):
+                self._collect(wait=True, deadline_seconds=self._clock() + LAST_WORDS_SECONDS)
+            raise
 
     def _seen(self, decision: Decision, *, closing: bool = False) -> Observation:
         self._heard |= decision.signals
@@ -369,6 +380,7 @@ class Checkpointer:
             raise
         except (CheckpointError, StorageError, OSError) as error:
             self._note_failure(step, error)
+            self._raise_if_rank_lost()
             self._raise_alarm()
             return
         blocked = self._clock() - began_seconds
@@ -406,6 +418,13 @@ class Checkpointer:
             else:
                 self._note_success(one, report)
             self._in_flight.pop(0)
+            self._raise_if_rank_lost()
+
+    def _raise_if_rank_lost(self) -> None:
+        """Without all its ranks a training cannot go on, whatever the alarm says."""
+        failure = self._target.failure()
+        if failure is not None:
+            raise failure
 
     def _note_success(self, one: _InFlight, report: SaveReport) -> None:
         ended_unix = max((s.start_unix + s.seconds for s in report.spans), default=time.time())

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from ckpt import api
+from ckpt.errors import RankFailed
 from ckpt.loading import LoadReport
 from ckpt.saving import SaveReport
 from ckpt.session import Session
@@ -36,7 +37,7 @@ class Pending(Protocol):
 
 
 class Target(ABC):
-    """One root. Every method but `session` is collective over the ranks of the training."""
+    """One root. All methods but `session` and `failure` are collective over the ranks."""
 
     url: str
 
@@ -59,6 +60,10 @@ class Target(ABC):
     @abstractmethod
     def session(self) -> Session | None:
         """The right to write here, on the lead and after the first save; else None."""
+
+    @abstractmethod
+    def failure(self) -> RankFailed | None:
+        """Why no save or load can succeed here any more: a rank is gone. None while all is well."""
 
     @abstractmethod
     def model_first(self) -> Target:
@@ -114,6 +119,9 @@ class UrlTarget(Target):
             storage_options=self.storage_options,
             unsafe_single_writer=self.unsafe_single_writer,
         )
+
+    def failure(self) -> RankFailed | None:
+        return api.world_of(self.process_group).failure
 
     def model_first(self) -> Target:
         return replace(self, url=f"{self.url.rstrip('/')}/{MODEL_FIRST}")

@@ -97,6 +97,11 @@ class _Hub:
         for twin in twins:
             twin.leave(rank, why)
 
+    @property
+    def failure(self) -> RankFailed | None:
+        with self._changed:
+            return None if self._broken is None else _copied(self._broken)
+
     def raise_flag(self, name: str) -> None:
         with self._changed:
             self._flags.add(name)
@@ -192,6 +197,10 @@ class ThreadWorld(World):
         self.calls = 0
         self._hub = hub
         self._twins = 0
+
+    @property
+    def failure(self) -> RankFailed | None:
+        return self._hub.failure
 
     def gather(self, name: str, payload: bytes) -> list[bytes]:
         got = self._round("gather", name, bytes(payload), range(self.size))

@@ -61,6 +61,13 @@ class World(ABC):
     size: int
     global_ranks: tuple[int, ...]
 
+    @property
+    def failure(self) -> RankFailed | None:
+        """Why this world is at its end: a rank died, left or did not answer. None while it is
+        usable; errors that ranks agreed on leave it so.
+        """
+        return None
+
     @abstractmethod
     def gather(self, name: str, payload: bytes) -> list[bytes]:
         """Every rank's payload on every rank, in rank order. For small payloads."""
@@ -342,6 +349,10 @@ class TorchWorld(World):
         self._broken: RankFailed | None = None
         self._is_abandoned = False
         self._group: Any = None
+
+    @property
+    def failure(self) -> RankFailed | None:
+        return None if self._broken is None else _copied(self._broken)
 
     def gather(self, name: str, payload: bytes) -> list[bytes]:
         with self._in_round(name) as key:

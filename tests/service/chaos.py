@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from ckpt.background import Background
 from ckpt.checkpointer import Alarm, Checkpointer, Saved
-from ckpt.errors import CheckpointError
+from ckpt.errors import CheckpointError, RankFailed
 from ckpt.loading import LoadOptions, LoadReport, load_state
 from ckpt.policies import AtExit, EverySteps
 from ckpt.retention import KeepRule
@@ -175,6 +175,9 @@ class ThreadTarget(Target):
 
     def session(self) -> Session | None:
         return self._opened[0].session if self._opened else None
+
+    def failure(self) -> RankFailed | None:
+        return self._world.failure
 
     def model_first(self) -> Target:
         raise NotImplementedError("these tests give time enough")

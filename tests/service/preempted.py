@@ -21,6 +21,7 @@ from ckpt.preemption import Preempted
 
 STEPS_MAX = 20_000
 GRACE_SECONDS = 5.0
+SAVE_EVERY = 25
 
 
 def train(url: str, meeting_point: str, rank: int, size: int, say: Callable[[str], object]) -> None:
@@ -38,7 +39,7 @@ def train(url: str, meeting_point: str, rank: int, size: int, say: Callable[[str
     nn.init.zeros_(model.weight)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     state = {"model": model, "optimizer": optimizer, "step": 0}
-    policy = ckpt.EverySteps(25) | ckpt.OnPreemption(grace_seconds=GRACE_SECONDS)
+    policy = ckpt.EverySteps(SAVE_EVERY) | ckpt.OnPreemption(grace_seconds=GRACE_SECONDS)
     try:
         with ckpt.Checkpointer(url, state, save=policy, keep=ckpt.KeepLatest(2)) as checkpointer:
             say("ready")

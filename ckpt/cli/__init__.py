@@ -34,23 +34,31 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(command: Callable[[Any], int], arguments: Any) -> int:
-    from ckpt.errors import CheckpointError
-    from storage import InvalidUrlError, StorageError
-
     try:
         code = command(arguments)
         sys.stdout.flush()
         return code
-    except InvalidUrlError as error:
-        return _failed(error, USAGE)
     except BrokenPipeError:
         # The reader of our output (head, less) has seen enough; python would complain at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OK
-    except (CheckpointError, StorageError, OSError) as error:
-        return _failed(error, PROBLEM)
     except KeyboardInterrupt:
         return _failed(f"interrupted; {arguments.after_interrupt}", INTERRUPTED)
+    except Exception as error:
+        code = _code_of(error)
+        if not code:
+            raise  # a mistake of ours: the traceback is what helps
+        return _failed(error, code)
+
+
+def _code_of(error: Exception) -> int:
+    """The exit code of a failure that a user can do something about; 0 for any other."""
+    from ckpt.errors import CheckpointError
+    from storage import InvalidUrlError, StorageError
+
+    if isinstance(error, InvalidUrlError):
+        return USAGE
+    return PROBLEM if isinstance(error, (CheckpointError, StorageError, OSError)) else 0
 
 
 def _failed(error: object, code: int) -> int:

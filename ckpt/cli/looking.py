@@ -43,6 +43,7 @@ def ls(arguments: argparse.Namespace) -> int:
         notes = [word for word in ("pinned", "verified") if getattr(entry, word)]
         notes += ["latest"] if entry is live[-1] else []
         notes += [f"metric {entry.metric:g}"] if entry.metric is not None else []
+        notes += [f"needs files of {len(entry.references)} others"] if entry.references else []
         shown.append((f"{entry.step}", date(unix), entry.attempt, ", ".join(notes)))
     show_table(("step", "committed", "attempt", "notes"), shown, right=("step",))
     return OK

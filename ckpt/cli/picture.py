@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import html
 from collections.abc import Iterator, Sequence
-from itertools import islice
 
 from ckpt.cli.screen import date, screen_width, shape_text, show_table, size
 from ckpt.errors import CheckpointError
@@ -203,13 +202,15 @@ def _files(found: TensorsMap) -> Iterator[str]:
     longest = max((file.nbytes for file in found.files), default=1)
     each_max = max(RECTANGLES_MAX // max(len(found.files), 1), 16)
     for number, file in enumerate(found.files):
-        parts = sorted(inside.get(number, []), key=lambda item: -item[0].nbytes)
+        parts = inside.get(number, [])
+        largest = sorted(parts, key=lambda item: -item[0].nbytes)[:each_max]
+        largest.sort(key=lambda item: item[0].byte_start)
         scale = FILE_WIDTH / longest
         bars = [
             f'<rect width="{max(file.nbytes * scale, 1):.2f}" height="16" fill="#bbb">'
             "<title>header, checksums, small or other parts</title></rect>"
         ]
-        for at, (part, fqn) in enumerate(islice(parts, each_max)):
+        for at, (part, fqn) in enumerate(largest):
             shade = 45 + 20 * (at % 2)
             about = html.escape(f"{fqn}: {size(part.nbytes)} from byte {part.byte_start} on")
             bars.append(

@@ -203,6 +203,46 @@ def test_bands_follow_the_order_of_their_region() -> None:
             assert all(boxes_of(band, shape) for band in bands)
 
 
+@pytest.fixture
+def sharing_root(tmp_path: Path) -> str:
+    """Step 2 needs the file of step 1 for what did not change."""
+    root = str(tmp_path / "sharing")
+    torch.manual_seed(0)
+    state = {"frozen": torch.randn(300_000), "w": torch.randn(400, 3), "n": 1}
+    ckpt.save(state, root, step=1, dedup=True)
+    ckpt.save(state | {"w": state["w"] + 1, "n": 2}, root, step=2, dedup=True)
+    assert ckpt.list_steps(root)[-1].references
+    return root
+
+
+def test_copy_of_a_checkpoint_that_shares_files_needs_no_other(
+    sharing_root: str, tmp_path: Path
+) -> None:
+    target = tmp_path / "new" / "copy"
+    ckpt.copy(sharing_root, str(target), step=2)
+    ckpt.reshard(sharing_root, str(tmp_path / "resharded"), ranks=2)
+    moved = tmp_path / "moved"
+    shutil.move(sharing_root, moved)
+    for copy in (str(target), str(tmp_path / "resharded")):
+        assert_same(str(moved), copy)
+        with ckpt.open(copy) as ck:
+            assert not ck.manifest.references and not ck.manifest.header.required
+    found = salvage(open_store(str(target.parent)), "copy")
+    assert found.manifest is not None, found.problems
+    assert encode_manifest(found.manifest) == (target / "MANIFEST").read_bytes()
+    assert ckpt.copy(str(moved), str(target), step=2).nbytes_written == 0
+
+
+def test_copy_of_a_root_keeps_what_its_checkpoints_share(sharing_root: str, tmp_path: Path) -> None:
+    target = str(tmp_path / "new")
+    report = ckpt.copy(sharing_root, target, whole_root=True)
+    assert report.nbytes == sum(path.stat().st_size for path in data_files(target))
+    shutil.rmtree(sharing_root)
+    for step in (1, 2):
+        assert ckpt.verify(target, step).ok
+    assert ckpt.list_steps(target)[-1].references
+
+
 # Damage and mistakes ----------------------------------------------------------------------------
 
 

@@ -1,0 +1,338 @@
+"""log, du, the map, completion and help tell the truth, quickly, to people and to programs.
+
+What is printed as JSON is compared with what is on the disk; scripts for shells are run in these
+shells where they are installed; the page is looked at by a parser, and by a browser if any is here.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckpt
+from ckpt.cli import main
+from ckpt.cli.commandline import all_commands
+from ckpt.cli.completing import bash_script, completed, fish_script, zsh_script
+from ckpt.cli.screen import age
+from ckpt.errors import Corrupt, NoCheckpoint
+from ckpt.layout.region import Box, Span
+from ckpt.log import record_key
+from ckpt.mapping import Rectangle, map_of, rank_of, rectangles
+from ckpt.session import Maintenance
+from storage import open_store
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> str:
+    url = str(tmp_path / "run")
+    for step in (1, 2, 3):
+        ckpt.save({"x": torch.ones(step * 1000)}, url, step=step, metric=1.0 / step)
+    maintenance = Maintenance.open(open_store(url))
+    maintenance.pin(ckpt.list_steps(url)[1].attempt)
+    maintenance.retire(ckpt.list_steps(url)[0].attempt)
+    return url
+
+
+def as_json(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> Any:
+    assert main([*arguments, "--json"]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+# log -------------------------------------------------------------------------------------------
+
+
+def test_history_is_newest_first_and_knows_what_was_retired(root: str) -> None:
+    events = ckpt.history(root)
+    kinds = [(event.kind, event.step, event.live) for event in events]
+    assert kinds == [
+        ("RETIRE", 1, 2),
+        ("PIN", 2, 3),
+        ("COMMIT", 3, 3),
+        ("COMMIT", 2, 2),
+        ("COMMIT", 1, 1),
+        ("CLAIM", None, 0),
+    ]
+    assert [event.slot for event in events] == [5, 4, 3, 2, 1, 0]
+    assert events[2].metric == pytest.approx(1 / 3)
+    assert ckpt.history(root, count=1) == events[:1], "the step needs the record before"
+    assert ckpt.history(root, count=100) == events
+
+
+def test_log_command(root: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["log", root]) == 0
+    out = capsys.readouterr().out
+    assert "retired" in out and "pinned" in out and "metric 0.5" in out and " ago" in out
+    assert main(["log", root, "-n", "2"]) == 0
+    assert "and 4 older records" in capsys.readouterr().out
+    assert [event["kind"] for event in as_json(capsys, "log", root)][:2] == ["RETIRE", "PIN"]
+
+
+def test_removed_record_is_named(root: str) -> None:
+    (Path(root) / record_key(2)).unlink()
+    with pytest.raises(Corrupt, match=r"00002 was removed.*ckpt ls"):
+        ckpt.history(root)
+    assert len(ckpt.history(root, count=1)) == 1
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (-5, "in the future"),
+        (3, "3 s ago"),
+        (150, "2 min ago"),
+        (3 * 3600 + 600, "3 h 10 min ago"),
+        (50 * 3600, "2 d 2 h ago"),
+    ],
+)
+def test_ages(seconds: float, text: str) -> None:
+    assert age(seconds) == text
+
+
+# du --------------------------------------------------------------------------------------------
+
+
+def test_usage_counts_every_byte_once(root: str) -> None:
+    """With an unfinished save and a foreign file."""
+    left = Path(root) / "steps" / "00000009-e000001-00000000000000aa"
+    left.mkdir()
+    (left / "rank00000-000.safetensors").write_bytes(b"x" * 777)
+    (Path(root) / "notes.txt").write_bytes(b"mine")
+    usage = ckpt.disk_usage(root)
+    on_disk = sum(path.stat().st_size for path in Path(root).rglob("*") if path.is_file())
+    assert usage.nbytes == on_disk and usage.other_nbytes == 4
+    assert usage.unfinished_nbytes == 777
+    assert [(a.step, a.is_live, a.pinned) for a in usage.attempts] == [
+        (2, True, True),
+        (3, True, False),
+        (9, False, False),
+    ]
+
+
+def test_du_command(root: str, capsys: pytest.CaptureFixture[str]) -> None:
+    told = as_json(capsys, "du", root)
+    assert told["nbytes"] == ckpt.disk_usage(root).nbytes and len(told["attempts"]) == 2
+    assert main(["du", root]) == 0
+    assert "FORMAT and log" in capsys.readouterr().out
+    directory = ckpt.list_steps(root)[0].url
+    assert as_json(capsys, "du", directory)["attempts"][0]["step"] == 2
+    with pytest.raises(NoCheckpoint):
+        ckpt.disk_usage(str(Path(root).parent / "nothing"))
+
+
+# The map ---------------------------------------------------------------------------------------
+
+
+def test_rectangles_cover_the_square() -> None:
+    assert rectangles(Box((0, 0), (4, 6)), (4, 6)) == [Rectangle(0, 0, 1, 1)]
+    assert rectangles(Span(0, 1), ()) == [Rectangle(0, 0, 1, 1)]
+    for region in (Span(5, 17), Box((1, 2), (3, 3)), Span(0, 24), Box((0, 0), (4, 1))):
+        area = sum(r.width * r.height for r in rectangles(region, (4, 6)))
+        assert area == pytest.approx(region.numel / 24)
+
+
+@pytest.mark.parametrize(
+    ("file", "rank"),
+    [
+        ("rank00012-000.safetensors", "12"),
+        ("rank00000-003.safetensors", "0"),
+        ("../00000001-e000001-00000000000000aa/rank00003-000.safetensors", "3"),
+        ("weights.safetensors", "weights.safetensors"),
+    ],
+)
+def test_rank_of_file(file: str, rank: str) -> None:
+    assert rank_of(file) == rank
+
+
+def test_map_counts_the_bytes_of_every_part(plain_root: str) -> None:
+    with ckpt.open(plain_root) as ck:
+        found = map_of(ck)
+        assert {tensor.info.fqn for tensor in found.tensors} == set(ck.manifest.fqns)
+        for tensor in found.tensors:
+            assert sum(tensor.nbytes_by_rank) == tensor.info.nbytes
+        assert [file.nbytes for file in found.files] == ck.manifest.file_nbytes.tolist()
+
+
+class Page(HTMLParser):
+    """Tags that are open, and all attributes that could lead to another place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.links: list[str] = []
+        self.rects = 0
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.links += [f"{tag} {name}" for name, _ in attrs if name in ("src", "href", "action")]
+        self.rects += tag == "rect"
+        if tag not in ("meta", "br"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+@pytest.mark.ranks
+def test_page_holds_everything_and_names_are_escaped(
+    sliced_root: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    evil = str(tmp_path / "run")
+    ckpt.save({"<b>&x": torch.ones(4)}, evil, step=1)
+    for url, name, rects in ((sliced_root, "model.1.weight", 3), (evil, "<b>&x", 1)):
+        output = tmp_path / "map.html"
+        assert main(["show", url, "--map", "--output", str(output)]) == 0
+        assert "open it in a browser" in capsys.readouterr().out
+        page = Page()
+        page.feed(output.read_text(encoding="utf-8"))
+        assert not page.open and not page.links and "http" not in output.read_text()
+        assert name in page.text and page.rects >= rects
+
+
+@pytest.mark.ranks
+def test_map_in_the_terminal_shows_who_has_what(
+    sliced_root: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["show", sliced_root, "model.?.weight", "--map"]) == 0
+    out = capsys.readouterr().out
+    row = next(line for line in out.splitlines() if line.startswith("model.1.weight"))
+    assert row.rstrip().endswith("|▒▒▒▒▒▒|")
+    assert "rank00002-000.safetensors" in out
+
+
+def test_page_that_cannot_be_written_is_told(
+    plain_root: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["show", plain_root, "--map", "--output", str(tmp_path / "no" / "x.html")]) == 1
+    assert "--output names a local file" in capsys.readouterr().err
+    assert main(["show", plain_root, "--output", "x.html"]) == 1
+    assert "--output is for --map" in capsys.readouterr().err
+
+
+@pytest.mark.server
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="no browser here")
+def test_browser_draws_the_page(plain_root: str, tmp_path: Path) -> None:
+    page, picture = tmp_path / "map.html", tmp_path / "map.png"
+    assert main(["show", plain_root, "--map", "--output", str(page)]) == 0
+    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu"]
+    command += [f"--user-data-dir={tmp_path / 'profile'}", f"--screenshot={picture}"]
+    subprocess.run([*command, page.as_uri()], check=True, capture_output=True, timeout=120)
+    assert picture.stat().st_size > 10_000
+
+
+# Completion and help ---------------------------------------------------------------------------
+
+
+def completions(line: str) -> list[str]:
+    """What bash would offer for the last word of `line`."""
+    words = line.split(" ")
+    quoted = " ".join(f"'{word}'" for word in words)
+    script = bash_script(completed(all_commands()))
+    ask = f"COMP_WORDS=({quoted}); COMP_CWORD={len(words) - 1}; _ckpt"
+    done = subprocess.run(
+        ["bash", "-c", f'{script}\n{ask}; printf "%s\\n" "${{COMPREPLY[@]}}"'],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=True,
+    )
+    return done.stdout.split()
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("ckpt sh", ["show"]),
+        ("ckpt re", ["reshard"]),
+        ("ckpt show run --ma", ["--map"]),
+        ("ckpt reshard run to --layout f", ["fsdp2", "flat"]),
+        ("ckpt completion ", ["bash", "zsh", "fish"]),
+        ("ckpt diff a b --sort ", ["name", "amount"]),
+    ],
+)
+def test_bash_completes(line: str, expected: list[str]) -> None:
+    assert completions(line) == expected
+
+
+def test_every_command_and_option_is_in_every_script() -> None:
+    commands = completed(all_commands())
+    scripts = [bash_script(commands), zsh_script(commands), fish_script(commands)]
+    assert {"ls", "cp", "diff", "plan", "reshard", "import"} <= {c.name for c in commands}
+    for command in commands:
+        assert all(command.name in script for script in scripts)
+        for flag in command.flags:
+            for name in flag.names:
+                assert name in scripts[0] and name in scripts[1]
+                assert name.lstrip("-") in scripts[2]
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_scripts_are_valid_in_their_shells(
+    shell: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if shutil.which(shell) is None:
+        pytest.skip(f"no {shell} here")
+    assert main(["completion", shell]) == 0
+    script = tmp_path / "script"
+    script.write_text(capsys.readouterr().out)
+    subprocess.run([shell, "-n", str(script)], check=True, capture_output=True, timeout=30)
+
+
+def test_every_command_has_examples_that_parse(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in all_commands():
+        with pytest.raises(SystemExit) as stopped:
+            main([command.name, "--help"])
+        assert stopped.value.code == 0
+        assert f"ckpt {command.name}" in capsys.readouterr().out.partition("examples:")[2]
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["completion", "bash"], ["cp", "--help"], ["lss"]], ids=" ".join
+)
+def test_help_and_completion_import_nothing_slow(arguments: list[str]) -> None:
+    """A claim on time that a machine can check: neither torch nor numpy nor rich is imported."""
+    code = (
+        "import sys\nfrom ckpt.cli import main\n"
+        f"try: main({arguments!r})\nexcept SystemExit: pass\n"
+        "slow = {'torch', 'numpy', 'rich', 'pydantic', 'msgpack'} & set(sys.modules)\n"
+        "print(sorted(slow), file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stderr.splitlines()[-1] == "[]"
+
+
+def test_listing_a_root_imports_no_torch(root: str) -> None:
+    code = (
+        "import sys\nfrom ckpt.cli import main\n"
+        f"for name in ('ls', 'log', 'du'): assert main([name, {root!r}]) == 0\n"
+        "print('torch' in sys.modules, file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stderr.strip() == "False"
+
+
+def test_every_command_that_tells_something_speaks_json(
+    root: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    silent = {"completion"}
+    for command in all_commands():
+        flags = {name for action in command.actions for name in action.option_strings}
+        assert ("--json" in flags) is (command.name not in silent), command.name
+    for name in ("ls", "log", "du", "show", "verify", "plan"):
+        assert as_json(capsys, name, root)
+    assert as_json(capsys, "prune", root, "--keep-last", "1", "--dry-run")["would_delete"] == []
+    assert as_json(capsys, "salvage", root) == []

@@ -25,6 +25,7 @@ BENCHMARKS: dict[str, tuple[str, ...]] = {
     "memory": ("--gib", "1"),
     "dedup": ("--mib", "512", "--rounds", "5"),
     "export": ("--gib", "1", "3", "--rounds", "1"),
+    "convert": ("--gib", "1", "--rounds", "1"),
     "manifest": (),
     "s3": ("--mib", "256", "--rounds", "5"),
 }

@@ -113,7 +113,7 @@ _LOST_ON_THE_WAY = (
 def open_s3(url: str, place: str, options: dict[str, Any], retry: RetryPolicy) -> S3Store:
     """The store at `place`, "BUCKET" or "BUCKET/PREFIX". Raises InvalidUrlError."""
     bucket, _, prefix = place.partition("/")
-    if "@" in bucket or "?" in place:
+    if "@" in bucket or ":" in bucket or "?" in place:  # and a secret may hold a slash
         raise InvalidUrlError(
             "an s3 url holds a bucket and a prefix only; pass credentials and endpoint_url as "
             "storage options, in the environment, or in ~/.aws"
@@ -164,7 +164,7 @@ def _split_options(place: str, options: dict[str, Any]) -> tuple[Transfer, dict[
             f"{', '.join(Transfer.__dataclass_fields__)}"
         )
     for endpoint in (rest.get("endpoint_url"), rest.get("client_kwargs", {}).get("endpoint_url")):
-        if endpoint and "@" in urlsplit(str(endpoint)).netloc:
+        if "@" in str(endpoint):
             raise InvalidUrlError(
                 f"s3://{place}: endpoint_url holds a user name or password, which would show in "
                 "messages; pass key= and secret= instead"

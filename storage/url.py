@@ -13,6 +13,7 @@ from storage.keys import check_key
 from storage.local import LocalStore
 from storage.memory import MemoryBucket, MemoryStore
 from storage.retry import RetryingStore, RetryPolicy
+from storage.spread import SpreadStore
 from storage.store import Store
 
 _PROTOCOL = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*)://?")
@@ -27,8 +28,11 @@ def open_store(url: str, *, retry: RetryPolicy | None = None, **storage_options:
 
     - a path or `file://PATH`: a directory of this machine;
     - `memory://NAME`: lives as long as this process, one per name;
-    - `s3://BUCKET/PREFIX`: S3, through s3fs. `storage_options` are those of `s3fs.S3FileSystem`,
-      such as `endpoint_url`, `key`, `secret`, `anon`, `profile`;
+    - `s3://BUCKET/PREFIX`: S3, through obstore where it is installed (`shardpoint[fast]`) and
+      through s3fs. `storage_options` are those of `s3fs.S3FileSystem`, such as `endpoint_url`,
+      `key`, `secret`, `anon`, `profile`, those of `storage.s3.Transfer` (`fast`,
+      `unsigned_payload`, `checksums`), and `spread`: the number of key prefixes over which a new
+      root spreads its data files (see `storage.spread`);
     - any other protocol of fsspec, which cannot commit exclusively. `fsspec+PROTOCOL://`
       takes this way for a protocol that has a store of its own.
 
@@ -47,7 +51,10 @@ def open_store(url: str, *, retry: RetryPolicy | None = None, **storage_options:
     if protocol in ("s3", "s3a"):
         from storage.s3 import open_s3  # s3fs takes half a second to import
 
-        return RetryingStore(open_s3(url, rest, storage_options, policy), policy)
+        options = dict(storage_options)
+        spread = options.pop("spread", None)
+        store = RetryingStore(open_s3(url, rest, options, policy), policy)
+        return SpreadStore(store, spread)
     _check_protocol(url, protocol.removeprefix(_FORCE_FSSPEC))
     from storage.generic import open_generic
 
@@ -62,9 +69,12 @@ def redacted(url: str) -> str:
         return url.partition("://")[0] + "://***"
     if not parts.scheme or "://" not in url:
         return url
-    place = "***@" + parts.netloc.rpartition("@")[2] if "@" in parts.netloc else parts.netloc
+    place, path = parts.netloc, parts.path
+    if "@" in place or (":" in place and "@" in path):  # a password may hold a slash
+        place, _, path = f"{place}{path}".rpartition("@")[2].partition("/")
+        place, path = f"***@{place}", f"/{path}" if path else ""
     query = re.sub(r"=[^&;]*", "=***", parts.query)
-    return urlunsplit((parts.scheme, place, parts.path, query, "***" if parts.fragment else ""))
+    return urlunsplit((parts.scheme, place, path, query, "***" if parts.fragment else ""))
 
 
 def _split(url: str) -> tuple[str, str]:

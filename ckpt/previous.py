@@ -46,27 +46,25 @@ HASHED_NBYTES = 8 * MIB  # of memory that needs a copy to be hashed
 
 
 class Base(NamedTuple):
-    """What a save may refer to, the same on all ranks: the newest checkpoint, and the attempts
-    whose files it may name. `manifest` is empty where the ranks know the checkpoint as their own.
+    """What a save may refer to, the same on all ranks: the attempts whose files it may name, and
+    the newest checkpoint's manifest; empty where the ranks know that checkpoint as their own.
     """
 
-    attempt: str
     allowed: tuple[str, ...]
     manifest: bytes
 
     def encode(self) -> bytes:
         """As bytes for the other ranks."""
-        return json.dumps([self.attempt, self.allowed]).encode() + b"\n" + self.manifest
+        return json.dumps(self.allowed).encode() + b"\n" + self.manifest
 
 
-NOTHING = Base("", (), b"")
+NOTHING = Base((), b"")
 
 
 def decode_base(data: bytes) -> Base:
     """The inverse of `Base.encode`."""
     told, _, manifest = data.partition(b"\n")
-    attempt, allowed = json.loads(told)
-    return Base(attempt, tuple(allowed), manifest)
+    return Base(tuple(json.loads(told)), manifest)
 
 
 @dataclass
@@ -99,13 +97,15 @@ class Previous:
         allowed = references_allowed(
             held, state.live, lambda entry: self._nbytes_of(session.store, entry)
         )
-        return Base(state.latest.attempt, tuple(sorted(allowed)), data if allowed else b"")
+        return Base(tuple(sorted(allowed)), data if allowed else b"")
 
     def known_of(self, base: Base, chunks: Sequence[StoredChunk]) -> Known:
-        """Those of the `chunks` that `base` has. Empty when this rank knows nothing of it."""
+        """Where this rank knows the `chunks` from. That may be an older checkpoint than others
+        know: what is allowed is there, and bytes are compared.
+        """
         if base.manifest:
             return known_of_manifest(decode_manifest(base.manifest), chunks)
-        return self.known if base.attempt == self.attempt else {}
+        return self.known
 
     def remember(self, header: Header, part: Part, manifest: Manifest | None) -> None:
         """This checkpoint was committed; `part` is this rank's. The lead has the manifest."""

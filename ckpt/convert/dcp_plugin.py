@@ -62,7 +62,7 @@ from ckpt.memory import is_plain_memory
 from ckpt.read import ReadPath
 from ckpt.reader import StoredTensor, fill, piece_of
 from ckpt.session import Commit, Session
-from ckpt.write import FileTexts, Source, WritePath, write_files
+from ckpt.write import FileTexts, Source, WritePath, entries_of, write_files
 from storage import Store, open_store
 
 PART = "ckpt.part"
@@ -233,13 +233,14 @@ def _write(plan: SavePlan, planner: SavePlanner, store: Store, header: Header, r
         return file_metadata(header, rank=rank, index=index, count=count, empty_tensors=empty)
 
     directory = step_prefix(header.step, header.attempt)
+    path = WritePath()
     files = write_files(
         store,
         lambda index: directory + data_file_name(rank, index),
         sources,
+        files=entries_of(sources, path.file_nbytes_max, header.block_bytes),
         texts=FileTexts(metadata, file_extras(values=encoded, per_rank=own)),
-        path=WritePath(),
-        block_nbytes=header.block_bytes,
+        path=path,
     )
     part = make_part(
         rank=rank,

@@ -103,9 +103,9 @@ class _Job:
         return self.world.rank == 0
 
     @property
-    def is_several(self) -> bool:
-        """Whether the files are one thing only together, the last one being the sign of it."""
-        return len(self.files) > 1
+    def data_files(self) -> Sequence[PlannedFile]:
+        """All files, but for the last of several: that one makes them one thing."""
+        return self.files[:-1] if len(self.files) > 1 else self.files
 
     def begin(self) -> set[str]:
         """The files that an earlier, killed export of the same has finished.
@@ -133,13 +133,16 @@ class _Job:
                 f"{self.store.url}/{there[0]} is there already and nothing is ever overwritten; "
                 "remove it, or export to another name"
             )
-        if found is None and self.is_several:
+        if found is None:
             try:
                 self.store.put_if_absent(self.note_key, self.note)
             except KeyExistsError as error:
                 raise CheckpointError(
                     f"{self.store.url}/{self.note_key}: another export began just now"
                 ) from error
+        else:
+            for file in self.files:
+                self.store.abort_unfinished(file.key)
         return json.dumps(there).encode()
 
     def _is_there(self, file: PlannedFile) -> bool:
@@ -159,8 +162,7 @@ class _Job:
         """This rank's files: the largest first, each to the rank that has the least so far."""
         load = [0] * self.world.size
         chosen = []
-        rest = self.files[:-1] if self.is_several else self.files
-        todo = [file for file in rest if file.key not in there]
+        todo = [file for file in self.data_files if file.key not in there]
         for file in sorted(todo, key=lambda file: (-file.nbytes, file.key)):
             rank = min(range(len(load)), key=lambda rank: (load[rank], rank))
             load[rank] += file.nbytes
@@ -184,13 +186,13 @@ class _Job:
         """The last file makes the others one thing; then nothing tells of the work any more."""
 
         def run() -> None:
-            if not self.is_lead or not self.is_several:
+            if not self.is_lead:
                 return
-            last = self.files[-1]
-            assert all(isinstance(piece, Fixed) for piece in last.pieces)
-            if last.key not in there:
-                data = b"".join(p.data for p in last.pieces if isinstance(p, Fixed))
-                self.store.put_if_absent(last.key, data)
+            for last in self.files[len(self.data_files) :]:
+                assert all(isinstance(piece, Fixed) for piece in last.pieces)
+                if last.key not in there:
+                    data = b"".join(p.data for p in last.pieces if isinstance(p, Fixed))
+                    self.store.put_if_absent(last.key, data)
             self.store.delete(self.note_key)
 
         collectively(self.world, "end", run)
@@ -201,8 +203,7 @@ class _Job:
             return
         for file in reversed(self.files):
             self.store.delete(file.key)
-        if self.is_several:
-            self.store.delete(self.note_key)
+        self.store.delete(self.note_key)
 
 
 def _digest(source: Source, files: Sequence[PlannedFile]) -> str:

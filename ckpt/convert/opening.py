@@ -70,6 +70,8 @@ def _open_file(store: Store, name: str, options: SourceOptions) -> Source:
     if not _is_there(store, name):
         if _is_there(store, f"{name}/{METADATA}"):
             return open_dcp(store, folder=f"{name}/", parameter_names=options.parameter_names)
+        if _is_there(store, f"{name}.index.json"):
+            return open_safetensors(store, f"{name}.index.json")
         raise NoCheckpoint(f"{store.url}/{name} is not there")
     if name.endswith(SUFFIXES):
         return open_torch_files(store, [name], options.parameter_names)

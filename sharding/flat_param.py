@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -27,6 +28,9 @@ from sharding.pool import BufferPool
 from sharding.store import Found, GatheringStore, Gradients, Outgoing, State
 from sharding.streams import Streams
 from sharding.torch_seam import Place, post_accumulate_hooks
+
+if TYPE_CHECKING:
+    from sharding.extensions import Extension
 
 __all__ = ["FlatParam", "FlatParameter", "Found", "State", "StoreOptions"]
 
@@ -52,8 +56,16 @@ class FlatParam(GatheringStore):
     """The parameters of one unit; see the head of this file."""
 
     def __init__(
-        self, found: Sequence[Found], shard: Comm, streams: Streams, options: StoreOptions
+        self,
+        found: Sequence[Found],
+        shard: Comm,
+        streams: Streams,
+        options: StoreOptions,
+        *,
+        extension: Extension | None = None,
     ) -> None:
+        self.extension = extension
+        found, self.tokens = _flattenable(found, extension)
         check_flattenable(found, use_orig_params=options.use_orig_params)
         super().__init__(found, options.device, limit_gathers=options.limit_gathers)
         self.options = options
@@ -254,6 +266,23 @@ class FlatParam(GatheringStore):
             empty.new_empty(0).set_(storage, base + member.start, member.shape, member.stride)
             for member in self.layout.members
         )
+
+    def wrap_views(self, views: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """The views, or what the extension makes of them."""
+        return tuple(self.as_shown(at, view) for at, view in enumerate(views))
+
+    def as_shown(self, at: int, view: torch.Tensor) -> torch.Tensor:
+        """A gathered member as modules show it."""
+        token = self.tokens[at]
+        if self.extension is None or token is None:
+            return view
+        return self.extension.after_unflatten(view, token)
+
+    def as_flattened(self, at: int, shown: torch.Tensor) -> torch.Tensor:
+        """What was put in the place of a member, as it is flattened."""
+        if self.extension is None or self.tokens[at] is None:
+            return shown
+        return self.extension.before_flatten(self.found[at].fqn, shown)[0]
 
     def memory_identity(self) -> object:
         """Changes whenever views have to be made anew."""
@@ -557,6 +586,28 @@ class FlatParam(GatheringStore):
         return any(param.requires_grad for param in self.params)
 
 
+def _flattenable(
+    found: Sequence[Found], extension: Extension | None
+) -> tuple[list[Found], tuple[Any, ...]]:
+    """The members as the extension would have them flattened, as Parameters of their own in the
+    place of the originals, and its tokens.
+    """
+    members: list[Found] = []
+    tokens: list[Any] = []
+    for item in found:
+        tensor, token = item.param.detach(), None
+        if extension is not None and not isinstance(item.param, FlatParameter):
+            tensor, token = extension.before_flatten(item.fqn, item.param)
+        if token is not None:
+            param = nn.Parameter(tensor.detach(), requires_grad=item.param.requires_grad)
+            for place in item.places:
+                place.put(param)
+            item = item._replace(param=param)
+        members.append(item)
+        tokens.append(token)
+    return members, tuple(tokens)
+
+
 def check_flattenable(found: Sequence[Found], *, use_orig_params: bool) -> None:
     """Raise ValueError, naming the parameters, when they cannot share a flat parameter."""
     if not found:
@@ -566,8 +617,8 @@ def check_flattenable(found: Sequence[Found], *, use_orig_params: bool) -> None:
             raise ValueError(f"{item.fqn}: is a flat parameter already; do not wrap it again")
         if hasattr(item.param, "placements"):
             raise ValueError(
-                f"{item.fqn}: is a DTensor, which a flat parameter cannot hold; list it in "
-                "ignored_states, or shard the model with torch's fully_shard"
+                f"{item.fqn}: is a DTensor; pass device_mesh, a part of the larger mesh that the "
+                "model was parallelized over, or list it in ignored_states"
             )
         if not item.param.dtype.is_floating_point:
             raise ValueError(

@@ -25,6 +25,7 @@ from ckpt.layout.sharded_tensor import UnitSharding
 from sharding.clip import check_dtypes, clip_sharded
 from sharding.collectives import Comm, wants_details
 from sharding.comm_hooks import hook_of
+from sharding.extensions import Extension, TensorParallel, holders_of
 from sharding.flat_param import FlatParam, StoreOptions
 from sharding.flat_unit import HYBRID, FlatUnit, Settings
 from sharding.groups import Groups, resolve_groups
@@ -45,6 +46,7 @@ from sharding.stateful import StatefulUnit
 from sharding.store import Found
 from sharding.streams import streams_for
 from sharding.summon import SummonOptions, summon_units
+from sharding.torch_seam import larger_mesh
 from sharding.unit import Phase
 from sharding.wrapping import auto_wrap
 
@@ -84,6 +86,8 @@ class FullyShardedDataParallel(StatefulUnit):
     """
 
     __ckpt_wraps__ = _CHILD
+    fsdp_extension: Extension | None = None
+    """How members that are not plain tensors are flattened; see `sharding.extensions`."""
 
     def __init__(
         self,
@@ -143,7 +147,11 @@ class FullyShardedDataParallel(StatefulUnit):
             ignored_buffers=ignored.buffers,
             evaluates_in_full_precision=os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1",
         )
-        self._build(_make_unit(module, found, groups, settings), groups, ignored, device_mesh)
+        extension = self.fsdp_extension
+        if extension is None and device_mesh is not None and larger_mesh(device_mesh) is not None:
+            extension = TensorParallel(groups)
+        unit = _make_unit(module, found, groups, settings, extension)
+        self._build(unit, groups, ignored, device_mesh)
 
     def _build(
         self, unit: FlatUnit, groups: Groups, ignored: Ignored, device_mesh: DeviceMesh | None
@@ -301,6 +309,11 @@ class FullyShardedDataParallel(StatefulUnit):
                 managed.update(id(param) for param in shown)
                 (sharded if unit.settings.is_sharded else repeated).extend(shown)
         repeated += [param for param in self.parameters() if id(param) not in managed]
+        if any(unit.store is not None and any(unit.store.tokens) for unit in units):
+            raise NotImplementedError(
+                "clip_grad_norm_ does not know the norm over tensor parallel members: clip with a "
+                "norm of your own, or shard with fully_shard and torch's clip_grad_norm_"
+            )
         check_dtypes("sharded", sharded)
         check_dtypes("unsharded", repeated)
         if not any(unit.settings.is_sharded for unit in units if unit.store is not None):
@@ -452,15 +465,7 @@ class FullyShardedDataParallel(StatefulUnit):
         store = self.fsdp_unit.store
         if store is None:
             return []
-        holders = self._holders()
-        members = []
-        for member, part in zip(store.layout.members, store.parts, strict=True):
-            fqn = clean_name(member.fqn)
-            order = memory_order(fqn, member.shape, member.stride)
-            start, numel, offset = (0, 0, 0)
-            if part is not None:
-                start, numel, offset = part.in_member, part.numel, part.in_shard
-            members.append(FlatMember(fqn, member.shape, order, start, numel, offset, holders))
+        members = [self._describe(at) for at in range(len(store.found))]
         local = store.flat.detach()
         if not store.options.use_orig_params:
             return [Owned(store.flat, local, flat_views(members, local.dtype, base=0), True)]
@@ -471,15 +476,24 @@ class FullyShardedDataParallel(StatefulUnit):
             for param, member in zip(store.params, members, strict=True)
         ]
 
-    def _holders(self) -> tuple[int, ...]:
-        """Global ranks that hold the same shard as this one."""
-        groups = self.fsdp_groups
-        if not self.fsdp_unit.settings.is_sharded:
-            held = groups.replicate or groups.shard
-            return tuple(sorted(held.global_ranks))
-        if groups.replicate is None:
-            return (groups.shard.global_ranks[groups.shard.rank],)
-        return tuple(sorted(groups.replicate.global_ranks))
+    def _describe(self, at: int) -> FlatMember:
+        store = self.fsdp_unit.store
+        assert store is not None
+        member, part, token = store.layout.members[at], store.parts[at], store.tokens[at]
+        fqn = clean_name(member.fqn)
+        start, numel, offset = (0, 0, 0)
+        if part is not None:
+            start, numel, offset = part.in_member, part.numel, part.in_shard
+        extension = store.extension
+        inside = None if extension is None or token is None else extension.inside(token)
+        holders = holders_of(
+            self.fsdp_groups,
+            None if self.fsdp_mesh is None else larger_mesh(self.fsdp_mesh),
+            inside,
+            is_sharded=store.options.sharded,
+        )
+        order = memory_order(fqn, member.shape, member.stride)
+        return FlatMember(fqn, member.shape, order, start, numel, offset, holders, inside)
 
     def __ckpt_aliases__(self) -> dict[str, str]:
         store = self.fsdp_unit.store
@@ -654,7 +668,13 @@ def _clamped(strategy: ShardingStrategy, groups: Groups) -> ShardingStrategy:
     return strategy
 
 
-def _make_unit(module: nn.Module, found: Any, groups: Groups, settings: Settings) -> FlatUnit:
+def _make_unit(
+    module: nn.Module,
+    found: list[Found],
+    groups: Groups,
+    settings: Settings,
+    extension: Extension | None,
+) -> FlatUnit:
     shard: Comm | None = groups.shard
     replicate = groups.replicate
     if not settings.is_sharded:
@@ -679,7 +699,8 @@ def _make_unit(module: nn.Module, found: Any, groups: Groups, settings: Settings
             param_dtype=precision.param_dtype,
             limit_gathers=settings.limit_all_gathers,
         )
-        store = FlatParam(found, groups.shard, streams_for(settings.device), options)
+        streams = streams_for(settings.device)
+        store = FlatParam(found, groups.shard, streams, options, extension=extension)
     return FlatUnit(module, store, settings, reduction)
 
 

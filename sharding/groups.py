@@ -12,7 +12,7 @@ from torch.distributed.fsdp import ShardingStrategy
 from sharding.collectives import Comm, Group, comm_of, default_group, is_group, new_groups
 from sharding.flat_unit import HYBRID
 
-__all__ = ["Groups", "blocks_of", "groups_of", "resolve_groups"]
+__all__ = ["Groups", "blocks_of", "groups_of", "line_through_here", "resolve_groups"]
 
 
 class Groups(NamedTuple):
@@ -96,6 +96,14 @@ def _single_group(
         )
     group: Group = process_group
     return group
+
+
+def line_through_here(mesh: DeviceMesh, axis: int) -> list[int]:
+    """Global ranks along an axis of the mesh, through this rank's place in it."""
+    here = (mesh.mesh == dist.get_rank()).nonzero()[0].tolist()
+    where: list[Any] = list(here)
+    where[axis] = slice(None)
+    return [int(rank) for rank in mesh.mesh[tuple(where)]]
 
 
 def blocks_of(world_size: int, per_node: int) -> tuple[list[list[int]], list[list[int]]]:

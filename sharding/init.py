@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ckpt.layout.dtensor import local_tensor
 from sharding.collectives import Comm
 from sharding.flat_param import FlatParameter, Found
 from sharding.torch_seam import Place, is_marked_replicate
@@ -332,7 +333,7 @@ def sync_states(
 
     `comms` are the replicate and the shard group, in that order: first across, then inside.
     """
-    tensors = [item.param.detach() for item in found]
+    tensors = [local_tensor(item.param) for item in found]
     for buffer in root.buffers():
         if id(buffer) not in synced:
             synced.add(id(buffer))

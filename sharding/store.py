@@ -201,6 +201,10 @@ class GatheringStore(ABC):
     def make_views(self) -> tuple[torch.Tensor, ...]:
         """New tensors over the gathered memory, one for each member; it must be there."""
 
+    def wrap_views(self, views: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """What modules show in the place of the views; tracked by autograd."""
+        return views
+
     @abstractmethod
     def hide_views(self) -> None:
         """Let the modules show what optimizers know."""
@@ -294,7 +298,8 @@ class GatheringStore(ABC):
             return
         with torch.inference_mode(False), torch.enable_grad():
             anchor = torch.empty(0, device=self.device, requires_grad=anchored)
-            self.views = _Views.apply(anchor, self, trainable)  # type: ignore[no-untyped-call]
+            views = _Views.apply(anchor, self, trainable)  # type: ignore[no-untyped-call]
+            self.views = self.wrap_views(views)
         self._views_for = wanted
         self.shows_views = False
 

@@ -86,9 +86,18 @@ def _show(
     if store.options.use_orig_params:
         for param, view in zip(store.params, views, strict=True):
             param.data = view
-        return store.params
-    unit.hide_flat()
-    shown = tuple(nn.Parameter(view, requires_grad=store.requires_grad) for view in views)
+    else:
+        unit.hide_flat()
+    is_orig = store.options.use_orig_params
+    shown = tuple(
+        param
+        if is_orig and store.tokens[at] is None
+        else nn.Parameter(
+            store.as_shown(at, view),
+            requires_grad=param.requires_grad if is_orig else store.requires_grad,
+        )
+        for at, (param, view) in enumerate(zip(store.params, views, strict=True))
+    )
     for item, param in zip(store.found, shown, strict=True):
         for place in item.places:
             place.take()
@@ -100,10 +109,9 @@ def _collect_writes(
     store: FlatParam, views: Sequence[torch.Tensor], shown: Sequence[nn.Parameter]
 ) -> None:
     """Copy into the gathered tensor what the user put in place of its views."""
-    for item, view, param in zip(store.found, views, shown, strict=True):
+    for at, (item, view, param) in enumerate(zip(store.found, views, shown, strict=True)):
         current = item.places[0].current()
-        if current is None:
-            current = param
+        current = store.as_flattened(at, param if current is None else current)
         if current.data_ptr() != view.data_ptr():
             if current.shape != view.shape:
                 raise RuntimeError(

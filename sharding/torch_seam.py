@@ -14,6 +14,7 @@ __all__ = [
     "call_after_backward",
     "current_backward",
     "is_marked_replicate",
+    "larger_mesh",
     "post_accumulate_hooks",
     "run_policy",
 ]
@@ -92,6 +93,17 @@ def is_marked_replicate(module: nn.Module) -> bool:
     from torch.distributed._composable.contract import _get_registry
 
     return "replicate" in (_get_registry(module) or {})
+
+
+def larger_mesh(mesh: Any) -> Any:
+    """The mesh of which `mesh` is a part; None when it is a whole one."""
+    if hasattr(mesh, "_get_root_mesh"):
+        root = mesh._get_root_mesh()
+    else:  # torch before 2.8
+        from torch.distributed.device_mesh import _mesh_resources
+
+        root = _mesh_resources.get_root_mesh(mesh)
+    return None if root is None or root.mesh.numel() == mesh.mesh.numel() else root
 
 
 def classes_to_leave_alone(precision: Any) -> tuple[type[nn.Module], ...]:

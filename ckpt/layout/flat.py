@@ -11,7 +11,17 @@ from ckpt.layout.piece import Owned, Piece, View, Window
 from ckpt.layout.plain import Refused
 from ckpt.layout.region import Box, Shape, Span, boxes_of, row_major_strides, whole
 
-__all__ = ["FlatMember", "flat_views", "member_as_param", "memory_order"]
+__all__ = ["FlatMember", "Inside", "flat_views", "member_as_param", "memory_order"]
+
+
+class Inside(NamedTuple):
+    """Of what a member is a part, when it was cut before it was flattened (tensor parallelism)."""
+
+    global_shape: Shape
+    offset: Shape
+    """Where the member starts in the whole tensor."""
+    cut_over: tuple[tuple[int, ...], ...]
+    """The groups of global ranks over which it is cut, this rank in each."""
 
 
 class FlatMember(NamedTuple):
@@ -24,6 +34,18 @@ class FlatMember(NamedTuple):
     numel: int
     offset: int  # where it is in the local shard
     holders: tuple[int, ...]
+    inside: Inside | None = None
+
+    @property
+    def global_shape(self) -> Shape:
+        return self.shape if self.inside is None else self.inside.global_shape
+
+    def globally(self, box: Box) -> Box:
+        """A box of this member in the coordinates of the whole tensor."""
+        if self.inside is None:
+            return box
+        offset = tuple(a + b for a, b in zip(box.offset, self.inside.offset, strict=True))
+        return Box(offset, box.shape)
 
 
 def memory_order(fqn: str, shape: Shape, strides: Shape) -> tuple[int, ...]:
@@ -56,10 +78,12 @@ def flat_views(members: Sequence[FlatMember], dtype: torch.dtype, *, base: int) 
     views: list[View] = []
     for member in members:
         offset = member.offset - base if member.numel else 0
-        if member.order == tuple(range(len(member.shape))) or not member.numel:
+        is_plain = member.order == tuple(range(len(member.shape))) and member.inside is None
+        if is_plain or not member.numel:
             span = Span(member.start, member.start + member.numel)
             here = Span(offset, offset + member.numel)
-            plain.append(Piece(member.fqn, member.shape, dtype, span, here, member.holders))
+            shape = member.global_shape
+            plain.append(Piece(member.fqn, shape, dtype, span, here, member.holders))
         else:
             if plain:
                 views.append(View(tuple(plain)))
@@ -69,13 +93,20 @@ def flat_views(members: Sequence[FlatMember], dtype: torch.dtype, *, base: int) 
 
 
 def _permuted_views(member: FlatMember, dtype: torch.dtype, offset: int) -> Iterator[View]:
-    """A member that was flattened in another than the row-major order: boxes with their strides."""
+    """A member whose elements here are no run of the tensor's row-major order, by that it was
+    flattened in another order, or is a part of a larger tensor: boxes with their strides.
+    """
     memory_shape = tuple(member.shape[dim] for dim in member.order)
     for box in boxes_of(Span(member.start, member.start + member.numel), memory_shape):
         logical = Box(_unpermuted(box.offset, member.order), _unpermuted(box.shape, member.order))
         strides = _unpermuted(row_major_strides(box.shape), member.order)
         piece = Piece(
-            member.fqn, member.shape, dtype, logical, whole(logical.shape), member.holders
+            member.fqn,
+            member.global_shape,
+            dtype,
+            member.globally(logical),
+            whole(logical.shape),
+            member.holders,
         )
         yield View((piece,), Window(logical.shape, strides, offset))
         offset += box.numel
@@ -102,6 +133,7 @@ def member_as_param(
     # Unsharded units show the original shapes, and so do the states of optimizers.
     memory_shape = tuple(member.shape[dim] for dim in member.order)
     strides = _unpermuted(row_major_strides(memory_shape), member.order)
-    region = whole(member.shape)
-    piece = Piece(member.fqn, member.shape, local.dtype, region, region, member.holders)
+    here = whole(member.shape)
+    region = member.globally(here)
+    piece = Piece(member.fqn, member.global_shape, local.dtype, region, here, member.holders)
     return Owned(param, shard.as_strided(member.shape, strides), (View((piece,)),), True)

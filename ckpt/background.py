@@ -196,7 +196,7 @@ def _run(pending: PendingSave, task: SaveTask, staged: Staged) -> SaveReport:
         except Exception as caught:
             error = caught
         task.session.world.agree("begin", error)
-        return publish(task, lambda: staged.modules, write)
+        return publish(task, lambda: staged.contents.modules, write)
     finally:
         staged.release()
 

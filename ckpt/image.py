@@ -24,9 +24,9 @@ from ckpt.format.checksum import crc32c, crc32c_of_each
 from ckpt.format.datafile import (
     ALIGNMENT,
     DataFileLayout,
+    FileEntries,
     checksum_tensor,
     layout_data_file,
-    split_into_files,
 )
 from ckpt.format.part import PartFile
 from ckpt.memory import address_of, copy_bytes
@@ -62,47 +62,41 @@ class PartPlan(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FilePlan:
-    """One file: its sources are `first` to `stop`, its tensor bytes start at `data_start`."""
+    """One file: its sources are those from `first` on, its tensor bytes start at `data_start`."""
 
+    entries: FileEntries
     first: int
-    stop: int
     data_start: int
     part_nbytes: int
     parts: tuple[PartPlan, ...]
 
 
 def plan_files(
-    sources: Sequence[Source], *, texts: FileTexts, path: WritePath, block_nbytes: int
+    files: Sequence[FileEntries], *, texts: FileTexts, path: WritePath
 ) -> tuple[FilePlan, ...]:
-    """How `sources` lie in files and parts. `texts` is a guess of what the headers will say."""
-    groups = split_into_files([source.chunk for source in sources], path.file_nbytes_max)
-    starts = [
-        len(layout_data_file(group, block_bytes=block_nbytes, metadata=metadata).header)
-        + HEADER_SLACK_NBYTES
-        for group, metadata in (
-            (group, texts.metadata(index, len(groups))) for index, group in enumerate(groups)
-        )
-    ]
-    largest = max(
-        start + sum(chunk.nbytes for chunk in group)
-        for start, group in zip(starts, groups, strict=True)
-    )
+    """How `files` lie in parts. `texts` is a guess of what their headers will say."""
+    starts = []
+    for index, file in enumerate(files):
+        metadata = texts.metadata(index, len(files))
+        guess = layout_data_file(file, block_bytes=file.block_bytes, metadata=metadata)
+        starts.append(len(guess.header) + HEADER_SLACK_NBYTES)
+    largest = max(start + file.nbytes for start, file in zip(starts, files, strict=True))
     # Whole MiB and the same for all files, so that any buffer serves any part of any save.
     part_nbytes = min(path.part_nbytes, -(-largest // MIB) * MIB)
     plans = []
     first = 0
-    for start, group in zip(starts, groups, strict=True):
-        sizes = [chunk.nbytes for chunk in group]
-        parts = _plan_parts(sizes, first, start, part_nbytes, block_nbytes)
-        plans.append(FilePlan(first, first + len(group), start, part_nbytes, parts))
-        first += len(group)
+    for start, file in zip(starts, files, strict=True):
+        parts = _plan_parts(file, first, start, part_nbytes)
+        plans.append(FilePlan(file, first, start, part_nbytes, parts))
+        first += len(file.chunks)
     return tuple(plans)
 
 
 def _plan_parts(
-    sizes: Sequence[int], first: int, data_start: int, part_nbytes: int, block_nbytes: int
+    file: FileEntries, first: int, data_start: int, part_nbytes: int
 ) -> tuple[PartPlan, ...]:
-    end = data_start + sum(sizes)
+    sizes, block_nbytes = [chunk.nbytes for chunk in file.chunks], file.block_bytes
+    end = data_start + file.nbytes
     slots: list[list[Slot]] = [[] for _ in range(-(-end // part_nbytes))]
     cuts: list[list[int]] = [[] for _ in slots]
     goes_on = [False] * len(slots)
@@ -195,7 +189,6 @@ class Image:
         *,
         texts: FileTexts,
         path: WritePath,
-        block_nbytes: int,
         between_parts: Callable[[], None],
     ) -> list[PartFile]:
         """Write all files, copying on the way what is left; durable when this returns.
@@ -206,7 +199,7 @@ class Image:
         written = []
         try:
             for index, file in enumerate(self.files):
-                layout, extras = self._layout(index, texts, block_nbytes)
+                layout, extras = self._layout(index, texts)
                 with (
                     store.create(
                         names(index),
@@ -219,9 +212,8 @@ class Image:
                 ):
                     checksums = self._write_file(index, layout, extras, sender, between_parts)
                     sender.wait_for_all()
-                chunks = [source.chunk for source in self.sources[file.first : file.stop]]
                 name = names(index).rpartition("/")[2]
-                written.append(PartFile(name, layout, chunks, checksums))
+                written.append(PartFile(name, layout, file.entries.chunks, checksums))
             store.sync([names(index) for index in range(len(self.files))])
         finally:
             self.release()
@@ -261,14 +253,12 @@ class Image:
 
     # writing
 
-    def _layout(
-        self, index: int, texts: FileTexts, block_nbytes: int
-    ) -> tuple[DataFileLayout, dict[str, bytes]]:
+    def _layout(self, index: int, texts: FileTexts) -> tuple[DataFileLayout, dict[str, bytes]]:
         file = self.files[index]
         extras = dict(texts.extras) if index == 0 else {}
         layout = layout_data_file(
-            [source.chunk for source in self.sources[file.first : file.stop]],
-            block_bytes=block_nbytes,
+            file.entries,
+            block_bytes=file.entries.block_bytes,
             metadata=texts.metadata(index, len(self.files)),
             extra={name: len(value) for name, value in extras.items()},
         )

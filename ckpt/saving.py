@@ -8,44 +8,37 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-import torch
-
+from ckpt.contents import Contents, PlanMemory, contents_of, digests_of
 from ckpt.errors import Fenced, InvalidState, OutcomeUnknown
-from ckpt.format.checksum import crc32c
 from ckpt.format.codec import encode_values
 from ckpt.format.datafile import BLOCK_BYTES
 from ckpt.format.describe import data_file_name, file_extras, file_metadata
-from ckpt.format.dtypes import dtype_name
 from ckpt.format.manifest import MODULES, Header, Manifest, encode_manifest
 from ckpt.format.part import (
     FileColumns,
     Part,
     PartFile,
-    TensorInfo,
     assemble,
     build_manifest,
     make_part,
+    part_again,
+    part_texts,
     replica_differences,
     value_differences,
 )
 from ckpt.format.references import REFERENCES
-from ckpt.interrupted import refuse_interrupted
-from ckpt.layout.assign import Assignment, assign
-from ckpt.layout.piece import Holding, Piece
 from ckpt.layout.plain import Ranks
 from ckpt.log import MANIFEST_NAME, STEP_MAX, manifest_digest, step_prefix
-from ckpt.memory import host_bytes, is_plain_memory, local_view
 from ckpt.previous import NOTHING, Base, Previous, Referred, decode_base, everything, refer
 from ckpt.session import Commit, RankedSession, ReferenceRetired
-from ckpt.state_dict import FlatState, flatten_state
 from ckpt.state_dict.walk import module_paths
 from ckpt.telemetry import Recorder, Span
 from ckpt.world import collectively
-from ckpt.write import FileTexts, Source, WritePath, sources_of, write_files
+from ckpt.write import FileTexts, Source, WritePath, entries_of, write_files
 from storage import Store
 
 logger = logging.getLogger(__name__)
@@ -90,13 +83,15 @@ class PartMemory:
     """What the lead knows of each rank's last part, so that an unchanged structure is sent once.
 
     Belongs to one session. Both sides forget together: a round that fails on one rank fails on all.
-    `previous` is what a save with `dedup` may refer to.
+    `previous` is what a save with `dedup` may refer to, `plans` what this rank need not work out
+    again.
     """
 
     def __init__(self) -> None:
         self.sent = b""
         self.structures: dict[int, bytes] = {}
         self.previous = Previous()
+        self.plans = PlanMemory()
 
 
 class Attempt(NamedTuple):
@@ -140,9 +135,9 @@ def save_state(
 
     def write(attempt: Attempt) -> Part:
         with task.recorder.span("flatten"):
-            contents = contents_of(state, task.ranks)
-        written = write_sources(sources_of(contents.assignment.shares), contents, attempt, task)
-        return part_of(contents, written, digests_of(contents.assignment.compared), task)
+            contents = contents_of(state, task.ranks, memory.plans)
+        written = write_sources(contents.plan.sources, contents, attempt, task)
+        return part_of(contents, written, digests_of(contents.plan.assignment.compared), task)
 
     return publish(task, lambda: module_paths(state), write)
 
@@ -158,26 +153,28 @@ def write_sources(
     sources: Sequence[Source], contents: Contents, attempt: Attempt, task: SaveTask
 ) -> Written:
     """Write this rank's `sources`, or refer to them; durable when this returns."""
-    header, recorder = attempt.header, task.recorder
+    header, recorder, path = attempt.header, task.recorder, task.options.path
     referred = everything(sources)
+    entries = contents.plan.entries(path.file_nbytes_max, header.block_bytes)
     if attempt.base is not None:
         with recorder.span("digest", sum(source.chunk.nbytes for source in sources)):
             previous = task.memory.previous
             referred = refer(sources, attempt.base, previous, block_nbytes=header.block_bytes)
+        entries = entries_of(referred.sources, path.file_nbytes_max, header.block_bytes)
     with recorder.span("write", sum(source.chunk.nbytes for source in referred.sources)):
         files = write_files(
             task.store,
             file_names(header, task),
             referred.sources,
+            files=entries,
             texts=file_texts(contents, header, task, referred),
-            path=task.options.path,
-            block_nbytes=header.block_bytes,
+            path=path,
         )
     return Written(files, referred.division.referenced)
 
 
 def publish(
-    task: SaveTask, modules: Callable[[], list[str]], write: Callable[[Attempt], Part]
+    task: SaveTask, modules: Callable[[], Sequence[str]], write: Callable[[Attempt], Part]
 ) -> SaveReport:
     """Agree on an attempt, let every rank `write` its share, and commit what all have written.
 
@@ -222,7 +219,7 @@ def _publish(task: SaveTask, attempt: Attempt, write: Callable[[Attempt], Part])
     return report
 
 
-def _start(task: SaveTask, modules: Callable[[], list[str]], *, may_refer: bool) -> Attempt:
+def _start(task: SaveTask, modules: Callable[[], Sequence[str]], *, may_refer: bool) -> Attempt:
     """The lead names the attempt; every rank gets the same header, or the lead's error."""
     lead = task.session.session
     offered: bytes | None = None
@@ -284,25 +281,6 @@ def _refuse_other_task(attempt: Attempt, task: SaveTask) -> None:
         raise InvalidState(problems)
 
 
-@dataclass(frozen=True, slots=True)
-class Contents:
-    """What is saved of a state, as this rank holds it: live memory, values as they were then."""
-
-    flat: FlatState
-    tensors: tuple[TensorInfo, ...]
-    assignment: Assignment
-
-
-def contents_of(state: Any, ranks: Ranks) -> Contents:
-    """`state` by name, and this rank's share of it. No rank waits for another; nothing is copied.
-
-    Raises InvalidState, and LoadInterrupted for a state that was left half-loaded.
-    """
-    refuse_interrupted(state)
-    flat = flatten_state(state, ranks)
-    return Contents(flat, tuple(_tensors_of(flat)), assign(flat.holdings, ranks.rank))
-
-
 def file_names(header: Header, task: SaveTask) -> Callable[[int], str]:
     """The keys of this rank's data files by their index."""
     directory = step_prefix(header.step, header.attempt)
@@ -317,7 +295,7 @@ def file_texts(
     flat, rank = contents.flat, task.session.world.rank
     values = encode_values(flat.values) if rank == 0 else b""
     per_rank = encode_values(flat.per_rank) if flat.per_rank else b""
-    empty = [tensor for tensor in contents.tensors if 0 in tensor.shape]
+    empty = contents.plan.empty_tensors
 
     def metadata(index: int, count: int) -> Mapping[str, str]:
         first = index == 0
@@ -339,42 +317,33 @@ def part_of(
     contents: Contents, written: Written, digests: Mapping[str, int], task: SaveTask
 ) -> Part:
     """What the manifest has to know of this rank's share, once its files are durable."""
-    rank = task.session.world.rank
-    return make_part(
+    flat, rank = contents.flat, task.session.world.rank
+    last = contents.plan.of_chunks.last("part")
+    # With digests, or chunks in files of other attempts, the columns are others every time.
+    is_usual = not task.options.dedup
+    if is_usual and isinstance(last, Part):
+        texts = part_texts(
+            aliases=flat.aliases,
+            values=flat.values,
+            keeps_values=rank == 0,
+            per_rank=flat.per_rank,
+            replica_digests=digests,
+        )
+        return part_again(last, written.files, texts)
+    part = make_part(
         rank=rank,
         files=written.files,
         referenced=written.referenced,
-        tensors=contents.tensors,
-        aliases=contents.flat.aliases,
-        values=contents.flat.values,
+        tensors=contents.plan.tensors,
+        aliases=flat.aliases,
+        values=flat.values,
         keeps_values=rank == 0,
-        per_rank=contents.flat.per_rank,
+        per_rank=flat.per_rank,
         replica_digests=digests,
     )
-
-
-def _tensors_of(flat: FlatState) -> list[TensorInfo]:
-    """Every tensor that this rank knows, once; those that it holds no element of too."""
-    names: dict[torch.dtype, str] = {}
-    seen: dict[str, TensorInfo] = {}
-    for _, pieces, kind, _ in flat.holdings:
-        for fqn, shape, dtype, _, _, _ in pieces:
-            if fqn not in seen:
-                name = names.get(dtype) or names.setdefault(dtype, dtype_name(dtype))
-                seen[fqn] = TensorInfo(fqn, name, shape, int(kind))
-    return list(seen.values())
-
-
-def digests_of(compared: Iterable[tuple[Holding, Piece]]) -> dict[str, int]:
-    """The crc32c of each of these pieces, as its memory is now, by fqn."""
-    return {piece.fqn: _digest(holding, piece) for holding, piece in compared}
-
-
-def _digest(holding: Holding, piece: Piece) -> int:
-    view = local_view(holding, piece)
-    if not is_plain_memory(view):
-        view = torch.empty(view.shape, dtype=view.dtype).copy_(view)
-    return crc32c(host_bytes(view))
+    if is_usual:
+        contents.plan.of_chunks.keep("part", part)
+    return part
 
 
 def _hand_over(part: Part, session: RankedSession, memory: PartMemory) -> Callable[[], list[Part]]:

@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from ckpt.contents import Contents, contents_of, digests_of
 from ckpt.format.part import Part
 from ckpt.image import FilePlan, Image, part_count, plan_files
 from ckpt.layout.dtensor import local_tensor
@@ -25,20 +26,16 @@ from ckpt.log import attempt_name
 from ckpt.memory import address_of, aligned_buffer, copy_bytes
 from ckpt.saving import (
     Attempt,
-    Contents,
     SaveTask,
     Written,
-    contents_of,
-    digests_of,
     file_names,
     file_texts,
     header_of,
     part_of,
 )
 from ckpt.state_dict import FlatState
-from ckpt.state_dict.walk import module_paths
 from ckpt.stepping import Gate, steps, storage_of
-from ckpt.write import Source, Staging, copy_elements, sources_of
+from ckpt.write import Source, Staging, copy_elements
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +105,6 @@ class Staged:
 
     task: SaveTask
     contents: Contents
-    modules: list[str]
     image: Image
     gate: Gate
     digests: dict[str, int]
@@ -139,7 +135,6 @@ class Staged:
                 file_names(header, task),
                 texts=file_texts(self.contents, header, task),
                 path=task.options.path,
-                block_nbytes=header.block_bytes,
                 between_parts=between_parts,
             )
         task.recorder.count("step_wait_seconds", self.gate.waited_seconds)
@@ -166,17 +161,16 @@ def stage(state: Any, task: SaveTask, options: StageOptions, staging: Staging) -
     is held.
     """
     with task.recorder.span("flatten"):
-        contents = contents_of(state, task.ranks)
-        sources = sources_of(contents.assignment.shares, addressed_nbytes_min=1)
-        modules = module_paths(state)
-        files = _plan(contents, sources, modules, task)
+        contents = contents_of(state, task.ranks, task.memory.plans)
+        sources: Sequence[Source] = contents.plan.sources
+        files = _plan(contents, task)
     changes = _changes(contents.flat, options.snapshot, task)
     later = {i for i, source in enumerate(sources) if storage_of(source.view) in changes.storages}
     now = [index for index in range(len(sources)) if index not in later]
     _report_blocking([sources[index] for index in now], changes, options.snapshot, task)
     room = _room_for(files, sources, now, options, task)
     staging.keep(room.buffers_max)
-    compared = contents.assignment.compared
+    compared = contents.plan.assignment.compared
     is_later = [storage_of(holding.local) in changes.storages for holding, _ in compared]
     with task.recorder.span("stage", sum(sources[index].chunk.nbytes for index in now)):
         sources, side = _copied_aside(sources, now) if room.is_aside else (sources, memoryview(b""))
@@ -187,7 +181,6 @@ def stage(state: Any, task: SaveTask, options: StageOptions, staging: Staging) -
     return Staged(
         task,
         contents,
-        modules,
         image,
         steps.hold(changes.storages, changes.parameters),
         digests,
@@ -197,16 +190,16 @@ def stage(state: Any, task: SaveTask, options: StageOptions, staging: Staging) -
     )
 
 
-def _plan(
-    contents: Contents, sources: Sequence[Source], modules: list[str], task: SaveTask
-) -> tuple[FilePlan, ...]:
+def _plan(contents: Contents, task: SaveTask) -> tuple[FilePlan, ...]:
     """Files and parts, before the attempt has its name: any name of an attempt is as long."""
-    header = header_of(task, attempt_name(task.session.epoch, bytes(8)), modules)
-    return plan_files(
-        sources,
-        texts=file_texts(contents, header, task),
-        path=task.options.path,
-        block_nbytes=header.block_bytes,
+    header = header_of(task, attempt_name(task.session.epoch, bytes(8)), contents.modules)
+    path = task.options.path
+    entries = contents.plan.entries(path.file_nbytes_max, header.block_bytes)
+    # The slack in headers covers what differs from save to save: digits of steps and seconds.
+    key = ("files", path.part_nbytes, path.file_nbytes_max, len(str(header.user)))
+    return contents.plan.of_chunks.once(
+        key,
+        lambda: plan_files(entries, texts=file_texts(contents, header, task), path=path),
     )
 
 

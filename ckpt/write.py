@@ -16,8 +16,10 @@ import torch
 
 from ckpt.format.checksum import crc32c, crc32c_of_each
 from ckpt.format.datafile import (
+    FileEntries,
     StoredChunk,
     checksum_tensor,
+    file_entries,
     layout_data_file,
     region_start,
     split_into_files,
@@ -100,7 +102,7 @@ class WritePath:
 
 class Source(NamedTuple):
     """One chunk to be, and where its bytes are: at `address` in host memory, or (address 0) in
-    `view`, which is small, on a device or strided and is copied from its element `start` on.
+    `view`, which is on a device or strided and is copied from its element `start` on.
     """
 
     chunk: StoredChunk
@@ -132,13 +134,8 @@ class FileTexts(NamedTuple):
         return digests_from(b"".join(self.digests[chunks])) if self.digests else no_digests()
 
 
-def sources_of(
-    shares: Sequence[Share], *, addressed_nbytes_min: int = PACKED_NBYTES_MAX + 1
-) -> list[Source]:
-    """Where the bytes of every share are now, in the canonical order of a data file.
-
-    Smaller ones than `addressed_nbytes_min` get no address.
-    """
+def sources_of(shares: Sequence[Share]) -> list[Source]:
+    """Where the bytes of every share are now, in the canonical order of a data file."""
     keys: list[tuple[int, str, int, Region, int]] = []
     sources: list[Source] = []
     dtypes: dict[torch.dtype, tuple[str, int]] = {}
@@ -150,8 +147,7 @@ def sources_of(
         name, itemsize = known
         view = local_view(holding, piece)
         nbytes = (stop - start) * itemsize
-        is_addressed = nbytes >= addressed_nbytes_min and is_plain_memory(view)
-        address = view.data_ptr() + start * itemsize if is_addressed else 0
+        address = view.data_ptr() + start * itemsize if is_plain_memory(view) else 0
         chunk = StoredChunk(fqn, name, global_shape, region, nbytes, int(holding.kind))
         # This is `order_key`, with the regions compared only where their starts are the same.
         first = region_start(region, global_shape)
@@ -161,32 +157,39 @@ def sources_of(
     return [sources[key[4]] for key in keys]
 
 
+def entries_of(
+    sources: Sequence[Source], file_nbytes_max: int, block_nbytes: int
+) -> tuple[FileEntries, ...]:
+    """The files that hold `sources`, in this order; at least one."""
+    groups = split_into_files([source.chunk for source in sources], file_nbytes_max)
+    return tuple(file_entries(group, block_nbytes) for group in groups)
+
+
 def write_files(
     store: Store,
     names: Callable[[int], str],
     sources: Sequence[Source],
     *,
+    files: Sequence[FileEntries],
     texts: FileTexts,
     path: WritePath,
-    block_nbytes: int,
 ) -> list[PartFile]:
-    """Write `sources` as data files with the keys `names(0)`, ...; durable when this returns.
+    """Write `sources` as `files` with the keys `names(0)`, ...; durable when this returns.
 
-    There is always a first file, even without a source. Raises the store's errors; no file is
-    visible then that is not whole. The names in the result are the keys' last parts.
+    Raises the store's errors; no file is visible then that is not whole. The names in the result
+    are the keys' last parts.
     """
     pinned = any(source.view.is_cuda for source in sources)
-    groups = split_into_files([source.chunk for source in sources], path.file_nbytes_max)
     written = []
     at = 0
-    for index, group in enumerate(groups):
+    for index, file in enumerate(files):
         key = names(index)
-        here_chunks = slice(at, at + len(group))
+        here_chunks = slice(at, at + len(file.chunks))
         extras = texts.extras_of(index, here_chunks)
         layout = layout_data_file(
-            group,
-            block_bytes=block_nbytes,
-            metadata=texts.metadata(index, len(groups)),
+            file,
+            block_bytes=file.block_bytes,
+            metadata=texts.metadata(index, len(files)),
             extra={name: len(value) for name, value in extras.items()},
         )
         here = path.for_file(layout.nbytes)
@@ -197,14 +200,14 @@ def write_files(
             _Parts(writer, layout.nbytes, here, pinned=pinned) as parts,
         ):
             parts.add(memoryview(layout.header))
-            checksums = _stream(sources[here_chunks], parts, block_nbytes)
+            checksums = _stream(sources[here_chunks], parts, file.block_bytes)
             for value in extras.values():
                 parts.add(memoryview(value))
             parts.add(memoryview(checksum_tensor(layout, checksums, extras)))
         name, digests = key.rpartition("/")[2], texts.digests_of(here_chunks)
-        written.append(PartFile(name, layout, group, checksums, digests))
-        at += len(group)
-    store.sync([names(index) for index in range(len(groups))])
+        written.append(PartFile(name, layout, file.chunks, checksums, digests))
+        at += len(file.chunks)
+    store.sync([names(index) for index in range(len(files))])
     return written
 
 

@@ -105,8 +105,51 @@ def region_start(region: Region, shape: Shape) -> int:
     return start
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class FileEntries:
+    """What of a file's layout follows from its chunks alone; see `file_entries`."""
+
+    chunks: Sequence[StoredChunk]
+    block_bytes: int
+    text: bytes  # the JSON entries of the chunks, with a comma behind each
+    metadata: Mapping[str, str]
+    ends: npt.NDArray[np.int64]  # [chunks], from the first tensor byte on
+    block_counts: npt.NDArray[np.int64]  # [chunks]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all chunks."""
+        return int(self.ends[-1]) if len(self.ends) else 0
+
+
+def file_entries(chunks: Sequence[StoredChunk], block_bytes: int) -> FileEntries:
+    """The part of a layout that a later file of the same chunks can use again.
+
+    Chunks are in the order given (see `order_key`), none of them empty. Raises InvalidState naming
+    the fqns when a chunk cannot be stored.
+    """
+    if block_bytes <= 0 or block_bytes % 16:
+        raise ValueError(f"block_bytes is {block_bytes}, expected a positive multiple of 16")
+    entries, shapes, dtypes = _entries(chunks)
+    sizes = np.fromiter((chunk.nbytes for chunk in chunks), np.int64, len(chunks))
+    ends = np.cumsum(sizes)
+    starts = [0, *ends.tolist()]
+    text = [
+        f'{name}"data_offsets":[{start},{stop}]}},'
+        for name, start, stop in zip(entries, starts, starts[1:], strict=False)
+    ]
+    return FileEntries(
+        chunks=chunks,
+        block_bytes=block_bytes,
+        text=_utf8(text),
+        metadata=_chunk_metadata(block_bytes, chunks, shapes, dtypes),
+        ends=ends,
+        block_counts=-(-sizes // block_bytes),
+    )
+
+
 def layout_data_file(
-    chunks: Sequence[StoredChunk],
+    chunks: Sequence[StoredChunk] | FileEntries,
     *,
     block_bytes: int,
     metadata: Mapping[str, str],
@@ -118,21 +161,12 @@ def layout_data_file(
     reserved U8 tensors to
     their sizes. Raises InvalidState naming the fqns when a chunk cannot be stored.
     """
-    if block_bytes <= 0 or block_bytes % 16:
-        raise ValueError(f"block_bytes is {block_bytes}, expected a positive multiple of 16")
+    if not isinstance(chunks, FileEntries):
+        chunks = file_entries(chunks, block_bytes)
     extra = dict(extra or {})
-    entries, shapes, dtypes = _entries(chunks)
-    sizes = np.fromiter((chunk.nbytes for chunk in chunks), np.int64, len(chunks))
-    ends = np.cumsum(sizes)
-    counts = -(-sizes // block_bytes)
-    data_nbytes = int(ends[-1]) if len(chunks) else 0
-    words = 3 + len(extra) + int(counts.sum())
-    starts = [0, *ends.tolist()]
-    text = [
-        f'{name}"data_offsets":[{start},{stop}]}}'
-        for name, start, stop in zip(entries, starts, starts[1:], strict=False)
-    ]
-    at = data_nbytes
+    words = 3 + len(extra) + int(chunks.block_counts.sum())
+    at = chunks.nbytes
+    text = []
     extra_starts = {}
     for name, nbytes in [*extra.items(), (CHECKSUMS, 4 * words)]:
         if not name.startswith("__ckpt_") or name in extra_starts:
@@ -145,14 +179,16 @@ def layout_data_file(
         )
         extra_starts[name] = at
         at += nbytes
-    header = _header(text, _metadata(metadata, block_bytes, chunks, shapes, dtypes))
+    if clash := chunks.metadata.keys() & metadata.keys():
+        raise ValueError(f"metadata keys {sorted(clash)} are set by the layout itself")
+    header = _header(chunks.text, text, {**chunks.metadata, **metadata})
     base = len(header)
     checksum_start = extra_starts.pop(CHECKSUMS)
     return DataFileLayout(
         header=header,
-        offsets=ends - sizes + base,
-        block_counts=counts,
-        block_bytes=block_bytes,
+        offsets=np.concatenate(([0], chunks.ends[:-1])) + base if len(chunks.ends) else chunks.ends,
+        block_counts=chunks.block_counts,
+        block_bytes=chunks.block_bytes,
         extra_offsets={name: start + base for name, start in extra_starts.items()},
         checksum_offset=checksum_start + base,
         nbytes=at + base,
@@ -348,8 +384,7 @@ def _chunk_problem(fqn: str, region: Region, nbytes: int, expected: int) -> str:
     return f"{fqn}: {region} is to be stored twice in one file"
 
 
-def _metadata(
-    metadata: Mapping[str, str],
+def _chunk_metadata(
     block_bytes: int,
     chunks: Sequence[StoredChunk],
     shapes: Sequence[str],
@@ -363,25 +398,27 @@ def _metadata(
         ours["ckpt.shapes"] = ";".join(shapes)
     if any(dtypes):
         ours["ckpt.dtypes"] = ";".join(dtypes)
-    if clash := ours.keys() & metadata.keys():
-        raise ValueError(f"metadata keys {sorted(clash)} are set by the layout itself")
-    return {**ours, **metadata}
+    return ours
 
 
-def _header(entries: Sequence[str], metadata: Mapping[str, str]) -> bytes:
-    encoded = json.dumps(metadata, ensure_ascii=False, separators=(",", ":"))
-    text = f'{{"__metadata__":{encoded},{",".join(entries)}}}'
-    try:
-        data = text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        bad = next(entry for entry in [*entries, encoded] if not _is_unicode(entry))
-        raise InvalidState([f"{bad[:200]!r}: not valid unicode ({error.reason})"]) from error
+def _header(entries: bytes, reserved: Sequence[str], metadata: Mapping[str, str]) -> bytes:
+    told = json.dumps(metadata, ensure_ascii=False, separators=(",", ":"))
+    first, last = _utf8(['{"__metadata__":', told, ","]), _utf8([",".join(reserved), "}"])
+    data = b"".join([first, entries, last])
     padded = -(-(8 + len(data)) // ALIGNMENT) * ALIGNMENT
     if padded > HEADER_BYTES_MAX:
         raise InvalidState(
             [f"header of {padded} bytes, readers accept {HEADER_BYTES_MAX}: use split_into_files"]
         )
     return (padded - 8).to_bytes(8, "little") + data.ljust(padded - 8, b" ")
+
+
+def _utf8(texts: Sequence[str]) -> bytes:
+    try:
+        return "".join(texts).encode("utf-8")
+    except UnicodeEncodeError as error:
+        bad = next(text for text in texts if not _is_unicode(text))
+        raise InvalidState([f"{bad[:200]!r}: not valid unicode ({error.reason})"]) from error
 
 
 def _is_unicode(text: str) -> bool:

@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -177,14 +177,34 @@ def make_part(
         [*columns, *referenced],
         rank=rank,
         tensors=tensors,
-        texts=PartTexts(
-            aliases=dict(aliases),
-            values=encode_values(dict(values)) if keeps_values else b"",
-            value_digests={k: crc32c(encode_values(values[k])) for k in sorted(values)},
-            per_rank=encode_values(dict(per_rank)) if per_rank else b"",
-            replica_digests=dict(replica_digests),
-            warnings=tuple(warnings),
+        texts=part_texts(
+            aliases=aliases,
+            values=values,
+            keeps_values=keeps_values,
+            per_rank=per_rank,
+            replica_digests=replica_digests,
+            warnings=warnings,
         ),
+    )
+
+
+def part_texts(
+    *,
+    aliases: Mapping[str, str],
+    values: Mapping[str, Any],
+    keeps_values: bool,
+    per_rank: Mapping[str, Any],
+    replica_digests: Mapping[str, int],
+    warnings: Sequence[str] = (),
+) -> PartTexts:
+    """What a part says besides tensors; arguments as of `make_part`."""
+    return PartTexts(
+        aliases=dict(aliases),
+        values=encode_values(dict(values)) if keeps_values else b"",
+        value_digests={k: crc32c(encode_values(values[k])) for k in sorted(values)},
+        per_rank=encode_values(dict(per_rank)) if per_rank else b"",
+        replica_digests=dict(replica_digests),
+        warnings=tuple(warnings),
     )
 
 
@@ -247,6 +267,24 @@ def part_of_files(
         block_counts=np.concatenate([_int64s([]), *(file.block_counts for file in files)]),
         checksums=np.concatenate([no_sums, *(file.checksums for file in files)]),
         digests=np.concatenate([no_digests(), *(file.digests for file in files)]),
+        **texts._asdict(),
+    )
+
+
+def part_again(part: Part, files: Sequence[PartFile], texts: PartTexts) -> Part:
+    """The part of a save of the same chunks as `part`, in as many files, none of them another
+    attempt's.
+
+    What follows from the chunks alone is shared with `part`.
+    """
+    return replace(
+        part,
+        file_nbytes=_int64s([file.layout.nbytes for file in files]),
+        file_data_start=_int64s([len(file.layout.header) for file in files]),
+        chunk_byte_start=np.concatenate([_int64s([]), *(file.layout.offsets for file in files)]),
+        checksums=np.concatenate(
+            [np.zeros(0, dtype=np.uint32), *(file.block_checksums for file in files)]
+        ),
         **texts._asdict(),
     )
 

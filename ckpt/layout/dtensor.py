@@ -146,6 +146,13 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return local.detach()
 
 
+def memory_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor whose memory `tensor` has on this rank: `local_tensor` without a new object."""
+    if type(tensor) in PLAIN_CLASSES:
+        return tensor
+    return getattr(tensor, "_local_tensor", tensor)
+
+
 class FsdpCut(NamedTuple):
     """FSDP2's own cut of a parameter: the mesh axis it is written down for, and the part kept here.
 

@@ -5,14 +5,16 @@ gathered.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from ckpt.errors import InvalidState
 from ckpt.layout.modules import Refused
-from ckpt.layout.piece import Holding, Kind
+from ckpt.layout.piece import Holding, Kind, Owned
 from ckpt.layout.plain import Ranks
 from ckpt.state_dict.describe import (
     Described,
@@ -21,11 +23,29 @@ from ckpt.state_dict.describe import (
     holdings_of,
     prefixed,
 )
-from ckpt.state_dict.optimizer import flatten_optimizer
+from ckpt.state_dict.optimizer import FlatOptimizer, flatten_groups, flatten_optimizer
 from ckpt.state_dict.tensors import plain_holdings, tensor_holdings
 from ckpt.state_dict.types import FlatState, PerRank
 from ckpt.state_dict.values import split_tree
 from ckpt.state_dict.walk import Leaves, is_object, walk
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """The part of a state that lasts while it consists of the same objects in the same memory.
+
+    `values_of` adds what may be another at every save. `names` are those of all leaves so far.
+    """
+
+    holdings: list[Holding]
+    aliases: dict[str, str]
+    names: frozenset[str]
+    optimizers: tuple[tuple[str, torch.optim.Optimizer, list[list[str]]], ...]
+    extra_states: tuple[tuple[str, nn.Module], ...]
+    owned_by_param: Mapping[int, Owned]
+    values: Mapping[str, Any]
+    problems: tuple[str, ...] = ()
+    clashes: tuple[str, ...] = ()
 
 
 def flatten_state(state: Any, ranks: Ranks) -> FlatState:
@@ -36,33 +56,65 @@ def flatten_state(state: Any, ranks: Ranks) -> FlatState:
     memory.
     """
     leaves = walk(state)
+    return values_of(structure_of(leaves, ranks), leaves, ranks, state)
+
+
+def structure_of(leaves: Leaves, ranks: Ranks) -> Structure:
+    """The part of a state that lasts, from its leaves. Problems are kept for `values_of`."""
     described = describe_modules(leaves, ranks, loading=False)
     if leaves.optimizers:
         adopt_parameters(described, leaves, ranks)
     building = _Building(leaves.problems + described.problems, ranks)
     building.add_tensors(leaves)
     building.add_modules(described)
+    optimizers = []
     for path, optimizer in leaves.optimizers:
         flat = flatten_optimizer(path, optimizer, described, ranks)
-        building.problems += flat.problems
-        building.holdings += flat.holdings
-        building.names += flat.names
-        building.values.update(flat.values)
+        building.add_optimizer(flat)
+        optimizers.append((path, optimizer, flat.groups))
+    return Structure(
+        building.holdings,
+        building.aliases,
+        frozenset(building.names),
+        tuple(optimizers),
+        tuple(described.extra_states),
+        {key: source.owned for key, source in described.by_param.items()},
+        building.values,
+        tuple(building.problems),
+        tuple(_repeated(building.names)),
+    )
+
+
+def values_of(structure: Structure, leaves: Leaves, ranks: Ranks, state: Any) -> FlatState:
+    """The whole state: `structure` and what has to be looked at every time. Raises InvalidState."""
+    building = _Building(list(structure.problems), ranks)
+    building.values.update(structure.values)
+    for path, optimizer, groups in structure.optimizers:
+        if groups:  # none when it was refused
+            building.add_optimizer(flatten_groups(path, optimizer, groups, ranks))
     building.add_values(leaves)
-    building.add_trees(leaves, described)
+    building.add_trees(leaves, structure.extra_states)
     building.add_per_rank(leaves)
-    if len(set(building.names)) != len(building.names):
-        building.problems += name_clashes(state, building.names)
+    clashes = {*structure.clashes, *_repeated(building.names)}
+    clashes |= structure.names.intersection(building.names)
+    if clashes:
+        building.problems += name_clashes(state, sorted(clashes))
     if building.problems:
         raise InvalidState(building.problems)
     return FlatState(
-        building.holdings,
+        [*structure.holdings, *building.holdings],
         building.values,
         building.per_rank,
-        building.aliases,
-        tuple(optimizer for _, optimizer in leaves.optimizers),
-        {key: source.owned for key, source in described.by_param.items()},
+        {**structure.aliases, **building.aliases},
+        tuple(optimizer for _, optimizer, _ in structure.optimizers),
+        structure.owned_by_param,
     )
+
+
+def _repeated(names: Sequence[str]) -> list[str]:
+    if len(set(names)) == len(names):
+        return []
+    return [name for name, count in Counter(names).items() if count > 1]
 
 
 class _Building:
@@ -98,12 +150,18 @@ class _Building:
         self.names += described.aliases
         self.aliases.update(described.aliases)
 
+    def add_optimizer(self, flat: FlatOptimizer) -> None:
+        self.problems += flat.problems
+        self.holdings += flat.holdings
+        self.names += flat.names
+        self.values.update(flat.values)
+
     def add_values(self, leaves: Leaves) -> None:
         for slot in leaves.values:
             self.names.append(slot.fqn)
             self.values[slot.fqn] = split_tree(slot.value, slot.fqn, self.problems)[0]
 
-    def add_trees(self, leaves: Leaves, described: Described) -> None:
+    def add_trees(self, leaves: Leaves, extra_states: Sequence[tuple[str, nn.Module]]) -> None:
         for fqn, thing in leaves.objects:
             if hasattr(thing, "param_groups") and len(self.ranks.global_ranks) > 1:
                 # Its tensors may be shards, and would be stored as if all ranks had the same.
@@ -114,7 +172,7 @@ class _Building:
                 )
                 continue
             self.add_tree(fqn, thing.state_dict, Kind.OTHER)
-        for fqn, module in described.extra_states:
+        for fqn, module in extra_states:
             self.add_tree(fqn, module.get_extra_state, Kind.BUFFER)
 
     def add_tree(self, fqn: str, read: Callable[[], Any], kind: Kind) -> None:
@@ -138,9 +196,8 @@ class _Building:
             self.per_rank[slot.fqn] = value
 
 
-def name_clashes(state: Any, names: Sequence[str]) -> list[str]:
+def name_clashes(state: Any, twice: Sequence[str]) -> list[str]:
     """One problem for each name that two leaves of `state` would have, naming both places."""
-    twice = sorted(name for name, count in Counter(names).items() if count > 1)
     problems = []
     for name in twice:
         places = " and ".join(list(_places(state, "", name, "state"))[:2])

@@ -55,30 +55,50 @@ class NamedParam(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FlatOptimizer:
-    """What one optimizer adds to a FlatState; `names` has every name once."""
+    """What one optimizer adds to a FlatState; `names` has every name once.
+
+    `groups` are the names of the parameters of each of its groups.
+    """
 
     holdings: list[Holding] = field(default_factory=list)
     values: dict[str, Any] = field(default_factory=dict)
     names: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    groups: list[list[str]] = field(default_factory=list)
 
 
 def flatten_optimizer(
     path: str, optimizer: torch.optim.Optimizer, described: Described, ranks: Ranks
 ) -> FlatOptimizer:
-    """The optimizer at `path` as this rank holds it. Parameters that have no state are absent."""
+    """The state of an optimizer's parameters as this rank holds it; those without any are absent.
+
+    `flatten_groups` gives the rest of the optimizer.
+    """
     flat = FlatOptimizer()
     flat.problems.extend(refusals(path, optimizer, described, ranks))
     if flat.problems:
         return flat
     groups = named_groups(optimizer, described)
+    flat.groups.extend([[name for one in group for name in one.names] for group in groups])
     saving = _Saving(path, flat, ranks)
-    saving.add_groups(optimizer, groups)
     for named in {id(n.param): n for group in groups for n in group}.values():
         state = optimizer.state.get(named.param)
         if state:
             for name, content in state.items():
                 saving.add_state(named, str(name), content)
+    return flat
+
+
+def flatten_groups(
+    path: str, optimizer: torch.optim.Optimizer, groups: list[list[str]], ranks: Ranks
+) -> FlatOptimizer:
+    """What an optimizer has besides the state of parameters: its options by group, the user's own.
+
+    `groups` are the names of the parameters of each group.
+    """
+    flat = FlatOptimizer()
+    saving = _Saving(path, flat, ranks)
+    saving.add_groups(optimizer, groups)
     if user := user_state(optimizer.state):
         saving.add_user_state(user)
     return flat
@@ -187,13 +207,13 @@ class _Saving:
         self.flat = flat
         self.ranks = ranks
 
-    def add_groups(self, optimizer: torch.optim.Optimizer, groups: list[list[NamedParam]]) -> None:
+    def add_groups(self, optimizer: torch.optim.Optimizer, groups: list[list[str]]) -> None:
         fqn = f"{self.path}.param_groups"
         stored = []
-        for at, (group, named) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
+        for at, (group, names) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
             hyper = {key: item for key, item in group.items() if key not in NAME_KEYS}
             value, tensors = split_tree(hyper, f"{fqn}.{at}", self.flat.problems)
-            stored.append({"params": [name for one in named for name in one.names], **value})
+            stored.append({"params": list(names), **value})
             for name, tensor in tensors:
                 self.add_whole(name, tensor, Kind.OTHER)
         self.flat.names.append(fqn)

@@ -39,6 +39,7 @@ from ckpt.state_dict.names import Names, bare_name
 from ckpt.state_dict.optimizer import (
     NAME_KEYS,
     NUMBER_OF_SUFFIX,
+    flatten_groups,
     flatten_optimizer,
     named_groups,
     refusals,
@@ -189,6 +190,11 @@ def _taken(
     for key in user:  # goes into the dict as it is, whatever it is
         del view.state[key]
     flat = flatten_optimizer(PATH, view, described, ranks)
+    if not flat.problems:
+        rest = flatten_groups(PATH, view, flat.groups, ranks)
+        flat.holdings.extend(rest.holdings)
+        flat.values.update(rest.values)
+        flat.problems.extend(rest.problems)
     if flat.problems:
         raise InvalidState(flat.problems)
     live = Live(

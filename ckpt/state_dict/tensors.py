@@ -68,7 +68,8 @@ def plain_holdings(
         if first is tensor and first_fqn != fqn:
             aliases[fqn] = first_fqn
             continue
-        local = tensor.detach() if tensor.requires_grad else tensor
+        # Never the object itself: who keeps a holding must not keep the user's tensor from going.
+        local = tensor.detach()
         piece = Piece(fqn, shape, tensor.dtype, box, box, holders)
         holdings.append(Holding(local, (piece,), kind, False))
     return holdings, aliases, others

@@ -341,7 +341,7 @@ def _go_on(root: str) -> int:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    ("victim", "phase"), [(2, "flatten_state"), (1, "write_files"), (0, "build_manifest")]
+    ("victim", "phase"), [(2, "contents_of"), (1, "write_files"), (0, "build_manifest")]
 )
 def test_a_killed_rank_is_named_within_seconds_and_the_next_job_goes_on(
     tmp_path: Path, victim: int, phase: str

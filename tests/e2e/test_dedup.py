@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 import ckpt
 from ckpt import copying, previous
-from ckpt.dedup import ATTEMPTS_MAX, NBYTES_MULTIPLE_MAX, kept_alive
+from ckpt.dedup import ATTEMPTS_MAX, NBYTES_MULTIPLE_MAX
 from ckpt.errors import CheckpointError, Corrupt, NoCheckpoint
 from ckpt.exporting import Selection
 from ckpt.format.manifest import Manifest, decode_manifest
@@ -27,6 +27,7 @@ from ckpt.invariants import History, RecordingStore, check_all, check_references
 from ckpt.locate import live_entries, read_manifest
 from ckpt.log import LiveEntry
 from ckpt.reader import find_checkpoint
+from ckpt.retention import Candidate, KeepLatest, carry_out, plan_retention
 from ckpt.salvage import matches_manifest, salvage, write_manifest
 from ckpt.saving import PartMemory, SaveOptions, save_state
 from ckpt.session import (
@@ -327,28 +328,29 @@ def test_a_previous_manifest_that_is_damaged_costs_bytes_and_nothing_else(
 
 
 def test_a_long_training_that_changes_a_little_of_everything_stays_small(store: Store) -> None:
-    """A third of the tensors changes at each save, two checkpoints are kept: neither the number of
-    checkpoints nor their bytes grow with the number of saves, and the last one loads."""
+    """A third of the tensors changes at each save, retention keeps two checkpoints: neither the
+    number of checkpoints nor their bytes grow with the number of saves, and the last one loads."""
     generator = torch.Generator().manual_seed(3)
     # 18 MB: less than 16 MiB is kept alive whatever it is.
     tensors = {f"t{at:02}": torch.randn(500, 300, generator=generator) for at in range(30)}
     total = sum(tensor.nbytes for tensor in tensors.values())
     job = _job(1, store)
-    pruning = None
+    stayed = []
     for step in range(1, 26):
         for name in sorted(tensors):
             if torch.rand(1, generator=generator).item() < 1 / 3:
                 tensors[name] = tensors[name] + 1
         job.save(lambda rank: tensors, step=step, options=DEDUP)
-        pruning = pruning or Maintenance.open(store)
         live = live_entries(store)
-        kept = kept_alive([entry.attempt for entry in live[-2:]], live)
-        for entry in reversed(live):
-            if entry.attempt not in kept:
-                pruning.retire(entry.attempt)
-        assert len(live_entries(store)) <= 2 * (1 + ATTEMPTS_MAX)
+        rule = KeepLatest(2)
+        plan = plan_retention([Candidate(entry, 0.0) for entry in live], rule, now_unix=0.0)
+        gone, refused = carry_out(plan, Maintenance.open(store).retire)
+        assert len(gone) == len(plan.retire) and not refused
+        stayed.append(len(live_entries(store)))
         held = sum(info.nbytes for info in store.list("steps/"))
         assert held <= 2 * (1 + NBYTES_MULTIPLE_MAX) * total
+    assert max(stayed) <= 2 * (1 + ATTEMPTS_MAX) and stayed[-1] < 20
+    assert check_references(store) == []
     loaded = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
     job.load(lambda rank: loaded)
     assert all(torch.equal(loaded[name], tensors[name]) for name in tensors)

@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import reduce
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeAlias
 
@@ -27,11 +28,13 @@ from ckpt.format.dtypes import DTYPES
 from ckpt.format.joining import joined_crc32c
 from ckpt.format.manifest import Manifest
 from ckpt.layout.region import Shape, Span
+from ckpt.read import ReadPath
 from ckpt.reader import Checkpoint, find_checkpoint
 from ckpt.sequencing import in_order
 from storage import open_store
 
-BAND_NUMEL = 1 << 19  # elements looked at together: bounds the memory of one thread to about 40 MiB
+BAND_NUMEL = 1 << 19  # elements read together
+LOOK_NUMEL = 1 << 15  # elements looked at together: all that is computed of them stays in the cache
 
 Progress: TypeAlias = Callable[[int, int], None]
 Rename: TypeAlias = Mapping[str, str] | Callable[[str], str]
@@ -162,7 +165,9 @@ def diff(
         for url, step, store_options in ((url_a, step_a, storage_options), (url_b, step_b, other)):
             store = open_store(url, **(store_options or {}))
             stack.callback(store.close)
-            opened.append(Checkpoint(store, find_checkpoint(store, step)))
+            # Bands are read by several threads, each with one request.
+            found = find_checkpoint(store, step)
+            opened.append(Checkpoint(store, found, path=ReadPath()))
         return diff_checkpoints(opened[0], opened[1], options, progress)
 
 
@@ -368,7 +373,12 @@ def _amounts(
 
     def look(band: _Band) -> tuple[_Band, Amount]:
         pair, span = band
-        return band, _amount(a.read(pair.fqn_a, span), b.read(pair.fqn_b, span))
+        elements_a, elements_b = a.read(pair.fqn_a, span), b.read(pair.fqn_b, span)
+        parts = [
+            _amount(elements_a[start : start + LOOK_NUMEL], elements_b[start : start + LOOK_NUMEL])
+            for start in range(0, span.numel, LOOK_NUMEL)
+        ]
+        return band, reduce(_sum, parts)
 
     with ThreadPoolExecutor(threads, thread_name_prefix="ckpt-diff") as pool:
         for (pair, span), amount in in_order(pool, look, _bands(pairs), in_flight_max=2 * threads):

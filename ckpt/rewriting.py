@@ -13,11 +13,11 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
+from queue import SimpleQueue
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from ckpt.errors import CheckpointError, Corrupt
 from ckpt.format.checksum import crc32c
@@ -30,19 +30,20 @@ from ckpt.format.datafile import (
     split_into_files,
 )
 from ckpt.format.describe import data_file_name, file_extras, file_metadata
-from ckpt.format.dtypes import DTYPES
+from ckpt.format.dtypes import DTYPES, torch_dtype
 from ckpt.format.manifest import Header, Manifest, decode_manifest, encode_manifest
 from ckpt.format.part import FileColumns, PartTexts, TensorInfo, build_manifest, part_of_files
 from ckpt.layout.region import Box, Region, Span, span_of
 from ckpt.log import FORMAT_KEY, MANIFEST_NAME
-from ckpt.memory import aligned_buffer, host_bytes
-from ckpt.reader import Checkpoint
+from ckpt.memory import aligned_buffer, tensor_over
+from ckpt.read import ReadPath
+from ckpt.reader import Checkpoint, StoredTensor, fill, piece_of
 from ckpt.relaying import index_of
 from ckpt.sequencing import in_order
 from storage import KeyExistsError, KeyNotFoundError, ObjectWriter, Store
 
 MIB = 1 << 20
-BAND_NBYTES = 8 * MIB
+BAND_NBYTES = 4 * MIB
 BANDS_AHEAD = 3
 PART_NBYTES = 16 * MIB
 PARTS_MAX = 10_000  # S3's limit for one object
@@ -333,7 +334,6 @@ def _write(
 
 class _Band(NamedTuple):
     chunk: int
-    fqn: str
     region: Region
 
 
@@ -346,13 +346,28 @@ def _stream_chunks(
 ) -> npt.NDArray[np.uint32]:
     """Pass all chunks to `stream`, in order; returns the crc32c of every block."""
 
-    def read(band: _Band) -> tuple[int, torch.Tensor]:
-        return band.chunk, checkpoint.read(band.fqn, band.region)
+    def read(band: _Band) -> tuple[_Band, memoryview]:
+        buffer = buffers.get()
+        chunk = chunks[band.chunk]
+        shape = band.region.shape if isinstance(band.region, Box) else (band.region.numel,)
+        nbytes = band.region.numel * DTYPES[chunk.dtype].itemsize
+        target = tensor_over(buffer[:nbytes], torch_dtype(chunk.dtype), shape)
+        number = manifest.index(chunk.fqn)
+        wanted = StoredTensor(number, chunk.fqn, chunk.dtype, chunk.global_shape)
+        holding = piece_of(wanted, band.region, target)
+        fill(checkpoint.store, checkpoint.prefix, manifest, [holding], ReadPath())
+        return band, buffer
 
+    manifest = checkpoint.manifest
+    # Used again and again: fresh memory costs more than the copy, and piles up in the allocator.
+    buffers: SimpleQueue[memoryview] = SimpleQueue()
+    for _ in range(BANDS_AHEAD + 1):
+        buffers.put(aligned_buffer(BAND_NBYTES))
     checksums: list[int] = []
     current, filled, crc = -1, 0, 0
-    for chunk, tensor in in_order(pool, read, _bands(chunks), in_flight_max=BANDS_AHEAD):
-        data = host_bytes(tensor)
+    for band, buffer in in_order(pool, read, _bands(chunks), in_flight_max=BANDS_AHEAD):
+        chunk = band.chunk
+        data = buffer[: band.region.numel * DTYPES[chunks[chunk].dtype].itemsize]
         if chunk != current:
             if filled:
                 checksums.append(crc)
@@ -367,6 +382,7 @@ def _stream_chunks(
                 checksums.append(crc)
                 filled, crc = 0, 0
         stream.push(data)
+        buffers.put(buffer)
     if filled:
         checksums.append(crc)
     return np.array(checksums, dtype=np.uint32)
@@ -377,7 +393,7 @@ def _bands(chunks: Sequence[StoredChunk]) -> Iterator[_Band]:
     for number, chunk in enumerate(chunks):
         numel_max = max(1, BAND_NBYTES // DTYPES[chunk.dtype].itemsize)
         for region in bands_of(chunk.region, chunk.global_shape, numel_max):
-            yield _Band(number, chunk.fqn, region)
+            yield _Band(number, region)
 
 
 def bands_of(region: Region, shape: tuple[int, ...], numel_max: int) -> Iterator[Region]:

@@ -7,9 +7,12 @@ again must finish.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -387,6 +390,7 @@ def test_failing_reads_leave_the_target_absent(work: Callable[[Store, Store], No
         assert is_absent(bucket)
 
 
+@pytest.mark.ranks
 def test_killed_run_is_gone_on_with_not_begun_anew(sliced_root: str) -> None:
     """Three files; the run dies in the third: the first two are not written again."""
     source = open_store(sliced_root)
@@ -400,6 +404,29 @@ def test_killed_run_is_gone_on_with_not_begun_anew(sliced_root: str) -> None:
         copy_checkpoint(source, found, store, threads=1)
     report = copy_checkpoint(source, found, MemoryStore(bucket))
     assert report.nbytes_written == int(found.manifest.file_nbytes[2])
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("command", [["cp"], ["reshard", "--ranks", "3"]], ids=lambda c: c[0])
+def test_command_killed_by_the_system_is_gone_on_with(tmp_path: Path, command: list[str]) -> None:
+    """SIGKILL as soon as something is at the target; a file under construction counts."""
+    root, target = str(tmp_path / "run"), tmp_path / "copy"
+    torch.manual_seed(0)
+    ckpt.save({f"x{at}": torch.randn(4 << 20) for at in range(3)}, root, step=1)
+    line = [sys.executable, "-m", "ckpt", *command, root, str(target)]
+    running = subprocess.Popen(line, stdout=subprocess.DEVNULL)
+    while not (target.exists() and os.listdir(target)):
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            running.wait(timeout=0.01)
+            break
+    running.kill()
+    running.wait()
+    if running.returncode:
+        with pytest.raises(NoCheckpoint):
+            ckpt.open(str(target))
+    subprocess.run(line, check=True, stdout=subprocess.DEVNULL, timeout=120)
+    assert_same(root, str(target))
+    assert not [name for name in os.listdir(target) if name.startswith(".tmp-")]
 
 
 # The commands -----------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -54,6 +55,27 @@ def test_commands_take_the_options_of_the_store(
     assert main(["ls", f"s3://{bucket}/run", *options]) == 0
     assert main(["verify", f"s3://{bucket}/run", *options]) == 0
     assert "every byte is as it was written" in capsys.readouterr().out
+
+
+def test_copies_go_to_a_bucket_and_back_and_are_gone_on_with(
+    server: S3Server, plain_root: str, tmp_path: Path
+) -> None:
+    name = server.make_bucket()
+    up = f"s3://{name}/release"
+    first = ckpt.copy(plain_root, up, target_options=server.options)
+    assert first.nbytes_written == first.nbytes
+    store = open_store(up, **server.options)
+    store.delete("MANIFEST")  # as if the run had died before the last object
+    again = ckpt.copy(plain_root, up, target_options=server.options)
+    assert again.nbytes_written == 0 and ckpt.verify(up, storage_options=server.options).ok
+    down = str(tmp_path / "back")
+    ckpt.reshard(up, down, ranks=2, storage_options=server.options)
+    assert ckpt.diff(plain_root, down).identical
+    report = ckpt.diff(plain_root, up, step_a=5, storage_options_b=server.options)
+    assert report.changed and not report.only_a
+    root = f"s3://{name}/whole"
+    ckpt.copy(plain_root, root, whole_root=True, target_options=server.options)
+    assert [info.step for info in ckpt.list_steps(root, server.options)] == [5, 10]
 
 
 def test_missing_bucket_is_told_in_one_line(

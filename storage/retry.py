@@ -11,7 +11,12 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TypeVar
 
-from storage.errors import TransientError
+from storage.errors import (
+    KeyExistsError,
+    KeyNotFoundError,
+    OutcomeUnknownError,
+    TransientError,
+)
 from storage.store import ByteRange, ObjectInfo, ObjectWriter, Store
 from storage.wrap import WrappedStore
 
@@ -66,6 +71,32 @@ class RetryPolicy:
 
     def _pause_max(self, number: int) -> float:
         return min(self.pause_max_seconds, self.pause_first_seconds * 2.0 ** (number - 1))
+
+
+def run_publishing(
+    policy: RetryPolicy, send: Callable[[], None], is_ours: Callable[[], bool]
+) -> None:
+    """`send`, which makes an object appear, until it is known whether it did.
+
+    Of a request whose answer was lost we learn by its repetition: it is refused because the object
+    is there, or because what it was to be made of is gone, and `is_ours` tells whose it is. Raises
+    OutcomeUnknownError when no attempt was answered.
+    """
+    sent = 0
+
+    def attempt() -> None:
+        nonlocal sent
+        sent += 1
+        try:
+            send()
+        except (KeyExistsError, KeyNotFoundError):
+            if sent == 1 or not is_ours():
+                raise
+
+    try:
+        policy.run(attempt)
+    except TransientError as error:
+        raise OutcomeUnknownError(f"{error}; the object may exist") from error
 
 
 NO_RETRY = RetryPolicy(attempts_max=1)

@@ -48,7 +48,7 @@ from storage.errors import (
 )
 from storage.keys import check_key, check_prefix
 from storage.ranges import PartLedger, flat_views, part_count
-from storage.retry import RetryPolicy
+from storage.retry import RetryPolicy, run_publishing
 from storage.store import ByteRange, ExclusiveCreate, ObjectInfo, ObjectWriter, Store
 
 MiB = 1024 * 1024
@@ -630,23 +630,7 @@ class S3Writer(ObjectWriter):
             self._store.abort_upload(self._full_key, self._upload_id)
 
     def _publish(self) -> None:
-        requests_sent = 0
-
-        def attempt() -> None:
-            nonlocal requests_sent
-            requests_sent += 1
-            try:
-                self._send()
-            except (KeyExistsError, KeyNotFoundError):
-                # Of a request whose answer was lost we learn by its repetition: the object is
-                # there, or the upload is gone.
-                if requests_sent == 1 or not self._is_ours():
-                    raise
-
-        try:
-            self._store.retry.run(attempt)
-        except TransientError as error:
-            raise OutcomeUnknownError(f"{error}; the object may exist") from error
+        run_publishing(self._store.retry, self._send, self._is_ours)
 
     def _send(self) -> None:
         if not self.in_parts:

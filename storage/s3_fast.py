@@ -32,6 +32,7 @@ from storage.errors import (
     KeyExistsError,
     KeyNotFoundError,
     OutcomeUnknownError,
+    ShortReadError,
     StorageError,
     TransientError,
 )
@@ -249,6 +250,8 @@ class Objects:
         first, _, details = str(error).partition("\n\nDebug source")
         if isinstance(error, (AlreadyExistsError, PreconditionError)):
             return KeyExistsError(f"{where}: exists already")
+        if "Wanted range" in first:
+            return ShortReadError(f"{where}: the object ends before the bytes asked for")
         if "Range header" in first or "NotPartial" in details:
             return RangesRefused(f"{where}: the server ignored the range")
         status, code, message = (find.search(first) for find in (_STATUS, _CODE, _MESSAGE))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib.util
 import os
 import re
 from typing import Any
@@ -33,6 +34,8 @@ def open_store(url: str, *, retry: RetryPolicy | None = None, **storage_options:
       `key`, `secret`, `anon`, `profile`, those of `storage.s3.Transfer` (`fast`,
       `unsigned_payload`, `checksums`), and `spread`: the number of key prefixes over which a new
       root spreads its data files (see `storage.spread`);
+    - `gs://BUCKET/PREFIX` and `az://CONTAINER/PREFIX`: with obstore (`shardpoint[fast]`), which
+      creates exclusively there; without it like any other protocol;
     - any other protocol of fsspec, which cannot commit exclusively. `fsspec+PROTOCOL://`
       takes this way for a protocol that has a store of its own.
 
@@ -55,6 +58,10 @@ def open_store(url: str, *, retry: RetryPolicy | None = None, **storage_options:
         spread = options.pop("spread", None)
         store = RetryingStore(open_s3(url, rest, options, policy), policy)
         return SpreadStore(store, spread)
+    if protocol in ("gs", "az") and importlib.util.find_spec("obstore") is not None:
+        from storage.clouds import open_cloud
+
+        return RetryingStore(open_cloud(protocol, rest, storage_options, policy), policy)
     _check_protocol(url, protocol.removeprefix(_FORCE_FSSPEC))
     from storage.generic import open_generic
 

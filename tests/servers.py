@@ -1,7 +1,15 @@
-"""S3 servers for tests: each a real process on a free port, gone at the end of the `with` block."""
+"""Servers for tests: each a real process on a free port, gone at the end of the `with` block.
+
+eval "$(python -m tests.servers)"       a moto server that stays, and how to reach it
+make demo URL=s3://demo/checkpoints
+kill $TEST_S3_SERVER
+"""
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import hmac
 import os
 import shutil
 import socket
@@ -130,3 +138,82 @@ def _answers(endpoint_url: str) -> bool:
     except OSError:
         return False
     return True
+
+
+def _stay() -> None:
+    """Start a moto server that outlives this process, with a bucket `demo`; print the exports."""
+    port = free_port()
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    )
+    server = S3Server(f"http://127.0.0.1:{port}")
+    give_up = time.monotonic() + 60
+    while not _answers(server.endpoint_url):
+        if process.poll() is not None or time.monotonic() > give_up:
+            process.kill()
+            sys.exit("the server did not start")
+        time.sleep(0.05)  # nothing tells when another process listens
+    server.make_bucket("demo")
+    for name, value in {**server.environment, "TEST_S3_SERVER": str(process.pid)}.items():
+        print(f"export {name}={value}")
+
+
+if __name__ == "__main__":
+    _stay()
+
+
+class AzureServer:
+    """Where Azurite listens, and the storage options to reach it with."""
+
+    ACCOUNT = "devstoreaccount1"
+    # Public: every Azurite has it.
+    KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+
+    def __init__(self, port: int) -> None:
+        self.endpoint_url = f"http://127.0.0.1:{port}/{self.ACCOUNT}"
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """For `open_store("az://CONTAINER", **options)`."""
+        return {
+            "account_name": self.ACCOUNT,
+            "account_key": self.KEY,
+            "endpoint": self.endpoint_url,
+        }
+
+    def make_container(self) -> str:
+        """A new container; returns its name."""
+        name = f"c-{uuid.uuid4().hex[:16]}"
+        now = time.strftime("%a, %d %b %Y %H:%M:%S GMT", time.gmtime())
+        path = f"/{self.ACCOUNT}/{name}"
+        headers = {"x-ms-date": now, "x-ms-version": "2021-08-06", "Content-Length": "0"}
+        # https://learn.microsoft.com/en-us/rest/api/storageservices/authorize-with-shared-key
+        signed = "PUT" + "\n" * 12 + f"x-ms-date:{now}\nx-ms-version:2021-08-06\n"
+        signed += f"/{self.ACCOUNT}{path}\nrestype:container"
+        digest = hmac.new(base64.b64decode(self.KEY), signed.encode(), hashlib.sha256).digest()
+        signature = base64.b64encode(digest).decode()
+        headers["Authorization"] = f"SharedKey {self.ACCOUNT}:{signature}"
+        request = urllib.request.Request(
+            f"{self.endpoint_url}/{name}?restype=container", method="PUT", headers=headers
+        )
+        urllib.request.urlopen(request, timeout=30).close()
+        return name
+
+
+@contextmanager
+def azurite_server() -> Iterator[AzureServer]:
+    """Azurite's blob service (`npm install azurite`), found on PATH or by AZURITE_BLOB."""
+    program = azurite_path()
+    if program is None:
+        raise FileNotFoundError("azurite-blob is not installed: npm install -g azurite")
+    port = free_port()
+    command = [program, "--blobHost", "127.0.0.1", "--blobPort", str(port), "--silent"]
+    command += ["--skipApiVersionCheck", "--inMemoryPersistence"]
+    with _running(command, f"http://127.0.0.1:{port}"):
+        yield AzureServer(port)
+
+
+def azurite_path() -> str | None:
+    """The azurite-blob program, or None."""
+    return os.environ.get("AZURITE_BLOB") or shutil.which("azurite-blob")

@@ -1,0 +1,296 @@
+"""Objects in Google Cloud Storage (gs://) and Azure Blob Storage (az://), through obstore.
+
+Both create exclusively by themselves: GCS by `x-goog-if-generation-match: 0`, Azure by
+`If-None-Match: *`. Azure is tested against Azurite; GCS against no server at all, since none that
+speaks its XML API is to be had.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import timedelta
+from types import TracebackType
+from typing import Any
+
+import obstore
+from fsspec.asyn import get_loop
+from obstore.exceptions import BaseError
+from obstore.store import AzureStore, GCSStore
+
+from storage.errors import (
+    InvalidUrlError,
+    KeyExistsError,
+    KeyNotFoundError,
+    OutcomeUnknownError,
+    ShortReadError,
+)
+from storage.keys import check_key, check_prefix
+from storage.ranges import PartLedger, flat_views, part_count
+from storage.retry import RetryPolicy, run_publishing
+from storage.s3_fast import Objects, Upload
+from storage.store import ByteRange, ExclusiveCreate, ObjectInfo, ObjectWriter, Store
+
+MiB = 1024 * 1024
+_WRITE_ID = "writeid"  # Azure takes identifiers only
+_KNOWN = {
+    "gs": (
+        *("service_account", "service_account_key", "application_credentials", "base_url"),
+        *("skip_signature", "bearer_token"),
+    ),
+    "az": (
+        *("account_name", "account_key", "sas_key", "client_id", "client_secret", "tenant_id"),
+        *("authority_host", "federated_token_file", "msi_endpoint", "use_azure_cli", "endpoint"),
+        *("skip_signature", "use_emulator"),
+    ),
+}
+# As gcsfs and adlfs call them.
+_ALIASES = {
+    "gs": {"token": "service_account", "endpoint_url": "base_url", "anon": "skip_signature"},
+    "az": {"sas_token": "sas_key", "anon": "skip_signature", "endpoint_url": "endpoint"},
+}
+
+
+def open_cloud(protocol: str, place: str, options: dict[str, Any], retry: RetryPolicy) -> Store:
+    """The store at `place`, "BUCKET" or "CONTAINER/PREFIX". Raises InvalidUrlError."""
+    bucket, _, prefix = place.partition("/")
+    if not bucket or any(letter in bucket for letter in "@:?"):
+        raise InvalidUrlError(
+            f"write {protocol}://BUCKET/PREFIX; credentials are storage options or environment "
+            "variables"
+        )
+    prefix = prefix.strip("/")
+    if prefix:
+        check_key(prefix)
+    config = {_ALIASES[protocol].get(name, name): value for name, value in options.items()}
+    unknown = sorted(set(config) - set(_KNOWN[protocol]))
+    if unknown:
+        raise InvalidUrlError(
+            f"{protocol}://{place}: unknown storage options {', '.join(unknown)}; known are "
+            f"{', '.join((*_KNOWN[protocol], *_ALIASES[protocol]))}. fsspec+{protocol}:// takes "
+            "those of fsspec, and cannot commit exclusively"
+        )
+    return CloudStore(protocol, bucket, prefix, config=config, retry=retry)
+
+
+class CloudStore(Store):
+    """Objects below `prefix` of a bucket or container. `config` is obstore's own, as keywords.
+
+    An object of several parts is completed without a condition: the key is looked at just before.
+    """
+
+    exclusive_create = ExclusiveCreate.CONDITIONAL
+    part_nbytes_min = 5 * MiB
+
+    def __init__(
+        self, protocol: str, bucket: str, prefix: str, *, config: dict[str, Any], retry: RetryPolicy
+    ) -> None:
+        self.url = f"{protocol}://{bucket}/{prefix}".rstrip("/")
+        self.retry = retry
+        self._prefix = prefix + "/" if prefix else ""
+        self.objects = _open(self.url, protocol, bucket, config, retry)
+
+    def get(self, key: str, byte_range: ByteRange | None = None) -> bytes:
+        if byte_range is None:
+            return self.objects.get(self.full_key(key), key)
+        target = bytearray(byte_range.nbytes)
+        self.get_into(key, byte_range.start, [memoryview(target)])
+        return bytes(target)
+
+    def get_into(self, key: str, start: int, buffers: Sequence[memoryview]) -> None:
+        full_key = self.full_key(key)
+        views = flat_views(buffers)
+        nbytes = sum(view.nbytes for view in views)
+        if nbytes:
+            got = self.objects.fill(full_key, key, start, views)
+        else:
+            got = 0
+            nbytes = max(0, start - self.info(key).nbytes)  # HTTP has no empty range
+        if got != nbytes:
+            raise ShortReadError(
+                f"read {key} in {self.url}: bytes {start} to {start + nbytes} were asked for, "
+                f"{got} of these {nbytes} came"
+            )
+
+    def create(
+        self,
+        key: str,
+        nbytes: int,
+        *,
+        part_nbytes: int,
+        durable: bool = True,
+        direct: bool = False,
+    ) -> CloudWriter:
+        ledger = PartLedger(check_key(key), nbytes, part_nbytes)
+        if part_count(nbytes, part_nbytes) > 1 and part_nbytes < self.part_nbytes_min:
+            raise ValueError(
+                f"{key}: parts of {part_nbytes} bytes; {self.part_nbytes_min} at least"
+            )
+        return CloudWriter(self, ledger)
+
+    def put_if_absent(self, key: str, data: bytes) -> None:
+        self.objects.put_new(self.full_key(key), key, bytes(data), {}, may_be_repeated=False)
+
+    def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
+        wanted = self._prefix + check_prefix(prefix)
+        try:
+            # obstore's prefixes are whole directories.
+            pages = obstore.list(
+                self.objects.once,
+                wanted.rpartition("/")[0] or None,
+                offset=self._prefix + after if after else None,
+            )
+            for page in pages:
+                for found in page:
+                    key = found["path"][len(self._prefix) :]
+                    if found["path"].startswith(wanted) and key > after:
+                        yield ObjectInfo(key, found["size"], found["last_modified"].timestamp())
+        except (BaseError, OSError, ValueError) as error:
+            raise self.objects.translated(error, "list", prefix) from None
+
+    def info(self, key: str) -> ObjectInfo:
+        full_key = self.full_key(key)
+        try:
+            found = obstore.head(self.objects.once, full_key)
+        except (BaseError, OSError, ValueError) as error:
+            raise self.objects.translated(error, "info", key) from None
+        return ObjectInfo(key, found["size"], found["last_modified"].timestamp())
+
+    def delete(self, key: str) -> None:
+        full_key = self.full_key(key)
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                obstore.delete(self.objects.once, full_key)
+        except (BaseError, OSError, ValueError) as error:
+            raise self.objects.translated(error, "delete", key) from None
+
+    def sync(self, keys: Iterable[str]) -> None:
+        """A write is answered when it is durable; there is nothing to wait for."""
+
+    def abort_unfinished(self, prefix: str) -> int:
+        """Always 0: Azure drops blocks that were never committed after a week, and GCS does what
+        the bucket's lifecycle rule for incomplete uploads says.
+        """
+        check_prefix(prefix)
+        return 0
+
+    def close(self) -> None:
+        """obstore closes its connections when the last reference goes."""
+
+    def metadata(self, key: str) -> dict[str, str]:
+        """What a writer of ours noted with an object. Raises KeyNotFoundError."""
+        try:
+            found = obstore.get(self.objects.once, self.full_key(key), options={"head": True})
+        except (BaseError, OSError, ValueError) as error:
+            raise self.objects.translated(error, "info", key) from None
+        return dict(found.attributes)
+
+    def full_key(self, key: str) -> str:
+        """The key in the bucket."""
+        return self._prefix + check_key(key)
+
+
+class CloudWriter(ObjectWriter):
+    """One conditional PUT at the end, or an upload in parts that obstore runs."""
+
+    def __init__(self, store: CloudStore, ledger: PartLedger) -> None:
+        self.part_nbytes = ledger.part_nbytes
+        self._store = store
+        self._ledger = ledger
+        self._full_key = store.full_key(ledger.key)
+        self._metadata = {_WRITE_ID: uuid.uuid4().hex}
+        self._small = b""
+        self._uploads: list[Upload] = []  # one, for an object of several parts
+
+    def __enter__(self) -> CloudWriter:
+        if part_count(self._ledger.nbytes, self.part_nbytes) > 1:
+            upload = self._store.objects.upload(
+                self._full_key, self._ledger.key, self.part_nbytes, self._metadata
+            )
+            self._uploads.append(upload)
+        return self
+
+    def write_part(self, index: int, buffers: Sequence[memoryview]) -> None:
+        self._ledger.claim(index, buffers)
+        views = flat_views(buffers)
+        if not self._uploads:
+            self._small = b"".join(views)
+        for upload in self._uploads:
+            upload.write(index, views)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        published = False
+        try:
+            if kind is None:
+                self._ledger.check_complete()
+                self._publish()
+                published = True
+        finally:
+            if not published:
+                for upload in self._uploads:
+                    upload.abort()
+
+    def _publish(self) -> None:
+        retry, key = self._store.retry, self._ledger.key
+        if not self._uploads:
+            run_publishing(retry, self._put, self._is_ours)
+            return
+        with contextlib.suppress(KeyNotFoundError):
+            retry.run(lambda: self._store.info(key))
+            raise KeyExistsError(f"create {key} in {self._store.url}: exists already")
+        try:
+            self._uploads[0].finish()
+        except (KeyNotFoundError, OutcomeUnknownError):
+            if not retry.run(self._is_ours):
+                raise
+
+    def _put(self) -> None:
+        self._store.objects.put_new(
+            self._full_key, self._ledger.key, self._small, self._metadata, may_be_repeated=True
+        )
+
+    def _is_ours(self) -> bool:
+        try:
+            found = self._store.metadata(self._ledger.key)
+        except KeyNotFoundError:
+            return False
+        return found.get(_WRITE_ID) == self._metadata[_WRITE_ID]
+
+
+def _open(
+    url: str, protocol: str, bucket: str, config: dict[str, Any], retry: RetryPolicy
+) -> Objects:
+    place = config.get("endpoint") or config.get("base_url") or ""
+    client: Any = {
+        "allow_http": place.startswith("http://") or bool(config.get("use_emulator")),
+        "connect_timeout": timedelta(seconds=10),
+        "read_timeout": timedelta(seconds=60),
+        "timeout": timedelta(minutes=10),
+    }
+
+    def store(attempts_max: int) -> Any:
+        kind: Any = GCSStore if protocol == "gs" else AzureStore
+        return kind(
+            bucket,
+            client_options=client,
+            retry_config={
+                "max_retries": attempts_max - 1,
+                "retry_timeout": timedelta(seconds=retry.deadline_seconds),
+            },
+            **config,
+        )
+
+    try:
+        return Objects(url, store(1), store(retry.attempts_max), retry, get_loop())
+    except (BaseError, OSError, ValueError, TypeError) as error:
+        # Its own words may repeat the options.
+        raise InvalidUrlError(
+            f"{url}: the storage options or environment variables do not fit "
+            f"({type(error).__name__}); check the account and the credentials"
+        ) from None

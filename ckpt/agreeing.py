@@ -127,7 +127,7 @@ class Pace:
 
 
 class Council:
-    """One rank's part in the agreements; see note "promises".
+    """One rank's part in the agreements; see note "promises". It closes `world` in the end.
 
     `turn` and `close` are called by the training's thread on all ranks, in the same order; `ask`
     by any thread of any rank. A world of one needs no watcher and decides at once.
@@ -210,8 +210,13 @@ class Council:
     def leave(self) -> None:
         """Stop watching, without the other ranks: after a failure. May be repeated."""
         with self._changed:
+            is_first = not self._leaving
             self._leaving = True
             self._changed.notify_all()
+        if is_first:
+            # Whoever waits in a round, here or on other ranks, need not wait any longer.
+            self._world.abandon()
+            self._world.close()
         self._pool.shutdown(wait=False)
 
     def _wait_for_outcome(self) -> None:

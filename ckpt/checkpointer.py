@@ -275,7 +275,7 @@ class Checkpointer:
     def wait(self) -> Saved | None:
         """Wait for what is in flight, and for retention; the newest checkpoint of this process.
 
-        Raises the error of the newest save if that failed.
+        Raises the error of the newest save if that failed and nobody was told.
         """
         self._check_open()
         self._collect(wait=True)
@@ -286,8 +286,8 @@ class Checkpointer:
     def close(self) -> None:
         """Make a last save if the policy wants one, wait for everything, and let signals be again.
 
-        Waits until all ranks have come here. Raises the error of the newest save if that failed.
-        May be repeated.
+        Waits until all ranks have come here. Raises the error of the newest save if that failed and
+        nobody was told. May be repeated.
         """
         if self._is_closed:
             return
@@ -342,7 +342,7 @@ class Checkpointer:
         self._heard |= decision.signals
         return Observation(
             step=self._step,
-            previous_step=self._previous,
+            previous_step=self._step if closing else self._previous,
             now_seconds=self._clock(),
             last_save_seconds=self._last_save_seconds,
             signals=self._heard,
@@ -461,6 +461,7 @@ class Checkpointer:
     def _raise_alarm(self) -> None:
         """Called where all ranks have collected the same saves; see note "the same turn"."""
         if self._lasting:
+            self._unheard = 0
             raise self._lasting.pop()
         if not self._unheard or len(self._in_a_row) < self._alarm.after:
             return
@@ -471,7 +472,8 @@ class Checkpointer:
         self._alarm.call(failures)
 
     def _raise_newest_failure(self) -> None:
-        if self._in_a_row:
+        """Unless it was raised before, or told to an alarm."""
+        if self._unheard:
             self._lasting.clear()
             self._unheard = 0
             raise self._in_a_row[-1].error

@@ -1,4 +1,4 @@
-"""Train, die in the middle of a save, resume on fewer ranks, export, and look at it.
+"""Train, die in the middle of a save, resume, be preempted, resume again, export, look at it.
 
 python -m examples.demo [--url s3://bucket/prefix] [--option endpoint_url=http://localhost:9000]
 """
@@ -26,6 +26,7 @@ HERE = Path(__file__).resolve().parent
 STEPS = 120
 SAVE_EVERY = 20
 KILLED_IN_SAVE_OF = 80
+PREEMPTED_AFTER = 85
 PROMPT = "def __init__(self"
 # Another number of ranks adds up gradients in another order: 5e-7 of the loss where measured.
 TOLERANCE = 1e-3
@@ -80,6 +81,11 @@ class Demo:
             sys.exit(f"{name}: ranks {failed} failed\n{log[-4000:]}")
         return self.read(name)
 
+    def has_reached(self, name: str, step: int) -> bool:
+        """Whether a job has noted the loss of that step."""
+        file = self.losses(name)
+        return file.exists() and f'"step": {step},' in file.read_text(encoding="utf-8")
+
     def read(self, name: str) -> Run:
         """The losses that a job has noted, by step."""
         lines = self.losses(name).read_text(encoding="utf-8").splitlines()
@@ -113,11 +119,17 @@ def main() -> None:
     expect(len(same) == STEPS - latest.step and not different, f"losses differ at {different}")
     say(f"   {len(same)} losses, every one bit-equal to the uninterrupted training")
 
-    say("4. resumed on 2 ranks, saving again")
-    half = demo.run("resumed-2", 2, "--resume", "--save-every", str(SAVE_EVERY))
+    say("4. resumed on 2 ranks, saving again; SIGTERM to one of them, as when a job is preempted")
+    half = train_and_preempt(demo)
+    saved = ckpt.list_steps(demo.url, storage_options=demo.storage_options)[-1]
+    expect(saved.step == max(half) < STEPS, f"latest is step {saved.step}")
+    say(f"   both ranks saved step {saved.step}, which was their last one, and exited with 0")
+    half |= demo.run("resumed-2-again", 2, "--resume", "--save-every", str(SAVE_EVERY))
     apart = max(abs(loss - whole[step]) for step, loss in half.items())
     expect(len(half) == STEPS - latest.step and apart < TOLERANCE, f"losses differ by {apart}")
     say(f"   {len(half)} losses, at most {apart:.1e} from the uninterrupted training")
+    kept = [step.step for step in ckpt.list_steps(demo.url, storage_options=demo.storage_options)]
+    say(f"   kept by KeepLatest(2) | KeepEvery(60): steps {', '.join(map(str, kept))}")
 
     say("5. exported, and loaded without this library")
     model = demo.out / "model.safetensors"
@@ -133,7 +145,9 @@ def main() -> None:
         with ckpt.open(demo.url, step, storage_options=demo.storage_options) as checkpoint:
             stored.append((checkpoint, [checkpoint.info(fqn) for fqn in checkpoint]))
     picture = demo.out / "report.html"
-    write_report(picture, runs, stored, resumed_from=latest.step, text=text)
+    events = {KILLED_IN_SAVE_OF: "SIGKILL while saving", latest.step: "resumed from here"}
+    events[saved.step] = "SIGTERM: saved, and left"
+    write_report(picture, runs, stored, events=events, text=text)
     say(f"\nall as promised, in {time.monotonic() - started:.0f} s. Look at {picture}")
 
 
@@ -151,6 +165,20 @@ def train_and_kill(demo: Demo) -> Run:
             process.send_signal(signal.SIGKILL)
     store.close()
     return demo.read("killed")
+
+
+def train_and_preempt(demo: Demo) -> Run:
+    """SIGTERM to one rank in the middle of the training; both end by themselves, with status 0."""
+    with demo.job("resumed-2", 2, "--resume", "--save-every", str(SAVE_EVERY)) as processes:
+        while not demo.has_reached("resumed-2", PREEMPTED_AFTER):
+            if any(process.poll() is not None for process in processes):
+                log = (demo.out / "resumed-2.log").read_text(errors="replace")
+                sys.exit(f"the training ended before it was preempted\n{log[-4000:]}")
+            time.sleep(0.02)
+        processes[1].send_signal(signal.SIGTERM)
+        codes = [process.wait(60) for process in processes]
+    expect(codes == [0, 0], f"exit codes {codes}")
+    return demo.read("resumed-2")
 
 
 def say(text: str) -> None:

@@ -22,14 +22,18 @@ RUN_STYLES = {
     "4 ranks": ("#59a14f", 2, "", "resumed on 4 ranks: bit-equal"),
     "2 ranks": ("#e15759", 2, "6 4", "resumed on 2 ranks"),
 }
+EVENT_COLORS = ("#393", "#c00", "#a60")
 WIDTH, HEIGHT, LEFT, BOTTOM = 860, 360, 50, 40
 BAR_MIN = 24  # so that the shares of small tensors are seen as well
 
 
 def write_report(
-    path: Path, runs: dict[str, Run], stored: Sequence[Stored], *, resumed_from: int, text: str
+    path: Path, runs: dict[str, Run], stored: Sequence[Stored], *, events: dict[int, str], text: str
 ) -> None:
-    """Write the page. `stored` are checkpoints with the tensors to draw."""
+    """Write the page. `stored` are checkpoints with the tensors to draw, `events` what happened at
+    which step.
+    """
+    told = "; ".join(f"step {step}: {event}" for step, event in sorted(events.items()))
     parts = "".join(
         f"<h2>Who stored what: step {checkpoint.step}, saved by {checkpoint.world_size} ranks</h2>"
         f"{_legend(checkpoint.world_size)}{_parts_chart(infos)}"
@@ -45,10 +49,8 @@ pre {{ background: #f4f4f4; padding: 1em; overflow: auto; }}
 .key {{ display: inline-block; width: 1em; height: 1em; margin: 0 .3em 0 1em; }}
 </style></head><body>
 <h1>A training that was killed while saving</h1>
-<p>A byte-level transformer on the sources of Python's standard library. The job died by SIGKILL in
-the save of step {max(runs["killed"])}; the last committed checkpoint was that of step
-{resumed_from}.</p>
-{_loss_chart(runs, resumed_from)}
+<p>A byte-level transformer on the sources of Python's standard library. {told}.</p>
+{_loss_chart(runs, events)}
 {parts}
 <h2>What the exported model writes</h2>
 <pre>{html.escape(text)}</pre>
@@ -58,7 +60,7 @@ the save of step {max(runs["killed"])}; the last committed checkpoint was that o
     )
 
 
-def _loss_chart(runs: dict[str, Run], resumed_from: int) -> str:
+def _loss_chart(runs: dict[str, Run], events: dict[int, str]) -> str:
     last = max(max(run) for run in runs.values())
     low = min(min(run.values()) for run in runs.values())
     high = max(max(run.values()) for run in runs.values())
@@ -84,15 +86,12 @@ def _loss_chart(runs: dict[str, Run], resumed_from: int) -> str:
             f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="{width}" '
             f'stroke-dasharray="{dashes}" stroke-opacity="0.9"/>'
         )
-    killed = max(runs["killed"])
-    for step, label, color in (
-        (killed, "SIGKILL while saving", "#c00"),
-        (resumed_from, "resumed from here", "#393"),
-    ):
+    for line, (step, label) in enumerate(sorted(events.items())):
+        color = EVENT_COLORS[line % len(EVENT_COLORS)]
         marks.append(
             f'<line x1="{x(step):.1f}" x2="{x(step):.1f}" y1="10" y2="{HEIGHT - BOTTOM}" '
             f'stroke="{color}" stroke-dasharray="3 3"/>'
-            f'<text x="{x(step) + 5:.1f}" y="{24 if step == killed else 42}" '
+            f'<text x="{x(step) + 5:.1f}" y="{24 + 18 * line}" '
             f'style="fill:{color}">{label} (step {step})</text>'
         )
     keys = " ".join(

@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 import time
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,24 +18,22 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 
 import ckpt
+from ckpt.api import store_of
 from examples.demo.data import batch_of, read_corpus
 from examples.demo.model import CONTEXT, ByteLM
+from storage import Store
 
 SEQUENCES = 16
+KEEP = ckpt.KeepLatest(2) | ckpt.KeepEvery(60)
 
 
 class Progress:
-    """How far the training is; part of the state. On one rank of the job that is to be killed it
-    never answers, so that the other ranks have stored their parts and wait.
-    """
+    """How far the training is; part of the state."""
 
-    def __init__(self, stuck_at: int | None) -> None:
+    def __init__(self) -> None:
         self.step = 0
-        self.stuck_at = stuck_at
 
     def state_dict(self) -> dict[str, int]:
-        while self.step == self.stuck_at:
-            time.sleep(1)
         return {"step": self.step}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
@@ -57,14 +56,23 @@ def main() -> None:
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=arguments.steps)
-    progress = Progress(arguments.straggle_at if rank == world_size - 1 else None)
+    progress = Progress()
     state = {"model": model, "optimizer": optimizer, "schedule": schedule, "progress": progress}
     options = {"storage_options": json.loads(arguments.storage_options)}
 
-    if arguments.resume:
-        ckpt.load(state, arguments.url, step=arguments.resume_step, **options)
+    if arguments.straggle_at:
+        store = store_of(arguments.url, **options)
+        if rank == world_size - 1:
+            never_store(store, arguments.straggle_at)
+    every = arguments.save_every
+    policy = ckpt.EverySteps(every) | ckpt.OnPreemption() if every else ckpt.Never()
     corpus = read_corpus()
-    with open(arguments.losses, "w", encoding="utf-8") as losses:
+    with (
+        ckpt.Checkpointer(arguments.url, state, save=policy, keep=KEEP, **options) as checkpointer,
+        open(arguments.losses, "w", encoding="utf-8") as losses,
+    ):
+        if arguments.resume:
+            checkpointer.restore(arguments.resume_step)
         for step in range(progress.step + 1, arguments.steps + 1):
             data = batch_of(corpus, step, sequences=SEQUENCES, length=CONTEXT + 1)[rank::world_size]
             logits = model(data[:, :-1])
@@ -79,9 +87,21 @@ def main() -> None:
                 losses.write(json.dumps({"step": step, "loss": total.item()}) + "\n")
                 losses.flush()
             progress.step = step
-            if arguments.save_every and step % arguments.save_every == 0:
-                ckpt.save(state, arguments.url, step=step, **options)
-    dist.destroy_process_group()
+            checkpointer.step(step, metric=total.item())
+
+
+def never_store(store: Store, step: int) -> None:
+    """From now on this rank never stores its part of `step`: the demo has to kill a save that is
+    under way, and this one never ends.
+    """
+    create = store.create
+
+    def create_unless(key: str, nbytes: int, **how: Any) -> Any:
+        while key.startswith(f"steps/{step:08d}-"):
+            time.sleep(1)
+        return create(key, nbytes, **how)
+
+    store.create = create_unless  # type: ignore[method-assign]
 
 
 def _arguments() -> argparse.Namespace:
@@ -98,4 +118,7 @@ def _arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    finally:
+        dist.destroy_process_group()

@@ -7,6 +7,8 @@ It prints "ready" when signals are caught, and at the end the last step and the 
 
 from __future__ import annotations
 
+import faulthandler
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -27,6 +29,7 @@ SAVE_EVERY = 25
 def train(url: str, meeting_point: str, rank: int, size: int, say: Callable[[str], object]) -> None:
     """Train until a signal ends it. The weight counts the steps, so that a checkpoint tells."""
     torch.set_num_threads(1)
+    faulthandler.register(signal.SIGUSR2, all_threads=True)  # what a rank that stays was doing
     if size > 1:
         dist.init_process_group(
             "gloo",

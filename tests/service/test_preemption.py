@@ -263,6 +263,9 @@ class Job:
         for process in self.processes:
             process.join(max(0.0, until - time.monotonic()))
         for process in self.processes:
+            if process.exitcode is None and process.pid is not None:
+                os.kill(process.pid, signal.SIGUSR2)
+                process.join(0.5)
             process.kill()
             process.join()
         return [process.exitcode for process in self.processes]

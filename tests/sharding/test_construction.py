@@ -178,7 +178,7 @@ def ignored_states() -> None:
     model = uneven()
     replicate(model[1][0])
     Ours(model)
-    assert model[1][0].weight.shape == (5, 7) and "weight" not in model[1][2]._parameters
+    assert "weight" in model[1][0]._parameters and "weight" not in model[1][2]._parameters
     # Their gradients are not reduced.
     model = build("uneven")
     weight = model[0].weight

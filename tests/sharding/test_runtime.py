@@ -217,6 +217,73 @@ def test_frozen_units_are_freed_without_reducing() -> None:
     run_ranks(2, frozen_units)
 
 
+class Branches(nn.Module):
+    """Three units: the loss needs the first, only passes through the second, and not the third."""
+
+    def __init__(self, wrap: Any) -> None:
+        super().__init__()
+        self.used, self.passed, self.unused = (wrap(Passing()) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x = self.used(x)[0]
+        return self.passed(x)[1], self.unused(x)[0]
+
+
+class Passing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.layer(x), x * 2
+
+
+def not_reached() -> None:
+    for strategy, orig in itertools.product(("FULL_SHARD", "SHARD_GRAD_OP"), (False, True)):
+
+        def wrap(module: nn.Module, strategy: str = strategy, orig: bool = orig) -> Any:
+            return Ours(module, use_orig_params=orig, sharding_strategy=ShardingStrategy[strategy])
+
+        model = wrap(Branches(wrap))
+        model(torch.ones(2, 6))[0].sum().backward()
+        used, *others = [store for store in stores(model) if store is not None]
+        assert used.grad is not None and all(store.grad is None for store in others)
+        assert all(store.gathered_nbytes == 0 for store in (used, *others))
+
+
+def test_units_that_the_loss_does_not_need_are_freed() -> None:
+    run_ranks(2, not_reached)
+
+
+def frozen_between_steps() -> None:
+    for strategy, name in itertools.product(("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"), ENGINES):
+        model = wrapped(
+            name,
+            build("uneven"),
+            use_orig_params=True,
+            sharding_strategy=ShardingStrategy[strategy],
+        )
+        plain = build("uneven")
+        models = (model, plain)
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in models]
+        for step, (whole, mine) in enumerate(batches(4)):
+            for each in models:
+                list(each.parameters())[2].requires_grad_(step not in (1, 2))
+            model(mine).square().mean().backward()
+            plain(whole).square().mean().backward()
+            assert (list(model.parameters())[2].grad is None) or step not in (1, 2)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        values = full_copies(model)
+        for key, param in plain.named_parameters():
+            torch.testing.assert_close(values[key], param.detach(), msg=f"{name} {strategy} {key}")
+
+
+def test_original_parameters_can_be_frozen_and_thawed_between_steps() -> None:
+    run_ranks(2, frozen_between_steps)
+
+
 # C9 to C13 ---------------------------------------------------------------------------------------
 
 

@@ -191,17 +191,20 @@ def tree_source(
     return FileSource(store, format, contents, {fqn: chunks[key] for key, fqn in first.items()})
 
 
-def _moved(tree: Any, where: str) -> Any:
-    """`tree` with `where` in front of the keys of its leaves."""
-    if not where:
-        return tree
-    if isinstance(tree, Leaf):
+def _moved(tree: Any, where: str, seen: dict[int, Any] | None = None) -> Any:
+    """`tree` with `where` in front of the keys of its leaves; shared parts stay shared."""
+    seen = {} if seen is None else seen
+    if isinstance(tree, Leaf) and where:
         return Leaf(where + tree.key)
-    if isinstance(tree, dict):
-        return {key: _moved(item, where) for key, item in tree.items()}
-    if isinstance(tree, (list, tuple)):
-        return [_moved(item, where) for item in tree]
-    return tree
+    if not where or not isinstance(tree, (dict, list, tuple)):
+        return tree
+    if id(tree) not in seen:
+        if isinstance(tree, dict):
+            seen[id(tree)] = {key: _moved(item, where, seen) for key, item in tree.items()}
+        else:
+            items = [_moved(item, where, seen) for item in tree]
+            seen[id(tree)] = items if isinstance(tree, list) else tuple(items)
+    return seen[id(tree)]
 
 
 # The metadata ---------------------------------------------------------------------------------

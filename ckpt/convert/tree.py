@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from ckpt.convert.pickles import Opaque, Record
 from ckpt.convert.source import Refusal
 from ckpt.convert.torch_pickle import Refused
+from ckpt.errors import UnsupportedFormat
 from ckpt.layout.piece import Kind
 from ckpt.state_dict.names import WRAPPER_PARTS
 from ckpt.state_dict.values import DEPTH_MAX, TENSOR_KEY, is_key, join
@@ -78,6 +79,9 @@ class _Naming:
 
     def walk_container(self, node: Any, path: str, depth: int) -> None:
         items = list(node.items() if isinstance(node, dict) else enumerate(node))
+        self.nodes += 1 + len(items)
+        if self.nodes > NODES_MAX:
+            raise UnsupportedFormat(f"a state of more than {NODES_MAX} entries")
         if isinstance(node, dict) and _is_state_dict(node):
             bare = bare_names([key for key in node if isinstance(key, str)])
             items = [(bare.get(key, key), item) for key, item in items]
@@ -120,8 +124,10 @@ class _Naming:
     def plain(self, tree: Any, path: str, depth: int, problems: list[tuple[str, str]]) -> Any:
         """`tree` as a value; a tensor in it becomes a reference and a tensor of its own."""
         self.nodes += 1
-        if self.nodes > NODES_MAX or depth >= DEPTH_MAX:
-            problems.append((path, "there are too many values in it, or they are nested too deep"))
+        if self.nodes > NODES_MAX:
+            raise UnsupportedFormat(f"a state of more than {NODES_MAX} entries")
+        if depth >= DEPTH_MAX:
+            problems.append((path, f"it is nested deeper than {DEPTH_MAX}"))
             return None
         if tree is None or type(tree) in (bool, int, float, str, bytes):
             return tree
@@ -290,11 +296,24 @@ def _unflattened(node: Mapping[Any, Any]) -> _Optimizer | None:
         if not param:
             return None
         state[param][name] = item
-    groups: dict[str, dict[str, Any]] = {}
+    groups: dict[Any, dict[str, Any]] = {}
     for param, values in hyper.items():
-        group = groups.setdefault(repr(sorted(values.items())), {"params": [], **values})
+        group = groups.setdefault(_likeness(values), {"params": [], **values})
         group["params"].append(param)
     return _Optimizer({p: s for p, s in state.items() if s}, list(groups.values()))
+
+
+def _likeness(value: Any, depth: int = 0) -> Any:
+    """Equal for equal hyperparameters. What is not flat is like itself alone: comparing crafted
+    trees could take for ever.
+    """
+    if isinstance(value, dict) and depth == 0:
+        return tuple((key, _likeness(value[key], 1)) for key in sorted(value, key=str))
+    if isinstance(value, (list, tuple)) and depth < 3 and len(value) < 100:
+        return (type(value).__name__, *(_likeness(item, depth + 1) for item in value))
+    if value is None or isinstance(value, (bool, int, float, str, bytes)):
+        return type(value).__name__, value
+    return id(value)
 
 
 def reason_of(thing: Any) -> str:

@@ -34,12 +34,13 @@ class Entry(NamedTuple):
     header_start: int
     nbytes: int
     crc32: int
+    is_stored: bool = True  # neither compressed nor encrypted
 
 
 def read_directory(read: ReadBytes, nbytes: int) -> dict[str, Entry]:
     """The entries of the zip file of `nbytes`, by name.
 
-    Raises Corrupt when it is no readable zip file, UnsupportedFormat for compressed entries.
+    Raises Corrupt when it is no readable zip file.
     """
     tail = read(max(0, nbytes - TAIL_NBYTES), nbytes)
     try:
@@ -57,7 +58,12 @@ def read_directory(read: ReadBytes, nbytes: int) -> dict[str, Entry]:
 
 
 def data_start(entry: Entry, header: bytes) -> int:
-    """Where the data of `entry` begins, from (at least) the first 30 bytes of its local header."""
+    """Where the data of `entry` begins, from (at least) the first 30 bytes of its local header.
+
+    Raises Corrupt when there is none, UnsupportedFormat when the data is compressed or encrypted.
+    """
+    if not entry.is_stored:
+        raise UnsupportedFormat(f"{entry.name}: compressed or encrypted; torch.save does neither")
     try:
         magic, *_, name_nbytes, extra_nbytes = _LOCAL.unpack_from(header)
     except struct.error as error:
@@ -101,11 +107,10 @@ def _entries(data: bytes, count: int, nbytes: int) -> dict[str, Entry]:
         extra = data[at + name_nbytes : at + name_nbytes + extra_nbytes]
         at += name_nbytes + extra_nbytes + comment_nbytes
         size, packed, header_start = _wide(extra, size, packed, header_start)
-        if method != 0 or packed != size or flags & 1:
-            raise UnsupportedFormat(f"{name}: compressed or encrypted; torch.save does neither")
-        if header_start + _LOCAL.size + size > nbytes or name in entries:
+        if header_start + _LOCAL.size + packed > nbytes or name in entries:
             raise Corrupt(f"{name}: outside of the file, or twice in it")
-        entries[name] = Entry(name, header_start, size, crc32)
+        is_stored = method == 0 and packed == size and not flags & 1
+        entries[name] = Entry(name, header_start, size, crc32, is_stored)
     return entries
 
 

@@ -1,0 +1,216 @@
+"""Crafted pickles run nothing and eat nothing: they are refused, or read as values.
+
+Method: pickles that do harm where the module `pickle` reads them, each through every way that a
+pickle takes into the converters; a canary that any of them would set off stays silent.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import struct
+import tracemalloc
+import zipfile
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import ckpt
+from ckpt.convert.opening import open_source
+from ckpt.convert.pickles import Opaque, Record, read_pickle
+from ckpt.convert.torch_pickle import read_tree
+from ckpt.errors import CheckpointError, Corrupt, UnsupportedFormat
+
+
+class Runs:
+    """A pickle of it creates a file where code runs."""
+
+    def __init__(self, canary: Path) -> None:
+        self.canary = canary
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.canary),)
+
+
+class RunsWithState(Runs):
+    def __reduce__(self) -> Any:
+        return eval, (f"__import__('os').mkdir({str(self.canary)!r})",), {"a": 1}
+
+
+def hand_written(canary: Path) -> list[bytes]:
+    """Programs in the instructions that pickles of today hardly have."""
+    path = str(canary).encode()
+    text = b"\x8c" + bytes([len(path)]) + path
+    return [
+        b"\x80\x04\x8c\x02os\x8c\x05mkdir\x93" + text + b"\x85R.",
+        b"\x80\x02cos\nmkdir\n" + text + b"\x85R.",
+        b"\x80\x02(cos\nmkdir\n" + text + b"o.",  # OBJ
+        b"\x80\x02(" + text + b"ios\nmkdir\n.",  # INST
+        b"\x80\x02cos\nmkdir\n" + text + b"\x85\x81.",  # NEWOBJ
+        b"\x80\x04\x8c\x02os\x8c\x05mkdir\x93" + text + b"\x85}\x92.",  # NEWOBJ_EX
+        b"\x80\x02\x82\x01.",  # a name of copyreg's registry
+        b"\x80\x02]cos\nmkdir\nb.",  # a state for a list
+    ]
+
+
+def programs(canary: Path) -> list[bytes]:
+    made = [pickle.dumps(kind(canary), p) for kind in (Runs, RunsWithState) for p in (2, 4, 5)]
+    return made + hand_written(canary)
+
+
+def test_nothing_runs_anywhere(tmp_path: Path) -> None:
+    canary = tmp_path / "canary"
+    for number, data in enumerate(programs(canary)):
+        pickle_file = tmp_path / f"{number}.pt"
+        with zipfile.ZipFile(pickle_file, "w") as file:
+            file.writestr("archive/data.pkl", data)
+        folder = tmp_path / f"dcp{number}"
+        folder.mkdir()
+        (folder / ".metadata").write_bytes(data)
+        for url in (pickle_file, folder):
+            with pytest.raises(CheckpointError):
+                ckpt.import_checkpoint(str(url), str(tmp_path / "root"))
+            with pytest.raises(CheckpointError):
+                ckpt.export(str(url), str(tmp_path / "m.safetensors"))
+        assert not canary.exists(), data
+    with pytest.raises(FileExistsError):
+        pickle.loads(programs(canary)[0])  # the canary works
+        pickle.loads(programs(canary)[1])
+
+
+def test_code_beside_tensors_costs_only_itself(tmp_path: Path) -> None:
+    """Tensors are exported; an import says what it cannot take, and goes on with skip=."""
+    canary = tmp_path / "canary"
+    torch.save({"w": torch.ones(3), "bad": Runs(canary), "fine": 5}, tmp_path / "m.pt")
+    ckpt.export(str(tmp_path / "m.pt"), str(tmp_path / "m.safetensors"))
+    with pytest.raises(ckpt.InvalidState, match=r"bad: it is a posix\.mkdir.*skip="):
+        ckpt.import_checkpoint(str(tmp_path / "m.pt"), str(tmp_path / "root"))
+    report = ckpt.import_checkpoint(str(tmp_path / "m.pt"), str(tmp_path / "root"), skip=["bad"])
+    assert report.values == ("fine",) and not canary.exists()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\x80",
+        b"\x80\x02",
+        b"\x80\x02.",
+        b"\x80\x02K",
+        b"\x80\x02t.",
+        b"\x80\x02\x86.",
+        b"\x80\x02(((.",
+        b"\x80\x02]a.",
+        b"\x80\x02]K\x01K\x02s.",
+        b"\x80\x02}]K\x01s.",  # a list as a key
+        b"\x80\x02h\x05.",  # a memo that is not there
+        b"\x80\x02X\xff\xff\xff\xff.",
+        b"\x80\x04\x8e" + struct.pack("<Q", 1 << 60) + b".",  # bytes of an exbibyte
+        b"\x80\x04\x95" + struct.pack("<Q", 1 << 60) + b".",
+        b"\x80\x02\x8b" + struct.pack("<I", 1 << 31) + b".",
+        b"\x80\x02Q.",
+        b"\x80\x02X\x01\x00\x00\x00\xff.",
+        b"garbage that is no pickle",
+    ],
+)
+def test_broken_programs_are_refused(data: bytes) -> None:
+    with pytest.raises((Corrupt, UnsupportedFormat)):
+        read_pickle(data, {})
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x80\x02]r\xff\xff\xff\xff0].",  # LONG_BINPUT: a memo of 32 GiB for others
+        b"\x80\x04" + b"\x8c\x01a" * 50_000 + b".",
+        b"\x80\x02" + b"]" * 30_000 + b"a" * 29_999 + b".",  # 30,000 lists in each other
+        b"\x80\x02]q\x00" + b"]q\x01(h\x00h\x00h\x00h\x00eq\x00" * 30 + b".",  # 4 to the 30th
+    ],
+)
+def test_bombs_take_memory_like_their_length(
+    data: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ckpt.convert.tree.NODES_MAX", 10_000)
+    tracemalloc.start()
+    try:
+        read_pickle(data, {})
+        with zipfile.ZipFile(tmp_path / "m.pt", "w") as file:
+            file.writestr("archive/data.pkl", data)
+        with suppress(CheckpointError):
+            open_source(str(tmp_path / "m.pt"))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 512 << 20
+
+
+def test_deep_keys_do_not_overflow_the_stack() -> None:
+    """Tuples in tuples as a key are hashed by recursion in C, which nothing stops."""
+    with pytest.raises(Corrupt):
+        read_pickle(b"\x80\x02})" + b"\x85" * 300_000 + b"K\x01s.", {})
+
+
+def test_names_are_values_of_ours() -> None:
+    found = read_pickle(b"\x80\x02cos\nsystem\n.", {})
+    assert isinstance(found, Opaque) and found.name == "os.system"
+    record = read_pickle(pickle.dumps(Path("a"), 2), {"pathlib.PosixPath": "path"})
+    assert isinstance(record, Record) and record.args == ("a",)
+
+
+def test_plain_values_come_back_from_every_protocol() -> None:
+    value = {
+        "a": [None, True, False, 0, -1, 255, 65536, -(2**31), 2**70, 1.5, float("inf")],
+        "b": ("x" * 300, "", "ü\U0001f600", b"", b"\x00\xff" * 200),
+        3: {"nested": ({}, [], (), ((1,), (1, 2), (1, 2, 3), (1, 2, 3, 4)))},
+        None: [{}] * 3,
+    }
+    for protocol in (2, 3, 4, 5):
+        assert read_tree(pickle.dumps(value, protocol)) == value
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_flipped_and_cut_metadata_is_refused_or_harmless(
+    tmp_path: Path, rng: Any, scale: Any
+) -> None:
+    """Any byte of .metadata changed: an error of ours, or tensors within their files. No other
+    exception, no hang.
+    """
+    dcp.save({"model": {"w": torch.arange(6.0).view(2, 3)}, "n": 3}, checkpoint_id=tmp_path / "d")
+    good = (tmp_path / "d" / ".metadata").read_bytes()
+    for _ in range(scale.count(150, 5000)):
+        data = bytearray(good)
+        if rng.random() < 0.2:
+            data = data[: rng.randrange(len(data))]
+        else:
+            data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+        (tmp_path / "d" / ".metadata").write_bytes(bytes(data))
+        try:
+            source = open_source(str(tmp_path / "d"))
+            for name in source.contents.tensors:
+                source.read(name)
+        except CheckpointError:
+            continue
+
+
+def test_flipped_and_cut_files_are_refused_or_read(tmp_path: Path, rng: Any, scale: Any) -> None:
+    buffer = io.BytesIO()
+    torch.save({"w": torch.arange(6.0), "n": [1, 2]}, buffer)
+    good = buffer.getvalue()
+    for _ in range(scale.count(150, 5000)):
+        data = bytearray(good)
+        if rng.random() < 0.2:
+            data = data[: rng.randrange(len(data))]
+        else:
+            data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+        (tmp_path / "m.pt").write_bytes(bytes(data))
+        try:
+            source = open_source(str(tmp_path / "m.pt"))
+            for name in source.contents.tensors:
+                source.read(name)
+        except CheckpointError:
+            continue

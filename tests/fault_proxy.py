@@ -14,9 +14,10 @@ import socketserver
 import struct
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler
+from types import MappingProxyType
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -36,10 +37,11 @@ _BODY = "<?xml version='1.0'?><Error><Code>{0}</Code><Message>injected</Message>
 
 
 class Request(NamedTuple):
-    """What a rule knows: method, and path with query."""
+    """What a rule knows: method, path with query, and headers by name in lower case."""
 
     method: str
     path: str
+    headers: Mapping[str, str] = MappingProxyType({})
 
 
 Rule = Callable[[Request], str]  # the kind of failure, "" for none
@@ -142,7 +144,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _serve(self) -> None:
         body = self._body()
-        kind = self.server.proxy.fault_for(Request(self.command, self.path))
+        kind = self.server.proxy.fault_for(
+            Request(self.command, self.path, {n.lower(): v for n, v in self.headers.items()})
+        )
         if kind in _ANSWERS:
             status, code = _ANSWERS[kind]
             self._answer(status, [("Content-Type", "application/xml")], _BODY.format(code).encode())

@@ -28,6 +28,7 @@ BENCHMARKS: dict[str, tuple[str, ...]] = {
     "convert": ("--gib", "1", "--rounds", "1"),
     "manifest": (),
     "s3": ("--mib", "256", "--rounds", "5"),
+    "overhead": ("--blocks", "12"),
 }
 ROW = re.compile(r"  (.*): (.*) \(bar (.*)\)")
 

@@ -91,6 +91,7 @@ def async_save(
     host_bytes_max: int | None = None,
     replicas: Literal["warn", "strict"] = "warn",
     metric: float | None = None,
+    dedup: bool = False,
     user: Mapping[str, str] | None = None,
     process_group: dist.ProcessGroup | None = None,
     storage_options: Mapping[str, Any] | None = None,
@@ -109,6 +110,7 @@ def async_save(
     While another save is in flight, `when_busy` makes this one wait for it, be skipped, or replace
     it; a skipped one raises SaveDropped from `result()`. `host_bytes_max` limits the memory of the
     copy on this rank, in bytes; a larger state is copied in waves, and steps wait for the last.
+    With `dedup=True` (see `save`) all of it is copied, and hashed in the background.
 
     Collective like `save`, but only the first call for a url waits for other ranks. Errors of the
     save are raised by `PendingSave.result`, or by the next call that saves here. Raises ValueError
@@ -129,7 +131,11 @@ def async_save(
         store, session, memory = place or seat.place(url, storage_options, unsafe_single_writer)
         path = _write_path(io, store, seat.staging)
         task = SaveTask(
-            session, store, memory, step, SaveOptions(replicas, path, dict(user or {}), metric)
+            session,
+            store,
+            memory,
+            step,
+            SaveOptions(replicas, path, dict(user or {}), metric, dedup),
         )
         if is_skipped:
             error = SaveDropped(f"the save of step {step} was skipped: another one is in flight")

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -29,7 +29,7 @@ from ckpt.format.datafile import (
     layout_data_file,
 )
 from ckpt.format.part import PartFile
-from ckpt.memory import address_of, copy_bytes
+from ckpt.memory import address_of, copy_bytes, tensor_over
 from ckpt.write import MIB, FileTexts, Source, Staging, WritePath, copy_elements
 from storage import ObjectWriter, Store
 
@@ -119,20 +119,50 @@ def _plan_parts(
     )
 
 
-@dataclass
+class Division(NamedTuple):
+    """Which slots of each part are copied first, and which later; one item per part of all files.
+
+    `is_on_device` says that some sources are not in host memory.
+    """
+
+    first: tuple[tuple[Slot, ...], ...]
+    later: tuple[tuple[Slot, ...], ...]
+    later_nbytes: int
+    is_on_device: bool
+
+
+def divide(
+    files: Sequence[FilePlan], sources: Sequence[Source], first: Collection[int]
+) -> Division:
+    """Copy the sources with the indices `first` first, the others later."""
+    plans = [part for file in files for part in file.parts]
+    later = [tuple(slot for slot in plan.slots if slot.source not in first) for plan in plans]
+    return Division(
+        tuple(tuple(slot for slot in plan.slots if slot.source in first) for plan in plans),
+        tuple(later),
+        sum(slot.stop - slot.start for slots in later for slot in slots),
+        any(source.view.is_cuda for source in sources),
+    )
+
+
+_NO_BUFFER = memoryview(b"")
+
+
+@dataclass(slots=True)
 class _Part:
     """A part and its memory. `missing` has to be copied yet; an empty buffer is none."""
 
     plan: PartPlan
     missing: Sequence[Slot]
-    buffer: memoryview = field(default_factory=lambda: memoryview(b""))
+    buffer: memoryview
 
 
 class Image:
     """All files of one save, partly in memory. Used by one thread at a time.
 
     At most `buffers_max` parts are in memory at once, two or more. `sources` and the memory that
-    they point to have to stay until everything is copied.
+    they point to have to stay until everything is copied. What is to be copied first is copied by
+    the constructor; there have to be buffers for it.
     """
 
     def __init__(
@@ -141,46 +171,40 @@ class Image:
         sources: Sequence[Source],
         staging: Staging,
         *,
+        division: Division,
         buffers_max: int,
     ) -> None:
         self.files = tuple(files)
         self.sources = sources
         self._staging = staging
         self._buffers_max = buffers_max
-        self._is_pinned = any(source.view.is_cuda for source in sources)
-        self._parts = [[_Part(plan, plan.slots) for plan in file.parts] for file in files]
+        self._is_pinned = division.is_on_device
+        self._part_nbytes = files[0].part_nbytes
+        plans = [part for file in files for part in file.parts]
+        self._parts = list(map(_Part, plans, division.later, [_NO_BUFFER] * len(plans)))
+        self._unfinished = 0  # the first part that may lack something
         self._taken = 0
+        for part, slots in zip(self._parts, division.first, strict=True):
+            if slots:
+                assert self._has_buffer(part), "what is copied first fits"
+                self._fill(part, slots)
 
     @property
     def is_whole(self) -> bool:
         """Whether nothing is left to copy."""
-        return not any(part.missing for parts in self._parts for part in parts)
+        return self._unfinished == len(self._parts)
 
-    @property
-    def nbytes_missing(self) -> int:
-        """Bytes that are left to copy."""
-        return sum(
-            slot.stop - slot.start
-            for parts in self._parts
-            for part in parts
-            for slot in part.missing
-        )
-
-    def copy(self, wanted: Collection[int] | None = None) -> None:
-        """Copy the sources with the indices `wanted`, or all, as far as there are buffers."""
-        for file, parts in zip(self.files, self._parts, strict=True):
-            for part in parts:
-                now: Sequence[Slot] = part.missing
-                rest: Sequence[Slot] = ()
-                if wanted is not None:
-                    now = [slot for slot in part.missing if slot.source in wanted]
-                    rest = [slot for slot in part.missing if slot.source not in wanted]
-                if not now:
-                    continue
-                if not self._has_buffer(part, file.part_nbytes):
-                    return
-                self._fill(part, now)
-                part.missing = rest
+    def copy(self) -> None:
+        """Copy what is left, as far as there are buffers."""
+        while self._unfinished < len(self._parts):
+            part = self._parts[self._unfinished]
+            # In order, and a part of a header alone too: a part that is to be written next never
+            # waits for buffers that later parts have.
+            if not self._has_buffer(part):
+                return
+            self._fill(part, part.missing)
+            part.missing = ()
+            self._unfinished += 1
 
     def write(
         self,
@@ -204,7 +228,7 @@ class Image:
                     store.create(
                         names(index),
                         layout.nbytes,
-                        part_nbytes=file.part_nbytes,
+                        part_nbytes=self._part_nbytes,
                         durable=False,
                         direct=path.for_file(layout.nbytes).direct,
                     ) as writer,
@@ -219,26 +243,38 @@ class Image:
             self.release()
         return written
 
+    def staged(self) -> list[Source]:
+        """The sources, with their bytes as they are in memory here. For images that are whole, of
+        files of one part each; valid until `release`.
+        """
+        moved = list(self.sources)
+        for part in self._parts:
+            for index, _, nbytes, at in part.plan.slots:
+                source = self.sources[index]
+                memory, dtype = part.buffer[at : at + nbytes], source.view.dtype
+                view = tensor_over(memory, dtype, (nbytes // dtype.itemsize,))
+                moved[index] = Source(source.chunk, view, 0, address_of(memory))
+        return moved
+
     def release(self) -> None:
         """Give all buffers back."""
-        for parts in self._parts:
-            for part in parts:
-                self._free(part)
+        for part in self._parts:
+            self._free(part)
 
     # memory
 
-    def _has_buffer(self, part: _Part, nbytes: int) -> bool:
+    def _has_buffer(self, part: _Part) -> bool:
         if not part.buffer:
             if self._taken >= self._buffers_max:
                 return False
-            part.buffer = self._staging.take(nbytes, pinned=self._is_pinned)
+            part.buffer = self._staging.take(self._part_nbytes, pinned=self._is_pinned)
             self._taken += 1
         return True
 
     def _free(self, part: _Part) -> None:
         if part.buffer:
             self._staging.give_back(part.buffer)
-            part.buffer = memoryview(b"")
+            part.buffer = _NO_BUFFER
             self._taken -= 1
 
     def _fill(self, part: _Part, slots: Sequence[Slot]) -> None:
@@ -280,10 +316,12 @@ class Image:
         sender: _Sender,
         between_parts: Callable[[], None],
     ) -> npt.NDArray[np.uint32]:
-        part_nbytes, parts = self.files[index].part_nbytes, self._parts[index]
+        part_nbytes = self._part_nbytes
+        before = part_count(self.files[:index])
+        parts = self._parts[before : before + len(self.files[index].parts)]
         sums = _Sums()
         for at, part in enumerate(parts):
-            self._make_whole(part, part_nbytes, sender)
+            self._make_whole(part, sender)
             between_parts()
             sums.add(part.plan, part.buffer)
             header = layout.header[at * part_nbytes : (at + 1) * part_nbytes]
@@ -301,13 +339,12 @@ class Image:
             sender.send(memoryview(tail[start : start + part_nbytes]), lambda: None)
         return checksums
 
-    def _make_whole(self, part: _Part, part_nbytes: int, sender: _Sender) -> None:
+    def _make_whole(self, part: _Part, sender: _Sender) -> None:
         sender.collect()
-        while not self._has_buffer(part, part_nbytes):
+        while not self._has_buffer(part):
             sender.wait_for_one()
-        self._fill(part, part.missing)
-        part.missing = ()
-        self.copy()  # what has room now: steps of optimizers may wait for it
+        # As much as has room now, this part first: steps of optimizers may wait for it.
+        self.copy()
 
 
 class _Sums:

@@ -36,7 +36,7 @@ from ckpt.locate import read_manifest
 from ckpt.log import LiveEntry
 from ckpt.memory import bytes_at, is_plain_memory
 from ckpt.session import Session
-from ckpt.write import Source, copy_elements
+from ckpt.write import Source, Staging, copy_elements
 from storage import KeyNotFoundError, Store
 
 logger = logging.getLogger(__name__)
@@ -72,13 +72,14 @@ class Previous:
     """The newest checkpoint of one session that was saved with digests, as one rank knows it.
 
     `held` and `nbytes` are the lead's: bytes of that checkpoint by the attempt that wrote them, and
-    bytes of whole attempts.
+    bytes of whole attempts. `staging` is where saves in the background are hashed.
     """
 
     attempt: str = ""
     known: Known = field(default_factory=dict)
     held: Mapping[str, int] = field(default_factory=dict)
     nbytes: dict[str, int] = field(default_factory=dict)
+    staging: Staging = field(default_factory=Staging)
 
     def offer(self, session: Session, *, block_nbytes: int) -> Base:
         """On the lead: what the next save may refer to. Raises Fenced and the store's errors."""

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
 
 from ckpt.contents import Contents, contents_of, digests_of
 from ckpt.format.part import Part
-from ckpt.image import FilePlan, Image, part_count, plan_files
+from ckpt.image import Division, FilePlan, Image, divide, part_count, plan_files
 from ckpt.layout.dtensor import local_tensor
 from ckpt.layout.piece import Holding, Kind, Piece
 from ckpt.log import attempt_name
@@ -32,6 +32,7 @@ from ckpt.saving import (
     file_texts,
     header_of,
     part_of,
+    write_sources,
 )
 from ckpt.state_dict import FlatState
 from ckpt.stepping import Gate, steps, storage_of
@@ -42,6 +43,8 @@ logger = logging.getLogger(__name__)
 MIB = 1 << 20
 # Tensors that are copied in the call stop training for that long: 64 MiB take some 10 ms.
 BLOCKING_NBYTES_MAX = 64 * MIB
+
+WHOLE_FILE = 1 << 62  # bytes of a part: all of a file is one
 
 Snapshot = Literal["step", "now"]
 
@@ -110,19 +113,28 @@ class Staged:
     digests: dict[str, int]
     compared_later: Sequence[tuple[Holding, Piece]]
     is_blocking: bool
+    nbytes_later: int
     side: memoryview = field(default_factory=lambda: memoryview(b""))
 
     def copy(self) -> None:
         """Copy the rest, as far as there is room for it."""
-        with self.task.recorder.span("stage", self.image.nbytes_missing):
+        with self.task.recorder.span("stage", self.nbytes_later):
             self.digests.update(digests_of(self.compared_later))
             self.image.copy()
         if self.image.is_whole:
             self.gate.open()
 
     def write(self, attempt: Attempt, give_up: Callable[[], None]) -> Part:
-        """Write the files of this rank; copies the rest on the way. Calls `give_up` often."""
+        """Write the files of this rank; copies the rest on the way. Calls `give_up` often.
+
+        A save with `dedup` is copied as a whole before, and may be written several times.
+        """
         task, header = self.task, attempt.header
+        if attempt.base is not None:
+            give_up()
+            written = write_sources(self.image.staged(), self.contents, attempt, task)
+            task.recorder.count("step_wait_seconds", self.gate.waited_seconds)
+            return part_of(self.contents, written, self.digests, task)
 
         def between_parts() -> None:
             if self.image.is_whole:
@@ -160,33 +172,83 @@ def stage(state: Any, task: SaveTask, options: StageOptions, staging: Staging) -
     Raises InvalidState, LoadInterrupted, ValueError for a budget that is too small; then nothing
     is held.
     """
+    steps.watch()
     with task.recorder.span("flatten"):
         contents = contents_of(state, task.ranks, task.memory.plans)
-        sources: Sequence[Source] = contents.plan.sources
         files = _plan(contents, task)
-    changes = _changes(contents.flat, options.snapshot, task)
-    later = {i for i, source in enumerate(sources) if storage_of(source.view) in changes.storages}
-    now = [index for index in range(len(sources)) if index not in later]
-    _report_blocking([sources[index] for index in now], changes, options.snapshot, task)
-    room = _room_for(files, sources, now, options, task)
+        split = _split(contents, files, options.snapshot)
+    _report(split, options.snapshot, task)
+    sources: Sequence[Source] = contents.plan.sources
+    room = _room_for(files, split, options, task)
+    if task.options.dedup:
+        staging = task.memory.previous.staging  # for buffers of the size of files
     staging.keep(room.buffers_max)
-    compared = contents.plan.assignment.compared
-    is_later = [storage_of(holding.local) in changes.storages for holding, _ in compared]
-    with task.recorder.span("stage", sum(sources[index].chunk.nbytes for index in now)):
-        sources, side = _copied_aside(sources, now) if room.is_aside else (sources, memoryview(b""))
-        image = Image(files, sources, staging, buffers_max=room.buffers_max)
-        if room.fits:
-            image.copy(set(now))
-        digests = digests_of(one for one, wait in zip(compared, is_later, strict=True) if not wait)
+    division, side = split.division, memoryview(b"")
+    with task.recorder.span("stage", split.nbytes_now):
+        if not room.fits:
+            division = divide(files, sources, ())
+        if room.is_aside:
+            sources, side = _copied_aside(sources, split.now)
+        image = Image(files, sources, staging, division=division, buffers_max=room.buffers_max)
+        digests = digests_of(split.compared_now)
+    gate = steps.hold(split.changes.storages, split.changes.parameters)
+    if room.fits and not division.later_nbytes:
+        gate.open()
     return Staged(
         task,
         contents,
         image,
-        steps.hold(changes.storages, changes.parameters),
+        gate,
         digests,
-        [one for one, wait in zip(compared, is_later, strict=True) if wait],
+        split.compared_later,
         is_blocking=not (room.fits or room.is_aside),
+        nbytes_later=division.later_nbytes,
         side=side,
+    )
+
+
+class _Split(NamedTuple):
+    """What of a state is copied when: `now` are indices of sources.
+
+    `others` are sources that have to be copied now although they are no parameters, largest first.
+    """
+
+    changes: Changes
+    now: tuple[int, ...]
+    nbytes_now: int
+    others: tuple[Source, ...]
+    division: Division
+    compared_now: tuple[tuple[Holding, Piece], ...]
+    compared_later: tuple[tuple[Holding, Piece], ...]
+
+
+def _split(contents: Contents, files: Sequence[FilePlan], snapshot: Snapshot) -> _Split:
+    """Worked out once for a state and the optimizers that are known to wait."""
+    key = ("split", files, snapshot, steps.version)
+    return contents.plan.of_memory.once(key, lambda: _worked_out(contents, files, snapshot))
+
+
+def _worked_out(contents: Contents, files: Sequence[FilePlan], snapshot: Snapshot) -> _Split:
+    plan = contents.plan
+    changes = NOTHING
+    if snapshot == "step":
+        changes = changed_by_steps(contents.flat, steps.seen())
+    now = [i for i, s in enumerate(plan.sources) if storage_of(s.view) not in changes.storages]
+    sources = [plan.sources[index] for index in now]
+    # Until an optimizer was seen, its state cannot be told from what it does not change.
+    usual = (Kind.PARAMETER, Kind.OPTIMIZER) if changes.unowned else (Kind.PARAMETER,)
+    others = [source for source in sources if source.chunk.kind not in usual]
+    compared = [
+        (one, storage_of(one[0].local) in changes.storages) for one in plan.assignment.compared
+    ]
+    return _Split(
+        changes,
+        tuple(now),
+        sum(source.chunk.nbytes for source in sources),
+        tuple(sorted(others, key=lambda source: -source.chunk.nbytes)),
+        divide(files, plan.sources, set(now)),
+        tuple(one for one, waits in compared if not waits),
+        tuple(one for one, waits in compared if waits),
     )
 
 
@@ -194,6 +256,9 @@ def _plan(contents: Contents, task: SaveTask) -> tuple[FilePlan, ...]:
     """Files and parts, before the attempt has its name: any name of an attempt is as long."""
     header = header_of(task, attempt_name(task.session.epoch, bytes(8)), contents.modules)
     path = task.options.path
+    if task.options.dedup:
+        # What is to be written is known when all is hashed, so a file is not laid out for that.
+        path = replace(path, part_nbytes=WHOLE_FILE)
     entries = contents.plan.entries(path.file_nbytes_max, header.block_bytes)
     # The slack in headers covers what differs from save to save: digits of steps and seconds.
     key = ("files", path.part_nbytes, path.file_nbytes_max, len(str(header.user)))
@@ -203,42 +268,30 @@ def _plan(contents: Contents, task: SaveTask) -> tuple[FilePlan, ...]:
     )
 
 
-def _changes(flat: FlatState, snapshot: Snapshot, task: SaveTask) -> Changes:
-    steps.watch()
+def _report(split: _Split, snapshot: Snapshot, task: SaveTask) -> None:
+    """Tell of tensors that stop training, because only what an optimizer changes can wait."""
+    task.recorder.count("blocking_bytes", split.nbytes_now)
     if snapshot == "now":
-        return NOTHING
-    changes = changed_by_steps(flat, steps.seen())
-    if changes.unowned:
+        return
+    unowned = split.changes.unowned
+    if unowned:
         logger.info(
             "step %d: %d trainable parameters (%s, ...) are copied before async_save returns, as "
             'with snapshot="now": no optimizer was seen stepping them yet',
             task.step,
-            len(changes.unowned),
-            changes.unowned[0],
+            len(unowned),
+            unowned[0],
         )
-    return changes
-
-
-def _report_blocking(
-    now: Sequence[Source], changes: Changes, snapshot: Snapshot, task: SaveTask
-) -> None:
-    """Tell of tensors that stop training, because only an optimizer's own can wait."""
-    nbytes = sum(source.chunk.nbytes for source in now)
-    task.recorder.count("blocking_bytes", nbytes)
-    # Until an optimizer was seen, its state cannot be told from what it does not change.
-    usual = (Kind.PARAMETER, Kind.OPTIMIZER) if changes.unowned else (Kind.PARAMETER,)
-    others = [source for source in now if source.chunk.kind not in usual]
-    large = sum(source.chunk.nbytes for source in others)
-    if snapshot == "step" and large > BLOCKING_NBYTES_MAX:
-        named = sorted(others, key=lambda source: -source.chunk.nbytes)[:5]
-        told = ", ".join(f"{s.chunk.fqn} ({s.chunk.nbytes / MIB:.1f} MiB)" for s in named)
+    nbytes = sum([source.chunk.nbytes for source in split.others])
+    if nbytes > BLOCKING_NBYTES_MAX:
+        largest = [source.chunk for source in split.others[:5]]
         logger.warning(
             "step %d: %.0f MiB on this rank are copied before async_save returns, because they may "
             "change outside of optimizers: %s%s",
             task.step,
-            large / MIB,
-            told,
-            ", ..." if len(others) > len(named) else "",
+            nbytes / MIB,
+            ", ".join(f"{chunk.fqn} ({chunk.nbytes / MIB:.1f} MiB)" for chunk in largest),
+            ", ..." if len(split.others) > len(largest) else "",
         )
 
 
@@ -254,23 +307,24 @@ class _Room(NamedTuple):
 
 
 def _room_for(
-    files: Sequence[FilePlan],
-    sources: Sequence[Source],
-    now: Sequence[int],
-    options: StageOptions,
-    task: SaveTask,
+    files: Sequence[FilePlan], split: _Split, options: StageOptions, task: SaveTask
 ) -> _Room:
     part_nbytes = files[0].part_nbytes
     count = part_count(files)
     budget = options.host_bytes_max
     if budget is None or count * part_nbytes <= budget:
         return _Room(count, True, False)
+    if task.options.dedup:
+        raise ValueError(
+            f"host_bytes_max={budget}: with dedup=True at least {count * part_nbytes} are needed "
+            "on this rank, to hash all of the state before any of it is written"
+        )
     if budget < 2 * part_nbytes:
         raise ValueError(
             f"host_bytes_max={budget}: at least {2 * part_nbytes} are needed, one part to fill "
             "while another one is written"
         )
-    aside = sum(sources[index].chunk.nbytes for index in now)
+    aside = split.nbytes_now
     is_aside = aside + 2 * part_nbytes <= budget
     logger.warning(
         "step %d: %.1f MiB on this rank do not fit host_bytes_max=%d: they are copied in waves, "

@@ -73,6 +73,7 @@ class Steps:
         self._gates: tuple[Gate, ...] = ()
         self._seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._captured: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._changes = 0
         self._hook: Any = None
         self._lock = threading.Lock()
 
@@ -85,6 +86,11 @@ class Steps:
     def seen(self) -> list[torch.optim.Optimizer]:
         """Optimizers that wait at gates: seen stepping, and never inside of a captured graph."""
         return [optimizer for optimizer in self._seen if optimizer not in self._captured]
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """Another value whenever `seen` gives other optimizers."""
+        return self._changes, len(self._seen)
 
     def captured(self) -> list[torch.optim.Optimizer]:
         """Optimizers that were seen inside of a captured graph; their steps cannot be held back."""
@@ -105,8 +111,13 @@ class Steps:
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if _is_captured(optimizer):
             self._captured.add(optimizer)
+            self._changes += 1
             return
+        known = len(self._seen)
+        # torch.compile does not trace into this call, so it runs this hook as it is, every time.
         self._seen.add(optimizer)
+        if len(self._seen) != known:
+            self._changes += 1
         for gate in self._gates:
             gate.wait_for(optimizer)
 

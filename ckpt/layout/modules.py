@@ -184,23 +184,27 @@ def _special_tensor(fqn: str, tensor: Any, ranks: Ranks) -> Owned | None:
 class Glance:
     """A cheap look at all that a description depends on.
 
-    Two looks agree when the `objects` are the very same and the `marks` are equal.
+    Two looks agree when `tensors` and `objects` are the very same, and the `marks` equal.
     """
 
+    tensors: list[torch.Tensor] = field(default_factory=list)
     objects: list[Any] = field(default_factory=list)
     marks: list[Any] = field(default_factory=list)
 
-    def add_tensor(self, tensor: torch.Tensor) -> None:
-        """Which object it is, and where and how its memory lies."""
-        memory = memory_of(tensor)
-        self.objects.append(tensor)
-        self.marks += (memory.data_ptr(), memory.shape, memory.stride(), tensor.requires_grad)
+    def mark_memory(self) -> None:
+        """Note where and how the memory of all tensors lies. Called once, at the end."""
+        memories = [memory_of(tensor) for tensor in self.tensors]
+        self.marks += [memory.data_ptr() for memory in memories]
+        self.marks += [memory.shape for memory in memories]
+        self.marks += [memory.stride() for memory in memories]
+        self.marks += [tensor.requires_grad for tensor in self.tensors]
 
 
 def look_at_module(root: nn.Module, glance: Glance) -> None:
-    """Add what `describe_module` depends on, in some microseconds per module."""
-    objects, marks = glance.objects, glance.marks
+    """Add what `describe_module` depends on, in about two microseconds per module."""
+    tensors, objects, marks = glance.tensors, glance.objects, glance.marks
     seen: set[int] = set()
+    unit_classes: dict[type, bool] = {}
     stack = [root]
     while stack:
         module = stack.pop()
@@ -208,21 +212,36 @@ def look_at_module(root: nn.Module, glance: Glance) -> None:
             continue
         seen.add(id(module))
         objects.append(module)
+        kind = type(module)
         params, buffers, children = module._parameters, module._buffers, module._modules
-        marks += (*params, *buffers, *children, *module._non_persistent_buffers_set)
-        marks.append((len(params), len(buffers), len(children), type(module)))
+        marks.append(kind)
         marks.append(len(module._state_dict_hooks) + len(module._state_dict_pre_hooks))
-        for tensor in (*params.values(), *buffers.values()):
-            if tensor is not None:
-                glance.add_tensor(tensor)
-        _look_at_unit(module, glance)
-        stack += [child for child in children.values() if child is not None]
+        if params:
+            marks += params
+            tensors += [tensor for tensor in params.values() if tensor is not None]
+        if buffers:
+            marks += (*buffers, *module._non_persistent_buffers_set)
+            tensors += [tensor for tensor in buffers.values() if tensor is not None]
+        if children:
+            marks += children
+            stack += [child for child in children.values() if child is not None]
+        is_unit = unit_classes.get(kind)
+        if is_unit is None:
+            is_unit = unit_classes[kind] = _is_unit(module)
+        if is_unit:
+            _look_at_unit(module, glance)
+
+
+def _is_unit(module: nn.Module) -> bool:
+    is_ours = torch_fsdp.is_fsdp1(module) or torch_fsdp.is_fsdp2(module)
+    return is_ours or hasattr(module, "__ckpt_pieces__")
 
 
 def _look_at_unit(module: Any, glance: Glance) -> None:
     for param, memory in torch_fsdp.unit_memory(module):
         glance.objects.append(param)
-        glance.add_tensor(memory)
+        # The memory of a DTensor is noted through the parameter itself, wherever it is shown.
+        glance.tensors.append(param if is_dtensor(param) else memory)
     if hasattr(module, "__ckpt_pieces__"):
         for owned in module.__ckpt_pieces__():
             glance.objects.append(owned.param)

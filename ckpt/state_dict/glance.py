@@ -6,6 +6,7 @@ modules, parameters, buffers and tensors of optimizers there are, under which na
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -19,9 +20,8 @@ from ckpt.state_dict.walk import Leaves
 def look_at(leaves: Leaves) -> Glance | None:
     """A look at a state with these leaves; None for one that has to be flattened every time."""
     glance = Glance()
-    for fqn, tensor in leaves.tensors:
-        glance.marks.append(fqn)
-        glance.add_tensor(tensor)
+    glance.marks += [fqn for fqn, _ in leaves.tensors]
+    glance.tensors += [tensor for _, tensor in leaves.tensors]
     for path, module in leaves.modules:
         glance.marks.append(path)
         look_at_module(module, glance)
@@ -30,11 +30,12 @@ def look_at(leaves: Leaves) -> Glance | None:
         glance.objects.append(optimizer)
         if not _look_at_optimizer(optimizer, glance):
             return None
+    glance.mark_memory()
     return None if leaves.problems else glance
 
 
 def _look_at_optimizer(optimizer: torch.optim.Optimizer, glance: Glance) -> bool:
-    objects, marks = glance.objects, glance.marks
+    tensors, objects, marks = glance.tensors, glance.objects, glance.marks
     for group in optimizer.param_groups:
         marks.append(len(group["params"]))
         objects += group["params"]
@@ -44,11 +45,11 @@ def _look_at_optimizer(optimizer: torch.optim.Optimizer, glance: Glance) -> bool
         if not isinstance(parameter, torch.Tensor):
             continue  # the user's own state is looked at every time
         objects.append(parameter)
-        for name, content in state.items():
-            marks.append(name)
-            if not isinstance(content, torch.Tensor):
-                return False  # a value of its own for each parameter: told by flattening alone
-            glance.add_tensor(content)
+        marks += state
+        contents = list(state.values())
+        if not all([isinstance(content, torch.Tensor) for content in contents]):
+            return False  # a value of its own for each parameter: told by flattening alone
+        tensors += contents
     return True
 
 
@@ -67,13 +68,13 @@ class Remembered:
     """
 
     def __init__(self, glance: Glance, forget: Callable[[], None]) -> None:
-        self._references = [weakref.ref(item, lambda _: forget()) for item in glance.objects]
+        objects = [*glance.tensors, *glance.objects]
+        self._references = [weakref.ref(item, lambda _: forget()) for item in objects]
         self._marks = glance.marks
 
     def is_same(self, glance: Glance) -> bool:
         """Whether nothing has changed."""
-        references, objects = self._references, glance.objects
-        if len(references) != len(objects) or self._marks != glance.marks:
+        objects = [*glance.tensors, *glance.objects]
+        if len(self._references) != len(objects) or self._marks != glance.marks:
             return False
-        pairs = zip(references, objects, strict=True)
-        return all(reference() is item for reference, item in pairs)
+        return all(map(operator.is_, [reference() for reference in self._references], objects))

@@ -7,25 +7,27 @@ N, every rank reads a few large runs of one file.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from ckpt.copying import CopyReport, Meter
+from ckpt.errors import CheckpointError
 from ckpt.format.datafile import StoredChunk
-from ckpt.format.manifest import Header, Manifest
+from ckpt.format.manifest import Header, Manifest, encode_manifest
 from ckpt.format.references import REFERENCES
 from ckpt.layout.even import LAYOUTS, EvenLayout, even_part
 from ckpt.layout.piece import Kind
 from ckpt.layout.region import Box, Region, Shape, Span, span_of, whole
-from ckpt.log import attempt_epoch, attempt_name
-from ckpt.reader import Checkpoint, find_checkpoint
+from ckpt.log import Log, attempt_epoch, attempt_name, manifest_digest, step_prefix
+from ckpt.reader import Checkpoint, Found, find_checkpoint
 from ckpt.rewriting import Layout, chunk_of, rewrite
-from storage import open_store
+from ckpt.session import Commit, Maintenance
+from storage import Store, open_store
 
 SMALL_NBYTES = 1 << 20
-RESHARDED = "ckpt.resharded"  # key of `Header.user`: the attempt that this one was made of
+RESHARDED = "ckpt.resharded"  # key of `Header.user`: the attempt it was made of, and for whom
 
 Progress: TypeAlias = Callable[[int, int], None]
 
@@ -43,7 +45,7 @@ class NewLayout:
 
 def reshard(
     url: str,
-    target: str,
+    target: str | None = None,
     *,
     ranks: int,
     layout: EvenLayout = "fsdp2",
@@ -53,40 +55,56 @@ def reshard(
     storage_options: Mapping[str, Any] | None = None,
     target_options: Mapping[str, Any] | None = None,
 ) -> CopyReport:
-    """Write the checkpoint of `step`, by default the latest, to `target`, laid out for `ranks`.
+    """Write a checkpoint anew, laid out for loads on `ranks` ranks.
 
     The new checkpoint has the same tensors and values, bit for bit, and loads on any number of
-    ranks; on `ranks` of that layout each rank reads its own file from one end to the other. It
-    opens by its path. Every byte is checked on the way; a run that died is gone on with by running
-    again. Raises like `ckpt.copy`, and ValueError for no ranks or an unknown layout.
+    ranks; on `ranks` of that layout each rank reads its own file from one end to the other.
+
+    With `target`, the checkpoint of `step`, by default the latest, goes to that directory, which
+    opens by its path. Without, the latest checkpoint of the root `url` gets a second form in that
+    root and loads find that one from then on; the old one stays until it is pruned. A running
+    training is not disturbed: if it saves meanwhile, nothing is committed and this raises.
+
+    Every byte is checked on the way; a run that died is gone on with by running again. Raises like
+    `ckpt.copy`, and ValueError for no ranks or an unknown layout.
     """
     if ranks < 1 or layout not in LAYOUTS:
         raise ValueError(
             f"ranks={ranks!r}, layout={layout!r}; expected at least 1, and one of {LAYOUTS}"
         )
-    if target_options is None and url.partition("://")[0] == target.partition("://")[0]:
-        target_options = storage_options
+    new = NewLayout(ranks, layout)
     with ExitStack() as stack:
         source = open_store(url, **(storage_options or {}))
         stack.callback(source.close)
-        there = open_store(target, **(target_options or {}))
-        stack.callback(there.close)
-        checkpoint = Checkpoint(source, find_checkpoint(source, step))
-        manifest = checkpoint.manifest
-        meter = Meter(int(manifest.file_nbytes.sum()), progress)
-        new = NewLayout(ranks, layout)
-        header = new_header(manifest, new)
-        made = rewrite(
-            checkpoint,
-            header,
-            cut_for(manifest, new, header.world_size),
-            there,
-            threads=threads,
-            add=meter,
-        )
+        found = find_checkpoint(source, step)
+        meter = Meter(int(found.manifest.file_nbytes.sum()), progress)
+        if target is None:
+            opened = stack.enter_context(_second_form(source, found, new, url, storage_options))
+            if opened is None:
+                return _report(source, source.url, found.manifest, meter)
+            there, header = opened.store, opened.header
+        else:
+            if target_options is None and _protocol(url) == _protocol(target):
+                target_options = storage_options
+            there = open_store(target, **(target_options or {}))
+            stack.callback(there.close)
+            header = new_header(found.manifest, new)
+        checkpoint = Checkpoint(source, found)
+        chunks = cut_for(found.manifest, new, header.world_size)
+        made = rewrite(checkpoint, header, chunks, there, threads=threads, add=meter)
+        if target is None:
+            commit_second_form(source, found, made)
+    return _report(source, there.url, made, meter)
+
+
+def _protocol(url: str) -> str:
+    return url.partition("://")[0] if "://" in url else ""
+
+
+def _report(source: Store, target: str, made: Manifest, meter: Meter) -> CopyReport:
     return CopyReport(
         source=source.url,
-        target=there.url,
+        target=target,
         steps=(made.header.step,),
         files=len(made.files),
         nbytes=int(made.file_nbytes.sum()),
@@ -94,20 +112,71 @@ def reshard(
     )
 
 
-def new_header(manifest: Manifest, new: NewLayout) -> Header:
+class _Place(NamedTuple):
+    """The directory of the new attempt, and its header."""
+
+    store: Store
+    header: Header
+
+
+@contextmanager
+def _second_form(
+    source: Store, found: Found, new: NewLayout, url: str, options: Mapping[str, Any] | None
+) -> Iterator[_Place | None]:
+    """Where the new form of the latest checkpoint goes within its root; None when it has that form.
+
+    Raises CheckpointError when it is not the latest, or not in a root.
+    """
+    state = Log(source).state() if found.entry is not None else None
+    latest = state.latest if state is not None else None
+    if state is None or latest is None or found.entry is None or latest != found.entry:
+        raise CheckpointError(
+            f"{source.url}: only the latest checkpoint of a root can be resharded in its place; "
+            "give a target for the copy of another one"
+        )
+    told = found.manifest.header.user.get(RESHARDED, "")
+    if told.endswith(_described(new)):
+        yield None
+        return
+    header = new_header(found.manifest, new, epoch=state.epoch)
+    prefix = step_prefix(header.step, header.attempt)
+    store = open_store(f"{url.rstrip('/')}/{prefix.rstrip('/')}", **(options or {}))
+    try:
+        yield _Place(store, header)
+    finally:
+        store.close()
+
+
+def commit_second_form(source: Store, found: Found, made: Manifest) -> None:
+    """The one write that makes the new form the latest checkpoint. Raises CheckpointError when
+    another one is the latest by now.
+    """
+    data = encode_manifest(made)
+    header = made.header
+    commit = Commit(header.attempt, header.step, len(data), manifest_digest(data))
+    Maintenance.open(source).commit_copy(commit, of=found.manifest.header.attempt)
+
+
+def _described(new: NewLayout) -> str:
+    return f"for {new.ranks} ranks, {new.layout}"
+
+
+def new_header(manifest: Manifest, new: NewLayout, *, epoch: int | None = None) -> Header:
     """The header of the new checkpoint: an attempt of its own, the same in every try.
+
+    `epoch` is that of the new attempt, by default that of the old one.
 
     Values of single ranks belong to the ranks that saved; with any, their number stays.
     """
     old = manifest.header
-    told = f"{old.attempt} for {new.ranks} ranks, {new.layout}"
+    told = f"{old.attempt} {_described(new)}"
     unique = hashlib.sha256(told.encode()).digest()[:8]
     return old.model_copy(
         update={
-            "attempt": attempt_name(_epoch(old.attempt), unique),
+            "attempt": attempt_name(_epoch(old.attempt) if epoch is None else epoch, unique),
             "world_size": old.world_size if manifest.per_rank else new.ranks,
             "required": tuple(name for name in old.required if name != REFERENCES),
-            "user": {**old.user, RESHARDED: old.attempt},
+            "user": {**old.user, RESHARDED: told},
         }
     )
 

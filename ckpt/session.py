@@ -427,6 +427,51 @@ class Maintenance(_Writer):
             raise NoCheckpoint(f"{store.url} has no checkpoint yet: its log is empty")
         return cls(appender, root=found.root)
 
+    def commit_copy(self, commit: Commit, *, of: str) -> LiveEntry:
+        """Bring a copy of the latest checkpoint to life, laid out otherwise; it is the latest then.
+
+        `of` is the attempt that was copied; the copy's own attempt is of the root's present epoch.
+        Raises CheckpointError when `of` is no longer the latest or a session has claimed the root
+        since the copy was named: a training that goes on is never set back.
+        """
+
+        def build(state: LogState) -> _Draft | None:
+            if state.find(commit.attempt) is not None:
+                return None
+            latest = state.latest
+            if latest is None or latest.attempt != of:
+                raise CheckpointError(
+                    f"{self.store.url}: {of} is no longer the latest checkpoint, so its copy was "
+                    "not committed; begin again with the latest, or copy it to another place"
+                )
+            if attempt_epoch(commit.attempt) != state.epoch:
+                raise CheckpointError(
+                    f"{self.store.url} was claimed by a new session while {of} was copied; begin "
+                    "again"
+                )
+            entry = LiveEntry(
+                attempt=commit.attempt,
+                step=commit.step,
+                slot=0,
+                manifest_nbytes=commit.manifest_nbytes,
+                manifest_digest=commit.manifest_digest,
+                pinned=False,
+                verified=False,
+                metric=latest.metric,
+                references=(),
+            )
+            return _Draft("COMMIT", state.epoch, commit.attempt, state.live, entry)
+
+        with self._lock:
+            record = self._append(build)
+            found = (
+                self._appender.log.state().find(commit.attempt)
+                if record is None
+                else record.live[-1]
+            )
+            assert found is not None, "it is live, or has just come to life"
+            return found
+
     def _epoch_for(self, state: LogState) -> int:
         return state.epoch
 

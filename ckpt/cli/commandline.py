@@ -23,7 +23,7 @@ examples:
   ckpt plan runs/7b --ranks 8 --layout fsdp2       what a load on 8 ranks would read
   ckpt verify s3://bucket/run -o endpoint_url=http://localhost:9000
   ckpt cp /nvme/run s3://bucket/release-1200       a copy, verified, that can be resumed
-  ckpt reshard runs/7b runs/7b-on-8 --ranks 8      a copy laid out for 8 ranks
+  ckpt reshard runs/7b --ranks 8                   the latest, laid out for 8 ranks
   ckpt export runs/7b model.safetensors --dtype bfloat16
   ckpt import fsdp-checkpoint/ runs/7b --step 1200
   ckpt salvage runs/7b/steps/00001200-e000001-0123456789abcdef
@@ -305,11 +305,17 @@ def _add_reshard(commands: Commands) -> None:
         "reshard",
         "moving:reshard_checkpoint",
         "write a checkpoint anew, laid out for faster loads on another number of ranks",
+        "ckpt reshard runs/7b --ranks 8                 before 8 ranks resume from it\n"
         "ckpt reshard runs/7b runs/7b-on-8 --ranks 8\n"
         "ckpt reshard s3://bucket/run s3://bucket/run-on-64 --ranks 64 --layout flat",
     )
     _add_url(parser)
-    parser.add_argument("target", help="a new directory, or prefix of an object store")
+    parser.add_argument(
+        "target",
+        nargs="?",
+        help="a new directory, or prefix of an object store; default: the root itself, where the "
+        "new form becomes the latest checkpoint",
+    )
     parser.add_argument("--ranks", type=_count, required=True, metavar="N", help="that will load")
     _add_layout(parser)
     _add_step(parser)

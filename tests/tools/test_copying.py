@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,14 +24,15 @@ import ckpt
 from ckpt.cli import main
 from ckpt.copying import copy_checkpoint, copy_root
 from ckpt.errors import CheckpointError, Corrupt, NoCheckpoint
-from ckpt.format.manifest import encode_manifest
+from ckpt.format.manifest import Manifest, encode_manifest
 from ckpt.layout.even import even_part
 from ckpt.layout.region import Box, Span, boxes_of
 from ckpt.log import Log
-from ckpt.reader import Checkpoint, find_checkpoint
-from ckpt.resharding import NewLayout, cut_for, new_header
+from ckpt.reader import Checkpoint, Found, find_checkpoint
+from ckpt.resharding import NewLayout, commit_second_form, cut_for, new_header
 from ckpt.rewriting import bands_of, own_layout, rewrite
 from ckpt.salvage import salvage
+from ckpt.session import Session
 from storage import StorageError, Store, open_store
 from storage.memory import MemoryBucket, MemoryStore
 from storage.testing import FaultPlan, FaultyStore, Killed
@@ -204,6 +206,82 @@ def test_bands_follow_the_order_of_their_region() -> None:
             assert all(band.numel <= numel_max for band in bands)
             assert [e for band in bands for e in elements(band)] == elements(region)
             assert all(boxes_of(band, shape) for band in bands)
+
+
+def test_latest_checkpoint_is_resharded_in_its_root(plain_root: str, tmp_path: Path) -> None:
+    root = str(tmp_path / "run")
+    shutil.copytree(plain_root, root)
+    report = ckpt.reshard(root, ranks=3)
+    old, first, second = ckpt.list_steps(root)
+    assert (old.step, first.step, second.step) == (5, 10, 10) and report.target == second.url
+    assert_same(first.url, root)
+    assert {part.file[:9] for part in ckpt.open(root).info("model.big").parts} == {
+        f"rank0000{rank}" for rank in range(3)
+    }
+    assert ckpt.reshard(root, ranks=3).nbytes_written == 0 and len(ckpt.list_steps(root)) == 3
+    assert ckpt.reshard(root, ranks=2).nbytes_written > 0 and len(ckpt.list_steps(root)) == 4
+    ckpt.save({"x": torch.ones(1)}, root, step=11)
+    assert [info.step for info in ckpt.list_steps(root)] == [5, 10, 10, 10, 11]
+
+
+def test_only_the_latest_is_resharded_in_its_root(plain_root: str) -> None:
+    for arguments in ({"step": 5}, {}):
+        url = plain_root if arguments else ckpt.list_steps(plain_root)[0].url
+        with pytest.raises(CheckpointError, match="give a target"):
+            ckpt.reshard(url, ranks=2, **arguments)  # type: ignore[arg-type]
+
+
+def test_training_that_saves_meanwhile_is_not_set_back(tmp_path: Path) -> None:
+    """The copy of step 1 is ready when step 2 appears, or another session claims the root."""
+    root = str(tmp_path / "run")
+    ckpt.save({"x": torch.ones(9)}, root, step=1)
+    store = open_store(root)
+
+    def copied() -> tuple[Found, Manifest]:
+        found = find_checkpoint(store)
+        epoch = Log(store).state().epoch
+        header = new_header(found.manifest, NewLayout(1), epoch=epoch)
+        return found, replace(found.manifest, header=header)
+
+    copy = copied()
+    ckpt.save({"x": torch.ones(9)}, root, step=2)
+    with pytest.raises(CheckpointError, match="no longer the latest"):
+        commit_second_form(store, *copy)
+    copy = copied()
+    Session.claim(store)
+    with pytest.raises(CheckpointError, match="claimed by a new session"):
+        commit_second_form(store, *copy)
+    assert [info.step for info in ckpt.list_steps(root)] == [1, 2]
+
+
+@pytest.mark.parametrize("mode", ["before", "after"])
+def test_resharding_in_a_root_leaves_the_latest_loadable_at_every_death(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both stores, that of the root and that of the new directory, die at the n-th operation."""
+    import ckpt.resharding
+
+    def run(number: int, plan: FaultPlan) -> str:
+        url = f"memory://in-root-{mode}-{number}"
+        if not list(open_store(url).list("")):
+            ckpt.save({"x": torch.arange(300.0) * 2, "n": 2}, url, step=2)
+        monkeypatch.setattr(
+            ckpt.resharding, "open_store", lambda url: FaultyStore(open_store(url), plan)
+        )
+        with contextlib.suppress(Killed):
+            ckpt.reshard(url, ranks=2, threads=1)
+        return url
+
+    dry = FaultPlan(0)
+    run(0, dry)
+    for at in range(1, len(dry.operations) + 1):
+        url = run(at, FaultPlan(at, kill=True, mode=mode))  # type: ignore[arg-type]
+        state = {"x": torch.zeros(300), "n": 0}
+        ckpt.load(state, url)
+        assert torch.equal(state["x"], torch.arange(300.0) * 2)
+        run(at, FaultPlan(0))
+        assert [info.step for info in ckpt.list_steps(url)] == [2, 2]
+        assert ckpt.verify(url).ok and ckpt.diff(url, url, step_a=2).identical
 
 
 @pytest.fixture

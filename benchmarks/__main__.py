@@ -1,7 +1,7 @@
 """All benchmarks, one after the other, and a table of bars against what was measured: `make bench`.
 
-    python -m benchmarks [save_load small_tensors async_save state_dicts fsdp1 memory dedup export
-                          manifest s3]
+    python -m benchmarks [save_load small_tensors async_save state_dicts engine_save fsdp1
+                          memory dedup export convert manifest s3]
 
 Takes some minutes, on a disk with 10 GB free (the current directory's). Each benchmark can be run
 by itself with more rounds and other sizes. A bar is judged by the reader: times on a busy machine
@@ -21,6 +21,7 @@ BENCHMARKS: dict[str, tuple[str, ...]] = {
     "small_tensors": ("--rounds", "5"),
     "state_dicts": ("--params", "50e6"),
     "async_save": ("--gib", "1", "--rounds", "3"),
+    "engine_save": ("--gib", "0.5", "--rounds", "3"),
     "fsdp1": ("--gib", "0.5", "--rounds", "2"),
     "memory": ("--gib", "1"),
     "dedup": ("--mib", "512", "--rounds", "5"),

@@ -23,6 +23,7 @@ def main() -> None:
             [*torchrun, "2", str(HERE / "resume_other_world_size.py"), root],
             [sys.executable, str(HERE / "export_single_file.py"), root, target],
             [*torchrun, "2", str(HERE / "train_sharded.py"), f"{folder}/sharded"],
+            [*torchrun, "4", str(HERE / "train_sharded.py"), f"{folder}/hybrid", "hybrid"],
             [*torchrun, "2", str(HERE / "move_from_torch.py"), f"{folder}/moved"],
         ):
             print("+", " ".join(command[1:]), flush=True)

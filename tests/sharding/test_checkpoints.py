@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import ckpt
+from benchmarks import engine_save
 from ckpt.layout.modules import describe_module
 from ckpt.layout.plain import Ranks
 from tests.e2e import engines
@@ -182,3 +183,12 @@ def load_between() -> None:
 
 def test_what_is_loaded_is_seen_by_the_next_forward() -> None:
     run_ranks(2, load_between)
+
+
+def counted(url: str) -> str:
+    state = engine_save.trained("ours, flat", nbytes=3 * 3 * 4 * engine_save.WIDTH**2)
+    return engine_save.check_counts(state, url)
+
+
+def test_saving_sends_no_tensor_and_writes_each_flat_tensor_at_once(tmp_path: Path) -> None:
+    run_ranks(2, counted, str(tmp_path / "run"))

@@ -1,0 +1,153 @@
+"""Save of a model under our engine against the same model under torch's FSDP2, both by `ckpt.save`.
+
+    python -m benchmarks.engine_save [--gib 0.5] [--rounds 5] [--directory DIR]
+
+2 ranks, gloo, AdamW state included, durable, interleaved in one run. Asserts counts: saving our
+model runs no collective on tensor data, and on the buffered path writes at most one vector for each
+unit and state tensor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import ckpt
+from benchmarks.measure import clear, interleaved, ratio, report, row, speed
+from sharding import FullyShardedDataParallel, ModuleWrapPolicy
+from tests.ranks import run_ranks
+
+GIB = 1 << 30
+WIDTH = 1024
+ENGINES = ("ours, flat", "ours, original parameters", "FSDP2")
+COLLECTIVES = (
+    "all_gather", "all_gather_into_tensor", "all_reduce", "all_to_all", "all_to_all_single",
+    "broadcast", "gather", "isend", "irecv", "reduce_scatter_tensor", "scatter", "send", "recv",
+)  # fmt: skip
+# Rounds of control are small; tensor data is not.
+CONTROL_BYTES_MAX = 64 * 1024
+
+
+def trained(engine: str, nbytes: int) -> dict[str, Any]:
+    """A model and AdamW state of `nbytes` together, on all ranks."""
+    layers = max(1, nbytes // (3 * 4 * (WIDTH * WIDTH + WIDTH)))
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(layers)])
+    if engine == "FSDP2":
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for layer in model:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    else:
+        policy = ModuleWrapPolicy([nn.Linear])
+        orig = engine != "ours, flat"
+        model = FullyShardedDataParallel(model, auto_wrap_policy=policy, use_orig_params=orig)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=False)
+    for param in model.parameters():
+        param.grad = torch.randn_like(param)
+    optimizer.step()
+    optimizer.zero_grad()
+    return {"model": model, "optim": optimizer}
+
+
+@contextmanager
+def counted() -> Iterator[dict[str, int]]:
+    """Collectives on more than control bytes, and vectored writes, while the context is open."""
+    counts = {"collectives": 0, "writes": 0}
+    pwritev = os.pwritev
+
+    def write(*args: Any) -> int:
+        counts["writes"] += 1
+        return pwritev(*args)
+
+    def watch(function: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
+            counts["collectives"] += sum(t.nbytes > CONTROL_BYTES_MAX for t in tensors)
+            return function(*args, **kwargs)
+
+        return watched
+
+    with mock.patch("os.pwritev", write):
+        patches = [mock.patch.object(dist, n, watch(getattr(dist, n))) for n in COLLECTIVES]
+        for patch in patches:
+            patch.start()
+        try:
+            yield counts
+        finally:
+            for patch in patches:
+                patch.stop()
+
+
+def check_counts(state: dict[str, Any], url: str) -> str:
+    """Raises AssertionError when a save of our model talks tensors or writes in small pieces."""
+    with counted() as counts:
+        ckpt.save(state, url, step=0, io="buffered")
+    units = len(FullyShardedDataParallel.fsdp_modules(state["model"]))
+    assert counts["collectives"] == 0, counts
+    # The weights and two states of each unit, a header and a tail for each file.
+    assert counts["writes"] <= 3 * units + 8, (counts, units)
+    return f"{counts['writes']} of {units} units and their 2 states"
+
+
+def rank_main(gib: float, rounds: int, directory: str) -> None:
+    """One rank of the benchmark."""
+    warnings.filterwarnings("ignore")
+    base = Path(directory)
+    states = {engine: trained(engine, int(gib * GIB)) for engine in ENGINES}
+    writes = check_counts(states["ours, flat"], str(base / "counted"))
+    clear(base / "counted")
+    step = iter(range(1 << 30))
+    saves: dict[str, Callable[[], object]] = {
+        f"{engine}, {io}": lambda engine=engine, io=io: ckpt.save(
+            states[engine], str(base / f"{engine} {io}"), step=next(step), io=io
+        )
+        for io in ("buffered", "direct")
+        for engine in ENGINES
+    }
+    samples = interleaved(
+        saves, rounds=rounds, between=lambda name: clear(base / name_of(name) / "steps")
+    )
+    rows = [row("collectives on tensor data", "0", "0"), row("vectored writes", writes, "1 each")]
+    for io in ("buffered", "direct"):
+        for engine in ENGINES[:2]:
+            ours, peer = f"{engine}, {io}", f"FSDP2, {io}"
+            cpu = ratio(samples, ours, peer, "cpu_seconds")
+            rows += [
+                row(f"{ours}: speed over FSDP2's", f"{speed(samples, ours, peer):.2f}x", ">= 1.0x"),
+                row(f"{ours}: CPU seconds of FSDP2's", f"{cpu:.2f}x", "<= 1.0x"),
+            ]
+    report(f"save {gib:g} GiB under our engine, 2 ranks, median of {rounds} rounds", rows)
+
+
+def name_of(candidate: str) -> str:
+    """The folder that a candidate saves to."""
+    engine, _, io = candidate.rpartition(", ")
+    return f"{engine} {io}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--gib", type=float, default=0.5)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--directory", default=None, help="on the disk to measure")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
+        run_ranks(2, rank_main, arguments.gib, arguments.rounds, directory, timeout_seconds=3600)
+
+
+if __name__ == "__main__":
+    main()

@@ -15,7 +15,7 @@ import errno
 import os
 import stat
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 
 from storage.errors import (
@@ -32,8 +32,15 @@ from storage.errors import (
 from storage.file_io import ALIGNMENT_BYTES, BufferedFile, DirectFile, OpenFiles, read_into
 from storage.keys import check_key, check_prefix, finished_name, unfinished_name
 from storage.linux import rename_without_replacing
-from storage.ranges import PartLedger, flat_views
-from storage.store import ByteRange, ExclusiveCreate, ObjectInfo, ObjectWriter, Store
+from storage.ranges import PartLedger, flat_views, part_count
+from storage.store import (
+    ByteRange,
+    ExclusiveCreate,
+    JointWriter,
+    ObjectInfo,
+    ObjectWriter,
+    Store,
+)
 
 _LINK_UNSUPPORTED = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EMLINK}
 _MISSING = (FileNotFoundError, NotADirectoryError)
@@ -87,6 +94,40 @@ class LocalStore(Store):
         ledger = PartLedger(check_key(key), nbytes, part_nbytes)
         aligned = part_nbytes % ALIGNMENT_BYTES == 0 or part_nbytes >= nbytes
         return LocalWriter(self, ledger, durable=durable, direct=direct and aligned and nbytes > 0)
+
+    def begin_joint(self, key: str, nbytes: int, *, part_nbytes: int) -> str:
+        final = self._path(key)
+        try:
+            if os.path.lexists(final):
+                raise KeyExistsError(f"create {key}: exists already in {self.url}")
+            temp, fd = self._open_unfinished(final, 0)
+            try:
+                os.ftruncate(fd, nbytes)
+            finally:
+                os.close(fd)
+        except OSError as error:
+            raise self._translated(error, "create", key) from error
+        return os.path.basename(temp)
+
+    def joint(self, key: str, nbytes: int, *, part_nbytes: int, token: str) -> LocalJointWriter:
+        return LocalJointWriter(self, PartLedger(check_key(key), nbytes, part_nbytes), token)
+
+    def end_joint(
+        self, key: str, nbytes: int, *, part_nbytes: int, token: str, receipts: Mapping[int, str]
+    ) -> None:
+        if missing := part_count(nbytes, part_nbytes) - len(receipts):
+            raise ValueError(f"{key}: {missing} parts were never written; not published")
+        final = self._path(key)
+        try:
+            self._publish(os.path.join(os.path.dirname(final), token), final)
+            self._sync_directories([os.path.dirname(final)])
+        except FileExistsError as exists:
+            raise KeyExistsError(f"create {key}: exists already in {self.url}") from exists
+        except OSError as error:
+            raise self._translated(error, "create", key) from error
+
+    def abort_joint(self, key: str, token: str) -> None:
+        _remove_quietly(os.path.join(os.path.dirname(self._path(key)), token))
 
     def put_if_absent(self, key: str, data: bytes) -> None:
         final = self._path(key)
@@ -402,6 +443,40 @@ class LocalWriter(ObjectWriter):
         if self._temp:
             _remove_quietly(self._temp)
             self._temp = ""
+
+
+class LocalJointWriter(JointWriter):
+    """Writes parts of a file that another process of this machine, or of another one with the same
+    file system, has begun.
+    """
+
+    def __init__(self, store: LocalStore, ledger: PartLedger, token: str) -> None:
+        self.receipts = {}
+        self._store = store
+        self._ledger = ledger
+        path = os.path.join(os.path.dirname(store._path(ledger.key)), token)
+        try:
+            self._file = BufferedFile(os.open(path, os.O_WRONLY | os.O_CLOEXEC))
+        except OSError as error:
+            raise store._translated(error, "write", ledger.key) from error
+
+    def write_part(self, index: int, buffers: Sequence[memoryview]) -> None:
+        where = self._ledger.claim(index, buffers)
+        try:
+            self._file.write(flat_views(buffers), where.start)
+        except OSError as error:
+            self._ledger.release(index)
+            raise self._store._translated(error, "write", self._ledger.key) from error
+        self.receipts[index] = ""
+
+    def close(self) -> None:
+        try:
+            if self.receipts:
+                self._file.finish(self._ledger.nbytes, durable=True)
+        except OSError as error:
+            raise self._store._translated(error, "write", self._ledger.key) from error
+        finally:
+            self._file.close()
 
 
 def _sync_path(path: str, flags: int) -> None:

@@ -17,7 +17,7 @@ from storage.errors import (
     OutcomeUnknownError,
     TransientError,
 )
-from storage.store import ByteRange, ObjectInfo, ObjectWriter, Store
+from storage.store import ByteRange, JointWriter, ObjectInfo, ObjectWriter, Store
 from storage.wrap import WrappedStore
 
 T = TypeVar("T")
@@ -102,6 +102,19 @@ def run_publishing(
 NO_RETRY = RetryPolicy(attempts_max=1)
 
 
+class _RetryingJointWriter(JointWriter):
+    def __init__(self, inner: JointWriter, policy: RetryPolicy) -> None:
+        self.receipts = inner.receipts
+        self._inner = inner
+        self._policy = policy
+
+    def write_part(self, index: int, buffers: Sequence[memoryview]) -> None:
+        self._policy.run(lambda: self._inner.write_part(index, buffers))
+
+    def close(self) -> None:
+        self._inner.close()
+
+
 class RetryingStore(WrappedStore):
     """`inner`, with every operation repeated that failed with a TransientError.
 
@@ -135,6 +148,15 @@ class RetryingStore(WrappedStore):
             )
 
         return _RetryingWriter(begin, part_nbytes, self._policy)
+
+    def begin_joint(self, key: str, nbytes: int, *, part_nbytes: int) -> str:
+        return self._policy.run(
+            lambda: self.inner.begin_joint(key, nbytes, part_nbytes=part_nbytes)
+        )
+
+    def joint(self, key: str, nbytes: int, *, part_nbytes: int, token: str) -> JointWriter:
+        inner = self.inner.joint(key, nbytes, part_nbytes=part_nbytes, token=token)
+        return _RetryingJointWriter(inner, self._policy)
 
     def put_if_absent(self, key: str, data: bytes) -> None:
         self._policy.run(lambda: self.inner.put_if_absent(key, data))

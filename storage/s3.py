@@ -14,13 +14,14 @@ import base64
 import contextlib
 import importlib.util
 import inspect
+import json
 import os
 import re
 import socket
 import struct
 import threading
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -49,7 +50,14 @@ from storage.errors import (
 from storage.keys import check_key, check_prefix
 from storage.ranges import PartLedger, flat_views, part_count
 from storage.retry import RetryPolicy, run_publishing
-from storage.store import ByteRange, ExclusiveCreate, ObjectInfo, ObjectWriter, Store
+from storage.store import (
+    ByteRange,
+    ExclusiveCreate,
+    JointWriter,
+    ObjectInfo,
+    ObjectWriter,
+    Store,
+)
 
 MiB = 1024 * 1024
 # https://docs.aws.amazon.com/AmazonS3/latest/userguide/qfacts.html
@@ -247,6 +255,27 @@ class S3Store(Store):
                 f"of at least {_PART_NBYTES_MIN}: use larger parts or smaller objects"
             )
         return self._writer(ledger)
+
+    def begin_joint(self, key: str, nbytes: int, *, part_nbytes: int) -> str:
+        writer = S3Writer(self, PartLedger(check_key(key), nbytes, part_nbytes))
+        if not writer.in_parts:
+            return ""
+        writer.__enter__()
+        return writer.token
+
+    def joint(self, key: str, nbytes: int, *, part_nbytes: int, token: str) -> S3JointWriter:
+        return S3JointWriter(S3Writer(self, PartLedger(key, nbytes, part_nbytes), token))
+
+    def end_joint(
+        self, key: str, nbytes: int, *, part_nbytes: int, token: str, receipts: Mapping[int, str]
+    ) -> None:
+        writer = S3Writer(self, PartLedger(key, nbytes, part_nbytes), token)
+        if missing := part_count(nbytes, part_nbytes) - len(receipts):
+            raise ValueError(f"{key}: {missing} parts were never written; not published")
+        writer.publish_parts({index: json.loads(told) for index, told in receipts.items()})
+
+    def abort_joint(self, key: str, token: str) -> None:
+        self.abort_upload(self._full(key), json.loads(token)["upload"])
 
     def put_if_absent(self, key: str, data: bytes) -> None:
         self._put_new(key, bytes(data), {}, may_be_repeated=False)
@@ -568,16 +597,31 @@ class S3Writer(ObjectWriter):
     A process that dies leaves an upload that no listing shows and `abort_unfinished` removes.
     """
 
-    def __init__(self, store: S3Store, ledger: PartLedger) -> None:
+    def __init__(self, store: S3Store, ledger: PartLedger, token: str = "") -> None:
         self.part_nbytes = ledger.part_nbytes
         self._store = store
         self._ledger = ledger
         self._full_key = store._full(ledger.key)
+        begun = json.loads(token) if token else {"upload": "", "write": uuid.uuid4().hex}
         # Read back to find out whether it was our own request that made the object.
-        self._metadata = {_WRITE_ID: uuid.uuid4().hex}
+        self._metadata = {_WRITE_ID: begun["write"]}
         self._small = b""
-        self._upload_id = ""
+        self._upload_id: str = begun["upload"]
         self._parts: dict[int, dict[str, Any]] = {}
+
+    @property
+    def token(self) -> str:
+        """What another process needs to write parts of this upload."""
+        return json.dumps({"upload": self._upload_id, "write": self._metadata[_WRITE_ID]})
+
+    def receipt(self, index: int) -> str:
+        """What publishing has to know of a part that was written."""
+        return json.dumps(self._parts[index])
+
+    def publish_parts(self, parts: dict[int, dict[str, Any]]) -> None:
+        """Publish the object of parts that were written by many."""
+        self._parts = parts
+        self._publish()
 
     @property
     def in_parts(self) -> bool:
@@ -657,6 +701,21 @@ class S3Writer(ObjectWriter):
 
     def _call(self, method: str, **kwargs: Any) -> Any:
         return self._store._call("create", self._ledger.key, method, Key=self._full_key, **kwargs)
+
+
+class S3JointWriter(JointWriter):
+    """Sends parts of an upload that another process may have begun."""
+
+    def __init__(self, writer: S3Writer) -> None:
+        self.receipts = {}
+        self._writer = writer
+
+    def write_part(self, index: int, buffers: Sequence[memoryview]) -> None:
+        self._writer.write_part(index, buffers)
+        self.receipts[index] = self._writer.receipt(index)
+
+    def close(self) -> None:
+        """Parts are durable once they are answered."""
 
 
 async def _send_once(filesystem: s3fs.S3FileSystem) -> None:

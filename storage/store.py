@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
@@ -56,6 +56,23 @@ class ObjectWriter(ABC):
         """
 
 
+class JointWriter(ABC):
+    """One process's hand in an object that several processes write together.
+
+    `receipts` are what `Store.end_joint` wants to know of each part that was written here.
+    """
+
+    receipts: dict[int, str]
+
+    @abstractmethod
+    def write_part(self, index: int, buffers: Sequence[memoryview]) -> None:
+        """Write part `index` (from 0) as `ObjectWriter.write_part` does."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Everything written here is durable on return, once the object is published."""
+
+
 class Store(ABC):
     """Objects by key. Every method may be called from any thread."""
 
@@ -94,6 +111,31 @@ class Store(ABC):
         4096-aligned, and `part_nbytes` a multiple of 4096. Elsewhere the hint is ignored.
         Raises NoSpaceError, AccessDeniedError, KeyExistsError (at the latest when the block ends).
         """
+
+    def begin_joint(self, key: str, nbytes: int, *, part_nbytes: int) -> str:
+        """Begin an object that several processes write: a token for all of them.
+
+        "" where this back-end cannot: then one process has to write all of it. Nothing is visible
+        before `end_joint`.
+        """
+        return ""
+
+    def joint(self, key: str, nbytes: int, *, part_nbytes: int, token: str) -> JointWriter:
+        """A writer of parts of the object that `begin_joint` began, in any process."""
+        raise NotImplementedError(f"{self.url} has no objects that several processes write")
+
+    def end_joint(
+        self, key: str, nbytes: int, *, part_nbytes: int, token: str, receipts: Mapping[int, str]
+    ) -> None:
+        """Publish the object, durable on return; `receipts` are those of all its parts.
+
+        Raises KeyExistsError, ValueError when a part is missing, and nothing is published then.
+        """
+        raise NotImplementedError(f"{self.url} has no objects that several processes write")
+
+    def abort_joint(self, key: str, token: str) -> None:
+        """Remove what was written of an object that will not be published."""
+        raise NotImplementedError(f"{self.url} has no objects that several processes write")
 
     @abstractmethod
     def put_if_absent(self, key: str, data: bytes) -> None:

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 
-from storage.store import ByteRange, ExclusiveCreate, ObjectInfo, ObjectWriter, Store
+from storage.store import (
+    ByteRange,
+    ExclusiveCreate,
+    JointWriter,
+    ObjectInfo,
+    ObjectWriter,
+    Store,
+)
 
 
 class WrappedStore(Store):
@@ -41,6 +48,20 @@ class WrappedStore(Store):
         return self.inner.create(
             key, nbytes, part_nbytes=part_nbytes, durable=durable, direct=direct
         )
+
+    def begin_joint(self, key: str, nbytes: int, *, part_nbytes: int) -> str:
+        return self.inner.begin_joint(key, nbytes, part_nbytes=part_nbytes)
+
+    def joint(self, key: str, nbytes: int, *, part_nbytes: int, token: str) -> JointWriter:
+        return self.inner.joint(key, nbytes, part_nbytes=part_nbytes, token=token)
+
+    def end_joint(
+        self, key: str, nbytes: int, *, part_nbytes: int, token: str, receipts: Mapping[int, str]
+    ) -> None:
+        self.inner.end_joint(key, nbytes, part_nbytes=part_nbytes, token=token, receipts=receipts)
+
+    def abort_joint(self, key: str, token: str) -> None:
+        self.inner.abort_joint(key, token)
 
     def put_if_absent(self, key: str, data: bytes) -> None:
         self.inner.put_if_absent(key, data)

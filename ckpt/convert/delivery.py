@@ -19,12 +19,20 @@ from ckpt.api import world_of
 from ckpt.convert.files import Data, Fixed, Output, PlannedFile
 from ckpt.convert.source import Source
 from ckpt.convert.verifying import verify_files
-from ckpt.convert.writing import Meter, Progress, Writing, write_file
+from ckpt.convert.writing import (
+    Meter,
+    Progress,
+    Writing,
+    part_nbytes_of,
+    write_file,
+    write_share,
+)
 from ckpt.errors import CheckpointError
 from ckpt.world import World, collectively
 from storage import KeyExistsError, KeyNotFoundError, Store
 
 NOTE_SUFFIX = ".unfinished"
+JOINT_NBYTES_MIN = 64 << 20  # smaller files are not worth the rounds that writing together takes
 
 
 class Delivery(NamedTuple):
@@ -158,6 +166,12 @@ class _Job:
         except KeyNotFoundError:
             return None
 
+    def is_joint(self, file: PlannedFile) -> bool:
+        """Whether all ranks write this file together. Files with checksums of their data in them
+        are written by one, who has seen all of it.
+        """
+        return self.world.size > 1 and not file.checksums and file.nbytes >= JOINT_NBYTES_MIN
+
     def mine(self, there: set[str]) -> list[PlannedFile]:
         """This rank's files: the largest first, each to the rank that has the least so far."""
         load = [0] * self.world.size
@@ -171,16 +185,82 @@ class _Job:
         return sorted(chosen, key=lambda file: file.key)
 
     def write(self, there: set[str], progress: Progress | None) -> None:
-        mine = self.mine(there)
-        meter = Meter(sum(file.nbytes for file in mine), progress)
+        """All data files: small ones by a rank each, large ones by all ranks together."""
+        tokens = self.begin_joint(there)
+        mine = [file for file in self.mine(there) if file.key not in tokens]
+        large = [file for file in self.data_files if file.key in tokens]
+        nbytes = sum(file.nbytes for file in mine)
+        nbytes += sum(file.nbytes for file in large) // self.world.size
+        meter = Meter(nbytes, progress)
         delivery = self.delivery
         writing = Writing(self.source, self.store, delivery.threads, delivery.part_nbytes)
+        receipts: dict[str, dict[int, str]] = {}
 
         def run() -> None:
             for file in mine:
                 write_file(writing, file, meter)
+            for file in large:
+                count = -(-file.nbytes // part_nbytes_of(writing, file))
+                first, stop = (count * at // self.world.size for at in self.edges)
+                token = tokens[file.key]
+                receipts[file.key] = write_share(writing, file, token, (first, stop), meter)
 
-        collectively(self.world, "write", run)
+        try:
+            collectively(self.world, "write", run)
+            if large:
+                told = self.world.gather_to_lead("receipts", json.dumps(receipts).encode())
+                collectively(self.world, "join", lambda: self.join(writing, large, tokens, told))
+        except BaseException:
+            for key, token in tokens.items():
+                if self.is_lead:
+                    self.store.abort_joint(key, token)
+            raise
+
+    @property
+    def edges(self) -> tuple[int, int]:
+        """The share of this rank, in parts of the world's size."""
+        return self.world.rank, self.world.rank + 1
+
+    def begin_joint(self, there: set[str]) -> dict[str, str]:
+        """The tokens of the files that all ranks write together, by key."""
+        if self.world.size == 1:
+            return {}
+        tokens: dict[str, str] = {}
+        part_nbytes = self.delivery.part_nbytes
+        writing = Writing(self.source, self.store, 1, part_nbytes)
+
+        def run() -> bytes:
+            for file in self.data_files if self.is_lead else ():
+                if self.is_joint(file) and file.key not in there:
+                    size = part_nbytes_of(writing, file)
+                    token = self.store.begin_joint(file.key, file.nbytes, part_nbytes=size)
+                    tokens.update({file.key: token} if token else {})
+            return json.dumps(tokens).encode()
+
+        told = collectively(self.world, "begin", run)
+        found: dict[str, str] = json.loads(
+            self.world.share("tokens", told if self.is_lead else None)
+        )
+        return found
+
+    def join(
+        self,
+        writing: Writing,
+        files: Sequence[PlannedFile],
+        tokens: Mapping[str, str],
+        told: Sequence[bytes] | None,
+    ) -> None:
+        """The lead publishes what all ranks have written."""
+        by_rank = [json.loads(data) for data in told or ()]
+        for file in files if self.is_lead else ():
+            receipts = {int(n): r for own in by_rank for n, r in own[file.key].items()}
+            self.store.end_joint(
+                file.key,
+                file.nbytes,
+                part_nbytes=part_nbytes_of(writing, file),
+                token=tokens[file.key],
+                receipts=receipts,
+            )
 
     def end(self, there: set[str]) -> None:
         """The last file makes the others one thing; then nothing tells of the work any more."""

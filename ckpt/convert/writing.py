@@ -69,7 +69,7 @@ def write_file(writing: Writing, file: PlannedFile, meter: Meter) -> None:
     if file.nbytes == 0:
         writing.store.put_if_absent(file.key, b"")
         return
-    part_nbytes = max(writing.part_nbytes, -(-file.nbytes // (PARTS_MAX * MIB)) * MIB)
+    part_nbytes = part_nbytes_of(writing, file)
     finishing = Finishing(file)
     # Around the page cache: a third of the CPU seconds, and what others have cached stays.
     is_large = file.nbytes >= PART_NBYTES
@@ -85,12 +85,39 @@ def write_file(writing: Writing, file: PlannedFile, meter: Meter) -> None:
         )
 
 
+def write_share(
+    writing: Writing, file: PlannedFile, token: str, share: tuple[int, int], meter: Meter
+) -> dict[int, str]:
+    """Write parts `share` of a file that others write with us; returns the receipts of them."""
+    part_nbytes = part_nbytes_of(writing, file)
+    writer = writing.store.joint(file.key, file.nbytes, part_nbytes=part_nbytes, token=token)
+    try:
+        if share[0] < share[1]:
+            in_order(
+                Parts(file.nbytes, part_nbytes, writing.threads, *share),
+                fill=lambda start, part: fill_part(writing.source, file, start, part),
+                finish=lambda start, part, counted: None,
+                write=lambda index, part: writer.write_part(index, [part]),
+                meter=meter,
+            )
+    finally:
+        writer.close()
+    return writer.receipts
+
+
+def part_nbytes_of(writing: Writing, file: PlannedFile) -> int:
+    """The size of the parts in which a file is written."""
+    return max(writing.part_nbytes, -(-file.nbytes // (PARTS_MAX * MIB)) * MIB)
+
+
 class Parts(NamedTuple):
     """`nbytes` in parts of `part_nbytes`, `threads` of them in memory at once."""
 
     nbytes: int
     part_nbytes: int
     threads: int
+    first: int = 0
+    stop: int = -1  # one past the last part; -1 for all
 
 
 T = TypeVar("T")
@@ -109,15 +136,15 @@ def in_order(
     `fill` and `finish` get the part's first byte and its memory, `write` its index. The first error
     of any of them is raised when all threads are done.
     """
-    nbytes, part_nbytes, threads = parts
-    count = -(-nbytes // part_nbytes)
-    threads = max(1, min(threads, count))
+    nbytes, part_nbytes, threads, following, count = parts
+    if count < 0:
+        count = -(-nbytes // part_nbytes)
+    threads = max(1, min(threads, count - following))
     # Buffers are used again for every part: fresh memory costs more than the copy. They are given
     # out here, in the order of the parts, so that no part waits for a later one.
     free = [aligned_buffer(min(part_nbytes, nbytes)) for _ in range(threads)]
     filling: deque[tuple[int, memoryview, Future[T]]] = deque()
     writing: deque[tuple[memoryview, Future[None]]] = deque()
-    following = 0
     with (
         ThreadPoolExecutor(threads, thread_name_prefix="ckpt-fill") as fillers,
         ThreadPoolExecutor(threads, thread_name_prefix="ckpt-write") as writers,

@@ -1,7 +1,7 @@
 """Adapters on a frozen model, under torch's FSDP2 on two real ranks: what a save writes.
 
 Method: gloo processes fine-tune low-rank adapters beside frozen linear layers with AdamW and save
-after each step; the bytes in each step's directory are
+after each step, in the foreground and in the background in turn; the bytes in each directory are
 measured, and every step is loaded by other numbers of ranks and compared with what training had.
 """
 
@@ -69,7 +69,10 @@ def _train(root: str, steps: int) -> list[dict[str, torch.Tensor]]:
     for step in range(1, steps + 1):
         _step(model, optimizer, step)
         state = {"model": model, "optimizer": optimizer, "step": step}
-        report = ckpt.save(state, root, step=step, dedup=True)
+        if step % 2:
+            report = ckpt.save(state, root, step=step, dedup=True)
+        else:
+            report = ckpt.async_save(state, root, step=step, dedup=True).result()
         assert (report.nbytes_referenced > 0) == (step > 1)
         trained.append(_whole(model))
     return trained

@@ -34,6 +34,7 @@ from ckpt.log import LiveEntry
 
 ATTEMPTS_MAX = 8  # attempts that one checkpoint keeps alive
 NBYTES_MULTIPLE_MAX = 2.0  # bytes that these hold together, as a multiple of the checkpoint's own
+RANGES_MAX = 100_000  # that a rank refers to: they stand in a header, of about 10 MB then
 NBYTES_UNCOUNTED = 16 << 20  # what holds less together is kept alive in any case
 
 Checksums: TypeAlias = npt.NDArray[np.uint32]
@@ -199,7 +200,8 @@ def divide(
 
     `checksums_of(index)` gives the block checksums of a chunk's bytes as they are now; it is asked
     for chunks of equal digest only. Checksums that differ (bytes that changed between being hashed
-    and being written, once) mean that the chunk is written.
+    and being written, once) mean that the chunk is written. So does everything when what is known
+    is so scattered that telling its places would take too long a header.
     """
     written: list[int] = []
     found: dict[SharedFile, list[tuple[int, KnownChunk]]] = {}
@@ -221,6 +223,8 @@ def divide(
         here = [(chunks[at], there) for at, there in rows]
         columns.append(_columns(file, here))
         ranges += _ranges(file, here)
+    if len(ranges) > RANGES_MAX:
+        return Division(tuple(range(len(chunks))), (), ())
     return Division(tuple(written), tuple(columns), tuple(ranges))
 
 

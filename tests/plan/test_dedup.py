@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
+from ckpt import dedup
 from ckpt.dedup import (
     ATTEMPTS_MAX,
     NBYTES_MULTIPLE_MAX,
@@ -123,6 +124,20 @@ def test_neighbours_are_one_range_and_strangers_are_not() -> None:
     (columns,) = division.referenced
     assert [entry.fqn for entry in columns.chunks] == ["b", "c", "a", "d"]
     assert columns.offsets.tolist() == [4096, 4144, 4192, 4296]
+
+
+def test_what_is_too_scattered_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranges are told, three would make too long a header."""
+    chunks = [chunk(fqn=name) for name in "abc"]
+    before: dict[Identity, KnownChunk] = {}
+    for entry_, start in zip(chunks, (4096, 5000, 6000), strict=True):
+        before |= known(entry_, byte_start=start)
+    monkeypatch.setattr(dedup, "RANGES_MAX", 2)
+    digests = [b"d" * 32] * 3
+    division = divide(chunks, digests, lambda at: SUMS, known=before, allowed=[BASE])
+    assert division == ((0, 1, 2), (), ())
+    division = divide(chunks[:2], digests[:2], lambda at: SUMS, known=before, allowed=[BASE])
+    assert division.written == () and len(division.ranges) == 2
 
 
 def test_a_rank_remembers_of_its_part_what_the_manifest_would_tell_it() -> None:

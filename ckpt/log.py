@@ -29,6 +29,7 @@ FORMAT_NBYTES_MAX = 4096
 LOG_PREFIX = "log/"
 STEPS_PREFIX = "steps/"
 MANIFEST_NAME = "MANIFEST"
+LISTED_MAX = 1000  # a page of S3
 RECORD_MAGIC = b"SHPTLOG1"
 RECORD_NBYTES_MAX = (
     4 * 1024 * 1024
@@ -459,7 +460,7 @@ class Log:
         """What exists now. At most 50 requests for a million records, one or two when warm."""
         newest = self._newest
         known = newest.slot if newest is not None else -1
-        last = self._last_slot(known)
+        last = self._last_slot(self._last_listed() if newest is None else known)
         if last == known:
             return state_after(newest)
         found = self.record(last)
@@ -492,6 +493,18 @@ class Log:
         """Remember a record that is known to stand in the log, as an appender does with its own."""
         if self._newest is None or record.slot > self._newest.slot:
             self._newest = record
+
+    def _last_listed(self) -> int:
+        """A slot known to be occupied, or -1: where requests take long, one page of a listing
+        stands for a dozen of them. Others may follow, so nothing rests on its being fresh.
+        """
+        last = -1
+        if self.store.part_nbytes_min > 1:
+            for found in itertools.islice(self.store.list(LOG_PREFIX), LISTED_MAX):
+                if found.key != record_key(last + 1):
+                    break
+                last += 1
+        return last
 
     def _last_slot(self, known: int) -> int:
         """The last occupied slot at or after `known`, which is occupied (or -1: none known).

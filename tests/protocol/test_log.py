@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import struct
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -286,3 +287,23 @@ def test_own_keys_are_parsed() -> None:
         "r00003-1.safetensors",
     )
     assert attempt_epoch(B) == 2
+
+
+@pytest.mark.parametrize("count", [1, 2, 30, 999, 1000, 1001, 4000])
+def test_behind_a_network_one_page_of_a_listing_saves_most_requests(count: int) -> None:
+    """Right for every length around a page, and with a listing that is a few records behind."""
+
+    class Remote(LongLog):
+        behind = 0
+
+        def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
+            self.requests += 1
+            for slot in range(max(0, self.count - self.behind)):
+                yield ObjectInfo(record_key(slot), 1, 0.0)
+
+    for behind in (0, 3):
+        store = Remote(count)
+        store.part_nbytes_min = 5 << 20
+        store.behind = behind
+        assert Log(store).state().slot == count - 1
+        assert store.requests <= (12 if count <= 1000 else 25)

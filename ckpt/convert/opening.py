@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt.convert.dcp import METADATA, dcp_source, open_dcp, read_folder
+from ckpt.convert.deepspeed import is_deepspeed, open_deepspeed
 from ckpt.convert.native import native_source
 from ckpt.convert.safetensors_files import open_safetensors
 from ckpt.convert.source import Source
@@ -18,7 +19,8 @@ from storage import KeyNotFoundError, Store, open_store
 
 FORMATS = (
     "one of our own roots or steps, a directory of torch.distributed.checkpoint, a file of "
-    "torch.save (.pt, .pth, .bin, .ckpt), safetensors files with or without an index"
+    "torch.save (.pt, .pth, .bin, .ckpt), safetensors files with or without an index, a folder of "
+    "DeepSpeed ZeRO"
 )
 
 
@@ -85,6 +87,8 @@ def _open_folder(store: Store, options: SourceOptions) -> Source:
         return open_dcp(store, parameter_names=options.parameter_names)
     keys = [info.key for info in store.list("")][:10_000]
     top = [key for key in keys if "/" not in key]
+    if is_deepspeed(keys):
+        return open_deepspeed(store, keys)
     found = sorted(key.removesuffix(METADATA) for key in keys if key.endswith(f"/{METADATA}"))
     if found and all(folder.count("/") == 1 for folder in found):
         # Accelerate: pytorch_model_fsdp_0/ and optimizer_0/, one DCP directory for each.

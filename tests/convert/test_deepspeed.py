@@ -1,0 +1,138 @@
+"""Folders of DeepSpeed ZeRO give their float32 weights, and none of their code runs.
+
+Method: folders are made here as DeepSpeed lays them out (`zero_to_fp32.py` is the description), by
+several ranks, with padding, two groups, objects of a class that is not to be made, shared names.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import ckpt
+from ckpt.convert.opening import open_source
+from ckpt.errors import Corrupt, UnsupportedFormat
+from tests.convert.jobs import assert_same
+
+
+class LossScaler:
+    """As DeepSpeed's, it is pickled as an object; making one fails the test."""
+
+    def __setstate__(self, state: object) -> None:
+        raise AssertionError("an object of a foreign class was made")
+
+    def __getstate__(self) -> dict[str, int]:
+        return {"cur_scale": 1}
+
+
+SHAPES = [
+    {"embed.weight": (7, 5), "layer.bias": (3,), "layer.weight": (3, 5)},
+    {"norm.weight": (), "head.weight": (11, 5)},
+]
+
+
+def weights() -> dict[str, torch.Tensor]:
+    torch.manual_seed(9)
+    return {name: torch.randn(shape) for group in SHAPES for name, shape in group.items()}
+
+
+def padded(flat: torch.Tensor, multiple: int) -> torch.Tensor:
+    return torch.cat([flat, flat.new_zeros(-len(flat) % multiple)])
+
+
+def partitions(stage: int, size: int, rank: int) -> list[torch.Tensor]:
+    """The flat float32 tensors of one rank, by group."""
+    own = weights()
+    groups = []
+    for group in SHAPES:
+        if stage == 3:
+            parts = []
+            for name in group:
+                flat = padded(own[name].flatten(), size)
+                parts.append(flat.chunk(size)[rank])
+            groups.append(torch.cat(parts))
+        else:
+            flat = padded(torch.cat([own[name].flatten() for name in group]), 2 * size)
+            groups.append(flat.chunk(size)[rank].clone())
+    return groups
+
+
+def make(folder: Path, stage: int, size: int) -> None:
+    tag = folder / "global_step12"
+    tag.mkdir(parents=True)
+    (folder / "latest").write_text("global_step12")
+    shapes = [{n: torch.Size(s) for n, s in group.items()} for group in SHAPES]
+    model: dict[str, Any] = {
+        "module": {n: t.half() for n, t in weights().items()} | {"mask": torch.tensor([1, 0])},
+        "buffer_names": ["mask"],
+        "param_shapes": shapes,
+        "shared_params": {"tied.weight": "embed.weight"},
+        "global_steps": 12,
+        "lr_scheduler": LossScaler(),
+        "ds_version": "0.16.0",
+    }
+    for rank in range(size):
+        key = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
+        state = {
+            "zero_stage": stage,
+            "partition_count": size,
+            "loss_scaler": LossScaler(),
+            key: partitions(stage, size, rank),
+        }
+        name = f"zero_pp_rank_{rank}_mp_rank_00"
+        prefix = "bf16_" if stage == 1 else ""
+        file = tag / f"{prefix}{name}_optim_states.pt"
+        torch.save({"optimizer_state_dict": state, "ds_config": {}}, file)
+        if stage == 3:
+            torch.save(model, tag / f"{name}_model_states.pt")
+    if stage != 3:
+        torch.save(model, tag / "mp_rank_00_model_states.pt")
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_weights_of_all_stages(tmp_path: Path, stage: int, size: int) -> None:
+    make(tmp_path / "ds", stage, size)
+    expected = {**weights(), "mask": torch.tensor([1, 0])}
+    target = tmp_path / "m.safetensors"
+    ckpt.export(
+        str(tmp_path / "ds"), str(target), selection=ckpt.Selection(keep_tied=True), verify=True
+    )
+    assert_same(load_file(target), {**expected, "tied.weight": expected["embed.weight"]})
+    ckpt.import_checkpoint(
+        str(tmp_path / "ds" / "global_step12"), str(tmp_path / "run"), rename=["=model"]
+    )
+    with ckpt.open(str(tmp_path / "run")) as found:
+        assert_same({name: found[f"model.{name}"] for name in expected}, expected)
+        assert dict(found.aliases) == {"model.tied.weight": "model.embed.weight"}
+        assert found.values == {"model.global_steps": 12}
+
+
+def test_what_is_missing_is_told(tmp_path: Path) -> None:
+    make(tmp_path / "ds", 2, 3)
+    tag = tmp_path / "ds" / "global_step12"
+    (tag / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
+    with pytest.raises(Corrupt, match=r"ranks \[0, 2\]"):
+        open_source(str(tmp_path / "ds"))
+    (tag / "zero_pp_rank_2_mp_rank_00_optim_states.pt").unlink()
+    with pytest.raises(Corrupt, match="regions have"):
+        open_source(str(tmp_path / "ds"))
+
+
+def test_tensor_parallelism_is_refused(tmp_path: Path) -> None:
+    make(tmp_path / "ds", 2, 2)
+    tag = tmp_path / "ds" / "global_step12"
+    (tag / "zero_pp_rank_0_mp_rank_01_optim_states.pt").write_bytes(b"")
+    with pytest.raises(UnsupportedFormat, match="tensor parallelism"):
+        open_source(str(tmp_path / "ds"))
+
+
+def test_the_tests_own_folders_have_every_element() -> None:
+    for stage in (2, 3):
+        total = sum(len(flat) for rank in range(3) for flat in partitions(stage, 3, rank))
+        assert total >= sum(math.prod(tensor.shape) for tensor in weights().values())

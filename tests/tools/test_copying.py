@@ -35,7 +35,7 @@ from ckpt.salvage import salvage
 from ckpt.session import Session
 from storage import StorageError, Store, open_store
 from storage.memory import MemoryBucket, MemoryStore
-from storage.testing import FaultPlan, FaultyStore, Killed
+from storage.testing import FaultPlan, FaultyStore, Killed, PowerLossStore
 from tests.conftest import Scale
 from tests.tools.conftest import data_files, make_net, sliced_net
 
@@ -433,7 +433,10 @@ def check_whole(bucket: MemoryBucket) -> None:
 def test_target_is_absent_or_whole_and_running_again_finishes(
     work: Callable[[Store, Store], None], kill: bool, mode: str, scale: Scale
 ) -> None:
-    """Every operation on the target, the n-th for every n, fails or is the last one."""
+    """Every operation on the target, the n-th for every n, fails or is the last one.
+
+    Then the power fails: what was not synced is lost.
+    """
     source = small_root()
     dry = FaultPlan(0)
     work(source, FaultyStore(MemoryStore(), dry))
@@ -442,12 +445,14 @@ def test_target_is_absent_or_whole_and_running_again_finishes(
     for at in range(1, total + 1):
         bucket = MemoryBucket()
         plan = FaultPlan(at, kill=kill, mode=mode)  # type: ignore[arg-type]
+        disk = PowerLossStore(MemoryStore(bucket))
         try:
-            work(source, FaultyStore(MemoryStore(bucket), plan))
+            work(source, FaultyStore(disk, plan))
         except (StorageError, Killed):
-            pass
+            disk.lose_power()
         else:
             # What had happened already was found out, or cleaning up needed no success.
+            assert not disk.lose_power()
             check_whole(bucket)
         assert plan.happened
         if not is_absent(bucket):

@@ -103,9 +103,10 @@ def async_save(
     The checkpoint has the state as it is at the call. What only a step of an optimizer changes
     (trainable parameters, state shaped like them) is copied while the next forward and backward
     run, and the step waits for that; everything else is copied before this returns. An optimizer
-    counts from its first step after the first call here; before that, and for parameters that no
-    `torch.optim.Optimizer` steps, all is copied at once, as with `snapshot="now"`. Changing weights
-    in place by other means (under `no_grad`, `load_state_dict`): first `wait_staged()`.
+    counts when a step of it was seen since the call before; without that (the first call, a step
+    that is not a `torch.optim.Optimizer`'s) all is copied at once, as with `snapshot="now"`.
+    Before changing weights in place by other means (under `no_grad`, `load_state_dict`), call
+    `wait_staged()`.
 
     While another save is in flight, `when_busy` makes this one wait for it, be skipped, or replace
     it; a skipped one raises SaveDropped from `result()`. `host_bytes_max` limits the memory of the

@@ -36,6 +36,7 @@ from ckpt.log import MANIFEST_NAME, STEP_MAX, manifest_digest, step_prefix
 from ckpt.previous import NOTHING, Base, Previous, Referred, decode_base, everything, refer
 from ckpt.session import Commit, RankedSession, ReferenceRetired
 from ckpt.state_dict.walk import module_paths
+from ckpt.stepping import Evidence
 from ckpt.telemetry import Recorder, Span
 from ckpt.world import collectively
 from ckpt.write import FileTexts, Source, WritePath, entries_of, write_files
@@ -84,7 +85,7 @@ class PartMemory:
 
     Belongs to one session. Both sides forget together: a round that fails on one rank fails on all.
     `previous` is what a save with `dedup` may refer to, `plans` what this rank need not work out
-    again.
+    again, `evidence` which optimizers wait for saves in the background.
     """
 
     def __init__(self) -> None:
@@ -92,6 +93,7 @@ class PartMemory:
         self.structures: dict[int, bytes] = {}
         self.previous = Previous()
         self.plans = PlanMemory()
+        self.evidence = Evidence()
 
 
 class Attempt(NamedTuple):

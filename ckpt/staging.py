@@ -60,9 +60,6 @@ class Changes(NamedTuple):
     unowned: tuple[str, ...]
 
 
-NOTHING = Changes(frozenset(), frozenset(), ())
-
-
 def changed_by_steps(flat: FlatState, optimizers: Iterable[torch.optim.Optimizer]) -> Changes:
     """What of `flat` only steps of `optimizers` change. They may be in the state or not."""
     optimizers = list(optimizers)
@@ -176,7 +173,7 @@ def stage(state: Any, task: SaveTask, options: StageOptions, staging: Staging) -
     with task.recorder.span("flatten"):
         contents = contents_of(state, task.ranks, task.memory.plans)
         files = _plan(contents, task)
-        split = _split(contents, files, options.snapshot)
+        split = _split(contents, files, options.snapshot, task.memory.evidence.since_last())
     _report(split, options.snapshot, task)
     sources: Sequence[Source] = contents.plan.sources
     room = _room_for(files, split, options, task)
@@ -222,17 +219,24 @@ class _Split(NamedTuple):
     compared_later: tuple[tuple[Holding, Piece], ...]
 
 
-def _split(contents: Contents, files: Sequence[FilePlan], snapshot: Snapshot) -> _Split:
-    """Worked out once for a state and the optimizers that are known to wait."""
-    key = ("split", files, snapshot, steps.version)
-    return contents.plan.of_memory.once(key, lambda: _worked_out(contents, files, snapshot))
+def _split(
+    contents: Contents,
+    files: Sequence[FilePlan],
+    snapshot: Snapshot,
+    optimizers: Sequence[torch.optim.Optimizer],
+) -> _Split:
+    """Worked out once for a state and the `optimizers` that are known to wait."""
+    if snapshot == "now":
+        optimizers = ()
+    # Ids may be given anew, but not without a new optimizer.
+    key = ("split", id(files), snapshot, frozenset(map(id, optimizers)), steps.known)
+    return contents.plan.of_memory.once(
+        key, lambda: _worked_out(contents, files, changed_by_steps(contents.flat, optimizers))
+    )
 
 
-def _worked_out(contents: Contents, files: Sequence[FilePlan], snapshot: Snapshot) -> _Split:
+def _worked_out(contents: Contents, files: Sequence[FilePlan], changes: Changes) -> _Split:
     plan = contents.plan
-    changes = NOTHING
-    if snapshot == "step":
-        changes = changed_by_steps(contents.flat, steps.seen())
     now = [i for i, s in enumerate(plan.sources) if storage_of(s.view) not in changes.storages]
     sources = [plan.sources[index] for index in now]
     # Until an optimizer was seen, its state cannot be told from what it does not change.
@@ -277,7 +281,7 @@ def _report(split: _Split, snapshot: Snapshot, task: SaveTask) -> None:
     if unowned:
         logger.info(
             "step %d: %d trainable parameters (%s, ...) are copied before async_save returns, as "
-            'with snapshot="now": no optimizer was seen stepping them yet',
+            'with snapshot="now": no optimizer was seen stepping them since the save before',
             task.step,
             len(unowned),
             unowned[0],

@@ -1,13 +1,14 @@
 """Optimizers and saves in the background: a step waits until what it changes has been copied.
 
 One hook before every step of every `torch.optim.Optimizer`, in the state that is saved or not. It
-is installed by the first save in the background and costs well under a microsecond while nothing is
-being copied.
+is installed by the first save in the background and costs some microseconds while nothing is being
+copied.
 
 Only what passes through the hook can be held back. Note "seen": an optimizer counts as one that
-waits from the first step that was seen here; until then its parameters are copied before
-`async_save` returns. A step that runs inside of a captured CUDA graph never comes through again, so
-an optimizer that was seen capturing does not count any more.
+waits if a step of it was seen here since the save before; otherwise its parameters are copied
+before `async_save` returns. So a step that goes round the hook, compiled or written by hand, is
+told by its absence. A step inside of a captured CUDA graph never comes through again, so an
+optimizer that was seen capturing does not count any more.
 """
 
 from __future__ import annotations
@@ -67,13 +68,18 @@ class Gate:
 
 
 class Steps:
-    """The optimizers of this process whose steps wait, and the gates they wait at."""
+    """The optimizers of this process whose steps wait, and the gates they wait at.
+
+    `known` grows with every optimizer that is seen for the first time.
+    """
 
     def __init__(self) -> None:
+        self.known = 0
         self._gates: tuple[Gate, ...] = ()
-        self._seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._counts: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = (
+            weakref.WeakKeyDictionary()
+        )
         self._captured: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self._changes = 0
         self._hook: Any = None
         self._lock = threading.Lock()
 
@@ -83,18 +89,10 @@ class Steps:
             if self._hook is None:
                 self._hook = register_optimizer_step_pre_hook(self._before_step)
 
-    def seen(self) -> list[torch.optim.Optimizer]:
-        """Optimizers that wait at gates: seen stepping, and never inside of a captured graph."""
-        return [optimizer for optimizer in self._seen if optimizer not in self._captured]
-
-    @property
-    def version(self) -> tuple[int, int]:
-        """Another value whenever `seen` gives other optimizers."""
-        return self._changes, len(self._seen)
-
-    def captured(self) -> list[torch.optim.Optimizer]:
-        """Optimizers that were seen inside of a captured graph; their steps cannot be held back."""
-        return list(self._captured)
+    def counts(self) -> list[tuple[torch.optim.Optimizer, int]]:
+        """Optimizers that wait at gates, and how many steps of them were seen."""
+        with self._lock:
+            return [item for item in self._counts.items() if item[0] not in self._captured]
 
     def hold(self, storages: Iterable[int], parameters: Iterable[int]) -> Gate:
         """A gate before every step that changes these, closed until it is opened."""
@@ -109,17 +107,36 @@ class Steps:
             self._gates = tuple(other for other in self._gates if other is not gate)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if _is_captured(optimizer):
-            self._captured.add(optimizer)
-            self._changes += 1
-            return
-        known = len(self._seen)
-        # torch.compile does not trace into this call, so it runs this hook as it is, every time.
-        self._seen.add(optimizer)
-        if len(self._seen) != known:
-            self._changes += 1
-        for gate in self._gates:
+        is_captured = _is_captured(optimizer)
+        # torch.compile traces into this hook. It stops at locks and runs from there on what is
+        # written here; without one it was seen to trace a WeakSet's `add` to nothing at all.
+        with self._lock:
+            if is_captured:
+                self._captured.add(optimizer)
+            count = self._counts.get(optimizer, 0)
+            self._counts[optimizer] = count + 1
+            self.known += count == 0
+            gates = self._gates
+        for gate in gates:
             gate.wait_for(optimizer)
+
+
+class Evidence:
+    """Which optimizers were seen stepping between two saves. One for each series of saves."""
+
+    def __init__(self) -> None:
+        self._before: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def since_last(self) -> list[torch.optim.Optimizer]:
+        """Those seen since the last call of this, or ever at the first call."""
+        seen = []
+        for optimizer, count in steps.counts():
+            if count > self._before.get(optimizer, 0):
+                seen.append(optimizer)
+                self._before[optimizer] = count
+        return seen
 
 
 def _is_captured(optimizer: torch.optim.Optimizer) -> bool:

@@ -18,14 +18,18 @@ from safetensors.torch import load_file
 from torch import nn
 
 import ckpt
+from ckpt.cache import BlockCache
 from ckpt.errors import Fenced, OutcomeUnknown, StoreRefused
 from ckpt.invariants import check_live_complete
+from ckpt.loading import LoadOptions
 from ckpt.locate import live_entries
+from ckpt.read import ReadPath
 from ckpt.testing import RanksFailed
 from storage import Store, open_store
 from storage.testing import FaultPlan, FaultyStore
 from tests.conftest import Scale
 from tests.e2e.job import Job, assert_is_step, state_at
+from tests.e2e.test_counts import Replicated, _tensor
 from tests.servers import S3Server, moto_server, rclone_path, rclone_server
 
 SIZE = 3
@@ -191,6 +195,21 @@ def _save_under_fault(stores: Stores, plan: FaultPlan) -> int:
         unknown = any(isinstance(error, OutcomeUnknown) for error in failed.errors.values())
         return 2 if failed.results and not unknown else 1
     return 2
+
+
+def test_replicas_are_read_once_and_a_local_copy_spares_the_second_load(
+    server: S3Server, url: str, tmp_path: Path
+) -> None:
+    """Three ranks want the whole model; together they read it once, and not at all with a cache."""
+    with Stores(server, url) as stores:
+        Job(SIZE, stores).save(lambda rank: {"w": Replicated(_tensor(0), (0, 1, 2))}, step=1)
+        for expected in (1, 0):
+            states = [{"w": Replicated(_tensor(1), (0, 1, 2))} for _ in range(SIZE)]
+            options = LoadOptions(path=ReadPath(readers=4, cache=BlockCache(tmp_path)))
+            reports = Job(SIZE, stores).load(lambda rank, s=states: s[rank], options=options)
+            nbytes = sum(report.nbytes_read for report in reports)
+            assert expected * _tensor(0).nbytes <= nbytes <= expected * 1.05 * _tensor(0).nbytes
+            assert all(torch.equal(state["w"].local, _tensor(0)) for state in states)
 
 
 @pytest.mark.server

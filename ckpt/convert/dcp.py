@@ -24,6 +24,7 @@ from storage.errors import InvalidKeyError
 from storage.keys import check_key
 
 METADATA = ".metadata"
+LIGHTNING_REST = "meta.pt"
 METADATA_NBYTES_MAX = 1 << 30
 VALUE_NBYTES_MAX = 256 << 20
 PATH_PARTS_MAX = 100
@@ -134,11 +135,34 @@ def read_folder(store: Store, folder: str) -> Folder:
     chunks.update(_chunks(store, usable))
     for key, item in metadata.items.items():
         leaves[key] = _value(store, key, item, chunks, infos)
+    tree = nest(leaves, lambda key: metadata.paths.get(key, (key,)))
+    tree.update(_rest(store, folder, tree, (chunks, infos), sizes))
     for key, found in chunks.items():
         dtype, shape = infos[key]
         check_chunks(SourceTensor(key, dtype, shape), found, sizes)
-    tree = nest(leaves, lambda key: metadata.paths.get(key, (key,)))
     return Folder(metadata, tree, chunks, infos, sizes)
+
+
+def _rest(
+    store: Store,
+    folder: str,
+    tree: Mapping[Any, Any],
+    into: tuple[dict[str, list[Chunk]], dict[str, tuple[str, Shape]]],
+    sizes: dict[str, int],
+) -> dict[Any, Any]:
+    """What Lightning keeps beside a DCP checkpoint, in a file of torch.save: all but the sharded
+    dicts. Nothing where there is no such file.
+    """
+    name = folder + LIGHTNING_REST
+    try:
+        sizes[name] = store.info(name).nbytes
+    except KeyNotFoundError:
+        return {}
+    opened = open_blob(store, Blob(name, 0, sizes[name]))
+    found = with_leaves(opened.tree, opened, name, name, into)
+    if not isinstance(found, dict):
+        return {}
+    return {key: item for key, item in found.items() if key not in tree}
 
 
 def dcp_source(

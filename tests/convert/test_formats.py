@@ -222,6 +222,23 @@ def test_two_directories_as_accelerate_saves_them(tmp_path: Path) -> None:
     assert_same(full_of(new_model, new_optimizer), full_of(model, optimizer))
 
 
+def test_the_file_that_lightning_keeps_beside(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    found, optim = get_state_dict(model, optimizer)
+    dcp.save({"model": found, "optimizer_0": optim}, checkpoint_id=tmp_path / "in")
+    rest = {"epoch": 2, "global_step": 40, "loops": {"fit": {"done": 3}}, "callbacks": {"x": {1}}}
+    torch.save(rest, tmp_path / "in" / "meta.pt")
+    with pytest.raises(InvalidState, match=r"callbacks\.x: "):
+        ckpt.import_checkpoint(str(tmp_path / "in"), str(tmp_path / "run"))
+    ckpt.import_checkpoint(str(tmp_path / "in"), str(tmp_path / "run"), skip=["callbacks"])
+    new_model = fresh()
+    new_optimizer = optimizer_of(new_model)
+    state = {"model": new_model, "optimizer_0": new_optimizer, "epoch": 0, "loops": {}}
+    ckpt.load(state, str(tmp_path / "run"))
+    assert state["epoch"] == 2 and state["loops"] == {"fit": {"done": 3}}
+    assert_same(full_of(new_model, new_optimizer), full_of(model, optimizer))
+
+
 def test_names_that_wrappers_add_are_taken_off(tmp_path: Path) -> None:
     model, _ = trained()
     wrapped = {f"module._orig_mod.{name}": t for name, t in model.state_dict().items()}

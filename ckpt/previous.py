@@ -95,6 +95,8 @@ class Previous:
             if not len(manifest.digests):
                 return NOTHING
             held = nbytes_held(manifest)
+        live = {entry.attempt for entry in state.live}
+        self.nbytes = {name: nbytes for name, nbytes in self.nbytes.items() if name in live}
         allowed = references_allowed(
             held, state.live, lambda entry: self._nbytes_of(session.store, entry)
         )

@@ -233,15 +233,16 @@ def look_at_module(root: nn.Module, glance: Glance) -> None:
 
 
 def _is_unit(module: nn.Module) -> bool:
-    is_ours = torch_fsdp.is_fsdp1(module) or torch_fsdp.is_fsdp2(module)
-    return is_ours or hasattr(module, "__ckpt_pieces__")
+    # FSDP2 needs no look of its own: its sharded parameters are where modules show parameters, or
+    # others are shown there, and then the state does not look the same.
+    return torch_fsdp.is_fsdp1(module) or hasattr(module, "__ckpt_pieces__")
 
 
 def _look_at_unit(module: Any, glance: Glance) -> None:
-    for param, memory in torch_fsdp.unit_memory(module):
-        glance.objects.append(param)
-        # The memory of a DTensor is noted through the parameter itself, wherever it is shown.
-        glance.tensors.append(param if is_dtensor(param) else memory)
+    if torch_fsdp.is_fsdp1(module):
+        for param, memory in torch_fsdp.fsdp1_memory(module):
+            glance.objects.append(param)
+            glance.tensors.append(memory)
     if hasattr(module, "__ckpt_pieces__"):
         for owned in module.__ckpt_pieces__():
             glance.objects.append(owned.param)

@@ -240,22 +240,13 @@ def reshard_fsdp1(wrapper: nn.Module) -> None:
     _reshard(wrapper, handle, handle.uses_sharded_strategy)
 
 
-def unit_memory(module: nn.Module) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """What the unit of `module` manages: each object that optimizers know, with its own memory.
-
-    Nothing for other modules.
-    """
-    if is_fsdp2(module):
-        for group in _fsdp2_groups(module):
-            for fsdp_param in group.fsdp_params:
-                sharded = fsdp_param.sharded_param
-                yield sharded, sharded._local_tensor
-    elif is_fsdp1(module):
-        handle: Any = module._handle
-        if handle is not None:
-            shard = getattr(handle.flat_param, "_local_shard", handle.flat_param)
-            for param in handle.flat_param._params or (handle.flat_param,):
-                yield param, shard
+def fsdp1_memory(wrapper: nn.Module) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Each object that optimizers know of the unit of `wrapper`, with the unit's own memory."""
+    handle: Any = wrapper._handle
+    if handle is not None:
+        shard = getattr(handle.flat_param, "_local_shard", handle.flat_param)
+        for param in handle.flat_param._params or (handle.flat_param,):
+            yield param, shard
 
 
 # --- both ----------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ BENCHMARKS: dict[str, tuple[str, ...]] = {
     "export": ("--gib", "1", "3", "--rounds", "1"),
     "convert": ("--gib", "1", "--rounds", "1"),
     "manifest": (),
-    "s3": ("--mib", "256", "--rounds", "5"),
+    "s3": ("--mib", "512", "--rounds", "3"),
     "overhead": ("--blocks", "12"),
 }
 ROW = re.compile(r"  (.*): (.*) \(bar (.*)\)")

@@ -499,6 +499,18 @@ class StoreContract:
                 done.result()
         assert store.get("a") == data
 
+    def test_buffers_may_change_when_a_part_was_written(self, store: Store) -> None:
+        """One buffer for all parts, filled anew at once."""
+        size = self.part_nbytes
+        buffer = bytearray(size)
+        with store.create("a", 3 * size + 9, part_nbytes=size) as writer:
+            for index in range(4):
+                buffer[:] = bytes([65 + index]) * size
+                part = memoryview(buffer)[: size if index < 3 else 9]
+                writer.write_part(index, [part[: size // 2], part[size // 2 :]])
+            buffer[:] = bytes(size)
+        assert store.get("a") == b"A" * size + b"B" * size + b"C" * size + b"D" * 9
+
     def test_the_direct_hint_changes_nothing_in_the_object(self, store: Store) -> None:
         data = self.sample(self.part_nbytes * 2 + 10)
         write_object(store, "a", data, part_nbytes=self.part_nbytes, direct=True)

@@ -44,10 +44,10 @@ from sharding.comm_hooks import LowPrecisionState, bf16_compress_hook, fp16_comp
 from sharding.explaining import explain
 from sharding.flat_param import FlatParameter
 from sharding.fsdp import FullyShardedDataParallel
-from sharding.fully_sharding import (
+from sharding.fully_sharding import fully_shard
+from sharding.sharded_module import (
     FSDPModule,
     UnshardHandle,
-    fully_shard,
     register_fsdp_forward_method,
     share_comm_ctx,
 )

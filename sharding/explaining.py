@@ -7,15 +7,17 @@ Path("step.html").write_text(sharding.explain(model).html())
 from __future__ import annotations
 
 import html as escape
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import nn
 
-from sharding.flat_unit import Settings
 from sharding.fsdp import FullyShardedDataParallel, clean_name, fsdp_units
 from sharding.runtime import Noted
+from sharding.sharded_module import ShardedGroup, sharded_groups
+from sharding.unit import Unit
 
 __all__ = ["Explanation", "StepEvent", "UnitFacts", "explain"]
 
@@ -77,19 +79,22 @@ class Explanation:
 
 
 def explain(model: nn.Module) -> Explanation:
-    """The units below `model` on this rank. No collective; the model is not run."""
-    wrappers = fsdp_units(model)
+    """The units below `model` on this rank, of both engines. No collective; nothing is run."""
     names = {id(inner): clean_name(name) for name, inner in model.named_modules()}
-    facts = tuple(_facts(names[id(wrapper)], wrapper) for wrapper in wrappers)
-    settings = [wrapper.fsdp_unit.settings for wrapper in wrappers]
-    runtimes = {id(w.fsdp_unit.runtime): w.fsdp_unit.runtime for w in wrappers}
+    wrappers = fsdp_units(model)
+    groups = sharded_groups(model)
+    facts = [_flat_facts(names[id(wrapper)], wrapper) for wrapper in wrappers]
+    facts += [_group_facts(names, group) for group in groups]
+    units: list[Unit] = [wrapper.fsdp_unit for wrapper in wrappers]
+    units += [group.unit for group in groups]
+    runtimes = {id(unit.runtime): unit.runtime for unit in units}
     # Units of one root only: other roots have steps of their own.
     runtime = next(iter(runtimes.values())) if len(runtimes) == 1 else None
     recorded = () if runtime is None or len(runtime.units) != len(facts) else runtime.steps.last
-    return Explanation(facts, tuple(_step(facts, settings)), recorded)
+    return Explanation(tuple(facts), tuple(_step(facts, units)), recorded)
 
 
-def _facts(name: str, wrapper: FullyShardedDataParallel) -> UnitFacts:
+def _flat_facts(name: str, wrapper: FullyShardedDataParallel) -> UnitFacts:
     store = wrapper.fsdp_unit.store
     strategy = wrapper.fsdp_unit.settings.strategy.name
     if store is None:
@@ -111,7 +116,26 @@ def _facts(name: str, wrapper: FullyShardedDataParallel) -> UnitFacts:
     )
 
 
-def _step(facts: tuple[UnitFacts, ...], settings: list[Settings]) -> list[StepEvent]:
+def _group_facts(names: dict[int, str], group: ShardedGroup) -> UnitFacts:
+    params = group.store.params
+    ranks = group.store.data.shard.size
+    members = tuple(
+        f"{param.found.names[0]} {param.shape} along dim {param.dim}, "
+        f"{math.prod(param.own_shape)} elements here"
+        for param in params
+    )
+    padded = sum(param.buffer.numel() * param.dtype.itemsize for param in params)
+    return UnitFacts(
+        " and ".join(names[id(module)] for module in group.modules),
+        group.strategy,
+        members,
+        padded,
+        sum(param.numel * param.compute_dtype.itemsize for param in params),
+        padded * ranks - sum(param.numel * param.dtype.itemsize for param in params),
+    )
+
+
+def _step(facts: Sequence[UnitFacts], units: Sequence[Unit]) -> list[StepEvent]:
     held = [0] * len(facts)
     events: list[StepEvent] = []
 
@@ -126,13 +150,14 @@ def _step(facts: tuple[UnitFacts, ...], settings: list[Settings]) -> list[StepEv
     for at in with_members:
         happens("gather", at)
         happens("forward", at)
-        if at and settings[at].frees_after_forward:
+        frees = units[at].schedule.frees_after_forward
+        if frees or (frees is None and at):
             happens("free", at)
     for at in reversed(with_members):
         if held[at] == 0:
             happens("gather", at)
         happens("backward", at)
-        if settings[at].is_sharded:
+        if units[at].reduction.shard is not None:
             happens("free", at)
         happens("reduce", at)
     return events

@@ -431,7 +431,23 @@ def ignored_parameters_are_left_alone() -> None:
     assert model[1][0].weight.grad.shape == model[1][0].weight.shape
 
 
+def models_can_be_explained() -> None:
+    model = sharded("ours", build("uneven"))
+    explanation = sharding.explain(model)
+    root, inner = explanation.units
+    assert root.name == "" and inner.name == "1" and not explanation.recorded
+    assert "along dim 0" in str(explanation) and "fully_shard over 2 ranks" in str(explanation)
+    assert inner.gathered_nbytes == sum(p.numel() for p in model[1].parameters()) * 4
+    whats = [f"{event.what}{event.unit}" for event in explanation.step]
+    assert whats[:5] == ["gather0", "forward0", "gather1", "forward1", "free1"]
+    step(model)
+    recorded = [f"{noted.what}{noted.unit}" for noted in sharding.explain(model).recorded]
+    assert recorded.count("gather1") == 2 and recorded.count("reduce1") == 1
+    assert "doctype html" in sharding.explain(model).html()
+
+
 TWO = [
+    models_can_be_explained,
     the_module_is_the_same_object_of_a_class_that_is_both,
     gathers_come_when_they_are_asked_for,
     evaluation_gathers_once_where_parameters_are_kept,

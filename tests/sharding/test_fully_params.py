@@ -20,10 +20,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.utils._pytree import tree_map
 
 import sharding
-from sharding.dtensor_param import DataMesh
 from sharding.dtensor_seam import local_of
 from sharding.dtensor_store import DTensorStore
-from sharding.groups import groups_of
 from sharding.store import State
 from tests.sharding.fully_scenarios import (
     assert_close,
@@ -146,12 +144,6 @@ def modules_and_arguments_that_cannot_be_are_refused() -> None:
         fully_shard(Plain(2), mesh=cube)
     with pytest.raises(AssertionError, match="names"):
         fully_shard(Plain(2), mesh=init_device_mesh("cpu", (size, 1)))
-
-
-def parameters_on_another_device_are_refused() -> None:
-    mesh = whole_mesh()
-    groups = groups_of(mesh)
-    assert DataMesh(mesh, groups.shard, groups.replicate).size == dist.get_world_size()
 
 
 # F4, F5 ------------------------------------------------------------------------------------------
@@ -387,6 +379,8 @@ def extensions_say_what_is_gathered_and_what_comes_of_it() -> None:
         assert calls[0] == (f"pre {size}" if kind is Halved else f"({2 * size}, 3) FSDPPlain None")
         grad = module.weight.grad.to_local()
         assert grad.tolist() == [[2.0] * 3] * 2 and store_of(module).gathered_nbytes == 0
+        (made,) = store_of(module)._gatherings[0]._made
+        assert made.untyped_storage().nbytes() == 0  # the extension's own memory too
 
 
 def halves_of_extensions_and_wrong_sizes_are_refused() -> None:

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
+
 from ckpt.errors import CheckpointError, Corrupt, NoCheckpoint
 from ckpt.format.manifest import Manifest, decode_manifest, encode_manifest
 from ckpt.format.references import REFERENCES, is_reference
@@ -190,7 +192,8 @@ def _relay_files(
         key, nbytes = prefix + name, int(manifest.file_nbytes[file])
         index = index_of(source, key, nbytes)
         check_index(index, manifest, file, f"{source.url}/{key}")
-        if is_there(target, target_prefix + name, index):
+        there = is_there(target, target_prefix + name, index.header, nbytes)
+        if there is not None and np.array_equal(there.checksums, index.checksums):
             meter.skip(nbytes)
             continue
         relay_file(

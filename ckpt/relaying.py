@@ -7,6 +7,7 @@ checksums of its pieces. A file appears in the target whole and checked, or not 
 
 from __future__ import annotations
 
+import contextlib
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -170,26 +171,43 @@ def _check(tiles: Sequence[Tile], fragments: Sequence[Fragment], where: str) -> 
             )
 
 
-def is_there(target: Store, key: str, index: DataFileIndex) -> bool:
-    """Whether a finished run has put this very file at `key`: same header, same checksums.
+def is_there(target: Store, key: str, header: bytes, nbytes: int) -> DataFileIndex | None:
+    """What a file at `key` says of itself when a finished run has put it there; None when none is.
 
-    Files appear whole and checked, so that is enough. Raises CheckpointError when another file is
-    there.
+    Files appear whole and checked. On a disk they may have lost bytes since, when the power failed
+    before they were synced: they are read once more, and removed when they are damaged. Raises
+    CheckpointError when a file with another header is there.
     """
     try:
-        nbytes = target.info(key).nbytes
+        found_nbytes = target.info(key).nbytes
     except KeyNotFoundError:
+        return None
+    if found_nbytes != nbytes or target.get(key, ByteRange(0, len(header))) != header:
+        raise CheckpointError(
+            f"{target.url}/{key} is there already and is not the file to be written; nothing is "
+            "ever overwritten: remove it, or choose another target"
+        )
+    with contextlib.suppress(Corrupt):
+        index = index_of(target, key, nbytes)
+        is_disk = target.part_nbytes_min == 1
+        if not is_disk or _is_intact(target, key, tiles_of(index)):
+            return index
+    # Its header says that it is ours.
+    target.delete(key)
+    return None
+
+
+def _is_intact(store: Store, key: str, tiles: Sequence[Tile]) -> bool:
+    """Whether all bytes of a file give the checksums that it tells."""
+    buffer = aligned_buffer(PART_NBYTES)
+    fragments: list[Fragment] = []
+    starts = [tile.start for tile in tiles]
+    for start in range(0, tiles[-1].stop, PART_NBYTES):
+        part = buffer[: min(PART_NBYTES, tiles[-1].stop - start)]
+        store.get_into(key, start, [part])
+        fragments += _fragments(tiles, starts, start, part)
+    try:
+        _check(tiles, fragments, key)
+    except Corrupt:
         return False
-    if nbytes == index.nbytes:
-        try:
-            found = index_of(target, key, nbytes)
-        except Corrupt:
-            found = None
-        if found is not None and found.header == index.header:
-            same = np.array_equal(found.checksums, index.checksums)
-            if same and found.extra_checksums == index.extra_checksums:
-                return True
-    raise CheckpointError(
-        f"{target.url}/{key} is there already and is not the file to be written; nothing is ever "
-        "overwritten: remove it, or choose another target"
-    )
+    return True

@@ -38,7 +38,7 @@ from ckpt.log import FORMAT_KEY, MANIFEST_NAME
 from ckpt.memory import aligned_buffer, tensor_over
 from ckpt.read import ReadPath
 from ckpt.reader import Checkpoint, StoredTensor, fill, piece_of
-from ckpt.relaying import index_of
+from ckpt.relaying import is_there
 from ckpt.sequencing import in_order
 from storage import KeyExistsError, KeyNotFoundError, ObjectWriter, Store
 
@@ -272,9 +272,11 @@ def _manifest(
 
 
 def _written(checkpoint: Checkpoint, target: Store, file: _NewFile, add: Counter) -> FileColumns:
-    checksums = _already_there(target, file)
-    if checksums is not None:
-        add.skip(file.layout.nbytes)
+    layout = file.layout
+    there = is_there(target, file.name, layout.header, layout.nbytes)
+    if there is not None:
+        add.skip(layout.nbytes)
+        checksums = there.checksums
     else:
         checksums = _write(checkpoint, target, file, add)
     return FileColumns(
@@ -285,25 +287,6 @@ def _written(checkpoint: Checkpoint, target: Store, file: _NewFile, add: Counter
         offsets=file.layout.offsets,
         block_counts=file.layout.block_counts,
         checksums=checksums,
-    )
-
-
-def _already_there(target: Store, file: _NewFile) -> npt.NDArray[np.uint32] | None:
-    """The block checksums of the file when an earlier run has written it."""
-    try:
-        nbytes = target.info(file.name).nbytes
-    except KeyNotFoundError:
-        return None
-    if nbytes == file.layout.nbytes:
-        try:
-            index = index_of(target, file.name, nbytes)
-        except Corrupt:
-            index = None
-        if index is not None and index.header == file.layout.header:
-            return index.checksums
-    raise CheckpointError(
-        f"{target.url}/{file.name} is there already and is not the file to be written; nothing is "
-        "ever overwritten: remove it, or choose another target"
     )
 
 

@@ -473,6 +473,24 @@ def test_failing_reads_leave_the_target_absent(work: Callable[[Store, Store], No
         assert is_absent(bucket)
 
 
+@pytest.mark.parametrize("work", [copied_one, copied_root, resharded])
+def test_file_that_lost_bytes_in_a_power_failure_is_written_again(
+    work: Callable[[Store, Store], None], tmp_path: Path
+) -> None:
+    """Its header and its checksums reached the disk, a block in the middle did not."""
+    source = small_root()
+    work(source, open_store(str(tmp_path)))
+    for last in ("MANIFEST", "FORMAT"):
+        for path in tmp_path.rglob(last):
+            path.unlink()
+    for path in tmp_path.rglob("*.safetensors"):
+        data = bytearray(path.read_bytes())
+        data[4097:4107] = bytes(10)
+        path.write_bytes(data)
+    work(source, open_store(str(tmp_path)))
+    assert ckpt.verify(str(tmp_path)).ok
+
+
 @pytest.mark.ranks
 def test_killed_run_is_gone_on_with_not_begun_anew(sliced_root: str) -> None:
     """Three files; the run dies in the third: the first two are not written again."""

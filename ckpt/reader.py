@@ -19,7 +19,7 @@ import torch
 from ckpt.errors import Corrupt, NoCheckpoint, UnsupportedFormat
 from ckpt.format.codec import decode_values
 from ckpt.format.dtypes import DTYPES, torch_dtype
-from ckpt.format.manifest import Manifest, decode_manifest
+from ckpt.format.manifest import MODULES, Manifest, decode_manifest
 from ckpt.layout.piece import Holding, Kind, Piece
 from ckpt.layout.region import Box, Region, Shape, Span, is_inside, whole
 from ckpt.locate import check_self_contained, live_entries, locate
@@ -177,6 +177,11 @@ class Checkpoint:
     def world_size(self) -> int:
         """How many ranks saved it."""
         return self.manifest.header.world_size
+
+    @property
+    def user(self) -> Mapping[str, str]:
+        """The notes that were given to the save as `user=`."""
+        return {k: note for k, note in self.manifest.header.user.items() if k != MODULES}
 
     @property
     def aliases(self) -> Mapping[str, str]:

@@ -170,6 +170,16 @@ def current_world(process_group: dist.ProcessGroup | None = None) -> World:
     return TorchWorld(process_group)
 
 
+def group_of_this_process() -> dist.ProcessGroup | None:
+    """A new process group of this process alone, made without the others; None where none is
+    needed.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    group: dist.ProcessGroup = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    return group
+
+
 def collectively(world: World, phase: str, run: Callable[[], _Result]) -> _Result:
     """`run()` on every rank, then agreement: it returns on all ranks or raises the same on all."""
     try:

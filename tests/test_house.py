@@ -60,6 +60,8 @@ ONE_FILE_EACH = {
     "msgpack": ("ckpt/format/columns.py", "ckpt/log.py"),
     "pydantic": ("ckpt/format/manifest.py", "ckpt/format/describe.py"),
     "rich": ("ckpt/cli/screen.py",),
+    "transformers": ("ckpt/integrations/huggingface.py",),
+    "lightning": ("ckpt/integrations/lightning.py",),
 }
 
 

@@ -1,0 +1,180 @@
+"""Hugging Face's `Trainer` with this library's checkpoints instead of its own.
+
+    saves = TrainerCheckpoints("s3://bucket/run", save=ckpt.EverySteps(500) | ckpt.OnPreemption())
+    trainer = Trainer(
+        model, TrainingArguments(..., save_strategy="no"), train_dataset=data, callbacks=[saves]
+    )
+    trainer.train(resume_from_checkpoint=saves.resume_from(trainer))
+
+Model, optimizer, scheduler, gradient scaler, the trainer's own state and every rank's random states
+are saved in the background and come back bit for bit; the trainer itself skips the data that it has
+seen. Models sharded by torch's FSDP stay sharded, and resume on another number of ranks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from ckpt.checkpointer import SAVE_DEFAULT, Checkpointer
+from ckpt.errors import CheckpointError, NoCheckpoint
+from ckpt.policies import SavePolicy
+from ckpt.reader import list_steps, open_checkpoint
+from ckpt.state_dict import PerRank
+from ckpt.state_dict.rng import RandomStates
+
+_TRAINER_STATE_FILE = "trainer_state.json"  # as the trainer looks for it
+_TRAINER = "trainer"
+
+
+class TrainerCheckpoints(TrainerCallback):
+    """A callback that saves when `save` says so, and restores what `resume_from` found.
+
+    `options` are further arguments of `ckpt.Checkpointer`, `keep` among them. Let the trainer save
+    nothing itself (`save_strategy="no"`). When the training raises, a save in flight is finished at
+    the end of the process; use the callback in a `with` block to have that done at once.
+    """
+
+    def __init__(self, url: str, *, save: SavePolicy = SAVE_DEFAULT, **options: Any) -> None:
+        self.url = url
+        self._save = save
+        self._options = options
+        self._trainers: list[Trainer] = []
+        self._resume_steps: list[int] = []
+        self._open: list[Checkpointer] = []
+        self._random: list[dict[str, Any]] = []
+
+    @property
+    def checkpointer(self) -> Checkpointer:
+        """What saves, while the training runs. Raises CheckpointError at other times."""
+        if not self._open:
+            raise CheckpointError("there is a Checkpointer only while Trainer.train() runs")
+        return self._open[0]
+
+    def resume_from(self, trainer: Trainer, step: int | None = None) -> str | None:
+        """What `trainer.train(resume_from_checkpoint=...)` needs to go on from `step`, or from the
+        latest checkpoint; None when there is none yet.
+
+        The path has the trainer's own state alone. `trainer` is told not to look for weights in it:
+        they are restored, sharded as they are, when the training begins. Raises NoCheckpoint when
+        `step` was not saved, CheckpointError when the checkpoint is not a Trainer's.
+        """
+        options = self._options.get("storage_options")
+        try:
+            steps = [info.step for info in list_steps(self.url, options)]
+        except NoCheckpoint:
+            steps = []
+        if step is None and not steps:
+            return None
+        with open_checkpoint(self.url, step, options) as checkpoint:
+            step = checkpoint.step
+            told = checkpoint.per_rank[0].get(_TRAINER) if checkpoint.per_rank else None
+        if not isinstance(told, dict) or "json" not in told:
+            raise CheckpointError(
+                f"{self.url}, step {step}: has no state of a Trainer; it was not saved by "
+                "TrainerCheckpoints. Load it with ckpt.load before training instead"
+            )
+        args = trainer.args
+        directory = Path(args.output_dir or ".") / "resume" / f"rank{args.process_index}"
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / _TRAINER_STATE_FILE).write_text(told["json"], encoding="utf-8")
+        # A method of the object: the trainer refuses directories without weights.
+        vars(trainer)["_load_from_checkpoint"] = lambda *args, **kwargs: None
+        self._trainers = [trainer]
+        self._resume_steps = [step]
+        return str(directory)
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Open the checkpoints, and restore the step that `resume_from` has found."""
+        self.close()
+        self._open = [
+            Checkpointer(self.url, self._state(state, kwargs), save=self._save, **self._options)
+        ]
+        if not self._resume_steps:
+            return
+        step = self._resume_steps.pop()
+        if step != state.global_step:
+            raise CheckpointError(
+                f"the trainer goes on from step {state.global_step}, the checkpoint is of step "
+                f"{step}: pass resume_from()'s answer to train(resume_from_checkpoint=...)"
+            )
+        self.checkpointer.restore(step)
+        self._random = [RandomStates().state_dict()]
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Skipping the data that was seen has drawn random numbers; set the states again."""
+        if self._random:
+            RandomStates().load_state_dict(self._random.pop())
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Save if it is time. Raises ckpt.Preempted when the job was told to end."""
+        self.checkpointer.step(state.global_step)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Wait for the last save. Raises its error if it failed."""
+        self.close()
+
+    def close(self) -> None:
+        """Wait for what is in flight and let signals be; the callback may be used again."""
+        while self._open:
+            self._open.pop().close()
+
+    def __enter__(self) -> TrainerCheckpoints:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        while self._open:
+            self._open.pop().__exit__(kind, error, trace)
+
+    def _state(self, state: TrainerState, given: dict[str, Any]) -> dict[str, Any]:
+        trainer = self._trainers[0] if self._trainers else None
+        optimizer = given["optimizer"]
+        saved = {
+            "model": given["model"] if trainer is None else trainer.model_wrapped,
+            "optimizer": getattr(optimizer, "optimizer", optimizer),
+            "scheduler": given["lr_scheduler"],
+            _TRAINER: PerRank(_TrainerJson(state), _first),
+            "rng": PerRank(RandomStates(), _first),
+        }
+        scaler = getattr(getattr(trainer, "accelerator", None), "scaler", None)
+        return saved if scaler is None else {**saved, "scaler": scaler}
+
+
+class _TrainerJson:
+    """The trainer's state as it writes it itself: progress, logs, states of its callbacks.
+
+    Loading is the trainer's own work: it reads the file that `resume_from` makes.
+    """
+
+    def __init__(self, state: TrainerState) -> None:
+        self._state = state
+
+    def state_dict(self) -> dict[str, str]:
+        return {"json": json.dumps(asdict(self._state), sort_keys=True)}
+
+    def load_state_dict(self, state: dict[str, str]) -> None:
+        """Nothing: see the class."""
+
+
+def _first(states: Sequence[Any], rank: int, world_size: int) -> Any:
+    """On another number of ranks every rank gets what the first one had."""
+    return states[0]

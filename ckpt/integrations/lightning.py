@@ -1,0 +1,229 @@
+"""Checkpoints of Lightning's Trainer and of Fabric, in one root of this library.
+
+    checkpoints = LightningCheckpoints("s3://bucket/run")
+    trainer = Trainer(plugins=[checkpoints], callbacks=[ModelCheckpoint(every_n_train_steps=500)])
+    trainer.fit(model, ckpt_path=checkpoints.latest())
+
+Lightning decides when to save, what to keep and what a checkpoint has; this plug-in stores that,
+checked and committed, in the background, and gives it back. A path that Lightning makes up is the
+name of a checkpoint in the root, and no file.
+
+Strategies that save for themselves (FSDP, model parallel) never call a plug-in like this one. With
+Fabric, use `ckpt.Checkpointer` in the loop that you write instead: it saves shards.
+
+    model, optimizer = fabric.setup(model, optimizer)
+    state = unwrapped({"model": model, "optim": optimizer})
+    with ckpt.Checkpointer("s3://bucket/run", state) as checkpointer:
+        ...
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
+from lightning.fabric.wrappers import _FabricModule, _FabricOptimizer
+
+from ckpt.api import async_save, load, session_of
+from ckpt.background import PendingSave
+from ckpt.errors import CheckpointError, NoCheckpoint
+from ckpt.reader import StepInfo, list_steps, open_checkpoint
+from ckpt.session import NotRetired
+from ckpt.world import group_of_this_process
+
+logger = logging.getLogger(__name__)
+
+_PATH = "lightning_path"  # among the notes of a checkpoint
+_ENTRY = "lightning"
+
+
+class LightningCheckpoints(CheckpointIO):
+    """A plug-in for `lightning.Trainer(plugins=[...])` and `lightning.Fabric(plugins=[...])`.
+
+    `saving` are further arguments of `ckpt.async_save`. A save returns when its tensors are copied;
+    a failure is raised by the next save, load, removal, or at the end of the training.
+    """
+
+    def __init__(
+        self, url: str, *, storage_options: Mapping[str, Any] | None = None, **saving: Any
+    ) -> None:
+        self.url = url
+        self._storage_options = storage_options
+        self._saving = saving
+        self._in_flight: list[tuple[str, PendingSave]] = []
+        self._attempts: dict[str, str] = {}
+        self._groups: list[dist.ProcessGroup | None] = []
+
+    def latest(self) -> str | None:
+        """The path of the newest checkpoint, for `ckpt_path=`; None when there is none yet."""
+        self._wait()
+        entries = self._entries()
+        return self._path_of(entries[-1]) if entries else None
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
+    ) -> None:
+        """Begin to save. Raises InvalidState for what cannot be stored without pickle.
+
+        Lightning calls it on one rank, with everything gathered.
+        """
+        if storage_options is not None:
+            raise TypeError("pass storage_options to LightningCheckpoints(...), once for all")
+        self._wait()
+        name = os.fspath(path)
+        pending = async_save(
+            {_ENTRY: _Tree(_plain(checkpoint))},
+            self.url,
+            step=int(checkpoint.get("global_step", 0)),
+            snapshot="now",
+            user={_PATH: name},
+            process_group=self._this_process_alone(),
+            storage_options=self._storage_options,
+            **self._saving,
+        )
+        self._in_flight = [(name, pending)]
+
+    def load_checkpoint(
+        self,
+        path: str | os.PathLike[str],
+        map_location: Any = None,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """What was saved under `path`, tensors on the CPU or on the device `map_location`.
+
+        Nothing here is pickled, whatever `weights_only` says. Raises NoCheckpoint, Corrupt.
+        """
+        self._wait()
+        entry = self._entry(os.fspath(path))
+        tree = _Tree({})
+        load(
+            {_ENTRY: tree},
+            self.url,
+            step=entry.step,
+            attempt=entry.attempt,
+            process_group=self._this_process_alone(),
+            storage_options=self._storage_options,
+        )
+        if map_location is not None and not isinstance(map_location, str | torch.device):
+            raise TypeError(f"map_location={map_location!r}: expected a device or its name")
+        return tree.content if map_location is None else _moved(tree.content, map_location)
+
+    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
+        """Retire what was saved under `path`. The only checkpoint of a root stays."""
+        self._wait()
+        self._retire(self._entry(os.fspath(path)))
+
+    def teardown(self) -> None:
+        """Wait for the save in flight. Raises its error."""
+        self._wait()
+
+    def _wait(self) -> None:
+        """For the save in flight; what had its path before is retired then."""
+        while self._in_flight:
+            name, pending = self._in_flight.pop()
+            attempt = pending.result().attempt
+            before = self._attempts.get(name)
+            self._attempts[name] = attempt
+            for entry in self._entries() if before else ():
+                if entry.attempt == before:
+                    self._retire(entry)
+
+    def _retire(self, entry: StepInfo) -> None:
+        session = session_of(
+            self.url,
+            process_group=self._this_process_alone(),
+            storage_options=self._storage_options,
+            unsafe_single_writer=bool(self._saving.get("unsafe_single_writer")),
+        )
+        if session is None:
+            raise CheckpointError(
+                f"{self.url}: this process has saved nothing here, so it removes nothing; use "
+                "`ckpt prune`"
+            )
+        try:
+            session.retire(entry.attempt)
+        except NotRetired as error:
+            logger.info("%s stays: %s", entry.attempt, error)
+
+    def _entries(self) -> tuple[StepInfo, ...]:
+        """What the root has, in the order of commits."""
+        try:
+            return list_steps(self.url, self._storage_options)
+        except NoCheckpoint:
+            return ()
+
+    def _entry(self, name: str) -> StepInfo:
+        """The newest checkpoint that was saved under `name`."""
+        entries = self._entries()
+        known = self._attempts.get(name)
+        for entry in reversed(entries):
+            if entry.attempt == known or (known is None and self._path_of(entry) == name):
+                self._attempts[name] = entry.attempt
+                return entry
+        raise NoCheckpoint(
+            f"{self.url}: nothing was saved as {name!r}; the newest is {self.latest()!r}"
+        )
+
+    def _path_of(self, entry: StepInfo) -> str:
+        for name, attempt in self._attempts.items():
+            if attempt == entry.attempt:
+                return name
+        with open_checkpoint(entry.url, storage_options=self._storage_options) as checkpoint:
+            return checkpoint.user.get(_PATH, entry.url)
+
+    def _this_process_alone(self) -> dist.ProcessGroup | None:
+        if not self._groups:
+            self._groups = [group_of_this_process()]
+        return self._groups[0]
+
+
+def unwrapped(state: dict[str, Any]) -> dict[str, Any]:
+    """`state` with the modules and optimizers themselves where Fabric's wrappers of them are."""
+    return {name: _without_wrapper(thing) for name, thing in state.items()}
+
+
+def _without_wrapper(thing: Any) -> Any:
+    if isinstance(thing, _FabricModule):
+        # What runs, with the strategy's own wrapper; `.module` would be what is below that.
+        return dict(thing.named_children())["_forward_module"]
+    return thing.optimizer if isinstance(thing, _FabricOptimizer) else thing
+
+
+class _Tree:
+    """A tree of values and tensors as an object with state, so that it needs no live twin."""
+
+    def __init__(self, content: dict[str, Any]) -> None:
+        self.content = content
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.content
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.content = state
+
+
+def _plain(tree: Any) -> Any:
+    """`tree` with Lightning's own kinds of dicts and paths as plain ones."""
+    if isinstance(tree, Mapping):
+        return {key: _plain(item) for key, item in tree.items()}
+    if isinstance(tree, list):
+        return [_plain(item) for item in tree]
+    if isinstance(tree, tuple):
+        return tuple(_plain(item) for item in tree)
+    return os.fspath(tree) if isinstance(tree, os.PathLike) else tree
+
+
+def _moved(tree: Any, device: str | torch.device) -> Any:
+    if isinstance(tree, torch.Tensor):
+        return tree.to(device)
+    if isinstance(tree, dict):
+        return {key: _moved(item, device) for key, item in tree.items()}
+    if isinstance(tree, list | tuple):
+        items = [_moved(item, device) for item in tree]
+        return items if isinstance(tree, list) else tuple(items)
+    return tree

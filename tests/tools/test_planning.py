@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch.distributed.fsdp import fully_shard
 
 import ckpt
 from ckpt.api import read_path
@@ -27,6 +28,7 @@ from ckpt.testing import run_ranks as run_threads
 from ckpt.world import World
 from storage import Store, open_store
 from storage.testing import CountingStore
+from tests.ranks import run_ranks
 from tests.tools.conftest import make_net, sliced_net, stepped
 
 
@@ -94,6 +96,24 @@ def test_shards_read_their_part_and_no_more(root: str) -> None:
         for rank in plan.ranks:
             assert rank.nbytes_read + rank.nbytes_received >= rank.nbytes_wanted
         assert plan.nbytes_read < 1.05 * plan.nbytes_stored
+
+
+def plan_and_load(root: str) -> None:
+    net = sliced_net()
+    for layer in net:
+        fully_shard(layer)
+    plan = ckpt.plan_load({"model": net}, root)
+    (rank,) = plan.ranks
+    local = [p.to_local() for p in net.parameters()]  # type: ignore[attr-defined]
+    assert plan.fits and rank.rank == torch.distributed.get_rank()
+    assert rank.nbytes_wanted == sum(tensor.nbytes for tensor in local)
+    assert ckpt.load({"model": net}, root).nbytes_read <= rank.nbytes_read
+
+
+@pytest.mark.ranks
+def test_plan_of_a_sharded_model_counts_its_own_shards(sliced_root: str) -> None:
+    """Saved by three ranks in columns, loaded by two in rows."""
+    run_ranks(2, plan_and_load, sliced_root)
 
 
 @pytest.mark.ranks

@@ -12,11 +12,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar, cast
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 
-from ckpt.format.checksum import crc32c
-from ckpt.format.datafile import FileEntries, StoredChunk
+from ckpt.format.checksum import block_count, crc32c
+from ckpt.format.datafile import BLOCK_BYTES, FileEntries, StoredChunk
 from ckpt.format.dtypes import dtype_name
 from ckpt.format.part import TensorInfo
 from ckpt.interrupted import refuse_interrupted
@@ -29,9 +31,11 @@ from ckpt.state_dict import FlatState
 from ckpt.state_dict.flatten import Structure, structure_of, values_of
 from ckpt.state_dict.glance import Remembered, look_at
 from ckpt.state_dict.walk import walk
+from ckpt.stepping import storage_of
 from ckpt.write import Source, entries_of, sources_of
 
 _Result = TypeVar("_Result")
+Int64s = npt.NDArray[np.int64]
 
 
 class Memo:
@@ -59,13 +63,14 @@ class Memo:
 class SavePlan:
     """Which tensors a state has and which parts of them this rank writes, from which memory.
 
-    `of_chunks` has what follows from the chunks alone, `of_memory` what follows from where they lie
-    as well.
+    `trainable` are the addresses of the memory of trainable parameters. `of_chunks` has what
+    follows from the chunks alone, `of_memory` what follows from where they lie as well.
     """
 
     tensors: tuple[TensorInfo, ...]
     assignment: Assignment
     sources: tuple[Source, ...]
+    trainable: frozenset[int]
     of_chunks: Memo = field(default_factory=Memo)
     of_memory: Memo = field(default_factory=Memo)
 
@@ -75,6 +80,16 @@ class SavePlan:
         return self.of_chunks.once(
             key, lambda: entries_of(self.sources, file_nbytes_max, block_nbytes)
         )
+
+    @property
+    def trainable_blocks(self) -> Int64s:
+        """Which of this rank's blocks, counted over all its files, are of trainable parameters."""
+        return self.of_memory.once("trainable blocks", self._trainable_blocks)
+
+    def _trainable_blocks(self) -> Int64s:
+        counts = [block_count(source.chunk.nbytes, BLOCK_BYTES) for source in self.sources]
+        is_trainable = [storage_of(source.view) in self.trainable for source in self.sources]
+        return np.flatnonzero(np.repeat(is_trainable, counts))
 
     @property
     def empty_tensors(self) -> tuple[TensorInfo, ...]:
@@ -121,7 +136,14 @@ def _plan_of(flat: FlatState, ranks: Ranks, memory: PlanMemory) -> SavePlan:
     sources = tuple(sources_of(assignment.shares))
     tensors = tuple(_tensors_of(flat))
     chunks = [source.chunk for source in sources]
-    return SavePlan(tensors, assignment, sources, memory.memo_of(chunks, tensors))
+    trainable = {
+        storage_of(owned.local)
+        for owned in flat.owned_by_param.values()
+        if owned.param.requires_grad
+    }
+    return SavePlan(
+        tensors, assignment, sources, frozenset(trainable), memory.memo_of(chunks, tensors)
+    )
 
 
 def _lie_alike(old: Sequence[Holding], new: Sequence[Holding]) -> bool:

@@ -9,10 +9,13 @@ import json
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
-from ckpt.contents import Contents, PlanMemory, contents_of, digests_of
+import numpy as np
+import numpy.typing as npt
+
+from ckpt.contents import Contents, PlanMemory, SavePlan, contents_of, digests_of
 from ckpt.errors import Fenced, InvalidState, OutcomeUnknown
 from ckpt.format.codec import encode_values
 from ckpt.format.datafile import BLOCK_BYTES
@@ -24,8 +27,10 @@ from ckpt.format.part import (
     PartFile,
     assemble,
     build_manifest,
+    columns_of,
     make_part,
     part_again,
+    part_of_files,
     part_texts,
     replica_differences,
     value_differences,
@@ -43,6 +48,8 @@ from ckpt.write import FileTexts, Source, WritePath, entries_of, write_files
 from storage import Store
 
 logger = logging.getLogger(__name__)
+
+Uint32s = npt.NDArray[np.uint32]
 
 TRIES = 3  # of a save that refers to other checkpoints, each time that one of them is retired
 
@@ -320,32 +327,62 @@ def part_of(
 ) -> Part:
     """What the manifest has to know of this rank's share, once its files are durable."""
     flat, rank = contents.flat, task.session.world.rank
-    last = contents.plan.of_chunks.last("part")
-    # With digests, or chunks in files of other attempts, the columns are others every time.
-    is_usual = not task.options.dedup
-    if is_usual and isinstance(last, Part):
-        texts = part_texts(
+    if task.options.dedup:
+        # With digests, or chunks in files of other attempts, the columns are others every time.
+        return make_part(
+            rank=rank,
+            files=written.files,
+            referenced=written.referenced,
+            tensors=contents.plan.tensors,
             aliases=flat.aliases,
             values=flat.values,
             keeps_values=rank == 0,
             per_rank=flat.per_rank,
             replica_digests=digests,
         )
-        return part_again(last, written.files, texts)
-    part = make_part(
-        rank=rank,
-        files=written.files,
-        referenced=written.referenced,
-        tensors=contents.plan.tensors,
+    last = contents.plan.of_chunks.last("part")
+    texts = part_texts(
         aliases=flat.aliases,
         values=flat.values,
         keeps_values=rank == 0,
         per_rank=flat.per_rank,
         replica_digests=digests,
     )
-    if is_usual:
-        contents.plan.of_chunks.keep("part", part)
+    if last is None:
+        part = part_of_files(
+            [columns_of(file) for file in written.files],
+            rank=rank,
+            tensors=contents.plan.tensors,
+            texts=texts,
+        )
+    else:
+        part = part_again(last, written.files, texts)
+        part = replace(part, warnings=_trained(contents.plan, last.checksums, part.checksums))
+    contents.plan.of_chunks.keep("part", part)
     return part
+
+
+# What a rank may say of its trainable tensors; nothing when some have changed.
+UNCHANGED = "no trainable tensor has changed"
+NONE_HERE = "no trainable tensor is here"
+
+
+def _trained(plan: SavePlan, before: Uint32s, now: Uint32s) -> tuple[str, ...]:
+    blocks = plan.trainable_blocks
+    if not len(blocks):
+        return (NONE_HERE,)
+    return () if np.any(before[blocks] != now[blocks]) else (UNCHANGED,)
+
+
+def _unchanged(parts: Sequence[Part]) -> list[str]:
+    """A warning when a training goes on and the same weights are saved again."""
+    told = {text for part in parts for text in (part.warnings or ("",))}
+    if UNCHANGED not in told or not told <= {UNCHANGED, NONE_HERE}:
+        return []
+    return [
+        "no trainable tensor has changed since the save before: is the state that is saved the one "
+        "that is trained?"
+    ]
 
 
 def _hand_over(part: Part, session: RankedSession, memory: PartMemory) -> Callable[[], list[Part]]:
@@ -402,6 +439,7 @@ def _commit(
         warnings = replica_differences(parts)
         problems = value_differences(parts)
         problems += warnings if task.options.replicas == "strict" else []
+        warnings += _unchanged(parts)
         if problems:
             return json.dumps({"problems": problems}).encode()
         with task.recorder.span("manifest"):

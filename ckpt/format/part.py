@@ -160,21 +160,8 @@ def make_part(
     common values as this rank has
     them; only the lead (`keeps_values=True`) sends more than their digests.
     """
-    columns = [
-        FileColumns(
-            name=file.name,
-            nbytes=file.layout.nbytes,
-            data_start=len(file.layout.header),
-            chunks=file.chunks,
-            offsets=file.layout.offsets,
-            block_counts=file.layout.block_counts,
-            checksums=file.block_checksums,
-            digests=file.digests,
-        )
-        for file in files
-    ]
     return part_of_files(
-        [*columns, *referenced],
+        [*map(columns_of, files), *referenced],
         rank=rank,
         tensors=tensors,
         texts=part_texts(
@@ -221,6 +208,20 @@ class FileColumns(NamedTuple):
     block_counts: Int64s
     checksums: npt.NDArray[np.uint32]
     digests: Digests = no_digests()
+
+
+def columns_of(file: PartFile) -> FileColumns:
+    """A data file that a rank has written, as columns."""
+    return FileColumns(
+        name=file.name,
+        nbytes=file.layout.nbytes,
+        data_start=len(file.layout.header),
+        chunks=file.chunks,
+        offsets=file.layout.offsets,
+        block_counts=file.layout.block_counts,
+        checksums=file.block_checksums,
+        digests=file.digests,
+    )
 
 
 class PartTexts(NamedTuple):

@@ -1,0 +1,316 @@
+"""What becomes of saves in the background: policies when busy, failures, memory, agreement.
+
+Method: the worker is held at scripted places, never by time. Ranks are threads, each with its own
+worker, over a memory store that can be made to fail.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ckpt
+from ckpt.background import Background, PendingSave
+from ckpt.image import Image
+from ckpt.saving import PartMemory, SaveOptions, SaveTask
+from ckpt.session import SessionRegistry, open_session
+from ckpt.staging import Staged, StageOptions, stage
+from ckpt.testing import run_ranks
+from ckpt.world import World
+from ckpt.write import Staging
+from storage import open_store
+from tests.e2e.job import NO_WAITING, state_at
+from tests.service.staging import differing, late_copies, saved_tensors, tensors_now
+
+URL = "memory://async-flow"
+MIB = 1 << 20
+
+
+def trained() -> tuple[dict[str, Any], Callable[[], None]]:
+    torch.manual_seed(0)
+    model = nn.Linear(512, 512)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+
+    def train() -> None:
+        model(torch.randn(4, 512)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    train()
+    return {"model": model, "optim": optimizer}, train
+
+
+def steps_at(url: str) -> list[int]:
+    return [info.step for info in ckpt.list_steps(url)]
+
+
+def test_a_second_save_waits_for_the_first() -> None:
+    state, _ = trained()
+    first = ckpt.async_save(state, f"{URL}-wait", step=1)
+    second = ckpt.async_save(state, f"{URL}-wait", step=2, when_busy="wait")
+    assert first.done()
+    second.result()
+    assert steps_at(f"{URL}-wait") == [1, 2]
+
+
+def test_a_busy_worker_skips(monkeypatch: pytest.MonkeyPatch) -> None:
+    url = f"{URL}-skip"
+    state, _ = trained()
+    with late_copies(monkeypatch):
+        first = ckpt.async_save(state, url, step=1)
+        second = ckpt.async_save(state, url, step=2, when_busy="skip")
+        assert not first.done()
+    with pytest.raises(ckpt.SaveDropped, match="step 2"):
+        second.result()
+    assert second.skipped and not first.skipped and first.result().step == 1
+    ckpt.async_save(state, url, step=3, when_busy="skip").result()
+    assert steps_at(url) == [1, 3]
+
+
+def test_a_newer_save_replaces_one_that_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    url = f"{URL}-replace"
+    state, _ = trained()
+    with late_copies(monkeypatch) as release:
+        real = Background.replace
+
+        def replace(self: Background) -> None:
+            real(self)
+            release.set()
+
+        monkeypatch.setattr(Background, "replace", replace)
+        first = ckpt.async_save(state, url, step=1)
+        second = ckpt.async_save(state, url, step=2, when_busy="replace")
+    assert second.result().step == 2
+    assert first.skipped
+    assert steps_at(url) == [2]
+
+
+def failing_write(self: Image, *args: Any, **kwargs: Any) -> Any:
+    self.release()
+    raise OSError("planted: the disk is gone")
+
+
+def test_a_failure_surfaces_in_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    url = f"{URL}-failure"
+    state, train = trained()
+    ckpt.async_save(state, url, step=1).result()
+    expected = tensors_now(state)
+    with monkeypatch.context() as patch:
+        patch.setattr(Image, "write", failing_write)
+        pending = ckpt.async_save(state, url, step=2)
+        with pytest.raises(OSError, match="planted"):
+            pending.result()
+    train()  # nothing holds the step back
+    ckpt.async_save(state, url, step=3).result()
+    assert steps_at(url) == [1, 3]
+    assert differing(saved_tensors(url, 1), expected) == []
+
+
+@pytest.mark.parametrize("again", ["async_save", "save"])
+def test_a_failure_that_nobody_asked_about_is_raised_by_the_next_save(
+    again: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"{URL}-untold-{again}"
+    state, _ = trained()
+    with monkeypatch.context() as patch:
+        patch.setattr(Image, "write", failing_write)
+        ckpt.async_save(state, url, step=1)
+        with pytest.raises(OSError, match="planted"):
+            getattr(ckpt, again)(state, url, step=2)
+    report = getattr(ckpt, again)(state, url, step=3)  # told once
+    if isinstance(report, PendingSave):
+        report.result()
+    assert steps_at(url) == [3]
+
+
+def test_a_bad_state_fails_in_result_and_not_in_the_call() -> None:
+    pending = ckpt.async_save({"what": object()}, f"{URL}-bad", step=1)
+    with pytest.raises(ckpt.InvalidState, match="what"):
+        pending.result()
+    with pytest.raises(ValueError, match="when_busy"):
+        ckpt.async_save({}, f"{URL}-bad", step=1, when_busy="maybe")  # type: ignore[arg-type]
+
+
+def test_result_gives_up_after_its_timeout_and_the_save_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    state, train = trained()
+    ckpt.async_save(state, f"{URL}-timeout", step=0).result()
+    train()
+    with late_copies(monkeypatch):
+        pending = ckpt.async_save(state, f"{URL}-timeout", step=1)
+        with pytest.raises(TimeoutError, match="step 1"):
+            pending.result(0.01)
+        with pytest.raises(TimeoutError, match="step 1"):
+            pending.wait_staged(0.01)
+    assert pending.result().step == 1
+
+
+@pytest.mark.parametrize("snapshot", ["step", "now"])
+def test_a_state_beyond_the_budget_is_copied_in_waves(
+    snapshot: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight times the memory: buffers are never more than the budget, and the bytes are right."""
+    url = f"{URL}-waves-{snapshot}"
+    state = {"model": nn.Linear(2048, 2048), "buffer": torch.randn(1000)}
+    optimizer = torch.optim.SGD(state["model"].parameters(), lr=0.1, momentum=0.9)
+    state["optim"] = optimizer
+
+    def train() -> None:
+        state["model"](torch.randn(2, 2048)).sum().backward()
+        optimizer.step()
+        state["buffer"].add_(1)
+
+    ckpt.async_save({}, url, step=0).result()
+    train()
+    taken: list[int] = []
+    take, give_back = Staging.take, Staging.give_back
+
+    def counted_take(self: Staging, nbytes: int, *, pinned: bool) -> memoryview:
+        taken.append(nbytes)
+        assert sum(taken) <= 17 * MIB
+        return take(self, nbytes, pinned=pinned)
+
+    def counted_give_back(self: Staging, buffer: memoryview) -> None:
+        taken.remove(len(buffer))
+        give_back(self, buffer)
+
+    monkeypatch.setattr(Staging, "take", counted_take)
+    monkeypatch.setattr(Staging, "give_back", counted_give_back)
+    for step in (1, 2):
+        train()
+        expected = tensors_now(state)
+        pending = ckpt.async_save(state, url, step=step, host_bytes_max=17 * MIB, snapshot=snapshot)
+        train()
+        pending.result()
+        assert differing(saved_tensors(url, step), expected) == []
+
+
+def test_a_budget_for_less_than_two_parts_is_refused() -> None:
+    pending = ckpt.async_save({"t": torch.zeros(8 * MIB)}, f"{URL}-tiny", step=1, host_bytes_max=1)
+    with pytest.raises(ValueError, match="host_bytes_max=1"):
+        pending.result()
+
+
+def test_weights_that_do_not_change_are_warned_of() -> None:
+    """Also by `save`; with an optimizer that trains something else, or a stale copy of a model."""
+    url = f"{URL}-unchanged"
+    state, train = trained()
+    assert ckpt.async_save(state, url, step=0).result().warnings == ()
+    train()
+    assert ckpt.async_save(state, url, step=1).result().warnings == ()
+    (warning,) = ckpt.async_save(state, url, step=2).result().warnings
+    assert "no trainable tensor has changed" in warning
+    assert ckpt.save(state, url, step=3).warnings == (warning,)
+    train()
+    assert ckpt.save(state, url, step=4).warnings == ()
+
+
+def test_buffers_that_are_not_filled_anew_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: buffers of the save before are written again as they are. The warning tells."""
+    state, train = trained()
+    ckpt.async_save(state, f"{URL}-stale", step=0).result()
+    train()
+    monkeypatch.setattr(Image, "_fill", lambda self, part, slots: None)
+    (warning,) = ckpt.async_save(state, f"{URL}-stale", step=1).result().warnings
+    assert "no trainable tensor has changed" in warning
+
+
+# Several ranks ------------------------------------------------------------------------------------
+
+
+class Rank:
+    """One rank of a job with its own worker, as `ckpt.async_save` makes it."""
+
+    def __init__(self, world: World, name: str) -> None:
+        self.world = world
+        store = open_store(f"memory://{name}")
+        registry = _registries.setdefault(name, SessionRegistry())
+        self.session = open_session(world, store, registry, sources=NO_WAITING)
+        self.store, self.memory = store, PartMemory()
+        self.background, self.staging = Background(world), Staging()
+
+    def task(self, step: int) -> SaveTask:
+        return SaveTask(self.session, self.store, self.memory, step, SaveOptions())
+
+    def start(self, step: int) -> PendingSave:
+        state = state_at(step, self.world.rank, self.world.size)
+        task = self.task(step)
+        return self.background.start(task, lambda: stage(state, task, StageOptions(), self.staging))
+
+
+_registries: dict[str, SessionRegistry] = {}
+
+
+def outcome(pending: PendingSave) -> str:
+    try:
+        return f"saved {pending.result(30).step}"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def test_ranks_save_together() -> None:
+    def main(world: World) -> list[str]:
+        rank = Rank(world, "flow-together")
+        told = []
+        for step in (1, 2, 3):
+            rank.background.settle()
+            told.append(outcome(rank.start(step)))
+        rank.background.close()
+        return told
+
+    assert run_ranks(3, main) == [["saved 1", "saved 2", "saved 3"]] * 3
+    assert steps_at("memory://flow-together") == [1, 2, 3]
+
+
+def test_a_save_that_one_rank_skips_is_skipped_on_all() -> None:
+    """Rank 1 is still busy when the others are not: they copy, and hear that it will not be."""
+
+    def main(world: World) -> list[str]:
+        rank = Rank(world, "flow-skip")
+        if world.rank == 1:
+            second = rank.background.refuse(rank.task(1), ckpt.SaveDropped("busy"))
+        else:
+            second = rank.start(1)
+        told = [outcome(second)]
+        rank.background.settle()
+        told.append(outcome(rank.start(2)))
+        rank.background.close()
+        return told
+
+    told = run_ranks(3, main)
+    assert told[0] == told[1] == told[2]
+    assert told[0][0].startswith("SaveDropped") and told[0][1] == "saved 2"
+    assert steps_at("memory://flow-skip") == [2]
+
+
+def test_a_failure_on_one_rank_is_the_same_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    write = Staged.write
+    failing = threading.Event()
+    failing.set()
+
+    def on_rank_2(self: Staged, *args: Any) -> Any:
+        if self.task.session.world.rank == 2 and failing.is_set():
+            raise OSError("planted")
+        return write(self, *args)
+
+    monkeypatch.setattr(Staged, "write", on_rank_2)
+
+    def main(world: World) -> list[str]:
+        rank = Rank(world, "flow-fail")
+        told = [outcome(rank.start(1))]
+        world.gather("all heard", b"")
+        failing.clear()
+        told.append(outcome(rank.start(2)))
+        rank.background.close()
+        return told
+
+    told = run_ranks(3, main)
+    assert told[0] == told[1] == told[2]
+    assert told[0][0] == "RankFailed: rank 2 failed in phase 'write': OSError: planted"
+    assert told[0][1] == "saved 2"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ WHOLE_NBYTES_MAX = 16 << 10
 BATCH_NBYTES = 4 << 20
 READERS = 4
 PICKLE_NBYTES_MAX = 1 << 30
+SAME_NBYTES_MAX = 1024
 
 
 class Blob(NamedTuple):
@@ -171,6 +173,21 @@ def _opened(peeks: _Peeks, blob: Blob) -> Opened:
         raise type(error)(f"{where}: {error}") from error
 
 
+def _tree_of(data: bytes) -> Any:
+    """The tree of a pickle. Tensors of one shape and dtype have the same, byte for byte."""
+    if len(data) > SAME_NBYTES_MAX:
+        return read_tree(data)
+    tensor = _tensor_of(data)
+    return read_tree(data) if tensor is None else tensor
+
+
+@lru_cache(maxsize=4096)
+def _tensor_of(data: bytes) -> TensorRef | None:
+    """The tensor that a pickle is; None when it is anything else, which might be changed."""
+    tree = read_tree(data)
+    return tree if isinstance(tree, TensorRef) else None
+
+
 def _content(peeks: _Peeks | _InMemory, blob: Blob, entries: dict[str, Entry]) -> Opened:
     pickle = next((name for name in entries if name.endswith("/data.pkl")), None)
     if pickle is None:
@@ -195,7 +212,7 @@ def _content(peeks: _Peeks | _InMemory, blob: Blob, entries: dict[str, Entry]) -
     order = entries.get(f"{folder}byteorder")
     if order is not None and bytes_of(order) != b"little":
         raise UnsupportedFormat("it was written on a big-endian machine")
-    tree = read_tree(bytes_of(entries[pickle]))
+    tree = _tree_of(bytes_of(entries[pickle]))
     data = f"{folder}data/"
     storages = {
         name.removeprefix(data): (start_of(entry), entry.nbytes)

@@ -57,6 +57,7 @@ from storage import Store, open_store
 MIB = 1 << 20
 CUT_NBYTES = 4 * MIB  # shares of ranks end at multiples of it within a tensor
 FILE_NBYTES_MAX = 4 << 30
+VERIFY_NBYTES = 4 * MIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -477,7 +478,7 @@ class _Verifying:
 
     def run(self, rank: int, size: int) -> None:
         """Raise Corrupt naming the tensors of this rank's share that differ."""
-        ours, theirs = aligned_buffer(PART_NBYTES), aligned_buffer(PART_NBYTES)
+        ours, theirs = aligned_buffer(VERIFY_NBYTES), aligned_buffer(VERIFY_NBYTES)
         wrong = []
         with open_checkpoint(self.path, storage_options=dict(self.options)) as checkpoint:
             for chunk in share_of(self.chosen.contents.tensors, rank, size):
@@ -499,6 +500,6 @@ class _Verifying:
 
 def _bands(chunk: StoredChunk) -> Iterator[tuple[int, int]]:
     assert isinstance(chunk.region, Span)
-    step = PART_NBYTES // DTYPES[chunk.dtype].itemsize
+    step = VERIFY_NBYTES // DTYPES[chunk.dtype].itemsize
     edges = [*range(chunk.region.start, chunk.region.stop, step), chunk.region.stop]
     yield from pairwise(edges)

@@ -113,9 +113,24 @@ class _Machine:
             raise UnsupportedFormat(
                 "no pickle of protocol 2 or later; save it anew with torch.save of this decade"
             )
+        stack, memo = self.stack, self.memo
         while True:
-            code = data[self.at]
-            self.at += 1
+            at = self.at
+            code = data[at]
+            # The commonest first, without a call each: they are two thirds of most programs.
+            if code == 0x94:  # MEMOIZE
+                memo[len(memo)] = stack[-1]
+                self.at = at + 1
+                continue
+            if code == 0x68:  # BINGET
+                stack.append(memo[data[at + 1]])
+                self.at = at + 2
+                continue
+            if code == 0x6A:  # LONG_BINGET
+                stack.append(memo[int.from_bytes(data[at + 1 : at + 5], "little")])
+                self.at = at + 5
+                continue
+            self.at = at + 1
             if code == 0x2E:  # STOP
                 return self._result()
             step = steps[code]
@@ -258,10 +273,6 @@ def _put(machine: _Machine, width: int) -> None:
     machine.memo[machine.number(width)] = machine.stack[-1]
 
 
-def _get(machine: _Machine, width: int) -> None:
-    machine.push(machine.memo[machine.number(width)])
-
-
 def _frozen(machine: _Machine) -> None:
     machine.items()
     machine.push(Opaque("builtins.frozenset"))
@@ -371,9 +382,6 @@ _INSTRUCTIONS: dict[int, Callable[[_Machine], Any]] = {
     0x62: _build,  # BUILD
     0x71: lambda m: _put(m, 1),  # BINPUT
     0x72: lambda m: _put(m, 4),  # LONG_BINPUT
-    0x94: lambda m: m.memo.__setitem__(len(m.memo), m.stack[-1]),  # MEMOIZE
-    0x68: lambda m: _get(m, 1),  # BINGET
-    0x6A: lambda m: _get(m, 4),  # LONG_BINGET
     0x51: _persistent,  # BINPERSID
 }
 _STEPS = [_INSTRUCTIONS.get(code) for code in range(256)]

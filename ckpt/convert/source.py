@@ -295,6 +295,8 @@ def check_chunks(tensor: SourceTensor, chunks: Iterable[Chunk], sizes: Mapping[s
                 f"{chunk.file}: {tensor.fqn} is said to be in bytes {chunk.start} to {stop}, the "
                 f"file has {sizes[chunk.file]}"
             )
+    if len(found) == 1 and found[0].region == Span(0, math.prod(tensor.shape)):
+        return
     problem = cover_problem([chunk.region for chunk in found], tensor.shape)
     if problem is not None:
         raise Corrupt(f"{tensor.fqn}: {problem}")

@@ -70,9 +70,22 @@ def current_backward() -> int:
 
 
 def post_accumulate_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor], None]]:
-    """What `register_post_accumulate_grad_hook` registered on a tensor."""
-    hooks: Any = tensor._post_accumulate_grad_hooks
-    return list(hooks.values()) if hooks else []
+    """What is to be called when a tensor has its gradient: hooks that were registered for that, and
+    optimizers that torch's `_apply_optimizer_in_backward` has attached.
+    """
+    registered: Any = tensor._post_accumulate_grad_hooks
+    hooks = list(registered.values()) if registered else []
+    optimizers = getattr(tensor, "_in_backward_optimizers", ())
+    if optimizers:
+
+        def step(_: torch.Tensor) -> None:
+            for optimizer in optimizers:
+                optimizer.step()
+            for optimizer in optimizers:
+                optimizer.zero_grad(set_to_none=True)
+
+        hooks.append(step)
+    return hooks
 
 
 def run_policy(

@@ -49,19 +49,24 @@ def stores(model: Any) -> list[FlatParam]:
 
 
 def lazy_root() -> None:
-    model = uneven()
-    model[1] = Ours(model[1], use_orig_params=True)
-    model = Ours(model)
-    with pytest.raises(ValueError, match="use_orig_params"):
-        model(torch.ones(2, 6))
-    model = wrapped("ours", uneven())
-    with Ours.summon_full_params(model.module[1]):
-        pass
-    with pytest.raises(AssertionError, match="outermost"):
-        model(torch.ones(2, 6))
-    model = wrapped("ours", uneven())
-    assert model.check_is_root() and not model.module[1].check_is_root()
-    assert Ours.fsdp_modules(model, root_only=True) == [model]
+    for wrap in map(engine, ENGINES):
+        model = uneven()
+        model[1] = wrap(model[1], use_orig_params=True)
+        model = wrap(model)
+        with pytest.raises(ValueError, match="use_orig_params"):
+            model(torch.ones(2, 6))
+        model = uneven()
+        model[1] = wrap(model[1])
+        model = wrap(model)
+        with wrap.summon_full_params(model.module[1]):
+            pass
+        with pytest.raises(AssertionError):
+            model(torch.ones(2, 6))
+        model = uneven()
+        model[1] = wrap(model[1])
+        model = wrap(model)
+        assert model.check_is_root() and not model.module[1].check_is_root()
+        assert model.fsdp_modules(model, root_only=True) == [model]
 
 
 def test_the_root_is_found_at_the_first_forward() -> None:
@@ -460,17 +465,21 @@ def test_evaluation_can_be_in_full_precision() -> None:
 
 
 def no_sync_rules() -> None:
-    model = wrapped("ours", uneven())
-    model(torch.ones(2, 6)).sum().backward()
-    with pytest.raises(RuntimeError, match="outermost"), model.module[1].no_sync():
-        pass
-    with pytest.raises(KeyError), model.no_sync():
-        raise KeyError
-    assert all(unit.fsdp_unit.syncs_gradients for unit in Ours.fsdp_modules(model))
-    caught = []
-    model.module[0].register_forward_hook(lambda m, a, o: caught.append(attempt(model)))
-    model(torch.ones(2, 6))
-    assert isinstance(caught[0], ValueError)
+    for name in ENGINES:
+        model = wrapped(name, uneven())
+        model(torch.ones(2, 6)).sum().backward()
+        with pytest.raises(RuntimeError), model.module[1].no_sync():
+            pass
+        with pytest.raises(KeyError), model.no_sync():
+            raise KeyError
+        if name == "ours":
+            assert all(unit.fsdp_unit.syncs_gradients for unit in Ours.fsdp_modules(model))
+        caught: list[Exception | None] = []
+        model.module[0].register_forward_hook(
+            lambda m, a, o, model=model, caught=caught: caught.append(attempt(model))
+        )
+        model(torch.ones(2, 6))
+        assert isinstance(caught[0], ValueError)
 
 
 def attempt(model: Any) -> Exception | None:
@@ -547,26 +556,27 @@ def test_hooks_are_registered_everywhere_or_nowhere() -> None:
 
 
 def clipped() -> None:
-    for kind in (1.0, 2.0, math.inf):
-        for orig in (False, True):
-            plain, model = build("uneven"), build("uneven")
-            left_alone = model[0]
-            inner = ShardingStrategy.NO_SHARD if kind == 1.0 else ShardingStrategy.FULL_SHARD
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", FutureWarning)
-                model[1] = Ours(model[1], use_orig_params=orig, sharding_strategy=inner)
-            model = Ours(model, use_orig_params=orig, ignored_modules=[left_alone])
-            whole, _ = next(batches(1))
-            for each in (plain, model):  # the same data everywhere: ignored ones are not reduced
-                each(whole).square().mean().backward()
-            norm = model.clip_grad_norm_(0.05, kind)
-            wanted = nn.utils.clip_grad_norm_(plain.parameters(), 0.05, kind)
-            torch.testing.assert_close(norm, wanted)
-            before = full_copies(model)
-            torch.optim.SGD(model.parameters(), lr=1.0).step()
-            after = full_copies(model)
-            for name, param in plain.named_parameters():
-                torch.testing.assert_close(before[name] - after[name], param.grad)
+    for wrap, kind, orig in itertools.product(
+        map(engine, ENGINES), (1.0, 2.0, math.inf), (False, True)
+    ):
+        plain, model = build("uneven"), build("uneven")
+        left_alone = model[0]
+        inner = ShardingStrategy.NO_SHARD if kind == 1.0 else ShardingStrategy.FULL_SHARD
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            model[1] = wrap(model[1], use_orig_params=orig, sharding_strategy=inner)
+        model = wrap(model, use_orig_params=orig, ignored_modules=[left_alone])
+        whole, _ = next(batches(1))
+        for each in (plain, model):  # the same data everywhere: ignored ones are not reduced
+            each(whole).square().mean().backward()
+        norm = model.clip_grad_norm_(0.05, kind)
+        wanted = nn.utils.clip_grad_norm_(plain.parameters(), 0.05, kind)
+        torch.testing.assert_close(norm, wanted)
+        before = full_copies(model)
+        torch.optim.SGD(model.parameters(), lr=1.0).step()
+        after = full_copies(model)
+        for name, param in plain.named_parameters():
+            torch.testing.assert_close(before[name] - after[name], param.grad)
 
 
 def test_clipping_equals_the_unsharded_model() -> None:
@@ -934,16 +944,16 @@ def test_a_rank_that_does_not_take_part_ends_in_the_groups_timeout(tmp_path: Pat
     run_ranks(2, hangs, str(tmp_path), timeout_seconds=30, allow_dead=[0])
 
 
-def full_everywhere() -> None:
+def stepped_inside() -> None:
     """Optimizers that step inside the backward, by hooks on original parameters."""
-    model = wrapped("ours", build("uneven"), use_orig_params=True)
-    plain = build("uneven")
 
     def step(param: torch.Tensor) -> None:
         assert param.grad is not None
         param.data.add_(param.grad, alpha=-0.1)
         param.grad = None
 
+    model = wrapped("ours", build("uneven"), use_orig_params=True)
+    plain = build("uneven")
     for each in (model, plain):
         for param in each.parameters():
             param.register_post_accumulate_grad_hook(step)
@@ -955,5 +965,33 @@ def full_everywhere() -> None:
             torch.testing.assert_close(params[name], param)
 
 
+def stepped_by_torch() -> None:
+    """The same by torch's own function for it, called before or after wrapping."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # its package warns about itself
+        from torch.distributed.optim import _apply_optimizer_in_backward as attach
+    for name, first in (("torch", True), ("ours", True), ("ours", False)):
+        bare, plain = build("uneven"), build("uneven")
+        if first:
+            attach(torch.optim.SGD, bare.parameters(), {"lr": 0.1})
+        model = wrapped(name, bare, use_orig_params=True)
+        if not first:
+            attach(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+        optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+        for whole, mine in batches(3):
+            model(mine).square().mean().backward()
+            assert all(param.grad is None for param in model.parameters())
+            plain(whole).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        values = full_copies(model)
+        for key, param in plain.named_parameters():
+            torch.testing.assert_close(values[key], param.detach(), msg=f"{name} {first} {key}")
+
+
+def test_optimizers_that_torch_attaches_step_inside_the_backward() -> None:
+    run_ranks(2, stepped_by_torch)
+
+
 def test_optimizers_can_step_inside_the_backward() -> None:
-    run_ranks(2, full_everywhere)
+    run_ranks(2, stepped_inside)

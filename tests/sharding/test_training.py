@@ -37,6 +37,7 @@ from tests.sharding.models import (
 pytestmark = pytest.mark.ranks
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
+ENGINES = ("torch", "ours")
 STEPS = 4
 
 
@@ -273,9 +274,9 @@ def test_hybrid_with_shard_groups_of_one_rank_keeps_replicas_equal() -> None:
 
 def accumulate() -> None:
     """sync / no / no / sync / sync, with the optimizer stepping after each synced backward."""
-    for strategy, orig in itertools.product(STRATEGIES, (False, True)):
+    for name, strategy, orig in itertools.product(ENGINES, STRATEGIES, (False, True)):
         model = wrapped(
-            "ours",
+            name,
             build("uneven"),
             use_orig_params=orig,
             sharding_strategy=ShardingStrategy[strategy],
@@ -293,9 +294,9 @@ def accumulate() -> None:
                 for optimizer in optimizers:
                     optimizer.step()
                     optimizer.zero_grad()
-        for name, value in full_copies(model).items():
-            wanted = reference.get_parameter(name)
-            torch.testing.assert_close(value, wanted, msg=f"{strategy} {orig}")
+        for fqn, value in full_copies(model).items():
+            wanted = reference.get_parameter(fqn)
+            torch.testing.assert_close(value, wanted, msg=f"{name} {strategy} {orig}")
 
 
 def test_gradients_accumulate_with_and_without_no_sync() -> None:
@@ -384,10 +385,12 @@ def test_several_reentrant_checkpoints_inside_one_unit() -> None:
 
 
 def prefetch() -> None:
-    for backward in (BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST, None):
+    for engine_name, backward in itertools.product(
+        ENGINES, (BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST, None)
+    ):
         for forward in (False, True):
             model = wrapped(
-                "ours", build("uneven"), backward_prefetch=backward, forward_prefetch=forward
+                engine_name, build("uneven"), backward_prefetch=backward, forward_prefetch=forward
             )
             train(model)
             values = full_copies(model)

@@ -89,10 +89,7 @@ class Previous:
         data, held = b"", self.held
         if state.latest.attempt != self.attempt:
             manifest, data = _read(session.store, state.latest)
-            # Not its root: a root that was copied has a name of its own, its checkpoints the old.
-            if manifest is None or manifest.header.block_bytes != block_nbytes:
-                return NOTHING
-            if not len(manifest.digests):
+            if manifest is None or not _can_be_base(manifest, state.latest, block_nbytes):
                 return NOTHING
             held = nbytes_held(manifest)
         live = {entry.attempt for entry in state.live}
@@ -132,6 +129,16 @@ def _read(store: Store, entry: LiveEntry) -> tuple[Manifest | None, bytes]:
         # Whoever loads it will hear of it; this save does not need it.
         logger.warning("this save writes everything, the previous one is not readable: %s", error)
         return None, b""
+
+
+def _can_be_base(manifest: Manifest, entry: LiveEntry, block_nbytes: int) -> bool:
+    """Whether the next checkpoint may name its files: has it digests, and blocks of the same size.
+
+    Its root does not matter: a copied root has a name of its own, its checkpoints the old one.
+    """
+    header = manifest.header
+    is_named_right = (header.step, header.attempt) == (entry.step, entry.attempt)
+    return is_named_right and header.block_bytes == block_nbytes and len(manifest.digests) > 0
 
 
 class Referred(NamedTuple):

@@ -33,7 +33,7 @@ from ckpt.format.manifest import (
     check_cover,
     starts_of,
 )
-from ckpt.format.references import REFERENCES, is_reference
+from ckpt.format.references import REFERENCES, is_reference, parse_reference
 from ckpt.layout.region import Box, Shape, Span, span_of
 
 
@@ -458,6 +458,8 @@ def _merge_files(parts: Sequence[Part], header: Header) -> tuple[list[_File], li
         )
     if shared and REFERENCES not in header.required:
         raise ValueError(f"the header must require {REFERENCES!r} for {shared[0].name}")
+    if wrong := [file.name for file in shared if parse_reference(file.name) is None]:
+        raise ValueError(f"{wrong[0]} is no data file of another attempt")
     place = {name: at for at, name in enumerate(names)}
     return [*own, *shared], [_int64s([place[name] for name in part.files]) for part in parts]
 

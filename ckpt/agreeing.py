@@ -13,6 +13,7 @@ All decisions are pure functions of what was gathered, which is the same on all 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
@@ -20,7 +21,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -155,10 +156,11 @@ class Council:
         self._failure: BaseException | None = None
         self._leaving = False
         self._closed = False
+        self._number = 0
+        self._looked_seconds = -math.inf
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="ckpt-agree")
-        self._watching: list[Future[None]] = []
         if world.size > 1:
-            self._watching.append(self._pool.submit(self._watch))
+            self._pool.submit(self._watch)
 
     def ask(self, *, reasons: Sequence[str] = (), valid_at: int = -1, alarm: bool = False) -> None:
         """Bring a wish of this rank; what comes of it is told by a later `turn` of all ranks."""
@@ -248,18 +250,24 @@ class Council:
     # the watcher
 
     def _watch(self) -> None:
-        """Until all ranks are closing, or one of them is gone."""
+        """Look once, then have this done again, until all ranks are closing or one is gone.
+
+        A task for each look and not one loop: an interpreter that ends waits for tasks to finish
+        and takes no new ones, so a program that never closes us ends all the same.
+        """
         try:
-            number, looked = 0, -math.inf
-            while not self._is_over():
-                if self._has_wish():
-                    self._world.raise_flag(f"wish {number}")
-                if self._world.flag_is_up(f"wish {number}"):
-                    self._hold_round(number)
-                    number += 1
-                elif self._clock() - looked >= LOOK_SECONDS:
-                    self._world.look("training")
-                    looked = self._clock()
+            if self._is_over():
+                return
+            if self._has_wish():
+                self._world.raise_flag(f"wish {self._number}")
+            if self._world.flag_is_up(f"wish {self._number}"):
+                self._hold_round(self._number)
+                self._number += 1
+            elif self._clock() - self._looked_seconds >= LOOK_SECONDS:
+                self._world.look("training")
+                self._looked_seconds = self._clock()
+            with contextlib.suppress(RuntimeError):  # no new tasks: the interpreter ends
+                self._pool.submit(self._watch)
         except BaseException as failure:
             with self._changed:
                 self._failure = failure
@@ -272,8 +280,7 @@ class Council:
         with self._changed:
             if not self._closed and not self._leaving:
                 self._changed.wait(self._pace.poll_seconds)
-            # Nobody closes us when the program ends without leaving its `with` block.
-            return self._closed or self._leaving or not threading.main_thread().is_alive()
+            return self._closed or self._leaving
 
     def _has_wish(self) -> bool:
         with self._changed:

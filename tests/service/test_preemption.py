@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import ckpt
@@ -317,3 +318,28 @@ def test_an_interpreter_that_is_preempted_exits_with_0(tmp_path: Path) -> None:
             process.wait()
     assert [process.returncode for process in processes] == [0, 0]
     assert told[0] == told[1] and len(set(told[0].split())) == 1
+
+
+def _forgets_to_close(url: str, meeting_point: str, rank: int, size: int) -> None:
+    dist.init_process_group("gloo", init_method=meeting_point, rank=rank, world_size=size)
+    state = {"x": torch.ones(3)}
+    checkpointer = ckpt.Checkpointer(url, state, save=ckpt.EverySteps(2) | ckpt.OnPreemption())
+    for step in range(1, 6):
+        checkpointer.step(step)
+
+
+@pytest.mark.ranks
+def test_a_program_that_forgets_to_close_ends_and_its_saves_are_made(tmp_path: Path) -> None:
+    context = _fork_server()
+    arguments = (str(tmp_path / "root"), (tmp_path / "meet").as_uri())
+    ranks = [
+        context.Process(target=_forgets_to_close, args=(*arguments, rank, 2)) for rank in range(2)
+    ]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(60)
+        process.kill()
+        process.join()
+    assert [process.exitcode for process in ranks] == [0, 0]
+    assert [info.step for info in ckpt.list_steps(str(tmp_path / "root"))] == [2, 4]

@@ -22,6 +22,7 @@ from ckpt import copying, previous
 from ckpt.dedup import ATTEMPTS_MAX, NBYTES_MULTIPLE_MAX
 from ckpt.errors import CheckpointError, Corrupt, NoCheckpoint
 from ckpt.exporting import Selection
+from ckpt.format.codec import encode_values
 from ckpt.format.manifest import Manifest, decode_manifest
 from ckpt.invariants import History, RecordingStore, check_all, check_references, files_needed
 from ckpt.locate import live_entries, read_manifest
@@ -492,3 +493,31 @@ def test_a_copied_root_keeps_its_references_and_goes_on(root: Path, tmp_path: Pa
         _check(store, step, 2, step)
     assert _save(_job(2, store), 4) < full / 2
     assert check_references(store) == [] and ckpt.verify(str(target)).ok
+
+
+def test_damage_in_what_is_not_referred_to_is_none_of_the_later_checkpoint(root: Path) -> None:
+    """The first checkpoint's own adapters and values; `verify` and loads of step 3 do not mind."""
+    store = open_store(str(root))
+    first = _manifest(store, live_entries(store)[0])
+    path = root / live_entries(store)[0].prefix / first.files[0]
+    data = bytearray(path.read_bytes())
+    tensor = first.index("weights.adapter.a.tensor")
+    chunk = int(first.chunks.first[tensor])
+    assert int(first.chunks.file[chunk]) == 0
+    data[int(first.chunks.byte_start[chunk])] ^= 1
+    data[data.index(encode_values(0.1)[1:]) + 1] ^= 1  # lr, among the values of step 1
+    path.write_bytes(data)
+    assert ckpt.verify(str(root)).ok
+    _check(store, None, 2, 3)
+    assert len(ckpt.verify(str(root), 1).damage) == 2
+
+
+def test_a_local_copy_of_what_is_shared_serves_every_step(root: Path, tmp_path: Path) -> None:
+    """A load of step 2 with `cache=` leaves what step 3 shares with it: its file may be gone."""
+    state = lora_at(0)
+    ckpt.load(state, str(root), step=2, cache=tmp_path / "cache")
+    store = open_store(str(root))
+    for file in (root / live_entries(store)[0].prefix).glob("*.safetensors"):
+        file.unlink()
+    ckpt.load(state, str(root), step=3, cache=tmp_path / "cache")
+    assert_is_lora(state, 3)

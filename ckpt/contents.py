@@ -173,6 +173,11 @@ class PlanMemory:
         self._kept: _Kept | None = None
         self._chunks: tuple[Sequence[StoredChunk], tuple[TensorInfo, ...], Memo] = ((), (), Memo())
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing of a state is held."""
+        return self._kept is None
+
     def same(self, glance: Glance | None) -> _Kept | None:
         """What was kept, if it was of the same objects in the same memory."""
         kept = self._kept

@@ -71,15 +71,21 @@ def strided_shard(dim: int, split_factor: int) -> Placement:
 
 
 def joined_mesh(data: DeviceMesh, tensor: DeviceMesh) -> DeviceMesh | None:
-    """The mesh with the axes of both, which must be parts of one; None when they are not."""
-    names = (*(data.mesh_dim_names or ()), *(tensor.mesh_dim_names or ()))
-    if not data.mesh_dim_names or not tensor.mesh_dim_names:
-        return None
+    """The mesh with the axes of both, which must be named parts of one; None when they are not."""
+    data_names, tensor_names = data.mesh_dim_names, tensor.mesh_dim_names
     root = _root(data)
-    if root is not _root(tensor) and root != _root(tensor):
+    if not data_names or not tensor_names or not root.mesh_dim_names:
+        return None
+    if not set(tensor_names) <= set(root.mesh_dim_names):
+        return None
+    # By value: torch may give a tensor an equal mesh that was made before.
+    part = root[tensor_names]
+    if part != tensor:
         return None
     concatenate: Any = getattr(DeviceMesh, "_concatenate", None)
-    joined: DeviceMesh = concatenate([data, tensor]) if concatenate else root[names]
+    joined: DeviceMesh = (
+        concatenate([data, part]) if concatenate else root[(*data_names, *tensor_names)]
+    )
     return joined
 
 

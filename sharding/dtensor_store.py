@@ -110,13 +110,17 @@ class DTensorStore(GatheringStore):
             return torch.get_default_dtype()
         first = wanted[0]
         for other in wanted[1:]:
-            if other.dtype != first.dtype and self.keeping.reduce_dtype is None:
+            if other.dtype != first.dtype and not self._reduce_dtype:
                 raise AssertionError(
                     f"trainable parameters of one fully_shard() need one dtype: {first.fqn} has "
                     f"{first.dtype}, {other.fqn} has {other.dtype}; shard them apart, or set "
                     "reduce_dtype of MixedPrecisionPolicy"
                 )
         return first.dtype
+
+    @property
+    def _reduce_dtype(self) -> torch.dtype | None:
+        return self.keeping.reduce_dtype or self.keeping.param_dtype
 
     @property
     def compute_dtype(self) -> torch.dtype:

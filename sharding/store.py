@@ -235,7 +235,8 @@ class GatheringStore(ABC):
             return
         if self._limit_gathers:
             self.streams.limit_gathers()
-        with self.streams.gathering():
+        # Memory that is made in inference mode could never be written outside of it again.
+        with torch.inference_mode(False), torch.no_grad(), self.streams.gathering():
             self._pending = self.start_gather()
         self.state = State.GATHERING
 
@@ -264,7 +265,7 @@ class GatheringStore(ABC):
         self.streams.freed(limited=self._limit_gathers)
 
     def _wait(self) -> None:
-        with self.streams.gathering():
+        with torch.inference_mode(False), torch.no_grad(), self.streams.gathering():
             self._pending.wait()
 
     # --- what modules show ----------------------------------------------------------------------

@@ -25,6 +25,7 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
+from torch.utils.checkpoint import checkpoint
 
 import sharding
 from tests.sharding.fully_scenarios import (
@@ -233,6 +234,72 @@ def uneven_seeded() -> Any:
     return uneven()
 
 
+def checkpointing_around_a_unit_without_reentrance() -> None:
+    class Around(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(self.inner, x, use_reentrant=False)
+
+    model = uneven_seeded()
+    model[1] = Around(sharding.fully_shard(model[1]))
+    sharding.fully_shard(model)
+    train(model)
+    got = {name.replace("inner.", ""): value for name, value in values(model).items()}
+    assert_close(got, reference("uneven"), "around")
+
+
+def several_forwards_and_then_their_backwards() -> None:
+    for frees in (None, False):
+        model = sharded("ours", build("uneven"), reshard_after_forward=frees)
+        plain = build("uneven")
+        ours, theirs = [], []
+        for whole, mine in batches(3):
+            ours.append(loss_of(model, mine))
+            theirs.append(loss_of(plain, whole))
+        for at in (0, 2, 1):
+            ours[at].backward()
+            theirs[at].backward()
+        for (name, param), wanted in zip(model.named_parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(param.grad.full_tensor(), wanted.grad, msg=name)
+
+
+def inference_first_and_between() -> None:
+    model = sharded("ours", build("uneven"))
+    optimizer = sgd(model)
+    for _, mine in batches(4):
+        with torch.inference_mode():
+            before = loss_of(model, mine)
+        loss = loss_of(model, mine)
+        assert torch.equal(loss.detach(), before)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        model.eval()
+        with torch.no_grad():
+            loss_of(model, mine)
+        model.train()
+    assert_close(values(model), reference("uneven"), "inference between")
+
+
+def steps_inside_the_backward() -> None:
+    model = sharded("ours", build("uneven"))
+    optimizers = {p: torch.optim.SGD([p], lr=0.2, momentum=0.9) for p in model.parameters()}
+
+    def step(param: torch.Tensor) -> None:
+        optimizers[param].step()
+        optimizers[param].zero_grad()
+
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(step)
+    for _, mine in batches(4):
+        loss_of(model, mine).backward()
+        assert all(p.grad is None for p in model.parameters())
+    assert_close(values(model), reference("uneven"), "inside the backward")
+
+
 def gradient_scaling() -> None:
     found = []
     for engine in ("torch", "ours"):
@@ -352,6 +419,10 @@ TWO = [
     reductions_that_are_not_waited_for_add_up,
     two_forwards_and_one_backward_and_that_again,
     reentrant_checkpointing_inside_and_outside_of_a_unit,
+    checkpointing_around_a_unit_without_reentrance,
+    several_forwards_and_then_their_backwards,
+    inference_first_and_between,
+    steps_inside_the_backward,
     gradient_scaling,
     compiled_blocks,
     double_backward_is_refused,
@@ -465,6 +536,27 @@ def with_tensor_parallelism_2x2() -> None:
         assert_close(found["ours"], values(plain), f"hidden {hidden}")
 
 
+def hybrid_sharding_with_tensor_parallelism() -> None:
+    names = ("replicate", "shard", "tp")
+    for shape in ((2, 1, 2), (1, 2, 2)):
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        found = {}
+        for engine in ("torch", "ours"):
+            model = tensor_parallel_model(mesh["tp"], 8)
+            sharded(engine, model, mesh=mesh["replicate", "shard"])
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.2, foreach=False)
+            for seed in range(3):
+                generator = torch.Generator().manual_seed(10 * seed + dist.get_rank() // 2)
+                loss_of(model, torch.randn(4, WIDTH, generator=generator)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            found[engine] = values(model)
+            placements = [str(p.placements) for p in model.parameters()]
+            found[engine + " placements"] = placements  # type: ignore[assignment]
+        assert found["ours placements"] == found["torch placements"]
+        assert_equal(found["ours"], found["torch"], f"{shape}")
+
+
 def resharding_over_fewer_ranks_after_the_forward() -> None:
     for kind, precision in (
         ("uneven", MixedPrecisionPolicy()),
@@ -484,6 +576,7 @@ FOUR = [
     hybrid_sharding_2x2,
     hybrid_accumulation_that_postpones_the_all_reduce,
     with_tensor_parallelism_2x2,
+    hybrid_sharding_with_tensor_parallelism,
     resharding_over_fewer_ranks_after_the_forward,
 ]
 

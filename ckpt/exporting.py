@@ -18,10 +18,10 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 import torch.distributed as dist
 
-from ckpt.convert.delivery import Delivery, deliver
+from ckpt.convert.delivery import Delivered, Delivery, deliver
 from ckpt.convert.files import Output, safetensors_files
 from ckpt.convert.naming import Rename, renamed
-from ckpt.convert.nesting import nested_files
+from ckpt.convert.nesting import Nested, nested_files
 from ckpt.convert.opening import SourceOptions, is_file_name, open_source
 from ckpt.convert.source import Contents, Source
 from ckpt.convert.torch_file import SUFFIXES
@@ -125,29 +125,36 @@ def export(
     if target_options is None:
         target_options = storage_options if _protocol(url) == _protocol(target) else None
     options = SourceOptions(step, selection.parameter_names, dict(storage_options or {}))
+    delivery = Delivery(
+        folder, name, dict(target_options or {}), threads, PART_NBYTES, verify, process_group
+    )
     source = open_source(url, options, open_store)
     try:
         chosen = choose(source, selection, kind)
         if kind == "safetensors":
             files = safetensors_files(chosen.outputs, chosen.tied, name, shard_nbytes_max)
-            left_out: tuple[str, ...] = tuple(sorted(chosen.values))
+            planned = Nested(files, tuple(sorted(chosen.values)))
         else:
-            nested = nested_files(source, chosen, kind, name, whole=selection.optimizer)
-            files, left_out = nested.files, nested.left_out
-        delivery = Delivery(
-            folder, name, dict(target_options or {}), threads, PART_NBYTES, verify, process_group
-        )
-        delivered = deliver(source, files, chosen.outputs, delivery, progress, open_store)
+            planned = nested_files(source, chosen, kind, name, whole=selection.optimizer)
+        delivered = deliver(source, planned.files, delivery, progress, open_store)
+        return _report(source, chosen, planned, delivery, delivered)
     finally:
         source.close()
+
+
+def _report(
+    source: Source, chosen: Chosen, planned: Nested, delivery: Delivery, delivered: Delivered
+) -> ExportReport:
+    folder = delivery.folder.rstrip("/")
+    keys = [file.key for file in planned.files]
     return ExportReport(
-        files=tuple(f"{folder.rstrip('/')}/{file.key}" if folder else file.key for file in files),
+        files=tuple(f"{folder}/{key}" if delivery.folder else key for key in keys),
         tensors=tuple(sorted(output.name for output in chosen.outputs)),
-        nbytes=sum(file.nbytes for file in files),
+        nbytes=sum(file.nbytes for file in planned.files),
         tied=chosen.tied,
         step=source.contents.step,
-        left_out=left_out,
-        verified=verify,
+        left_out=planned.left_out,
+        verified=delivery.verify,
         resumed=delivered.resumed,
     )
 

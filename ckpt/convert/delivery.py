@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from ckpt.api import world_of
-from ckpt.convert.files import Data, Fixed, Output, PlannedFile
+from ckpt.convert.files import Data, Fixed, PlannedFile
 from ckpt.convert.source import Source
 from ckpt.convert.verifying import verify_files
 from ckpt.convert.writing import (
@@ -56,7 +56,6 @@ class Delivered(NamedTuple):
 def deliver(
     source: Source,
     files: Sequence[PlannedFile],
-    outputs: Sequence[Output],
     delivery: Delivery,
     progress: Progress | None,
     open_store: Callable[..., Store],
@@ -78,7 +77,7 @@ def deliver(
                 collectively(
                     world,
                     "verify",
-                    lambda: verify_files(source, store, job.mine(set()), outputs),
+                    lambda: verify_files(source, store, job.mine(set())),
                 )
             job.end(there)
         except BaseException:

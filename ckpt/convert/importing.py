@@ -128,16 +128,24 @@ def import_checkpoint(
         task = SaveTask(place.session, place.store, place.memory, step, SaveOptions(user=notes))
         chosen = collectively(world, "names", lambda: _chosen(opened, rename, skip))
         writing = _Importing(opened, chosen, place.store, threads, progress)
-        report = publish(
-            task,
-            lambda: list(chosen.contents.modules),
-            lambda attempt: writing.write(attempt, world.rank, world.size),
-        )
-        if verify:
-            check = _Verifying(opened, chosen, report.path, dict(storage_options or {}))
-            collectively(world, "verify", lambda: check.run(world.rank, world.size))
+        return _imported(writing, task, dict(storage_options or {}) if verify else None)
     finally:
         opened.close()
+
+
+def _imported(
+    writing: _Importing, task: SaveTask, verify_options: Mapping[str, Any] | None
+) -> ImportReport:
+    """Write and commit, and with options for reading it, verify."""
+    world, chosen = task.session.world, writing.chosen
+    report = publish(
+        task,
+        lambda: list(chosen.contents.modules),
+        lambda attempt: writing.write(attempt, world.rank, world.size),
+    )
+    if verify_options is not None:
+        check = _Verifying(writing.source, chosen, report.path, verify_options)
+        collectively(world, "verify", lambda: check.run(world.rank, world.size))
     return ImportReport(
         step=report.step,
         attempt=report.attempt,
@@ -147,7 +155,7 @@ def import_checkpoint(
         values=tuple(sorted(chosen.contents.values)),
         skipped=chosen.skipped,
         modules=chosen.contents.modules,
-        verified=verify,
+        verified=verify_options is not None,
     )
 
 
@@ -191,7 +199,8 @@ def _chosen(source: Source, rename: Rename | None, skip: Sequence[str]) -> Chose
         tensors[stored] = (fqn, info)
     values = {name: value for name, value in contents.values.items() if name not in gone}
     names = renamed((*tensors, *values, *aliases), rename)
-    names = _optimizer_names(contents, names, rename)
+    if rename is not None:
+        names, values = _renamed_optimizers(contents, names, values, rename)
     moved = Contents(
         tensors={names[fqn]: info._replace(fqn=names[fqn]) for fqn, (_, info) in tensors.items()},
         values={names[name]: _moved(value, names) for name, value in values.items()},
@@ -243,43 +252,47 @@ def _moved_path(path: str, names: Mapping[str, str], rename: Rename | None) -> s
     return renamer(rename)(path) if path else path
 
 
-def _optimizer_names(
-    contents: Contents, names: dict[str, str], rename: Rename | None
-) -> dict[str, str]:
-    """`names`, once renamed parameters are renamed in optimizers too; those of state follow."""
-    if rename is None:
-        return names
-    changed = dict(names)
-    for fqn, value in contents.values.items():
-        if fqn not in names or not _is_groups(fqn, value):
+def _renamed_optimizers(
+    contents: Contents, names: dict[str, str], values: Mapping[str, Any], rename: Rename
+) -> tuple[dict[str, str], dict[str, Any]]:
+    """`names` and `values` with renamed parameters renamed in optimizers too, and their state."""
+    new_names, new_values = dict(names), dict(values)
+    moved = {path: _moved_path(path, names, rename) for path in contents.modules}
+    for fqn, value in values.items():
+        if not _is_groups(fqn, value):
             continue
         path = fqn.removesuffix("param_groups").rstrip(".")
-        new_path = names[fqn].removesuffix("param_groups").rstrip(".")
-        for group in value:
-            params = [_param_name(param, contents, names, rename) for param in group["params"]]
-            for old, new in zip(group["params"], params, strict=True):
-                state = join(path, f"state.{old}.")
-                for name in names:
-                    if name.startswith(state):
-                        changed[name] = join(new_path, f"state.{new}.{name[len(state) :]}")
-            group["params"] = params
-    return changed
+        params = {
+            param: _param_name(param, names, moved) for group in value for param in group["params"]
+        }
+        new_values[fqn] = [
+            {**group, "params": [params[param] for param in group["params"]]} for group in value
+        ]
+        state = join(path, "state.")
+        new_state = join(names[fqn].removesuffix("param_groups").rstrip("."), "state.")
+        for name in names:
+            if name.startswith(state):
+                param, _, tail = name[len(state) :].rpartition(".")
+                while param and param not in params:
+                    param, _, part = param.rpartition(".")
+                    tail = f"{part}.{tail}"
+                if param:
+                    new_names[name] = f"{new_state}{params[param]}.{tail}"
+    return new_names, new_values
 
 
 def _is_groups(fqn: str, value: Any) -> bool:
     return fqn.rpartition(".")[2] == "param_groups" and isinstance(value, list)
 
 
-def _param_name(
-    param: str, contents: Contents, names: Mapping[str, str], rename: Rename | None
-) -> str:
-    """What a parameter is called in its module now."""
-    for path in contents.modules:
-        full = join(path, param) if path else param
+def _param_name(param: str, names: Mapping[str, str], moved: Mapping[str, str]) -> str:
+    """What a parameter is called in its module now; `moved` says where modules stand now."""
+    for path, new_path in moved.items():
+        full = join(path, param)
         if full in names:
-            moved = _moved_path(path, names, rename)
             new = names[full]
-            return new[len(moved) + 1 :] if moved and new.startswith(f"{moved}.") else new
+            inside = new_path and new.startswith(f"{new_path}.")
+            return new[len(new_path) + 1 :] if inside else new
     return param
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from ckpt.convert.dcp_metadata import DcpEntry, DcpPart, DcpValue, encode_metadata
 from ckpt.convert.files import Output, PlannedFile, ZipBuilding, known_file, torch_file
@@ -29,14 +29,6 @@ class Nested(NamedTuple):
 
     files: list[PlannedFile]
     left_out: tuple[str, ...]
-
-
-class Choice(Protocol):
-    """What is exported; `ckpt.exporting.Chosen`."""
-
-    outputs: list[Output]
-    tied: dict[str, str]
-    values: Mapping[str, Any]
 
 
 def nested_files(source: Source, chosen: Any, format: str, name: str, *, whole: bool) -> Nested:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ckpt.convert.files import Data, Output, PlannedFile
+from ckpt.convert.files import Data, PlannedFile
 from ckpt.convert.source import Source
 from ckpt.convert.writing import PART_NBYTES, fill_part
 from ckpt.errors import Corrupt
@@ -13,14 +13,11 @@ from ckpt.memory import aligned_buffer
 from storage import Store
 
 
-def verify_files(
-    source: Source, store: Store, files: Sequence[PlannedFile], outputs: Sequence[Output]
-) -> None:
+def verify_files(source: Source, store: Store, files: Sequence[PlannedFile]) -> None:
     """Raise Corrupt naming every tensor whose bytes in the files are not those of the source.
 
     Both are read anew, in memory bounded by two parts.
     """
-    del outputs
     ours, theirs = aligned_buffer(PART_NBYTES), aligned_buffer(PART_NBYTES)
     wrong: list[str] = []
     for file in files:

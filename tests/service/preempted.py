@@ -1,6 +1,6 @@
 """A training that is told to end: one rank of it, as a process that exits by itself.
 
-    python -m tests.service.preempted URL MEETING_POINT RANK WORLD_SIZE
+    python -m tests.service.preempted URL PORT_FILE RANK WORLD_SIZE
 
 It prints "ready" when signals are caught, and at the end the last step and the newest checkpoint.
 """
@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ import ckpt
 from ckpt.preemption import Preempted
 
 STEPS_MAX = 20_000
+TIMEOUT = timedelta(seconds=60)
 GRACE_SECONDS = 5.0
 SAVE_EVERY = 25
 
@@ -31,13 +33,8 @@ def train(url: str, meeting_point: str, rank: int, size: int, say: Callable[[str
     torch.set_num_threads(1)
     faulthandler.register(signal.SIGUSR2, all_threads=True)  # what a rank that stays was doing
     if size > 1:
-        dist.init_process_group(
-            "gloo",
-            init_method=meeting_point,
-            rank=rank,
-            world_size=size,
-            timeout=timedelta(seconds=60),
-        )
+        store = _meet(Path(meeting_point), rank, size)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=TIMEOUT)
     model = nn.Linear(256, 1024, bias=False)
     nn.init.zeros_(model.weight)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -62,6 +59,21 @@ def train(url: str, meeting_point: str, rank: int, size: int, say: Callable[[str
     finally:
         if size > 1:
             dist.destroy_process_group()
+
+
+def _meet(port_file: Path, rank: int, size: int) -> dist.Store:
+    """As under torchrun: rank 0 hosts the store, and takes it along. The system chooses
+    the port.
+    """
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, size, True, timeout=TIMEOUT, wait_for_workers=False)
+        aside = port_file.with_suffix(".aside")
+        aside.write_text(str(store.port))
+        aside.rename(port_file)
+        return store
+    while not port_file.exists():
+        time.sleep(0.01)  # nothing tells when another process has written a file
+    return dist.TCPStore("127.0.0.1", int(port_file.read_text()), size, False, timeout=TIMEOUT)
 
 
 if __name__ == "__main__":

@@ -239,7 +239,7 @@ class Job:
         self.processes = []
         for rank in range(size):
             ours, theirs = context.Pipe(duplex=False)
-            arguments = (str(root), meeting_point.as_uri(), rank, size, theirs)
+            arguments = (str(root), str(meeting_point), rank, size, theirs)
             process = context.Process(target=_rank, args=arguments)
             process.start()
             theirs.close()
@@ -291,7 +291,8 @@ def test_sigterm_at_any_time_ends_a_job_cleanly_with_its_last_step_saved(
         assert len(set(words)) == 1, words
         step, saved_step = map(int, words[0].split())
         whole += step == saved_step
-        assert ckpt.list_steps(str(root))[-1].step == saved_step >= step - 2 * SAVE_EVERY
+        # A save that was in flight at the end of the grace time may still have been committed.
+        assert step >= ckpt.list_steps(str(root))[-1].step >= saved_step >= step - 2 * SAVE_EVERY
         assert ckpt.verify(str(root)).ok
     print(f"{count} jobs ended cleanly, {whole} with their very last step")
     assert whole >= 0.9 * count - 1
@@ -301,7 +302,7 @@ def test_sigterm_at_any_time_ends_a_job_cleanly_with_its_last_step_saved(
 def test_an_interpreter_that_is_preempted_exits_with_0(tmp_path: Path) -> None:
     """From the command line on, without any help of the test's process pool."""
     command = [sys.executable, "-m", "tests.service.preempted"]
-    arguments = [str(tmp_path / "root"), (tmp_path / "meet").as_uri()]
+    arguments = [str(tmp_path / "root"), str(tmp_path / "meet")]
     processes = [
         subprocess.Popen([*command, *arguments, str(rank), "2"], stdout=subprocess.PIPE, text=True)
         for rank in range(2)

@@ -14,6 +14,8 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
+import torch
+
 from ckpt.background import Background
 from ckpt.checkpointer import Alarm, Checkpointer, Saved
 from ckpt.errors import CheckpointError, RankFailed
@@ -31,7 +33,7 @@ from storage.errors import OutcomeUnknownError
 from storage.store import ObjectWriter
 from storage.testing import FaultPlan, FaultyStore, Killed
 from storage.wrap import WrappedStore
-from tests.e2e.job import NO_WAITING, assert_is_step, state_at
+from tests.e2e.job import NO_WAITING, Sharded, assert_is_step, state_at
 
 T = TypeVar("T")
 
@@ -135,8 +137,11 @@ class UploadingStore(WrappedStore):
 class ThreadTarget(Target):
     """The saves and loads of one rank that is a thread, below the public functions."""
 
-    def __init__(self, world: World, store: Store, registry: SessionRegistry) -> None:
+    def __init__(
+        self, world: World, store: Store, registry: SessionRegistry, *, dedup: bool = False
+    ) -> None:
         self.url = store.url
+        self._dedup = dedup
         self._world = world
         self._store = store
         self._registry = registry
@@ -156,7 +161,7 @@ class ThreadTarget(Target):
         if not self._opened:
             session = open_session(self._world, self._store, self._registry, sources=NO_WAITING)
             self._opened.append(session)
-        options = SaveOptions(metric=metric)
+        options = SaveOptions(metric=metric, dedup=self._dedup)
         task = SaveTask(self._opened[0], self._store, self._memory, step, options)
         return self._background.start(
             task, lambda: stage(state, task, StageOptions(), self._staging)
@@ -203,6 +208,7 @@ class Life:
     restored: list[int] = field(default_factory=list)
     failures: int = 0
     deadline_seconds: float = 30.0
+    dedup: bool = False
 
     def run(self) -> str:
         """Train; how it ended: "done", "killed" or "failed". Raises what no fault explains."""
@@ -218,15 +224,15 @@ class Life:
         return "done"
 
     def _train(self, world: World) -> None:
-        target = ThreadTarget(world, self.stores[world.rank], self.registry)
-        state = state_at(0, world.rank, self.size)
+        target = ThreadTarget(world, self.stores[world.rank], self.registry, dedup=self.dedup)
+        state = partly_frozen_at(0, world.rank, self.size)
         quiet = Alarm(after=1 << 30)
         policy = EverySteps(1) | AtExit()
         with Checkpointer(target, state, save=policy, keep=self.keep, alarm=quiet) as service:
             report = service.restore()
             first = 1
             if report is not None:
-                assert_is_step(state, report.step, world.rank, self.size)
+                assert_is_partly_frozen(state, report.step, world.rank, self.size)
                 self.restored.append(report.step)
                 first = report.step + 1
             try:
@@ -242,6 +248,21 @@ class Life:
     def _note(self, saved: Saved | None) -> None:
         if saved is not None:
             self.saved[saved.attempt] = saved.step
+
+
+def partly_frozen_at(step: int, rank: int, size: int, *, blank: bool = False) -> dict[str, Any]:
+    """The state of a rank at `step`, beside weights that never change."""
+    frozen = torch.arange(8000.0).reshape(80, 100)
+    state = state_at(step, rank, size)
+    state["frozen"] = Sharded(torch.zeros_like(frozen) if blank else frozen, rank, size)
+    return state
+
+
+def assert_is_partly_frozen(state: dict[str, Any], step: int, rank: int, size: int) -> None:
+    """Every tensor and value of `state` is bit for bit that of `step`."""
+    assert_is_step(state, step, rank, size)
+    expected = partly_frozen_at(step, rank, size)["frozen"]
+    assert torch.equal(state["frozen"].local, expected.local)
 
 
 def _advance(state: dict[str, Any], step: int, rank: int, size: int) -> None:

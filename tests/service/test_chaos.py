@@ -16,7 +16,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from ckpt.invariants import History, RecordingStore, check_all
+from ckpt.invariants import (
+    History,
+    RecordingStore,
+    check_all,
+    check_references,
+    files_needed,
+)
 from ckpt.log import Log, parse_step_key
 from ckpt.retention import KeepBest, KeepEvery, KeepLatest
 from ckpt.session import Session
@@ -24,8 +30,15 @@ from storage import Store
 from storage.memory import MemoryStore
 from storage.retry import RetryingStore, RetryPolicy
 from tests.conftest import Scale
-from tests.e2e.job import NO_WAITING, Job, assert_is_step, state_at
-from tests.service.chaos import Faults, FlakyStore, Life, UploadingStore
+from tests.e2e.job import NO_WAITING, Job
+from tests.service.chaos import (
+    Faults,
+    FlakyStore,
+    Life,
+    UploadingStore,
+    assert_is_partly_frozen,
+    partly_frozen_at,
+)
 
 SIZE = 3
 RATE = 0.2
@@ -76,10 +89,10 @@ class Root:
         if self.acknowledged:
             assert live
         for entry in state.live:
-            loaded = [state_at(0, rank, SIZE) for rank in range(SIZE)]
+            loaded = [partly_frozen_at(0, rank, SIZE, blank=True) for rank in range(SIZE)]
             Job(SIZE, lambda rank: self.store).load(loaded.__getitem__, step=entry.step)
             for rank, one in enumerate(loaded):
-                assert_is_step(one, entry.step, rank, SIZE)
+                assert_is_partly_frozen(one, entry.step, rank, SIZE)
 
     def check_leftovers(self) -> None:
         """After a fresh claim has swept: nothing but live checkpoints, and no upload."""
@@ -92,7 +105,9 @@ class Root:
         assert {p[1] for p in parsed if p is not None} == live
 
 
-def _live_under_faults(root: Root, rng: random.Random, saves: int) -> tuple[Life, str, Faults]:
+def _live_under_faults(
+    root: Root, rng: random.Random, saves: int, dedup: bool
+) -> tuple[Life, str, Faults]:
     """One life with about `saves` saves, which may be cut short."""
     per_save = 60  # operations, about
     kills: dict[int, tuple[int, ...]] = {}
@@ -101,20 +116,23 @@ def _live_under_faults(root: Root, rng: random.Random, saves: int) -> tuple[Life
         victims = tuple(range(SIZE)) if fate == "the job dies" else (rng.randrange(SIZE),)
         kills[rng.randrange(1, per_save * saves)] = victims
     faults = Faults(RATE, rng.getrandbits(32), kills)
-    life = Life(SIZE, root.stores(faults), saves, KEEP)
+    life = Life(SIZE, root.stores(faults), saves, KEEP, dedup=dedup)
     ended = life.run()
     root.acknowledged.update(life.saved)
     return life, ended, faults
 
 
-def test_saves_under_faults_and_deaths_lose_nothing(scale: Scale, rng: random.Random) -> None:
-    wanted = scale.count(30, 1000)
+@pytest.mark.parametrize("dedup", [False, True], ids=["full", "dedup"])
+def test_saves_under_faults_and_deaths_lose_nothing(
+    scale: Scale, rng: random.Random, dedup: bool
+) -> None:
+    wanted = scale.count(15 if dedup else 30, 1000)
     root = Root(MemoryStore())
     begun = lives = failed = 0
     ends: dict[str, int] = {}
     kinds: dict[str, int] = {}
     while begun < wanted:
-        life, ended, faults = _live_under_faults(root, rng, rng.randint(2, 12))
+        life, ended, faults = _live_under_faults(root, rng, rng.randint(2, 12), dedup)
         begun += len(life.saved) + life.failures
         failed += life.failures
         lives += 1
@@ -128,10 +146,13 @@ def test_saves_under_faults_and_deaths_lose_nothing(scale: Scale, rng: random.Ra
     print(f"{begun} saves, {len(root.acknowledged)} acknowledged, {failed} failed, {lives} lives")
     print(f"ends {ends}, faults {kinds}")
     assert root.acknowledged and len(kinds) == 5
-    peaceful = Life(SIZE, [root.store] * SIZE, 3, KEEP)
+    peaceful = Life(SIZE, [root.store] * SIZE, 3, KEEP, dedup=dedup)
     assert peaceful.run() == "done" and not peaceful.failures
     root.acknowledged.update(peaceful.saved)
     root.check()
     root.check_leftovers()
     root.history.told_ok = list(root.acknowledged)
-    assert check_all(root.store, root.history) == []
+    assert check_all(root.store, root.history, files_of=files_needed) == []
+    assert check_references(root.store) == []
+    live = Log(root.store).state().live
+    assert any(entry.references for entry in live) == dedup

@@ -1,0 +1,107 @@
+"""Saves in the background and the life of processes: the interpreter's end, and ranks that die.
+
+Method: scripts in processes of their own, and real gloo ranks of which one kills itself while the
+others' saves are in flight.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ckpt
+from ckpt.staging import Staged
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+SAVE_AND_END = """
+import sys, torch, ckpt
+from ckpt.image import Image
+def failing(self, *args, **kwargs):
+    self.release()
+    raise OSError("planted: the disk is gone")
+if sys.argv[2] == "failing":
+    Image.write = failing
+state = {"model": torch.nn.Linear(2000, 2000), "big": torch.zeros(1 << 22)}
+ckpt.async_save(state, sys.argv[1], step=7)
+"""
+
+BEAT_AND_END = """
+import torch.distributed as dist
+from ckpt.world import Deadlines, TorchWorld
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+world = TorchWorld(deadlines=Deadlines(heartbeat_seconds=0.0001))
+world.agree("here", None)
+"""
+
+
+def run_script(text: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    return subprocess.run(
+        [sys.executable, "-c", text, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env=environment,
+        check=False,
+    )
+
+
+def test_the_end_of_the_interpreter_waits_for_the_save(tmp_path: Path) -> None:
+    ended = run_script(SAVE_AND_END, str(tmp_path / "run"), "fine")
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert [info.step for info in ckpt.list_steps(str(tmp_path / "run"))] == [7]
+    assert ckpt.verify(str(tmp_path / "run"), 7).ok
+
+
+def test_a_failure_at_the_end_of_the_interpreter_is_told(tmp_path: Path) -> None:
+    ended = run_script(SAVE_AND_END, str(tmp_path / "run"), "failing")
+    assert "the save of step 7 has failed" in ended.stderr
+    assert "planted: the disk is gone" in ended.stderr
+
+
+def test_a_process_that_ends_without_leaving_its_world_ends_well() -> None:
+    """Its heartbeat is a daemon thread, which must not be in C++ when Python is taken down."""
+    for _ in range(3):
+        ended = run_script(BEAT_AND_END)
+        assert ended.returncode == 0, ended.stderr
+
+
+def _save_while_one_dies(directory: str) -> tuple[str, float, list[int]]:
+    torch.manual_seed(0)
+    state: dict[str, Any] = {"t": torch.randn(1000), "step": 1}
+    ckpt.async_save(state, directory, step=1).result()
+    if dist.get_rank() == 2:
+
+        def die(self: Staged) -> None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        Staged.copy = die  # type: ignore[method-assign]
+    started = time.monotonic()
+    pending = ckpt.async_save(state, directory, step=2)
+    try:
+        pending.result(60)
+        told = "saved"
+    except ckpt.RankFailed as error:
+        told = f"rank {error.rank}: {error}"
+    return told, time.monotonic() - started, [s.step for s in ckpt.list_steps(directory)]
+
+
+def test_a_rank_that_dies_is_named_by_the_others_within_seconds(tmp_path: Path) -> None:
+    answers = run_ranks(
+        3, _save_while_one_dies, str(tmp_path / "run"), allow_dead=(2,), timeout_seconds=120
+    )
+    for told, seconds, steps in answers[:2]:
+        assert told.startswith("rank 2: rank 2 has died")
+        assert seconds < 5
+        assert steps == [1]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from ckpt.locate import check_self_contained, live_entries, locate
 from ckpt.read import ReadAhead, Reader, ReadPath, plan_reads
 from ckpt.share import Ints, SharedRun, ShareLimits, Sharing, share_blocks
 from ckpt.state_dict import Binding, Loaded, bind_state
+from ckpt.telemetry import Recorder, Span
 from ckpt.world import World, collectively
 from storage import StorageError, Store
 
@@ -42,7 +43,7 @@ class LoadOptions:
 @dataclass(frozen=True, slots=True)
 class LoadReport:
     """What a load did. Of the tensor bytes that this rank read, `nbytes_read` came from the store
-    and `nbytes_cached` from the local copy.
+    and `nbytes_cached` from the local copy. `spans` and `counters` are this rank's own.
     """
 
     step: int
@@ -50,6 +51,8 @@ class LoadReport:
     loaded: Loaded
     nbytes_read: int
     nbytes_cached: int = 0
+    spans: tuple[Span, ...] = field(default=(), compare=False)
+    counters: Mapping[str, float] = field(default_factory=dict, compare=False)
 
 
 def load_state(
@@ -69,10 +72,13 @@ def load_state(
     Raises Mismatch, NoCheckpoint, Corrupt or UnsupportedFormat with the state as it was, and
     LoadInterrupted when it failed half-way; then the state must be loaded again before use.
     """
+    recorder = Recorder()
     for _ in range(RETIRED_MAX):
-        prefix, manifest = _manifest(store, world, step, attempt)
+        with recorder.span("manifest"):
+            prefix, manifest = _manifest(store, world, step, attempt)
         try:
-            return _fill(state, store, world, (prefix, manifest), options)
+            report = _fill(state, store, world, (prefix, manifest), (options, recorder))
+            return replace(report, spans=recorder.spans(), counters=recorder.counters())
         except LoadInterrupted as interrupted:
             asked_for_it = step is not None or bool(attempt)
             if asked_for_it or not _was_retired(store, world, manifest.header.attempt):
@@ -100,17 +106,24 @@ def _fill(
     store: Store,
     world: World,
     found: tuple[str, Manifest],
-    options: LoadOptions,
+    how: tuple[LoadOptions, Recorder],
 ) -> LoadReport:
     prefix, manifest = found
-    binding = collectively(world, "compare", lambda: _bind(state, manifest, world, options))
-    plan = collectively(world, "plan", lambda: plan_reads(manifest, binding.holdings))
-    sharing = _share(manifest, plan.runs(manifest.chunks.first_block), world, options)
-    reader = Reader(store, prefix, manifest, plan, options.path)
+    options, recorder = how
+    with recorder.span("bind"):
+        binding = collectively(world, "compare", lambda: _bind(state, manifest, world, options))
+    with recorder.span("plan"):
+        plan = collectively(world, "plan", lambda: plan_reads(manifest, binding.holdings))
+        sharing = _share(manifest, plan.runs(manifest.chunks.first_block), world, options)
+        reader = Reader(store, prefix, manifest, plan, options.path)
     collectively(world, "prepare", binding.prepare)
     with filling(state, f"step {manifest.header.step} ({manifest.header.attempt})"):
-        _transfer(reader, sharing, world, options.path)
-        loaded = collectively(world, "finish", binding.finish)
+        with recorder.span("read"):
+            _transfer(reader, sharing, world, options.path)
+        with recorder.span("finish"):
+            loaded = collectively(world, "finish", binding.finish)
+    recorder.count("read_bytes", reader.nbytes_read)
+    recorder.count("cached_bytes", reader.nbytes_cached)
     return LoadReport(
         manifest.header.step,
         manifest.header.attempt,

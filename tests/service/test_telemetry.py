@@ -1,0 +1,39 @@
+"""Spans and counters: what a recorder keeps, and which phases saves and loads tell of."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+import ckpt
+from ckpt.telemetry import Recorder, Span
+
+
+def test_a_recorder_keeps_spans_and_counters_of_failed_phases_too() -> None:
+    ticks = itertools.count()
+    recorder = Recorder(clock=lambda: 100.0, timer=lambda: float(next(ticks)))
+    with recorder.span("stage", 5):
+        recorder.count("retries")
+    with pytest.raises(ValueError, match="planted"), recorder.span("write"):
+        recorder.count("retries", 2)
+        raise ValueError("planted")
+    assert recorder.spans() == (Span("stage", 100.0, 1.0, 5), Span("write", 100.0, 1.0, 0))
+    assert recorder.counters() == {"retries": 3}
+
+
+def test_saves_and_loads_tell_their_phases() -> None:
+    state = {"t": torch.arange(1000)}
+    url = "memory://telemetry"
+    saved = ckpt.save(state, url, step=1)
+    phases = {"attempt", "flatten", "write", "parts", "manifest", "commit"}
+    assert {span.phase for span in saved.spans} == phases
+    pending = ckpt.async_save(state, url, step=2)
+    report = pending.result()
+    assert {span.phase for span in report.spans} == phases | {"stage"}
+    assert report.counters["blocking_bytes"] == 8000
+    assert pending.blocked_seconds > 0
+    loaded = ckpt.load(state, url)
+    assert [span.phase for span in loaded.spans] == ["manifest", "bind", "plan", "read", "finish"]
+    assert loaded.counters["read_bytes"] == 8000

@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch.distributed as dist
 
@@ -127,9 +127,10 @@ class Checkpointer:
     """See the top of the file. All ranks make it and call its methods in the same order.
 
     `target` is a url (or a `Target`), `state` what `ckpt.save` takes, `save` when to save, `keep`
-    which checkpoints stay. `saving` are further arguments of `ckpt.async_save`: snapshot,
-    when_busy, replicas, dedup, user, host_bytes_max, io. From here to `close`, signals that `save`
-    names are caught; see `ckpt.preemption`.
+    which checkpoints stay. While a save is in flight, the next one that is due waits for it, or is
+    skipped with `when_busy="skip"`. `saving` are further arguments of `ckpt.async_save`: snapshot,
+    replicas, dedup, user, host_bytes_max, io. From here to `close`, signals that `save` names are
+    caught; see `ckpt.preemption`.
 
     Single failures of saves are logged and the training goes on; `alarm` says when it should not.
     InvalidState, Fenced and StoreRefused are raised at once, because they do not go away; after a
@@ -144,12 +145,15 @@ class Checkpointer:
         save: SavePolicy = SAVE_DEFAULT,
         keep: KeepRule | None = None,
         alarm: Alarm | None = None,
+        when_busy: Literal["wait", "skip"] = "wait",
         pace: Pace | None = None,
         process_group: dist.ProcessGroup | None = None,
         storage_options: Mapping[str, Any] | None = None,
         unsafe_single_writer: bool = False,
         **saving: Any,
     ) -> None:
+        if when_busy not in ("wait", "skip"):
+            raise ValueError(f"when_busy={when_busy!r}; expected 'wait' or 'skip'")
         if isinstance(target, str):
             target = UrlTarget(target, process_group, storage_options, unsafe_single_writer, saving)
         self._target = target
@@ -158,6 +162,7 @@ class Checkpointer:
         self._by_all, self._by_lead = by_all(save), by_lead(save)
         self._preemption = preemption_of(save)
         self._alarm = alarm or Alarm()
+        self._skips = when_busy == "skip"
         self._clock = time.monotonic
         self._world = target.world()
         self._signals = Signals(save)
@@ -283,6 +288,13 @@ class Checkpointer:
         self._raise_newest_failure()
         return self.last_saved
 
+    def retention_plan(self) -> RetentionPlan | None:
+        """What would be kept and retired now, and why; nothing is done.
+
+        None on other ranks than the lead, and before the first save of this process.
+        """
+        return self._keeper.plan()
+
     def close(self) -> None:
         """Make a last save if the policy wants one, wait for everything, and let signals be again.
 
@@ -322,12 +334,22 @@ class Checkpointer:
         reasons = (*self._by_all.reasons(seen), *self._valid_reasons(decision))
         if self._world.rank == 0:
             reasons = (*reasons, *self._lead_wants(seen))
-        if not reasons:
+        if not reasons or (self._skips and self._is_busy()):
             return False
         self._collect(wait=True)
         self._raise_alarm()
         self._begin(self._step, metric, reasons)
         return True
+
+    def _is_busy(self) -> bool:
+        """Whether a save is in flight, on all ranks as the lead sees it."""
+        mine = None
+        if self._world.rank == 0:
+            mine = b"busy" if self.in_flight else b""
+        busy = bool(self._world.share("busy", mine))
+        if busy and self._world.rank == 0:
+            logger.info("no save of step %d: another one is in flight", self._step)
+        return busy
 
     def _next_decision(self) -> Decision:
         try:

@@ -6,6 +6,7 @@ another `Target`.
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -22,6 +23,13 @@ from ckpt.world import World
 from storage import Store
 
 MODEL_FIRST = "model-first"
+
+# Arguments of async_save that a Checkpointer gives itself.
+GIVEN = {"state", "url", "step", "metric", "when_busy"} | {
+    "process_group",
+    "storage_options",
+    "unsafe_single_writer",
+}
 
 
 class Pending(Protocol):
@@ -74,13 +82,22 @@ class Target(ABC):
 
 @dataclass(frozen=True)
 class UrlTarget(Target):
-    """A root by its url. `saving` are further arguments of `ckpt.async_save`."""
+    """A root by its url. `saving` are further arguments of `ckpt.async_save`.
+
+    Raises TypeError for one that it does not have.
+    """
 
     url: str
     process_group: dist.ProcessGroup | None = None
     storage_options: Mapping[str, Any] | None = None
     unsafe_single_writer: bool = False
     saving: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        known = set(inspect.signature(api.async_save).parameters) - GIVEN
+        unknown = sorted(set(self.saving) - known)
+        if unknown:
+            raise TypeError(f"no argument {unknown[0]!r}; there are {', '.join(sorted(known))}")
 
     def world(self) -> World:
         return api.world_of(self.process_group).twin()

@@ -7,6 +7,7 @@ several ranks that are threads. Clocks are numbers.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -126,6 +127,48 @@ def test_a_metric_that_is_no_number_costs_no_checkpoint(url: str) -> None:
         checkpointer.step(1, metric=float("nan"))
         checkpointer.step(2, metric=3)
     assert [info.metric for info in ckpt.list_steps(url)] == [None, 3.0]
+
+
+def test_arguments_that_no_save_takes_are_refused_before_the_training(url: str) -> None:
+    for bad in ({"snapshots": "now"}, {"step": 3}):
+        with pytest.raises(TypeError, match=r"no argument|multiple values"):
+            Checkpointer(url, {"x": 1}, **bad)
+    with pytest.raises(ValueError, match="when_busy"):
+        Checkpointer(url, {"x": 1}, when_busy="replace")  # type: ignore[arg-type]
+
+
+def test_what_would_be_retired_can_be_asked_for(url: str) -> None:
+    with Checkpointer(url, {"x": 1}, save=ckpt.EverySteps(1)) as checkpointer:
+        assert checkpointer.retention_plan() is None
+        for step in range(1, 4):
+            checkpointer.step(step)
+        checkpointer.wait()
+        plan = checkpointer.retention_plan()
+        assert plan is not None and len(plan.keep) == 3 and not plan.retire
+
+
+def test_a_save_that_is_due_beside_another_waits_or_is_skipped() -> None:
+    """The store holds the first save until the training has gone on for some steps."""
+
+    class Slow(Broken):
+        def create(self, key: str, nbytes: int, **how: Any) -> Any:
+            assert go_on.wait(20)
+            return self.inner.create(key, nbytes, **how)
+
+    for when_busy, expected in (("skip", [1, 5]), ("wait", [1, 2, 3, 4, 5])):
+        go_on = threading.Event()
+        store = Slow(MemoryStore())
+        with alone(store, {"x": 1}, ckpt.EverySteps(1), when_busy=when_busy) as checkpointer:
+            begun = []
+            for step in range(1, 5):
+                if when_busy == "wait" and step == 2:
+                    go_on.set()
+                begun.append(checkpointer.step(step))
+            go_on.set()
+            checkpointer.wait()
+            checkpointer.step(5)
+        assert [entry.step for entry in live_entries(store)] == expected
+        assert begun == [True, *[when_busy == "wait"] * 3]
 
 
 # --- failures -------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 import torch.distributed as dist
 
+from ckpt.api import world_of
 from ckpt.convert.delivery import Delivered, Delivery, deliver
 from ckpt.convert.files import Output, safetensors_files
 from ckpt.convert.naming import Rename, renamed
@@ -29,6 +30,7 @@ from ckpt.convert.writing import PART_NBYTES, Progress
 from ckpt.errors import CheckpointError, InvalidState
 from ckpt.format.dtypes import DTYPES, dtype_name, torch_dtype
 from ckpt.layout.piece import Kind
+from ckpt.world import collectively
 from storage import open_store
 
 Format: TypeAlias = Literal["safetensors", "torch", "dcp"]
@@ -125,17 +127,21 @@ def export(
     if target_options is None:
         target_options = storage_options if _protocol(url) == _protocol(target) else None
     options = SourceOptions(step, selection.parameter_names, dict(storage_options or {}))
+    world = world_of(process_group)
     delivery = Delivery(
-        folder, name, dict(target_options or {}), threads, PART_NBYTES, verify, process_group
+        folder, name, dict(target_options or {}), threads, PART_NBYTES, verify, world
     )
-    source = open_source(url, options, open_store)
-    try:
+    source = collectively(world, "open source", lambda: open_source(url, options, open_store))
+
+    def plan() -> tuple[Chosen, Nested]:
         chosen = choose(source, selection, kind)
         if kind == "safetensors":
             files = safetensors_files(chosen.outputs, chosen.tied, name, shard_nbytes_max)
-            planned = Nested(files, tuple(sorted(chosen.values)))
-        else:
-            planned = nested_files(source, chosen, kind, name, whole=selection.optimizer)
+            return chosen, Nested(files, tuple(sorted(chosen.values)))
+        return chosen, nested_files(source, chosen, kind, name, whole=selection.optimizer)
+
+    try:
+        chosen, planned = collectively(world, "plan", plan)
         delivered = deliver(source, planned.files, delivery, progress, open_store)
         return _report(source, chosen, planned, delivery, delivered)
     finally:

@@ -13,9 +13,6 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch.distributed as dist
-
-from ckpt.api import world_of
 from ckpt.convert.files import Data, Fixed, PlannedFile
 from ckpt.convert.source import Source
 from ckpt.convert.verifying import verify_files
@@ -44,7 +41,7 @@ class Delivery(NamedTuple):
     threads: int
     part_nbytes: int
     verify: bool
-    process_group: dist.ProcessGroup | None
+    world: World
 
 
 class Delivered(NamedTuple):
@@ -64,7 +61,7 @@ def deliver(
 
     After an error nothing is left of what was written; after a kill the next call goes on.
     """
-    world = world_of(delivery.process_group)
+    world = delivery.world
     store = collectively(
         world, "open target", lambda: open_store(delivery.folder, **delivery.options)
     )

@@ -138,7 +138,7 @@ class Staged:
                 self.gate.open()
             give_up()
 
-        with task.recorder.span("write", sum(s.chunk.nbytes for s in self.image.sources)):
+        with task.recorder.span("write", sum(file.entries.nbytes for file in self.image.files)):
             files = self.image.write(
                 task.store,
                 file_names(header, task),
@@ -189,7 +189,7 @@ def stage(state: Any, task: SaveTask, options: StageOptions, staging: Staging) -
         image = Image(files, sources, staging, division=division, buffers_max=room.buffers_max)
         digests = digests_of(split.compared_now)
     gate = steps.hold(split.changes.storages, split.changes.parameters)
-    if room.fits and not division.later_nbytes:
+    if room.fits and not division.later_nbytes and not split.compared_later:
         gate.open()
     return Staged(
         task,

@@ -119,6 +119,7 @@ class FSDPModule:
         """
         unit, store = self.fsdp_group.unit, self.fsdp_group.store
         if unit.needs_gather:
+            self.fsdp_group.streams.gathers_wait_for_compute()  # an optimizer may just have stepped
             store.start_unshard()
             unit.was_prefetched = True
         handle = UnshardHandle(store)

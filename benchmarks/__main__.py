@@ -1,7 +1,7 @@
 """All benchmarks, one after the other, and a table of bars against what was measured: `make bench`.
 
     python -m benchmarks [save_load small_tensors async_save state_dicts engine_save fsdp1
-                          memory dedup export convert manifest s3]
+                          memory dedup export convert manifest s3 overhead step]
 
 Takes some minutes, on a disk with 10 GB free (the current directory's). Each benchmark can be run
 by itself with more rounds and other sizes. A bar is judged by the reader: times on a busy machine
@@ -30,6 +30,7 @@ BENCHMARKS: dict[str, tuple[str, ...]] = {
     "manifest": (),
     "s3": ("--mib", "512", "--rounds", "3"),
     "overhead": ("--blocks", "12"),
+    "step": ("--rounds", "7", "--engines", "ours,ours-fully,fsdp1,fsdp2"),
 }
 ROW = re.compile(r"  (.*): (.*) \(bar (.*)\)")
 
@@ -65,7 +66,7 @@ def main() -> None:
 
 def _place(name: str) -> tuple[str, ...]:
     # Temporary files may lie in memory; the disk that matters is the one we were started on.
-    return () if name in ("manifest", "s3") else ("--directory", ".")
+    return () if name in ("manifest", "s3", "step") else ("--directory", ".")
 
 
 def _results(lines: Iterator[str]) -> Iterator[Result]:

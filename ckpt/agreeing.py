@@ -154,7 +154,7 @@ class Council:
         self._promise = math.inf
         self._decisions: list[Decision] = []
         self._failure: BaseException | None = None
-        self._leaving = False
+        self._leaving = self._has_left = False
         self._closed = False
         self._number = 0
         self._looked_seconds = -math.inf
@@ -209,12 +209,17 @@ class Council:
         self.leave()
         return None if left.is_empty else left
 
-    def leave(self) -> None:
-        """Stop watching, without the other ranks: after a failure. May be repeated."""
+    def rest(self) -> None:
+        """No more agreements: all ranks know that they end, and may leave one after the other."""
         with self._changed:
-            is_first = not self._leaving
             self._leaving = True
             self._changed.notify_all()
+
+    def leave(self) -> None:
+        """Stop watching, without the other ranks: after a failure. May be repeated."""
+        self.rest()
+        with self._changed:
+            is_first, self._has_left = not self._has_left, True
         if is_first:
             # Whoever waits in a round, here or on other ranks, need not wait any longer.
             self._world.abandon()

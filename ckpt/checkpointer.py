@@ -506,6 +506,7 @@ class Checkpointer:
         """Save what time allows, then raise Preempted on all ranks."""
         deadline = decision.deadline_seconds
         self._keeper.end()
+        self._council.rest()
         plan = self._agreed_plan(deadline)
         finished = self._all_collected(self._clock() + plan["wait_seconds"])
         if finished and plan["save"] == "model first":

@@ -110,8 +110,7 @@ class FullyShardedDataParallel(StatefulUnit):
     ) -> None:
         super().__init__()
         strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
-        ignored = find_ignored(module, ignored_modules, ignored_states, is_unit=is_unit)
-        ignored = _with_inherited(ignored, module)
+        ignored = _ignored_below(module, ignored_modules, ignored_states)
         groups = resolve_groups(
             process_group, device_mesh, strategy, has_policy=auto_wrap_policy is not None
         )
@@ -131,7 +130,7 @@ class FullyShardedDataParallel(StatefulUnit):
                 "use_orig_params": use_orig_params,
                 "ignored_states": list(ignored.params) or None,
             }
-            _wrap_below(module, auto_wrap_policy, ignored, shared)
+            self._wrap_below(module, auto_wrap_policy, ignored, shared)
         values = Values(device_id, param_init_fn, sync_module_states)
         found, device = _prepared(module, ignored, groups, values)
         self.fsdp_names = tuple(_state_names(module))  # before members are taken out
@@ -147,11 +146,28 @@ class FullyShardedDataParallel(StatefulUnit):
             ignored_buffers=ignored.buffers,
             evaluates_in_full_precision=os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1",
         )
-        extension = self.fsdp_extension
-        if extension is None and device_mesh is not None and larger_mesh(device_mesh) is not None:
-            extension = TensorParallel(groups)
+        extension = self._extension_for(groups, device_mesh)
         unit = _make_unit(module, found, groups, settings, extension)
         self._build(unit, groups, ignored, device_mesh)
+
+    def _wrap_below(
+        self, module: nn.Module, policy: Any, ignored: Ignored, shared: dict[str, Any]
+    ) -> None:
+        """Make units of what the policy names below `module`; `shared` are their arguments."""
+        auto_wrap(
+            module,
+            policy,
+            # A subclass may have a constructor of its own; one with an extension means all units.
+            wrapper=FullyShardedDataParallel if self.fsdp_extension is None else type(self),
+            ignored_modules=set(ignored.modules),
+            ignored_params=set(ignored.params),
+            kwargs=shared,
+        )
+
+    def _extension_for(self, groups: Groups, device_mesh: DeviceMesh | None) -> Extension | None:
+        if self.fsdp_extension is not None or device_mesh is None:
+            return self.fsdp_extension
+        return None if larger_mesh(device_mesh) is None else TensorParallel(groups)
 
     def _build(
         self, unit: FlatUnit, groups: Groups, ignored: Ignored, device_mesh: DeviceMesh | None
@@ -541,18 +557,6 @@ class Values(NamedTuple):
     sync: bool
 
 
-def _wrap_below(module: nn.Module, policy: Any, ignored: Ignored, shared: dict[str, Any]) -> None:
-    """Make units of what the policy names below `module`; `shared` are their arguments."""
-    auto_wrap(
-        module,
-        policy,
-        wrapper=FullyShardedDataParallel,
-        ignored_modules=set(ignored.modules),
-        ignored_params=set(ignored.params),
-        kwargs=shared,
-    )
-
-
 def _prepared(
     module: nn.Module, ignored: Ignored, groups: Groups, values: Values
 ) -> tuple[list[Found], torch.device]:
@@ -633,13 +637,14 @@ def _managed_below(module: nn.Module) -> set[int]:
     return found
 
 
-def _with_inherited(ignored: Ignored, module: nn.Module) -> Ignored:
-    """Also leave alone what units below were told to."""
-    modules, params = set(ignored.modules), set(ignored.params)
+def _ignored_below(module: nn.Module, modules: Any, states: Any) -> Ignored:
+    """What the arguments name, and what units below were told to leave alone."""
+    ignored = find_ignored(module, modules, states, is_unit=is_unit)
+    all_modules, params = set(ignored.modules), set(ignored.params)
     for wrapper in fsdp_units(module):
-        modules |= wrapper.fsdp_ignored.modules
+        all_modules |= wrapper.fsdp_ignored.modules
         params |= wrapper.fsdp_ignored.params
-    return Ignored(frozenset(modules), frozenset(params), ignored.buffers)
+    return Ignored(frozenset(all_modules), frozenset(params), ignored.buffers)
 
 
 def _synced_below(module: nn.Module) -> set[int]:

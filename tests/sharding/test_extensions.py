@@ -83,6 +83,8 @@ def recorded() -> None:
         torch.testing.assert_close(model(x), other(x))
         model(x).sum().backward()
         assert Ours(build("uneven")).fsdp_extension is None
+        model = Extended(build("uneven"), auto_wrap_policy=ModuleWrapPolicy([nn.Linear]))
+        assert all(unit.fsdp_extension is extension for unit in Ours.fsdp_modules(model))
 
 
 def test_an_extension_is_asked_when_a_unit_is_built_and_when_it_is_shown() -> None:

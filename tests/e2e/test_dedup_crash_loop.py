@@ -96,7 +96,7 @@ def test_nothing_promised_or_referred_to_is_lost(
     assert total > 15
     faults = ("fails", "kills-rank", "kills-job")
     cases = list(itertools.product(range(1, total + 1), faults, (False, True), ("before", "after")))
-    chosen = rng.sample(cases, scale.count(30, len(cases)))
+    chosen = rng.sample(cases, scale.count(20, len(cases)))
     struck = 0
     for number, (at, fault, forever, mode) in enumerate(chosen):
         history = History()
@@ -117,7 +117,7 @@ def test_a_power_loss_takes_nothing_that_was_promised_or_referred_to(
     total = _operations(open_store(f"memory://{name}-dry"))
     cases = list(itertools.product(range(1, total + 1), ("before", "after")))
     lost = 0
-    for at, mode in rng.sample(cases, scale.count(12, len(cases))):
+    for at, mode in rng.sample(cases, scale.count(8, len(cases))):
         disk = PowerLossStore(open_store(f"memory://{name}-{at}-{mode}"))
         plan = FaultPlan(at, kill=True, mode=mode)  # type: ignore[arg-type]
         promised = _save_under_fault(disk, plan, whole_job=True)

@@ -50,7 +50,7 @@ def test_every_flipped_bit_of_what_is_referred_to_is_refused_or_harmless(
         place = range(start, start + manifest.chunk_nbytes(at))
         needed.setdefault(keys[int(chunks.file[at])], []).append(place)
     refused = 0
-    for key, bit in rng.sample(bits, scale.count(150, 20_000)):
+    for key, bit in rng.sample(bits, scale.count(80, 20_000)):
         state = lora_at(0)
         flipped = FlippedStore(store, key, bit)
         is_needed = any(bit // 8 in place for place in needed[key])

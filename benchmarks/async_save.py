@@ -1,6 +1,7 @@
 """Saves in the background on 2 ranks, FSDP2 + AdamW, against torch's DCP: what they cost training.
 
-    python -m benchmarks.async_save [--gib 1] [--rounds 7] [--steps 6] [--directory DIR]
+    python -m benchmarks.async_save [--gib 1] [--rounds 7] [--steps 4] [--directory DIR]
+                                    [--parts memory blocked cpu slow-down]
 
 Four questions, each answered with ours and DCP interleaved in one run on the same state:
 
@@ -45,6 +46,7 @@ from ckpt.stepping import steps as hooked_steps
 from tests.ranks import run_ranks
 
 Wait = Callable[[], object]
+PARTS = ("memory", "blocked", "cpu", "slow-down")
 
 
 class Clock:
@@ -262,16 +264,19 @@ def measure_memory(gib: float, directory: str) -> None:
     clear(Path(directory))
 
 
-def rank_main(gib: float, rounds: int, steps: int, directory: str) -> None:
+def rank_main(gib: float, rounds: int, steps: int, parts: list[str], directory: str) -> None:
     warnings.filterwarnings("ignore")
     # DCP's process mode starts a process of its own, which finds the others by these.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     os.environ.setdefault("MASTER_ADDR", "localhost")
     training = Training(int(gib * GIB), Path(directory))
     title = f"saves in the background, {gib:g} GiB of FSDP2 + AdamW, 2 ranks, {rounds} rounds"
-    report(f"{title}: blocked", measure_blocked(training, rounds))
-    report(f"{title}: CPU", measure_cpu(training, rounds))
-    report(f"{title}: slow-down", measure_slow_down(training, rounds, steps))
+    if "blocked" in parts:
+        report(f"{title}: blocked", measure_blocked(training, rounds))
+    if "cpu" in parts:
+        report(f"{title}: CPU", measure_cpu(training, rounds))
+    if "slow-down" in parts:
+        report(f"{title}: slow-down", measure_slow_down(training, rounds, steps))
     clear(Path(directory))
 
 
@@ -280,13 +285,16 @@ def main() -> None:
     parser.add_argument("--gib", type=float, default=1.0)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=4, help="while a save is persisted")
+    parser.add_argument("--parts", nargs="*", default=PARTS, choices=PARTS)
     parser.add_argument("--directory", default=None, help="on the disk to measure")
     given = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=given.directory) as directory:
-        run_ranks(2, measure_memory, given.gib, directory, timeout_seconds=3600)
-    with tempfile.TemporaryDirectory(dir=given.directory) as directory:
-        arguments = (given.gib, given.rounds, given.steps, directory)
-        run_ranks(2, rank_main, *arguments, timeout_seconds=3600)
+    if "memory" in given.parts:
+        with tempfile.TemporaryDirectory(dir=given.directory) as directory:
+            run_ranks(2, measure_memory, given.gib, directory, timeout_seconds=3600)
+    if set(given.parts) != {"memory"}:
+        with tempfile.TemporaryDirectory(dir=given.directory) as directory:
+            arguments = (given.gib, given.rounds, given.steps, given.parts, directory)
+            run_ranks(2, rank_main, *arguments, timeout_seconds=3600)
 
 
 if __name__ == "__main__":

@@ -40,7 +40,6 @@ from ckpt.layout.plain import Ranks
 from ckpt.log import MANIFEST_NAME, STEP_MAX, manifest_digest, step_prefix
 from ckpt.previous import NOTHING, Base, Previous, Referred, decode_base, everything, refer
 from ckpt.session import Commit, RankedSession, ReferenceRetired
-from ckpt.state_dict.walk import module_paths
 from ckpt.stepping import Evidence
 from ckpt.telemetry import Recorder, Span
 from ckpt.world import collectively
@@ -141,14 +140,21 @@ def save_state(
     RankFailed. Only OutcomeUnknown leaves that open; the next save settles it.
     """
     task = SaveTask(session, store, memory, step, options)
-
-    def write(attempt: Attempt) -> Part:
+    contents: Contents | Exception
+    try:
         with task.recorder.span("flatten"):
             contents = contents_of(state, task.ranks, memory.plans)
+    except Exception as error:
+        contents = error  # raised in the round that all ranks agree in
+
+    def write(attempt: Attempt) -> Part:
+        if isinstance(contents, Exception):
+            raise contents
         written = write_sources(contents.plan.sources, contents, attempt, task)
         return part_of(contents, written, digests_of(contents.plan.assignment.compared), task)
 
-    return publish(task, lambda: module_paths(state), write)
+    modules = () if isinstance(contents, Exception) else contents.modules
+    return publish(task, lambda: modules, write)
 
 
 class Written(NamedTuple):
@@ -170,7 +176,7 @@ def write_sources(
             previous = task.memory.previous
             referred = refer(sources, attempt.base, previous, block_nbytes=header.block_bytes)
         entries = entries_of(referred.sources, path.file_nbytes_max, header.block_bytes)
-    with recorder.span("write", sum(source.chunk.nbytes for source in referred.sources)):
+    with recorder.span("write", sum(file.nbytes for file in entries)):
         files = write_files(
             task.store,
             file_names(header, task),

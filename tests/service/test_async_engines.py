@@ -88,3 +88,24 @@ def save_under_every_engine(directory: str) -> dict[str, list[str]]:
 def test_every_engine_stores_the_state_of_the_call(tmp_path: Path) -> None:
     for found in run_ranks(2, save_under_every_engine, str(tmp_path), timeout_seconds=150):
         assert found == {engine: [] for engine in ENGINES}
+
+
+def save_replicas_and_step(directory: str) -> list[str]:
+    """A plain model on every rank, equal everywhere: one rank stores it, all digest it."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(300, 300)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    warnings: list[str] = []
+    for step in range(3):
+        with pytest.MonkeyPatch.context() as patch, late_copies(patch):
+            pending = ckpt.async_save({"model": model}, directory, step=step, replicas="strict")
+            for parameter in model.parameters():
+                parameter.grad = torch.full_like(parameter, 1.0 + step)
+            optimizer.step()
+        warnings += pending.result(60).warnings
+    return warnings
+
+
+def test_replicas_are_digested_before_they_change(tmp_path: Path) -> None:
+    """A rank that stores nothing of a replica has its digest to take before the next step."""
+    assert run_ranks(2, save_replicas_and_step, str(tmp_path / "run")) == [[], []]

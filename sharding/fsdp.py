@@ -61,8 +61,9 @@ class UnshardHandle:
     def __init__(self, unit: FlatUnit) -> None:
         self._unit = unit
         if unit.store is not None:
-            unit.store.start_unshard()
-            unit.was_prefetched = True
+            # Outside of a forward nobody has told the stream of gathers to wait for a step.
+            unit.found_runtime().streams.gathers_wait_for_compute()
+            unit.gather_early()
 
     def wait(self) -> None:
         """Return when the parameters are there. Waiting twice is harmless."""

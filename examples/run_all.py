@@ -25,6 +25,12 @@ def main() -> None:
             [*torchrun, "2", str(HERE / "train_sharded.py"), f"{folder}/sharded"],
             [*torchrun, "4", str(HERE / "train_sharded.py"), f"{folder}/hybrid", "hybrid"],
             [*torchrun, "2", str(HERE / "move_from_torch.py"), f"{folder}/moved"],
+            [*torchrun, "2", str(HERE / "train_service.py"), f"{folder}/service"],
+            [*torchrun, "1", str(HERE / "train_service.py"), f"{folder}/service"],
+            [sys.executable, str(HERE / "lora_dedup.py"), f"{folder}/lora"],
+            [sys.executable, str(HERE / "import_and_export.py"), f"{folder}/converted"],
+            [sys.executable, str(HERE / "huggingface_trainer.py"), f"{folder}/trainer"],
+            [sys.executable, str(HERE / "lightning_trainer.py"), f"{folder}/lightning"],
         ):
             print("+", " ".join(command[1:]), flush=True)
             subprocess.run(command, check=True, timeout=300)

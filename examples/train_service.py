@@ -1,0 +1,61 @@
+"""A training to leave running: it saves in the background, keeps the best, ends cleanly on SIGTERM,
+and goes on where it was, on any number of ranks.
+
+torchrun --nproc-per-node 2 examples/train_service.py runs/service
+"""
+
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import ckpt
+
+
+class Progress:
+    """What else has to come back: anything with these two methods can be a part of the state."""
+
+    step = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"step": self.step}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.step = state["step"]
+
+
+def train(url: str, steps: int) -> None:
+    """Train for `steps` more steps."""
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
+    fully_shard(model, mesh=dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    progress = Progress()
+    # Random states are each rank's own: on more ranks than saved, some get the same one.
+    rng = ckpt.rng_state(on_reshard=lambda states, rank, size: states[rank % len(states)])
+    state = {"model": model, "optimizer": optimizer, "rng": rng, "progress": progress}
+    with ckpt.Checkpointer(
+        url,
+        state,
+        save=ckpt.EverySteps(10) | ckpt.OnPreemption(grace_seconds=25) | ckpt.AtExit(),
+        keep=ckpt.KeepLatest(2) | ckpt.KeepBest(1, mode="min"),
+    ) as checkpointer:
+        resumed = checkpointer.restore()  # the newest that is whole; None when there is none yet
+        for step in range(progress.step + 1, progress.step + steps + 1):
+            data = torch.randn(8, 64)
+            loss = (model(data) - data).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            progress.step = step
+            checkpointer.step(step, metric=float(loss.detach()))
+    if dist.get_rank() == 0:
+        print(f"resumed: {resumed.step if resumed else 'no'}, saved: {checkpointer.last_saved}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    train(sys.argv[1], steps=25)

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from ckpt.errors import InvalidState
 from ckpt.format.checksum import crc32c, crc32c_of_each
@@ -29,7 +30,7 @@ from ckpt.format.datafile import (
     layout_data_file,
 )
 from ckpt.format.part import PartFile
-from ckpt.memory import address_of, copy_bytes, tensor_over
+from ckpt.memory import SideStreams, address_of, copy_bytes, tensor_over
 from ckpt.write import MIB, FileTexts, Source, Staging, WritePath, copy_elements
 from storage import ObjectWriter, Store
 
@@ -122,13 +123,13 @@ def _plan_parts(
 class Division(NamedTuple):
     """Which slots of each part are copied first, and which later; one item per part of all files.
 
-    `is_on_device` says that some sources are not in host memory.
+    `devices` are the CUDA devices that some sources are on.
     """
 
     first: tuple[tuple[Slot, ...], ...]
     later: tuple[tuple[Slot, ...], ...]
     later_nbytes: int
-    is_on_device: bool
+    devices: tuple[torch.device, ...]
 
 
 def divide(
@@ -141,7 +142,7 @@ def divide(
         tuple(tuple(slot for slot in plan.slots if slot.source in first) for plan in plans),
         tuple(later),
         sum(slot.stop - slot.start for slots in later for slot in slots),
-        any(source.view.is_cuda for source in sources),
+        tuple(dict.fromkeys(source.view.device for source in sources if source.view.is_cuda)),
     )
 
 
@@ -178,7 +179,8 @@ class Image:
         self.sources = sources
         self._staging = staging
         self._buffers_max = buffers_max
-        self._is_pinned = division.is_on_device
+        self._is_pinned = bool(division.devices)
+        self._side = SideStreams(division.devices)
         self._part_nbytes = files[0].part_nbytes
         plans = [part for file in files for part in file.parts]
         self._parts = list(map(_Part, plans, division.later, [_NO_BUFFER] * len(plans)))
@@ -187,7 +189,7 @@ class Image:
         for part, slots in zip(self._parts, division.first, strict=True):
             if slots:
                 assert self._has_buffer(part), "what is copied first fits"
-                self._fill(part, slots)
+                self._fill(part, slots, non_blocking=False)
 
     @property
     def is_whole(self) -> bool:
@@ -196,15 +198,16 @@ class Image:
 
     def copy(self) -> None:
         """Copy what is left, as far as there are buffers."""
-        while self._unfinished < len(self._parts):
-            part = self._parts[self._unfinished]
+        copied = self._unfinished
+        with self._side.copying():
             # In order, and a part of a header alone too: a part that is to be written next never
             # waits for buffers that later parts have.
-            if not self._has_buffer(part):
-                return
-            self._fill(part, part.missing)
-            part.missing = ()
-            self._unfinished += 1
+            while copied < len(self._parts) and self._has_buffer(self._parts[copied]):
+                part = self._parts[copied]
+                self._fill(part, part.missing, non_blocking=True)
+                part.missing = ()
+                copied += 1
+        self._unfinished = copied
 
     def write(
         self,
@@ -277,7 +280,7 @@ class Image:
             part.buffer = _NO_BUFFER
             self._taken -= 1
 
-    def _fill(self, part: _Part, slots: Sequence[Slot]) -> None:
+    def _fill(self, part: _Part, slots: Sequence[Slot], *, non_blocking: bool) -> None:
         base = address_of(part.buffer)
         sources = self.sources
         for index, start, stop, at in slots:
@@ -285,7 +288,8 @@ class Image:
             if source.address:
                 copy_bytes(base + at, source.address + start, stop - start)
             else:
-                copy_elements(source, start, part.buffer[at : at + stop - start])
+                place = part.buffer[at : at + stop - start]
+                copy_elements(source, start, place, non_blocking=non_blocking)
 
     # writing
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import ctypes
 import gc
 import mmap
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 
 import torch
 
@@ -103,6 +103,31 @@ def staging_buffer(nbytes: int, *, pinned: bool) -> memoryview:
         return aligned_buffer(nbytes)
     # The array keeps the tensor alive, and the view keeps the array alive.
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy().data
+
+
+class SideStreams:
+    """Copies from CUDA devices beside the work of the training that is queued there.
+
+    Made in the thread that trains: the copies see what that thread had queued before, and nothing
+    later has to wait for them.
+    """
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        self._streams = []
+        for device in devices:
+            stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            stream.wait_stream(torch.cuda.current_stream(device))
+            self._streams.append(stream)
+
+    @contextmanager
+    def copying(self) -> Iterator[None]:
+        """Copies that are started in the block go over the side; they are finished at its end."""
+        with ExitStack() as stack:
+            for stream in self._streams:
+                stack.enter_context(torch.cuda.stream(stream))
+            yield
+        for stream in self._streams:
+            stream.synchronize()
 
 
 def address_of(buffer: memoryview) -> int:

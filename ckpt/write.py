@@ -377,13 +377,19 @@ class _Parts:
                 self._staging.give_back(scratch)
 
 
-def copy_elements(source: Source, start: int, target: memoryview) -> None:
-    """Fill `target` with the source's bytes from `start` on, in row-major order of its view."""
+def copy_elements(
+    source: Source, start: int, target: memoryview, *, non_blocking: bool = False
+) -> None:
+    """Fill `target` with the source's bytes from `start` on, in row-major order of its view.
+
+    With `non_blocking`, copies from a device into pinned memory are only started.
+    """
     dtype = source.view.dtype
     first = source.start + start // dtype.itemsize
     last = first + len(target) // dtype.itemsize
     for nbytes, piece in _pieces_between(source.view, first, last):
-        tensor_over(target[:nbytes], dtype, tuple(piece.shape)).copy_(piece)
+        place = tensor_over(target[:nbytes], dtype, tuple(piece.shape))
+        place.copy_(piece, non_blocking=non_blocking)
         target = target[nbytes:]
 
 

@@ -81,6 +81,35 @@ def test_writes_see_what_the_device_had_queued(tmp_path: Path) -> None:
     assert other.unique().tolist() == [200.0]
 
 
+@pytest.mark.parametrize("host_bytes_max", [None, 32 << 20])
+def test_a_save_in_the_background_stores_the_state_of_the_call(
+    tmp_path: Path, host_bytes_max: int | None
+) -> None:
+    """Training goes on at once; copies go over a side stream into pinned memory."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(2000, 2000), nn.BatchNorm1d(2000), nn.Linear(2000, 2000)).cuda()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, fused=True)
+    state = {"model": net, "optim": optimizer}
+
+    def train() -> None:
+        net(torch.randn(64, 2000, device="cuda")).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for step in range(4):
+        train()
+        expected = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+        moments = [value.clone() for value in optimizer.state[net[0].weight].values()]
+        pending = ckpt.async_save(state, str(tmp_path), step=step, host_bytes_max=host_bytes_max)
+        train()
+        pending.result()
+        with ckpt.open(str(tmp_path), step) as checkpoint:
+            for name, tensor in expected.items():
+                assert torch.equal(checkpoint[f"model.{name}"], tensor.cpu()), (step, name)
+            for key, value in zip(optimizer.state[net[0].weight], moments, strict=True):
+                assert torch.equal(checkpoint[f"optim.state.0.weight.{key}"], value.cpu()), key
+
+
 def _nccl(base: str) -> None:
     torch.cuda.set_device(0)
     dist.init_process_group("nccl", init_method=f"file://{base}/meet", rank=0, world_size=1)

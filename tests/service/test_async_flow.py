@@ -216,7 +216,7 @@ def test_buffers_that_are_not_filled_anew_are_found(monkeypatch: pytest.MonkeyPa
     state, train = trained()
     ckpt.async_save(state, f"{URL}-stale", step=0).result()
     train()
-    monkeypatch.setattr(Image, "_fill", lambda self, part, slots: None)
+    monkeypatch.setattr(Image, "_fill", lambda self, part, slots, **how: None)
     (warning,) = ckpt.async_save(state, f"{URL}-stale", step=1).result().warnings
     assert "no trainable tensor has changed" in warning
 

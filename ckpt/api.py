@@ -43,6 +43,7 @@ def save(
     user: Mapping[str, str] | None = None,
     metric: float | None = None,
     dedup: bool = False,
+    telemetry: bool = False,
     storage_options: Mapping[str, Any] | None = None,
 ) -> SaveReport:
     """Save `state` as the checkpoint of `step` below `url`; returns when it is durable.
@@ -52,7 +53,8 @@ def save(
     without torch.distributed on this process alone. Nothing that exists is overwritten.
 
     Replicas of buffers that differ between ranks are warned of, or refused (`replicas="strict"`).
-    `user` are notes to keep with the checkpoint, `metric` is how good it is. A store that cannot
+    `user` are notes to keep with the checkpoint, `metric` is how good it is. With `telemetry=True`
+    how the save went on every rank is kept, too, for `ckpt report`. A store that cannot
     refuse a second writer is used only with `unsafe_single_writer=True`. `io="buffered"` writes
     local files through the page cache, `"direct"` around it, and `"auto"` around it from 16 MiB on.
 
@@ -75,6 +77,7 @@ def save(
             dict(user or {}),
             metric,
             dedup,
+            telemetry,
         )
         return save_state(
             state, session=session, store=store, step=step, options=options, memory=memory
@@ -92,6 +95,7 @@ def async_save(
     replicas: Literal["warn", "strict"] = "warn",
     metric: float | None = None,
     dedup: bool = False,
+    telemetry: bool = False,
     user: Mapping[str, str] | None = None,
     process_group: dist.ProcessGroup | None = None,
     storage_options: Mapping[str, Any] | None = None,
@@ -136,7 +140,7 @@ def async_save(
             store,
             memory,
             step,
-            SaveOptions(replicas, path, dict(user or {}), metric, dedup),
+            SaveOptions(replicas, path, dict(user or {}), metric, dedup, telemetry),
         )
         if is_skipped:
             error = SaveDropped(f"the save of step {step} was skipped: another one is in flight")

@@ -14,6 +14,7 @@ import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import Literal
 
 from ckpt.errors import SaveDropped
@@ -189,6 +190,9 @@ def _run(pending: PendingSave, task: SaveTask, staged: Staged) -> SaveReport:
         pending.attempt = attempt.header.attempt
         return staged.write(attempt, give_up)
 
+    def blocked_seconds() -> float:
+        return pending.blocked_seconds if pending.call_seconds else task.blocked_seconds()
+
     error: Exception | None = None
     try:
         try:
@@ -196,7 +200,8 @@ def _run(pending: PendingSave, task: SaveTask, staged: Staged) -> SaveReport:
         except Exception as caught:
             error = caught
         task.session.world.agree("begin", error)
-        return publish(task, lambda: staged.contents.modules, write)
+        watched = replace(task, blocked_seconds=blocked_seconds)
+        return publish(watched, lambda: staged.contents.modules, write)
     finally:
         staged.release()
 

@@ -29,6 +29,7 @@ FORMAT_NBYTES_MAX = 4096
 LOG_PREFIX = "log/"
 STEPS_PREFIX = "steps/"
 MANIFEST_NAME = "MANIFEST"
+TELEMETRY_NAME = "TELEMETRY"  # how the save went; optional, nothing depends on it
 LISTED_MAX = 1000  # a page of S3
 RECORD_MAGIC = b"SHPTLOG1"
 RECORD_NBYTES_MAX = (
@@ -42,7 +43,7 @@ KINDS: tuple[str, ...] = get_args(Kind)
 
 _ATTEMPT = re.compile(r"e([0-9]{6,18})-[0-9a-f]{16}")
 _STEP_DIR = re.compile(r"([0-9]{8,18})-(e[0-9]{6,18}-[0-9a-f]{16})")
-_FILE_NAME = re.compile(r"MANIFEST|[A-Za-z0-9][A-Za-z0-9._-]{0,199}\.safetensors")
+_FILE_NAME = re.compile(r"MANIFEST|TELEMETRY|[A-Za-z0-9][A-Za-z0-9._-]{0,199}\.safetensors")
 _FORMAT_LINE = re.compile(rb"shardpoint (1) ([0-9a-f]{32}) ([0-9a-f]{8})\n")
 _FORMAT_START = re.compile(rb"shardpoint ([0-9]{1,9})[ \n]")
 

@@ -9,6 +9,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
@@ -16,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt.contents import Contents, PlanMemory, SavePlan, contents_of, digests_of
-from ckpt.errors import Fenced, InvalidState, OutcomeUnknown
+from ckpt.errors import Fenced, InvalidState, OutcomeUnknown, SaveDropped
 from ckpt.format.codec import encode_values
 from ckpt.format.datafile import BLOCK_BYTES
 from ckpt.format.describe import data_file_name, file_extras, file_metadata
@@ -36,12 +37,14 @@ from ckpt.format.part import (
     value_differences,
 )
 from ckpt.format.references import REFERENCES
+from ckpt.format.telemetry import SaveTotals
 from ckpt.layout.plain import Ranks
-from ckpt.log import MANIFEST_NAME, STEP_MAX, manifest_digest, step_prefix
+from ckpt.log import MANIFEST_NAME, STEP_MAX, LiveEntry, manifest_digest, step_prefix
 from ckpt.previous import NOTHING, Base, Previous, Referred, decode_base, everything, refer
-from ckpt.session import Commit, RankedSession, ReferenceRetired
+from ckpt.session import Commit, RankedSession, ReferenceRetired, Session
 from ckpt.stepping import Evidence
-from ckpt.telemetry import Recorder, Span
+from ckpt.telemetry import Recorder, Span, stopwatch
+from ckpt.telling import Committed, RankTold, SaveHistory, log_saved, totals_of, write_telemetry
 from ckpt.world import collectively
 from ckpt.write import FileTexts, Source, WritePath, entries_of, write_files
 from storage import Store
@@ -58,7 +61,8 @@ class SaveOptions:
     """How a save treats replicas that differ, how it writes, and what is kept with it.
 
     `metric` goes into the log, for retention by quality. With `dedup`, chunks whose bytes the
-    previous checkpoint has are referred to and not written.
+    previous checkpoint has are referred to and not written. With `telemetry`, how the save went is
+    kept beside the checkpoint, for `ckpt report`.
     """
 
     replicas: Literal["warn", "strict"] = "warn"
@@ -66,6 +70,7 @@ class SaveOptions:
     user: Mapping[str, str] = field(default_factory=dict)
     metric: float | None = None
     dedup: bool = False
+    telemetry: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +78,7 @@ class SaveReport:
     """A checkpoint that exists. `nbytes` are the bytes of all its objects together, as written by
     this save; `nbytes_referenced` are those of its chunks that lie in files of older ones.
 
-    `spans` and `counters` are this rank's own.
+    `spans` and `counters` are this rank's own, `totals` are of all ranks together.
     """
 
     step: int
@@ -81,6 +86,7 @@ class SaveReport:
     path: str
     nbytes: int
     warnings: tuple[str, ...]
+    totals: SaveTotals = field(compare=False)
     nbytes_referenced: int = 0
     spans: tuple[Span, ...] = field(default=(), compare=False)
     counters: Mapping[str, float] = field(default_factory=dict, compare=False)
@@ -91,7 +97,7 @@ class PartMemory:
 
     Belongs to one session. Both sides forget together: a round that fails on one rank fails on all.
     `previous` is what a save with `dedup` may refer to, `plans` what this rank need not work out
-    again, `evidence` which optimizers wait for saves in the background.
+    again, `evidence` which optimizers wait for saves in the background, `history` how saves went.
     """
 
     def __init__(self) -> None:
@@ -100,6 +106,7 @@ class PartMemory:
         self.previous = Previous()
         self.plans = PlanMemory()
         self.evidence = Evidence()
+        self.history = SaveHistory()
 
 
 class Attempt(NamedTuple):
@@ -111,7 +118,11 @@ class Attempt(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SaveTask:
-    """One save to be made: where to, of which step, and who notes what happens."""
+    """One save to be made: where to, of which step, and who notes what happens.
+
+    `blocked_seconds` tells how long training stands still for it; by default all the time.
+    `retries_before` are those of the store when it began.
+    """
 
     session: RankedSession
     store: Store
@@ -119,10 +130,17 @@ class SaveTask:
     step: int
     options: SaveOptions
     recorder: Recorder = field(default_factory=Recorder)
+    blocked_seconds: Callable[[], float] = field(default_factory=stopwatch)
+    retries_before: int = 0
 
     @property
     def ranks(self) -> Ranks:
         return Ranks(self.session.world.rank, self.session.world.global_ranks)
+
+    def told(self) -> RankTold:
+        """What there is to tell of it on this rank, so far."""
+        retries = self.store.retries - self.retries_before
+        return RankTold(self.recorder.spans(), self.blocked_seconds(), retries)
 
 
 def save_state(
@@ -197,6 +215,19 @@ def publish(
     that the attempt refers to is retired meanwhile, there is another attempt; the last refers to
     nothing.
     """
+    task = replace(task, retries_before=task.store.retries)
+    try:
+        return _publish_in_tries(task, modules, write)
+    except SaveDropped:
+        raise
+    except Exception as error:
+        task.memory.history.failed(task.step, error)
+        raise
+
+
+def _publish_in_tries(
+    task: SaveTask, modules: Callable[[], Sequence[str]], write: Callable[[Attempt], Part]
+) -> SaveReport:
     tries = TRIES if task.options.dedup else 1
     for number in range(1, tries + 1):
         with task.recorder.span("attempt"):
@@ -214,15 +245,20 @@ def publish(
 def _publish(task: SaveTask, attempt: Attempt, write: Callable[[Attempt], Part]) -> SaveReport:
     session, memory, header = task.session, task.memory, attempt.header
 
-    def run() -> Part:
-        _refuse_other_task(attempt, task)
-        return write(attempt)
-
     try:
-        part = collectively(session.world, "write", run)
+        with ExitStack() as waiting:
+
+            def run() -> Part:
+                try:
+                    _refuse_other_task(attempt, task)
+                    return write(attempt)
+                finally:
+                    waiting.enter_context(task.recorder.span("wait"))
+
+            part = collectively(session.world, "write", run)
         with task.recorder.span("parts"):
-            parts = _hand_over(part, session, memory)
-        report, manifest = _commit(parts, task, header)
+            parts = _hand_over(part, task)
+        report, committed = _commit(parts, task, header)
     except (Fenced, OutcomeUnknown):
         raise
     except Exception:
@@ -230,8 +266,31 @@ def _publish(task: SaveTask, attempt: Attempt, write: Callable[[Attempt], Part])
         _discard(session, header)
         raise
     if attempt.base is not None:
-        memory.previous.remember(header, part, manifest)
+        memory.previous.remember(header, part, committed.manifest)
+    if session.session is not None:
+        _tell(report, committed.told, task)
     return report
+
+
+def _tell(report: SaveReport, told: Sequence[RankTold], task: SaveTask) -> None:
+    """The lead tells how a save went that is committed, so nothing here may fail it."""
+    history, lead = task.memory.history, task.session.session
+    assert lead is not None
+    log_saved(report.totals, report.path)
+    if not task.options.telemetry:
+        return
+    try:
+        history.recall(task.store, lambda: _others(lead, report))
+        telemetry = history.describe(report.totals, [task.told(), *told[1:]], report.warnings)
+    except Exception:
+        logger.warning("step %d is saved; how it went is not kept", task.step, exc_info=True)
+        return
+    write_telemetry(task.store, telemetry)
+    history.saved(report.totals)
+
+
+def _others(lead: Session, report: SaveReport) -> list[LiveEntry]:
+    return [entry for entry in lead.state().live if entry.attempt != report.attempt]
 
 
 def _start(task: SaveTask, modules: Callable[[], Sequence[str]], *, may_refer: bool) -> Attempt:
@@ -391,30 +450,39 @@ def _unchanged(parts: Sequence[Part]) -> list[str]:
     ]
 
 
-def _hand_over(part: Part, session: RankedSession, memory: PartMemory) -> Callable[[], list[Part]]:
-    """A function that gives all parts, on the lead; an empty list elsewhere.
+class _Received(NamedTuple):
+    """What all ranks have handed over, in rank order; nothing but on the lead."""
+
+    parts: list[Part]
+    told: list[RankTold]
+
+
+def _hand_over(part: Part, task: SaveTask) -> Callable[[], _Received]:
+    """A function that gives what the lead has received.
 
     It may raise, so it is called where the others wait for the lead's answer.
     """
-    world = session.world
+    world, memory = task.session.world, task.memory
     if world.size == 1:
-        return lambda: [part]
+        return lambda: _Received([part], [task.told()])
     structure = part.structure()
     known = structure == memory.sent
-    payload = [b"" if known else structure, part.variable()]
-    received = world.gather_to_lead("parts", _joined(payload))
+    payload = _joined([b"" if known else structure, part.variable()])
+    received = world.gather_to_lead("parts", _joined([task.told().encode(), payload]))
     memory.sent = structure
     return lambda: _assembled(received or [], memory)
 
 
-def _assembled(received: Sequence[bytes], memory: PartMemory) -> list[Part]:
-    parts = []
+def _assembled(received: Sequence[bytes], memory: PartMemory) -> _Received:
+    parts, told = [], []
     for rank, data in enumerate(received):
-        structure, variable = _split(data)
+        telling, payload = _split(data)
+        structure, variable = _split(payload)
         if structure:
             memory.structures[rank] = structure
         parts.append(assemble(memory.structures[rank], variable))
-    return parts
+        told.append(RankTold.decode(telling))
+    return _Received(parts, told)
 
 
 def _joined(parts: Sequence[bytes]) -> bytes:
@@ -426,74 +494,87 @@ def _split(data: bytes) -> tuple[bytes, bytes]:
     return data[8 : 8 + size], data[8 + size :]
 
 
+class _Committed(NamedTuple):
+    """What came of a commit: `answer` is for all ranks, the rest for the lead alone."""
+
+    answer: Mapping[str, Any] = {}
+    manifest: Manifest | None = None
+    told: Sequence[RankTold] = ()
+
+
 def _commit(
-    parts_of: Callable[[], list[Part]], task: SaveTask, header: Header
-) -> tuple[SaveReport, Manifest | None]:
+    received_of: Callable[[], _Received], task: SaveTask, header: Header
+) -> tuple[SaveReport, _Committed]:
     """The lead checks that the parts are one whole checkpoint, and makes it exist.
 
-    The lead's manifest is for the lead alone. Raises ReferenceRetired on all ranks.
+    Raises ReferenceRetired on all ranks.
     """
     session, store = task.session, task.store
     lead = session.session
-    manifest: Manifest | None = None
 
-    def run() -> bytes:
-        nonlocal manifest
-        if lead is None:
-            return b""
-        parts = parts_of()
-        warnings = replica_differences(parts)
-        problems = value_differences(parts)
-        problems += warnings if task.options.replicas == "strict" else []
-        warnings += _unchanged(parts)
-        if problems:
-            return json.dumps({"problems": problems}).encode()
-        with task.recorder.span("manifest"):
-            manifest = build_manifest(header, parts)
-            data = encode_manifest(manifest)
-            key = step_prefix(header.step, header.attempt) + MANIFEST_NAME
-            with store.create(key, len(data), part_nbytes=len(data)) as writer:
-                writer.write_part(0, [memoryview(data)])
-        held = manifest.nbytes_referenced()
-        commit = Commit(
-            header.attempt,
-            header.step,
-            len(data),
-            manifest_digest(data),
-            metric=task.options.metric,
-            references=tuple(held),
-        )
-        try:
-            lead.commit(commit)
-        except ReferenceRetired as error:
-            return json.dumps({"retired": str(error)}).encode()
-        told = {
-            "nbytes": manifest.own_nbytes + len(data),
-            "referenced": sum(held.values()),
-            "warnings": warnings,
-        }
-        return json.dumps(told).encode()
+    def run() -> _Committed:
+        return _Committed() if lead is None else _commit_parts(received_of(), task, header, lead)
 
-    with task.recorder.span("commit"):
-        told = collectively(session.world, "commit", run)
-        report = json.loads(session.world.share("report", told if lead is not None else None))
+    # The lead's own phase is the commit itself, for the others it is waiting for that.
+    with nullcontext() if lead is not None else task.recorder.span("commit"):
+        committed = collectively(session.world, "commit", run)
+        told = None if lead is None else json.dumps(committed.answer).encode()
+        report = json.loads(session.world.share("report", told))
     if "problems" in report:
         raise InvalidState(report["problems"])
     if "retired" in report:
         raise ReferenceRetired(report["retired"])
     for warning in report["warnings"] if lead is not None else ():
         logger.warning("step %d: %s", header.step, warning)
+    totals = SaveTotals.model_construct(**report["totals"])
     told_to_all = SaveReport(
         step=header.step,
         attempt=header.attempt,
         path=f"{store.url}/{step_prefix(header.step, header.attempt)}".rstrip("/"),
-        nbytes=report["nbytes"],
+        nbytes=totals.nbytes,
         warnings=tuple(report["warnings"]),
-        nbytes_referenced=report["referenced"],
+        totals=totals,
+        nbytes_referenced=totals.nbytes_referenced,
         spans=task.recorder.spans(),
         counters=task.recorder.counters(),
     )
-    return told_to_all, manifest
+    return told_to_all, committed
+
+
+def _commit_parts(received: _Received, task: SaveTask, header: Header, lead: Session) -> _Committed:
+    parts, told = received
+    warnings = replica_differences(parts)
+    problems = value_differences(parts)
+    problems += warnings if task.options.replicas == "strict" else []
+    warnings += _unchanged(parts)
+    if problems:
+        return _Committed({"problems": problems})
+    with task.recorder.span("manifest"):
+        manifest = build_manifest(header, parts)
+        data = encode_manifest(manifest)
+        key = step_prefix(header.step, header.attempt) + MANIFEST_NAME
+        with task.store.create(key, len(data), part_nbytes=len(data)) as writer:
+            writer.write_part(0, [memoryview(data)])
+    held = manifest.nbytes_referenced()
+    commit = Commit(
+        header.attempt,
+        header.step,
+        len(data),
+        manifest_digest(data),
+        metric=task.options.metric,
+        references=tuple(held),
+    )
+    nbytes = manifest.own_nbytes + len(data)
+    made = Committed(header.step, header.attempt, nbytes, sum(held.values()), warnings)
+    totals = totals_of(made, told, now_unix=time.time())
+    try:
+        with task.recorder.span("commit"):
+            lead.commit(commit)
+    except ReferenceRetired as error:
+        return _Committed({"retired": str(error)})
+    # From here on the checkpoint exists, so nothing may fail any more.
+    answer = {"warnings": warnings, "totals": totals.ended(time.time()).model_dump()}
+    return _Committed(answer, manifest, told)
 
 
 def _discard(session: RankedSession, header: Header) -> None:

@@ -22,12 +22,19 @@ class Span(NamedTuple):
     nbytes: int
 
 
+def stopwatch() -> Callable[[], float]:
+    """A function that tells the seconds since this call."""
+    start = time.perf_counter()
+    return lambda: time.perf_counter() - start
+
+
 class Recorder:
     """Collects the spans and counters of one save or load; any thread may add to it.
 
     Phases of a save are "attempt", "flatten", "stage", "write", "parts", "manifest" and "commit";
-    of a load "manifest", "bind", "plan", "read" and "finish". Counters carry their unit in their
-    name.
+    of a load "manifest", "bind", "plan", "read" and "finish". "digest" is of saves with `dedup`;
+    "wait" is from this rank's last write to that of the last rank. Counters carry their unit in
+    their name.
     """
 
     def __init__(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TypeVar
 
@@ -23,13 +24,32 @@ from storage.wrap import WrappedStore
 T = TypeVar("T")
 
 
+class RetryTally:
+    """How often something was repeated; any thread may add to it."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._lock = threading.Lock()
+
+    @property
+    def count(self) -> int:
+        """Repetitions so far."""
+        return self._count
+
+    def add(self) -> None:
+        """One more."""
+        with self._lock:
+            self._count += 1
+
+
 @dataclass(frozen=True)
 class RetryPolicy:
     """Up to `attempts_max` attempts within `deadline_seconds`, with growing random pauses between.
 
     The pause before attempt n+1 is uniform between 0 and min(pause_max, pause_first * 2**(n-1)), so
     that many ranks that failed together do not come back together. No attempt starts after the
-    deadline; one that runs is not interrupted. `clock`, `sleep` and `uniform` are there for tests.
+    deadline; one that runs is not interrupted. `tally` counts the repetitions of all that use this
+    policy. `clock`, `sleep` and `uniform` are there for tests.
     """
 
     attempts_max: int = 6
@@ -39,6 +59,7 @@ class RetryPolicy:
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
     uniform: Callable[[float, float], float] = random.uniform
+    tally: RetryTally = field(default_factory=RetryTally, compare=False)
 
     def run(self, attempt: Callable[[], T]) -> T:
         """The first result that is not a TransientError, or the last TransientError."""
@@ -67,6 +88,7 @@ class RetryPolicy:
         if number == self.attempts_max or spent + pause >= self.deadline_seconds:
             error.args = (f"{error} (gave up: attempt {number}, after {spent:.1f} s)",)
             raise error
+        self.tally.add()
         return pause
 
     def _pause_max(self, number: int) -> float:
@@ -126,6 +148,10 @@ class RetryingStore(WrappedStore):
     def __init__(self, inner: Store, policy: RetryPolicy) -> None:
         super().__init__(inner)
         self._policy = policy
+
+    @property
+    def retries(self) -> int:
+        return self._policy.tally.count
 
     def get(self, key: str, byte_range: ByteRange | None = None) -> bytes:
         return self._policy.run(lambda: self.inner.get(key, byte_range))

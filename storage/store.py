@@ -80,6 +80,11 @@ class Store(ABC):
     exclusive_create: ExclusiveCreate
     part_nbytes_min: int = 1  # of every part but the last of an object of several parts
 
+    @property
+    def retries(self) -> int:
+        """Requests that were repeated so far because they had failed; 0 where nobody repeats."""
+        return 0
+
     @abstractmethod
     def get(self, key: str, byte_range: ByteRange | None = None) -> bytes:
         """The object, or exactly the bytes of `byte_range`.

@@ -30,6 +30,10 @@ class WrappedStore(Store):
     def exclusive_create(self) -> ExclusiveCreate:  # type: ignore[override]
         return self.inner.exclusive_create
 
+    @property
+    def retries(self) -> int:
+        return self.inner.retries
+
     def get(self, key: str, byte_range: ByteRange | None = None) -> bytes:
         return self.inner.get(key, byte_range)
 

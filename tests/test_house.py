@@ -58,10 +58,15 @@ ONE_FILE_EACH = {
     "crc32c": ("ckpt/format/checksum.py", "storage/s3.py"),
     "blake3": ("ckpt/format/digest.py",),
     "msgpack": ("ckpt/format/columns.py", "ckpt/log.py"),
-    "pydantic": ("ckpt/format/manifest.py", "ckpt/format/describe.py"),
+    "pydantic": (
+        "ckpt/format/manifest.py",
+        "ckpt/format/describe.py",
+        "ckpt/format/telemetry.py",
+    ),
     "rich": ("ckpt/cli/screen.py",),
     "transformers": ("ckpt/integrations/huggingface.py",),
     "lightning": ("ckpt/integrations/lightning.py",),
+    "prometheus_client": ("ckpt/integrations/prometheus.py",),
 }
 
 

@@ -281,6 +281,7 @@ def test_foreign_keys_are_not_ours(key: str) -> None:
 
 def test_own_keys_are_parsed() -> None:
     assert parse_step_key(f"steps/00000012-{A}/MANIFEST") == (12, A, "MANIFEST")
+    assert parse_step_key(f"steps/00000012-{A}/TELEMETRY") == (12, A, "TELEMETRY")
     assert parse_step_key(f"steps/1234567890-{B}/r00003-1.safetensors") == (
         1234567890,
         B,

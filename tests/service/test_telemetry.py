@@ -27,7 +27,7 @@ def test_saves_and_loads_tell_their_phases() -> None:
     state = {"t": torch.arange(1000)}
     url = "memory://telemetry"
     saved = ckpt.save(state, url, step=1)
-    phases = {"attempt", "flatten", "write", "parts", "manifest", "commit"}
+    phases = {"attempt", "flatten", "write", "wait", "parts", "manifest", "commit"}
     assert {span.phase for span in saved.spans} == phases
     pending = ckpt.async_save(state, url, step=2)
     report = pending.result()

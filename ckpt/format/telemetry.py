@@ -1,0 +1,126 @@
+"""TELEMETRY: how a save went, on every rank, kept beside its MANIFEST. FORMAT.md, "Telemetry".
+
+Nothing depends on it: a checkpoint without it, or with a damaged one, is as good. Decoding trusts
+nothing all the same, because reports show what it says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, model_validator
+
+from ckpt.errors import Corrupt
+
+TELEMETRY_NBYTES_MAX = 16 * 1024 * 1024  # about 40,000 ranks; bounds what a hostile object costs
+HISTORY_MAX = 200  # saves before this one whose totals are carried along
+FAILURES_MAX = 50
+TEXT_MAX = 500  # characters of a text that is kept
+WARNINGS_MAX = 20
+
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Amount = Annotated[FiniteFloat, Field(ge=0)]
+Text = Annotated[str, Field(max_length=TEXT_MAX)]
+Name = Annotated[str, Field(max_length=64)]
+
+
+class _Model(BaseModel):
+    """Unknown fields are ignored: newer writers may tell more."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
+
+
+class SaveTotals(_Model):
+    """One save as a whole. Seconds are of the lead's clock, from its begin to its commit.
+
+    `blocked_seconds` is how long training stood still on the rank where that was longest.
+    `staged_nbytes` and `retries` are sums over all ranks. The slowest rank is the one that was at
+    work longest, waits left out; `slowest_phase` is what took it longest.
+    """
+
+    step: Count
+    attempt: Name
+    committed_unix: Amount
+    seconds: Amount
+    blocked_seconds: Amount
+    nbytes: Count
+    nbytes_referenced: Count
+    staged_nbytes: Count
+    retries: Count
+    ranks: Count
+    slowest_rank: Count
+    slowest_phase: Name
+    slowest_seconds: Amount
+    warnings: Count = 0
+
+    @property
+    def nbytes_per_second(self) -> float:
+        """What the save wrote, by its seconds from begin to commit."""
+        return self.nbytes / self.seconds if self.seconds else 0.0
+
+    def ended(self, now_unix: float) -> SaveTotals:
+        """The same save, committed at another time. Cannot fail."""
+        begun = self.committed_unix - self.seconds
+        seconds = max(0.0, now_unix - begun)
+        return self.model_copy(update={"committed_unix": now_unix, "seconds": seconds})
+
+
+class SaveFailure(_Model):
+    """A save that came to nothing, as the lead was told."""
+
+    step: Count
+    time_unix: Amount
+    error: Text
+
+
+class Telemetry(_Model):
+    """A save in full. Rows are ranks, columns are phases; times are microseconds.
+
+    `started_us` counts from `begun_unix`, on each rank's own clock; 0 where a rank did not come
+    through a phase, and then `took_us` is 0 too. `history` are older saves, oldest first.
+    """
+
+    format: Literal["shardpoint telemetry"] = "shardpoint telemetry"
+    version: Literal[1] = 1
+    totals: SaveTotals
+    begun_unix: Amount
+    phases: Annotated[list[Name], Field(max_length=64)]
+    started_us: list[list[Count]]
+    took_us: list[list[Count]]
+    nbytes: list[list[Count]]
+    blocked_us: list[Count]
+    retries: list[Count]
+    warnings: Annotated[list[Text], Field(max_length=WARNINGS_MAX)] = []
+    history: Annotated[list[SaveTotals], Field(max_length=HISTORY_MAX)] = []
+    failures: Annotated[list[SaveFailure], Field(max_length=FAILURES_MAX)] = []
+
+    @model_validator(mode="after")
+    def _check_shapes(self) -> Telemetry:
+        ranks = len(self.blocked_us)
+        columns: tuple[Sequence[list[int]], ...] = (self.started_us, self.took_us, self.nbytes)
+        if len(self.retries) != ranks or any(len(rows) != ranks for rows in columns):
+            raise ValueError("columns tell of different numbers of ranks")
+        if any(len(row) != len(self.phases) for rows in columns for row in rows):
+            raise ValueError("rows tell of different numbers of phases")
+        return self
+
+
+def encode_telemetry(telemetry: Telemetry) -> bytes:
+    """JSON in UTF-8. Raises ValueError when it is larger than a reader takes."""
+    data = telemetry.model_dump_json().encode()
+    if len(data) > TELEMETRY_NBYTES_MAX:
+        raise ValueError(f"{len(data)} bytes of telemetry; at most {TELEMETRY_NBYTES_MAX} are kept")
+    return data
+
+
+def decode_telemetry(data: bytes) -> Telemetry:
+    """The inverse of `encode_telemetry`. Raises Corrupt for everything else."""
+    if len(data) > TELEMETRY_NBYTES_MAX:
+        raise Corrupt(f"telemetry of {len(data)} bytes; at most {TELEMETRY_NBYTES_MAX} are read")
+    try:
+        return Telemetry.model_validate_json(data)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"])) or "the object"
+        raise Corrupt(f"telemetry: {where}: {first['msg']}") from None

@@ -19,7 +19,8 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -64,7 +65,8 @@ class Pending:
             then()
 
 
-class Parts(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Parts:
     """A tensor that is spread over a group: rank r's part are the `part_numel` elements from
     r * part_numel on. The last parts may be shorter or empty.
     """
@@ -75,17 +77,23 @@ class Parts(NamedTuple):
 
     def of(self, rank: int) -> torch.Tensor:
         """That rank's part."""
-        start = min(rank * self.part_numel, self.whole.numel())
-        return self.whole[start : start + self.part_numel]
+        return self._cut[rank] if rank < len(self._cut) else self.whole[:0]
 
     def are_equal(self, size: int) -> bool:
         """Whether all of the group's parts have the same length."""
         return self.whole.numel() == size * self.part_numel
 
+    @functools.cached_property
     def as_bytes(self) -> Parts:
         """The same memory, counted in bytes."""
         itemsize = self.whole.element_size()
         return Parts(self.whole.view(torch.uint8), self.part_numel * itemsize)
+
+    @functools.cached_property
+    def _cut(self) -> tuple[torch.Tensor, ...]:
+        if not self.part_numel:
+            return ()
+        return tuple(torch.split(self.whole, self.part_numel))
 
 
 class Comm(ABC):
@@ -201,7 +209,7 @@ class _Native(Comm):
             return Pending([self._gather(members[0].whole)])
         if not members:
             return Pending(())
-        pack = _Pack([member.as_bytes() for member in members], self.size, pool)
+        pack = _Pack([member.as_bytes for member in members], self.size, pool)
         pack.put(self.rank)
         work = self._gather(pack.rows.view(-1))
 
@@ -259,7 +267,7 @@ class _Pairwise(Comm):
         direct, packed = _by_size(members)
         pack = None
         if packed:
-            pack = _Pack([member.as_bytes() for member in packed], self.size, pool)
+            pack = _Pack([member.as_bytes for member in packed], self.size, pool)
             pack.put(self.rank)
             direct.append(pack.parts())
         works: list[Any] = []

@@ -12,6 +12,7 @@ A gather is `prepare` (what memory is needed), `start` (own parts into place), t
 from __future__ import annotations
 
 import inspect
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
@@ -69,12 +70,22 @@ class Gathering(ABC):
 class AlongFirst(Gathering):
     """See the head of this file."""
 
+    def __init__(self, param: ShardedParam) -> None:
+        super().__init__(param)
+        # Memory stays where it is from step to step, so views of it are made once.
+        self._parts = Parts(torch.empty(0), 0)
+        self._own = self._buffer = torch.empty(0)
+
     def start(self, wholes: Sequence[torch.Tensor], pool: BufferPool) -> list[Parts]:
         """Put this rank's part into its place in the whole."""
         param = self.param
-        parts = Parts(wholes[0], param.chunk * param.row_numel)
-        parts.of(param.data.shard.rank).copy_(param.local.view(-1), non_blocking=True)
-        return [parts]
+        if self._parts.whole is not wholes[0]:
+            self._parts = Parts(wholes[0], param.chunk * param.row_numel)
+        if self._buffer is not param.buffer:
+            self._buffer = param.buffer
+            self._own = param.buffer[: math.prod(param.own_shape)]
+        self._parts.of(param.data.shard.rank).copy_(self._own, non_blocking=True)
+        return [self._parts]
 
     def finish(
         self, wholes: Sequence[torch.Tensor], gathered: Sequence[Parts], pool: BufferPool

@@ -251,7 +251,7 @@ class DTensorStore(GatheringStore):
 
     def _versions_now(self) -> tuple[int, ...]:
         # Steps that are fused do not count, but they come with a backward, which frees.
-        return tuple(version_of(param.local) for param in self.params)
+        return tuple(version_of(param.buffer) for param in self.params)
 
     def _check_not_meta(self) -> None:
         meta = [param.fqn for param in self.params if param.buffer.is_meta]

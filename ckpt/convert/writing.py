@@ -106,8 +106,9 @@ def write_share(
 
 
 def part_nbytes_of(writing: Writing, file: PlannedFile) -> int:
-    """The size of the parts in which a file is written."""
-    return max(writing.part_nbytes, -(-file.nbytes // (PARTS_MAX * MIB)) * MIB)
+    """The size of the parts of a file: larger than asked where there would be too many."""
+    needed = -(-file.nbytes // PARTS_MAX)
+    return writing.part_nbytes if needed <= writing.part_nbytes else -(-needed // MIB) * MIB
 
 
 class Parts(NamedTuple):

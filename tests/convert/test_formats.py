@@ -333,6 +333,16 @@ def test_other_files_are_refused_with_a_reason(
         open_source(str(tmp_path / "m.pt"))
 
 
+def test_metadata_that_tells_another_shape_than_the_file_is_refused(tmp_path: Path) -> None:
+    """Two checkpoints whose files were mixed up: same names, same sizes, other dtypes."""
+    dcp.save({"w": torch.ones(4)}, checkpoint_id=tmp_path / "a")
+    dcp.save({"w": torch.ones(4, dtype=torch.int32)}, checkpoint_id=tmp_path / "b")
+    data = (tmp_path / "b" / "__0_0.distcp").read_bytes()
+    (tmp_path / "a" / "__0_0.distcp").write_bytes(data)
+    with pytest.raises(Corrupt, match=r"w has int32 \(4,\) there, the metadata says float32"):
+        open_source(str(tmp_path / "a"))
+
+
 def test_missing_pieces_are_named(tmp_path: Path) -> None:
     dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "in")
     data = next((tmp_path / "in").glob("*.distcp"))

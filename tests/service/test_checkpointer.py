@@ -26,7 +26,7 @@ from storage import StorageError, Store, open_store
 from storage.memory import MemoryStore
 from storage.testing import FaultPlan, FaultyStore
 from tests.e2e.job import NO_WAITING, assert_is_step, state_at
-from tests.service.chaos import ThreadTarget
+from tests.service.chaos import ThreadTarget, UploadingStore
 
 
 @pytest.fixture
@@ -194,6 +194,38 @@ def test_a_failed_save_is_logged_and_the_next_one_works_without_help(
     assert [entry.step for entry in live_entries(store)] == [1, 4]
     told = [r.getMessage() for r in caplog.records if r.levelno == logging.ERROR]
     assert "save of step 3 has failed, 2 in a row (StorageError)" in told[-1]
+
+
+def test_what_failed_saves_left_is_swept_after_the_next_commit() -> None:
+    """Deleting fails as well, and an upload is left as by a rank that died."""
+
+    class Stubborn(Broken):
+        def create(self, key: str, nbytes: int, **how: Any) -> Any:
+            if self.refuses and key.endswith("MANIFEST"):
+                left = self.inner.create(key.replace("MANIFEST", "rank9.safetensors"), 9, **how)
+                left.__enter__()
+                raise StorageError(f"create {key}: the disk is full")
+            return self.inner.create(key, nbytes, **how)
+
+        def delete(self, key: str) -> None:
+            if self.refuses:
+                raise StorageError(f"delete {key}: not now")
+            self.inner.delete(key)
+
+    uploads = UploadingStore(MemoryStore())
+    store = Stubborn(uploads)
+    with alone(store, {"x": torch.ones(10)}, ckpt.EverySteps(1)) as checkpointer:
+        for step in (1, 2, 3, 4):
+            store.refuses = step in (2, 3)
+            checkpointer.step(step)
+            checkpointer._collect(wait=True)
+            if step == 3:
+                assert len({info.key.split("/")[1] for info in store.list("steps/")}) == 3
+                assert len(uploads.uploads) == 2
+        checkpointer.wait()
+        live = {entry.prefix.split("/")[1] for entry in live_entries(store)}
+        assert {info.key.split("/")[1] for info in store.list("steps/")} == live
+        assert not uploads.uploads and len(live) == 2
 
 
 def test_after_n_failures_in_a_row_the_training_hears_of_them() -> None:

@@ -157,13 +157,10 @@ RUNS: dict[str, Callable[[], Run]] = {
 }
 
 
-# torch warns of its own use of torch.jit when it compiles.
-NAMES = [
-    pytest.param(name, marks=pytest.mark.filterwarnings("ignore::DeprecationWarning"))
-    if name == "compiled"
-    else name
-    for name in RUNS
-]
+# torch warns of its own use of torch.jit when it compiles, and takes seconds to import what it needs
+# for that: too long for `make quick`.
+COMPILED = (pytest.mark.filterwarnings("ignore::DeprecationWarning"), pytest.mark.ranks)
+NAMES = [pytest.param(name, marks=COMPILED) if name == "compiled" else name for name in RUNS]
 
 
 def save_late(run: Run, monkeypatch: pytest.MonkeyPatch, name: str, **kwargs: Any) -> list[str]:

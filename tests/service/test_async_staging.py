@@ -157,8 +157,8 @@ RUNS: dict[str, Callable[[], Run]] = {
 }
 
 
-# torch warns of its own use of torch.jit when it compiles, and takes seconds to import what it needs
-# for that: too long for `make quick`.
+# torch warns of its own use of torch.jit when it compiles, and takes seconds to import what it
+# needs for that: too long for `make quick`.
 COMPILED = (pytest.mark.filterwarnings("ignore::DeprecationWarning"), pytest.mark.ranks)
 NAMES = [pytest.param(name, marks=COMPILED) if name == "compiled" else name for name in RUNS]
 

@@ -19,7 +19,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
@@ -29,6 +29,7 @@ import torch.distributed as dist
 
 from ckpt.agreeing import Council, Decision, Pace
 from ckpt.errors import CheckpointError, Fenced, InvalidState, RankFailed, SaveDropped, StoreRefused
+from ckpt.observing import Observer, Restored, SaveFailed, SaveSkipped, SaveSucceeded, tell
 from ckpt.policies import (
     AtExit,
     CostMeter,
@@ -54,6 +55,7 @@ from ckpt.retention import (
 from ckpt.saving import SaveReport
 from ckpt.state_dict.walk import walk
 from ckpt.target import Pending, Target, UrlTarget
+from ckpt.telling import log_restored
 from ckpt.weighing import nbytes_of
 from storage import StorageError
 
@@ -132,6 +134,9 @@ class Checkpointer:
     replicas, dedup, user, host_bytes_max, io. From here to `close`, signals that `save` names are
     caught; see `ckpt.preemption`.
 
+    `observers` are told how saves and restores end; see `ckpt.observing`. With `telemetry`, how
+    every save went is kept beside the checkpoint, for `ckpt report`.
+
     Single failures of saves are logged and the training goes on; `alarm` says when it should not.
     InvalidState, Fenced and StoreRefused are raised at once, because they do not go away; after a
     rank was found dead, the next call raises RankFailed naming it.
@@ -147,6 +152,8 @@ class Checkpointer:
         alarm: Alarm | None = None,
         when_busy: Literal["wait", "skip"] = "wait",
         pace: Pace | None = None,
+        observers: Sequence[Observer] = (),
+        telemetry: bool = True,
         process_group: dist.ProcessGroup | None = None,
         storage_options: Mapping[str, Any] | None = None,
         unsafe_single_writer: bool = False,
@@ -154,6 +161,7 @@ class Checkpointer:
     ) -> None:
         if when_busy not in ("wait", "skip"):
             raise ValueError(f"when_busy={when_busy!r}; expected 'wait' or 'skip'")
+        saving = {"telemetry": telemetry, **saving}
         if isinstance(target, str):
             target = UrlTarget(target, process_group, storage_options, unsafe_single_writer, saving)
         self._target = target
@@ -162,6 +170,7 @@ class Checkpointer:
         self._by_all, self._by_lead = by_all(save), by_lead(save)
         self._preemption = preemption_of(save)
         self._alarm = alarm or Alarm()
+        self._observers = tuple(observers)
         self._skips = when_busy == "skip"
         self._clock = time.monotonic
         self._world = target.world()
@@ -238,11 +247,14 @@ class Checkpointer:
         """
         self._check_open()
         self._collect(wait=True)
+        began_seconds = self._clock()
         report = restore_latest(self._state, self._target, self._world, step=step)
         if report is not None:
             self._step = self._previous = report.step
+            seconds = self._clock() - began_seconds
             if self._world.rank == 0:
-                logger.info("restored step %d (%s)", report.step, report.attempt)
+                log_restored(report, seconds)
+            tell(self._observers, Restored(report, seconds))
         self._saved_turn = self._turns
         self._last_save_seconds = self._left_seconds = self._clock()
         return report
@@ -347,8 +359,10 @@ class Checkpointer:
         if self._world.rank == 0:
             mine = b"busy" if self.in_flight else b""
         busy = bool(self._world.share("busy", mine))
-        if busy and self._world.rank == 0:
-            logger.info("no save of step %d: another one is in flight", self._step)
+        if busy:
+            tell(self._observers, SaveSkipped(self._step))
+            if self._world.rank == 0:
+                logger.info("no save of step %d: another one is in flight", self._step)
         return busy
 
     def _next_decision(self) -> Decision:
@@ -435,6 +449,7 @@ class Checkpointer:
                 raise AssertionError("a save that is over gives its result at once") from None
             except SaveDropped as dropped:
                 logger.info("%s", dropped)
+                tell(self._observers, SaveSkipped(one.step))
             except Exception as error:
                 self._note_failure(one.step, error)
             else:
@@ -458,14 +473,15 @@ class Checkpointer:
         self._unheard = 0
         self._meter.saved(blocked_seconds=one.blocked_seconds, persist_seconds=seconds)
         self._keeper.after_commit()
-        if self._world.rank == 0:
-            logger.info("saved step %d in %.2f s: %s", report.step, seconds, report.path)
+        blocked = one.blocked_seconds + report.counters.get("step_wait_seconds", 0.0)
+        tell(self._observers, SaveSucceeded(report, seconds, blocked))
 
     def _note_failure(self, step: int, error: Exception) -> None:
         failure = Failure(step, error)
         self._failures = [*self._failures, failure][-100:]
         self._in_a_row.append(failure)
         self._unheard += 1
+        tell(self._observers, SaveFailed(step, error))
         lasting = isinstance(error, LASTING)
         if lasting:
             self._lasting.append(error)
@@ -476,6 +492,7 @@ class Checkpointer:
                 len(self._in_a_row),
                 type(error).__name__,
                 error,
+                extra={"ckpt": {"event": "failed", "step": step, "error": str(error)}},
             )
             if lasting or len(self._in_a_row) >= self._alarm.after:
                 self._council.ask(alarm=True)

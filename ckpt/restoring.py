@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from ckpt.errors import CheckpointError, Corrupt, LoadInterrupted, NoCheckpoint, RankFailed
@@ -18,6 +18,7 @@ from ckpt.locate import file_keys, locate
 from ckpt.log import LiveEntry, Log, read_format
 from ckpt.state_dict import Loaded
 from ckpt.target import Target
+from ckpt.telemetry import Span
 from ckpt.world import World, collectively
 from storage import KeyNotFoundError, StorageError, Store
 
@@ -38,12 +39,17 @@ class Skipped(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RestoreReport:
-    """What was restored, and what was passed over on the way to it, newest first."""
+    """What was restored, and what was passed over on the way to it, newest first.
+
+    `nbytes_read` and `spans` are those of the load on this rank.
+    """
 
     step: int
     attempt: str
     loaded: Loaded
     skipped: tuple[Skipped, ...]
+    nbytes_read: int = 0
+    spans: tuple[Span, ...] = field(default=(), compare=False)
 
 
 class _Candidate(NamedTuple):
@@ -67,7 +73,14 @@ def restore_latest(
     for candidate in found:
         result = _try(state, target, world, candidate)
         if isinstance(result, LoadReport):
-            return RestoreReport(result.step, result.attempt, result.loaded, tuple(skipped))
+            return RestoreReport(
+                result.step,
+                result.attempt,
+                result.loaded,
+                tuple(skipped),
+                result.nbytes_read,
+                result.spans,
+            )
         skipped.append(Skipped(*candidate, result))
         if world.rank == 0:
             logger.warning("step %d (%s) is passed over: %s", *candidate, result)

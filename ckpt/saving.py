@@ -137,10 +137,14 @@ class SaveTask:
     def ranks(self) -> Ranks:
         return Ranks(self.session.world.rank, self.session.world.global_ranks)
 
+    @property
+    def retries(self) -> int:
+        """Requests that were repeated on this rank, so far."""
+        return self.store.retries - self.retries_before
+
     def told(self) -> RankTold:
         """What there is to tell of it on this rank, so far."""
-        retries = self.store.retries - self.retries_before
-        return RankTold(self.recorder.spans(), self.blocked_seconds(), retries)
+        return RankTold(self.recorder.spans(), self.blocked_seconds(), self.retries)
 
 
 def save_state(
@@ -536,7 +540,7 @@ def _commit(
         totals=totals,
         nbytes_referenced=totals.nbytes_referenced,
         spans=task.recorder.spans(),
-        counters=task.recorder.counters(),
+        counters={**task.recorder.counters(), "retries": task.retries},
     )
     return told_to_all, committed
 

@@ -161,7 +161,7 @@ class ThreadTarget(Target):
         if not self._opened:
             session = open_session(self._world, self._store, self._registry, sources=NO_WAITING)
             self._opened.append(session)
-        options = SaveOptions(metric=metric, dedup=self._dedup)
+        options = SaveOptions(metric=metric, dedup=self._dedup, telemetry=True)
         task = SaveTask(self._opened[0], self._store, self._memory, step, options)
         return self._background.start(
             task, lambda: stage(state, task, StageOptions(), self._staging)

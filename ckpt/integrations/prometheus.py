@@ -1,0 +1,127 @@
+"""Metrics of saves and restores for Prometheus. Needs the extra `[metrics]`: prometheus-client.
+
+    from prometheus_client import start_http_server
+    from ckpt.integrations.prometheus import SaveMetrics
+
+    start_http_server(9400 + rank)
+    ckpt.Checkpointer(url, state, observers=[SaveMetrics()])
+
+Every rank counts for itself: sum over ranks for bytes and retries, take the maximum for seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
+
+from ckpt.observing import Restored, SaveEvent, SaveFailed, SaveSkipped, SaveSucceeded
+from ckpt.telemetry import Span
+
+BLOCKED = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
+LONG = (0.1, 0.3, 1, 3, 10, 30, 60, 120, 300, 600, 1800)
+
+
+class SaveMetrics:
+    """An observer for `Checkpointer(observers=[...])`: one for a registry and process.
+
+    The metrics, with base units in their names:
+
+    - ckpt_saves_total{outcome}: saves that ended as "saved", "failed" or "skipped"
+    - ckpt_save_seconds: from begin to commit; ckpt_save_phase_seconds{phase}: of it on this rank
+    - ckpt_save_blocked_seconds: how long training stood still for a save, on this rank
+    - ckpt_save_written_bytes_total, ckpt_save_staged_bytes_total, ckpt_retries_total: of this rank
+    - ckpt_save_warnings_total: such as replicas that differ
+    - ckpt_last_saved_step, ckpt_last_saved_timestamp_seconds, ckpt_last_saved_bytes: of the newest
+      checkpoint as a whole; `time() - ckpt_last_saved_timestamp_seconds` is what would be lost now
+    - ckpt_slowest_rank, ckpt_slowest_rank_seconds: who was at work longest in the newest save
+    - ckpt_restores_total, ckpt_restore_seconds, ckpt_restore_phase_seconds{phase},
+      ckpt_restore_read_bytes_total, ckpt_restored_step
+    - ckpt_restore_skipped_total: damaged checkpoints that were passed over
+    """
+
+    def __init__(self, registry: CollectorRegistry | None = None) -> None:
+        to = REGISTRY if registry is None else registry
+
+        def counter(name: str, about: str, labels: Sequence[str] = ()) -> Counter:
+            return Counter(name, about, labels, registry=to)
+
+        def gauge(name: str, about: str) -> Gauge:
+            return Gauge(name, about, registry=to)
+
+        def histogram(
+            name: str, about: str, buckets: Sequence[float], labels: Sequence[str] = ()
+        ) -> Histogram:
+            return Histogram(name, about, labels, buckets=buckets, registry=to)
+
+        self._saves = counter("ckpt_saves", "Saves by how they ended.", ("outcome",))
+        for outcome in ("saved", "failed", "skipped"):
+            self._saves.labels(outcome)
+        self._seconds = histogram("ckpt_save_seconds", "From the begin of a save to commit.", LONG)
+        self._phases = histogram(
+            "ckpt_save_phase_seconds", "Phases of saves on this rank.", LONG, ("phase",)
+        )
+        self._blocked = histogram(
+            "ckpt_save_blocked_seconds", "How long training stood still for a save.", BLOCKED
+        )
+        self._written = counter("ckpt_save_written_bytes", "Bytes that this rank has written.")
+        self._staged = counter("ckpt_save_staged_bytes", "Bytes that this rank has copied.")
+        self._retries = counter("ckpt_retries", "Requests of saves that were repeated.")
+        self._warnings = counter("ckpt_save_warnings", "Warnings of saves.")
+        self._step = gauge("ckpt_last_saved_step", "Step of the newest checkpoint.")
+        self._time = gauge("ckpt_last_saved_timestamp_seconds", "When it was committed.")
+        self._nbytes = gauge("ckpt_last_saved_bytes", "Bytes of it, all ranks together.")
+        self._slowest = gauge("ckpt_slowest_rank", "Rank that was at work longest for it.")
+        self._slowest_seconds = gauge("ckpt_slowest_rank_seconds", "What took it longest.")
+        self._restores = counter("ckpt_restores", "Restores that succeeded.")
+        self._skipped = counter("ckpt_restore_skipped", "Checkpoints that were passed over.")
+        self._restore_seconds = histogram("ckpt_restore_seconds", "Duration of a restore.", LONG)
+        self._restore_phases = histogram(
+            "ckpt_restore_phase_seconds", "Phases of restores on this rank.", LONG, ("phase",)
+        )
+        self._read = counter("ckpt_restore_read_bytes", "Bytes that this rank has read.")
+        self._restored_step = gauge("ckpt_restored_step", "Step of the newest restore.")
+
+    def __call__(self, event: SaveEvent) -> None:
+        """Count what a Checkpointer tells."""
+        if isinstance(event, SaveSucceeded):
+            self._saved(event)
+        elif isinstance(event, SaveFailed):
+            self._saves.labels("failed").inc()
+        elif isinstance(event, SaveSkipped):
+            self._saves.labels("skipped").inc()
+        else:
+            self._restored(event)
+
+    def _saved(self, event: SaveSucceeded) -> None:
+        report, totals = event.report, event.report.totals
+        self._saves.labels("saved").inc()
+        self._seconds.observe(event.seconds)
+        self._blocked.observe(event.blocked_seconds)
+        _observe(self._phases, report.spans)
+        self._written.inc(sum(span.nbytes for span in report.spans if span.phase == "write"))
+        self._staged.inc(sum(span.nbytes for span in report.spans if span.phase == "stage"))
+        self._retries.inc(report.counters.get("retries", 0))
+        self._warnings.inc(len(report.warnings))
+        self._step.set(report.step)
+        self._time.set(totals.committed_unix)
+        self._nbytes.set(totals.nbytes + totals.nbytes_referenced)
+        self._slowest.set(totals.slowest_rank)
+        self._slowest_seconds.set(totals.slowest_seconds)
+
+    def _restored(self, event: Restored) -> None:
+        self._restores.inc()
+        self._restore_seconds.observe(event.seconds)
+        _observe(self._restore_phases, event.report.spans)
+        self._read.inc(event.report.nbytes_read)
+        self._skipped.inc(len(event.report.skipped))
+        self._restored_step.set(event.report.step)
+
+
+def _observe(phases: Histogram, spans: Sequence[Span]) -> None:
+    """One observation for each phase, its spans together."""
+    seconds: dict[str, float] = {}
+    for span in spans:
+        seconds[span.phase] = seconds.get(span.phase, 0.0) + span.seconds
+    for phase, total in seconds.items():
+        phases.labels(phase).observe(total)

@@ -73,9 +73,12 @@ class FilePlan:
 
 
 def plan_files(
-    files: Sequence[FileEntries], *, texts: FileTexts, path: WritePath
+    files: Sequence[FileEntries], *, texts: FileTexts, path: WritePath, part_nbytes_min: int
 ) -> tuple[FilePlan, ...]:
-    """How `files` lie in parts. `texts` is a guess of what their headers will say."""
+    """How `files` lie in parts. `texts` is a guess of what their headers will say.
+
+    No part is smaller than `part_nbytes_min`: what follows the tensors may need a second one.
+    """
     starts = []
     for index, file in enumerate(files):
         metadata = texts.metadata(index, len(files))
@@ -83,7 +86,7 @@ def plan_files(
         starts.append(len(guess.header) + HEADER_SLACK_NBYTES)
     largest = max(start + file.nbytes for start, file in zip(starts, files, strict=True))
     # Whole MiB and the same for all files, so that any buffer serves any part of any save.
-    part_nbytes = min(path.part_nbytes, -(-largest // MIB) * MIB)
+    part_nbytes = min(path.part_nbytes, -(-max(largest, part_nbytes_min) // MIB) * MIB)
     plans = []
     first = 0
     for start, file in zip(starts, files, strict=True):

@@ -259,16 +259,21 @@ def _worked_out(contents: Contents, files: Sequence[FilePlan], changes: Changes)
 def _plan(contents: Contents, task: SaveTask) -> tuple[FilePlan, ...]:
     """Files and parts, before the attempt has its name: any name of an attempt is as long."""
     header = header_of(task, attempt_name(task.session.epoch, bytes(8)), contents.modules)
-    path = task.options.path
+    path, least = task.options.path, task.store.part_nbytes_min
     if task.options.dedup:
         # What is to be written is known when all is hashed, so a file is not laid out for that.
         path = replace(path, part_nbytes=WHOLE_FILE)
     entries = contents.plan.entries(path.file_nbytes_max, header.block_bytes)
     # The slack in headers covers what differs from save to save: digits of steps and seconds.
-    key = ("files", path.part_nbytes, path.file_nbytes_max, len(str(header.user)))
+    key = ("files", path.part_nbytes, least, path.file_nbytes_max, len(str(header.user)))
     return contents.plan.of_chunks.once(
         key,
-        lambda: plan_files(entries, texts=file_texts(contents, header, task), path=path),
+        lambda: plan_files(
+            entries,
+            texts=file_texts(contents, header, task),
+            path=path,
+            part_nbytes_min=least,
+        ),
     )
 
 

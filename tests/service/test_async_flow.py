@@ -24,6 +24,7 @@ from ckpt.testing import run_ranks
 from ckpt.world import World
 from ckpt.write import Staging
 from storage import open_store
+from storage.memory import MemoryStore
 from tests.e2e.job import NO_WAITING, state_at
 from tests.service.staging import differing, late_copies, saved_tensors, tensors_now
 
@@ -189,6 +190,24 @@ def test_a_state_beyond_the_budget_is_copied_in_waves(
         train()
         pending.result()
         assert differing(saved_tensors(url, step), expected) == []
+
+
+def test_values_behind_small_tensors_do_not_make_parts_too_small_for_an_object_store(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """S3 wants 5 MiB of every part but the last; the values here need a second MiB."""
+    create = MemoryStore.create
+
+    def strict_create(self: MemoryStore, key: str, nbytes: int, **how: Any) -> Any:
+        assert nbytes <= how["part_nbytes"] or how["part_nbytes"] >= 5 * MIB
+        return create(self, key, nbytes, **how)
+
+    monkeypatch.setattr(MemoryStore, "create", strict_create)
+    monkeypatch.setattr(MemoryStore, "part_nbytes_min", 5 * MIB)
+    state = {"t": torch.arange(MIB // 4 - 4000, dtype=torch.int32), "notes": "n" * MIB}
+    for step in range(2):
+        ckpt.async_save(state, f"{URL}-small-parts", step=step).result()
+    assert torch.equal(saved_tensors(f"{URL}-small-parts", 1)["t"], state["t"])
 
 
 def test_a_budget_for_less_than_two_parts_is_refused() -> None:

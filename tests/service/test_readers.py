@@ -103,7 +103,7 @@ def test_a_load_of_a_step_that_is_retired_says_so(tmp_path: Path) -> None:
         load_state(state, store=store, world=SoloWorld(), step=1, options=LoadOptions())
 
 
-def _write(url: str, until: float, keep_seconds: float) -> int:
+def _write(url: str, until: float) -> int:
     """Save and retire as fast as it goes; how many were saved."""
     advance, saved = _writer_over(open_store(url)), 0
     while time.monotonic() < until:
@@ -140,6 +140,7 @@ def _look(url: str, until: float, stop: threading.Event) -> tuple[int, int]:
     return looks, gone
 
 
+@pytest.mark.ranks  # no processes, but 5 seconds by the clock: too long for `make quick`
 @pytest.mark.parametrize("place", ["disk", "memory"])
 def test_readers_beside_a_writer_that_retires_at_once(
     tmp_path: Path, request: pytest.FixtureRequest, scale: Scale, place: str
@@ -152,7 +153,7 @@ def test_readers_beside_a_writer_that_retires_at_once(
     with ThreadPoolExecutor(4) as pool:
         reading = [pool.submit(_read, url, until, stop) for _ in range(2)]
         looking = pool.submit(_look, url, until, stop)
-        writing = pool.submit(_write, url, until, seconds)
+        writing = pool.submit(_write, url, until)
         try:
             saved = writing.result()
             loads = [one.result() for one in reading]

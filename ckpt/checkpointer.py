@@ -441,19 +441,14 @@ class Checkpointer:
         while self._in_flight and (wait or self._in_flight[0].pending.done()):
             one = self._in_flight[0]
             left = deadline_seconds - self._clock()
-            try:
-                report = one.pending.result(None if math.isinf(left) else max(0.0, left))
-            except TimeoutError:
-                if not one.pending.done():
-                    raise
-                raise AssertionError("a save that is over gives its result at once") from None
-            except SaveDropped as dropped:
-                logger.info("%s", dropped)
+            outcome = _outcome(one.pending, None if math.isinf(left) else max(0.0, left))
+            if isinstance(outcome, SaveReport):
+                self._note_success(one, outcome)
+            elif isinstance(outcome, SaveDropped):
+                logger.info("%s", outcome)
                 tell(self._observers, SaveSkipped(one.step))
-            except Exception as error:
-                self._note_failure(one.step, error)
             else:
-                self._note_success(one, report)
+                self._note_failure(one.step, outcome)
             self._in_flight.pop(0)
             self._raise_if_rank_lost()
 
@@ -621,6 +616,22 @@ class Checkpointer:
     def _check_open(self) -> None:
         if self._is_closed:
             raise CheckpointError("this Checkpointer is closed; make a new one")
+
+
+def _outcome(pending: Pending, timeout_seconds: float | None) -> SaveReport | Exception:
+    """What became of a save. Raises TimeoutError when it is not over by then."""
+    try:
+        return pending.result(timeout_seconds)
+    except TimeoutError:
+        if not pending.done():
+            raise
+    except Exception as error:
+        return error
+    # It was over just after the time was up, or has failed by a TimeoutError of its own.
+    try:
+        return pending.result()
+    except Exception as error:
+        return error
 
 
 def _finite(metric: float | None) -> float | None:

@@ -329,7 +329,7 @@ def damage(store: Store, step: int, how: str) -> None:
     entry = next(entry for entry in live_entries(store) if entry.step == step)
     keys = [info.key for info in store.list(entry.prefix)]
     manifest = entry.prefix + "MANIFEST"
-    data_file = next(key for key in keys if key != manifest)
+    data_file = next(key for key in keys if key.endswith(".safetensors"))
     key = manifest if "manifest" in how else data_file
     data = store.get(key)
     store.delete(key)
@@ -492,3 +492,24 @@ def test_policies_count_on_from_the_step_that_was_restored(url: str) -> None:
         assert report is not None
         begun = [step for step in range(report.step + 1, 12) if checkpointer.step(step)]
     assert begun == [10]
+
+
+def test_a_save_that_fails_by_a_timeout_of_its_own_is_a_failure_like_others() -> None:
+    class TimesOut(Broken):
+        def create(self, key: str, nbytes: int, **how: Any) -> Any:
+            if self.refuses:
+                raise TimeoutError(f"create {key}: timed out")
+            return self.inner.create(key, nbytes, **how)
+
+    store = TimesOut(MemoryStore())
+    with alone(store, {"x": 1}, ckpt.EverySteps(1)) as checkpointer:
+        checkpointer.step(1)
+        checkpointer.wait()
+        store.refuses = True
+        checkpointer.step(2)
+        with pytest.raises(TimeoutError, match="timed out"):
+            checkpointer.wait()
+        store.refuses = False
+        checkpointer.step(3)
+    assert [failure.step for failure in checkpointer.failures] == [2]
+    assert [entry.step for entry in live_entries(store)] == [1, 3]

@@ -165,11 +165,10 @@ def _measure(gib: float, rounds: int, directory: str | None) -> None:
 
 
 def _report(pair: Pair, gib: float, ours: list[Run], theirs: list[Run]) -> None:
-    def times(field: str, other: str | None = None) -> float:
-        return statistics.median(
-            getattr(b, other or field) / getattr(a, field)
-            for a, b in zip(ours, theirs, strict=True)
-        )
+    def times(field: str) -> float:
+        pairs = zip(ours, theirs, strict=True)
+        ratios = [float(getattr(b, field) / getattr(a, field)) for a, b in pairs]
+        return statistics.median(ratios)
 
     wall, cpu = (statistics.median(getattr(run, f) for run in ours) for f in ("wall", "cpu"))
     own = max(run.peak for run in ours) / MIB

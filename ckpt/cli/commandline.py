@@ -19,6 +19,7 @@ examples:
   ckpt du runs/7b                                  what they take on the disk
   ckpt show runs/7b --step 1200                    names, shapes, dtypes, and who stored what
   ckpt show runs/7b --map --output map.html        a picture of it: tensors x ranks x files
+  ckpt report runs/7b --output report.html         a page: saves, slow ranks, warnings
   ckpt diff runs/7b other/run                      which tensors changed, and by how much
   ckpt plan runs/7b --ranks 8 --layout fsdp2       what a load on 8 ranks would read
   ckpt verify s3://bucket/run -o endpoint_url=http://localhost:9000
@@ -84,6 +85,7 @@ def _built() -> tuple[argparse.ArgumentParser, list[Command]]:
     _add_log(commands)
     _add_du(commands)
     _add_show(commands)
+    _add_report(commands)
     _add_diff(commands)
     _add_plan(commands)
     _add_verify(commands)
@@ -196,6 +198,24 @@ def _add_show(commands: Commands) -> None:
         "--output", metavar="FILE", help="with --map: write one self-contained HTML page"
     )
     parser.add_argument("--json", action="store_true", help="for programs: every stored part")
+
+
+def _add_report(commands: Commands) -> None:
+    parser = _add(
+        commands,
+        "report",
+        "reporting:report",
+        "write a page about the saves of a root: how long, how large, who was slow",
+        "ckpt report s3://bucket/run --output report.html\nckpt report runs/7b --json",
+    )
+    _add_url(parser, "a root: a path, s3://bucket/prefix, or any url that fsspec knows")
+    parser.add_argument(
+        "--output",
+        metavar="FILE",
+        default="report.html",
+        help="one self-contained HTML page; default: report.html",
+    )
+    _add_json(parser)
 
 
 def _add_diff(commands: Commands) -> None:

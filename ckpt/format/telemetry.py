@@ -21,6 +21,7 @@ WARNINGS_MAX = 20
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Amount = Annotated[FiniteFloat, Field(ge=0)]
+Unix = Annotated[FiniteFloat, Field(ge=0, le=1e11)]  # seconds; later ones are no dates
 Text = Annotated[str, Field(max_length=TEXT_MAX)]
 Name = Annotated[str, Field(max_length=64)]
 
@@ -41,7 +42,7 @@ class SaveTotals(_Model):
 
     step: Count
     attempt: Name
-    committed_unix: Amount
+    committed_unix: Unix
     seconds: Amount
     blocked_seconds: Amount
     nbytes: Count
@@ -57,7 +58,7 @@ class SaveTotals(_Model):
     @property
     def nbytes_per_second(self) -> float:
         """What the save wrote, by its seconds from begin to commit."""
-        return self.nbytes / self.seconds if self.seconds else 0.0
+        return self.nbytes / max(self.seconds, 1e-6)
 
     def ended(self, now_unix: float) -> SaveTotals:
         """The same save, committed at another time. Cannot fail."""
@@ -70,7 +71,7 @@ class SaveFailure(_Model):
     """A save that came to nothing, as the lead was told."""
 
     step: Count
-    time_unix: Amount
+    time_unix: Unix
     error: Text
 
 
@@ -84,7 +85,7 @@ class Telemetry(_Model):
     format: Literal["shardpoint telemetry"] = "shardpoint telemetry"
     version: Literal[1] = 1
     totals: SaveTotals
-    begun_unix: Amount
+    begun_unix: Unix
     phases: Annotated[list[Name], Field(max_length=64)]
     started_us: list[list[Count]]
     took_us: list[list[Count]]

@@ -12,7 +12,7 @@ SHELL := /bin/bash
 # The tests and the demo run several ranks on few cores: more threads per rank only slow them down.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test quick soak bench check format test-ceph examples clean
+.PHONY: help demo test quick soak bench check format test-ceph examples docs dist clean
 .DEFAULT_GOAL := help
 
 help:
@@ -23,6 +23,8 @@ help:
 	@echo "make check       ruff, ruff format, mypy --strict"
 	@echo "make test-ceph   the S3 tests against a real Ceph RADOS gateway (installs Debian packages)"
 	@echo "make examples    run examples/      make format  rewrite files as ruff format wants them"
+	@echo "make docs        the documents as a site in build/site"
+	@echo "make dist        sdist and wheel in dist/, tried in an empty environment"
 	@echo "PYTHON=python3.12 make test         choose the interpreter"
 
 $(VENV)/.made:
@@ -67,5 +69,11 @@ test-ceph: $(INSTALLED)
 examples: $(INSTALLED)
 	$(BIN)/python -m examples.run_all
 
+docs: $(INSTALLED)
+	$(BIN)/mkdocs build --quiet --strict
+
+dist: $(INSTALLED)
+	.ci/package $(BIN)/python
+
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache build *.egg-info demo-out
+	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache build dist *.egg-info demo-out

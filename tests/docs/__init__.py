@@ -1,0 +1,1 @@
+"""The documents are true: their code runs, their links lead somewhere."""

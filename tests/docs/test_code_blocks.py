@@ -1,0 +1,223 @@
+"""Every block of code in README.md and docs/ runs, and says what exists.
+
+Method: a page is a program. Its `python` blocks share one namespace and run in order, in a folder
+that holds a small training (`runs/7b`, also on a real S3 server) and files of other formats, in a
+process of their own. Between them run the `ckpt` lines of its `sh` blocks; of other lines the
+command, the file or the target must exist. Blocks marked `text` are shown only. What blocks use
+without making it is in `tests/docs/given.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import shlex
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from tests.docs import given
+from tests.ranks import run_ranks
+from tests.servers import moto_server
+
+ROOT = Path(__file__).resolve().parents[2]
+WHOLE_FILES = {"format.md", "architecture.md", "decisions.md", "changes.md"}  # shown by inclusion
+PAGES = [
+    path.relative_to(ROOT).as_posix()
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    if path.name not in WHOLE_FILES
+]
+FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.M | re.S)
+
+pytestmark = [pytest.mark.ranks, pytest.mark.server]
+
+
+class Block(NamedTuple):
+    """One fenced block; `line` is where its text begins."""
+
+    line: int
+    language: str
+    text: str
+
+
+def blocks_of(page: str) -> list[Block]:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    return [
+        Block(text.count("\n", 0, match.start(2)) + 1, match[1], match[2])
+        for match in FENCE.finditer(text)
+    ]
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder as the pages assume it, and the environment of an S3 server that has the same."""
+    import ckpt
+
+    folder = tmp_path_factory.mktemp("given")
+    with moto_server() as server, pytest.MonkeyPatch.context() as patch:
+        for name, value in server.environment.items():
+            patch.setenv(name, value)
+        server.make_bucket("bucket")
+        patch.chdir(folder)
+        run_ranks(1, make_runs, str(folder), group=False)
+        ckpt.copy("runs/7b", "s3://bucket/run", whole_root=True)
+        yield folder
+
+
+def make_runs(folder: str) -> None:
+    """`runs/7b`, a DCP directory, a safetensors file and a torch file of the same training."""
+    import ckpt
+
+    os.chdir(folder)
+    names = given.names()
+    state = {name: names[name] for name in ("model", "optimizer", "schedule")}
+    state |= {"rng": ckpt.rng_state(), "step": 0}
+    for step in (400, 800, 1200):
+        names["train_one_step"]()
+        state["step"] = step
+        ckpt.save(state, "runs/7b", step=step, metric=1 / step)
+    Path("dcp").mkdir()
+    ckpt.export("runs/7b", "dcp/checkpoint", format="dcp", selection=ckpt.Selection(optimizer=True))
+    ckpt.export("runs/7b", "pretrained.safetensors")
+    torch.save({"model": names["model"].state_dict()}, "weights.pt")
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks_of(page)])
+def test_page_runs(page: str, prepared: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "reader"
+    shutil.copytree(prepared, folder)
+    run_ranks(1, run_page, page, str(folder), group=False, timeout_seconds=150)
+
+
+def run_page(page: str, folder: str) -> None:
+    """In a process of its own: all blocks of a page, in order."""
+    os.chdir(folder)
+    namespace = {**given.names(), "__name__": "__page__"}
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", "0"
+    for block in blocks_of(page):
+        if shown := re.match(r'--8<-- "(.*)"', block.text):
+            assert_exists(["python", shown[1]], f"{page}:{block.line}")
+        elif block.language == "python":
+            # With as many empty lines in front, a traceback has the line of the page.
+            code = compile("\n" * (block.line - 1) + block.text, str(ROOT / page), "exec")
+            exec(code, namespace)
+        elif block.language == "sh":
+            for line in commands_of(block.text):
+                run_command(line, f"{page}:{block.line}")
+
+
+def commands_of(text: str) -> Iterator[str]:
+    """Commands of a shell block: comments dropped, continued lines joined."""
+    for line in text.replace("\\\n", " ").splitlines():
+        command = re.sub(r"(^|\s)#.*", "", line).strip()
+        if command:
+            yield command
+
+
+def run_command(line: str, where: str) -> None:
+    inner = re.fullmatch(r'eval "\$\((.*)\)"', line)
+    words = shlex.split(inner[1] if inner else line)
+    if words[0] == "torchrun":
+        words = words[3:] if words[1] == "--nproc-per-node" else words
+        assert_exists(words, where)
+    elif words[0] == "ckpt":
+        run_ckpt(words[1:], where)
+    else:
+        assert_exists(words, where)
+
+
+def run_ckpt(words: list[str], where: str) -> None:
+    """0 is well; 3 says no, which is an answer too."""
+    from ckpt.cli import main
+
+    told = io.StringIO()
+    with contextlib.redirect_stdout(told), contextlib.redirect_stderr(told):
+        try:
+            code = main(words)
+        except SystemExit as end:
+            code = int(end.code or 0)
+    assert code in (0, 3), f"{where}: ckpt {' '.join(words)}: exit code {code}\n{told.getvalue()}"
+
+
+def assert_exists(words: list[str], where: str) -> None:
+    """What is not run here names targets, files, modules and extras that there are."""
+    line = " ".join(words)
+    first, *rest = words
+    if first == "make":
+        targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
+        assert rest[0] in targets, f"{where}: no target {rest[0]}: {line}"
+    elif first == "pip":
+        extras = re.findall(r"\[([a-z,]+)\]", line)
+        project = (ROOT / "pyproject.toml").read_text()
+        for extra in ",".join(extras).split(",") if extras else []:
+            assert re.search(rf"^{extra} = \[", project, re.M), f"{where}: no extra {extra}: {line}"
+    elif first.endswith("python") and rest[:1] == ["-m"]:
+        module = rest[1].replace(".", "/")
+        there = (ROOT / f"{module}.py").exists() or (ROOT / module / "__main__.py").exists()
+        assert there, f"{where}: no module {rest[1]}"
+    elif first == "-m" and rest[:1] == ["ckpt"]:
+        pass  # the same command without torchrun is on the page, or in tests/tools
+    elif first.startswith("examples/") or (first.endswith("python") and rest):
+        name = Path(first if first.startswith("examples/") else rest[0]).name
+        run_all = (ROOT / "examples/run_all.py").read_text()
+        assert f'"{name}"' in run_all, f"{where}: {name} is not in examples/run_all.py"
+    else:
+        raise AssertionError(f"{where}: {line!r}: nothing checks this; mark the block as text")
+
+
+def test_every_block_says_what_it_is() -> None:
+    """An unmarked block would be neither run nor shown as what it is."""
+    unknown = [
+        f"{page}:{block.line}: {block.language!r}"
+        for page in PAGES
+        for block in blocks_of(page)
+        if block.language not in ("python", "sh", "text")
+    ]
+    assert not unknown
+
+
+LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]+)(?:#[^)]*)?\)")
+
+
+@pytest.mark.parametrize("page", ["README.md", "ARCHITECTURE.md", "DECISIONS.md", "CHANGELOG.md"])
+def test_files_that_are_linked_or_named_are_there(page: str) -> None:
+    """The site's own links are checked where it is built (`make docs`)."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    linked = {target for target in LINK.findall(text) if "://" not in target}
+    linked |= set(re.findall(r"`((?:tests|docs|examples|benchmarks)/[\w/]+\.\w+)`", text))
+    assert not [target for target in linked if not (ROOT / target).exists()]
+
+
+def test_tests_that_the_documents_name_are_there() -> None:
+    missing = [
+        f"{page}: {name}"
+        for page in PAGES
+        for name in re.findall(
+            r"\b((?:tests|benchmarks|examples)/[\w/]+\.py)\b", (ROOT / page).read_text()
+        )
+        if not (ROOT / name).exists()
+    ]
+    assert not missing
+
+
+def test_the_reference_has_every_public_name() -> None:
+    import ckpt
+    import sharding
+    import storage
+
+    listed = set(re.findall(r"^::: (\S+)", (ROOT / "docs/api.md").read_text(), re.M))
+    own = [f"ckpt.{name}" for name in ckpt.__all__] + [
+        f"storage.{name}" for name in storage.__all__
+    ]
+    own += [
+        f"sharding.{name}"
+        for name in sharding.__all__
+        if getattr(getattr(sharding, name), "__module__", "").startswith("sharding")
+    ]
+    assert not [name for name in own if name not in listed]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import threading
 import time
 import weakref
@@ -222,6 +223,12 @@ class _Exit:
             register = getattr(threading, "_register_atexit", atexit.register)
             register(self._at_exit)
 
+    def forget_all(self) -> None:
+        """In a forked child, such as a worker of a data loader: it has no worker of ours, and must
+        neither wait for the parent's saves nor tell the other ranks that this one is gone.
+        """
+        self._watched = weakref.WeakSet()
+
     def _at_exit(self) -> None:
         until = time.monotonic() + EXIT_SECONDS_MAX
         for background in list(self._watched):
@@ -254,3 +261,5 @@ def _report_untold(background: Background, seconds_max: float) -> None:
 
 
 _exit = _Exit()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_exit.forget_all)

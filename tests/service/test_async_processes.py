@@ -36,6 +36,24 @@ state = {"model": torch.nn.Linear(2000, 2000), "big": torch.zeros(1 << 22)}
 ckpt.async_save(state, sys.argv[1], step=7)
 """
 
+FORK_WHILE_SAVING = """
+import multiprocessing, sys, threading, torch, ckpt
+from ckpt.image import Image
+child_is_over, write = threading.Event(), Image.write
+def waiting(self, *args, **kwargs):
+    child_is_over.wait()
+    return write(self, *args, **kwargs)
+Image.write = waiting
+pending = ckpt.async_save({"t": torch.ones(8)}, sys.argv[1], step=7)
+child = multiprocessing.get_context("fork").Process(target=int)
+child.start()
+child.join(timeout=30)
+print(child.exitcode)
+child.kill()
+child_is_over.set()
+print(pending.result().step)
+"""
+
 BEAT_AND_END = """
 import torch.distributed as dist
 from ckpt.world import Deadlines, TorchWorld
@@ -68,6 +86,12 @@ def test_a_failure_at_the_end_of_the_interpreter_is_told(tmp_path: Path) -> None
     ended = run_script(SAVE_AND_END, str(tmp_path / "run"), "failing")
     assert "the save of step 7 has failed" in ended.stderr
     assert "planted: the disk is gone" in ended.stderr
+
+
+def test_a_forked_child_ends_at_once_while_its_parent_saves(tmp_path: Path) -> None:
+    ended = run_script(FORK_WHILE_SAVING, str(tmp_path / "run"))
+    assert ended.stdout.split() == ["0", "7"], ended.stderr
+    assert ended.stderr == ""
 
 
 def test_a_process_that_ends_without_leaving_its_world_ends_well() -> None:

@@ -226,7 +226,10 @@ class DTensorStore(GatheringStore):
         self.state = State.SHARDED_POST_FORWARD
 
     def is_current(self) -> bool:
-        """Whether nobody has written to the shards since they were gathered."""
+        """Whether nobody has written to the shards since they were gathered, one by one.
+
+        `torch._foreach` functions leave no trace: call `reshard()` after writing by them.
+        """
         return self.state is State.UNSHARDED and self._versions == self._versions_now()
 
     def adopt_values(self) -> None:
@@ -250,8 +253,13 @@ class DTensorStore(GatheringStore):
             self.drop_views()
 
     def _versions_now(self) -> tuple[int, ...]:
-        # Steps that are fused do not count, but they come with a backward, which frees.
-        return tuple(version_of(param.buffer) for param in self.params)
+        # Operations on a DTensor count at the DTensor, those on its memory at the memory. Fused
+        # steps do not count, but they come with a backward, which frees.
+        return tuple(
+            version_of(tensor)
+            for param in self.params
+            for tensor in (param.param, param.local_as_is)
+        )
 
     def _check_not_meta(self) -> None:
         meta = [param.fqn for param in self.params if param.buffer.is_meta]

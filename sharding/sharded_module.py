@@ -169,7 +169,11 @@ class FSDPModule:
             group.unit.reduction = replace(group.unit.reduction, all_reduces=requires_all_reduce)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether parameters are freed between forward and backward; of the root too."""
+        """Whether parameters are freed between forward and backward; of the root too.
+
+        False keeps them over forwards without gradients as well, as long as nobody writes to the
+        shards; after writing by `torch._foreach` functions, call `reshard()`.
+        """
         if reshard_after_forward not in (True, False):
             raise ValueError(f"expected True or False here, got {reshard_after_forward!r}")
         for group in self._own_or_all(recurse):

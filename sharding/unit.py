@@ -50,7 +50,7 @@ class Schedule:
     frees_after_forward: bool | None = None
     """None: unless it is the root, whose parameters the backward wants first."""
     keeps_without_grad: bool = False
-    """Whether not freeing also holds for forwards that no backward follows."""
+    """Whether `frees_after_forward=False` also holds for forwards that no backward follows."""
     frees_after_backward: bool = True
     frees_unsynced: bool = True
     """Whether a backward that does not reduce frees too."""
@@ -139,9 +139,10 @@ class Unit:
         if self.store is None or runtime.in_backward:
             return output
         frees = self.schedule.frees_after_forward
+        keeps_always = frees is False and self.schedule.keeps_without_grad
         if frees is None:
             frees = runtime.root is not self
-        if not frees and (watched or self.schedule.keeps_without_grad):
+        if not frees and (watched or keeps_always):
             self._is_kept_without_grad = not watched
             self.store.keep_after_forward()
         elif watched:

@@ -144,14 +144,17 @@ def evaluation_gathers_once_where_parameters_are_kept() -> None:
     model = three_blocks()
     model.set_reshard_after_forward(False)
     log = logged(model)
+    weight = model[1][0].weight
     with torch.no_grad():
         first = model(ones())
         assert torch.equal(model(ones()), first)
         assert " ".join(log) == "g0 f0 g1 f1 g2 f2 f0 f1 f2"
-        model[1].reshard()
-        model[1][0].weight.mul_(2)
+        weight.mul_(2)  # as an optimizer or an average of weights would
         second = model(ones())
-    assert not torch.equal(first, second)  # what is written in place is seen
+        weight.to_local().mul_(2)
+        third = model(ones())
+    # What is written in place is seen.
+    assert not torch.equal(first, second) and not torch.equal(second, third)
     step(model)
     assert log.count("g0") == 2  # a training step gathers anew
 

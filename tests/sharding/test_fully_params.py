@@ -177,7 +177,7 @@ def states_follow_forward_and_backward() -> None:
     assert isinstance(model[1][0].weight, DTensor)
     with torch.no_grad():
         model(ones())
-    assert root.state is whole  # as torch has it: the next forward may want it
+    assert root.state is sharded_  # torch keeps it, and does not see what is written meanwhile
     model[1].unshard()
     assert not isinstance(model[1][0].weight, DTensor)
     model[1].reshard()

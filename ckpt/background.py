@@ -142,6 +142,7 @@ class Background:
         self._submit(pending, lambda: _run(pending, task, staged))
         if staged.is_blocking:
             pending.wait_staged()
+        pending.call_seconds = task.blocked_seconds()
         return pending
 
     def refuse(self, task: SaveTask, error: Exception) -> PendingSave:

@@ -29,14 +29,14 @@ STYLE = """
 * { box-sizing: border-box; }
 body { font: 14px/1.45 system-ui, sans-serif; margin: 0; padding: 28px; color: var(--ink);
   background: var(--page); font-variant-numeric: tabular-nums; }
-main { max-width: 1240px; margin: 0 auto; }
+main { max-width: 1360px; margin: 0 auto; }
 h1 { font-size: 20px; margin: 0; overflow-wrap: anywhere; }
 h2 { font-size: 15px; margin: 0 0 10px; }
 p { margin: 4px 0 12px; } .note { color: var(--soft); }
 section { background: var(--card); border: 1px solid var(--line); border-radius: 10px;
   padding: 16px 18px; margin: 16px 0; overflow-x: auto; }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: 12px;
-  margin: 18px 0; }
+.tiles { display: grid; grid-template-columns: repeat(4, 1fr); gap: 12px; margin: 18px 0; }
+@media (max-width: 800px) { .tiles { grid-template-columns: repeat(2, 1fr); } }
 .tile { background: var(--card); border: 1px solid var(--line); border-radius: 10px;
   padding: 12px 14px; }
 .tile b { display: block; font-size: 20px; font-weight: 650; } .tile span { color: var(--soft); }
@@ -44,7 +44,7 @@ section { background: var(--card); border: 1px solid var(--line); border-radius:
 svg { display: block; width: 100%; height: auto; } svg text { fill: var(--soft); font-size: 11px; }
 .bar { fill: var(--accent); } .bar.gone { fill: var(--gone); } .unknown { fill: var(--line); }
 .bar:hover { opacity: .7; } .grid { stroke: var(--line); }
-table { border-collapse: collapse; width: 100%; } td, th { padding: 4px 14px 4px 0;
+table { border-collapse: collapse; width: 100%; } td, th { padding: 4px 12px 4px 0;
   text-align: left; white-space: nowrap; border-bottom: 1px solid var(--line); }
 th { font-weight: 600; color: var(--soft); } tr:last-child td { border-bottom: 0; }
 .number { text-align: right; } .mono { font: 12px ui-monospace, monospace; }
@@ -271,16 +271,15 @@ def _saves(found: Report) -> Iterator[str]:
         "<th class='number'>duration</th><th class='number'>written</th>"
         "<th class='number'>referenced</th><th class='number'>rate</th>"
         "<th class='number'>retries</th><th>slowest rank</th><th class='number'>metric</th>"
-        "<th class='number'>stored</th><th>attempt</th></tr>\n"
+        "<th>attempt</th></tr>\n"
     )
     for save in shown:
         cells = [
             ("number", f"{save.step}"),
             ("", date(save.committed_unix)),
             ("", _state(save)),
-            *_totals_cells(save.totals),
+            *_totals_cells(save),
             ("number", NOTHING if save.metric is None else f"{save.metric:.4g}"),
-            ("number", NOTHING if save.nbytes_stored is None else size(save.nbytes_stored)),
             ("mono", html.escape(save.attempt)),
         ]
         row = "".join(f'<td class="{kind}">{text}</td>' for kind, text in cells)
@@ -291,9 +290,11 @@ def _saves(found: Report) -> Iterator[str]:
     yield "</section>\n"
 
 
-def _totals_cells(totals: SaveTotals | None) -> list[tuple[str, str]]:
+def _totals_cells(save: ReportedSave) -> list[tuple[str, str]]:
+    totals, unknown = save.totals, ("number", NOTHING)
     if totals is None:
-        return [("number", NOTHING)] * 6 + [("", NOTHING)]
+        stored = NOTHING if save.nbytes_stored is None else size(save.nbytes_stored)
+        return [unknown, unknown, ("number", stored), unknown, unknown, unknown, ("", NOTHING)]
     return [
         ("number", _seconds(totals.blocked_seconds)),
         ("number", _seconds(totals.seconds)),

@@ -253,7 +253,7 @@ def completions(line: str) -> list[str]:
     ("line", "expected"),
     [
         ("ckpt sh", ["show"]),
-        ("ckpt re", ["reshard"]),
+        ("ckpt re", ["report", "reshard"]),
         ("ckpt show run --ma", ["--map"]),
         ("ckpt reshard run to --layout f", ["fsdp2", "flat"]),
         ("ckpt completion ", ["bash", "zsh", "fish"]),

@@ -34,7 +34,7 @@ $(VENV)/.made:
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.made pyproject.toml constraints.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,fast,huggingface,lightning,data,metrics]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,fast,huggingface,lightning,data,metrics,docs]'
 	@touch $@
 
 demo: $(INSTALLED)

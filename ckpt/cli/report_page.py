@@ -87,7 +87,7 @@ def page_of(found: Report) -> Iterator[str]:
     yield from _notices(found)
     yield from _charts(found)
     if found.slowest is not None:
-        yield from _heat_map(found.slowest)
+        yield from _heat_map(found.slowest, found.totals)
     yield from _saves(found)
     yield from _entries(found)
     yield "</main></body></html>\n"
@@ -214,7 +214,7 @@ def _chart(
 # The heat map ------------------------------------------------------------------------------------
 
 
-def _heat_map(told: Telemetry) -> Iterator[str]:
+def _heat_map(told: Telemetry, of_all: Sequence[SaveTotals]) -> Iterator[str]:
     totals = told.totals
     work = [sum(took) for took in told.took_us]
     ranks = sorted(sorted(range(len(work)), key=lambda rank: -work[rank])[:RANKS_MAX])
@@ -222,7 +222,8 @@ def _heat_map(told: Telemetry) -> Iterator[str]:
     yield (
         f"<section><h2>The slowest save: step {totals.step}, {_seconds(totals.seconds)}</h2>\n"
         f'<p>Slowest was <b class="slowest">rank {totals.slowest_rank}</b>, mostly in '
-        f"<b>{html.escape(totals.slowest_phase)}</b> ({_seconds(totals.slowest_seconds)}). "
+        f"<b>{html.escape(totals.slowest_phase)}</b> ({_seconds(totals.slowest_seconds)})."
+        f"{_longest_phase(told)}{_slower_one(totals, of_all)} "
         f'<span class="note">A row is a rank, a column a phase, in the order of time; in '
         "<i>wait</i> a rank is done and others are not. Hover for begin and bytes. <i>manifest</i> "
         "and <i>commit</i> are the lead's.</span></p>\n"
@@ -243,6 +244,29 @@ def _heat_map(told: Telemetry) -> Iterator[str]:
             f"<td>{told.retries[rank]}</td></tr>\n"
         )
     yield "</table></section>\n"
+
+
+def _longest_phase(told: Telemetry) -> str:
+    """A sentence, when no rank's own work but something of the lead took longest."""
+    cells = [
+        (took, rank, phase)
+        for rank, row in enumerate(told.took_us)
+        for phase, took in zip(told.phases, row, strict=True)
+        if phase != "wait"
+    ]
+    took, rank, phase = max(cells, default=(0, 0, ""))
+    if took <= 1e6 * told.totals.slowest_seconds * 1.05:
+        return ""
+    text = f"longest was <b>{html.escape(phase)}</b> on rank {rank} ({_seconds(took / 1e6)})"
+    return f" Of all phases {text}."
+
+
+def _slower_one(totals: SaveTotals, of_all: Sequence[SaveTotals]) -> str:
+    """A sentence, when a retired save took longer: of those only totals are kept."""
+    slowest = max(of_all, key=lambda one: one.seconds)
+    if slowest.seconds <= totals.seconds:
+        return ""
+    return f" Step {slowest.step} took {_seconds(slowest.seconds)}, but is retired."
 
 
 def _cell(told: Telemetry, rank: int, at: int, longest_us: int) -> str:

@@ -41,7 +41,7 @@ RANKS, STEPS, KEPT, SLOW, BROKEN = 4, 9, 4, 2, 5
 
 
 class Moody(FaultyStore):
-    """Rank `SLOW` waits for its files, and all files of step `BROKEN` fail on rank 0."""
+    """Rank `SLOW` is late with the files of the last step but one, and all files of step `BROKEN` fail on rank 0."""
 
     def __init__(self, url: str, rank: int) -> None:
         super().__init__(open_store(url), FaultPlan(0))
@@ -50,8 +50,8 @@ class Moody(FaultyStore):
     def create(self, key: str, nbytes: int, **how: Any) -> Any:
         if self._rank == 0 and key.startswith(f"steps/{BROKEN:08d}"):
             raise StorageError("the disk is <b>full</b>")
-        if self._rank == SLOW:
-            torch.ones(2_000_000).sort()  # work, about 100 ms
+        if self._rank == SLOW and key.startswith(f"steps/{STEPS - 1:08d}"):
+            torch.ones(12_000_000).sort()  # work, more than half a second
         return self.inner.create(key, nbytes, **how)
 
 
@@ -280,6 +280,25 @@ def test_browser_runs_nothing_of_a_hostile_page(root: str, tmp_path: Path) -> No
     page.write_text(text.replace("</main>", f"{loud}</main>"), encoding="utf-8")
     dom, console = shown(page, tmp_path / "profile", "--dump-dom")
     assert "<title>owned" not in dom and "Content Security Policy" in console
+
+
+def test_page_tells_what_took_longest_when_that_was_the_lead(root: str) -> None:
+    found = report_of(root)
+    assert found.slowest is not None
+    took = [list(row) for row in found.slowest.took_us]
+    took[0][found.slowest.phases.index("manifest")] = 90_000_000
+    slowest = found.slowest.model_copy(update={"took_us": took})
+    told = text_of(replace(found, slowest=slowest))
+    assert "Of all phases longest was manifest on rank 0 (90 s)" in told
+
+
+def test_page_tells_of_a_retired_save_that_was_slower(root: str) -> None:
+    found = report_of(root)
+    first, *others = found.saves
+    assert first.totals is not None and not first.is_live
+    slower = first.totals.model_copy(update={"seconds": 500.0})
+    told = text_of(replace(found, saves=(replace(first, totals=slower), *others)))
+    assert "Step 1 took 500 s, but is retired" in told
 
 
 def test_telemetry_of_many_ranks_is_bounded_in_the_page(root: str) -> None:

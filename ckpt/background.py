@@ -139,7 +139,14 @@ class Background:
         except Exception as error:
             return self.refuse(task, error)
         pending = PendingSave(task.step, staged.gate)
-        self._submit(pending, lambda: _run(pending, task, staged))
+        try:
+            self._submit(pending, lambda: _run(pending, task, staged))
+        except (
+            BaseException
+        ):  # Ctrl-C too: the next step must not wait for a save that is not there
+            if pending not in self._pending:
+                staged.release()
+            raise
         if staged.is_blocking:
             pending.wait_staged()
         pending.call_seconds = task.blocked_seconds()

@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from ckpt.contents import Contents, contents_of, digests_of
+from ckpt.errors import CheckpointError
 from ckpt.format.part import Part
 from ckpt.image import Division, FilePlan, Image, divide, part_count, plan_files
 from ckpt.layout.dtensor import local_tensor
@@ -111,15 +112,18 @@ class Staged:
     compared_later: Sequence[tuple[Holding, Piece]]
     is_blocking: bool
     nbytes_later: int
+    versions: Sequence[tuple[Source, int]] = ()
     side: memoryview = field(default_factory=lambda: memoryview(b""))
 
     def copy(self) -> None:
-        """Copy the rest, as far as there is room for it."""
+        """Copy the rest, as far as there is room for it.
+
+        Raises CheckpointError when something else than an optimizer has changed it meanwhile.
+        """
         with self.task.recorder.span("stage", self.nbytes_later):
             self.digests.update(digests_of(self.compared_later))
             self.image.copy()
-        if self.image.is_whole:
-            self.gate.open()
+        self._let_steps_pass()
 
     def write(self, attempt: Attempt, give_up: Callable[[], None]) -> Part:
         """Write the files of this rank; copies the rest on the way. Calls `give_up` often.
@@ -134,8 +138,7 @@ class Staged:
             return part_of(self.contents, written, self.digests, task)
 
         def between_parts() -> None:
-            if self.image.is_whole:
-                self.gate.open()
+            self._let_steps_pass()
             give_up()
 
         with task.recorder.span("write", sum(file.entries.nbytes for file in self.image.files)):
@@ -148,6 +151,20 @@ class Staged:
             )
         task.recorder.count("step_wait_seconds", self.gate.waited_seconds)
         return part_of(self.contents, Written(files), self.digests, task)
+
+    def _let_steps_pass(self) -> None:
+        """When all is copied, and is what it was at the call."""
+        if self.gate.opened.is_set() or not self.image.is_whole:
+            return
+        changed = [source for source, version in self.versions if source.view._version != version]
+        if changed:
+            raise CheckpointError(
+                f"step {self.task.step}: {changed[0].chunk.fqn} and {len(changed) - 1} other "
+                "tensors were changed in place, not by a step of an optimizer, before they were "
+                "copied, so this save is given up. Call wait_staged() before such a change, or "
+                'save with snapshot="now"'
+            )
+        self.gate.open()
 
     def release(self) -> None:
         """Let go of everything: steps pass, buffers are free."""
@@ -188,6 +205,7 @@ def stage(state: Any, task: SaveTask, options: StageOptions, staging: Staging) -
             sources, side = _copied_aside(sources, split.now)
         image = Image(files, sources, staging, division=division, buffers_max=room.buffers_max)
         digests = digests_of(split.compared_now)
+    versions = _versions([contents.plan.sources[index] for index in split.later])
     gate = steps.hold(split.changes.storages, split.changes.parameters)
     if room.fits and not division.later_nbytes and not split.compared_later:
         gate.open()
@@ -200,18 +218,26 @@ def stage(state: Any, task: SaveTask, options: StageOptions, staging: Staging) -
         split.compared_later,
         is_blocking=not (room.fits or room.is_aside),
         nbytes_later=division.later_nbytes,
+        versions=versions,
         side=side,
     )
 
 
+def _versions(sources: Iterable[Source]) -> list[tuple[Source, int]]:
+    """How often each was changed in place so far, as autograd counts; `.data` is not seen."""
+    views = ((source, source.view) for source in sources)
+    return [(source, view._version) for source, view in views if not view.is_inference()]
+
+
 class _Split(NamedTuple):
-    """What of a state is copied when: `now` are indices of sources.
+    """What of a state is copied when: `now` and `later` are indices of sources.
 
     `others` are sources that have to be copied now although they are no parameters, largest first.
     """
 
     changes: Changes
     now: tuple[int, ...]
+    later: tuple[int, ...]
     nbytes_now: int
     others: tuple[Source, ...]
     division: Division
@@ -238,6 +264,7 @@ def _split(
 def _worked_out(contents: Contents, files: Sequence[FilePlan], changes: Changes) -> _Split:
     plan = contents.plan
     now = [i for i, s in enumerate(plan.sources) if storage_of(s.view) not in changes.storages]
+    later = sorted(set(range(len(plan.sources))).difference(now))
     sources = [plan.sources[index] for index in now]
     # Until an optimizer was seen, its state cannot be told from what it does not change.
     usual = (Kind.PARAMETER, Kind.OPTIMIZER) if changes.unowned else (Kind.PARAMETER,)
@@ -248,6 +275,7 @@ def _worked_out(contents: Contents, files: Sequence[FilePlan], changes: Changes)
     return _Split(
         changes,
         tuple(now),
+        tuple(later),
         sum(source.chunk.nbytes for source in sources),
         tuple(sorted(others, key=lambda source: -source.chunk.nbytes)),
         divide(files, plan.sources, set(now)),

@@ -183,8 +183,11 @@ def test_what_is_saved_is_the_state_at_the_call(name: str, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_missing_wait_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted: steps are not held back. Parameters of every optimizer come out wrong."""
+    """Planted: steps are not held back, and nobody looks whether tensors were changed. Parameters
+    of every optimizer come out wrong.
+    """
     monkeypatch.setattr(Gate, "wait_for", lambda self, optimizer: None)
+    monkeypatch.setattr("ckpt.staging._versions", lambda sources: [])
     with monkeypatch.context() as patch:
         patch.setattr(Gate, "is_behind", lambda self, optimizer: False)
         wrong = save_late(RUNS[name](), patch, f"planted-{name}")
@@ -202,6 +205,26 @@ def test_only_what_optimizers_change_is_left_for_later(name: str) -> None:
     report = ckpt.async_save(run.state, f"{URL}-later-{name}", step=1).result()
     largest = 0 if name != "ema" else 2 * 4 * sum(p.numel() for p in net().parameters())
     assert report.counters["blocking_bytes"] <= largest + 2000
+
+
+def test_weights_changed_in_place_before_they_are_copied_are_never_stored(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Such as by a forward that normalizes its weights, or averages swapped in to evaluate."""
+    run, url = adamw(), f"{URL}-in-place"
+    ckpt.async_save(run.state, url, step=0).result()
+    run.train()
+    with late_copies(monkeypatch) as release:
+        pending = ckpt.async_save(run.state, url, step=1)
+        with torch.no_grad():
+            run.state["model"][0].weight.mul_(2)
+        release.set()
+        with pytest.raises(ckpt.CheckpointError, match=r"model\.0\.weight.*wait_staged"):
+            pending.result(30)
+    expected = tensors_now(run.state)
+    ckpt.async_save(run.state, url, step=2).result(30)
+    assert [info.step for info in ckpt.list_steps(url)] == [0, 2]
+    assert differing(saved_tensors(url, 2), expected) == []
 
 
 def test_now_needs_no_wait(monkeypatch: pytest.MonkeyPatch) -> None:

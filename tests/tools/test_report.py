@@ -41,7 +41,9 @@ RANKS, STEPS, KEPT, SLOW, BROKEN = 4, 9, 4, 2, 5
 
 
 class Moody(FaultyStore):
-    """Rank `SLOW` is late with the files of the last step but one, and all files of step `BROKEN` fail on rank 0."""
+    """Rank `SLOW` is late with its file of the last step but one, and the files of step `BROKEN`
+    fail on rank 0.
+    """
 
     def __init__(self, url: str, rank: int) -> None:
         super().__init__(open_store(url), FaultPlan(0))

@@ -1,8 +1,10 @@
 """Signals that ask for a save, and what to do in the time that is left before the job is killed.
 
-Note "two signals": the first one that ends a job asks for a last save; the second one ends the
-process at once, as it would have without this library. Handlers that were there before are called
-too, and put back at the end.
+Note "two signals": the first one that ends a job asks for a last save; a later one ends the
+process at once, as it would have without this library. One order may arrive several times, as
+schedulers signal all processes and launchers pass on what they get, so what comes shortly after the
+first is taken for the same. Handlers that were there before are called too, and put back at the
+end.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ from typing import Any, Literal, NamedTuple
 from ckpt.policies import OnPreemption, SavePolicy, preemption_of, signals_of
 
 logger = logging.getLogger(__name__)
+
+SAME_ORDER_SECONDS = 2.0  # a launcher passes a signal on within milliseconds; a guess with room
 
 
 class Preempted(SystemExit):
@@ -53,7 +57,7 @@ class Signals:
         self._preemption: OnPreemption | None = preemption_of(policy)
         self._clock = clock
         self._arrived: list[int] = []
-        self._ends_seconds = math.inf
+        self._ends_seconds = self._told_seconds = math.inf
         self._previous: dict[int, Any] = {}
         self._pid = os.getpid()
 
@@ -96,11 +100,14 @@ class Signals:
             _end_by(number)
             return
         ends = self._preemption is not None and number in self._preemption.signals
+        now = self._clock()
         if ends and self.must_end:
-            _end_by(number)
+            if now - self._told_seconds >= SAME_ORDER_SECONDS:
+                _end_by(number)
             return
         if ends and self._preemption is not None:
-            self._ends_seconds = self._clock() + self._preemption.grace_seconds
+            self._told_seconds = now
+            self._ends_seconds = now + self._preemption.grace_seconds
         self._arrived.append(number)
         previous = self._previous.get(number)
         if callable(previous) and previous is not signal.default_int_handler:

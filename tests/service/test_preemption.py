@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import nn
 
 import ckpt
+from ckpt import preemption
 from ckpt.policies import Never
 from ckpt.preemption import LEAVING_SECONDS, SAFETY, Signals, StopFacts, plan_stop
 from tests.conftest import Scale
@@ -171,6 +172,17 @@ def test_sigterm_alone_saves_the_last_step_and_leaves_by_status_0() -> None:
         assert saved.values["step"] == 7
 
 
+def test_an_order_to_end_that_arrives_twice_is_one() -> None:
+    """A scheduler signals all processes, and a launcher passes on what it gets."""
+    signals = Signals(ckpt.OnPreemption(5.0), clock=lambda: 100.0)
+    with handler(signal.SIGTERM, lambda number, frame: None):
+        signals.install()
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert signals.take() == (signal.SIGTERM,) and signals.left_seconds() == 5.0
+        signals.restore()
+
+
 def test_the_model_comes_first_when_time_is_short() -> None:
     """The optimizer would take a minute, by the assumed speed; the latest checkpoint stays one that
     has everything.
@@ -192,6 +204,7 @@ def test_the_model_comes_first_when_time_is_short() -> None:
 
 
 def _second_signal() -> None:
+    preemption.SAME_ORDER_SECONDS = 0.0
     with ckpt.Checkpointer("memory://second", {"a": torch.ones(1)}, save=ckpt.OnPreemption(60.0)):
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)
@@ -207,10 +220,13 @@ def test_a_second_signal_ends_the_process_at_once() -> None:
 
 def _child_of_a_checkpointed_process() -> int:
     with ckpt.Checkpointer("memory://fork", {"a": torch.ones(1)}, save=ckpt.OnPreemption(60.0)):
+        up, tell = os.pipe()
         child = os.fork()
         if not child:
+            os.write(tell, b"x")  # Python drops what arrives before a child is set up
             time.sleep(60)
             os._exit(0)
+        os.read(up, 1)
         os.kill(child, signal.SIGTERM)
         return os.waitpid(child, 0)[1]
 

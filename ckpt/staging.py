@@ -23,6 +23,7 @@ from ckpt.format.part import Part
 from ckpt.image import Division, FilePlan, Image, divide, part_count, plan_files
 from ckpt.layout.dtensor import local_tensor
 from ckpt.layout.piece import Holding, Kind, Piece
+from ckpt.layout.plain import times_changed
 from ckpt.log import attempt_name
 from ckpt.memory import address_of, aligned_buffer, copy_bytes
 from ckpt.saving import (
@@ -112,7 +113,7 @@ class Staged:
     compared_later: Sequence[tuple[Holding, Piece]]
     is_blocking: bool
     nbytes_later: int
-    versions: Sequence[tuple[Source, int]] = ()
+    versions: Sequence[tuple[Source, int | None]] = ()
     side: memoryview = field(default_factory=lambda: memoryview(b""))
 
     def copy(self) -> None:
@@ -156,7 +157,7 @@ class Staged:
         """When all is copied, and is what it was at the call."""
         if self.gate.opened.is_set() or not self.image.is_whole:
             return
-        changed = [source for source, version in self.versions if source.view._version != version]
+        changed = [one for one, times in self.versions if times_changed(one.view) != times]
         if changed:
             raise CheckpointError(
                 f"step {self.task.step}: {changed[0].chunk.fqn} and {len(changed) - 1} other "
@@ -223,10 +224,9 @@ def stage(state: Any, task: SaveTask, options: StageOptions, staging: Staging) -
     )
 
 
-def _versions(sources: Iterable[Source]) -> list[tuple[Source, int]]:
-    """How often each was changed in place so far, as autograd counts; `.data` is not seen."""
-    views = ((source, source.view) for source in sources)
-    return [(source, view._version) for source, view in views if not view.is_inference()]
+def _versions(sources: Iterable[Source]) -> list[tuple[Source, int | None]]:
+    """How often each was changed in place so far."""
+    return [(source, times_changed(source.view)) for source in sources]
 
 
 class _Split(NamedTuple):

@@ -30,7 +30,7 @@ from ckpt.telemetry import Span
 from storage import KeyNotFoundError, StorageError, Store
 
 if TYPE_CHECKING:
-    from ckpt.restoring import RestoreReport
+    from ckpt.service.restoring import RestoreReport
 
 logger = logging.getLogger(__name__)
 

@@ -507,7 +507,7 @@ def substitution(text: str) -> tuple[re.Pattern[str], str]:
 
 
 def _nbytes(text: str) -> int:
-    from ckpt.exporting import parse_nbytes  # slow to import, and seldom asked for
+    from ckpt.tools.exporting import parse_nbytes  # slow to import, and seldom asked for
 
     try:
         return parse_nbytes(text)

@@ -16,9 +16,9 @@ from ckpt.cli.screen import (
     size,
     value_json,
 )
-from ckpt.diffing import Amount, DiffOptions, DiffReport, TensorChange, diff, renaming
 from ckpt.errors import CheckpointError
-from ckpt.planning import (
+from ckpt.tools.diffing import Amount, DiffOptions, DiffReport, TensorChange, diff, renaming
+from ckpt.tools.planning import (
     LoadPlan,
     RankPlan,
     Wanted,
@@ -26,7 +26,7 @@ from ckpt.planning import (
     plan_ranks,
     wanted_like,
 )
-from ckpt.reader import list_steps, open_checkpoint
+from ckpt.tools.reader import list_steps, open_checkpoint
 
 NAMES_SHOWN_MAX = 50
 RANKS_SHOWN_MAX = 64

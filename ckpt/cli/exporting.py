@@ -12,8 +12,8 @@ from ckpt.cli.commandline import OK
 from ckpt.cli.ranks import ranks_of_launcher
 from ckpt.cli.screen import progress_bar, show_json, size
 from ckpt.convert.importing import ImportReport, import_checkpoint
-from ckpt.diffing import renaming
-from ckpt.exporting import ExportReport, Selection, export
+from ckpt.tools.diffing import renaming
+from ckpt.tools.exporting import ExportReport, Selection, export
 
 NAMES_SHOWN_MAX = 20
 

@@ -14,7 +14,7 @@ from ckpt.cli.commandline import OK, PROBLEM
 from ckpt.cli.screen import progress_bar, show_json, size
 from ckpt.errors import NoCheckpoint
 from ckpt.log import MANIFEST_NAME, STEPS_PREFIX, LiveEntry, Log, parse_step_key
-from ckpt.retention import (
+from ckpt.service.retention import (
     KeepBest,
     KeepEvery,
     KeepLatest,
@@ -25,9 +25,9 @@ from ckpt.retention import (
     carry_out,
     plan_retention,
 )
-from ckpt.salvage import SalvageReport, salvage, write_manifest
 from ckpt.session import Maintenance
-from ckpt.verifying import VerifyReport, summary, verify
+from ckpt.tools.salvage import SalvageReport, salvage, write_manifest
+from ckpt.tools.verifying import VerifyReport, summary, verify
 from storage import Store, open_store
 
 DAMAGE_SHOWN_MAX = 50

@@ -10,7 +10,7 @@ from ckpt.cli.commandline import OK
 from ckpt.cli.screen import age, date, show_json, show_table, size
 from ckpt.locate import live_entries
 from ckpt.log import MANIFEST_NAME, LiveEntry
-from ckpt.overview import AttemptUsage, Event, disk_usage, history
+from ckpt.tools.overview import AttemptUsage, Event, disk_usage, history
 from storage import KeyNotFoundError, Store, open_store
 
 WHAT_HAPPENED = {

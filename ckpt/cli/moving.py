@@ -7,9 +7,9 @@ import time
 
 from ckpt.cli.commandline import OK
 from ckpt.cli.screen import progress_bar, show_json, size
-from ckpt.copying import CopyReport, copy
 from ckpt.errors import CheckpointError
-from ckpt.resharding import reshard
+from ckpt.tools.copying import CopyReport, copy
+from ckpt.tools.resharding import reshard
 
 
 def cp(arguments: argparse.Namespace) -> int:

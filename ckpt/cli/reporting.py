@@ -11,7 +11,7 @@ from ckpt.cli.report_page import page_of
 from ckpt.cli.screen import show_json
 from ckpt.errors import CheckpointError
 from ckpt.format.telemetry import SaveTotals
-from ckpt.reporting import Report, report_of
+from ckpt.tools.reporting import Report, report_of
 
 
 def report(arguments: argparse.Namespace) -> int:

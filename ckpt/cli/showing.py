@@ -20,8 +20,8 @@ from ckpt.cli.screen import (
 )
 from ckpt.errors import CheckpointError
 from ckpt.layout.region import Box, Region
-from ckpt.mapping import rank_of
-from ckpt.reader import Checkpoint, TensorInfo, open_checkpoint
+from ckpt.tools.mapping import rank_of
+from ckpt.tools.reader import Checkpoint, TensorInfo, open_checkpoint
 
 
 def show(arguments: argparse.Namespace) -> int:

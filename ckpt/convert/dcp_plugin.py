@@ -60,8 +60,8 @@ from ckpt.layout.region import Box
 from ckpt.log import MANIFEST_NAME, manifest_digest, step_prefix
 from ckpt.memory import is_plain_memory
 from ckpt.read import ReadPath
-from ckpt.reader import StoredTensor, fill, piece_of
 from ckpt.session import Commit, Session
+from ckpt.tools.reader import StoredTensor, fill, piece_of
 from ckpt.write import FileTexts, Source, WritePath, entries_of, write_files
 from storage import Store, open_store
 

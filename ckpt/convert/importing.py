@@ -48,9 +48,9 @@ from ckpt.format.part import Part, PartFile, TensorInfo, make_part
 from ckpt.layout.region import Region, Span
 from ckpt.log import step_prefix
 from ckpt.memory import aligned_buffer, tensor_over
-from ckpt.reader import open_checkpoint
 from ckpt.saving import Attempt, SaveOptions, SaveTask, publish
 from ckpt.state_dict.values import is_reference, join
+from ckpt.tools.reader import open_checkpoint
 from ckpt.world import collectively
 from storage import Store, open_store
 

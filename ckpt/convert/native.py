@@ -9,7 +9,7 @@ from ckpt.convert.source import Contents, Source, SourceTensor, Wanted
 from ckpt.format.manifest import MODULES, Manifest
 from ckpt.layout.piece import Kind
 from ckpt.read import ReadPath
-from ckpt.reader import Checkpoint, StoredTensor, fill, find_checkpoint, piece_of
+from ckpt.tools.reader import Checkpoint, StoredTensor, fill, find_checkpoint, piece_of
 from storage import Store
 
 # A value that DcpWriter keeps: the flat keys of DCP's state, their paths, and its plain values.

@@ -32,8 +32,8 @@ from lightning.fabric.wrappers import _FabricModule, _FabricOptimizer
 from ckpt.api import async_save, load, session_of
 from ckpt.background import PendingSave
 from ckpt.errors import CheckpointError, NoCheckpoint
-from ckpt.reader import StepInfo, list_steps, open_checkpoint
 from ckpt.session import NotRetired
+from ckpt.tools.reader import StepInfo, list_steps, open_checkpoint
 from ckpt.world import group_of_this_process
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
-from ckpt.observing import Restored, SaveEvent, SaveFailed, SaveSkipped, SaveSucceeded
+from ckpt.service.observing import Restored, SaveEvent, SaveFailed, SaveSkipped, SaveSucceeded
 from ckpt.telemetry import Span
 
 BLOCKED = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)

@@ -56,6 +56,14 @@ def _index_of(global_ranks: tuple[int, ...]) -> dict[int, int]:
     return {rank: index for index, rank in enumerate(global_ranks)}
 
 
+def times_changed(tensor: torch.Tensor) -> int | None:
+    """How often `tensor` was changed in place so far, as autograd counts; None if it does not.
+
+    Writes through `.data` are not counted.
+    """
+    return None if tensor.is_inference() else tensor._version
+
+
 class Refused(Exception):
     """A tensor that cannot take part as it is; `problem` names it and says what to do."""
 

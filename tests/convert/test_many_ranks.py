@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 import ckpt
 import ckpt.convert.delivery
 import ckpt.convert.importing
-import ckpt.exporting
+import ckpt.tools.exporting
 from ckpt.convert.importing import share_of
 from ckpt.convert.source import SourceTensor
 from ckpt.errors import CheckpointError
@@ -62,7 +62,7 @@ def convert(source: str, folder: str) -> tuple[int, list[Any]]:
 
     ckpt.convert.importing.open_store = counted  # type: ignore[attr-defined]
     # So that the files of a test are worth being written together.
-    ckpt.exporting.PART_NBYTES = MIB
+    ckpt.tools.exporting.PART_NBYTES = MIB
     ckpt.convert.delivery.JOINT_NBYTES_MIN = MIB
     reports: list[Any] = [ckpt.import_checkpoint(source, f"{folder}/run")]
     nbytes = sum(store.stats.bytes_read for store in opened)

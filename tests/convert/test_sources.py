@@ -16,7 +16,7 @@ import torch
 import ckpt
 import ckpt.convert.delivery
 import ckpt.convert.source
-import ckpt.exporting
+import ckpt.tools.exporting
 from ckpt.convert.source import Chunk, Contents, FileSource, SourceTensor, Wanted, check_chunks
 from ckpt.errors import Corrupt
 from ckpt.layout.region import Box, Shape, Span, span_of
@@ -136,7 +136,7 @@ def test_layouts_that_cannot_be_are_refused(chunks: list[Chunk], words: str) -> 
 def test_checksums_of_torch_files_are_right_when_parts_are_small(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ckpt.exporting, "PART_NBYTES", 4096)
+    monkeypatch.setattr(ckpt.tools.exporting, "PART_NBYTES", 4096)
     state = {f"t{i}": torch.randn(i * 977 + 1) for i in range(12)}
     torch.save(state, tmp_path / "in.pt")
     ckpt.export(str(tmp_path / "in.pt"), str(tmp_path / "out.pt"), threads=4)

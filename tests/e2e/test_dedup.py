@@ -18,19 +18,16 @@ import torch
 from safetensors.torch import load_file
 
 import ckpt
-from ckpt import copying, previous
+from ckpt import previous
 from ckpt.dedup import ATTEMPTS_MAX, NBYTES_MULTIPLE_MAX
 from ckpt.errors import CheckpointError, Corrupt, NoCheckpoint
-from ckpt.exporting import Selection
 from ckpt.format.codec import encode_values
 from ckpt.format.manifest import Manifest, decode_manifest
 from ckpt.invariants import History, RecordingStore, check_all, check_references, files_needed
 from ckpt.locate import live_entries, read_manifest
 from ckpt.log import LiveEntry
-from ckpt.reader import find_checkpoint
-from ckpt.retention import Candidate, KeepLatest, carry_out, plan_retention
-from ckpt.salvage import matches_manifest, salvage, write_manifest
 from ckpt.saving import PartMemory, SaveOptions, save_state
+from ckpt.service.retention import Candidate, KeepLatest, carry_out, plan_retention
 from ckpt.session import (
     Commit,
     Maintenance,
@@ -40,6 +37,10 @@ from ckpt.session import (
     open_session,
 )
 from ckpt.testing import RanksFailed, run_ranks
+from ckpt.tools import copying
+from ckpt.tools.exporting import Selection
+from ckpt.tools.reader import find_checkpoint
+from ckpt.tools.salvage import matches_manifest, salvage, write_manifest
 from ckpt.world import World
 from storage import StorageError, Store, open_store
 from storage.wrap import WrappedStore

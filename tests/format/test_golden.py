@@ -17,7 +17,7 @@ from ckpt.format.digest import digest_of
 from ckpt.format.manifest import decode_manifest, encode_manifest
 from ckpt.format.part import TensorInfo, per_rank_of, values_of
 from ckpt.locate import file_key
-from ckpt.salvage import matches_manifest, salvage
+from ckpt.tools.salvage import matches_manifest, salvage
 from storage import open_store
 from tests.format.sample import (
     ALIASES,

@@ -23,8 +23,8 @@ from ckpt.format.part import build_manifest
 from ckpt.format.references import parse_reference, reference_to
 from ckpt.locate import file_key, file_keys
 from ckpt.log import parse_step_key
-from ckpt.reader import find_checkpoint
-from ckpt.salvage import _chunks_between, matches_manifest, salvage
+from ckpt.tools.reader import find_checkpoint
+from ckpt.tools.salvage import _chunks_between, matches_manifest, salvage
 from storage import open_store
 from tests.format.sample import INCREMENTS, increment_dir, make_increments
 from tests.format.test_manifest import envelope

@@ -6,7 +6,7 @@ import pytest
 
 from ckpt.errors import Corrupt, InvalidState
 from ckpt.format.manifest import encode_manifest
-from ckpt.salvage import matches_manifest, salvage, write_manifest
+from ckpt.tools.salvage import matches_manifest, salvage, write_manifest
 from storage import Store, open_store
 from tests.format.sample import HEADER, STEP_DIR, make_sample
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 import ckpt
-from ckpt.salvage import matches_manifest, salvage
 from ckpt.saving import SaveOptions
+from ckpt.tools.salvage import matches_manifest, salvage
 from storage import open_store
 from tests.e2e.job import Job, Sharded
 

@@ -17,15 +17,15 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from ckpt.background import Background
-from ckpt.checkpointer import Alarm, Checkpointer, Saved
 from ckpt.errors import CheckpointError, RankFailed
 from ckpt.loading import LoadOptions, LoadReport, load_state
-from ckpt.policies import AtExit, EverySteps
-from ckpt.retention import KeepRule
 from ckpt.saving import PartMemory, SaveOptions, SaveTask
+from ckpt.service.checkpointer import Alarm, Checkpointer, Saved
+from ckpt.service.policies import AtExit, EverySteps
+from ckpt.service.retention import KeepRule
+from ckpt.service.target import Pending, Target
 from ckpt.session import RankedSession, Session, SessionRegistry, open_session
 from ckpt.staging import StageOptions, Staging, stage
-from ckpt.target import Pending, Target
 from ckpt.testing import RankKilled, RanksFailed, run_ranks
 from ckpt.world import World
 from storage import StorageError, Store, TransientError

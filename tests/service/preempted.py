@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 import ckpt
-from ckpt.preemption import Preempted
+from ckpt.service.preemption import Preempted
 
 STEPS_MAX = 20_000
 TIMEOUT = timedelta(seconds=60)

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from ckpt.agreeing import Council, Decision, Pace, Wish, decided, merged
 from ckpt.errors import RankFailed
+from ckpt.service.agreeing import Council, Decision, Pace, Wish, decided, merged
 from ckpt.testing import RanksFailed, run_ranks
 from ckpt.world import SoloWorld, World
 from tests.conftest import Scale

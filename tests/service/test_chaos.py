@@ -24,7 +24,7 @@ from ckpt.invariants import (
     files_needed,
 )
 from ckpt.log import Log, parse_step_key
-from ckpt.retention import KeepBest, KeepEvery, KeepLatest
+from ckpt.service.retention import KeepBest, KeepEvery, KeepLatest
 from ckpt.session import Session
 from storage import Store
 from storage.memory import MemoryStore

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import pytest
 
 from ckpt.log import Log, parse_step_key
-from ckpt.retention import KeepLatest
+from ckpt.service.retention import KeepLatest
 from ckpt.session import Session
 from storage import Store, open_store
 from storage.retry import RetryPolicy

@@ -11,14 +11,15 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import ckpt
-from ckpt.checkpointer import Checkpointer, Failure
 from ckpt.errors import Corrupt, Fenced, InvalidState, LoadInterrupted, Mismatch, NoCheckpoint
 from ckpt.locate import live_entries
-from ckpt.policies import SavePolicy
+from ckpt.service.checkpointer import Checkpointer, Failure
+from ckpt.service.policies import SavePolicy
 from ckpt.session import Session, SessionRegistry
 from ckpt.testing import run_ranks
 from ckpt.world import SoloWorld, World
@@ -513,3 +514,14 @@ def test_a_save_that_fails_by_a_timeout_of_its_own_is_a_failure_like_others() ->
         checkpointer.step(3)
     assert [failure.step for failure in checkpointer.failures] == [2]
     assert [entry.step for entry in live_entries(store)] == [1, 3]
+
+
+def test_steps_may_be_integers_of_numpy_and_torch_and_nothing_else(url: str) -> None:
+    with Checkpointer(url, {"t": torch.ones(2)}, save=ckpt.EverySteps(1)) as checkpointer:
+        checkpointer.step(np.int64(1), metric=torch.tensor(0.5, requires_grad=True))
+        checkpointer.step(torch.tensor(2), metric="no number")
+        for bad in (1.5, -1, True, "3", None):
+            with pytest.raises(InvalidState, match="step="):
+                checkpointer.step(bad)
+    assert steps_of(url) == [1, 2]
+    assert [entry.metric for entry in live_entries(open_store(url))] == [0.5, None]

@@ -21,7 +21,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ckpt
-from ckpt.checkpointer import Checkpointer
 from ckpt.errors import Corrupt
 from ckpt.format.telemetry import (
     HISTORY_MAX,
@@ -31,13 +30,14 @@ from ckpt.format.telemetry import (
     encode_telemetry,
 )
 from ckpt.log import TELEMETRY_NAME, Log
-from ckpt.observing import Restored, SaveEvent, SaveFailed, SaveSucceeded
-from ckpt.reporting import report_of
 from ckpt.saving import SaveOptions
+from ckpt.service.checkpointer import Checkpointer
+from ckpt.service.observing import Restored, SaveEvent, SaveFailed, SaveSucceeded
 from ckpt.session import Session, SessionRegistry
 from ckpt.telemetry import JsonLines, Span
 from ckpt.telling import Committed, RankTold, SaveHistory, read_telemetry, totals_of
 from ckpt.testing import run_ranks
+from ckpt.tools.reporting import report_of
 from ckpt.world import SoloWorld, World
 from storage import RetryPolicy, StorageError, Store, TransientError, open_store
 from storage.memory import MemoryStore

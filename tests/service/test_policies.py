@@ -12,7 +12,7 @@ import signal
 
 import pytest
 
-from ckpt.policies import (
+from ckpt.service.policies import (
     Adaptive,
     AtExit,
     CostMeter,

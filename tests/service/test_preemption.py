@@ -25,9 +25,9 @@ import torch.distributed as dist
 from torch import nn
 
 import ckpt
-from ckpt import preemption
-from ckpt.policies import Never
-from ckpt.preemption import LEAVING_SECONDS, SAFETY, Signals, StopFacts, plan_stop
+from ckpt.service import preemption
+from ckpt.service.policies import Never
+from ckpt.service.preemption import LEAVING_SECONDS, SAFETY, Signals, StopFacts, plan_stop
 from tests.conftest import Scale
 from tests.ranks import RanksFailed, _fork_server, run_ranks
 from tests.service.preempted import GRACE_SECONDS, SAVE_EVERY, train

@@ -12,7 +12,7 @@ import pytest
 
 import ckpt
 from ckpt.log import LiveEntry, Log, attempt_name
-from ckpt.retention import (
+from ckpt.service.retention import (
     Candidate,
     KeepAll,
     KeepBest,

@@ -17,10 +17,10 @@ import torch
 
 import ckpt
 from ckpt.cli import main
-from ckpt.diffing import DiffOptions, diff_checkpoints
 from ckpt.format.checksum import crc32c
 from ckpt.format.joining import joined_crc32c
-from ckpt.reader import Checkpoint, find_checkpoint
+from ckpt.tools.diffing import DiffOptions, diff_checkpoints
+from ckpt.tools.reader import Checkpoint, find_checkpoint
 from storage import open_store
 from storage.testing import CountingStore
 from tests.ranks import run_ranks

@@ -25,8 +25,8 @@ from ckpt.cli.screen import age
 from ckpt.errors import Corrupt, NoCheckpoint
 from ckpt.layout.region import Box, Span
 from ckpt.log import record_key
-from ckpt.mapping import Rectangle, map_of, rank_of, rectangles
 from ckpt.session import Maintenance
+from ckpt.tools.mapping import Rectangle, map_of, rank_of, rectangles
 from storage import open_store
 
 

@@ -20,16 +20,16 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.checkpointer import Checkpointer
 from ckpt.cli import main
 from ckpt.cli.report_page import page_of
 from ckpt.cli.screen import size
 from ckpt.errors import CheckpointError, NoCheckpoint
 from ckpt.format.telemetry import SaveFailure, Telemetry
 from ckpt.log import TELEMETRY_NAME
-from ckpt.reporting import Report, report_of
+from ckpt.service.checkpointer import Checkpointer
 from ckpt.session import Maintenance, SessionRegistry
 from ckpt.testing import run_ranks
+from ckpt.tools.reporting import Report, report_of
 from ckpt.world import World
 from storage import StorageError, open_store
 from storage.testing import FaultPlan, FaultyStore
@@ -150,7 +150,7 @@ def test_entries_have_the_sizes_of_the_state(root: str) -> None:
 
 
 def test_gaps_between_saves_are_told(root: str) -> None:
-    from ckpt.reporting import _notices_of_gaps
+    from ckpt.tools.reporting import _notices_of_gaps
 
     saves = report_of(root).saves[:5]
     times = (0.0, 60.0, 120.0, 3720.0, 3780.0)

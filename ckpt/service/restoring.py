@@ -16,8 +16,8 @@ from ckpt.format.manifest import decode_manifest
 from ckpt.loading import LoadReport
 from ckpt.locate import file_keys, locate
 from ckpt.log import LiveEntry, Log, read_format
+from ckpt.service.target import Target
 from ckpt.state_dict import Loaded
-from ckpt.target import Target
 from ckpt.telemetry import Span
 from ckpt.world import World, collectively
 from storage import KeyNotFoundError, StorageError, Store

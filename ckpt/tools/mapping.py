@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ckpt.layout.region import Region, Shape, boxes_of
-from ckpt.reader import Checkpoint, TensorInfo
+from ckpt.tools.reader import Checkpoint, TensorInfo
 
 
 class Rectangle(NamedTuple):

@@ -104,7 +104,7 @@ def merged(decisions: Sequence[Decision], turn: int) -> Decision:
 
 
 class SignalSource(Protocol):
-    """Where signals are caught; `ckpt.preemption.Signals` is one."""
+    """Where signals are caught; `ckpt.service.preemption.Signals` is one."""
 
     def take(self) -> tuple[int, ...]:
         """Signals that arrived since the last call."""

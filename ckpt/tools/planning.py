@@ -21,7 +21,6 @@ import torch.distributed as dist
 from ckpt.api import read_path
 from ckpt.catalog import catalog_of
 from ckpt.convert.opening import SourceOptions, open_source
-from ckpt.exporting import default_entry
 from ckpt.format.dtypes import DTYPES, dtype_name, torch_dtype
 from ckpt.format.manifest import Manifest, encode_manifest
 from ckpt.layout.even import LAYOUTS, EvenLayout, wanted_part
@@ -30,9 +29,10 @@ from ckpt.layout.plain import Ranks
 from ckpt.layout.region import Box, Region, Shape, whole
 from ckpt.loading import block_line
 from ckpt.read import FileRange, Reader, ReadPath, ReadPlan, plan_reads
-from ckpt.reader import Checkpoint, find_checkpoint
 from ckpt.share import Ints, ShareLimits, Sharing, share_blocks
 from ckpt.state_dict import TensorEntry, bind_state
+from ckpt.tools.exporting import default_entry
+from ckpt.tools.reader import Checkpoint, find_checkpoint
 from storage import Store, open_store
 
 MANIFEST_MEMORY = 4  # a decoded manifest takes at most this many times the bytes of MANIFEST

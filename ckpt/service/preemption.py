@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Literal, NamedTuple
 
-from ckpt.policies import OnPreemption, SavePolicy, preemption_of, signals_of
+from ckpt.service.policies import OnPreemption, SavePolicy, preemption_of, signals_of
 
 logger = logging.getLogger(__name__)
 

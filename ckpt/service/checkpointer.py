@@ -18,6 +18,7 @@ import contextlib
 import json
 import logging
 import math
+import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -27,10 +28,12 @@ from typing import Any, Literal, NamedTuple
 
 import torch.distributed as dist
 
-from ckpt.agreeing import Council, Decision, Pace
 from ckpt.errors import CheckpointError, Fenced, InvalidState, RankFailed, SaveDropped, StoreRefused
-from ckpt.observing import Observer, Restored, SaveFailed, SaveSkipped, SaveSucceeded, tell
-from ckpt.policies import (
+from ckpt.log import STEP_MAX
+from ckpt.saving import SaveReport
+from ckpt.service.agreeing import Council, Decision, Pace
+from ckpt.service.observing import Observer, Restored, SaveFailed, SaveSkipped, SaveSucceeded, tell
+from ckpt.service.policies import (
     AtExit,
     CostMeter,
     EverySeconds,
@@ -42,9 +45,9 @@ from ckpt.policies import (
     by_lead,
     preemption_of,
 )
-from ckpt.preemption import LEAVING_SECONDS, Preempted, Signals, StopFacts, plan_stop
-from ckpt.restoring import RestoreReport, restore_latest
-from ckpt.retention import (
+from ckpt.service.preemption import LEAVING_SECONDS, Preempted, Signals, StopFacts, plan_stop
+from ckpt.service.restoring import RestoreReport, restore_latest
+from ckpt.service.retention import (
     KeepAll,
     KeepRule,
     RetentionPlan,
@@ -52,11 +55,10 @@ from ckpt.retention import (
     carry_out,
     plan_retention,
 )
-from ckpt.saving import SaveReport
+from ckpt.service.target import Pending, Target, UrlTarget
+from ckpt.service.weighing import nbytes_of
 from ckpt.state_dict.walk import walk
-from ckpt.target import Pending, Target, UrlTarget
 from ckpt.telling import log_restored
-from ckpt.weighing import nbytes_of
 from storage import StorageError
 
 logger = logging.getLogger(__name__)
@@ -132,10 +134,10 @@ class Checkpointer:
     which checkpoints stay. While a save is in flight, the next one that is due waits for it, or is
     skipped with `when_busy="skip"`. `saving` are further arguments of `ckpt.async_save`: snapshot,
     replicas, dedup, user, host_bytes_max, io. From here to `close`, signals that `save` names are
-    caught; see `ckpt.preemption`.
+    caught; see `ckpt.service.preemption`.
 
-    `observers` are told how saves and restores end; see `ckpt.observing`. With `telemetry`, how
-    every save went is kept beside the checkpoint, for `ckpt report`.
+    `observers` are told how saves and restores end; see `ckpt.service.observing`. With `telemetry`,
+    how every save went is kept beside the checkpoint, for `ckpt report`.
 
     Single failures of saves are logged and the training goes on; `alarm` says when it should not.
     InvalidState, Fenced and StoreRefused are raised at once, because they do not go away; after a
@@ -267,6 +269,7 @@ class Checkpointer:
         failures of saves, on all ranks at the same step; RankFailed when a rank was found dead.
         """
         self._check_open()
+        step = _whole_number(step)
         now = self._clock()
         self._meter.step(now - self._left_seconds, saving=self._was_saving or bool(self.in_flight))
         self._previous, self._step = self._step, step
@@ -482,10 +485,11 @@ class Checkpointer:
             self._lasting.append(error)
         if self._world.rank == 0:
             logger.error(
-                "the save of step %d has failed, %d in a row (%s); the training goes on: %s",
+                "the save of step %d has failed, %d in a row (%s); %s: %s",
                 step,
                 len(self._in_a_row),
                 type(error).__name__,
+                "this does not go away, so it is raised" if lasting else "the training goes on",
                 error,
                 extra={"ckpt": {"event": "failed", "step": step, "error": str(error)}},
             )
@@ -634,10 +638,27 @@ def _outcome(pending: Pending, timeout_seconds: float | None) -> SaveReport | Ex
         return error
 
 
-def _finite(metric: float | None) -> float | None:
+def _whole_number(step: Any) -> int:
+    """A step as the log takes it: numpy's and torch's integers are ones."""
+    try:
+        number = operator.index(step)
+    except TypeError:
+        number = -1
+    if not 0 <= number <= STEP_MAX or isinstance(step, bool):
+        raise InvalidState([f"step={step!r}: expected an int from 0 to {STEP_MAX}"])
+    return number
+
+
+def _finite(metric: Any) -> float | None:
     """A metric as the log takes it: a training that diverges is still saved, without one."""
-    if metric is None or math.isfinite(metric):
-        return metric
+    if metric is None:
+        return None
+    try:
+        number = float(metric.detach() if hasattr(metric, "detach") else metric)
+    except (TypeError, ValueError):
+        number = math.nan
+    if math.isfinite(number):
+        return number
     logger.warning("the metric is %s; it is saved as none", metric)
     return None
 

@@ -5,7 +5,7 @@
 
 The last object makes the copy exist, and is created once. Everything before it is the same in every
 try, so a run that died is repeated and skips what is there. A checkpoint that needs files of others
-(`dedup`) is written anew with all its bytes: see `ckpt.rewriting`.
+(`dedup`) is written anew with all its bytes: see `ckpt.tools.rewriting`.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from ckpt.log import (
     record_key,
     record_problem,
 )
-from ckpt.reader import Checkpoint, Found, find_checkpoint
-from ckpt.relaying import check_index, index_of, is_there, relay_file, tiles_of
-from ckpt.rewriting import own_layout, rewrite
+from ckpt.tools.reader import Checkpoint, Found, find_checkpoint
+from ckpt.tools.relaying import check_index, index_of, is_there, relay_file, tiles_of
+from ckpt.tools.rewriting import own_layout, rewrite
 from storage import KeyExistsError, KeyNotFoundError, Store, open_store
 
 LOOKED_AT_MAX = 100_000  # keys at the target that are looked at before anything is written

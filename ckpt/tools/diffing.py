@@ -29,8 +29,8 @@ from ckpt.format.joining import joined_crc32c
 from ckpt.format.manifest import Manifest
 from ckpt.layout.region import Shape, Span
 from ckpt.read import ReadPath
-from ckpt.reader import Checkpoint, find_checkpoint
-from ckpt.sequencing import in_order
+from ckpt.tools.reader import Checkpoint, find_checkpoint
+from ckpt.tools.sequencing import in_order
 from storage import open_store
 
 BAND_NUMEL = 1 << 19  # elements read together

@@ -12,7 +12,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
-from ckpt.copying import CopyReport, Meter
 from ckpt.errors import CheckpointError
 from ckpt.format.datafile import StoredChunk
 from ckpt.format.manifest import Header, Manifest, encode_manifest
@@ -21,9 +20,10 @@ from ckpt.layout.even import LAYOUTS, EvenLayout, even_part
 from ckpt.layout.piece import Kind
 from ckpt.layout.region import Box, Region, Shape, Span, span_of, whole
 from ckpt.log import Log, attempt_epoch, attempt_name, manifest_digest, step_prefix
-from ckpt.reader import Checkpoint, Found, find_checkpoint
-from ckpt.rewriting import Layout, chunk_of, rewrite
 from ckpt.session import Commit, Maintenance
+from ckpt.tools.copying import CopyReport, Meter
+from ckpt.tools.reader import Checkpoint, Found, find_checkpoint
+from ckpt.tools.rewriting import Layout, chunk_of, rewrite
 from storage import Store, open_store
 
 SMALL_NBYTES = 1 << 20

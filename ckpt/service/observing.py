@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from ckpt.restoring import RestoreReport
 from ckpt.saving import SaveReport
+from ckpt.service.restoring import RestoreReport
 
 logger = logging.getLogger(__name__)
 

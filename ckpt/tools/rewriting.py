@@ -37,9 +37,9 @@ from ckpt.layout.region import Box, Region, Span, span_of
 from ckpt.log import FORMAT_KEY, MANIFEST_NAME
 from ckpt.memory import aligned_buffer, tensor_over
 from ckpt.read import ReadPath
-from ckpt.reader import Checkpoint, StoredTensor, fill, piece_of
-from ckpt.relaying import is_there
-from ckpt.sequencing import in_order
+from ckpt.tools.reader import Checkpoint, StoredTensor, fill, piece_of
+from ckpt.tools.relaying import is_there
+from ckpt.tools.sequencing import in_order
 from storage import KeyExistsError, KeyNotFoundError, ObjectWriter, Store
 
 MIB = 1 << 20

@@ -20,8 +20,8 @@ from ckpt.format.manifest import Manifest, decode_manifest
 from ckpt.format.telemetry import SaveFailure, SaveTotals, Telemetry
 from ckpt.locate import locate
 from ckpt.log import LiveEntry, Log
-from ckpt.overview import READERS, DiskUsage, Event, disk_usage, history
 from ckpt.telling import read_telemetry
+from ckpt.tools.overview import READERS, DiskUsage, Event, disk_usage, history
 from storage import Store, open_store
 
 RECORDS_MAX = 5000  # of the log, newest first; each is a request

@@ -22,7 +22,7 @@ from ckpt.format.datafile import CHECKSUM_MAGIC, DataFileIndex, read_data_file_i
 from ckpt.format.joining import joined_crc32c
 from ckpt.format.manifest import Manifest
 from ckpt.memory import aligned_buffer
-from ckpt.sequencing import in_order
+from ckpt.tools.sequencing import in_order
 from storage import ByteRange, KeyNotFoundError, Store
 
 MIB = 1 << 20

@@ -21,7 +21,7 @@ from ckpt.format.manifest import Manifest
 from ckpt.format.references import is_reference
 from ckpt.locate import file_key
 from ckpt.memory import aligned_buffer
-from ckpt.reader import find_checkpoint
+from ckpt.tools.reader import find_checkpoint
 from storage import ByteRange, KeyNotFoundError, ShortReadError, Store, open_store
 
 MIB = 1 << 20

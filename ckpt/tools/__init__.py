@@ -1,0 +1,1 @@
+"""Checkpoints looked at, checked, compared, copied and exported, without a process group."""

@@ -54,9 +54,16 @@ def blocks_of(page: str) -> list[Block]:
     ]
 
 
-@pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+class Prepared(NamedTuple):
     """A folder as the pages assume it, and the environment of an S3 server that has the same."""
+
+    folder: Path
+    environment: dict[str, str]
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prepared]:
+    """What a reader has done before, by our own means."""
     import ckpt
 
     folder = tmp_path_factory.mktemp("given")
@@ -67,7 +74,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.chdir(folder)
         run_ranks(1, make_runs, str(folder), group=False)
         ckpt.copy("runs/7b", "s3://bucket/run", whole_root=True)
-        yield folder
+        yield Prepared(folder, dict(server.environment))
 
 
 def make_runs(folder: str) -> None:
@@ -89,15 +96,17 @@ def make_runs(folder: str) -> None:
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks_of(page)])
-def test_page_runs(page: str, prepared: Path, tmp_path: Path) -> None:
+def test_page_runs(page: str, prepared: Prepared, tmp_path: Path) -> None:
     folder = tmp_path / "reader"
-    shutil.copytree(prepared, folder)
-    run_ranks(1, run_page, page, str(folder), group=False, timeout_seconds=150)
+    shutil.copytree(prepared.folder, folder)
+    told = (page, str(folder), prepared.environment)
+    run_ranks(1, run_page, *told, group=False, timeout_seconds=150)
 
 
-def run_page(page: str, folder: str) -> None:
+def run_page(page: str, folder: str, environment: dict[str, str]) -> None:
     """In a process of its own: all blocks of a page, in order."""
     os.chdir(folder)
+    os.environ.update(environment)  # processes are forked from a server that may be older than it
     namespace = {**given.names(), "__name__": "__page__"}
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", "0"
     for block in blocks_of(page):

@@ -50,10 +50,15 @@ def interleaved(
     rounds: int,
     between: Callable[[str], None],
 ) -> dict[str, list[Sample]]:
-    """Every candidate once per round, in turn, after one round that does not count."""
+    """Every candidate once per round, in turn, after one round that does not count.
+
+    Each round begins with another one: what follows a large write or its removal pays for that.
+    """
     samples: dict[str, list[Sample]] = {name: [] for name in candidates}
+    order = list(candidates.items())
     for number in range(rounds + 1):
-        for name, run in candidates.items():
+        order = order[1:] + order[:1]
+        for name, run in order:
             sample = measured(run)
             between(name)
             if number:

@@ -24,13 +24,13 @@ from storage.errors import (
     KeyExistsError,
     KeyNotFoundError,
     OutcomeUnknownError,
-    ShortReadError,
 )
+from storage.http import HttpStore
 from storage.keys import check_key, check_prefix
 from storage.ranges import PartLedger, flat_views, part_count
 from storage.retry import RetryPolicy, run_publishing
 from storage.s3_fast import Objects, Upload
-from storage.store import ByteRange, ExclusiveCreate, ObjectInfo, ObjectWriter, Store
+from storage.store import ExclusiveCreate, ObjectInfo, ObjectWriter, Store
 
 MiB = 1024 * 1024
 _WRITE_ID = "writeid"  # Azure takes identifiers only
@@ -74,7 +74,7 @@ def open_cloud(protocol: str, place: str, options: dict[str, Any], retry: RetryP
     return CloudStore(protocol, bucket, prefix, config=config, retry=retry)
 
 
-class CloudStore(Store):
+class CloudStore(HttpStore):
     """Objects below `prefix` of a bucket or container. `config` is obstore's own, as keywords.
 
     An object of several parts is completed without a condition: the key is looked at just before.
@@ -91,27 +91,11 @@ class CloudStore(Store):
         self._prefix = prefix + "/" if prefix else ""
         self.objects = _open(self.url, protocol, bucket, config, retry)
 
-    def get(self, key: str, byte_range: ByteRange | None = None) -> bytes:
-        if byte_range is None:
-            return self.objects.get(self.full_key(key), key)
-        target = bytearray(byte_range.nbytes)
-        self.get_into(key, byte_range.start, [memoryview(target)])
-        return bytes(target)
+    def _fetch_all(self, key: str) -> bytes:
+        return self.objects.get(self.full_key(key), key)
 
-    def get_into(self, key: str, start: int, buffers: Sequence[memoryview]) -> None:
-        full_key = self.full_key(key)
-        views = flat_views(buffers)
-        nbytes = sum(view.nbytes for view in views)
-        if nbytes:
-            got = self.objects.fill(full_key, key, start, views)
-        else:
-            got = 0
-            nbytes = max(0, start - self.info(key).nbytes)  # HTTP has no empty range
-        if got != nbytes:
-            raise ShortReadError(
-                f"read {key} in {self.url}: bytes {start} to {start + nbytes} were asked for, "
-                f"{got} of these {nbytes} came"
-            )
+    def _fetch_range(self, key: str, start: int, views: Sequence[memoryview]) -> int:
+        return self.objects.fill(self.full_key(key), key, start, views)
 
     def create(
         self,

@@ -47,16 +47,15 @@ from storage.errors import (
     StorageError,
     TransientError,
 )
+from storage.http import HttpStore
 from storage.keys import check_key, check_prefix
 from storage.ranges import PartLedger, flat_views, part_count
 from storage.retry import RetryPolicy, run_publishing
 from storage.store import (
-    ByteRange,
     ExclusiveCreate,
     JointWriter,
     ObjectInfo,
     ObjectWriter,
-    Store,
 )
 
 MiB = 1024 * 1024
@@ -184,7 +183,7 @@ def _has_obstore() -> bool:
     return importlib.util.find_spec("obstore") is not None
 
 
-class S3Store(Store):
+class S3Store(HttpStore):
     """Objects below `prefix` of `bucket`. `options` are those of s3fs.S3FileSystem.
 
     Exclusive creation is asked for with `If-None-Match: *`. AWS honours it for every object; Ceph
@@ -215,28 +214,6 @@ class S3Store(Store):
         self._keys_per_page = keys_per_page
         self._lock = threading.Lock()
         self._client: tuple[int, s3fs.S3FileSystem] | None = None
-
-    def get(self, key: str, byte_range: ByteRange | None = None) -> bytes:
-        if byte_range is None:
-            return self._fetch_all(key)
-        target = bytearray(byte_range.nbytes)
-        self.get_into(key, byte_range.start, [memoryview(target)])
-        return bytes(target)
-
-    def get_into(self, key: str, start: int, buffers: Sequence[memoryview]) -> None:
-        check_key(key)
-        views = flat_views(buffers)
-        nbytes = sum(view.nbytes for view in views)
-        if nbytes:
-            got = self._fetch_range(key, start, views)
-        else:
-            got = 0
-            nbytes = max(0, start - self.info(key).nbytes)  # HTTP has no empty range
-        if got != nbytes:
-            raise ShortReadError(
-                f"read {key} in {self.url}: bytes {start} to {start + nbytes} were asked for, "
-                f"{got} of these {nbytes} came"
-            )
 
     def create(
         self,

@@ -1,0 +1,45 @@
+"""What stores over HTTP have in common: how a range is read, and what a short answer means."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+
+from storage.errors import ShortReadError
+from storage.keys import check_key
+from storage.ranges import flat_views
+from storage.store import ByteRange, Store
+
+
+class HttpStore(Store):
+    """A store that can fetch a whole object, or a range that is not empty, by one request."""
+
+    def get(self, key: str, byte_range: ByteRange | None = None) -> bytes:
+        if byte_range is None:
+            return self._fetch_all(check_key(key))
+        target = bytearray(byte_range.nbytes)
+        self.get_into(key, byte_range.start, [memoryview(target)])
+        return bytes(target)
+
+    def get_into(self, key: str, start: int, buffers: Sequence[memoryview]) -> None:
+        check_key(key)
+        views = flat_views(buffers)
+        nbytes = sum(view.nbytes for view in views)
+        if nbytes:
+            got = self._fetch_range(key, start, views)
+        else:
+            got = 0
+            nbytes = max(0, start - self.info(key).nbytes)  # HTTP has no empty range
+        if got != nbytes:
+            raise ShortReadError(
+                f"read {key} in {self.url}: bytes {start} to {start + nbytes} were asked for, "
+                f"{got} of these {nbytes} came"
+            )
+
+    @abstractmethod
+    def _fetch_all(self, key: str) -> bytes:
+        """The whole object."""
+
+    @abstractmethod
+    def _fetch_range(self, key: str, start: int, views: Sequence[memoryview]) -> int:
+        """Fill `views`, none of them empty, from byte `start` on; how many bytes came."""

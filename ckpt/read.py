@@ -134,35 +134,48 @@ def joined(runs: Ints) -> Ints:
 def plan_reads(manifest: Manifest, holdings: Sequence[Holding]) -> ReadPlan:
     """Which blocks of which chunks fill `holdings`, and how. Names and shapes must match."""
     needs: dict[int, Need] = {}
-    packed: dict[int, int] = {}
-    chunks = _Chunks(manifest, wanted=sum(len(holding.pieces) for holding in holdings))
-    packable = _packable(manifest) if len(holdings) >= PACKED_COUNT_MIN else {}
+    packed, rest = _pack(manifest, holdings, needs)
+    chunks = _Chunks(manifest, wanted=len(rest))
     block_nbytes = manifest.header.block_bytes
-    for holding in holdings:
-        for piece in holding.pieces:
-            view = local_view(holding, piece)
-            address = view.data_ptr() if is_plain_memory(view) else 0
-            small = packable.get(piece.fqn, -1)
-            if small in packed:
-                # Wanted a second time: now it takes all of the book-keeping.
-                needs[small] = whole_need(manifest, small, packed.pop(small))
-            elif small >= 0 and address and small not in needs and _is_whole(piece):
-                packed[small] = address
-                continue
-            if not piece.local_region.numel:
-                continue
-            if address and chunks.put_whole(piece, address, needs):
-                continue
-            itemsize = piece.dtype.itemsize
-            for chunk, region in chunks.near(piece):
-                need = needs.get(chunk)
-                if need is None:
-                    need = needs[chunk] = chunks.need(chunk, region, itemsize)
-                for copy in copies(region, piece.region, piece.global_shape):
-                    _add_copy(need, copy, view, address, block_nbytes)
+    for piece, view in rest:
+        if not piece.local_region.numel:
+            continue
+        address = view.data_ptr() if is_plain_memory(view) else 0
+        if address and chunks.put_whole(piece, address, needs):
+            continue
+        itemsize = piece.dtype.itemsize
+        for chunk, region in chunks.near(piece):
+            need = needs.get(chunk)
+            if need is None:
+                need = needs[chunk] = chunks.need(chunk, region, itemsize)
+            for copy in copies(region, piece.region, piece.global_shape):
+                _add_copy(need, copy, view, address, block_nbytes)
     # A chunk whose extent overlaps, but not its elements, is not needed.
     wanted = {chunk: need for chunk, need in needs.items() if need.blocks}
     return ReadPlan(wanted, packed, holdings)
+
+
+def _pack(
+    manifest: Manifest, holdings: Sequence[Holding], needs: dict[int, Need]
+) -> tuple[dict[int, int], list[tuple[Piece, torch.Tensor]]]:
+    """The packed chunks of a plan, and the pieces that are something else, with their memory.
+
+    A chunk that is wanted a second time takes all of the book-keeping: then it is in `needs`.
+    """
+    packed: dict[int, int] = {}
+    rest: list[tuple[Piece, torch.Tensor]] = []
+    packable = _packable(manifest) if len(holdings) >= PACKED_COUNT_MIN else {}
+    for holding in holdings:
+        for piece in holding.pieces:
+            view = local_view(holding, piece)
+            small = packable.get(piece.fqn, -1)
+            if small in packed:
+                needs[small] = whole_need(manifest, small, packed.pop(small))
+            elif small >= 0 and small not in needs and _is_whole(piece) and is_plain_memory(view):
+                packed[small] = view.data_ptr()
+                continue
+            rest.append((piece, view))
+    return packed, rest
 
 
 def whole_need(manifest: Manifest, chunk: int, address: int) -> Need:
@@ -190,7 +203,7 @@ def _packable(manifest: Manifest) -> dict[str, int]:
     single = np.flatnonzero(np.diff(table.first) == 1)
     chunks = table.first[single]
     nbytes = table.numel[chunks] * itemsizes[single]
-    is_small = nbytes <= min(PACKED_NBYTES_MAX, manifest.header.block_bytes)
+    is_small = (nbytes > 0) & (nbytes <= min(PACKED_NBYTES_MAX, manifest.header.block_bytes))
     fqns = manifest.fqns
     names = [fqns[tensor] for tensor in single[is_small].tolist()]
     return dict(zip(names, chunks[is_small].tolist(), strict=True))

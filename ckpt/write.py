@@ -20,6 +20,7 @@ from ckpt.format.datafile import (
     StoredChunk,
     checksum_tensor,
     file_entries,
+    is_small_or_uneven,
     layout_data_file,
     region_start,
     split_into_files,
@@ -136,7 +137,7 @@ class FileTexts(NamedTuple):
 
 def sources_of(shares: Sequence[Share]) -> list[Source]:
     """Where the bytes of every share are now, in the canonical order of a data file."""
-    keys: list[tuple[int, str, int, Region, int]] = []
+    keys: list[tuple[bool, int, str, int, Region, int]] = []
     sources: list[Source] = []
     dtypes: dict[torch.dtype, tuple[str, int]] = {}
     for holding, piece, start, stop, region in shares:
@@ -151,10 +152,11 @@ def sources_of(shares: Sequence[Share]) -> list[Source]:
         chunk = StoredChunk(fqn, name, global_shape, region, nbytes, int(holding.kind))
         # This is `order_key`, with the regions compared only where their starts are the same.
         first = region_start(region, global_shape)
-        keys.append((-itemsize, fqn, first, region, len(sources)))
+        late = is_small_or_uneven(nbytes)
+        keys.append((late, -itemsize, fqn, first, region, len(sources)))
         sources.append(Source(chunk, view, start, address))
     keys.sort()
-    return [sources[key[4]] for key in keys]
+    return [sources[key[5]] for key in keys]
 
 
 def entries_of(

@@ -30,6 +30,8 @@ ALIGNMENT = 4096  # tensor bytes start at a multiple: O_DIRECT and mmap want it
 BLOCK_BYTES = 1 << 20
 HEADER_BYTES_MAX = 100_000_000  # the limit of safetensors readers
 NDIM_MAX = 64  # torch's own
+SMALL_NBYTES_MAX = 16 << 10
+CACHE_LINE_NBYTES = 64
 CHECKSUMS = "__ckpt_checksums__"
 VALUES = "__ckpt_values__"
 PER_RANK = "__ckpt_per_rank__"
@@ -85,12 +87,21 @@ class DataFileIndex:
     nbytes: int
 
 
-def order_key(chunk: StoredChunk) -> tuple[int, str, int, Region]:
-    """Sorts chunks into the order of a file: widest elements first, so that all are aligned, then
+def order_key(chunk: StoredChunk) -> tuple[bool, int, str, int, Region]:
+    """Sorts chunks into the order of a file: large even ones first, then widest elements, then
     name.
+
+    So all elements are aligned, the large chunks to cache lines, and the small ones are neighbours.
     """
     shape, region = chunk.global_shape, chunk.region
-    return (-DTYPES[chunk.dtype].itemsize, chunk.fqn, region_start(region, shape), region)
+    itemsize = DTYPES[chunk.dtype].itemsize
+    first = region_start(region, shape)
+    return (is_small_or_uneven(chunk.nbytes), -itemsize, chunk.fqn, first, region)
+
+
+def is_small_or_uneven(nbytes: int) -> bool:
+    """Whether a chunk comes behind those that keep each other aligned to cache lines."""
+    return nbytes <= SMALL_NBYTES_MAX or nbytes % CACHE_LINE_NBYTES != 0
 
 
 def region_start(region: Region, shape: Shape) -> int:

@@ -142,7 +142,7 @@ class _Binding:
                 continue
             names.loaded_tensors.append(fqn)
             found.append((saved, tensor))
-        holdings, _, others = plain_holdings(found, self.ranks)
+        holdings, _, others = plain_holdings(found, self.ranks, kept=False)
         self.holdings += holdings
         for saved, tensor in others:
             try:
@@ -335,7 +335,7 @@ class _Binding:
 def _entries(state: Any, names: Names) -> set[str]:
     """The top-level names of `state`, as the checkpoint would call them; {""} for a bare module."""
     if isinstance(state, dict):
-        return {names.rename(str(key)) for key in state}
+        return set(map(names.rename, map(str, state))) if names.has_rename else set(map(str, state))
     if isinstance(state, (list, tuple)):
         return {names.rename(str(index)) for index in range(len(state))}
     return {""}

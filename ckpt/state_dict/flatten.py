@@ -130,7 +130,7 @@ class _Building:
         self.names: list[str] = []
 
     def add_tensors(self, leaves: Leaves) -> None:
-        self.holdings, self.aliases, others = plain_holdings(leaves.tensors, self.ranks)
+        self.holdings, self.aliases, others = plain_holdings(leaves.tensors, self.ranks, kept=True)
         self.names = [fqn for fqn, _ in leaves.tensors]
         for fqn, tensor in others:
             self.add_tensor(fqn, tensor, Kind.OTHER)

@@ -38,11 +38,12 @@ def is_ordinary(tensor: torch.Tensor) -> bool:
 
 
 def plain_holdings(
-    tensors: Sequence[Named], ranks: Ranks
+    tensors: Sequence[Named], ranks: Ranks, *, kept: bool
 ) -> tuple[list[Holding], dict[str, str], list[Named]]:
     """Ordinary tensors as whole holdings, aliases of those that share their memory, and the others.
 
-    Two tensors are tied when they are the same elements of the same memory.
+    Two tensors are tied when they are the same elements of the same memory. Holdings that are to be
+    `kept` never have the object itself, which may then go away before them.
     """
     holders = ranks.everyone
     holdings: list[Holding] = []
@@ -68,8 +69,7 @@ def plain_holdings(
         if first is tensor and first_fqn != fqn:
             aliases[fqn] = first_fqn
             continue
-        # Never the object itself: who keeps a holding must not keep the user's tensor from going.
-        local = tensor.detach()
+        local = tensor.detach() if kept or tensor.requires_grad else tensor
         piece = Piece(fqn, shape, tensor.dtype, box, box, holders)
         holdings.append(Holding(local, (piece,), kind, False))
     return holdings, aliases, others

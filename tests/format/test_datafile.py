@@ -89,6 +89,29 @@ def test_every_dtype_is_opened_by_safetensors(tmp_path: Path) -> None:
     assert {chunk.dtype for chunk in index_of(path.read_bytes()).chunks} == set(known)
 
 
+def test_large_chunks_are_aligned_to_cache_lines_and_small_ones_are_neighbours() -> None:
+    """A step counter between the moments of a parameter does not shift what comes behind it."""
+    kinds = {"uint8": (40_000, 1), "float32": (8192, 1), "bfloat16": (20_001, 33), "int64": (3, 1)}
+    chunks = []
+    for at in range(5):
+        for dtype, (rows, columns) in kinds.items():
+            shape = (rows, columns)
+            nbytes = rows * columns * DTYPES[dtype].itemsize
+            chunks.append(StoredChunk(f"{at}.{dtype}", dtype, shape, whole(shape), nbytes, 0))
+    chunks.sort(key=order_key)
+    layout = layout_data_file(chunks, block_bytes=1 << 20, metadata={})
+    offsets = layout.offsets.tolist()
+    small = []
+    for place, (chunk, offset) in enumerate(zip(chunks, offsets, strict=True)):
+        assert offset % DTYPES[chunk.dtype].itemsize == 0, chunk.fqn
+        if chunk.dtype in ("uint8", "float32"):
+            assert offset % 64 == 0, chunk.fqn
+        if chunk.dtype == "int64":
+            small.append(place)
+    assert small == list(range(small[0], small[0] + 5))
+    assert [chunk.dtype for chunk in chunks[:10]] == ["float32"] * 5 + ["uint8"] * 5
+
+
 def test_every_torch_dtype_is_storable_or_refused_with_a_reason() -> None:
     """All dtypes this torch has: in the table, or with a text on what to do."""
     dtypes = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}

@@ -6,12 +6,14 @@ and compares every tensor bit for bit.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
 import ckpt
+from storage.local import LocalStore
 
 
 def _small(count: int = 40) -> dict[str, torch.Tensor]:
@@ -67,3 +69,25 @@ def test_a_changed_bit_in_a_small_tensor_is_found_and_named(tmp_path: Path) -> N
     file.write_bytes(data)
     with pytest.raises(ckpt.LoadInterrupted, match="a013"):
         ckpt.load(_blank(state), str(tmp_path / "run"))
+
+
+def test_small_tensors_between_large_ones_are_read_by_one_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a rank does that needs all step counters of another rank's file, and no more of it."""
+    moments = {f"p{at:03d}.exp_avg": torch.randn(1 << 14) for at in range(100)}
+    steps = {f"p{at:03d}.step": torch.tensor(float(at)) for at in range(100)}
+    url = str(tmp_path / "run")
+    ckpt.save(moments | steps, url, step=0)
+    requests = []
+    get_into = LocalStore.get_into
+
+    def counted(store: LocalStore, key: str, start: int, buffers: Sequence[memoryview]) -> None:
+        requests.append((key, sum(buffer.nbytes for buffer in buffers)))
+        get_into(store, key, start, buffers)
+
+    monkeypatch.setattr(LocalStore, "get_into", counted)
+    target = {fqn: torch.zeros(()) for fqn in steps}
+    ckpt.load(target, url, strict=False)
+    assert all(torch.equal(target[fqn], steps[fqn]) for fqn in steps)
+    assert [nbytes for key, nbytes in requests if key.endswith(".safetensors")] == [400]

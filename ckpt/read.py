@@ -27,7 +27,7 @@ from ckpt.format.checksum import crc32c, crc32c_of_each
 from ckpt.format.dtypes import DTYPES
 from ckpt.format.manifest import Manifest
 from ckpt.layout.piece import Holding, Piece
-from ckpt.layout.region import Box, Region, Shape, Span, boxes_of, row_major_strides, whole
+from ckpt.layout.region import Box, Region, Shape, Span, boxes_of, row_major_strides, span_of, whole
 from ckpt.layout.reshard import Copy, Patch, Run, clip_patch, copies, touched
 from ckpt.locate import file_key, file_keys
 from ckpt.memory import (
@@ -143,16 +143,13 @@ def plan_reads(manifest: Manifest, holdings: Sequence[Holding]) -> ReadPlan:
         address = view.data_ptr() if is_plain_memory(view) else 0
         if address and chunks.put_whole(piece, address, needs):
             continue
-        itemsize = piece.dtype.itemsize
-        for chunk, region in chunks.near(piece):
+        for chunk, found in chunks.meeting(piece):
             need = needs.get(chunk)
             if need is None:
-                need = needs[chunk] = chunks.need(chunk, region, itemsize)
-            for copy in copies(region, piece.region, piece.global_shape):
+                need = needs[chunk] = chunks.need(chunk, piece.dtype.itemsize)
+            for copy in found:
                 _add_copy(need, copy, view, address, block_nbytes)
-    # A chunk whose extent overlaps, but not its elements, is not needed.
-    wanted = {chunk: need for chunk, need in needs.items() if need.blocks}
-    return ReadPlan(wanted, packed, holdings)
+    return ReadPlan(needs, packed, holdings)
 
 
 def _pack(
@@ -227,13 +224,19 @@ class _Chunks:
         self._file, self._byte_start, self._first_block, *rest = columns
         self._span_start, self._numel, self._box, self._first = rest
 
-    def near(self, piece: Piece) -> list[tuple[int, Region]]:
-        """The chunks that may share elements with `piece`, with their regions."""
+    def meeting(self, piece: Piece) -> Iterator[tuple[int, list[Copy]]]:
+        """The chunks that share elements with `piece`, each with what to copy."""
         tensor = self._index(piece.fqn)
         first, last = int(self._first[tensor]), int(self._first[tensor + 1])
-        if last - first <= 4:
-            return [(chunk, self._region(chunk)) for chunk in range(first, last)]
-        return [(chunk, self._region(chunk)) for chunk in self._overlapping(piece, first, last)]
+        near: Iterable[int] = range(first, last)
+        if last - first > 4:
+            near = self._overlapping(piece, first, last)
+        shape, wanted = piece.global_shape, piece.region
+        if isinstance(wanted, Box):
+            wanted = span_of(wanted, shape) or wanted
+        for chunk in near:
+            if found := copies(self._region(chunk), wanted, shape):
+                yield chunk, found
 
     def put_whole(self, piece: Piece, address: int, needs: dict[int, Need]) -> bool:
         """The short way for the common case: one chunk is all of a tensor, and so is the piece."""
@@ -244,12 +247,12 @@ class _Chunks:
         needs[chunk] = whole_need(self._manifest, chunk, address)
         return True
 
-    def need(self, chunk: int, region: Region, itemsize: int) -> Need:
+    def need(self, chunk: int, itemsize: int) -> Need:
         """An empty need of `chunk`."""
         return Need(
             int(self._file[chunk]),
             int(self._byte_start[chunk]),
-            region.numel * itemsize,
+            int(self._numel[chunk]) * itemsize,
             int(self._first_block[chunk]),
             [],
             [],

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from ckpt.errors import Corrupt, NoCheckpoint
 from ckpt.format.manifest import Manifest
 from ckpt.format.references import PARENT, is_reference
 from ckpt.log import MANIFEST_NAME, LiveEntry, Log, manifest_digest, read_format
-from storage import KeyNotFoundError, Store
+from storage import KeyNotFoundError, Store, TooLargeError
 
 
 class Located(NamedTuple):
@@ -25,8 +26,14 @@ class Located(NamedTuple):
 
 def live_entries(store: Store) -> tuple[LiveEntry, ...]:
     """The checkpoints of a root, oldest commit first. Raises NoCheckpoint when it is no root."""
-    read_format(store)
-    return Log(store).state().live
+    if store.part_nbytes_min == 1:
+        read_format(store)
+        return Log(store).state().live
+    # Where requests take long, what does not need each other's answer is asked at once.
+    with ThreadPoolExecutor(1) as pool:
+        log = pool.submit(Log(store).state)
+        read_format(store)
+        return log.result().live
 
 
 def locate(store: Store, step: int | None = None, *, attempt: str = "") -> Located:
@@ -57,12 +64,20 @@ def read_manifest(store: Store, entry: LiveEntry) -> bytes:
     """The bytes of a live checkpoint's manifest. Raises Corrupt when they are not the committed
     ones, KeyNotFoundError when they are gone.
     """
-    data = store.get(entry.prefix + MANIFEST_NAME)
-    if len(data) != entry.manifest_nbytes or manifest_digest(data) != entry.manifest_digest:
+    where = f"{store.url}/{entry.prefix}{MANIFEST_NAME}"
+    mended = "`ckpt salvage` can rebuild it from the data files"
+    try:
+        data = store.get_bounded(entry.prefix + MANIFEST_NAME, entry.manifest_nbytes)
+    except TooLargeError as error:
+        raise Corrupt(f"{where} was changed: {error}; {mended}") from None
+    if len(data) != entry.manifest_nbytes:
         raise Corrupt(
-            f"{store.url}/{entry.prefix}{MANIFEST_NAME}: its {len(data)} bytes are not the "
-            f"{entry.manifest_nbytes} that were committed; `ckpt salvage` can rebuild it from the "
-            "data files"
+            f"{where} has {len(data)} bytes, {entry.manifest_nbytes} were committed; {mended}"
+        )
+    if manifest_digest(data) != entry.manifest_digest:
+        raise Corrupt(
+            f"{where}: the digest of its {len(data)} bytes is not the committed one: they were "
+            f"changed; {mended}"
         )
     return data
 

@@ -20,7 +20,7 @@ import msgpack
 
 from ckpt.errors import CheckpointError, Corrupt, NoCheckpoint, UnsupportedFormat
 from ckpt.format.checksum import crc32c
-from storage.errors import KeyNotFoundError
+from storage.errors import KeyNotFoundError, TooLargeError
 from storage.store import Store
 
 FORMAT_KEY = "FORMAT"
@@ -216,13 +216,12 @@ def read_format(store: Store) -> RootFormat:
     what the caller may have meant."""
     where = f"{store.url}/{FORMAT_KEY}"
     try:
-        info = store.info(FORMAT_KEY)
-        if info.nbytes > FORMAT_NBYTES_MAX:
-            raise Corrupt(
-                f"{where} has {info.nbytes} bytes, a FORMAT object has one line; this is not a "
-                "shardpoint root, choose another url"
-            )
-        return decode_format(store.get(FORMAT_KEY), where=where)
+        return decode_format(store.get_bounded(FORMAT_KEY, FORMAT_NBYTES_MAX), where=where)
+    except TooLargeError as error:
+        raise Corrupt(
+            f"{error}: a FORMAT object has one line; this is not a shardpoint root, choose another "
+            "url"
+        ) from None
     except KeyNotFoundError:
         raise _no_checkpoint(store) from None
 
@@ -476,10 +475,10 @@ class Log:
     def raw(self, slot: int) -> bytes:
         """The bytes in a slot, whatever they are; no more than a record may have."""
         key = record_key(slot)
-        nbytes = self.store.info(key).nbytes
-        if nbytes > RECORD_NBYTES_MAX:
-            _corrupt(f"{self.store.url}/{key}", f"{nbytes} bytes, at most {RECORD_NBYTES_MAX}")
-        return self.store.get(key)
+        try:
+            return self.store.get_bounded(key, RECORD_NBYTES_MAX)
+        except TooLargeError as error:
+            _corrupt(f"{self.store.url}/{key}", str(error))
 
     def history(self) -> Iterator[Record]:
         """All records from the first on: as many requests as records. Raises Corrupt at a hole."""

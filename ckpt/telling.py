@@ -241,9 +241,7 @@ def read_telemetry(store: Store, prefix: str) -> Telemetry | None:
     """
     key = prefix + TELEMETRY_NAME
     try:
-        if store.info(key).nbytes > TELEMETRY_NBYTES_MAX:
-            raise CheckpointError(f"more than {TELEMETRY_NBYTES_MAX} bytes")
-        return decode_telemetry(store.get(key))
+        return decode_telemetry(store.get_bounded(key, TELEMETRY_NBYTES_MAX))
     except KeyNotFoundError:
         return None
     except (CheckpointError, StorageError, OSError) as error:

@@ -12,6 +12,7 @@ from storage.errors import (
     OutcomeUnknownError,
     ShortReadError,
     StorageError,
+    TooLargeError,
     TransientError,
 )
 from storage.retry import RetryPolicy
@@ -34,6 +35,7 @@ __all__ = [
     "ShortReadError",
     "StorageError",
     "Store",
+    "TooLargeError",
     "TransientError",
     "open_store",
 ]

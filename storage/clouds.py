@@ -91,8 +91,8 @@ class CloudStore(HttpStore):
         self._prefix = prefix + "/" if prefix else ""
         self.objects = _open(self.url, protocol, bucket, config, retry)
 
-    def _fetch_all(self, key: str) -> bytes:
-        return self.objects.get(self.full_key(key), key)
+    def _fetch_all(self, key: str, nbytes_max: int | None) -> bytes:
+        return self.objects.get(self.full_key(key), key, nbytes_max)
 
     def _fetch_range(self, key: str, start: int, views: Sequence[memoryview]) -> int:
         return self.objects.fill(self.full_key(key), key, start, views)

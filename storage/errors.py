@@ -19,6 +19,10 @@ class ShortReadError(StorageError):
     """The object ends before the bytes that were asked for."""
 
 
+class TooLargeError(StorageError):
+    """The object has more bytes than the caller is ready to take; none of them were read."""
+
+
 class AccessDeniedError(StorageError):
     """Read-only, no permission, or wrong credentials: a human has to act."""
 

@@ -16,10 +16,13 @@ class HttpStore(Store):
 
     def get(self, key: str, byte_range: ByteRange | None = None) -> bytes:
         if byte_range is None:
-            return self._fetch_all(check_key(key))
+            return self._fetch_all(check_key(key), None)
         target = bytearray(byte_range.nbytes)
         self.get_into(key, byte_range.start, [memoryview(target)])
         return bytes(target)
+
+    def get_bounded(self, key: str, nbytes_max: int) -> bytes:
+        return self._fetch_all(check_key(key), nbytes_max)
 
     def get_into(self, key: str, start: int, buffers: Sequence[memoryview]) -> None:
         check_key(key)
@@ -37,8 +40,8 @@ class HttpStore(Store):
             )
 
     @abstractmethod
-    def _fetch_all(self, key: str) -> bytes:
-        """The whole object."""
+    def _fetch_all(self, key: str, nbytes_max: int | None) -> bytes:
+        """The whole object; TooLargeError by what the answer's head says of its length."""
 
     @abstractmethod
     def _fetch_range(self, key: str, start: int, views: Sequence[memoryview]) -> int:

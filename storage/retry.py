@@ -156,6 +156,9 @@ class RetryingStore(WrappedStore):
     def get(self, key: str, byte_range: ByteRange | None = None) -> bytes:
         return self._policy.run(lambda: self.inner.get(key, byte_range))
 
+    def get_bounded(self, key: str, nbytes_max: int) -> bytes:
+        return self._policy.run(lambda: self.inner.get_bounded(key, nbytes_max))
+
     def get_into(self, key: str, start: int, buffers: Sequence[memoryview]) -> None:
         self._policy.run(lambda: self.inner.get_into(key, start, buffers))
 

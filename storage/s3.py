@@ -56,6 +56,7 @@ from storage.store import (
     JointWriter,
     ObjectInfo,
     ObjectWriter,
+    check_bound,
 )
 
 MiB = 1024 * 1024
@@ -319,10 +320,9 @@ class S3Store(HttpStore):
 
     # What the fast client does in its own way:
 
-    def _fetch_all(self, key: str) -> bytes:
-        chunks: list[bytes] = []
-        self._run("read", key, self._read_all, self._full(key), chunks)
-        return b"".join(chunks)
+    def _fetch_all(self, key: str, nbytes_max: int | None) -> bytes:
+        data: bytes = self._run("read", key, self._read_all, key, nbytes_max)
+        return data
 
     def _fetch_range(self, key: str, start: int, views: Sequence[memoryview]) -> int:
         """Fill `views` from `start` on; how many bytes came, 0 when there are none at `start`."""
@@ -414,11 +414,12 @@ class S3Store(HttpStore):
             raise self._translated(error, operation, key, True) from error
 
     async def _read_all(
-        self, filesystem: s3fs.S3FileSystem, full_key: str, chunks: Sequence[bytes]
-    ) -> None:
-        response = await filesystem._call_s3("get_object", Bucket=self._bucket, Key=full_key)
+        self, filesystem: s3fs.S3FileSystem, key: str, nbytes_max: int | None
+    ) -> bytes:
+        response = await filesystem._call_s3("get_object", Bucket=self._bucket, Key=self._full(key))
         async with response["Body"] as body:
-            chunks.append(await body.read())  # type: ignore[attr-defined]
+            check_bound(self.url, key, response["ContentLength"], nbytes_max)
+            return bytes(await body.read())
 
     async def _read_range(
         self,

@@ -39,6 +39,7 @@ from storage.errors import (
 from storage.ranges import PartLedger
 from storage.retry import RetryPolicy
 from storage.s3 import ClientFacts, S3Store, S3Writer, Transfer, answered
+from storage.store import check_bound
 
 _log = logging.getLogger(__name__)
 
@@ -110,9 +111,11 @@ class FastS3Store(S3Store):
             self._opened.clear()
         super().close()
 
-    def _fetch_all(self, key: str) -> bytes:
+    def _fetch_all(self, key: str, nbytes_max: int | None) -> bytes:
         objects = self.objects()
-        return super()._fetch_all(key) if objects is None else objects.get(self.full_key(key), key)
+        if objects is None:
+            return super()._fetch_all(key, nbytes_max)
+        return objects.get(self.full_key(key), key, nbytes_max)
 
     def _fetch_range(self, key: str, start: int, views: Sequence[memoryview]) -> int:
         objects = self.objects()
@@ -192,9 +195,11 @@ class Objects:
     retry: RetryPolicy
     loop: asyncio.AbstractEventLoop
 
-    def get(self, full_key: str, key: str) -> bytes:
+    def get(self, full_key: str, key: str, nbytes_max: int | None) -> bytes:
         try:
-            return bytes(obstore.get(self.once, full_key).bytes())
+            found = obstore.get(self.once, full_key)
+            check_bound(self.url, key, found.meta["size"], nbytes_max)
+            return bytes(found.bytes())
         except (BaseError, OSError, ValueError) as error:
             raise self.translated(error, "read", key) from None
 

@@ -64,6 +64,9 @@ class SpreadStore(WrappedStore):
     def get(self, key: str, byte_range: ByteRange | None = None) -> bytes:
         return self._find(key, lambda place: self.inner.get(place, byte_range))
 
+    def get_bounded(self, key: str, nbytes_max: int) -> bytes:
+        return self._find(key, lambda place: self.inner.get_bounded(place, nbytes_max))
+
     def get_into(self, key: str, start: int, buffers: Sequence[memoryview]) -> None:
         self._find(key, lambda place: self.inner.get_into(place, start, buffers))
 

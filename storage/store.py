@@ -12,6 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
+from storage.errors import TooLargeError
+
 
 class ByteRange(NamedTuple):
     """Bytes `start` to `end` of an object; `end` is one past the last byte."""
@@ -91,6 +93,14 @@ class Store(ABC):
 
         Raises KeyNotFoundError, and ShortReadError when the object ends before the range does.
         """
+
+    def get_bounded(self, key: str, nbytes_max: int) -> bytes:
+        """The object, if it has at most `nbytes_max` bytes: for what others may have written.
+
+        Raises KeyNotFoundError, and TooLargeError before anything of a larger one is read.
+        """
+        check_bound(self.url, key, self.info(key).nbytes, nbytes_max)
+        return self.get(key)
 
     @abstractmethod
     def get_into(self, key: str, start: int, buffers: Sequence[memoryview]) -> None:
@@ -180,3 +190,11 @@ class Store(ABC):
     @abstractmethod
     def close(self) -> None:
         """Release connections and threads. The store is not used afterwards."""
+
+
+def check_bound(url: str, key: str, nbytes: int, nbytes_max: int | None) -> None:
+    """Raises TooLargeError when an object of `nbytes` is more than the caller takes."""
+    if nbytes_max is not None and nbytes > nbytes_max:
+        raise TooLargeError(
+            f"read {key} in {url}: it has {nbytes} bytes, at most {nbytes_max} were expected"
+        )

@@ -22,6 +22,7 @@ from storage.errors import (
     OutcomeUnknownError,
     ShortReadError,
     StorageError,
+    TooLargeError,
 )
 from storage.store import ByteRange, ExclusiveCreate, ObjectInfo, ObjectWriter, Store
 from storage.wrap import WrappedStore
@@ -413,6 +414,17 @@ class StoreContract:
         for start, end in ((0, 1), (3, 7), (9, 10), (0, 10)):
             assert store.get("a", ByteRange(start, end)) == b"0123456789"[start:end]
         assert store.get("a", ByteRange(4, 4)) == b""
+
+    def test_get_bounded_reads_nothing_of_a_larger_object(self, store: Store) -> None:
+        store.put_if_absent("a", b"0123456789")
+        store.put_if_absent("empty", b"")
+        assert store.get_bounded("a", 10) == store.get_bounded("a", 1000) == b"0123456789"
+        assert store.get_bounded("empty", 0) == b""
+        for nbytes_max in (0, 9):
+            with expect(TooLargeError):
+                store.get_bounded("a", nbytes_max)
+        with expect(KeyNotFoundError):
+            store.get_bounded("no/such", 10)
 
     def test_get_into_fills_many_buffers_of_any_format(self, store: Store) -> None:
         """More buffers than one system call takes, empty ones and doubles among them."""

@@ -21,11 +21,13 @@ from storage import (
     ShortReadError,
     StorageError,
     Store,
+    TooLargeError,
     TransientError,
 )
 from storage.retry import NO_RETRY, RetryingStore, RetryPolicy
 from storage.s3 import S3Store, Transfer
 from storage.s3_fast import FastS3Store
+from storage.spread import SpreadStore
 from storage.testing import StoreContract, write_object
 from tests.servers import S3Server, free_port, rclone_path, rclone_server
 
@@ -114,6 +116,20 @@ def test_small_objects_are_one_request_and_large_ones_one_per_part_and_two(
     ]
     with pytest.raises(ValueError, match="larger parts"):
         moto_store.create("many", 10 * MiB, part_nbytes=MiB)
+
+
+def test_a_bounded_read_is_one_request(
+    moto_store: S3Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through everything that `open_store` puts around a store."""
+    moto_store.put_if_absent("log/0", b"0123456789")
+    methods = record_calls(moto_store, monkeypatch)
+    store = SpreadStore(RetryingStore(moto_store, QUICK))
+    assert store.get_bounded("log/0", 10) == b"0123456789"
+    assert methods == ["get_object"]
+    with pytest.raises(TooLargeError, match="10 bytes"):
+        store.get_bounded("log/0", 9)
+    assert methods == ["get_object"] * 2
 
 
 @pytest.mark.parametrize("nbytes", [5, 5 * MiB + 5])

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch.distributed as dist
 
-from ckpt.api import place_of
+from ckpt.api import place_of, world_of
 from ckpt.convert.files import Data, FilePiece, Fixed, Late, Output, PlannedFile
 from ckpt.convert.naming import Rename, renamed, renamer
 from ckpt.convert.opening import SourceOptions, open_source
@@ -114,19 +114,20 @@ def import_checkpoint(
     UnsupportedFormat for the source, InvalidState listing what cannot be stored, and the errors of
     `ckpt.save`.
     """
-    place = place_of(
-        url,
-        process_group=process_group,
-        storage_options=storage_options,
-        unsafe_single_writer=unsafe_single_writer,
-    )
-    world = place.session.world
+    world = world_of(process_group)
     options = SourceOptions(None, parameter_names, dict(source_options or {}))
     opened = collectively(world, "open source", lambda: open_source(source, options, open_store))
     try:
+        chosen = collectively(world, "names", lambda: _chosen(opened, rename, skip))
+        # Only now is anything made at the root.
+        place = place_of(
+            url,
+            process_group=process_group,
+            storage_options=storage_options,
+            unsafe_single_writer=unsafe_single_writer,
+        )
         notes = {"imported_from": f"{opened.format} {opened.url}", **(user or {})}
         task = SaveTask(place.session, place.store, place.memory, step, SaveOptions(user=notes))
-        chosen = collectively(world, "names", lambda: _chosen(opened, rename, skip))
         writing = _Importing(opened, chosen, place.store, threads, progress)
         return _imported(writing, task, dict(storage_options or {}) if verify else None)
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -54,6 +55,8 @@ def open_source(
         store = open_store(folder, **options.storage_options)
         opened: Callable[[], Source] = lambda: _open_file(store, name, options)  # noqa: E731
     else:
+        if os.path.isfile(url.removeprefix("file://")):
+            raise NoCheckpoint(f"{url}: a file of no known format; known are {FORMATS}")
         store = open_store(url, **options.storage_options)
         opened = lambda: _open_folder(store, options)  # noqa: E731
     try:

@@ -69,6 +69,8 @@ def _header(store: Store, name: str) -> tuple[dict[str, Any], int, int]:
     where = f"{store.url}/{name}"
     try:
         nbytes = store.info(name).nbytes
+        if nbytes < 8:
+            raise Corrupt(f"{where}: no safetensors file: it has {nbytes} bytes")
         length = int.from_bytes(store.get(name, ByteRange(0, 8)), "little")
         if length > min(HEADER_BYTES_MAX, nbytes - 8):
             raise Corrupt(f"{where}: no safetensors file: its header would have {length} bytes")

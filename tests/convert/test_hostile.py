@@ -78,6 +78,7 @@ def test_nothing_runs_anywhere(tmp_path: Path) -> None:
             with pytest.raises(CheckpointError):
                 ckpt.export(str(url), str(tmp_path / "m.safetensors"))
         assert not canary.exists(), data
+        assert not (tmp_path / "root").exists(), "an import that is refused makes no root"
     with pytest.raises(FileExistsError):
         pickle.loads(programs(canary)[0])  # the canary works
         pickle.loads(programs(canary)[1])
@@ -214,3 +215,11 @@ def test_flipped_and_cut_files_are_refused_or_read(tmp_path: Path, rng: Any, sca
                 source.read(name)
         except CheckpointError:
             continue
+
+
+@pytest.mark.parametrize("name", ["weights.txt", "m.safetensors", "m.pt"])
+def test_a_file_that_is_no_checkpoint_is_told_as_that(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"hello")
+    with pytest.raises(CheckpointError, match=f"{name}.*(no known format|no safetensors|no file)"):
+        ckpt.import_checkpoint(str(tmp_path / name), str(tmp_path / "root"))
+    assert not (tmp_path / "root").exists()

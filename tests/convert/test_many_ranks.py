@@ -6,6 +6,7 @@ tensors are compared with those that one process makes. Reads are counted per ra
 
 from __future__ import annotations
 
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,7 @@ def refused(folder: str) -> str:
     try:
         ckpt.import_checkpoint(f"{folder}/nothing", f"{folder}/run")
     except CheckpointError as error:
+        assert not os.path.exists(f"{folder}/run")
         return str(error)
     return ""
 

@@ -17,7 +17,7 @@ from storage.errors import (
 )
 from storage.retry import RetryPolicy
 from storage.store import ByteRange, ExclusiveCreate, ObjectInfo, ObjectWriter, Store
-from storage.url import open_store
+from storage.url import open_store, options_of_other
 
 __all__ = [
     "AccessDeniedError",
@@ -38,4 +38,5 @@ __all__ = [
     "TooLargeError",
     "TransientError",
     "open_store",
+    "options_of_other",
 ]

@@ -6,6 +6,7 @@ import difflib
 import importlib.util
 import os
 import re
+from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
@@ -22,6 +23,20 @@ _FORCE_FSSPEC = "fsspec+"
 
 # What `memory://NAME` finds again within this process: it is data, like a directory of a disk.
 _memory_buckets: dict[str, MemoryBucket] = {}
+
+
+def options_of_other(
+    url: str,
+    options: Mapping[str, Any] | None,
+    other: str,
+    other_options: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """The options of the store at `other`: its own if it was given any, even none; else those of
+    the store at `url` where both have the same protocol.
+    """
+    if other_options is None:
+        other_options = options if _split(url)[0] == _split(other)[0] else None
+    return dict(other_options or {})
 
 
 def open_store(url: str, *, retry: RetryPolicy | None = None, **storage_options: Any) -> Store:

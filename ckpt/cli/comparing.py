@@ -27,6 +27,7 @@ from ckpt.tools.planning import (
     wanted_like,
 )
 from ckpt.tools.reader import list_steps, open_checkpoint
+from storage import options_of_other
 
 NAMES_SHOWN_MAX = 50
 RANKS_SHOWN_MAX = 64
@@ -196,9 +197,9 @@ def _wanted(arguments: argparse.Namespace) -> Wanted | None:
             raise CheckpointError("--entry is for --like; it tells where that model stands")
         return None
     options = dict(arguments.option)
-    like_options = dict(arguments.like_option) or None
-    if like_options is None and _protocol(arguments.url) == _protocol(arguments.like):
-        like_options = options
+    like_options = options_of_other(
+        arguments.url, options, arguments.like, dict(arguments.like_option) or None
+    )
     entry = arguments.entry
     if entry is None:
         entry = entry_for(
@@ -209,10 +210,6 @@ def _wanted(arguments: argparse.Namespace) -> Wanted | None:
             like_options=like_options,
         )
     return wanted_like(arguments.like, entry=entry, storage_options=like_options)
-
-
-def _protocol(url: str) -> str:
-    return url.partition("://")[0] if "://" in url else ""
 
 
 def _show_plan(found: LoadPlan) -> None:

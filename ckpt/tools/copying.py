@@ -40,7 +40,7 @@ from ckpt.log import (
 from ckpt.tools.reader import Checkpoint, Found, find_checkpoint
 from ckpt.tools.relaying import check_index, index_of, is_there, relay_file, tiles_of
 from ckpt.tools.rewriting import own_layout, rewrite
-from storage import KeyExistsError, KeyNotFoundError, Store, open_store
+from storage import KeyExistsError, KeyNotFoundError, Store, open_store, options_of_other
 
 LOOKED_AT_MAX = 100_000  # keys at the target that are looked at before anything is written
 
@@ -87,12 +87,11 @@ def copy(
     is at the target, and the stores' errors. The target then opens as it did before, and running
     again goes on.
     """
-    if target_options is None and _protocol(url) == _protocol(target):
-        target_options = storage_options
+    target_options = options_of_other(url, storage_options, target, target_options)
     with ExitStack() as stack:
         source = open_store(url, **(storage_options or {}))
         stack.callback(source.close)
-        there = open_store(target, **(target_options or {}))
+        there = open_store(target, **target_options)
         stack.callback(there.close)
         if whole_root:
             if step is not None:
@@ -100,10 +99,6 @@ def copy(
             return copy_root(source, there, threads=threads, progress=progress)
         found = find_checkpoint(source, step)
         return copy_checkpoint(source, found, there, threads=threads, progress=progress)
-
-
-def _protocol(url: str) -> str:
-    return url.partition("://")[0] if "://" in url else ""
 
 
 class Meter:

@@ -31,7 +31,7 @@ from ckpt.layout.region import Shape, Span
 from ckpt.read import ReadPath
 from ckpt.tools.reader import Checkpoint, find_checkpoint
 from ckpt.tools.sequencing import in_order
-from storage import open_store
+from storage import open_store, options_of_other
 
 BAND_NUMEL = 1 << 19  # elements read together
 LOOK_NUMEL = 1 << 15  # elements looked at together: all that is computed of them stays in the cache
@@ -155,11 +155,12 @@ def diff(
 
     Both are roots or single steps' directories; steps default to the latest. Memory is bounded by
     the number of threads, whatever the size of tensors. `progress(done, total)` counts bytes read.
-    `storage_options_b` default to `storage_options`. Raises NoCheckpoint, Corrupt, ValueError when
-    `rename` gives two tensors one name, and the stores' errors.
+    `storage_options_b` default to `storage_options` when both urls have the same protocol. Raises
+    NoCheckpoint, Corrupt, ValueError when `rename` gives two tensors one name, and the stores'
+    errors.
     """
     options = options or DiffOptions()
-    other = storage_options if storage_options_b is None else storage_options_b
+    other = options_of_other(url_a, storage_options, url_b, storage_options_b)
     with ExitStack() as stack:
         opened = []
         for url, step, store_options in ((url_a, step_a, storage_options), (url_b, step_b, other)):

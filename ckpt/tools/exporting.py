@@ -31,7 +31,7 @@ from ckpt.errors import CheckpointError, InvalidState
 from ckpt.format.dtypes import DTYPES, dtype_name, torch_dtype
 from ckpt.layout.piece import Kind
 from ckpt.world import collectively
-from storage import open_store
+from storage import open_store, options_of_other
 
 Format: TypeAlias = Literal["safetensors", "torch", "dcp"]
 
@@ -124,13 +124,10 @@ def export(
     selection = selection or Selection()
     kind = format or _format_of(target)
     folder, name = split_target(target, kind)
-    if target_options is None:
-        target_options = storage_options if _protocol(url) == _protocol(target) else None
+    target_options = options_of_other(url, storage_options, target, target_options)
     options = SourceOptions(step, selection.parameter_names, dict(storage_options or {}))
     world = world_of(process_group)
-    delivery = Delivery(
-        folder, name, dict(target_options or {}), threads, PART_NBYTES, verify, world
-    )
+    delivery = Delivery(folder, name, target_options, threads, PART_NBYTES, verify, world)
     source = collectively(world, "open source", lambda: open_source(url, options, open_store))
 
     def plan() -> tuple[Chosen, Nested]:
@@ -185,10 +182,6 @@ def split_target(target: str, format: Format = "safetensors") -> tuple[str, str]
             'model.safetensors or model.pt, or pass format="dcp" for a directory'
         )
     return (folder or ("/" if target.startswith("/") else ".")), name
-
-
-def _protocol(url: str) -> str:
-    return url.partition("://")[0] if "://" in url else ""
 
 
 # What goes into the export ------------------------------------------------------------------

@@ -24,7 +24,7 @@ from ckpt.session import Commit, Maintenance
 from ckpt.tools.copying import CopyReport, Meter
 from ckpt.tools.reader import Checkpoint, Found, find_checkpoint
 from ckpt.tools.rewriting import Layout, chunk_of, rewrite
-from storage import Store, open_store
+from storage import Store, open_store, options_of_other
 
 SMALL_NBYTES = 1 << 20
 RESHARDED = "ckpt.resharded"  # key of `Header.user`: the attempt it was made of, and for whom
@@ -84,9 +84,8 @@ def reshard(
                 return _report(source, source.url, found.manifest, meter)
             there, header = opened.store, opened.header
         else:
-            if target_options is None and _protocol(url) == _protocol(target):
-                target_options = storage_options
-            there = open_store(target, **(target_options or {}))
+            options = options_of_other(url, storage_options, target, target_options)
+            there = open_store(target, **options)
             stack.callback(there.close)
             header = new_header(found.manifest, new)
         checkpoint = Checkpoint(source, found)
@@ -95,10 +94,6 @@ def reshard(
         if target is None:
             commit_second_form(source, found, made)
     return _report(source, there.url, made, meter)
-
-
-def _protocol(url: str) -> str:
-    return url.partition("://")[0] if "://" in url else ""
 
 
 def _report(source: Store, target: str, made: Manifest, meter: Meter) -> CopyReport:

@@ -78,6 +78,38 @@ def test_copies_go_to_a_bucket_and_back_and_are_gone_on_with(
     assert [info.step for info in ckpt.list_steps(root, server.options)] == [5, 10]
 
 
+def test_spread_roots_are_copied_to_plain_ones_and_to_others_spread(
+    server: S3Server, tmp_path: Path
+) -> None:
+    """Where files lie is the affair of each root; a copy goes on as it was asked to spread."""
+    name = server.make_bucket()
+    spread, other = f"s3://{name}/spread", f"s3://{name}/other"
+    state = {"model": make_net()}
+    for step in (1, 2):
+        ckpt.save(state, spread, step=step, storage_options={**server.options, "spread": 3})
+    plain = str(tmp_path / "plain")
+    ckpt.copy(spread, plain, whole_root=True, storage_options=server.options)
+    ckpt.copy(spread, str(tmp_path / "one"), step=1, storage_options=server.options)
+    options = {**server.options, "spread": 5}
+    for _ in range(2):  # the second time finds all there
+        report = ckpt.copy(
+            spread,
+            other,
+            whole_root=True,
+            storage_options=server.options,
+            target_options=options,
+        )
+    assert report.nbytes_written == 0
+    ckpt.save(state, other, step=3, storage_options=server.options)
+    assert [info.step for info in ckpt.list_steps(other, server.options)] == [1, 2, 3]
+    assert ckpt.verify(other, storage_options=server.options).ok
+    assert ckpt.diff(other, plain, step_a=2, step_b=2, storage_options=server.options).identical
+    assert ckpt.verify(str(tmp_path / "one")).ok
+    keys = {info.key for info in open_store(f"s3://{name}", **server.options).list("other/")}
+    files = {key for key in keys if key.endswith(".safetensors")}
+    assert files and all(key.startswith("other/spread/") for key in files)
+
+
 def test_missing_bucket_is_told_in_one_line(
     server: S3Server, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -108,6 +108,20 @@ class Commit(NamedTuple):
     metric: float | None = None
     references: tuple[str, ...] = ()
 
+    def entry(self) -> LiveEntry:
+        """What the log will say of it; the slot is known when the record has one."""
+        return LiveEntry(
+            attempt=self.attempt,
+            step=self.step,
+            slot=0,
+            manifest_nbytes=self.manifest_nbytes,
+            manifest_digest=self.manifest_digest,
+            pinned=False,
+            verified=False,
+            metric=None if self.metric is None else float(self.metric),
+            references=tuple(sorted(set(self.references))),
+        )
+
 
 class _Draft(NamedTuple):
     """The part of a record that depends on the live set before it. `entry` comes to life with a
@@ -244,8 +258,7 @@ class _Appender:
         what = record.kind if record.attempt is None else f"{record.kind} of {record.attempt}"
         return OutcomeUnknown(
             f"{self.store.url}/{record_key(record.slot)}: no answer to the {what}: it may stand "
-            "now, "
-            "later or never. Nothing of it was deleted; the next save settles it, or a new "
+            "now, later or never. Nothing of it was deleted; the next save settles it, or a new "
             "process's"
         )
 
@@ -449,17 +462,7 @@ class Maintenance(_Writer):
                     f"{self.store.url} was claimed by a new session while {of} was copied; begin "
                     "again"
                 )
-            entry = LiveEntry(
-                attempt=commit.attempt,
-                step=commit.step,
-                slot=0,
-                manifest_nbytes=commit.manifest_nbytes,
-                manifest_digest=commit.manifest_digest,
-                pinned=False,
-                verified=False,
-                metric=latest.metric,
-                references=(),
-            )
+            entry = commit._replace(metric=latest.metric, references=()).entry()
             return _Draft("COMMIT", state.epoch, commit.attempt, state.live, entry)
 
         with self._lock:
@@ -553,21 +556,9 @@ class Session(_Writer):
             if gone:
                 raise ReferenceRetired(
                     f"{commit.attempt} needs files of {gone[0]}, which was retired meanwhile; it "
-                    "was "
-                    "not committed: save again, writing everything"
+                    "was not committed: save again, writing everything"
                 )
-            entry = LiveEntry(
-                attempt=commit.attempt,
-                step=commit.step,
-                slot=0,
-                manifest_nbytes=commit.manifest_nbytes,
-                manifest_digest=commit.manifest_digest,
-                pinned=False,
-                verified=False,
-                metric=None if commit.metric is None else float(commit.metric),
-                references=tuple(sorted(set(commit.references))),
-            )
-            return _Draft("COMMIT", epoch, commit.attempt, state.live, entry)
+            return _Draft("COMMIT", epoch, commit.attempt, state.live, commit.entry())
 
         with self._lock:
             if commit.attempt in self._given_up or attempt_epoch(commit.attempt) != self.epoch:
@@ -872,8 +863,7 @@ def _refuses_existing(store: Store, data: bytes, limits: Limits) -> bool:
 def _refused(store: Store, problem: str) -> StoreRefused:
     return StoreRefused(
         f"{store.url} cannot commit safely: {problem}. Use a store with conditional writes, or "
-        "pass "
-        "unsafe_single_writer=True when you make sure that only one job ever writes there"
+        "pass unsafe_single_writer=True when you make sure that only one job ever writes there"
     )
 
 

@@ -20,8 +20,8 @@ import torch
 
 from ckpt.convert.files import Data, Fixed, Late, PlannedFile
 from ckpt.convert.source import Source, Wanted
-from ckpt.convert.zips import combine_crc32
 from ckpt.format.dtypes import torch_dtype
+from ckpt.format.joining import joined_crc32
 from ckpt.layout.region import Span
 from ckpt.memory import aligned_buffer, tensor_over
 from storage import Store
@@ -185,7 +185,7 @@ class Finishing:
         for number, crc32, nbytes in counted:
             before = self._checksums[number]
             self._checksums[number] = (
-                combine_crc32(before, crc32, nbytes) if self._seen[number] else crc32
+                joined_crc32(before, crc32, nbytes) if self._seen[number] else crc32
             )
             self._seen[number] = True
         stop = start + len(part)

@@ -209,32 +209,3 @@ def directory(layout: ZipLayout, start: int, checksums: Sequence[int]) -> bytes:
     small = min(count, _16)
     end = _END.pack(b"PK\x05\x06", 0, 0, small, small, min(len(body), _32), _32, 0)
     return body + end64 + locator + end
-
-
-# CRC-32 of joined data, by arithmetic in GF(2)[x] modulo its polynomial (bits reversed).
-
-_POLYNOMIAL = 0xEDB88320
-
-
-def combine_crc32(first: int, second: int, second_nbytes: int) -> int:
-    """The crc32 of a run of bytes and another after it, from the crc32 of each."""
-    return _times(_power_of_x(8 * second_nbytes), first) ^ second
-
-
-def _times(a: int, b: int) -> int:
-    product = 0
-    for bit in range(31, -1, -1):
-        if a >> bit & 1:
-            product ^= b
-        b = b >> 1 ^ (_POLYNOMIAL if b & 1 else 0)
-    return product
-
-
-def _power_of_x(exponent: int) -> int:
-    result, square = 1 << 31, 1 << 30  # x to the 0, x to the 1
-    while exponent:
-        if exponent & 1:
-            result = _times(square, result)
-        square = _times(square, square)
-        exponent >>= 1
-    return result

@@ -15,9 +15,9 @@ from ckpt.convert.files import Data, Fixed, Late, Output, torch_file
 from ckpt.convert.opening import open_source
 from ckpt.convert.source import SourceTensor
 from ckpt.convert.torch_pickle import TensorOut
-from ckpt.convert.zips import combine_crc32
 from ckpt.errors import UnsupportedFormat
 from ckpt.format.dtypes import DTYPES
+from ckpt.format.joining import joined_crc32
 
 GIB = 1 << 30
 
@@ -25,7 +25,7 @@ GIB = 1 << 30
 def test_crc32_of_joined_data(rng: random.Random) -> None:
     for _ in range(50):
         first, second = (rng.randbytes(rng.randrange(3000)) for _ in range(2))
-        joined = combine_crc32(zlib.crc32(first), zlib.crc32(second), len(second))
+        joined = joined_crc32(zlib.crc32(first), zlib.crc32(second), len(second))
         assert joined == zlib.crc32(first + second)
 
 

@@ -197,8 +197,8 @@ def decode_format(data: bytes, *, where: str) -> RootFormat:
     if match is None:
         raise Corrupt(
             f"{where} is not a shardpoint FORMAT line (got {data[:60]!r}); if this is no "
-            "checkpoint root, choose another url; if it was damaged, load by a step directory's own path, "
-            "<url>/steps/<step>-<attempt>"
+            "checkpoint root, choose another url; if it was damaged, load by a step directory's "
+            "own path, <url>/steps/<step>-<attempt>"
         )
     line = data[: match.end(2)]
     if crc32c(line) != int(match[3], 16):

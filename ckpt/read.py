@@ -157,10 +157,12 @@ def _pack(
 ) -> tuple[dict[int, int], list[tuple[Piece, torch.Tensor]]]:
     """The packed chunks of a plan, and the pieces that are something else, with their memory.
 
-    A chunk that is wanted a second time takes all of the book-keeping: then it is in `needs`.
+    A chunk that is wanted a second time takes all of the book-keeping, and is in `needs` in the
+    end; it is never in both.
     """
     packed: dict[int, int] = {}
     rest: list[tuple[Piece, torch.Tensor]] = []
+    otherwise = {-1}  # wanted, but not to be packed; -1 stands for what is not small
     packable = _packable(manifest) if len(holdings) >= PACKED_COUNT_MIN else {}
     for holding in holdings:
         for piece in holding.pieces:
@@ -168,9 +170,10 @@ def _pack(
             small = packable.get(piece.fqn, -1)
             if small in packed:
                 needs[small] = whole_need(manifest, small, packed.pop(small))
-            elif small >= 0 and small not in needs and _is_whole(piece) and is_plain_memory(view):
+            elif small not in otherwise and _is_whole(piece) and is_plain_memory(view):
                 packed[small] = view.data_ptr()
                 continue
+            otherwise.add(small)
             rest.append((piece, view))
     return packed, rest
 

@@ -58,6 +58,20 @@ def test_a_small_tensor_that_is_wanted_twice_fills_both(tmp_path: Path) -> None:
     assert torch.equal(target["a007"], state["a007"])
 
 
+@pytest.mark.parametrize("plain_first", [True, False])
+def test_a_small_tensor_that_is_wanted_strided_and_plain_fills_both(
+    tmp_path: Path, plain_first: bool
+) -> None:
+    state = _small()
+    ckpt.save(state, str(tmp_path / "run"), step=0)
+    strided, plain = torch.zeros(3, 7).t(), torch.zeros(7, 3)
+    both = [plain, strided] if plain_first else [strided, plain]
+    target = {**_blank(state), "a007": both[0], "again": both[1]}
+    ckpt.load(target, str(tmp_path / "run"), rename={"again": "a007"})
+    assert torch.equal(plain, state["a007"])
+    assert torch.equal(strided, state["a007"])
+
+
 def test_a_changed_bit_in_a_small_tensor_is_found_and_named(tmp_path: Path) -> None:
     state = _small()
     report = ckpt.save(state, str(tmp_path / "run"), step=0)

@@ -597,7 +597,8 @@ class Reader:
             offset = patch.source_base - first
             offset += sum(o * s for o, s in zip(patch.source_box.offset, strides, strict=True))
             source = elements.as_strided(patch.source_box.shape, strides, offset)
-            narrowed(scatter.target, patch.target_box).copy_(source)
+            with _may_write(scatter.target):
+                narrowed(scatter.target, patch.target_box).copy_(source)
 
     def _segments(self, runs: Ints, *, straight: bool) -> Iterator[Segment]:
         """The chunks' shares of `runs`, in order, cut to the request size.
@@ -719,6 +720,11 @@ class ReadAhead:
         assert self._pool is not None, "only with threads"
         self._sizes[run] = self._reader.run_nbytes(run)
         self._running[run] = self._pool.submit(self._reader.read_run, run)
+
+
+def _may_write(tensor: torch.Tensor) -> contextlib.AbstractContextManager[None]:
+    """Tensors of inference mode take no operation in place outside of it."""
+    return torch.inference_mode() if tensor.is_inference() else contextlib.nullcontext()
 
 
 def corrupt_block(manifest: Manifest, directory: str, chunk: int, number: int) -> Corrupt:

@@ -72,6 +72,18 @@ def test_a_small_tensor_that_is_wanted_strided_and_plain_fills_both(
     assert torch.equal(strided, state["a007"])
 
 
+@pytest.mark.parametrize("size", [6, 600])
+def test_tensors_of_inference_mode_come_back_in_plain_and_strided_memory(
+    tmp_path: Path, size: int
+) -> None:
+    with torch.inference_mode():
+        state = {"plain": torch.randn(size, 4), "strided": torch.randn(size, 4)[:, ::2]}
+        target = {"plain": torch.zeros(size, 4), "strided": torch.zeros(size, 4)[:, ::2]}
+    ckpt.save(state, str(tmp_path / "run"), step=0)
+    ckpt.load(target, str(tmp_path / "run"))
+    assert all(torch.equal(target[fqn], tensor) for fqn, tensor in state.items())
+
+
 def test_a_changed_bit_in_a_small_tensor_is_found_and_named(tmp_path: Path) -> None:
     state = _small()
     report = ckpt.save(state, str(tmp_path / "run"), step=0)

@@ -1,5 +1,7 @@
 """Many small scenarios on one start of ranks: a start takes longer than most of them.
 
+    test_on_two_ranks = claims(2, [this_holds, that_holds])
+
 A scenario is a function at the top level of a test module; its name is the claim. All ranks run all
 of them in one order. The first that fails ends the run, and its name is in the error.
 """
@@ -11,6 +13,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
@@ -24,12 +27,39 @@ from tests.sharding.models import WIDTH, batches, build
 Scenario = Callable[[], None]
 
 
-def run_all(ranks: int, scenarios: Sequence[Scenario]) -> frozenset[str]:
-    """Run them on so many ranks; returns the names of those that passed: all."""
-    module = scenarios[0].__module__
-    names = [scenario.__name__ for scenario in scenarios]
-    run_ranks(ranks, _run_here, module, names, timeout_seconds=300.0)
-    return frozenset(names)
+def claims(ranks: int, scenarios: Sequence[Scenario]) -> Callable[[str], None]:
+    """A test for each scenario; the first one that is wanted runs all of them on so many ranks."""
+    run = _Run(ranks, scenarios)
+
+    @pytest.mark.ranks
+    @pytest.mark.parametrize("claim", run.names)
+    def test(claim: str) -> None:
+        assert claim in run.passed()
+
+    return test
+
+
+class _Run:
+    """At most one run of the scenarios; what it raised is raised again at every further call."""
+
+    def __init__(self, ranks: int, scenarios: Sequence[Scenario]) -> None:
+        self.names = [scenario.__name__ for scenario in scenarios]
+        self._ranks = ranks
+        self._module = scenarios[0].__module__
+        self._has_run = False
+        self._error: BaseException | None = None
+
+    def passed(self) -> Sequence[str]:
+        """The names of those that passed: all."""
+        if not self._has_run:
+            self._has_run = True
+            try:
+                run_ranks(self._ranks, _run_here, self._module, self.names, timeout_seconds=300.0)
+            except BaseException as error:
+                self._error = error
+        if self._error is not None:
+            raise self._error
+        return self.names
 
 
 def _run_here(module: str, names: Sequence[str]) -> None:

@@ -30,8 +30,8 @@ from tests.ranks import run_ranks
 from tests.sharding.fully_scenarios import (
     assert_close,
     assert_equal,
+    claims,
     ones,
-    run_all,
     sharded,
     train,
     values,
@@ -187,24 +187,17 @@ def tied_parameters_are_stored_once_under_their_first_name() -> None:
     assert not layout.problems and dict(layout.aliases) == {"b.weight": "a.weight"}
 
 
-TWO = [
-    checkpoints_of_other_engines_continue_here,
-    our_checkpoints_continue_under_other_engines,
-    state_dicts_move_between_torchs_fully_shard_and_ours,
-    full_dicts_come_and_go_by_our_functions_and_by_torchs,
-    saves_and_loads_see_shards_in_every_state,
-    tied_parameters_are_stored_once_under_their_first_name,
-]
-
-
-@pytest.fixture(scope="module")
-def passed_on_two() -> frozenset[str]:
-    return run_all(2, TWO)
-
-
-@pytest.mark.parametrize("claim", [scenario.__name__ for scenario in TWO])
-def test_on_two_ranks(claim: str, passed_on_two: frozenset[str]) -> None:
-    assert claim in passed_on_two
+test_on_two_ranks = claims(
+    2,
+    [
+        checkpoints_of_other_engines_continue_here,
+        our_checkpoints_continue_under_other_engines,
+        state_dicts_move_between_torchs_fully_shard_and_ours,
+        full_dicts_come_and_go_by_our_functions_and_by_torchs,
+        saves_and_loads_see_shards_in_every_state,
+        tied_parameters_are_stored_once_under_their_first_name,
+    ],
+)
 
 
 # Four ranks --------------------------------------------------------------------------------------
@@ -221,17 +214,10 @@ def hybrid_and_tensor_parallel_trainings_continue() -> None:
         continues(saver, loader)
 
 
-FOUR = [hybrid_and_tensor_parallel_trainings_continue]
-
-
-@pytest.fixture(scope="module")
-def passed_on_four() -> frozenset[str]:
-    return run_all(4, FOUR)
-
-
-@pytest.mark.parametrize("claim", [scenario.__name__ for scenario in FOUR])
-def test_on_four_ranks(claim: str, passed_on_four: frozenset[str]) -> None:
-    assert claim in passed_on_four
+test_on_four_ranks = claims(
+    4,
+    [hybrid_and_tensor_parallel_trainings_continue],
+)
 
 
 # Other numbers of ranks --------------------------------------------------------------------------

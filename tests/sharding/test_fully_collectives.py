@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from sharding.collectives import Comm, Parts, _Native, _Pairwise, default_group
 from sharding.pool import BufferPool
-from tests.sharding.fully_scenarios import run_all
+from tests.sharding.fully_scenarios import claims
 
 pytestmark = pytest.mark.ranks
 DTYPES = (torch.float32, torch.bfloat16, torch.int64)
@@ -100,18 +100,11 @@ def calls_of_several_units_pass_each_other() -> None:
         assert [float(parts.of(r)[0]) for r in range(3)] == [10.0 * tag + r for r in range(3)]
 
 
-THREE = [
-    everyone_gets_everyones_parts,
-    everyone_gets_the_sum_of_its_parts,
-    calls_of_several_units_pass_each_other,
-]
-
-
-@pytest.fixture(scope="module")
-def passed_on_three() -> frozenset[str]:
-    return run_all(3, THREE)
-
-
-@pytest.mark.parametrize("claim", [scenario.__name__ for scenario in THREE])
-def test_on_three_ranks(claim: str, passed_on_three: frozenset[str]) -> None:
-    assert claim in passed_on_three
+test_on_three_ranks = claims(
+    3,
+    [
+        everyone_gets_everyones_parts,
+        everyone_gets_the_sum_of_its_parts,
+        calls_of_several_units_pass_each_other,
+    ],
+)

@@ -22,10 +22,10 @@ from sharding.store import State
 from tests.sharding.fully_scenarios import (
     assert_close,
     assert_equal,
+    claims,
     loss_of,
     ones,
     reference,
-    run_all,
     sgd,
     sharded,
     train,
@@ -449,35 +449,27 @@ def models_can_be_explained() -> None:
     assert "doctype html" in sharding.explain(model).html()
 
 
-TWO = [
-    models_can_be_explained,
-    the_module_is_the_same_object_of_a_class_that_is_both,
-    gathers_come_when_they_are_asked_for,
-    evaluation_gathers_once_where_parameters_are_kept,
-    early_gathers_serve_the_forward,
-    a_backward_that_needs_no_parameters_does_not_gather,
-    groups_of_modules_are_one_unit,
-    gradients_are_divided_as_the_user_says,
-    hooks_see_sums_before_they_are_divided,
-    reductions_over_a_group_of_their_own_give_the_same,
-    collectives_may_be_the_users_own,
-    the_backends_own_primitives_give_the_same,
-    what_is_not_offered_says_so,
-    an_iteration_that_raised_can_be_left_behind,
-    other_methods_gather_as_the_forward_does,
-    several_roots_share_streams,
-    inner_modules_that_ran_as_roots_are_told,
-    events_and_flags_are_taken,
-    ignored_parameters_are_left_alone,
-]
-
-
-@pytest.fixture(scope="module")
-def passed_on_two() -> frozenset[str]:
-    return run_all(2, TWO)
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("claim", [scenario.__name__ for scenario in TWO])
-def test_on_two_ranks(claim: str, passed_on_two: frozenset[str]) -> None:
-    assert claim in passed_on_two
+test_on_two_ranks = claims(
+    2,
+    [
+        models_can_be_explained,
+        the_module_is_the_same_object_of_a_class_that_is_both,
+        gathers_come_when_they_are_asked_for,
+        evaluation_gathers_once_where_parameters_are_kept,
+        early_gathers_serve_the_forward,
+        a_backward_that_needs_no_parameters_does_not_gather,
+        groups_of_modules_are_one_unit,
+        gradients_are_divided_as_the_user_says,
+        hooks_see_sums_before_they_are_divided,
+        reductions_over_a_group_of_their_own_give_the_same,
+        collectives_may_be_the_users_own,
+        the_backends_own_primitives_give_the_same,
+        what_is_not_offered_says_so,
+        an_iteration_that_raised_can_be_left_behind,
+        other_methods_gather_as_the_forward_does,
+        several_roots_share_streams,
+        inner_modules_that_ran_as_roots_are_told,
+        events_and_flags_are_taken,
+        ignored_parameters_are_left_alone,
+    ],
+)

@@ -25,10 +25,10 @@ from sharding.dtensor_store import DTensorStore
 from sharding.store import State
 from tests.sharding.fully_scenarios import (
     assert_close,
+    claims,
     loss_of,
     ones,
     reference,
-    run_all,
     sharded,
     train,
     values,
@@ -546,38 +546,31 @@ def user_marks_on_parameters_stay() -> None:
     assert module.weight.is_special
 
 
-TWO = [
-    rows_are_cut_as_chunk_cuts_and_padded_once,
-    other_dims_are_cut_exactly,
-    what_cannot_be_cut_is_refused_by_name,
-    modules_and_arguments_that_cannot_be_are_refused,
-    states_follow_forward_and_backward,
-    what_is_frozen_stays_frozen,
-    gathered_parameters_are_the_same_objects_for_ever,
-    precision_is_that_of_the_policy,
-    dtypes_are_read_when_they_are_needed,
-    trainable_parameters_of_two_dtypes_need_a_dtype_for_reductions,
-    offloaded_shards_lie_in_the_hosts_memory,
-    extensions_say_what_is_gathered_and_what_comes_of_it,
-    halves_of_extensions_and_wrong_sizes_are_refused,
-    extensions_may_be_put_on_shards_later,
-    loads_and_conversions_are_followed,
-    state_dicts_show_shards_in_every_state,
-    what_does_not_fit_is_refused_by_name,
-    models_on_meta_are_filled_after_sharding,
-    shared_owners_and_own_setters_are_respected,
-    user_marks_on_parameters_stay,
-]
-
-
-@pytest.fixture(scope="module")
-def passed_on_two() -> frozenset[str]:
-    return run_all(2, TWO)
-
-
-@pytest.mark.parametrize("claim", [scenario.__name__ for scenario in TWO])
-def test_on_two_ranks(claim: str, passed_on_two: frozenset[str]) -> None:
-    assert claim in passed_on_two
+test_on_two_ranks = claims(
+    2,
+    [
+        rows_are_cut_as_chunk_cuts_and_padded_once,
+        other_dims_are_cut_exactly,
+        what_cannot_be_cut_is_refused_by_name,
+        modules_and_arguments_that_cannot_be_are_refused,
+        states_follow_forward_and_backward,
+        what_is_frozen_stays_frozen,
+        gathered_parameters_are_the_same_objects_for_ever,
+        precision_is_that_of_the_policy,
+        dtypes_are_read_when_they_are_needed,
+        trainable_parameters_of_two_dtypes_need_a_dtype_for_reductions,
+        offloaded_shards_lie_in_the_hosts_memory,
+        extensions_say_what_is_gathered_and_what_comes_of_it,
+        halves_of_extensions_and_wrong_sizes_are_refused,
+        extensions_may_be_put_on_shards_later,
+        loads_and_conversions_are_followed,
+        state_dicts_show_shards_in_every_state,
+        what_does_not_fit_is_refused_by_name,
+        models_on_meta_are_filled_after_sharding,
+        shared_owners_and_own_setters_are_respected,
+        user_marks_on_parameters_stay,
+    ],
+)
 
 
 # Four ranks --------------------------------------------------------------------------------------
@@ -676,22 +669,15 @@ def gradients_of_other_placements_are_brought_to_the_parameters() -> None:
         param.local_gradient(torch.ones(4, 4))
 
 
-FOUR = [
-    rows_are_cut_as_chunk_cuts_and_padded_once,
-    other_dims_are_cut_exactly,
-    a_smaller_shard_is_kept_between_forward_and_backward,
-    hybrid_placements_repeat_and_shard,
-    tensor_parallel_parameters_are_cut_as_their_local_tensors,
-    tensor_parallel_meshes_must_be_named_parts_of_one,
-    gradients_of_other_placements_are_brought_to_the_parameters,
-]
-
-
-@pytest.fixture(scope="module")
-def passed_on_four() -> frozenset[str]:
-    return run_all(4, FOUR)
-
-
-@pytest.mark.parametrize("claim", [scenario.__name__ for scenario in FOUR])
-def test_on_four_ranks(claim: str, passed_on_four: frozenset[str]) -> None:
-    assert claim in passed_on_four
+test_on_four_ranks = claims(
+    4,
+    [
+        rows_are_cut_as_chunk_cuts_and_padded_once,
+        other_dims_are_cut_exactly,
+        a_smaller_shard_is_kept_between_forward_and_backward,
+        hybrid_placements_repeat_and_shard,
+        tensor_parallel_parameters_are_cut_as_their_local_tensors,
+        tensor_parallel_meshes_must_be_named_parts_of_one,
+        gradients_of_other_placements_are_brought_to_the_parameters,
+    ],
+)

@@ -31,16 +31,16 @@ import sharding
 from tests.sharding.fully_scenarios import (
     assert_close,
     assert_equal,
+    claims,
     loss_of,
     ones,
     reference,
-    run_all,
     sgd,
     sharded,
     train,
     values,
 )
-from tests.sharding.models import WIDTH, Reentrant, batches, build, uneven
+from tests.sharding.models import WIDTH, Reentrant, batches, build
 
 pytestmark = pytest.mark.ranks
 
@@ -218,7 +218,7 @@ def two_forwards_and_one_backward_and_that_again() -> None:
 
 def reentrant_checkpointing_inside_and_outside_of_a_unit() -> None:
     for outside in (False, True):
-        model = uneven_seeded()
+        model = build("uneven")
         if outside:
             model[1] = Reentrant(sharding.fully_shard(model[1]))
         else:
@@ -227,11 +227,6 @@ def reentrant_checkpointing_inside_and_outside_of_a_unit() -> None:
         train(model)
         got = {name.replace("inner.", ""): value for name, value in values(model).items()}
         assert_close(got, reference("uneven"), f"outside={outside}")
-
-
-def uneven_seeded() -> Any:
-    torch.manual_seed(0)
-    return uneven()
 
 
 def checkpointing_around_a_unit_without_reentrance() -> None:
@@ -243,7 +238,7 @@ def checkpointing_around_a_unit_without_reentrance() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return checkpoint(self.inner, x, use_reentrant=False)
 
-    model = uneven_seeded()
+    model = build("uneven")
     model[1] = Around(sharding.fully_shard(model[1]))
     sharding.fully_shard(model)
     train(model)
@@ -404,41 +399,34 @@ def ranks_that_use_different_parameters() -> None:
             torch.testing.assert_close(part.weight.grad.full_tensor(), wanted)
 
 
-TWO = [
-    all_kinds_of_models,
-    freeing_or_keeping_after_the_forward,
-    bfloat16_with_reductions_in_float32_or_not,
-    outputs_in_the_dtype_that_was_asked_for,
-    float16_divides_before_and_after,
-    clipping_by_torch,
-    dim_1,
-    foreach_and_fused_optimizers,
-    accumulating_with_and_without_reducing,
-    gradients_that_are_one_tensor_for_two_parameters_add_up_apart,
-    keeping_parameters_over_the_backwards_of_a_step,
-    reductions_that_are_not_waited_for_add_up,
-    two_forwards_and_one_backward_and_that_again,
-    reentrant_checkpointing_inside_and_outside_of_a_unit,
-    checkpointing_around_a_unit_without_reentrance,
-    several_forwards_and_then_their_backwards,
-    inference_first_and_between,
-    steps_inside_the_backward,
-    gradient_scaling,
-    compiled_blocks,
-    double_backward_is_refused,
-    offloading_to_the_host,
-    ranks_that_use_different_parameters,
-]
-
-
-@pytest.fixture(scope="module")
-def passed_on_two() -> frozenset[str]:
-    return run_all(2, TWO)
-
-
-@pytest.mark.parametrize("claim", [scenario.__name__ for scenario in TWO])
-def test_on_two_ranks(claim: str, passed_on_two: frozenset[str]) -> None:
-    assert claim in passed_on_two
+test_on_two_ranks = claims(
+    2,
+    [
+        all_kinds_of_models,
+        freeing_or_keeping_after_the_forward,
+        bfloat16_with_reductions_in_float32_or_not,
+        outputs_in_the_dtype_that_was_asked_for,
+        float16_divides_before_and_after,
+        clipping_by_torch,
+        dim_1,
+        foreach_and_fused_optimizers,
+        accumulating_with_and_without_reducing,
+        gradients_that_are_one_tensor_for_two_parameters_add_up_apart,
+        keeping_parameters_over_the_backwards_of_a_step,
+        reductions_that_are_not_waited_for_add_up,
+        two_forwards_and_one_backward_and_that_again,
+        reentrant_checkpointing_inside_and_outside_of_a_unit,
+        checkpointing_around_a_unit_without_reentrance,
+        several_forwards_and_then_their_backwards,
+        inference_first_and_between,
+        steps_inside_the_backward,
+        gradient_scaling,
+        compiled_blocks,
+        double_backward_is_refused,
+        offloading_to_the_host,
+        ranks_that_use_different_parameters,
+    ],
+)
 
 
 # Four ranks --------------------------------------------------------------------------------------
@@ -571,21 +559,14 @@ def resharding_over_fewer_ranks_after_the_forward() -> None:
         assert_equal(found[0][1], found[1][1], kind)
 
 
-FOUR = [
-    four_ranks_equal_the_unsharded_model_and_torch,
-    hybrid_sharding_2x2,
-    hybrid_accumulation_that_postpones_the_all_reduce,
-    with_tensor_parallelism_2x2,
-    hybrid_sharding_with_tensor_parallelism,
-    resharding_over_fewer_ranks_after_the_forward,
-]
-
-
-@pytest.fixture(scope="module")
-def passed_on_four() -> frozenset[str]:
-    return run_all(4, FOUR)
-
-
-@pytest.mark.parametrize("claim", [scenario.__name__ for scenario in FOUR])
-def test_on_four_ranks(claim: str, passed_on_four: frozenset[str]) -> None:
-    assert claim in passed_on_four
+test_on_four_ranks = claims(
+    4,
+    [
+        four_ranks_equal_the_unsharded_model_and_torch,
+        hybrid_sharding_2x2,
+        hybrid_accumulation_that_postpones_the_all_reduce,
+        with_tensor_parallelism_2x2,
+        hybrid_sharding_with_tensor_parallelism,
+        resharding_over_fewer_ranks_after_the_forward,
+    ],
+)

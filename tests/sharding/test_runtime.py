@@ -299,7 +299,7 @@ def precisions() -> None:
         for name in ENGINES:
             model = wrapped(
                 name,
-                uneven_seeded(),
+                build("uneven"),
                 mixed_precision=MixedPrecision(param_dtype=param, reduce_dtype=reduce),
                 use_orig_params=True,
             )
@@ -311,11 +311,6 @@ def precisions() -> None:
             assert all(g.dtype == full_precision for g in grads)
             results.append([out, *grads])
         assert all(torch.equal(a, b) for a, b in zip(*results, strict=True)), (param, reduce)
-
-
-def uneven_seeded() -> Any:
-    torch.manual_seed(0)
-    return uneven()
 
 
 def test_dtypes_of_outputs_and_gradients_equal_torch() -> None:

@@ -22,6 +22,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.utils.checkpoint import checkpoint
 
 from tests.ranks import run_ranks
+from tests.sharding.fully_scenarios import loss_of, sgd
 from tests.sharding.models import (
     Reentrant,
     batches,
@@ -41,18 +42,8 @@ ENGINES = ("torch", "ours")
 STEPS = 4
 
 
-def loss_of(model: Any, batch: torch.Tensor) -> torch.Tensor:
-    return model(batch).float().square().mean()
-
-
-def optimizer_of(model: Any) -> torch.optim.Optimizer:
-    # Not Adam, whose steps are the same when all gradients are off by one factor.
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    return torch.optim.SGD(trainable, lr=0.2, momentum=0.9)
-
-
 def train(model: Any, *, steps: int = STEPS, clip: bool = False) -> list[float]:
-    optimizer = optimizer_of(model)
+    optimizer = sgd(model)
     losses = []
     for _, mine in batches(steps):
         loss = loss_of(model, mine)
@@ -66,7 +57,7 @@ def train(model: Any, *, steps: int = STEPS, clip: bool = False) -> list[float]:
 
 
 def train_reference(model: nn.Module, *, steps: int = STEPS) -> dict[str, torch.Tensor]:
-    optimizer = optimizer_of(model)
+    optimizer = sgd(model)
     for whole, _ in batches(steps):
         loss_of(model, whole).backward()
         optimizer.step()
@@ -107,7 +98,7 @@ def train_emulated(kind: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     model = build(PLAIN_KIND.get(kind, kind))
     world = dist.get_world_size()
     buffers = [{k: v.clone() for k, v in model.named_buffers()} for _ in range(world)]
-    optimizer = optimizer_of(model)
+    optimizer = sgd(model)
     for whole, _ in batches(STEPS):
         for rank, part in enumerate(whole.chunk(world)):
             params = {name: param.to(dtype) for name, param in model.named_parameters()}

@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 from ckpt.errors import SaveDropped
@@ -138,17 +139,18 @@ class Background:
             staged = begin()
         except Exception as error:
             return self.refuse(task, error)
-        pending = PendingSave(task.step, staged.gate)
+        pending: PendingSave | None = None
         try:
-            self._submit(pending, lambda: _run(pending, task, staged))
-        except (
-            BaseException
-        ):  # Ctrl-C too: the next step must not wait for a save that is not there
+            pending = PendingSave(task.step, staged.gate)
+            self._submit(pending, partial(_run, pending, task, staged))
+            if staged.is_blocking:
+                pending.wait_staged()
+        except BaseException:  # Ctrl-C too
             if pending not in self._pending:
-                staged.release()
+                staged.release()  # the next step must not wait for a save that is not there
+            elif pending is not None:
+                pending._is_dropped.set()  # what is not copied yet may change from here on
             raise
-        if staged.is_blocking:
-            pending.wait_staged()
         pending.call_seconds = task.blocked_seconds()
         return pending
 
@@ -169,9 +171,14 @@ class Background:
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="ckpt-save")
             _exit.watch(self)
-        self._pending = [one for one in self._pending if one._untold() or not one.done()]
-        self._pending.append(pending)
-        self._pool.submit(_answer, pending._future, run)
+        known = [one for one in self._pending if one._untold() or not one.done()]
+        try:
+            self._pending = [*known, pending]
+            self._pool.submit(_answer, pending._future, run)
+        except BaseException:  # Ctrl-C too: who knows whether the worker was told
+            if pending._future.cancel():  # it never begins then
+                self._pending = known
+            raise
 
     def close(self) -> None:
         """Wait for what is in flight and end the worker; failures are logged."""
@@ -182,6 +189,8 @@ class Background:
 
 
 def _answer(future: Future[SaveReport], run: Callable[[], SaveReport]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
     try:
         report = run()
     except BaseException as error:

@@ -207,21 +207,26 @@ def stage(state: Any, task: SaveTask, options: StageOptions, staging: Staging) -
         image = Image(files, sources, staging, division=division, buffers_max=room.buffers_max)
         digests = digests_of(split.compared_now)
     versions = _versions([contents.plan.sources[index] for index in split.later])
-    gate = steps.hold(split.changes.storages, split.changes.parameters)
-    if room.fits and not division.later_nbytes and not split.compared_later:
+    gate = Gate(split.changes.storages, split.changes.parameters)
+    try:
+        steps.hold(gate)
+        if room.fits and not division.later_nbytes and not split.compared_later:
+            gate.open()
+        return Staged(
+            task,
+            contents,
+            image,
+            gate,
+            digests,
+            split.compared_later,
+            is_blocking=not (room.fits or room.is_aside),
+            nbytes_later=division.later_nbytes,
+            versions=versions,
+            side=side,
+        )
+    except BaseException:  # Ctrl-C too: no step must wait for what nobody will copy
         gate.open()
-    return Staged(
-        task,
-        contents,
-        image,
-        gate,
-        digests,
-        split.compared_later,
-        is_blocking=not (room.fits or room.is_aside),
-        nbytes_later=division.later_nbytes,
-        versions=versions,
-        side=side,
-    )
+        raise
 
 
 def _versions(sources: Iterable[Source]) -> list[tuple[Source, int | None]]:

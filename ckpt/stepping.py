@@ -16,7 +16,6 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -94,12 +93,10 @@ class Steps:
         with self._lock:
             return [item for item in self._counts.items() if item[0] not in self._captured]
 
-    def hold(self, storages: Iterable[int], parameters: Iterable[int]) -> Gate:
-        """A gate before every step that changes these, closed until it is opened."""
-        gate = Gate(frozenset(storages), frozenset(parameters))
+    def hold(self, gate: Gate) -> None:
+        """From now on every step that changes what is behind `gate` waits until it is opened."""
         with self._lock:
             self._gates = (*self._gates, gate)
-        return gate
 
     def forget(self, gate: Gate) -> None:
         """Called by a gate that has opened."""

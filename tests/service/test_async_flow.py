@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from ckpt.image import Image
 from ckpt.saving import PartMemory, SaveOptions, SaveTask
 from ckpt.session import SessionRegistry, open_session
 from ckpt.staging import Staged, StageOptions, stage
+from ckpt.stepping import Steps
 from ckpt.testing import run_ranks
 from ckpt.world import World
 from ckpt.write import Staging
@@ -150,6 +152,77 @@ def test_result_gives_up_after_its_timeout_and_the_save_goes_on(
         with pytest.raises(TimeoutError, match="step 1"):
             pending.wait_staged(0.01)
     assert pending.result().step == 1
+
+
+class Interrupted:
+    """Ctrl-C at the first call of `place`, before it does anything or right after all of it."""
+
+    def __init__(self, when: str) -> None:
+        self.is_before = when == "before"
+        self.is_left = True
+
+    def __call__(self, place: Callable[[], Any]) -> Any:
+        is_now, self.is_left = self.is_left, False
+        if is_now and self.is_before:
+            raise KeyboardInterrupt
+        result = place()
+        if is_now:
+            raise KeyboardInterrupt
+        return result
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("place", ["gate", "worker"])
+def test_an_interrupted_call_leaves_nothing_that_anybody_waits_for(
+    place: str, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C where a step begins to wait for the copy, and where the worker is told of it."""
+    url = f"{URL}-interrupted-{place}-{when}"
+    state, train = trained()
+    ckpt.async_save(state, url, step=0).result()
+    train()
+    interrupt = Interrupted(when)
+    with monkeypatch.context() as patch:
+        if place == "gate":
+            hold = Steps.hold
+            patch.setattr(Steps, "hold", lambda *given: interrupt(lambda: hold(*given)))
+        else:
+            submit = ThreadPoolExecutor.submit
+            patch.setattr(
+                ThreadPoolExecutor, "submit", lambda *given: interrupt(lambda: submit(*given))
+            )
+        with pytest.raises(KeyboardInterrupt):
+            ckpt.async_save(state, url, step=1)
+    stepping = threading.Thread(target=train, daemon=True)
+    stepping.start()
+    stepping.join(30)
+    assert not stepping.is_alive(), "the step waits for a copy that nobody makes"
+    saving = threading.Thread(target=ckpt.save, args=(state, url), kwargs={"step": 2}, daemon=True)
+    saving.start()
+    saving.join(30)
+    assert not saving.is_alive(), "the save waits for one that nobody makes"
+    assert differing(saved_tensors(url, 2), tensors_now(state)) == []
+
+
+def test_a_call_that_is_interrupted_while_it_copies_commits_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All of a state larger than the budget is copied before the call returns, or never: what
+    comes after Ctrl-C may change it.
+    """
+    url = f"{URL}-interrupted-waves"
+    state = {"frozen": torch.zeros(8 * MIB)}
+    ckpt.async_save({}, url, step=0).result()
+    with monkeypatch.context() as patch:
+        waiting = Interrupted("before")
+        wait_staged = PendingSave.wait_staged
+        patch.setattr(
+            PendingSave, "wait_staged", lambda *given: waiting(lambda: wait_staged(*given))
+        )
+        with late_copies(monkeypatch), pytest.raises(KeyboardInterrupt):
+            ckpt.async_save(state, url, step=1, host_bytes_max=17 * MIB)
+    ckpt.save(state, url, step=2)
+    assert steps_at(url) == [0, 2]
 
 
 @pytest.mark.parametrize("snapshot", ["step", "now"])

@@ -44,6 +44,8 @@ from storage.store import (
 
 _LINK_UNSUPPORTED = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EMLINK}
 _MISSING = (FileNotFoundError, NotADirectoryError)
+# A server that lost its answer, or its file handle, may have done what it was asked to.
+_UNANSWERED = {errno.EIO, errno.ETIMEDOUT, errno.ESTALE, errno.EINTR}
 
 
 class LocalStore(Store):
@@ -131,28 +133,35 @@ class LocalStore(Store):
 
     def put_if_absent(self, key: str, data: bytes) -> None:
         final = self._path(key)
-        published = False
+        taken: FileExistsError | None = None
+        asked = published = False
         try:
             temp, fd = self._open_unfinished(final, 0)
             try:
                 file = BufferedFile(fd)
                 file.write([memoryview(data)] if data else [], 0)
                 file.finish(len(data), durable=True)
+                asked = True
                 self._publish(temp, final)
                 published = True
+            except FileExistsError as error:
+                taken = error
             finally:
                 if not published:
                     _remove_quietly(temp)
+            # Who repeats an unknown outcome learns that it is there: then that has to last, too.
             self._sync_directories([os.path.dirname(final)])
-        except FileExistsError as error:
-            raise KeyExistsError(f"create {key}: exists already in {self.url}") from error
         except OSError as error:
-            if published:
+            if published or taken is not None:
                 raise OutcomeUnknownError(
                     f"create {key} in {self.url}: it is there, but whether it survives a power "
                     f"failure is unknown, because its directory could not be synced: {error}"
                 ) from error
+            if asked and error.errno in _UNANSWERED:
+                raise OutcomeUnknownError(f"create {key} in {self.url}: {error}") from error
             raise self._translated(error, "create", key) from error
+        if taken is not None:
+            raise KeyExistsError(f"create {key}: exists already in {self.url}") from taken
 
     def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
         base = check_prefix(prefix).rpartition("/")[0]
@@ -311,7 +320,7 @@ class LocalStore(Store):
                 raise
             self._publish_by_rename(temp, final)
             return
-        os.unlink(temp)
+        _remove_quietly(temp)  # it is published; a name that stays is an unfinished object's
 
     def _publish_by_rename(self, temp: str, final: str) -> None:
         try:

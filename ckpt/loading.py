@@ -73,10 +73,11 @@ def load_state(
     LoadInterrupted when it failed half-way; then the state must be loaded again before use.
     """
     recorder = Recorder()
+    last: LoadInterrupted | None = None
     for _ in range(RETIRED_MAX):
-        with recorder.span("manifest"):
-            prefix, manifest = _manifest(store, world, step, attempt)
         try:
+            with recorder.span("manifest"):
+                prefix, manifest = _manifest(store, world, step, attempt)
             report = _fill(state, store, world, (prefix, manifest), (options, recorder))
             return replace(report, spans=recorder.spans(), counters=recorder.counters())
         except LoadInterrupted as interrupted:
@@ -84,6 +85,12 @@ def load_state(
             if asked_for_it or not _was_retired(store, world, manifest.header.attempt):
                 raise
             last = interrupted
+        except Exception as error:
+            if last is None:
+                raise
+            # The state is no longer what it was, whatever is wrong with the next one.
+            raise LoadInterrupted(f"{last}\nThe one after it fails, too: {error}") from error
+    assert last is not None
     raise last
 
 

@@ -103,6 +103,27 @@ def test_a_load_of_a_step_that_is_retired_says_so(tmp_path: Path) -> None:
         load_state(state, store=store, world=SoloWorld(), step=1, options=LoadOptions())
 
 
+def test_a_load_that_cannot_begin_anew_does_not_say_that_the_state_is_as_it_was(
+    tmp_path: Path,
+) -> None:
+    """The latest is retired half-way, and the next one turns out to be damaged."""
+    reader = open_store(str(tmp_path))
+    advance = _writer_over(reader)
+    advance()
+
+    def damage() -> None:
+        advance()
+        (tmp_path / live_entries(reader)[-1].prefix / "MANIFEST").write_bytes(b"damaged")
+
+    state = state_of(-1)
+    store = RetiredWhileRead(reader, {2}, damage)
+    options = LoadOptions(path=ReadPath(request_nbytes_max=1 << 17))
+    with pytest.raises(ckpt.LoadInterrupted, match="MANIFEST"):
+        load_state(state, store=store, world=SoloWorld(), step=None, options=options)
+    with pytest.raises(ckpt.LoadInterrupted):
+        ckpt.save(state, str(tmp_path / "other"), step=1)
+
+
 def _write(url: str, until: float) -> int:
     """Save and retire as fast as it goes; how many were saved."""
     advance, saved = _writer_over(open_store(url)), 0

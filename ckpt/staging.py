@@ -171,6 +171,7 @@ class Staged:
         """Let go of everything: steps pass, buffers are free."""
         self.gate.open()
         self.image.release()
+        self.side = memoryview(b"")  # who keeps the error of a save keeps its frames, and this
 
 
 @dataclass(frozen=True, slots=True)

@@ -137,8 +137,8 @@ class Evidence:
 
 
 def _is_captured(optimizer: torch.optim.Optimizer) -> bool:
-    parameters = optimizer.param_groups[0]["params"]
-    is_on_cuda = bool(parameters) and parameters[0].is_cuda
+    filled = [group["params"] for group in optimizer.param_groups if group["params"]]
+    is_on_cuda = bool(filled) and filled[0][0].is_cuda
     return is_on_cuda and torch.cuda.is_current_stream_capturing()
 
 

@@ -6,7 +6,9 @@ worker, over a memory store that can be made to fail.
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -18,6 +20,7 @@ from torch import nn
 import ckpt
 from ckpt.background import Background, PendingSave
 from ckpt.image import Image
+from ckpt.memory import aligned_buffer
 from ckpt.saving import PartMemory, SaveOptions, SaveTask
 from ckpt.session import SessionRegistry, open_session
 from ckpt.staging import Staged, StageOptions, stage
@@ -152,6 +155,42 @@ def test_result_gives_up_after_its_timeout_and_the_save_goes_on(
         with pytest.raises(TimeoutError, match="step 1"):
             pending.wait_staged(0.01)
     assert pending.result().step == 1
+
+
+def test_what_was_copied_aside_goes_with_a_failed_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever keeps its error, as a Checkpointer does, does not keep the memory."""
+    copied: list[weakref.ref[memoryview]] = []
+
+    def noted(nbytes: int) -> memoryview:
+        buffer = aligned_buffer(nbytes)
+        copied.append(weakref.ref(buffer))
+        return buffer
+
+    url = f"{URL}-aside"
+    state, train = trained()
+    state["large"] = nn.Linear(2048, 2048)
+    optimizer = torch.optim.SGD(state["large"].parameters(), lr=0.1)
+    optimizer.step()
+    ckpt.async_save(state, url, step=1).result()
+    train()
+    optimizer.step()
+    monkeypatch.setattr("ckpt.staging.aligned_buffer", noted)
+    with monkeypatch.context() as patch:
+        patch.setattr(Image, "write", failing_write)
+        pending = ckpt.async_save(state, url, step=2, host_bytes_max=18 * MIB)
+        with pytest.raises(OSError, match="planted") as kept:
+            pending.result()
+    assert kept.value.__traceback__ is not None
+    gc.collect()
+    assert [reference() for reference in copied] == [None]
+
+
+def test_an_optimizer_that_has_nothing_to_step_is_left_alone() -> None:
+    """The hook is before every optimizer's step, those outside of the state too."""
+    ckpt.async_save({}, f"{URL}-nothing", step=1).result()
+    optimizer = torch.optim.SGD([torch.zeros(2, requires_grad=True)], lr=0.1)
+    optimizer.param_groups.clear()
+    optimizer.step()
 
 
 class Interrupted:

@@ -62,6 +62,11 @@ class Gathering(ABC):
         shown = wholes[0].new_empty(0).set_(storage, offset, shape, contiguous_strides(shape))
         return shown if like is None else make_dtensor(shown, like)
 
+    @property
+    def own_memory(self) -> tuple[torch.Tensor, ...]:
+        """What it has beside the unit's memory, to be freed by `release`."""
+        return ()
+
     def release(self) -> None:
         """The unit's memory is given away."""
         return
@@ -192,6 +197,11 @@ class ByExtension(Gathering):
         if tuple(made.shape) != shape:
             made = made.as_strided(shape, contiguous_strides(shape), 0)
         return made.detach()
+
+    @property
+    def own_memory(self) -> tuple[torch.Tensor, ...]:
+        """What the extension has allocated itself."""
+        return tuple(tensor for tensor, _ in self._inner)
 
     def release(self) -> None:
         """Free what the extension has allocated itself."""

@@ -26,6 +26,7 @@ from sharding.dtensor_seam import (
     joined_mesh,
     local_of,
     make_dtensor,
+    mark_sharded,
     replace_local,
     strided_shard,
 )
@@ -71,7 +72,6 @@ class ShardedParam:
     """See the head of this file."""
 
     def __init__(self, found: Found, data: DataMesh, keeping: Keeping, placement: object) -> None:
-        self.found = found
         self.data = data
         self.keeping = keeping
         param = found.param
@@ -87,10 +87,13 @@ class ShardedParam:
         self.buffer = values.new_empty(0)
         local = self._padded(self._own_rows(values))
         self.param = nn.Parameter(self.to_dtensor(local), requires_grad=param.requires_grad)
+        # Not the original: its memory is to be freed with its last user.
+        self.found = found._replace(param=self.param)
         self._adopted = local_of(self.param)
         for name, value in vars(param).items():
             if not name.startswith("_"):  # a user's own marks, not torch's
                 setattr(self.param, name, value)
+        mark_sharded(param, found.fqn)
         self.show()
 
     # --- geometry -------------------------------------------------------------------------------

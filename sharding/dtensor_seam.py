@@ -17,7 +17,9 @@ __all__ = [
     "joined_mesh",
     "local_of",
     "make_dtensor",
+    "mark_sharded",
     "replace_local",
+    "sharded_before_as",
     "strided_shard",
     "version_of",
 ]
@@ -62,6 +64,18 @@ def as_parameter(tensor: torch.Tensor) -> None:
     """Let `isinstance(tensor, nn.Parameter)` hold, although it is no leaf of the graph."""
     marked: Any = tensor
     marked._is_param = True
+
+
+def mark_sharded(original: torch.Tensor, fqn: str) -> None:
+    """Remember at a parameter that a sharded one has taken its place, as `fqn`."""
+    marked: Any = original
+    marked._sharded_as = fqn
+
+
+def sharded_before_as(param: torch.Tensor) -> str | None:
+    """The name that `mark_sharded` was told; None for a parameter that nobody has sharded."""
+    found: str | None = getattr(param, "_sharded_as", None)
+    return found
 
 
 def strided_shard(dim: int, split_factor: int) -> Placement:

@@ -74,6 +74,7 @@ class DTensorStore(GatheringStore):
         self.params = tuple(
             ShardedParam(item, data, keeping, placing(item.param)) for item in found
         )
+        self.found = tuple(param.found for param in self.params)
         self._policy = policy
         self._gatherings = tuple(gathering_for(param, policy) for param in self.params)
         self._counts = [1] * len(self.params)  # tensors in the unit's memory, by parameter
@@ -202,6 +203,8 @@ class DTensorStore(GatheringStore):
         """Give the gathered memory away."""
         super().release()
         for gathering in self._gatherings:
+            for tensor in gathering.own_memory:
+                self.streams.will_free(tensor)
             gathering.release()
 
     def keep_after_forward(self) -> None:
@@ -317,6 +320,11 @@ class DTensorStore(GatheringStore):
                 self._kept[number] = _Kept(local.to(wanted), True)
             else:
                 self._kept[number] = _Kept(local, False)
+
+    @property
+    def has_unsharded_gradients(self) -> bool:
+        """Whether gradients wait for the next reduction."""
+        return bool(self._kept)
 
     def drop_unsharded_gradients(self) -> None:
         """Forget what was added up without reducing."""

@@ -398,6 +398,11 @@ class FlatParam(GatheringStore):
         self.unsharded_grad = kept
         self._show_unsharded_gradients(kept)
 
+    @property
+    def has_unsharded_gradients(self) -> bool:
+        """Whether gradients wait for the next reduction."""
+        return self.unsharded_grad is not None
+
     def drop_unsharded_gradients(self) -> None:
         """Forget what was added up without reducing."""
         if self._shows_unsharded_grad:

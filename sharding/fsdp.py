@@ -63,11 +63,12 @@ class UnshardHandle:
         if unit.store is not None:
             # Outside of a forward nobody has told the stream of gathers to wait for a step.
             unit.found_runtime().streams.gathers_wait_for_compute()
+            unit.was_asked_for = unit.was_asked_for or unit.needs_gather
             unit.gather_early()
 
     def wait(self) -> None:
         """Return when the parameters are there. Waiting twice is harmless."""
-        if self._unit.store is not None and self._unit.was_prefetched:
+        if self._unit.store is not None and self._unit.was_asked_for:
             self._unit.store.finish_unshard()
 
 
@@ -207,8 +208,8 @@ class FullyShardedDataParallel(StatefulUnit):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module with its parameters gathered."""
-        args, kwargs = self._before_forward(args, kwargs)
         try:
+            args, kwargs = self._before_forward(args, kwargs)
             output = self._fsdp_wrapped_module(*args, **kwargs)
         except BaseException:
             self.fsdp_unit.abort_forward()
@@ -540,6 +541,7 @@ class FullyShardedDataParallel(StatefulUnit):
 
     def _assert_idle(self) -> None:
         runtime = self._find_root()
+        runtime.leave_failed_backward()
         for unit in runtime.units:
             if unit.phase is not Phase.IDLE:
                 raise ValueError(

@@ -22,6 +22,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 from sharding.collectives import all_global_ranks, comm_of
 from sharding.dtensor_param import DataMesh, Keeping
+from sharding.dtensor_seam import sharded_before_as
 from sharding.dtensor_store import DTensorStore, SmallerMesh
 from sharding.groups import groups_of
 from sharding.init import Ignored, find_params, move_states
@@ -176,6 +177,13 @@ def _found(
     move_states(root, left_alone, device, is_unit=_is_unit)
     found = find_params(root, left_alone, managed=managed_below(root), is_unit=_is_unit)
     for item in found:
+        other = sharded_before_as(item.param)
+        if other is not None:
+            raise ValueError(
+                f"{item.fqn}: is tied to {other} of a module that fully_shard was called on "
+                "before, and the tie would be lost; call fully_shard([first, second]) on both "
+                "modules together"
+            )
         if item.param.device.type not in (device.type, "meta"):
             raise AssertionError(
                 f"{item.fqn}: is on {item.param.device}, expected {device}; move the module to the "

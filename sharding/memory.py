@@ -79,6 +79,8 @@ class PagePool:
         self._full: dict[int, list[int]] = {}  # by size: addresses that have pages
         self._empty: dict[int, list[int]] = {}  # by size: addresses that have none
         self._kept_max = kept_max
+        self._ranges: list[tuple[int, int]] = []  # all that it has reserved: address, size
+        weakref.finalize(self, _unmap, self._ranges)
 
     def move_in(self, address: int, size: int) -> None:
         """Give `address` pages of the pool; without any it gets fresh ones when it is written."""
@@ -95,9 +97,14 @@ class PagePool:
             _libc().madvise(address, size, _MADV_DONTNEED)
             return
         empty = self._empty.get(size)
-        target = empty.pop() if empty else _reserve(size)
+        target = empty.pop() if empty else self._reserved(size)
         _move(address, target, size)
         kept.append(target)
+
+    def _reserved(self, size: int) -> int:
+        address = _reserve(size)
+        self._ranges.append((address, size))
+        return address
 
 
 class _Moved(GatheredMemory):
@@ -217,6 +224,11 @@ def _reserve(size: int) -> int:
         libc.munmap(start + size, tail)
     libc.madvise(start, size, _MADV_HUGEPAGE)  # a hint: it may be refused
     return int(start)
+
+
+def _unmap(ranges: Sequence[tuple[int, int]]) -> None:
+    for address, size in ranges:
+        _libc().munmap(address, size)
 
 
 def _move(source: int, target: int, size: int) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -43,25 +43,26 @@ def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return fn(value)
     if isinstance(value, PackedSequence):
-        fn(value.data)
         return PackedSequence(
             fn(value.data), value.batch_sizes, value.sorted_indices, value.unsorted_indices
         )
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        copy = dataclasses.replace(value) if _is_replaceable(value) else value
-        for field in dataclasses.fields(value):
-            new = map_tensors(fn, getattr(value, field.name))
-            object.__setattr__(copy, field.name, new)
-        return copy
-    if isinstance(value, OrderedDict):
-        return OrderedDict((key, map_tensors(fn, item)) for key, item in value.items())
+        fields = [field.name for field in dataclasses.fields(value)]
+        mapped = {name: map_tensors(fn, getattr(value, name)) for name in fields}
+        if _is_replaceable(value):
+            # By the constructor: what a class keeps beside its fields follows them.
+            return dataclasses.replace(value, **mapped)
+        for name, new in mapped.items():
+            object.__setattr__(value, name, new)
+        return value
     if isinstance(value, dict):
         mapped = {key: map_tensors(fn, item) for key, item in value.items()}
         if type(value) is dict:
             return mapped
-        for key, item in mapped.items():  # a user's own class: keep it, it may know more
-            value[key] = item
-        return value
+        like = copy.copy(value)  # a user's own class: keep it, it may know more
+        for key, item in mapped.items():
+            like[key] = item
+        return like
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(map_tensors(fn, item) for item in value))
     if isinstance(value, list | tuple | set):

@@ -112,12 +112,15 @@ class Reductions:
             self._end_oldest()
         self.streams.compute_waits_for_reductions()
 
-    def drop(self, *, wait: bool = False) -> None:
-        """Forget what a failed backward has left; `wait` until its messages have come and gone."""
+    def drop(self) -> None:
+        """Forget what a failed backward has left, once its messages have come and gone: later ones
+        would take their places.
+        """
         dropped, self._in_flight = self._in_flight, []
         self._kept.clear()
-        for one in dropped if wait else ():
-            one.pending.wait()
+        with self.streams.reducing():
+            for one in dropped:
+                one.pending.wait()
 
     def _end_oldest(self) -> None:
         oldest = self._in_flight.pop(0)

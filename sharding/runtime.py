@@ -16,7 +16,7 @@ from sharding.order import OrderCheck
 from sharding.pool import BufferPool
 from sharding.reduction import Reductions
 from sharding.streams import Streams
-from sharding.torch_seam import call_after_backward
+from sharding.torch_seam import call_after_backward, is_in_backward
 from sharding.unit import Phase, Unit
 
 __all__ = ["Noted", "Runtime", "StepLog"]
@@ -97,8 +97,7 @@ class Runtime:
         """The root's forward starts: a new iteration, unless the last one is still to be run
         backward.
         """
-        if self.in_backward:
-            self._abandon_backward()
+        self.leave_failed_backward()
         self.steps.begin()
         self.streams.gathers_wait_for_compute()
         if not self._first_order and self._forward_order:
@@ -107,6 +106,16 @@ class Runtime:
         self._ended_order = []
         for unit in self.units:
             unit.abort_forward()  # of an iteration that has raised
+            unit.refresh()
+
+    def begin_alone(self, unit: Unit) -> None:
+        """The unit's forward starts outside of the root's: an iteration for it alone."""
+        if is_in_backward():
+            return
+        self.leave_failed_backward()
+        self.streams.gathers_wait_for_compute()
+        unit.abort_forward()
+        if not unit.is_gathering:
             unit.refresh()
 
     def record_forward(self, unit: Unit) -> None:
@@ -154,14 +163,19 @@ class Runtime:
 
     def end_backward(self) -> None:
         """All gradients have been computed: finish reductions, free what is left."""
+        try:
+            if self.order_check is not None:
+                self.order_check.end_iteration()
+            with torch.no_grad():
+                for unit in self.units:
+                    unit.reduce_unused()
+                if self.is_last_backward:
+                    self.reductions.finish()
+        except BaseException:
+            self._abandon_backward()  # a user's hook, or a rank that is gone
+            raise
         self.in_backward = False
-        if self.order_check is not None:
-            self.order_check.end_iteration()
         with torch.no_grad():
-            for unit in self.units:
-                unit.reduce_unused()
-            if self.is_last_backward:
-                self.reductions.finish()
             for unit in self.units:
                 unit.end_backward()
         self.steps.end()
@@ -177,12 +191,19 @@ class Runtime:
                 unit.store.reshard()
                 unit.store.drop_unsharded_gradients()
 
+    def leave_failed_backward(self) -> None:
+        """If the last backward raised half-way, be where one that has ended would be."""
+        if self.in_backward and not is_in_backward():
+            self._abandon_backward()
+
     def _abandon_backward(self) -> None:
         """A backward raised half-way: forget what it has left."""
         self.in_backward = False
-        self.reductions.drop()
-        for unit in self.units:
-            unit.end_backward()
+        try:
+            self.reductions.drop()
+        finally:
+            for unit in self.units:
+                unit.end_backward()
 
 
 def _gather_early(units: Sequence[Unit]) -> None:

@@ -121,7 +121,7 @@ class FSDPModule:
         if unit.needs_gather:
             self.fsdp_group.streams.gathers_wait_for_compute()  # an optimizer may just have stepped
             store.start_unshard()
-            unit.was_prefetched = True
+            unit.was_asked_for = True
         handle = UnshardHandle(store)
         if async_op:
             return handle
@@ -132,7 +132,7 @@ class FSDPModule:
         """Free this module's gathered parameters, and let it show the sharded ones."""
         group = self.fsdp_group
         group.store.reshard()
-        group.unit.was_prefetched = False
+        group.unit.was_asked_for = False
 
     def reset_iter_state(self) -> None:
         """After a forward or backward that raised: be ready for the next iteration.
@@ -424,9 +424,9 @@ def _before_forward(
     group: ShardedGroup = module.fsdp_group
     unit = group.unit
     runtime = _find_root(module)
-    if len(group.modules) == 1 or unit.phase is Phase.BACKWARD:
+    if len(group.modules) == 1 or unit.recomputes:
         return unit.before_forward(args, kwargs)
-    if unit.phase is Phase.FORWARD and group.waiting_for:
+    if unit.phase is Phase.FORWARD and group.waiting_for and group.store.is_current():
         return unit.cast_inputs(args, kwargs)
     # Outside of the root's forward a module of several is called by itself.
     together = runtime.root.phase is Phase.FORWARD or runtime.root is unit

@@ -19,6 +19,7 @@ once, however often the modules were called.
 from __future__ import annotations
 
 import enum
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -133,6 +134,10 @@ class Store(Protocol):
     def keep_unsharded_gradients(self, grads: Gradients) -> None:
         """Add gradients up on this rank, unsharded; what skipping a reduction does."""
 
+    @property
+    def has_unsharded_gradients(self) -> bool:
+        """Whether `keep_unsharded_gradients` has added up any since the last reduction."""
+
     def drop_unsharded_gradients(self) -> None:
         """Forget what `keep_unsharded_gradients` has added up."""
 
@@ -149,7 +154,9 @@ class _Views(torch.autograd.Function):
     def forward(
         ctx: Any, anchor: torch.Tensor, store: GatheringStore, trainable: tuple[bool, ...]
     ) -> tuple[torch.Tensor, ...]:
-        ctx.store = store
+        # The store has the views, and no collector of garbage looks through the graph. Who runs a
+        # backward has the store by its hooks on outputs.
+        ctx.store = weakref.ref(store)
         ctx.set_materialize_grads(False)
         views = store.make_views()
         ctx.mark_non_differentiable(
@@ -159,7 +166,9 @@ class _Views(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, None, None]:
-        ctx.store.on_gradients(grads)
+        store = ctx.store()
+        if store is not None:
+            store.on_gradients(grads)
         return None, None, None
 
 
@@ -251,7 +260,8 @@ class GatheringStore(ABC):
     def reshard(self) -> None:
         """Release what was gathered, and show the shards again. Harmless when there is nothing."""
         if self.state is State.GATHERING:
-            self._wait()  # nobody may write into memory that is gone
+            self._wait()  # nobody may write into memory that is gone, or read what is freed now
+            self.streams.compute_waits_for_gathers()
         self.hide_views()
         if self.state in (State.GATHERING, State.UNSHARDED):
             self.release()

@@ -35,6 +35,7 @@ def summon_units(units: Sequence[FlatUnit], options: SummonOptions) -> Iterator[
     Raises AssertionError inside forward, backward or another such context.
     """
     for unit in units:
+        unit.found_runtime().leave_failed_backward()
         if unit.phase is not Phase.IDLE or unit.found_runtime().in_backward:
             raise AssertionError(
                 "full parameters can only be summoned outside of forward, backward and another "

@@ -13,6 +13,7 @@ __all__ = [
     "Place",
     "call_after_backward",
     "current_backward",
+    "is_in_backward",
     "is_marked_replicate",
     "larger_mesh",
     "post_accumulate_hooks",
@@ -67,6 +68,11 @@ def current_backward() -> int:
     """A number for the backward pass that runs now; one inside another has a number of its own."""
     found: int = torch._C._current_graph_task_id()
     return found
+
+
+def is_in_backward() -> bool:
+    """Whether a backward pass is running now."""
+    return current_backward() != NO_BACKWARD
 
 
 def post_accumulate_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor], None]]:

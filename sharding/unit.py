@@ -22,11 +22,12 @@ import torch
 from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.fsdp import BackwardPrefetch
+from torch.utils.hooks import RemovableHandle
 
 from sharding.precision import Casts, cast_floating, map_tensors
 from sharding.reduction import Reduction
 from sharding.store import State, Store
-from sharding.torch_seam import NO_BACKWARD, current_backward
+from sharding.torch_seam import NO_BACKWARD, current_backward, is_in_backward
 
 if TYPE_CHECKING:
     from sharding.runtime import Runtime
@@ -81,7 +82,8 @@ class Unit:
         """Whether shards and their gradients live in the host's memory."""
         self.phase = Phase.IDLE
         self.syncs_gradients = True
-        self.was_prefetched = False
+        self.was_asked_for = False
+        """Whether the user had it gathered early: for the next iteration, not for this one."""
         self.forward_targets: tuple[Unit, ...] = ()
         """What to gather early during this unit's forward; without any, the schedule decides."""
         self.backward_targets: tuple[Unit, ...] = ()
@@ -92,6 +94,7 @@ class Unit:
         self._backward = NO_BACKWARD
         """Which backward pass has asked for this unit first."""
         self._watches_recomputes = False
+        self._input_watches: list[RemovableHandle] = []
         self._has_reduced = False
         self._is_kept_without_grad = False
         if store is not None:
@@ -109,10 +112,12 @@ class Unit:
                 "a forward inside summon_full_params() would compute with parameters that may be "
                 "written at any time; leave that context first"
             )
-        recomputes = self.phase is Phase.BACKWARD
-        if runtime.root is self and not recomputes:
-            runtime.begin_forward()
+        recomputes = self.recomputes
         if not recomputes:
+            if runtime.root is self:
+                runtime.begin_forward()
+            elif runtime.root.phase is not Phase.FORWARD:
+                runtime.begin_alone(self)
             self.phase = Phase.FORWARD
             runtime.record_forward(self)
         if self.store is not None:
@@ -153,6 +158,12 @@ class Unit:
             runtime.steps.note("free", self)
         return output
 
+    @property
+    def recomputes(self) -> bool:
+        """Whether a forward now is one that the backward repeats, for activation checkpointing."""
+        # A backward that raised has left the phase as it was.
+        return self.phase is Phase.BACKWARD and is_in_backward()
+
     def abort_forward(self) -> None:
         """The wrapped module raised: go back to where a new forward can start."""
         if self.phase is Phase.FORWARD:
@@ -172,24 +183,24 @@ class Unit:
         if not was_there:
             steps.note("gathered", self)
         self.store.show_views()
-        self.was_prefetched = False
+        self.was_asked_for = False
 
     def gather_early(self) -> None:
         """Start gathering before it is needed; nothing happens where it has been started."""
         if self.store is not None and self.needs_gather:
             self.found_runtime().steps.note("gather", self)
             self.store.start_unshard()
-            self.was_prefetched = True
 
     def refresh(self) -> None:
         """A new iteration starts: free what an earlier one left, which may be out of date."""
         if self.store is None:
             return
         self.store.adopt_gradients()
+        self._forget_inputs()
         kept, self._is_kept_without_grad = self._is_kept_without_grad, False
         if kept and not torch.is_grad_enabled() and self.store.is_current():
             return
-        if self.syncs_gradients and not self.was_prefetched and self._frees_after_backward:
+        if self.syncs_gradients and not self.was_asked_for and self._frees_after_backward:
             # The shards may have been stepped since.
             self.store.reshard()
 
@@ -218,7 +229,8 @@ class Unit:
 
     def watch(self, output: Any) -> bool:
         """Ask for `before_backward` at every output with a gradient; whether there is any."""
-        found = _tensors_with_gradients(output)
+        # No gradient of a leaf comes here, and its hooks would outlive the iteration.
+        found = [one for one in _tensors_with_gradients(output) if not one.is_leaf]
         for tensor in found:
             tensor.register_hook(self._on_output_gradient)  # type: ignore[no-untyped-call]
         return bool(found)
@@ -226,8 +238,17 @@ class Unit:
     def _reshard_after_inputs(self, inputs: Any) -> None:
         """A frozen unit sees no gradients of its own: free it when those of its inputs are done."""
         found = _tensors_with_gradients(inputs)
-        if found:
-            register_multi_grad_hook(found, lambda grads: self._frozen_done())
+        if not found:
+            return
+        watch = register_multi_grad_hook(found, lambda grads: self._frozen_done())
+        if any(tensor.is_leaf for tensor in found):
+            self._input_watches.append(watch)
+
+    def _forget_inputs(self) -> None:
+        # Leaves, such as a trained prompt, outlive the iteration.
+        for watch in self._input_watches:
+            watch.remove()
+        self._input_watches.clear()
 
     def _frozen_done(self) -> None:
         if self.store is not None and self.phase is Phase.BACKWARD:
@@ -301,7 +322,7 @@ class Unit:
 
         @torch.compiler.disable  # type: ignore[untyped-decorator]
         def before_module(module: nn.Module, args: Any) -> None:
-            if self.phase is Phase.IDLE and self.found_runtime().in_backward:
+            if self.phase is Phase.IDLE and is_in_backward():
                 self.before_backward()
 
         modules = {place.module for item in store.found for place in item.places}
@@ -309,17 +330,22 @@ class Unit:
             module.register_forward_pre_hook(before_module, prepend=True)
 
     def reduce_unused(self) -> None:
-        """The backward has not reached this unit, but may have on other ranks: reduce zeros."""
+        """The backward has not reached this unit: reduce what earlier ones have added up without
+        reducing; zeros where it may have reached the unit on other ranks.
+        """
         store = self.store
-        if store is None or self._has_reduced or not self.reduction.fills_unused:
+        if store is None or self._has_reduced or not self.syncs_gradients:
             return
-        if self.syncs_gradients and store.requires_grad:
+        store.adopt_gradients()  # they may have been set to None
+        fills = self.reduction.fills_unused and store.requires_grad
+        if fills or store.has_unsharded_gradients:
             self.found_runtime().reductions.start(store, self.reduction, None)
 
     def end_backward(self) -> None:
         """Free what the backward has left over (outputs that were not used, frozen members)."""
         self.phase = Phase.IDLE
-        self.was_prefetched = False
+        self.was_asked_for = False
+        self._forget_inputs()
         self._has_reduced = False
         if self.store is None:
             return
@@ -340,6 +366,11 @@ class Unit:
         if self.runtime is None:
             raise AssertionError("the root of this unit has not been found yet")
         return self.runtime
+
+    @property
+    def is_gathering(self) -> bool:
+        """Whether a gather has been started and nobody has waited for it."""
+        return self.store is not None and self.store.state is State.GATHERING
 
     @property
     def needs_gather(self) -> bool:

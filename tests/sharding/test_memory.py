@@ -92,3 +92,15 @@ def test_scratch_is_used_again_and_never_shared() -> None:
     pool.give_back(again)
     pool.give_back(torch.empty(5).view(torch.float32))
     assert pool.take(100, torch.float32, CPU).data_ptr() in (first.data_ptr(), second.data_ptr())
+
+
+@moves
+def test_pages_that_a_pool_keeps_go_with_it() -> None:
+    before = resident()
+    for _ in range(8):
+        pool = PagePool()
+        memory = _Moved(SIZE, pool)
+        memory.whole.fill_(1)
+        memory.release()
+        del memory, pool
+    assert resident() - before < 4 * SIZE

@@ -63,9 +63,10 @@ def save(
     what it refers to is not retired before it.
 
     Raises the same error on every rank, and the previous checkpoint is still the latest then:
-    InvalidState, StoreRefused, Fenced, RankFailed, or the store's error on one rank; OutcomeUnknown
-    when the commit got no answer. Waits first for an `async_save` in flight, and raises its failure
-    if nobody has heard of it.
+    InvalidState, StoreRefused, Fenced, RankFailed, or the store's error on one rank. Two leave it
+    open whether the checkpoint exists: OutcomeUnknown when the commit got no answer, and RankFailed
+    when a rank dies in the last round, which tells all ranks of the commit. Waits first for an
+    `async_save` in flight, and raises its failure if nobody has heard of it.
     """
     with gc_paused():
         seat = _process.seat(process_group)

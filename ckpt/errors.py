@@ -67,7 +67,10 @@ class SaveDropped(CheckpointError):
 
 
 class RankFailed(CheckpointError):
-    """A rank failed or died; raised on every rank with the same text."""
+    """A rank failed or died; raised on every rank with the same text.
+
+    A save that lost a rank in its last round, which tells of the commit, has made its checkpoint.
+    """
 
     def __init__(self, message: str, *, rank: int, phase: str) -> None:
         super().__init__(message)

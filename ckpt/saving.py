@@ -41,7 +41,7 @@ from ckpt.format.telemetry import SaveTotals
 from ckpt.layout.plain import Ranks
 from ckpt.log import MANIFEST_NAME, STEP_MAX, LiveEntry, manifest_digest, step_prefix
 from ckpt.previous import NOTHING, Base, Previous, Referred, decode_base, everything, refer
-from ckpt.session import Commit, RankedSession, ReferenceRetired, Session
+from ckpt.session import Commit, NotRetired, RankedSession, ReferenceRetired, Session
 from ckpt.stepping import Evidence
 from ckpt.telemetry import Recorder, Span, stopwatch
 from ckpt.telling import Committed, RankTold, SaveHistory, log_saved, totals_of, write_telemetry
@@ -159,7 +159,8 @@ def save_state(
     """Write and commit `state` from live memory; collective over the session's world.
 
     Raises the same error on all ranks, and then this step was not committed: InvalidState, Fenced,
-    RankFailed. Only OutcomeUnknown leaves that open; the next save settles it.
+    RankFailed. OutcomeUnknown leaves that open, and the next save settles it; so does RankFailed
+    for a rank that dies when the others are told of the commit.
     """
     task = SaveTask(session, store, memory, step, options)
     contents: Contents | Exception
@@ -587,6 +588,12 @@ def _discard(session: RankedSession, header: Header) -> None:
         return
     try:
         session.session.discard(header.attempt, step=header.step)
+    except NotRetired:
+        logger.warning(
+            "step %d (%s) is committed all the same: what failed came after that",
+            header.step,
+            header.attempt,
+        )
     except Exception as error:
         # The failure of the save itself is what the caller must hear of; the next session sweeps.
         logger.warning("files of the failed attempt %s stay for now: %s", header.attempt, error)

@@ -27,12 +27,15 @@ from ckpt.errors import (
     StoreRefused,
 )
 from ckpt.locate import live_entries
-from ckpt.saving import SaveOptions
+from ckpt.saving import PartMemory, SaveOptions, SaveReport, save_state
+from ckpt.session import SessionRegistry, open_session
 from ckpt.state_dict import PerRank
 from ckpt.testing import RanksFailed
+from ckpt.testing import run_ranks as run_threads
+from ckpt.world import World
 from storage import Store, open_store
 from tests.e2e.engines import Engine, build, full_model
-from tests.e2e.job import Job, assert_is_step, state_at
+from tests.e2e.job import NO_WAITING, Job, assert_is_step, state_at
 from tests.ranks import run_ranks
 
 SIZE = 3
@@ -173,6 +176,35 @@ def test_a_step_that_is_no_step_is_heard_by_all(store: Store) -> None:
         _one_error(lambda: job.save(lambda r: state_at(2, r, SIZE), -1)), InvalidState
     )
     _check_goes_on(job, [1])
+
+
+def test_a_death_in_the_last_round_leaves_a_checkpoint_and_the_log_says_so(
+    store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Rank 1 dies at each call in turn: wherever rank 0 raises, it says what came of the step."""
+    outcomes = set()
+    for call in range(1, 9):
+        place = open_store(f"{store.url}/{call}")
+        registry = SessionRegistry()
+
+        def save(
+            world: World, place: Store = place, registry: SessionRegistry = registry
+        ) -> SaveReport:
+            session = open_session(world, place, registry, sources=NO_WAITING)
+            state = state_at(1, world.rank, world.size)
+            options, memory = SaveOptions(), PartMemory()
+            return save_state(
+                state, session=session, store=place, step=1, options=options, memory=memory
+            )
+
+        caplog.clear()
+        with pytest.raises(RanksFailed) as caught:
+            run_threads(2, save, kill={1: call})
+        has_raised, exists = 0 in caught.value.errors, bool(live_entries(place))
+        if has_raised:
+            assert exists == ("committed all the same" in caplog.text), call
+        outcomes.add((has_raised, exists))
+    assert outcomes == {(True, False), (True, True), (False, True)}
 
 
 def test_ranks_that_see_different_roots_are_refused(request: pytest.FixtureRequest) -> None:

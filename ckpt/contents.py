@@ -197,6 +197,10 @@ class PlanMemory:
             self._chunks = (chunks, tensors, Memo())
         return self._chunks[2]
 
+    def forget_part(self) -> None:
+        """The save came to nothing: the next one is not to be compared with it."""
+        self._chunks[2].keep("part", None)
+
     def _forget(self) -> None:
         self._kept = None
 

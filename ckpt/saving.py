@@ -223,10 +223,10 @@ def publish(
     task = replace(task, retries_before=task.store.retries)
     try:
         return _publish_in_tries(task, modules, write)
-    except SaveDropped:
-        raise
     except Exception as error:
-        task.memory.history.failed(task.step, error)
+        task.memory.plans.forget_part()
+        if not isinstance(error, SaveDropped):
+            task.memory.history.failed(task.step, error)
         raise
 
 

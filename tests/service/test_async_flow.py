@@ -342,6 +342,27 @@ def test_weights_that_do_not_change_are_warned_of() -> None:
     assert ckpt.save(state, url, step=4).warnings == ()
 
 
+@pytest.mark.parametrize("again", ["async_save", "save"])
+def test_weights_are_not_compared_with_a_save_that_failed(
+    again: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So a save that is tried once more warns of nothing."""
+    url = f"{URL}-retried-{again}"
+    state, train = trained()
+    ckpt.save(state, url, step=0)
+    train()
+
+    def failing(*given: Any) -> Any:
+        raise OSError("planted: no manifest")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("ckpt.saving.build_manifest", failing)
+        with pytest.raises(OSError, match="planted"):
+            ckpt.async_save(state, url, step=1).result()
+    report = getattr(ckpt, again)(state, url, step=1)
+    assert (report.result() if isinstance(report, PendingSave) else report).warnings == ()
+
+
 def test_buffers_that_are_not_filled_anew_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: buffers of the save before are written again as they are. The warning tells."""
     state, train = trained()

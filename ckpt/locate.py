@@ -65,7 +65,7 @@ def read_manifest(store: Store, entry: LiveEntry) -> bytes:
     ones, KeyNotFoundError when they are gone.
     """
     where = f"{store.url}/{entry.prefix}{MANIFEST_NAME}"
-    mended = "`ckpt salvage` can rebuild it from the data files"
+    mended = f"`ckpt salvage --step {entry.step}` can rebuild it from the data files"
     try:
         data = store.get_bounded(entry.prefix + MANIFEST_NAME, entry.manifest_nbytes)
     except TooLargeError as error:
@@ -99,10 +99,11 @@ def _choose(store: Store, live: tuple[LiveEntry, ...], step: int | None, attempt
         if step in (None, entry.step) and attempt in ("", entry.attempt):
             return entry
     steps = sorted({entry.step for entry in live})
-    shown = ", ".join(map(str, steps[-10:]))
+    shown = ("... " if len(steps) > 10 else "") + ", ".join(map(str, steps[-10:]))
+    count = "1 step" if len(steps) == 1 else f"{len(steps)} steps"
     if attempt:
         raise NoCheckpoint(f"{store.url} has no live checkpoint {attempt}: it was retired")
-    raise NoCheckpoint(f"{store.url} has no step {step}; it has {len(steps)} steps: ... {shown}")
+    raise NoCheckpoint(f"{store.url} has no step {step}; it has {count}: {shown}")
 
 
 def file_key(prefix: str, file: str) -> str:

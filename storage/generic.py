@@ -39,6 +39,11 @@ def open_generic(url: str, options: dict[str, Any]) -> GenericStore:
             f"{redacted(url)}: fsspec cannot open it ({type(error).__name__}: {error}); "
             "check the url and the storage options"
         ) from error
+    except OSError as error:  # some filesystems connect, or open an archive, when they are made
+        raise StorageError(
+            f"{redacted(url)}: no connection ({type(error).__name__}: {error}); check the url, and "
+            "whether what it names is there and answers"
+        ) from error
     return GenericStore(filesystem, root, url=redacted(url))
 
 

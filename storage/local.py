@@ -56,7 +56,8 @@ class LocalStore(Store):
     """
 
     def __init__(self, root: str, *, open_files_max: int = 32) -> None:
-        self._root = os.path.abspath(root)
+        # POSIX lets abspath keep two slashes at the begin, which no parent of a path ends in.
+        self._root = "/" + os.path.abspath(root).lstrip("/")
         self.url = self._root
         self.exclusive_create = ExclusiveCreate.ATOMIC
         self._open_files = OpenFiles(open_files_max)
@@ -238,7 +239,7 @@ class LocalStore(Store):
         self._open_files.close()
 
     def _path(self, key: str) -> str:
-        return f"{self._root}/{check_key(key)}"
+        return os.path.join(self._root, check_key(key))
 
     def _read(self, key: str, path: str, start: int, views: Sequence[memoryview]) -> None:
         end = start + sum(view.nbytes for view in views)
@@ -372,6 +373,10 @@ class LocalStore(Store):
         if code in (errno.EACCES, errno.EPERM, errno.EROFS):
             return AccessDeniedError(
                 f"{where}: {error.strerror}; give this user the right to, or use another place"
+            )
+        if code == errno.ENOTDIR:
+            return StorageError(
+                f"{where}: {error.strerror}: a part of this path is a file; use another place"
             )
         if code in (errno.ENOSPC, errno.EDQUOT):
             return NoSpaceError(f"{where}: {error.strerror}; free space or use another place")

@@ -19,6 +19,7 @@ from storage.spread import SpreadStore
 from storage.store import Store
 
 _PROTOCOL = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*)://?")
+_MISSPELLED = re.compile(r"(s3a?|gs|az|memory|file)(?://|:(?!/))", re.IGNORECASE)
 _FORCE_FSSPEC = "fsspec+"
 
 # What `memory://NAME` finds again within this process: it is data, like a directory of a disk.
@@ -56,6 +57,8 @@ def open_store(url: str, *, retry: RetryPolicy | None = None, **storage_options:
 
     `retry` applies to stores behind a network; None means the usual policy. Raises InvalidUrlError.
     """
+    if isinstance(url, os.PathLike):
+        raise InvalidUrlError(f"expected a str, got {url!r}; pass {os.fspath(url)!r}")
     if not isinstance(url, str) or not url or "\0" in url:
         raise InvalidUrlError(f"expected a path or a url such as s3://bucket/run, got {url!r}")
     protocol, rest = _split(url)
@@ -101,14 +104,15 @@ def redacted(url: str) -> str:
 
 def _split(url: str) -> tuple[str, str]:
     """Protocol in lower case, "" for a plain path, and what follows `://`."""
-    match = _PROTOCOL.match(url)
+    # As a path these would fill the disk of one machine with what was meant for a store.
+    match = _PROTOCOL.match(url) or _MISSPELLED.match(url)
     if match is None:
         return "", url
     protocol = match[1].lower()
     if not match[0].endswith("://"):
         raise InvalidUrlError(
-            f"{url!r} has one slash after the colon; did you mean "
-            f"{redacted(f'{protocol}://{url[match.end() :]}')!r}? Write './{url}' for a path."
+            f"a url begins with {protocol + '://'!r}, got {match[0]!r}; did you mean "
+            f"{redacted(f'{protocol}://{url[match.end() :]}')!r}? Write './' before it for a path."
         )
     return protocol, url[match.end() :]
 
@@ -117,7 +121,11 @@ def _open_local(path: str) -> LocalStore:
     if not path:
         raise InvalidUrlError("file:// names no directory; write file:///absolute/path")
     if os.path.exists(path) and not os.path.isdir(path):
-        raise InvalidUrlError(f"{path} is a file; a store is a directory that holds objects")
+        raise InvalidUrlError(
+            f"{path} is a file; a store is a directory that holds objects: pass a directory, new "
+            f"or old, such as {os.path.dirname(path) or '.'!r} (`ckpt import` and `ckpt export` "
+            "read files of torch.save and safetensors)"
+        )
     return LocalStore(path)
 
 

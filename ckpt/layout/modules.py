@@ -194,9 +194,14 @@ class Glance:
     def mark_memory(self) -> None:
         """Note where and how the memory of all tensors lies. Called once, at the end."""
         memories = [memory_of(tensor) for tensor in self.tensors]
-        self.marks += [memory.data_ptr() for memory in memories]
-        self.marks += [memory.shape for memory in memories]
-        self.marks += [memory.stride() for memory in memories]
+        try:
+            self.marks += [memory.data_ptr() for memory in memories]
+            self.marks += [memory.shape for memory in memories]
+            self.marks += [memory.stride() for memory in memories]
+        except RuntimeError:
+            # A sparse or nested tensor has no one memory. A mark that equals no other lets the
+            # state be described, which refuses that tensor by name.
+            self.marks.append(object())
         self.marks += [tensor.requires_grad for tensor in self.tensors]
 
 

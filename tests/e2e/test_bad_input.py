@@ -113,7 +113,7 @@ def test_a_file_is_no_root(tmp_path: Path) -> None:
 
 
 def test_a_step_that_was_never_saved_is_told_with_those_that_were(root: Path) -> None:
-    _refused(NoCheckpoint, "no step 3", "1, 2", url=root, step=3)
+    _refused(NoCheckpoint, "no step 3; it has 2 steps: 1, 2", url=root, step=3)
 
 
 def test_another_step_than_that_of_a_step_directory_is_told(newest: Path) -> None:
@@ -154,7 +154,7 @@ def test_a_damaged_manifest_is_told_and_the_older_step_loads(
         manifest.write_bytes(manifest.read_bytes()[:-9])
     else:
         _damage(manifest, 40)
-    _refused(Corrupt, "MANIFEST", newest.name, "salvage", url=root)
+    _refused(Corrupt, "MANIFEST", newest.name, "salvage --step 2", url=root)
     _refused(Corrupt, url=newest)
     state = _state(7)
     ckpt.load(state, str(root), step=1)
@@ -289,6 +289,27 @@ def test_what_cannot_be_saved_is_named_and_the_root_stays_as_it_was(root: Path) 
     assert "set" in str(caught.value)
     assert len(caught.value.problems) == 2
     assert sorted(str(path) for path in root.rglob("*")) == before
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+@pytest.mark.parametrize("kind", ["sparse", "csr", "nested"])
+@pytest.mark.parametrize("background", [False, True])
+def test_tensors_without_one_memory_are_refused_by_name(
+    root: Path, kind: str, background: bool
+) -> None:
+    """The look at what has changed since the last save came before, and ended in torch's error."""
+    tensors: dict[str, torch.Tensor] = {
+        "sparse": torch.eye(3).to_sparse(),
+        "csr": torch.eye(3).to_sparse_csr(),
+        "nested": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    }
+    state = {**_state(3), "extra": {"mask": tensors[kind]}}
+    with pytest.raises(InvalidState, match=r"extra\.mask: .*save .*instead"):
+        if background:
+            ckpt.async_save(state, str(root), step=3).result()
+        else:
+            ckpt.save(state, str(root), step=3)
 
 
 # --- disks ----------------------------------------------------------------------------------------

@@ -56,6 +56,19 @@ def all_files(root: Path) -> list[str]:
     return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
 
 
+@pytest.mark.parametrize("root", ["/", "//"])
+def test_the_top_of_the_tree_ends_every_way_up(root: str) -> None:
+    """A store there once looked for its root above the root, for ever."""
+    store = LocalStore(root)
+    assert [*store._lineage(os.path.dirname(store._path("log/0")))] == ["/log", "/"]
+
+
+def test_a_file_in_the_way_is_told(store: LocalStore, tmp_path: Path) -> None:
+    (tmp_path / "root").write_bytes(b"")
+    with pytest.raises(StorageError, match="a part of this path is a file; use another place"):
+        store.put_if_absent("a/b", b"x")
+
+
 def test_a_killed_writer_leaves_no_visible_object(tmp_path: Path) -> None:
     """SIGKILL a process in the middle of an object and of a put; list, then clean up."""
     code = (

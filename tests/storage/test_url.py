@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from storage import InvalidUrlError, open_store
+from storage import InvalidUrlError, StorageError, open_store
 from storage.local import LocalStore
 from storage.url import redacted
 
@@ -28,6 +28,10 @@ def test_opening_makes_nothing(tmp_path: Path) -> None:
     [
         ("", "expected a path or a url"),
         ("s3:/bucket/run", "did you mean 's3://bucket/run'"),
+        ("s3:/key:hunter2@bucket/run", r"did you mean 's3://\*\*\*@bucket/run'"),
+        ("s3//bucket/run", "did you mean 's3://bucket/run'"),
+        ("s3:bucket/run", "did you mean 's3://bucket/run'"),
+        ("file:runs/7b", "did you mean 'file://runs/7b'"),
         ("s4://bucket/run", "unknown protocol 's4'; did you mean s3://"),
         ("s3://", "no bucket name"),
         ("s3:///run", "no bucket name"),
@@ -49,8 +53,24 @@ def test_a_bad_url_says_what_to_do(url: str, says: str) -> None:
 
 def test_a_file_is_no_store(tmp_path: Path) -> None:
     (tmp_path / "model.pt").write_bytes(b"x")
-    with pytest.raises(InvalidUrlError, match=r"model\.pt is a file"):
+    with pytest.raises(InvalidUrlError, match=r"model\.pt is a file") as caught:
         open_store(str(tmp_path / "model.pt"))
+    assert f"such as {str(tmp_path)!r}" in str(caught.value)
+
+
+def test_a_path_object_is_told_to_become_a_str(tmp_path: Path) -> None:
+    with pytest.raises(InvalidUrlError, match=f"expected a str, got .*; pass '{tmp_path}'"):
+        open_store(tmp_path)  # type: ignore[arg-type]
+
+
+def test_paths_with_the_beginning_of_a_protocol_stay_paths(tmp_path: Path) -> None:
+    for name in ("s3", "s3/bucket", "files:x", "./s3:bucket", "./s3//bucket", "c:runs"):
+        assert isinstance(open_store(name), LocalStore)
+
+
+def test_an_archive_or_host_that_is_not_there_is_a_storage_error(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match=r"no connection .*not_there"):
+        open_store(f"zip://x::{tmp_path}/not_there.zip")
 
 
 def test_unknown_storage_options_are_refused(tmp_path: Path) -> None:

@@ -74,8 +74,8 @@ class Reductions:
         self._pool = pool
         self.streams = streams
         self._in_flight: list[_InFlight] = []
-        self._kept: dict[tuple[int, tuple[int, ...]], torch.Tensor] = {}
-        """Sums that wait for the replicate group, by unit and members."""
+        self._kept: dict[int, dict[int, torch.Tensor]] = {}
+        """Sums that wait for the replicate group, by unit and member."""
 
     def start(self, store: Store, reduction: Reduction, grads: Gradients | None) -> None:
         """Start to reduce; the gradient is there after `finish`. None: of no member."""
@@ -141,30 +141,41 @@ class Reductions:
         def end() -> None:
             for buffer in outgoing.scratch:
                 self._pool.give_back(buffer)
-            if not self._is_summed(reduction, (store.tag, outgoing.at), out):
-                return
-            if reduction.summed_hook is not None:
-                reduction.summed_hook(out)
-            if reduction.factors[1] != 1.0:
-                out.div_(reduction.factors[1])
+            if reduction.replicate is not None:
+                kept = self._kept.setdefault(store.tag, {})
+                for number, part in zip(outgoing.at, outs, strict=True):
+                    before = kept.pop(number, None)
+                    if before is not None:
+                        part.add_(before)
+                if not reduction.all_reduces:
+                    kept.update(zip(outgoing.at, outs, strict=True))
+                    return
+            self._end_sum(reduction, out)
             store.add_gradients(outgoing, outs, keep_dtype=reduction.keep_dtype)
+            self.reduce_kept(store, reduction)
 
         return _InFlight(pending, end)
 
-    def _is_summed(
-        self, reduction: Reduction, what: tuple[int, tuple[int, ...]], out: torch.Tensor
-    ) -> bool:
-        """Sum over the replicate group, in place, unless that is to wait; whether it is done."""
-        if reduction.replicate is None:
-            return True
-        before = self._kept.pop(what, None)
-        if before is not None:
-            out.add_(before)
-        if not reduction.all_reduces:
-            self._kept[what] = out
-            return False
-        reduction.replicate.all_reduce(out).wait()
-        return True
+    def reduce_kept(self, store: Store, reduction: Reduction) -> None:
+        """Sum over the replicate group what waits for that, of members without new gradients."""
+        kept = self._kept.pop(store.tag, {}) if reduction.all_reduces else {}
+        if not kept:
+            return
+        with self.streams.reducing():
+            at = tuple(sorted(kept))
+            for number in at:
+                self._end_sum(reduction, kept[number])
+            found = [kept[number] for number in at]
+            store.add_gradients(Outgoing((), at), found, keep_dtype=reduction.keep_dtype)
+
+    def _end_sum(self, reduction: Reduction, out: torch.Tensor) -> None:
+        """Sum over the replicate group, and divide, in place."""
+        if reduction.replicate is not None:
+            reduction.replicate.all_reduce(out).wait()
+        if reduction.summed_hook is not None:
+            reduction.summed_hook(out)
+        if reduction.factors[1] != 1.0:
+            out.div_(reduction.factors[1])
 
     def _start_replicated(
         self, store: Store, reduction: Reduction, outgoing: Outgoing

@@ -340,6 +340,8 @@ class Unit:
         fills = self.reduction.fills_unused and store.requires_grad
         if fills or store.has_unsharded_gradients:
             self.found_runtime().reductions.start(store, self.reduction, None)
+        else:
+            self.found_runtime().reductions.reduce_kept(store, self.reduction)
 
     def end_backward(self) -> None:
         """Free what the backward has left over (outputs that were not used, frozen members)."""

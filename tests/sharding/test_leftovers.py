@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import sharding
 from sharding.precision import cast_floating
@@ -302,6 +303,33 @@ test_on_two_ranks = claims(
         hooks_do_not_pile_up_on_inputs_that_stay,
         ties_that_would_be_lost_are_refused,
     ],
+)
+
+
+# Replicas ----------------------------------------------------------------------------------------
+
+
+def sums_that_wait_for_replicas_are_not_lost_with_members_that_are_skipped() -> None:
+    for apart in (False, True):
+        chain, bare = Chain(), Chain()
+        names = ("replicate", "shard")
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+        for name in NAMES if apart else ():
+            sharding.fully_shard(getattr(chain, name), mesh=mesh)
+        model = sharding.fully_shard(chain, mesh=mesh)
+        model.set_requires_all_reduce(False)
+        mine(model).backward()
+        model.set_requires_all_reduce(True)
+        chain.skips_third = True
+        mine(model).backward()
+        average_loss(bare).backward()
+        bare.skips_third = True
+        average_loss(bare).backward()
+        assert_gradients(model, bare, f"apart={apart}")
+
+
+test_on_four_ranks = claims(
+    4, [sums_that_wait_for_replicas_are_not_lost_with_members_that_are_skipped]
 )
 
 

@@ -163,7 +163,12 @@ def _add_log(commands: Commands) -> None:
     )
     _add_url(parser)
     parser.add_argument(
-        "-n", "--count", type=int, default=30, metavar="N", help="newest N records; 0: all"
+        "-n",
+        "--count",
+        type=_count_or_all,
+        default=30,
+        metavar="N",
+        help="newest N records; 0: all",
     )
     _add_json(parser)
 
@@ -518,6 +523,12 @@ def _nbytes(text: str) -> int:
 def _count(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
+    return int(text)
+
+
+def _count_or_all(text: str) -> int:
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0")
     return int(text)
 
 

@@ -32,6 +32,7 @@ class Names:
         self.loaded_values: list[str] = []
         self.skipped: list[str] = []
         self._tied: dict[str, list[str]] | None = None
+        self._by_rest: dict[str, str] | None = None
 
     def tensor(self, fqn: str) -> str | None:
         """The checkpoint's name of tensor `fqn`. None, and a problem, when it has none."""
@@ -110,12 +111,31 @@ class Names:
     def report_missing(self, fqn: str, name: str) -> None:
         """Note that the checkpoint has nothing for `fqn`, which would be called `name` there."""
         where = "" if name == fqn else f" as {name}"
+        like = self._like(name)
+        there = f", which has {like!r}" if like else ""
         self.report(
             ProblemKind.MISSING,
             fqn,
-            f"is not in the checkpoint{where}; pass rename= if it has another name there, skip= or "
-            "strict=False to leave it as it is",
+            f"is not in the checkpoint{where}{there}; pass rename= if it has another name there, "
+            "skip= or strict=False to leave it as it is",
         )
+
+    def _like(self, name: str) -> str:
+        """A tensor of the checkpoint that differs from `name` in its first part only, or "".
+
+        No closer look: it would take hours where all of a large model's names are missing.
+        """
+        if self._by_rest is None:
+            self._by_rest = {}
+            for known in self.catalog.tensors:
+                self._by_rest.setdefault(known, known)
+                self._by_rest.setdefault(known.partition(".")[2], known)
+        rest = name.partition(".")[2]
+        # One word alone, such as "weight", would be found under any layer.
+        for part in (name, rest):
+            if "." in part and part in self._by_rest:
+                return self._by_rest[part]
+        return ""
 
     def unexpected(self, entries: Collection[str]) -> tuple[list[str], int]:
         """Names of the checkpoint that nothing asked for, and how many are under other entries.

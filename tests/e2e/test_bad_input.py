@@ -246,6 +246,18 @@ def test_other_names_are_all_told_at_once(root: Path) -> None:
     assert len(failure.problems) >= 3
 
 
+@pytest.mark.parametrize(
+    ("saved", "asked"), [("model", "modle"), ("", "model"), ("module", ""), ("a", "b")]
+)
+def test_a_missing_name_is_told_with_the_one_that_differs_in_its_first_part(
+    tmp_path: Path, saved: str, asked: str
+) -> None:
+    names = [f"{first}.0.weight".lstrip(".") for first in (saved, asked)]
+    ckpt.save({names[0]: torch.ones(2)}, str(tmp_path / "run"), step=1)
+    with pytest.raises(Mismatch, match=rf"{names[1]}: is not .*which has '{names[0]}'; pass"):
+        ckpt.load({names[1]: torch.ones(2)}, str(tmp_path / "run"))
+
+
 def test_other_shapes_are_all_told_at_once_with_both_sides(root: Path) -> None:
     texts = ["model.0.weight", "model.0.bias", "model.2.weight", "(5, 4)", "(6, 4)"]
     _refused(Mismatch, *texts, url=root, state=_state(7, width=6))

@@ -70,6 +70,9 @@ def test_log_command(root: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["log", root]) == 0
     out = capsys.readouterr().out
     assert "retired" in out and "pinned" in out and "metric 0.5" in out and " ago" in out
+    with pytest.raises(SystemExit, match="2"):
+        main(["log", root, "-n", "-1"])
+    assert "not a number of at least 0" in capsys.readouterr().err
     assert main(["log", root, "-n", "2"]) == 0
     assert "and 4 older records" in capsys.readouterr().out
     assert [event["kind"] for event in as_json(capsys, "log", root)][:2] == ["RETIRE", "PIN"]

@@ -70,7 +70,6 @@ def save(
     """
     with gc_paused():
         seat = _process.seat(process_group)
-        seat.background.settle()
         store, session, memory = seat.place(url, storage_options, unsafe_single_writer)
         options = SaveOptions(
             one_of("replicas", replicas, ("warn", "strict")),
@@ -132,8 +131,6 @@ def async_save(
         is_skipped = place is not None and when_busy == "skip" and seat.background.is_busy()
         if when_busy == "replace":
             seat.background.replace()
-        if not is_skipped:
-            seat.background.settle()
         store, session, memory = place or seat.place(url, storage_options, unsafe_single_writer)
         path = _write_path(io, store, seat.staging)
         task = SaveTask(
@@ -147,6 +144,7 @@ def async_save(
             error = SaveDropped(f"the save of step {step} was skipped: another one is in flight")
             pending = seat.background.refuse(task, error)
         else:
+            seat.background.settle_before(task)
             how = StageOptions(snapshot, host_bytes_max)
             pending = seat.background.start(task, lambda: stage(state, task, how, seat.staging))
     pending.call_seconds = time.perf_counter() - started
@@ -257,8 +255,17 @@ class _Seat:
     def place(
         self, url: str, storage_options: Mapping[str, Any] | None, unsafe_single_writer: bool
     ) -> Place:
-        """Collective: the store at `url`, and its session, claimed now if there is none yet."""
-        store = collectively(self.world, "open", lambda: self.store(url, storage_options))
+        """Collective: the store at `url`, and its session, claimed now if there is none yet.
+
+        Nothing is in flight then; a failure in the background that one rank has not heard of is
+        raised on all.
+        """
+
+        def settled() -> Store:
+            self.background.settle()
+            return self.store(url, storage_options)
+
+        store = collectively(self.world, "open", settled)
         key = (store.url, unsafe_single_writer)
         if key not in self.sessions:
             opened = open_session(
@@ -305,9 +312,7 @@ def place_of(
 
     Raises like `save`.
     """
-    seat = _process.seat(process_group)
-    seat.background.settle()
-    return seat.place(url, storage_options, unsafe_single_writer)
+    return _process.seat(process_group).place(url, storage_options, unsafe_single_writer)
 
 
 def claimed(

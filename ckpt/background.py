@@ -1,8 +1,11 @@
 """Saves in the background: one worker, at most one save in flight, and what became of it.
 
 While a save is in flight the worker makes the rounds of its world, so whoever wants rounds of the
-same world waits first (`Background.settle`). No failure is lost: `PendingSave.result` raises it,
-or else the next call that saves there, or else it is logged when the interpreter ends.
+same world waits first (`Background.settle`). A rank that goes no further then says so in the round
+that comes next, because the others may have heard of the failure and go on.
+
+No failure is lost: `PendingSave.result` raises it, or else the next call that saves there, or else
+it is logged when the interpreter ends.
 """
 
 from __future__ import annotations
@@ -123,6 +126,16 @@ class Background:
                 pending._is_told = True
                 logger.error("the save of step %d in the background has failed", pending.step)
                 raise error
+
+    def settle_before(self, task: SaveTask) -> None:
+        """`settle`, for a save that the other ranks may begin, who have heard of the failure that
+        is raised here: then they hear of it in that save, and all ranks stay in one round.
+        """
+        try:
+            self.settle()
+        except Exception as error:
+            self.refuse(task, error)._is_told = True
+            raise
 
     def replace(self) -> None:
         """Have the save in flight dropped, unless all ranks have written it already."""

@@ -466,3 +466,44 @@ def test_a_failure_on_one_rank_is_the_same_on_all(monkeypatch: pytest.MonkeyPatc
     assert told[0] == told[1] == told[2]
     assert told[0][0] == "RankFailed: rank 2 failed in phase 'write': OSError: planted"
     assert told[0][1] == "saved 2"
+
+
+def test_a_failure_that_one_rank_has_not_heard_of_keeps_no_rank_out_of_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Only rank 0 asks how the first save went. The second fails on all ranks, at once where the
+    failure is news and in its result elsewhere; the third is saved.
+    """
+    write = Staged.write
+    failing = threading.Event()
+    failing.set()
+
+    def failing_at_first(self: Staged, *args: Any) -> Any:
+        if failing.is_set():
+            raise OSError("planted")
+        return write(self, *args)
+
+    monkeypatch.setattr(Staged, "write", failing_at_first)
+
+    def main(world: World) -> list[str]:
+        rank = Rank(world, "flow-untold")
+        first = rank.start(1)
+        first.wait(30)
+        told = [outcome(first)] if world.rank == 0 else []
+        world.gather("first is over", b"")
+        failing.clear()
+        try:
+            rank.background.settle_before(rank.task(2))
+            told.append(outcome(rank.start(2)))
+        except ckpt.RankFailed as error:
+            told.append(f"at once: {error}")
+        rank.background.settle()
+        told.append(outcome(rank.start(3)))
+        rank.background.close()
+        return told
+
+    told = run_ranks(3, main)
+    assert [ended[-1] for ended in told] == ["saved 3"] * 3
+    assert [ended[-2].startswith("at once") for ended in told] == [False, True, True]
+    assert all("planted" in ended[-2] for ended in told)
+    assert steps_at("memory://flow-untold") == [3]

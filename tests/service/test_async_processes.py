@@ -129,3 +129,43 @@ def test_a_rank_that_dies_is_named_by_the_others_within_seconds(tmp_path: Path) 
         assert told.startswith("rank 2: rank 2 has died")
         assert seconds < 5
         assert steps == [1]
+
+
+def _ask_on_rank_0_alone(directory: str) -> list[str]:
+    """Two saves of which the first fails on rank 1: what each rank hears of the next, and how the
+    one after that ends. Once the next is a `save`, once an `async_save`.
+    """
+    state: dict[str, Any] = {"t": torch.randn(1000)}
+    write = Staged.write
+
+    def failing(self: Staged, *args: Any) -> Any:
+        raise OSError("planted")
+
+    told = []
+    ckpt.async_save(state, directory, step=1).result()
+    for step, save in ((2, ckpt.save), (5, ckpt.async_save)):
+        if dist.get_rank() == 1:
+            Staged.write = failing  # type: ignore[method-assign]
+        first = ckpt.async_save(state, directory, step=step)
+        first.wait()
+        Staged.write = write  # type: ignore[method-assign]
+        if dist.get_rank() == 0:
+            with pytest.raises(ckpt.RankFailed, match="planted"):
+                first.result()
+        dist.barrier()
+        try:
+            pending: Any = save(state, directory, step=step + 1)
+            if isinstance(pending, ckpt.PendingSave):
+                pending.result()
+            told.append("saved")
+        except (ckpt.RankFailed, OSError) as error:
+            told.append(str(error))
+        told.append(f"saved {ckpt.save(state, directory, step=step + 2).step}")
+    return told
+
+
+def test_a_failure_that_only_some_ranks_heard_of_is_raised_on_all(tmp_path: Path) -> None:
+    for told in run_ranks(2, _ask_on_rank_0_alone, str(tmp_path / "run")):
+        assert "planted" in told[0] and "planted" in told[2]
+        assert told[1::2] == ["saved 4", "saved 7"]
+    assert [info.step for info in ckpt.list_steps(str(tmp_path / "run"))] == [1, 4, 7]

@@ -40,7 +40,7 @@ from ckpt.memory import (
     tensor_over,
 )
 from ckpt.share import Ints, SharedRun, expanded
-from storage import Store
+from storage import ShortReadError, Store
 
 MIB = 1 << 20
 PACKED_NBYTES_MAX = 16 << 10  # whole chunks up to this size are read together and copied
@@ -562,7 +562,7 @@ class Reader:
                 return
         with self._counting:
             self.nbytes_read += nbytes
-        self._store.get_into(self._keys[file], start, buffers)
+        read_into(self._store, self._keys[file], start, buffers)
         check()
         if cache is not None:
             cache.keep(root, self._cache_keys[file], start, buffers)
@@ -720,6 +720,16 @@ class ReadAhead:
         assert self._pool is not None, "only with threads"
         self._sizes[run] = self._reader.run_nbytes(run)
         self._running[run] = self._pool.submit(self._reader.read_run, run)
+
+
+def read_into(store: Store, key: str, start: int, buffers: Sequence[memoryview]) -> None:
+    """`get_into` of a data file, which is Corrupt when it ends too early."""
+    try:
+        store.get_into(key, start, buffers)
+    except ShortReadError as error:
+        raise Corrupt(
+            f"{error}: the file was cut. Load an older step, or restore this file from a copy."
+        ) from error
 
 
 def _may_write(tensor: torch.Tensor) -> contextlib.AbstractContextManager[None]:

@@ -376,6 +376,8 @@ class S3Store(HttpStore):
             filesystem = self._filesystem()
             facts: ClientFacts = sync(filesystem.loop, _ask_client, filesystem, self._bucket)
             return facts
+        except StorageError:
+            raise
         except Exception as error:
             raise self._translated(error, "open", "", True) from error
 
@@ -403,6 +405,8 @@ class S3Store(HttpStore):
         try:
             filesystem = self._filesystem()
             return sync(filesystem.loop, filesystem._call_s3, method, Bucket=self._bucket, **kwargs)
+        except StorageError:
+            raise
         except Exception as error:
             raise self._translated(error, operation, key, may_be_repeated) from error
 
@@ -410,6 +414,8 @@ class S3Store(HttpStore):
         try:
             filesystem = self._filesystem()
             return sync(filesystem.loop, coroutine, filesystem, *args)
+        except StorageError:
+            raise
         except Exception as error:
             raise self._translated(error, operation, key, True) from error
 
@@ -444,10 +450,8 @@ class S3Store(HttpStore):
     def _translated(
         self, error: Exception, operation: str, key: str, may_be_repeated: bool
     ) -> StorageError:
-        if isinstance(error, StorageError):
-            return error
         cause = error.__cause__ if isinstance(error.__cause__, boto.ClientError) else error
-        where = f"{operation} {key} in {self.url}"
+        where = f"{operation} {key} in {self.url}" if key else f"{operation} {self.url}"
         if isinstance(cause, boto.ClientError):
             return answered(
                 int(cause.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)),

@@ -22,6 +22,7 @@ from ckpt.format.datafile import CHECKSUM_MAGIC, DataFileIndex, read_data_file_i
 from ckpt.format.joining import joined_crc32c
 from ckpt.format.manifest import Manifest
 from ckpt.memory import aligned_buffer
+from ckpt.read import read_into
 from ckpt.tools.sequencing import in_order
 from storage import ByteRange, KeyNotFoundError, Store
 
@@ -51,7 +52,10 @@ def index_of(store: Store, key: str, nbytes: int) -> DataFileIndex:
     """What a data file says of itself. Raises Corrupt, UnsupportedFormat, the store's errors."""
 
     def read(start: int, stop: int) -> bytes:
-        return store.get(key, ByteRange(start, stop)) if stop > start else b""
+        data = bytearray(stop - start)
+        if data:
+            read_into(store, key, start, [memoryview(data)])
+        return bytes(data)
 
     return read_data_file_index(read, nbytes, name=f"{store.url}/{key}")
 
@@ -128,7 +132,7 @@ def relay_file(
             buffer = buffers.get()
             try:
                 part = buffer[: min(part_nbytes, nbytes - start)]
-                source.get_into(source_key, start, [part])
+                read_into(source, source_key, start, [part])
                 found = _fragments(tiles, starts, start, part)
                 writer.write_part(index, [part])
                 return len(part), found

@@ -192,6 +192,19 @@ def test_a_cut_or_missing_data_file_is_told(root: Path, newest: Path, how: str) 
         ckpt.load(_state(7), str(root))
 
 
+def test_readers_and_copies_say_of_a_cut_data_file_what_to_do(
+    root: Path, newest: Path, tmp_path: Path
+) -> None:
+    file = _data_file(newest)
+    file.write_bytes(file.read_bytes()[:4100])
+    told = f"{file.name}.*the file was cut. Load an older step, or restore"
+    with ckpt.open(str(root)) as checkpoint, pytest.raises(Corrupt, match=told):
+        for fqn in checkpoint:
+            _ = checkpoint[fqn]
+    with pytest.raises(Corrupt, match=told):
+        ckpt.copy(str(root), str(tmp_path / "copy"))
+
+
 def test_a_newer_version_of_the_format_is_told(root: Path) -> None:
     text = (root / "FORMAT").read_text()
     (root / "FORMAT").write_text(text.replace(" 1 ", " 2 ", 1))

@@ -326,7 +326,7 @@ def test_values_for_what_is_on_meta() -> None:
 
 def fakes() -> None:
     """A stub in the place of torchdistX: its fake tensors are tensors that it knows."""
-    fake_ids: set[int] = set()
+    known: list[torch.Tensor] = []
     asked: list[str] = []
 
     def materialize_module(module: nn.Module, *, check_fn: Any) -> None:
@@ -339,7 +339,7 @@ def fakes() -> None:
             setattr(module, name, nn.Parameter(torch.full_like(param, 2.0)))
 
     stub, fake, deferred = (types.ModuleType(f"torchdistx{s}") for s in ("", ".fake", ".deferred"))
-    fake.is_fake = lambda tensor: id(tensor) in fake_ids  # type: ignore[attr-defined]
+    fake.is_fake = lambda tensor: any(tensor is one for one in known)  # type: ignore[attr-defined]
     deferred.materialize_module = materialize_module  # type: ignore[attr-defined]
     names = {
         "torchdistx": stub,
@@ -349,7 +349,7 @@ def fakes() -> None:
     with unittest.mock.patch.dict(sys.modules, names):
         model = uneven()
         model[1] = Ours(model[1])
-        fake_ids |= {id(model[0].weight)}
+        known.append(model[0].weight)
         before = model[2].weight.detach().clone()
         unit = Ours(model, ignored_modules=[model[2]])
         params = full_copies(unit)

@@ -224,7 +224,9 @@ def _child_of_a_checkpointed_process() -> int:
         child = os.fork()
         if not child:
             os.write(tell, b"x")  # Python drops what arrives before a child is set up
-            time.sleep(60)
+            until = time.monotonic() + 60
+            while time.monotonic() < until:
+                time.sleep(0.01)  # no longer: what arrives just before a sleep is handled after it
             os._exit(0)
         os.read(up, 1)
         os.kill(child, signal.SIGTERM)

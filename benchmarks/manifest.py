@@ -38,6 +38,7 @@ def main() -> None:
         ("dim 0", sharded(tensors, options.ranks)),
         ("dim 1 (boxes)", sharded(tensors, options.ranks, by_columns=True)),
         ("flat spans, uneven", sharded(tensors, options.ranks, uneven=True)),
+        ("large and small by turns", sharded(tensors, options.ranks, mixed=True)),
         ("many tensors", sharded(20 * tensors, max(options.ranks // 20, 1))),
     ):
         measure(layout, encode_manifest(manifest))
@@ -70,20 +71,33 @@ def measure(layout: str, data: bytes) -> None:
 
 
 def sharded(
-    tensors: int, ranks: int, *, by_columns: bool = False, uneven: bool = False
+    tensors: int,
+    ranks: int,
+    *,
+    by_columns: bool = False,
+    uneven: bool = False,
+    mixed: bool = False,
 ) -> Manifest:
-    """`tensors` tensors of float32, each cut over all ranks, one file per rank."""
+    """`tensors` tensors of float32, each cut over all ranks, one file per rank.
+
+    `mixed`: every second one is small, and lies behind the large ones, as writers put it.
+    """
     rng = np.random.default_rng(0)
     rows, width = 4 * ranks, 1000
     chunks = tensors * ranks
-    shape = (width, rows) if by_columns else (rows, width)
+    shapes = ((width, rows) if by_columns else (rows, width),) * tensors
     numels = np.full((tensors, ranks), 4 * width, dtype=np.int64)
     if uneven:
         moved = rng.integers(-2000, 2000, size=(tensors, ranks // 2))
         numels[:, 0 : 2 * moved.shape[1] : 2] += moved
         numels[:, 1 : 2 * moved.shape[1] : 2] -= moved
+    if mixed:
+        numels[::2], numels[1::2] = 4 * 2048, 4 * 16
+        shapes = tuple((rows, 16 if tensor % 2 else 2048) for tensor in range(tensors))
     spans = np.cumsum(numels, axis=1) - numels
-    byte_starts = 4096 + 4 * (np.cumsum(numels, axis=0) - numels)
+    order = np.argsort(np.arange(tensors) % 2 if mixed else np.arange(tensors), kind="stable")
+    byte_starts = np.empty_like(numels)
+    byte_starts[order] = 4096 + 4 * (np.cumsum(numels[order], axis=0) - numels[order])
     blocks = -(-4 * numels.ravel() // (1 << 20))
     first_block = starts_of(blocks)
     boxes = [Box((0, 4 * rank), (width, 4)) for rank in range(ranks)] if by_columns else []
@@ -111,7 +125,7 @@ def sharded(
         file_data_start=np.full(ranks, 4096),
         fqns=tuple(sorted(f"model.layers.{t}.feed_forward.weight" for t in range(tensors))),
         dtypes=("float32",) * tensors,
-        shapes=(shape,) * tensors,
+        shapes=shapes,
         kinds=np.zeros(tensors, dtype=np.uint8),
         aliases={},
         chunks=table,

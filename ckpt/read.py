@@ -24,6 +24,7 @@ import torch
 from ckpt.cache import BlockCache
 from ckpt.errors import Corrupt
 from ckpt.format.checksum import crc32c, crc32c_of_each
+from ckpt.format.datafile import SMALL_NBYTES_MAX
 from ckpt.format.dtypes import DTYPES
 from ckpt.format.manifest import Manifest
 from ckpt.layout.piece import Holding, Piece
@@ -43,7 +44,7 @@ from ckpt.share import Ints, SharedRun, expanded
 from storage import ShortReadError, Store
 
 MIB = 1 << 20
-PACKED_NBYTES_MAX = 16 << 10  # whole chunks up to this size are read together and copied
+PACKED_NBYTES_MAX = SMALL_NBYTES_MAX  # whole chunks up to this size are read together and copied
 PACKED_COUNT_MIN = 8  # unless fewer of them than this are neighbours
 PACK_NBYTES_MAX = MIB  # of one such read: what is copied is still in the CPU's cache then
 

@@ -304,8 +304,8 @@ def _gaps(m: Manifest, nbytes: Int64s, itemsizes: Int64s) -> npt.NDArray[np.uint
 
 
 def file_order(files: Ints, itemsizes: Ints) -> npt.NDArray[np.intp]:
-    """Chunks by file, then widest elements first, then as they come: the order writers are asked
-    for.
+    """Chunks by file, then widest elements first, then as they come: the order that gaps are told
+    by.
     """
     if not len(files):
         return np.empty(0, dtype=np.intp)

@@ -326,8 +326,7 @@ def _batch_norm(base: str) -> list[str]:
     means = [torch.empty(3) for _ in range(dist.get_world_size())]
     dist.all_gather(means, net[1].running_mean)
     assert all(torch.equal(mean, means[0]) for mean in means)
-    warned = ckpt.save({"model": model}, base, step=3, replicas="strict").warnings
-    assert not any("differ" in text for text in warned)  # of unchanged weights, rightly
+    assert not ckpt.save({"model": model}, base, step=3, replicas="strict").warnings
     return list(report.warnings)
 
 

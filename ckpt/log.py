@@ -13,7 +13,7 @@ import math
 import re
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from typing import Any, Literal, NoReturn, get_args
 
 import msgpack
@@ -76,7 +76,11 @@ class LiveEntry:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One log record. `time_unix` is for display only; `live` is ascending in `slot`."""
+    """One log record. `time_unix` is for display only; `live` is ascending in `slot`.
+
+    `previous` is the digest of the record in the slot before; None in slot 0, and in records of
+    0.1, which did not keep it.
+    """
 
     kind: Kind
     slot: int
@@ -85,6 +89,7 @@ class Record:
     time_unix: float
     attempt: str | None
     live: tuple[LiveEntry, ...]
+    previous: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,6 +265,8 @@ def encode_record(record: Record) -> bytes:
         "attempt": record.attempt,
         "live": [_entry_map(entry) for entry in record.live],
     }
+    if record.previous is not None:
+        body["previous"] = record.previous
     data = RECORD_MAGIC + bytes(msgpack.packb(body, use_bin_type=True))
     data += struct.pack("<I", crc32c(data))
     if len(data) > RECORD_NBYTES_MAX:
@@ -269,6 +276,11 @@ def encode_record(record: Record) -> bytes:
             f"at most {RECORD_NBYTES_MAX} are allowed; retire old checkpoints (ckpt prune)"
         )
     return data
+
+
+def record_digest(encoded: bytes) -> bytes:
+    """The digest of a record as the record after it keeps it: SHA-256, 32 bytes."""
+    return hashlib.sha256(encoded).digest()
 
 
 def _entry_map(entry: LiveEntry) -> dict[str, Any]:
@@ -326,6 +338,7 @@ def _record_of(body: Any, *, slot: int, where: str) -> Record:
         time_unix=_checked(got["time_unix"], float, where, "time_unix"),
         attempt=None if got["attempt"] is None else _attempt(got["attempt"], where),
         live=tuple(_entry_of(entry, where) for entry in live),
+        previous=_checked(got["previous"], bytes, where, "previous") if "previous" in got else None,
     )
     problem = record_problem(record, slot=slot)
     if problem is not None:
@@ -361,6 +374,8 @@ def record_problem(record: Record, *, slot: int) -> str | None:
         return "epoch, write id or time is out of range"
     if (record.attempt is None) != (record.kind == "CLAIM"):
         return f"attempt of a {record.kind} is {record.attempt!r}"
+    if record.previous is not None and (slot == 0 or len(record.previous) != 32):
+        return "digest of the record before is out of range"
     names = {entry.attempt for entry in record.live}
     slots = [entry.slot for entry in record.live]
     if len(names) != len(slots) or slots != sorted(set(slots)) or any(s > slot for s in slots):
@@ -400,11 +415,12 @@ def _kind_problem(record: Record) -> str | None:
 
 
 def _typed(body: Any, cls: type, where: str) -> dict[str, Any]:
-    """The map's fields, which must be those of `cls`, no more and no fewer."""
+    """The map's fields, which must be those of `cls`, no more; those with a default may lack."""
     expected = [field.name for field in fields(cls)]
+    optional = [field.name for field in fields(cls) if field.default is not MISSING]
     if not isinstance(body, dict):
         _corrupt(where, f"expected a map, got {type(body).__name__}")
-    missing = [name for name in expected if name not in body]
+    missing = [name for name in expected if name not in body and name not in optional]
     if missing:
         _corrupt(where, f"field {missing[0]!r} is missing")
     extra = [name for name in body if name not in expected]
@@ -465,6 +481,15 @@ class Log:
         found = self.record(last)
         self.saw(found)
         return state_after(found)
+
+    def digest_of(self, state: LogState) -> bytes | None:
+        """What the record after `state`, which `state()` has returned last, keeps of the newest
+        one. None while the log is empty.
+        """
+        newest = self._newest
+        if newest is None or newest.slot != state.slot:
+            return None if state.slot < 0 else record_digest(self.raw(state.slot))
+        return record_digest(encode_record(newest))
 
     def record(self, slot: int) -> Record:
         """One record. Raises Corrupt when it is damaged, KeyNotFoundError when the slot is free."""

@@ -169,7 +169,7 @@ class _Appender:
             draft = build(state)
             if draft is None:
                 return None
-            record = self._record(draft, slot=state.slot + 1)
+            record = self._record(draft, slot=state.slot + 1, previous=self.log.digest_of(state))
             if self._put(record, sent_before=False):
                 self.log.saw(record)
                 return record
@@ -191,7 +191,7 @@ class _Appender:
             self.log.saw(record)
         return Settled(record, landed)
 
-    def _record(self, draft: _Draft, *, slot: int) -> Record:
+    def _record(self, draft: _Draft, *, slot: int, previous: bytes | None) -> Record:
         live = draft.live
         if draft.entry is not None:
             live = (*live, replace(draft.entry, slot=slot))
@@ -203,6 +203,7 @@ class _Appender:
             time_unix=float(self.sources.clock()),
             attempt=draft.attempt,
             live=live,
+            previous=previous,
         )
         problem = record_problem(record, slot=slot)
         if problem is not None:

@@ -34,6 +34,7 @@ from ckpt.log import (
     encode_format,
     encode_record,
     read_format,
+    record_digest,
     record_key,
     record_problem,
 )
@@ -319,7 +320,8 @@ def _records(root: str, found: Sequence[_Live]) -> list[Record]:
     def append(kind: Any, epoch: int, attempt: str | None, time_unix: float) -> None:
         slot = len(records)
         write_id = hashlib.sha256(f"{root} {slot}".encode()).digest()[:16]
-        record = Record(kind, slot, epoch, write_id, time_unix, attempt, tuple(live))
+        previous = record_digest(encode_record(records[-1])) if records else None
+        record = Record(kind, slot, epoch, write_id, time_unix, attempt, tuple(live), previous)
         problem = record_problem(record, slot=slot)
         assert problem is None, f"a record of a copy {problem}"
         records.append(record)

@@ -29,6 +29,7 @@ from ckpt.log import (
     encode_record,
     parse_step_key,
     read_format,
+    record_digest,
     record_key,
 )
 from ckpt.session import Commit, Session
@@ -47,7 +48,7 @@ def entry(attempt: str, step: int, slot: int, **changes: Any) -> LiveEntry:
 
 def commit_record() -> Record:
     live = (entry(A, 10, 1, pinned=True, metric=0.5), entry(B, 20, 7, references=(A,)))
-    return Record("COMMIT", 7, 2, b"w" * 16, 1.5e9, B, live)
+    return Record("COMMIT", 7, 2, b"w" * 16, 1.5e9, B, live, b"p" * 32)
 
 
 def sealed(body: Any) -> bytes:
@@ -63,6 +64,21 @@ def fields_of(data: bytes) -> dict[str, Any]:
 def test_record_comes_back_equal() -> None:
     record = commit_record()
     assert decode_record(encode_record(record), slot=7, where="log/7") == record
+
+
+def test_record_without_the_digest_of_the_one_before_is_read_and_written_as_ever() -> None:
+    old = replace(commit_record(), previous=None)
+    assert "previous" not in fields_of(encode_record(old))
+    assert decode_record(encode_record(old), slot=7, where="log/7") == old
+
+
+def test_each_record_has_the_digest_of_the_one_before() -> None:
+    store = MemoryStore()
+    for _ in range(3):
+        Session.claim(store)
+    raw = [store.get(record_key(slot)) for slot in range(3)]
+    told = [record.previous for record in Log(store).history()]
+    assert told == [None, record_digest(raw[0]), record_digest(raw[1])]
 
 
 def test_every_changed_byte_of_a_record_is_detected() -> None:
@@ -96,6 +112,9 @@ def test_every_changed_byte_of_a_record_is_detected() -> None:
         {"live": None},
         {"live": [[]] * 3},
         {"live": []},
+        {"previous": None},
+        {"previous": b"short"},
+        {"previous": "p" * 32},
     ],
 )
 def test_record_that_makes_no_sense_is_refused(change: dict[str, Any]) -> None:
@@ -130,7 +149,7 @@ def test_live_entry_that_makes_no_sense_is_refused(change: dict[str, Any]) -> No
 def test_bytes_that_are_not_canonical_are_refused() -> None:
     body = fields_of(encode_record(commit_record()))
     shuffled = dict(sorted(body.items()))
-    doubled = RECORD_MAGIC + b"\x88" + msgpack.packb(body)[1:] + msgpack.packb("slot") + b"\x07"
+    doubled = RECORD_MAGIC + b"\x89" + msgpack.packb(body)[1:] + msgpack.packb("slot") + b"\x07"
     doubled += struct.pack("<I", crc32c(doubled))
     for data in (sealed(shuffled), doubled, sealed([1]), sealed(7), sealed({b"\xff": 1})):
         with pytest.raises(Corrupt):

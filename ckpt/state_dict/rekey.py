@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -23,14 +23,17 @@ def rekey_optimizer_state_dict(
     """`state_dict`, as `optimizer.state_dict()` gives it, keyed by names or by ids.
 
     Names are those on the bare `model`; ids count the parameters of `optimizer`, group by group.
-    State and hyperparameters are those of `state_dict`, not copies; "params" keep their order. A
-    dict that is keyed as wanted comes back equal. Raises Mismatch when keys are of both kinds, or
-    unknown.
+    State and hyperparameters are those of `state_dict`, not copies. Names keep the order of the
+    ids; ids ascend, and their groups stand in the order of the optimizer's, so that
+    `optimizer.load_state_dict`, which goes by position, gives each parameter its own state,
+    whatever order the names had. A dict that is keyed as wanted comes back equal. Raises Mismatch
+    when keys are of both kinds, or unknown, or when no order of the groups would load right.
     """
     names = _names_by_id(model, optimizer)
     is_named = _is_named(state_dict)
+    is_as_wanted = is_named is None or is_named == (to == "fqn")
     wanted: Mapping[Any, Any]
-    if is_named is None or is_named == (to == "fqn"):
+    if is_as_wanted:
         wanted = {key: key for pair in names.items() for key in pair}
     elif to == "fqn":
         wanted = names
@@ -46,13 +49,52 @@ def rekey_optimizer_state_dict(
                 for key in unknown
             ]
         )
+    groups = [
+        {**group, "params": [wanted[key] for key in group["params"]]}
+        for group in state_dict["param_groups"]
+    ]
+    if to == "id" and not is_as_wanted:
+        groups = _as_loaded(groups, optimizer, names)
     return {
         "state": {wanted[key]: state for key, state in state_dict["state"].items()},
-        "param_groups": [
-            {**group, "params": [wanted[key] for key in group["params"]]}
-            for group in state_dict["param_groups"]
-        ],
+        "param_groups": groups,
     }
+
+
+def _as_loaded(
+    groups: list[dict[str, Any]], optimizer: torch.optim.Optimizer, names: Mapping[int, str]
+) -> list[dict[str, Any]]:
+    """Groups of ids in the order in which `optimizer.load_state_dict` pairs them with its own.
+
+    Groups of other parameters than the optimizer's keep their order where it refuses them by their
+    sizes. Raises Mismatch where it would not.
+    """
+    groups = [{**group, "params": sorted(group["params"])} for group in groups]
+    live: list[range] = []
+    for group in optimizer.param_groups:
+        start = live[-1].stop if live else 0
+        live.append(range(start, start + len(group["params"])))
+    by_ids = {tuple(group["params"]): group for group in groups}
+    if len(by_ids) == len(live) and all(tuple(ids) in by_ids for ids in live):
+        return [by_ids[tuple(ids)] for ids in live]
+    if [len(group["params"]) for group in groups] != [len(ids) for ids in live]:
+        return groups
+    odd = [n for n, ids in enumerate(live) if groups[n]["params"] != [*ids]]
+    if not odd:
+        return groups
+    number = odd[0]
+    raise Mismatch(
+        [
+            f"param group {number}: the state dict has {_shown(groups[number]['params'], names)}, "
+            f"the optimizer {_shown(live[number], names)}: loaded by position, state would go to "
+            "other parameters; make the optimizer with the groups that the state dict has"
+        ]
+    )
+
+
+def _shown(ids: Sequence[int], names: Mapping[int, str]) -> str:
+    shown = ", ".join(names[number] for number in ids[:4])
+    return f"{shown}, ..." if len(ids) > 4 else shown
 
 
 def _names_by_id(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int, str]:

@@ -44,8 +44,33 @@ def test_names_lead_to_the_ids_of_another_order_of_parameters() -> None:
     other, reversed_optimizer = trained(1, reverse=True)
     by_name = rekey_optimizer_state_dict(optimizer.state_dict(), "fqn", module, optimizer)
     by_id = rekey_optimizer_state_dict(by_name, "id", other, reversed_optimizer)
-    assert by_id["param_groups"][0]["params"] == [2, 3]
+    assert [group["params"] for group in by_id["param_groups"]] == [[0, 1], [2, 3]]
+    assert [group["lr"] for group in by_id["param_groups"]] == [0.25, 0.5]
     assert by_id["state"][0] is by_name["state"]["1.weight"]
+    reversed_optimizer.load_state_dict(by_id)
+    loaded = reversed_optimizer.state[other[0].bias]
+    assert torch.equal(loaded["exp_avg"], optimizer.state[module[0].bias]["exp_avg"])
+
+
+def test_ids_ascend_in_whatever_order_the_names_are() -> None:
+    module, optimizer = trained(0)
+    by_id = optimizer.state_dict()
+    by_name = rekey_optimizer_state_dict(by_id, "fqn", module, optimizer)
+    for group in by_name["param_groups"]:
+        group["params"].reverse()
+    assert rekey_optimizer_state_dict(by_name, "id", module, optimizer) == by_id
+
+
+def test_groups_that_would_load_into_other_parameters_are_refused() -> None:
+    module, optimizer = trained(0)
+    by_name = rekey_optimizer_state_dict(optimizer.state_dict(), "fqn", module, optimizer)
+    first, second = by_name["param_groups"]
+    first["params"][0], second["params"][0] = second["params"][0], first["params"][0]
+    with pytest.raises(Mismatch, match=r"param group 0: .* has 0.bias, 1.weight, the optimizer 0."):
+        rekey_optimizer_state_dict(by_name, "id", module, optimizer)
+    by_name["param_groups"] = [{**first, "params": first["params"] + second["params"]}]
+    by_id = rekey_optimizer_state_dict(by_name, "id", module, optimizer)
+    assert by_id["param_groups"][0]["params"] == [0, 1, 2, 3]  # one group: refused when loaded
 
 
 def test_keys_of_both_kinds_and_unknown_keys_are_refused() -> None:

@@ -32,7 +32,7 @@ from sharding.dtensor_seam import (
 )
 from sharding.pool import BufferPool
 from sharding.store import Found
-from sharding.torch_seam import post_accumulate_hooks
+from sharding.streams import Streams
 
 __all__ = ["DataMesh", "Keeping", "ShardedParam"]
 
@@ -253,20 +253,21 @@ class ShardedParam:
                 target.mul_(scale)
         return Parts(buffer, part_numel), buffer
 
-    def add_gradient(self, new: torch.Tensor) -> None:
-        """Add a reduced gradient, as many elements as this rank's part, to the one it has."""
+    def add_gradient(self, new: torch.Tensor, streams: Streams) -> None:
+        """Add a reduced gradient, as many elements as this rank's part, to the one it has.
+
+        With offloading the host may look at it once the streams have finished.
+        """
         new = new.view(self.own_shape).to(self.dtype)
-        before = self.param.grad
-        local = self.local
-        if new.device != local.device:
-            host = torch.empty_like(new, device=local.device, pin_memory=self.keeping.pin)
-            new = host.copy_(new, non_blocking=before is None)
+        before = None if self.param.grad is None else local_of(self.param.grad)
+        if self.keeping.offload:
+            if before is not None:
+                new = streams.to_device(before, new.device).add_(new)
+            new = streams.to_host(new, pin=self.keeping.pin, into=before)
+        elif before is not None:
+            before.add_(new)
         if before is None:
             self.param.grad = self.to_dtensor(new)
-        else:
-            local_of(before).add_(new)
-        for hook in post_accumulate_hooks(self.param):
-            hook(self.param)
 
     # --- a smaller shard after the forward ------------------------------------------------------
 

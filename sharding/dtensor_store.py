@@ -23,7 +23,14 @@ from sharding.dtensor_param import DataMesh, Keeping, ShardedParam
 from sharding.dtensor_seam import as_parameter, version_of
 from sharding.memory import TensorSize
 from sharding.pool import BufferPool
-from sharding.store import Found, GatheringStore, Gradients, Outgoing, State
+from sharding.store import (
+    Found,
+    GatheringStore,
+    Gradients,
+    Outgoing,
+    State,
+    call_accumulate_hooks,
+)
 
 __all__ = ["DTensorStore", "SmallerMesh"]
 
@@ -80,6 +87,8 @@ class DTensorStore(GatheringStore):
         self._counts = [1] * len(self.params)  # tensors in the unit's memory, by parameter
         self._smaller_mesh: SmallerMesh | None = None
         self._smaller: tuple[_Smaller, ...] = ()
+        self._smaller_mark: object = None
+        """Behind the copies in `_smaller`, which compute has made and gathers read."""
         self._kept: dict[int, _Kept] = {}
         self._versions: tuple[int, ...] = ()
 
@@ -165,6 +174,7 @@ class DTensorStore(GatheringStore):
 
     def _start_smaller(self) -> Pending:
         assert self._smaller_mesh is not None
+        self.streams.gathers_wait_for(self._smaller_mark)
         comm = self._smaller_mesh.comm
         wholes = self.memory.fetch(
             [TensorSize(p.numel, p.compute_dtype) for p in self.params], self.pages
@@ -220,6 +230,7 @@ class DTensorStore(GatheringStore):
         for param, whole in zip(self.params, self.memory.tensors, strict=True):
             local = param.smaller_parts(whole, mesh.comm).of(mesh.comm.rank).clone()
             smaller.append(_Smaller(local, param.smaller_dtensor(local, mesh.mesh)))
+        self._smaller_mark = self.streams.mark_compute()
         for item, kept in zip(self.found, smaller, strict=True):
             for place in item.places:
                 place.put(kept.param)
@@ -335,7 +346,9 @@ class DTensorStore(GatheringStore):
     ) -> None:
         """Add reduced gradients, this rank's parts, to those of the sharded parameters."""
         for number, grad in zip(outgoing.at, new, strict=True):
-            self.params[number].add_gradient(grad)
+            self.params[number].add_gradient(grad, self.streams)
+        shown = [self.params[number].param for number in outgoing.at]
+        call_accumulate_hooks(shown, self.streams if self.keeping.offload else None)
 
     def _with_kept(self, number: int, grad: torch.Tensor | None) -> torch.Tensor | None:
         kept = self._kept.pop(number, None)

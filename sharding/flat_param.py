@@ -25,9 +25,16 @@ from sharding.flat_layout import (
 )
 from sharding.memory import TensorSize
 from sharding.pool import BufferPool
-from sharding.store import Found, GatheringStore, Gradients, Outgoing, State
+from sharding.store import (
+    Found,
+    GatheringStore,
+    Gradients,
+    Outgoing,
+    State,
+    call_accumulate_hooks,
+)
 from sharding.streams import Streams
-from sharding.torch_seam import Place, post_accumulate_hooks
+from sharding.torch_seam import Place
 
 if TYPE_CHECKING:
     from sharding.extensions import Extension
@@ -418,9 +425,10 @@ class FlatParam(GatheringStore):
         self._add_gradient(new[0], keep_dtype=keep_dtype)
 
     def _add_gradient(self, new: torch.Tensor, *, keep_dtype: bool) -> None:
-        if new.device != self.flat.device:
-            new = new.to(self.flat.device, non_blocking=True)
-        before = self.grad
+        kept = before = self.grad
+        offload = self.options.offload
+        if before is not None and offload:
+            before = self.streams.to_device(before, new.device)
         if before is not None:
             # Summed in the shard's own precision, so that steps without no_sync lose nothing.
             new = before.to(self.flat.dtype).add_(new)
@@ -428,16 +436,18 @@ class FlatParam(GatheringStore):
             new = new.to(self.flat.dtype)
         elif before is not None:
             new = new.to(before.dtype)
+        if offload:
+            # Last of all: from here on the host must not look until it has waited.
+            into = kept if kept is not None and kept.dtype == new.dtype else None
+            new = self.streams.to_host(new, pin=True, into=into)
         self._shows_unsharded_grad = False
         self.grad = new
         if self.options.use_orig_params:
             self._show_gradient_slices(new)
         else:
             self._shown_grads = {-1: new}
-        for at in list(self._shown_grads):
-            shower = self._shower(at)
-            for hook in post_accumulate_hooks(shower):
-                hook(shower)
+        showers = [self._shower(at) for at in self._shown_grads]
+        call_accumulate_hooks(showers, self.streams if offload else None)
 
     def adopt_gradients(self) -> None:
         """Follow what the user did to the gradients of original parameters: set to None, replaced.
@@ -523,6 +533,8 @@ class FlatParam(GatheringStore):
             self._adopt_value(at, current)
             changed = True
         if changed:
+            # Copied by compute, maybe in the middle of a forward whose start gathers waited for.
+            self.streams.gathers_wait_for_compute()
             self.show_shards()
             self.put_params()
 

@@ -161,6 +161,11 @@ class Runtime:
             self.streams.gathers_wait_for_compute()
             call_after_backward(self.end_backward)
 
+    def end_forward_alone(self) -> None:
+        """A forward has ended that no backward follows: the host may write to its shards now."""
+        if any(unit.offload for unit in self.units):
+            self.streams.finish()
+
     def end_backward(self) -> None:
         """All gradients have been computed: finish reductions, free what is left."""
         try:

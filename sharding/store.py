@@ -31,9 +31,17 @@ from sharding.collectives import Parts, Pending
 from sharding.memory import PagePool, TensorMemory
 from sharding.pool import BufferPool
 from sharding.streams import Streams
-from sharding.torch_seam import Place
+from sharding.torch_seam import Place, post_accumulate_hooks
 
-__all__ = ["Found", "GatheringStore", "Gradients", "Outgoing", "State", "Store"]
+__all__ = [
+    "Found",
+    "GatheringStore",
+    "Gradients",
+    "Outgoing",
+    "State",
+    "Store",
+    "call_accumulate_hooks",
+]
 
 Gradients = Sequence[torch.Tensor | None]
 
@@ -313,6 +321,19 @@ class GatheringStore(ABC):
             self.views = self.wrap_views(views)
         self._views_for = wanted
         self.shows_views = False
+
+
+def call_accumulate_hooks(showers: Sequence[torch.Tensor], offloaded: Streams | None) -> None:
+    """Call what users have registered for when gradients are there, on what shows them.
+
+    `offloaded`: the streams that copy the gradients to the host, where hooks look at them.
+    """
+    hooks = [(shower, post_accumulate_hooks(shower)) for shower in showers]
+    if offloaded is not None and any(of_one for _, of_one in hooks):
+        offloaded.finish()
+    for shower, of_one in hooks:
+        for hook in of_one:
+            hook(shower)
 
 
 def _nobody_listens(grads: Gradients) -> None:

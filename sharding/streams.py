@@ -34,6 +34,13 @@ class Streams:
     def gathers_wait_once_for(self, event: torch.Event) -> None:
         """The next `gathers_wait_for_compute` waits for this event instead."""
 
+    def mark_compute(self) -> object:
+        """A mark behind what compute was given so far, for `gathers_wait_for`."""
+        return None
+
+    def gathers_wait_for(self, mark: object) -> None:
+        """Gathers from now on see what compute had done at the mark."""
+
     def compute_waits_for_gathers(self) -> None:
         """Compute from now on sees what was gathered so far."""
 
@@ -55,8 +62,24 @@ class Streams:
     def limit_gathers(self) -> None:
         """Hold the CPU back while too many gathers are ahead of compute."""
 
+    def to_host(
+        self, tensor: torch.Tensor, *, pin: bool, into: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The tensor in the host's memory, `into` or new one (pinned or not), once `finish` has
+        returned: until then nobody on the host may look at what is in it.
+        """
+        if into is None or into is tensor:
+            return tensor
+        return into.copy_(tensor)
+
+    def to_device(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """A tensor of the host's memory on the device, in order after `to_host` of this stream."""
+        return tensor.to(device)
+
     def finish(self) -> None:
-        """Block until gradients that were copied to the host are there."""
+        """Block until what was copied to the host is there, and what is copied from it has been
+        read.
+        """
 
 
 class _AcceleratorStreams(Streams):
@@ -88,6 +111,14 @@ class _AcceleratorStreams(Streams):
     def gathers_wait_once_for(self, event: torch.Event) -> None:
         self._post_step = [event]
 
+    def mark_compute(self) -> object:
+        event = self._module.Event()
+        event.record(self._compute())
+        return event
+
+    def gathers_wait_for(self, mark: object) -> None:
+        self._gather.wait_event(mark)
+
     def compute_waits_for_gathers(self) -> None:
         self._compute().wait_stream(self._gather)
 
@@ -113,8 +144,18 @@ class _AcceleratorStreams(Streams):
         while len(self._free_events) >= _GATHERS_AHEAD_MAX:
             self._free_events.popleft().synchronize()
 
+    def to_host(
+        self, tensor: torch.Tensor, *, pin: bool, into: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        host = torch.empty_like(tensor, device="cpu", pin_memory=pin) if into is None else into
+        return host.copy_(tensor, non_blocking=True)
+
+    def to_device(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        return tensor.to(device, non_blocking=True)
+
     def finish(self) -> None:
         self._reduce.synchronize()
+        self._gather.synchronize()
 
 
 def streams_for(device: torch.device) -> Streams:

@@ -141,6 +141,8 @@ class Unit:
         if self.store is not None:
             runtime.steps.note("forward end", self)
         self.phase = Phase.IDLE
+        if not watched and runtime.root.phase is Phase.IDLE:
+            runtime.end_forward_alone()
         if self.store is None or runtime.in_backward:
             return output
         frees = self.schedule.frees_after_forward

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from ckpt.background import Background, PendingSave, WhenBusy
 from ckpt.cache import BlockCache
 from ckpt.errors import SaveDropped
+from ckpt.lines import Restored
 from ckpt.loading import LoadOptions, LoadReport, load_state
 from ckpt.memory import gc_paused
 from ckpt.read import ReadPath
@@ -168,9 +169,14 @@ def load(
     """Load the checkpoint of `step`, or the latest, into `state`, in place and bit for bit.
 
     `url` is a root or one step's directory. The state may be sharded in any other way than the one
-    that was saved. `attempt` is one of several checkpoints of a step. `strict=False` tolerates
-    missing and unexpected names; shapes and dtypes never differ. `rename` gives the checkpoint's
-    name for a name of the state, `skip` leaves names out.
+    that was saved. `strict=False` tolerates missing and unexpected names; shapes and dtypes never
+    differ. `rename` gives the checkpoint's name for a name of the state, `skip` leaves names out.
+
+    The latest is the newest that a training has saved there. Imports and copies in another layout
+    are not, unless there is nothing else; `attempt` names one of them, or one of several
+    checkpoints of a step. What this process saves there from now on goes on with the line of what
+    was loaded; when that was an older one, by its `step` or `attempt`, it begins a new line, which
+    is the latest from then on (see `ckpt.lines`).
 
     `cache` is a local directory that keeps what was read, at most about `cache_bytes_max` bytes,
     for the next load on this machine: what matches its checksum there is not read from `url` again.
@@ -188,9 +194,12 @@ def load(
             kept = collectively(seat.world, "cache", lambda: BlockCache(cache, cache_bytes_max))
             path = replace(path, cache=kept)
         options = LoadOptions(strict, rename, skip, path)
-        return load_state(
+        report = load_state(
             state, store=store, world=seat.world, step=step, attempt=attempt, options=options
         )
+        on_purpose = step is not None or bool(attempt)
+        _process.restored(store.url, report.attempt, on_purpose=on_purpose)
+        return report
 
 
 _Choice = TypeVar("_Choice", bound=str)
@@ -340,6 +349,23 @@ def store_of(
     return collectively(seat.world, "open", lambda: seat.store(url, storage_options))
 
 
+def resumed(
+    url: str,
+    attempt: str,
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> None:
+    """What was loaded from `attempt` was the newest that is whole: the training goes on with it."""
+    store = _process.seat(process_group).store(url, storage_options)
+    _process.restored(store.url, attempt, on_purpose=False)
+
+
+def loaded_by_others(store: Store, attempt: str, *, on_purpose: bool) -> None:
+    """Somebody else's protocol has loaded `attempt` from the root `store` into this process."""
+    _process.restored(store.url, attempt, on_purpose=on_purpose)
+
+
 def session_of(
     url: str,
     *,
@@ -364,6 +390,10 @@ class _Process:
     def claim(self, store: Store, *, unsafe_single_writer: bool) -> Session:
         """The session of a root in this process."""
         return self._registry.session(store, unsafe_single_writer=unsafe_single_writer)
+
+    def restored(self, url: str, attempt: str, *, on_purpose: bool) -> None:
+        """What this process saves to that root goes on from there; see `ckpt.lines`."""
+        self._registry.restored(url, Restored(attempt, on_purpose))
 
     def seat(self, group: dist.ProcessGroup | None) -> _Seat:
         """The place in `group`, made at its first use; that is collective over the group."""

@@ -196,18 +196,25 @@ def check_ok_is_for_ever(store: Store, history: History) -> list[str]:
 
 
 def check_latest(store: Store) -> list[str]:
-    """I3: latest is the live COMMIT of highest position, by replaying the log's kinds alone."""
+    """I3: latest is the live COMMIT of highest position, by replaying the log's kinds alone.
+
+    Commits of a line come before those of none; a checkpoint stays in its line.
+    """
     live: dict[str, int] = {}
+    lines: dict[str, int | None] = {}
     found = []
     for record in Log(store).history():
         if record.kind == "COMMIT" and record.attempt is not None:
             live[record.attempt] = record.slot
+            lines[record.attempt] = record.live[-1].line
         if record.kind == "RETIRE" and record.attempt is not None:
             live.pop(record.attempt, None)
         if {e.attempt: e.slot for e in record.live} != live:
             found.append(f"I3: the live set of slot {record.slot} does not follow from the log")
+        if any(lines.get(e.attempt) != e.line for e in record.live):
+            found.append(f"I3: slot {record.slot} moves a checkpoint to another line")
     latest = Log(store).state().latest
-    expected = max(live, key=lambda name: live[name], default=None)
+    expected = max(live, key=lambda name: (lines[name] is not None, live[name]), default=None)
     if (latest.attempt if latest else None) != expected:
         found.append(f"I3: latest is {latest}, expected {expected}")
     return found

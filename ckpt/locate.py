@@ -8,7 +8,8 @@ from typing import NamedTuple
 from ckpt.errors import Corrupt, NoCheckpoint
 from ckpt.format.manifest import Manifest
 from ckpt.format.references import PARENT, is_reference
-from ckpt.log import MANIFEST_NAME, LiveEntry, Log, manifest_digest, read_format
+from ckpt.lines import of_step
+from ckpt.log import MANIFEST_NAME, LiveEntry, Log, latest_of, manifest_digest, read_format
 from storage import KeyNotFoundError, Store, TooLargeError
 
 
@@ -39,7 +40,8 @@ def live_entries(store: Store) -> tuple[LiveEntry, ...]:
 def locate(store: Store, step: int | None = None, *, attempt: str = "") -> Located:
     """The checkpoint of `step`, or the latest; `store` is a root or a single step directory.
 
-    With `attempt`, that one of several checkpoints of a step.
+    Of several checkpoints of a step, the newest that a training saved, else the newest; or the one
+    that is named by `attempt`.
 
     Raises NoCheckpoint naming what is there, Corrupt when the manifest is not the committed one.
     """
@@ -95,8 +97,10 @@ def _by_path(store: Store, step: int | None, no_root: NoCheckpoint) -> Located:
 def _choose(store: Store, live: tuple[LiveEntry, ...], step: int | None, attempt: str) -> LiveEntry:
     if not live:
         raise NoCheckpoint(f"{store.url} has no checkpoint yet: nothing was committed")
-    for entry in reversed(live):
-        if step in (None, entry.step) and attempt in ("", entry.attempt):
+    latest = latest_of(live)
+    found = [latest] if step is None and not attempt else of_step(live, step)
+    for entry in found:
+        if entry is not None and attempt in ("", entry.attempt):
             return entry
     steps = sorted({entry.step for entry in live})
     shown = ("... " if len(steps) > 10 else "") + ", ".join(map(str, steps[-10:]))

@@ -12,7 +12,7 @@ import itertools
 import math
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, Literal, NoReturn, get_args
 
@@ -37,6 +37,7 @@ RECORD_NBYTES_MAX = (
 )  # about 30,000 live checkpoints; bounds what a hostile record costs
 STEP_MAX = 10**18 - 1
 INTEGER_MAX = 2**63 - 1
+FIRST_LINE = 0  # of every commit whose record does not tell its line
 
 Kind = Literal["CLAIM", "COMMIT", "RETIRE", "PIN", "UNPIN", "VERIFIED"]
 KINDS: tuple[str, ...] = get_args(Kind)
@@ -56,6 +57,8 @@ class LiveEntry:
     """One checkpoint that exists: its manifest, and what retention has to know of it.
 
     `slot` is the log position of its COMMIT. `references` are attempts whose files it needs.
+    `line` names the training that it is a state of: the slot of that line's first commit. None for
+    what no training has saved: imports, and copies in another layout.
     """
 
     attempt: str
@@ -67,6 +70,7 @@ class LiveEntry:
     verified: bool
     metric: float | None
     references: tuple[str, ...]
+    line: int | None = FIRST_LINE
 
     @property
     def prefix(self) -> str:
@@ -102,16 +106,21 @@ class LogState:
 
     @property
     def latest(self) -> LiveEntry | None:
-        """The live checkpoint that was committed last."""
-        return self.live[-1] if self.live else None
+        """What a training resumes from: see `latest_of`."""
+        return latest_of(self.live)
 
     def find(self, attempt: str) -> LiveEntry | None:
         """The live entry of that attempt."""
         return next((entry for entry in self.live if entry.attempt == attempt), None)
 
-    def at_step(self, step: int) -> LiveEntry | None:
-        """The live checkpoint of that step which was committed last."""
-        return next((entry for entry in reversed(self.live) if entry.step == step), None)
+
+def latest_of(live: Sequence[LiveEntry]) -> LiveEntry | None:
+    """The newest commit of a training's line; where there is no line, the newest commit.
+
+    `live` is ascending in `slot`. None when it is empty.
+    """
+    of_a_line = (entry for entry in reversed(live) if entry.line is not None)
+    return next(of_a_line, live[-1] if live else None)
 
 
 EMPTY_STATE = LogState(slot=-1, epoch=0, live=())
@@ -284,6 +293,8 @@ def record_digest(encoded: bytes) -> bytes:
 
 
 def _entry_map(entry: LiveEntry) -> dict[str, Any]:
+    # The first line is not written: a root with one line has records as before there were lines.
+    line = {} if entry.line == FIRST_LINE else {"line": entry.line}
     return {
         "attempt": entry.attempt,
         "step": entry.step,
@@ -294,6 +305,7 @@ def _entry_map(entry: LiveEntry) -> dict[str, Any]:
         "verified": entry.verified,
         "metric": entry.metric,
         "references": list(entry.references),
+        **line,
     }
 
 
@@ -349,7 +361,7 @@ def _record_of(body: Any, *, slot: int, where: str) -> Record:
 def _entry_of(body: Any, where: str) -> LiveEntry:
     got = _typed(body, LiveEntry, where)
     references = _checked(got["references"], list, where, "references")
-    metric = got["metric"]
+    metric, line = got["metric"], got.get("line", FIRST_LINE)
     return LiveEntry(
         attempt=_attempt(got["attempt"], where),
         step=_integer(got["step"], where, "step"),
@@ -360,6 +372,7 @@ def _entry_of(body: Any, where: str) -> LiveEntry:
         verified=_checked(got["verified"], bool, where, "verified"),
         metric=None if metric is None else _checked(metric, float, where, "metric"),
         references=tuple(_attempt(name, where) for name in references),
+        line=None if line is None else _integer(line, where, "line"),
     )
 
 
@@ -394,6 +407,8 @@ def _entry_problem(entry: LiveEntry, record: Record, names: set[str]) -> str | N
         return "step or manifest digest is out of range"
     if entry.metric is not None and not math.isfinite(entry.metric):
         return "metric is not a finite number"
+    if entry.line is not None and entry.line > entry.slot:
+        return f"is of line {entry.line}, which begins after its commit"
     if list(entry.references) != sorted(set(entry.references)) or entry.attempt in entry.references:
         return "references are not ascending and unique"
     missing = [name for name in entry.references if name not in names]

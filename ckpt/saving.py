@@ -62,7 +62,8 @@ class SaveOptions:
 
     `metric` goes into the log, for retention by quality. With `dedup`, chunks whose bytes the
     previous checkpoint has are referred to and not written. With `telemetry`, how the save went is
-    kept beside the checkpoint, for `ckpt report`.
+    kept beside the checkpoint, for `ckpt report`. `in_line` says that it is a state of the training
+    that this process runs: see `ckpt.lines`.
     """
 
     replicas: Literal["warn", "strict"] = "warn"
@@ -71,6 +72,7 @@ class SaveOptions:
     metric: float | None = None
     dedup: bool = False
     telemetry: bool = False
+    in_line: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -568,6 +570,7 @@ def _commit_parts(received: _Received, task: SaveTask, header: Header, lead: Ses
         manifest_digest(data),
         metric=task.options.metric,
         references=tuple(held),
+        in_line=task.options.in_line,
     )
     nbytes = manifest.own_nbytes + len(data)
     made = Committed(header.step, header.attempt, nbytes, sum(held.values()), warnings)

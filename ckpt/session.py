@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ckpt.errors import CheckpointError, Corrupt, Fenced, NoCheckpoint, OutcomeUnknown, StoreRefused
+from ckpt.lines import OwnLine, Restored
 from ckpt.log import (
     FORMAT_KEY,
     LOG_PREFIX,
@@ -99,7 +100,10 @@ class Settled(NamedTuple):
 
 
 class Commit(NamedTuple):
-    """What a save wants to bring to life. Durable data and manifest must be there already."""
+    """What a save wants to bring to life. Durable data and manifest must be there already.
+
+    With `in_line` it is a state of the training that this session writes; imports are not.
+    """
 
     attempt: str
     step: int
@@ -107,8 +111,9 @@ class Commit(NamedTuple):
     manifest_digest: bytes
     metric: float | None = None
     references: tuple[str, ...] = ()
+    in_line: bool = True
 
-    def entry(self) -> LiveEntry:
+    def entry(self, *, line: int | None) -> LiveEntry:
         """What the log will say of it; the slot is known when the record has one."""
         return LiveEntry(
             attempt=self.attempt,
@@ -120,6 +125,7 @@ class Commit(NamedTuple):
             verified=False,
             metric=None if self.metric is None else float(self.metric),
             references=tuple(sorted(set(self.references))),
+            line=line,
         )
 
 
@@ -442,28 +448,30 @@ class Maintenance(_Writer):
         return cls(appender, root=found.root)
 
     def commit_copy(self, commit: Commit, *, of: str) -> LiveEntry:
-        """Bring a copy of the latest checkpoint to life, laid out otherwise; it is the latest then.
+        """Bring a copy of a live checkpoint to life, laid out otherwise.
 
-        `of` is the attempt that was copied; the copy's own attempt is of the root's present epoch.
-        Raises CheckpointError when `of` is no longer the latest or a session has claimed the root
-        since the copy was named: a training that goes on is never set back.
+        It is of no line, so no training resumes from it unless it asks for this attempt. `of` is
+        the attempt that was copied; the copy's own attempt is of the root's present epoch. Raises
+        CheckpointError when `of` was retired or a session has claimed the root since the copy was
+        named: that session's sweep may have deleted the copy's files.
         """
 
         def build(state: LogState) -> _Draft | None:
             if state.find(commit.attempt) is not None:
                 return None
-            latest = state.latest
-            if latest is None or latest.attempt != of:
+            original = state.find(of)
+            if original is None:
                 raise CheckpointError(
-                    f"{self.store.url}: {of} is no longer the latest checkpoint, so its copy was "
-                    "not committed; begin again with the latest, or copy it to another place"
+                    f"{self.store.url}: {of} was retired while it was copied, so its copy was not "
+                    "committed; begin again with another one, or copy to another place"
                 )
             if attempt_epoch(commit.attempt) != state.epoch:
                 raise CheckpointError(
                     f"{self.store.url} was claimed by a new session while {of} was copied; begin "
                     "again"
                 )
-            entry = commit._replace(metric=latest.metric, references=()).entry()
+            copied = commit._replace(metric=original.metric, references=())
+            entry = copied.entry(line=None)
             return _Draft("COMMIT", state.epoch, commit.attempt, state.live, entry)
 
         with self._lock:
@@ -489,6 +497,7 @@ class Session(_Writer):
         self._fenced_by: int | None = None
         self._given_up: set[str] = set()
         self._leftovers: dict[str, int] = {}
+        self._line = OwnLine()
 
     @classmethod
     def claim(
@@ -540,6 +549,11 @@ class Session(_Writer):
                 "anew"
             )
 
+    def restored(self, restored: Restored) -> None:
+        """Go on with the line of what was restored; see `ckpt.lines`."""
+        with self._lock:
+            self._line = OwnLine(restored)
+
     def new_attempt(self) -> str:
         """A name for one try to save one step, never given before."""
         return attempt_name(self.epoch, self._appender.sources.random_bytes(8))
@@ -559,7 +573,8 @@ class Session(_Writer):
                     f"{commit.attempt} needs files of {gone[0]}, which was retired meanwhile; it "
                     "was not committed: save again, writing everything"
                 )
-            return _Draft("COMMIT", epoch, commit.attempt, state.live, commit.entry())
+            line = self._line.of_next(state) if commit.in_line else None
+            return _Draft("COMMIT", epoch, commit.attempt, state.live, commit.entry(line=line))
 
         with self._lock:
             if commit.attempt in self._given_up or attempt_epoch(commit.attempt) != self.epoch:
@@ -655,6 +670,11 @@ class Session(_Writer):
             raise self._fenced_error(self._fenced_by)
         return super()._append(build)
 
+    def _remember(self, record: Record) -> None:
+        super()._remember(record)
+        if record.kind == "COMMIT" and (line := record.live[-1].line) is not None:
+            self._line = OwnLine(line=line)
+
     def _epoch_for(self, state: LogState) -> int:
         if self._fenced_by is None and state.epoch > self.epoch:
             self._fenced_by = state.epoch
@@ -684,7 +704,16 @@ class SessionRegistry:
 
     def __init__(self) -> None:
         self._sessions: dict[str, Session] = {}
+        self._restored: dict[str, Restored] = {}
         self._lock = threading.Lock()
+
+    def restored(self, url: str, restored: Restored) -> None:
+        """This process has loaded from the root at `url` (as its store spells it)."""
+        with self._lock:
+            self._restored[url] = restored
+            for session in self._sessions.values():
+                if session.store.url == url:
+                    session.restored(restored)
 
     def session(
         self,
@@ -712,6 +741,8 @@ class SessionRegistry:
                 limits=limits,
             )
             self._sessions[session.root] = session
+            if (restored := self._restored.get(store.url)) is not None:
+                session.restored(restored)
             _clean_up(session)
             return session
 

@@ -24,7 +24,7 @@ examples:
   ckpt plan runs/7b --ranks 8 --layout fsdp2       what a load on 8 ranks would read
   ckpt verify s3://bucket/run -o endpoint_url=http://localhost:9000
   ckpt cp /nvme/run s3://bucket/release-1200       a copy, verified, that can be resumed
-  ckpt reshard runs/7b --ranks 8                   the latest, laid out for 8 ranks
+  ckpt reshard runs/7b runs/on-8 --ranks 8         the latest, laid out for 8 ranks
   ckpt export runs/7b model.safetensors --dtype bfloat16
   ckpt import fsdp-checkpoint/ runs/7b --step 1200
   ckpt salvage runs/7b/steps/00001200-e000001-0123456789abcdef
@@ -330,7 +330,7 @@ def _add_reshard(commands: Commands) -> None:
         "reshard",
         "moving:reshard_checkpoint",
         "write a checkpoint anew, laid out for faster loads on another number of ranks",
-        "ckpt reshard runs/7b --ranks 8                 before 8 ranks resume from it\n"
+        "ckpt reshard runs/7b --ranks 8                 loads by its attempt, which is printed\n"
         "ckpt reshard runs/7b runs/7b-on-8 --ranks 8\n"
         "ckpt reshard s3://bucket/run s3://bucket/run-on-64 --ranks 64 --layout flat",
     )

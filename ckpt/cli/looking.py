@@ -8,6 +8,7 @@ from typing import Any
 
 from ckpt.cli.commandline import OK
 from ckpt.cli.screen import age, date, show_json, show_table, size
+from ckpt.lines import latest_last
 from ckpt.locate import live_entries
 from ckpt.log import MANIFEST_NAME, LiveEntry
 from ckpt.tools.overview import AttemptUsage, Event, disk_usage, history
@@ -30,7 +31,7 @@ def ls(arguments: argparse.Namespace) -> int:
     """`ckpt ls`."""
     store = open_store(arguments.url, **dict(arguments.option))
     try:
-        live = live_entries(store)
+        live = latest_last(live_entries(store))
         rows = [(entry, _committed_unix(store, entry)) for entry in live]
     finally:
         store.close()
@@ -40,13 +41,19 @@ def ls(arguments: argparse.Namespace) -> int:
     print(f"{store.url}: {len(live)} checkpoints")
     shown = []
     for entry, unix in rows:
-        notes = [word for word in ("pinned", "verified") if getattr(entry, word)]
+        notes = [] if entry.line is not None else ["no training's own; loads by its attempt"]
+        notes += [word for word in ("pinned", "verified") if getattr(entry, word)]
         notes += ["latest"] if entry is live[-1] else []
         notes += [f"metric {entry.metric:g}"] if entry.metric is not None else []
         notes += [f"needs files of {len(entry.references)} others"] if entry.references else []
-        shown.append((f"{entry.step}", date(unix), entry.attempt, ", ".join(notes)))
-    show_table(("step", "committed", "attempt", "notes"), shown, right=("step",))
+        line = _line_cell(entry.line)
+        shown.append((f"{entry.step}", date(unix), line, entry.attempt, ", ".join(notes)))
+    show_table(("step", "committed", "line", "attempt", "notes"), shown, right=("step", "line"))
     return OK
+
+
+def _line_cell(line: int | None) -> str:
+    return "none" if line is None else f"{line}"
 
 
 def _committed_unix(store: Store, entry: LiveEntry) -> float | None:
@@ -66,6 +73,7 @@ def _entry_json(entry: LiveEntry, unix: float | None) -> dict[str, Any]:
         "verified": entry.verified,
         "metric": entry.metric,
         "references": list(entry.references),
+        "line": entry.line,
     }
 
 
@@ -81,9 +89,9 @@ def log(arguments: argparse.Namespace) -> int:
         return OK
     now = time.time()
     show_table(
-        ("slot", "when", "", "what", "step", "session", "attempt", "kept"),
+        ("slot", "when", "", "what", "step", "line", "session", "attempt", "kept"),
         [_event_row(event, now) for event in events],
-        right=("slot", "step", "kept"),
+        right=("slot", "step", "line", "kept"),
     )
     if events and events[-1].slot > 0:
         print(f"... and {events[-1].slot} older records; `ckpt log -n 0` shows all")
@@ -100,6 +108,7 @@ def _event_row(event: Event, now: float) -> tuple[str, ...]:
         age(now - event.time_unix),
         what,
         "" if event.step is None else f"{event.step}",
+        "" if event.step is None else _line_cell(event.line),
         f"e{event.epoch}",
         event.attempt or "",
         f"{event.live}",
@@ -116,6 +125,7 @@ def _event_json(event: Event) -> dict[str, Any]:
         "step": event.step,
         "metric": event.metric,
         "live": event.live,
+        "line": event.line,
     }
 
 

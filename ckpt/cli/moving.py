@@ -46,7 +46,10 @@ def reshard_checkpoint(arguments: argparse.Namespace) -> int:
             storage_options=dict(arguments.option),
             target_options=dict(arguments.target_option) or None,
         )
-    return _show(report, time.monotonic() - started, as_json=arguments.json)
+    code = _show(report, time.monotonic() - started, as_json=arguments.json)
+    if arguments.target is None and not arguments.json:
+        print(f"it loads by its attempt: attempt={report.attempt!r}")
+    return code
 
 
 def _show(report: CopyReport, seconds: float, *, as_json: bool) -> int:
@@ -59,6 +62,7 @@ def _show(report: CopyReport, seconds: float, *, as_json: bool) -> int:
                 "files": report.files,
                 "nbytes": report.nbytes,
                 "nbytes_written": report.nbytes_written,
+                "attempt": report.attempt,
                 "seconds": seconds,
             }
         )

@@ -20,6 +20,7 @@ from ckpt.cli.screen import (
 )
 from ckpt.errors import CheckpointError
 from ckpt.layout.region import Box, Region
+from ckpt.lines import line_text
 from ckpt.tools.mapping import rank_of
 from ckpt.tools.reader import Checkpoint, TensorInfo, open_checkpoint
 
@@ -53,7 +54,8 @@ def show(arguments: argparse.Namespace) -> int:
 def _show_tables(checkpoint: Checkpoint, infos: Sequence[TensorInfo]) -> None:
     header = checkpoint.manifest.header
     print(checkpoint.url)
-    print(f"step {header.step}, {header.world_size} ranks, {date(header.created_unix)}\n")
+    line = "" if checkpoint.entry is None else f", {line_text(checkpoint.entry.line)}"
+    print(f"step {header.step}{line}, {header.world_size} ranks, {date(header.created_unix)}\n")
     rows = []
     for info in infos:
         kind = f"= {info.alias_of}" if info.alias_of else info.kind.name.lower()
@@ -99,6 +101,7 @@ def _checkpoint_json(checkpoint: Checkpoint, infos: Sequence[TensorInfo]) -> dic
         "url": checkpoint.url,
         "step": header.step,
         "attempt": header.attempt,
+        "line": None if checkpoint.entry is None else checkpoint.entry.line,
         "world_size": header.world_size,
         "created_unix": header.created_unix,
         "user": dict(header.user),

@@ -40,7 +40,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from ckpt.api import claimed
+from ckpt.api import claimed, loaded_by_others
 from ckpt.convert.blobs import blob_in_memory
 from ckpt.convert.files import blob_of
 from ckpt.convert.native import DCP_RECORD, NativeSource, native_source
@@ -382,6 +382,8 @@ class DcpReader(StorageReader):
             store.close()
             raise
         self._source[:] = [source]
+        attempt = source.checkpoint.manifest.header.attempt
+        loaded_by_others(store, attempt, on_purpose=self.step is not None)
         flat = flat_state(source)
         self._values, self._names = dict(flat.values), dict(flat.names)
         stored: dict[str, Any] = {key: BytesStorageMetadata() for key in flat.values}

@@ -127,7 +127,8 @@ def import_checkpoint(
             unsafe_single_writer=unsafe_single_writer,
         )
         notes = {"imported_from": f"{opened.format} {opened.url}", **(user or {})}
-        task = SaveTask(place.session, place.store, place.memory, step, SaveOptions(user=notes))
+        how = SaveOptions(user=notes, in_line=False)
+        task = SaveTask(place.session, place.store, place.memory, step, how)
         writing = _Importing(opened, chosen, place.store, threads, progress)
         return _imported(writing, task, dict(storage_options or {}) if verify else None)
     finally:

@@ -239,18 +239,24 @@ class Checkpointer:
 
     # the loop
 
-    def restore(self, step: int | None = None) -> RestoreReport | None:
-        """Fill the state from the newest checkpoint that is whole, or the newest of `step`.
+    def restore(self, step: int | None = None, attempt: str = "") -> RestoreReport | None:
+        """Fill the state from the newest checkpoint that is whole, or the newest of `step`, or from
+        `attempt`.
 
-        Damaged ones are passed over, and told in the report and the log. None when nothing was
-        saved yet. All ranks restore the same one. Raises NoCheckpoint when there are some and none
-        is whole, Mismatch when the state is another one, LoadInterrupted when the store fails:
-        going back further would lose work that is still there.
+        Damaged ones are passed over, and told in the report and the log. Imports and copies in
+        another layout are restored only by their attempt, or where there is nothing else. Going
+        back by `step` or `attempt` begins a new line with the next save, and that one is resumed
+        the next time (see `ckpt.lines`). None when nothing was saved yet. All ranks restore the
+        same one.
+
+        Raises NoCheckpoint when there are some and none is whole, Mismatch when the state is
+        another one, LoadInterrupted when the store fails: going back further would lose work that
+        is still there.
         """
         self._check_open()
         self._collect(wait=True)
         began_seconds = self._clock()
-        report = restore_latest(self._state, self._target, self._world, step=step)
+        report = restore_latest(self._state, self._target, self._world, step=step, attempt=attempt)
         if report is not None:
             self._step = self._previous = report.step
             seconds = self._clock() - began_seconds

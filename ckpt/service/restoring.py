@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 from ckpt.errors import CheckpointError, Corrupt, LoadInterrupted, NoCheckpoint, RankFailed
 from ckpt.format.manifest import decode_manifest
+from ckpt.lines import of_step, resumable
 from ckpt.loading import LoadReport
 from ckpt.locate import file_keys, locate
 from ckpt.log import LiveEntry, Log, read_format
@@ -58,21 +59,24 @@ class _Candidate(NamedTuple):
 
 
 def restore_latest(
-    state: Any, target: Target, world: World, *, step: int | None = None
+    state: Any, target: Target, world: World, *, step: int | None = None, attempt: str = ""
 ) -> RestoreReport | None:
-    """Fill `state` from the newest checkpoint, or the newest of `step`, that can be loaded whole.
+    """Fill `state` from the newest checkpoint, or the newest of `step`, that can be loaded whole,
+    or from `attempt`. Without either, only what `ckpt.lines.resumable` gives is tried.
 
-    Collective; all ranks take the same one. None when nothing was ever saved there and no step was
+    Collective; all ranks take the same one. None when nothing was ever saved there and nothing was
     asked for: the state is as it was. Raises NoCheckpoint when there is none that can be loaded,
     with what is wrong with each; Mismatch and UnsupportedFormat with the state as it was;
     LoadInterrupted or RankFailed when the store or a rank fails.
     """
     store = target.store()
-    found = _candidates(store, world, step)
+    found = _candidates(store, world, step, attempt)
     skipped: list[Skipped] = []
     for candidate in found:
         result = _try(state, target, world, candidate)
         if isinstance(result, LoadReport):
+            if step is None and not attempt:
+                target.resumed(result.attempt)
             return RestoreReport(
                 result.step,
                 result.attempt,
@@ -84,10 +88,11 @@ def restore_latest(
         skipped.append(Skipped(*candidate, result))
         if world.rank == 0:
             logger.warning("step %d (%s) is passed over: %s", *candidate, result)
-    if not found and step is None:
+    if not found and step is None and not attempt:
         return None
     told = [f"\n  - step {one.step} ({one.attempt}): {one.reason}" for one in skipped]
     wanted = "checkpoint" if step is None else f"checkpoint of step {step}"
+    wanted += f" {attempt}" if attempt else ""
     raise NoCheckpoint(
         f"{store.url} has no {wanted} that can be loaded whole{''.join(told)}"
         + ("\nTry `ckpt verify` and `ckpt salvage`" if told else "")
@@ -114,28 +119,29 @@ def _try(state: Any, target: Target, world: World, candidate: _Candidate) -> Loa
     raise AssertionError("the last try returns or raises")
 
 
-def _candidates(store: Store, world: World, step: int | None) -> list[_Candidate]:
+def _candidates(store: Store, world: World, step: int | None, attempt: str) -> list[_Candidate]:
     """What could be restored, newest first. The lead looks, all ranks get the same."""
 
     def look() -> bytes:
         if world.rank != 0:
             return b""
-        return json.dumps([entry[:2] for entry in _newest_first(store, step)]).encode()
+        return json.dumps([entry[:2] for entry in _newest_first(store, step, attempt)]).encode()
 
     told = collectively(world, "look for checkpoints", look)
     shared = json.loads(world.share("candidates", told if world.rank == 0 else None))
     return [_Candidate(*pair) for pair in shared]
 
 
-def _newest_first(store: Store, step: int | None) -> list[_Candidate]:
+def _newest_first(store: Store, step: int | None, attempt: str) -> list[_Candidate]:
     try:
         read_format(store)
     except NoCheckpoint:
-        if step is None and next(iter(store.list("")), None) is None:
+        if step is None and not attempt and next(iter(store.list("")), None) is None:
             return []
         raise
-    live = reversed(Log(store).state().live)
-    return [_Candidate(e.step, e.attempt) for e in live if step in (None, e.step)]
+    live = Log(store).state().live
+    found = resumable(live) if step is None and not attempt else of_step(live, step)
+    return [_Candidate(e.step, e.attempt) for e in found if attempt in ("", e.attempt)]
 
 
 def _verdict(store: Store, world: World, candidate: _Candidate) -> Verdict:

@@ -45,7 +45,7 @@ class Pending(Protocol):
 
 
 class Target(ABC):
-    """One root. All methods but `session` and `failure` are collective over the ranks."""
+    """One root. All methods but `resumed`, `session` and `failure` are collective."""
 
     url: str
 
@@ -64,6 +64,13 @@ class Target(ABC):
     @abstractmethod
     def load(self, state: Any, *, step: int, attempt: str) -> LoadReport:
         """Fill `state` from that attempt."""
+
+    def resumed(self, attempt: str) -> None:
+        """What was loaded from `attempt` was the newest that is whole: the training goes on there.
+
+        Not collective; every rank calls it. A target that keeps no lines has nothing to do.
+        """
+        return
 
     @abstractmethod
     def session(self) -> Session | None:
@@ -125,6 +132,14 @@ class UrlTarget(Target):
             self.url,
             step=step,
             attempt=attempt,
+            process_group=self.process_group,
+            storage_options=self.storage_options,
+        )
+
+    def resumed(self, attempt: str) -> None:
+        api.resumed(
+            self.url,
+            attempt,
             process_group=self.process_group,
             storage_options=self.storage_options,
         )

@@ -25,6 +25,7 @@ from ckpt.format.manifest import Manifest, decode_manifest, encode_manifest
 from ckpt.format.references import REFERENCES, is_reference
 from ckpt.locate import live_entries, locate
 from ckpt.log import (
+    FIRST_LINE,
     FORMAT_KEY,
     MANIFEST_NAME,
     LiveEntry,
@@ -52,6 +53,7 @@ Progress: TypeAlias = Callable[[int, int], None]
 class CopyReport:
     """What a copy did. `target` opens the copy: a step's directory, or a root.
 
+    `attempt` is the name of a single checkpoint, "" for a whole root.
     `nbytes` are those of all its data files, `nbytes_written` those that this run had to write.
     """
 
@@ -61,6 +63,7 @@ class CopyReport:
     files: int
     nbytes: int
     nbytes_written: int
+    attempt: str = ""
 
 
 def copy(
@@ -168,6 +171,7 @@ def _report(source: Store, target: Store, manifest: Manifest, meter: Meter) -> C
         files=len(manifest.files),
         nbytes=int(manifest.file_nbytes.sum()),
         nbytes_written=meter.written,
+        attempt=manifest.header.attempt,
     )
 
 
@@ -316,6 +320,7 @@ def _records(root: str, found: Sequence[_Live]) -> list[Record]:
     """A log that tells of these checkpoints and of nothing else, under their own epochs."""
     records: list[Record] = []
     live: list[LiveEntry] = []
+    lines: dict[int | None, int | None] = {None: None, FIRST_LINE: FIRST_LINE}
 
     def append(kind: Any, epoch: int, attempt: str | None, time_unix: float) -> None:
         slot = len(records)
@@ -332,12 +337,13 @@ def _records(root: str, found: Sequence[_Live]) -> list[Record]:
         while epoch < attempt_epoch(entry.attempt):
             epoch += 1
             append("CLAIM", epoch, None, created_unix)
-        live.append(_at_slot(entry, len(records)))
+        slot = len(records)
+        live.append(_at_slot(entry, slot, line=lines.setdefault(entry.line, slot)))
         append("COMMIT", epoch, entry.attempt, created_unix)
     return records
 
 
-def _at_slot(entry: LiveEntry, slot: int) -> LiveEntry:
+def _at_slot(entry: LiveEntry, slot: int, *, line: int | None) -> LiveEntry:
     return LiveEntry(
         attempt=entry.attempt,
         step=entry.step,
@@ -348,4 +354,5 @@ def _at_slot(entry: LiveEntry, slot: int) -> LiveEntry:
         verified=entry.verified,
         metric=entry.metric,
         references=entry.references,
+        line=line,
     )

@@ -33,6 +33,7 @@ class Event:
     `kind` is CLAIM, COMMIT, RETIRE, PIN, UNPIN or VERIFIED. `attempt` and `step` tell which
     checkpoint it is about, None for a CLAIM; `step` is also None where the log does not tell.
     `epoch` tells the session: every CLAIM begins a new one. `live` counts the checkpoints after it.
+    `line` is that of the checkpoint, None where it has none or `step` is None.
     """
 
     slot: int
@@ -43,6 +44,7 @@ class Event:
     step: int | None
     metric: float | None
     live: int
+    line: int | None = None
 
 
 def history(
@@ -94,6 +96,7 @@ def _event(record: Record, known: Mapping[str, LiveEntry]) -> Event:
         step=entry.step if entry else None,
         metric=entry.metric if entry else None,
         live=len(record.live),
+        line=entry.line if entry else None,
     )
 
 

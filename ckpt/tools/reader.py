@@ -22,6 +22,7 @@ from ckpt.format.dtypes import DTYPES, torch_dtype
 from ckpt.format.manifest import MODULES, Manifest, decode_manifest
 from ckpt.layout.piece import Holding, Kind, Piece
 from ckpt.layout.region import Box, Region, Shape, Span, is_inside, whole
+from ckpt.lines import latest_last
 from ckpt.locate import check_self_contained, live_entries, locate
 from ckpt.log import MANIFEST_NAME, LiveEntry
 from ckpt.read import Reader, ReadPath, plan_reads
@@ -68,6 +69,9 @@ class TensorInfo:
 class StepInfo:
     """One checkpoint of a root. `url` opens it by itself, also after it was copied elsewhere,
     unless it needs files of others: `references` are the attempts of those.
+
+    Checkpoints of one `line` were saved by one training, one after the other; None for imports and
+    copies in another layout, which no training resumes from.
     """
 
     step: int
@@ -77,6 +81,7 @@ class StepInfo:
     verified: bool
     metric: float | None
     references: tuple[str, ...] = ()
+    line: int | None = 0
 
 
 def open_checkpoint(
@@ -99,6 +104,7 @@ def open_checkpoint(
 def list_steps(url: str, storage_options: Mapping[str, Any] | None = None) -> tuple[StepInfo, ...]:
     """The checkpoints of a root in the order of their commits; the last one is the latest.
 
+    Those of no line (imports, copies in another layout) stand before all others for that reason.
     Empty when nothing was saved there yet, so that a training can ask before it loads. Raises
     NoCheckpoint when something else is at `url`, and the store's errors.
     """
@@ -116,8 +122,9 @@ def list_steps(url: str, storage_options: Mapping[str, Any] | None = None) -> tu
             verified=entry.verified,
             metric=entry.metric,
             references=entry.references,
+            line=entry.line,
         )
-        for entry in live
+        for entry in latest_last(live)
     )
 
 
@@ -161,6 +168,7 @@ class Checkpoint:
         self.store = store
         self.prefix = found.prefix
         self.manifest = found.manifest
+        self.entry = found.entry
         self._path = path or ReadPath(readers=4)
 
     @property

@@ -18,6 +18,7 @@ from ckpt.errors import CheckpointError
 from ckpt.format.dtypes import DTYPES
 from ckpt.format.manifest import Manifest, decode_manifest
 from ckpt.format.telemetry import SaveFailure, SaveTotals, Telemetry
+from ckpt.lines import latest_last
 from ckpt.locate import locate
 from ckpt.log import LiveEntry, Log
 from ckpt.telling import read_telemetry
@@ -110,7 +111,7 @@ def report_of(
     usage = disk_usage(url, storage_options=storage_options)
     store = open_store(url, **(storage_options or {}))
     try:
-        live = Log(store).state().live
+        live = latest_last(Log(store).state().live)
         told = _telemetry_of(store, live[-TELEMETRY_MAX:])
         entries, problem = _entries_of(store, live)
     finally:

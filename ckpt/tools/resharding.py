@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
 
 from ckpt.errors import CheckpointError
@@ -19,7 +19,7 @@ from ckpt.format.references import REFERENCES
 from ckpt.layout.even import LAYOUTS, EvenLayout, even_part
 from ckpt.layout.piece import Kind
 from ckpt.layout.region import Box, Region, Shape, Span, span_of, whole
-from ckpt.log import Log, attempt_epoch, attempt_name, manifest_digest, step_prefix
+from ckpt.log import LiveEntry, Log, attempt_epoch, attempt_name, manifest_digest, step_prefix
 from ckpt.session import Commit, Maintenance
 from ckpt.tools.copying import CopyReport, Meter
 from ckpt.tools.reader import Checkpoint, Found, find_checkpoint
@@ -60,10 +60,11 @@ def reshard(
     The new checkpoint has the same tensors and values, bit for bit, and loads on any number of
     ranks; on `ranks` of that layout each rank reads its own file from one end to the other.
 
-    With `target`, the checkpoint of `step`, by default the latest, goes to that directory, which
-    opens by its path. Without, the latest checkpoint of the root `url` gets a second form in that
-    root and loads find that one from then on; the old one stays until it is pruned. A running
-    training is not disturbed: if it saves meanwhile, nothing is committed and this raises.
+    The checkpoint of `step`, by default the latest, goes to the directory `target`, which opens by
+    its path. Without `target` it gets a second form in the root `url`, which is loaded by its
+    attempt: `ckpt.load(..., attempt=report.attempt)`, `Checkpointer.restore(attempt=...)`. It is of
+    no line, so nothing else loads it, and a training that runs or resumes is not disturbed. When a
+    new job begins to save there meanwhile, nothing is committed and this raises.
 
     Every byte is checked on the way; a run that died is gone on with by running again. Raises like
     `ckpt.copy`, and ValueError for no ranks or an unknown layout.
@@ -80,8 +81,11 @@ def reshard(
         meter = Meter(int(found.manifest.file_nbytes.sum()), progress)
         if target is None:
             opened = stack.enter_context(_second_form(source, found, new, url, storage_options))
-            if opened is None:
-                return _report(source, source.url, found.manifest, meter)
+            if isinstance(opened, LiveEntry):
+                where = f"{source.url.rstrip('/')}/{opened.prefix}".rstrip("/")
+                return replace(
+                    _report(source, where, found.manifest, meter), attempt=opened.attempt
+                )
             there, header = opened.store, opened.header
         else:
             options = options_of_other(url, storage_options, target, target_options)
@@ -104,6 +108,7 @@ def _report(source: Store, target: str, made: Manifest, meter: Meter) -> CopyRep
         files=len(made.files),
         nbytes=int(made.file_nbytes.sum()),
         nbytes_written=meter.written,
+        attempt=made.header.attempt,
     )
 
 
@@ -117,23 +122,29 @@ class _Place(NamedTuple):
 @contextmanager
 def _second_form(
     source: Store, found: Found, new: NewLayout, url: str, options: Mapping[str, Any] | None
-) -> Iterator[_Place | None]:
-    """Where the new form of the latest checkpoint goes within its root; None when it has that form.
+) -> Iterator[_Place | LiveEntry]:
+    """Where the new form of a checkpoint goes within its root, or the checkpoint of that form that
+    is there.
 
-    Raises CheckpointError when it is not the latest, or not in a root.
+    Raises CheckpointError when it is not in a root.
     """
-    state = Log(source).state() if found.entry is not None else None
-    latest = state.latest if state is not None else None
-    if state is None or latest is None or found.entry is None or latest != found.entry:
+    if found.entry is None:
         raise CheckpointError(
-            f"{source.url}: only the latest checkpoint of a root can be resharded in its place; "
-            "give a target for the copy of another one"
+            f"{source.url} is one step's directory, and only a root has a place for a second form "
+            "of its checkpoint; give a target for it"
         )
+    state = Log(source).state()
     told = found.manifest.header.user.get(RESHARDED, "")
     if told.endswith(_described(new)):
-        yield None
+        yield found.entry
         return
     header = new_header(found.manifest, new, epoch=state.epoch)
+    # The name has the epoch of the run that made it, and then what it is a copy of.
+    _, _, unique = header.attempt.partition("-")
+    for entry in state.live:
+        if entry.step == header.step and entry.attempt.endswith(f"-{unique}"):
+            yield entry
+            return
     prefix = step_prefix(header.step, header.attempt)
     store = open_store(f"{url.rstrip('/')}/{prefix.rstrip('/')}", **(options or {}))
     try:
@@ -143,8 +154,8 @@ def _second_form(
 
 
 def commit_second_form(source: Store, found: Found, made: Manifest) -> None:
-    """The one write that makes the new form the latest checkpoint. Raises CheckpointError when
-    another one is the latest by now.
+    """The one write that makes the new form a checkpoint of the root. Raises CheckpointError when
+    the old one was retired by now, or a session has claimed the root.
     """
     data = encode_manifest(made)
     header = made.header

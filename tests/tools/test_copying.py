@@ -208,30 +208,34 @@ def test_bands_follow_the_order_of_their_region() -> None:
             assert all(boxes_of(band, shape) for band in bands)
 
 
-def test_latest_checkpoint_is_resharded_in_its_root(plain_root: str, tmp_path: Path) -> None:
+def test_checkpoint_gets_a_second_form_in_its_root(plain_root: str, tmp_path: Path) -> None:
     root = str(tmp_path / "run")
     shutil.copytree(plain_root, root)
     report = ckpt.reshard(root, ranks=3)
-    old, first, second = ckpt.list_steps(root)
+    second, old, first = ckpt.list_steps(root)
     assert (old.step, first.step, second.step) == (5, 10, 10) and report.target == second.url
-    assert_same(first.url, root)
-    assert {part.file[:9] for part in ckpt.open(root).info("model.big").parts} == {
+    assert report.attempt == second.attempt and second.line is None
+    assert_same(first.url, second.url)
+    assert {part.file[:9] for part in ckpt.open(second.url).info("model.big").parts} == {
         f"rank0000{rank}" for rank in range(3)
     }
-    assert ckpt.reshard(root, ranks=3).nbytes_written == 0 and len(ckpt.list_steps(root)) == 3
-    assert ckpt.reshard(root, ranks=2).nbytes_written > 0 and len(ckpt.list_steps(root)) == 4
+    for step in (None, 10):
+        with ckpt.open(root, step) as checkpoint:
+            assert checkpoint.url == first.url
+    again = ckpt.reshard(root, ranks=3)
+    assert again.nbytes_written == 0 and again.target == report.target
+    assert len(ckpt.list_steps(root)) == 3
+    assert ckpt.reshard(root, ranks=2, step=5).nbytes_written > 0
     ckpt.save({"x": torch.ones(1)}, root, step=11)
-    assert [info.step for info in ckpt.list_steps(root)] == [5, 10, 10, 10, 11]
+    assert [info.step for info in ckpt.list_steps(root)] == [10, 5, 5, 10, 11]
 
 
-def test_only_the_latest_is_resharded_in_its_root(plain_root: str) -> None:
-    for arguments in ({"step": 5}, {}):
-        url = plain_root if arguments else ckpt.list_steps(plain_root)[0].url
-        with pytest.raises(CheckpointError, match="give a target"):
-            ckpt.reshard(url, ranks=2, **arguments)  # type: ignore[arg-type]
+def test_step_directory_has_no_place_for_a_second_form(plain_root: str) -> None:
+    with pytest.raises(CheckpointError, match="give a target"):
+        ckpt.reshard(ckpt.list_steps(plain_root)[0].url, ranks=2)
 
 
-def test_training_that_saves_meanwhile_is_not_set_back(tmp_path: Path) -> None:
+def test_second_form_never_becomes_what_a_training_resumes(tmp_path: Path) -> None:
     """The copy of step 1 is ready when step 2 appears, or another session claims the root."""
     root = str(tmp_path / "run")
     ckpt.save({"x": torch.ones(9)}, root, step=1)
@@ -245,13 +249,13 @@ def test_training_that_saves_meanwhile_is_not_set_back(tmp_path: Path) -> None:
 
     copy = copied()
     ckpt.save({"x": torch.ones(9)}, root, step=2)
-    with pytest.raises(CheckpointError, match="no longer the latest"):
-        commit_second_form(store, *copy)
+    commit_second_form(store, *copy)
+    assert [(info.step, info.line) for info in ckpt.list_steps(root)] == [(1, None), (1, 0), (2, 0)]
     copy = copied()
     Session.claim(store)
     with pytest.raises(CheckpointError, match="claimed by a new session"):
         commit_second_form(store, *copy)
-    assert [info.step for info in ckpt.list_steps(root)] == [1, 2]
+    assert [info.step for info in ckpt.list_steps(root)] == [1, 1, 2]
 
 
 @pytest.mark.parametrize("mode", ["before", "after"])

@@ -16,15 +16,8 @@ import numpy as np
 
 from benchmarks.measure import report, row
 from ckpt.format.codec import encode_values
-from ckpt.format.manifest import (
-    BoxTable,
-    ChunkTable,
-    Header,
-    Manifest,
-    decode_manifest,
-    encode_manifest,
-    starts_of,
-)
+from ckpt.format.manifest import BoxTable, ChunkTable, Header, Manifest, starts_of
+from ckpt.format.manifest_codec import decode_manifest, encode_manifest
 from ckpt.layout.region import Box
 
 

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, Fsspec
 
 import ckpt
 from benchmarks.measure import extra_memory, interleaved, ratio, report, row, speed
-from ckpt.memory import host_bytes
+from ckpt.layout.memory import host_bytes
 from tests.servers import S3Server, free_port, moto_server
 
 MIB = 1 << 20

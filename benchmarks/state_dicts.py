@@ -30,9 +30,9 @@ from torch.distributed.fsdp import StateDictType as TorchType
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from benchmarks.measure import extra_memory, interleaved, most_of, ratio, report, row
-from ckpt.api import world_of
-from ckpt.state_dict import FullOptimStateDictConfig, FullStateDictConfig, StateDictType
-from ckpt.state_dicts import model_state_dict, optimizer_state_dict
+from ckpt.process import world_of
+from ckpt.state_dict.api import model_state_dict, optimizer_state_dict
+from ckpt.state_dict.config import FullOptimStateDictConfig, FullStateDictConfig, StateDictType
 from tests.ranks import run_ranks
 
 MIB = 1 << 20

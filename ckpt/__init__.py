@@ -19,11 +19,13 @@ if TYPE_CHECKING:
     from ckpt.api import async_save as async_save
     from ckpt.api import load as load
     from ckpt.api import save as save
-    from ckpt.background import PendingSave as PendingSave
     from ckpt.convert.dcp_plugin import DcpReader as DcpReader
     from ckpt.convert.dcp_plugin import DcpWriter as DcpWriter
-    from ckpt.convert.importing import ImportReport as ImportReport
-    from ckpt.convert.importing import import_checkpoint as import_checkpoint
+    from ckpt.convert.export import ExportReport as ExportReport
+    from ckpt.convert.export import Selection as Selection
+    from ckpt.convert.export import export as export
+    from ckpt.convert.import_ import ImportReport as ImportReport
+    from ckpt.convert.import_ import import_checkpoint as import_checkpoint
     from ckpt.errors import CheckpointError as CheckpointError
     from ckpt.errors import Corrupt as Corrupt
     from ckpt.errors import Fenced as Fenced
@@ -36,8 +38,13 @@ if TYPE_CHECKING:
     from ckpt.errors import SaveDropped as SaveDropped
     from ckpt.errors import StoreRefused as StoreRefused
     from ckpt.errors import UnsupportedFormat as UnsupportedFormat
-    from ckpt.loading import LoadReport as LoadReport
-    from ckpt.saving import SaveReport as SaveReport
+    from ckpt.loading.checkpoint import Checkpoint as Checkpoint
+    from ckpt.loading.checkpoint import StepInfo as StepInfo
+    from ckpt.loading.checkpoint import list_steps as list_steps
+    from ckpt.loading.checkpoint import open_checkpoint as open  # noqa: F401  # another name than there
+    from ckpt.loading.load import LoadReport as LoadReport
+    from ckpt.saving.background import PendingSave as PendingSave
+    from ckpt.saving.report import SaveReport as SaveReport
     from ckpt.service.checkpointer import Alarm as Alarm
     from ckpt.service.checkpointer import Checkpointer as Checkpointer
     from ckpt.service.checkpointer import Saved as Saved
@@ -50,65 +57,58 @@ if TYPE_CHECKING:
     from ckpt.service.policies import OnPreemption as OnPreemption
     from ckpt.service.policies import OnSignal as OnSignal
     from ckpt.service.preemption import Preempted as Preempted
-    from ckpt.service.restoring import RestoreReport as RestoreReport
+    from ckpt.service.restore import RestoreReport as RestoreReport
     from ckpt.service.retention import KeepAll as KeepAll
     from ckpt.service.retention import KeepBest as KeepBest
     from ckpt.service.retention import KeepEvery as KeepEvery
     from ckpt.service.retention import KeepLatest as KeepLatest
     from ckpt.service.retention import KeepYounger as KeepYounger
-    from ckpt.state_dict import PerRank as PerRank
-    from ckpt.state_dict import StateDictType as StateDictType
-    from ckpt.state_dict import rng_state as rng_state
-    from ckpt.state_dicts import load_model_state_dict as load_model_state_dict
-    from ckpt.state_dicts import load_optimizer_state_dict as load_optimizer_state_dict
-    from ckpt.state_dicts import model_state_dict as model_state_dict
-    from ckpt.state_dicts import optimizer_state_dict as optimizer_state_dict
-    from ckpt.state_dicts import optimizer_state_dict_to_load as optimizer_state_dict_to_load
-    from ckpt.state_dicts import rekey_optimizer_state_dict as rekey_optimizer_state_dict
-    from ckpt.state_dicts import shard_optimizer_state_dict as shard_optimizer_state_dict
-    from ckpt.tools.copying import CopyReport as CopyReport
-    from ckpt.tools.copying import copy as copy
-    from ckpt.tools.diffing import DiffOptions as DiffOptions
-    from ckpt.tools.diffing import DiffReport as DiffReport
-    from ckpt.tools.diffing import diff as diff
-    from ckpt.tools.exporting import ExportReport as ExportReport
-    from ckpt.tools.exporting import Selection as Selection
-    from ckpt.tools.exporting import export as export
+    from ckpt.state.rng import rng_state as rng_state
+    from ckpt.state.types import PerRank as PerRank
+    from ckpt.state_dict.api import load_model_state_dict as load_model_state_dict
+    from ckpt.state_dict.api import load_optimizer_state_dict as load_optimizer_state_dict
+    from ckpt.state_dict.api import model_state_dict as model_state_dict
+    from ckpt.state_dict.api import optimizer_state_dict as optimizer_state_dict
+    from ckpt.state_dict.api import optimizer_state_dict_to_load as optimizer_state_dict_to_load
+    from ckpt.state_dict.api import rekey_optimizer_state_dict as rekey_optimizer_state_dict
+    from ckpt.state_dict.api import shard_optimizer_state_dict as shard_optimizer_state_dict
+    from ckpt.state_dict.config import StateDictType as StateDictType
+    from ckpt.tools.copy import CopyReport as CopyReport
+    from ckpt.tools.copy import copy as copy
+    from ckpt.tools.diff import DiffOptions as DiffOptions
+    from ckpt.tools.diff import DiffReport as DiffReport
+    from ckpt.tools.diff import diff as diff
     from ckpt.tools.overview import DiskUsage as DiskUsage
     from ckpt.tools.overview import Event as Event
     from ckpt.tools.overview import disk_usage as disk_usage
     from ckpt.tools.overview import history as history
-    from ckpt.tools.planning import LoadPlan as LoadPlan
-    from ckpt.tools.planning import plan_load as plan_load
-    from ckpt.tools.planning import plan_ranks as plan_ranks
-    from ckpt.tools.reader import Checkpoint as Checkpoint
-    from ckpt.tools.reader import StepInfo as StepInfo
-    from ckpt.tools.reader import list_steps as list_steps
-    from ckpt.tools.reader import open_checkpoint as open  # noqa: F401  # another name than there
-    from ckpt.tools.resharding import reshard as reshard
-    from ckpt.tools.verifying import VerifyReport as VerifyReport
-    from ckpt.tools.verifying import verify as verify
+    from ckpt.tools.plan import LoadPlan as LoadPlan
+    from ckpt.tools.plan import plan_load as plan_load
+    from ckpt.tools.plan import plan_ranks as plan_ranks
+    from ckpt.tools.reshard import reshard as reshard
+    from ckpt.tools.verify import VerifyReport as VerifyReport
+    from ckpt.tools.verify import verify as verify
 
 _HOMES = {
     "Adaptive": "ckpt.service.policies",
     "Alarm": "ckpt.service.checkpointer",
     "AtExit": "ckpt.service.policies",
-    "Checkpoint": "ckpt.tools.reader",
+    "Checkpoint": "ckpt.loading.checkpoint",
     "CheckpointError": "ckpt.errors",
     "Checkpointer": "ckpt.service.checkpointer",
-    "CopyReport": "ckpt.tools.copying",
+    "CopyReport": "ckpt.tools.copy",
     "Corrupt": "ckpt.errors",
-    "DiffOptions": "ckpt.tools.diffing",
-    "DiffReport": "ckpt.tools.diffing",
+    "DiffOptions": "ckpt.tools.diff",
+    "DiffReport": "ckpt.tools.diff",
     "DiskUsage": "ckpt.tools.overview",
     "Event": "ckpt.tools.overview",
     "EverySeconds": "ckpt.service.policies",
     "EverySteps": "ckpt.service.policies",
     "DcpReader": "ckpt.convert.dcp_plugin",
     "DcpWriter": "ckpt.convert.dcp_plugin",
-    "ExportReport": "ckpt.tools.exporting",
+    "ExportReport": "ckpt.convert.export",
     "Fenced": "ckpt.errors",
-    "ImportReport": "ckpt.convert.importing",
+    "ImportReport": "ckpt.convert.import_",
     "InvalidState": "ckpt.errors",
     "KeepAll": "ckpt.service.retention",
     "KeepBest": "ckpt.service.retention",
@@ -116,52 +116,52 @@ _HOMES = {
     "KeepLatest": "ckpt.service.retention",
     "KeepYounger": "ckpt.service.retention",
     "LoadInterrupted": "ckpt.errors",
-    "LoadPlan": "ckpt.tools.planning",
-    "LoadReport": "ckpt.loading",
+    "LoadPlan": "ckpt.tools.plan",
+    "LoadReport": "ckpt.loading.load",
     "Mismatch": "ckpt.errors",
     "Never": "ckpt.service.policies",
     "NoCheckpoint": "ckpt.errors",
     "OnPreemption": "ckpt.service.policies",
     "OnSignal": "ckpt.service.policies",
     "OutcomeUnknown": "ckpt.errors",
-    "PendingSave": "ckpt.background",
-    "PerRank": "ckpt.state_dict",
+    "PendingSave": "ckpt.saving.background",
+    "PerRank": "ckpt.state.types",
     "Preempted": "ckpt.service.preemption",
     "RankFailed": "ckpt.errors",
-    "RestoreReport": "ckpt.service.restoring",
+    "RestoreReport": "ckpt.service.restore",
     "SaveDropped": "ckpt.errors",
-    "SaveReport": "ckpt.saving",
+    "SaveReport": "ckpt.saving.report",
     "Saved": "ckpt.service.checkpointer",
     "SavesFailed": "ckpt.service.checkpointer",
-    "Selection": "ckpt.tools.exporting",
-    "StateDictType": "ckpt.state_dict",
-    "StepInfo": "ckpt.tools.reader",
+    "Selection": "ckpt.convert.export",
+    "StateDictType": "ckpt.state_dict.config",
+    "StepInfo": "ckpt.loading.checkpoint",
     "StoreRefused": "ckpt.errors",
     "UnsupportedFormat": "ckpt.errors",
-    "VerifyReport": "ckpt.tools.verifying",
+    "VerifyReport": "ckpt.tools.verify",
     "async_save": "ckpt.api",
-    "copy": "ckpt.tools.copying",
-    "diff": "ckpt.tools.diffing",
+    "copy": "ckpt.tools.copy",
+    "diff": "ckpt.tools.diff",
     "disk_usage": "ckpt.tools.overview",
-    "export": "ckpt.tools.exporting",
+    "export": "ckpt.convert.export",
     "history": "ckpt.tools.overview",
-    "import_checkpoint": "ckpt.convert.importing",
-    "list_steps": "ckpt.tools.reader",
+    "import_checkpoint": "ckpt.convert.import_",
+    "list_steps": "ckpt.loading.checkpoint",
     "load": "ckpt.api",
-    "load_model_state_dict": "ckpt.state_dicts",
-    "load_optimizer_state_dict": "ckpt.state_dicts",
-    "model_state_dict": "ckpt.state_dicts",
-    "open": "ckpt.tools.reader",
-    "optimizer_state_dict": "ckpt.state_dicts",
-    "optimizer_state_dict_to_load": "ckpt.state_dicts",
-    "plan_load": "ckpt.tools.planning",
-    "plan_ranks": "ckpt.tools.planning",
-    "rekey_optimizer_state_dict": "ckpt.state_dicts",
-    "reshard": "ckpt.tools.resharding",
-    "rng_state": "ckpt.state_dict",
+    "load_model_state_dict": "ckpt.state_dict.api",
+    "load_optimizer_state_dict": "ckpt.state_dict.api",
+    "model_state_dict": "ckpt.state_dict.api",
+    "open": "ckpt.loading.checkpoint",
+    "optimizer_state_dict": "ckpt.state_dict.api",
+    "optimizer_state_dict_to_load": "ckpt.state_dict.api",
+    "plan_load": "ckpt.tools.plan",
+    "plan_ranks": "ckpt.tools.plan",
+    "rekey_optimizer_state_dict": "ckpt.state_dict.api",
+    "reshard": "ckpt.tools.reshard",
+    "rng_state": "ckpt.state.rng",
     "save": "ckpt.api",
-    "shard_optimizer_state_dict": "ckpt.state_dicts",
-    "verify": "ckpt.tools.verifying",
+    "shard_optimizer_state_dict": "ckpt.state_dict.api",
+    "verify": "ckpt.tools.verify",
 }
 
 __all__ = sorted(_HOMES)

@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple, TypeVar
+from dataclasses import replace
+from typing import Any, Literal, TypeVar
 
 import torch.distributed as dist
 
-from ckpt.background import Background, PendingSave, WhenBusy
-from ckpt.cache import BlockCache
 from ckpt.errors import SaveDropped
-from ckpt.lines import Restored
-from ckpt.loading import LoadOptions, LoadReport, load_state
-from ckpt.memory import gc_paused
-from ckpt.read import ReadPath
-from ckpt.saving import PartMemory, SaveOptions, SaveReport, SaveTask, save_state
-from ckpt.session import RankedSession, Session, SessionRegistry, open_session
-from ckpt.staging import Snapshot, StageOptions, stage
-from ckpt.world import World, collectively, current_world
-from ckpt.write import Staging, WritePath
-from storage import Store, open_store
+from ckpt.layout.memory import gc_paused
+from ckpt.loading.cache import BlockCache
+from ckpt.loading.load import LoadOptions, LoadReport, load_state
+from ckpt.loading.plan import ReadPath
+from ckpt.process import _process
+from ckpt.saving.background import PendingSave, WhenBusy
+from ckpt.saving.report import SaveOptions, SaveReport
+from ckpt.saving.save import save_state
+from ckpt.saving.staging import Snapshot, StageOptions, stage
+from ckpt.saving.task import SaveTask
+from ckpt.saving.write import Staging, WritePath
+from ckpt.world.base import collectively
+from storage import Store
 
 MIB = 1 << 20
 REMOTE_REQUESTS = 4  # in flight at once per rank
@@ -176,7 +176,7 @@ def load(
     are not, unless there is nothing else; `attempt` names one of them, or one of several
     checkpoints of a step. What this process saves there from now on goes on with the line of what
     was loaded; when that was an older one, by its `step` or `attempt`, it begins a new line, which
-    is the latest from then on (see `ckpt.lines`).
+    is the latest from then on (see `ckpt.commit.lines`).
 
     `cache` is a local directory that keeps what was read, at most about `cache_bytes_max` bytes,
     for the next load on this machine: what matches its checksum there is not read from `url` again.
@@ -234,121 +234,6 @@ def read_path(store: Store) -> ReadPath:
     return ReadPath(request_nbytes_max=2 * MIB)  # checked while it is still in the CPU's cache
 
 
-class Place(NamedTuple):
-    """Where to save: an open store, the session of its root, what the lead knows of the parts."""
-
-    store: Store
-    session: RankedSession
-    memory: PartMemory
-
-
-@dataclass
-class _Seat:
-    """This process's place in one process group: its world, and the sessions opened there."""
-
-    group: dist.ProcessGroup | None
-    world: World
-    registry: SessionRegistry
-    background: Background
-    staging: Staging = field(default_factory=Staging)
-    stores: dict[tuple[str, str], Store] = field(default_factory=dict)
-    sessions: dict[tuple[str, bool], tuple[RankedSession, PartMemory]] = field(default_factory=dict)
-
-    def store(self, url: str, storage_options: Mapping[str, Any] | None) -> Store:
-        """Opened once: an open store knows which directories are durable, and keeps connections."""
-        key = _store_key(url, storage_options)
-        if key not in self.stores:
-            self.stores[key] = open_store(url, **(storage_options or {}))
-        return self.stores[key]
-
-    def place(
-        self, url: str, storage_options: Mapping[str, Any] | None, unsafe_single_writer: bool
-    ) -> Place:
-        """Collective: the store at `url`, and its session, claimed now if there is none yet.
-
-        Nothing is in flight then; a failure in the background that one rank has not heard of is
-        raised on all.
-        """
-
-        def settled() -> Store:
-            self.background.settle()
-            return self.store(url, storage_options)
-
-        store = collectively(self.world, "open", settled)
-        key = (store.url, unsafe_single_writer)
-        if key not in self.sessions:
-            opened = open_session(
-                self.world, store, self.registry, unsafe_single_writer=unsafe_single_writer
-            )
-            self.sessions[key] = (opened, PartMemory())
-        return self._place(store, *self.sessions[key])
-
-    def known_place(
-        self, url: str, storage_options: Mapping[str, Any] | None, unsafe_single_writer: bool
-    ) -> Place | None:
-        """The place if all ranks have been there, without waiting for any."""
-        store = self.stores.get(_store_key(url, storage_options))
-        if store is None or (store.url, unsafe_single_writer) not in self.sessions:
-            return None
-        return self._place(store, *self.sessions[store.url, unsafe_single_writer])
-
-    def _place(self, store: Store, session: RankedSession, memory: PartMemory) -> Place:
-        if session.session is not None:
-            session.session.use_store(store)
-        return Place(store, session, memory)
-
-
-def _store_key(url: str, storage_options: Mapping[str, Any] | None) -> tuple[str, str]:
-    return url, repr(sorted((storage_options or {}).items()))
-
-
-def world_of(process_group: dist.ProcessGroup | None = None) -> World:
-    """The world of a group, of all ranks, or of this process alone; the same one at every call.
-
-    Collective over the group when it is asked for the first time.
-    """
-    return _process.seat(process_group).world
-
-
-def place_of(
-    url: str,
-    *,
-    process_group: dist.ProcessGroup | None = None,
-    storage_options: Mapping[str, Any] | None = None,
-    unsafe_single_writer: bool = False,
-) -> Place:
-    """Where saves of this process to a url go, claimed now if it was not yet. Collective.
-
-    Raises like `save`.
-    """
-    return _process.seat(process_group).place(url, storage_options, unsafe_single_writer)
-
-
-def claimed(
-    url: str,
-    *,
-    storage_options: Mapping[str, Any] | None = None,
-    unsafe_single_writer: bool = False,
-) -> Session:
-    """The session of a url, claimed now if this process has none: for this process alone, where
-    somebody else's protocol tells the other ranks. Raises like `save`.
-    """
-    store = open_store(url, **(storage_options or {}))
-    return _process.claim(store, unsafe_single_writer=unsafe_single_writer)
-
-
-def store_of(
-    url: str,
-    *,
-    process_group: dist.ProcessGroup | None = None,
-    storage_options: Mapping[str, Any] | None = None,
-) -> Store:
-    """The open store of a url, which all saves and loads of this process use. Collective."""
-    seat = _process.seat(process_group)
-    seat.background.wait()
-    return collectively(seat.world, "open", lambda: seat.store(url, storage_options))
-
-
 def resumed(
     url: str,
     attempt: str,
@@ -364,49 +249,3 @@ def resumed(
 def loaded_by_others(store: Store, attempt: str, *, on_purpose: bool) -> None:
     """Somebody else's protocol has loaded `attempt` from the root `store` into this process."""
     _process.restored(store.url, attempt, on_purpose=on_purpose)
-
-
-def session_of(
-    url: str,
-    *,
-    process_group: dist.ProcessGroup | None = None,
-    storage_options: Mapping[str, Any] | None = None,
-    unsafe_single_writer: bool = False,
-) -> Session | None:
-    """The session of a url on the lead, once it was saved to; else None. Asks nobody."""
-    seat = _process.seat(process_group)
-    place = seat.known_place(url, storage_options, unsafe_single_writer)
-    return None if place is None else place.session.session
-
-
-class _Process:
-    """What lives as long as this process: it claims a root once, and keeps the world of a group."""
-
-    def __init__(self) -> None:
-        self._registry = SessionRegistry()
-        self._seats: list[_Seat] = []
-        self._lock = threading.Lock()
-
-    def claim(self, store: Store, *, unsafe_single_writer: bool) -> Session:
-        """The session of a root in this process."""
-        return self._registry.session(store, unsafe_single_writer=unsafe_single_writer)
-
-    def restored(self, url: str, attempt: str, *, on_purpose: bool) -> None:
-        """What this process saves to that root goes on from there; see `ckpt.lines`."""
-        self._registry.restored(url, Restored(attempt, on_purpose))
-
-    def seat(self, group: dist.ProcessGroup | None) -> _Seat:
-        """The place in `group`, made at its first use; that is collective over the group."""
-        if group is None and dist.is_available() and dist.is_initialized():
-            group = dist.group.WORLD
-        with self._lock:
-            for seat in self._seats:
-                if seat.group is group:
-                    return seat
-            world = current_world(group)
-            seat = _Seat(group, world, self._registry, Background(world))
-            self._seats.append(seat)
-            return seat
-
-
-_process = _Process()

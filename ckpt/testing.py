@@ -16,7 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from ckpt.errors import RankFailed
-from ckpt.world import World, agreed_error, check_exchange, encode_error
+from ckpt.world.agreement import agreed_error, encode_error
+from ckpt.world.base import World, check_exchange
 
 T = TypeVar("T")
 _Op = Literal["gather", "gather_to_lead", "share", "exchange"]

@@ -2,8 +2,6 @@
 
 A script that trains with torch's `FullyShardedDataParallel` moves over by changing its imports:
 
-    from sharding import FullyShardedDataParallel, ShardingStrategy, MixedPrecision
-
 Strategies, policies and configs are torch's own classes, offered here under the same names, so that
 objects of either import are the same. Saving with `ckpt.save` needs no gather.
 """
@@ -42,15 +40,15 @@ from torch.distributed.fsdp.wrap import (
 
 from sharding.comm_hooks import LowPrecisionState, bf16_compress_hook, fp16_compress_hook
 from sharding.explaining import explain
-from sharding.flat_param import FlatParameter
+from sharding.flat.param import FlatParameter
 from sharding.fsdp import FullyShardedDataParallel
-from sharding.fully_sharding import fully_shard
-from sharding.sharded_module import (
+from sharding.fsdp_module import (
     FSDPModule,
     UnshardHandle,
     register_fsdp_forward_method,
     share_comm_ctx,
 )
+from sharding.fully_sharding import fully_shard
 
 __all__ = [
     "BackwardPrefetch",

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from sharding.collectives import Comm
+from sharding.engine.collectives import Comm
 
 __all__ = ["clip_sharded"]
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from sharding.collectives import Group, Parts, comm_of, default_group
-from sharding.pool import BufferPool
-from sharding.reduction import CommHook, divide_factors
+from sharding.engine.collectives import Group, Parts, comm_of, default_group
+from sharding.engine.pool import BufferPool
+from sharding.engine.reduction import CommHook, divide_factors
 
 __all__ = ["LowPrecisionState", "bf16_compress_hook", "fp16_compress_hook", "hook_of"]
 

@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 from torch import nn
 
+from sharding.engine.runtime import Noted
+from sharding.engine.unit import Unit
 from sharding.fsdp import FullyShardedDataParallel, clean_name, fsdp_units
-from sharding.runtime import Noted
-from sharding.sharded_module import ShardedGroup, sharded_groups
-from sharding.unit import Unit
+from sharding.fsdp_module import ShardedGroup, sharded_groups
 
 __all__ = ["Explanation", "StepEvent", "UnitFacts", "explain"]
 

@@ -23,13 +23,23 @@ from ckpt.layout.flat import FlatMember, flat_views, member_as_param, memory_ord
 from ckpt.layout.piece import Owned
 from ckpt.layout.sharded_tensor import UnitSharding
 from sharding.clip import check_dtypes, clip_sharded
-from sharding.collectives import Comm, wants_details
 from sharding.comm_hooks import hook_of
-from sharding.extensions import Extension, TensorParallel, holders_of
-from sharding.flat_param import FlatParam, StoreOptions
-from sharding.flat_unit import HYBRID, FlatUnit, Settings
-from sharding.groups import Groups, resolve_groups
-from sharding.init import (
+from sharding.engine.collectives import Comm, wants_details
+from sharding.engine.extensions import Extension, TensorParallel, holders_of
+from sharding.engine.groups import HYBRID, Groups, resolve_groups
+from sharding.engine.order import OrderCheck
+from sharding.engine.precision import cast_buffers, reduce_dtype
+from sharding.engine.reduction import Reduction, divide_factors
+from sharding.engine.runtime import Runtime
+from sharding.engine.store import Found
+from sharding.engine.streams import streams_for
+from sharding.engine.torch_seam import larger_mesh
+from sharding.engine.unit import Phase
+from sharding.flat.param import FlatParam, StoreOptions
+from sharding.flat.unit import FlatUnit, Settings
+from sharding.state_dict_methods import StatefulUnit
+from sharding.summon import SummonOptions, summon_units
+from sharding.wrap.init import (
     Ignored,
     choose_device,
     find_ignored,
@@ -38,17 +48,7 @@ from sharding.init import (
     move_states,
     sync_states,
 )
-from sharding.order import OrderCheck
-from sharding.precision import cast_buffers, reduce_dtype
-from sharding.reduction import Reduction, divide_factors
-from sharding.runtime import Runtime
-from sharding.stateful import StatefulUnit
-from sharding.store import Found
-from sharding.streams import streams_for
-from sharding.summon import SummonOptions, summon_units
-from sharding.torch_seam import larger_mesh
-from sharding.unit import Phase
-from sharding.wrapping import auto_wrap
+from sharding.wrap.policies import auto_wrap
 
 __all__ = ["FullyShardedDataParallel", "fsdp_units"]
 
@@ -89,7 +89,7 @@ class FullyShardedDataParallel(StatefulUnit):
 
     __ckpt_wraps__ = _CHILD
     fsdp_extension: Extension | None = None
-    """How members that are not plain tensors are flattened; see `sharding.extensions`."""
+    """How members that are not plain tensors are flattened; see `sharding.engine.extensions`."""
 
     def __init__(
         self,

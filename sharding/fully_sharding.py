@@ -20,17 +20,17 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-from sharding.collectives import all_global_ranks, comm_of
-from sharding.dtensor_param import DataMesh, Keeping
-from sharding.dtensor_seam import sharded_before_as
-from sharding.dtensor_store import DTensorStore, SmallerMesh
-from sharding.groups import groups_of
-from sharding.init import Ignored, find_params, move_states
-from sharding.precision import Casts
-from sharding.reduction import Reduction
-from sharding.sharded_module import FSDPModule, ShardedGroup, become_sharded, managed_below
-from sharding.store import Found
-from sharding.unit import Schedule, Unit
+from sharding.dtensor.param import DataMesh, Keeping
+from sharding.dtensor.seam import sharded_before_as
+from sharding.dtensor.store import DTensorStore, SmallerMesh
+from sharding.engine.collectives import all_global_ranks, comm_of
+from sharding.engine.groups import groups_of
+from sharding.engine.precision import Casts
+from sharding.engine.reduction import Reduction
+from sharding.engine.store import Found
+from sharding.engine.unit import Schedule, Unit
+from sharding.fsdp_module import FSDPModule, ShardedGroup, become_sharded, managed_below
+from sharding.wrap.init import Ignored, find_params, move_states
 
 __all__ = ["fully_shard"]
 
@@ -63,7 +63,7 @@ def fully_shard(
     root; a number of ranks keeps shards over so many, a true divisor of the shard axis.
 
     Raises ValueError for arguments that contradict each other or the module, and what
-    `sharding.dtensor_param` says of parameters that cannot be sharded, with their names.
+    `sharding.dtensor.param` says of parameters that cannot be sharded, with their names.
     """
     modules = _outermost(module if isinstance(module, list) else [module])
     mesh = _checked_mesh(mesh)

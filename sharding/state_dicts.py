@@ -1,4 +1,4 @@
-"""State dicts the way torch's class offers them, all of them by calling `ckpt.state_dicts`.
+"""State dicts the way torch's class offers them, all of them by calling `ckpt.state_dict.api`.
 
 A wrapper remembers the type and the configs that the user set; what they mean is in `ckpt`. The
 configs are torch's classes, compared by their exact class as torch does.

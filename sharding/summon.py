@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from sharding.flat_param import FlatParam, assign_grad
-from sharding.flat_unit import FlatUnit
-from sharding.unit import Phase
+from sharding.engine.unit import Phase
+from sharding.flat.param import FlatParam, assign_grad
+from sharding.flat.unit import FlatUnit
 
 __all__ = ["SummonOptions", "summon_units"]
 

@@ -19,17 +19,12 @@ from fsspec.asyn import get_loop
 from obstore.exceptions import BaseError
 from obstore.store import AzureStore, GCSStore
 
-from storage.errors import (
-    InvalidUrlError,
-    KeyExistsError,
-    KeyNotFoundError,
-    OutcomeUnknownError,
-)
+from storage.errors import InvalidUrlError, KeyExistsError, KeyNotFoundError, OutcomeUnknownError
 from storage.http import HttpStore
 from storage.keys import check_key, check_prefix
 from storage.ranges import PartLedger, flat_views, part_count
 from storage.retry import RetryPolicy, run_publishing
-from storage.s3_fast import Objects, Upload
+from storage.s3.fast import Objects, Upload
 from storage.store import ExclusiveCreate, ObjectInfo, ObjectWriter, Store
 
 MiB = 1024 * 1024

@@ -28,7 +28,7 @@ from storage.store import ByteRange, ExclusiveCreate, ObjectInfo, ObjectWriter, 
 
 def open_generic(url: str, options: dict[str, Any]) -> GenericStore:
     """The store at `url`, by fsspec's rules. Raises InvalidUrlError."""
-    from storage.url import redacted
+    from storage.keys import redacted
 
     try:
         filesystem, root = fsspec.core.url_to_fs(url, **options)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import re
+from urllib.parse import urlsplit, urlunsplit
 
 from storage.errors import InvalidKeyError
 
@@ -72,3 +74,19 @@ def _key_problem(key: str) -> str:
         if len(part) > PART_BYTES_MAX // 4 and len(part.encode()) > PART_BYTES_MAX:
             return f"a part has more than {PART_BYTES_MAX} bytes"
     return ""
+
+
+def redacted(url: str) -> str:
+    """`url` without user names, passwords and query values: fit for messages and logs."""
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return url.partition("://")[0] + "://***"
+    if not parts.scheme or "://" not in url:
+        return url
+    place, path = parts.netloc, parts.path
+    if "@" in place or (":" in place and "@" in path):  # a password may hold a slash
+        place, _, path = f"{place}{path}".rpartition("@")[2].partition("/")
+        place, path = f"***@{place}", f"/{path}" if path else ""
+    query = re.sub(r"=[^&;]*", "=***", parts.query)
+    return urlunsplit((parts.scheme, place, path, query, "***" if parts.fragment else ""))

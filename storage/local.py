@@ -33,14 +33,7 @@ from storage.file_io import ALIGNMENT_BYTES, BufferedFile, DirectFile, OpenFiles
 from storage.keys import check_key, check_prefix, finished_name, unfinished_name
 from storage.linux import rename_without_replacing
 from storage.ranges import PartLedger, flat_views, part_count
-from storage.store import (
-    ByteRange,
-    ExclusiveCreate,
-    JointWriter,
-    ObjectInfo,
-    ObjectWriter,
-    Store,
-)
+from storage.store import ByteRange, ExclusiveCreate, JointWriter, ObjectInfo, ObjectWriter, Store
 
 _LINK_UNSUPPORTED = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EMLINK}
 _MISSING = (FileNotFoundError, NotADirectoryError)

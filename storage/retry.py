@@ -12,12 +12,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TypeVar
 
-from storage.errors import (
-    KeyExistsError,
-    KeyNotFoundError,
-    OutcomeUnknownError,
-    TransientError,
-)
+from storage.errors import KeyExistsError, KeyNotFoundError, OutcomeUnknownError, TransientError
 from storage.store import ByteRange, JointWriter, ObjectInfo, ObjectWriter, Store
 from storage.wrap import WrappedStore
 

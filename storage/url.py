@@ -8,10 +8,9 @@ import os
 import re
 from collections.abc import Mapping
 from typing import Any
-from urllib.parse import urlsplit, urlunsplit
 
 from storage.errors import InvalidUrlError
-from storage.keys import check_key
+from storage.keys import check_key, redacted
 from storage.local import LocalStore
 from storage.memory import MemoryBucket, MemoryStore
 from storage.retry import RetryingStore, RetryPolicy
@@ -47,7 +46,7 @@ def open_store(url: str, *, retry: RetryPolicy | None = None, **storage_options:
     - `memory://NAME`: lives as long as this process, one per name;
     - `s3://BUCKET/PREFIX`: S3, through obstore where it is installed (`shardpoint[fast]`) and
       through s3fs. `storage_options` are those of `s3fs.S3FileSystem`, such as `endpoint_url`,
-      `key`, `secret`, `anon`, `profile`, those of `storage.s3.Transfer` (`fast`,
+      `key`, `secret`, `anon`, `profile`, those of `storage.s3.store.Transfer` (`fast`,
       `unsigned_payload`, `checksums`), and `spread`: the number of key prefixes over which a new
       root spreads its data files (see `storage.spread`);
     - `gs://BUCKET/PREFIX` and `az://CONTAINER/PREFIX`: with obstore (`shardpoint[fast]`), which
@@ -70,7 +69,7 @@ def open_store(url: str, *, retry: RetryPolicy | None = None, **storage_options:
         _refuse_options(url, storage_options)
         return _open_memory(url, rest)
     if protocol in ("s3", "s3a"):
-        from storage.s3 import open_s3  # s3fs takes half a second to import
+        from storage.s3.open import open_s3  # s3fs takes half a second to import
 
         options = dict(storage_options)
         spread = options.pop("spread", None)
@@ -84,22 +83,6 @@ def open_store(url: str, *, retry: RetryPolicy | None = None, **storage_options:
     from storage.generic import open_generic
 
     return RetryingStore(open_generic(url.removeprefix(_FORCE_FSSPEC), storage_options), policy)
-
-
-def redacted(url: str) -> str:
-    """`url` without user names, passwords and query values: fit for messages and logs."""
-    try:
-        parts = urlsplit(url)
-    except ValueError:
-        return url.partition("://")[0] + "://***"
-    if not parts.scheme or "://" not in url:
-        return url
-    place, path = parts.netloc, parts.path
-    if "@" in place or (":" in place and "@" in path):  # a password may hold a slash
-        place, _, path = f"{place}{path}".rpartition("@")[2].partition("/")
-        place, path = f"***@{place}", f"/{path}" if path else ""
-    query = re.sub(r"=[^&;]*", "=***", parts.query)
-    return urlunsplit((parts.scheme, place, path, query, "***" if parts.fragment else ""))
 
 
 def _split(url: str) -> tuple[str, str]:

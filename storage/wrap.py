@@ -5,14 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 
-from storage.store import (
-    ByteRange,
-    ExclusiveCreate,
-    JointWriter,
-    ObjectInfo,
-    ObjectWriter,
-    Store,
-)
+from storage.store import ByteRange, ExclusiveCreate, JointWriter, ObjectInfo, ObjectWriter, Store
 
 
 class WrappedStore(Store):

@@ -49,19 +49,19 @@ ALLOWED = {
 
 # Third-party packages that are used through the files named here, and nowhere else.
 ONE_FILE_EACH = {
-    "s3fs": ("storage/s3.py",),
-    "botocore": ("storage/s3.py",),
-    "aiobotocore": ("storage/s3.py",),
-    "fsspec": ("storage/generic.py", "storage/s3.py", "storage/clouds.py", "storage/url.py"),
-    "aiohttp": ("storage/s3.py",),
-    "obstore": ("storage/s3_fast.py", "storage/clouds.py"),
-    "crc32c": ("ckpt/format/checksum.py", "storage/s3.py"),
-    "blake3": ("ckpt/format/digest.py",),
-    "msgpack": ("ckpt/format/columns.py", "ckpt/log.py"),
+    "s3fs": ("storage/s3/store.py",),
+    "botocore": ("storage/s3/store.py",),
+    "aiobotocore": ("storage/s3/store.py",),
+    "fsspec": ("storage/generic.py", "storage/s3/store.py", "storage/clouds.py", "storage/url.py"),
+    "aiohttp": ("storage/s3/store.py",),
+    "obstore": ("storage/s3/fast.py", "storage/clouds.py"),
+    "crc32c": ("ckpt/format/checksum.py", "storage/s3/store.py"),
+    "blake3": ("ckpt/format/blake3.py",),
+    "msgpack": ("ckpt/format/columns.py", "ckpt/commit/log.py"),
     "pydantic": (
         "ckpt/format/manifest.py",
-        "ckpt/format/describe.py",
-        "ckpt/format/telemetry.py",
+        "ckpt/format/metadata.py",
+        "ckpt/telemetry/record.py",
     ),
     "rich": ("ckpt/cli/screen.py",),
     "transformers": ("ckpt/integrations/huggingface.py",),
@@ -105,10 +105,10 @@ ADAPTERS = (
     "ckpt/layout/torch_fsdp.py",
     "ckpt/layout/plain.py",
     "ckpt/layout/modules.py",
-    "sharding/torch_seam.py",
-    "sharding/dtensor_seam.py",
-    "ckpt/world.py",
-    "ckpt/convert/dcp_metadata.py",
+    "sharding/engine/torch_seam.py",
+    "sharding/dtensor/seam.py",
+    "ckpt/world/torch_world.py",
+    "ckpt/convert/targets/dcp_metadata.py",
 )
 
 COLLECTIVES = {
@@ -158,21 +158,28 @@ BANS = (
     # torch.distributed.checkpoint reads nothing but a pickle of its classes.
     Ban(
         is_pickle,
-        ("ckpt/convert/dcp_metadata.py",),
+        ("ckpt/convert/targets/dcp_metadata.py",),
         "ckpt.format.codec for values, ckpt.format.datafile for tensors",
     ),
     Ban(
         lambda name: name in ("threading.Thread", "_thread.start_new_thread", "threading.Timer"),
-        ("ckpt/world.py",),
+        ("ckpt/world/torch_world.py",),
         "concurrent.futures, and read every result: a bare thread swallows its error",
     ),
     Ban(
-        is_collective, ("ckpt/world.py", "sharding/collectives.py"), "a method of ckpt.world.World"
+        is_collective,
+        ("ckpt/world/torch_world.py", "sharding/engine/collectives.py"),
+        "a method of ckpt.world.base.World",
     ),
     Ban(
         lambda name: name in ("os.environ", "os.getenv", "os.putenv"),
         # sharding/fsdp.py: a public constructor that honours what torch's class of that name does.
-        ("ckpt/world.py", "ckpt/cli/ranks.py", "storage/s3.py", "sharding/fsdp.py"),
+        (
+            "ckpt/world/torch_world.py",
+            "ckpt/cli/ranks.py",
+            "storage/s3/store.py",
+            "sharding/fsdp.py",
+        ),
         "an argument: no environment switch below the public functions",
     ),
     Ban(
@@ -278,7 +285,9 @@ def missing_paths(document: str, text: str) -> list[str]:
 )
 def test_sources_keep(rule: Callable[[Source], list[str]]) -> None:
     # Clients of stores offer some requests only under private names; one file per client uses them.
-    exempt = (*ADAPTERS, "storage/s3.py", "storage/generic.py") if rule is foreign_privates else ()
+    exempt = (
+        (*ADAPTERS, "storage/s3/store.py", "storage/generic.py") if rule is foreign_privates else ()
+    )
     found = [
         problem
         for source in sources(*PACKAGES)

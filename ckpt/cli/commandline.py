@@ -512,7 +512,7 @@ def substitution(text: str) -> tuple[re.Pattern[str], str]:
 
 
 def _nbytes(text: str) -> int:
-    from ckpt.tools.exporting import parse_nbytes  # slow to import, and seldom asked for
+    from ckpt.convert.export import parse_nbytes  # slow to import, and seldom asked for
 
     try:
         return parse_nbytes(text)

@@ -7,26 +7,11 @@ import math
 from typing import Any
 
 from ckpt.cli.commandline import DIFFERENT, OK
-from ckpt.cli.screen import (
-    progress_bar,
-    shape_text,
-    short,
-    show_json,
-    show_table,
-    size,
-    value_json,
-)
+from ckpt.cli.screen import progress_bar, shape_text, short, show_json, show_table, size, value_json
 from ckpt.errors import CheckpointError
-from ckpt.tools.diffing import Amount, DiffOptions, DiffReport, TensorChange, diff, renaming
-from ckpt.tools.planning import (
-    LoadPlan,
-    RankPlan,
-    Wanted,
-    entry_for,
-    plan_ranks,
-    wanted_like,
-)
-from ckpt.tools.reader import list_steps, open_checkpoint
+from ckpt.loading.checkpoint import list_steps, open_checkpoint
+from ckpt.tools.diff import Amount, DiffOptions, DiffReport, TensorChange, diff, renaming
+from ckpt.tools.plan import LoadPlan, RankPlan, Wanted, entry_for, plan_ranks, wanted_like
 from storage import options_of_other
 
 NAMES_SHOWN_MAX = 50

@@ -11,9 +11,9 @@ import time
 from ckpt.cli.commandline import OK
 from ckpt.cli.ranks import ranks_of_launcher
 from ckpt.cli.screen import progress_bar, show_json, size
-from ckpt.convert.importing import ImportReport, import_checkpoint
-from ckpt.tools.diffing import renaming
-from ckpt.tools.exporting import ExportReport, Selection, export
+from ckpt.convert.export import ExportReport, Selection, export
+from ckpt.convert.import_ import ImportReport, import_checkpoint
+from ckpt.tools.diff import renaming
 
 NAMES_SHOWN_MAX = 20
 

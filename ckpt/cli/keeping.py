@@ -12,8 +12,11 @@ from typing import Any
 
 from ckpt.cli.commandline import OK, PROBLEM
 from ckpt.cli.screen import progress_bar, show_json, size
+from ckpt.commit.log import Log
+from ckpt.commit.maintenance import Maintenance
+from ckpt.commit.names import MANIFEST_NAME, STEPS_PREFIX, parse_step_key
+from ckpt.commit.records import LiveEntry
 from ckpt.errors import NoCheckpoint
-from ckpt.log import MANIFEST_NAME, STEPS_PREFIX, LiveEntry, Log, parse_step_key
 from ckpt.service.retention import (
     KeepBest,
     KeepEvery,
@@ -25,9 +28,8 @@ from ckpt.service.retention import (
     carry_out,
     plan_retention,
 )
-from ckpt.session import Maintenance
 from ckpt.tools.salvage import SalvageReport, salvage, write_manifest
-from ckpt.tools.verifying import VerifyReport, summary, verify
+from ckpt.tools.verify import VerifyReport, summary, verify
 from storage import Store, open_store
 
 DAMAGE_SHOWN_MAX = 50

@@ -8,9 +8,10 @@ from typing import Any
 
 from ckpt.cli.commandline import OK
 from ckpt.cli.screen import age, date, show_json, show_table, size
-from ckpt.lines import latest_last
-from ckpt.locate import live_entries
-from ckpt.log import MANIFEST_NAME, LiveEntry
+from ckpt.commit.lines import latest_last
+from ckpt.commit.locate import live_entries
+from ckpt.commit.names import MANIFEST_NAME
+from ckpt.commit.records import LiveEntry
 from ckpt.tools.overview import AttemptUsage, Event, disk_usage, history
 from storage import KeyNotFoundError, Store, open_store
 

@@ -8,8 +8,8 @@ import time
 from ckpt.cli.commandline import OK
 from ckpt.cli.screen import progress_bar, show_json, size
 from ckpt.errors import CheckpointError
-from ckpt.tools.copying import CopyReport, copy
-from ckpt.tools.resharding import reshard
+from ckpt.tools.copy import CopyReport, copy
+from ckpt.tools.reshard import reshard
 
 
 def cp(arguments: argparse.Namespace) -> int:

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from ckpt.cli.screen import date, screen_width, shape_text, show_table, size
 from ckpt.errors import CheckpointError
 from ckpt.layout.region import Box, Region
-from ckpt.tools.mapping import PartOnMap, TensorOnMap, TensorsMap, map_of, rectangles
-from ckpt.tools.reader import Checkpoint
+from ckpt.loading.checkpoint import Checkpoint
+from ckpt.tools.shard_map import PartOnMap, TensorOnMap, TensorsMap, map_of, rectangles
 
 SHADES = " ░▒▓█"
 ROWS_IN_TERMINAL_MAX = 100

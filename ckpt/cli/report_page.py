@@ -10,8 +10,8 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 
 from ckpt.cli.screen import age, date, size
-from ckpt.format.telemetry import SaveTotals, Telemetry
-from ckpt.tools.reporting import Report, ReportedSave
+from ckpt.telemetry.record import SaveTotals, Telemetry
+from ckpt.tools.report import Report, ReportedSave
 
 BARS_MAX = 200  # newest saves in a chart
 ROWS_MAX = 1000  # newest saves in the table

@@ -10,8 +10,8 @@ from ckpt.cli.commandline import OK
 from ckpt.cli.report_page import page_of
 from ckpt.cli.screen import show_json
 from ckpt.errors import CheckpointError
-from ckpt.format.telemetry import SaveTotals
-from ckpt.tools.reporting import Report, report_of
+from ckpt.telemetry.record import SaveTotals
+from ckpt.tools.report import Report, report_of
 
 
 def report(arguments: argparse.Namespace) -> int:

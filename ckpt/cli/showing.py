@@ -9,20 +9,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from ckpt.cli.commandline import OK
-from ckpt.cli.screen import (
-    date,
-    shape_text,
-    short,
-    show_json,
-    show_table,
-    size,
-    value_json,
-)
+from ckpt.cli.screen import date, shape_text, short, show_json, show_table, size, value_json
+from ckpt.commit.lines import line_text
 from ckpt.errors import CheckpointError
 from ckpt.layout.region import Box, Region
-from ckpt.lines import line_text
-from ckpt.tools.mapping import rank_of
-from ckpt.tools.reader import Checkpoint, TensorInfo, open_checkpoint
+from ckpt.loading.checkpoint import Checkpoint, TensorInfo, open_checkpoint
+from ckpt.tools.shard_map import rank_of
 
 
 def show(arguments: argparse.Namespace) -> int:

@@ -40,29 +40,33 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from ckpt.api import claimed, loaded_by_others
-from ckpt.convert.blobs import blob_in_memory
-from ckpt.convert.files import blob_of
-from ckpt.convert.native import DCP_RECORD, NativeSource, native_source
-from ckpt.convert.nesting import flat_state
-from ckpt.convert.pickles import Opaque
-from ckpt.convert.torch_pickle import TensorRef
-from ckpt.convert.tree import Leaf, name_tree, nest
+from ckpt.api import loaded_by_others
+from ckpt.commit.names import MANIFEST_NAME, step_prefix
+from ckpt.commit.records import manifest_digest
+from ckpt.commit.session import Session
+from ckpt.commit.writer import Commit
+from ckpt.convert.sources.blobs import blob_in_memory
+from ckpt.convert.sources.native import DCP_RECORD, NativeSource, native_source
+from ckpt.convert.sources.pickles import Opaque
+from ckpt.convert.sources.torch_pickle import TensorRef
+from ckpt.convert.sources.tree import Leaf, name_tree, nest
+from ckpt.convert.targets.files import blob_of
+from ckpt.convert.targets.nesting import flat_state
 from ckpt.errors import CheckpointError, InvalidState
 from ckpt.format.codec import encode_values
 from ckpt.format.datafile import BLOCK_BYTES, StoredChunk, order_key
-from ckpt.format.describe import data_file_name, file_extras, file_metadata
-from ckpt.format.dtypes import dtype_name, refusal_reason, torch_dtype
-from ckpt.format.manifest import MODULES, Header, encode_manifest
+from ckpt.format.manifest import MODULES, Header
+from ckpt.format.manifest_codec import encode_manifest
+from ckpt.format.metadata import data_file_name, file_extras, file_metadata
 from ckpt.format.part import TensorInfo, build_manifest, decode_part, encode_part, make_part
+from ckpt.layout.dtypes import dtype_name, refusal_reason, torch_dtype
+from ckpt.layout.memory import is_plain_memory
 from ckpt.layout.piece import Holding, Kind
 from ckpt.layout.region import Box
-from ckpt.log import MANIFEST_NAME, manifest_digest, step_prefix
-from ckpt.memory import is_plain_memory
-from ckpt.read import ReadPath
-from ckpt.session import Commit, Session
-from ckpt.tools.reader import StoredTensor, fill, piece_of
-from ckpt.write import FileTexts, Source, WritePath, entries_of, write_files
+from ckpt.loading.checkpoint import StoredTensor, fill, piece_of
+from ckpt.loading.plan import ReadPath
+from ckpt.process import claimed
+from ckpt.saving.write import FileTexts, Source, WritePath, entries_of, write_files
 from storage import Store, open_store
 
 PART = "ckpt.part"

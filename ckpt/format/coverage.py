@@ -8,7 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from ckpt.layout.region import Box, Region, Shape, boxes_of, intersect, is_inside, whole
+from ckpt.format.datafile import region_start
+from ckpt.format.manifest import ChunkTable, Int64s
+from ckpt.layout.region import Box, Region, Shape, boxes_of, intersect, is_inside, span_of, whole
 
 # Grids of any size are checked in one pass. Anything else is cut recursively, which visits a
 # box once per
@@ -122,3 +124,97 @@ def _halves(room: Box, dim: int, at: int) -> tuple[Box, Box]:
     high_offset = (*room.offset[:dim], at, *room.offset[dim + 1 :])
     high_shape = (*room.shape[:dim], room.shape[dim] - cut, *room.shape[dim + 1 :])
     return Box(room.offset, low_shape), Box(high_offset, high_shape)
+
+
+def check_cover(
+    chunks: ChunkTable,
+    fqns: Sequence[str],
+    shapes: Sequence[Shape],
+    numels: Int64s,
+) -> list[str]:
+    """One problem per tensor that its chunks do not cover exactly; empty when all is well.
+
+    Chunks of a tensor are in the table's order. Spans are checked in one pass over all tensors,
+    boxes by
+    patterns: tensors of one shape cut in one way are looked at once.
+    """
+    boxed = np.zeros(len(fqns), dtype=bool)
+    if len(chunks.boxes):
+        filled = np.flatnonzero(np.diff(chunks.first))
+        boxed[filled] = np.logical_or.reduceat(chunks.box >= 0, chunks.first[filled])
+    bad = _badly_spanned(chunks, numels) & ~boxed
+    problems = [
+        f"{fqns[t]}: {_span_problem(chunks, t, shapes[t])}" for t in np.flatnonzero(bad).tolist()
+    ]
+    seen: dict[tuple[Shape, bytes, bytes], str | None] = {}
+    for t in np.flatnonzero(boxed).tolist():
+        part = slice(int(chunks.first[t]), int(chunks.first[t + 1]))
+        key = (
+            shapes[t],
+            np.ascontiguousarray(chunks.box[part]).tobytes(),
+            np.where(chunks.box[part] < 0, chunks.span_start[part], -1).tobytes()
+            + np.ascontiguousarray(chunks.numel[part]).tobytes(),
+        )
+        if key not in seen:
+            seen[key] = _boxed_problem(chunks, part, shapes[t])
+        if problem := seen[key]:
+            problems.append(f"{fqns[t]}: {problem}")
+    return problems
+
+
+def _badly_spanned(chunks: ChunkTable, numels: Int64s) -> npt.NDArray[np.bool_]:
+    """Per tensor, whether its chunks as spans are anything but one gapless run from 0 to its
+    end.
+    """
+    first, last = chunks.first[:-1], chunks.first[1:] - 1
+    is_empty = first > last
+    bad: npt.NDArray[np.bool_] = is_empty & (numels > 0)
+    if not len(chunks):
+        return bad
+    starts = chunks.span_start
+    heads = first[~is_empty]
+    bad[~is_empty] |= starts[heads] != 0
+    step = 1 << 14
+    for at in range(0, len(chunks) - 1, step):
+        stop = min(at + step, len(chunks) - 1)
+        ends = starts[at:stop].astype(np.int64) + chunks.numel[at:stop].astype(np.int64)
+        broken = np.flatnonzero(starts[at + 1 : stop + 1] != ends) + at + 1
+        tensor = np.searchsorted(chunks.first, broken, side="right") - 1
+        bad[tensor[chunks.first[tensor] != broken]] = True
+    tail = last[~is_empty]
+    bad[~is_empty] |= (
+        starts[tail].astype(np.int64) + chunks.numel[tail].astype(np.int64) != numels[~is_empty]
+    )
+    return bad
+
+
+def _span_problem(chunks: ChunkTable, tensor: int, shape: Shape) -> str:
+    at = 0
+    for index in range(int(chunks.first[tensor]), int(chunks.first[tensor + 1])):
+        start = int(chunks.span_start[index])
+        stop = start + int(chunks.numel[index])
+        if start != at:
+            what = "overlap" if start < at else "are missing"
+            return f"elements {min(at, start)} to {max(at, start)} {what}"
+        at = stop
+    numel = math.prod(shape)
+    what = "are missing" if at < numel else "do not exist"
+    return f"elements {min(at, numel)} to {max(at, numel)} {what}"
+
+
+def _boxed_problem(chunks: ChunkTable, part: slice, shape: Shape) -> str | None:
+    indexes = range(part.start, part.stop)
+    regions = [chunks.region(index) for index in indexes]
+    previous = -1
+    for index, region in zip(indexes, regions, strict=True):
+        if not is_inside(region, shape):
+            return f"{region} is not inside of shape {shape}"
+        if int(chunks.numel[index]) != region.numel:
+            return f"{region} is said to have {int(chunks.numel[index])} elements"
+        if isinstance(region, Box) and span_of(region, shape) is not None:
+            return f"{region} is one run of the tensor and must be a span"
+        start = region_start(region, shape)
+        if start <= previous:
+            return f"{region} is not in row-major order, or starts where another region does"
+        previous = start
+    return cover_problem(regions, shape)

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from ckpt.errors import Corrupt, InvalidState, UnsupportedFormat
 from ckpt.format.checksum import block_count, crc32c
-from ckpt.format.dtypes import DTYPES, NATIVE_BY_CODE
+from ckpt.layout.dtypes import DTYPES, NATIVE_BY_CODE
 from ckpt.layout.region import Box, Region, Shape, Span, is_inside, whole
 
 VERSION = 1
@@ -168,7 +168,7 @@ def layout_data_file(
 ) -> DataFileLayout:
     """Plan one file of `chunks`, in that order (see `order_key`), none of them empty.
 
-    `metadata` is stored as it is (see `ckpt.format.describe.file_metadata`); `extra` maps names of
+    `metadata` is stored as it is (see `ckpt.format.metadata.file_metadata`); `extra` maps names of
     reserved U8 tensors to
     their sizes. Raises InvalidState naming the fqns when a chunk cannot be stored.
     """

@@ -18,22 +18,15 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt.errors import Corrupt, InvalidState
+from ckpt.format.blake3 import Digests, digests_from, no_digests
 from ckpt.format.checksum import crc32c
 from ckpt.format.codec import decode_values, encode_values
 from ckpt.format.columns import Ints, pack_ints, pack_map, unpack_ints, unpack_map
+from ckpt.format.coverage import check_cover
 from ckpt.format.datafile import DataFileLayout, StoredChunk, region_start
-from ckpt.format.digest import Digests, digests_from, no_digests
-from ckpt.format.dtypes import DTYPES
-from ckpt.format.manifest import (
-    BoxTable,
-    ChunkTable,
-    Header,
-    Int64s,
-    Manifest,
-    check_cover,
-    starts_of,
-)
+from ckpt.format.manifest import BoxTable, ChunkTable, Header, Int64s, Manifest, starts_of
 from ckpt.format.references import REFERENCES, is_reference, parse_reference
+from ckpt.layout.dtypes import DTYPES
 from ckpt.layout.region import Box, Shape, Span, span_of
 
 

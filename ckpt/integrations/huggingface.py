@@ -23,11 +23,11 @@ from typing import Any
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ckpt.errors import CheckpointError, NoCheckpoint
+from ckpt.loading.checkpoint import list_steps, open_checkpoint
 from ckpt.service.checkpointer import SAVE_DEFAULT, Checkpointer
 from ckpt.service.policies import SavePolicy
-from ckpt.state_dict import PerRank
-from ckpt.state_dict.rng import RandomStates
-from ckpt.tools.reader import list_steps, open_checkpoint
+from ckpt.state.rng import RandomStates
+from ckpt.state.types import PerRank
 
 _TRAINER_STATE_FILE = "trainer_state.json"  # as the trainer looks for it
 _TRAINER = "trainer"

@@ -29,12 +29,13 @@ import torch.distributed as dist
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.fabric.wrappers import _FabricModule, _FabricOptimizer
 
-from ckpt.api import async_save, load, session_of
-from ckpt.background import PendingSave
+from ckpt.api import async_save, load
+from ckpt.commit.sweep import NotRetired
 from ckpt.errors import CheckpointError, NoCheckpoint
-from ckpt.session import NotRetired
-from ckpt.tools.reader import StepInfo, list_steps, open_checkpoint
-from ckpt.world import group_of_this_process
+from ckpt.loading.checkpoint import StepInfo, list_steps, open_checkpoint
+from ckpt.process import session_of
+from ckpt.saving.background import PendingSave
+from ckpt.world.torch_world import group_of_this_process
 
 logger = logging.getLogger(__name__)
 

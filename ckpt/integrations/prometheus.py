@@ -1,7 +1,6 @@
 """Metrics of saves and restores for Prometheus. Needs the extra `[metrics]`: prometheus-client.
 
     from prometheus_client import start_http_server
-    from ckpt.integrations.prometheus import SaveMetrics
 
     start_http_server(9400 + rank)
     ckpt.Checkpointer(url, state, observers=[SaveMetrics()])
@@ -15,8 +14,8 @@ from collections.abc import Sequence
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
-from ckpt.service.observing import Restored, SaveEvent, SaveFailed, SaveSkipped, SaveSucceeded
-from ckpt.telemetry import Span
+from ckpt.service.events import Restored, SaveEvent, SaveFailed, SaveSkipped, SaveSucceeded
+from ckpt.telemetry.recorder import Span
 
 BLOCKED = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
 LONG = (0.1, 0.3, 1, 3, 10, 30, 60, 120, 300, 600, 1800)

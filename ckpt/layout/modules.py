@@ -40,12 +40,7 @@ from torch import nn
 
 from ckpt.errors import InvalidState
 from ckpt.layout import torch_fsdp
-from ckpt.layout.dtensor import (
-    describe_dtensor,
-    is_dtensor,
-    memory_of,
-    repeated_over_wider_meshes,
-)
+from ckpt.layout.dtensor import describe_dtensor, is_dtensor, memory_of, repeated_over_wider_meshes
 from ckpt.layout.piece import Owned, Piece
 from ckpt.layout.plain import PLAIN_CLASSES, Ranks, Refused, refuse_unstorable, whole_tensor
 

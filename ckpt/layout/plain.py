@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from ckpt.format.dtypes import refusal_reason
+from ckpt.layout.dtypes import refusal_reason
 from ckpt.layout.piece import Owned, Piece, View
 from ckpt.layout.region import Shape, whole
 

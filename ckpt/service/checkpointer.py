@@ -28,11 +28,19 @@ from typing import Any, Literal, NamedTuple
 
 import torch.distributed as dist
 
+from ckpt.commit.records import STEP_MAX
 from ckpt.errors import CheckpointError, Fenced, InvalidState, RankFailed, SaveDropped, StoreRefused
-from ckpt.log import STEP_MAX
-from ckpt.saving import SaveReport
-from ckpt.service.agreeing import Council, Decision, Pace
-from ckpt.service.observing import Observer, Restored, SaveFailed, SaveSkipped, SaveSucceeded, tell
+from ckpt.saving.report import SaveReport
+from ckpt.service.agreement import Council, Decision, Pace
+from ckpt.service.events import (
+    Observer,
+    Restored,
+    SaveFailed,
+    SaveSkipped,
+    SaveSucceeded,
+    log_restored,
+    tell,
+)
 from ckpt.service.policies import (
     AtExit,
     CostMeter,
@@ -46,7 +54,7 @@ from ckpt.service.policies import (
     preemption_of,
 )
 from ckpt.service.preemption import LEAVING_SECONDS, Preempted, Signals, StopFacts, plan_stop
-from ckpt.service.restoring import RestoreReport, restore_latest
+from ckpt.service.restore import RestoreReport, restore_latest
 from ckpt.service.retention import (
     KeepAll,
     KeepRule,
@@ -56,9 +64,8 @@ from ckpt.service.retention import (
     plan_retention,
 )
 from ckpt.service.target import Pending, Target, UrlTarget
-from ckpt.service.weighing import nbytes_of
-from ckpt.state_dict.walk import walk
-from ckpt.telling import log_restored
+from ckpt.state.flatten import nbytes_of
+from ckpt.state.walk import walk
 from storage import StorageError
 
 logger = logging.getLogger(__name__)
@@ -136,7 +143,7 @@ class Checkpointer:
     replicas, dedup, user, host_bytes_max, io. From here to `close`, signals that `save` names are
     caught; see `ckpt.service.preemption`.
 
-    `observers` are told how saves and restores end; see `ckpt.service.observing`. With `telemetry`,
+    `observers` are told how saves and restores end; see `ckpt.service.events`. With `telemetry`,
     how every save went is kept beside the checkpoint, for `ckpt report`.
 
     Single failures of saves are logged and the training goes on; `alarm` says when it should not.
@@ -246,7 +253,7 @@ class Checkpointer:
         Damaged ones are passed over, and told in the report and the log. Imports and copies in
         another layout are restored only by their attempt, or where there is nothing else. Going
         back by `step` or `attempt` begins a new line with the next save, and that one is resumed
-        the next time (see `ckpt.lines`). None when nothing was saved yet. All ranks restore the
+        the next time (see `ckpt.commit.lines`). None when nothing was saved yet. All ranks restore the
         same one.
 
         Raises NoCheckpoint when there are some and none is whole, Mismatch when the state is

@@ -8,7 +8,7 @@ clocks and signals, so each alternative of a policy is decided where it is known
 the step alone, every rank decides by itself, with the same result. What needs a clock or a
 measurement, the lead decides; a signal counts on whichever rank it arrived. These two are agreed
 in the background and take effect at a call of `step` that lies a little ahead
-(`ckpt.service.agreeing`), the same one on all ranks.
+(`ckpt.service.agreement`), the same one on all ranks.
 """
 
 from __future__ import annotations

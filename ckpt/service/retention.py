@@ -16,8 +16,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from ckpt.log import LiveEntry, Log, LogState, Record
-from ckpt.session import NotRetired
+from ckpt.commit.log import Log, LogState
+from ckpt.commit.records import LiveEntry, Record
+from ckpt.commit.sweep import NotRetired
 
 
 class Candidate(NamedTuple):

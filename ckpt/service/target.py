@@ -15,11 +15,11 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from ckpt import api
+from ckpt.commit.session import Session
 from ckpt.errors import RankFailed
-from ckpt.loading import LoadReport
-from ckpt.saving import SaveReport
-from ckpt.session import Session
-from ckpt.world import World
+from ckpt.loading.load import LoadReport
+from ckpt.saving.report import SaveReport
+from ckpt.world.base import World
 from storage import Store
 
 MODEL_FIRST = "model-first"

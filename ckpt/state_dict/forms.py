@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ckpt.errors import InvalidState
+from ckpt.layout.memory import local_view
 from ckpt.layout.modules import describe_tensor
 from ckpt.layout.piece import Holding, Kind, Piece
 from ckpt.layout.plain import Ranks
@@ -23,11 +24,10 @@ from ckpt.layout.sharded_tensor import (
     make_dtensor,
     make_sharded_tensor,
 )
-from ckpt.memory import local_view
+from ckpt.state.describe import holdings_of
 from ckpt.state_dict.config import StateDictType
-from ckpt.state_dict.describe import holdings_of
 from ckpt.state_dict.redistribute import Known, Table, redistribute, tell
-from ckpt.world import World, collectively
+from ckpt.world.base import World, collectively
 
 Make = Callable[[], Any]
 

@@ -16,16 +16,16 @@ from ckpt.layout.piece import Holding, Kind
 from ckpt.layout.plain import Ranks
 from ckpt.layout.region import Shape
 from ckpt.layout.sharded_tensor import UnitSharding, sharding_of
-from ckpt.state_dict.bind import Binding, bind_state
+from ckpt.state.bind import Binding, bind_state
+from ckpt.state.describe import Described, describe_modules, holdings_of, prefixed
+from ckpt.state.names import bare_names
+from ckpt.state.types import Catalog, Loaded, Problem, ProblemKind, TensorEntry
+from ckpt.state.values import split_tree
+from ckpt.state.walk import Leaves
 from ckpt.state_dict.config import StateDictType
-from ckpt.state_dict.describe import Described, describe_modules, holdings_of, prefixed
 from ckpt.state_dict.forms import Live, Output, is_tensor, put_in, take_out
-from ckpt.state_dict.names import bare_names
 from ckpt.state_dict.redistribute import Table, redistribute, tell
-from ckpt.state_dict.types import Catalog, Loaded, Problem, ProblemKind, TensorEntry
-from ckpt.state_dict.values import split_tree
-from ckpt.state_dict.walk import Leaves
-from ckpt.world import World, collectively
+from ckpt.world.base import World, collectively
 
 EXTRA_STATE = "_extra_state"
 

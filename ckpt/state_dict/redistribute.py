@@ -19,20 +19,11 @@ import torch
 
 from ckpt.errors import Mismatch
 from ckpt.format.coverage import cover_problem
-from ckpt.format.dtypes import dtype_name, torch_dtype
+from ckpt.layout.dtypes import dtype_name, torch_dtype
+from ckpt.layout.memory import host_bytes, local_view, narrowed
 from ckpt.layout.piece import Holding
-from ckpt.layout.region import (
-    Box,
-    Region,
-    Shape,
-    Span,
-    boxes_of,
-    intersect,
-    span_of,
-    whole,
-)
-from ckpt.memory import host_bytes, local_view, narrowed
-from ckpt.world import World, collectively
+from ckpt.layout.region import Box, Region, Shape, Span, boxes_of, intersect, span_of, whole
+from ckpt.world.base import World, collectively
 
 BATCH_NBYTES = 256 << 20
 # Of these, what may come in small parts, which pass through a buffer.

@@ -11,7 +11,7 @@ from torch import nn
 from ckpt.errors import Mismatch
 from ckpt.layout.modules import describe_module
 from ckpt.layout.plain import Ranks
-from ckpt.state_dict.describe import members_of
+from ckpt.state.describe import members_of
 
 
 def rekey_optimizer_state_dict(

@@ -7,20 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from ckpt.commit.locate import live_entries
+from ckpt.commit.log import FORMAT_KEY, Log, read_format
+from ckpt.commit.names import LOG_PREFIX, MANIFEST_NAME, parse_step_key, record_key, step_prefix
+from ckpt.commit.records import LiveEntry, Record
 from ckpt.errors import Corrupt, NoCheckpoint
-from ckpt.locate import live_entries
-from ckpt.log import (
-    FORMAT_KEY,
-    LOG_PREFIX,
-    MANIFEST_NAME,
-    LiveEntry,
-    Log,
-    Record,
-    parse_step_key,
-    read_format,
-    record_key,
-    step_prefix,
-)
 from storage import KeyNotFoundError, Store, open_store
 
 READERS = 8
@@ -203,7 +194,7 @@ def _of_root(store: Store, live: Sequence[LiveEntry]) -> DiskUsage:
 
 def _of_directory(store: Store, no_root: NoCheckpoint) -> DiskUsage:
     """One step's directory by itself; its manifest tells which."""
-    from ckpt.format.manifest import decode_manifest
+    from ckpt.format.manifest_codec import decode_manifest
 
     try:
         header = decode_manifest(store.get(MANIFEST_NAME)).header

@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 from ckpt import Checkpoint
 from ckpt.layout.piece import Kind
-from ckpt.tools.reader import TensorInfo
+from ckpt.loading.checkpoint import TensorInfo
 
 Run: TypeAlias = dict[int, float]
 Stored: TypeAlias = tuple[Checkpoint, list[TensorInfo]]

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 
 import ckpt
-from ckpt.api import store_of
+from ckpt.process import store_of
 from examples.demo.data import batch_of, read_corpus
 from examples.demo.model import CONTEXT, ByteLM
 from storage import Store

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 import ckpt
-from ckpt.convert.opening import open_source
+from ckpt.convert.sources.opening import open_source
 from ckpt.errors import Corrupt, UnsupportedFormat
 from tests.convert.jobs import assert_same
 

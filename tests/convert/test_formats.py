@@ -19,9 +19,9 @@ from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 import ckpt
-from ckpt.convert.opening import SourceOptions, open_source
+from ckpt.convert.sources.opening import SourceOptions, open_source
 from ckpt.errors import CheckpointError, Corrupt, InvalidState, NoCheckpoint, UnsupportedFormat
-from ckpt.format.dtypes import DTYPES
+from ckpt.layout.dtypes import DTYPES
 from tests.convert.jobs import assert_same, fresh, full_of, optimizer_of, train
 
 pytestmark = [

@@ -21,9 +21,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import ckpt
-from ckpt.convert.opening import open_source
-from ckpt.convert.pickles import Opaque, Record, read_pickle
-from ckpt.convert.torch_pickle import read_tree
+from ckpt.convert.sources.opening import open_source
+from ckpt.convert.sources.pickles import Opaque, Record, read_pickle
+from ckpt.convert.sources.torch_pickle import read_tree
 from ckpt.errors import CheckpointError, Corrupt, UnsupportedFormat
 
 
@@ -136,7 +136,7 @@ def test_broken_programs_are_refused(data: bytes) -> None:
 def test_bombs_take_memory_like_their_length(
     data: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ckpt.convert.tree.NODES_MAX", 10_000)
+    monkeypatch.setattr("ckpt.convert.sources.tree.NODES_MAX", 10_000)
     tracemalloc.start()
     try:
         read_pickle(data, {})

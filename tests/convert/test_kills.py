@@ -18,8 +18,8 @@ import torch.distributed.checkpoint as dcp
 
 import ckpt
 import ckpt.api
-import ckpt.tools.exporting
-from ckpt.convert.opening import open_source
+import ckpt.convert.export
+from ckpt.convert.sources.opening import open_source
 from storage import StorageError, Store, open_store
 from storage.testing import FaultPlan, FaultyStore, Killed
 from tests.conftest import Scale
@@ -72,7 +72,7 @@ def test_killed_exports_are_absent_or_whole_and_end_when_run_again(
     rng: random.Random,
     tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(ckpt.tools.exporting, "PART_NBYTES", 8192)
+    monkeypatch.setattr(ckpt.convert.export, "PART_NBYTES", 8192)
 
     def run(number: int) -> bool:
         base = f"memory://kill-{tmp_path.name}-{number}"
@@ -82,9 +82,9 @@ def test_killed_exports_are_absent_or_whole_and_end_when_run_again(
             store = open_store(url, **options)
             return FaultyStore(store, plan) if url.startswith("memory://") else store
 
-        monkeypatch.setattr(ckpt.tools.exporting, "open_store", faulty)
+        monkeypatch.setattr(ckpt.convert.export, "open_store", faulty)
         killed = _is_killed(lambda: ckpt.export(source, f"{base}/{name}", **TARGETS[name]))
-        monkeypatch.setattr(ckpt.tools.exporting, "open_store", open_store)
+        monkeypatch.setattr(ckpt.convert.export, "open_store", open_store)
         if killed:
             if whole(base, name):
                 _compare(f"{base}/{name}")
@@ -118,7 +118,7 @@ def test_killed_imports_leave_the_root_as_it_was(
     def run(number: int) -> bool:
         url = f"memory://kill-import-{tmp_path.name}-{number}"
         plan = _kill(number)
-        monkeypatch.setattr(ckpt.api, "_process", ckpt.api._Process())
+        monkeypatch.setattr(ckpt.api, "_process", ckpt.process._Process())
         monkeypatch.setattr(
             ckpt.api, "open_store", lambda url, **o: FaultyStore(open_store(url, **o), plan)
         )
@@ -127,7 +127,7 @@ def test_killed_imports_leave_the_root_as_it_was(
         if killed:
             for info in ckpt.list_steps(url):
                 assert ckpt.verify(info.url).ok
-            monkeypatch.setattr(ckpt.api, "_process", ckpt.api._Process())
+            monkeypatch.setattr(ckpt.api, "_process", ckpt.process._Process())
             ckpt.import_checkpoint(source, url, step=3, verify=True)
         with ckpt.open(url) as found:
             assert_same({name: found["model." + name] for name in tensors()}, tensors())
@@ -167,13 +167,13 @@ def test_another_export_does_not_go_on_after_a_killed_one(
         store = open_store(url, **options)
         return FaultyStore(store, plan) if url.startswith("memory://") else store
 
-    monkeypatch.setattr(ckpt.tools.exporting, "open_store", faulty)
+    monkeypatch.setattr(ckpt.convert.export, "open_store", faulty)
     ckpt.export(source, f"{base}-dry/m.safetensors", shard_nbytes_max=10_000)
     publishes = [n for n, (what, _) in enumerate(plan.operations, 1) if what == "publish"]
     plan = FaultPlan(publishes[1], kill=True)
     with pytest.raises(Killed):
         ckpt.export(source, f"{base}/m.safetensors", shard_nbytes_max=10_000)
-    monkeypatch.setattr(ckpt.tools.exporting, "open_store", open_store)
+    monkeypatch.setattr(ckpt.convert.export, "open_store", open_store)
     half = ckpt.Selection(dtype="bfloat16")
     with pytest.raises(ckpt.errors.CheckpointError, match="of another export"):
         ckpt.export(source, f"{base}/m.safetensors", shard_nbytes_max=10_000, selection=half)
@@ -191,7 +191,7 @@ def test_a_failed_export_leaves_nothing(
         store = open_store(url, **options)
         return FaultyStore(store, plan) if url.startswith("memory://") else store
 
-    monkeypatch.setattr(ckpt.tools.exporting, "open_store", faulty)
+    monkeypatch.setattr(ckpt.convert.export, "open_store", faulty)
     with pytest.raises(StorageError):
         ckpt.export(source, f"{base}/m.safetensors", shard_nbytes_max=10_000)
     assert plan.happened and not list(open_store(base).list(""))

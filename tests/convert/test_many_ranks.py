@@ -17,11 +17,11 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
 import ckpt
-import ckpt.convert.delivery
-import ckpt.convert.importing
-import ckpt.tools.exporting
-from ckpt.convert.importing import share_of
-from ckpt.convert.source import SourceTensor
+import ckpt.convert.export
+import ckpt.convert.import_
+import ckpt.convert.targets.delivery
+from ckpt.convert.import_ import share_of
+from ckpt.convert.sources.source import SourceTensor
 from ckpt.errors import CheckpointError
 from storage import Store, open_store
 from storage.testing import CountingStore
@@ -61,10 +61,10 @@ def convert(source: str, folder: str) -> tuple[int, list[Any]]:
         opened.append(CountingStore(store))
         return opened[-1]
 
-    ckpt.convert.importing.open_store = counted  # type: ignore[attr-defined]
+    ckpt.convert.import_.open_store = counted  # type: ignore[attr-defined]
     # So that the files of a test are worth being written together.
-    ckpt.tools.exporting.PART_NBYTES = MIB
-    ckpt.convert.delivery.JOINT_NBYTES_MIN = MIB
+    ckpt.convert.export.PART_NBYTES = MIB
+    ckpt.convert.targets.delivery.JOINT_NBYTES_MIN = MIB
     reports: list[Any] = [ckpt.import_checkpoint(source, f"{folder}/run")]
     nbytes = sum(store.stats.bytes_read for store in opened)
     reports += [

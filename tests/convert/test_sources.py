@@ -14,10 +14,17 @@ import pytest
 import torch
 
 import ckpt
-import ckpt.convert.delivery
-import ckpt.convert.source
-import ckpt.tools.exporting
-from ckpt.convert.source import Chunk, Contents, FileSource, SourceTensor, Wanted, check_chunks
+import ckpt.convert.export
+import ckpt.convert.sources.source
+import ckpt.convert.targets.delivery
+from ckpt.convert.sources.source import (
+    Chunk,
+    Contents,
+    FileSource,
+    SourceTensor,
+    Wanted,
+    check_chunks,
+)
 from ckpt.errors import Corrupt
 from ckpt.layout.region import Box, Shape, Span, span_of
 from storage import Store, open_store
@@ -77,7 +84,9 @@ def test_random_runs_of_random_layouts(
     rng: random.Random, scale: Scale, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     for number in range(scale.count(150, 5000)):
-        monkeypatch.setattr(ckpt.convert.source, "SCRATCH_NBYTES", rng.choice([64, 512, 1 << 20]))
+        monkeypatch.setattr(
+            ckpt.convert.sources.source, "SCRATCH_NBYTES", rng.choice([64, 512, 1 << 20])
+        )
         shape = tuple(rng.randrange(1, 9) for _ in range(rng.randrange(4)))
         dtype = rng.choice([torch.float32, torch.int64, torch.uint8, torch.bfloat16])
         tensor = torch.arange(torch.Size(shape).numel()).view(shape).to(dtype)
@@ -136,7 +145,7 @@ def test_layouts_that_cannot_be_are_refused(chunks: list[Chunk], words: str) -> 
 def test_checksums_of_torch_files_are_right_when_parts_are_small(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ckpt.tools.exporting, "PART_NBYTES", 4096)
+    monkeypatch.setattr(ckpt.convert.export, "PART_NBYTES", 4096)
     state = {f"t{i}": torch.randn(i * 977 + 1) for i in range(12)}
     torch.save(state, tmp_path / "in.pt")
     ckpt.export(str(tmp_path / "in.pt"), str(tmp_path / "out.pt"), threads=4)
@@ -149,7 +158,7 @@ def test_verify_finds_what_is_not_as_in_the_source(
 ) -> None:
     """A writer that changes a byte is found out, and nothing is left of its file."""
     torch.save({"a": torch.arange(100.0), "b": torch.ones(3)}, tmp_path / "in.pt")
-    whole = ckpt.convert.delivery.write_file
+    whole = ckpt.convert.targets.delivery.write_file
 
     def changed(writing: object, file: object, meter: object) -> None:
         whole(writing, file, meter)  # type: ignore[arg-type]
@@ -158,7 +167,7 @@ def test_verify_finds_what_is_not_as_in_the_source(
         data[-20] ^= 1
         path.write_bytes(data)
 
-    monkeypatch.setattr(ckpt.convert.delivery, "write_file", changed)
+    monkeypatch.setattr(ckpt.convert.targets.delivery, "write_file", changed)
     with pytest.raises(Corrupt, match=r"differ from those of .*: a in m\.safetensors"):
         ckpt.export(str(tmp_path / "in.pt"), str(tmp_path / "out" / "m.safetensors"), verify=True)
     assert not list((tmp_path / "out").iterdir())

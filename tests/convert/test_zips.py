@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckpt.convert.files import Data, Fixed, Late, Output, torch_file
-from ckpt.convert.opening import open_source
-from ckpt.convert.source import SourceTensor
-from ckpt.convert.torch_pickle import TensorOut
+from ckpt.convert.sources.opening import open_source
+from ckpt.convert.sources.source import SourceTensor
+from ckpt.convert.sources.torch_pickle import TensorOut
+from ckpt.convert.targets.files import Data, Fixed, Late, Output, torch_file
 from ckpt.errors import UnsupportedFormat
-from ckpt.format.dtypes import DTYPES
-from ckpt.format.joining import joined_crc32
+from ckpt.format.crc_combine import joined_crc32
+from ckpt.layout.dtypes import DTYPES
 
 GIB = 1 << 30
 

@@ -14,13 +14,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from ckpt.commit.appender import Limits, Sources
+from ckpt.commit.ranked import SessionRegistry, open_session
 from ckpt.layout.piece import Owned, Piece, View
 from ckpt.layout.region import Box, Span, whole
-from ckpt.loading import LoadOptions, LoadReport, load_state
-from ckpt.saving import PartMemory, SaveOptions, SaveReport, save_state
-from ckpt.session import Limits, SessionRegistry, Sources, open_session
+from ckpt.loading.load import LoadOptions, LoadReport, load_state
+from ckpt.saving.report import SaveOptions, SaveReport
+from ckpt.saving.save import save_state
+from ckpt.saving.task import PartMemory
 from ckpt.testing import run_ranks
-from ckpt.world import World
+from ckpt.world.base import World
 from storage import Store
 
 NO_WAITING = Sources(pause=lambda seconds: None)

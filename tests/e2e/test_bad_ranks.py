@@ -19,20 +19,16 @@ import torch
 import torch.distributed as dist
 
 import ckpt
-from ckpt.errors import (
-    CheckpointError,
-    InvalidState,
-    Mismatch,
-    RankFailed,
-    StoreRefused,
-)
-from ckpt.locate import live_entries
-from ckpt.saving import PartMemory, SaveOptions, SaveReport, save_state
-from ckpt.session import SessionRegistry, open_session
-from ckpt.state_dict import PerRank
+from ckpt.commit.locate import live_entries
+from ckpt.commit.ranked import SessionRegistry, open_session
+from ckpt.errors import CheckpointError, InvalidState, Mismatch, RankFailed, StoreRefused
+from ckpt.saving.report import SaveOptions, SaveReport
+from ckpt.saving.save import save_state
+from ckpt.saving.task import PartMemory
+from ckpt.state.types import PerRank
 from ckpt.testing import RanksFailed
 from ckpt.testing import run_ranks as run_threads
-from ckpt.world import World
+from ckpt.world.base import World
 from storage import Store, open_store
 from tests.e2e.engines import Engine, build, full_model
 from tests.e2e.job import NO_WAITING, Job, assert_is_step, state_at
@@ -279,7 +275,7 @@ def _state(value: int) -> dict[str, Any]:
 
 def _with_broken_lead(call: Callable[[], object]) -> None:
     """`call`, while the lead cannot read what the others send it."""
-    from ckpt import saving
+    from ckpt.saving import publish as saving
 
     def fails(structure: bytes, variable: bytes) -> Any:
         raise MemoryError("no room for the parts")
@@ -343,7 +339,7 @@ def test_ranks_that_disagree_get_one_error_and_go_on(tmp_path: Path) -> None:
 
 def _die_in_a_save(root: str, victim: int, phase: str) -> tuple[str, str, float]:
     """All ranks save step 2; the victim kills itself when it begins `phase`."""
-    from ckpt import saving
+    from ckpt.saving import publish as saving
 
     ckpt.save(_state(1), root, step=1)
     dist.barrier()

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.cache import BlockCache
-from ckpt.loading import LoadOptions
-from ckpt.read import ReadPath
+from ckpt.loading.cache import BlockCache
+from ckpt.loading.load import LoadOptions
+from ckpt.loading.plan import ReadPath
 from storage import open_store
 from storage.testing import CountingStore
 from tests.e2e.job import Job, Sharded

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from ckpt.commit.locate import live_entries
 from ckpt.errors import OutcomeUnknown
-from ckpt.locate import live_entries
 from ckpt.testing import RanksFailed
 from storage import Store, open_store
 from storage.testing import FaultPlan, FaultyStore, PowerLossStore

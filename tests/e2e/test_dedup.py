@@ -18,30 +18,36 @@ import torch
 from safetensors.torch import load_file
 
 import ckpt
-from ckpt import previous
-from ckpt.dedup import ATTEMPTS_MAX, NBYTES_MULTIPLE_MAX
+from ckpt.commit.invariants import (
+    History,
+    RecordingStore,
+    check_all,
+    check_references,
+    files_needed,
+)
+from ckpt.commit.locate import live_entries, read_manifest
+from ckpt.commit.maintenance import Maintenance
+from ckpt.commit.ranked import open_session
+from ckpt.commit.records import LiveEntry
+from ckpt.commit.session import ReferenceRetired, Session
+from ckpt.commit.sweep import NotRetired
+from ckpt.commit.writer import Commit
+from ckpt.convert.export import Selection
 from ckpt.errors import CheckpointError, Corrupt, NoCheckpoint
 from ckpt.format.codec import encode_values
-from ckpt.format.manifest import Manifest, decode_manifest
-from ckpt.invariants import History, RecordingStore, check_all, check_references, files_needed
-from ckpt.locate import live_entries, read_manifest
-from ckpt.log import LiveEntry
-from ckpt.saving import PartMemory, SaveOptions, save_state
+from ckpt.format.manifest import Manifest
+from ckpt.format.manifest_codec import decode_manifest
+from ckpt.loading.checkpoint import find_checkpoint
+from ckpt.saving import base as previous
+from ckpt.saving.dedup import ATTEMPTS_MAX, NBYTES_MULTIPLE_MAX
+from ckpt.saving.report import SaveOptions
+from ckpt.saving.save import save_state
+from ckpt.saving.task import PartMemory
 from ckpt.service.retention import Candidate, KeepLatest, carry_out, plan_retention
-from ckpt.session import (
-    Commit,
-    Maintenance,
-    NotRetired,
-    ReferenceRetired,
-    Session,
-    open_session,
-)
 from ckpt.testing import RanksFailed, run_ranks
-from ckpt.tools import copying
-from ckpt.tools.exporting import Selection
-from ckpt.tools.reader import find_checkpoint
+from ckpt.tools import copy as copying
 from ckpt.tools.salvage import matches_manifest, salvage, write_manifest
-from ckpt.world import World
+from ckpt.world.base import World
 from storage import StorageError, Store, open_store
 from storage.wrap import WrappedStore
 from tests.e2e.job import NO_WAITING, Job
@@ -282,7 +288,7 @@ def test_a_reference_that_is_retired_meanwhile_is_written_anew(
     _save(job, 2)
     _, first, second = live_entries(store)
     racing = RetiringStore(store, [f"{second.attempt} {first.attempt}"])
-    with caplog.at_level(logging.WARNING, logger="ckpt.saving"):
+    with caplog.at_level(logging.WARNING, logger="ckpt.saving.publish"):
         job.store_of = lambda rank: racing
         (report, _) = job.save(lambda rank: lora_at(3, rank, 2), step=3, options=DEDUP)
     assert report.nbytes == full and report.nbytes_referenced == 0
@@ -323,7 +329,7 @@ def test_a_previous_manifest_that_is_damaged_costs_bytes_and_nothing_else(
     data = store.get(key)
     store.delete(key)
     store.put_if_absent(key, data[:-1] + bytes([data[-1] ^ 1]))
-    with caplog.at_level(logging.WARNING, logger="ckpt.previous"):
+    with caplog.at_level(logging.WARNING, logger="ckpt.saving.base"):
         assert _save(_job(1, store), 2) == full
     assert "this save writes everything" in caplog.text
     _check(store, None, 2, 2)

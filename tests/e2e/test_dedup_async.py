@@ -15,11 +15,12 @@ import torch
 from torch import nn
 
 import ckpt
-from ckpt.dedup import kept_alive
+from ckpt.commit.locate import live_entries
+from ckpt.commit.records import LiveEntry
+from ckpt.commit.session import ReferenceRetired, Session
+from ckpt.commit.writer import Commit
 from ckpt.errors import SaveDropped
-from ckpt.locate import live_entries
-from ckpt.log import LiveEntry
-from ckpt.session import Commit, ReferenceRetired, Session
+from ckpt.saving.dedup import kept_alive
 from storage import open_store
 
 WIDTH = 256

@@ -14,16 +14,16 @@ import random
 
 import pytest
 
-from ckpt.errors import OutcomeUnknown
-from ckpt.invariants import (
+from ckpt.commit.invariants import (
     History,
     RecordingStore,
     check_all,
     check_references,
     files_needed,
 )
-from ckpt.locate import live_entries
-from ckpt.session import Maintenance
+from ckpt.commit.locate import live_entries
+from ckpt.commit.maintenance import Maintenance
+from ckpt.errors import OutcomeUnknown
 from ckpt.testing import RanksFailed
 from storage import Store, open_store
 from storage.testing import FaultPlan, FaultyStore, PowerLossStore

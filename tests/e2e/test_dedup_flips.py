@@ -11,12 +11,12 @@ import random
 
 import pytest
 
-from ckpt import saving
+from ckpt.commit.locate import file_keys, live_entries, read_manifest
 from ckpt.errors import CheckpointError
-from ckpt.format.manifest import decode_manifest
-from ckpt.loading import LoadOptions, load_state
-from ckpt.locate import file_keys, live_entries, read_manifest
-from ckpt.world import SoloWorld
+from ckpt.format.manifest_codec import decode_manifest
+from ckpt.loading.load import LoadOptions, load_state
+from ckpt.saving import publish as saving
+from ckpt.world.base import SoloWorld
 from storage import open_store
 from tests.conftest import Scale
 from tests.e2e.job import Job

@@ -15,11 +15,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from ckpt import saving
 from ckpt.errors import CheckpointError, LoadInterrupted
-from ckpt.format.manifest import Manifest, decode_manifest
-from ckpt.loading import LoadOptions, load_state
-from ckpt.world import SoloWorld
+from ckpt.format.manifest import Manifest
+from ckpt.format.manifest_codec import decode_manifest
+from ckpt.loading.load import LoadOptions, load_state
+from ckpt.saving import publish as saving
+from ckpt.world.base import SoloWorld
 from storage import ByteRange, Store, open_store
 from storage.wrap import WrappedStore
 from tests.conftest import Scale

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import nn
 
+from ckpt.commit.locate import live_entries
 from ckpt.errors import (
     CheckpointError,
     Corrupt,
@@ -24,10 +25,9 @@ from ckpt.errors import (
     NoCheckpoint,
     UnsupportedFormat,
 )
-from ckpt.interrupted import refuse_interrupted
-from ckpt.loading import LoadOptions
-from ckpt.locate import live_entries
-from ckpt.state_dict import PerRank
+from ckpt.loading.load import LoadOptions
+from ckpt.state.half_loaded import refuse_interrupted
+from ckpt.state.types import PerRank
 from ckpt.testing import RanksFailed
 from storage import Store, open_store
 from storage.testing import FaultPlan, FaultyStore, Killed

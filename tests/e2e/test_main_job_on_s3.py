@@ -18,12 +18,12 @@ from safetensors.torch import load_file
 from torch import nn
 
 import ckpt
-from ckpt.cache import BlockCache
+from ckpt.commit.invariants import check_live_complete
+from ckpt.commit.locate import live_entries
 from ckpt.errors import Fenced, OutcomeUnknown, StoreRefused
-from ckpt.invariants import check_live_complete
-from ckpt.loading import LoadOptions
-from ckpt.locate import live_entries
-from ckpt.read import ReadPath
+from ckpt.loading.cache import BlockCache
+from ckpt.loading.load import LoadOptions
+from ckpt.loading.plan import ReadPath
 from ckpt.testing import RanksFailed
 from storage import Store, open_store
 from storage.testing import FaultPlan, FaultyStore

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt.loading import LoadOptions
-from ckpt.read import ReadAhead, ReadPath
-from ckpt.share import SharedRun, ShareLimits
+from ckpt.loading.load import LoadOptions
+from ckpt.loading.plan import ReadPath
+from ckpt.loading.read_ahead import ReadAhead
+from ckpt.loading.shared_reads import SharedRun, ShareLimits
 from storage import open_store
 from storage.testing import CountingStore
 from tests.e2e.job import Job

@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 
 import ckpt
-from ckpt.errors import Fenced, OutcomeUnknown
-from ckpt.invariants import (
+from ckpt.commit.invariants import (
     History,
     RecordingStore,
     check_epochs,
@@ -26,8 +25,9 @@ from ckpt.invariants import (
     check_live_complete,
     check_written_once,
 )
-from ckpt.locate import live_entries
-from ckpt.log import Log
+from ckpt.commit.locate import live_entries
+from ckpt.commit.log import Log
+from ckpt.errors import Fenced, OutcomeUnknown
 from ckpt.testing import RanksFailed
 from storage import KeyExistsError, OutcomeUnknownError, Store, open_store
 from storage.testing import FaultPlan, FaultyStore

@@ -25,7 +25,7 @@ from ckpt.format.datafile import (
     read_data_file_index,
     split_into_files,
 )
-from ckpt.format.dtypes import DTYPES, dtype_name, refusal_reason, torch_dtype
+from ckpt.layout.dtypes import DTYPES, dtype_name, refusal_reason, torch_dtype
 from ckpt.layout.region import Box, Region, Shape, Span, whole
 from tests.format.sample import TENSORS, make_sample, region_bytes
 

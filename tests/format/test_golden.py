@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from ckpt.commit.locate import file_key
+from ckpt.format.blake3 import digest_of
 from ckpt.format.columns import unpack_map
-from ckpt.format.digest import digest_of
-from ckpt.format.manifest import decode_manifest, encode_manifest
+from ckpt.format.manifest_codec import decode_manifest, encode_manifest
 from ckpt.format.part import TensorInfo, per_rank_of, values_of
-from ckpt.locate import file_key
 from ckpt.tools.salvage import matches_manifest, salvage
 from storage import open_store
 from tests.format.sample import (

@@ -14,7 +14,8 @@ import pytest
 
 from ckpt.errors import Corrupt, InvalidState, UnsupportedFormat
 from ckpt.format.columns import pack_ints, pack_map, unpack_map
-from ckpt.format.manifest import MAGIC, Manifest, decode_manifest, encode_manifest
+from ckpt.format.manifest import Manifest
+from ckpt.format.manifest_codec import MAGIC, decode_manifest, encode_manifest
 from ckpt.format.part import (
     Part,
     TensorInfo,

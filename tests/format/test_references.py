@@ -14,16 +14,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ckpt.commit.locate import file_key, file_keys
+from ckpt.commit.names import parse_step_key
 from ckpt.errors import Corrupt, NoCheckpoint
 from ckpt.format.columns import pack_ints, pack_map, pack_strings, unpack_map
 from ckpt.format.datafile import read_data_file_index
-from ckpt.format.describe import FileRange, describe_file
-from ckpt.format.manifest import decode_manifest, encode_manifest
+from ckpt.format.manifest_codec import decode_manifest, encode_manifest
+from ckpt.format.metadata import FileRange, describe_file
 from ckpt.format.part import build_manifest
 from ckpt.format.references import parse_reference, reference_to
-from ckpt.locate import file_key, file_keys
-from ckpt.log import parse_step_key
-from ckpt.tools.reader import find_checkpoint
+from ckpt.loading.checkpoint import find_checkpoint
 from ckpt.tools.salvage import _chunks_between, matches_manifest, salvage
 from storage import open_store
 from tests.format.sample import INCREMENTS, increment_dir, make_increments

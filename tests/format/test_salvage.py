@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ckpt.errors import Corrupt, InvalidState
-from ckpt.format.manifest import encode_manifest
+from ckpt.format.manifest_codec import encode_manifest
 from ckpt.tools.salvage import matches_manifest, salvage, write_manifest
 from storage import Store, open_store
 from tests.format.sample import HEADER, STEP_DIR, make_sample

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import ckpt
-from ckpt.state_dict import PerRank
+from ckpt.state.types import PerRank
 from storage import open_store
 from tests.e2e.job import Job, Sharded
 

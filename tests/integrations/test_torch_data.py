@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt.state_dict import PerRank
+from ckpt.state.types import PerRank
 from storage.memory import MemoryStore
 from tests.e2e.job import Job
 

@@ -13,8 +13,13 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from ckpt import dedup
-from ckpt.dedup import (
+from ckpt.commit.names import attempt_name
+from ckpt.commit.records import LiveEntry
+from ckpt.format.datafile import StoredChunk
+from ckpt.format.metadata import FileRange
+from ckpt.layout.region import Box, Span, whole
+from ckpt.saving import dedup
+from ckpt.saving.dedup import (
     ATTEMPTS_MAX,
     NBYTES_MULTIPLE_MAX,
     Identity,
@@ -28,10 +33,6 @@ from ckpt.dedup import (
     nbytes_held,
     references_allowed,
 )
-from ckpt.format.datafile import StoredChunk
-from ckpt.format.describe import FileRange
-from ckpt.layout.region import Box, Span, whole
-from ckpt.log import LiveEntry, attempt_name
 from tests.conftest import Scale
 from tests.format.sample import INCREMENTS, make_increments
 

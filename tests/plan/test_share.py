@@ -6,7 +6,7 @@ import random
 
 import numpy as np
 
-from ckpt.share import Ints, ShareLimits, Sharing, share_blocks
+from ckpt.loading.shared_reads import Ints, ShareLimits, Sharing, share_blocks
 
 
 def _runs(blocks: set[int]) -> Ints:

@@ -11,19 +11,16 @@ from collections.abc import Callable
 
 import pytest
 
+from ckpt.commit.appender import Limits, Sources, _Appender
+from ckpt.commit.invariants import History, RecordingStore, check_all, check_fresh_session
+from ckpt.commit.log import LogState
+from ckpt.commit.maintenance import Maintenance
+from ckpt.commit.names import MANIFEST_NAME, step_prefix
+from ckpt.commit.records import manifest_digest
+from ckpt.commit.session import Session
+from ckpt.commit.sweep import NotRetired
+from ckpt.commit.writer import Commit, _Writer
 from ckpt.errors import CheckpointError, Fenced, OutcomeUnknown
-from ckpt.invariants import History, RecordingStore, check_all, check_fresh_session
-from ckpt.log import MANIFEST_NAME, LogState, manifest_digest, step_prefix
-from ckpt.session import (
-    Commit,
-    Limits,
-    Maintenance,
-    NotRetired,
-    Session,
-    Sources,
-    _Appender,
-    _Writer,
-)
 from storage.memory import MemoryStore
 from storage.store import Store
 from tests.conftest import Scale

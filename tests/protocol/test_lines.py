@@ -13,20 +13,15 @@ import torch
 from safetensors.torch import save_file
 
 import ckpt
-from ckpt.convert.importing import import_checkpoint
+from ckpt.commit.lines import Restored, latest_last, of_step, resumable
+from ckpt.commit.log import Log, LogState, latest_of
+from ckpt.commit.ranked import SessionRegistry
+from ckpt.commit.records import RECORD_MAGIC, LiveEntry, decode_record, encode_record
+from ckpt.commit.session import Session
+from ckpt.commit.writer import Commit
+from ckpt.convert.import_ import import_checkpoint
 from ckpt.errors import Corrupt
 from ckpt.format.checksum import crc32c
-from ckpt.lines import Restored, latest_last, of_step, resumable
-from ckpt.log import (
-    RECORD_MAGIC,
-    LiveEntry,
-    Log,
-    LogState,
-    decode_record,
-    encode_record,
-    latest_of,
-)
-from ckpt.session import Commit, Session, SessionRegistry
 from storage import open_store
 from storage.memory import MemoryStore
 

@@ -15,24 +15,13 @@ from typing import Any
 import msgpack
 import pytest
 
+from ckpt.commit.log import Log, decode_format, encode_format, read_format, record_digest
+from ckpt.commit.names import attempt_epoch, parse_step_key, record_key
+from ckpt.commit.records import RECORD_MAGIC, LiveEntry, Record, decode_record, encode_record
+from ckpt.commit.session import Session
+from ckpt.commit.writer import Commit
 from ckpt.errors import CheckpointError, Corrupt, NoCheckpoint, UnsupportedFormat
 from ckpt.format.checksum import crc32c
-from ckpt.log import (
-    RECORD_MAGIC,
-    LiveEntry,
-    Log,
-    Record,
-    attempt_epoch,
-    decode_format,
-    decode_record,
-    encode_format,
-    encode_record,
-    parse_step_key,
-    read_format,
-    record_digest,
-    record_key,
-)
-from ckpt.session import Commit, Session
 from storage.errors import KeyNotFoundError
 from storage.memory import MemoryStore
 from storage.store import ByteRange, ObjectInfo

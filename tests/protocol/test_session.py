@@ -12,22 +12,19 @@ from pathlib import Path
 
 import pytest
 
+from ckpt.commit.appender import Limits, Sources
+from ckpt.commit.invariants import History, RecordingStore, check_all, check_fresh_session
+from ckpt.commit.log import Log
+from ckpt.commit.maintenance import Maintenance
+from ckpt.commit.names import MANIFEST_NAME, step_prefix
+from ckpt.commit.ranked import SessionRegistry, open_session
+from ckpt.commit.records import LiveEntry, manifest_digest
+from ckpt.commit.session import ReferenceRetired, Session
+from ckpt.commit.sweep import NotRetired
+from ckpt.commit.writer import Commit
 from ckpt.errors import CheckpointError, Corrupt, Fenced, NoCheckpoint, OutcomeUnknown, StoreRefused
-from ckpt.invariants import History, RecordingStore, check_all, check_fresh_session
-from ckpt.log import MANIFEST_NAME, LiveEntry, Log, manifest_digest, step_prefix
-from ckpt.session import (
-    Commit,
-    Limits,
-    Maintenance,
-    NotRetired,
-    ReferenceRetired,
-    Session,
-    SessionRegistry,
-    Sources,
-    open_session,
-)
 from ckpt.testing import RanksFailed, run_ranks
-from ckpt.world import SoloWorld, World
+from ckpt.world.base import SoloWorld, World
 from storage import open_store
 from storage.errors import (
     AccessDeniedError,

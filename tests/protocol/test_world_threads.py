@@ -12,7 +12,7 @@ import pytest
 
 from ckpt.errors import Fenced, InvalidState, Mismatch, OutcomeUnknown, RankFailed
 from ckpt.testing import RankKilled, RanksFailed, run_ranks
-from ckpt.world import SoloWorld, World
+from ckpt.world.base import SoloWorld, World
 
 
 def failing(errors: dict[int, BaseException]) -> dict[int, BaseException]:

@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-import ckpt.world
+import ckpt.world.torch_world
 from ckpt.errors import Fenced, RankFailed
-from ckpt.world import Deadlines, SoloWorld, TorchWorld, World, current_world
+from ckpt.world.base import SoloWorld, World
+from ckpt.world.torch_world import Deadlines, TorchWorld, current_world
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -189,7 +190,7 @@ def test_killed_rank_is_named_by_all_others_within_five_seconds(what: str, victi
 
 def _killed_on_another_machine() -> tuple[int, str, float]:
     rank = dist.get_rank()
-    ckpt.world._machine = lambda: f"machine {rank}"  # so that no pid can be looked up
+    ckpt.world.liveness._machine = lambda: f"machine {rank}"  # so that no pid can be looked up
     world = TorchWorld(deadlines=Deadlines(heartbeat_seconds=0.2, silence_seconds_max=1.5))
     world.gather("start", b"")
     if rank == 1:

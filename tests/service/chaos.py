@@ -16,18 +16,20 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from ckpt.background import Background
+from ckpt.commit.ranked import RankedSession, SessionRegistry, open_session
+from ckpt.commit.session import Session
 from ckpt.errors import CheckpointError, RankFailed
-from ckpt.loading import LoadOptions, LoadReport, load_state
-from ckpt.saving import PartMemory, SaveOptions, SaveTask
+from ckpt.loading.load import LoadOptions, LoadReport, load_state
+from ckpt.saving.background import Background
+from ckpt.saving.report import SaveOptions
+from ckpt.saving.staging import StageOptions, Staging, stage
+from ckpt.saving.task import PartMemory, SaveTask
 from ckpt.service.checkpointer import Alarm, Checkpointer, Saved
 from ckpt.service.policies import AtExit, EverySteps
 from ckpt.service.retention import KeepRule
 from ckpt.service.target import Pending, Target
-from ckpt.session import RankedSession, Session, SessionRegistry, open_session
-from ckpt.staging import StageOptions, Staging, stage
 from ckpt.testing import RankKilled, RanksFailed, run_ranks
-from ckpt.world import World
+from ckpt.world.base import World
 from storage import StorageError, Store, TransientError
 from storage.errors import OutcomeUnknownError
 from storage.store import ObjectWriter

@@ -15,11 +15,11 @@ import pytest
 import torch
 
 import ckpt
+from ckpt.layout.memory import local_view
 from ckpt.layout.plain import Ranks
-from ckpt.memory import local_view
-from ckpt.staging import Staged
-from ckpt.state_dict import flatten_state
-from ckpt.stepping import Gate
+from ckpt.saving.staging import Staged
+from ckpt.saving.step_gate import Gate
+from ckpt.state.flatten import flatten_state
 
 Tensors = dict[str, torch.Tensor]
 

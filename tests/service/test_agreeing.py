@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from ckpt.errors import RankFailed
-from ckpt.service.agreeing import Council, Decision, Pace, Wish, decided, merged
+from ckpt.service.agreement import Council, Decision, Pace, Wish, decided, merged
 from ckpt.testing import RanksFailed, run_ranks
-from ckpt.world import SoloWorld, World
+from ckpt.world.base import SoloWorld, World
 from tests.conftest import Scale
 
 QUICK = Pace(poll_seconds=0.002, ahead_seconds=0.004)

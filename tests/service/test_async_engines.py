@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 
 import ckpt
+from ckpt.layout.memory import local_view
 from ckpt.layout.plain import Ranks
 from ckpt.layout.region import Region
-from ckpt.memory import local_view
-from ckpt.state_dict import flatten_state
+from ckpt.state.flatten import flatten_state
 from tests.e2e.engines import Training, build
 from tests.ranks import run_ranks
 from tests.service.staging import late_copies

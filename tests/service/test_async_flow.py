@@ -18,16 +18,17 @@ import torch
 from torch import nn
 
 import ckpt
-from ckpt.background import Background, PendingSave
-from ckpt.image import Image
-from ckpt.memory import aligned_buffer
-from ckpt.saving import PartMemory, SaveOptions, SaveTask
-from ckpt.session import SessionRegistry, open_session
-from ckpt.staging import Staged, StageOptions, stage
-from ckpt.stepping import Steps
+from ckpt.commit.ranked import SessionRegistry, open_session
+from ckpt.layout.memory import aligned_buffer
+from ckpt.saving.background import Background, PendingSave
+from ckpt.saving.report import SaveOptions
+from ckpt.saving.staged_files import Image
+from ckpt.saving.staging import Staged, StageOptions, stage
+from ckpt.saving.step_gate import Steps
+from ckpt.saving.task import PartMemory, SaveTask
+from ckpt.saving.write import Staging
 from ckpt.testing import run_ranks
-from ckpt.world import World
-from ckpt.write import Staging
+from ckpt.world.base import World
 from storage import open_store
 from storage.memory import MemoryStore
 from tests.e2e.job import NO_WAITING, state_at
@@ -174,7 +175,7 @@ def test_what_was_copied_aside_goes_with_a_failed_save(monkeypatch: pytest.Monke
     ckpt.async_save(state, url, step=1).result()
     train()
     optimizer.step()
-    monkeypatch.setattr("ckpt.staging.aligned_buffer", noted)
+    monkeypatch.setattr("ckpt.saving.staging.aligned_buffer", noted)
     with monkeypatch.context() as patch:
         patch.setattr(Image, "write", failing_write)
         pending = ckpt.async_save(state, url, step=2, host_bytes_max=18 * MIB)
@@ -356,7 +357,7 @@ def test_weights_are_not_compared_with_a_save_that_failed(
         raise OSError("planted: no manifest")
 
     with monkeypatch.context() as patch:
-        patch.setattr("ckpt.saving.build_manifest", failing)
+        patch.setattr("ckpt.saving.publish.build_manifest", failing)
         with pytest.raises(OSError, match="planted"):
             ckpt.async_save(state, url, step=1).result()
     report = getattr(ckpt, again)(state, url, step=1)

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 import ckpt
-from ckpt.staging import Staged
+from ckpt.saving.staging import Staged
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks

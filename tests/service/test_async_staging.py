@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import ckpt
-from ckpt.stepping import Gate
+from ckpt.saving.step_gate import Gate
 from tests.service.staging import differing, late_copies, saved_tensors, tensors_now
 
 URL = "memory://async-staging"
@@ -187,7 +187,7 @@ def test_a_missing_wait_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     of every optimizer come out wrong.
     """
     monkeypatch.setattr(Gate, "wait_for", lambda self, optimizer: None)
-    monkeypatch.setattr("ckpt.staging._versions", lambda sources: [])
+    monkeypatch.setattr("ckpt.saving.staging._versions", lambda sources: [])
     with monkeypatch.context() as patch:
         patch.setattr(Gate, "is_behind", lambda self, optimizer: False)
         wrong = save_late(RUNS[name](), patch, f"planted-{name}")
@@ -250,9 +250,9 @@ def test_parameters_of_nobody_are_copied_at_once(monkeypatch: pytest.MonkeyPatch
 def test_large_tensors_that_block_are_named(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("ckpt.staging.BLOCKING_NBYTES_MAX", 1 << 20)
+    monkeypatch.setattr("ckpt.saving.staging.BLOCKING_NBYTES_MAX", 1 << 20)
     state = {"large": torch.zeros(1 << 20), "small": torch.zeros(8)}
-    with caplog.at_level(logging.WARNING, "ckpt.staging"):
+    with caplog.at_level(logging.WARNING, "ckpt.saving.staging"):
         ckpt.async_save(state, f"{URL}-blocking", step=0).result()
     assert "large (4.0 MiB)" in caplog.text
 

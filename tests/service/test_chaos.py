@@ -16,16 +16,17 @@ from collections.abc import Iterator
 
 import pytest
 
-from ckpt.invariants import (
+from ckpt.commit.invariants import (
     History,
     RecordingStore,
     check_all,
     check_references,
     files_needed,
 )
-from ckpt.log import Log, parse_step_key
+from ckpt.commit.log import Log
+from ckpt.commit.names import parse_step_key
+from ckpt.commit.session import Session
 from ckpt.service.retention import KeepBest, KeepEvery, KeepLatest
-from ckpt.session import Session
 from storage import Store
 from storage.memory import MemoryStore
 from storage.retry import RetryingStore, RetryPolicy

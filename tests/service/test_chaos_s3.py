@@ -14,9 +14,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from ckpt.log import Log, parse_step_key
+from ckpt.commit.log import Log
+from ckpt.commit.names import parse_step_key
+from ckpt.commit.session import Session
 from ckpt.service.retention import KeepLatest
-from ckpt.session import Session
 from storage import Store, open_store
 from storage.retry import RetryPolicy
 from tests.conftest import Scale

@@ -16,13 +16,14 @@ import pytest
 import torch
 
 import ckpt
+from ckpt.commit.locate import live_entries
+from ckpt.commit.ranked import SessionRegistry
+from ckpt.commit.session import Session
 from ckpt.errors import Corrupt, Fenced, InvalidState, LoadInterrupted, Mismatch, NoCheckpoint
-from ckpt.locate import live_entries
 from ckpt.service.checkpointer import Checkpointer, Failure
 from ckpt.service.policies import SavePolicy
-from ckpt.session import Session, SessionRegistry
 from ckpt.testing import run_ranks
-from ckpt.world import SoloWorld, World
+from ckpt.world.base import SoloWorld, World
 from storage import StorageError, Store, open_store
 from storage.memory import MemoryStore
 from storage.testing import FaultPlan, FaultyStore

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import nn
 
 import ckpt
-from ckpt.api import world_of
 from ckpt.errors import RankFailed
+from ckpt.process import world_of
 from tests.conftest import Scale
 from tests.ranks import run_ranks
 

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 import ckpt
-from ckpt import contents
-from ckpt.api import place_of
+from ckpt.process import place_of
+from ckpt.saving import plan as contents
 from tests.service.staging import differing, saved_tensors, tensors_now
 
 URL = "memory://kept-plans"

@@ -21,24 +21,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ckpt
+from ckpt.commit.log import Log
+from ckpt.commit.names import TELEMETRY_NAME
+from ckpt.commit.ranked import SessionRegistry
+from ckpt.commit.session import Session
 from ckpt.errors import Corrupt
-from ckpt.format.telemetry import (
+from ckpt.saving.report import SaveOptions
+from ckpt.service.checkpointer import Checkpointer
+from ckpt.service.events import Restored, SaveEvent, SaveFailed, SaveSucceeded
+from ckpt.telemetry.history import Committed, RankTold, SaveHistory, read_telemetry, totals_of
+from ckpt.telemetry.record import (
     HISTORY_MAX,
     SaveTotals,
     Telemetry,
     decode_telemetry,
     encode_telemetry,
 )
-from ckpt.log import TELEMETRY_NAME, Log
-from ckpt.saving import SaveOptions
-from ckpt.service.checkpointer import Checkpointer
-from ckpt.service.observing import Restored, SaveEvent, SaveFailed, SaveSucceeded
-from ckpt.session import Session, SessionRegistry
-from ckpt.telemetry import JsonLines, Span
-from ckpt.telling import Committed, RankTold, SaveHistory, read_telemetry, totals_of
+from ckpt.telemetry.recorder import JsonLines, Span
 from ckpt.testing import run_ranks
-from ckpt.tools.reporting import report_of
-from ckpt.world import SoloWorld, World
+from ckpt.tools.report import report_of
+from ckpt.world.base import SoloWorld, World
 from storage import RetryPolicy, StorageError, Store, TransientError, open_store
 from storage.memory import MemoryStore
 from storage.retry import RetryingStore
@@ -359,7 +361,7 @@ def test_one_line_for_each_save_and_restore(caplog: pytest.LogCaptureFixture) ->
     saved = lines(caplog, "saved")
     assert [line["step"] for line in saved] == [1, 2, 3]
     for line, told in zip(saved, telemetry_of(inner), strict=True):
-        assert line["level"] == "info" and line["logger"] == "ckpt.telling"
+        assert line["level"] == "info" and line["logger"] == "ckpt.telemetry.history"
         assert line["message"].startswith(f"saved step {line['step']} in ")
         assert f"slowest rank {line['slowest_rank']} " in line["message"]
         assert told.totals.model_dump(exclude={"warnings"}).items() <= line.items()

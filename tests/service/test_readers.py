@@ -19,12 +19,12 @@ import pytest
 import torch
 
 import ckpt
+from ckpt.commit.locate import live_entries
+from ckpt.commit.ranked import SessionRegistry
 from ckpt.errors import NoCheckpoint
-from ckpt.loading import LoadOptions, load_state
-from ckpt.locate import live_entries
-from ckpt.read import ReadPath
-from ckpt.session import SessionRegistry
-from ckpt.world import SoloWorld
+from ckpt.loading.load import LoadOptions, load_state
+from ckpt.loading.plan import ReadPath
+from ckpt.world.base import SoloWorld
 from storage import KeyNotFoundError, StorageError, Store, open_store
 from storage.wrap import WrappedStore
 from tests.conftest import Scale

@@ -11,7 +11,13 @@ import random
 import pytest
 
 import ckpt
-from ckpt.log import LiveEntry, Log, attempt_name
+from ckpt.commit.appender import Sources
+from ckpt.commit.log import Log
+from ckpt.commit.maintenance import Maintenance
+from ckpt.commit.names import attempt_name
+from ckpt.commit.records import LiveEntry
+from ckpt.commit.session import Session
+from ckpt.commit.writer import Commit
 from ckpt.service.retention import (
     Candidate,
     KeepAll,
@@ -25,7 +31,6 @@ from ckpt.service.retention import (
     carry_out,
     plan_retention,
 )
-from ckpt.session import Commit, Maintenance, Session, Sources
 from storage.memory import MemoryStore
 
 NOW = 1_000_000.0

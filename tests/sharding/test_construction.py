@@ -34,10 +34,10 @@ from sharding import (
     transformer_auto_wrap_policy,
     wrap,
 )
+from sharding.engine.groups import blocks_of
+from sharding.engine.reduction import divide_factors
 from sharding.fsdp import fsdp_units
-from sharding.groups import blocks_of
-from sharding.init import choose_device
-from sharding.reduction import divide_factors
+from sharding.wrap.init import choose_device
 from tests.ranks import run_ranks
 from tests.sharding.models import batches, block, build, engine, full_copies, uneven, wrapped
 

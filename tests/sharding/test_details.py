@@ -18,8 +18,8 @@ from torch.distributed.algorithms._comm_hooks import default_hooks
 
 import sharding
 from sharding import CPUOffload, FullyShardedDataParallel, MixedPrecision, ModuleWrapPolicy
-from sharding.streams import Streams
-from sharding.unit import Phase
+from sharding.engine.streams import Streams
+from sharding.engine.unit import Phase
 from tests.ranks import run_ranks
 from tests.sharding.models import batches, build, full_copies, uneven, wrapped
 

@@ -18,20 +18,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import ckpt
-from sharding import (
-    FullyShardedDataParallel,
-    ModuleWrapPolicy,
-    ShardingStrategy,
-    StateDictType,
-)
-from sharding.extensions import Extension
+from sharding import FullyShardedDataParallel, ModuleWrapPolicy, ShardingStrategy, StateDictType
+from sharding.engine.extensions import Extension
 from tests.ranks import run_ranks
 from tests.sharding.models import build, clean, full
 from tests.sharding.test_state_dicts import assert_same

@@ -12,7 +12,7 @@ import itertools
 import pytest
 import torch
 
-from sharding.flat_layout import (
+from sharding.flat.layout import (
     FlatLayout,
     MemberSpec,
     alignment,

@@ -118,7 +118,7 @@ def state_dicts_move_between_torchs_fully_shard_and_ours() -> None:
 
 
 def full_dicts_come_and_go_by_our_functions_and_by_torchs() -> None:
-    from ckpt import state_dicts
+    from ckpt.state_dict import api as state_dicts
 
     training, plain = build("fully"), engines.build("plain", "adamw")
     training.step(0)

@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from sharding.collectives import Comm, Parts, _Native, _Pairwise, default_group
-from sharding.pool import BufferPool
+from sharding.engine.collectives import Comm, Parts, _Native, _Pairwise, default_group
+from sharding.engine.pool import BufferPool
 from tests.sharding.fully_scenarios import claims
 
 pytestmark = pytest.mark.ranks

@@ -17,8 +17,8 @@ from torch import nn
 
 import sharding
 from sharding import FSDPModule
-from sharding.collectives import CustomComm, _Native
-from sharding.store import State
+from sharding.engine.collectives import CustomComm, _Native
+from sharding.engine.store import State
 from tests.sharding.fully_scenarios import (
     assert_close,
     assert_equal,

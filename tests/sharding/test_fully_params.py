@@ -20,9 +20,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.utils._pytree import tree_map
 
 import sharding
-from sharding.dtensor_seam import local_of
-from sharding.dtensor_store import DTensorStore
-from sharding.store import State
+from sharding.dtensor.seam import local_of
+from sharding.dtensor.store import DTensorStore
+from sharding.engine.store import State
 from tests.sharding.fully_scenarios import (
     assert_close,
     claims,

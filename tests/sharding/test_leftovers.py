@@ -21,8 +21,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import sharding
-from sharding.precision import cast_floating
-from sharding.sharded_module import sharded_groups
+from sharding.engine.precision import cast_floating
+from sharding.fsdp_module import sharded_groups
 from tests.sharding.fully_scenarios import claims, ones
 from tests.sharding.models import WIDTH
 

@@ -11,8 +11,8 @@ import sys
 import pytest
 import torch
 
-from sharding.memory import GatheredMemory, PagePool, _can_move, _Moved, _Resized
-from sharding.pool import BufferPool
+from sharding.engine.memory import GatheredMemory, PagePool, _can_move, _Moved, _Resized
+from sharding.engine.pool import BufferPool
 
 SIZE = 4 * 1024 * 1024
 CPU = torch.device("cpu")

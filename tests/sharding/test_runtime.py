@@ -32,7 +32,7 @@ from sharding import (
     ModuleWrapPolicy,
     ShardingStrategy,
 )
-from sharding.flat_param import FlatParam
+from sharding.flat.param import FlatParam
 from tests.ranks import RanksFailed, run_ranks
 from tests.sharding.models import batches, block, build, engine, full, full_copies, uneven, wrapped
 

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import sharding
 from sharding import CPUOffload, MixedPrecision, ShardingStrategy
-from sharding.streams import Streams
+from sharding.engine.streams import Streams
 from tests.sharding.fully_scenarios import claims
 from tests.sharding.models import engine
 

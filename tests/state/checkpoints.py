@@ -13,8 +13,9 @@ from ckpt.format.codec import decode_values, encode_values
 from ckpt.layout.piece import Kind, Piece
 from ckpt.layout.plain import Ranks
 from ckpt.layout.region import Region, boxes_of
-from ckpt.state_dict import Binding, Catalog, FlatState, Loaded, TensorEntry, bind_state
-from ckpt.state_dict import flatten_state as flatten
+from ckpt.state.bind import Binding, bind_state
+from ckpt.state.flatten import flatten_state as flatten
+from ckpt.state.types import Catalog, FlatState, Loaded, TensorEntry
 
 State = Any
 

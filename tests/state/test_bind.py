@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 from ckpt.errors import InvalidState
-from ckpt.state_dict import Catalog, PerRank, ProblemKind, TensorEntry, rng_state
+from ckpt.state.rng import rng_state
+from ckpt.state.types import Catalog, PerRank, ProblemKind, TensorEntry
 from tests.state.checkpoints import Checkpoint, assert_same, bound, gathered, load, same_bits
 
 Params = Any

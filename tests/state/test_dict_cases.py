@@ -25,25 +25,25 @@ from torch.nn.utils import parametrizations
 
 from ckpt.errors import CheckpointError, Mismatch
 from ckpt.layout.plain import Ranks
-from ckpt.state_dict import (
-    FullStateDictConfig,
-    LocalStateDictConfig,
-    ShardedStateDictConfig,
-    StateDictType,
-    rekey_optimizer_state_dict,
-)
-from ckpt.state_dict.model import put_model
-from ckpt.state_dict.optimizer_dict import OptimizerLoad
-from ckpt.state_dicts import (
+from ckpt.state_dict.api import (
     load_model_state_dict,
     load_optimizer_state_dict,
     model_state_dict,
     optimizer_state_dict,
     optimizer_state_dict_to_load,
 )
+from ckpt.state_dict.config import (
+    FullStateDictConfig,
+    LocalStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictType,
+)
+from ckpt.state_dict.model import put_model
+from ckpt.state_dict.optimizers import OptimizerLoad
+from ckpt.state_dict.rekey import rekey_optimizer_state_dict
 from ckpt.testing import RanksFailed
 from ckpt.testing import run_ranks as run_threads
-from ckpt.world import World
+from ckpt.world.base import World
 from tests.ranks import run_ranks
 from tests.state.test_dict_round_trips import copied
 from tests.state.test_dicts_against_torch import differences

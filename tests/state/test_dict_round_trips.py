@@ -18,8 +18,7 @@ from torch import nn
 
 from ckpt.layout.region import Box
 from ckpt.layout.sharded_tensor import make_sharded_tensor
-from ckpt.state_dict import FullOptimStateDictConfig, FullStateDictConfig, StateDictType
-from ckpt.state_dicts import (
+from ckpt.state_dict.api import (
     load_model_state_dict,
     load_optimizer_state_dict,
     model_state_dict,
@@ -27,6 +26,7 @@ from ckpt.state_dicts import (
     optimizer_state_dict_to_load,
     shard_optimizer_state_dict,
 )
+from ckpt.state_dict.config import FullOptimStateDictConfig, FullStateDictConfig, StateDictType
 from tests.layout.models import awkward
 from tests.ranks import run_ranks
 from tests.state.engines import ENGINES, OPTIMIZERS, train

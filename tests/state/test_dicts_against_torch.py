@@ -36,20 +36,16 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.fsdp import StateDictType as TorchType
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from ckpt.state_dict import FullStateDictConfig as OurFullConfig
-from ckpt.state_dict import StateDictType
-from ckpt.state_dicts import (
+from ckpt.state_dict.api import (
     load_model_state_dict,
     load_optimizer_state_dict,
     model_state_dict,
     optimizer_state_dict,
 )
+from ckpt.state_dict.config import FullStateDictConfig as OurFullConfig
+from ckpt.state_dict.config import StateDictType
 from tests.layout.models import awkward
 from tests.ranks import run_ranks
 from tests.state.checkpoints import same_bits

@@ -16,7 +16,9 @@ from ckpt.errors import InvalidState
 from ckpt.format.codec import encode_values
 from ckpt.layout.piece import Kind
 from ckpt.layout.plain import Ranks
-from ckpt.state_dict import FlatState, PerRank, flatten_state, rng_state
+from ckpt.state.flatten import flatten_state
+from ckpt.state.rng import rng_state
+from ckpt.state.types import FlatState, PerRank
 
 ALONE = Ranks.alone()
 

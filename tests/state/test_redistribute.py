@@ -21,7 +21,7 @@ from ckpt.layout.region import Box, Region, Shape, Span, whole
 from ckpt.state_dict import redistribute as module
 from ckpt.state_dict.redistribute import redistribute, tell
 from ckpt.testing import RanksFailed, run_ranks
-from ckpt.world import World
+from ckpt.world.base import World
 from tests.state.checkpoints import elements, put, same_bits
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.uint8)

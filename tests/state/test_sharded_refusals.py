@@ -15,7 +15,9 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 
 from ckpt.errors import InvalidState, Mismatch
 from ckpt.layout.dtensor import is_dtensor, local_tensor
-from ckpt.state_dict import PerRank, flatten_state, rng_state
+from ckpt.state.flatten import flatten_state
+from ckpt.state.rng import rng_state
+from ckpt.state.types import PerRank
 from tests.ranks import run_ranks
 from tests.state.checkpoints import (
     Checkpoint,

@@ -25,8 +25,8 @@ from storage import (
     TransientError,
 )
 from storage.retry import NO_RETRY, RetryingStore, RetryPolicy
-from storage.s3 import S3Store, Transfer
-from storage.s3_fast import FastS3Store
+from storage.s3.fast import FastS3Store
+from storage.s3.store import S3Store, Transfer
 from storage.spread import SpreadStore
 from storage.testing import StoreContract, write_object
 from tests.servers import S3Server, free_port, rclone_path, rclone_server

@@ -13,12 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from storage import (
-    KeyExistsError,
-    OutcomeUnknownError,
-    Store,
-    TransientError,
-)
+from storage import KeyExistsError, OutcomeUnknownError, Store, TransientError
 from storage.retry import RetryingStore, RetryPolicy
 from storage.testing import StoreContract, write_object
 from tests.conftest import Scale

@@ -20,8 +20,8 @@ import pytest
 
 from storage import AccessDeniedError, open_store
 from storage.retry import NO_RETRY
-from storage.s3 import S3Store, Transfer
-from storage.s3_fast import FastS3Store
+from storage.s3.fast import FastS3Store
+from storage.s3.store import S3Store, Transfer
 from storage.testing import write_object
 from tests.fault_proxy import fault_proxy
 from tests.servers import S3Server
@@ -149,7 +149,7 @@ def test_payloads_are_unsigned_over_tls_or_when_asked_for(
 def test_what_only_s3fs_can_do_is_done_by_s3fs_and_said(
     moto: S3Server, caplog: pytest.LogCaptureFixture, options: dict[str, Any]
 ) -> None:
-    caplog.set_level(logging.DEBUG, logger="storage.s3_fast")
+    caplog.set_level(logging.DEBUG, logger="storage.s3.fast")
     store = fast_store(moto.make_bucket(), **{**moto.options, **options})
     assert store.objects() is None
     assert "obstore is not used" in caplog.text

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from storage import InvalidUrlError, StorageError, open_store
+from storage.keys import redacted
 from storage.local import LocalStore
-from storage.url import redacted
 
 
 def test_paths_and_file_urls_name_the_same_store(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 import ckpt
 from ckpt.cli import main
-from ckpt.session import Maintenance
+from ckpt.commit.maintenance import Maintenance
 from storage import open_store
 from tests.tools.conftest import data_files, sliced_net, stepped
 

@@ -22,16 +22,17 @@ import torch
 
 import ckpt
 from ckpt.cli import main
+from ckpt.commit.log import Log
+from ckpt.commit.session import Session
 from ckpt.errors import CheckpointError, Corrupt, NoCheckpoint
-from ckpt.format.manifest import Manifest, encode_manifest
+from ckpt.format.manifest import Manifest
+from ckpt.format.manifest_codec import encode_manifest
 from ckpt.layout.even import even_part
 from ckpt.layout.region import Box, Span, boxes_of
-from ckpt.log import Log
-from ckpt.session import Session
-from ckpt.tools.copying import copy_checkpoint, copy_root
-from ckpt.tools.reader import Checkpoint, Found, find_checkpoint
-from ckpt.tools.resharding import NewLayout, commit_second_form, cut_for, new_header
-from ckpt.tools.rewriting import bands_of, own_layout, rewrite
+from ckpt.loading.checkpoint import Checkpoint, Found, find_checkpoint
+from ckpt.tools.copy import copy_checkpoint, copy_root
+from ckpt.tools.reshard import NewLayout, commit_second_form, cut_for, new_header
+from ckpt.tools.rewrite import bands_of, own_layout, rewrite
 from ckpt.tools.salvage import salvage
 from storage import StorageError, Store, open_store
 from storage.memory import MemoryBucket, MemoryStore
@@ -263,14 +264,14 @@ def test_resharding_in_a_root_leaves_the_latest_loadable_at_every_death(
     mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both stores, that of the root and that of the new directory, die at the n-th operation."""
-    import ckpt.tools.resharding
+    import ckpt.tools.reshard
 
     def run(number: int, plan: FaultPlan) -> str:
         url = f"memory://in-root-{mode}-{number}"
         if not list(open_store(url).list("")):
             ckpt.save({"x": torch.arange(300.0) * 2, "n": 2}, url, step=2)
         monkeypatch.setattr(
-            ckpt.tools.resharding, "open_store", lambda url: FaultyStore(open_store(url), plan)
+            ckpt.tools.reshard, "open_store", lambda url: FaultyStore(open_store(url), plan)
         )
         with contextlib.suppress(Killed):
             ckpt.reshard(url, ranks=2, threads=1)

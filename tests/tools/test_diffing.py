@@ -18,9 +18,9 @@ import torch
 import ckpt
 from ckpt.cli import main
 from ckpt.format.checksum import crc32c
-from ckpt.format.joining import joined_crc32c
-from ckpt.tools.diffing import DiffOptions, diff_checkpoints
-from ckpt.tools.reader import Checkpoint, find_checkpoint
+from ckpt.format.crc_combine import joined_crc32c
+from ckpt.loading.checkpoint import Checkpoint, find_checkpoint
+from ckpt.tools.diff import DiffOptions, diff_checkpoints
 from storage import open_store
 from storage.testing import CountingStore
 from tests.ranks import run_ranks

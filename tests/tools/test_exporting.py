@@ -16,8 +16,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, load_model
 
 import ckpt
-import ckpt.tools.exporting
-from ckpt.tools.exporting import parse_nbytes
+import ckpt.convert.export
+from ckpt.convert.export import parse_nbytes
 from storage import open_store
 from storage.testing import CountingStore
 from tests.tools.conftest import data_files, make_net, sliced_net, stepped
@@ -45,7 +45,7 @@ def test_parts_smaller_than_tensors_and_unaligned_chunks(
     sliced_root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Many parts per tensor, several threads: the assembled bytes are still those of the model."""
-    monkeypatch.setattr(ckpt.tools.exporting, "PART_NBYTES", 4096)
+    monkeypatch.setattr(ckpt.convert.export, "PART_NBYTES", 4096)
     ckpt.export(sliced_root, str(tmp_path / "m.safetensors"), threads=4)
     tensors = load_file(tmp_path / "m.safetensors")
     assert all(torch.equal(tensors[k], v) for k, v in sliced_net().state_dict().items())
@@ -220,7 +220,7 @@ def test_stored_bytes_are_read_about_once(
         opened.append(CountingStore(open_store(url)))
         return opened[-1]
 
-    monkeypatch.setattr(ckpt.tools.exporting, "open_store", counted)
+    monkeypatch.setattr(ckpt.convert.export, "open_store", counted)
     report = ckpt.export(plain_root, str(tmp_path / "m.safetensors"))
     assert opened[0].stats.bytes_read <= 1.05 * report.nbytes + 100_000
 

@@ -22,11 +22,11 @@ from ckpt.cli import main
 from ckpt.cli.commandline import all_commands
 from ckpt.cli.completing import bash_script, completed, fish_script, zsh_script
 from ckpt.cli.screen import age
+from ckpt.commit.maintenance import Maintenance
+from ckpt.commit.names import record_key
 from ckpt.errors import Corrupt, NoCheckpoint
 from ckpt.layout.region import Box, Span
-from ckpt.log import record_key
-from ckpt.session import Maintenance
-from ckpt.tools.mapping import Rectangle, map_of, rank_of, rectangles
+from ckpt.tools.shard_map import Rectangle, map_of, rank_of, rectangles
 from storage import open_store
 
 

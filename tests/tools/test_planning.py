@@ -21,11 +21,11 @@ from ckpt.api import read_path
 from ckpt.cli import main
 from ckpt.layout.even import EvenLayout, wanted_part
 from ckpt.layout.region import Box
-from ckpt.loading import LoadOptions, load_state
-from ckpt.state_dict import TensorEntry
+from ckpt.loading.load import LoadOptions, load_state
+from ckpt.state.types import TensorEntry
 from ckpt.testing import run_ranks as run_threads
-from ckpt.tools.planning import Wanted, plan_ranks, wanted_like
-from ckpt.world import World
+from ckpt.tools.plan import Wanted, plan_ranks, wanted_like
+from ckpt.world.base import World
 from storage import Store, open_store
 from storage.testing import CountingStore
 from tests.ranks import run_ranks
@@ -127,9 +127,9 @@ def test_resharding_for_the_ranks_makes_fewer_requests(sliced_root: str, tmp_pat
 
 
 def test_planning_reads_no_tensor(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    import ckpt.tools.planning
+    import ckpt.tools.plan
 
-    opened = counted(monkeypatch, ckpt.tools.planning)
+    opened = counted(monkeypatch, ckpt.tools.plan)
     plan_ranks(root, ranks=2)
     ckpt.plan_load(small_state(), root)
     assert len(opened) == 2

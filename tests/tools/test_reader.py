@@ -11,7 +11,7 @@ import torch
 
 import ckpt
 from ckpt.layout.region import Box, Span
-from ckpt.tools.reader import Checkpoint, find_checkpoint
+from ckpt.loading.checkpoint import Checkpoint, find_checkpoint
 from storage import open_store
 from storage.testing import CountingStore
 from tests.tools.conftest import BIG, data_files, sliced_net, stepped

@@ -23,14 +23,15 @@ import ckpt
 from ckpt.cli import main
 from ckpt.cli.report_page import page_of
 from ckpt.cli.screen import size
+from ckpt.commit.maintenance import Maintenance
+from ckpt.commit.names import TELEMETRY_NAME
+from ckpt.commit.ranked import SessionRegistry
 from ckpt.errors import CheckpointError, NoCheckpoint
-from ckpt.format.telemetry import SaveFailure, Telemetry
-from ckpt.log import TELEMETRY_NAME
 from ckpt.service.checkpointer import Checkpointer
-from ckpt.session import Maintenance, SessionRegistry
+from ckpt.telemetry.record import SaveFailure, Telemetry
 from ckpt.testing import run_ranks
-from ckpt.tools.reporting import Report, report_of
-from ckpt.world import World
+from ckpt.tools.report import Report, report_of
+from ckpt.world.base import World
 from storage import StorageError, open_store
 from storage.testing import FaultPlan, FaultyStore
 from tests.e2e.job import state_at
@@ -150,7 +151,7 @@ def test_entries_have_the_sizes_of_the_state(root: str) -> None:
 
 
 def test_gaps_between_saves_are_told(root: str) -> None:
-    from ckpt.tools.reporting import _notices_of_gaps
+    from ckpt.tools.report import _notices_of_gaps
 
     saves = report_of(root).saves[:5]
     times = (0.0, 60.0, 120.0, 3720.0, 3780.0)

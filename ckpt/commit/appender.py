@@ -1,0 +1,216 @@
+"""The one way to append to a log.
+
+An append has three outcomes: it stands, it does not, or nobody knows yet. Note "pending": a record
+that was sent is kept until its slot's occupant is known, and nothing else is appended before that.
+Only put_if_absent on the same slot settles it; a read that finds nothing settles nothing, because
+the timed-out request may still land.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from ckpt.commit.log import Log, LogState
+from ckpt.commit.names import record_key
+from ckpt.commit.records import (
+    Kind,
+    LiveEntry,
+    Record,
+    decode_record,
+    encode_record,
+    record_problem,
+)
+from ckpt.errors import CheckpointError, Corrupt, OutcomeUnknown
+from storage.errors import (
+    KeyExistsError,
+    KeyNotFoundError,
+    OutcomeUnknownError,
+    StorageError,
+    TransientError,
+)
+from storage.store import Store
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """Where randomness, time and waiting come from; tests give their own.
+
+    `random_bytes(n)` must never repeat, `clock()` is seconds since 1970 for display only,
+    `pause(seconds)` waits between tries.
+    """
+
+    random_bytes: Callable[[int], bytes] = secrets.token_bytes
+    clock: Callable[[], float] = time.time
+    pause: Callable[[float], None] = time.sleep
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How often an append is tried: the same record on the same slot, and lost races for a slot."""
+
+    tries_max: int = 5
+    first_pause_seconds: float = 0.2
+    races_max: int = 1000
+
+
+class Settled(NamedTuple):
+    """What became of a record whose outcome was unknown."""
+
+    record: Record
+    landed: bool
+
+
+class _Draft(NamedTuple):
+    """The part of a record that depends on the live set before it. `entry` comes to life with a
+    COMMIT, and learns its slot when the record gets one."""
+
+    kind: Kind
+    epoch: int
+    attempt: str | None
+    live: tuple[LiveEntry, ...]
+    entry: LiveEntry | None = None
+
+
+Build = Callable[[LogState], "_Draft | None"]
+
+
+class _Appender:
+    """Appends to one log. Shared by sessions and maintenance; see the note at the top."""
+
+    def __init__(
+        self, store: Store, *, check_first: bool, sources: Sources, limits: Limits
+    ) -> None:
+        self.log = Log(store)
+        self.sources = sources
+        self._limits = limits
+        self._check_first = check_first
+        self._pending: Record | None = None
+
+    @property
+    def store(self) -> Store:
+        return self.log.store
+
+    @property
+    def pending(self) -> Record | None:
+        return self._pending
+
+    def append(self, build: Build) -> Record | None:
+        """Append what `build` makes of the newest state, anew after every lost race for a slot.
+
+        None when `build` has nothing to do. Raises what `build` raises (nothing was sent then),
+        OutcomeUnknown when the record may or may not stand: it stays pending.
+        """
+        self.settle()
+        for _ in range(self._limits.races_max):
+            state = self.log.state()
+            draft = build(state)
+            if draft is None:
+                return None
+            record = self._record(draft, slot=state.slot + 1, previous=self.log.digest_of(state))
+            if self._put(record, sent_before=False):
+                self.log.saw(record)
+                return record
+        raise CheckpointError(
+            f"{self.store.url}: lost {self._limits.races_max} races for a log slot in a row; "
+            "another process is appending without end: stop it, then try again"
+        )
+
+    def settle(self) -> Settled | None:
+        """Find out what became of a pending record, None when there is none.
+
+        Raises OutcomeUnknown when the store still does not answer.
+        """
+        record = self._pending
+        if record is None:
+            return None
+        landed = self._put(record, sent_before=True)
+        if landed:
+            self.log.saw(record)
+        return Settled(record, landed)
+
+    def _record(self, draft: _Draft, *, slot: int, previous: bytes | None) -> Record:
+        live = draft.live
+        if draft.entry is not None:
+            live = (*live, replace(draft.entry, slot=slot))
+        record = Record(
+            kind=draft.kind,
+            slot=slot,
+            epoch=draft.epoch,
+            write_id=self.sources.random_bytes(16),
+            time_unix=float(self.sources.clock()),
+            attempt=draft.attempt,
+            live=live,
+            previous=previous,
+        )
+        problem = record_problem(record, slot=slot)
+        if problem is not None:
+            raise CheckpointError(f"refusing to append a record that {problem}")
+        # A record that cannot be read would be the end of the root: no one could append after it.
+        decode_record(encode_record(record), slot=slot, where="a record that is not sent")
+        return record
+
+    def _put(self, record: Record, *, sent_before: bool) -> bool:
+        """True when `record` stands in its slot, False when another one does; see note
+        "pending".
+        """
+        data = encode_record(record)
+        self._pending = record
+        cause: StorageError | None = None
+        maybe_sent = sent_before
+        for attempt in range(self._limits.tries_max):
+            if attempt:
+                self.sources.pause(self._limits.first_pause_seconds * 2 ** (attempt - 1))
+            try:
+                self._create(record_key(record.slot), data)
+            except KeyExistsError:
+                return self._own(record, data)
+            except OutcomeUnknownError as error:
+                cause, maybe_sent = error, True
+            except TransientError as error:
+                cause = error
+            except StorageError as error:
+                # A definite refusal of this try, which says nothing about an earlier one.
+                cause = error
+                break
+            else:
+                self._pending = None
+                return True
+        assert cause is not None
+        if not maybe_sent:
+            self._pending = None
+            raise cause
+        raise self._unknown(record) from cause
+
+    def _own(self, record: Record, data: bytes) -> bool:
+        """Whether the taken slot holds our own record: a lost reply is not a failure."""
+        try:
+            occupant = self.log.raw(record.slot)
+        except StorageError as error:
+            raise self._unknown(record) from error
+        except Corrupt:
+            occupant = b""  # too large to be ours; the next look at the log will say so
+        self._pending = None
+        return occupant == data
+
+    def _unknown(self, record: Record) -> OutcomeUnknown:
+        what = record.kind if record.attempt is None else f"{record.kind} of {record.attempt}"
+        return OutcomeUnknown(
+            f"{self.store.url}/{record_key(record.slot)}: no answer to the {what}: it may stand "
+            "now, later or never. Nothing of it was deleted; the next save settles it, or a new "
+            "process's"
+        )
+
+    def _create(self, key: str, data: bytes) -> None:
+        if self._check_first:
+            # unsafe_single_writer: this store would overwrite; nobody else writes, says the user.
+            try:
+                self.store.info(key)
+            except KeyNotFoundError:
+                pass
+            else:
+                raise KeyExistsError(f"{self.store.url}/{key} exists")
+        self.store.put_if_absent(key, data)

@@ -1,0 +1,76 @@
+"""The first contact with a root: create FORMAT, and probe whether the store can commit safely."""
+
+from __future__ import annotations
+
+from ckpt.commit.appender import Limits, Sources
+from ckpt.commit.log import FORMAT_KEY, encode_format, read_format
+from ckpt.commit.names import LOG_PREFIX
+from ckpt.errors import Corrupt, NoCheckpoint, StoreRefused
+from storage.errors import KeyExistsError, OutcomeUnknownError, TransientError
+from storage.store import ExclusiveCreate, Store
+
+
+def _format_of(store: Store, *, sources: Sources, limits: Limits) -> str:
+    """The root id, after creating FORMAT if this is the first session of the root."""
+    try:
+        return read_format(store).root
+    except NoCheckpoint:
+        if next(iter(store.list(LOG_PREFIX)), None) is not None:
+            raise Corrupt(
+                f"{store.url} has a log but no {FORMAT_KEY} object: it was removed or the copy is "
+                "incomplete; save to a new url, load steps by their own paths"
+            ) from None
+    _create_format(store, encode_format(sources.random_bytes(16).hex()), sources, limits)
+    return read_format(store).root
+
+
+def _create_format(store: Store, data: bytes, sources: Sources, limits: Limits) -> None:
+    """FORMAT exists on return, ours or another writer's."""
+    for attempt in range(limits.tries_max):
+        try:
+            store.put_if_absent(FORMAT_KEY, data)
+            return
+        except KeyExistsError:
+            return
+        except (OutcomeUnknownError, TransientError):
+            if attempt + 1 == limits.tries_max:
+                raise
+            sources.pause(limits.first_pause_seconds * 2**attempt)
+
+
+def _probe(store: Store, root: str, unsafe_single_writer: bool, limits: Limits) -> bool:
+    """Whether appends must look before they write; raises StoreRefused when that is not allowed.
+
+    A server may accept the conditional header and overwrite all the same (rclone does). Creating
+    FORMAT again must be refused; if it is not, it was overwritten with the same bytes: no harm.
+    """
+    if store.exclusive_create is ExclusiveCreate.ATOMIC:
+        return False
+    problem = "it can only check and then write, so two writers could both win"
+    if store.exclusive_create is ExclusiveCreate.CONDITIONAL:
+        if _refuses_existing(store, encode_format(root), limits):
+            return False
+        problem = "it overwrote an object that it was asked to create only if absent"
+    if not unsafe_single_writer:
+        raise _refused(store, problem)
+    return True
+
+
+def _refuses_existing(store: Store, data: bytes, limits: Limits) -> bool:
+    for attempt in range(limits.tries_max):
+        try:
+            store.put_if_absent(FORMAT_KEY, data)
+            return False
+        except KeyExistsError:
+            return True
+        except (OutcomeUnknownError, TransientError):
+            if attempt + 1 == limits.tries_max:
+                raise
+    raise AssertionError("tries_max is at least 1")
+
+
+def _refused(store: Store, problem: str) -> StoreRefused:
+    return StoreRefused(
+        f"{store.url} cannot commit safely: {problem}. Use a store with conditional writes, or "
+        "pass unsafe_single_writer=True when you make sure that only one job ever writes there"
+    )

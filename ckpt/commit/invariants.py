@@ -1,0 +1,353 @@
+"""The promises I1 to I12 of the commit protocol as predicates, for tests of this library and of
+stores.
+
+Each `check_...` returns the violations it found, in words; none means that the promise holds. What
+a store cannot tell afterwards (who was told what, what was deleted when) is in a `History`, which
+tests record, mostly through `RecordingStore`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from ckpt.commit.locate import file_keys
+from ckpt.commit.log import Log, LogState
+from ckpt.commit.names import LOG_PREFIX, MANIFEST_NAME, parse_step_key, record_key
+from ckpt.commit.records import LiveEntry, Record, decode_record, manifest_digest
+from ckpt.commit.session import Session
+from ckpt.commit.writer import Commit
+from ckpt.errors import CheckpointError
+from ckpt.format.manifest_codec import decode_manifest
+from storage.errors import KeyNotFoundError, StorageError
+from storage.store import ObjectWriter, Store
+from storage.wrap import WrappedStore
+
+Outcome = Literal["ok", "failed", "unknown"]
+
+
+class Event(NamedTuple):
+    """One change of a store, in the order in which the changes took effect."""
+
+    op: Literal["create", "delete"]
+    key: str
+    data: bytes | None  # of log records only
+
+
+class Load(NamedTuple):
+    """A load that returned: the attempt it said it loaded, and those whose bytes it gave."""
+
+    attempt: str
+    attempts_read: frozenset[str]
+
+
+class Loss(NamedTuple):
+    """A rank that died: what each survivor heard (named rank, seconds)."""
+
+    victim: int
+    heard: dict[int, tuple[int, float]]
+
+
+class Flip(NamedTuple):
+    """One changed byte: where, and what a load made of it."""
+
+    where: str
+    result: Literal["raised", "equal", "different"]
+
+
+@dataclass
+class History:
+    """What happened, as tests saw it."""
+
+    events: list[Event] = field(default_factory=list)
+    told_ok: list[str] = field(default_factory=list)  # attempts whose save returned on any rank
+    outcomes: dict[str, list[Outcome]] = field(
+        default_factory=dict
+    )  # attempt: outcome on each rank
+    loads: list[Load] = field(default_factory=list)
+    losses: list[Loss] = field(default_factory=list)
+    flips: list[Flip] = field(default_factory=list)
+
+
+class RecordingStore(WrappedStore):
+    """Writes down what changes in `inner`. Several may share one history; put it nearest to the
+    bytes, below stores that inject faults, so that it records what took effect."""
+
+    def __init__(self, inner: Store, history: History) -> None:
+        super().__init__(inner)
+        self.history = history
+        self._lock = threading.Lock()
+
+    def put_if_absent(self, key: str, data: bytes) -> None:
+        with self._lock:
+            self.inner.put_if_absent(key, data)
+            self._note("create", key, data)
+
+    def create(self, key: str, nbytes: int, **options: Any) -> AbstractContextManager[ObjectWriter]:
+        @contextmanager
+        def noted() -> Any:
+            with self.inner.create(key, nbytes, **options) as writer:
+                yield writer
+            with self._lock:
+                self._note("create", key, None)
+
+        return noted()
+
+    def delete(self, key: str) -> None:
+        with self._lock:
+            try:
+                self.inner.info(key)
+            except KeyNotFoundError:
+                return  # another one was first: nothing changes
+            self.inner.delete(key)
+            self._note("delete", key, None)
+
+    def _note(self, op: Literal["create", "delete"], key: str, data: bytes | None) -> None:
+        kept = bytes(data) if data is not None and key.startswith(LOG_PREFIX) else None
+        self.history.events.append(Event(op, key, kept))
+
+
+FilesOf = Callable[[LiveEntry, bytes], Iterable[tuple[str, int]]]
+
+
+def check_all(store: Store, history: History, *, files_of: FilesOf | None = None) -> list[str]:
+    """Every promise that can be checked without changing the store (I9 changes it)."""
+    return [
+        *check_live_complete(store, files_of=files_of),
+        *check_ok_is_for_ever(store, history),
+        *check_latest(store),
+        *check_epochs(store),
+        *check_written_once(store, history),
+        *check_deletions(history),
+        *check_loads(history),
+        *check_ranks_agree(history),
+        *check_losses(history),
+        *check_always_one(store),
+        *check_flips(history),
+    ]
+
+
+def check_live_complete(store: Store, *, files_of: FilesOf | None = None) -> list[str]:
+    """I1: every live checkpoint is complete and matches its digests.
+
+    `files_of(entry, manifest)` gives key and length of the files a manifest names.
+    """
+    found = []
+    for entry in Log(store).state().live:
+        key = entry.prefix + MANIFEST_NAME
+        try:
+            manifest = store.get(key)
+        except KeyNotFoundError:
+            found.append(f"I1: {key} of a live checkpoint is gone")
+            continue
+        if (len(manifest), manifest_digest(manifest)) != (
+            entry.manifest_nbytes,
+            entry.manifest_digest,
+        ):
+            found.append(f"I1: {key} is not the manifest that was committed")
+        for name, nbytes in files_of(entry, manifest) if files_of else ():
+            try:
+                stored = store.info(name).nbytes
+            except KeyNotFoundError:
+                stored = -1
+            if stored != nbytes:
+                found.append(f"I1: {name} has {stored} bytes, expected {nbytes}")
+    return found
+
+
+def files_needed(entry: LiveEntry, manifest: bytes) -> list[tuple[str, int]]:
+    """Key and length of every data file that a checkpoint needs, for `check_live_complete`."""
+    decoded = decode_manifest(manifest)
+    keys = file_keys(entry.prefix, decoded)
+    return list(zip(keys, decoded.file_nbytes.tolist(), strict=True))
+
+
+def check_references(store: Store) -> list[str]:
+    """I6, of real checkpoints: the log knows of each what its manifest refers to, and no more."""
+    found = []
+    for entry in Log(store).state().live:
+        manifest = decode_manifest(store.get(entry.prefix + MANIFEST_NAME))
+        if manifest.references != entry.references:
+            found.append(
+                f"I6: the log says that {entry.attempt} refers to {entry.references}, its manifest "
+                f"refers to {manifest.references}"
+            )
+    return found
+
+
+def check_ok_is_for_ever(store: Store, history: History) -> list[str]:
+    """I2: a save that returned OK on any rank is in the log."""
+    committed = {r.attempt for r in Log(store).history() if r.kind == "COMMIT"}
+    told = [*history.told_ok, *(a for a, o in history.outcomes.items() if "ok" in o)]
+    return [
+        f"I2: {name} returned OK and is not in the log" for name in told if name not in committed
+    ]
+
+
+def check_latest(store: Store) -> list[str]:
+    """I3: latest is the live COMMIT of highest position, by replaying the log's kinds alone.
+
+    Commits of a line come before those of none; a checkpoint stays in its line.
+    """
+    live: dict[str, int] = {}
+    lines: dict[str, int | None] = {}
+    found = []
+    for record in Log(store).history():
+        if record.kind == "COMMIT" and record.attempt is not None:
+            live[record.attempt] = record.slot
+            lines[record.attempt] = record.live[-1].line
+        if record.kind == "RETIRE" and record.attempt is not None:
+            live.pop(record.attempt, None)
+        if {e.attempt: e.slot for e in record.live} != live:
+            found.append(f"I3: the live set of slot {record.slot} does not follow from the log")
+        if any(lines.get(e.attempt) != e.line for e in record.live):
+            found.append(f"I3: slot {record.slot} moves a checkpoint to another line")
+    latest = Log(store).state().latest
+    expected = max(live, key=lambda name: (lines[name] is not None, live[name]), default=None)
+    if (latest.attempt if latest else None) != expected:
+        found.append(f"I3: latest is {latest}, expected {expected}")
+    return found
+
+
+def check_epochs(store: Store) -> list[str]:
+    """I4: after CLAIM(e) no entry of a lower epoch; every claim has the next epoch."""
+    found, epoch = [], 0
+    for record in Log(store).history():
+        expected = epoch + 1 if record.kind == "CLAIM" else epoch
+        if record.epoch != expected:
+            found.append(
+                f"I4: slot {record.slot} is a {record.kind} of epoch {record.epoch}, "
+                f"expected {expected}"
+            )
+        epoch = max(epoch, record.epoch)
+    return found
+
+
+def check_written_once(store: Store, history: History) -> list[str]:
+    """I5: no key is written twice, no log entry removed or changed."""
+    found, seen = [], set()
+    for event in history.events:
+        if event.op == "create" and event.key in seen:
+            found.append(f"I5: {event.key} was written twice")
+        if event.op == "delete" and parse_step_key(event.key) is None:
+            found.append(f"I5: {event.key} was deleted, only our files below steps/ may be")
+        seen.add(event.key)
+        if event.op == "create" and event.data is not None:
+            try:
+                same = store.get(event.key) == event.data
+            except KeyNotFoundError:
+                same = False
+            if not same:
+                found.append(f"I5: {event.key} was removed or changed")
+    slots = [info.key for info in store.list(LOG_PREFIX)]
+    if slots != [record_key(slot) for slot in range(len(slots))]:
+        found.append("I5: the log has a hole or a foreign object")
+    return found
+
+
+def check_deletions(history: History) -> list[str]:
+    """I6: nothing is deleted that a live or possibly committed attempt needs; MANIFEST goes
+    first.
+    """
+    found: list[str] = []
+    live: tuple[LiveEntry, ...] = ()
+    deleted: dict[str, int] = {}
+    for position, event in enumerate(history.events):
+        if event.data is not None:
+            record = _decoded(event)
+            live = record.live
+            if record.kind == "COMMIT" and record.attempt in deleted:
+                found.append(f"I6: {record.attempt} was committed after files of it were deleted")
+        parsed = parse_step_key(event.key)
+        if event.op != "delete" or parsed is None:
+            continue
+        attempt, name = parsed[1], parsed[2]
+        needed = any(attempt in (e.attempt, *e.references) for e in live)
+        if needed:
+            found.append(f"I6: {event.key} was deleted while a live checkpoint needed it")
+        if name == MANIFEST_NAME and attempt in deleted:
+            found.append(f"I6: {event.key} was deleted after other files of its attempt")
+        deleted.setdefault(attempt, position)
+    return found
+
+
+def check_loads(history: History) -> list[str]:
+    """I7: a load returns bytes of exactly one attempt."""
+    return [
+        f"I7: a load of {load.attempt} gave bytes of {sorted(load.attempts_read)}"
+        for load in history.loads
+        if load.attempts_read != {load.attempt}
+    ]
+
+
+def check_ranks_agree(history: History) -> list[str]:
+    """I8: all ranks of a session agree on the outcome. Ranks that died have none."""
+    return [
+        f"I8: ranks were told {sorted(set(outcomes))} of {attempt}"
+        for attempt, outcomes in history.outcomes.items()
+        if len(set(outcomes)) > 1
+    ]
+
+
+def check_fresh_session(
+    store: Store, *, load: Callable[[LogState], Sequence[str]] | None = None
+) -> list[str]:
+    """I9: a fresh session can open, save and load without a human. Changes the store: run it last.
+
+    `load(state)` returns violations of its own.
+    """
+    try:
+        before = Log(store).state()
+        session = Session.claim(store)
+        attempt, manifest = session.new_attempt(), b"manifest of a fresh session"
+        step = max((e.step for e in before.live), default=0) + 1
+        key = f"steps/{step:08d}-{attempt}/{MANIFEST_NAME}"
+        store.put_if_absent(key, manifest)
+        commit = Commit(attempt, step, len(manifest), manifest_digest(manifest))
+        session.commit(commit)
+        after = Log(store).state()
+    except (CheckpointError, StorageError) as error:
+        return [f"I9: a fresh session failed: {type(error).__name__}: {error}"]
+    found = (
+        [] if after.latest and after.latest.attempt == attempt else ["I9: its save is not latest"]
+    )
+    lost = {e.attempt for e in before.live} - {e.attempt for e in after.live}
+    found += [f"I9: {name} was lost by claiming" for name in sorted(lost)]
+    return [*found, *(load(before) if load is not None else ())]
+
+
+def check_losses(history: History, *, seconds_max: float = 5.0) -> list[str]:
+    """I10: when a rank dies, the others raise within seconds and name it."""
+    return [
+        f"I10: rank {rank} named {named} after {seconds:.1f} s when rank {loss.victim} died"
+        for loss in history.losses
+        for rank, (named, seconds) in loss.heard.items()
+        if named != loss.victim or seconds > seconds_max
+    ]
+
+
+def check_always_one(store: Store) -> list[str]:
+    """I11: once a save succeeded there is always one to load."""
+    saved, found = False, []
+    for record in Log(store).history():
+        saved = saved or record.kind == "COMMIT"
+        if saved and not record.live:
+            found.append(f"I11: after slot {record.slot} there is nothing left to load")
+    return found
+
+
+def check_flips(history: History) -> list[str]:
+    """I12: any changed byte is detected or harmless."""
+    return [
+        f"I12: the change at {flip.where} went unnoticed"
+        for flip in history.flips
+        if flip.result == "different"
+    ]
+
+
+def _decoded(event: Event) -> Record:
+    assert event.data is not None
+    return decode_record(event.data, slot=int(event.key.rpartition("/")[2]), where=event.key)

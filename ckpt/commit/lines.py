@@ -1,0 +1,94 @@
+"""Lines: which commits of a root are states of one training, one after the other.
+
+A root can hold more than one training has saved: imports, copies in another layout, and what was
+saved before somebody went back to an older step. Every commit of a training belongs to a line; the
+rest belongs to none. A session goes on with the line of the checkpoint that it restored. Who
+restores an older checkpoint on purpose, or nothing at all, begins a new line with the next commit.
+
+The latest checkpoint is the newest commit of any line (`ckpt.commit.log.latest_of`). That is always of the
+line that was written last, and never an import.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ckpt.commit.log import LogState, latest_of
+from ckpt.commit.records import FIRST_LINE, LiveEntry
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What a process has restored from a root. `on_purpose`: it asked for this one, by its step or
+    attempt, rather than for the newest one that is whole.
+    """
+
+    attempt: str
+    on_purpose: bool
+
+
+@dataclass(frozen=True, slots=True)
+class OwnLine:
+    """The line of one session: of what was `restored` since its last commit, else its own `line`,
+    which is None before its first commit.
+    """
+
+    restored: Restored | None = None
+    line: int | None = None
+
+    def of_next(self, state: LogState) -> int:
+        """The line of a commit that follows `state`."""
+        if self.restored is None:
+            return _new_line(state) if self.line is None else self.line
+        entry = state.find(self.restored.attempt)
+        if entry is None or entry.line is None:
+            return _new_line(state)
+        newest = next(e for e in reversed(state.live) if e.line == entry.line)
+        # The newest one that is whole may be older than damaged ones of the same line.
+        goes_on = newest is entry or not self.restored.on_purpose
+        return entry.line if goes_on else _new_line(state)
+
+
+def _new_line(state: LogState) -> int:
+    """The name of a line that begins with the next commit: its slot, which no line had before."""
+    has_lines = any(entry.line is not None for entry in state.live)
+    return state.slot + 1 if has_lines else FIRST_LINE
+
+
+def resumable(live: Sequence[LiveEntry]) -> list[LiveEntry]:
+    """What a training may resume from, in the order in which to try.
+
+    The line of the latest checkpoint, newest commit first; then what other lines have of lower
+    steps than any of that line, because it may have begun there. Later steps of other lines are
+    what somebody went back from. Where there is no line, everything, newest first.
+    """
+    latest = latest_of(live)
+    if latest is None or latest.line is None:
+        return list(reversed(live))
+    own = [entry for entry in reversed(live) if entry.line == latest.line]
+    first_step = min(entry.step for entry in own)
+    others = [
+        entry
+        for entry in reversed(live)
+        if entry.line not in (None, latest.line) and entry.step < first_step
+    ]
+    return [*own, *others]
+
+
+def of_step(live: Sequence[LiveEntry], step: int | None) -> list[LiveEntry]:
+    """The checkpoints of one step, or of all: of lines, newest first, then those of none."""
+    found = [entry for entry in reversed(live) if step in (None, entry.step)]
+    return sorted(found, key=lambda entry: entry.line is None)
+
+
+def latest_last(live: Sequence[LiveEntry]) -> list[LiveEntry]:
+    """All checkpoints in the order of their commits, but those of no line first, so that the last
+    one is always the latest.
+    """
+    return sorted(live, key=lambda entry: (entry.line is not None, entry.slot))
+
+
+def line_text(line: int | None) -> str:
+    """A line as people see it: `line 0`, or `no line`."""
+    return "no line" if line is None else f"line {line}"

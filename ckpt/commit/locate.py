@@ -1,0 +1,150 @@
+"""From a store and a step to the manifest of one checkpoint. Needs no torch."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+from ckpt.commit.lines import of_step
+from ckpt.commit.log import Log, latest_of, read_format
+from ckpt.commit.names import MANIFEST_NAME
+from ckpt.commit.records import LiveEntry, manifest_digest
+from ckpt.errors import Corrupt, NoCheckpoint
+from ckpt.format.manifest import Manifest
+from ckpt.format.references import PARENT, is_reference
+from storage import KeyNotFoundError, Store, TooLargeError
+
+
+class Located(NamedTuple):
+    """One checkpoint found: where its files are, and the bytes of its manifest.
+
+    `prefix` is the step's directory: see `file_key`. `entry` is what the log says of it; None
+    for a step directory that was opened by its own path.
+    """
+
+    prefix: str
+    data: bytes
+    entry: LiveEntry | None
+
+
+def live_entries(store: Store) -> tuple[LiveEntry, ...]:
+    """The checkpoints of a root, oldest commit first. Raises NoCheckpoint when it is no root."""
+    if store.part_nbytes_min == 1:
+        read_format(store)
+        return Log(store).state().live
+    # Where requests take long, what does not need each other's answer is asked at once.
+    with ThreadPoolExecutor(1) as pool:
+        log = pool.submit(Log(store).state)
+        read_format(store)
+        return log.result().live
+
+
+def locate(store: Store, step: int | None = None, *, attempt: str = "") -> Located:
+    """The checkpoint of `step`, or the latest; `store` is a root or a single step directory.
+
+    Of several checkpoints of a step, the newest that a training saved, else the newest; or the one
+    that is named by `attempt`.
+
+    Raises NoCheckpoint naming what is there, Corrupt when the manifest is not the committed one.
+    """
+    try:
+        live = live_entries(store)
+    except NoCheckpoint as no_root:
+        return _by_path(store, step, no_root)
+    entry = _choose(store, live, step, attempt)
+    try:
+        return Located(entry.prefix, read_manifest(store, entry), entry)
+    except KeyNotFoundError:
+        if entry not in live_entries(store):
+            # Retired while we looked; the log knows the rest.
+            return locate(store, step, attempt=attempt)
+        raise Corrupt(
+            f"{store.url}/{entry.prefix}{MANIFEST_NAME} is missing, although step {entry.step} is "
+            "committed; `ckpt salvage` can rebuild it from the data files"
+        ) from None
+
+
+def read_manifest(store: Store, entry: LiveEntry) -> bytes:
+    """The bytes of a live checkpoint's manifest. Raises Corrupt when they are not the committed
+    ones, KeyNotFoundError when they are gone.
+    """
+    where = f"{store.url}/{entry.prefix}{MANIFEST_NAME}"
+    mended = f"`ckpt salvage --step {entry.step}` can rebuild it from the data files"
+    try:
+        data = store.get_bounded(entry.prefix + MANIFEST_NAME, entry.manifest_nbytes)
+    except TooLargeError as error:
+        raise Corrupt(f"{where} was changed: {error}; {mended}") from None
+    if len(data) != entry.manifest_nbytes:
+        raise Corrupt(
+            f"{where} has {len(data)} bytes, {entry.manifest_nbytes} were committed; {mended}"
+        )
+    if manifest_digest(data) != entry.manifest_digest:
+        raise Corrupt(
+            f"{where}: the digest of its {len(data)} bytes is not the committed one: they were "
+            f"changed; {mended}"
+        )
+    return data
+
+
+def _by_path(store: Store, step: int | None, no_root: NoCheckpoint) -> Located:
+    """A step directory opened by its own path. It has one step: a wish for another is refused
+    later.
+    """
+    try:
+        return Located("", store.get(MANIFEST_NAME), None)
+    except KeyNotFoundError:
+        raise no_root from None
+
+
+def _choose(store: Store, live: tuple[LiveEntry, ...], step: int | None, attempt: str) -> LiveEntry:
+    if not live:
+        raise NoCheckpoint(f"{store.url} has no checkpoint yet: nothing was committed")
+    latest = latest_of(live)
+    found = [latest] if step is None and not attempt else of_step(live, step)
+    for entry in found:
+        if entry is not None and attempt in ("", entry.attempt):
+            return entry
+    steps = sorted({entry.step for entry in live})
+    shown = ("... " if len(steps) > 10 else "") + ", ".join(map(str, steps[-10:]))
+    count = "1 step" if len(steps) == 1 else f"{len(steps)} steps"
+    if attempt:
+        raise NoCheckpoint(f"{store.url} has no live checkpoint {attempt}: it was retired")
+    raise NoCheckpoint(f"{store.url} has no step {step}; it has {count}: {shown}")
+
+
+def file_key(prefix: str, file: str) -> str:
+    """The key of a manifest's data file; `prefix` is the step directory, "" or with its slash.
+
+    `../<directory>/<name>` is a file of another attempt, beside the step directory. The only place
+    where such names become keys. Raises NoCheckpoint for one where nothing is beside.
+    """
+    if not is_reference(file):
+        return prefix + file
+    parent, slash, _ = prefix.rstrip("/").rpartition("/")
+    if not prefix:
+        raise NoCheckpoint(f"{file} lies outside of this directory; open the checkpoint's root")
+    return parent + slash + file.removeprefix(PARENT)
+
+
+def file_keys(prefix: str, manifest: Manifest) -> list[str]:
+    """`file_key` of all files of `manifest`, in its order."""
+    return [file_key(prefix, file) for file in manifest.files]
+
+
+def check_self_contained(store: Store, prefix: str, manifest: Manifest) -> None:
+    """Raises NoCheckpoint for a step directory opened by itself that needs files of others."""
+    if prefix or not manifest.references:
+        return
+    step = manifest.header.step
+    names = ", ".join(manifest.references[:3])
+    names += f" and {len(manifest.references) - 3} more" if len(manifest.references) > 3 else ""
+    root, _, directory = store.url.rstrip("/").rpartition("/steps/")
+    if directory.endswith(manifest.header.attempt):
+        where = f"open step {step} of {root}"
+    else:
+        where = f"open step {step} of the root that it was saved in ({manifest.header.root})"
+    raise NoCheckpoint(
+        f"{store.url} is not complete: step {step} was saved with dedup=True and shares files with "
+        f"{names}, which are not in this directory; {where}, or copy it whole from there: "
+        f"ckpt cp ROOT TARGET --step {step}"
+    )

@@ -1,0 +1,264 @@
+"""The log of a root: which checkpoints exist, told by a dense row of small records that never
+change.
+
+Every record carries the complete live set, so the last one is enough to know everything. This file
+holds the bytes (FORMAT object and records) and reading; `ckpt.commit.session` appends.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ckpt.commit.names import LOG_PREFIX, MANIFEST_NAME, STEPS_PREFIX, record_key
+from ckpt.commit.records import (
+    RECORD_NBYTES_MAX,
+    LiveEntry,
+    Record,
+    _corrupt,
+    decode_record,
+    encode_record,
+)
+from ckpt.errors import Corrupt, NoCheckpoint, UnsupportedFormat
+from ckpt.format.checksum import crc32c
+from storage.errors import KeyNotFoundError, TooLargeError
+from storage.store import Store
+
+FORMAT_KEY = "FORMAT"
+FORMAT_VERSION = 1
+FORMAT_NBYTES_MAX = 4096
+LISTED_MAX = 1000  # a page of S3
+
+
+_FORMAT_LINE = re.compile(rb"shardpoint (1) ([0-9a-f]{32}) ([0-9a-f]{8})\n")
+_FORMAT_START = re.compile(rb"shardpoint ([0-9]{1,9})[ \n]")
+
+
+# --- values ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class LogState:
+    """What the newest record says. An empty log has slot -1 and epoch 0."""
+
+    slot: int
+    epoch: int
+    live: tuple[LiveEntry, ...]
+
+    @property
+    def latest(self) -> LiveEntry | None:
+        """What a training resumes from: see `latest_of`."""
+        return latest_of(self.live)
+
+    def find(self, attempt: str) -> LiveEntry | None:
+        """The live entry of that attempt."""
+        return next((entry for entry in self.live if entry.attempt == attempt), None)
+
+
+def latest_of(live: Sequence[LiveEntry]) -> LiveEntry | None:
+    """The newest commit of a training's line; where there is no line, the newest commit.
+
+    `live` is ascending in `slot`. None when it is empty.
+    """
+    of_a_line = (entry for entry in reversed(live) if entry.line is not None)
+    return next(of_a_line, live[-1] if live else None)
+
+
+EMPTY_STATE = LogState(slot=-1, epoch=0, live=())
+
+
+@dataclass(frozen=True, slots=True)
+class RootFormat:
+    """What the FORMAT object says: the format's version and the root's identity (32 hex digits)."""
+
+    version: int
+    root: str
+
+
+# --- names ----------------------------------------------------------------------------------------
+
+
+# --- the FORMAT object ----------------------------------------------------------------------------
+
+
+def encode_format(root: str) -> bytes:
+    """The one line of a root's FORMAT object."""
+    line = f"shardpoint {FORMAT_VERSION} {root}".encode("ascii")
+    data = line + b" %08x\n" % crc32c(line)
+    assert _FORMAT_LINE.fullmatch(data), f"not a root id: {root!r}"
+    return data
+
+
+def decode_format(data: bytes, *, where: str) -> RootFormat:
+    """Parse a FORMAT object. Raises UnsupportedFormat for a newer version, Corrupt for a damaged
+    one.
+    """
+    start = _FORMAT_START.match(data)
+    if start is not None and int(start[1]) > FORMAT_VERSION:
+        raise UnsupportedFormat(
+            f"{where} says format version {int(start[1])}, this library reads up to "
+            f"{FORMAT_VERSION}; upgrade shardpoint"
+        )
+    match = _FORMAT_LINE.fullmatch(data)
+    if match is None:
+        raise Corrupt(
+            f"{where} is not a shardpoint FORMAT line (got {data[:60]!r}); if this is no "
+            "checkpoint root, choose another url; if it was damaged, load by a step directory's "
+            "own path, <url>/steps/<step>-<attempt>"
+        )
+    line = data[: match.end(2)]
+    if crc32c(line) != int(match[3], 16):
+        raise Corrupt(
+            f"{where}: checksum {match[3].decode()} does not match its line (expected "
+            f"{crc32c(line):08x}); load by a step directory's own path, "
+            "<url>/steps/<step>-<attempt>"
+        )
+    return RootFormat(version=int(match[1]), root=match[2].decode())
+
+
+def read_format(store: Store) -> RootFormat:
+    """The identity of the root. Raises NoCheckpoint when there is no FORMAT object, with a guess at
+    what the caller may have meant."""
+    where = f"{store.url}/{FORMAT_KEY}"
+    try:
+        return decode_format(store.get_bounded(FORMAT_KEY, FORMAT_NBYTES_MAX), where=where)
+    except TooLargeError as error:
+        raise Corrupt(
+            f"{error}: a FORMAT object has one line; this is not a shardpoint root, choose another "
+            "url"
+        ) from None
+    except KeyNotFoundError:
+        raise _no_checkpoint(store) from None
+
+
+def _no_checkpoint(store: Store, looked_at_max: int = 1000) -> NoCheckpoint:
+    """Say that there is no root here, and look once at what is here instead."""
+    keys = [info.key for info in itertools.islice(store.list(""), looked_at_max)]
+    below = sorted({key[: -len("/FORMAT")] for key in keys if key.endswith("/FORMAT")})
+    message = f"{store.url} has no shardpoint checkpoint: no {FORMAT_KEY} object"
+    if below:
+        message += f"; did you mean {store.url.rstrip('/')}/{below[0]} ?"
+    elif any(key.startswith((LOG_PREFIX, STEPS_PREFIX)) for key in keys):
+        message += (
+            f", though there is a {LOG_PREFIX} or {STEPS_PREFIX} folder: the copy is incomplete or "
+            "FORMAT was removed; load by a step directory's own path, <url>/steps/<step>-<attempt>"
+        )
+    elif MANIFEST_NAME in keys:
+        message += "; it is the directory of one step: did you mean to open it by its own path?"
+    elif keys:
+        message += f"; it holds other things (such as {keys[0]!r}): check the url"
+    else:
+        message += "; it is empty or does not exist: check the url, or save something there first"
+    return NoCheckpoint(message)
+
+
+# --- record bytes ---------------------------------------------------------------------------------
+
+
+def record_digest(encoded: bytes) -> bytes:
+    """The digest of a record as the record after it keeps it: SHA-256, 32 bytes."""
+    return hashlib.sha256(encoded).digest()
+
+
+# --- reading --------------------------------------------------------------------------------------
+
+
+class Log:
+    """Reads the log of one root. Remembers the newest record it saw, so that looking again is one
+    request. Safe to use from several threads: a stale memory costs requests, nothing else."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self._newest: Record | None = None
+
+    def state(self) -> LogState:
+        """What exists now. At most 50 requests for a million records, one or two when warm."""
+        newest = self._newest
+        known = newest.slot if newest is not None else -1
+        last = self._last_slot(self._last_listed() if newest is None else known)
+        if last == known:
+            return state_after(newest)
+        found = self.record(last)
+        self.saw(found)
+        return state_after(found)
+
+    def digest_of(self, state: LogState) -> bytes | None:
+        """What the record after `state`, which `state()` has returned last, keeps of the newest
+        one. None while the log is empty.
+        """
+        newest = self._newest
+        if newest is None or newest.slot != state.slot:
+            return None if state.slot < 0 else record_digest(self.raw(state.slot))
+        return record_digest(encode_record(newest))
+
+    def record(self, slot: int) -> Record:
+        """One record. Raises Corrupt when it is damaged, KeyNotFoundError when the slot is free."""
+        key = record_key(slot)
+        return decode_record(self.raw(slot), slot=slot, where=f"{self.store.url}/{key}")
+
+    def raw(self, slot: int) -> bytes:
+        """The bytes in a slot, whatever they are; no more than a record may have."""
+        key = record_key(slot)
+        try:
+            return self.store.get_bounded(key, RECORD_NBYTES_MAX)
+        except TooLargeError as error:
+            _corrupt(f"{self.store.url}/{key}", str(error))
+
+    def history(self) -> Iterator[Record]:
+        """All records from the first on: as many requests as records. Raises Corrupt at a hole."""
+        last = self.state().slot
+        for slot in range(last + 1):
+            try:
+                yield self.record(slot)
+            except KeyNotFoundError:
+                _corrupt(f"{self.store.url}/{record_key(slot)}", "it was removed")
+
+    def saw(self, record: Record) -> None:
+        """Remember a record that is known to stand in the log, as an appender does with its own."""
+        if self._newest is None or record.slot > self._newest.slot:
+            self._newest = record
+
+    def _last_listed(self) -> int:
+        """A slot known to be occupied, or -1: where requests take long, one page of a listing
+        stands for a dozen of them. Others may follow, so nothing rests on its being fresh.
+        """
+        last = -1
+        if self.store.part_nbytes_min > 1:
+            for found in itertools.islice(self.store.list(LOG_PREFIX), LISTED_MAX):
+                if found.key != record_key(last + 1):
+                    break
+                last += 1
+        return last
+
+    def _last_slot(self, known: int) -> int:
+        """The last occupied slot at or after `known`, which is occupied (or -1: none known).
+
+        Slots are dense, so: gallop until a free slot, then bisect. Each step is one request.
+        """
+        low, stride = known, 1
+        while self._occupied(low + stride):
+            low += stride
+            # Mostly there is one new record or none, so look at the next one before taking off.
+            stride = 1 if low == known + 1 else stride * 4
+        high = low + stride
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self._occupied(middle) else (low, middle)
+        return low
+
+    def _occupied(self, slot: int) -> bool:
+        try:
+            self.store.info(record_key(slot))
+        except KeyNotFoundError:
+            return False
+        return True
+
+
+def state_after(record: Record | None) -> LogState:
+    """The state that a record leaves behind; without a record the log is empty."""
+    if record is None:
+        return EMPTY_STATE
+    return LogState(slot=record.slot, epoch=record.epoch, live=record.live)

@@ -1,0 +1,81 @@
+"""Retirement, pins and marks from any process, under the current epoch, without claiming the root."""
+
+from __future__ import annotations
+
+from ckpt.commit.appender import Limits, Sources, _Appender, _Draft
+from ckpt.commit.claim import _probe
+from ckpt.commit.log import LogState, read_format
+from ckpt.commit.names import attempt_epoch
+from ckpt.commit.records import LiveEntry
+from ckpt.commit.writer import Commit, _Writer
+from ckpt.errors import CheckpointError, NoCheckpoint
+from storage.store import Store
+
+
+class Maintenance(_Writer):
+    """Retires, pins and marks checkpoints from any process, without disturbing a running
+    training.
+    """
+
+    @classmethod
+    def open(
+        cls,
+        store: Store,
+        *,
+        unsafe_single_writer: bool = False,
+        sources: Sources | None = None,
+        limits: Limits | None = None,
+    ) -> Maintenance:
+        """Raises NoCheckpoint when there is no root or nothing ever claimed it, StoreRefused like
+        `Session.claim`."""
+        found = read_format(store)
+        check_first = _probe(store, found.root, unsafe_single_writer, limits or Limits())
+        appender = _Appender(
+            store,
+            check_first=check_first,
+            sources=sources or Sources(),
+            limits=limits or Limits(),
+        )
+        if appender.log.state().epoch == 0:
+            raise NoCheckpoint(f"{store.url} has no checkpoint yet: its log is empty")
+        return cls(appender, root=found.root)
+
+    def commit_copy(self, commit: Commit, *, of: str) -> LiveEntry:
+        """Bring a copy of a live checkpoint to life, laid out otherwise.
+
+        It is of no line, so no training resumes from it unless it asks for this attempt. `of` is
+        the attempt that was copied; the copy's own attempt is of the root's present epoch. Raises
+        CheckpointError when `of` was retired or a session has claimed the root since the copy was
+        named: that session's sweep may have deleted the copy's files.
+        """
+
+        def build(state: LogState) -> _Draft | None:
+            if state.find(commit.attempt) is not None:
+                return None
+            original = state.find(of)
+            if original is None:
+                raise CheckpointError(
+                    f"{self.store.url}: {of} was retired while it was copied, so its copy was not "
+                    "committed; begin again with another one, or copy to another place"
+                )
+            if attempt_epoch(commit.attempt) != state.epoch:
+                raise CheckpointError(
+                    f"{self.store.url} was claimed by a new session while {of} was copied; begin "
+                    "again"
+                )
+            copied = commit._replace(metric=original.metric, references=())
+            entry = copied.entry(line=None)
+            return _Draft("COMMIT", state.epoch, commit.attempt, state.live, entry)
+
+        with self._lock:
+            record = self._append(build)
+            found = (
+                self._appender.log.state().find(commit.attempt)
+                if record is None
+                else record.live[-1]
+            )
+            assert found is not None, "it is live, or has just come to life"
+            return found
+
+    def _epoch_for(self, state: LogState) -> int:
+        return state.epoch

@@ -1,0 +1,69 @@
+"""Names of the objects under a root: log records, step directories, attempts, data files."""
+
+from __future__ import annotations
+
+import re
+
+LOG_PREFIX = "log/"
+
+
+STEPS_PREFIX = "steps/"
+
+
+MANIFEST_NAME = "MANIFEST"
+
+
+TELEMETRY_NAME = "TELEMETRY"  # how the save went; optional, nothing depends on it
+
+
+_ATTEMPT = re.compile(r"e([0-9]{6,18})-[0-9a-f]{16}")
+
+
+_STEP_DIR = re.compile(r"([0-9]{8,18})-(e[0-9]{6,18}-[0-9a-f]{16})")
+
+
+_FILE_NAME = re.compile(r"MANIFEST|TELEMETRY|[A-Za-z0-9][A-Za-z0-9._-]{0,199}\.safetensors")
+
+
+def record_key(slot: int) -> str:
+    """The key of a log slot."""
+    return f"{LOG_PREFIX}{slot:020d}"
+
+
+def attempt_name(epoch: int, unique: bytes) -> str:
+    """The name of a new attempt from its session's epoch and 8 random bytes."""
+    if len(unique) != 8:
+        raise ValueError(f"an attempt name needs 8 random bytes, got {len(unique)}")
+    return f"e{epoch:06d}-{unique.hex()}"
+
+
+def attempt_epoch(attempt: str) -> int:
+    """The epoch in an attempt's name. Raises ValueError for anything that is no attempt name."""
+    match = _ATTEMPT.fullmatch(attempt)
+    if match is None or f"{int(match[1]):06d}" != match[1] or int(match[1]) < 1:
+        raise ValueError(f"not an attempt name: {attempt!r}")
+    return int(match[1])
+
+
+def step_prefix(step: int, attempt: str) -> str:
+    """The directory of an attempt, with the closing slash."""
+    return f"{STEPS_PREFIX}{step:08d}-{attempt}/"
+
+
+def parse_step_key(key: str) -> tuple[int, str, str] | None:
+    """(step, attempt, file name) of a key that we may have written, None for any other key.
+
+    Deletion rests on it: what has no such name is never touched.
+    """
+    parts = key.split("/")
+    if len(parts) != 3 or parts[0] != "steps":
+        return None
+    match = _STEP_DIR.fullmatch(parts[1])
+    if match is None or _FILE_NAME.fullmatch(parts[2]) is None:
+        return None
+    step, attempt = int(match[1]), match[2]
+    try:
+        attempt_epoch(attempt)
+    except ValueError:
+        return None
+    return (step, attempt, parts[2]) if f"{step:08d}" == match[1] else None

@@ -1,0 +1,157 @@
+"""One session as all ranks of a world see it, and the sessions of one process."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from dataclasses import dataclass
+
+from ckpt.commit.appender import Limits, Sources
+from ckpt.commit.lines import Restored
+from ckpt.commit.log import read_format
+from ckpt.commit.session import Session
+from ckpt.errors import NoCheckpoint, StoreRefused
+from ckpt.world.base import World
+from storage.errors import StorageError
+from storage.store import Store
+
+logger = logging.getLogger(__name__)
+
+
+class SessionRegistry:
+    """The sessions of one process: a root is claimed at the first save and never again.
+
+    Whoever holds the registry decides how long "process" is; tests make one for each simulated
+    process.
+    """
+
+    def __init__(self) -> None:
+        self._sessions: dict[str, Session] = {}
+        self._restored: dict[str, Restored] = {}
+        self._lock = threading.Lock()
+
+    def restored(self, url: str, restored: Restored) -> None:
+        """This process has loaded from the root at `url` (as its store spells it)."""
+        with self._lock:
+            self._restored[url] = restored
+            for session in self._sessions.values():
+                if session.store.url == url:
+                    session.restored(restored)
+
+    def session(
+        self,
+        store: Store,
+        *,
+        unsafe_single_writer: bool = False,
+        sources: Sources | None = None,
+        limits: Limits | None = None,
+    ) -> Session:
+        """The session of this root, claimed now if this process has none. Fenced ones stay
+        fenced.
+        """
+        with self._lock:
+            try:
+                known = self._sessions.get(read_format(store).root)
+            except NoCheckpoint:
+                known = None
+            if known is not None:
+                known.use_store(store)
+                return known
+            session = Session.claim(
+                store,
+                unsafe_single_writer=unsafe_single_writer,
+                sources=sources,
+                limits=limits,
+            )
+            self._sessions[session.root] = session
+            if (restored := self._restored.get(store.url)) is not None:
+                session.restored(restored)
+            _clean_up(session)
+            return session
+
+
+def _clean_up(session: Session) -> None:
+    """Remove what dead jobs left, so that their disk space is there for the first save."""
+    try:
+        session.sweep_unfinished()
+        session.sweep()
+    except StorageError as error:
+        # Only space is at stake; a save that needs it will say so.
+        logger.warning("%s: leftovers of dead jobs stay for now: %s", session.store.url, error)
+
+
+@dataclass(frozen=True)
+class RankedSession:
+    """One session as all ranks of a world see it. Only the lead (rank 0) has `session` and
+    writes.
+    """
+
+    world: World
+    root: str
+    epoch: int
+    session: Session | None
+
+    def new_attempt(self) -> str:
+        """Collective: a name for the next attempt, the same on every rank."""
+        mine = None if self.session is None else self.session.new_attempt().encode()
+        return self.world.share("attempt", mine).decode()
+
+    def settle(self) -> None:
+        """Collective, at the start of a save: settle an unknown outcome of before.
+
+        Raises OutcomeUnknown on all ranks, and StoreRefused when the root is no longer there.
+        """
+        error: BaseException | None = None
+        try:
+            if self.session is not None:
+                self.session.settle()
+                self.session.check_root()
+        except Exception as caught:
+            error = caught
+        self.world.agree("settle", error)
+
+
+def open_session(
+    world: World,
+    store: Store,
+    registry: SessionRegistry,
+    *,
+    unsafe_single_writer: bool = False,
+    sources: Sources | None = None,
+) -> RankedSession:
+    """Collective: the lead claims (or finds) the session, the others compare the root they see.
+
+    Raises the same error on all ranks; StoreRefused names the ranks that see another root or none.
+    """
+    session: Session | None = None
+    error: BaseException | None = None
+    payload: bytes | None = None
+    if world.rank == 0:
+        try:
+            session = registry.session(
+                store, unsafe_single_writer=unsafe_single_writer, sources=sources
+            )
+            payload = json.dumps({"root": session.root, "epoch": session.epoch}).encode()
+        except Exception as caught:
+            error, payload = caught, b"{}"
+    shared = json.loads(world.share("session", payload))
+    if world.rank != 0 and shared:
+        try:
+            _compare_root(store, shared["root"])
+        except Exception as caught:
+            error = caught
+    world.agree("claim", error)
+    return RankedSession(world, shared["root"], shared["epoch"], session)
+
+
+def _compare_root(store: Store, expected: str) -> None:
+    try:
+        seen = read_format(store).root
+    except NoCheckpoint:
+        seen = "no root"
+    if seen != expected:
+        raise StoreRefused(
+            f"{store.url} shows {seen} where rank 0 sees root {expected}: ranks look at different "
+            "storage (a local path on several machines?); use a url that all ranks share"
+        )

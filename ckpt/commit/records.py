@@ -1,0 +1,293 @@
+"""One record of the log: its fields, its bytes, and what makes a record invalid."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import struct
+from dataclasses import MISSING, dataclass, fields
+from typing import Any, Literal, NoReturn, get_args
+
+import msgpack
+
+from ckpt.commit.names import attempt_epoch, step_prefix
+from ckpt.errors import CheckpointError, Corrupt, UnsupportedFormat
+from ckpt.format.checksum import crc32c
+
+RECORD_MAGIC = b"SHPTLOG1"
+
+
+RECORD_NBYTES_MAX = (
+    4 * 1024 * 1024
+)  # about 30,000 live checkpoints; bounds what a hostile record costs
+
+
+STEP_MAX = 10**18 - 1
+
+
+INTEGER_MAX = 2**63 - 1
+
+
+FIRST_LINE = 0  # of every commit whose record does not tell its line
+
+
+Kind = Literal["CLAIM", "COMMIT", "RETIRE", "PIN", "UNPIN", "VERIFIED"]
+
+
+KINDS: tuple[str, ...] = get_args(Kind)
+
+
+@dataclass(frozen=True, slots=True)
+class LiveEntry:
+    """One checkpoint that exists: its manifest, and what retention has to know of it.
+
+    `slot` is the log position of its COMMIT. `references` are attempts whose files it needs.
+    `line` names the training that it is a state of: the slot of that line's first commit. None for
+    what no training has saved: imports, and copies in another layout.
+    """
+
+    attempt: str
+    step: int
+    slot: int
+    manifest_nbytes: int
+    manifest_digest: bytes
+    pinned: bool
+    verified: bool
+    metric: float | None
+    references: tuple[str, ...]
+    line: int | None = FIRST_LINE
+
+    @property
+    def prefix(self) -> str:
+        """The step directory, with the closing slash."""
+        return step_prefix(self.step, self.attempt)
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One log record. `time_unix` is for display only; `live` is ascending in `slot`.
+
+    `previous` is the digest of the record in the slot before; None in slot 0, and in records of
+    0.1, which did not keep it.
+    """
+
+    kind: Kind
+    slot: int
+    epoch: int
+    write_id: bytes
+    time_unix: float
+    attempt: str | None
+    live: tuple[LiveEntry, ...]
+    previous: bytes | None = None
+
+
+def manifest_digest(encoded_manifest: bytes | memoryview) -> bytes:
+    """The digest of a manifest as the log keeps it: SHA-256, 32 bytes."""
+    return hashlib.sha256(encoded_manifest).digest()
+
+
+def encode_record(record: Record) -> bytes:
+    """The canonical bytes of a record: magic, msgpack map, crc32c of all before (little-endian)."""
+    body = {
+        "kind": record.kind,
+        "slot": record.slot,
+        "epoch": record.epoch,
+        "write_id": record.write_id,
+        "time_unix": record.time_unix,
+        "attempt": record.attempt,
+        "live": [_entry_map(entry) for entry in record.live],
+    }
+    if record.previous is not None:
+        body["previous"] = record.previous
+    data = RECORD_MAGIC + bytes(msgpack.packb(body, use_bin_type=True))
+    data += struct.pack("<I", crc32c(data))
+    if len(data) > RECORD_NBYTES_MAX:
+        raise CheckpointError(
+            f"the live set of {len(record.live)} checkpoints needs a log record of {len(data)} "
+            "bytes, "
+            f"at most {RECORD_NBYTES_MAX} are allowed; retire old checkpoints (ckpt prune)"
+        )
+    return data
+
+
+def _entry_map(entry: LiveEntry) -> dict[str, Any]:
+    # The first line is not written: a root with one line has records as before there were lines.
+    line = {} if entry.line == FIRST_LINE else {"line": entry.line}
+    return {
+        "attempt": entry.attempt,
+        "step": entry.step,
+        "slot": entry.slot,
+        "manifest_nbytes": entry.manifest_nbytes,
+        "manifest_digest": entry.manifest_digest,
+        "pinned": entry.pinned,
+        "verified": entry.verified,
+        "metric": entry.metric,
+        "references": list(entry.references),
+        **line,
+    }
+
+
+def decode_record(data: bytes, *, slot: int, where: str) -> Record:
+    """Parse a record that may be hostile. Only the exact bytes that `encode_record` makes pass.
+
+    Raises Corrupt naming the object and the next move, UnsupportedFormat for unknown kinds or
+    fields.
+    """
+    if len(data) > RECORD_NBYTES_MAX:
+        _corrupt(where, f"{len(data)} bytes, at most {RECORD_NBYTES_MAX} are allowed")
+    if len(data) < len(RECORD_MAGIC) + 4 or not data.startswith(RECORD_MAGIC):
+        _corrupt(where, f"no record starts with {data[:8]!r}")
+    (stored,) = struct.unpack("<I", data[-4:])
+    if crc32c(data[:-4]) != stored:
+        _corrupt(where, f"checksum is {crc32c(data[:-4]):08x}, {stored:08x} was written")
+    try:
+        body = msgpack.unpackb(
+            data[len(RECORD_MAGIC) : -4], raw=False, strict_map_key=True, use_list=True
+        )
+    except Exception as error:  # msgpack raises a dozen classes for bad input
+        _corrupt(where, f"not msgpack ({type(error).__name__})")
+    record = _record_of(body, slot=slot, where=where)
+    if encode_record(record) != data:
+        _corrupt(where, "not in canonical form")
+    return record
+
+
+def _record_of(body: Any, *, slot: int, where: str) -> Record:
+    got = _typed(body, Record, where)
+    kind = _checked(got["kind"], str, where, "kind")
+    if kind not in KINDS:
+        raise UnsupportedFormat(
+            f"{where}: record kind {kind[:40]!r} is not known to this version; upgrade shardpoint"
+        )
+    live = _checked(got["live"], list, where, "live")
+    record = Record(
+        kind=kind,
+        slot=_integer(got["slot"], where, "slot"),
+        epoch=_integer(got["epoch"], where, "epoch"),
+        write_id=_checked(got["write_id"], bytes, where, "write_id"),
+        time_unix=_checked(got["time_unix"], float, where, "time_unix"),
+        attempt=None if got["attempt"] is None else _attempt(got["attempt"], where),
+        live=tuple(_entry_of(entry, where) for entry in live),
+        previous=_checked(got["previous"], bytes, where, "previous") if "previous" in got else None,
+    )
+    problem = record_problem(record, slot=slot)
+    if problem is not None:
+        _corrupt(where, problem)
+    return record
+
+
+def _entry_of(body: Any, where: str) -> LiveEntry:
+    got = _typed(body, LiveEntry, where)
+    references = _checked(got["references"], list, where, "references")
+    metric, line = got["metric"], got.get("line", FIRST_LINE)
+    return LiveEntry(
+        attempt=_attempt(got["attempt"], where),
+        step=_integer(got["step"], where, "step"),
+        slot=_integer(got["slot"], where, "slot of a checkpoint"),
+        manifest_nbytes=_integer(got["manifest_nbytes"], where, "manifest_nbytes"),
+        manifest_digest=_checked(got["manifest_digest"], bytes, where, "manifest_digest"),
+        pinned=_checked(got["pinned"], bool, where, "pinned"),
+        verified=_checked(got["verified"], bool, where, "verified"),
+        metric=None if metric is None else _checked(metric, float, where, "metric"),
+        references=tuple(_attempt(name, where) for name in references),
+        line=None if line is None else _integer(line, where, "line"),
+    )
+
+
+def record_problem(record: Record, *, slot: int) -> str | None:
+    """What is wrong with a record that claims to stand in `slot`, None when it makes sense.
+
+    Writers check their own records with it before sending, readers what they got.
+    """
+    if record.slot != slot:
+        return f"says slot {record.slot}, expected {slot}"
+    if record.epoch < 1 or len(record.write_id) != 16 or not math.isfinite(record.time_unix):
+        return "epoch, write id or time is out of range"
+    if (record.attempt is None) != (record.kind == "CLAIM"):
+        return f"attempt of a {record.kind} is {record.attempt!r}"
+    if record.previous is not None and (slot == 0 or len(record.previous) != 32):
+        return "digest of the record before is out of range"
+    names = {entry.attempt for entry in record.live}
+    slots = [entry.slot for entry in record.live]
+    if len(names) != len(slots) or slots != sorted(set(slots)) or any(s > slot for s in slots):
+        return "live set is not ascending and unique"
+    for entry in record.live:
+        problem = _entry_problem(entry, record, names)
+        if problem is not None:
+            return f"checkpoint {entry.attempt}: {problem}"
+    return _kind_problem(record)
+
+
+def _entry_problem(entry: LiveEntry, record: Record, names: set[str]) -> str | None:
+    if attempt_epoch(entry.attempt) > record.epoch:
+        return f"is of a later epoch than the record's {record.epoch}"
+    if entry.step > STEP_MAX or not 1 <= len(entry.manifest_digest) <= 64:
+        return "step or manifest digest is out of range"
+    if entry.metric is not None and not math.isfinite(entry.metric):
+        return "metric is not a finite number"
+    if entry.line is not None and entry.line > entry.slot:
+        return f"is of line {entry.line}, which begins after its commit"
+    if list(entry.references) != sorted(set(entry.references)) or entry.attempt in entry.references:
+        return "references are not ascending and unique"
+    missing = [name for name in entry.references if name not in names]
+    return f"references {missing[0]}, which is not live" if missing else None
+
+
+def _kind_problem(record: Record) -> str | None:
+    own = [entry for entry in record.live if entry.attempt == record.attempt]
+    at_slot = [entry for entry in record.live if entry.slot == record.slot]
+    if record.kind == "COMMIT":
+        return None if own and own == at_slot else "the committed attempt is not in its live set"
+    if at_slot:
+        return f"a {record.kind} cannot bring a checkpoint to life"
+    if record.kind == "RETIRE" and own:
+        return "the retired attempt is still in its live set"
+    if record.kind in ("PIN", "UNPIN", "VERIFIED") and not own:
+        return f"the attempt of a {record.kind} is not in its live set"
+    return None
+
+
+def _typed(body: Any, cls: type, where: str) -> dict[str, Any]:
+    """The map's fields, which must be those of `cls`, no more; those with a default may lack."""
+    expected = [field.name for field in fields(cls)]
+    optional = [field.name for field in fields(cls) if field.default is not MISSING]
+    if not isinstance(body, dict):
+        _corrupt(where, f"expected a map, got {type(body).__name__}")
+    missing = [name for name in expected if name not in body and name not in optional]
+    if missing:
+        _corrupt(where, f"field {missing[0]!r} is missing")
+    extra = [name for name in body if name not in expected]
+    if extra:
+        # Who rewrote the live set would drop what it does not know, so it may not go on.
+        raise UnsupportedFormat(
+            f"{where}: field {str(extra[0])[:40]!r} is not known to this version; upgrade "
+            "shardpoint"
+        )
+    return body
+
+
+def _checked(value: Any, cls: type, where: str, name: str) -> Any:
+    if type(value) is not cls:
+        _corrupt(where, f"{name} is {type(value).__name__}, expected {cls.__name__}")
+    return value
+
+
+def _integer(value: Any, where: str, name: str) -> int:
+    if type(value) is not int or not 0 <= value <= INTEGER_MAX:
+        _corrupt(where, f"{name} is not an integer from 0 to 2**63 - 1")
+    return value
+
+
+def _attempt(value: Any, where: str) -> str:
+    try:
+        attempt_epoch(_checked(value, str, where, "attempt"))
+    except ValueError:
+        _corrupt(where, f"{value[:60]!r} is not an attempt name")
+    return str(value)
+
+
+def _corrupt(where: str, problem: str) -> NoReturn:
+    raise Corrupt(
+        f"log record {where} is damaged: {problem}. The checkpoints themselves are not affected: "
+        "load by a step directory's own path, <url>/steps/<step>-<attempt>"
+    )

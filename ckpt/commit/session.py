@@ -1,0 +1,245 @@
+"""Who may write to a root, and the one way to append to its log.
+
+A session claims a root once and appends under its epoch until a later claim fences it. Maintenance
+appends under whatever epoch is current, without claiming, so that pruning never stops a training.
+
+An append has three outcomes: it stands, it does not, or nobody knows yet. Note "pending": a record
+that was sent is kept until its slot's occupant is known, and nothing else is appended before that.
+Only put_if_absent on the same slot settles it; a read that finds nothing settles nothing, because
+the timed-out request may still land.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from ckpt.commit.appender import Build, Limits, Settled, Sources, _Appender, _Draft
+from ckpt.commit.claim import _format_of, _probe, _refused
+from ckpt.commit.lines import OwnLine, Restored
+from ckpt.commit.log import LogState, read_format
+from ckpt.commit.names import STEPS_PREFIX, attempt_epoch, attempt_name
+from ckpt.commit.records import LiveEntry, Record
+from ckpt.commit.sweep import _attempts_on, _delete_attempt, _refuse_needed
+from ckpt.commit.writer import Commit, _Writer
+from ckpt.errors import CheckpointError, Corrupt, Fenced, NoCheckpoint, StoreRefused
+from storage.store import ExclusiveCreate, Store
+
+logger = logging.getLogger(__name__)
+
+
+class ReferenceRetired(CheckpointError):
+    """The new checkpoint needs files of an attempt that was retired meanwhile; it was not
+    committed.
+
+    Write those chunks anew, under a new attempt.
+    """
+
+
+class Session(_Writer):
+    """The right to save to one root, held by one process for its life. Made by `claim`."""
+
+    def __init__(self, appender: _Appender, *, root: str, epoch: int) -> None:
+        super().__init__(appender, root=root)
+        self.epoch = epoch
+        self._fenced_by: int | None = None
+        self._given_up: set[str] = set()
+        self._leftovers: dict[str, int] = {}
+        self._line = OwnLine()
+
+    @classmethod
+    def claim(
+        cls,
+        store: Store,
+        *,
+        unsafe_single_writer: bool = False,
+        sources: Sources | None = None,
+        limits: Limits | None = None,
+    ) -> Session:
+        """Claim a root for this process: older sessions are fenced from here on.
+
+        Creates FORMAT when the root is new. Raises StoreRefused, before anything is appended, when
+        the store cannot refuse a second writer (unless `unsafe_single_writer`).
+        """
+        sources, limits = sources or Sources(), limits or Limits()
+        if store.exclusive_create is ExclusiveCreate.NONE and not unsafe_single_writer:
+            raise _refused(store, "it can only check and then write, so two writers could both win")
+        root = _format_of(store, sources=sources, limits=limits)
+        check_first = _probe(store, root, unsafe_single_writer, limits)
+        appender = _Appender(store, check_first=check_first, sources=sources, limits=limits)
+        record = appender.append(lambda state: _Draft("CLAIM", state.epoch + 1, None, state.live))
+        assert record is not None
+        return cls(appender, root=root, epoch=record.epoch)
+
+    @property
+    def fenced(self) -> bool:
+        """Whether a newer session was seen. Never becomes False again."""
+        return self._fenced_by is not None
+
+    def use_store(self, store: Store) -> None:
+        """Go on through another connection to the same root (the caller has compared root ids)."""
+        with self._lock:
+            self._appender.log.store = store
+
+    def check_root(self) -> None:
+        """Raise StoreRefused when the root was removed, or removed and made anew.
+
+        Our log would go on in a place where nobody finds it, or in the middle of another one.
+        """
+        try:
+            seen = read_format(self.store).root
+        except NoCheckpoint:
+            seen = "no root"
+        if seen != self.root:
+            raise StoreRefused(
+                f"{self.store.url} shows {seen} where this process began to save to root "
+                f"{self.root}: it was removed meanwhile; save to another url, or start this job "
+                "anew"
+            )
+
+    def restored(self, restored: Restored) -> None:
+        """Go on with the line of what was restored; see `ckpt.commit.lines`."""
+        with self._lock:
+            self._line = OwnLine(restored)
+
+    def new_attempt(self) -> str:
+        """A name for one try to save one step, never given before."""
+        return attempt_name(self.epoch, self._appender.sources.random_bytes(8))
+
+    def commit(self, commit: Commit) -> LiveEntry:
+        """Bring a checkpoint to life: the one write that makes it exist.
+
+        Raises Fenced, ReferenceRetired and storage errors when it certainly was not committed, and
+        OutcomeUnknown when nobody knows: see `settle`.
+        """
+
+        def build(state: LogState) -> _Draft:
+            epoch = self._epoch_for(state)
+            gone = [name for name in commit.references if state.find(name) is None]
+            if gone:
+                raise ReferenceRetired(
+                    f"{commit.attempt} needs files of {gone[0]}, which was retired meanwhile; it "
+                    "was not committed: save again, writing everything"
+                )
+            line = self._line.of_next(state) if commit.in_line else None
+            return _Draft("COMMIT", epoch, commit.attempt, state.live, commit.entry(line=line))
+
+        with self._lock:
+            if commit.attempt in self._given_up or attempt_epoch(commit.attempt) != self.epoch:
+                raise CheckpointError(f"{commit.attempt} is not an open attempt of this session")
+            record = self._append(build)
+            assert record is not None
+            return record.live[-1]
+
+    def discard(self, attempt: str, *, step: int) -> int:
+        """Delete the files of a failed attempt of this session; it can never be committed
+        afterwards.
+
+        Raises OutcomeUnknown while its commit is unsettled, NotRetired when it turns out to be
+        live. What could not be deleted is left for the next `sweep`.
+        """
+        with self._lock:
+            if attempt_epoch(attempt) != self.epoch:
+                raise CheckpointError(f"{attempt} is not an attempt of this session")
+            self._give_up(attempt, step)
+            self.settle()
+            _refuse_needed(self.state(), attempt)
+        return self._delete_leftovers(attempt, step)
+
+    def settle(self) -> Settled | None:
+        settled = super().settle()
+        if settled is not None and settled.record.kind == "COMMIT" and not settled.landed:
+            entry = settled.record.live[-1]
+            self._give_up(entry.attempt, entry.step)
+        return settled
+
+    def sweep_failed(self) -> list[str]:
+        """Delete what failed attempts of this session left behind because the store failed too, or
+        because their outcome was unknown. Returns their names.
+
+        Raises OutcomeUnknown while a commit is unsettled, and the store's errors; then the rest is
+        left for the next call.
+        """
+        with self._lock:
+            if not self._leftovers:
+                return []
+            self.settle()
+            state = self.state()
+            for attempt in [name for name in self._leftovers if state.find(name) is not None]:
+                del self._leftovers[attempt]  # its commit was unknown, and landed
+            leftovers = dict(self._leftovers)
+        for attempt, step in leftovers.items():
+            self._delete_leftovers(attempt, step)
+        return list(leftovers)
+
+    def _give_up(self, attempt: str, step: int) -> None:
+        """From now on this attempt cannot be committed, and its files may go."""
+        with self._lock:
+            self._given_up.add(attempt)
+            self._leftovers[attempt] = step
+
+    def _delete_leftovers(self, attempt: str, step: int) -> int:
+        deleted = _delete_attempt(self.store, step=step, attempt=attempt)
+        with self._lock:
+            self._leftovers.pop(attempt, None)
+        return deleted
+
+    def sweep(self) -> list[str]:
+        """Delete what attempts of older epochs left behind and no live checkpoint needs.
+
+        They can never become live: any commit of theirs would have to come before our claim.
+        Returns their names. Raises Fenced, deleting nothing, when this session was superseded.
+        """
+        with self._lock:
+            self.settle()
+            state = self.state()
+            needed = {e.attempt for e in state.live}
+            needed |= {name for e in state.live for name in e.references}
+            orphans = [
+                (step, attempt)
+                for step, attempt in _attempts_on(self.store)
+                if attempt_epoch(attempt) < self.epoch and attempt not in needed
+            ]
+        for step, attempt in orphans:
+            _delete_attempt(self.store, step=step, attempt=attempt)
+        return [attempt for _, attempt in orphans]
+
+    def sweep_unfinished(self) -> int:
+        """Remove objects that dead writers left half written; returns how many.
+
+        Call it right after `claim`, before the first attempt: it cannot tell whose they are.
+        """
+        with self._lock:
+            self.state()
+            return self.store.abort_unfinished(STEPS_PREFIX)
+
+    def _append(self, build: Build) -> Record | None:
+        if self._fenced_by is not None:
+            raise self._fenced_error(self._fenced_by)
+        return super()._append(build)
+
+    def _remember(self, record: Record) -> None:
+        super()._remember(record)
+        if record.kind == "COMMIT" and (line := record.live[-1].line) is not None:
+            self._line = OwnLine(line=line)
+
+    def _epoch_for(self, state: LogState) -> int:
+        if self._fenced_by is None and state.epoch > self.epoch:
+            self._fenced_by = state.epoch
+        if self._fenced_by is not None:
+            raise self._fenced_error(self._fenced_by)
+        if state.epoch < self.epoch:
+            raise Corrupt(
+                f"the log of {self.store.url} went back from epoch {self.epoch} to {state.epoch}: "
+                "entries were removed; save to a new url, load steps by their own paths"
+            )
+        return self.epoch
+
+    def _fenced_error(self, by: int) -> Fenced:
+        return Fenced(
+            f"{self.store.url} was claimed by a newer session (epoch {by}, this process has epoch "
+            f"{self.epoch}). This process must not write there again; if it should be the one that "
+            "trains, stop the other job and start this one anew"
+        )
+
+
+# --- deletion -------------------------------------------------------------------------------------

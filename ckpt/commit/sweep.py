@@ -1,0 +1,75 @@
+"""Deletion of attempts: what the protocol's names list, MANIFEST first, nothing that is needed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+from ckpt.commit.log import LogState
+from ckpt.commit.names import MANIFEST_NAME, STEPS_PREFIX, parse_step_key, step_prefix
+from ckpt.errors import CheckpointError
+from storage.store import Store
+
+
+class NotRetired(CheckpointError):
+    """This checkpoint may not be retired: pinned, needed by another, the last one, or not there."""
+
+
+def _refuse_needed(state: LogState, attempt: str) -> None:
+    if state.find(attempt) is not None or any(attempt in e.references for e in state.live):
+        raise NotRetired(f"{attempt} is live or needed by a live checkpoint; nothing was deleted")
+
+
+def _delete_attempt(store: Store, *, step: int, attempt: str, parallel_max: int = 8) -> int:
+    """Delete what we wrote below a step directory and nothing else; returns how many objects.
+
+    MANIFEST goes first: a crash in between leaves unreferenced files, never a torn checkpoint.
+    """
+    prefix = step_prefix(step, attempt)
+    keys = [info.key for info in store.list(prefix)]
+    keys = [key for key in keys if parse_step_key(key) is not None]
+    manifest = prefix + MANIFEST_NAME
+    if manifest in keys:
+        store.delete(manifest)
+    rest = [key for key in keys if key != manifest]
+    if len(rest) < 4:
+        for key in rest:
+            store.delete(key)
+    else:
+        with ThreadPoolExecutor(parallel_max, thread_name_prefix="ckpt-delete") as pool:
+            _all_results(pool.submit(store.delete, key).result for key in rest)
+    store.abort_unfinished(prefix)
+    return len(keys)
+
+
+def _all_results(results: Iterable[Callable[[], None]]) -> None:
+    """Wait for every one, then raise the first failure."""
+    errors: list[Exception] = []
+    for result in list(results):
+        try:
+            result()
+        except Exception as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
+
+
+def _attempts_on(store: Store) -> Iterator[tuple[int, str]]:
+    """Every (step, attempt) that has an object of ours, at one listing request for each
+    directory.
+    """
+    cursor = ""
+    while True:
+        found = next(iter(store.list(STEPS_PREFIX, after=cursor)), None)
+        if found is None:
+            return
+        parsed = parse_step_key(found.key)
+        directory = re.match(r"steps/[^/]+/", found.key)
+        if parsed is None or directory is None:
+            cursor = found.key
+            continue
+        step, attempt, _ = parsed
+        yield step, attempt
+        # "0" is the character after "/": this key is greater than all keys in the directory.
+        cursor = step_prefix(step, attempt)[:-1] + "0"

@@ -1,0 +1,184 @@
+"""What sessions and maintenance share: retire, pin, mark, delete under a checked epoch."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
+
+from ckpt.commit.appender import Build, Settled, _Appender, _Draft
+from ckpt.commit.log import Log, LogState
+from ckpt.commit.names import attempt_epoch
+from ckpt.commit.records import Kind, LiveEntry, Record
+from ckpt.commit.sweep import NotRetired, _delete_attempt, _refuse_needed
+from ckpt.errors import NoCheckpoint
+from storage.store import Store
+
+
+class Commit(NamedTuple):
+    """What a save wants to bring to life. Durable data and manifest must be there already.
+
+    With `in_line` it is a state of the training that this session writes; imports are not.
+    """
+
+    attempt: str
+    step: int
+    manifest_nbytes: int
+    manifest_digest: bytes
+    metric: float | None = None
+    references: tuple[str, ...] = ()
+    in_line: bool = True
+
+    def entry(self, *, line: int | None) -> LiveEntry:
+        """What the log will say of it; the slot is known when the record has one."""
+        return LiveEntry(
+            attempt=self.attempt,
+            step=self.step,
+            slot=0,
+            manifest_nbytes=self.manifest_nbytes,
+            manifest_digest=self.manifest_digest,
+            pinned=False,
+            verified=False,
+            metric=None if self.metric is None else float(self.metric),
+            references=tuple(sorted(set(self.references))),
+            line=line,
+        )
+
+
+class _Writer:
+    """What sessions and maintenance have in common. Every method may be called from any thread."""
+
+    def __init__(self, appender: _Appender, *, root: str) -> None:
+        self.root = root
+        self._appender = appender
+        self._lock = threading.RLock()
+        self._retired: set[str] = set()
+
+    @property
+    def store(self) -> Store:
+        return self._appender.store
+
+    @property
+    def log(self) -> Log:
+        """The log of the root, to read from."""
+        return self._appender.log
+
+    @property
+    def unsettled(self) -> Record | None:
+        """The record whose outcome is unknown, None when everything is settled."""
+        return self._appender.pending
+
+    def settle(self) -> Settled | None:
+        """Find out what became of the unsettled record. Raises OutcomeUnknown while nobody
+        knows.
+        """
+        with self._lock:
+            settled = self._appender.settle()
+            if settled is not None and settled.landed:
+                self._remember(settled.record)
+            return settled
+
+    def state(self) -> LogState:
+        """What exists now."""
+        with self._lock:
+            state = self._appender.log.state()
+            self._epoch_for(state)
+            return state
+
+    def retire(self, attempt: str, *, delete: bool = True) -> Record | None:
+        """Take a checkpoint out of the live set, then delete its files, MANIFEST first.
+
+        None when it was not live (any more); nothing is deleted then. Raises NotRetired when it is
+        pinned, needed by another live checkpoint, or the last one. With `delete=False` the files
+        stay until `delete_retired`.
+        """
+        with self._lock:
+            victim = self._appender.log.state().find(attempt)
+            record = self._append(lambda state: self._draft_retire(state, attempt))
+        if record is not None and victim is not None and delete:
+            self.delete_retired(attempt, step=victim.step)
+        return record
+
+    def pin(self, attempt: str) -> Record | None:
+        """Protect a checkpoint from retirement. None when it is pinned already."""
+        return self._mark("PIN", attempt, lambda entry: replace(entry, pinned=True))
+
+    def unpin(self, attempt: str) -> Record | None:
+        """Lift the protection. None when it is not pinned."""
+        return self._mark("UNPIN", attempt, lambda entry: replace(entry, pinned=False))
+
+    def verified(self, attempt: str) -> Record | None:
+        """Note that all bytes of a checkpoint were read and found right. None when noted
+        already.
+        """
+        return self._mark("VERIFIED", attempt, lambda entry: replace(entry, verified=True))
+
+    def delete_retired(self, attempt: str, *, step: int) -> int:
+        """Delete the files of an attempt that this writer knows to be retired; returns how many.
+
+        May be repeated after a failure. Raises NotRetired when the attempt is live, needed, or may
+        be a save under way: not live, of the current epoch, and not retired by this writer.
+        """
+        with self._lock:
+            self.settle()
+            state = self.state()
+            _refuse_needed(state, attempt)
+            if attempt not in self._retired and attempt_epoch(attempt) >= state.epoch:
+                raise NotRetired(f"{attempt} may be a save under way; nothing was deleted")
+        # Not under the lock, where a commit would wait for it: what was retired never comes back.
+        return _delete_attempt(self.store, step=step, attempt=attempt)
+
+    def _mark(
+        self, kind: Kind, attempt: str, change: Callable[[LiveEntry], LiveEntry]
+    ) -> Record | None:
+        def build(state: LogState) -> _Draft | None:
+            entry = state.find(attempt)
+            if entry is None:
+                raise NoCheckpoint(
+                    f"{self.store.url} has no live checkpoint {attempt}; it has "
+                    f"{', '.join(e.attempt for e in state.live[-5:]) or 'none'}"
+                )
+            changed = change(entry)
+            if changed == entry:
+                return None
+            live = tuple(changed if e is entry else e for e in state.live)
+            return _Draft(kind, self._epoch_for(state), attempt, live)
+
+        with self._lock:
+            return self._append(build)
+
+    def _draft_retire(self, state: LogState, attempt: str) -> _Draft | None:
+        entry = state.find(attempt)
+        if entry is None:
+            return None
+        users = [e.attempt for e in state.live if attempt in e.references]
+        if entry.pinned:
+            raise NotRetired(f"{attempt} (step {entry.step}) is pinned; unpin it first")
+        if users:
+            raise NotRetired(
+                f"{attempt} (step {entry.step}) is needed by {users[0]}; retire that first"
+            )
+        if len(state.live) == 1:
+            raise NotRetired(
+                f"{attempt} (step {entry.step}) is the only checkpoint; save another first"
+            )
+        live = tuple(e for e in state.live if e is not entry)
+        return _Draft("RETIRE", self._epoch_for(state), attempt, live)
+
+    def _append(self, build: Build) -> Record | None:
+        self.settle()
+        record = self._appender.append(build)
+        if record is not None:
+            self._remember(record)
+        return record
+
+    def _remember(self, record: Record) -> None:
+        if record.kind == "RETIRE" and record.attempt is not None:
+            self._retired.add(record.attempt)
+
+    def _epoch_for(self, state: LogState) -> int:
+        """The epoch to write under after `state`. Raises when this writer may not write any
+        more.
+        """
+        raise NotImplementedError

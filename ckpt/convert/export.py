@@ -1,0 +1,338 @@
+"""Write the tensors of a checkpoint, of any format that we read, as files that everybody can load.
+
+    source -> choose (names) -> planned files (one format) -> parts, streamed -> files
+
+Nothing is held but a few parts, whatever the size of the model. A file appears whole or not at all,
+and the file that makes several one thing comes last.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from ckpt.convert.naming import Rename, renamed
+from ckpt.convert.sources.opening import SourceOptions, is_file_name, open_source
+from ckpt.convert.sources.source import Contents, Source
+from ckpt.convert.sources.torch_file import SUFFIXES
+from ckpt.convert.targets.delivery import Delivered, Delivery, deliver
+from ckpt.convert.targets.files import Output, safetensors_files
+from ckpt.convert.targets.nesting import Nested, nested_files
+from ckpt.convert.targets.writing import PART_NBYTES, Progress
+from ckpt.errors import CheckpointError, InvalidState
+from ckpt.layout.dtypes import DTYPES, dtype_name, torch_dtype
+from ckpt.layout.piece import Kind
+from ckpt.process import world_of
+from ckpt.world.base import collectively
+from storage import open_store, options_of_other
+
+Format: TypeAlias = Literal["safetensors", "torch", "dcp"]
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Which tensors of a checkpoint go into the export, and under which names.
+
+    `entry` is the name of a module in the saved state ("model" in {"model": net, ...}); names in
+    the file are those inside of it. `include` and `exclude` are shell patterns of such names, or
+    regular expressions that begin with `re:`. `rename` maps them to other names (see `Rename`).
+    `dtype` applies to floating-point tensors. Of tied names the alphabetically first is kept in
+    safetensors files, as `safetensors.torch.save_model` does, unless `keep_tied`: then all are
+    written. Files of torch.save and DCP directories have all names, and each tensor once.
+
+    `optimizer=True` exports the whole state, model, optimizer and values, by its full names. Where
+    a source only numbers the parameters of an optimizer, `parameter_names` are their names.
+    """
+
+    entry: str | None = None
+    include: Sequence[str] = ()
+    exclude: Sequence[str] = ()
+    rename: Rename | None = None
+    dtype: str | torch.dtype | None = None
+    keep_tied: bool = False
+    optimizer: bool = False
+    parameter_names: Sequence[str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ExportReport:
+    """What was written: urls of the files, names in them, their bytes, and tied names left out.
+
+    `left_out` are names of the state that the format or the source has no form for. `verified` says
+    that all tensors were read back and compared. `resumed` counts files that an earlier, killed
+    export had finished.
+    """
+
+    files: tuple[str, ...]
+    tensors: tuple[str, ...]
+    nbytes: int
+    tied: Mapping[str, str]  # name that was left out -> name that holds its tensor
+    step: int | None
+    left_out: tuple[str, ...] = ()
+    verified: bool = False
+    resumed: int = 0
+
+
+class Chosen(NamedTuple):
+    """All tensors of the export, the tied names that stand for one of them, and values."""
+
+    outputs: list[Output]
+    tied: dict[str, str]
+    values: Mapping[str, Any]
+
+
+def export(
+    url: str,
+    target: str,
+    *,
+    step: int | None = None,
+    selection: Selection | None = None,
+    format: Format | None = None,
+    shard_nbytes_max: int | None = None,
+    threads: int = 3,
+    verify: bool = False,
+    progress: Progress | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    target_options: Mapping[str, Any] | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> ExportReport:
+    """Write a checkpoint's model to `target`, on a disk or in an object store.
+
+    `url` is a root or step of ours, a directory of torch.distributed.checkpoint, a file of
+    torch.save, or safetensors files. `format` is told by the name of the target: `.safetensors`, or
+    `.pt`, `.pth`, `.bin`, `.ckpt` for a file that `torch.load(weights_only=True)` reads; "dcp" is a
+    directory that `torch.distributed.checkpoint.load` reads. With `shard_nbytes_max`, tensors
+    beyond that size go to several safetensors files with an index, as Hugging Face names them.
+
+    Called by all ranks of a process group (default: all, if there is one), it divides the files
+    among them. What a killed export had finished is not written again by the next with the same
+    arguments. `verify=True` reads all files back and compares every tensor with the source.
+    `target_options` are for the target's store, by default those of the source when both have the
+    same protocol. `progress(done, total)` counts bytes of the new files.
+
+    Raises CheckpointError when the selection is empty or ambiguous or the target exists,
+    InvalidState for what the format has no form for, Corrupt when stored bytes were changed, and
+    the stores' errors. After any of these nothing is left at the target.
+    """
+    selection = selection or Selection()
+    kind = format or _format_of(target)
+    folder, name = split_target(target, kind)
+    target_options = options_of_other(url, storage_options, target, target_options)
+    options = SourceOptions(step, selection.parameter_names, dict(storage_options or {}))
+    world = world_of(process_group)
+    delivery = Delivery(folder, name, target_options, threads, PART_NBYTES, verify, world)
+    source = collectively(world, "open source", lambda: open_source(url, options, open_store))
+
+    def plan() -> tuple[Chosen, Nested]:
+        chosen = choose(source, selection, kind)
+        if kind == "safetensors":
+            files = safetensors_files(chosen.outputs, chosen.tied, name, shard_nbytes_max)
+            return chosen, Nested(files, tuple(sorted(chosen.values)))
+        return chosen, nested_files(source, chosen, kind, name, whole=selection.optimizer)
+
+    try:
+        chosen, planned = collectively(world, "plan", plan)
+        delivered = deliver(source, planned.files, delivery, progress, open_store)
+        return _report(source, chosen, planned, delivery, delivered)
+    finally:
+        source.close()
+
+
+def _report(
+    source: Source, chosen: Chosen, planned: Nested, delivery: Delivery, delivered: Delivered
+) -> ExportReport:
+    folder = delivery.folder.rstrip("/")
+    keys = [file.key for file in planned.files]
+    return ExportReport(
+        files=tuple(f"{folder}/{key}" if delivery.folder else key for key in keys),
+        tensors=tuple(sorted(output.name for output in chosen.outputs)),
+        nbytes=sum(file.nbytes for file in planned.files),
+        tied=chosen.tied,
+        step=source.contents.step,
+        left_out=planned.left_out,
+        verified=delivery.verify,
+        resumed=delivered.resumed,
+    )
+
+
+def _format_of(target: str) -> Format:
+    if target.endswith(SUFFIXES):
+        return "torch"
+    return "safetensors"
+
+
+def split_target(target: str, format: Format = "safetensors") -> tuple[str, str]:
+    """Folder and name of the file to write. Raises CheckpointError when there is no name."""
+    if format == "dcp":
+        if is_file_name(target):
+            raise CheckpointError(f"{target!r}: a DCP checkpoint is a directory; name one")
+        return target.rstrip("/") or "/", ""
+    folder, _, name = target.rpartition("/")
+    suffixes = SUFFIXES if format == "torch" else (".safetensors",)
+    if not name.endswith(suffixes) or name in suffixes:
+        raise CheckpointError(
+            f"{target!r} names no file that can be written; end it with a name such as "
+            'model.safetensors or model.pt, or pass format="dcp" for a directory'
+        )
+    return (folder or ("/" if target.startswith("/") else ".")), name
+
+
+# What goes into the export ------------------------------------------------------------------
+
+
+def choose(source: Source, selection: Selection, format: Format = "safetensors") -> Chosen:
+    """The tensors that `selection` means, sorted by name."""
+    contents = source.contents
+    values: Mapping[str, Any] = {}
+    if selection.optimizer:
+        names = {fqn: contents.aliases.get(fqn, fqn) for fqn in _all_names(contents)}
+        values = {n: v for n, v in contents.values.items() if _is_selected(n, selection)}
+        entry = ""
+        if selection.rename is not None:
+            raise CheckpointError(
+                "rename= with optimizer=True: the optimizer names parameters too; import the "
+                "checkpoint with rename=, or export the model alone"
+            )
+    else:
+        entry = selection.entry if selection.entry is not None else default_entry(source)
+        names = _names_of(contents, entry)
+    kept = {name: fqn for name, fqn in names.items() if _is_selected(name, selection)}
+    if not kept:
+        wanted = f"include={list(selection.include)}, exclude={list(selection.exclude)}"
+        raise CheckpointError(
+            f"nothing to export: {source!r} has {len(names)} tensors in {entry!r}, and "
+            f"{wanted} leaves none; entries are {', '.join(map(repr, contents.modules))}"
+        )
+    _check_refused(contents, entry, selection)
+    tied = _tied_names(kept)
+    if selection.keep_tied and format == "safetensors":
+        tied = {}
+    new_names = renamed(kept, selection.rename)
+    outputs = [
+        _output(contents, new_names[name], fqn, selection.dtype)
+        for name, fqn in sorted(kept.items())
+        if name not in tied
+    ]
+    if format == "safetensors":
+        _check_dtypes(outputs)
+    told = {new_names[gone]: new_names[held] for gone, held in sorted(tied.items())}
+    return Chosen(outputs, told, values)
+
+
+def _all_names(contents: Contents) -> list[str]:
+    return [*contents.tensors, *contents.aliases]
+
+
+def default_entry(source: Source) -> str:
+    """The one entry that is a model. Raises CheckpointError when there is none, or a choice."""
+    entries = source.contents.modules
+    if len(entries) == 1:
+        return entries[0]
+    if not entries:
+        firsts = sorted({fqn.partition(".")[0] for fqn in _all_names(source.contents)})
+        raise CheckpointError(
+            f"{source!r} holds no module; say which entry to export with entry=, one of "
+            f"{', '.join(map(repr, firsts[:20]))}"
+        )
+    raise CheckpointError(
+        f"{source!r} holds {len(entries)} modules; say which one to export with entry=, one of "
+        f"{', '.join(map(repr, entries[:20]))}"
+    )
+
+
+def _names_of(contents: Contents, entry: str) -> dict[str, str]:
+    """Names inside of `entry`, each with the fqn of its stored tensor.
+
+    Parameters and buffers, or all tensors when it has neither (an EMA copy that is a plain dict).
+    """
+    prefix = f"{entry}." if entry else ""
+    names = {
+        fqn.removeprefix(prefix): contents.aliases.get(fqn, fqn)
+        for fqn in _all_names(contents)
+        if fqn.startswith(prefix)
+    }
+    model = {
+        name: fqn
+        for name, fqn in names.items()
+        if contents.tensors[fqn].kind in (Kind.PARAMETER, Kind.BUFFER)
+    }
+    return model or names
+
+
+def _is_selected(name: str, selection: Selection) -> bool:
+    if any(_matches(name, pattern) for pattern in selection.exclude):
+        return False
+    return not selection.include or any(_matches(name, p) for p in selection.include)
+
+
+def _matches(name: str, pattern: str) -> bool:
+    if pattern.startswith("re:"):
+        return re.search(pattern[3:], name) is not None
+    return fnmatchcase(name, pattern)
+
+
+def _check_refused(contents: Contents, entry: str, selection: Selection) -> None:
+    """Raise InvalidState when something that is selected cannot be read."""
+    prefix = f"{entry}." if entry else ""
+    problems = [
+        f"{fqn}: {refusal.reason}; leave it out with exclude="
+        for fqn, refusal in sorted(contents.refused.items())
+        if fqn.startswith(prefix)
+        and _is_selected(fqn.removeprefix(prefix), selection)
+        and (selection.optimizer or refusal.is_tensor)
+    ]
+    if problems:
+        raise InvalidState(problems)
+
+
+def _tied_names(names: Mapping[str, str]) -> dict[str, str]:
+    """Names to leave out, each with the name kept for its tensor: the alphabetically first."""
+    first: dict[str, str] = {}
+    tied = {}
+    for name in sorted(names):
+        held = first.setdefault(names[name], name)
+        if held != name:
+            tied[name] = held
+    return tied
+
+
+def _output(contents: Contents, name: str, fqn: str, dtype: str | torch.dtype | None) -> Output:
+    stored = contents.tensors[fqn]
+    wanted = stored.dtype
+    if dtype is not None and torch_dtype(stored.dtype).is_floating_point:
+        wanted = dtype if isinstance(dtype, str) else dtype_name(dtype)
+        if wanted not in DTYPES or not torch_dtype(wanted).is_floating_point:
+            raise CheckpointError(
+                f"dtype={wanted!r} is no floating-point type; use e.g. 'bfloat16'"
+            )
+    known = DTYPES[wanted]
+    return Output(name, stored, known, math.prod(stored.shape) * known.itemsize)
+
+
+def _check_dtypes(outputs: Iterable[Output]) -> None:
+    problems = [
+        f"{output.name}: safetensors has no {output.dtype.name}; leave it out with exclude="
+        for output in outputs
+        if not output.dtype.is_native
+    ]
+    if problems:
+        raise InvalidState(problems)
+
+
+def parse_nbytes(text: str) -> int:
+    """A size such as 5GB, 500MB, 2GiB or 1048576. Raises ValueError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B?", text.strip().upper())
+    if match is None:
+        raise ValueError(f"{text!r} is no size; write e.g. 5GB, 500MB or 2GiB")
+    base = 1024 if match[3] else 1000
+    return int(float(match[1]) * base ** " KMGT".index(match[2] or " "))
+
+
+__all__ = ["PART_NBYTES", "ExportReport", "Selection", "export", "parse_nbytes"]

@@ -1,0 +1,522 @@
+"""Bring checkpoints of other libraries into a root: streamed, checked, committed in one write.
+
+    source -> names -> this rank's share of the bytes -> data files -> part -> manifest -> commit
+
+The way of a save from `parts` on. A root never shows an import that did not end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch.distributed as dist
+
+from ckpt.commit.names import step_prefix
+from ckpt.convert.naming import Rename, renamed, renamer
+from ckpt.convert.sources.opening import SourceOptions, open_source
+from ckpt.convert.sources.source import Contents, Source, SourceTensor, Wanted
+from ckpt.convert.targets.files import Data, FilePiece, Fixed, Late, Output, PlannedFile
+from ckpt.convert.targets.writing import (
+    PART_NBYTES,
+    Finishing,
+    Meter,
+    Parts,
+    Progress,
+    fill_part,
+    in_order,
+)
+from ckpt.errors import Corrupt, InvalidState, UnsupportedFormat
+from ckpt.format.checksum import crc32c
+from ckpt.format.codec import encode_values
+from ckpt.format.datafile import (
+    DataFileLayout,
+    StoredChunk,
+    checksum_tensor,
+    layout_data_file,
+    order_key,
+    split_into_files,
+)
+from ckpt.format.manifest import Header
+from ckpt.format.metadata import data_file_name, file_extras, file_metadata
+from ckpt.format.part import Part, PartFile, TensorInfo, make_part
+from ckpt.layout.dtypes import DTYPES
+from ckpt.layout.memory import aligned_buffer, tensor_over
+from ckpt.layout.region import Region, Span
+from ckpt.loading.checkpoint import open_checkpoint
+from ckpt.process import place_of, world_of
+from ckpt.saving.publish import publish
+from ckpt.saving.report import SaveOptions
+from ckpt.saving.task import Attempt, SaveTask
+from ckpt.state.values import is_reference, join
+from ckpt.world.base import collectively
+from storage import Store, open_store
+
+MIB = 1 << 20
+CUT_NBYTES = 4 * MIB  # shares of ranks end at multiples of it within a tensor
+FILE_NBYTES_MAX = 4 << 30
+VERIFY_NBYTES = 4 * MIB
+
+
+@dataclass(frozen=True, slots=True)
+class ImportReport:
+    """A checkpoint that exists. `nbytes` are the bytes of all its objects together.
+
+    `skipped` are names of the source that `skip=` left out. `modules` are the entries that look
+    like models: what `ckpt.export` takes by default if there is one.
+    """
+
+    step: int
+    attempt: str
+    path: str
+    nbytes: int
+    tensors: tuple[str, ...]
+    values: tuple[str, ...]
+    skipped: tuple[str, ...]
+    modules: tuple[str, ...]
+    verified: bool
+
+
+def import_checkpoint(
+    source: str,
+    url: str,
+    *,
+    step: int = 0,
+    rename: Rename | None = None,
+    skip: Sequence[str] = (),
+    parameter_names: Sequence[str] | None = None,
+    verify: bool = False,
+    threads: int = 3,
+    progress: Progress | None = None,
+    user: Mapping[str, str] | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    source_options: Mapping[str, Any] | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    unsafe_single_writer: bool = False,
+) -> ImportReport:
+    """Make a checkpoint of another library the checkpoint of `step` below `url`.
+
+    `source` is a directory of torch.distributed.checkpoint (also those of Accelerate, Lightning and
+    torchtitan), a file of torch.save, or safetensors files with or without an index, local or in an
+    object store. Nothing in it is executed. Tensors are streamed, so memory is bounded by `threads`
+    parts of 16 MiB; names are those of the nested state: what was saved as `{"model": ..., "optim":
+    ...}` is loaded into such a state.
+
+    `rename` gives names new ones (see `Rename`), `skip` are names, dotted beginnings of names, or
+    shell patterns to leave out. `parameter_names` are needed where an optimizer numbers its
+    parameters and does not name them. `verify=True` reads the new checkpoint back and compares
+    every tensor with the source. Collective over `process_group` (default: all ranks, if there are
+    any); the ranks divide the bytes among them.
+
+    Raises the same error on every rank, and the root is as before then: NoCheckpoint, Corrupt and
+    UnsupportedFormat for the source, InvalidState listing what cannot be stored, and the errors of
+    `ckpt.save`.
+    """
+    world = world_of(process_group)
+    options = SourceOptions(None, parameter_names, dict(source_options or {}))
+    opened = collectively(world, "open source", lambda: open_source(source, options, open_store))
+    try:
+        chosen = collectively(world, "names", lambda: _chosen(opened, rename, skip))
+        # Only now is anything made at the root.
+        place = place_of(
+            url,
+            process_group=process_group,
+            storage_options=storage_options,
+            unsafe_single_writer=unsafe_single_writer,
+        )
+        notes = {"imported_from": f"{opened.format} {opened.url}", **(user or {})}
+        how = SaveOptions(user=notes, in_line=False)
+        task = SaveTask(place.session, place.store, place.memory, step, how)
+        writing = _Importing(opened, chosen, place.store, threads, progress)
+        return _imported(writing, task, dict(storage_options or {}) if verify else None)
+    finally:
+        opened.close()
+
+
+def _imported(
+    writing: _Importing, task: SaveTask, verify_options: Mapping[str, Any] | None
+) -> ImportReport:
+    """Write and commit, and with options for reading it, verify."""
+    world, chosen = task.session.world, writing.chosen
+    report = publish(
+        task,
+        lambda: list(chosen.contents.modules),
+        lambda attempt: writing.write(attempt, world.rank, world.size),
+    )
+    if verify_options is not None:
+        check = _Verifying(writing.source, chosen, report.path, verify_options)
+        collectively(world, "verify", lambda: check.run(world.rank, world.size))
+    return ImportReport(
+        step=report.step,
+        attempt=report.attempt,
+        path=report.path,
+        nbytes=report.nbytes,
+        tensors=tuple(sorted(chosen.contents.tensors)),
+        values=tuple(sorted(chosen.contents.values)),
+        skipped=chosen.skipped,
+        modules=chosen.contents.modules,
+        verified=verify_options is not None,
+    )
+
+
+# Names --------------------------------------------------------------------------------------
+
+
+class Chosen(NamedTuple):
+    """What is imported, by its new names; `origin` gives the source's name of a tensor."""
+
+    contents: Contents
+    origin: dict[str, str]
+    skipped: tuple[str, ...]
+
+
+def _chosen(source: Source, rename: Rename | None, skip: Sequence[str]) -> Chosen:
+    contents = source.contents
+    if source.format == "checkpoint":
+        raise UnsupportedFormat(f"{source.url} is a checkpoint of ours; copy it with `ckpt cp`")
+    skipped = [name for name in _names(contents) if _is_skipped(name, skip)]
+    gone = set(skipped)
+    problems = [
+        f"{fqn}: {refusal.reason}; leave it out with skip="
+        for fqn, refusal in sorted(contents.refused.items())
+        if not _is_skipped(fqn, skip)
+    ]
+    if problems:
+        raise InvalidState(problems)
+    aliases = {a: f for a, f in contents.aliases.items() if a not in gone}
+    tensors = {}
+    for fqn, info in contents.tensors.items():
+        stored = fqn
+        if fqn in gone:
+            # Another name keeps the tensor.
+            heirs = sorted(alias for alias, held in aliases.items() if held == fqn)
+            if not heirs:
+                continue
+            stored = heirs[0]
+            aliases = {a: stored for a, h in aliases.items() if h == fqn and a != stored} | {
+                a: h for a, h in aliases.items() if h != fqn
+            }
+        tensors[stored] = (fqn, info)
+    values = {name: value for name, value in contents.values.items() if name not in gone}
+    names = renamed((*tensors, *values, *aliases), rename)
+    if rename is not None:
+        names, values = _renamed_optimizers(contents, names, values, rename)
+    moved = Contents(
+        tensors={names[fqn]: info._replace(fqn=names[fqn]) for fqn, (_, info) in tensors.items()},
+        values={names[name]: _moved(value, names) for name, value in values.items()},
+        aliases={names[alias]: names[fqn] for alias, fqn in aliases.items()},
+        modules=tuple(sorted(_moved_path(path, names, rename) for path in contents.modules)),
+    )
+    origin = {names[fqn]: old for fqn, (old, _) in tensors.items()}
+    if not moved.tensors and not moved.values:
+        raise InvalidState([f"{source!r}: skip= leaves nothing of it"])
+    return Chosen(moved, origin, tuple(sorted(gone)))
+
+
+def _names(contents: Contents) -> Iterator[str]:
+    yield from contents.tensors
+    yield from contents.aliases
+    yield from contents.values
+
+
+def _is_skipped(name: str, skip: Sequence[str]) -> bool:
+    if isinstance(skip, str):
+        skip = [skip]
+    return any(
+        name == pattern or name.startswith(f"{pattern}.") or fnmatchcase(name, pattern)
+        for pattern in skip
+    )
+
+
+def _moved(value: Any, names: Mapping[str, str]) -> Any:
+    """`value` with references to the tensors' new names."""
+    if is_reference(value):
+        return {key: names.get(fqn, fqn) for key, fqn in value.items()}
+    if isinstance(value, dict):
+        return {key: _moved(item, names) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        items = [_moved(item, names) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    return value
+
+
+def _moved_path(path: str, names: Mapping[str, str], rename: Rename | None) -> str:
+    """Where the module at `path` stands now: what its names have lost or won in front."""
+    prefix = f"{path}." if path else ""
+    for old, new in names.items():
+        if old.startswith(prefix) and (rest := old[len(prefix) :]):
+            if new == rest:
+                return ""
+            if new.endswith(f".{rest}"):
+                return new[: -len(rest) - 1]
+    return renamer(rename)(path) if path else path
+
+
+def _renamed_optimizers(
+    contents: Contents, names: dict[str, str], values: Mapping[str, Any], rename: Rename
+) -> tuple[dict[str, str], dict[str, Any]]:
+    """`names` and `values` with renamed parameters renamed in optimizers too, and their state."""
+    new_names, new_values = dict(names), dict(values)
+    moved = {path: _moved_path(path, names, rename) for path in contents.modules}
+    for fqn, value in values.items():
+        if not _is_groups(fqn, value):
+            continue
+        path = fqn.removesuffix("param_groups").rstrip(".")
+        params = {
+            param: _param_name(param, names, moved) for group in value for param in group["params"]
+        }
+        new_values[fqn] = [
+            {**group, "params": [params[param] for param in group["params"]]} for group in value
+        ]
+        state = join(path, "state.")
+        new_state = join(names[fqn].removesuffix("param_groups").rstrip("."), "state.")
+        for name in names:
+            if name.startswith(state):
+                param, _, tail = name[len(state) :].rpartition(".")
+                while param and param not in params:
+                    param, _, part = param.rpartition(".")
+                    tail = f"{part}.{tail}"
+                if param:
+                    new_names[name] = f"{new_state}{params[param]}.{tail}"
+    return new_names, new_values
+
+
+def _is_groups(fqn: str, value: Any) -> bool:
+    return fqn.rpartition(".")[2] == "param_groups" and isinstance(value, list)
+
+
+def _param_name(param: str, names: Mapping[str, str], moved: Mapping[str, str]) -> str:
+    """What a parameter is called in its module now; `moved` says where modules stand now."""
+    for path, new_path in moved.items():
+        full = join(path, param)
+        if full in names:
+            new = names[full]
+            inside = new_path and new.startswith(f"{new_path}.")
+            return new[len(new_path) + 1 :] if inside else new
+    return param
+
+
+# Bytes --------------------------------------------------------------------------------------
+
+
+def share_of(tensors: Mapping[str, SourceTensor], rank: int, size: int) -> list[StoredChunk]:
+    """What `rank` of `size` writes: a run of the line of all bytes, in the order of names."""
+    total = sum(info.nbytes for info in tensors.values())
+    low, high = (total * at // size for at in (rank, rank + 1))
+    chunks = []
+    at = 0
+    for fqn in sorted(tensors):
+        info = tensors[fqn]
+        start, stop = (_cut(edge - at, info.nbytes) for edge in (low, high))
+        at += info.nbytes
+        if start < stop:
+            itemsize = DTYPES[info.dtype].itemsize
+            region: Region = Span(start // itemsize, stop // itemsize)
+            nbytes = stop - start
+            chunks.append(StoredChunk(fqn, info.dtype, info.shape, region, nbytes, int(info.kind)))
+    return sorted(chunks, key=order_key)
+
+
+def _cut(edge: int, nbytes: int) -> int:
+    """`edge`, in bytes from the start of a tensor, moved to where it may be cut."""
+    if edge <= 0 or edge >= nbytes:
+        return min(max(edge, 0), nbytes)
+    return min(round(edge / CUT_NBYTES) * CUT_NBYTES, nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Importing:
+    """Writes one rank's data files."""
+
+    source: Source
+    chosen: Chosen
+    store: Store
+    threads: int
+    progress: Progress | None
+
+    def write(self, attempt: Attempt, rank: int, size: int) -> Part:
+        """This rank's share, durable in the store, and what the manifest has to know of it."""
+        header, contents = attempt.header, self.chosen.contents
+        infos = [
+            TensorInfo(t.fqn, t.dtype, t.shape, int(t.kind)) for t in contents.tensors.values()
+        ]
+        chunks = share_of(contents.tensors, rank, size)
+        groups = split_into_files(chunks, FILE_NBYTES_MAX)
+        values = encode_values(dict(contents.values)) if rank == 0 else b""
+        meter = Meter(sum(chunk.nbytes for chunk in chunks), self.progress)
+        directory = step_prefix(header.step, header.attempt)
+        files, keys = [], []
+        for index, group in enumerate(groups):
+            metadata = file_metadata(
+                header,
+                rank=rank,
+                index=index,
+                count=len(groups),
+                empty_tensors=[t for t in infos if 0 in t.shape] if index == 0 else (),
+                aliases=contents.aliases if index == 0 else None,
+            )
+            extras = file_extras(values=values, per_rank=b"") if index == 0 else {}
+            name = data_file_name(rank, index)
+            keys.append(directory + name)
+            planned = _Planned(keys[-1], group, header, metadata, extras)
+            files.append(self.write_file(planned, name, meter))
+        self.store.sync(keys)
+        return make_part(
+            rank=rank,
+            files=files,
+            tensors=infos,
+            aliases=contents.aliases,
+            values=contents.values,
+            keeps_values=rank == 0,
+            per_rank={},
+            replica_digests={},
+        )
+
+    def write_file(self, planned: _Planned, name: str, meter: Meter) -> PartFile:
+        layout = planned.layout
+        finishing = _Blocks(planned)
+        file = planned.file(self.chosen, finishing)
+        part_nbytes = min(PART_NBYTES, max(layout.nbytes, 1))
+        with self.store.create(
+            planned.key,
+            layout.nbytes,
+            part_nbytes=part_nbytes,
+            durable=False,
+            direct=layout.nbytes >= PART_NBYTES,
+        ) as writer:
+            in_order(
+                Parts(layout.nbytes, part_nbytes, self.threads),
+                fill=lambda start, part: fill_part(self.source, file, start, part),
+                finish=lambda start, part, counted: finishing.finish(start, part),
+                write=lambda index, part: writer.write_part(index, [part]),
+                meter=meter,
+            )
+        return PartFile(name, layout, planned.chunks, finishing.checksums())
+
+
+class _Planned:
+    """A data file to be written."""
+
+    def __init__(
+        self,
+        key: str,
+        chunks: Sequence[StoredChunk],
+        header: Header,
+        metadata: Mapping[str, str],
+        extras: Mapping[str, bytes],
+    ) -> None:
+        self.key = key
+        self.chunks = chunks
+        self.extras = extras
+        self.layout: DataFileLayout = layout_data_file(
+            chunks,
+            block_bytes=header.block_bytes,
+            metadata=metadata,
+            extra={name: len(data) for name, data in extras.items()},
+        )
+
+    def file(self, chosen: Chosen, blocks: _Blocks) -> PlannedFile:
+        """The file as pieces: data under the source's names, checksums when all has passed."""
+        layout = self.layout
+        pieces: list[FilePiece] = [Fixed(0, layout.header)]
+        for chunk, start in zip(self.chunks, layout.offsets.tolist(), strict=True):
+            info = chosen.contents.tensors[chunk.fqn]
+            origin = info._replace(fqn=chosen.origin[chunk.fqn])
+            output = Output(chunk.fqn, origin, DTYPES[chunk.dtype], info.nbytes)
+            assert isinstance(chunk.region, Span)
+            pieces.append(Data(start, chunk.nbytes, output, chunk.region))
+        for name, data in self.extras.items():
+            pieces.append(Fixed(layout.extra_offsets[name], data))
+        end = layout.checksum_offset
+        pieces.append(Late(end, layout.nbytes - end, lambda _: blocks.checksum_tensor()))
+        file = PlannedFile(self.key, layout.nbytes, tuple(pieces))
+        blocks.finishing = Finishing(file)
+        return file
+
+
+class _Blocks:
+    """Takes the crc32c of every block as the parts of a file pass, in order."""
+
+    def __init__(self, planned: _Planned) -> None:
+        self.planned = planned
+        self.finishing: Finishing
+        self._sums: list[int] = []
+        self._chunk = 0
+        self._at = 0  # bytes of the chunk that have passed
+        self._crc = 0
+
+    def finish(self, start: int, part: memoryview) -> None:
+        """The next part of the file, from byte `start` on."""
+        layout, chunks = self.planned.layout, self.planned.chunks
+        stop = start + len(part)
+        while self._chunk < len(chunks):
+            first, nbytes = int(layout.offsets[self._chunk]), chunks[self._chunk].nbytes
+            while self._at < nbytes and first + self._at < stop:
+                block_end = min((self._at // layout.block_bytes + 1) * layout.block_bytes, nbytes)
+                upto = min(block_end, stop - first)
+                data = part[first + self._at - start : first + upto - start]
+                self._crc = crc32c(data, self._crc)
+                self._at = upto
+                if upto == block_end:
+                    self._sums.append(self._crc)
+                    self._crc = 0
+            if self._at < nbytes:
+                break
+            self._chunk, self._at = self._chunk + 1, 0
+        self.finishing.finish(start, part, [])
+
+    def checksums(self) -> np.ndarray:
+        """One per block."""
+        return np.array(self._sums, dtype="<u4")
+
+    def checksum_tensor(self) -> bytes:
+        """The last tensor of the file; zeros while blocks are missing."""
+        layout = self.planned.layout
+        if len(self._sums) != int(layout.block_counts.sum()):
+            return bytes(layout.nbytes - layout.checksum_offset)
+        return checksum_tensor(layout, self.checksums(), dict(self.planned.extras))
+
+
+# Verification -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Verifying:
+    """Reads what was imported back through our own reader, and compares it with the source."""
+
+    source: Source
+    chosen: Chosen
+    path: str
+    options: Mapping[str, Any]
+
+    def run(self, rank: int, size: int) -> None:
+        """Raise Corrupt naming the tensors of this rank's share that differ."""
+        ours, theirs = aligned_buffer(VERIFY_NBYTES), aligned_buffer(VERIFY_NBYTES)
+        wrong = []
+        with open_checkpoint(self.path, storage_options=dict(self.options)) as checkpoint:
+            for chunk in share_of(self.chosen.contents.tensors, rank, size):
+                assert isinstance(chunk.region, Span)
+                for start, stop in _bands(chunk):
+                    nbytes = (stop - start) * DTYPES[chunk.dtype].itemsize
+                    found = checkpoint.read(chunk.fqn, Span(start, stop))
+                    target = tensor_over(ours[:nbytes], found.dtype, (stop - start,))
+                    target.copy_(found)
+                    expected = tensor_over(theirs[:nbytes], found.dtype, (stop - start,))
+                    origin = self.chosen.origin[chunk.fqn]
+                    self.source.fill([Wanted(origin, Span(start, stop), expected)])
+                    if crc32c(ours[:nbytes]) != crc32c(theirs[:nbytes]):
+                        wrong.append(chunk.fqn)
+        if wrong:
+            some = ", ".join(sorted(set(wrong))[:10])
+            raise Corrupt(f"{self.path}: differs from {self.source.url}: {some}")
+
+
+def _bands(chunk: StoredChunk) -> Iterator[tuple[int, int]]:
+    assert isinstance(chunk.region, Span)
+    step = VERIFY_NBYTES // DTYPES[chunk.dtype].itemsize
+    edges = [*range(chunk.region.start, chunk.region.stop, step), chunk.region.stop]
+    yield from pairwise(edges)

@@ -1,0 +1,1 @@
+"""Formats of others, read: names, values, tensors on request."""

@@ -1,0 +1,222 @@
+"""Blobs of `torch.save` inside of files: what is in them, and where their tensors' bytes are.
+
+A blob is opened with one or two small reads, several blobs that lie near each other with one, and
+its tensors are never read to find out where they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from itertools import islice
+from typing import Any, NamedTuple
+
+from ckpt.convert.sources.torch_pickle import StorageRef, TensorRef, read_tree
+from ckpt.convert.sources.zips import Entry, data_start, read_directory
+from ckpt.errors import Corrupt, UnsupportedFormat
+from ckpt.layout.dtypes import DTYPES
+from storage import ByteRange, ShortReadError, Store
+
+HEAD_NBYTES = 2048
+TAIL_NBYTES = 1024
+WHOLE_NBYTES_MAX = 16 << 10
+BATCH_NBYTES = 4 << 20
+READERS = 4
+PICKLE_NBYTES_MAX = 1 << 30
+SAME_NBYTES_MAX = 1024
+
+
+class Blob(NamedTuple):
+    """Bytes `start` to `stop` of a file, a whole file of torch.save in themselves."""
+
+    file: str
+    start: int
+    stop: int
+
+
+class Opened(NamedTuple):
+    """What a blob holds: a tree with `TensorRef`s, and where in the file each storage begins."""
+
+    tree: Any
+    storages: dict[str, tuple[int, int]]  # key -> first byte in the file, nbytes
+
+    def start_of(self, tensor: TensorRef) -> int:
+        """The byte of the file where the tensor's first element is.
+
+        Raises Corrupt when the storage is shorter than the tensor needs it.
+        """
+        storage: StorageRef = tensor.storage
+        start, nbytes = self.storages.get(storage.key, (0, -1))
+        if nbytes < storage.nbytes:
+            raise Corrupt(f"storage {storage.key[:50]} has {nbytes} bytes, not {storage.nbytes}")
+        return start + tensor.offset * DTYPES[tensor.dtype].itemsize
+
+
+def open_blobs(store: Store, blobs: Sequence[Blob]) -> Iterator[tuple[Blob, Opened]]:
+    """Every blob with its content, in the order of files.
+
+    Raises Corrupt or UnsupportedFormat naming file and bytes, and the store's errors.
+    """
+    batches = _batches(sorted(set(blobs)))
+    with ThreadPoolExecutor(READERS, thread_name_prefix="ckpt-open") as pool:
+        running = [pool.submit(_open_batch, store, batch) for batch in islice(batches, 2 * READERS)]
+        while running:
+            yield from running.pop(0).result()
+            running += [pool.submit(_open_batch, store, batch) for batch in islice(batches, 1)]
+
+
+def open_blob(store: Store, blob: Blob) -> Opened:
+    """One blob. Raises like `open_blobs`."""
+    return _opened(_Peeks(store, blob.file, [blob]), blob)
+
+
+class _InMemory:
+    """A blob that is here."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+
+    def read(self, start: int, stop: int) -> bytes:
+        return self.data[start:stop]
+
+
+def blob_in_memory(data: bytes) -> Opened:
+    """What a blob of torch.save holds that is here already. Raises Corrupt, UnsupportedFormat."""
+    reader = _InMemory(data)
+    return _content(reader, Blob("", 0, len(data)), read_directory(reader.read, len(data)))
+
+
+def _batches(blobs: Sequence[Blob]) -> Iterator[list[Blob]]:
+    """Blobs of one file, as many as are opened with about `BATCH_NBYTES` of reads."""
+    batch: list[Blob] = []
+    nbytes = 0
+    for blob in blobs:
+        if batch and (blob.file != batch[0].file or nbytes > BATCH_NBYTES):
+            yield batch
+            batch, nbytes = [], 0
+        batch.append(blob)
+        nbytes += min(blob.stop - blob.start, HEAD_NBYTES + TAIL_NBYTES)
+    if batch:
+        yield batch
+
+
+def _open_batch(store: Store, batch: list[Blob]) -> list[tuple[Blob, Opened]]:
+    peeks = _Peeks(store, batch[0].file, batch)
+    return [(blob, _opened(peeks, blob)) for blob in batch]
+
+
+class _Peeks:
+    """Bytes of a file that were read ahead, and the file for all others."""
+
+    def __init__(self, store: Store, file: str, blobs: Sequence[Blob]) -> None:
+        self.store = store
+        self.file = file
+        self.known: list[tuple[int, bytes]] = []
+        for start, stop in _ranges(blobs):
+            self.known.append((start, self._get(start, stop)))
+        self.at = 0
+
+    def read(self, start: int, stop: int) -> bytes:
+        """Bytes `start` to `stop` of the file."""
+        for first, data in self.known[self.at :]:
+            if first <= start and stop <= first + len(data):
+                return data[start - first : stop - first]
+            if first > stop:
+                break
+        return self._get(start, stop)
+
+    def advance(self, start: int) -> None:
+        """Nothing before `start` is asked for any more."""
+        while self.at < len(self.known):
+            first, data = self.known[self.at]
+            if first + len(data) > start:
+                return
+            self.at += 1
+
+    def _get(self, start: int, stop: int) -> bytes:
+        try:
+            return self.store.get(self.file, ByteRange(start, stop))
+        except ShortReadError as error:
+            raise Corrupt(f"{self.store.url}/{self.file}: it is cut off") from error
+
+
+def _ranges(blobs: Sequence[Blob]) -> list[tuple[int, int]]:
+    """Heads and tails of blobs, those that meet made one."""
+    found: list[tuple[int, int]] = []
+    for blob in blobs:
+        if blob.stop - blob.start <= WHOLE_NBYTES_MAX:
+            ends = [(blob.start, blob.stop)]
+        else:
+            ends = [
+                (blob.start, blob.start + HEAD_NBYTES),
+                (blob.stop - TAIL_NBYTES, blob.stop),
+            ]
+        for start, stop in ends:
+            if found and start <= found[-1][1]:
+                found[-1] = (found[-1][0], max(found[-1][1], stop))
+            else:
+                found.append((start, stop))
+    return found
+
+
+def _opened(peeks: _Peeks, blob: Blob) -> Opened:
+    peeks.advance(blob.start)
+    try:
+        entries = read_directory(
+            lambda start, stop: peeks.read(blob.start + start, blob.start + stop),
+            blob.stop - blob.start,
+        )
+        return _content(peeks, blob, entries)
+    except (Corrupt, UnsupportedFormat) as error:
+        where = f"{peeks.store.url}/{blob.file}, bytes {blob.start} to {blob.stop}"
+        raise type(error)(f"{where}: {error}") from error
+
+
+def _tree_of(data: bytes) -> Any:
+    """The tree of a pickle. Tensors of one shape and dtype have the same, byte for byte."""
+    if len(data) > SAME_NBYTES_MAX:
+        return read_tree(data)
+    tensor = _tensor_of(data)
+    return read_tree(data) if tensor is None else tensor
+
+
+@lru_cache(maxsize=4096)
+def _tensor_of(data: bytes) -> TensorRef | None:
+    """The tensor that a pickle is; None when it is anything else, which might be changed."""
+    tree = read_tree(data)
+    return tree if isinstance(tree, TensorRef) else None
+
+
+def _content(peeks: _Peeks | _InMemory, blob: Blob, entries: dict[str, Entry]) -> Opened:
+    pickle = next((name for name in entries if name.endswith("/data.pkl")), None)
+    if pickle is None:
+        raise UnsupportedFormat("a zip file that torch.save did not write: it has no data.pkl")
+    folder = pickle.removesuffix("data.pkl")
+    if "constants.pkl" in {name.removeprefix(folder) for name in entries}:
+        raise UnsupportedFormat("a TorchScript archive; save the module's state dict instead")
+
+    def start_of(entry: Entry) -> int:
+        header = blob.start + entry.header_start
+        start = blob.start + data_start(entry, peeks.read(header, header + 30))
+        if start + entry.nbytes > blob.stop:
+            raise Corrupt(f"{entry.name}: it lies outside of the file")
+        return start
+
+    def bytes_of(entry: Entry) -> bytes:
+        if entry.nbytes > PICKLE_NBYTES_MAX:
+            raise UnsupportedFormat(f"{entry.name} has {entry.nbytes} bytes")
+        start = start_of(entry)
+        return peeks.read(start, start + entry.nbytes)
+
+    order = entries.get(f"{folder}byteorder")
+    if order is not None and bytes_of(order) != b"little":
+        raise UnsupportedFormat("it was written on a big-endian machine")
+    tree = _tree_of(bytes_of(entries[pickle]))
+    data = f"{folder}data/"
+    storages = {
+        name.removeprefix(data): (start_of(entry), entry.nbytes)
+        for name, entry in entries.items()
+        if name.startswith(data)
+    }
+    return Opened(tree, storages)

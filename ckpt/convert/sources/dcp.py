@@ -1,0 +1,454 @@
+"""Directories of torch.distributed.checkpoint (DCP) as sources.
+
+`.metadata` is a pickle of DCP's classes. It is read by a machine that can build nothing but records
+of those names (`ckpt.convert.sources.pickles`), and what it says is checked before it is used: every tensor
+covered once, every byte inside of its file, every blob of the shape and dtype that it should have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from ckpt.convert.sources.blobs import Blob, Opened, open_blob, open_blobs
+from ckpt.convert.sources.pickles import Maker, Opaque, Record, read_pickle
+from ckpt.convert.sources.source import Chunk, Contents, FileSource, SourceTensor, check_chunks
+from ckpt.convert.sources.torch_pickle import KNOWN, Refused, StorageRef, TensorRef
+from ckpt.convert.sources.tree import Leaf, leaves_of, name_tree, nest
+from ckpt.errors import Corrupt, NoCheckpoint, UnsupportedFormat
+from ckpt.layout.dtypes import DTYPES
+from ckpt.layout.region import Box, Shape, span_of
+from storage import KeyNotFoundError, Store
+from storage.errors import InvalidKeyError
+from storage.keys import check_key
+
+METADATA = ".metadata"
+LIGHTNING_REST = "meta.pt"
+METADATA_NBYTES_MAX = 1 << 30
+VALUE_NBYTES_MAX = 256 << 20
+PATH_PARTS_MAX = 100
+
+_CLASSES = "torch.distributed.checkpoint.metadata."
+_TENSOR = f"{_CLASSES}TensorStorageMetadata"
+_BYTES = f"{_CLASSES}BytesStorageMetadata"
+
+
+def _enum(*_: Any) -> None:
+    return None
+
+
+_NAMES: dict[str, Maker | str] = {
+    **{
+        f"{_CLASSES}{name}": f"{_CLASSES}{name}"
+        for name in (
+            "Metadata",
+            "TensorStorageMetadata",
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "TensorProperties",
+            "MetadataIndex",
+            "StorageMeta",
+        )
+    },
+    f"{_CLASSES}_MEM_FORMAT_ENCODING": _enum,
+    "torch.distributed.checkpoint.filesystem._StorageInfo": "_StorageInfo",
+    "torch.Size": KNOWN["torch.Size"],
+    "torch.serialization._get_layout": KNOWN["torch.serialization._get_layout"],
+    "collections.OrderedDict": KNOWN["collections.OrderedDict"],
+}
+
+
+class Item(NamedTuple):
+    """Where DCP says that the bytes of something are: a blob of torch.save."""
+
+    file: str
+    start: int
+    nbytes: int
+
+
+class Part(NamedTuple):
+    """A stored region of a tensor."""
+
+    offset: Shape
+    shape: Shape
+    item: Item
+
+
+@dataclass(frozen=True, slots=True)
+class DcpTensor:
+    """A tensor of the metadata. `dtype` is the canonical name, of types that we lack too."""
+
+    dtype: str
+    shape: Shape
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DcpMetadata:
+    """What `.metadata` says, as values of ours, by DCP's own flat keys.
+
+    `paths` are where the keys stood in the nested state: keys of dicts and indexes of lists.
+    """
+
+    tensors: dict[str, DcpTensor] = field(default_factory=dict)
+    items: dict[str, Item] = field(default_factory=dict)
+    paths: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+
+
+def open_dcp(
+    store: Store, *, folder: str = "", parameter_names: Sequence[str] | None = None
+) -> FileSource:
+    """The DCP checkpoint in `folder` ("" or with a closing slash) of `store`.
+
+    Raises NoCheckpoint when there is none, Corrupt when it contradicts itself, UnsupportedFormat
+    for what cannot be read, and the store's errors. Reads no tensor.
+    """
+    return dcp_source(store, {"": read_folder(store, folder)}, parameter_names)
+
+
+class Folder(NamedTuple):
+    """A DCP directory, read: its metadata, and what the state was, with a `Leaf` per tensor."""
+
+    metadata: DcpMetadata
+    tree: Any
+    chunks: dict[str, list[Chunk]]
+    infos: dict[str, tuple[str, Shape]]  # key -> dtype and shape
+    sizes: dict[str, int]
+
+
+def read_folder(store: Store, folder: str) -> Folder:
+    """Everything of a DCP directory but its tensors. Raises like `open_dcp`."""
+    metadata = read_metadata(store, folder)
+    sizes = _sizes(store, metadata)
+    chunks: dict[str, list[Chunk]] = {}
+    infos: dict[str, tuple[str, Shape]] = {}
+    leaves: dict[str, Any] = {}
+    usable = {}
+    for key, tensor in metadata.tensors.items():
+        if tensor.dtype not in DTYPES:
+            leaves[key] = Refused(f"its dtype {tensor.dtype} has no fixed layout in whole bytes")
+            continue
+        usable[key] = tensor
+        infos[key] = (tensor.dtype, tensor.shape)
+        leaves[key] = Leaf(key)
+    chunks.update(_chunks(store, usable))
+    for key, item in metadata.items.items():
+        leaves[key] = _value(store, key, item, chunks, infos)
+    tree = nest(leaves, lambda key: metadata.paths.get(key, (key,)))
+    tree.update(_rest(store, folder, tree, (chunks, infos), sizes))
+    for key, found in chunks.items():
+        dtype, shape = infos[key]
+        check_chunks(SourceTensor(key, dtype, shape), found, sizes)
+    return Folder(metadata, tree, chunks, infos, sizes)
+
+
+def _rest(
+    store: Store,
+    folder: str,
+    tree: Mapping[Any, Any],
+    into: tuple[dict[str, list[Chunk]], dict[str, tuple[str, Shape]]],
+    sizes: dict[str, int],
+) -> dict[Any, Any]:
+    """What Lightning keeps beside a DCP checkpoint, in a file of torch.save: all but the sharded
+    dicts. Nothing where there is no such file.
+    """
+    name = folder + LIGHTNING_REST
+    try:
+        sizes[name] = store.info(name).nbytes
+    except KeyNotFoundError:
+        return {}
+    opened = open_blob(store, Blob(name, 0, sizes[name]))
+    found = with_leaves(opened.tree, opened, name, name, into)
+    if not isinstance(found, dict):
+        return {}
+    return {key: item for key, item in found.items() if key not in tree}
+
+
+def dcp_source(
+    store: Store, folders: Mapping[str, Folder], parameter_names: Sequence[str] | None
+) -> FileSource:
+    """Several DCP directories as one source; the state of each stands at its top level."""
+    trees: dict[Any, Any] = {}
+    chunks: dict[str, list[Chunk]] = {}
+    infos: dict[str, tuple[str, Shape]] = {}
+    for where, folder in folders.items():
+        moved = _moved(folder.tree, where)
+        for key, item in moved.items():
+            if key in trees:
+                raise UnsupportedFormat(f"{store.url}: two of its directories have {key!r}")
+            trees[key] = item
+        chunks.update({where + key: found for key, found in folder.chunks.items()})
+        infos.update({where + key: info for key, info in folder.infos.items()})
+    return tree_source(store, "DCP checkpoint", trees, (chunks, infos), parameter_names)
+
+
+def tree_source(
+    store: Store,
+    format: str,
+    tree: Any,
+    data: tuple[Mapping[str, list[Chunk]], Mapping[str, tuple[str, Shape]]],
+    parameter_names: Sequence[str] | None,
+) -> FileSource:
+    """The source of a nested state: `data` are chunks, and dtypes and shapes, by the leaves' keys.
+
+    A key that several leaves have is a tied tensor, stored under the first of its names.
+    """
+    chunks, infos = data
+    named = name_tree(tree, parameter_names)
+    tensors: dict[str, SourceTensor] = {}
+    aliases: dict[str, str] = {}
+    first: dict[str, str] = {}
+    for fqn, key, kind in leaves_of(named):
+        held = first.setdefault(key, fqn)
+        if held != fqn:
+            aliases[fqn] = held
+        else:
+            tensors[fqn] = SourceTensor(fqn, *infos[key], kind)
+    contents = Contents(
+        tensors,
+        values=dict(sorted(named.values.items())),
+        aliases=aliases,
+        refused=named.refused,
+        modules=named.modules,
+    )
+    return FileSource(store, format, contents, {fqn: chunks[key] for key, fqn in first.items()})
+
+
+def _moved(tree: Any, where: str, seen: dict[int, Any] | None = None) -> Any:
+    """`tree` with `where` in front of the keys of its leaves; shared parts stay shared."""
+    seen = {} if seen is None else seen
+    if isinstance(tree, Leaf) and where:
+        return Leaf(where + tree.key)
+    if not where or not isinstance(tree, (dict, list, tuple)):
+        return tree
+    if id(tree) not in seen:
+        if isinstance(tree, dict):
+            seen[id(tree)] = {key: _moved(item, where, seen) for key, item in tree.items()}
+        else:
+            items = [_moved(item, where, seen) for item in tree]
+            seen[id(tree)] = items if isinstance(tree, list) else tuple(items)
+    return seen[id(tree)]
+
+
+# The metadata ---------------------------------------------------------------------------------
+
+
+def read_metadata(store: Store, folder: str = "") -> DcpMetadata:
+    """What `.metadata` says, without running anything of it."""
+    where = f"{store.url}/{folder}{METADATA}"
+    try:
+        nbytes = store.info(folder + METADATA).nbytes
+    except KeyNotFoundError:
+        raise NoCheckpoint(
+            f"{where} is not there: no DCP checkpoint, or its save did not end"
+        ) from None
+    if nbytes > METADATA_NBYTES_MAX:
+        raise UnsupportedFormat(f"{where} has {nbytes} bytes; at most {METADATA_NBYTES_MAX}")
+    try:
+        root = read_pickle(store.get(folder + METADATA), _NAMES)
+        return _metadata(root, folder)
+    except (Corrupt, UnsupportedFormat) as error:
+        raise type(error)(f"{where}: {error}") from error
+
+
+def _metadata(root: Any, folder: str) -> DcpMetadata:
+    if not isinstance(root, Record) or root.name != f"{_CLASSES}Metadata":
+        raise Corrupt(f"it holds a {root!r:.80}, not DCP's Metadata")
+    places = _places(root.field("storage_data"), folder)
+    metadata = DcpMetadata()
+    for key, entry in _dict_of(root.field("state_dict_metadata"), "state_dict_metadata"):
+        if not isinstance(key, str) or not isinstance(entry, Record):
+            raise Corrupt(f"state_dict_metadata: {key!r:.60} is no name of a tensor or value")
+        if entry.name == _BYTES:
+            metadata.items[key] = _place(places, key, None)
+        elif entry.name == _TENSOR:
+            metadata.tensors[key] = _tensor(key, entry, places)
+        else:
+            raise Corrupt(f"{key}: a {entry.name} in the metadata")
+    paths = root.field("planner_data")
+    for key, path in _dict_of(paths, "planner_data") if paths is not None else ():
+        whole = isinstance(path, (tuple, list)) and 0 < len(path) <= PATH_PARTS_MAX
+        if not whole or not all(type(part) in (str, int) for part in path):
+            raise Corrupt(f"planner_data: {path!r:.80} is no path")
+        metadata.paths[key] = tuple(path)
+    return metadata
+
+
+def _dict_of(value: Any, name: str) -> Iterable[tuple[Any, Any]]:
+    if not isinstance(value, dict):
+        raise Corrupt(f"{name}: a {type(value).__name__}, expected a dict")
+    return value.items()
+
+
+_Places = dict[tuple[str, Shape | None], Item]
+
+
+def _places(storage: Any, folder: str) -> _Places:
+    places: _Places = {}
+    for index, info in _dict_of(storage, "storage_data"):
+        if not (isinstance(index, Record) and isinstance(info, Record)):
+            raise Corrupt("storage_data: an entry that is none of DCP's file system storage")
+        if info.field("transform_descriptors"):
+            raise UnsupportedFormat(
+                f"{index.field('fqn')!r:.100}: stored through the extension "
+                f"{info.field('transform_descriptors')!r:.60}; save without it"
+            )
+        name, start, nbytes = (info.field(n) for n in ("relative_path", "offset", "length"))
+        if not (isinstance(name, str) and _is_size(start) and _is_size(nbytes)):
+            raise Corrupt(f"storage_data: {index.field('fqn')!r:.100} has no place in a file")
+        try:
+            check_key(name)
+        except InvalidKeyError as error:
+            raise Corrupt(f"storage_data: {error}") from error
+        offset = index.field("offset")
+        key = (index.field("fqn"), None if offset is None else _shape(offset))
+        places[key] = Item(folder + name, start, nbytes)
+    return places
+
+
+def _place(places: _Places, key: str, offset: Shape | None) -> Item:
+    try:
+        return places[key, offset]
+    except KeyError:
+        where = "" if offset is None else f" at {offset}"
+        raise Corrupt(f"{key}: nothing tells where its bytes{where} are") from None
+
+
+def _tensor(key: str, entry: Record, places: _Places) -> DcpTensor:
+    properties = entry.field("properties")
+    state = properties.state if isinstance(properties, Record) else None
+    dtype = state[0] if isinstance(state, tuple) and state else None
+    if not isinstance(dtype, Opaque):
+        raise Corrupt(f"{key}: the metadata tells no dtype of it")
+    parts = []
+    chunks = entry.field("chunks")
+    for chunk in chunks if isinstance(chunks, list) else ():
+        if not isinstance(chunk, Record):
+            raise Corrupt(f"{key}: a chunk that is none")
+        offset, shape = _shape(chunk.field("offsets")), _shape(chunk.field("sizes"))
+        parts.append(Part(offset, shape, _place(places, key, offset)))
+    return DcpTensor(dtype.name.removeprefix("torch."), _shape(entry.field("size")), tuple(parts))
+
+
+def _shape(value: Any) -> Shape:
+    if not isinstance(value, (tuple, list)) or not all(_is_size(extent) for extent in value):
+        raise Corrupt(f"{value!r:.80} is no shape")
+    return tuple(value)
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 62
+
+
+# The files ------------------------------------------------------------------------------------
+
+
+def _sizes(store: Store, metadata: DcpMetadata) -> dict[str, int]:
+    """The length of every file; raises Corrupt when one is missing or too short."""
+    needed: dict[str, int] = {}
+    items = [part.item for tensor in metadata.tensors.values() for part in tensor.parts]
+    for item in (*items, *metadata.items.values()):
+        needed[item.file] = max(needed.get(item.file, 0), item.start + item.nbytes)
+    sizes = {}
+    for file, stop in sorted(needed.items()):
+        try:
+            sizes[file] = store.info(file).nbytes
+        except KeyNotFoundError:
+            raise Corrupt(f"{store.url}/{file} is missing") from None
+        if sizes[file] < stop:
+            raise Corrupt(f"{store.url}/{file} has {sizes[file]} bytes, {stop} are needed")
+    return sizes
+
+
+def _chunks(store: Store, tensors: Mapping[str, DcpTensor]) -> dict[str, list[Chunk]]:
+    """Where the elements of every stored region are."""
+    wanted: dict[Blob, list[tuple[str, Part]]] = {}
+    chunks: dict[str, list[Chunk]] = {key: [] for key in tensors}
+    for key, tensor in tensors.items():
+        for part in tensor.parts:
+            if 0 not in part.shape:
+                item = part.item
+                blob = Blob(item.file, item.start, item.start + item.nbytes)
+                wanted.setdefault(blob, []).append((key, part))
+    for blob, opened in open_blobs(store, list(wanted)):
+        for key, part in wanted[blob]:
+            chunks[key].append(_chunk(key, tensors[key], part, opened))
+    return chunks
+
+
+def _chunk(key: str, tensor: DcpTensor, part: Part, opened: Opened) -> Chunk:
+    found = opened.tree
+    if not isinstance(found, TensorRef):
+        raise Corrupt(f"{part.item.file}: {key} is said to be there, and a {found!r:.60} is")
+    if found.dtype != tensor.dtype or found.shape != part.shape:
+        raise Corrupt(
+            f"{part.item.file}: {key} has {found.dtype} {found.shape} there, the metadata says "
+            f"{tensor.dtype} {part.shape}"
+        )
+    return chunk_of(found, opened, part.item.file, part.offset, tensor.shape)
+
+
+def chunk_of(found: TensorRef, opened: Opened, file: str, offset: Shape, whole: Shape) -> Chunk:
+    """The region at `offset` of a tensor of shape `whole` that a blob holds."""
+    box = Box(offset, found.shape)
+    start = opened.start_of(found)
+    if not found.is_row_major:
+        return Chunk(box, file, start, found.stride)
+    inside = len(offset) == len(whole)
+    span = span_of(box, whole) if inside else None
+    return Chunk(span if span is not None else box, file, start)
+
+
+def _value(
+    store: Store,
+    key: str,
+    item: Item,
+    chunks: dict[str, list[Chunk]],
+    infos: dict[str, tuple[str, Shape]],
+) -> Any:
+    """The tree that a value is; tensors in it get chunks of their own."""
+    if item.nbytes > VALUE_NBYTES_MAX:
+        return Refused(f"a value of {item.nbytes} bytes; at most {VALUE_NBYTES_MAX}")
+    opened = open_blob(store, Blob(item.file, item.start, item.start + item.nbytes))
+    return with_leaves(opened.tree, opened, item.file, key, (chunks, infos))
+
+
+def with_leaves(
+    tree: Any,
+    opened: Opened,
+    file: str,
+    key: str,
+    into: tuple[dict[str, list[Chunk]], dict[str, tuple[str, Shape]]],
+) -> Any:
+    """`tree` with a `Leaf` for each tensor; their chunks, dtypes and shapes go `into` two dicts.
+
+    Equal views of one storage are one tensor, whatever parts of the tree they stand in.
+    """
+    chunks, infos = into
+    seen: dict[int, Any] = {}
+
+    def walk(node: Any, depth: int) -> Any:
+        if isinstance(node, TensorRef):
+            name = f"{key}@{node.storage.key}:{node.offset}:{node.shape}:{node.stride}{node.dtype}"
+            if name not in chunks:
+                infos[name] = (node.dtype, node.shape)
+                empty = 0 in node.shape
+                origin = (0,) * len(node.shape)
+                found = [] if empty else [chunk_of(node, opened, file, origin, node.shape)]
+                chunks[name] = found
+            return Leaf(name)
+        if isinstance(node, StorageRef):
+            return Refused("it is a storage, not a tensor")
+        if depth > PATH_PARTS_MAX or not isinstance(node, (dict, list, tuple)):
+            return node
+        if id(node) not in seen:
+            if isinstance(node, dict):
+                made: Any = {k: walk(item, depth + 1) for k, item in node.items()}
+            else:
+                items = [walk(item, depth + 1) for item in node]
+                made = items if isinstance(node, list) else tuple(items)
+            seen[id(node)] = made
+        return seen[id(node)]
+
+    return walk(tree, 0)

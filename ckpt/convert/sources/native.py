@@ -1,0 +1,85 @@
+"""Our own checkpoints as sources."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from ckpt.convert.sources.source import Contents, Source, SourceTensor, Wanted
+from ckpt.format.manifest import MODULES, Manifest
+from ckpt.layout.piece import Kind
+from ckpt.loading.checkpoint import Checkpoint, StoredTensor, fill, find_checkpoint, piece_of
+from ckpt.loading.plan import ReadPath
+from storage import Store
+
+# A value that DcpWriter keeps: the flat keys of DCP's state, their paths, and its plain values.
+DCP_RECORD = "ckpt.dcp"
+
+
+def native_source(store: Store, step: int | None = None) -> NativeSource:
+    """The checkpoint of `step`, or the latest, in a root, or the one in a step directory.
+
+    Raises like `ckpt.open`.
+    """
+    return NativeSource(Checkpoint(store, find_checkpoint(store, step)))
+
+
+class NativeSource(Source):
+    """A checkpoint of ours; every block that is read is checked."""
+
+    format = "checkpoint"
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        manifest = checkpoint.manifest
+        kinds = {int(kind): kind for kind in Kind}
+        tensors = {
+            fqn: SourceTensor(fqn, dtype, shape, kinds.get(kind, Kind.OTHER))
+            for fqn, dtype, shape, kind in zip(
+                manifest.fqns,
+                manifest.dtypes,
+                manifest.shapes,
+                manifest.kinds.tolist(),
+                strict=True,
+            )
+        }
+        contents = Contents(
+            tensors,
+            values={name: v for name, v in checkpoint.values.items() if name != DCP_RECORD},
+            aliases=checkpoint.aliases,
+            modules=_modules(manifest),
+            per_rank=checkpoint.per_rank,
+            step=checkpoint.step,
+        )
+        super().__init__(checkpoint.url, contents)
+        self.checkpoint = checkpoint
+
+    def fill(self, wanted: Sequence[Wanted]) -> None:
+        checkpoint, tensors = self.checkpoint, self.contents.tensors
+        holdings = []
+        for fqn, span, target in wanted:
+            info = tensors[fqn]
+            entry = StoredTensor(checkpoint.manifest.index(fqn), fqn, info.dtype, info.shape)
+            holdings.append(piece_of(entry, span, target))
+        fill(checkpoint.store, checkpoint.prefix, checkpoint.manifest, holdings, ReadPath())
+
+    def close(self) -> None:
+        self.checkpoint.close()
+
+
+def _modules(manifest: Manifest) -> tuple[str, ...]:
+    """The paths of modules as the checkpoint tells them; for those that do not tell, the first
+    parts of the names of parameters.
+    """
+    told = manifest.header.user.get(MODULES)
+    if told is not None:
+        paths = {str(path) for path in json.loads(told)}
+        names = (*manifest.fqns, *manifest.aliases)
+        return tuple(
+            sorted(p for p in paths if not p or any(fqn.startswith(f"{p}.") for fqn in names))
+        )
+    parameters = (
+        fqn
+        for fqn, kind in zip(manifest.fqns, manifest.kinds.tolist(), strict=True)
+        if kind == Kind.PARAMETER
+    )
+    return tuple(sorted({fqn.partition(".")[0] if "." in fqn else "" for fqn in parameters}))

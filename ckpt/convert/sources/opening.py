@@ -1,0 +1,132 @@
+"""From a url to a source, whatever format is there."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckpt.commit.log import FORMAT_KEY
+from ckpt.commit.names import MANIFEST_NAME
+from ckpt.convert.sources.dcp import METADATA, dcp_source, open_dcp, read_folder
+from ckpt.convert.sources.deepspeed import is_deepspeed, open_deepspeed
+from ckpt.convert.sources.native import native_source
+from ckpt.convert.sources.safetensors_files import open_safetensors
+from ckpt.convert.sources.source import Source
+from ckpt.convert.sources.torch_file import SUFFIXES, open_torch_files
+from ckpt.errors import NoCheckpoint, UnsupportedFormat
+from storage import KeyNotFoundError, Store, open_store
+
+FORMATS = (
+    "one of our own roots or steps, a directory of torch.distributed.checkpoint, a file of "
+    "torch.save (.pt, .pth, .bin, .ckpt), safetensors files with or without an index, a folder of "
+    "DeepSpeed ZeRO"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SourceOptions:
+    """How to look at a source. `step` is for roots of ours.
+
+    `parameter_names` are the names of the parameters of optimizers that only number them, in the
+    optimizer's order.
+    """
+
+    step: int | None = None
+    parameter_names: Sequence[str] | None = None
+    storage_options: Mapping[str, Any] = field(default_factory=dict)
+
+
+def open_source(
+    url: str,
+    options: SourceOptions | None = None,
+    open_store: Callable[..., Store] = open_store,
+) -> Source:
+    """The checkpoint at `url`: a file or a directory, local or in an object store.
+
+    Reads what describes it, and no tensor. Raises NoCheckpoint when nothing known is there, Corrupt
+    when it contradicts itself, UnsupportedFormat when it cannot be read, and the store's errors.
+    """
+    options = options or SourceOptions()
+    folder, _, name = url.rpartition("/")
+    if is_file_name(name):
+        folder = folder or ("/" if url.startswith("/") else ".")
+        store = open_store(folder, **options.storage_options)
+        opened: Callable[[], Source] = lambda: _open_file(store, name, options)  # noqa: E731
+    else:
+        if os.path.isfile(url.removeprefix("file://")):
+            raise NoCheckpoint(f"{url}: a file of no known format; known are {FORMATS}")
+        store = open_store(url, **options.storage_options)
+        opened = lambda: _open_folder(store, options)  # noqa: E731
+    try:
+        return opened()
+    except BaseException:
+        store.close()
+        raise
+
+
+def is_file_name(name: str) -> bool:
+    """Whether a url that ends so is that of a file."""
+    return name.endswith((".safetensors", ".safetensors.index.json", *SUFFIXES))
+
+
+def _open_file(store: Store, name: str, options: SourceOptions) -> Source:
+    if not _is_there(store, name):
+        if _is_there(store, f"{name}/{METADATA}"):
+            return open_dcp(store, folder=f"{name}/", parameter_names=options.parameter_names)
+        if _is_there(store, f"{name}.index.json"):
+            return open_safetensors(store, f"{name}.index.json")
+        raise NoCheckpoint(f"{store.url}/{name} is not there")
+    if name.endswith(SUFFIXES):
+        return open_torch_files(store, [name], options.parameter_names)
+    return open_safetensors(store, name)
+
+
+def _open_folder(store: Store, options: SourceOptions) -> Source:
+    if _is_there(store, FORMAT_KEY) or _is_there(store, MANIFEST_NAME):
+        return native_source(store, options.step)
+    if _is_there(store, METADATA):
+        return open_dcp(store, parameter_names=options.parameter_names)
+    keys = [info.key for info in store.list("")][:10_000]
+    top = [key for key in keys if "/" not in key]
+    if is_deepspeed(keys):
+        return open_deepspeed(store, keys)
+    found = sorted(key.removesuffix(METADATA) for key in keys if key.endswith(f"/{METADATA}"))
+    if found and all(folder.count("/") == 1 for folder in found):
+        # Accelerate: pytorch_model_fsdp_0/ and optimizer_0/, one DCP directory for each.
+        folders = {folder: read_folder(store, folder) for folder in found}
+        return dcp_source(store, folders, options.parameter_names)
+    for index in ("model.safetensors.index.json", *top):
+        if index in top and index.endswith(".safetensors.index.json"):
+            return open_safetensors(store, index)
+    if any(key.endswith(".safetensors") for key in top):
+        return open_safetensors(store, "")
+    if "pytorch_model.bin.index.json" in top:
+        weight_map = json.loads(store.get("pytorch_model.bin.index.json")).get("weight_map", {})
+        return open_torch_files(store, sorted(set(weight_map.values())), options.parameter_names)
+    if "pytorch_model.bin" in top:
+        return open_torch_files(store, ["pytorch_model.bin"], options.parameter_names)
+    _refuse(store, keys, top)
+    raise NoCheckpoint(
+        f"{store.url}: no checkpoint of a known format; known are {FORMATS}. It has "
+        f"{', '.join(keys[:5]) or 'nothing'}"
+    )
+
+
+def _refuse(store: Store, keys: Sequence[str], top: Sequence[str]) -> None:
+    """Raise for what is known and cannot be read, with the next move."""
+    if any(key.startswith("__") and key.endswith(METADATA) for key in top):
+        raise UnsupportedFormat(
+            f"{store.url}: saved with use_collectives=False, each rank's metadata by itself; save "
+            "with collectives, or load it with torch and save it with ckpt.save"
+        )
+
+
+def _is_there(store: Store, key: str) -> bool:
+    try:
+        store.info(key)
+    except KeyNotFoundError:
+        return False
+    return True

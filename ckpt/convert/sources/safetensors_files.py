@@ -1,0 +1,157 @@
+"""Safetensors files as sources: one file, several with an index, or the shards that DCP writes."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from ckpt.convert.sources.source import (
+    Chunk,
+    Contents,
+    FileSource,
+    Refusal,
+    SourceTensor,
+    check_chunks,
+)
+from ckpt.errors import Corrupt, NoCheckpoint
+from ckpt.format.datafile import HEADER_BYTES_MAX, NDIM_MAX
+from ckpt.layout.dtypes import NATIVE_BY_CODE
+from ckpt.layout.piece import Kind
+from ckpt.layout.region import Box, Shape, is_inside, span_of
+from storage import ByteRange, KeyNotFoundError, ShortReadError, Store
+from storage.keys import check_key
+
+# What torch's HuggingFaceStorageWriter notes in files that hold parts of tensors.
+SHARDS = "DCP_SHARDING_INFO"
+OFFSETS = "saved_offsets"
+
+
+def open_safetensors(store: Store, name: str) -> FileSource:
+    """A safetensors file, the files of an index, or ("") all safetensors files of `store`.
+
+    Raises Corrupt when a file contradicts itself or the index, NoCheckpoint when there is none, and
+    the store's errors. Reads headers only.
+    """
+    held: Mapping[str, str] = {}
+    if name.endswith(".index.json"):
+        held = _index(store, name)
+        names = sorted(set(held.values()))
+    elif name:
+        names = [name]
+    else:
+        keys = (info.key for info in store.list(""))
+        names = sorted(key for key in keys if "/" not in key and key.endswith(".safetensors"))
+    found = _Found(store.url)
+    for file in names:
+        found.add(file, *_header(store, file))
+    if missing := sorted(fqn for fqn, file in held.items() if (fqn, file) not in found.places):
+        raise Corrupt(f"{store.url}/{name}: {missing[0]} is not in {held[missing[0]]}")
+    if not names:
+        raise NoCheckpoint(f"{store.url} has no safetensors file")
+    return found.source(store)
+
+
+def _index(store: Store, name: str) -> dict[str, str]:
+    try:
+        weight_map = json.loads(store.get(name))["weight_map"]
+        found = {str(fqn): check_key(str(file)) for fqn, file in weight_map.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise Corrupt(f"{store.url}/{name}: no readable index: {error!r:.100}") from error
+    if not found:
+        raise Corrupt(f"{store.url}/{name}: an index without tensors")
+    return found
+
+
+def _header(store: Store, name: str) -> tuple[dict[str, Any], int, int]:
+    """The header of a file, where its data begins, and the file's length."""
+    where = f"{store.url}/{name}"
+    try:
+        nbytes = store.info(name).nbytes
+        if nbytes < 8:
+            raise Corrupt(f"{where}: no safetensors file: it has {nbytes} bytes")
+        length = int.from_bytes(store.get(name, ByteRange(0, 8)), "little")
+        if length > min(HEADER_BYTES_MAX, nbytes - 8):
+            raise Corrupt(f"{where}: no safetensors file: its header would have {length} bytes")
+        header = json.loads(store.get(name, ByteRange(8, 8 + length)))
+    except KeyNotFoundError:
+        raise Corrupt(f"{where} is missing") from None
+    except (ValueError, RecursionError, ShortReadError) as error:
+        raise Corrupt(f"{where}: no readable safetensors file: {error!r:.100}") from error
+    if not isinstance(header, dict):
+        raise Corrupt(f"{where}: its header is a {type(header).__name__}")
+    return header, 8 + length, nbytes
+
+
+class _Found:
+    """Tensors and their chunks, file after file."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.places: set[tuple[str, str]] = set()
+        self.tensors: dict[str, tuple[str, list[tuple[Shape, Shape, str, int]]]] = {}
+        self.aliases: dict[str, str] = {}
+        self.refused: dict[str, Refusal] = {}
+        self.sizes: dict[str, int] = {}
+
+    def add(self, file: str, header: dict[str, Any], data_start: int, nbytes: int) -> None:
+        self.sizes[file] = nbytes
+        notes = header.pop("__metadata__", None) or {}
+        if not isinstance(notes, dict):
+            raise Corrupt(f"{self.url}/{file}: its metadata is a {type(notes).__name__}")
+        try:
+            offsets = json.loads(notes.get(SHARDS, "{}"))
+            for fqn, entry in header.items():
+                self.add_tensor(file, fqn, entry, data_start, offsets.get(fqn))
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise Corrupt(f"{self.url}/{file}: no readable header: {error!r:.100}") from error
+        # Tied names, as safetensors.torch.save_model notes them.
+        for alias, fqn in notes.items():
+            if fqn in header and alias not in header:
+                self.aliases[alias] = fqn
+
+    def add_tensor(
+        self, file: str, fqn: str, entry: Any, data_start: int, shard: Mapping[str, Any] | None
+    ) -> None:
+        start, stop = (int(at) for at in entry["data_offsets"])
+        shape = tuple(int(size) for size in entry["shape"])
+        offset = tuple(int(at) for at in shard[OFFSETS]) if shard else (0,) * len(shape)
+        self.places.add((fqn, file))
+        known = NATIVE_BY_CODE.get(str(entry["dtype"]))
+        if known is None:
+            reason = f"its dtype {entry['dtype']!s:.20} is none that torch has"
+            self.refused[fqn] = Refusal(reason, True)
+            return
+        size = math.prod(shape) * known.itemsize
+        if not 0 <= start <= stop or stop - start != size or min((*shape, *offset, 0)) < 0:
+            raise Corrupt(f"{self.url}/{file}: {fqn} has {stop - start} bytes, {size} are needed")
+        if len(shape) > NDIM_MAX or len(offset) != len(shape):
+            raise Corrupt(f"{self.url}/{file}: {fqn} has no possible shape")
+        dtype, parts = self.tensors.setdefault(fqn, (known.name, []))
+        if dtype != known.name or any(len(part[0]) != len(shape) for part in parts):
+            raise Corrupt(f"{self.url}/{file}: {fqn} is of another dtype or shape than elsewhere")
+        parts.append((offset, shape, file, data_start + start))
+
+    def source(self, store: Store) -> FileSource:
+        tensors, chunks = {}, {}
+        for fqn, (dtype, parts) in sorted(self.tensors.items()):
+            # Parts tell where they begin; together they reach to the tensor's end.
+            ends = zip(*([o + n for o, n in zip(p[0], p[1], strict=True)] for p in parts))  # noqa: B905
+            shape = tuple(max(end) for end in ends)
+            tensors[fqn] = SourceTensor(fqn, dtype, shape, Kind.PARAMETER)
+            chunks[fqn] = [
+                _chunk(Box(offset, size), shape, file, start)
+                for offset, size, file, start in parts
+                if 0 not in size
+            ]
+            check_chunks(tensors[fqn], chunks[fqn], self.sizes)
+        contents = Contents(
+            tensors, aliases=dict(self.aliases), refused=self.refused, modules=("",)
+        )
+        return FileSource(store, "safetensors", contents, chunks)
+
+
+def _chunk(box: Box, shape: Shape, file: str, start: int) -> Chunk:
+    span = span_of(box, shape) if is_inside(box, shape) else None
+    return Chunk(span if span is not None else box, file, start)

@@ -1,0 +1,302 @@
+"""Sources: checkpoints of any format as names, values, and tensors that are read when asked for.
+
+A format tells where the elements of each tensor lie in files (`Chunk`); reading them into memory is
+the same for all. Exports, imports and comparisons see a `Source` and nothing of formats.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from ckpt.errors import Corrupt
+from ckpt.format.coverage import cover_problem
+from ckpt.layout.dtypes import DTYPES
+from ckpt.layout.memory import host_bytes
+from ckpt.layout.piece import Kind
+from ckpt.layout.region import Box, Region, Shape, Span, boxes_of, row_major_strides
+from ckpt.layout.reshard import Patch, Run, copies
+from storage import ShortReadError, Store
+
+MIB = 1 << 20
+SCRATCH_NBYTES = 8 * MIB
+JOINED_GAP_MAX = 64 << 10  # bytes read in vain rather than asked for separately
+JOINED_NBYTES_MAX = 8 * MIB
+JOINED_EACH_MAX = MIB
+
+
+class SourceTensor(NamedTuple):
+    """A tensor of a source. `dtype` is the canonical name, `kind` what it is to training."""
+
+    fqn: str
+    dtype: str
+    shape: Shape
+    kind: Kind = Kind.OTHER
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+
+
+class Wanted(NamedTuple):
+    """Elements of a tensor, as a run of its row-major order, and the 1-D memory to fill."""
+
+    fqn: str
+    span: Span
+    target: torch.Tensor
+
+
+class Chunk(NamedTuple):
+    """A region of a tensor in a file: its first element is at byte `start`.
+
+    `stride` is how many elements to step over per dim of the region, `None` for row-major order
+    without gaps.
+    """
+
+    region: Region
+    file: str
+    start: int
+    stride: Shape | None = None
+
+
+class Refusal(NamedTuple):
+    """Why something cannot be converted; whether it is a tensor, which a model needs."""
+
+    reason: str
+    is_tensor: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What a source holds, by the names that a state of ours would have for it.
+
+    `aliases` are further names of a tensor. `refused` are names of what cannot be converted, each
+    with the reason. `modules` are the paths of what looks like a model's state dict.
+    """
+
+    tensors: Mapping[str, SourceTensor]
+    values: Mapping[str, Any] = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    refused: Mapping[str, Refusal] = field(default_factory=dict)
+    modules: tuple[str, ...] = ()
+    per_rank: Sequence[Mapping[str, Any]] = ()
+    step: int | None = None
+
+
+class Source(ABC):
+    """A checkpoint to read from. `fill` may be called from any thread."""
+
+    format: str  # for messages
+
+    def __init__(self, url: str, contents: Contents) -> None:
+        self.url = url
+        self.contents = contents
+
+    @abstractmethod
+    def fill(self, wanted: Sequence[Wanted]) -> None:
+        """Read elements into memory. Raises Corrupt and the store's errors; the memory is
+        undefined then.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release connections."""
+
+    def read(self, fqn: str) -> torch.Tensor:
+        """A whole tensor in new memory. Raises KeyError, Corrupt, and the store's errors."""
+        fqn = self.contents.aliases.get(fqn, fqn)
+        info = self.contents.tensors[fqn]
+        tensor = torch.empty(info.shape, dtype=getattr(torch, info.dtype))
+        if tensor.numel():
+            self.fill([Wanted(fqn, Span(0, tensor.numel()), tensor.view(-1))])
+        return tensor
+
+    def __repr__(self) -> str:
+        return f"<{self.format} {self.url}: {len(self.contents.tensors)} tensors>"
+
+
+class FileSource(Source):
+    """A checkpoint of another format: chunks of tensors in files of one store.
+
+    Its files carry no checksums that a partial read could compare: bytes are taken as they are.
+    """
+
+    def __init__(
+        self, store: Store, format: str, contents: Contents, chunks: Mapping[str, Sequence[Chunk]]
+    ) -> None:
+        super().__init__(store.url, contents)
+        self.format = format
+        self.store = store
+        self.chunks = {fqn: _Chunks(list(found)) for fqn, found in chunks.items()}
+
+    def fill(self, wanted: Sequence[Wanted]) -> None:
+        reads: list[_Read] = []
+        for fqn, span, target in wanted:
+            info = self.contents.tensors[fqn]
+            for chunk in self.chunks[fqn].near(span):
+                for copy in copies(chunk.region, span, info.shape):
+                    if isinstance(copy, Run) and chunk.stride is None:
+                        reads.append(_read_of(chunk, copy, target))
+                    else:
+                        for part in _gathers(chunk, copy, target.element_size()):
+                            self._gather(chunk.file, part, target)
+        for file, start, buffers in _joined(reads):
+            self._read(file, start, buffers)
+
+    def _read(self, file: str, start: int, buffers: Sequence[memoryview]) -> None:
+        try:
+            self.store.get_into(file, start, buffers)
+        except ShortReadError as error:
+            raise Corrupt(f"{self.store.url}/{file} is shorter than its metadata says") from error
+
+    def _gather(self, file: str, part: _Gather, target: torch.Tensor) -> None:
+        """Read a box whose elements do not follow each other here and there, band by band."""
+        itemsize = target.element_size()
+        for box, source, into in _bands(part, SCRATCH_NBYTES // itemsize):
+            extent = 1 + sum((n - 1) * s for n, s in zip(box, part.stride, strict=True))
+            scratch = torch.empty(extent, dtype=target.dtype)
+            self._read(file, part.start + source * itemsize, [host_bytes(scratch)])
+            view = scratch.as_strided(box, part.stride)
+            target.as_strided(box, part.target_stride, target.storage_offset() + into).copy_(view)
+
+    def close(self) -> None:
+        self.store.close()
+
+
+class _Chunks:
+    """The chunks of one tensor, those near a run of it found by bisection."""
+
+    def __init__(self, chunks: list[Chunk]) -> None:
+        self._are_spans = all(isinstance(chunk.region, Span) for chunk in chunks)
+        if self._are_spans:
+            chunks.sort(key=lambda chunk: chunk.region)
+        self._chunks = chunks
+        self._stops = [c.region.stop for c in chunks if isinstance(c.region, Span)]
+
+    def near(self, span: Span) -> Iterator[Chunk]:
+        if not self._are_spans:
+            yield from self._chunks
+            return
+        for chunk in self._chunks[bisect_left(self._stops, span.start + 1) :]:
+            assert isinstance(chunk.region, Span)
+            if chunk.region.start >= span.stop:
+                return
+            yield chunk
+
+
+class _Read(NamedTuple):
+    file: str
+    start: int
+    buffer: memoryview
+
+
+def _read_of(chunk: Chunk, run: Run, target: torch.Tensor) -> _Read:
+    itemsize = target.element_size()
+    memory = host_bytes(target[run.target : run.target + run.numel])
+    return _Read(chunk.file, chunk.start + run.source * itemsize, memory)
+
+
+def _joined(reads: list[_Read]) -> Iterator[tuple[str, int, list[memoryview]]]:
+    """Small reads that lie near each other in a file as one, what is between them read in vain."""
+    reads.sort(key=lambda read: read[:2])
+    gap_buffer = memoryview(bytearray(JOINED_GAP_MAX))
+    at = 0
+    while at < len(reads):
+        file, start, buffer = reads[at]
+        buffers, end = [buffer], start + len(buffer)
+        at += 1
+        while at < len(reads) and len(buffer) <= JOINED_EACH_MAX:
+            following = reads[at]
+            gap = following.start - end
+            stop = following.start + len(following.buffer)
+            if following.file != file or not 0 <= gap <= JOINED_GAP_MAX:
+                break
+            if len(following.buffer) > JOINED_EACH_MAX or stop - start > JOINED_NBYTES_MAX:
+                break
+            if gap:
+                buffers.append(gap_buffer[:gap])
+            buffers.append(following.buffer)
+            end = stop
+            at += 1
+        yield file, start, buffers
+
+
+class _Gather(NamedTuple):
+    """A box of elements: in a file from byte `start` on, in the target from element `into` on."""
+
+    box: Shape
+    start: int
+    stride: Shape
+    into: int
+    target_stride: Shape
+
+
+def _gathers(chunk: Chunk, copy: Run | Patch, itemsize: int) -> Iterator[_Gather]:
+    """What to do for a copy that is no run of the file."""
+    if isinstance(copy, Patch):
+        box = copy.source_box
+        stride = chunk.stride or row_major_strides(copy.source_shape)
+        source = copy.source_base + _dot(box.offset, stride)
+        to = row_major_strides(copy.target_shape)
+        into = copy.target_base + _dot(copy.target_box.offset, to)
+        yield _Gather(box.shape, chunk.start + source * itemsize, stride, into, to)
+        return
+    assert chunk.stride is not None and isinstance(chunk.region, Box), "a run is read directly"
+    into = copy.target
+    for box in boxes_of(Span(copy.source, copy.source + copy.numel), chunk.region.shape):
+        start = chunk.start + _dot(box.offset, chunk.stride) * itemsize
+        yield _Gather(box.shape, start, chunk.stride, into, row_major_strides(box.shape))
+        into += box.numel
+
+
+def _dot(index: Shape, stride: Shape) -> int:
+    return sum(at * step for at, step in zip(index, stride, strict=True))
+
+
+def _bands(part: _Gather, extent_max: int) -> Iterator[tuple[Shape, int, int]]:
+    """Boxes of `part` whose elements lie within `extent_max` in the file, with where each begins
+    here and there, in elements.
+    """
+    pending = [(part.box, 0, part.into)]
+    while pending:
+        box, source, into = pending.pop()
+        extent = 1 + sum((n - 1) * s for n, s in zip(box, part.stride, strict=True))
+        widest = max(range(len(box)), key=lambda d: part.stride[d] if box[d] > 1 else -1, default=0)
+        if extent <= extent_max or not box or box[widest] == 1:
+            yield box, source, into
+            continue
+        half = box[widest] // 2
+        rest = box[widest] - half
+        first = (*box[:widest], half, *box[widest + 1 :])
+        second = (*box[:widest], rest, *box[widest + 1 :])
+        moved = half * part.stride[widest], half * part.target_stride[widest]
+        pending += [(second, source + moved[0], into + moved[1]), (first, source, into)]
+
+
+def check_chunks(tensor: SourceTensor, chunks: Iterable[Chunk], sizes: Mapping[str, int]) -> None:
+    """Raise Corrupt unless `chunks` hold every element of `tensor` once, within their files."""
+    found = list(chunks)
+    itemsize = DTYPES[tensor.dtype].itemsize
+    for chunk in found:
+        extent = chunk.region.numel
+        if chunk.stride is not None and extent:
+            assert isinstance(chunk.region, Box)
+            extent = 1 + _dot(tuple(n - 1 for n in chunk.region.shape), chunk.stride)
+        stop = chunk.start + extent * itemsize
+        if chunk.start < 0 or stop > sizes[chunk.file]:
+            raise Corrupt(
+                f"{chunk.file}: {tensor.fqn} is said to be in bytes {chunk.start} to {stop}, the "
+                f"file has {sizes[chunk.file]}"
+            )
+    if len(found) == 1 and found[0].region == Span(0, math.prod(tensor.shape)):
+        return
+    problem = cover_problem([chunk.region for chunk in found], tensor.shape)
+    if problem is not None:
+        raise Corrupt(f"{tensor.fqn}: {problem}")

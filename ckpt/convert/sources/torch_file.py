@@ -1,0 +1,64 @@
+"""Files of torch.save as sources: storages read where they lie, the pickle by our own reader."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ckpt.convert.sources.blobs import Blob, open_blob
+from ckpt.convert.sources.dcp import tree_source, with_leaves
+from ckpt.convert.sources.source import Chunk, FileSource, SourceTensor, check_chunks
+from ckpt.errors import Corrupt, UnsupportedFormat
+from ckpt.layout.region import Shape
+from storage import ByteRange, KeyNotFoundError, Store
+
+SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
+
+
+def open_torch_files(
+    store: Store, names: Sequence[str], parameter_names: Sequence[str] | None = None
+) -> FileSource:
+    """The files of torch.save `names` of `store`; the trees of several are joined at their tops.
+
+    Raises UnsupportedFormat for what torch wrote before version 1.6 and for TorchScript, Corrupt
+    for what is no such file, and the store's errors.
+    """
+    chunks: dict[str, list[Chunk]] = {}
+    infos: dict[str, tuple[str, Shape]] = {}
+    sizes: dict[str, int] = {}
+    tree: Any = {}
+    for name in names:
+        try:
+            sizes[name] = store.info(name).nbytes
+        except KeyNotFoundError:
+            raise Corrupt(f"{store.url}/{name} is missing") from None
+        _check_format(store, name, sizes[name])
+        opened = open_blob(store, Blob(name, 0, sizes[name]))
+        found = with_leaves(opened.tree, opened, name, name, (chunks, infos))
+        if len(names) == 1:
+            tree = found
+            continue
+        if not isinstance(found, dict) or (twice := sorted(tree.keys() & found.keys(), key=str)):
+            raise UnsupportedFormat(
+                f"{store.url}/{name}: no state dict, or one with names of another file"
+                + (f": {twice[0]!r}" if isinstance(found, dict) else "")
+            )
+        tree.update(found)
+    for key, parts in chunks.items():
+        check_chunks(SourceTensor(key, *infos[key]), parts, sizes)
+    if not isinstance(tree, (dict, list, tuple)):
+        tree = {"value": tree}
+    return tree_source(store, "file of torch.save", tree, (chunks, infos), parameter_names)
+
+
+def _check_format(store: Store, name: str, nbytes: int) -> None:
+    head = store.get(name, ByteRange(0, min(nbytes, 16)))
+    if head[:4] == b"PK\x03\x04":
+        return
+    where = f"{store.url}/{name}"
+    if head[:2] in (b"\x80\x02", b"\x80\x03", b"\x80\x04"):
+        raise UnsupportedFormat(
+            f"{where}: the format of torch.save before version 1.6 (not a zip file), whose "
+            "storages lie inside of pickles; load it with torch.load, save it anew with torch.save"
+        )
+    raise Corrupt(f"{where} is no file of torch.save")

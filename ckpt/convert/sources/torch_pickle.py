@@ -1,0 +1,277 @@
+"""What torch.save puts into pickles: tensors as views of storages that lie beside the pickle.
+
+Both ways: `read_tree` gives the tree with a `TensorRef` for each tensor, `write_tree` is a pickle
+that `torch.load(weights_only=True)` reads. No tensor's bytes pass through here.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ckpt.convert.sources.pickles import Maker, Opaque, read_pickle
+from ckpt.errors import Corrupt
+from ckpt.format.datafile import NDIM_MAX
+from ckpt.layout.dtypes import DTYPES
+from ckpt.layout.region import Shape, row_major_strides
+
+_STORAGES = {
+    "DoubleStorage": "float64",
+    "FloatStorage": "float32",
+    "HalfStorage": "float16",
+    "BFloat16Storage": "bfloat16",
+    "LongStorage": "int64",
+    "IntStorage": "int32",
+    "ShortStorage": "int16",
+    "CharStorage": "int8",
+    "ByteStorage": "uint8",
+    "BoolStorage": "bool",
+    "ComplexFloatStorage": "complex64",
+    "ComplexDoubleStorage": "complex128",
+}
+_STORAGE_OF = {dtype: name for name, dtype in _STORAGES.items()}
+NUMEL_MAX = 1 << 58
+
+
+class StorageRef(NamedTuple):
+    """A storage beside the pickle, by its key; `dtype` is "" for one of bytes."""
+
+    key: str
+    dtype: str
+    nbytes: int
+
+
+class TensorRef(NamedTuple):
+    """A tensor as a view of a storage; `offset` and `stride` count elements."""
+
+    storage: StorageRef
+    dtype: str
+    shape: Shape
+    stride: Shape
+    offset: int
+
+    @property
+    def is_row_major(self) -> bool:
+        """Whether its elements follow each other without gaps."""
+        strides = row_major_strides(self.shape)
+        return 0 in self.shape or all(
+            size == 1 or have == want
+            for size, have, want in zip(self.shape, self.stride, strides, strict=True)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Stands for a tensor of a kind that cannot be converted, and says why."""
+
+    reason: str
+
+
+def read_tree(data: bytes | memoryview, more: Mapping[str, Maker | str] | None = None) -> Any:
+    """The tree that a pickle of torch.save holds: values, `TensorRef`, `Refused` and `Opaque`.
+
+    `more` are further names, as in `read_pickle`. Raises like it.
+    """
+    return read_pickle(data, {**KNOWN, **(more or {})}, _storage_ref)
+
+
+def _storage_ref(key: Any) -> StorageRef:
+    kind, storage, name, _, numel = key[:5]
+    if kind != "storage" or not isinstance(storage, Opaque) or not isinstance(name, str):
+        raise Corrupt("a reference to a storage that is none")
+    class_name = storage.name.rpartition(".")[2]
+    dtype = _STORAGES.get(class_name, "")
+    if not dtype and class_name != "UntypedStorage":
+        dtype = f"?{storage.name}"
+    itemsize = DTYPES[dtype].itemsize if dtype in DTYPES else 1
+    return StorageRef(name, dtype, _count(numel) * itemsize)
+
+
+def _count(number: Any) -> int:
+    if type(number) is not int or not 0 <= number < NUMEL_MAX:
+        raise Corrupt(f"{number!r:.50} is no number of elements")
+    return number
+
+
+def _tensor(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> Any:
+    return _view(storage, getattr(storage, "dtype", ""), offset, size, stride, rest[2:])
+
+
+def _tensor_of_dtype(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> Any:
+    dtype = rest[2] if len(rest) > 2 else None
+    name = dtype.name.removeprefix("torch.") if isinstance(dtype, Opaque) else "?"
+    return _view(storage, name, offset, size, stride, rest[3:])
+
+
+def _view(
+    storage: Any, dtype: str, offset: Any, size: Any, stride: Any, rest: Sequence[Any]
+) -> TensorRef | Refused:
+    if not isinstance(storage, StorageRef):
+        raise Corrupt("a tensor without a storage")
+    if dtype not in DTYPES:
+        return Refused(f"its dtype {dtype.removeprefix('?')} has no fixed layout in whole bytes")
+    if rest and isinstance(rest[0], dict) and any(rest[0].values()):
+        return Refused("it is a lazy conjugate or negative; save tensor.resolve_conj()")
+    shape = tuple(_count(extent) for extent in size)
+    strides = tuple(_count(step) for step in stride)
+    if len(shape) != len(strides) or len(shape) > NDIM_MAX or math.prod(shape) >= NUMEL_MAX:
+        raise Corrupt(f"shape {shape} with strides {strides} is no tensor")
+    last = sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
+    numel = storage.nbytes // DTYPES[dtype].itemsize
+    if 0 not in shape and _count(offset) + last >= numel:
+        raise Corrupt(f"a tensor of shape {shape} lies outside of its storage of {numel} elements")
+    return TensorRef(storage, dtype, shape, strides, _count(offset))
+
+
+def _parameter(data: Any, *_: Any) -> Any:
+    return data
+
+
+def _size(items: Any = ()) -> tuple[int, ...]:
+    return tuple(_count(item) for item in items)
+
+
+def _dict(items: Any = ()) -> dict[Any, Any]:
+    """The content of an OrderedDict or Counter."""
+    result = {}
+    for pair in items.items() if isinstance(items, dict) else items:
+        key, value = pair
+        if not isinstance(key, (str, int, float, type(None))):
+            raise Corrupt(f"a key of type {type(key).__name__} in a mapping")
+        result[key] = value
+    return result
+
+
+def _default_dict(*_: Any) -> dict[Any, Any]:
+    return {}
+
+
+def _encoded(text: Any, encoding: Any = "latin1") -> bytes:
+    if not isinstance(text, str) or encoding != "latin1":
+        raise Corrupt("bytes in an unknown encoding")
+    return text.encode("latin1")
+
+
+def _bytes(*args: Any) -> Any:
+    return b"" if not args else Opaque("builtins.bytes")
+
+
+def _refused(kind: str) -> Maker:
+    return lambda *_: Refused(f"it is {kind}")
+
+
+def _layout(name: Any) -> Opaque:
+    return Opaque(str(name))
+
+
+KNOWN: dict[str, Maker | str] = {
+    "torch._utils._rebuild_tensor": _tensor,
+    "torch._utils._rebuild_tensor_v2": _tensor,
+    "torch._utils._rebuild_tensor_v3": _tensor_of_dtype,
+    "torch._utils._rebuild_parameter": _parameter,
+    "torch._utils._rebuild_parameter_with_state": _parameter,
+    "torch._utils._rebuild_qtensor": _refused("quantized"),
+    "torch._utils._rebuild_sparse_tensor": _refused("sparse"),
+    "torch._utils._rebuild_nested_tensor": _refused("a nested tensor"),
+    "torch._utils._rebuild_wrapper_subclass": _refused("of a subclass of torch.Tensor"),
+    "torch._tensor._rebuild_from_type_v2": _refused("of a subclass of torch.Tensor"),
+    "torch._utils._rebuild_meta_tensor_no_storage": _refused("on the meta device"),
+    "torch.Size": _size,
+    "torch.serialization._get_layout": _layout,
+    "collections.OrderedDict": _dict,
+    "collections.Counter": _dict,
+    "collections.defaultdict": _default_dict,
+    "_codecs.encode": _encoded,
+    "__builtin__.bytes": _bytes,
+    "builtins.bytes": _bytes,
+}
+
+
+# Writing ------------------------------------------------------------------------------------
+
+
+class TensorOut(NamedTuple):
+    """A tensor to be written: row-major, all of the storage `key`."""
+
+    key: str
+    dtype: str
+    shape: Shape
+
+
+def write_tree(tree: Any) -> bytes:
+    """A pickle of protocol 2 of `tree`: values, and `TensorOut` where tensors are.
+
+    `torch.load(weights_only=True)` makes the tree of it, once the storages lie beside it.
+    """
+    out = bytearray(b"\x80\x02")
+    _emit(tree, out)
+    out += b"."
+    return bytes(out)
+
+
+def _emit(value: Any, out: bytearray) -> None:
+    if isinstance(value, TensorOut):
+        _emit_tensor(value, out)
+    elif value is None or isinstance(value, bool):
+        out += {None: b"N", True: b"\x88", False: b"\x89"}[value]
+    elif isinstance(value, int):
+        _emit_int(value, out)
+    elif isinstance(value, float):
+        out += b"G" + struct.pack(">d", value)
+    elif isinstance(value, str):
+        data = value.encode("utf-8", "surrogatepass")
+        out += b"X" + struct.pack("<I", len(data)) + data
+    elif isinstance(value, bytes):
+        # As protocol 2 knows no bytes: text of the same code points, and a call to encode it.
+        out += b"c_codecs\nencode\n"
+        _emit(value.decode("latin1"), out)
+        _emit("latin1", out)
+        out += b"\x86R"
+    elif isinstance(value, (list, tuple)):
+        out += b"(" if isinstance(value, tuple) else b"]("
+        for item in value:
+            _emit(item, out)
+        out += b"t" if isinstance(value, tuple) else b"e"
+    elif isinstance(value, dict):
+        out += b"}("
+        for key, item in value.items():
+            _emit(key, out)
+            _emit(item, out)
+        out += b"u"
+    else:
+        raise TypeError(f"a {type(value).__name__} is no value")
+
+
+def _emit_int(value: int, out: bytearray) -> None:
+    if -(1 << 31) <= value < 1 << 31:
+        out += b"J" + struct.pack("<i", value)
+        return
+    data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+    out += b"\x8b" + struct.pack("<I", len(data)) + data
+
+
+def _emit_tensor(tensor: TensorOut, out: bytearray) -> None:
+    numel = math.prod(tensor.shape)
+    storage = _STORAGE_OF.get(tensor.dtype)
+    out += b"ctorch._utils\n"
+    out += b"_rebuild_tensor_v2\n((" if storage else b"_rebuild_tensor_v3\n(("
+    _emit("storage", out)
+    if storage:
+        out += f"ctorch\n{storage}\n".encode()
+    else:
+        out += b"ctorch.storage\nUntypedStorage\n"
+        numel *= DTYPES[tensor.dtype].itemsize
+    _emit(tensor.key, out)
+    _emit("cpu", out)
+    _emit(numel, out)
+    out += b"tQ"
+    _emit(0, out)
+    _emit(tuple(tensor.shape), out)
+    _emit(row_major_strides(tensor.shape), out)
+    out += b"\x89ccollections\nOrderedDict\n)R"
+    if not storage:
+        out += f"ctorch\n{tensor.dtype}\n".encode()
+    out += b"tR"

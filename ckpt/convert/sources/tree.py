@@ -1,0 +1,358 @@
+"""From the nested state dicts of other libraries to the names that a state of ours has.
+
+A state is any nesting of dicts and lists with tensors and values. Model state dicts keep their
+names but for the parts that wrappers add; optimizers are told by parameter names; a container
+without tensors is one value.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ckpt.convert.sources.pickles import Opaque, Record
+from ckpt.convert.sources.source import Refusal
+from ckpt.convert.sources.torch_pickle import Refused
+from ckpt.errors import UnsupportedFormat
+from ckpt.layout.piece import Kind
+from ckpt.state.names import WRAPPER_PARTS
+from ckpt.state.values import DEPTH_MAX, TENSOR_KEY, is_key, join
+
+NODES_MAX = 1 << 20  # of one state: shared parts of a pickle count each time they are named
+MODEL_ENTRIES = ("model", "state_dict", "model_state_dict", "module", "net", "network")
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """A tensor of the source, by whatever `key` the source knows it."""
+
+    key: Any
+
+
+class Named(NamedTuple):
+    """A tree by our names: `tensors` gives the key of a leaf and its kind."""
+
+    tensors: dict[str, tuple[Any, Kind]]
+    values: dict[str, Any]
+    refused: dict[str, Refusal]
+    modules: tuple[str, ...]
+
+
+def name_tree(tree: Any, parameter_names: Sequence[str] | None = None) -> Named:
+    """The names of everything in `tree`, whose tensors are `Leaf`s.
+
+    `parameter_names` are those of the parameters of optimizers that number them, in their order.
+    """
+    naming = _Naming(parameter_names)
+    naming.walk(tree, "", 0)
+    naming.settle_modules()
+    return Named(naming.tensors, naming.values, naming.refused, tuple(sorted(naming.modules)))
+
+
+class _Naming:
+    def __init__(self, parameter_names: Sequence[str] | None) -> None:
+        self.parameter_names = parameter_names
+        self.tensors: dict[str, tuple[Any, Kind]] = {}
+        self.values: dict[str, Any] = {}
+        self.refused: dict[str, Refusal] = {}
+        self.modules: dict[str, list[str]] = {}  # path -> names of its tensors, in it
+        self.trained: set[str] = set()  # names that optimizers have
+        self.nodes = 0
+
+    def walk(self, node: Any, path: str, depth: int) -> None:
+        """Name what is in `node`, which stands at `path`."""
+        if isinstance(node, Leaf):
+            self.add_tensor(path, node, Kind.OTHER)
+        elif isinstance(node, Refused):
+            self.refuse(path, node.reason, is_tensor=True)
+        elif isinstance(node, (dict, list, tuple)) and (not path or has_tensors(node)):
+            if depth >= DEPTH_MAX:
+                self.refuse(path, f"it is nested deeper than {DEPTH_MAX}")
+            elif isinstance(node, dict) and (groups := _optimizer(node)) is not None:
+                self.add_optimizer(groups, path)
+            else:
+                self.walk_container(node, path, depth)
+        else:
+            self.add_value(path, node)
+
+    def walk_container(self, node: Any, path: str, depth: int) -> None:
+        items = list(node.items() if isinstance(node, dict) else enumerate(node))
+        self.nodes += 1 + len(items)
+        if self.nodes > NODES_MAX:
+            raise UnsupportedFormat(f"a state of more than {NODES_MAX} entries")
+        if isinstance(node, dict) and _is_state_dict(node):
+            bare = bare_names([key for key in node if isinstance(key, str)])
+            items = [(bare.get(key, key), item) for key, item in items]
+            named = [key for key, item in items if isinstance(item, Leaf)]
+            self.modules[path] = [str(key) for key in named]
+        for key, item in items:
+            if type(key) not in (str, int):
+                self.refuse(join(path, key), f"its key is a {type(key).__name__}")
+                continue
+            if "_flat_param" in str(key).split("."):
+                self.refuse(
+                    join(path, key),
+                    "it is a flat parameter of FSDP's LOCAL_STATE_DICT, whose members nothing here "
+                    "tells apart; save with StateDictType.SHARDED_STATE_DICT",
+                    is_tensor=True,
+                )
+                continue
+            self.walk(item, join(path, key), depth + 1)
+
+    def add_tensor(self, fqn: str, leaf: Leaf, kind: Kind) -> None:
+        if fqn in self.tensors or fqn in self.values:
+            self.refuse(fqn, "two entries of the source have this name", is_tensor=True)
+        else:
+            self.tensors[fqn] = (leaf.key, kind)
+
+    def add_value(self, fqn: str, tree: Any) -> None:
+        problems: list[tuple[str, str]] = []
+        value = self.plain(tree, fqn, 0, problems)
+        if problems:
+            for place, reason in problems[:20]:
+                self.refuse(place, reason)
+        elif not fqn and value == {}:
+            return
+        else:
+            self.values[fqn] = value
+
+    def refuse(self, fqn: str, reason: str, *, is_tensor: bool = False) -> None:
+        self.refused.setdefault(fqn, Refusal(reason, is_tensor))
+
+    def plain(self, tree: Any, path: str, depth: int, problems: list[tuple[str, str]]) -> Any:
+        """`tree` as a value; a tensor in it becomes a reference and a tensor of its own."""
+        self.nodes += 1
+        if self.nodes > NODES_MAX:
+            raise UnsupportedFormat(f"a state of more than {NODES_MAX} entries")
+        if depth >= DEPTH_MAX:
+            problems.append((path, f"it is nested deeper than {DEPTH_MAX}"))
+            return None
+        if tree is None or type(tree) in (bool, int, float, str, bytes):
+            return tree
+        if isinstance(tree, Leaf):
+            self.add_tensor(path, tree, Kind.OTHER)
+            return {TENSOR_KEY: path}
+        if isinstance(tree, dict):
+            if bad := [key for key in tree if not is_key(key) or key == TENSOR_KEY]:
+                problems.append((path, f"the key {bad[0]!r:.60} cannot be stored"))
+                return None
+            return {
+                key: self.plain(item, join(path, key), depth + 1, problems)
+                for key, item in tree.items()
+            }
+        if isinstance(tree, (list, tuple)):
+            items = [
+                self.plain(item, join(path, at), depth + 1, problems)
+                for at, item in enumerate(tree)
+            ]
+            return items if isinstance(tree, list) else tuple(items)
+        problems.append((path, reason_of(tree)))
+        return None
+
+    # Optimizers
+
+    def add_optimizer(self, optimizer: _Optimizer, path: str) -> None:
+        names = self.names_of_numbers(optimizer, path)
+        if names is None:
+            return
+        groups = []
+        for at, group in enumerate(optimizer.groups):
+            hyper = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+            base = f"{join(path, 'param_groups')}.{at}"
+            problems: list[tuple[str, str]] = []
+            value = self.plain(hyper, base, 0, problems)
+            for place, reason in problems:
+                self.refuse(place, reason)
+            params = [names[param] for param in group["params"]]
+            groups.append({"params": params, **(value or {})})
+        self.trained.update(name for group in groups for name in group["params"])
+        self.values[join(path, "param_groups")] = groups
+        for param, state in optimizer.state.items():
+            base = join(path, f"state.{names.get(param, param)}")
+            if not isinstance(state, dict):
+                self.add_value(base, state)
+                continue
+            for name, item in state.items():
+                if isinstance(item, Leaf):
+                    self.add_tensor(join(base, name), item, Kind.OPTIMIZER)
+                else:
+                    self.add_value(join(base, name), item)
+
+    def names_of_numbers(self, optimizer: _Optimizer, path: str) -> dict[Any, str] | None:
+        """The name of each parameter that the optimizer names or numbers; None if unknown."""
+        params = [param for group in optimizer.groups for param in group["params"]]
+        named = [p for p in params if isinstance(p, str)]
+        if len(named) == len(params):
+            bare = bare_names(named)
+            return {param: bare[param] for param in params}
+        told = [name for group in optimizer.groups for name in group.get("param_names") or ()]
+        names = told if len(told) == len(params) else self.parameter_names
+        if names is None or len(names) != len(params):
+            self.refuse(
+                join(path, "param_groups"),
+                f"it numbers its {len(params)} parameters and has no names; pass parameter_names= "
+                "with their names in the optimizer's order ([n for n, _ in "
+                "model.named_parameters()], unless it was made otherwise), or skip= the optimizer",
+            )
+            return None
+        bare = bare_names(list(names))
+        return {param: bare[str(name)] for param, name in zip(params, names, strict=True)}
+
+    # Models
+
+    def settle_modules(self) -> None:
+        """Keep as modules what optimizers train, or what is called a model, or all if none is."""
+        found = self.modules
+        trained = {path: names for path, names in found.items() if self.trained & set(names)}
+        called = {p: n for p, n in (trained or found).items() if p in MODEL_ENTRIES}
+        outer = {
+            path: names
+            for path, names in found.items()
+            if not any(path != other and _is_below(path, other) for other in found)
+        }
+        self.modules = called or trained or outer
+        for path, names in self.modules.items():
+            for name in names:
+                fqn = join(path, name)
+                if fqn in self.tensors:
+                    is_buffer = bool(trained) and name not in self.trained
+                    kind = Kind.BUFFER if is_buffer else Kind.PARAMETER
+                    self.tensors[fqn] = (self.tensors[fqn][0], kind)
+
+
+def _is_below(path: str, other: str) -> bool:
+    return not other or path.startswith(f"{other}.")
+
+
+def has_tensors(node: Any) -> bool:
+    """Whether a container has a tensor, or what stands for one that is refused, in it."""
+    pending, seen = [node], set()
+    while pending:
+        item = pending.pop()
+        if isinstance(item, (Leaf, Refused)):
+            return True
+        if isinstance(item, (dict, list, tuple)) and id(item) not in seen:
+            seen.add(id(item))
+            pending.extend(item.values() if isinstance(item, dict) else item)
+    return False
+
+
+def _is_state_dict(node: Mapping[Any, Any]) -> bool:
+    """Whether tensors stand in it under names, as in the state dict of a module."""
+    return any(isinstance(key, str) and isinstance(item, Leaf) for key, item in node.items())
+
+
+def bare_names(names: Sequence[str]) -> dict[str, str]:
+    """`names` of a model's tensors without what wrappers of torch add to them."""
+    bare = {
+        name: ".".join(part for part in name.split(".") if part not in WRAPPER_PARTS)
+        for name in names
+    }
+    if bare and all(name.startswith("module.") for name in bare.values()):
+        bare = {name: short.removeprefix("module.") for name, short in bare.items()}
+    return bare if len(set(bare.values())) == len(bare) else {name: name for name in names}
+
+
+class _Optimizer(NamedTuple):
+    state: Mapping[Any, Any]
+    groups: Sequence[Mapping[str, Any]]
+
+
+def _optimizer(node: Mapping[Any, Any]) -> _Optimizer | None:
+    """`node` as the state dict of an optimizer, nested or flattened; None when it is none."""
+    state, groups = node.get("state"), node.get("param_groups")
+    if (
+        len(node) == 2
+        and isinstance(state, dict)
+        and isinstance(groups, list)
+        and all(isinstance(g, dict) and isinstance(g.get("params"), list) for g in groups)
+    ):
+        return _Optimizer(state, groups)
+    if node and all(str(key).startswith(("state.", "param_groups.")) for key in node):
+        return _unflattened(node)
+    return None
+
+
+def _unflattened(node: Mapping[Any, Any]) -> _Optimizer | None:
+    """`state.<parameter>.<name>` and `param_groups.<parameter>.<name>`, as torch flattens them.
+
+    Parameters with the same hyperparameters make a group.
+    """
+    hyper: dict[str, dict[str, Any]] = {}
+    for key, item in node.items():
+        param, _, name = str(key).removeprefix("param_groups.").rpartition(".")
+        if str(key).startswith("param_groups."):
+            hyper.setdefault(param, {})[name] = item
+    state: dict[str, dict[str, Any]] = {param: {} for param in hyper}
+    for key, item in node.items():
+        if not str(key).startswith("state."):
+            continue
+        param, _, name = str(key).removeprefix("state.").rpartition(".")
+        while param and param not in hyper:
+            param, _, part = param.rpartition(".")
+            name = f"{part}.{name}"
+        if not param:
+            return None
+        state[param][name] = item
+    groups: dict[Any, dict[str, Any]] = {}
+    for param, values in hyper.items():
+        group = groups.setdefault(_likeness(values), {"params": [], **values})
+        group["params"].append(param)
+    return _Optimizer({p: s for p, s in state.items() if s}, list(groups.values()))
+
+
+def _likeness(value: Any, depth: int = 0) -> Any:
+    """Equal for equal hyperparameters. What is not flat is like itself alone: comparing crafted
+    trees could take for ever.
+    """
+    if isinstance(value, dict) and depth == 0:
+        return tuple((key, _likeness(value[key], 1)) for key in sorted(value, key=str))
+    if isinstance(value, (list, tuple)) and depth < 3 and len(value) < 100:
+        return (type(value).__name__, *(_likeness(item, depth + 1) for item in value))
+    if value is None or isinstance(value, (bool, int, float, str, bytes)):
+        return type(value).__name__, value
+    return id(value)
+
+
+def reason_of(thing: Any) -> str:
+    """Why something that is no value cannot be stored."""
+    if isinstance(thing, Refused):
+        return thing.reason
+    if isinstance(thing, (Opaque, Record)):
+        return f"it is a {thing.name}, which is code of somebody's, not a plain value"
+    return f"it is a {type(thing).__name__}, not a plain value"
+
+
+def nest(items: Mapping[str, Any], paths: Callable[[str], Sequence[Any]]) -> Any:
+    """The tree whose leaves are `items`, each at its path of keys (str) and list indexes (int)."""
+    root: dict[Any, Any] = {}
+    lists: dict[int, dict[Any, Any]] = {}
+    for name, item in items.items():
+        node = root
+        path = list(paths(name))
+        for key, following in itertools.pairwise(path):
+            child = node.setdefault(key, {})
+            if not isinstance(child, dict):
+                child = node[key] = {"": child}
+            if isinstance(following, int):
+                lists[id(child)] = child
+            node = child
+        if path:
+            node[path[-1]] = item
+    return _with_lists(root, lists)
+
+
+def _with_lists(node: Any, lists: Mapping[int, Any]) -> Any:
+    if not isinstance(node, dict):
+        return node
+    is_list = id(node) in lists and sorted(node, key=str) == sorted(range(len(node)), key=str)
+    made = {key: _with_lists(item, lists) for key, item in node.items()}
+    return [made[at] for at in range(len(made))] if is_list else made
+
+
+def leaves_of(named: Named) -> Iterator[tuple[str, Any, Kind]]:
+    """Names, keys and kinds of the tensors, sorted by name."""
+    for fqn in sorted(named.tensors):
+        yield fqn, *named.tensors[fqn]

@@ -1,0 +1,1 @@
+"""Formats of others, written: planned files and their delivery."""

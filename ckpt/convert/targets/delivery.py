@@ -1,0 +1,295 @@
+"""Planned files to a store: by all ranks, resumable, and read back when asked.
+
+While files are on their way, a note beside them (`<name>.unfinished`) says of what export they are.
+Each file appears whole or not at all, so that an export which finds a note of its own goes on
+after the files that are there. The last file, which makes several files one thing, is written when
+all others are durable, by the lead; then the note goes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ckpt.convert.sources.source import Source
+from ckpt.convert.targets.files import Data, Fixed, PlannedFile
+from ckpt.convert.targets.verifying import verify_files
+from ckpt.convert.targets.writing import (
+    Meter,
+    Progress,
+    Writing,
+    part_nbytes_of,
+    write_file,
+    write_share,
+)
+from ckpt.errors import CheckpointError
+from ckpt.world.base import World, collectively
+from storage import KeyExistsError, KeyNotFoundError, Store
+
+NOTE_SUFFIX = ".unfinished"
+JOINT_NBYTES_MIN = 64 << 20  # smaller files are not worth the rounds that writing together takes
+
+
+class Delivery(NamedTuple):
+    """Where files go, and how. `name` is the target's in `folder`, "" for a directory."""
+
+    folder: str
+    name: str
+    options: Mapping[str, Any]
+    threads: int
+    part_nbytes: int
+    verify: bool
+    world: World
+
+
+class Delivered(NamedTuple):
+    """`resumed` files were there already."""
+
+    resumed: int
+
+
+def deliver(
+    source: Source,
+    files: Sequence[PlannedFile],
+    delivery: Delivery,
+    progress: Progress | None,
+    open_store: Callable[..., Store],
+) -> Delivered:
+    """Write all files; collective over the ranks. Raises the same error on all of them.
+
+    After an error nothing is left of what was written; after a kill the next call goes on.
+    """
+    world = delivery.world
+    store = collectively(
+        world, "open target", lambda: open_store(delivery.folder, **delivery.options)
+    )
+    try:
+        job = _Job(world, store, source, files, delivery)
+        there = job.begin()
+        try:
+            job.write(there, progress)
+            if delivery.verify:
+                collectively(
+                    world,
+                    "verify",
+                    lambda: verify_files(source, store, job.mine(set())),
+                )
+            job.end(there)
+        except BaseException:
+            job.undo()
+            raise
+        return Delivered(len(there))
+    finally:
+        store.close()
+
+
+class _Job:
+    def __init__(
+        self,
+        world: World,
+        store: Store,
+        source: Source,
+        files: Sequence[PlannedFile],
+        delivery: Delivery,
+    ) -> None:
+        self.world = world
+        self.store = store
+        self.source = source
+        self.files = files
+        self.delivery = delivery
+        self.note_key = f"{delivery.name or '.export'}{NOTE_SUFFIX}"
+        self.note = _digest(source, files).encode()
+
+    @property
+    def is_lead(self) -> bool:
+        return self.world.rank == 0
+
+    @property
+    def data_files(self) -> Sequence[PlannedFile]:
+        """All files, but for the last of several: that one makes them one thing."""
+        return self.files[:-1] if len(self.files) > 1 else self.files
+
+    def begin(self) -> set[str]:
+        """The files that an earlier, killed export of the same has finished.
+
+        Raises CheckpointError when there is anything else.
+        """
+        told = collectively(self.world, "look at the target", self._look)
+        return set(json.loads(self.world.share("target", told if self.is_lead else None)))
+
+    def _look(self) -> bytes:
+        if not self.is_lead:
+            return b""
+        there = [file.key for file in self.files if self._is_there(file)]
+        found = self._found_note()
+        if found is not None and found != self.note:
+            raise CheckpointError(
+                f"{self.store.url}/{self.note_key} is of another export, which did not end; run "
+                "that one again, or remove this file and what it has written"
+            )
+        last = self.files[-1].key
+        if there and (found is None or last in there):
+            if found is not None and len(there) == len(self.files):
+                return json.dumps(there).encode()  # killed between the last file and the note
+            raise CheckpointError(
+                f"{self.store.url}/{there[0]} is there already and nothing is ever overwritten; "
+                "remove it, or export to another name"
+            )
+        if found is None:
+            try:
+                self.store.put_if_absent(self.note_key, self.note)
+            except KeyExistsError as error:
+                raise CheckpointError(
+                    f"{self.store.url}/{self.note_key}: another export began just now"
+                ) from error
+        else:
+            for file in self.files:
+                self.store.abort_unfinished(file.key)
+        return json.dumps(there).encode()
+
+    def _is_there(self, file: PlannedFile) -> bool:
+        try:
+            self.store.info(file.key)
+        except KeyNotFoundError:
+            return False
+        return True
+
+    def _found_note(self) -> bytes | None:
+        try:
+            return self.store.get(self.note_key)
+        except KeyNotFoundError:
+            return None
+
+    def is_joint(self, file: PlannedFile) -> bool:
+        """Whether all ranks write this file together. Files with checksums of their data in them
+        are written by one, who has seen all of it.
+        """
+        return self.world.size > 1 and not file.checksums and file.nbytes >= JOINT_NBYTES_MIN
+
+    def mine(self, there: set[str]) -> list[PlannedFile]:
+        """This rank's files: the largest first, each to the rank that has the least so far."""
+        load = [0] * self.world.size
+        chosen = []
+        todo = [file for file in self.data_files if file.key not in there]
+        for file in sorted(todo, key=lambda file: (-file.nbytes, file.key)):
+            rank = min(range(len(load)), key=lambda rank: (load[rank], rank))
+            load[rank] += file.nbytes
+            if rank == self.world.rank:
+                chosen.append(file)
+        return sorted(chosen, key=lambda file: file.key)
+
+    def write(self, there: set[str], progress: Progress | None) -> None:
+        """All data files: small ones by a rank each, large ones by all ranks together."""
+        tokens = self.begin_joint(there)
+        mine = [file for file in self.mine(there) if file.key not in tokens]
+        large = [file for file in self.data_files if file.key in tokens]
+        nbytes = sum(file.nbytes for file in mine)
+        nbytes += sum(file.nbytes for file in large) // self.world.size
+        meter = Meter(nbytes, progress)
+        delivery = self.delivery
+        writing = Writing(self.source, self.store, delivery.threads, delivery.part_nbytes)
+        receipts: dict[str, dict[int, str]] = {}
+
+        def run() -> None:
+            for file in mine:
+                write_file(writing, file, meter)
+            for file in large:
+                count = -(-file.nbytes // part_nbytes_of(writing, file))
+                first, stop = (count * at // self.world.size for at in self.edges)
+                token = tokens[file.key]
+                receipts[file.key] = write_share(writing, file, token, (first, stop), meter)
+
+        try:
+            collectively(self.world, "write", run)
+            if large:
+                told = self.world.gather_to_lead("receipts", json.dumps(receipts).encode())
+                collectively(self.world, "join", lambda: self.join(writing, large, tokens, told))
+        except BaseException:
+            for key, token in tokens.items():
+                if self.is_lead:
+                    self.store.abort_joint(key, token)
+            raise
+
+    @property
+    def edges(self) -> tuple[int, int]:
+        """The share of this rank, in parts of the world's size."""
+        return self.world.rank, self.world.rank + 1
+
+    def begin_joint(self, there: set[str]) -> dict[str, str]:
+        """The tokens of the files that all ranks write together, by key."""
+        if self.world.size == 1:
+            return {}
+        tokens: dict[str, str] = {}
+        part_nbytes = self.delivery.part_nbytes
+        writing = Writing(self.source, self.store, 1, part_nbytes)
+
+        def run() -> bytes:
+            for file in self.data_files if self.is_lead else ():
+                if self.is_joint(file) and file.key not in there:
+                    size = part_nbytes_of(writing, file)
+                    token = self.store.begin_joint(file.key, file.nbytes, part_nbytes=size)
+                    tokens.update({file.key: token} if token else {})
+            return json.dumps(tokens).encode()
+
+        told = collectively(self.world, "begin", run)
+        found: dict[str, str] = json.loads(
+            self.world.share("tokens", told if self.is_lead else None)
+        )
+        return found
+
+    def join(
+        self,
+        writing: Writing,
+        files: Sequence[PlannedFile],
+        tokens: Mapping[str, str],
+        told: Sequence[bytes] | None,
+    ) -> None:
+        """The lead publishes what all ranks have written."""
+        by_rank = [json.loads(data) for data in told or ()]
+        for file in files if self.is_lead else ():
+            receipts = {int(n): r for own in by_rank for n, r in own[file.key].items()}
+            self.store.end_joint(
+                file.key,
+                file.nbytes,
+                part_nbytes=part_nbytes_of(writing, file),
+                token=tokens[file.key],
+                receipts=receipts,
+            )
+
+    def end(self, there: set[str]) -> None:
+        """The last file makes the others one thing; then nothing tells of the work any more."""
+
+        def run() -> None:
+            if not self.is_lead:
+                return
+            for last in self.files[len(self.data_files) :]:
+                assert all(isinstance(piece, Fixed) for piece in last.pieces)
+                if last.key not in there:
+                    data = b"".join(p.data for p in last.pieces if isinstance(p, Fixed))
+                    self.store.put_if_absent(last.key, data)
+            self.store.delete(self.note_key)
+
+        collectively(self.world, "end", run)
+
+    def undo(self) -> None:
+        """Remove what was written, the last file first: then the rest is no checkpoint."""
+        if not self.is_lead:
+            return
+        for file in reversed(self.files):
+            self.store.delete(file.key)
+        self.store.delete(self.note_key)
+
+
+def _digest(source: Source, files: Sequence[PlannedFile]) -> str:
+    """What tells one export from another: the source, and every byte that is known beforehand."""
+    digest = hashlib.sha256(f"{source.url} {source.contents.step}".encode())
+    for file in files:
+        digest.update(f"\n{file.key} {file.nbytes}".encode())
+        for piece in file.pieces:
+            if isinstance(piece, Fixed):
+                digest.update(piece.data)
+            elif isinstance(piece, Data):
+                digest.update(f"{piece.output.tensor.fqn} {piece.span}".encode())
+    return digest.hexdigest()

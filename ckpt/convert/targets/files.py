@@ -1,0 +1,251 @@
+"""Files to be written, as values: which bytes are known, which come from tensors, which come last.
+
+    outputs -> files (fixed bytes, tensor data, late bytes) -> parts of a file, in any format
+
+A format is a function from outputs to planned files. Everything about a file but the tensors' bytes
+(and the checksums over them, in zip files) is known before the first byte is read.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+from ckpt.convert.sources.source import SourceTensor
+from ckpt.convert.sources.torch_pickle import write_tree
+from ckpt.convert.sources.zips import (
+    DESCRIPTOR_NBYTES,
+    Placed,
+    ZipLayout,
+    descriptor,
+    directory,
+    lay_out,
+    local_header,
+)
+from ckpt.layout.dtypes import DType
+from ckpt.layout.region import Span
+
+HEADER_ALIGNMENT = 64
+ARCHIVE = "archive"
+
+
+class Output(NamedTuple):
+    """A tensor of the export: its name there, what it is in the source, its type and size there."""
+
+    name: str
+    tensor: SourceTensor
+    dtype: DType
+    nbytes: int
+
+
+class Fixed(NamedTuple):
+    """Bytes that are known, from `start` on."""
+
+    start: int
+    data: bytes
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.data)
+
+
+class Data(NamedTuple):
+    """Elements `span` of an output from byte `start` on. `number` tells its crc32 from others'."""
+
+    start: int
+    nbytes: int
+    output: Output
+    span: Span
+    number: int = -1
+
+
+class Late(NamedTuple):
+    """`nbytes` from `start` on, made of the crc32 of the data with these numbers."""
+
+    start: int
+    nbytes: int
+    make: Callable[[Sequence[int]], bytes]
+
+
+FilePiece: TypeAlias = Fixed | Data | Late
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedFile:
+    """A file to be written; its pieces follow each other without gaps. `checksums` says how many
+    crc32 its late pieces need.
+    """
+
+    key: str
+    nbytes: int
+    pieces: tuple[FilePiece, ...]
+    checksums: int = 0
+
+
+def known_file(key: str, data: bytes) -> PlannedFile:
+    """A file whose bytes are all known."""
+    return PlannedFile(key, len(data), (Fixed(0, data),))
+
+
+# safetensors --------------------------------------------------------------------------------
+
+
+def safetensors_files(
+    outputs: Sequence[Output], tied: Mapping[str, str], name: str, shard_nbytes_max: int | None
+) -> list[PlannedFile]:
+    """The files, in writing order: the index of several comes last."""
+    groups = _groups(outputs, shard_nbytes_max)
+    if len(groups) == 1:
+        return [_safetensors_file(name, outputs, tied)]
+    stem = name.removesuffix(".safetensors")
+    files: list[PlannedFile] = []
+    weight_map = {}
+    for number, group in enumerate(groups, 1):
+        key = f"{stem}-{number:05d}-of-{len(groups):05d}.safetensors"
+        held = {output.name for output in group}
+        files.append(_safetensors_file(key, group, {a: b for a, b in tied.items() if b in held}))
+        weight_map.update({output.name: key for output in group})
+    total = sum(output.nbytes for output in outputs)
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    files.append(known_file(f"{name}.index.json", json.dumps(index, indent=2).encode() + b"\n"))
+    return files
+
+
+def _groups(outputs: Sequence[Output], nbytes_max: int | None) -> list[list[Output]]:
+    """Outputs in name order, cut before `nbytes_max` is passed. A larger one stays whole."""
+    groups: list[list[Output]] = [[]]
+    filled = 0
+    for output in outputs:
+        if nbytes_max is not None and groups[-1] and filled + output.nbytes > nbytes_max:
+            groups.append([])
+            filled = 0
+        groups[-1].append(output)
+        filled += output.nbytes
+    return groups
+
+
+def _safetensors_file(key: str, outputs: Sequence[Output], tied: Mapping[str, str]) -> PlannedFile:
+    # Widest first, as safetensors' own writer does: then every tensor is aligned to its elements.
+    ordered = sorted(outputs, key=lambda output: (-output.dtype.itemsize, output.name))
+    # "format" is what Hugging Face's loaders ask for; tied names stand as `save_model` notes them.
+    head: dict[str, Any] = {"__metadata__": {"format": "pt", **tied}}
+    at = 0
+    for output in ordered:
+        head[output.name] = {
+            "dtype": output.dtype.code,
+            "shape": list(output.tensor.shape),
+            "data_offsets": [at, at + output.nbytes],
+        }
+        at += output.nbytes
+    text = json.dumps(head, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
+    padded = -(-(8 + len(text)) // HEADER_ALIGNMENT) * HEADER_ALIGNMENT
+    header = (padded - 8).to_bytes(8, "little") + text.ljust(padded - 8, b" ")
+    pieces: list[FilePiece] = [Fixed(0, header)]
+    at = padded
+    for output in ordered:
+        pieces.append(Data(at, output.nbytes, output, _all_of(output)))
+        at += output.nbytes
+    return PlannedFile(key, at, tuple(pieces))
+
+
+def _all_of(output: Output) -> Span:
+    return Span(0, output.nbytes // output.dtype.itemsize)
+
+
+# torch.save ---------------------------------------------------------------------------------
+
+
+def torch_file(key: str, tree: Any, outputs: Sequence[Output]) -> PlannedFile:
+    """The file that torch.save would have written of `tree`.
+
+    Its tensors are `TensorOut`s whose keys are the outputs' numbers.
+    """
+    building = ZipBuilding()
+    data = [(str(number), output, _all_of(output)) for number, output in enumerate(outputs)]
+    building.add(write_tree(tree), data)
+    return building.file(key)
+
+
+def blob_of(value: Any) -> bytes:
+    """A value as torch.save would have written it."""
+    building = ZipBuilding()
+    building.add(write_tree(value), [])
+    made = bytearray(building.at)
+    for piece in building.pieces:
+        assert not isinstance(piece, Data)
+        data = piece.data if isinstance(piece, Fixed) else piece.make([])
+        made[piece.start : piece.start + len(data)] = data
+    return bytes(made)
+
+
+class ZipBuilding:
+    """A file in the making that consists of blobs of torch.save, one or many."""
+
+    def __init__(self) -> None:
+        self.pieces: list[FilePiece] = []
+        self.at = 0
+        self.checksums = 0
+
+    def add(self, pickle: bytes, data: Sequence[tuple[str, Output, Span]]) -> tuple[int, int]:
+        """Append a blob of a tree and its storages by key; returns its start and its length."""
+        start = self.at
+        known = {"data.pkl": pickle, "byteorder": b"little"}
+        stored = {f"data/{key}": (output, span) for key, output, span in data}
+        sizes = {f"{ARCHIVE}/{name}": len(content) for name, content in known.items()}
+        for name, (output, span) in stored.items():
+            sizes[f"{ARCHIVE}/{name}"] = span.numel * output.dtype.itemsize
+        known["version"] = b"3\n"
+        sizes[f"{ARCHIVE}/version"] = len(known["version"])
+        layout = lay_out(sizes, start)
+        sums: list[_Sum] = []
+        for entry in layout.entries:
+            name = entry.name.removeprefix(f"{ARCHIVE}/")
+            self.pieces.append(Fixed(entry.header_start, local_header(entry)))
+            if name in known:
+                content = known[name]
+                sums.append(_Sum(zlib.crc32(content), -1))
+                self.pieces.append(Fixed(entry.data_start, content))
+                end = descriptor(entry, sums[-1].known)
+                self.pieces.append(Fixed(entry.descriptor_start, end))
+            else:
+                output, span = stored[name]
+                sums.append(_Sum(0, self.checksums))
+                self.pieces.append(
+                    Data(entry.data_start, entry.nbytes, output, span, self.checksums)
+                )
+                self.pieces.append(_late_descriptor(entry, self.checksums))
+                self.checksums += 1
+        self.pieces.append(_late_directory(layout, start, sums))
+        self.at = start + layout.nbytes
+        return start, layout.nbytes
+
+    def file(self, key: str) -> PlannedFile:
+        """The file of all that was added."""
+        return PlannedFile(key, self.at, tuple(self.pieces), self.checksums)
+
+
+class _Sum(NamedTuple):
+    """A crc32 that is known, or the number of the data whose crc32 it will be."""
+
+    known: int
+    number: int
+
+
+def _late_descriptor(entry: Placed, number: int) -> Late:
+    return Late(
+        entry.descriptor_start,
+        DESCRIPTOR_NBYTES,
+        lambda checksums: descriptor(entry, checksums[number]),
+    )
+
+
+def _late_directory(layout: ZipLayout, start: int, sums: Sequence[_Sum]) -> Late:
+    def make(checksums: Sequence[int]) -> bytes:
+        found = [s.known if s.number < 0 else checksums[s.number] for s in sums]
+        return directory(layout, start, found)
+
+    stop = start + layout.nbytes
+    return Late(layout.directory_start, stop - layout.directory_start, make)

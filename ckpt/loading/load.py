@@ -1,0 +1,279 @@
+"""Load a checkpoint into a live state, in place: everything is checked before anything is written.
+
+locate -> manifest -> bind state -> plan -> (agree) -> private reads, shared reads -> finish
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from ckpt.commit.locate import check_self_contained, live_entries, locate
+from ckpt.errors import CheckpointError, LoadInterrupted, Mismatch, NoCheckpoint, RankFailed
+from ckpt.format.codec import decode_values
+from ckpt.format.manifest import Manifest
+from ckpt.format.manifest_codec import decode_manifest
+from ckpt.layout.dtypes import DTYPES, torch_dtype
+from ckpt.layout.piece import Kind
+from ckpt.layout.plain import Ranks
+from ckpt.loading.plan import ReadPath, plan_reads
+from ckpt.loading.read_ahead import ReadAhead
+from ckpt.loading.reader import Reader
+from ckpt.loading.shared_reads import Ints, SharedRun, ShareLimits, Sharing, share_blocks
+from ckpt.state.bind import Binding, bind_state
+from ckpt.state.half_loaded import filling
+from ckpt.state.types import Catalog, Loaded, TensorEntry
+from ckpt.telemetry.recorder import Recorder, Span
+from ckpt.world.base import World, collectively
+from storage import StorageError, Store
+
+RETIRED_MAX = 20  # times in a row that retention may be faster than one load
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """What a load accepts and how it reads."""
+
+    strict: bool = True
+    rename: Callable[[str], str] | Mapping[str, str] | None = None
+    skip: Callable[[str], bool] | Iterable[str] = ()
+    path: ReadPath = field(default_factory=ReadPath)
+    sharing: ShareLimits = field(default_factory=ShareLimits)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """What a load did. Of the tensor bytes that this rank read, `nbytes_read` came from the store
+    and `nbytes_cached` from the local copy. `spans` and `counters` are this rank's own.
+    """
+
+    step: int
+    attempt: str
+    loaded: Loaded
+    nbytes_read: int
+    nbytes_cached: int = 0
+    spans: tuple[Span, ...] = field(default=(), compare=False)
+    counters: Mapping[str, float] = field(default_factory=dict, compare=False)
+
+
+def load_state(
+    state: Any,
+    *,
+    store: Store,
+    world: World,
+    step: int | None,
+    options: LoadOptions,
+    attempt: str = "",
+) -> LoadReport:
+    """Fill `state` from the checkpoint of `step`, or from the latest; collective over `world`.
+
+    With `attempt`, from that one of several checkpoints of the step. When the latest is retired
+    while it is read, the load begins anew with the one that is the latest then.
+
+    Raises Mismatch, NoCheckpoint, Corrupt or UnsupportedFormat with the state as it was, and
+    LoadInterrupted when it failed half-way; then the state must be loaded again before use.
+    """
+    recorder = Recorder()
+    last: LoadInterrupted | None = None
+    for _ in range(RETIRED_MAX):
+        try:
+            with recorder.span("manifest"):
+                prefix, manifest = _manifest(store, world, step, attempt)
+            report = _fill(state, store, world, (prefix, manifest), (options, recorder))
+            return replace(report, spans=recorder.spans(), counters=recorder.counters())
+        except LoadInterrupted as interrupted:
+            asked_for_it = step is not None or bool(attempt)
+            if asked_for_it or not _was_retired(store, world, manifest.header.attempt):
+                raise
+            last = interrupted
+        except Exception as error:
+            if last is None:
+                raise
+            # The state is no longer what it was, whatever is wrong with the next one.
+            raise LoadInterrupted(f"{last}\nThe one after it fails, too: {error}") from error
+    assert last is not None
+    raise last
+
+
+def _was_retired(store: Store, world: World, attempt: str) -> bool:
+    """Whether the log no longer has `attempt`; the lead looks. False when it cannot tell."""
+    answer = b""
+    if world.rank == 0:
+        try:
+            answer = b"" if any(e.attempt == attempt for e in live_entries(store)) else b"retired"
+        except (CheckpointError, StorageError):
+            answer = b""  # what interrupted the load is what the caller should hear of
+    try:
+        return bool(world.share("retired", answer if world.rank == 0 else None))
+    except RankFailed:
+        return False  # a rank is dead, which is what interrupted the load
+
+
+def _fill(
+    state: Any,
+    store: Store,
+    world: World,
+    found: tuple[str, Manifest],
+    how: tuple[LoadOptions, Recorder],
+) -> LoadReport:
+    prefix, manifest = found
+    options, recorder = how
+    with recorder.span("bind"):
+        binding = collectively(world, "compare", lambda: _bind(state, manifest, world, options))
+    with recorder.span("plan"):
+        plan = collectively(world, "plan", lambda: plan_reads(manifest, binding.holdings))
+        sharing = _share(manifest, plan.runs(manifest.chunks.first_block), world, options)
+        reader = Reader(store, prefix, manifest, plan, options.path)
+    collectively(world, "prepare", binding.prepare)
+    with filling(state, f"step {manifest.header.step} ({manifest.header.attempt})"):
+        with recorder.span("read"):
+            _transfer(reader, sharing, world, options.path)
+        with recorder.span("finish"):
+            loaded = collectively(world, "finish", binding.finish)
+    recorder.count("read_bytes", reader.nbytes_read)
+    recorder.count("cached_bytes", reader.nbytes_cached)
+    return LoadReport(
+        manifest.header.step,
+        manifest.header.attempt,
+        loaded,
+        reader.nbytes_read,
+        reader.nbytes_cached,
+    )
+
+
+def _manifest(store: Store, world: World, step: int | None, attempt: str) -> tuple[str, Manifest]:
+    """Read by the lead alone, decoded by every rank."""
+
+    def read() -> bytes:
+        located = locate(store, step, attempt=attempt)
+        return b"\n".join([located.prefix.encode(), str(step).encode(), located.data])
+
+    data = collectively(world, "locate", read if world.rank == 0 else lambda: b"")
+    told = world.share("manifest", data if world.rank == 0 else None)
+    prefix, asked, encoded = told.split(b"\n", 2)
+
+    def decode() -> Manifest:
+        if asked.decode() != str(step):
+            raise Mismatch(
+                [f"step={step} was passed where rank 0 passed step={asked.decode()}; pass the same"]
+            )
+        manifest = decode_manifest(encoded)
+        if step is not None and manifest.header.step != step:
+            raise NoCheckpoint(f"{store.url} is step {manifest.header.step}, asked for was {step}")
+        check_self_contained(store, prefix.decode(), manifest)
+        return manifest
+
+    return prefix.decode(), collectively(world, "decode", decode)
+
+
+def _bind(state: Any, manifest: Manifest, world: World, options: LoadOptions) -> Binding:
+    """The live memory that the checkpoint fills. Raises Mismatch with everything that is wrong."""
+    binding = bind_state(
+        state,
+        catalog_of(manifest),
+        Ranks(world.rank, world.global_ranks),
+        strict=options.strict,
+        rename=options.rename,
+        skip=options.skip,
+    )
+    if binding.fatal:
+        raise Mismatch(binding.fatal)
+    return binding
+
+
+def _share(manifest: Manifest, runs: Ints, world: World, options: LoadOptions) -> Sharing:
+    if world.size == 1:
+        return Sharing(runs, [], 0)
+    needs = world.gather("needs", zlib.compress(runs.astype("<i8").tobytes(), 1))
+    return share_blocks(
+        [np.frombuffer(zlib.decompress(need), dtype="<i8").reshape(-1, 2) for need in needs],
+        block_line(manifest),
+        world.rank,
+        options.sharing,
+    )
+
+
+def block_line(manifest: Manifest) -> Ints:
+    """The bytes before each block of the block line, and at its end the bytes of all blocks."""
+    first_block = manifest.chunks.first_block
+    sizes = np.full(int(first_block[-1]), manifest.header.block_bytes, dtype=np.int64)
+    itemsizes = np.array([DTYPES[name].itemsize for name in manifest.dtypes], dtype=np.int64)
+    nbytes = manifest.chunks.numel * np.repeat(itemsizes, np.diff(manifest.chunks.first))
+    counts = np.diff(first_block)
+    sizes[first_block[1:] - 1] = nbytes - (counts - 1) * manifest.header.block_bytes
+    return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(sizes)])
+
+
+def _transfer(reader: Reader, sharing: Sharing, world: World, path: ReadPath) -> None:
+    """The data phase. A failure on one rank ends it on all, at the next agreement."""
+    mine: list[list[SharedRun]] = [[] for _ in range(sharing.rounds)]
+    for run in sharing.shared:
+        if world.rank == run.reader or world.rank in run.others:
+            mine[run.round].append(run)
+    collectively(world, "read", lambda: reader.read_private(sharing.private))
+    own = [run for runs in mine for run in runs if run.reader == world.rank]
+    with ReadAhead(reader, own, path) as ahead:
+        for runs in mine:
+            _transfer_round(reader, ahead, runs, world)
+
+
+def _transfer_round(
+    reader: Reader, ahead: ReadAhead, runs: Sequence[SharedRun], world: World
+) -> None:
+    mine = [run for run in runs if run.reader == world.rank]
+    own = collectively(world, "read", lambda: ahead.take(mine))
+    others = _exchange(runs, own, world, reader)
+
+    def deliver() -> None:
+        for run, data in (own | others).items():
+            reader.deliver_run(run, data)
+        ahead.give_back(mine)
+
+    collectively(world, "deliver", deliver)
+
+
+def _exchange(
+    runs: Sequence[SharedRun], data: Mapping[SharedRun, memoryview], world: World, reader: Reader
+) -> dict[SharedRun, memoryview]:
+    """The runs of this round that other ranks read for this one."""
+    send = [bytearray() for _ in range(world.size)]
+    sizes = [0] * world.size
+    for run in runs:
+        if run.reader == world.rank:
+            for other in run.others:
+                send[other] += data[run]
+        else:
+            sizes[run.reader] += reader.run_nbytes(run)
+    received = [memoryview(bytearray(size)) for size in sizes]
+    world.exchange("shared blocks", [memoryview(part) for part in send], received)
+    got = {}
+    for run in runs:
+        if run.reader != world.rank:
+            nbytes = reader.run_nbytes(run)
+            got[run] = received[run.reader][:nbytes]
+            received[run.reader] = received[run.reader][nbytes:]
+    return got
+
+
+def catalog_of(manifest: Manifest) -> Catalog:
+    """Names, shapes, dtypes and values of a checkpoint, without its tensors' bytes."""
+    dtypes = {name: torch_dtype(name) for name in set(manifest.dtypes)}
+    known_kinds = {int(kind): kind for kind in Kind}
+    kinds = [known_kinds[kind] for kind in manifest.kinds.tolist()]
+    tensors = {
+        fqn: TensorEntry(dtypes[dtype], shape, kind)
+        for fqn, dtype, shape, kind in zip(
+            manifest.fqns, manifest.dtypes, manifest.shapes, kinds, strict=True
+        )
+    }
+    return Catalog(
+        tensors=tensors,
+        values=decode_values(manifest.values),
+        aliases=dict(manifest.aliases),
+        per_rank=[decode_values(values) for values in manifest.per_rank],
+        world_size=manifest.header.world_size,
+    )

@@ -1,0 +1,326 @@
+"""Plans of reads: which blocks of which files are needed, and where their bytes go. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ckpt.format.datafile import SMALL_NBYTES_MAX
+from ckpt.format.manifest import Manifest
+from ckpt.layout.dtypes import DTYPES
+from ckpt.layout.memory import is_plain_memory, local_view, narrowed
+from ckpt.layout.piece import Holding, Piece
+from ckpt.layout.region import Box, Region, Shape, Span, boxes_of, row_major_strides, span_of, whole
+from ckpt.layout.reshard import Copy, Patch, Run, copies, touched
+from ckpt.loading.cache import BlockCache
+from ckpt.loading.shared_reads import Ints
+
+MIB = 1 << 20
+
+
+PACKED_NBYTES_MAX = SMALL_NBYTES_MAX  # whole chunks up to this size are read together and copied
+
+
+PACKED_COUNT_MIN = 8  # unless fewer of them than this are neighbours
+
+
+PACK_NBYTES_MAX = MIB  # of one such read: what is copied is still in the CPU's cache then
+
+
+@dataclass(frozen=True, slots=True)
+class ReadPath:
+    """Bounds of reading: bytes of one request, and how many requests are in flight at once.
+
+    With several readers, blocks that other ranks wait for are read ahead of their turn, as far as
+    `read_ahead_nbytes_max` bytes that were read and not handed over yet. What `cache` has is not
+    read from the store.
+    """
+
+    request_nbytes_max: int = 8 * MIB
+    readers: int = 1
+    read_ahead_nbytes_max: int = 64 * MIB
+    cache: BlockCache | None = None
+
+
+class Direct(NamedTuple):
+    """Bytes `start` to `stop` of a chunk belong at `address` in host memory."""
+
+    start: int
+    stop: int
+    address: int
+
+
+class Scatter(NamedTuple):
+    """Elements of a chunk for strided or device memory; the patch's target box lies in `target`."""
+
+    patch: Patch
+    target: torch.Tensor
+
+
+class Need(NamedTuple):
+    """What this rank wants of one chunk: ascending runs of its blocks, and where bytes go.
+
+    The chunk has `nbytes` bytes from `byte_start` of file `file` on; its first block has the number
+    `first_block` on the block line.
+    """
+
+    file: int
+    byte_start: int
+    nbytes: int
+    first_block: int
+    blocks: list[tuple[int, int]]
+    directs: list[Direct]
+    scatters: list[Scatter]
+
+
+class ReadPlan(NamedTuple):
+    """Everything that one rank wants, by chunk. The holdings keep the target memory alive.
+
+    `packed` are chunks of one small block that are wanted once, whole, at an address. There can be
+    thousands of them, so that is all that is noted.
+    """
+
+    needs: dict[int, Need]
+    packed: dict[int, int]
+    holdings: Sequence[Holding]
+
+    def runs(self, first_block: npt.NDArray[np.integer]) -> Ints:
+        """The needed blocks as ascending disjoint runs of the block line, an (n, 2) array.
+
+        `first_block` is the manifest's: where each chunk starts on the block line.
+        """
+        runs = [
+            (need.first_block + first, need.first_block + last)
+            for need in self.needs.values()
+            for first, last in need.blocks
+        ]
+        packed = first_block[np.fromiter(self.packed, np.int64, len(self.packed))].astype(np.int64)
+        together = np.concatenate(
+            [np.array(runs, dtype=np.int64).reshape(-1, 2), np.stack([packed, packed + 1], axis=1)]
+        )
+        return joined(together[np.argsort(together[:, 0])])
+
+
+def joined(runs: Ints) -> Ints:
+    """Ascending disjoint runs, those that touch made one."""
+    if len(runs) == 0:
+        return runs
+    is_first = np.append(True, runs[1:, 0] != runs[:-1, 1])
+    is_last = np.append(is_first[1:], True)
+    return np.stack([runs[is_first, 0], runs[is_last, 1]], axis=1)
+
+
+def plan_reads(manifest: Manifest, holdings: Sequence[Holding]) -> ReadPlan:
+    """Which blocks of which chunks fill `holdings`, and how. Names and shapes must match."""
+    needs: dict[int, Need] = {}
+    packed, rest = _pack(manifest, holdings, needs)
+    chunks = _Chunks(manifest, wanted=len(rest))
+    block_nbytes = manifest.header.block_bytes
+    for piece, view in rest:
+        if not piece.local_region.numel:
+            continue
+        address = view.data_ptr() if is_plain_memory(view) else 0
+        if address and chunks.put_whole(piece, address, needs):
+            continue
+        for chunk, found in chunks.meeting(piece):
+            need = needs.get(chunk)
+            if need is None:
+                need = needs[chunk] = chunks.need(chunk, piece.dtype.itemsize)
+            for copy in found:
+                _add_copy(need, copy, view, address, block_nbytes)
+    return ReadPlan(needs, packed, holdings)
+
+
+def _pack(
+    manifest: Manifest, holdings: Sequence[Holding], needs: dict[int, Need]
+) -> tuple[dict[int, int], list[tuple[Piece, torch.Tensor]]]:
+    """The packed chunks of a plan, and the pieces that are something else, with their memory.
+
+    A chunk that is wanted a second time takes all of the book-keeping, and is in `needs` in the
+    end; it is never in both.
+    """
+    packed: dict[int, int] = {}
+    rest: list[tuple[Piece, torch.Tensor]] = []
+    otherwise = {-1}  # wanted, but not to be packed; -1 stands for what is not small
+    packable = _packable(manifest) if len(holdings) >= PACKED_COUNT_MIN else {}
+    for holding in holdings:
+        for piece in holding.pieces:
+            view = local_view(holding, piece)
+            small = packable.get(piece.fqn, -1)
+            if small in packed:
+                needs[small] = whole_need(manifest, small, packed.pop(small))
+            elif small not in otherwise and _is_whole(piece) and is_plain_memory(view):
+                packed[small] = view.data_ptr()
+                continue
+            otherwise.add(small)
+            rest.append((piece, view))
+    return packed, rest
+
+
+def whole_need(manifest: Manifest, chunk: int, address: int) -> Need:
+    """The need of all of `chunk`, at `address` in host memory."""
+    nbytes = manifest.chunk_nbytes(chunk)
+    return Need(
+        int(manifest.chunks.file[chunk]),
+        int(manifest.chunks.byte_start[chunk]),
+        nbytes,
+        int(manifest.chunks.first_block[chunk]),
+        [(0, -(-nbytes // manifest.header.block_bytes))],
+        [Direct(0, nbytes, address)],
+        [],
+    )
+
+
+def _is_whole(piece: Piece) -> bool:
+    return type(piece.region) is Box and piece.region.shape == piece.global_shape
+
+
+def _packable(manifest: Manifest) -> dict[str, int]:
+    """The chunk of every tensor that is one small chunk of one block, by fqn."""
+    table = manifest.chunks
+    itemsizes = np.array([DTYPES[name].itemsize for name in manifest.dtypes], dtype=np.int64)
+    single = np.flatnonzero(np.diff(table.first) == 1)
+    chunks = table.first[single]
+    nbytes = table.numel[chunks] * itemsizes[single]
+    is_small = (nbytes > 0) & (nbytes <= min(PACKED_NBYTES_MAX, manifest.header.block_bytes))
+    fqns = manifest.fqns
+    names = [fqns[tensor] for tensor in single[is_small].tolist()]
+    return dict(zip(names, chunks[is_small].tolist(), strict=True))
+
+
+class _Chunks:
+    """The chunks of a manifest, found by piece. Columns are lists where most of them are wanted."""
+
+    def __init__(self, manifest: Manifest, *, wanted: int) -> None:
+        table = manifest.chunks
+        self._manifest = manifest
+        self._table = table
+        self._index: Callable[[str], int] = manifest.index
+        columns: list[Any] = [table.file, table.byte_start, table.first_block]
+        columns += [table.span_start, table.numel, table.box]
+        columns.append(table.first)
+        if len(table) <= 8 * wanted:
+            # An item of a list costs a fifth of an item of an array, and a dict beats bisection.
+            columns = [column.tolist() for column in columns]
+            self._index = {fqn: at for at, fqn in enumerate(manifest.fqns)}.__getitem__
+        self._file, self._byte_start, self._first_block, *rest = columns
+        self._span_start, self._numel, self._box, self._first = rest
+
+    def meeting(self, piece: Piece) -> Iterator[tuple[int, list[Copy]]]:
+        """The chunks that share elements with `piece`, each with what to copy."""
+        tensor = self._index(piece.fqn)
+        first, last = int(self._first[tensor]), int(self._first[tensor + 1])
+        near: Iterable[int] = range(first, last)
+        if last - first > 4:
+            near = self._overlapping(piece, first, last)
+        shape, wanted = piece.global_shape, piece.region
+        if isinstance(wanted, Box):
+            wanted = span_of(wanted, shape) or wanted
+        for chunk in near:
+            if found := copies(self._region(chunk), wanted, shape):
+                yield chunk, found
+
+    def put_whole(self, piece: Piece, address: int, needs: dict[int, Need]) -> bool:
+        """The short way for the common case: one chunk is all of a tensor, and so is the piece."""
+        tensor = self._index(piece.fqn)
+        chunk = int(self._first[tensor])
+        if self._first[tensor + 1] != chunk + 1 or chunk in needs or not _is_whole(piece):
+            return False
+        needs[chunk] = whole_need(self._manifest, chunk, address)
+        return True
+
+    def need(self, chunk: int, itemsize: int) -> Need:
+        """An empty need of `chunk`."""
+        return Need(
+            int(self._file[chunk]),
+            int(self._byte_start[chunk]),
+            int(self._numel[chunk]) * itemsize,
+            int(self._first_block[chunk]),
+            [],
+            [],
+            [],
+        )
+
+    def _region(self, chunk: int) -> Region:
+        if self._box[chunk] >= 0:
+            return self._table.region(chunk)
+        start = int(self._span_start[chunk])
+        return Span(start, start + int(self._numel[chunk]))
+
+    def _overlapping(self, piece: Piece, first: int, last: int) -> list[int]:
+        """Chunk numbers left after comparing extents in row-major order, all of them at once.
+
+        Boxes are left to `copies`: their extents say little, and they are few per tensor.
+        """
+        table = self._table
+        boxes = boxes_of(piece.region, piece.global_shape)
+        low, _ = _extent(boxes[0], piece.global_shape)
+        _, high = _extent(boxes[-1], piece.global_shape)
+        start = table.span_start[first:last]
+        stop = start + table.numel[first:last].astype(np.int64)
+        is_near = ((start < high) & (stop > low)) | (table.box[first:last] >= 0)
+        found: list[int] = (np.flatnonzero(is_near) + first).tolist()
+        return found
+
+
+def _extent(box: Box, shape: Shape) -> tuple[int, int]:
+    """The row-major index of the first element of `box`, and one past that of the last."""
+    strides = row_major_strides(shape)
+    first = sum(o * s for o, s in zip(box.offset, strides, strict=True))
+    return first, first + sum((n - 1) * s for n, s in zip(box.shape, strides, strict=True)) + 1
+
+
+def _add_copy(need: Need, copy: Copy, view: torch.Tensor, address: int, block_nbytes: int) -> None:
+    """Note one copy from the chunk into `view`, whose memory starts at `address` if it is plain."""
+    itemsize = view.dtype.itemsize
+    unit = block_nbytes // itemsize
+    if isinstance(copy, Patch):
+        _add_runs(need.blocks, touched(copy, unit))
+        need.scatters.append(Scatter(copy, _region_of(view, copy)))
+        return
+    _add_runs(need.blocks, [(copy.source // unit, (copy.source + copy.numel - 1) // unit + 1)])
+    if address:
+        start = copy.source * itemsize
+        target = address + copy.target * itemsize
+        need.directs.append(Direct(start, start + copy.numel * itemsize, target))
+    else:
+        need.scatters.extend(_scattered(copy, view))
+
+
+def _region_of(view: torch.Tensor, patch: Patch) -> torch.Tensor:
+    """The elements of `view` that `patch.target_shape` describes, sharing memory."""
+    if tuple(view.shape) == patch.target_shape and patch.target_base == 0:
+        return view
+    numel = whole(patch.target_shape).numel
+    return view.view(-1)[patch.target_base : patch.target_base + numel].view(patch.target_shape)
+
+
+def _scattered(run: Run, view: torch.Tensor) -> Iterator[Scatter]:
+    """A run for memory that is strided or on a device, told as boxes of `view`."""
+    if view.is_contiguous():
+        view = view.view(-1)
+    source = run.source
+    for box in boxes_of(Span(run.target, run.target + run.numel), tuple(view.shape)):
+        all_of_it = whole(box.shape)
+        patch = Patch(source, box.shape, all_of_it, 0, box.shape, all_of_it)
+        yield Scatter(patch, narrowed(view, box))
+        source += box.numel
+
+
+def _add_runs(runs: list[tuple[int, int]], more: list[tuple[int, int]]) -> None:
+    """Union of two ascending lists of block runs, into `runs`."""
+    if not runs:
+        runs.extend(more)
+        return
+    merged = sorted(runs + more)
+    runs.clear()
+    for first, last in merged:
+        if runs and first <= runs[-1][1]:
+            runs[-1] = (runs[-1][0], max(last, runs[-1][1]))
+        else:
+            runs.append((first, last))

@@ -1,0 +1,181 @@
+"""What one process remembers between calls: its worlds, its stores and its sessions."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from ckpt.commit.lines import Restored
+from ckpt.commit.ranked import RankedSession, SessionRegistry, open_session
+from ckpt.commit.session import Session
+from ckpt.saving.background import Background
+from ckpt.saving.task import PartMemory
+from ckpt.saving.write import Staging
+from ckpt.world.base import World, collectively
+from ckpt.world.torch_world import current_world
+from storage import Store, open_store
+
+
+class Place(NamedTuple):
+    """Where to save: an open store, the session of its root, what the lead knows of the parts."""
+
+    store: Store
+    session: RankedSession
+    memory: PartMemory
+
+
+@dataclass
+class _Seat:
+    """This process's place in one process group: its world, and the sessions opened there."""
+
+    group: dist.ProcessGroup | None
+    world: World
+    registry: SessionRegistry
+    background: Background
+    staging: Staging = field(default_factory=Staging)
+    stores: dict[tuple[str, str], Store] = field(default_factory=dict)
+    sessions: dict[tuple[str, bool], tuple[RankedSession, PartMemory]] = field(default_factory=dict)
+
+    def store(self, url: str, storage_options: Mapping[str, Any] | None) -> Store:
+        """Opened once: an open store knows which directories are durable, and keeps connections."""
+        key = _store_key(url, storage_options)
+        if key not in self.stores:
+            self.stores[key] = open_store(url, **(storage_options or {}))
+        return self.stores[key]
+
+    def place(
+        self, url: str, storage_options: Mapping[str, Any] | None, unsafe_single_writer: bool
+    ) -> Place:
+        """Collective: the store at `url`, and its session, claimed now if there is none yet.
+
+        Nothing is in flight then; a failure in the background that one rank has not heard of is
+        raised on all.
+        """
+
+        def settled() -> Store:
+            self.background.settle()
+            return self.store(url, storage_options)
+
+        store = collectively(self.world, "open", settled)
+        key = (store.url, unsafe_single_writer)
+        if key not in self.sessions:
+            opened = open_session(
+                self.world, store, self.registry, unsafe_single_writer=unsafe_single_writer
+            )
+            self.sessions[key] = (opened, PartMemory())
+        return self._place(store, *self.sessions[key])
+
+    def known_place(
+        self, url: str, storage_options: Mapping[str, Any] | None, unsafe_single_writer: bool
+    ) -> Place | None:
+        """The place if all ranks have been there, without waiting for any."""
+        store = self.stores.get(_store_key(url, storage_options))
+        if store is None or (store.url, unsafe_single_writer) not in self.sessions:
+            return None
+        return self._place(store, *self.sessions[store.url, unsafe_single_writer])
+
+    def _place(self, store: Store, session: RankedSession, memory: PartMemory) -> Place:
+        if session.session is not None:
+            session.session.use_store(store)
+        return Place(store, session, memory)
+
+
+def _store_key(url: str, storage_options: Mapping[str, Any] | None) -> tuple[str, str]:
+    return url, repr(sorted((storage_options or {}).items()))
+
+
+def world_of(process_group: dist.ProcessGroup | None = None) -> World:
+    """The world of a group, of all ranks, or of this process alone; the same one at every call.
+
+    Collective over the group when it is asked for the first time.
+    """
+    return _process.seat(process_group).world
+
+
+def place_of(
+    url: str,
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    unsafe_single_writer: bool = False,
+) -> Place:
+    """Where saves of this process to a url go, claimed now if it was not yet. Collective.
+
+    Raises like `save`.
+    """
+    return _process.seat(process_group).place(url, storage_options, unsafe_single_writer)
+
+
+def claimed(
+    url: str,
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    unsafe_single_writer: bool = False,
+) -> Session:
+    """The session of a url, claimed now if this process has none: for this process alone, where
+    somebody else's protocol tells the other ranks. Raises like `save`.
+    """
+    store = open_store(url, **(storage_options or {}))
+    return _process.claim(store, unsafe_single_writer=unsafe_single_writer)
+
+
+def store_of(
+    url: str,
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> Store:
+    """The open store of a url, which all saves and loads of this process use. Collective."""
+    seat = _process.seat(process_group)
+    seat.background.wait()
+    return collectively(seat.world, "open", lambda: seat.store(url, storage_options))
+
+
+def session_of(
+    url: str,
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    unsafe_single_writer: bool = False,
+) -> Session | None:
+    """The session of a url on the lead, once it was saved to; else None. Asks nobody."""
+    seat = _process.seat(process_group)
+    place = seat.known_place(url, storage_options, unsafe_single_writer)
+    return None if place is None else place.session.session
+
+
+class _Process:
+    """What lives as long as this process: it claims a root once, and keeps the world of a group."""
+
+    def __init__(self) -> None:
+        self._registry = SessionRegistry()
+        self._seats: list[_Seat] = []
+        self._lock = threading.Lock()
+
+    def claim(self, store: Store, *, unsafe_single_writer: bool) -> Session:
+        """The session of a root in this process."""
+        return self._registry.session(store, unsafe_single_writer=unsafe_single_writer)
+
+    def restored(self, url: str, attempt: str, *, on_purpose: bool) -> None:
+        """What this process saves to that root goes on from there; see `ckpt.commit.lines`."""
+        self._registry.restored(url, Restored(attempt, on_purpose))
+
+    def seat(self, group: dist.ProcessGroup | None) -> _Seat:
+        """The place in `group`, made at its first use; that is collective over the group."""
+        if group is None and dist.is_available() and dist.is_initialized():
+            group = dist.group.WORLD
+        with self._lock:
+            for seat in self._seats:
+                if seat.group is group:
+                    return seat
+            world = current_world(group)
+            seat = _Seat(group, world, self._registry, Background(world))
+            self._seats.append(seat)
+            return seat
+
+
+_process = _Process()

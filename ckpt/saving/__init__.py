@@ -1,0 +1,1 @@
+"""One save, from a described state to a published checkpoint."""

@@ -1,0 +1,297 @@
+"""Saves in the background: one worker, at most one save in flight, and what became of it.
+
+While a save is in flight the worker makes the rounds of its world, so whoever wants rounds of the
+same world waits first (`Background.settle`). A rank that goes no further then says so in the round
+that comes next, because the others may have heard of the failure and go on.
+
+No failure is lost: `PendingSave.result` raises it, or else the next call that saves there, or else
+it is logged when the interpreter ends.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from typing import Literal
+
+from ckpt.errors import SaveDropped
+from ckpt.format.part import Part
+from ckpt.saving.publish import publish
+from ckpt.saving.report import SaveReport
+from ckpt.saving.staging import Staged
+from ckpt.saving.step_gate import Gate
+from ckpt.saving.task import Attempt, SaveTask
+from ckpt.world.base import World
+
+logger = logging.getLogger(__name__)
+
+WhenBusy = Literal["wait", "skip", "replace"]
+
+EXIT_SECONDS_MAX = 300.0  # an interpreter that ends waits so long for a save in flight: a guess
+
+
+class PendingSave:
+    """A save under way. `attempt` is empty until the ranks have agreed on its name.
+
+    `call_seconds` is what the call that started it took.
+    """
+
+    def __init__(self, step: int, gate: Gate) -> None:
+        self.step = step
+        self.attempt = ""
+        self.call_seconds = 0.0
+        self._gate = gate
+        self._is_dropped = threading.Event()
+        self._is_told = False
+        self._future: Future[SaveReport] = Future()
+
+    def staged(self) -> bool:
+        """Whether the state is copied, or the save over: from then on anything may change it."""
+        return self._gate.opened.is_set()
+
+    def wait_staged(self, timeout_seconds: float | None = None) -> None:
+        """Returns when the state is copied, or the save over. Raises TimeoutError."""
+        if not self._gate.opened.wait(timeout_seconds):
+            raise TimeoutError(f"step {self.step} is not copied after {timeout_seconds} s")
+
+    def done(self) -> bool:
+        """Whether `result` returns or raises at once."""
+        return self._future.done()
+
+    @property
+    def blocked_seconds(self) -> float:
+        """How long training stood still for this save, so far: in the call, and before steps."""
+        return self.call_seconds + self._gate.waited_seconds
+
+    @property
+    def skipped(self) -> bool:
+        """Whether `when_busy` had this save dropped; False as long as that is open."""
+        return self.done() and isinstance(self._future.exception(), SaveDropped)
+
+    def result(self, timeout_seconds: float | None = None) -> SaveReport:
+        """Waits for the checkpoint to be committed, and returns its report.
+
+        Raises the save's own error, the same on all ranks; SaveDropped when `when_busy` had it
+        dropped; TimeoutError when it takes longer, and then it goes on.
+        """
+        self.wait(timeout_seconds)
+        self._is_told = True
+        return self._future.result()
+
+    def wait(self, timeout_seconds: float | None = None) -> None:
+        """Returns when the save is over, whatever came of it. Raises TimeoutError."""
+        over = threading.Event()
+        self._future.add_done_callback(lambda _: over.set())
+        if not over.wait(timeout_seconds):
+            raise TimeoutError(f"the save of step {self.step} is not over in {timeout_seconds} s")
+
+    def _untold(self) -> BaseException | None:
+        """The failure that nobody has heard of."""
+        if self._is_told or not self.done():
+            return None
+        error = self._future.exception()
+        return None if isinstance(error, SaveDropped) else error
+
+
+class Background:
+    """The worker of one world. Its methods are called by one thread, the one that trains."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._pool: ThreadPoolExecutor | None = None
+        self._pending: list[PendingSave] = []
+
+    def is_busy(self) -> bool:
+        """Whether a save is in flight."""
+        return any(not pending.done() for pending in self._pending)
+
+    def wait(self) -> None:
+        """Returns when nothing is in flight; failures are kept for the next `settle`."""
+        for pending in self._pending:
+            pending.wait()
+
+    def settle(self) -> None:
+        """Wait until nothing is in flight; then raise a failure that nobody has heard of."""
+        self.wait()
+        over, self._pending = self._pending, []
+        for pending in over:
+            error = pending._untold()
+            if error is not None:
+                pending._is_told = True
+                logger.error("the save of step %d in the background has failed", pending.step)
+                raise error
+
+    def settle_before(self, task: SaveTask) -> None:
+        """`settle`, for a save that the other ranks may begin, who have heard of the failure that
+        is raised here: then they hear of it in that save, and all ranks stay in one round.
+        """
+        try:
+            self.settle()
+        except Exception as error:
+            self.refuse(task, error)._is_told = True
+            raise
+
+    def replace(self) -> None:
+        """Have the save in flight dropped, unless all ranks have written it already."""
+        for pending in self._pending:
+            pending._is_dropped.set()
+
+    def start(self, task: SaveTask, begin: Callable[[], Staged]) -> PendingSave:
+        """Stage by `begin` in this thread, everything else in the worker.
+
+        Returns when `begin` has, or when everything is copied where it asks for that. What it
+        raises is told to all ranks, and raised by `result`.
+        """
+        try:
+            staged = begin()
+        except Exception as error:
+            return self.refuse(task, error)
+        pending: PendingSave | None = None
+        try:
+            pending = PendingSave(task.step, staged.gate)
+            self._submit(pending, partial(_run, pending, task, staged))
+            if staged.is_blocking:
+                pending.wait_staged()
+        except BaseException:  # Ctrl-C too
+            if pending not in self._pending:
+                staged.release()  # the next step must not wait for a save that is not there
+            elif pending is not None:
+                pending._is_dropped.set()  # what is not copied yet may change from here on
+            raise
+        pending.call_seconds = task.blocked_seconds()
+        return pending
+
+    def refuse(self, task: SaveTask, error: Exception) -> PendingSave:
+        """A save that this rank cannot make: the others hear of `error`."""
+        gate = Gate(frozenset(), frozenset())
+        gate.open()
+        pending = PendingSave(task.step, gate)
+
+        def tell() -> SaveReport:
+            task.session.world.agree("begin", error)
+            raise AssertionError("agree raises when a rank has an error") from error
+
+        self._submit(pending, tell)
+        return pending
+
+    def _submit(self, pending: PendingSave, run: Callable[[], SaveReport]) -> None:
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(1, thread_name_prefix="ckpt-save")
+            _exit.watch(self)
+        known = [one for one in self._pending if one._untold() or not one.done()]
+        try:
+            self._pending = [*known, pending]
+            self._pool.submit(_answer, pending._future, run)
+        except BaseException:  # Ctrl-C too: who knows whether the worker was told
+            if pending._future.cancel():  # it never begins then
+                self._pending = known
+            raise
+
+    def close(self) -> None:
+        """Wait for what is in flight and end the worker; failures are logged."""
+        _report_untold(self, EXIT_SECONDS_MAX)
+        if self._pool is not None:
+            self._pool.shutdown(wait=True)
+            self._pool = None
+
+
+def _answer(future: Future[SaveReport], run: Callable[[], SaveReport]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        report = run()
+    except BaseException as error:
+        future.set_exception(error)
+    else:
+        future.set_result(report)
+
+
+def _run(pending: PendingSave, task: SaveTask, staged: Staged) -> SaveReport:
+    def give_up() -> None:
+        if pending._is_dropped.is_set():
+            raise SaveDropped(f"the save of step {task.step} was dropped for a newer one")
+
+    def write(attempt: Attempt) -> Part:
+        pending.attempt = attempt.header.attempt
+        return staged.write(attempt, give_up)
+
+    def blocked_seconds() -> float:
+        return pending.blocked_seconds if pending.call_seconds else task.blocked_seconds()
+
+    error: Exception | None = None
+    try:
+        try:
+            staged.copy()
+        except Exception as caught:
+            error = caught
+        task.session.world.agree("begin", error)
+        watched = replace(task, blocked_seconds=blocked_seconds)
+        return publish(watched, lambda: staged.contents.modules, write)
+    finally:
+        staged.release()
+
+
+class _Exit:
+    """Waits for saves in flight when the interpreter ends, and tells of failures."""
+
+    def __init__(self) -> None:
+        self._watched: weakref.WeakSet[Background] = weakref.WeakSet()
+        self._is_registered = False
+
+    def watch(self, background: Background) -> None:
+        self._watched.add(background)
+        if not self._is_registered:
+            self._is_registered = True
+            # Pools refuse new work once the interpreter has begun to end them, and a save needs
+            # pools. There is no public way to be called before that; atexit is after.
+            register = getattr(threading, "_register_atexit", atexit.register)
+            register(self._at_exit)
+
+    def forget_all(self) -> None:
+        """In a forked child, such as a worker of a data loader: it has no worker of ours, and must
+        neither wait for the parent's saves nor tell the other ranks that this one is gone.
+        """
+        self._watched = weakref.WeakSet()
+
+    def _at_exit(self) -> None:
+        until = time.monotonic() + EXIT_SECONDS_MAX
+        for background in list(self._watched):
+            _report_untold(background, max(0.0, until - time.monotonic()))
+
+
+def _report_untold(background: Background, seconds_max: float) -> None:
+    until = time.monotonic() + seconds_max
+    for pending in background._pending:
+        try:
+            pending.wait(max(0.0, until - time.monotonic()))
+        except TimeoutError:
+            logger.error(
+                "the save of step %d is not over after %.0f s; the process ends without it, the "
+                "checkpoint before it is the latest",
+                pending.step,
+                seconds_max,
+            )
+            background._world.abandon()
+            continue
+        error = pending._untold()
+        if error is not None:
+            pending._is_told = True
+            logger.error(
+                "the save of step %d has failed and nobody asked: %s: %s",
+                pending.step,
+                type(error).__name__,
+                error,
+            )
+
+
+_exit = _Exit()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_exit.forget_all)

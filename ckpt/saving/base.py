@@ -1,0 +1,200 @@
+"""What a session knows of the newest checkpoint, for saves that refer to it (`dedup=True`).
+
+The lead looks at the log and says which attempts may be referred to; every rank then divides its
+own chunks (`ckpt.saving.dedup`). After a save, each rank remembers its own part, so that the next save
+reads nothing back. A new process has nothing to remember: its lead reads the manifest once, and
+hands it to all ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from ckpt.commit.locate import read_manifest
+from ckpt.commit.records import LiveEntry
+from ckpt.commit.session import Session
+from ckpt.errors import CheckpointError
+from ckpt.format.blake3 import digest_of
+from ckpt.format.checksum import block_checksums
+from ckpt.format.datafile import StoredChunk
+from ckpt.format.manifest import Header, Manifest
+from ckpt.format.manifest_codec import decode_manifest
+from ckpt.format.part import Part
+from ckpt.layout.memory import bytes_at, is_plain_memory
+from ckpt.saving.dedup import (
+    Checksums,
+    Division,
+    Known,
+    divide,
+    known_of_manifest,
+    known_of_part,
+    nbytes_held,
+    references_allowed,
+)
+from ckpt.saving.write import Source, Staging, copy_elements
+from storage import KeyNotFoundError, Store
+
+logger = logging.getLogger(__name__)
+
+MIB = 1 << 20
+HASHED_NBYTES = 8 * MIB  # of memory that needs a copy to be hashed
+
+
+class Base(NamedTuple):
+    """What a save may refer to, the same on all ranks: the attempts whose files it may name, and
+    the newest checkpoint's manifest; empty where the ranks know that checkpoint as their own.
+    """
+
+    allowed: tuple[str, ...]
+    manifest: bytes
+
+    def encode(self) -> bytes:
+        """As bytes for the other ranks."""
+        return json.dumps(self.allowed).encode() + b"\n" + self.manifest
+
+
+NOTHING = Base((), b"")
+
+
+def decode_base(data: bytes) -> Base:
+    """The inverse of `Base.encode`."""
+    told, _, manifest = data.partition(b"\n")
+    return Base(tuple(json.loads(told)), manifest)
+
+
+@dataclass
+class Previous:
+    """The newest checkpoint of one session that was saved with digests, as one rank knows it.
+
+    `held` and `nbytes` are the lead's: bytes of that checkpoint by the attempt that wrote them, and
+    bytes of whole attempts. `staging` is where saves in the background are hashed.
+    """
+
+    attempt: str = ""
+    known: Known = field(default_factory=dict)
+    held: Mapping[str, int] = field(default_factory=dict)
+    nbytes: dict[str, int] = field(default_factory=dict)
+    staging: Staging = field(default_factory=Staging)
+
+    def offer(self, session: Session, *, block_nbytes: int) -> Base:
+        """On the lead: what the next save may refer to. Raises Fenced and the store's errors."""
+        state = session.state()
+        if state.latest is None:
+            return NOTHING
+        data, held = b"", self.held
+        if state.latest.attempt != self.attempt:
+            manifest, data = _read(session.store, state.latest)
+            if manifest is None or not _can_be_base(manifest, state.latest, block_nbytes):
+                return NOTHING
+            held = nbytes_held(manifest)
+        live = {entry.attempt for entry in state.live}
+        self.nbytes = {name: nbytes for name, nbytes in self.nbytes.items() if name in live}
+        allowed = references_allowed(
+            held, state.live, lambda entry: self._nbytes_of(session.store, entry)
+        )
+        return Base(tuple(sorted(allowed)), data if allowed else b"")
+
+    def known_of(self, base: Base, chunks: Sequence[StoredChunk]) -> Known:
+        """Where this rank knows the `chunks` from. That may be an older checkpoint than others
+        know: what is allowed is there, and bytes are compared.
+        """
+        if base.manifest:
+            return known_of_manifest(decode_manifest(base.manifest), chunks)
+        return self.known
+
+    def remember(self, header: Header, part: Part, manifest: Manifest | None) -> None:
+        """This checkpoint was committed; `part` is this rank's. The lead has the manifest."""
+        self.attempt, self.known = header.attempt, known_of_part(part, header)
+        if manifest is not None:
+            self.held = nbytes_held(manifest)
+            self.nbytes[header.attempt] = manifest.own_nbytes
+
+    def _nbytes_of(self, store: Store, entry: LiveEntry) -> int:
+        if entry.attempt not in self.nbytes:
+            found = [i.nbytes for i in store.list(entry.prefix) if i.key.endswith(".safetensors")]
+            self.nbytes[entry.attempt] = sum(found)
+        return self.nbytes[entry.attempt]
+
+
+def _read(store: Store, entry: LiveEntry) -> tuple[Manifest | None, bytes]:
+    try:
+        data = read_manifest(store, entry)
+        return decode_manifest(data), data
+    except (CheckpointError, KeyNotFoundError) as error:
+        # Whoever loads it will hear of it; this save does not need it.
+        logger.warning("this save writes everything, the previous one is not readable: %s", error)
+        return None, b""
+
+
+def _can_be_base(manifest: Manifest, entry: LiveEntry, block_nbytes: int) -> bool:
+    """Whether the next checkpoint may name its files: has it digests, and blocks of the same size.
+
+    Its root does not matter: a copied root has a name of its own, its checkpoints the old one.
+    """
+    header = manifest.header
+    is_named_right = (header.step, header.attempt) == (entry.step, entry.attempt)
+    return is_named_right and header.block_bytes == block_nbytes and len(manifest.digests) > 0
+
+
+class Referred(NamedTuple):
+    """The sources to be written, with the digest of each, and what stands for the others."""
+
+    sources: Sequence[Source]
+    digests: tuple[bytes, ...] | None  # None without digests
+    division: Division
+
+
+def everything(sources: Sequence[Source]) -> Referred:
+    """All sources are to be written, without digests."""
+    return Referred(sources, None, Division(tuple(range(len(sources))), (), ()))
+
+
+def refer(
+    sources: Sequence[Source], base: Base, previous: Previous, *, block_nbytes: int
+) -> Referred:
+    """Hash all sources, and leave out those whose bytes are stored already.
+
+    Every byte is hashed at every save. The bytes must not change until the files are written.
+    """
+    chunks = [source.chunk for source in sources]
+    digests = [digest_of(_bytes_of(source, HASHED_NBYTES)) for source in sources]
+
+    known = previous.known_of(base, chunks) if base.allowed else {}
+    division = divide(
+        chunks,
+        digests,
+        lambda at: _checksums(sources[at], block_nbytes),
+        known=known,
+        allowed=base.allowed,
+    )
+    return Referred(
+        [sources[at] for at in division.written],
+        tuple([digests[at] for at in division.written]),
+        division,
+    )
+
+
+def _checksums(source: Source, block_nbytes: int) -> Checksums:
+    whole_blocks = max(HASHED_NBYTES // block_nbytes, 1) * block_nbytes
+    pieces = _bytes_of(source, whole_blocks)
+    return np.concatenate([block_checksums(piece, block_nbytes) for piece in pieces])
+
+
+def _bytes_of(source: Source, nbytes_max: int) -> Iterator[memoryview]:
+    """The source's bytes in order: where they are, or in copies of up to `nbytes_max`."""
+    nbytes = source.chunk.nbytes
+    if source.address or is_plain_memory(source.view):
+        start = source.start * source.view.dtype.itemsize
+        yield bytes_at(source.address or source.view.data_ptr() + start, nbytes)
+        return
+    scratch = memoryview(bytearray(min(nbytes, nbytes_max)))
+    for start in range(0, nbytes, nbytes_max):
+        piece = scratch[: min(nbytes - start, nbytes_max)]
+        copy_elements(source, start, piece)
+        yield piece

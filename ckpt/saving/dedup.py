@@ -1,0 +1,308 @@
+"""Which chunks of a save need no writing, because the previous checkpoint has the same bytes.
+
+    chunks with digests x chunks of the previous checkpoint -> chunks to write, files to refer to
+
+Pure. A chunk is recognised by tensor, dtype, shape, kind and region, and by the BLAKE3 digest and
+the block checksums of its bytes; nothing is taken on trust, no version counter, no flag of a
+parameter. A reference names the attempt that wrote the bytes, never one that refers to them itself,
+so nothing is ever followed twice.
+
+Note "growth": what a live checkpoint refers to is live, and so is what that one refers to.
+Training that changes a little of everything would keep every checkpoint alive for ever. So a save
+gives up references, the cheapest to write anew first, until the attempts that it keeps alive are
+few and hold no more than a fixed multiple of its own bytes: see `references_allowed`.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from ckpt.commit.records import LiveEntry
+from ckpt.format.blake3 import digests_from
+from ckpt.format.datafile import StoredChunk
+from ckpt.format.manifest import Header, Manifest
+from ckpt.format.metadata import FileRange
+from ckpt.format.part import FileColumns, Part
+from ckpt.format.references import parse_reference, reference_to
+from ckpt.layout.dtypes import DTYPES
+from ckpt.layout.region import Region, Shape, Span, span_of
+
+ATTEMPTS_MAX = 8  # attempts that one checkpoint keeps alive
+NBYTES_MULTIPLE_MAX = 2.0  # bytes that these hold together, as a multiple of the checkpoint's own
+RANGES_MAX = 100_000  # that a rank refers to: they stand in a header, of about 10 MB then
+NBYTES_UNCOUNTED = 16 << 20  # what holds less together is kept alive in any case
+
+Checksums: TypeAlias = npt.NDArray[np.uint32]
+
+
+class SharedFile(NamedTuple):
+    """A data file as the next manifest would name it: `../<step directory>/<name>`."""
+
+    name: str
+    attempt: str
+    nbytes: int
+    data_start: int
+
+
+class KnownChunk(NamedTuple):
+    """A chunk that is stored already: where, and what its bytes are."""
+
+    file: SharedFile
+    byte_start: int
+    digest: bytes
+    checksums: Checksums
+
+
+class Identity(NamedTuple):
+    """What must be the same for two chunks to be the same part of the same tensor.
+
+    A region that is one run of the row-major order is a span, whatever it was called.
+    """
+
+    fqn: str
+    dtype: str
+    shape: Shape
+    kind: int
+    region: Region
+
+
+Known: TypeAlias = Mapping[Identity, KnownChunk]
+
+
+def identity(chunk: StoredChunk) -> Identity:
+    """What `chunk` is recognised by."""
+    return Identity(
+        chunk.fqn,
+        chunk.dtype,
+        chunk.global_shape,
+        chunk.kind,
+        _canonical(chunk.region, chunk.global_shape),
+    )
+
+
+def _canonical(region: Region, shape: Shape) -> Region:
+    if isinstance(region, Span):
+        return region
+    return span_of(region, shape) or region
+
+
+# The previous checkpoint --------------------------------------------------------------------------
+
+
+def known_of_part(part: Part, header: Header) -> dict[Identity, KnownChunk]:
+    """The chunks of one rank's part of a checkpoint that was committed. Empty without digests."""
+    if not len(part.digests):
+        return {}
+    sizes = zip(part.files, part.file_nbytes.tolist(), part.file_data_start.tolist(), strict=True)
+    files = [_shared_file(header, *file) for file in sizes]
+    first_block = np.concatenate([[0], np.cumsum(part.block_counts)]).tolist()
+    known = {}
+    rows = zip(
+        part.chunk_tensor.tolist(),
+        part.chunk_file.tolist(),
+        part.chunk_byte_start.tolist(),
+        part.chunk_start.tolist(),
+        part.chunk_numel.tolist(),
+        part.chunk_box.tolist(),
+        strict=True,
+    )
+    for at, (tensor, file, byte_start, start, numel, box) in enumerate(rows):
+        fqn, dtype, shape, kind = part.tensors[tensor]
+        region: Region = part.boxes[box] if box >= 0 else Span(start, start + numel)
+        sums = part.checksums[first_block[at] : first_block[at + 1]]
+        chunk = KnownChunk(files[file], byte_start, part.digests[at].tobytes(), sums)
+        known[Identity(fqn, dtype, shape, kind, region)] = chunk
+    return known
+
+
+def known_of_manifest(
+    manifest: Manifest, wanted: Iterable[StoredChunk]
+) -> dict[Identity, KnownChunk]:
+    """Those of the `wanted` chunks that a checkpoint has. Empty when it has no digests."""
+    if not len(manifest.digests):
+        return {}
+    sizes = zip(
+        manifest.files,
+        manifest.file_nbytes.tolist(),
+        manifest.file_data_start.tolist(),
+        strict=True,
+    )
+    files = [_shared_file(manifest.header, *file) for file in sizes]
+    known = {}
+    for chunk in map(identity, wanted):
+        at = _find(manifest, chunk)
+        if at >= 0:
+            known[chunk] = KnownChunk(
+                files[int(manifest.chunks.file[at])],
+                int(manifest.chunks.byte_start[at]),
+                manifest.digests[at].tobytes(),
+                manifest.chunk_checksums(at),
+            )
+    return known
+
+
+def _shared_file(header: Header, name: str, nbytes: int, data_start: int) -> SharedFile:
+    reference = parse_reference(name)
+    if reference is not None:
+        return SharedFile(name, reference.attempt, nbytes, data_start)
+    name = reference_to(header.step, header.attempt, name)
+    return SharedFile(name, header.attempt, nbytes, data_start)
+
+
+def _find(manifest: Manifest, chunk: Identity) -> int:
+    """The number of that chunk in `manifest`, -1 when there is none."""
+    tensor = bisect_left(manifest.fqns, chunk.fqn)
+    if tensor == len(manifest.fqns) or manifest.fqns[tensor] != chunk.fqn:
+        return -1
+    stored = (manifest.dtypes[tensor], manifest.shapes[tensor], int(manifest.kinds[tensor]))
+    if stored != (chunk.dtype, chunk.shape, chunk.kind):
+        return -1
+    table = manifest.chunks
+    first, last = int(table.first[tensor]), int(table.first[tensor + 1])
+    if isinstance(chunk.region, Span):
+        is_there = table.span_start[first:last] == chunk.region.start
+        is_there &= table.box[first:last] < 0
+    else:
+        is_there = table.box[first:last] >= 0
+    is_there &= table.numel[first:last] == chunk.region.numel
+    rows = (np.flatnonzero(is_there) + first).tolist()
+    return next((at for at in rows if table.region(at) == chunk.region), -1)
+
+
+# What to write ------------------------------------------------------------------------------------
+
+
+class Division(NamedTuple):
+    """A rank's chunks, divided: indexes of those to write, and what stands for the others.
+
+    `ranges` tell the same of `referenced` as a data file's metadata does.
+    """
+
+    written: tuple[int, ...]
+    referenced: tuple[FileColumns, ...]
+    ranges: tuple[FileRange, ...]
+
+
+def divide(
+    chunks: Sequence[StoredChunk],
+    digests: Sequence[bytes],
+    checksums_of: Callable[[int], Checksums],
+    *,
+    known: Known,
+    allowed: Collection[str],
+) -> Division:
+    """Refer to every chunk that is `known` with the same bytes in an attempt that is `allowed`.
+
+    `checksums_of(index)` gives the block checksums of a chunk's bytes as they are now; it is asked
+    for chunks of equal digest only. Checksums that differ (bytes that changed between being hashed
+    and being written, once) mean that the chunk is written. So does everything when what is known
+    is so scattered that telling its places would take too long a header.
+    """
+    written: list[int] = []
+    found: dict[SharedFile, list[tuple[int, KnownChunk]]] = {}
+    for at, (chunk, digest) in enumerate(zip(chunks, digests, strict=True)):
+        there = known.get(identity(chunk))
+        if (
+            there is not None
+            and there.file.attempt in allowed
+            and there.digest == digest
+            and np.array_equal(checksums_of(at), there.checksums)
+        ):
+            found.setdefault(there.file, []).append((at, there))
+        else:
+            written.append(at)
+    columns: list[FileColumns] = []
+    ranges: list[FileRange] = []
+    for file in sorted(found):
+        rows = sorted(found[file], key=lambda row: row[1].byte_start)
+        here = [(chunks[at], there) for at, there in rows]
+        columns.append(_columns(file, here))
+        ranges += _ranges(file, here)
+    if len(ranges) > RANGES_MAX:
+        return Division(tuple(range(len(chunks))), (), ())
+    return Division(tuple(written), tuple(columns), tuple(ranges))
+
+
+def _columns(file: SharedFile, rows: Sequence[tuple[StoredChunk, KnownChunk]]) -> FileColumns:
+    return FileColumns(
+        name=file.name,
+        nbytes=file.nbytes,
+        data_start=file.data_start,
+        chunks=[chunk for chunk, _ in rows],
+        offsets=np.array([there.byte_start for _, there in rows], dtype=np.int64),
+        block_counts=np.array([len(there.checksums) for _, there in rows], dtype=np.int64),
+        checksums=np.concatenate([there.checksums for _, there in rows]),
+        digests=digests_from(b"".join([there.digest for _, there in rows])),
+    )
+
+
+def _ranges(file: SharedFile, rows: Sequence[tuple[StoredChunk, KnownChunk]]) -> list[FileRange]:
+    """The bytes of `rows`, which ascend; neighbours made one."""
+    ranges: list[FileRange] = []
+    for chunk, there in rows:
+        start, stop = there.byte_start, there.byte_start + chunk.nbytes
+        if ranges and ranges[-1].stop == start:
+            ranges[-1] = ranges[-1]._replace(stop=stop)
+        else:
+            ranges.append(FileRange(file.name, start, stop))
+    return ranges
+
+
+# What may be referred to --------------------------------------------------------------------------
+
+
+def nbytes_held(manifest: Manifest) -> dict[str, int]:
+    """Bytes of a checkpoint's chunks by the attempt that wrote them, its own included."""
+    held = manifest.nbytes_referenced()
+    itemsizes = np.array([DTYPES[name].itemsize for name in manifest.dtypes], dtype=np.int64)
+    counts = np.diff(manifest.chunks.first)
+    total = int((manifest.chunks.numel * np.repeat(itemsizes, counts)).sum())
+    return {manifest.header.attempt: total - sum(held.values()), **held}
+
+
+def kept_alive(attempts: Iterable[str], live: Sequence[LiveEntry]) -> set[str]:
+    """`attempts`, everything that these refer to, and so on. All of them are live."""
+    references = {entry.attempt: entry.references for entry in live}
+    found: set[str] = set()
+    todo = list(attempts)
+    while todo:
+        name = todo.pop()
+        if name not in found:
+            found.add(name)
+            todo += references.get(name, ())
+    return found
+
+
+def references_allowed(
+    held: Mapping[str, int],
+    live: Sequence[LiveEntry],
+    nbytes_of: Callable[[LiveEntry], int],
+    *,
+    attempts_max: int = ATTEMPTS_MAX,
+    nbytes_uncounted: int = NBYTES_UNCOUNTED,
+) -> frozenset[str]:
+    """The attempts whose files the next checkpoint may refer to.
+
+    `held` are the bytes of the previous checkpoint by the attempt that wrote them, `nbytes_of` the
+    bytes of an attempt's own files. What is no longer live is left out; then attempts are given up,
+    those that hold the least first, until all that would be kept alive is at most `attempts_max`
+    attempts with at most `NBYTES_MULTIPLE_MAX` times the bytes of `held`, or `nbytes_uncounted`.
+    See note "growth".
+    """
+    entries = {entry.attempt: entry for entry in live}
+    nbytes_max = max(NBYTES_MULTIPLE_MAX * sum(held.values()), nbytes_uncounted)
+    most_first = sorted(held, key=lambda name: (-held[name], name))
+    allowed = [name for name in most_first if name in entries and held[name]]
+    while allowed:
+        kept = kept_alive(allowed, live)
+        if len(kept) <= attempts_max:
+            nbytes = sum(nbytes_of(entries[name]) for name in kept)
+            if nbytes <= nbytes_max:
+                break
+        allowed.pop()
+    return frozenset(allowed)

@@ -1,0 +1,229 @@
+"""What is saved of a state by one rank: walk -> flatten -> assign -> sources.
+
+Note "kept plans": from save to save only values change, as a rule. What follows from the structure
+of a state (who writes what, the order in files, their headers, the columns for the manifest) is
+kept with a session and used again as long as a glance finds the same objects in the same memory.
+A plan dies with the first object of the state that dies, so it keeps no memory of the user's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from ckpt.format.checksum import block_count, crc32c
+from ckpt.format.datafile import BLOCK_BYTES, FileEntries, StoredChunk
+from ckpt.format.part import TensorInfo
+from ckpt.layout.assign import Assignment, assign
+from ckpt.layout.dtypes import dtype_name
+from ckpt.layout.memory import host_bytes, is_plain_memory, local_view
+from ckpt.layout.modules import Glance
+from ckpt.layout.piece import Holding, Piece
+from ckpt.layout.plain import Ranks
+from ckpt.saving.step_gate import storage_of
+from ckpt.saving.write import Source, entries_of, sources_of
+from ckpt.state.fingerprint import Remembered, look_at
+from ckpt.state.flatten import Structure, structure_of, values_of
+from ckpt.state.half_loaded import refuse_interrupted
+from ckpt.state.types import FlatState
+from ckpt.state.walk import walk
+
+_Result = TypeVar("_Result")
+Int64s = npt.NDArray[np.int64]
+
+
+class Memo:
+    """Results that are worked out once for each name."""
+
+    def __init__(self) -> None:
+        self._results: dict[Any, Any] = {}
+
+    def once(self, key: Any, work_out: Callable[[], _Result]) -> _Result:
+        """What `work_out` gave when it was called for `key` first."""
+        if key not in self._results:
+            self._results[key] = work_out()
+        return cast(_Result, self._results[key])
+
+    def last(self, key: Any) -> Any:
+        """What `keep` was given last for `key`, or None."""
+        return self._results.get(key)
+
+    def keep(self, key: Any, result: Any) -> None:
+        """Remember another result for `key`."""
+        self._results[key] = result
+
+
+@dataclass(frozen=True, slots=True)
+class SavePlan:
+    """Which tensors a state has and which parts of them this rank writes, from which memory.
+
+    `trainable` are the addresses of the memory of trainable parameters. `of_chunks` has what
+    follows from the chunks alone, `of_memory` what follows from where they lie as well.
+    """
+
+    tensors: tuple[TensorInfo, ...]
+    assignment: Assignment
+    sources: tuple[Source, ...]
+    trainable: frozenset[int]
+    of_chunks: Memo = field(default_factory=Memo)
+    of_memory: Memo = field(default_factory=Memo)
+
+    def entries(self, file_nbytes_max: int, block_nbytes: int) -> tuple[FileEntries, ...]:
+        """All files of this rank, as far as they follow from their chunks."""
+        key = ("entries", file_nbytes_max, block_nbytes)
+        return self.of_chunks.once(
+            key, lambda: entries_of(self.sources, file_nbytes_max, block_nbytes)
+        )
+
+    @property
+    def trainable_blocks(self) -> Int64s:
+        """Which of this rank's blocks, counted over all its files, are of trainable parameters."""
+        return self.of_memory.once("trainable blocks", self._trainable_blocks)
+
+    def _trainable_blocks(self) -> Int64s:
+        counts = [block_count(source.chunk.nbytes, BLOCK_BYTES) for source in self.sources]
+        is_trainable = [storage_of(source.view) in self.trainable for source in self.sources]
+        return np.flatnonzero(np.repeat(is_trainable, counts))
+
+    @property
+    def empty_tensors(self) -> tuple[TensorInfo, ...]:
+        """Those without elements."""
+        return self.of_chunks.once("empty", lambda: tuple(t for t in self.tensors if 0 in t.shape))
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What is saved of a state, as this rank holds it: live memory, values as they were then.
+
+    `modules` are the paths of the state's modules.
+    """
+
+    flat: FlatState
+    plan: SavePlan
+    modules: tuple[str, ...]
+
+
+def contents_of(state: Any, ranks: Ranks, memory: PlanMemory) -> Contents:
+    """`state` by name, and this rank's share of it. No rank waits for another; nothing is copied.
+
+    Raises InvalidState, and LoadInterrupted for a state that was left half-loaded.
+    """
+    refuse_interrupted(state)
+    leaves = walk(state)
+    glance = look_at(leaves)
+    kept = memory.same(glance)
+    structure = structure_of(leaves, ranks) if kept is None else kept.structure
+    flat = values_of(structure, leaves, ranks, state)
+    others = flat.holdings[len(structure.holdings) :]
+    modules = tuple(sorted({path for path, _ in leaves.modules}))
+    if kept is not None and _lie_alike(kept.others, others):
+        return Contents(flat, kept.plan, modules)
+    plan = _plan_of(flat, ranks, memory)
+    # Bare parameters are held by the structure itself, so they would never be seen to go away.
+    if glance is not None and not any(isinstance(t, nn.Parameter) for _, t in leaves.tensors):
+        memory.keep(glance, structure, others, plan)
+    return Contents(flat, plan, modules)
+
+
+def _plan_of(flat: FlatState, ranks: Ranks, memory: PlanMemory) -> SavePlan:
+    assignment = assign(flat.holdings, ranks.rank)
+    sources = tuple(sources_of(assignment.shares))
+    tensors = tuple(_tensors_of(flat))
+    chunks = [source.chunk for source in sources]
+    trainable = {
+        storage_of(owned.local)
+        for owned in flat.owned_by_param.values()
+        if owned.param.requires_grad
+    }
+    return SavePlan(
+        tensors, assignment, sources, frozenset(trainable), memory.memo_of(chunks, tensors)
+    )
+
+
+def _lie_alike(old: Sequence[Holding], new: Sequence[Holding]) -> bool:
+    """Whether tensors that are looked at every time are in the same memory. The old ones are held
+    on to, so the same address is the same memory.
+    """
+    return len(old) == len(new) and all(
+        a[1:] == b[1:]
+        and a.local.data_ptr() == b.local.data_ptr()
+        and a.local.shape == b.local.shape
+        and a.local.stride() == b.local.stride()
+        for a, b in zip(old, new, strict=True)
+    )
+
+
+class _Kept(NamedTuple):
+    remembered: Remembered
+    structure: Structure
+    others: list[Holding]
+    plan: SavePlan
+
+
+class PlanMemory:
+    """The plan of the last save of one session, until the state changes or goes away."""
+
+    def __init__(self) -> None:
+        self._kept: _Kept | None = None
+        self._chunks: tuple[Sequence[StoredChunk], tuple[TensorInfo, ...], Memo] = ((), (), Memo())
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing of a state is held."""
+        return self._kept is None
+
+    def same(self, glance: Glance | None) -> _Kept | None:
+        """What was kept, if it was of the same objects in the same memory."""
+        kept = self._kept
+        if glance is None or kept is None or not kept.remembered.is_same(glance):
+            return None
+        return kept
+
+    def keep(
+        self, glance: Glance, structure: Structure, others: list[Holding], plan: SavePlan
+    ) -> None:
+        """Remember a plan as long as all objects of the state live."""
+        self._kept = _Kept(Remembered(glance, self._forget), structure, others, plan)
+
+    def memo_of(self, chunks: Sequence[StoredChunk], tensors: tuple[TensorInfo, ...]) -> Memo:
+        """What is known of these chunks, wherever they lie."""
+        if self._chunks[0] != chunks or self._chunks[1] != tensors:
+            self._chunks = (chunks, tensors, Memo())
+        return self._chunks[2]
+
+    def forget_part(self) -> None:
+        """The save came to nothing: the next one is not to be compared with it."""
+        self._chunks[2].keep("part", None)
+
+    def _forget(self) -> None:
+        self._kept = None
+
+
+def _tensors_of(flat: FlatState) -> list[TensorInfo]:
+    """Every tensor that this rank knows, once; those that it holds no element of too."""
+    names: dict[torch.dtype, str] = {}
+    seen: dict[str, TensorInfo] = {}
+    for _, pieces, kind, _ in flat.holdings:
+        for fqn, shape, dtype, _, _, _ in pieces:
+            if fqn not in seen:
+                name = names.get(dtype) or names.setdefault(dtype, dtype_name(dtype))
+                seen[fqn] = TensorInfo(fqn, name, shape, int(kind))
+    return list(seen.values())
+
+
+def digests_of(compared: Iterable[tuple[Holding, Piece]]) -> dict[str, int]:
+    """The crc32c of each of these pieces, as its memory is now, by fqn."""
+    return {piece.fqn: _digest(holding, piece) for holding, piece in compared}
+
+
+def _digest(holding: Holding, piece: Piece) -> int:
+    view = local_view(holding, piece)
+    if not is_plain_memory(view):
+        view = torch.empty(view.shape, dtype=view.dtype).copy_(view)
+    return crc32c(host_bytes(view))

@@ -1,0 +1,73 @@
+"""The steps of a blocking save."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ckpt.commit.ranked import RankedSession
+from ckpt.format.part import Part
+from ckpt.saving.base import everything, refer
+from ckpt.saving.plan import Contents, contents_of, digests_of
+from ckpt.saving.publish import publish
+from ckpt.saving.report import SaveOptions, SaveReport
+from ckpt.saving.task import Attempt, PartMemory, SaveTask, Written, file_names, file_texts, part_of
+from ckpt.saving.write import Source, entries_of, write_files
+from storage import Store
+
+
+def save_state(
+    state: Any,
+    *,
+    session: RankedSession,
+    store: Store,
+    step: int,
+    options: SaveOptions,
+    memory: PartMemory,
+) -> SaveReport:
+    """Write and commit `state` from live memory; collective over the session's world.
+
+    Raises the same error on all ranks, and then this step was not committed: InvalidState, Fenced,
+    RankFailed. OutcomeUnknown leaves that open, and the next save settles it; so does RankFailed
+    for a rank that dies when the others are told of the commit.
+    """
+    task = SaveTask(session, store, memory, step, options)
+    contents: Contents | Exception
+    try:
+        with task.recorder.span("flatten"):
+            contents = contents_of(state, task.ranks, memory.plans)
+    except Exception as error:
+        contents = error  # raised in the round that all ranks agree in
+
+    def write(attempt: Attempt) -> Part:
+        if isinstance(contents, Exception):
+            raise contents
+        written = write_sources(contents.plan.sources, contents, attempt, task)
+        return part_of(contents, written, digests_of(contents.plan.assignment.compared), task)
+
+    modules = () if isinstance(contents, Exception) else contents.modules
+    return publish(task, lambda: modules, write)
+
+
+def write_sources(
+    sources: Sequence[Source], contents: Contents, attempt: Attempt, task: SaveTask
+) -> Written:
+    """Write this rank's `sources`, or refer to them; durable when this returns."""
+    header, recorder, path = attempt.header, task.recorder, task.options.path
+    referred = everything(sources)
+    entries = contents.plan.entries(path.file_nbytes_max, header.block_bytes)
+    if attempt.base is not None:
+        with recorder.span("digest", sum(source.chunk.nbytes for source in sources)):
+            previous = task.memory.previous
+            referred = refer(sources, attempt.base, previous, block_nbytes=header.block_bytes)
+        entries = entries_of(referred.sources, path.file_nbytes_max, header.block_bytes)
+    with recorder.span("write", sum(file.nbytes for file in entries)):
+        files = write_files(
+            task.store,
+            file_names(header, task),
+            referred.sources,
+            files=entries,
+            texts=file_texts(contents, header, task, referred),
+            path=path,
+        )
+    return Written(files, referred.division.referenced)

@@ -1,0 +1,391 @@
+"""What a save in the background copies before its call returns, and what while training goes on.
+
+state -> contents -> sources -> image: copied now, or copied before the next step
+
+Only a step of an optimizer changes trainable parameters and the tensors of their shape in the
+optimizer's state. They are copied while the next forward and backward run, and a step waits until
+that is done. Everything else may change at any time, so it is copied at once: buffers, frozen
+parameters, copies of weights, counts and learning rates, values.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from ckpt.commit.names import attempt_name
+from ckpt.errors import CheckpointError
+from ckpt.format.part import Part
+from ckpt.layout.dtensor import local_tensor
+from ckpt.layout.memory import address_of, aligned_buffer, copy_bytes
+from ckpt.layout.piece import Holding, Kind, Piece
+from ckpt.layout.plain import times_changed
+from ckpt.saving.plan import Contents, contents_of, digests_of
+from ckpt.saving.save import write_sources
+from ckpt.saving.staged_files import Division, FilePlan, Image, divide, part_count, plan_files
+from ckpt.saving.step_gate import Gate, steps, storage_of
+from ckpt.saving.task import Attempt, SaveTask, Written, file_names, file_texts, header_of, part_of
+from ckpt.saving.write import Source, Staging, copy_elements
+from ckpt.state.types import FlatState
+
+logger = logging.getLogger(__name__)
+
+MIB = 1 << 20
+# Tensors that are copied in the call stop training for that long: 64 MiB take some 10 ms.
+BLOCKING_NBYTES_MAX = 64 * MIB
+
+WHOLE_FILE = 1 << 62  # bytes of a part: all of a file is one
+
+Snapshot = Literal["step", "now"]
+
+
+class Changes(NamedTuple):
+    """What of a state changes in steps of optimizers alone: memory, and the parameters' ids.
+
+    `unowned` are trainable parameters that no optimizer is known to change, by name.
+    """
+
+    storages: frozenset[int]
+    parameters: frozenset[int]
+    unowned: tuple[str, ...]
+
+
+def changed_by_steps(flat: FlatState, optimizers: Iterable[torch.optim.Optimizer]) -> Changes:
+    """What of `flat` only steps of `optimizers` change. They may be in the state or not."""
+    optimizers = list(optimizers)
+    known = {
+        id(parameter)
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+    storages: set[int] = set()
+    parameters: set[int] = set()
+    unowned: dict[str, None] = {}
+    for key, owned in flat.owned_by_param.items():
+        if key in known and owned.param.requires_grad:
+            parameters.add(key)
+            storages.add(storage_of(owned.local))
+    for owned in flat.owned_by_param.values():
+        if owned.param.requires_grad and storage_of(owned.local) not in storages:
+            unowned.update((piece.fqn, None) for view in owned.views for piece in view.pieces)
+    for optimizer in optimizers:
+        for parameter, state in optimizer.state.items():
+            if id(parameter) in parameters:
+                shape = flat.owned_by_param[id(parameter)].local.shape
+                storages.update(_shaped_like(shape, state.values()))
+    storages.discard(0)  # the address of tensors without memory
+    return Changes(frozenset(storages), frozenset(parameters), tuple(unowned))
+
+
+def _shaped_like(shape: torch.Size, state: Iterable[Any]) -> Iterable[int]:
+    for content in state:
+        if isinstance(content, torch.Tensor) and content.ndim:
+            local = local_tensor(content)
+            if local.shape == shape:
+                yield storage_of(local)
+
+
+@dataclass
+class Staged:
+    """A state of which a part is copied already, and the rest is before the next step.
+
+    `is_blocking` says that the call may return only when everything is copied.
+    """
+
+    task: SaveTask
+    contents: Contents
+    image: Image
+    gate: Gate
+    digests: dict[str, int]
+    compared_later: Sequence[tuple[Holding, Piece]]
+    is_blocking: bool
+    nbytes_later: int
+    versions: Sequence[tuple[Source, int | None]] = ()
+    side: memoryview = field(default_factory=lambda: memoryview(b""))
+
+    def copy(self) -> None:
+        """Copy the rest, as far as there is room for it.
+
+        Raises CheckpointError when something else than an optimizer has changed it meanwhile.
+        """
+        with self.task.recorder.span("stage", self.nbytes_later):
+            self.digests.update(digests_of(self.compared_later))
+            self.image.copy()
+        self._let_steps_pass()
+
+    def write(self, attempt: Attempt, give_up: Callable[[], None]) -> Part:
+        """Write the files of this rank; copies the rest on the way. Calls `give_up` often.
+
+        A save with `dedup` is copied as a whole before, and may be written several times.
+        """
+        task, header = self.task, attempt.header
+        if attempt.base is not None:
+            give_up()
+            written = write_sources(self.image.staged(), self.contents, attempt, task)
+            task.recorder.count("step_wait_seconds", self.gate.waited_seconds)
+            return part_of(self.contents, written, self.digests, task)
+
+        def between_parts() -> None:
+            self._let_steps_pass()
+            give_up()
+
+        with task.recorder.span("write", sum(file.entries.nbytes for file in self.image.files)):
+            files = self.image.write(
+                task.store,
+                file_names(header, task),
+                texts=file_texts(self.contents, header, task),
+                path=task.options.path,
+                between_parts=between_parts,
+            )
+        task.recorder.count("step_wait_seconds", self.gate.waited_seconds)
+        return part_of(self.contents, Written(files), self.digests, task)
+
+    def _let_steps_pass(self) -> None:
+        """When all is copied, and is what it was at the call."""
+        if self.gate.opened.is_set() or not self.image.is_whole:
+            return
+        changed = [one for one, times in self.versions if times_changed(one.view) != times]
+        if changed:
+            raise CheckpointError(
+                f"step {self.task.step}: {changed[0].chunk.fqn} and {len(changed) - 1} other "
+                "tensors were changed in place, not by a step of an optimizer, before they were "
+                "copied, so this save is given up. Call wait_staged() before such a change, or "
+                'save with snapshot="now"'
+            )
+        self.gate.open()
+
+    def release(self) -> None:
+        """Let go of everything: steps pass, buffers are free."""
+        self.gate.open()
+        self.image.release()
+        self.side = memoryview(b"")  # who keeps the error of a save keeps its frames, and this
+
+
+@dataclass(frozen=True, slots=True)
+class StageOptions:
+    """When a state is copied, and into how much memory of this rank."""
+
+    snapshot: Snapshot = "step"
+    host_bytes_max: int | None = None
+
+
+def stage(state: Any, task: SaveTask, options: StageOptions, staging: Staging) -> Staged:
+    """Copy what may change before the next step, and hold that step until the rest is copied.
+
+    Raises InvalidState, LoadInterrupted, ValueError for a budget that is too small; then nothing
+    is held.
+    """
+    steps.watch()
+    with task.recorder.span("flatten"):
+        contents = contents_of(state, task.ranks, task.memory.plans)
+        files = _plan(contents, task)
+        split = _split(contents, files, options.snapshot, task.memory.evidence.since_last())
+    _report(split, options.snapshot, task)
+    sources: Sequence[Source] = contents.plan.sources
+    room = _room_for(files, split, options, task)
+    if task.options.dedup:
+        staging = task.memory.previous.staging  # for buffers of the size of files
+    staging.keep(room.buffers_max)
+    division, side = split.division, memoryview(b"")
+    with task.recorder.span("stage", split.nbytes_now):
+        if not room.fits:
+            division = divide(files, sources, ())
+        if room.is_aside:
+            sources, side = _copied_aside(sources, split.now)
+        image = Image(files, sources, staging, division=division, buffers_max=room.buffers_max)
+        digests = digests_of(split.compared_now)
+    versions = _versions([contents.plan.sources[index] for index in split.later])
+    gate = Gate(split.changes.storages, split.changes.parameters)
+    try:
+        steps.hold(gate)
+        if room.fits and not division.later_nbytes and not split.compared_later:
+            gate.open()
+        return Staged(
+            task,
+            contents,
+            image,
+            gate,
+            digests,
+            split.compared_later,
+            is_blocking=not (room.fits or room.is_aside),
+            nbytes_later=division.later_nbytes,
+            versions=versions,
+            side=side,
+        )
+    except BaseException:  # Ctrl-C too: no step must wait for what nobody will copy
+        gate.open()
+        raise
+
+
+def _versions(sources: Iterable[Source]) -> list[tuple[Source, int | None]]:
+    """How often each was changed in place so far."""
+    return [(source, times_changed(source.view)) for source in sources]
+
+
+class _Split(NamedTuple):
+    """What of a state is copied when: `now` and `later` are indices of sources.
+
+    `others` are sources that have to be copied now although they are no parameters, largest first.
+    """
+
+    changes: Changes
+    now: tuple[int, ...]
+    later: tuple[int, ...]
+    nbytes_now: int
+    others: tuple[Source, ...]
+    division: Division
+    compared_now: tuple[tuple[Holding, Piece], ...]
+    compared_later: tuple[tuple[Holding, Piece], ...]
+
+
+def _split(
+    contents: Contents,
+    files: Sequence[FilePlan],
+    snapshot: Snapshot,
+    optimizers: Sequence[torch.optim.Optimizer],
+) -> _Split:
+    """Worked out once for a state and the `optimizers` that are known to wait."""
+    if snapshot == "now":
+        optimizers = ()
+    # Ids may be given anew, but not without a new optimizer.
+    key = ("split", id(files), snapshot, frozenset(map(id, optimizers)), steps.known)
+    return contents.plan.of_memory.once(
+        key, lambda: _worked_out(contents, files, changed_by_steps(contents.flat, optimizers))
+    )
+
+
+def _worked_out(contents: Contents, files: Sequence[FilePlan], changes: Changes) -> _Split:
+    plan = contents.plan
+    now = [i for i, s in enumerate(plan.sources) if storage_of(s.view) not in changes.storages]
+    later = sorted(set(range(len(plan.sources))).difference(now))
+    sources = [plan.sources[index] for index in now]
+    # Until an optimizer was seen, its state cannot be told from what it does not change.
+    usual = (Kind.PARAMETER, Kind.OPTIMIZER) if changes.unowned else (Kind.PARAMETER,)
+    others = [source for source in sources if source.chunk.kind not in usual]
+    compared = [
+        (one, storage_of(one[0].local) in changes.storages) for one in plan.assignment.compared
+    ]
+    return _Split(
+        changes,
+        tuple(now),
+        tuple(later),
+        sum(source.chunk.nbytes for source in sources),
+        tuple(sorted(others, key=lambda source: -source.chunk.nbytes)),
+        divide(files, plan.sources, set(now)),
+        tuple(one for one, waits in compared if not waits),
+        tuple(one for one, waits in compared if waits),
+    )
+
+
+def _plan(contents: Contents, task: SaveTask) -> tuple[FilePlan, ...]:
+    """Files and parts, before the attempt has its name: any name of an attempt is as long."""
+    header = header_of(task, attempt_name(task.session.epoch, bytes(8)), contents.modules)
+    path, least = task.options.path, task.store.part_nbytes_min
+    if task.options.dedup:
+        # What is to be written is known when all is hashed, so a file is not laid out for that.
+        path = replace(path, part_nbytes=WHOLE_FILE)
+    entries = contents.plan.entries(path.file_nbytes_max, header.block_bytes)
+    # The slack in headers covers what differs from save to save: digits of steps and seconds.
+    key = ("files", path.part_nbytes, least, path.file_nbytes_max, len(str(header.user)))
+    return contents.plan.of_chunks.once(
+        key,
+        lambda: plan_files(
+            entries,
+            texts=file_texts(contents, header, task),
+            path=path,
+            part_nbytes_min=least,
+        ),
+    )
+
+
+def _report(split: _Split, snapshot: Snapshot, task: SaveTask) -> None:
+    """Tell of tensors that stop training, because only what an optimizer changes can wait."""
+    task.recorder.count("blocking_bytes", split.nbytes_now)
+    if snapshot == "now":
+        return
+    unowned = split.changes.unowned
+    if unowned:
+        logger.info(
+            "step %d: %d trainable parameters (%s, ...) are copied before async_save returns, as "
+            'with snapshot="now": no optimizer was seen stepping them since the save before',
+            task.step,
+            len(unowned),
+            unowned[0],
+        )
+    nbytes = sum([source.chunk.nbytes for source in split.others])
+    if nbytes > BLOCKING_NBYTES_MAX:
+        largest = [source.chunk for source in split.others[:5]]
+        logger.warning(
+            "step %d: %.0f MiB on this rank are copied before async_save returns, because they may "
+            "change outside of optimizers: %s%s",
+            task.step,
+            nbytes / MIB,
+            ", ".join(f"{chunk.fqn} ({chunk.nbytes / MIB:.1f} MiB)" for chunk in largest),
+            ", ..." if len(split.others) > len(largest) else "",
+        )
+
+
+class _Room(NamedTuple):
+    """How the state goes into the budget: all at once, or in waves of `buffers_max` parts.
+
+    With `is_aside`, what may change is copied aside first, so that the call can return.
+    """
+
+    buffers_max: int
+    fits: bool
+    is_aside: bool
+
+
+def _room_for(
+    files: Sequence[FilePlan], split: _Split, options: StageOptions, task: SaveTask
+) -> _Room:
+    part_nbytes = files[0].part_nbytes
+    count = part_count(files)
+    budget = options.host_bytes_max
+    if budget is None or count * part_nbytes <= budget:
+        return _Room(count, True, False)
+    if task.options.dedup:
+        raise ValueError(
+            f"host_bytes_max={budget}: with dedup=True at least {count * part_nbytes} are needed "
+            "on this rank, to hash all of the state before any of it is written"
+        )
+    if budget < 2 * part_nbytes:
+        raise ValueError(
+            f"host_bytes_max={budget}: at least {2 * part_nbytes} are needed, one part to fill "
+            "while another one is written"
+        )
+    aside = split.nbytes_now
+    is_aside = aside + 2 * part_nbytes <= budget
+    logger.warning(
+        "step %d: %.1f MiB on this rank do not fit host_bytes_max=%d: they are copied in waves, "
+        "as memory is written; %s waits for the last wave",
+        task.step,
+        count * part_nbytes / MIB,
+        budget,
+        "the next step of the optimizer" if is_aside else "this call",
+    )
+    return _Room((budget - aside * is_aside) // part_nbytes, False, is_aside)
+
+
+def _copied_aside(
+    sources: Sequence[Source], wanted: Sequence[int]
+) -> tuple[list[Source], memoryview]:
+    """`sources`, those `wanted` copied to memory of their own, which the caller keeps."""
+    side = aligned_buffer(sum(sources[index].chunk.nbytes for index in wanted))
+    moved = list(sources)
+    at = 0
+    for index in wanted:
+        source = sources[index]
+        target = side[at : at + source.chunk.nbytes]
+        if source.address:
+            copy_bytes(address_of(target), source.address, len(target))
+        else:
+            copy_elements(source, 0, target)
+        moved[index] = source._replace(address=address_of(target))
+        at += len(target)
+    return moved, side

@@ -1,0 +1,212 @@
+"""What one rank writes in one attempt: its files, their headers and its part."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ckpt.commit.names import step_prefix
+from ckpt.commit.ranked import RankedSession
+from ckpt.commit.records import STEP_MAX
+from ckpt.errors import InvalidState
+from ckpt.format.codec import encode_values
+from ckpt.format.datafile import BLOCK_BYTES
+from ckpt.format.manifest import MODULES, Header
+from ckpt.format.metadata import data_file_name, file_extras, file_metadata
+from ckpt.format.part import (
+    FileColumns,
+    Part,
+    PartFile,
+    columns_of,
+    make_part,
+    part_again,
+    part_of_files,
+    part_texts,
+)
+from ckpt.layout.plain import Ranks
+from ckpt.saving.base import Base, Previous, Referred
+from ckpt.saving.plan import Contents, PlanMemory, SavePlan
+from ckpt.saving.report import SaveOptions
+from ckpt.saving.step_gate import Evidence
+from ckpt.saving.write import FileTexts
+from ckpt.telemetry.history import RankTold, SaveHistory
+from ckpt.telemetry.recorder import Recorder, stopwatch
+from storage import Store
+
+Uint32s = npt.NDArray[np.uint32]
+
+
+class PartMemory:
+    """What the lead knows of each rank's last part, so that an unchanged structure is sent once.
+
+    Belongs to one session. Both sides forget together: a round that fails on one rank fails on all.
+    `previous` is what a save with `dedup` may refer to, `plans` what this rank need not work out
+    again, `evidence` which optimizers wait for saves in the background, `history` how saves went.
+    """
+
+    def __init__(self) -> None:
+        self.sent = b""
+        self.structures: dict[int, bytes] = {}
+        self.previous = Previous()
+        self.plans = PlanMemory()
+        self.evidence = Evidence()
+        self.history = SaveHistory()
+
+
+class Attempt(NamedTuple):
+    """One try to save: its header, and what it may refer to; None for a save without `dedup`."""
+
+    header: Header
+    base: Base | None
+
+
+@dataclass(frozen=True, slots=True)
+class SaveTask:
+    """One save to be made: where to, of which step, and who notes what happens.
+
+    `blocked_seconds` tells how long training stands still for it; by default all the time.
+    `retries_before` are those of the store when it began.
+    """
+
+    session: RankedSession
+    store: Store
+    memory: PartMemory
+    step: int
+    options: SaveOptions
+    recorder: Recorder = field(default_factory=Recorder)
+    blocked_seconds: Callable[[], float] = field(default_factory=stopwatch)
+    retries_before: int = 0
+
+    @property
+    def ranks(self) -> Ranks:
+        return Ranks(self.session.world.rank, self.session.world.global_ranks)
+
+    @property
+    def retries(self) -> int:
+        """Requests that were repeated on this rank, so far."""
+        return self.store.retries - self.retries_before
+
+    def told(self) -> RankTold:
+        """What there is to tell of it on this rank, so far."""
+        return RankTold(self.recorder.spans(), self.blocked_seconds(), self.retries)
+
+
+class Written(NamedTuple):
+    """This rank's files, and files of other attempts with chunks that it did not write."""
+
+    files: Sequence[PartFile]
+    referenced: Sequence[FileColumns] = ()
+
+
+def header_of(task: SaveTask, attempt: str, modules: Sequence[str]) -> Header:
+    """What all files of an attempt say of it. Raises InvalidState for a step or notes that cannot
+    be.
+    """
+    step, user = task.step, task.options.user
+    if type(step) is not int or not 0 <= step <= STEP_MAX:
+        raise InvalidState([f"step={step!r}: expected an int from 0 to {STEP_MAX}"])
+    for name, note in user.items():
+        if not (isinstance(name, str) and isinstance(note, str)):
+            raise InvalidState([f"user[{name!r}]={note!r}: expected a str with the name of a str"])
+    return Header(
+        root=task.session.root,
+        attempt=attempt,
+        step=step,
+        world_size=task.session.world.size,
+        block_bytes=BLOCK_BYTES,
+        created_unix=int(time.time()),
+        # Export strips these paths from the names of a model's tensors.
+        user={**user, MODULES: json.dumps(modules)},
+    )
+
+
+def file_names(header: Header, task: SaveTask) -> Callable[[int], str]:
+    """The keys of this rank's data files by their index."""
+    directory = step_prefix(header.step, header.attempt)
+    rank = task.session.world.rank
+    return lambda index: directory + data_file_name(rank, index)
+
+
+def file_texts(
+    contents: Contents, header: Header, task: SaveTask, referred: Referred | None = None
+) -> FileTexts:
+    """What this rank's data files tell besides tensors."""
+    flat, rank = contents.flat, task.session.world.rank
+    values = encode_values(flat.values) if rank == 0 else b""
+    per_rank = encode_values(flat.per_rank) if flat.per_rank else b""
+    empty = contents.plan.empty_tensors
+
+    def metadata(index: int, count: int) -> Mapping[str, str]:
+        first = index == 0
+        return file_metadata(
+            header,
+            rank=rank,
+            index=index,
+            count=count,
+            empty_tensors=empty if first else (),
+            aliases=flat.aliases if first else None,
+            references=referred.division.ranges if first and referred else (),
+        )
+
+    extras = file_extras(values=values, per_rank=per_rank)
+    return FileTexts(metadata, extras, referred.digests if referred else None)
+
+
+def part_of(
+    contents: Contents, written: Written, digests: Mapping[str, int], task: SaveTask
+) -> Part:
+    """What the manifest has to know of this rank's share, once its files are durable."""
+    flat, rank = contents.flat, task.session.world.rank
+    if task.options.dedup:
+        # With digests, or chunks in files of other attempts, the columns are others every time.
+        return make_part(
+            rank=rank,
+            files=written.files,
+            referenced=written.referenced,
+            tensors=contents.plan.tensors,
+            aliases=flat.aliases,
+            values=flat.values,
+            keeps_values=rank == 0,
+            per_rank=flat.per_rank,
+            replica_digests=digests,
+        )
+    last = contents.plan.of_chunks.last("part")
+    texts = part_texts(
+        aliases=flat.aliases,
+        values=flat.values,
+        keeps_values=rank == 0,
+        per_rank=flat.per_rank,
+        replica_digests=digests,
+    )
+    if last is None:
+        part = part_of_files(
+            [columns_of(file) for file in written.files],
+            rank=rank,
+            tensors=contents.plan.tensors,
+            texts=texts,
+        )
+    else:
+        part = part_again(last, written.files, texts)
+        part = replace(part, warnings=_trained(contents.plan, last.checksums, part.checksums))
+    contents.plan.of_chunks.keep("part", part)
+    return part
+
+
+# What a rank may say of its trainable tensors; nothing when some have changed.
+UNCHANGED = "no trainable tensor has changed"
+
+
+NONE_HERE = "no trainable tensor is here"
+
+
+def _trained(plan: SavePlan, before: Uint32s, now: Uint32s) -> tuple[str, ...]:
+    blocks = plan.trainable_blocks
+    if not len(blocks):
+        return (NONE_HERE,)
+    return () if np.any(before[blocks] != now[blocks]) else (UNCHANGED,)

@@ -1,0 +1,402 @@
+"""Write this rank's shares into data files: one pass over live memory, checksums taken on the way.
+
+shares -> sources -> files -> parts (vectors of live memory, or one aligned buffer) -> store
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from ckpt.format.blake3 import Digests, digests_from, no_digests
+from ckpt.format.checksum import crc32c, crc32c_of_each
+from ckpt.format.datafile import (
+    FileEntries,
+    StoredChunk,
+    checksum_tensor,
+    file_entries,
+    is_small_or_uneven,
+    layout_data_file,
+    region_start,
+    split_into_files,
+)
+from ckpt.format.metadata import digest_extras
+from ckpt.format.part import PartFile
+from ckpt.layout.assign import Share
+from ckpt.layout.dtypes import dtype_name
+from ckpt.layout.memory import (
+    address_of,
+    bytes_at,
+    copy_bytes,
+    is_plain_memory,
+    local_view,
+    narrowed,
+    staging_buffer,
+    tensor_over,
+)
+from ckpt.layout.region import Region, Span, boxes_of
+from storage import ObjectWriter, Store
+
+MIB = 1 << 20
+PACKED_NBYTES_MAX = 16 << 10  # chunks up to this size are copied together, many in one call
+
+
+class Staging:
+    """Buffers that outlive a save: fresh memory costs a page fault per 4 KiB, ten times a copy.
+
+    For one save at a time. Buffers of another size than the last ones are dropped.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[memoryview] = []
+        self._nbytes = 0
+        self._pinned = False
+
+    def take(self, nbytes: int, *, pinned: bool) -> memoryview:
+        """A writable buffer of `nbytes` that starts at a page boundary, with undefined content."""
+        if (self._nbytes, self._pinned) != (nbytes, pinned):
+            self._free.clear()
+            self._nbytes, self._pinned = nbytes, pinned
+        return self._free.pop() if self._free else staging_buffer(nbytes, pinned=pinned)
+
+    def give_back(self, buffer: memoryview) -> None:
+        """The buffer may be taken again; nothing refers to it any more."""
+        if len(buffer) == self._nbytes:
+            self._free.append(buffer)
+
+    def keep(self, count_max: int) -> None:
+        """Drop free buffers beyond `count_max`."""
+        del self._free[count_max:]
+
+
+@dataclass(frozen=True, slots=True)
+class WritePath:
+    """How parts leave this process.
+
+    `direct`: gather every part into an aligned buffer and write around the page cache, which costs
+    the least CPU and leaves the cache to the training; otherwise parts are vectors of live memory,
+    and so they are for files of less than `direct_nbytes_min`. With `writers=0` the caller's thread
+    writes; with more, that many parts are in flight. `staging` is for one save at a time.
+    """
+
+    part_nbytes: int = 8 * MIB
+    writers: int = 0
+    direct: bool = False
+    direct_nbytes_min: int = 0
+    file_nbytes_max: int = 4 << 30
+    staging: Staging = field(default_factory=lambda: Staging())
+
+    def for_file(self, nbytes: int) -> WritePath:
+        """The path of a file of `nbytes`: a small one is not worth threads or going round the
+        cache.
+        """
+        if not self.direct or nbytes >= self.direct_nbytes_min:
+            return self
+        return replace(self, direct=False, writers=0)
+
+
+class Source(NamedTuple):
+    """One chunk to be, and where its bytes are: at `address` in host memory, or (address 0) in
+    `view`, which is on a device or strided and is copied from its element `start` on.
+    """
+
+    chunk: StoredChunk
+    view: torch.Tensor
+    start: int
+    address: int
+
+
+class FileTexts(NamedTuple):
+    """What data files tell of themselves besides their tensors.
+
+    `metadata(index, count)` is for file `index` of `count`; `extras` go into the first file.
+    `digests` are those of all chunks in order; None for files without digests.
+    """
+
+    metadata: Callable[[int, int], Mapping[str, str]]
+    extras: Mapping[str, bytes]
+    digests: Sequence[bytes] | None = None
+
+    def extras_of(self, index: int, chunks: slice) -> dict[str, bytes]:
+        """The reserved tensors of file `index`, which holds these of all chunks."""
+        extras = dict(self.extras) if index == 0 else {}
+        if self.digests is not None:
+            extras |= digest_extras(b"".join(self.digests[chunks]))
+        return extras
+
+    def digests_of(self, chunks: slice) -> Digests:
+        """A row for each of these chunks, or no rows."""
+        return digests_from(b"".join(self.digests[chunks])) if self.digests else no_digests()
+
+
+def sources_of(shares: Sequence[Share]) -> list[Source]:
+    """Where the bytes of every share are now, in the canonical order of a data file."""
+    keys: list[tuple[bool, int, str, int, Region, int]] = []
+    sources: list[Source] = []
+    dtypes: dict[torch.dtype, tuple[str, int]] = {}
+    for holding, piece, start, stop, region in shares:
+        fqn, global_shape, dtype, _, _, _ = piece
+        known = dtypes.get(dtype)
+        if known is None:
+            known = dtypes[dtype] = (dtype_name(dtype), dtype.itemsize)
+        name, itemsize = known
+        view = local_view(holding, piece)
+        nbytes = (stop - start) * itemsize
+        address = view.data_ptr() + start * itemsize if is_plain_memory(view) else 0
+        chunk = StoredChunk(fqn, name, global_shape, region, nbytes, int(holding.kind))
+        # This is `order_key`, with the regions compared only where their starts are the same.
+        first = region_start(region, global_shape)
+        late = is_small_or_uneven(nbytes)
+        keys.append((late, -itemsize, fqn, first, region, len(sources)))
+        sources.append(Source(chunk, view, start, address))
+    keys.sort()
+    return [sources[key[5]] for key in keys]
+
+
+def entries_of(
+    sources: Sequence[Source], file_nbytes_max: int, block_nbytes: int
+) -> tuple[FileEntries, ...]:
+    """The files that hold `sources`, in this order; at least one."""
+    groups = split_into_files([source.chunk for source in sources], file_nbytes_max)
+    return tuple(file_entries(group, block_nbytes) for group in groups)
+
+
+def write_files(
+    store: Store,
+    names: Callable[[int], str],
+    sources: Sequence[Source],
+    *,
+    files: Sequence[FileEntries],
+    texts: FileTexts,
+    path: WritePath,
+) -> list[PartFile]:
+    """Write `sources` as `files` with the keys `names(0)`, ...; durable when this returns.
+
+    Raises the store's errors; no file is visible then that is not whole. The names in the result
+    are the keys' last parts.
+    """
+    pinned = any(source.view.is_cuda for source in sources)
+    written = []
+    at = 0
+    for index, file in enumerate(files):
+        key = names(index)
+        here_chunks = slice(at, at + len(file.chunks))
+        extras = texts.extras_of(index, here_chunks)
+        layout = layout_data_file(
+            file,
+            block_bytes=file.block_bytes,
+            metadata=texts.metadata(index, len(files)),
+            extra={name: len(value) for name, value in extras.items()},
+        )
+        here = path.for_file(layout.nbytes)
+        with (
+            store.create(
+                key, layout.nbytes, part_nbytes=here.part_nbytes, durable=False, direct=here.direct
+            ) as writer,
+            _Parts(writer, layout.nbytes, here, pinned=pinned) as parts,
+        ):
+            parts.add(memoryview(layout.header))
+            checksums = _stream(sources[here_chunks], parts, file.block_bytes)
+            for value in extras.values():
+                parts.add(memoryview(value))
+            parts.add(memoryview(checksum_tensor(layout, checksums, extras)))
+        name, digests = key.rpartition("/")[2], texts.digests_of(here_chunks)
+        written.append(PartFile(name, layout, file.chunks, checksums, digests))
+        at += len(file.chunks)
+    store.sync([names(index) for index in range(len(files))])
+    return written
+
+
+def _stream(sources: Sequence[Source], parts: _Parts, block_nbytes: int) -> np.ndarray:
+    """Pass every source's bytes to `parts`, in order; returns the crc32c of every block."""
+    checksums: list[int] = []
+    packed_nbytes_max = min(PACKED_NBYTES_MAX, block_nbytes)
+    at = 0
+    while at < len(sources):
+        if sources[at].chunk.nbytes <= packed_nbytes_max:
+            pack = _pack(sources, at, parts.room, packed_nbytes_max)
+            if pack:
+                sizes = [source.chunk.nbytes for source in pack]
+                checksums += crc32c_of_each(parts.push_pack(pack, sum(sizes)), sizes)
+                at += len(pack)
+                continue
+        source = sources[at]
+        at += 1
+        nbytes = source.chunk.nbytes
+        position = 0
+        while position < nbytes:
+            block_end = min(position + block_nbytes, nbytes)
+            crc = 0
+            while position < block_end:
+                stop = min(block_end, position + parts.room)
+                crc = crc32c(parts.push(source, position, stop), crc)
+                position = stop
+            checksums.append(crc)
+    return np.array(checksums, dtype="<u4")
+
+
+def _pack(
+    sources: Sequence[Source], first: int, nbytes_max: int, each_nbytes_max: int
+) -> list[Source]:
+    """Small whole host tensors of one dtype from `first` on, as many as fit into `nbytes_max`."""
+    dtype = sources[first].view.dtype
+    pack = []
+    for source in islice(sources, first, None):
+        nbytes, view = source.chunk.nbytes, source.view
+        nbytes_max -= nbytes
+        if nbytes > each_nbytes_max or nbytes_max < 0 or view.dtype is not dtype:
+            break
+        if view.nbytes != nbytes or not view.is_cpu:
+            break
+        pack.append(source)
+    return pack
+
+
+class _Parts:
+    """The object under construction as a stream, cut into parts.
+
+    A part is a list of vectors. Bytes that need a copy get it in a scratch buffer, at the place
+    that they have in the part; in direct mode all bytes do, so that the part is one aligned buffer.
+    """
+
+    def __init__(self, writer: ObjectWriter, nbytes: int, path: WritePath, *, pinned: bool) -> None:
+        self._writer = writer
+        self._pinned = pinned
+        self._part_nbytes = min(path.part_nbytes, nbytes)
+        self._direct = path.direct
+        self._pool = ThreadPoolExecutor(path.writers) if path.writers else None
+        self._in_flight: list[tuple[Future[None], memoryview | None]] = []
+        self._in_flight_max = path.writers
+        self._staging = path.staging
+        self._scratch: memoryview | None = None
+        self._scratch_address = 0
+        self._vectors: list[memoryview] = []
+        self._filled = 0
+        self._index = 0
+
+    def __enter__(self) -> _Parts:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        try:
+            if kind is None:
+                if self._filled:
+                    self._emit()
+                self._wait(0)
+        finally:
+            if self._pool is not None:
+                self._pool.shutdown(wait=True, cancel_futures=True)
+
+    @property
+    def room(self) -> int:
+        """Bytes until the end of the current part; at least one."""
+        return self._part_nbytes - self._filled
+
+    def add(self, data: memoryview) -> None:
+        """Append bytes of any length that stay alive and unchanged until the `with` block ends."""
+        position = 0
+        while position < len(data):
+            stop = min(len(data), position + self.room)
+            if self._direct:
+                self._place(stop - position)[:] = data[position:stop]
+            else:
+                self._vectors.append(data[position:stop])
+            self._advance(stop - position)
+            position = stop
+
+    def push(self, source: Source, start: int, stop: int) -> memoryview:
+        """Append bytes `start` to `stop` of a source, which fit into `room`; returns them as
+        written.
+        """
+        nbytes = stop - start
+        if source.address and not self._direct:
+            vector = bytes_at(source.address + start, nbytes)
+            self._vectors.append(vector)
+        else:
+            vector = self._place(nbytes)
+            if source.address:
+                target = self._scratch_address + self._filled
+                copy_bytes(target, source.address + start, nbytes)
+            else:
+                copy_elements(source, start, vector)
+        self._advance(nbytes)
+        return vector
+
+    def push_pack(self, pack: Sequence[Source], nbytes: int) -> memoryview:
+        """Append whole small tensors, `nbytes` together, by one copy; returns their bytes."""
+        place = self._place(nbytes)
+        views = [source.view for source in pack]
+        flat = [view if view.dim() == 1 else view.reshape(-1) for view in views]
+        target = tensor_over(place, views[0].dtype, (nbytes // views[0].dtype.itemsize,))
+        torch.cat(flat, out=target)
+        self._advance(nbytes)
+        return place
+
+    def _place(self, nbytes: int) -> memoryview:
+        if self._scratch is None:
+            # Whole MiB, so that the next save, of a few bytes more or less, can use it again.
+            whole_mib = -(-self._part_nbytes // MIB) * MIB
+            self._scratch = self._staging.take(whole_mib, pinned=self._pinned)
+            self._scratch_address = address_of(self._scratch)
+        place = self._scratch[self._filled : self._filled + nbytes]
+        if not self._direct:
+            self._vectors.append(place)
+        return place
+
+    def _advance(self, nbytes: int) -> None:
+        self._filled += nbytes
+        if self._filled == self._part_nbytes:
+            self._emit()
+
+    def _emit(self) -> None:
+        index, vectors, scratch = self._index, self._vectors, self._scratch
+        if self._direct:
+            assert scratch is not None, "in direct mode every byte was placed"
+            vectors = [scratch[: self._filled]]
+        self._index += 1
+        self._vectors, self._scratch, self._filled = [], None, 0
+        if self._pool is None:
+            self._writer.write_part(index, vectors)
+            if scratch is not None:
+                self._staging.give_back(scratch)
+            return
+        self._wait(self._in_flight_max - 1)
+        self._in_flight.append(
+            (self._pool.submit(self._writer.write_part, index, vectors), scratch)
+        )
+
+    def _wait(self, in_flight_max: int) -> None:
+        while len(self._in_flight) > in_flight_max:
+            done, scratch = self._in_flight.pop(0)
+            done.result()
+            if scratch is not None:
+                self._staging.give_back(scratch)
+
+
+def copy_elements(
+    source: Source, start: int, target: memoryview, *, non_blocking: bool = False
+) -> None:
+    """Fill `target` with the source's bytes from `start` on, in row-major order of its view.
+
+    With `non_blocking`, copies from a device into pinned memory are only started.
+    """
+    dtype = source.view.dtype
+    first = source.start + start // dtype.itemsize
+    last = first + len(target) // dtype.itemsize
+    for nbytes, piece in _pieces_between(source.view, first, last):
+        place = tensor_over(target[:nbytes], dtype, tuple(piece.shape))
+        place.copy_(piece, non_blocking=non_blocking)
+        target = target[nbytes:]
+
+
+def _pieces_between(
+    view: torch.Tensor, first: int, last: int
+) -> Iterator[tuple[int, torch.Tensor]]:
+    for box in boxes_of(Span(first, last), tuple(view.shape)):
+        yield box.numel * view.dtype.itemsize, narrowed(view, box)

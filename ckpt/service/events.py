@@ -1,0 +1,100 @@
+"""What a Checkpointer tells of its saves and restores as they end, to whoever asked to hear it.
+
+    def alert(event):
+        if isinstance(event, SaveFailed):
+            page_somebody(event.step, event.error)
+
+    ckpt.Checkpointer(url, state, observers=[alert, SaveMetrics()])
+
+Every rank tells its own observers, in the thread that trains.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+from ckpt.saving.report import SaveReport
+from ckpt.service.restore import RestoreReport
+
+if TYPE_CHECKING:
+    from ckpt.service.restore import RestoreReport
+from ckpt.telemetry.history import MIB, RankTold
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class SaveSucceeded:
+    """A checkpoint exists. `seconds` from its begin to its commit; `blocked_seconds` is how long
+    training stood still for it on this rank.
+    """
+
+    report: SaveReport
+    seconds: float
+    blocked_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class SaveFailed:
+    """A save came to nothing."""
+
+    step: int
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True)
+class SaveSkipped:
+    """A save was dropped, or not begun, because another one was in flight."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """The state was filled from a checkpoint; `seconds` is how long that took."""
+
+    report: RestoreReport
+    seconds: float
+
+
+SaveEvent: TypeAlias = SaveSucceeded | SaveFailed | SaveSkipped | Restored
+Observer: TypeAlias = Callable[[SaveEvent], object]
+
+
+def tell(observers: Sequence[Observer], event: SaveEvent) -> None:
+    """Call every observer; what one raises is logged, because a training is not to end by it."""
+    for observer in observers:
+        try:
+            observer(event)
+        except Exception:
+            logger.exception("an observer of saves has failed on %s", type(event).__name__)
+
+
+def log_restored(report: RestoreReport, seconds: float) -> None:
+    """One line for people, with the same as `record.ckpt` for programs."""
+    told = RankTold(report.spans, 0.0, 0)
+    phases = {span.phase: told.seconds_in(span.phase) for span in report.spans}
+    rate = report.nbytes_read / seconds / MIB if seconds else 0.0
+    fields = {
+        "event": "restored",
+        "step": report.step,
+        "attempt": report.attempt,
+        "seconds": seconds,
+        "nbytes_read": report.nbytes_read,
+        "mib_per_second": rate,
+        "skipped": len(report.skipped),
+        "phase_seconds": phases,
+    }
+    logger.info(
+        "restored step %d (%s) in %.2f s: %.1f MiB read here at %.1f MiB/s (%s)",
+        report.step,
+        report.attempt,
+        seconds,
+        report.nbytes_read / MIB,
+        rate,
+        ", ".join(f"{phase} {spent:.2f} s" for phase, spent in phases.items()),
+        extra={"ckpt": fields},
+    )

@@ -1,0 +1,358 @@
+"""From a state and a checkpoint's catalog to what a load has to fill, and what it does when all is
+there.
+
+Everything that can be known without tensor data is known when `bind_state` returns; until then, and
+until `prepare()`, nothing of the state has changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ckpt.errors import InvalidState
+from ckpt.layout.modules import Refused
+from ckpt.layout.piece import Holding, Kind
+from ckpt.layout.plain import Ranks
+from ckpt.layout.region import Shape
+from ckpt.state.bind_optimizer import bind_optimizer
+from ckpt.state.describe import Described, Source, adopt_parameters, describe_modules, holdings_of
+from ckpt.state.names import Names, Rename, Skip
+from ckpt.state.tensors import is_ordinary, plain_holdings, tensor_holdings
+from ckpt.state.trees import bind_tree
+from ckpt.state.types import Catalog, Loaded, PerRank, Problem, ProblemKind
+from ckpt.state.values import join_tree, references
+from ckpt.state.walk import Leaves, Place, Slot, is_object, walk
+
+TOLERATED = (ProblemKind.MISSING, ProblemKind.UNEXPECTED)
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """What to fill, what does not fit, and the two steps around the filling.
+
+    `holdings` are live memory, or fresh memory that `finish()` installs; their pieces bear the
+    checkpoint's names. `fatal` are the texts of the problems that forbid the load.
+    """
+
+    holdings: list[Holding]
+    problems: tuple[Problem, ...]
+    fatal: tuple[str, ...]
+    described: Described
+    steps: list[Callable[[], None]]
+    report: Loaded
+
+    def prepare(self) -> None:
+        """Make the engines drop gathered copies, so that what is filled is what they will use."""
+        for layout in self.described.layouts:
+            layout.reshard()
+
+    def finish(self) -> Loaded:
+        """Install what is not filled in place, once all of `holdings` is filled.
+
+        Optimizer state and param groups, objects and extra states, values, random states, in this
+        order. Raises Mismatch when members of one flat parameter have different scalar state.
+        """
+        for step in self.steps:
+            step()
+        return self.report
+
+
+def bind_state(
+    state: Any,
+    catalog: Catalog,
+    ranks: Ranks,
+    *,
+    strict: bool = True,
+    rename: Rename = None,
+    skip: Skip = None,
+) -> Binding:
+    """How `state` is to be filled from a checkpoint. Changes nothing; no rank waits for another.
+
+    `rename` gives the checkpoint's name for a name of the state, or for a dotted prefix of names;
+    `skip` says which names to leave alone. With `strict=False`, missing and unexpected names are
+    not fatal; what has another shape or dtype always is. Raises InvalidState when `state` itself is
+    unusable.
+    """
+    leaves = walk(state)
+    described = describe_modules(leaves, ranks, loading=True)
+    if leaves.optimizers:
+        adopt_parameters(described, leaves, ranks)
+    if leaves.problems or described.problems:
+        raise InvalidState(leaves.problems + described.problems)
+    names = Names(catalog, rename, skip)
+    names.aliases = described.aliases
+    binding = _Binding(names, ranks)
+    binding.add_tensors(leaves.tensors)
+    for source in described.params:
+        binding.add_source(source, Kind.PARAMETER)
+    for source in described.buffers:
+        binding.add_source(source, Kind.BUFFER)
+    for path, optimizer in leaves.optimizers:
+        bound = bind_optimizer(path, optimizer, described, names, ranks)
+        binding.holdings += bound.holdings
+        binding.steps.append(bound.install)
+    for fqn, thing in leaves.objects:
+        binding.add_tree(fqn, thing.state_dict, thing.load_state_dict)
+    for fqn, module in described.extra_states:
+        binding.add_tree(fqn, module.get_extra_state, module.set_extra_state)
+    binding.add_values(leaves)
+    return binding.result(state, described, strict)
+
+
+class _Binding:
+    """A Binding in the making."""
+
+    def __init__(self, names: Names, ranks: Ranks) -> None:
+        self.names = names
+        self.ranks = ranks
+        self.holdings: list[Holding] = []
+        self.steps: list[Callable[[], None]] = []
+        self.new_items: dict[int, dict[Any, Any]] = {}  # by id of a tuple: its new items by index
+
+    def add_tensors(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+        names = self.names
+        found = []
+        unchanged = names.unchanged_tensors()
+        for fqn, tensor in tensors:
+            # Thousands of tensors stand under their own names as they are: a short way for them.
+            entry = unchanged.get(fqn)
+            if entry is not None and entry.dtype is tensor.dtype and entry.shape == tensor.shape:
+                names.used.add(fqn)
+                saved = fqn
+            elif (fitting := self.fitting(fqn, tensor)) is None:
+                continue
+            else:
+                saved = fitting
+            if not tensor.is_contiguous() and _overlaps_itself(tensor):
+                names.report(
+                    ProblemKind.UNSUPPORTED,
+                    fqn,
+                    "is an expanded tensor whose elements share memory; make it contiguous() first",
+                )
+                continue
+            names.loaded_tensors.append(fqn)
+            found.append((saved, tensor))
+        holdings, _, others = plain_holdings(found, self.ranks, kept=False)
+        self.holdings += holdings
+        for saved, tensor in others:
+            try:
+                self.holdings += tensor_holdings(saved, tensor, Kind.OTHER, self.ranks)
+            except Refused as refused:
+                names.problems.append(Problem(ProblemKind.UNSUPPORTED, saved, refused.problem))
+
+    def fitting(self, fqn: str, tensor: torch.Tensor) -> str | None:
+        """The checkpoint's name of what fills `tensor`; None when nothing does."""
+        if self.names.skip(fqn) or (saved := self.names.tensor(fqn)) is None:
+            return None
+        return saved if self.fits(fqn, saved, tensor.shape, tensor.dtype) else None
+
+    def add_source(self, source: Source, kind: Kind) -> None:
+        stored: dict[str, str] = {}
+        for member, fqn in zip(source.members, source.fqns, strict=True):
+            if self.names.skip(fqn):
+                continue
+            saved = self.names.tensor(fqn)
+            if saved is not None and self.fits(fqn, saved, member.global_shape, member.dtype):
+                stored[member.fqn] = saved
+                self.names.loaded_tensors.append(fqn)
+        self.holdings += holdings_of(source.owned, source.owned.local, stored.get, kind=kind)
+
+    def fits(self, fqn: str, saved: str, shape: Shape, dtype: torch.dtype) -> bool:
+        """Whether what the checkpoint calls `saved` can fill `fqn`; a problem when not."""
+        entry = self.names.catalog.tensors[saved]
+        self.names.used.add(saved)
+        if entry.shape != shape:
+            self.names.report(
+                ProblemKind.SHAPE,
+                fqn,
+                f"checkpoint has shape {tuple(entry.shape)}, state has {tuple(shape)}; build the "
+                "state with the sizes it was saved with, pass rename= or drop the entry with skip=",
+            )
+            return False
+        if entry.dtype is not dtype:
+            self.names.report(
+                ProblemKind.DTYPE,
+                fqn,
+                f"checkpoint has dtype {entry.dtype}, state has {dtype}; convert the state with "
+                f".to({entry.dtype}) before loading and back after it (a load never casts), or "
+                "skip= it",
+            )
+            return False
+        return True
+
+    def add_tree(self, fqn: str, read: Callable[[], Any], install: Callable[[Any], Any]) -> None:
+        names = self.names
+        if names.skip(fqn) or (found := names.value(fqn)) is None:
+            return
+        live = read()
+        tree = bind_tree(*found, live, names, self.ranks)
+        names.loaded_values.append(fqn)
+        self.holdings += tree.holdings
+        self.steps.append(lambda: _installed(install, tree.build()))
+
+    def add_values(self, leaves: Leaves) -> None:
+        names = self.names
+        fixed = _fixed_tuples(leaves)
+        for slot in leaves.values:
+            if names.skip(slot.fqn) or (found := names.value(slot.fqn)) is None:
+                continue
+            if references(found[1]):
+                names.report(
+                    ProblemKind.VALUE,
+                    slot.fqn,
+                    "has tensors in the checkpoint and is a value in the state; put an object with "
+                    "load_state_dict() there, or skip= it",
+                )
+            elif self.is_replaceable(slot, fixed):
+                names.loaded_values.append(slot.fqn)
+                self.steps.append(self.value_step(slot, found[1]))
+        for slot in leaves.per_rank:
+            if self.is_replaceable(slot, fixed):
+                self.add_per_rank(slot)
+        if leaves.tuples:
+            self.steps.append(lambda: self.rebuild(leaves.tuples))
+
+    def is_replaceable(self, slot: Slot, fixed: set[int]) -> bool:
+        if id(slot.place.container) not in fixed:
+            return True
+        self.names.report(
+            ProblemKind.UNSUPPORTED,
+            slot.fqn,
+            "is in a tuple that nothing can replace; pass the state as a dict or list",
+        )
+        return False
+
+    def value_step(self, slot: Slot, value: Any) -> Callable[[], None]:
+        """Set one value. Dicts and lists keep their identity: others may hold on to them."""
+        live = slot.value
+        loaded = join_tree(value, _no_tensor, live)
+
+        def step() -> None:
+            if isinstance(live, dict) and isinstance(loaded, dict):
+                live.clear()
+                live.update(loaded)
+            elif isinstance(live, list) and isinstance(loaded, list):
+                live[:] = loaded
+            else:
+                self.replace(slot.place, loaded)
+
+        return step
+
+    def add_per_rank(self, slot: Slot) -> None:
+        names, fqn, marked = self.names, slot.fqn, slot.value
+        if names.skip(fqn):
+            return
+        name = names.rename(fqn)
+        all_values = [own[name] for own in names.catalog.per_rank if name in own]
+        if not all_values:
+            if (found := names.value(fqn)) is None:
+                return
+            value = found[1]  # saved without a mark: one value for all ranks
+        else:
+            names.used.add(name)
+            own = self.own_of(fqn, all_values, marked)
+            if own is None:
+                return
+            value = own[0]
+        names.loaded_values.append(fqn)
+        self.steps.append(self.per_rank_step(slot, marked, join_tree(value, _no_tensor)))
+
+    def per_rank_step(self, slot: Slot, marked: PerRank, value: Any) -> Callable[[], None]:
+        if is_object(marked.value):
+            return lambda: _installed(marked.value.load_state_dict, value)
+        return lambda: self.replace(slot.place, PerRank(value, marked.on_reshard))
+
+    def replace(self, place: Place, value: Any) -> None:
+        """Set the item at `place`; of a tuple, when the tuple is made anew."""
+        if isinstance(place.container, tuple):
+            self.new_items.setdefault(id(place.container), {})[place.key] = value
+        else:
+            place.container[place.key] = value
+
+    def rebuild(self, tuples: Sequence[Slot]) -> None:
+        """Put new tuples in the place of those in which something changed, the innermost first."""
+        for slot in reversed(tuples):
+            new = self.new_items.get(id(slot.value))
+            if new:
+                items = [new.get(index, item) for index, item in enumerate(slot.value)]
+                make = getattr(type(slot.value), "_make", tuple)
+                self.replace(slot.place, make(items))
+
+    def own_of(self, fqn: str, all_values: Sequence[Any], marked: PerRank) -> tuple[Any] | None:
+        """This rank's value of what was saved per rank; None, and a problem, when there is none."""
+        saved_size, size = len(all_values), len(self.ranks.global_ranks)
+        if saved_size == size == self.names.catalog.world_size:
+            return (all_values[self.ranks.rank],)
+        if marked.on_reshard is None:
+            self.names.report(
+                ProblemKind.PER_RANK,
+                fqn,
+                f"was saved per rank by {saved_size} ranks and is loaded by {size}; say which "
+                "rank gets what with PerRank(..., on_reshard=fn), or leave it alone with skip=",
+            )
+            return None
+        try:
+            return (marked.on_reshard(all_values, self.ranks.rank, size),)
+        except Exception as error:
+            self.names.report(ProblemKind.PER_RANK, fqn, f"on_reshard raised {error!r}")
+            return None
+
+    def result(self, state: Any, described: Described, strict: bool) -> Binding:
+        names = self.names
+        unexpected, not_asked = names.unexpected(_entries(state, names))
+        for name in unexpected:
+            names.problems.append(
+                Problem(
+                    ProblemKind.UNEXPECTED,
+                    name,
+                    f"{name}: is in the checkpoint and has no place in the state; pass rename= "
+                    "if the state calls it otherwise, skip= or strict=False to leave it out",
+                )
+            )
+        problems = tuple(names.problems)
+        fatal = tuple(p.text for p in problems if strict or p.kind not in TOLERATED)
+        report = Loaded(
+            tensors=tuple(names.loaded_tensors),
+            values=tuple(names.loaded_values),
+            missing=tuple(p.fqn for p in problems if p.kind is ProblemKind.MISSING),
+            unexpected=tuple(unexpected),
+            skipped=tuple(names.skipped),
+            not_asked=not_asked,
+        )
+        return Binding(self.holdings, problems, fatal, described, self.steps, report)
+
+
+def _entries(state: Any, names: Names) -> set[str]:
+    """The top-level names of `state`, as the checkpoint would call them; {""} for a bare module."""
+    if isinstance(state, dict):
+        return set(map(names.rename, map(str, state))) if names.has_rename else set(map(str, state))
+    if isinstance(state, (list, tuple)):
+        return {names.rename(str(index)) for index in range(len(state))}
+    return {""}
+
+
+def _overlaps_itself(tensor: torch.Tensor) -> bool:
+    return is_ordinary(tensor) and any(
+        stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+    )
+
+
+def _installed(install: Callable[[Any], Any], tree: Any) -> None:
+    install(tree)
+
+
+def _fixed_tuples(leaves: Leaves) -> set[int]:
+    """Ids of the tuples that stand nowhere, or only in tuples that do."""
+    fixed: set[int] = set()
+    for slot in leaves.tuples:
+        if slot.place.container is None or id(slot.place.container) in fixed:
+            fixed.add(id(slot.value))
+    return fixed
+
+
+def _no_tensor(fqn: str) -> Any:
+    raise AssertionError(f"a tensor, {fqn}, in what was found to be a value")

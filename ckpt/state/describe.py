@@ -1,0 +1,176 @@
+"""What the modules of a state own: parameters by the objects that optimizers know, buffers, ties.
+
+Saving and loading start from the same description, made by the adapters in `ckpt.layout` from the
+sharded memory itself; nothing is gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from ckpt.layout.modules import ModuleLayout, Refused, describe_module, describe_tensor
+from ckpt.layout.piece import Holding, Kind, Owned, Piece, View
+from ckpt.layout.plain import Ranks
+from ckpt.layout.region import Shape
+from ckpt.state.values import join
+from ckpt.state.walk import Leaves
+
+
+class Member(NamedTuple):
+    """A logical tensor that a parameter object stands for; a flat parameter stands for several."""
+
+    fqn: str
+    global_shape: Shape
+    dtype: torch.dtype
+
+
+class Source(NamedTuple):
+    """A parameter object and the module of the state, at `path`, that holds it.
+
+    `members` are named as on that module, also those that this rank holds nothing of.
+    """
+
+    path: str
+    owned: Owned
+    members: tuple[Member, ...]
+
+    @property
+    def fqns(self) -> tuple[str, ...]:
+        """Full names of the members."""
+        return tuple(join(self.path, member.fqn) for member in self.members)
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """All modules of a state. `by_param` is keyed by the id of an object that optimizers know."""
+
+    params: list[Source] = field(default_factory=list)
+    by_param: dict[int, Source] = field(default_factory=dict)
+    buffers: list[Source] = field(default_factory=list)
+    aliases: dict[str, str] = field(default_factory=dict)
+    extra_states: list[tuple[str, nn.Module]] = field(default_factory=list)
+    layouts: list[ModuleLayout] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+
+def describe_modules(leaves: Leaves, ranks: Ranks, *, loading: bool) -> Described:
+    """The modules of a state, each tensor under one name; more names for one tensor are aliases."""
+    described = Described()
+    for path, module in leaves.modules:
+        layout = describe_module(module, ranks)
+        described.layouts.append(layout)
+        hooks = layout.load_hooks if loading else layout.save_hooks
+        described.problems.extend(_at(path, problem) for problem in (*layout.problems, *hooks))
+        _add_module(described, path, layout)
+    return described
+
+
+def _add_module(described: Described, path: str, layout: ModuleLayout) -> None:
+    sources = {id(owned): Source(path, owned, members_of(owned)) for owned in layout.params}
+    for owned in layout.params:
+        _add_once(described, described.params, sources[id(owned)])
+    for key, owned in layout.owned_by_param.items():
+        described.by_param.setdefault(key, sources.get(id(owned)) or _source(path, owned))
+    for owned in layout.buffers:
+        _add_once(described, described.buffers, _source(path, owned))
+    for tied, stored in layout.aliases.items():
+        full = join(path, stored)
+        described.aliases[join(path, tied)] = described.aliases.get(full, full)
+    known = {id(module): fqn for fqn, module in described.extra_states}
+    for fqn, module in layout.extra_states.items():
+        first = known.setdefault(id(module), join(path, fqn))
+        if first == join(path, fqn):
+            described.extra_states.append((first, module))
+        else:
+            described.aliases[join(path, fqn)] = first
+
+
+def _add_once(described: Described, found: list[Source], source: Source) -> None:
+    """Add what is new; a module that is in the state twice, or a part of another one, is not."""
+    known = described.by_param.setdefault(id(source.owned.param), source)
+    if known is source:
+        found.append(source)
+        return
+    for again, first in zip(source.fqns, known.fqns, strict=True):
+        if again != first:
+            described.aliases[again] = first
+
+
+def adopt_parameters(described: Described, leaves: Leaves, ranks: Ranks) -> None:
+    """Let bare `nn.Parameter`s of the state be known to its optimizers under their own names."""
+    for fqn, tensor in leaves.tensors:
+        if isinstance(tensor, nn.Parameter) and id(tensor) not in described.by_param:
+            try:
+                owned = describe_tensor(fqn, tensor, ranks)
+            except Refused:
+                continue  # told when the tensor itself is described
+            described.by_param[id(tensor)] = _source("", owned)
+
+
+def _source(path: str, owned: Owned) -> Source:
+    return Source(path, owned, members_of(owned))
+
+
+def members_of(owned: Owned) -> tuple[Member, ...]:
+    """The logical tensors that `owned` has parts of, in the order in which they lie in memory."""
+    pieces = [piece for view in owned.views for piece in view.pieces]
+    if len(pieces) == 1:
+        piece = pieces[0]
+        return (Member(piece.fqn, piece.global_shape, piece.dtype),)
+    return tuple(dict.fromkeys(Member(p.fqn, p.global_shape, p.dtype) for p in pieces))
+
+
+def _at(path: str, problem: str) -> str:
+    if not path:
+        return problem
+    return f"{path}{problem[10:]}" if problem.startswith("the module") else f"{path}.{problem}"
+
+
+def holdings_of(
+    owned: Owned,
+    local: torch.Tensor,
+    name_of: Callable[[str], str | None],
+    *,
+    kind: Kind,
+) -> Iterator[Holding]:
+    """`local`, laid out like `owned.local`, as holdings of its own dtype.
+
+    `name_of` gives the full name for the name that a piece has in `owned`; pieces for which it
+    gives None are left out.
+    """
+    dtype = local.dtype
+    for view in owned.views:
+        pieces = []
+        for piece in view.pieces:
+            fqn = name_of(piece.fqn)
+            if fqn is not None:
+                pieces.append(
+                    Piece(
+                        fqn,
+                        piece.global_shape,
+                        dtype,
+                        piece.region,
+                        piece.local_region,
+                        piece.holders,
+                    )
+                )
+        if pieces:
+            yield Holding(seen_through(view, local), tuple(pieces), kind, owned.synchronized)
+
+
+def seen_through(view: View, local: torch.Tensor) -> torch.Tensor:
+    """The part of `local` that the pieces of `view` lie in, the same memory."""
+    if view.window is None:
+        return local
+    shape, stride, offset = view.window
+    return local.as_strided(shape, stride, local.storage_offset() + offset)
+
+
+def prefixed(path: str) -> Callable[[str], str]:
+    """A function from names on a module to full names, for the module at `path`."""
+    return lambda fqn: join(path, fqn)

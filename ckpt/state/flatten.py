@@ -1,0 +1,224 @@
+"""From a state to what is saved: memory with pieces, values, tied names. Nothing is copied or
+gathered.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ckpt.errors import InvalidState
+from ckpt.layout.modules import Refused
+from ckpt.layout.piece import Holding, Kind, Owned
+from ckpt.layout.plain import Ranks
+from ckpt.state.describe import Described, adopt_parameters, describe_modules, holdings_of, prefixed
+from ckpt.state.optimizer import FlatOptimizer, flatten_groups, flatten_optimizer
+from ckpt.state.tensors import plain_holdings, tensor_holdings
+from ckpt.state.types import FlatState, PerRank
+from ckpt.state.values import split_tree
+from ckpt.state.walk import Leaves, is_object, walk
+from ckpt.world.base import World
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """The part of a state that lasts while it consists of the same objects in the same memory.
+
+    `values_of` adds what may be another at every save. `names` are those of all leaves so far.
+    """
+
+    holdings: list[Holding]
+    aliases: dict[str, str]
+    names: frozenset[str]
+    optimizers: tuple[tuple[str, torch.optim.Optimizer, list[list[str]]], ...]
+    extra_states: tuple[tuple[str, nn.Module], ...]
+    owned_by_param: Mapping[int, Owned]
+    values: Mapping[str, Any]
+    problems: tuple[str, ...] = ()
+    clashes: tuple[str, ...] = ()
+
+
+def flatten_state(state: Any, ranks: Ranks) -> FlatState:
+    """`state` as this rank holds it. Every rank calls this with its own state; no rank waits for
+    another.
+
+    Raises InvalidState that lists everything that cannot be saved, by fqn. Holdings alias live
+    memory.
+    """
+    leaves = walk(state)
+    return values_of(structure_of(leaves, ranks), leaves, ranks, state)
+
+
+def structure_of(leaves: Leaves, ranks: Ranks) -> Structure:
+    """The part of a state that lasts, from its leaves. Problems are kept for `values_of`."""
+    described = describe_modules(leaves, ranks, loading=False)
+    if leaves.optimizers:
+        adopt_parameters(described, leaves, ranks)
+    building = _Building(leaves.problems + described.problems, ranks)
+    building.add_tensors(leaves)
+    building.add_modules(described)
+    optimizers = []
+    for path, optimizer in leaves.optimizers:
+        flat = flatten_optimizer(path, optimizer, described, ranks)
+        building.add_optimizer(flat)
+        optimizers.append((path, optimizer, flat.groups))
+    return Structure(
+        building.holdings,
+        building.aliases,
+        frozenset(building.names),
+        tuple(optimizers),
+        tuple(described.extra_states),
+        {key: source.owned for key, source in described.by_param.items()},
+        building.values,
+        tuple(building.problems),
+        tuple(_repeated(building.names)),
+    )
+
+
+def values_of(structure: Structure, leaves: Leaves, ranks: Ranks, state: Any) -> FlatState:
+    """The whole state: `structure` and what has to be looked at every time. Raises InvalidState."""
+    building = _Building(list(structure.problems), ranks)
+    building.values.update(structure.values)
+    for path, optimizer, groups in structure.optimizers:
+        if groups:  # none when it was refused
+            building.add_optimizer(flatten_groups(path, optimizer, groups, ranks))
+    building.add_values(leaves)
+    building.add_trees(leaves, structure.extra_states)
+    building.add_per_rank(leaves)
+    clashes = {*structure.clashes, *_repeated(building.names)}
+    clashes |= structure.names.intersection(building.names)
+    if clashes:
+        building.problems += name_clashes(state, sorted(clashes))
+    if building.problems:
+        raise InvalidState(building.problems)
+    return FlatState(
+        [*structure.holdings, *building.holdings],
+        building.values,
+        building.per_rank,
+        {**structure.aliases, **building.aliases},
+        tuple(optimizer for _, optimizer, _ in structure.optimizers),
+        structure.owned_by_param,
+    )
+
+
+def _repeated(names: Sequence[str]) -> list[str]:
+    if len(set(names)) == len(names):
+        return []
+    return [name for name, count in Counter(names).items() if count > 1]
+
+
+class _Building:
+    """A FlatState in the making; `names` has one entry per leaf, so that clashes show."""
+
+    def __init__(self, problems: list[str], ranks: Ranks) -> None:
+        self.problems = problems
+        self.ranks = ranks
+        self.holdings: list[Holding] = []
+        self.values: dict[str, Any] = {}
+        self.per_rank: dict[str, Any] = {}
+        self.aliases: dict[str, str] = {}
+        self.names: list[str] = []
+
+    def add_tensors(self, leaves: Leaves) -> None:
+        self.holdings, self.aliases, others = plain_holdings(leaves.tensors, self.ranks, kept=True)
+        self.names = [fqn for fqn, _ in leaves.tensors]
+        for fqn, tensor in others:
+            self.add_tensor(fqn, tensor, Kind.OTHER)
+
+    def add_tensor(self, fqn: str, tensor: torch.Tensor, kind: Kind) -> None:
+        try:
+            self.holdings += tensor_holdings(fqn, tensor, kind, self.ranks)
+        except Refused as refused:
+            self.problems.append(refused.problem)
+
+    def add_modules(self, described: Described) -> None:
+        for sources, kind in ((described.params, Kind.PARAMETER), (described.buffers, Kind.BUFFER)):
+            for source in sources:
+                owned = source.owned
+                self.names += source.fqns
+                self.holdings += holdings_of(owned, owned.local, prefixed(source.path), kind=kind)
+        self.names += described.aliases
+        self.aliases.update(described.aliases)
+
+    def add_optimizer(self, flat: FlatOptimizer) -> None:
+        self.problems += flat.problems
+        self.holdings += flat.holdings
+        self.names += flat.names
+        self.values.update(flat.values)
+
+    def add_values(self, leaves: Leaves) -> None:
+        for slot in leaves.values:
+            self.names.append(slot.fqn)
+            self.values[slot.fqn] = split_tree(slot.value, slot.fqn, self.problems)[0]
+
+    def add_trees(self, leaves: Leaves, extra_states: Sequence[tuple[str, nn.Module]]) -> None:
+        for fqn, thing in leaves.objects:
+            if hasattr(thing, "param_groups") and len(self.ranks.global_ranks) > 1:
+                # Its tensors may be shards, and would be stored as if all ranks had the same.
+                self.problems.append(
+                    f"{fqn}: a {type(thing).__qualname__} has param_groups and is no "
+                    "torch.optim.Optimizer, so its state cannot be told by parameter; put the "
+                    "optimizer that it wraps into the state"
+                )
+                continue
+            self.add_tree(fqn, thing.state_dict, Kind.OTHER)
+        for fqn, module in extra_states:
+            self.add_tree(fqn, module.get_extra_state, Kind.BUFFER)
+
+    def add_tree(self, fqn: str, read: Callable[[], Any], kind: Kind) -> None:
+        value, tensors = split_tree(read(), fqn, self.problems)
+        self.names += [fqn, *(name for name, _ in tensors)]
+        self.values[fqn] = value
+        for name, tensor in tensors:
+            self.add_tensor(name, tensor, kind)
+
+    def add_per_rank(self, leaves: Leaves) -> None:
+        for slot in leaves.per_rank:
+            marked: PerRank = slot.value
+            own = marked.value.state_dict() if is_object(marked.value) else marked.value
+            value, tensors = split_tree(own, slot.fqn, self.problems)
+            if tensors:
+                self.problems.append(
+                    f"{tensors[0][0]}: a tensor in a PerRank value; convert it with .tolist() or "
+                    "to bytes, or keep the tensor outside"
+                )
+            self.names.append(slot.fqn)
+            self.per_rank[slot.fqn] = value
+
+
+def name_clashes(state: Any, twice: Sequence[str]) -> list[str]:
+    """One problem for each name that two leaves of `state` would have, naming both places."""
+    problems = []
+    for name in twice:
+        places = " and ".join(list(_places(state, "", name, "state"))[:2])
+        problems.append(
+            f"{name}: two leaves of the state have this name ({places}); rename one of the keys"
+        )
+    return problems
+
+
+def _places(node: Any, path: str, name: str, shown: str) -> Iterator[str]:
+    """Where in containers the leaves stand that are, or contain, `name`."""
+    if isinstance(node, dict):
+        items = list(node.items())
+    elif isinstance(node, (list, tuple)):
+        items = list(enumerate(node))
+    else:
+        yield shown
+        return
+    for key, child in items:
+        at = f"{path}.{key}" if path else str(key)
+        if at == name or name.startswith(f"{at}."):
+            yield from _places(child, at, name, f"{shown}[{key!r}]")
+
+
+def nbytes_of(state: Any, world: World) -> int:
+    """The bytes of all tensors of `state` that lie on this rank of `world`."""
+    flat = flatten_state(state, Ranks(world.rank, world.global_ranks))
+    held = {id(holding.local): holding.local for holding in flat.holdings}
+    return sum(local.numel() * local.element_size() for local in held.values())

@@ -1,0 +1,93 @@
+"""The mark on a state that a failed load left as a mixture: it may not be stepped or saved.
+
+The mark sits in this process only, on the modules, optimizers and tensors that the state consists
+of, and goes away with them or with the next load that succeeds.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ckpt.errors import LoadInterrupted
+from ckpt.state.walk import walk
+
+_marked: dict[int, tuple[weakref.ref[Any], str]] = {}
+_hooked: list[Any] = []
+
+
+@contextmanager
+def filling(state: Any, what: str) -> Iterator[None]:
+    """Around the writing of `what` into `state`: a failure leaves the mark, success takes it away.
+
+    Raises LoadInterrupted for any Exception of the block. Once marked, a step of an optimizer over
+    the state, or saving it, raises.
+    """
+    try:
+        yield
+    except BaseException as error:
+        _mark(state, what)
+        if not isinstance(error, Exception):
+            raise
+        raise LoadInterrupted(
+            f"loading {what} failed after it had begun to write into the state, which is now a "
+            f"mixture: {error}\nLoad again, or load another checkpoint, before the state is used."
+        ) from error
+    if _marked:
+        for item in _objects_of(state):
+            _marked.pop(id(item), None)
+
+
+def _mark(state: Any, what: str) -> None:
+    if not _hooked:
+        _hooked.append(register_optimizer_step_pre_hook(_refuse_step))
+    text = (
+        f"a load of {what} into this state failed half-way, so it is a mixture of old and "
+        "new values; load a checkpoint into it before stepping or saving"
+    )
+    for item in _objects_of(state):
+        _marked[id(item)] = (weakref.ref(item, partial(_forget, id(item))), text)
+
+
+def _forget(at: int, _: object) -> None:
+    _marked.pop(at, None)
+
+
+def refuse_interrupted(state: Any) -> None:
+    """Raises LoadInterrupted when a part of `state` was left half-loaded."""
+    if _marked:
+        for item in _objects_of(state):
+            _refuse(item)
+
+
+def _objects_of(state: Any) -> Iterator[Any]:
+    leaves = walk(state)
+    for _, module in leaves.modules:
+        yield module
+        yield from module.parameters()
+    for _, optimizer in leaves.optimizers:
+        yield optimizer
+        for group in optimizer.param_groups:
+            yield from group["params"]
+    for _, tensor in leaves.tensors:
+        yield tensor
+
+
+def _refuse(item: Any) -> None:
+    found = _marked.get(id(item))
+    if found is not None and found[0]() is item:
+        raise LoadInterrupted(found[1])
+
+
+def _refuse_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if _marked:
+        _refuse(optimizer)
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                _refuse(parameter)

@@ -1,0 +1,219 @@
+"""From the names of a state to the names in a checkpoint: renames, skips and tied names in one
+place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any
+
+from ckpt.state.types import Catalog, Problem, ProblemKind, TensorEntry
+
+Rename = Mapping[str, str] | Callable[[str], str] | None
+Skip = Callable[[str], bool] | Iterable[str] | None
+
+
+class Names:
+    """Finds what the checkpoint has for a name of the state, and keeps book of what was found.
+
+    `aliases` are the tied names of the live state: each to the name that its tensor goes by.
+    """
+
+    def __init__(self, catalog: Catalog, rename: Rename, skip: Skip) -> None:
+        self.catalog = catalog
+        self.aliases: Mapping[str, str] = {}
+        self.rename = _renamer(rename)
+        self.is_skipped = _skipper(skip)
+        self.has_rename = rename is not None
+        self.has_skip = bool(skip)
+        self.problems: list[Problem] = []
+        self.used: set[str] = set()
+        self.loaded_tensors: list[str] = []
+        self.loaded_values: list[str] = []
+        self.skipped: list[str] = []
+        self._tied: dict[str, list[str]] | None = None
+        self._by_rest: dict[str, str] | None = None
+
+    def tensor(self, fqn: str) -> str | None:
+        """The checkpoint's name of tensor `fqn`. None, and a problem, when it has none."""
+        name = self.rename(fqn) if self.has_rename else fqn
+        if name in self.catalog.tensors:
+            return name
+        for other in self.equivalents(fqn):
+            if other in self.catalog.tensors:
+                return other
+        if name in self.catalog.values:
+            self.used.add(name)
+            self.report(
+                ProblemKind.VALUE,
+                fqn,
+                "is a value in the checkpoint and a tensor in the state; skip= it or load into a "
+                "value",
+            )
+        else:
+            self.report_missing(fqn, name)
+        return None
+
+    def unchanged_tensors(self) -> Mapping[str, TensorEntry]:
+        """The checkpoint's tensors, if every name of the state is its name there; else none."""
+        return {} if self.has_rename or self.has_skip else self.catalog.tensors
+
+    def value(self, fqn: str) -> tuple[str, Any] | None:
+        """The checkpoint's name and value of `fqn`. None, and a problem, when it has none."""
+        name = self.rename(fqn)
+        if name in self.catalog.values:
+            self.used.add(name)
+            return name, self.catalog.values[name]
+        if name in self.catalog.tensors:
+            self.used.add(name)
+            self.report(
+                ProblemKind.VALUE,
+                fqn,
+                "is a tensor in the checkpoint and a value in the state; put a tensor there, or "
+                "skip= it",
+            )
+        elif any(name in own for own in self.catalog.per_rank):
+            self.used.add(name)
+            self.report(
+                ProblemKind.VALUE,
+                fqn,
+                "was saved per rank; mark it with PerRank(...) in the state, or skip= it",
+            )
+        else:
+            self.report_missing(fqn, name)
+        return None
+
+    def equivalents(self, fqn: str) -> Iterator[str]:
+        """All names that the checkpoint may know a tensor by, the most direct first."""
+        if self._tied is None:
+            self._tied = {}
+            for tied, stored in self.aliases.items():
+                self._tied.setdefault(stored, []).append(tied)
+        stored_live = self.aliases.get(fqn, fqn)
+        for live in (fqn, stored_live, *self._tied.get(stored_live, ())):
+            name = self.rename(live)
+            yield name
+            stored = self.catalog.aliases.get(name, name)
+            yield stored
+            yield from (tied for tied, to in self.catalog.aliases.items() if to == stored)
+
+    def skip(self, fqn: str) -> bool:
+        """Whether the caller wants `fqn` left alone; then it is in the report."""
+        if self.is_skipped(fqn):
+            self.skipped.append(fqn)
+            return True
+        return False
+
+    def report(self, kind: ProblemKind, fqn: str, text: str) -> None:
+        """Note that `fqn` cannot be loaded; `text` goes on after its name."""
+        self.problems.append(Problem(kind, fqn, f"{fqn}: {text}"))
+
+    def report_missing(self, fqn: str, name: str) -> None:
+        """Note that the checkpoint has nothing for `fqn`, which would be called `name` there."""
+        where = "" if name == fqn else f" as {name}"
+        like = self._like(name)
+        there = f", which has {like!r}" if like else ""
+        self.report(
+            ProblemKind.MISSING,
+            fqn,
+            f"is not in the checkpoint{where}{there}; pass rename= if it has another name there, "
+            "skip= or strict=False to leave it as it is",
+        )
+
+    def _like(self, name: str) -> str:
+        """A tensor of the checkpoint that differs from `name` in its first part only, or "".
+
+        No closer look: it would take hours where all of a large model's names are missing.
+        """
+        if self._by_rest is None:
+            self._by_rest = {}
+            for known in self.catalog.tensors:
+                self._by_rest.setdefault(known, known)
+                self._by_rest.setdefault(known.partition(".")[2], known)
+        rest = name.partition(".")[2]
+        # One word alone, such as "weight", would be found under any layer.
+        for part in (name, rest):
+            if "." in part and part in self._by_rest:
+                return self._by_rest[part]
+        return ""
+
+    def unexpected(self, entries: Collection[str]) -> tuple[list[str], int]:
+        """Names of the checkpoint that nothing asked for, and how many are under other entries.
+
+        `entries` are the top-level names of the state in the checkpoint; "" means all.
+        """
+        catalog = self.catalog
+        per_rank = {name for own in catalog.per_rank for name in own}
+        left = [
+            name
+            for names in (catalog.tensors, catalog.values, sorted(per_rank))
+            for name in names
+            if name not in self.used
+        ]
+        asked = [name for name in left if "" in entries or _starts_with(name, entries)]
+        return [name for name in asked if not self.is_skipped(name)], len(left) - len(asked)
+
+
+def _renamer(rename: Rename) -> Callable[[str], str]:
+    if rename is None:
+        return lambda fqn: fqn
+    if callable(rename):
+        return rename
+    table = dict(rename)
+
+    def by_longest_prefix(fqn: str) -> str:
+        head, tail = fqn, ""
+        while True:
+            if head in table:
+                return table[head] + tail
+            cut = head.rfind(".")
+            if cut < 0:
+                return fqn
+            head, tail = head[:cut], fqn[cut:]
+
+    return by_longest_prefix
+
+
+def _skipper(skip: Skip) -> Callable[[str], bool]:
+    if skip is None:
+        return lambda fqn: False
+    if callable(skip):
+        return skip
+    prefixes = frozenset([skip] if isinstance(skip, str) else skip)
+    if not prefixes:
+        return lambda fqn: False
+    return lambda fqn: _starts_with(fqn, prefixes)
+
+
+def _starts_with(fqn: str, prefixes: Collection[str]) -> bool:
+    """Whether `fqn`, or its part before one of its dots, is among `prefixes`."""
+    at = len(fqn)
+    while at > 0:
+        if fqn[:at] in prefixes:
+            return True
+        at = fqn.rfind(".", 0, at)
+    return False
+
+
+# Parts of names that wrappers of torch put between those of the bare module.
+WRAPPER_PARTS = frozenset({"_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module"})
+
+
+def bare_names(state_dict: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
+    """`state_dict` by the names of the bare module, whatever wrapper it was taken from.
+
+    A leading "module." (DDP, DataParallel) goes when the name is not among `known` and is without
+    it.
+    """
+    return {bare_name(name, known): value for name, value in state_dict.items()}
+
+
+def bare_name(name: str, known: Collection[str]) -> str:
+    """`name` without the parts that wrappers add to it."""
+    if name in known:
+        return name
+    parts = [part for part in name.split(".") if part not in WRAPPER_PARTS]
+    bare = ".".join(parts)
+    if bare not in known and parts[0] == "module" and ".".join(parts[1:]) in known:
+        return ".".join(parts[1:])
+    return bare

@@ -1,0 +1,331 @@
+"""Optimizers by the names of their parameters, as they are saved.
+
+`<path>.state.<parameter>.<name>` is the state `name` of a parameter, a tensor or a value, and
+`<path>.param_groups` one value: a list of dicts, in which "params" lists names. A state tensor that
+is shaped like its parameter's local tensor has its parameter's pieces. A 0-dim one (a step count)
+is one tensor per parameter, written by whoever holds the parameter's first element. Under flat
+parameters each member has its own. No tensor changes its dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from ckpt.layout.dtensor import is_dtensor, local_tensor
+from ckpt.layout.modules import Refused
+from ckpt.layout.piece import Holding, Kind, Owned, Piece
+from ckpt.layout.plain import Ranks
+from ckpt.layout.region import Box, Span
+from ckpt.state.describe import Described, Source, holdings_of
+from ckpt.state.tensors import is_ordinary, same_layout, tensor_holdings
+from ckpt.state.values import split_tree
+
+# Lists of names that belong to the live optimizer, not to the state that moves between models.
+NAME_KEYS = ("params", "param_names")
+# A Python number in the state of a parameter that other ranks may hold nothing of is stored as a
+# 0-dim tensor, because values have to be the same on all ranks; its name says what it was.
+NUMBERS: dict[type, tuple[str, torch.dtype]] = {
+    bool: ("~bool", torch.bool),
+    int: ("~int", torch.int64),
+    float: ("~float", torch.float64),
+}
+NUMBER_OF_SUFFIX: dict[str, type] = {suffix: kind for kind, (suffix, _) in NUMBERS.items()}
+
+# The name, below the optimizer's, of state under keys that are no parameters.
+USER_STATE = "user_state"
+
+_SCALAR = Box((), ())
+
+
+class NamedParam(NamedTuple):
+    """A parameter object of an optimizer and the names of its members in the optimizer's state."""
+
+    param: torch.Tensor
+    source: Source
+    names: tuple[str, ...]
+
+    @property
+    def owned(self) -> Owned:
+        return self.source.owned
+
+
+@dataclass(frozen=True, slots=True)
+class FlatOptimizer:
+    """What one optimizer adds to a FlatState; `names` has every name once.
+
+    `groups` are the names of the parameters of each of its groups.
+    """
+
+    holdings: list[Holding] = field(default_factory=list)
+    values: dict[str, Any] = field(default_factory=dict)
+    names: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    groups: list[list[str]] = field(default_factory=list)
+
+
+def flatten_optimizer(
+    path: str, optimizer: torch.optim.Optimizer, described: Described, ranks: Ranks
+) -> FlatOptimizer:
+    """The state of an optimizer's parameters as this rank holds it; those without any are absent.
+
+    `flatten_groups` gives the rest of the optimizer.
+    """
+    flat = FlatOptimizer()
+    flat.problems.extend(refusals(path, optimizer, described, ranks))
+    if flat.problems:
+        return flat
+    groups = named_groups(optimizer, described)
+    flat.groups.extend([[name for one in group for name in one.names] for group in groups])
+    saving = _Saving(path, flat, ranks)
+    for named in {id(n.param): n for group in groups for n in group}.values():
+        state = optimizer.state.get(named.param)
+        if state:
+            for name, content in state.items():
+                saving.add_state(named, str(name), content)
+    return flat
+
+
+def flatten_groups(
+    path: str, optimizer: torch.optim.Optimizer, groups: list[list[str]], ranks: Ranks
+) -> FlatOptimizer:
+    """What an optimizer has besides the state of parameters: its options by group, the user's own.
+
+    `groups` are the names of the parameters of each group.
+    """
+    flat = FlatOptimizer()
+    saving = _Saving(path, flat, ranks)
+    saving.add_groups(optimizer, groups)
+    if user := user_state(optimizer.state):
+        saving.add_user_state(user)
+    return flat
+
+
+def user_state(state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """State under keys that are no parameters: the user's own."""
+    return {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
+
+
+def refusals(
+    path: str, optimizer: torch.optim.Optimizer, described: Described, ranks: Ranks
+) -> list[str]:
+    """Why the optimizer cannot be part of a state, in this state; nothing if it can."""
+    problems = []
+    for attribute in (
+        "_optimizer_state_dict_pre_hooks",
+        "_optimizer_state_dict_post_hooks",
+        "_optimizer_load_state_dict_pre_hooks",
+        "_optimizer_load_state_dict_post_hooks",
+    ):
+        for hook in getattr(optimizer, attribute, {}).values():
+            problems.append(
+                f"{path}: the hook {getattr(hook, '__qualname__', hook)!s} on state_dict or "
+                "load_state_dict cannot be honoured, because the state is read where it lies; "
+                "remove it"
+            )
+    if "ZeroRedundancyOptimizer" in {kind.__name__ for kind in type(optimizer).__mro__}:
+        problems.append(
+            f"{path}: ZeroRedundancyOptimizer keeps the state of each parameter on one rank and "
+            "does not tell which; shard the model with fully_shard, or use the optimizer that it "
+            "wraps"
+        )
+    strangers = [
+        tuple(param.shape)
+        for group in optimizer.param_groups
+        for param in group["params"]
+        if id(param) not in described.by_param
+    ]
+    if strangers:
+        problems.append(
+            f"{path}: {len(strangers)} of its parameters are in no module of the state (the "
+            f"first has shape {strangers[0]}); put the model into the state beside the "
+            "optimizer, and make the optimizer after the model is wrapped or sharded"
+        )
+    elif isinstance(optimizer, torch.optim.LBFGS):
+        sources = [described.by_param[id(p)] for g in optimizer.param_groups for p in g["params"]]
+        if not all(is_whole(source, ranks) for source in sources):
+            problems.append(
+                f"{path}: LBFGS keeps vectors over all parameters joined together, which cannot "
+                "be told apart when parameters are sharded; use another optimizer or an "
+                "unsharded model"
+            )
+    return problems
+
+
+def named_groups(optimizer: torch.optim.Optimizer, described: Described) -> list[list[NamedParam]]:
+    """The parameters of each group by name: on the module that has them all, or with its path."""
+    sources = [
+        [(param, described.by_param[id(param)]) for param in group["params"]]
+        for group in optimizer.param_groups
+    ]
+    is_joint = len({source.path for group in sources for _, source in group}) > 1
+    return [
+        [
+            NamedParam(
+                param,
+                source,
+                source.fqns if is_joint else tuple(m.fqn for m in source.members),
+            )
+            for param, source in group
+        ]
+        for group in sources
+    ]
+
+
+def is_whole(source: Source, ranks: Ranks) -> bool:
+    """Whether every rank holds all of one logical tensor, in memory of its shape."""
+    owned = source.owned
+    return (
+        len(source.members) == 1
+        and not is_dtensor(owned.param)
+        and tuple(owned.local.shape) == source.members[0].global_shape
+        and len(owned.views) == 1
+        and owned.views[0].window is None
+        and owned.views[0].pieces[0].holders == ranks.everyone
+    )
+
+
+def first_piece(owned: Owned, fqn: str) -> Piece | None:
+    """The piece of member `fqn` that has its first element, if this rank holds it."""
+    for view in owned.views:
+        for piece in view.pieces:
+            if piece.fqn != fqn:
+                continue
+            region = piece.region
+            start = region.start if isinstance(region, Span) else any(region.offset)
+            if not start and region.numel:
+                return piece
+    return None
+
+
+class _Saving:
+    def __init__(self, path: str, flat: FlatOptimizer, ranks: Ranks) -> None:
+        self.path = path
+        self.flat = flat
+        self.ranks = ranks
+
+    def add_groups(self, optimizer: torch.optim.Optimizer, groups: list[list[str]]) -> None:
+        fqn = f"{self.path}.param_groups"
+        stored = []
+        for at, (group, names) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
+            hyper = {key: item for key, item in group.items() if key not in NAME_KEYS}
+            value, tensors = split_tree(hyper, f"{fqn}.{at}", self.flat.problems)
+            stored.append({"params": list(names), **value})
+            for name, tensor in tensors:
+                self.add_whole(name, tensor, Kind.OTHER)
+        self.flat.names.append(fqn)
+        self.flat.values[fqn] = stored
+
+    def add_user_state(self, user: dict[Any, Any]) -> None:
+        fqn = f"{self.path}.{USER_STATE}"
+        value, tensors = split_tree(user, fqn, self.flat.problems)
+        for name, tensor in tensors:
+            self.add_whole(name, tensor, Kind.OTHER)
+        self.flat.names.append(fqn)
+        self.flat.values[fqn] = value
+
+    def add_state(self, named: NamedParam, name: str, content: Any) -> None:
+        if isinstance(content, torch.Tensor):
+            self.add_tensor(named, name, content)
+        elif type(content) in NUMBERS and not self.is_known_everywhere(named):
+            suffix, dtype = NUMBERS[type(content)]
+            self.add_scalar(named, name + suffix, torch.tensor(content, dtype=dtype))
+        else:
+            self.add_value(named, name, content)
+
+    def is_known_everywhere(self, named: NamedParam) -> bool:
+        """Whether all ranks have state of the parameter, so that a value of it can be common."""
+        return is_whole(named.source, self.ranks) or is_dtensor(named.param)
+
+    def add_tensor(self, named: NamedParam, name: str, tensor: torch.Tensor) -> None:
+        owned = named.owned
+        if is_dtensor(tensor):
+            if same_layout(tensor, owned.param):
+                self.add_like_param(named, name, local_tensor(tensor))
+            else:
+                self.add_own_layout(named, name, tensor)
+        elif tensor.ndim == 0:
+            self.add_scalar(named, name, tensor)
+        elif tensor.shape == owned.local.shape and is_ordinary(tensor):
+            self.add_like_param(named, name, tensor)
+        elif is_whole(named.source, self.ranks) or not is_ordinary(tensor):
+            self.add_own_layout(named, name, tensor)
+        else:
+            self.flat.problems.append(
+                f"{self.path}.state.{named.names[0]}.{name}: shape {tuple(tensor.shape)} is not "
+                f"that of the parameter's local tensor {tuple(owned.local.shape)}, so nothing "
+                "tells which part of the parameter it belongs to; use an optimizer whose state "
+                "is shaped like the parameter, or keep the parameter whole (ignore it when "
+                "sharding)"
+            )
+
+    def add_like_param(self, named: NamedParam, name: str, local: torch.Tensor) -> None:
+        prefix = f"{self.path}.state."
+        names = {
+            member.fqn: f"{prefix}{full}.{name}"
+            for member, full in zip(named.source.members, named.names, strict=True)
+        }
+        self.flat.names.extend(names.values())
+        local = local.detach() if local.requires_grad else local
+        self.flat.holdings.extend(
+            holdings_of(named.owned, local, names.__getitem__, kind=Kind.OPTIMIZER)
+        )
+
+    def add_scalar(self, named: NamedParam, name: str, tensor: torch.Tensor) -> None:
+        for member, full in zip(named.source.members, named.names, strict=True):
+            fqn = f"{self.path}.state.{full}.{name}"
+            self.flat.names.append(fqn)
+            first = first_piece(named.owned, member.fqn)
+            if first is not None:
+                holders = first.holders
+            elif 0 in member.global_shape and self.ranks.rank == 0:
+                holders = (0,)  # nobody has a first element of it
+            else:
+                continue
+            piece = Piece(fqn, (), tensor.dtype, _SCALAR, _SCALAR, holders)
+            self.flat.holdings.append(
+                Holding(tensor.detach(), (piece,), Kind.OPTIMIZER, named.owned.synchronized)
+            )
+
+    def add_own_layout(self, named: NamedParam, name: str, tensor: torch.Tensor) -> None:
+        fqn = f"{self.path}.state.{named.names[0]}.{name}"
+        if len(named.names) > 1:
+            self.flat.problems.append(
+                f"{fqn}: a {type(tensor).__name__} for a flat parameter of {len(named.names)} "
+                "members cannot be told apart; wrap with use_orig_params=True"
+            )
+            return
+        self.add_whole(fqn, tensor, Kind.OPTIMIZER, named.owned)
+
+    def add_whole(
+        self, fqn: str, tensor: torch.Tensor, kind: Kind, like: Owned | None = None
+    ) -> None:
+        self.flat.names.append(fqn)
+        try:
+            self.flat.holdings.extend(tensor_holdings(fqn, tensor, kind, self.ranks, like=like))
+        except Refused as refused:
+            self.flat.problems.append(refused.problem)
+
+    def add_value(self, named: NamedParam, name: str, content: Any) -> None:
+        for full in named.names:
+            fqn = f"{self.path}.state.{full}.{name}"
+            value, tensors = split_tree(content, fqn, self.flat.problems)
+            if tensors and not is_whole(named.source, self.ranks):
+                self.flat.problems.append(
+                    f"{fqn}: tensors inside a {type(content).__name__} cannot be told apart when "
+                    "the parameter is sharded; use tensors shaped like the parameter, one per name"
+                )
+                continue
+            if not self.is_known_everywhere(named):
+                self.flat.problems.append(
+                    f"{fqn}: a {type(content).__name__} in the state of a parameter that other "
+                    "ranks may hold nothing of; use a number or a tensor"
+                )
+                continue
+            self.flat.names.append(fqn)
+            self.flat.values[fqn] = value
+            for tensor_fqn, tensor in tensors:
+                self.add_whole(tensor_fqn, tensor, Kind.OPTIMIZER, named.owned)

@@ -1,0 +1,58 @@
+"""Loading trees of values with tensors among them: the state of objects, extra state,
+hyperparameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from ckpt.layout.modules import Refused
+from ckpt.layout.piece import Holding, Kind
+from ckpt.layout.plain import Ranks
+from ckpt.state.names import Names
+from ckpt.state.tensors import tensor_holdings
+from ckpt.state.types import Problem, ProblemKind
+from ckpt.state.values import join_tree, references, split_tree
+
+
+class BoundTree(NamedTuple):
+    """Memory to fill, and the tree that it then belongs to."""
+
+    holdings: list[Holding]
+    build: Callable[[], Any]
+
+
+def bind_tree(
+    saved: str, value: Any, live: Any, names: Names, ranks: Ranks, *, in_place: bool = False
+) -> BoundTree:
+    """The tree that the checkpoint calls `saved`, its structure from the checkpoint.
+
+    Its tensors are fresh, laid out like those that the `live` tree has in the same places, or, with
+    `in_place`, are those tensors where shape and dtype fit.
+    """
+    live_tensors = dict(split_tree(live, saved, [])[1])
+    tensors: dict[str, torch.Tensor] = {}
+    holdings: list[Holding] = []
+    for fqn in references(value):
+        entry = names.catalog.tensors.get(fqn)
+        if entry is None:
+            names.report(
+                ProblemKind.VALUE, saved, f"refers to the tensor {fqn}, which the checkpoint lacks"
+            )
+            continue
+        names.used.add(fqn)
+        target = live_tensors.get(fqn)
+        if target is None or tuple(target.shape) != entry.shape or target.dtype is not entry.dtype:
+            device = None if target is None else target.device
+            target = torch.zeros(entry.shape, dtype=entry.dtype, device=device)
+        elif not in_place:
+            target = torch.zeros_like(target)
+        tensors[fqn] = target
+        try:
+            holdings += tensor_holdings(fqn, target, Kind.OTHER, ranks)
+        except Refused as refused:
+            names.problems.append(Problem(ProblemKind.UNSUPPORTED, fqn, refused.problem))
+    return BoundTree(holdings, lambda: join_tree(value, tensors.__getitem__, live))

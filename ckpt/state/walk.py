@@ -1,0 +1,148 @@
+"""Walking a state: which leaves it has, under which names, and where in its containers they stand.
+
+Saving and loading walk alike, so that the same state gives the same names. A container without
+tensors, modules, optimizers, objects and `PerRank` is one value; any other is walked into, child by
+child.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ckpt.state.types import PerRank
+from ckpt.state.values import DEPTH_MAX, SCALARS, why_not_storable
+
+
+class Place(NamedTuple):
+    """Where a leaf stands: `container[key]`. For the state itself `container` is None."""
+
+    container: Any
+    key: Any
+
+
+class Slot(NamedTuple):
+    """A value of the state, its name and its place."""
+
+    fqn: str
+    value: Any
+    place: Place
+
+
+@dataclass(frozen=True, slots=True)
+class Leaves:
+    """The leaves of a state in walking order; `tuples` are those walked into, outermost first."""
+
+    tensors: list[tuple[str, torch.Tensor]] = field(default_factory=list)
+    modules: list[tuple[str, nn.Module]] = field(default_factory=list)
+    optimizers: list[tuple[str, torch.optim.Optimizer]] = field(default_factory=list)
+    objects: list[tuple[str, Any]] = field(default_factory=list)
+    per_rank: list[Slot] = field(default_factory=list)
+    values: list[Slot] = field(default_factory=list)
+    tuples: list[Slot] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+
+def walk(state: Any) -> Leaves:
+    """All leaves of `state`. What cannot be part of a state is told in `problems`."""
+    leaves = Leaves()
+    kind = type(state)
+    if kind in SCALARS:
+        leaves.problems.append(f"the state is a {kind.__name__}; pass a dict with named entries")
+    elif isinstance(state, (dict, list, tuple)):
+        _walk_container(state, "", Place(None, None), leaves, 0)
+    else:
+        _visit(state, "", Place(None, None), leaves, 0)
+    return leaves
+
+
+def module_paths(state: Any) -> list[str]:
+    """Where the modules of `state` stand, sorted; [""] when the state is a module itself."""
+    return sorted({path for path, _ in walk(state).modules})
+
+
+def is_object(leaf: Any) -> bool:
+    """Whether `leaf` keeps its state by `state_dict()` and takes it by `load_state_dict()`."""
+    if isinstance(leaf, type):
+        return False
+    return callable(getattr(leaf, "state_dict", None)) and callable(
+        getattr(leaf, "load_state_dict", None)
+    )
+
+
+def _walk_container(node: Any, path: str, place: Place, leaves: Leaves, depth: int) -> None:
+    if depth >= DEPTH_MAX:
+        leaves.problems.append(f"{path[:200]}: nested deeper than {DEPTH_MAX} levels, or in itself")
+        return
+    items: Iterable[tuple[Any, Any]]
+    if isinstance(node, dict):
+        items = node.items()
+        # Names of parts that are walked into come from the keys, so only keys that make a name do.
+        if bad := [key for key in node if type(key) is not str and type(key) is not int]:
+            leaves.problems.append(
+                f"{path or 'the state'}: key {bad[0]!r:.100} of type {type(bad[0]).__name__} "
+                "cannot name a part of the state; use str or int"
+            )
+            return
+    else:
+        items = enumerate(node)
+        if isinstance(node, tuple):
+            leaves.tuples.append(Slot(path, node, place))
+    prefix = f"{path}." if path else ""
+    tensors = leaves.tensors
+    for key, child in items:
+        if type(child) is torch.Tensor:
+            tensors.append((f"{prefix}{key}", child))
+        else:
+            _visit(child, f"{prefix}{key}", Place(node, key), leaves, depth + 1)
+
+
+def _visit(node: Any, fqn: str, place: Place, leaves: Leaves, depth: int) -> None:
+    if type(node) in SCALARS:
+        leaves.values.append(Slot(fqn, node, place))
+    elif hasattr(type(node), "local_shards"):
+        leaves.problems.append(
+            f"{fqn}: a {type(node).__qualname__} does not tell where its memory lies; put the "
+            "module it is from into the state, or convert it to a DTensor"
+        )
+    elif isinstance(node, torch.Tensor):
+        leaves.tensors.append((fqn, node))
+    elif isinstance(node, nn.Module):
+        leaves.modules.append((fqn, node))
+    elif isinstance(node, torch.optim.Optimizer):
+        leaves.optimizers.append((fqn, node))
+    elif isinstance(node, PerRank):
+        leaves.per_rank.append(Slot(fqn, node, place))
+    elif isinstance(node, (dict, list, tuple)):
+        if _is_pure(node, 0):
+            leaves.values.append(Slot(fqn, node, place))
+        else:
+            _walk_container(node, fqn, place, leaves, depth)
+    elif is_object(node):
+        leaves.objects.append((fqn, node))
+    else:
+        leaves.problems.append(f"{fqn or 'the state'}: {why_not_storable(node)}")
+
+
+def _is_pure(node: Any, depth: int) -> bool:
+    """Whether a container is to be stored as one value: nothing in it is more than a value.
+
+    Leaves that cannot be stored count as values here; they are refused, with their place, when the
+    value is made.
+    """
+    if depth >= DEPTH_MAX:
+        return True
+    children = node.values() if isinstance(node, dict) else node
+    for child in children:
+        if type(child) in SCALARS:
+            continue
+        if isinstance(child, (dict, list, tuple)):
+            if not _is_pure(child, depth + 1):
+                return False
+        elif isinstance(child, (torch.Tensor, PerRank)) or is_object(child):
+            return False  # modules and optimizers are objects by this test
+    return True

@@ -1,0 +1,214 @@
+"""The public functions for state dicts of models and optimizers, however they are sharded.
+
+Dicts are keyed by the names of the bare module and come in three forms, see `StateDictType`. All
+functions but the last two are collective over `process_group`, by default all ranks: the ranks that
+together hold the state. Errors are the same on all ranks, with every problem named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ckpt.layout.memory import gc_paused
+from ckpt.layout.plain import Ranks
+from ckpt.process import world_of
+from ckpt.state.half_loaded import filling
+from ckpt.state.types import Loaded
+from ckpt.state_dict.config import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    OptimStateDictConfig,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictConfig,
+    StateDictType,
+    model_config,
+    optim_config,
+)
+from ckpt.state_dict.forms import Output
+from ckpt.state_dict.model import put_model, take_model
+from ckpt.state_dict.optimizers import OptimizerLoad, take_optimizer
+from ckpt.state_dict.rekey import rekey_optimizer_state_dict
+from ckpt.world.base import SoloWorld, World
+
+__all__ = [
+    "load_model_state_dict",
+    "load_optimizer_state_dict",
+    "model_state_dict",
+    "optimizer_state_dict",
+    "optimizer_state_dict_to_load",
+    "rekey_optimizer_state_dict",
+    "shard_optimizer_state_dict",
+]
+
+Optimizer = torch.optim.Optimizer
+
+
+def model_state_dict(
+    model: nn.Module,
+    type: StateDictType = StateDictType.FULL,
+    config: StateDictConfig | None = None,
+    *,
+    process_group: dist.ProcessGroup | None = None,
+) -> dict[str, Any]:
+    """The parameters, persistent buffers and extra states of `model` by bare name.
+
+    FULL: whole tensors of their own memory; with `rank0_only` the other ranks get {} and need no
+    memory for it. SHARDED: one chunk of dim 0 per rank, as DTensor where the parameter is one or
+    its unit has a mesh, else as torch's ShardedTensor; what every rank holds whole stays a plain
+    tensor. LOCAL: what this rank holds, without padding, as 1-D ShardedTensors of live memory.
+    Tied tensors appear under all their names. Raises InvalidState for what a form cannot tell.
+    """
+    config = model_config(type, config)
+    output = _output(type, config, process_group)
+    world = world_of(process_group)
+    with gc_paused():
+        return take_model(model, output, world, _ranks(world))
+
+
+def load_model_state_dict(
+    model: nn.Module,
+    state_dict: Mapping[str, Any],
+    *,
+    strict: bool = True,
+    rank0_only: bool = False,
+    process_group: dist.ProcessGroup | None = None,
+) -> Loaded:
+    """Load a dict of any form, of any number of ranks, into `model`, in place and bit for bit.
+
+    Names of wrappers in keys are seen through. Tensors may be plain, DTensors or ShardedTensors. A
+    rank whose dict is empty gets its bytes from the others; with `rank0_only` only the first rank's
+    dict counts. `strict=False` tolerates missing and unexpected names. Raises Mismatch with the
+    model as it was, LoadInterrupted when it is half-loaded.
+    """
+    world = world_of(process_group)
+    with gc_paused():
+        loading = put_model(
+            model, state_dict, world, _ranks(world), strict=strict, rank0_only=rank0_only
+        )
+        with filling(model, "a state dict"):
+            return loading.fill()
+
+
+def optimizer_state_dict(
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer],
+    type: StateDictType = StateDictType.FULL,
+    config: OptimStateDictConfig | None = None,
+    *,
+    state_dict: Mapping[str, Any] | None = None,
+    process_group: dist.ProcessGroup | None = None,
+) -> dict[str, Any]:
+    """`{"state": {fqn: ...}, "param_groups": [...]}` of one or several optimizers of `model`.
+
+    State shaped like its parameter comes in the form that the parameter has in
+    `model_state_dict`; scalars, numbers and other values as they are. Parameters without state are
+    left out. `state_dict`, as `optimizer.state_dict()` gives it, takes the place of the live state.
+    Raises InvalidState for state that cannot be told by parameter, or that differs between ranks.
+    """
+    config = optim_config(type, config)
+    output = _output(type, config, process_group)
+    world = world_of(process_group)
+    with gc_paused():
+        return take_optimizer(
+            model, _several(optimizer), output, world, _ranks(world), state_dict=state_dict
+        )
+
+
+def load_optimizer_state_dict(
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer],
+    state_dict: Mapping[str, Any],
+    *,
+    strict: bool = True,
+    rank0_only: bool = False,
+    process_group: dist.ProcessGroup | None = None,
+) -> Loaded:
+    """Load a dict of any form into one or several optimizers of `model`.
+
+    Keys are names, or ids where each parameter has one name. State that the dict lacks is removed;
+    members of a flat parameter that have none get zeros. State under keys that are no parameters
+    goes into the (first) optimizer as it is. The rest is as for `load_model_state_dict`.
+    """
+    world = world_of(process_group)
+    with gc_paused():
+        loading = OptimizerLoad(model, _several(optimizer), world, _ranks(world), fresh=False)
+        loading.prepare(state_dict, strict=strict, rank0_only=rank0_only, needs_groups=strict)
+
+        with filling(_several(optimizer), "a state dict"):
+            loading.fill()
+            return loading.install()
+
+
+def optimizer_state_dict_to_load(
+    model: nn.Module,
+    optimizer: Optimizer,
+    state_dict: Mapping[str, Any],
+    *,
+    strict: bool = True,
+    rank0_only: bool = False,
+    process_group: dist.ProcessGroup | None = None,
+) -> dict[str, Any]:
+    """What `optimizer.load_state_dict` takes: keyed by ids, sharded as this optimizer holds it.
+
+    The optimizer is left as it is. Without "param_groups" in `state_dict` the result has none.
+    """
+    world = world_of(process_group)
+    with gc_paused():
+        loading = OptimizerLoad(model, [optimizer], world, _ranks(world), fresh=True)
+        return _to_load(loading, state_dict, strict=strict, rank0_only=rank0_only)
+
+
+def shard_optimizer_state_dict(
+    model: nn.Module,
+    optimizer: Optimizer,
+    state_dict: Mapping[str, Any],
+    *,
+    process_group: dist.ProcessGroup | None = None,
+) -> dict[str, Any]:
+    """`optimizer_state_dict_to_load` without any communication: each rank has the full dict.
+
+    Errors are then each rank's own.
+    """
+    ranks = Ranks.alone()
+    if dist.is_available() and dist.is_initialized():
+        members = dist.get_process_group_ranks(process_group or dist.group.WORLD)
+        ranks = Ranks(dist.get_rank(process_group), tuple(members))
+    world = SoloWorld(ranks.global_ranks[ranks.rank])
+    with gc_paused():
+        loading = OptimizerLoad(model, [optimizer], world, ranks, fresh=True)
+        return _to_load(loading, state_dict, strict=True, rank0_only=False)
+
+
+def _to_load(
+    loading: OptimizerLoad, state_dict: Mapping[str, Any], *, strict: bool, rank0_only: bool
+) -> dict[str, Any]:
+    loading.prepare(state_dict, strict=strict, rank0_only=rank0_only, needs_groups=False)
+    loading.fill()
+    return loading.to_load()
+
+
+def _output(
+    form: StateDictType,
+    config: StateDictConfig | OptimStateDictConfig,
+    group: dist.ProcessGroup | None,
+) -> Output:
+    rank0_only, use_dtensor = False, None
+    if isinstance(config, FullStateDictConfig | FullOptimStateDictConfig):
+        rank0_only = config.rank0_only
+    elif isinstance(config, ShardedStateDictConfig | ShardedOptimStateDictConfig):
+        use_dtensor = config.use_dtensor
+    return Output(form, config.offload_to_cpu, rank0_only, use_dtensor, group)
+
+
+def _several(optimizer: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
+    return [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+
+
+def _ranks(world: World) -> Ranks:
+    return Ranks(world.rank, world.global_ranks)

@@ -1,0 +1,639 @@
+"""State dicts of optimizers, keyed by the names of parameters on the bare module.
+
+{"state": {fqn: {name: tensor or value}}, "param_groups": [{"params": [fqn, ...], ...}]}
+
+Several optimizers of one model make one dict. State under keys that are no parameters is the user's
+own: it is handed on as it is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ckpt.errors import InvalidState, Mismatch
+from ckpt.format.codec import decode_values, encode_values
+from ckpt.layout.dtensor import is_dtensor
+from ckpt.layout.modules import Refused
+from ckpt.layout.piece import Holding, Kind
+from ckpt.layout.plain import Ranks
+from ckpt.layout.region import Shape
+from ckpt.layout.sharded_tensor import UnitSharding
+from ckpt.state.bind_optimizer import BoundOptimizer, bind_optimizer
+from ckpt.state.describe import Described
+from ckpt.state.names import Names, bare_name
+from ckpt.state.optimizer import (
+    NAME_KEYS,
+    NUMBER_OF_SUFFIX,
+    flatten_groups,
+    flatten_optimizer,
+    named_groups,
+    refusals,
+    user_state,
+)
+from ckpt.state.types import Catalog, Loaded, ProblemKind, TensorEntry
+from ckpt.state.values import join_tree, references, split_tree
+from ckpt.state_dict.forms import Live, Output, is_tensor, put_in, take_out
+from ckpt.state_dict.model import check_names, describe_model, names_of, shardings, share_values
+from ckpt.state_dict.redistribute import Table, redistribute, tell
+from ckpt.world.base import World, collectively
+
+logger = logging.getLogger(__name__)
+
+PATH = "optim"
+GROUPS = f"{PATH}.param_groups"
+STATE = f"{PATH}.state."
+Optimizers = Sequence[torch.optim.Optimizer]
+
+
+class OptimizerView:
+    """Optimizers seen as one, or a state dict of theirs in the place of their own state."""
+
+    def __init__(self, optimizers: Optimizers, state_dict: Mapping[str, Any] | None = None) -> None:
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        self.param_groups: list[dict[str, Any]] = groups
+        self.state: dict[Any, Any] = {}
+        if state_dict is None:
+            for optimizer in optimizers:
+                self.state.update(optimizer.state)
+
+    @classmethod
+    def of_dict(
+        cls, optimizers: Optimizers, described: Described, state_dict: Mapping[str, Any]
+    ) -> OptimizerView:
+        """`state_dict`, keyed by ids or names, as if it were the live state.
+
+        Raises Mismatch for keys that no parameter goes by.
+        """
+        view = cls(optimizers, state_dict)
+        params = [param for group in view.param_groups for param in group["params"]]
+        by_key: dict[Any, torch.Tensor] = dict(enumerate(params))
+        for param in params:
+            source = described.by_param.get(id(param))
+            if source is not None and len(source.members) == 1:
+                by_key[source.members[0].fqn] = param
+        check_keys(state_dict)
+        states = state_dict.get("state", {})
+        if unknown := [key for key in states if type(key) is int and key not in by_key]:
+            raise Mismatch(
+                [f"{key}: the optimizer has {len(params)} parameters" for key in unknown]
+            )
+        for key, state in states.items():
+            view.state[by_key.get(key, key)] = state
+        given = state_dict.get("param_groups")
+        if given is not None:
+            view.param_groups = [_group_of(group, by_key) for group in given]
+        return view
+
+
+def _group_of(group: Mapping[str, Any], by_key: Mapping[Any, torch.Tensor]) -> dict[str, Any]:
+    unknown = [key for key in group["params"] if key not in by_key]
+    if unknown:
+        raise Mismatch(
+            [f"{key}: no parameter of the optimizer has this name or number" for key in unknown]
+        )
+    return {**group, "params": [by_key[key] for key in group["params"]]}
+
+
+def check_keys(state_dict: Mapping[str, Any]) -> type | None:
+    """The type of the keys of `state_dict`; None without keys. Raises Mismatch when mixed."""
+    groups = [key for group in state_dict.get("param_groups", ()) for key in group["params"]]
+    state = state_dict.get("state", {})
+    kinds = {type(key) for key in groups} or {type(key) for key in state if type(key) is int}
+    if not groups and not kinds:
+        kinds = {type(key) for key in state}
+    if len(kinds) > 1 or (kinds == {str} and any(type(key) is int for key in state)):
+        names = [repr(key) for key in (*groups, *state)]
+        shown = sorted({name.__name__ for name in kinds | {type(key) for key in state}})
+        raise Mismatch(
+            [
+                f"keys of types {', '.join(shown)} in one dict ({', '.join(names[:6])} ...); use "
+                "names or ids throughout, see rekey_optimizer_state_dict"
+            ]
+        )
+    return kinds.pop() if kinds else None
+
+
+# --- taking --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """What this rank holds of optimizers, and the values that all ranks have alike."""
+
+    live: Live
+    values: dict[str, Any]
+    user: dict[str, Any]
+    has_groups: bool
+
+
+def take_optimizer(
+    model: nn.Module,
+    optimizers: Optimizers,
+    output: Output,
+    world: World,
+    ranks: Ranks,
+    *,
+    state_dict: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """The state dict of `optimizers`; collective over `world`.
+
+    Raises InvalidState or Mismatch, the same on all ranks, for state that cannot be told by
+    parameter, and for values that differ between ranks.
+    """
+    taken = collectively(world, "describe", lambda: _taken(model, optimizers, ranks, state_dict))
+    check_values(world, taken.values)
+    tensors = take_out(taken.live, output, world, ranks)
+    if not output.is_for(ranks.rank):
+        return {}
+    groups = taken.values[GROUPS]
+    names = [name for group in groups for name in group["params"]]
+    found: dict[str, Any] = {"state": _state(names, tensors, taken.values)}
+    for key, value in taken.user.items():
+        logger.warning("state %r belongs to no parameter; it is handed on as it is", key)
+        found["state"][key] = value
+    if taken.has_groups:
+        found["param_groups"] = [
+            {**join_tree(group, tensors.__getitem__), "params": list(group["params"])}
+            for group in groups
+        ]
+    return found
+
+
+def _taken(
+    model: nn.Module,
+    optimizers: Optimizers,
+    ranks: Ranks,
+    state_dict: Mapping[str, Any] | None,
+) -> _Taken:
+    described = describe_model(model, ranks, loading=False)
+    problems = [p for one in optimizers for p in refusals(PATH, one, described, ranks)]
+    if problems:
+        raise InvalidState(problems)
+    if state_dict is None:
+        view: Any = OptimizerView(optimizers)
+    else:
+        view = OptimizerView.of_dict(optimizers, described, state_dict)
+    user = user_state(view.state)
+    for key in user:  # goes into the dict as it is, whatever it is
+        del view.state[key]
+    flat = flatten_optimizer(PATH, view, described, ranks)
+    if not flat.problems:
+        rest = flatten_groups(PATH, view, flat.groups, ranks)
+        flat.holdings.extend(rest.holdings)
+        flat.values.update(rest.values)
+        flat.problems.extend(rest.problems)
+    if flat.problems:
+        raise InvalidState(flat.problems)
+    live = Live(
+        flat.holdings,
+        _models(view, described),
+        _sharding_of(described),
+        {},
+    )
+    return _Taken(live, flat.values, user, state_dict is None or "param_groups" in state_dict)
+
+
+def _models(view: Any, described: Described) -> dict[str, torch.Tensor]:
+    """The DTensor that each tensor of the state is laid out like."""
+    models = {}
+    for group in view.param_groups:
+        for param in group["params"]:
+            source = described.by_param[id(param)]
+            for name, content in view.state.get(param, {}).items():
+                if not isinstance(content, torch.Tensor) or not content.ndim:
+                    continue
+                fqn = f"{STATE}{source.members[0].fqn}.{name}"
+                if is_dtensor(content):
+                    models[fqn] = content
+                elif is_dtensor(param) and content.shape == source.owned.local.shape:
+                    models[fqn] = param
+    return models
+
+
+def _sharding_of(described: Described) -> Callable[[str], UnitSharding | None]:
+    """A state that is shaped like its parameter is cut like it, also where it is held elsewhere."""
+    told = shardings(described, names_of(described))
+
+    def sharding_of(fqn: str) -> UnitSharding | None:
+        return next((told[param] for param, _, _ in by_parameter([fqn], told)), None)
+
+    return sharding_of
+
+
+def by_parameter(fqns: Collection[str], params: Collection[str]) -> Iterator[tuple[str, str, str]]:
+    """Parameter and state name of each name of a state tensor or value, with that name.
+
+    Names of states may have dots; then the longest parameter that fits is meant.
+    """
+    known = frozenset(params)
+    for fqn in fqns:
+        if not fqn.startswith(STATE):
+            continue
+        head, _, name = fqn[len(STATE) :].rpartition(".")
+        while head and head not in known:
+            head, _, part = head.rpartition(".")
+            name = f"{part}.{name}"
+        if head:
+            yield head, name, fqn
+
+
+def _state(
+    names: Sequence[str], tensors: Mapping[str, Any], values: Mapping[str, Any]
+) -> dict[str, dict[str, Any]]:
+    """The states by parameter, in the order of the groups."""
+    states: dict[str, dict[str, Any]] = {name: {} for name in names}
+    inside = {fqn for value in values.values() for fqn in references(value)}
+    for param, name, fqn in by_parameter(tensors, names):
+        if fqn in inside:
+            continue
+        suffix = next((s for s in NUMBER_OF_SUFFIX if name.endswith(s)), None)
+        if suffix is None:
+            states[param][name] = tensors[fqn]
+        else:
+            number = NUMBER_OF_SUFFIX[suffix](tensors[fqn].item())
+            states[param][name.removesuffix(suffix)] = number
+    for param, name, fqn in by_parameter(values, names):
+        states[param][name] = join_tree(values[fqn], tensors.__getitem__)
+    return {param: state for param, state in states.items() if state}
+
+
+def check_values(world: World, values: Mapping[str, Any]) -> None:
+    """Raise Mismatch on all ranks, naming what differs, unless all have the same values."""
+    encoded = encode_values(dict(values))
+    digests = world.gather("values", hashlib.sha256(encoded).digest())
+    if len(set(digests)) == 1:
+        return
+    differ: dict[str, list[int]] = {}
+    everybody = [decode_values(part) for part in world.gather("differing values", encoded)]
+    for rank, theirs in enumerate(everybody):
+        for fqn in {*theirs, *everybody[0]}:
+            if encode_values(theirs.get(fqn)) != encode_values(everybody[0].get(fqn)):
+                differ.setdefault(fqn, []).append(rank)
+    raise Mismatch(
+        [
+            f"{fqn}: ranks {ranks} have another value than rank 0; all ranks need the same "
+            "optimizer and the same dict"
+            for fqn, ranks in sorted(differ.items())
+        ]
+    )
+
+
+# --- loading -------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Read:
+    """A state dict in the making of a load: tensors as holdings, values, the user's own."""
+
+    held: list[Holding] = field(default_factory=list)
+    values: dict[str, Any] = field(default_factory=dict)
+    user: dict[str, Any] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+
+class OptimizerLoad:
+    """A load of optimizers, in the order: read, bind, fill, install. Collective over `world`.
+
+    With `fresh`, live state is neither written nor used: the result is what `to_load` gives.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Optimizers,
+        world: World,
+        ranks: Ranks,
+        *,
+        fresh: bool,
+    ) -> None:
+        self.model = model
+        self.optimizers = optimizers
+        self.targets: list[Any] = [_Fresh(one) for one in optimizers] if fresh else [*optimizers]
+        self.world = world
+        self.ranks = ranks
+        self.known: Table = {}
+        self.bound: list[BoundOptimizer] = []
+        self.loaded: list[Names] = []
+        self.groups: list[dict[str, Any]] | None = None
+
+    def prepare(
+        self, state_dict: Mapping[str, Any], *, strict: bool, rank0_only: bool, needs_groups: bool
+    ) -> None:
+        """Everything that can be known before a byte moves. Raises Mismatch on all ranks."""
+        own = {} if rank0_only and self.ranks.rank else state_dict
+
+        def read() -> _Read:
+            self.described = describe_model(self.model, self.ranks, loading=True)
+            return self.read(own)
+
+        self.given = collectively(self.world, "read", read)
+        self.known = tell(self.world, "held", self.given.held)
+        names = {h.pieces[0].fqn for h in self.given.held} | set(self.given.values)
+        givers = check_names(self.world, sorted(names), bool(own))
+        shared = {"values": self.given.values, "user": self.given.user}
+        shared = share_values(self.world, shared, givers)
+        self.given.values, self.given.user = shared["values"], shared["user"]
+        check_values(self.world, self.given.values)
+        self.groups = self.given.values.get(GROUPS)
+        if needs_groups and self.groups is None:
+            raise Mismatch([_NO_GROUPS])
+        collectively(self.world, "compare", lambda: self.bind(strict))
+
+    # reading
+
+    def read(self, state_dict: Mapping[str, Any]) -> _Read:
+        read = _Read()
+        names = self.live_names()
+        known = {*names, *names_of(self.described)}
+        state_dict = nested(state_dict, known)
+        if not state_dict:
+            return read
+        if "state" not in state_dict:
+            raise Mismatch(
+                ['the dict has no "state"; pass what optimizer_state_dict() or state_dict() gives']
+            )
+        key_of = self.key_names(state_dict, known, read.problems)
+        groups = [
+            self.read_group(at, group, key_of, read)
+            for at, group in enumerate(state_dict.get("param_groups", ()))
+        ]
+        if "param_groups" in state_dict:
+            read.values[GROUPS] = groups
+        listed = {name for group in groups for name in group["params"]} | known
+        shapes = self.shapes()
+        for key, state in state_dict["state"].items():
+            name = key_of.get(key, key)
+            if name in listed and isinstance(state, Mapping):
+                for part, content in state.items():
+                    self.read_state(read, name, str(part), content, shapes.get(name))
+            else:
+                read.user[key] = state
+        if read.problems:
+            raise Mismatch(read.problems)
+        return read
+
+    def key_names(
+        self, state_dict: Mapping[str, Any], known: Collection[str], problems: list[str]
+    ) -> dict[Any, str]:
+        """The bare name for each key that stands for a parameter."""
+        groups = state_dict.get("param_groups", ())
+        keys = [key for group in groups for key in group["params"]]
+        if check_keys(state_dict) is not int:
+            names = [*keys, *(key for key in state_dict["state"] if isinstance(key, str))]
+            return {key: bare_name(key, known) for key in names}
+        numbered: dict[Any, str] = {}
+        number = 0
+        for optimizer in self.optimizers:
+            for group in named_groups(optimizer, self.described):
+                for named in group:
+                    if len(named.names) == 1:
+                        numbered[number] = named.names[0]
+                    number += 1
+        for key in dict.fromkeys([*keys, *state_dict["state"]]):
+            if type(key) is int and key not in numbered:
+                problems.append(
+                    f"{key}: no single parameter of the optimizer has this number (it has {number},"
+                    " a flat parameter stands for several names); give the dict names with "
+                    "rekey_optimizer_state_dict on the bare model"
+                )
+        return numbered
+
+    def read_group(
+        self, at: int, group: Mapping[str, Any], key_of: Mapping[Any, str], read: _Read
+    ) -> dict[str, Any]:
+        hyper = {key: item for key, item in group.items() if key not in NAME_KEYS}
+        value, tensors = split_tree(hyper, f"{GROUPS}.{at}", read.problems)
+        for fqn, tensor in tensors:
+            self.hold(read, fqn, tensor, None)
+        params = [key_of[key] for key in group["params"] if key in key_of]
+        return {"params": params, **(value or {})}
+
+    def read_state(
+        self, read: _Read, param: str, name: str, content: Any, shape: Shape | None
+    ) -> None:
+        fqn = f"{STATE}{param}.{name}"
+        if is_tensor(content):
+            self.hold(read, fqn, content, shape)
+            return
+        value, tensors = split_tree(content, fqn, read.problems)
+        read.values[fqn] = value
+        for tensor_fqn, tensor in tensors:
+            self.hold(read, tensor_fqn, tensor, None)
+
+    def hold(self, read: _Read, fqn: str, content: Any, shape: Shape | None) -> None:
+        try:
+            read.held += put_in(fqn, content, self.ranks, kind=Kind.OPTIMIZER, shape=shape)
+        except Refused as refused:
+            read.problems.append(refused.problem)
+
+    def live_names(self) -> set[str]:
+        return {
+            name
+            for optimizer in self.optimizers
+            for group in named_groups(optimizer, self.described)
+            for named in group
+            for name in named.names
+        }
+
+    def shapes(self) -> dict[str, Shape]:
+        return {
+            member.fqn: member.global_shape
+            for source in self.described.params
+            for member in source.members
+        }
+
+    # binding
+
+    def bind(self, strict: bool) -> None:
+        problems: list[str] = []
+        live = self.live_names()
+        listed = {name for group in self.groups or () for name in group["params"]}
+        told = {param for param, _, _ in by_parameter(self.known, listed | live)}
+        told |= {param for param, _, _ in by_parameter(self.given.values, listed | live)}
+        extra = sorted((listed | told) - live)
+        if strict and extra:
+            problems += [
+                f"{name}: is in the dict and no parameter of the optimizer; strict=False leaves "
+                "it out"
+                for name in extra
+            ]
+        for at, target in enumerate(self.targets):
+            problems += self.bind_one(self.optimizers[at], target, strict)
+        if problems:
+            raise Mismatch(problems)
+
+    def bind_one(self, optimizer: torch.optim.Optimizer, target: Any, strict: bool) -> list[str]:
+        own = {
+            name: None
+            for group in named_groups(optimizer, self.described)
+            for named in group
+            for name in named.names
+        }
+        values = dict(self.given.values)
+        values[GROUPS] = self.groups_of(optimizer, own)
+        catalog = Catalog(
+            {f: TensorEntry(known.dtype, known.shape) for f, known in self.known.items()},
+            _of_params(values, own),
+        )
+        names = Names(catalog, None, None)
+        names.aliases = self.described.aliases
+        if found := refusals(PATH, optimizer, self.described, self.ranks):
+            return found
+        self.bound.append(bind_optimizer(PATH, target, self.described, names, self.ranks))
+        self.loaded.append(names)
+        tolerated = (ProblemKind.MISSING, ProblemKind.UNEXPECTED)
+        return [p.text for p in names.problems if strict or p.kind not in tolerated]
+
+    def groups_of(
+        self, optimizer: torch.optim.Optimizer, own: Collection[str]
+    ) -> list[dict[str, Any]]:
+        """The groups of the dict as far as they are this optimizer's; its own if there are none."""
+        if self.groups is None:
+            return [
+                {"params": [name for named in group for name in named.names]}
+                for group in named_groups(optimizer, self.described)
+            ]
+        cut = [
+            {**group, "params": [name for name in group["params"] if name in own]}
+            for group in self.groups
+        ]
+        return [
+            group
+            for group, given in zip(cut, self.groups, strict=True)
+            if group["params"] or not given["params"]
+        ]
+
+    # filling
+
+    def fill(self) -> None:
+        """Bring the bytes to where they belong; collective."""
+        wanted = [holding for bound in self.bound for holding in bound.holdings]
+        redistribute(self.world, self.given.held, self.known, wanted)
+
+    def install(self) -> Loaded:
+        """Give the optimizers their state; collective, to fail together."""
+        return collectively(self.world, "finish", self._install)
+
+    def _install(self) -> Loaded:
+        for bound in self.bound:
+            bound.install()
+        for key, value in self.given.user.items():
+            logger.warning("state %r belongs to no parameter; it is handed on as it is", key)
+            states: Any = self.optimizers[0].state
+            states[key] = value
+        return Loaded(
+            tuple(name for names in self.loaded for name in names.loaded_tensors),
+            tuple(name for names in self.loaded for name in names.loaded_values),
+            self._reported(ProblemKind.MISSING),
+            self._reported(ProblemKind.UNEXPECTED),
+            (),
+            0,
+        )
+
+    def _reported(self, kind: ProblemKind) -> tuple[str, ...]:
+        return tuple(p.fqn for names in self.loaded for p in names.problems if p.kind is kind)
+
+    def to_load(self) -> dict[str, Any]:
+        """What `load_state_dict` of the one optimizer takes: keyed by ids, as it holds it."""
+        (optimizer,), (bound,) = self.optimizers, self.bound
+        bound.install()
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        id_of = {id(param): number for number, param in enumerate(params)}
+        target = self.targets[0]
+        state: dict[Any, Any] = {
+            id_of[id(param)]: found for param in params if (found := target.state.get(param))
+        }
+        state.update(self.given.user)
+        result: dict[str, Any] = {"state": state}
+        if self.groups is not None:
+            result["param_groups"] = [
+                {**group, "params": [id_of[id(param)] for param in group["params"]]}
+                for group in target.param_groups
+            ]
+        return result
+
+
+class _Fresh:
+    """An optimizer's groups without its state, to be filled in its place."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.state: dict[Any, dict[str, Any]] = _States()
+        self.param_groups = [
+            {
+                key: item.clone() if isinstance(item, torch.Tensor) else item
+                for key, item in group.items()
+            }
+            for group in optimizer.param_groups
+        ]
+
+
+class _States(dict[Any, dict[str, Any]]):
+    def __missing__(self, key: Any) -> dict[str, Any]:
+        made: dict[str, Any] = {}
+        self[key] = made
+        return made
+
+
+def _of_params(values: Mapping[str, Any], params: Collection[str]) -> dict[str, Any]:
+    """The values that belong to `params`, and the groups."""
+    kept = {fqn: values[fqn] for _, _, fqn in by_parameter(values, params)}
+    return {**kept, GROUPS: values[GROUPS]}
+
+
+_NO_GROUPS = (
+    'the dict has no "param_groups"; pass what optimizer_state_dict() gives, or strict=False to '
+    "keep the hyperparameters as they are"
+)
+
+
+def nested(state_dict: Mapping[str, Any], params: Collection[str]) -> Mapping[str, Any]:
+    """A dict whose keys are joined with dots, as torch can give it, with its levels put back.
+
+    Any other comes back as it is. Groups are made of parameters whose hyperparameters are equal.
+    """
+    if (
+        not state_dict
+        or "state" in state_dict
+        or not all(
+            isinstance(key, str) and key.startswith(("state.", "param_groups."))
+            for key in state_dict
+        )
+    ):
+        return state_dict
+    state: dict[str, dict[str, Any]] = {}
+    hyper: dict[str, dict[str, Any]] = {}
+    known = frozenset(params)
+    for key, content in state_dict.items():
+        kind, _, rest = key.partition(".")
+        head, _, name = rest.rpartition(".")
+        while head and head not in known:
+            head, _, part = head.rpartition(".")
+            name = f"{part}.{name}"
+        if not head:
+            head, _, name = rest.rpartition(".")
+        (state if kind == "state" else hyper).setdefault(head, {})[name] = content
+    groups: list[dict[str, Any]] = []
+    for param, found in hyper.items():
+        for group in groups:
+            if _same_hyper({k: v for k, v in group.items() if k != "params"}, found):
+                group["params"].append(param)
+                break
+        else:
+            groups.append({**found, "params": [param]})
+    return {"state": state, "param_groups": groups}
+
+
+def _same_hyper(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    if a.keys() != b.keys():
+        return False
+    return all(
+        torch.equal(a[key], b[key]) if isinstance(a[key], torch.Tensor) else a[key] == b[key]
+        for key in a
+    )

@@ -1,0 +1,1 @@
+"""Spans, counters and the history of saves and loads."""

@@ -1,0 +1,347 @@
+"""Copy checkpoints between stores: verified on the way, resumable, and whole or absent.
+
+    one checkpoint:  data files -> sync -> MANIFEST           a directory that opens by its own path
+    a whole root:    data files -> sync -> MANIFESTs -> log -> FORMAT
+
+The last object makes the copy exist, and is created once. Everything before it is the same in every
+try, so a run that died is repeated and skips what is there. A checkpoint that needs files of others
+(`dedup`) is written anew with all its bytes: see `ckpt.tools.rewrite`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from ckpt.commit.locate import live_entries, locate
+from ckpt.commit.log import FORMAT_KEY, Log, encode_format, read_format, record_digest
+from ckpt.commit.names import MANIFEST_NAME, attempt_epoch, record_key
+from ckpt.commit.records import FIRST_LINE, LiveEntry, Record, encode_record, record_problem
+from ckpt.errors import CheckpointError, Corrupt, NoCheckpoint
+from ckpt.format.manifest import Manifest
+from ckpt.format.manifest_codec import decode_manifest, encode_manifest
+from ckpt.format.references import REFERENCES, is_reference
+from ckpt.loading.checkpoint import Checkpoint, Found, find_checkpoint
+from ckpt.tools.relay import check_index, index_of, is_there, relay_file, tiles_of
+from ckpt.tools.rewrite import own_layout, rewrite
+from storage import KeyExistsError, KeyNotFoundError, Store, open_store, options_of_other
+
+LOOKED_AT_MAX = 100_000  # keys at the target that are looked at before anything is written
+
+Progress: TypeAlias = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class CopyReport:
+    """What a copy did. `target` opens the copy: a step's directory, or a root.
+
+    `attempt` is the name of a single checkpoint, "" for a whole root.
+    `nbytes` are those of all its data files, `nbytes_written` those that this run had to write.
+    """
+
+    source: str
+    target: str
+    steps: tuple[int, ...]
+    files: int
+    nbytes: int
+    nbytes_written: int
+    attempt: str = ""
+
+
+def copy(
+    url: str,
+    target: str,
+    *,
+    step: int | None = None,
+    whole_root: bool = False,
+    threads: int = 4,
+    progress: Progress | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    target_options: Mapping[str, Any] | None = None,
+) -> CopyReport:
+    """Copy the checkpoint of `step`, by default the latest, to the directory `target`.
+
+    The copy opens, loads and verifies by its path alone; it needs nothing of the source. With
+    `whole_root`, all checkpoints that exist in the root `url` go to the new root `target`, where
+    trainings can load and save as in the old one; the first save there begins a new session.
+
+    Every byte is compared with its checksum before it is published. Bytes that are there from an
+    earlier run are not sent again. `progress(done, total)` counts bytes. `target_options` default
+    to `storage_options` when both urls have the same protocol.
+
+    Raises NoCheckpoint, Corrupt when stored bytes were changed, CheckpointError when something else
+    is at the target, and the stores' errors. The target then opens as it did before, and running
+    again goes on.
+    """
+    target_options = options_of_other(url, storage_options, target, target_options)
+    with ExitStack() as stack:
+        source = open_store(url, **(storage_options or {}))
+        stack.callback(source.close)
+        there = open_store(target, **target_options)
+        stack.callback(there.close)
+        if whole_root:
+            if step is not None:
+                raise ValueError("step= chooses one checkpoint; whole_root=True takes all")
+            return copy_root(source, there, threads=threads, progress=progress)
+        found = find_checkpoint(source, step)
+        return copy_checkpoint(source, found, there, threads=threads, progress=progress)
+
+
+class Meter:
+    """Counts written bytes for the caller's progress. Called by any thread."""
+
+    def __init__(self, total: int, progress: Progress | None) -> None:
+        self.written = 0
+        self._skipped = 0
+        self._total = total
+        self._progress = progress
+        self._lock = threading.Lock()
+
+    def add(self, nbytes: int) -> None:
+        """Bytes that were written."""
+        with self._lock:
+            self.written += nbytes
+            self._tell()
+
+    def skip(self, nbytes: int) -> None:
+        """Bytes that were there."""
+        with self._lock:
+            self._skipped += nbytes
+            self._tell()
+
+    def _tell(self) -> None:
+        if self._progress is not None:
+            self._progress(min(self.written + self._skipped, self._total), self._total)
+
+
+# One checkpoint -----------------------------------------------------------------------------
+
+
+def copy_checkpoint(
+    source: Store,
+    found: Found,
+    target: Store,
+    *,
+    threads: int = 4,
+    progress: Progress | None = None,
+) -> CopyReport:
+    """Copy an opened checkpoint into the top of `target`. Raises like `copy`."""
+    manifest = found.manifest
+    meter = Meter(int(manifest.file_nbytes.sum()), progress)
+    if any(map(is_reference, manifest.files)):
+        checkpoint = Checkpoint(source, found)
+        required = tuple(name for name in manifest.header.required if name != REFERENCES)
+        header = manifest.header.model_copy(update={"required": required})
+        layout = own_layout(manifest)
+        made = rewrite(checkpoint, header, layout, target, threads=threads, add=meter)
+        return _report(source, target, made, meter)
+    refuse_others(target, (*manifest.files, MANIFEST_NAME))
+    data = encode_manifest(manifest)
+    if not _is_finished(target, MANIFEST_NAME, data):
+        target.abort_unfinished("")
+        _relay_files(source, found.prefix, manifest, target, "", threads=threads, meter=meter)
+        target.sync(manifest.files)
+        put_once(target, MANIFEST_NAME, data)
+    return _report(source, target, manifest, meter)
+
+
+def _report(source: Store, target: Store, manifest: Manifest, meter: Meter) -> CopyReport:
+    return CopyReport(
+        source=source.url,
+        target=target.url,
+        steps=(manifest.header.step,),
+        files=len(manifest.files),
+        nbytes=int(manifest.file_nbytes.sum()),
+        nbytes_written=meter.written,
+        attempt=manifest.header.attempt,
+    )
+
+
+def _relay_files(
+    source: Store,
+    prefix: str,
+    manifest: Manifest,
+    target: Store,
+    target_prefix: str,
+    *,
+    threads: int,
+    meter: Meter,
+) -> None:
+    """The checkpoint's own data files, one after the other, except those that are there."""
+    for file, name in enumerate(manifest.files):
+        if is_reference(name):
+            continue
+        key, nbytes = prefix + name, int(manifest.file_nbytes[file])
+        index = index_of(source, key, nbytes)
+        check_index(index, manifest, file, f"{source.url}/{key}")
+        there = is_there(target, target_prefix + name, index.header, nbytes)
+        if there is not None and np.array_equal(there.checksums, index.checksums):
+            meter.skip(nbytes)
+            continue
+        relay_file(
+            source,
+            key,
+            target,
+            target_prefix + name,
+            tiles=tiles_of(index),
+            threads=threads,
+            add=meter.add,
+        )
+
+
+def refuse_others(target: Store, expected: Iterable[str]) -> None:
+    """Raises CheckpointError when `target` holds what an unfinished copy of ours does not."""
+    known = set(expected)
+    for info in islice(target.list(""), LOOKED_AT_MAX):
+        if info.key == FORMAT_KEY:
+            raise CheckpointError(
+                f"{target.url} is the root of a run, and a copy needs a directory of its own; give "
+                "another target, such as a new directory beside it"
+            )
+        if info.key not in known:
+            what = "another checkpoint" if info.key == MANIFEST_NAME else "other things"
+            raise CheckpointError(
+                f"{target.url} holds {what} (such as {info.key!r}); nothing is ever overwritten: "
+                "give an empty or new directory"
+            )
+
+
+def _is_finished(target: Store, key: str, data: bytes) -> bool:
+    """Whether the last object of this copy is there. Raises CheckpointError for another one."""
+    try:
+        found = target.get(key)
+    except KeyNotFoundError:
+        return False
+    if found != data:
+        raise CheckpointError(
+            f"{target.url}/{key} is there already and is of another checkpoint; nothing is ever "
+            "overwritten: remove it, or give another target"
+        )
+    return True
+
+
+def put_once(target: Store, key: str, data: bytes) -> None:
+    """`key` is there with these bytes on return, by us or by an earlier try of the same copy."""
+    try:
+        target.put_if_absent(key, data)
+    except KeyExistsError:
+        _is_finished(target, key, data)
+
+
+# A whole root -------------------------------------------------------------------------------
+
+
+class _Live(NamedTuple):
+    entry: LiveEntry
+    manifest: Manifest
+
+
+def copy_root(
+    source: Store, target: Store, *, threads: int = 4, progress: Progress | None = None
+) -> CopyReport:
+    """Copy all checkpoints of a root into the new root `target`. Raises like `copy`."""
+    live = live_entries(source)
+    if not live:
+        raise NoCheckpoint(f"{source.url} has no checkpoint yet: there is nothing to copy")
+    found = [_Live(e, decode_manifest(locate(source, attempt=e.attempt).data)) for e in live]
+    _check_epochs(source, live)
+    root = _new_root(read_format(source).root, live)
+    records = _records(root, found)
+    meter = Meter(sum(manifest.own_nbytes for _, manifest in found), progress)
+    files = [
+        entry.prefix + name
+        for entry, manifest in found
+        for name in manifest.files
+        if not is_reference(name)
+    ]
+    format_line = encode_format(root)
+    if not _is_finished(target, FORMAT_KEY, format_line):
+        log = {record_key(record.slot): encode_record(record) for record in records}
+        manifests = [entry.prefix + MANIFEST_NAME for entry in live]
+        refuse_others(target, (*files, *manifests, *log))
+        target.abort_unfinished("")
+        for entry, manifest in found:
+            prefix = entry.prefix
+            _relay_files(source, prefix, manifest, target, prefix, threads=threads, meter=meter)
+        target.sync(files)
+        for entry, manifest in found:
+            put_once(target, entry.prefix + MANIFEST_NAME, encode_manifest(manifest))
+        for key, data in log.items():
+            put_once(target, key, data)
+        put_once(target, FORMAT_KEY, format_line)
+    return CopyReport(
+        source=source.url,
+        target=target.url,
+        steps=tuple(entry.step for entry in live),
+        files=len(files),
+        nbytes=sum(manifest.own_nbytes for _, manifest in found),
+        nbytes_written=meter.written,
+    )
+
+
+def _check_epochs(source: Store, live: Sequence[LiveEntry]) -> None:
+    """Each epoch took a record of its own; a name that says otherwise would cost as many here."""
+    slot = Log(source).state().slot
+    for entry in live:
+        if attempt_epoch(entry.attempt) > slot + 1:
+            raise Corrupt(
+                f"{source.url}: {entry.attempt} is of a session that the log of {slot + 1} records "
+                "cannot have had; copy single checkpoints instead"
+            )
+
+
+def _new_root(root: str, live: Sequence[LiveEntry]) -> str:
+    """The identity of the copy: another one than the source's, and the same in every try."""
+    digest = hashlib.sha256(f"copy of {root}".encode())
+    for entry in live:
+        digest.update(entry.attempt.encode() + entry.manifest_digest)
+    return digest.hexdigest()[:32]
+
+
+def _records(root: str, found: Sequence[_Live]) -> list[Record]:
+    """A log that tells of these checkpoints and of nothing else, under their own epochs."""
+    records: list[Record] = []
+    live: list[LiveEntry] = []
+    lines: dict[int | None, int | None] = {None: None, FIRST_LINE: FIRST_LINE}
+
+    def append(kind: Any, epoch: int, attempt: str | None, time_unix: float) -> None:
+        slot = len(records)
+        write_id = hashlib.sha256(f"{root} {slot}".encode()).digest()[:16]
+        previous = record_digest(encode_record(records[-1])) if records else None
+        record = Record(kind, slot, epoch, write_id, time_unix, attempt, tuple(live), previous)
+        problem = record_problem(record, slot=slot)
+        assert problem is None, f"a record of a copy {problem}"
+        records.append(record)
+
+    epoch = 0
+    for entry, manifest in found:
+        created_unix = float(manifest.header.created_unix)
+        while epoch < attempt_epoch(entry.attempt):
+            epoch += 1
+            append("CLAIM", epoch, None, created_unix)
+        slot = len(records)
+        live.append(_at_slot(entry, slot, line=lines.setdefault(entry.line, slot)))
+        append("COMMIT", epoch, entry.attempt, created_unix)
+    return records
+
+
+def _at_slot(entry: LiveEntry, slot: int, *, line: int | None) -> LiveEntry:
+    return LiveEntry(
+        attempt=entry.attempt,
+        step=entry.step,
+        slot=slot,
+        manifest_nbytes=entry.manifest_nbytes,
+        manifest_digest=entry.manifest_digest,
+        pinned=entry.pinned,
+        verified=entry.verified,
+        metric=entry.metric,
+        references=entry.references,
+        line=line,
+    )

@@ -1,0 +1,477 @@
+"""What differs between two checkpoints: names, shapes, dtypes, values, and by how much.
+
+    manifests -> names -> checksums of the same bytes -> places that differ -> read those -> numbers
+
+Two checkpoints that were sharded in other ways are compared by their checksums too: where spans of
+both end at the same byte, the checksum of all blocks before follows from theirs
+(`ckpt.format.crc_combine`). Data is read only where checksums differ, or where regions do not line up.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import reduce
+from itertools import pairwise
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+
+from ckpt.format.codec import encode_values
+from ckpt.format.crc_combine import joined_crc32c
+from ckpt.format.manifest import Manifest
+from ckpt.layout.dtypes import DTYPES
+from ckpt.layout.region import Shape, Span
+from ckpt.loading.checkpoint import Checkpoint, find_checkpoint
+from ckpt.loading.plan import ReadPath
+from ckpt.tools.pipeline import in_order
+from storage import open_store, options_of_other
+
+BAND_NUMEL = 1 << 19  # elements read together
+LOOK_NUMEL = 1 << 15  # elements looked at together: all that is computed of them stays in the cache
+
+Progress: TypeAlias = Callable[[int, int], None]
+Rename: TypeAlias = Mapping[str, str] | Callable[[str], str]
+
+
+class Amount(NamedTuple):
+    """By how much the elements of two tensors differ, where their bytes do.
+
+    `changed` counts elements with other bits, of `compared` that were looked at (those in blocks
+    that differ; the rest is known to be the same). `max_abs` is the largest |b - a|, `max_rel` the
+    largest |b - a| / max(|a|, |b|), `norm` the 2-norm of b - a, and `norm_a` that of a over what
+    was compared. Elements that are not finite in one of the two are counted in `not_finite` and in
+    no other number but `changed`. Computed in float64 (complex: moduli).
+    """
+
+    changed: int
+    compared: int
+    max_abs: float
+    max_rel: float
+    norm: float
+    norm_a: float
+    not_finite: int
+
+    @property
+    def relative_norm(self) -> float:
+        """`norm / norm_a`: 0 when nothing changed, infinite where a was all zero."""
+        if self.norm == 0:
+            return 0.0
+        return self.norm / self.norm_a if self.norm_a else math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class TensorChange:
+    """A tensor that both checkpoints have and that differs.
+
+    `amount` is None where elements cannot be compared (other shapes), or were not asked for.
+    """
+
+    fqn: str
+    dtype_a: str
+    dtype_b: str
+    shape_a: Shape
+    shape_b: Shape
+    amount: Amount | None
+
+    @property
+    def what(self) -> str:
+        """The coarsest thing that differs: "shape", "dtype" or "values"."""
+        if self.shape_a != self.shape_b:
+            return "shape"
+        return "dtype" if self.dtype_a != self.dtype_b else "values"
+
+
+class ValueChange(NamedTuple):
+    """A value that differs, or that one of the two lacks (`has_a`, `has_b`)."""
+
+    fqn: str
+    a: Any
+    b: Any
+    has_a: bool
+    has_b: bool
+
+
+@dataclass(frozen=True, slots=True)
+class DiffReport:
+    """How checkpoint b differs from checkpoint a; names are sorted.
+
+    `same` counts tensors with the same name, shape, dtype and bytes. `nbytes_read` are the tensor
+    bytes that were read from both. `per_rank_differs` tells of `PerRank` values.
+    """
+
+    url_a: str
+    url_b: str
+    step_a: int
+    step_b: int
+    same: int
+    changed: tuple[TensorChange, ...]
+    only_a: tuple[str, ...]
+    only_b: tuple[str, ...]
+    values: tuple[ValueChange, ...]
+    per_rank_differs: bool
+    nbytes_read: int
+
+    @property
+    def identical(self) -> bool:
+        """Whether tensors and values are the same, to the bit; layouts may differ."""
+        lists = (self.changed, self.only_a, self.only_b, self.values)
+        return not any(lists) and not self.per_rank_differs
+
+
+@dataclass(frozen=True, slots=True)
+class DiffOptions:
+    """What to compare. `include` and `exclude` are shell patterns of names as b has them.
+
+    `rename` gives the name in b for a name in a. With `data=False` nothing is read but the
+    manifests, and tensors whose regions do not line up count as changed.
+    """
+
+    include: Sequence[str] = ()
+    exclude: Sequence[str] = ()
+    rename: Rename | None = None
+    data: bool = True
+    threads: int = 3
+
+
+def diff(
+    url_a: str,
+    url_b: str,
+    *,
+    step_a: int | None = None,
+    step_b: int | None = None,
+    options: DiffOptions | None = None,
+    progress: Progress | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    storage_options_b: Mapping[str, Any] | None = None,
+) -> DiffReport:
+    """How the checkpoint at `url_b` differs from the one at `url_a`.
+
+    Both are roots or single steps' directories; steps default to the latest. Memory is bounded by
+    the number of threads, whatever the size of tensors. `progress(done, total)` counts bytes read.
+    `storage_options_b` default to `storage_options` when both urls have the same protocol. Raises
+    NoCheckpoint, Corrupt, ValueError when `rename` gives two tensors one name, and the stores'
+    errors.
+    """
+    options = options or DiffOptions()
+    other = options_of_other(url_a, storage_options, url_b, storage_options_b)
+    with ExitStack() as stack:
+        opened = []
+        for url, step, store_options in ((url_a, step_a, storage_options), (url_b, step_b, other)):
+            store = open_store(url, **(store_options or {}))
+            stack.callback(store.close)
+            # Bands are read by several threads, each with one request.
+            found = find_checkpoint(store, step)
+            opened.append(Checkpoint(store, found, path=ReadPath()))
+        return diff_checkpoints(opened[0], opened[1], options, progress)
+
+
+def diff_checkpoints(
+    a: Checkpoint, b: Checkpoint, options: DiffOptions, progress: Progress | None = None
+) -> DiffReport:
+    """As `diff`, of checkpoints that are open."""
+    names_a = _renamed(a, options)
+    names_b = {name: name for name in b if _is_selected(name, options)}
+    pairs = [_pair(a, b, names_a[name], name) for name in names_b if name in names_a]
+    differing = [pair for pair in pairs if pair.differs]
+    amounts: dict[str, Amount] = {}
+    nbytes_read = 0
+    if options.data:
+        amounts, nbytes_read = _amounts(a, b, differing, options.threads, progress)
+    changed = []
+    for pair in differing:
+        amount = amounts.get(pair.fqn_b)
+        if amount is not None and not amount.changed and pair.dtype_a == pair.dtype_b:
+            continue  # regions did not line up, and the elements are the same
+        changed.append(_change(pair, amount))
+    return DiffReport(
+        url_a=a.url,
+        url_b=b.url,
+        step_a=a.step,
+        step_b=b.step,
+        same=len(pairs) - len(changed),
+        changed=tuple(sorted(changed, key=lambda change: change.fqn)),
+        only_a=tuple(sorted(names_a.keys() - names_b.keys())),
+        only_b=tuple(sorted(names_b.keys() - names_a.keys())),
+        values=tuple(_value_changes(a, b, options)),
+        per_rank_differs=a.manifest.per_rank != b.manifest.per_rank,
+        nbytes_read=nbytes_read,
+    )
+
+
+def _renamed(a: Checkpoint, options: DiffOptions) -> dict[str, str]:
+    """Names that b would have, each with the name in a."""
+    found: dict[str, str] = {}
+    for name in a:
+        new = _new_name(name, options.rename)
+        if found.setdefault(new, name) != name:
+            raise ValueError(f"rename= gives {name!r} and {found[new]!r} one name, {new!r}")
+    return {new: name for new, name in found.items() if _is_selected(new, options)}
+
+
+def _new_name(name: str, rename: Rename | None) -> str:
+    if rename is None:
+        return name
+    return rename.get(name, name) if isinstance(rename, Mapping) else rename(name)
+
+
+def _is_selected(name: str, options: DiffOptions) -> bool:
+    if any(fnmatchcase(name, pattern) for pattern in options.exclude):
+        return False
+    return not options.include or any(fnmatchcase(name, p) for p in options.include)
+
+
+def renaming(substitutions: Sequence[tuple[re.Pattern[str], str]]) -> Rename | None:
+    """A `rename` that applies regular expressions in order; None for none."""
+    if not substitutions:
+        return None
+
+    def rename(name: str) -> str:
+        for pattern, replacement in substitutions:
+            name = pattern.sub(replacement, name)
+        return name
+
+    return rename
+
+
+# Checksums first ----------------------------------------------------------------------------
+
+
+class _Pair(NamedTuple):
+    """One tensor in both. `spans` are the elements to read; all of them when nothing is known."""
+
+    fqn_a: str
+    fqn_b: str
+    dtype_a: str
+    dtype_b: str
+    shape_a: Shape
+    shape_b: Shape
+    spans: tuple[Span, ...]
+
+    @property
+    def differs(self) -> bool:
+        is_other = self.shape_a != self.shape_b or self.dtype_a != self.dtype_b
+        return is_other or bool(self.spans)
+
+
+def _pair(a: Checkpoint, b: Checkpoint, name_a: str, name_b: str) -> _Pair:
+    at_a, at_b = _number(a, name_a), _number(b, name_b)
+    shape_a, shape_b = a.manifest.shapes[at_a], b.manifest.shapes[at_b]
+    dtype_a, dtype_b = a.manifest.dtypes[at_a], b.manifest.dtypes[at_b]
+    numel = math.prod(shape_a)
+    spans: tuple[Span, ...] = ()
+    if shape_a == shape_b and numel:
+        spans = (Span(0, numel),)
+        if dtype_a == dtype_b:
+            spans = _differing_spans(a.manifest, at_a, b.manifest, at_b)
+    return _Pair(name_a, name_b, dtype_a, dtype_b, shape_a, shape_b, spans)
+
+
+def _number(checkpoint: Checkpoint, name: str) -> int:
+    return checkpoint.manifest.index(checkpoint.aliases.get(name, name))
+
+
+def _differing_spans(a: Manifest, at_a: int, b: Manifest, at_b: int) -> tuple[Span, ...]:
+    """Elements of one tensor that may differ, as ascending disjoint spans; nothing else does."""
+    numel = math.prod(a.shapes[at_a])
+    itemsize = DTYPES[a.dtypes[at_a]].itemsize
+    if _boxed(a, at_a) or _boxed(b, at_b):
+        same = _same_regions(a, at_a, b, at_b) and np.array_equal(
+            _checksums(a, at_a), _checksums(b, at_b)
+        )
+        return () if same else (Span(0, numel),)
+    ends_a, ends_b = _block_ends(a, at_a, itemsize), _block_ends(b, at_b, itemsize)
+    sums_a, sums_b = _checksums(a, at_a), _checksums(b, at_b)
+    if np.array_equal(ends_a, ends_b) and np.array_equal(sums_a, sums_b):
+        return ()
+    common = np.intersect1d(ends_a, ends_b, assume_unique=True)
+    stops_a = np.searchsorted(ends_a, common) + 1
+    stops_b = np.searchsorted(ends_b, common) + 1
+    spans: list[Span] = []
+    start = first_a = first_b = 0
+    for stop, last_a, last_b in zip(
+        common.tolist(), stops_a.tolist(), stops_b.tolist(), strict=True
+    ):
+        crc_a = _joined(sums_a, ends_a, first_a, last_a, start)
+        if crc_a != _joined(sums_b, ends_b, first_b, last_b, start):
+            low, high = start // itemsize, stop // itemsize
+            if spans and spans[-1].stop == low:
+                spans[-1] = Span(spans[-1].start, high)
+            else:
+                spans.append(Span(low, high))
+        start, first_a, first_b = stop, last_a, last_b
+    return tuple(spans)
+
+
+def _boxed(manifest: Manifest, at: int) -> bool:
+    first, last = int(manifest.chunks.first[at]), int(manifest.chunks.first[at + 1])
+    return bool((manifest.chunks.box[first:last] >= 0).any())
+
+
+def _same_regions(a: Manifest, at_a: int, b: Manifest, at_b: int) -> bool:
+    if a.header.block_bytes != b.header.block_bytes:
+        return False
+    regions = []
+    for manifest, at in ((a, at_a), (b, at_b)):
+        first, last = int(manifest.chunks.first[at]), int(manifest.chunks.first[at + 1])
+        regions.append([manifest.region(chunk) for chunk in range(first, last)])
+    return regions[0] == regions[1]
+
+
+def _checksums(manifest: Manifest, at: int) -> np.ndarray[Any, np.dtype[np.uint32]]:
+    chunks = manifest.chunks
+    first = chunks.first_block[int(chunks.first[at])]
+    last = chunks.first_block[int(chunks.first[at + 1])]
+    return manifest.checksums[int(first) : int(last)]
+
+
+def _block_ends(manifest: Manifest, at: int, itemsize: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Where each block of a tensor of spans ends, in bytes of the whole tensor."""
+    chunks = manifest.chunks
+    block = manifest.header.block_bytes
+    ends: list[np.ndarray[Any, np.dtype[np.int64]]] = [np.zeros(0, dtype=np.int64)]
+    for chunk in range(int(chunks.first[at]), int(chunks.first[at + 1])):
+        start = int(chunks.span_start[chunk]) * itemsize
+        stop = start + int(chunks.numel[chunk]) * itemsize
+        ends.append(np.append(np.arange(start + block, stop, block, dtype=np.int64), stop))
+    return np.concatenate(ends)
+
+
+def _joined(sums: Any, ends: Any, first: int, last: int, start: int) -> int:
+    """The checksum of blocks `first` to `last`, the first of which starts at byte `start`."""
+    if last - first == 1:
+        return int(sums[first])
+    edges = [start, *ends[first:last].tolist()]
+    sizes = [high - low for low, high in pairwise(edges)]
+    return joined_crc32c(sums[first:last].tolist(), sizes)
+
+
+# Data where checksums differ ----------------------------------------------------------------
+
+
+class _Band(NamedTuple):
+    pair: _Pair
+    span: Span
+
+
+def _amounts(
+    a: Checkpoint,
+    b: Checkpoint,
+    pairs: Sequence[_Pair],
+    threads: int,
+    progress: Progress | None,
+) -> tuple[dict[str, Amount], int]:
+    """The amount for each of `pairs` that can be compared, by the name in b; and bytes read."""
+    total = sum(_nbytes(pair) for pair in pairs)
+    done = 0
+    found: dict[str, Amount] = {}
+
+    def look(band: _Band) -> tuple[_Band, Amount]:
+        pair, span = band
+        elements_a, elements_b = a.read(pair.fqn_a, span), b.read(pair.fqn_b, span)
+        parts = [
+            _amount(elements_a[start : start + LOOK_NUMEL], elements_b[start : start + LOOK_NUMEL])
+            for start in range(0, span.numel, LOOK_NUMEL)
+        ]
+        return band, reduce(_sum, parts)
+
+    with ThreadPoolExecutor(threads, thread_name_prefix="ckpt-diff") as pool:
+        for (pair, span), amount in in_order(pool, look, _bands(pairs), in_flight_max=2 * threads):
+            known = found.get(pair.fqn_b)
+            found[pair.fqn_b] = amount if known is None else _sum(known, amount)
+            done += span.numel * _itemsizes(pair)
+            if progress is not None:
+                progress(done, total)
+    return found, total
+
+
+def _bands(pairs: Sequence[_Pair]) -> Iterator[_Band]:
+    for pair in pairs:
+        for span in pair.spans:
+            for start in range(span.start, span.stop, BAND_NUMEL):
+                yield _Band(pair, Span(start, min(start + BAND_NUMEL, span.stop)))
+
+
+def _itemsizes(pair: _Pair) -> int:
+    return DTYPES[pair.dtype_a].itemsize + DTYPES[pair.dtype_b].itemsize
+
+
+def _nbytes(pair: _Pair) -> int:
+    return sum(span.numel for span in pair.spans) * _itemsizes(pair)
+
+
+def _amount(a: torch.Tensor, b: torch.Tensor) -> Amount:
+    """Of two 1-D tensors of one length, of any dtypes."""
+    wide_a, wide_b = _wide(a), _wide(b)
+    if a.dtype == b.dtype:
+        changed = _bits_differ(a, b)
+    else:
+        changed = ~((wide_a == wide_b) | (wide_a.isnan() & wide_b.isnan()))
+    finite = wide_a.isfinite() & wide_b.isfinite()
+    zero = torch.zeros((), dtype=wide_a.dtype)
+    difference = torch.where(finite & changed, wide_b - wide_a, zero).abs()
+    largest = torch.maximum(wide_a.abs(), wide_b.abs())
+    relative = torch.where(difference > 0, difference / largest, torch.zeros_like(difference))
+    return Amount(
+        changed=int(changed.sum()),
+        compared=a.numel(),
+        max_abs=float(difference.max()),
+        max_rel=float(relative.max()),
+        norm=float(difference.norm()),
+        norm_a=float(torch.where(finite, wide_a, zero).abs().norm()),
+        not_finite=int((changed & ~finite).sum()),
+    )
+
+
+def _bits_differ(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Per element, by its bytes: a NaN is equal to the same NaN, and 0 differs from -0."""
+    width = a.dtype.itemsize
+    same = a.view(torch.uint8).view(-1, width) == b.view(torch.uint8).view(-1, width)
+    return ~same.all(dim=1)
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.dtype.is_complex:
+        return tensor.to(torch.complex128)
+    return tensor.to(torch.float32).to(torch.float64) if _is_tiny(tensor) else tensor.double()
+
+
+def _is_tiny(tensor: torch.Tensor) -> bool:
+    return tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1
+
+
+def _sum(a: Amount, b: Amount) -> Amount:
+    return Amount(
+        changed=a.changed + b.changed,
+        compared=a.compared + b.compared,
+        max_abs=max(a.max_abs, b.max_abs),
+        max_rel=max(a.max_rel, b.max_rel),
+        norm=math.hypot(a.norm, b.norm),
+        norm_a=math.hypot(a.norm_a, b.norm_a),
+        not_finite=a.not_finite + b.not_finite,
+    )
+
+
+def _change(pair: _Pair, amount: Amount | None) -> TensorChange:
+    return TensorChange(pair.fqn_b, pair.dtype_a, pair.dtype_b, pair.shape_a, pair.shape_b, amount)
+
+
+# Values -------------------------------------------------------------------------------------
+
+
+def _value_changes(a: Checkpoint, b: Checkpoint, options: DiffOptions) -> Iterator[ValueChange]:
+    values_a = {_new_name(name, options.rename): value for name, value in a.values.items()}
+    values_b = b.values
+    for name in sorted(values_a.keys() | values_b.keys()):
+        if not _is_selected(name, options):
+            continue
+        has_a, has_b = name in values_a, name in values_b
+        if has_a and has_b and encode_values(values_a[name]) == encode_values(values_b[name]):
+            continue
+        yield ValueChange(name, values_a.get(name), values_b.get(name), has_a, has_b)

@@ -1,0 +1,405 @@
+"""What a load would do, before it touches data: bytes and requests per rank, memory, names.
+
+    wanted pieces of every rank -> the plan of a load -> the requests that it would make
+
+The plan is made by the code that loads (`plan_reads`, `share_blocks`, `Reader`), so it tells what
+would happen, and nothing but MANIFEST is read. Ranks need not be there: `plan_ranks` asks for N of
+them with an even layout.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ckpt.api import read_path
+from ckpt.convert.export import default_entry
+from ckpt.convert.sources.opening import SourceOptions, open_source
+from ckpt.format.manifest import Manifest
+from ckpt.format.manifest_codec import encode_manifest
+from ckpt.layout.dtypes import DTYPES, dtype_name, torch_dtype
+from ckpt.layout.even import LAYOUTS, EvenLayout, wanted_part
+from ckpt.layout.piece import Holding, Kind, Piece
+from ckpt.layout.plain import Ranks
+from ckpt.layout.region import Box, Region, Shape, whole
+from ckpt.loading.checkpoint import Checkpoint, find_checkpoint
+from ckpt.loading.load import block_line, catalog_of
+from ckpt.loading.plan import ReadPath, ReadPlan, plan_reads
+from ckpt.loading.reader import FileRange, Reader
+from ckpt.loading.shared_reads import Ints, ShareLimits, Sharing, share_blocks
+from ckpt.state.bind import bind_state
+from ckpt.state.types import TensorEntry
+from storage import Store, open_store
+
+MANIFEST_MEMORY = 4  # a decoded manifest takes at most this many times the bytes of MANIFEST
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlan:
+    """What one rank would do. All numbers but `requests` are bytes.
+
+    `nbytes_wanted` is the memory that is filled. `nbytes_read` comes from the store in `requests`
+    reads, in whole blocks; `nbytes_received` comes from other ranks that read it. `nbytes_extra` is
+    the memory that the load needs beside the state, at its peak.
+    """
+
+    rank: int
+    nbytes_wanted: int
+    nbytes_read: int
+    nbytes_received: int
+    requests: int
+    nbytes_extra: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """What a load would do on the ranks that were asked about.
+
+    `missing` are names that are wanted and not there, `unexpected` names that are there, below an
+    entry that is wanted, and that nobody wants; `not_asked` counts those below other entries.
+    `problems` tell in words what a strict load would refuse, `missing` and `unexpected` included.
+    `nbytes_stored` are all tensor bytes of the checkpoint.
+    """
+
+    url: str
+    step: int
+    attempt: str
+    ranks: tuple[RankPlan, ...]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    not_asked: int
+    problems: tuple[str, ...]
+    nbytes_stored: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether a strict load would go through."""
+        return not self.problems
+
+    @property
+    def nbytes_read(self) -> int:
+        """Bytes that all these ranks would read from the store."""
+        return sum(rank.nbytes_read for rank in self.ranks)
+
+
+def plan_load(
+    state: Any,
+    url: str,
+    *,
+    step: int | None = None,
+    rename: Callable[[str], str] | Mapping[str, str] | None = None,
+    skip: Callable[[str], bool] | Iterable[str] = (),
+    storage_options: Mapping[str, Any] | None = None,
+) -> LoadPlan:
+    """What `ckpt.load` with these arguments would do on this rank; reads MANIFEST, changes nothing.
+
+    No rank waits for another, so bytes that ranks would share count in full: `nbytes_read` is what
+    this rank needs, and a load on several ranks reads at most that. Problems are told in the plan
+    and not raised. Raises NoCheckpoint, Corrupt, UnsupportedFormat, InvalidState for a state that
+    can never be loaded into, and the store's errors.
+    """
+    with ExitStack() as stack:
+        store = open_store(url, **(storage_options or {}))
+        stack.callback(store.close)
+        found = find_checkpoint(store, step)
+        manifest = found.manifest
+        ranks = _ranks()
+        binding = bind_state(state, catalog_of(manifest), ranks, rename=rename, skip=skip)
+        planned = _RankNeeds.of(manifest, binding.holdings)
+        path = read_path(store)
+        report = binding.report
+        return LoadPlan(
+            url=Checkpoint(store, found).url,
+            step=manifest.header.step,
+            attempt=manifest.header.attempt,
+            ranks=(planned.alone(store, found.prefix, manifest, path, ranks.rank),),
+            missing=report.missing,
+            unexpected=report.unexpected,
+            not_asked=report.not_asked,
+            problems=binding.fatal,
+            nbytes_stored=_stored_nbytes(manifest),
+        )
+
+
+def _ranks() -> Ranks:
+    if dist.is_available() and dist.is_initialized():
+        return Ranks(dist.get_rank(), tuple(range(dist.get_world_size())))
+    return Ranks.alone()
+
+
+class Wanted(NamedTuple):
+    """What ranks that are not there want: tensors by name, and names of values."""
+
+    tensors: Mapping[str, TensorEntry]
+    values: frozenset[str] = frozenset()
+
+
+def plan_ranks(
+    url: str,
+    *,
+    ranks: int,
+    layout: EvenLayout = "fsdp2",
+    wanted: Wanted | None = None,
+    step: int | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> LoadPlan:
+    """What a load on `ranks` ranks with an even layout would do; reads MANIFEST and nothing else.
+
+    `wanted` is what the state has, by default everything that the checkpoint has. Parameters and
+    optimizer state are sharded by `layout`, all other tensors are whole on every rank. Blocks that
+    several ranks need count once, as they are read by one and exchanged. Time and memory grow with
+    ranks times chunks. Raises like `plan_load`, and ValueError for no ranks or an unknown layout.
+    """
+    if ranks < 1 or layout not in LAYOUTS:
+        raise ValueError(
+            f"ranks={ranks!r}, layout={layout!r}; expected at least 1, and one of {LAYOUTS}"
+        )
+    with ExitStack() as stack:
+        store = open_store(url, **(storage_options or {}))
+        stack.callback(store.close)
+        found = find_checkpoint(store, step)
+        manifest = found.manifest
+        everything = wanted_of(manifest)
+        names = _compared(everything, wanted or everything, manifest.aliases)
+        rank_plans = _plan_all(store, found.prefix, manifest, names.loaded, _Even(ranks, layout))
+        return LoadPlan(
+            url=Checkpoint(store, found).url,
+            step=manifest.header.step,
+            attempt=manifest.header.attempt,
+            ranks=rank_plans,
+            missing=names.missing,
+            unexpected=names.unexpected,
+            not_asked=names.not_asked,
+            problems=names.problems,
+            nbytes_stored=_stored_nbytes(manifest),
+        )
+
+
+def _stored_nbytes(manifest: Manifest) -> int:
+    return sum(
+        math.prod(shape) * DTYPES[dtype].itemsize
+        for shape, dtype in zip(manifest.shapes, manifest.dtypes, strict=True)
+    )
+
+
+# What is wanted -----------------------------------------------------------------------------
+
+
+def wanted_of(manifest: Manifest) -> Wanted:
+    """Everything that a checkpoint has, as a state that it was saved from would want it."""
+    catalog = catalog_of(manifest)
+    per_rank = {name for own in catalog.per_rank for name in own}
+    return Wanted(catalog.tensors, frozenset(catalog.values) | per_rank)
+
+
+def wanted_like(
+    url: str,
+    *,
+    entry: str = "",
+    step: int | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> Wanted:
+    """What a state like another checkpoint's wants, of any format that `ckpt export` reads.
+
+    With `entry`, its names stand below that name: "model" for the state {"model": net} and the file
+    of a bare model. Reads what describes it and no tensor. Raises NoCheckpoint, Corrupt,
+    UnsupportedFormat and the store's errors.
+    """
+    source = open_source(url, SourceOptions(step=step, storage_options=storage_options or {}))
+    try:
+        contents = source.contents
+    finally:
+        source.close()
+    prefix = f"{entry}." if entry else ""
+    tensors = {
+        prefix + name: TensorEntry(torch_dtype(info.dtype), info.shape, info.kind)
+        for name, info in contents.tensors.items()
+    }
+    for name, stored in contents.aliases.items():
+        tensors[prefix + name] = tensors[prefix + stored]
+    per_rank = {name for own in contents.per_rank for name in own}
+    return Wanted(tensors, frozenset(prefix + name for name in {*contents.values, *per_rank}))
+
+
+def entry_for(
+    url: str,
+    like: str,
+    *,
+    step: int | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    like_options: Mapping[str, Any] | None = None,
+) -> str:
+    """Below which name of the checkpoint at `url` a state like `like` stands.
+
+    "" unless `like` is a bare model and the checkpoint is not; then it is the name of the
+    checkpoint's only model. Raises CheckpointError where there are several.
+    """
+    told = []
+    for place, at, options in ((url, step, storage_options), (like, None, like_options)):
+        source = open_source(place, SourceOptions(step=at, storage_options=options or {}))
+        source.close()
+        told.append(source)
+    is_bare = told[1].contents.modules == ("",)
+    return default_entry(told[0]) if is_bare and "" not in told[0].contents.modules else ""
+
+
+class _Names(NamedTuple):
+    loaded: Mapping[str, TensorEntry]  # by the checkpoint's name
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    not_asked: int
+    problems: tuple[str, ...]
+
+
+def _compared(there: Wanted, wanted: Wanted, aliases: Mapping[str, str]) -> _Names:
+    """The names of both sides, by the rules of a load: top-level entries that are not wanted do
+    not count.
+    """
+    loaded: dict[str, TensorEntry] = {}
+    missing, problems = [], []
+    for fqn, entry in sorted(wanted.tensors.items()):
+        stored = aliases.get(fqn, fqn)
+        found = there.tensors.get(stored)
+        if found is None:
+            missing.append(fqn)
+            problems.append(f"{fqn}: is not in the checkpoint")
+        elif found.shape != entry.shape:
+            problems.append(f"{fqn}: checkpoint has shape {found.shape}, state has {entry.shape}")
+        elif found.dtype is not entry.dtype:
+            problems.append(
+                f"{fqn}: checkpoint has dtype {dtype_name(found.dtype)}, state has "
+                f"{dtype_name(entry.dtype)}; a load never casts"
+            )
+        else:
+            loaded[stored] = found
+    for fqn in sorted(wanted.values - there.values):
+        missing.append(fqn)
+        problems.append(f"{fqn}: is a value of the state and not in the checkpoint")
+    entries = {fqn.partition(".")[0] for fqn in (*wanted.tensors, *wanted.values)}
+    asked = {aliases.get(fqn, fqn) for fqn in wanted.tensors} | wanted.values
+    left = sorted((there.tensors.keys() | there.values) - asked)
+    unexpected = tuple(fqn for fqn in left if fqn.partition(".")[0] in entries)
+    problems += [f"{fqn}: is in the checkpoint and has no place in the state" for fqn in unexpected]
+    return _Names(loaded, tuple(missing), unexpected, len(left) - len(unexpected), tuple(problems))
+
+
+# The plans of ranks -------------------------------------------------------------------------
+
+
+class _Even(NamedTuple):
+    ranks: int
+    layout: EvenLayout
+
+
+def _plan_all(
+    store: Store,
+    prefix: str,
+    manifest: Manifest,
+    tensors: Mapping[str, TensorEntry],
+    even: _Even,
+) -> tuple[RankPlan, ...]:
+    path = read_path(store)
+    needs = [
+        _RankNeeds.of(manifest, _holdings(tensors, rank, even)).runs for rank in range(even.ranks)
+    ]
+    line = block_line(manifest)
+    plans = []
+    for rank in range(even.ranks):
+        # Made anew: the memory of all ranks at once would be that of the whole cluster.
+        planned = _RankNeeds.of(manifest, _holdings(tensors, rank, even))
+        sharing = Sharing(planned.runs, [], 0)
+        if even.ranks > 1:
+            sharing = share_blocks(needs, line, rank, ShareLimits())
+        plans.append(planned.plan(store, prefix, manifest, path, _Part(rank, sharing, line)))
+    return tuple(plans)
+
+
+def _holdings(tensors: Mapping[str, TensorEntry], rank: int, even: _Even) -> list[Holding]:
+    """Memory that nobody ever touches, in the layout of a rank that is not there."""
+    holdings = []
+    for fqn, entry in sorted(tensors.items()):
+        sharded = entry.kind in (Kind.PARAMETER, Kind.OPTIMIZER)
+        layout: EvenLayout = even.layout if sharded else "replicated"
+        region = wanted_part(entry.shape, rank, even.ranks, layout)
+        local = torch.empty(_local_shape(region), dtype=entry.dtype)
+        piece = Piece(
+            fqn, entry.shape, entry.dtype, region, whole(tuple(local.shape)), holders=(rank,)
+        )
+        holdings.append(Holding(local, (piece,), entry.kind, synchronized=True))
+    return holdings
+
+
+def _local_shape(region: Region) -> Shape:
+    return region.shape if isinstance(region, Box) else (region.numel,)
+
+
+class _Part(NamedTuple):
+    """One rank's part in a load of many: what it reads alone, and what it reads for others."""
+
+    rank: int
+    sharing: Sharing
+    line: Ints
+
+
+class _RankNeeds(NamedTuple):
+    """What one rank wants of a checkpoint."""
+
+    reads: ReadPlan
+    runs: Ints
+    nbytes_wanted: int
+
+    @classmethod
+    def of(cls, manifest: Manifest, holdings: Sequence[Holding]) -> _RankNeeds:
+        plan = plan_reads(manifest, holdings)
+        nbytes = sum(
+            piece.local_region.numel * piece.dtype.itemsize
+            for holding in holdings
+            for piece in holding.pieces
+        )
+        return cls(plan, plan.runs(manifest.chunks.first_block), nbytes)
+
+    def alone(
+        self, store: Store, prefix: str, manifest: Manifest, path: ReadPath, rank: int
+    ) -> RankPlan:
+        """The plan without other ranks."""
+        part = _Part(rank, Sharing(self.runs, [], 0), block_line(manifest))
+        return self.plan(store, prefix, manifest, path, part)
+
+    def plan(
+        self, store: Store, prefix: str, manifest: Manifest, path: ReadPath, part: _Part
+    ) -> RankPlan:
+        """The plan of this rank among others."""
+        rank, sharing, line = part
+        reader = Reader(store, prefix, manifest, self.reads, path)
+        requests = reader.private_requests(sharing.private)
+        private_max = max((_length(request) for request in requests), default=0)
+        received = 0
+        rounds = [0] * sharing.rounds
+        for run in sharing.shared:
+            nbytes = int(line[run.stop] - line[run.start])
+            if run.reader == rank:
+                requests += reader.shared_requests(run)
+                rounds[run.round] += nbytes * (1 + len(run.others))  # as read, and a copy for each
+            elif rank in run.others:
+                received += nbytes
+                rounds[run.round] += nbytes
+        in_flight = private_max * min(max(path.readers, 1), max(len(requests), 1))
+        return RankPlan(
+            rank=rank,
+            nbytes_wanted=self.nbytes_wanted,
+            nbytes_read=sum(map(_length, requests)),
+            nbytes_received=received,
+            requests=len(requests),
+            nbytes_extra=MANIFEST_MEMORY * len(encode_manifest(manifest))
+            + max(in_flight, *rounds, 0),
+        )
+
+
+def _length(request: FileRange) -> int:
+    return request.stop - request.start

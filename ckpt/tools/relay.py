@@ -1,0 +1,217 @@
+"""Objects from one store to another, every byte compared with its checksum on the way.
+
+A data file tells the checksums of all its bytes: header, blocks, reserved tensors. The parts of a
+large file travel by several threads; a block that two of them share is checked by joining the
+checksums of its pieces. A file appears in the target whole and checked, or not at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
+from typing import NamedTuple
+
+import numpy as np
+
+from ckpt.errors import CheckpointError, Corrupt
+from ckpt.format.checksum import crc32c
+from ckpt.format.crc_combine import joined_crc32c
+from ckpt.format.datafile import CHECKSUM_MAGIC, DataFileIndex, read_data_file_index
+from ckpt.format.manifest import Manifest
+from ckpt.layout.memory import aligned_buffer
+from ckpt.loading.reader import read_into
+from ckpt.tools.pipeline import in_order
+from storage import ByteRange, KeyNotFoundError, Store
+
+MIB = 1 << 20
+PART_NBYTES = 16 * MIB
+PARTS_MAX = 10_000  # S3's limit for one object
+
+
+class Tile(NamedTuple):
+    """Bytes `start` to `stop` of a file, what they should give as crc32c, and what they are."""
+
+    start: int
+    stop: int
+    checksum: int
+    what: str
+
+
+class Fragment(NamedTuple):
+    """The checksum of those bytes of tile number `tile` that one part of a file holds."""
+
+    tile: int
+    checksum: int
+    nbytes: int
+
+
+def index_of(store: Store, key: str, nbytes: int) -> DataFileIndex:
+    """What a data file says of itself. Raises Corrupt, UnsupportedFormat, the store's errors."""
+
+    def read(start: int, stop: int) -> bytes:
+        data = bytearray(stop - start)
+        if data:
+            read_into(store, key, start, [memoryview(data)])
+        return bytes(data)
+
+    return read_data_file_index(read, nbytes, name=f"{store.url}/{key}")
+
+
+def check_index(index: DataFileIndex, manifest: Manifest, file: int, key: str) -> None:
+    """Raises Corrupt unless a file and the manifest agree on every checksum of file `file`."""
+    chunks = manifest.chunks
+    place = {start: at for at, start in enumerate(index.offsets.tolist())}
+    for chunk in np.flatnonzero(chunks.file == file).tolist():
+        at = place.get(int(chunks.byte_start[chunk]), -1)
+        first, last = (0, 0) if at < 0 else index.first_block[at : at + 2].tolist()
+        if not np.array_equal(index.checksums[first:last], manifest.chunk_checksums(chunk)):
+            fqn = manifest.fqns[manifest.tensor_of(chunk)]
+            raise Corrupt(
+                f"{key}: its checksums of {fqn!r} are not those of MANIFEST; the file belongs to "
+                "another checkpoint or was damaged: restore it, or copy another step"
+            )
+
+
+def tiles_of(index: DataFileIndex) -> list[Tile]:
+    """All bytes of a file, each in one tile, ascending."""
+    header = index.header
+    tiles = [Tile(0, len(header), crc32c(header), "the header")]
+    for at, chunk in enumerate(index.chunks):
+        start = int(index.offsets[at])
+        first = int(index.first_block[at])
+        for number, low in enumerate(range(start, start + chunk.nbytes, index.block_bytes)):
+            high = min(low + index.block_bytes, start + chunk.nbytes)
+            checksum = int(index.checksums[first + number])
+            tiles.append(Tile(low, high, checksum, f"block {number} of {chunk.fqn!r}"))
+    for name, (start, nbytes) in index.extras.items():
+        tiles.append(Tile(start, start + nbytes, index.extra_checksums[name], name))
+    words = [CHECKSUM_MAGIC, crc32c(header), *index.extra_checksums.values()]
+    body = np.array(words, dtype="<u4").tobytes() + index.checksums.astype("<u4").tobytes()
+    last = crc32c(crc32c(body).to_bytes(4, "little"), crc32c(body))
+    tiles.append(Tile(index.checksum_offset, index.nbytes, last, "the checksums"))
+    return [tile for tile in tiles if tile.start < tile.stop]
+
+
+def relay_file(
+    source: Store,
+    source_key: str,
+    target: Store,
+    target_key: str,
+    *,
+    tiles: Sequence[Tile],
+    threads: int,
+    add: Callable[[int], None],
+) -> None:
+    """Copy one data file, `threads` parts of it at once; `add(nbytes)` counts what was written.
+
+    Not durable before `target.sync`. Raises Corrupt when a byte is not what `tiles` say, and the
+    stores' errors; the target has no such file then.
+    """
+    nbytes = tiles[-1].stop
+    part_nbytes = max(PART_NBYTES, -(-nbytes // (PARTS_MAX * MIB)) * MIB)
+    count = -(-nbytes // part_nbytes)
+    threads = min(threads, count)
+    starts = [tile.start for tile in tiles]
+    buffers: SimpleQueue[memoryview] = SimpleQueue()
+    for _ in range(threads):
+        buffers.put(aligned_buffer(min(part_nbytes, nbytes)))
+    fragments: list[Fragment] = []
+    is_large = nbytes >= PART_NBYTES
+    with (
+        target.create(
+            target_key, nbytes, part_nbytes=part_nbytes, durable=False, direct=is_large
+        ) as writer,
+        ThreadPoolExecutor(threads, thread_name_prefix="ckpt-copy") as pool,
+    ):
+
+        def relay(index: int) -> tuple[int, list[Fragment]]:
+            start = index * part_nbytes
+            buffer = buffers.get()
+            try:
+                part = buffer[: min(part_nbytes, nbytes - start)]
+                read_into(source, source_key, start, [part])
+                found = _fragments(tiles, starts, start, part)
+                writer.write_part(index, [part])
+                return len(part), found
+            finally:
+                buffers.put(buffer)
+
+        for written, found in in_order(pool, relay, range(count), in_flight_max=threads):
+            fragments += found
+            add(written)
+        # Before the block ends: what does not match is never published.
+        _check(tiles, fragments, f"{source.url}/{source_key}")
+
+
+def _fragments(
+    tiles: Sequence[Tile], starts: Sequence[int], start: int, part: memoryview
+) -> list[Fragment]:
+    """Checksums of what a part, which begins at byte `start`, holds of each tile."""
+    found = []
+    stop = start + len(part)
+    number = bisect_right(starts, start) - 1
+    while number < len(tiles) and tiles[number].start < stop:
+        low, high = max(tiles[number].start, start), min(tiles[number].stop, stop)
+        found.append(Fragment(number, crc32c(part[low - start : high - start]), high - low))
+        number += 1
+    return found
+
+
+def _check(tiles: Sequence[Tile], fragments: Sequence[Fragment], where: str) -> None:
+    """Raises Corrupt for the first tile whose fragments, in file order, do not give its sum."""
+    at = 0
+    for number, tile in enumerate(tiles):
+        own = []
+        while at < len(fragments) and fragments[at].tile == number:
+            own.append(fragments[at])
+            at += 1
+        if joined_crc32c([f.checksum for f in own], [f.nbytes for f in own]) != tile.checksum:
+            raise Corrupt(
+                f"{where}: {tile.what} (bytes {tile.start} to {tile.stop}) does not match its "
+                "checksum; the stored bytes were changed. Copy an older step, or restore this file."
+            )
+
+
+def is_there(target: Store, key: str, header: bytes, nbytes: int) -> DataFileIndex | None:
+    """What a file at `key` says of itself when a finished run has put it there; None when none is.
+
+    Files appear whole and checked. On a disk they may have lost bytes since, when the power failed
+    before they were synced: they are read once more, and removed when they are damaged. Raises
+    CheckpointError when a file with another header is there.
+    """
+    try:
+        found_nbytes = target.info(key).nbytes
+    except KeyNotFoundError:
+        return None
+    if found_nbytes != nbytes or target.get(key, ByteRange(0, len(header))) != header:
+        raise CheckpointError(
+            f"{target.url}/{key} is there already and is not the file to be written; nothing is "
+            "ever overwritten: remove it, or choose another target"
+        )
+    with contextlib.suppress(Corrupt):
+        index = index_of(target, key, nbytes)
+        is_disk = target.part_nbytes_min == 1
+        if not is_disk or _is_intact(target, key, tiles_of(index)):
+            return index
+    # Its header says that it is ours.
+    target.delete(key)
+    return None
+
+
+def _is_intact(store: Store, key: str, tiles: Sequence[Tile]) -> bool:
+    """Whether all bytes of a file give the checksums that it tells."""
+    buffer = aligned_buffer(PART_NBYTES)
+    fragments: list[Fragment] = []
+    starts = [tile.start for tile in tiles]
+    for start in range(0, tiles[-1].stop, PART_NBYTES):
+        part = buffer[: min(PART_NBYTES, tiles[-1].stop - start)]
+        store.get_into(key, start, [part])
+        fragments += _fragments(tiles, starts, start, part)
+    try:
+        _check(tiles, fragments, key)
+    except Corrupt:
+        return False
+    return True

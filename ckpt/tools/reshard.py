@@ -1,0 +1,242 @@
+"""Rewrite a checkpoint for another number of ranks: one file per rank with what it will read.
+
+A load on N ranks from a checkpoint of M ranks reads many small pieces of many files. Laid out for
+N, every rank reads a few large runs of one file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeAlias
+
+from ckpt.commit.log import Log
+from ckpt.commit.maintenance import Maintenance
+from ckpt.commit.names import attempt_epoch, attempt_name, step_prefix
+from ckpt.commit.records import LiveEntry, manifest_digest
+from ckpt.commit.writer import Commit
+from ckpt.errors import CheckpointError
+from ckpt.format.datafile import StoredChunk
+from ckpt.format.manifest import Header, Manifest
+from ckpt.format.manifest_codec import encode_manifest
+from ckpt.format.references import REFERENCES
+from ckpt.layout.even import LAYOUTS, EvenLayout, even_part
+from ckpt.layout.piece import Kind
+from ckpt.layout.region import Box, Region, Shape, Span, span_of, whole
+from ckpt.loading.checkpoint import Checkpoint, Found, find_checkpoint
+from ckpt.tools.copy import CopyReport, Meter
+from ckpt.tools.rewrite import Layout, chunk_of, rewrite
+from storage import Store, open_store, options_of_other
+
+SMALL_NBYTES = 1 << 20
+RESHARDED = "ckpt.resharded"  # key of `Header.user`: the attempt it was made of, and for whom
+
+Progress: TypeAlias = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class NewLayout:
+    """How many ranks will load, and how they shard: see `ckpt.layout.even`.
+
+    "fsdp2" suits `fully_shard` and other shards of dim 0, "flat" FSDP1 and our flat parameters.
+    """
+
+    ranks: int
+    layout: EvenLayout = "fsdp2"
+
+
+def reshard(
+    url: str,
+    target: str | None = None,
+    *,
+    ranks: int,
+    layout: EvenLayout = "fsdp2",
+    step: int | None = None,
+    threads: int = 3,
+    progress: Progress | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    target_options: Mapping[str, Any] | None = None,
+) -> CopyReport:
+    """Write a checkpoint anew, laid out for loads on `ranks` ranks.
+
+    The new checkpoint has the same tensors and values, bit for bit, and loads on any number of
+    ranks; on `ranks` of that layout each rank reads its own file from one end to the other.
+
+    The checkpoint of `step`, by default the latest, goes to the directory `target`, which opens by
+    its path. Without `target` it gets a second form in the root `url`, which is loaded by its
+    attempt: `ckpt.load(..., attempt=report.attempt)`, `Checkpointer.restore(attempt=...)`. It is of
+    no line, so nothing else loads it, and a training that runs or resumes is not disturbed. When a
+    new job begins to save there meanwhile, nothing is committed and this raises.
+
+    Every byte is checked on the way; a run that died is gone on with by running again. Raises like
+    `ckpt.copy`, and ValueError for no ranks or an unknown layout.
+    """
+    if ranks < 1 or layout not in LAYOUTS:
+        raise ValueError(
+            f"ranks={ranks!r}, layout={layout!r}; expected at least 1, and one of {LAYOUTS}"
+        )
+    new = NewLayout(ranks, layout)
+    with ExitStack() as stack:
+        source = open_store(url, **(storage_options or {}))
+        stack.callback(source.close)
+        found = find_checkpoint(source, step)
+        meter = Meter(int(found.manifest.file_nbytes.sum()), progress)
+        if target is None:
+            opened = stack.enter_context(_second_form(source, found, new, url, storage_options))
+            if isinstance(opened, LiveEntry):
+                where = f"{source.url.rstrip('/')}/{opened.prefix}".rstrip("/")
+                return replace(
+                    _report(source, where, found.manifest, meter), attempt=opened.attempt
+                )
+            there, header = opened.store, opened.header
+        else:
+            options = options_of_other(url, storage_options, target, target_options)
+            there = open_store(target, **options)
+            stack.callback(there.close)
+            header = new_header(found.manifest, new)
+        checkpoint = Checkpoint(source, found)
+        chunks = cut_for(found.manifest, new, header.world_size)
+        made = rewrite(checkpoint, header, chunks, there, threads=threads, add=meter)
+        if target is None:
+            commit_second_form(source, found, made)
+    return _report(source, there.url, made, meter)
+
+
+def _report(source: Store, target: str, made: Manifest, meter: Meter) -> CopyReport:
+    return CopyReport(
+        source=source.url,
+        target=target,
+        steps=(made.header.step,),
+        files=len(made.files),
+        nbytes=int(made.file_nbytes.sum()),
+        nbytes_written=meter.written,
+        attempt=made.header.attempt,
+    )
+
+
+class _Place(NamedTuple):
+    """The directory of the new attempt, and its header."""
+
+    store: Store
+    header: Header
+
+
+@contextmanager
+def _second_form(
+    source: Store, found: Found, new: NewLayout, url: str, options: Mapping[str, Any] | None
+) -> Iterator[_Place | LiveEntry]:
+    """Where the new form of a checkpoint goes within its root, or the checkpoint of that form that
+    is there.
+
+    Raises CheckpointError when it is not in a root.
+    """
+    if found.entry is None:
+        raise CheckpointError(
+            f"{source.url} is one step's directory, and only a root has a place for a second form "
+            "of its checkpoint; give a target for it"
+        )
+    state = Log(source).state()
+    told = found.manifest.header.user.get(RESHARDED, "")
+    if told.endswith(_described(new)):
+        yield found.entry
+        return
+    header = new_header(found.manifest, new, epoch=state.epoch)
+    # The name has the epoch of the run that made it, and then what it is a copy of.
+    _, _, unique = header.attempt.partition("-")
+    for entry in state.live:
+        if entry.step == header.step and entry.attempt.endswith(f"-{unique}"):
+            yield entry
+            return
+    prefix = step_prefix(header.step, header.attempt)
+    store = open_store(f"{url.rstrip('/')}/{prefix.rstrip('/')}", **(options or {}))
+    try:
+        yield _Place(store, header)
+    finally:
+        store.close()
+
+
+def commit_second_form(source: Store, found: Found, made: Manifest) -> None:
+    """The one write that makes the new form a checkpoint of the root. Raises CheckpointError when
+    the old one was retired by now, or a session has claimed the root.
+    """
+    data = encode_manifest(made)
+    header = made.header
+    commit = Commit(header.attempt, header.step, len(data), manifest_digest(data))
+    Maintenance.open(source).commit_copy(commit, of=found.manifest.header.attempt)
+
+
+def _described(new: NewLayout) -> str:
+    return f"for {new.ranks} ranks, {new.layout}"
+
+
+def new_header(manifest: Manifest, new: NewLayout, *, epoch: int | None = None) -> Header:
+    """The header of the new checkpoint: an attempt of its own, the same in every try.
+
+    `epoch` is that of the new attempt, by default that of the old one.
+
+    Values of single ranks belong to the ranks that saved; with any, their number stays.
+    """
+    old = manifest.header
+    told = f"{old.attempt} {_described(new)}"
+    unique = hashlib.sha256(told.encode()).digest()[:8]
+    return old.model_copy(
+        update={
+            "attempt": attempt_name(_epoch(old.attempt) if epoch is None else epoch, unique),
+            "world_size": old.world_size if manifest.per_rank else new.ranks,
+            "required": tuple(name for name in old.required if name != REFERENCES),
+            "user": {**old.user, RESHARDED: told},
+        }
+    )
+
+
+def _epoch(attempt: str) -> int:
+    try:
+        return attempt_epoch(attempt)
+    except ValueError:
+        return 1  # a checkpoint that no session of ours has written
+
+
+def cut_for(manifest: Manifest, new: NewLayout, world_size: int) -> Layout:
+    """All chunks of the new checkpoint by writing rank. What rank r of `new` holds is a file of its
+    own, or several; small tensors that every rank holds whole are one more, that all of them read
+    in one go; large ones are divided among the ranks, largest first onto the emptiest.
+    """
+    cut: list[list[StoredChunk]] = [[] for _ in range(new.ranks)]
+    held_whole: list[StoredChunk] = []
+    for tensor, shape in enumerate(manifest.shapes):
+        if 0 in shape:
+            continue
+        parts = [even_part(shape, rank, new.ranks, new.layout) for rank in range(new.ranks)]
+        if parts[0] is None or not _is_sharded(manifest, tensor):
+            held_whole.append(chunk_of(manifest, tensor, whole(shape)))
+            continue
+        for rank, part in enumerate(parts):
+            if part is not None and part.numel:
+                cut[rank].append(chunk_of(manifest, tensor, _as_span(part, shape)))
+    small = [chunk for chunk in held_whole if chunk.nbytes < SMALL_NBYTES]
+    large = [chunk for chunk in held_whole if chunk.nbytes >= SMALL_NBYTES]
+    loads = [sum(chunk.nbytes for chunk in chunks) for chunks in cut]
+    for chunk in sorted(large, key=lambda chunk: (-chunk.nbytes, chunk.fqn)):
+        emptiest = loads.index(min(loads))
+        cut[emptiest].append(chunk)
+        loads[emptiest] += chunk.nbytes
+    files: list[list[list[StoredChunk]]] = [[] for _ in range(world_size)]
+    for rank, chunks in enumerate(cut):
+        files[rank % world_size].append(chunks)
+    files[0].append(small)
+    return files
+
+
+def _is_sharded(manifest: Manifest, tensor: int) -> bool:
+    """Parameters and what has their kind of shape; buffers and the like are whole everywhere."""
+    return int(manifest.kinds[tensor]) in (Kind.PARAMETER, Kind.OPTIMIZER)
+
+
+def _as_span(part: Region, shape: Shape) -> Region:
+    """Runs of the row-major order are stored as spans."""
+    span = span_of(part, shape) if isinstance(part, Box) else part
+    if isinstance(span, Span) and span.numel == whole(shape).numel:
+        return whole(shape)
+    return span if span is not None else part

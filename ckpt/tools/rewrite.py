@@ -1,0 +1,441 @@
+"""Write a checkpoint anew in other files: its chunks cut and placed as a layout says.
+
+    layout -> files (headers planned) -> stream tensors band by band -> manifest -> MANIFEST
+
+Everything but the checksums follows from the source's manifest and the layout, so that a run that
+died is repeated: files that are there are recognised by their headers and kept. Memory is a few
+bands and one part of a file per thread, whatever the size of the checkpoint.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+from queue import SimpleQueue
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ckpt.commit.log import FORMAT_KEY
+from ckpt.commit.names import MANIFEST_NAME
+from ckpt.errors import CheckpointError, Corrupt
+from ckpt.format.checksum import crc32c
+from ckpt.format.datafile import (
+    DataFileLayout,
+    StoredChunk,
+    checksum_tensor,
+    layout_data_file,
+    order_key,
+    split_into_files,
+)
+from ckpt.format.manifest import Header, Manifest
+from ckpt.format.manifest_codec import decode_manifest, encode_manifest
+from ckpt.format.metadata import data_file_name, file_extras, file_metadata
+from ckpt.format.part import FileColumns, PartTexts, TensorInfo, build_manifest, part_of_files
+from ckpt.layout.dtypes import DTYPES, torch_dtype
+from ckpt.layout.memory import aligned_buffer, tensor_over
+from ckpt.layout.region import Box, Region, Span, span_of
+from ckpt.loading.checkpoint import Checkpoint, StoredTensor, fill, piece_of
+from ckpt.loading.plan import ReadPath
+from ckpt.tools.pipeline import in_order
+from ckpt.tools.relay import is_there
+from storage import KeyExistsError, KeyNotFoundError, ObjectWriter, Store
+
+MIB = 1 << 20
+BAND_NBYTES = 4 * MIB
+BANDS_AHEAD = 3
+PART_NBYTES = 16 * MIB
+PARTS_MAX = 10_000  # S3's limit for one object
+FILE_NBYTES_MAX = 4 << 30
+LOOKED_AT_MAX = 100_000  # keys at the target that are looked at before anything is written
+
+# By rank of the new checkpoint: groups of chunks that go to files of their own, in any order.
+Layout = Sequence[Sequence[Sequence[StoredChunk]]]
+
+
+class Counter(Protocol):
+    """Counts bytes: those written, and those that were there from an earlier run."""
+
+    def add(self, nbytes: int) -> None:
+        """Bytes that were written."""
+
+    def skip(self, nbytes: int) -> None:
+        """Bytes that were there."""
+
+
+class _NewFile(NamedTuple):
+    rank: int
+    name: str
+    layout: DataFileLayout
+    chunks: Sequence[StoredChunk]
+    extras: Mapping[str, bytes]
+
+
+def own_layout(manifest: Manifest) -> Layout:
+    """The chunks as they are, by the rank that wrote them; those in files of others, by the rank
+    that wrote them there, or by rank 0 where there is none of that number.
+    """
+    ranks: list[list[StoredChunk]] = [[] for _ in range(manifest.header.world_size)]
+    number = [_rank_of(name, len(ranks)) for name in manifest.files]
+    chunks = manifest.chunks
+    for tensor in range(len(manifest.fqns)):
+        for chunk in range(int(chunks.first[tensor]), int(chunks.first[tensor + 1])):
+            rank = number[int(chunks.file[chunk])]
+            ranks[rank].append(chunk_of(manifest, tensor, manifest.region(chunk)))
+    return [[chunks] for chunks in ranks]
+
+
+def _rank_of(file: str, ranks: int) -> int:
+    digits = file.rpartition("/")[2].removeprefix("rank").partition("-")[0]
+    rank = int(digits) if digits.isascii() and digits.isdigit() else 0
+    return rank if rank < ranks else 0
+
+
+def chunk_of(manifest: Manifest, tensor: int, region: Region) -> StoredChunk:
+    """A region of stored tensor number `tensor` as a chunk to be written."""
+    dtype = manifest.dtypes[tensor]
+    return StoredChunk(
+        manifest.fqns[tensor],
+        dtype,
+        manifest.shapes[tensor],
+        region,
+        region.numel * DTYPES[dtype].itemsize,
+        int(manifest.kinds[tensor]),
+    )
+
+
+def rewrite(
+    checkpoint: Checkpoint,
+    header: Header,
+    layout: Layout,
+    target: Store,
+    *,
+    threads: int,
+    add: Counter,
+) -> Manifest:
+    """Write the checkpoint into the top of `target`, cut as `layout` says; returns its manifest.
+
+    MANIFEST comes last: before it the target is no checkpoint. Raises CheckpointError when
+    something else is at the target, Corrupt when stored bytes were changed, and the stores' errors;
+    running again goes on.
+    """
+    files = _plan(checkpoint.manifest, header, layout)
+    _refuse_others(target, files)
+    finished = _finished(target, header, files)
+    if finished is not None:
+        return finished
+    target.abort_unfinished("")
+    with ThreadPoolExecutor(threads, thread_name_prefix="ckpt-rewrite") as pool:
+        columns = list(
+            in_order(
+                pool,
+                lambda file: _written(checkpoint, target, file, add),
+                files,
+                in_flight_max=threads,
+            )
+        )
+    target.sync([file.name for file in files])
+    manifest = _manifest(checkpoint.manifest, header, files, columns)
+    data = encode_manifest(manifest)
+    try:
+        target.put_if_absent(MANIFEST_NAME, data)
+    except KeyExistsError:
+        if target.get(MANIFEST_NAME) != data:
+            raise
+    return manifest
+
+
+# What is written where ----------------------------------------------------------------------
+
+
+def _plan(manifest: Manifest, header: Header, layout: Layout) -> list[_NewFile]:
+    """The files of all ranks, in the order of ranks and indexes. Every rank has one at least."""
+    empty = _empty_tensors(manifest)
+    planned = []
+    for rank in range(header.world_size):
+        groups = [
+            file
+            for chunks in [group for group in layout[rank] if group] or [[]]
+            for file in split_into_files(sorted(chunks, key=order_key), FILE_NBYTES_MAX)
+        ]
+        for index, group in enumerate(groups):
+            is_lead = rank == 0 and index == 0
+            extras = file_extras(
+                values=manifest.values if is_lead else b"",
+                per_rank=_per_rank(manifest, rank) if index == 0 else b"",
+            )
+            metadata = file_metadata(
+                header,
+                rank=rank,
+                index=index,
+                count=len(groups),
+                empty_tensors=empty if is_lead else (),
+                aliases=manifest.aliases if is_lead else None,
+            )
+            planned.append(
+                _NewFile(
+                    rank,
+                    data_file_name(rank, index),
+                    layout_data_file(
+                        group,
+                        block_bytes=header.block_bytes,
+                        metadata=metadata,
+                        extra={name: len(value) for name, value in extras.items()},
+                    ),
+                    group,
+                    extras,
+                )
+            )
+    return planned
+
+
+def _empty_tensors(manifest: Manifest) -> list[TensorInfo]:
+    return [
+        TensorInfo(fqn, dtype, shape, kind)
+        for fqn, dtype, shape, kind in zip(
+            manifest.fqns, manifest.dtypes, manifest.shapes, manifest.kinds.tolist(), strict=True
+        )
+        if 0 in shape
+    ]
+
+
+def _per_rank(manifest: Manifest, rank: int) -> bytes:
+    return manifest.per_rank[rank] if manifest.per_rank else b""
+
+
+def _refuse_others(target: Store, files: Sequence[_NewFile]) -> None:
+    known = {MANIFEST_NAME, *(file.name for file in files)}
+    for info in islice(target.list(""), LOOKED_AT_MAX):
+        if info.key == FORMAT_KEY:
+            raise CheckpointError(
+                f"{target.url} is the root of a run, and a copy needs a directory of its own; give "
+                "another target, such as a new directory beside it"
+            )
+        if info.key not in known:
+            raise CheckpointError(
+                f"{target.url} holds other things (such as {info.key!r}); nothing is ever "
+                "overwritten: give an empty or new directory"
+            )
+
+
+def _finished(target: Store, header: Header, files: Sequence[_NewFile]) -> Manifest | None:
+    """The manifest that an earlier run has put there. Raises CheckpointError for another one's."""
+    try:
+        found = decode_manifest(target.get(MANIFEST_NAME))
+    except KeyNotFoundError:
+        return None
+    except Corrupt:
+        found = None
+    names = tuple(file.name for file in files)
+    sizes = [file.layout.nbytes for file in files]
+    is_same = found is not None and (found.header, found.files) == (header, names)
+    if found is not None and is_same and found.file_nbytes.tolist() == sizes:
+        return found
+    raise CheckpointError(
+        f"{target.url}/{MANIFEST_NAME} is there already and is of another checkpoint; nothing is "
+        "ever overwritten: remove it, or give another target"
+    )
+
+
+def _manifest(
+    old: Manifest,
+    header: Header,
+    files: Sequence[_NewFile],
+    columns: Sequence[FileColumns],
+) -> Manifest:
+    infos = {
+        fqn: TensorInfo(fqn, dtype, shape, kind)
+        for fqn, dtype, shape, kind in zip(
+            old.fqns, old.dtypes, old.shapes, old.kinds.tolist(), strict=True
+        )
+    }
+    parts = []
+    for rank in range(header.world_size):
+        own = [column for file, column in zip(files, columns, strict=True) if file.rank == rank]
+        # All tensors are known to rank 0, as those without elements are to nobody else.
+        names = {chunk.fqn for column in own for chunk in column.chunks}
+        texts = PartTexts(
+            aliases=old.aliases if rank == 0 else {},
+            values=old.values if rank == 0 else b"",
+            value_digests={},
+            per_rank=_per_rank(old, rank),
+            replica_digests={},
+            warnings=(),
+        )
+        tensors = [info for fqn, info in infos.items() if rank == 0 or fqn in names]
+        parts.append(part_of_files(own, rank=rank, tensors=tensors, texts=texts))
+    return build_manifest(header, parts)
+
+
+# Writing one file ---------------------------------------------------------------------------
+
+
+def _written(checkpoint: Checkpoint, target: Store, file: _NewFile, add: Counter) -> FileColumns:
+    layout = file.layout
+    there = is_there(target, file.name, layout.header, layout.nbytes)
+    if there is not None:
+        add.skip(layout.nbytes)
+        checksums = there.checksums
+    else:
+        checksums = _write(checkpoint, target, file, add)
+    return FileColumns(
+        name=file.name,
+        nbytes=file.layout.nbytes,
+        data_start=len(file.layout.header),
+        chunks=file.chunks,
+        offsets=file.layout.offsets,
+        block_counts=file.layout.block_counts,
+        checksums=checksums,
+    )
+
+
+def _write(
+    checkpoint: Checkpoint, target: Store, file: _NewFile, add: Counter
+) -> npt.NDArray[np.uint32]:
+    layout = file.layout
+    part_nbytes = max(PART_NBYTES, -(-layout.nbytes // (PARTS_MAX * MIB)) * MIB)
+    with (
+        target.create(
+            file.name,
+            layout.nbytes,
+            part_nbytes=part_nbytes,
+            durable=False,
+            direct=layout.nbytes >= PART_NBYTES,
+        ) as writer,
+        ThreadPoolExecutor(BANDS_AHEAD, thread_name_prefix="ckpt-read") as pool,
+    ):
+        stream = _Stream(writer, min(part_nbytes, layout.nbytes), add)
+        stream.push(memoryview(layout.header))
+        checksums = _stream_chunks(checkpoint, file.chunks, stream, pool, layout.block_bytes)
+        for value in file.extras.values():
+            stream.push(memoryview(value))
+        stream.push(memoryview(checksum_tensor(layout, checksums, file.extras)))
+        stream.end()
+    return checksums
+
+
+class _Band(NamedTuple):
+    chunk: int
+    region: Region
+
+
+def _stream_chunks(
+    checkpoint: Checkpoint,
+    chunks: Sequence[StoredChunk],
+    stream: _Stream,
+    pool: ThreadPoolExecutor,
+    block_bytes: int,
+) -> npt.NDArray[np.uint32]:
+    """Pass all chunks to `stream`, in order; returns the crc32c of every block."""
+
+    def read(band: _Band) -> tuple[_Band, memoryview]:
+        buffer = buffers.get()
+        chunk = chunks[band.chunk]
+        shape = band.region.shape if isinstance(band.region, Box) else (band.region.numel,)
+        nbytes = band.region.numel * DTYPES[chunk.dtype].itemsize
+        target = tensor_over(buffer[:nbytes], torch_dtype(chunk.dtype), shape)
+        number = manifest.index(chunk.fqn)
+        wanted = StoredTensor(number, chunk.fqn, chunk.dtype, chunk.global_shape)
+        holding = piece_of(wanted, band.region, target)
+        fill(checkpoint.store, checkpoint.prefix, manifest, [holding], ReadPath())
+        return band, buffer
+
+    manifest = checkpoint.manifest
+    # Used again and again: fresh memory costs more than the copy, and piles up in the allocator.
+    buffers: SimpleQueue[memoryview] = SimpleQueue()
+    for _ in range(BANDS_AHEAD + 1):
+        buffers.put(aligned_buffer(BAND_NBYTES))
+    checksums: list[int] = []
+    current, filled, crc = -1, 0, 0
+    for band, buffer in in_order(pool, read, _bands(chunks), in_flight_max=BANDS_AHEAD):
+        chunk = band.chunk
+        data = buffer[: band.region.numel * DTYPES[chunks[chunk].dtype].itemsize]
+        if chunk != current:
+            if filled:
+                checksums.append(crc)
+            current, filled, crc = chunk, 0, 0
+        at = 0
+        while at < len(data):
+            stop = min(len(data), at + block_bytes - filled)
+            crc = crc32c(data[at:stop], crc)
+            filled += stop - at
+            at = stop
+            if filled == block_bytes:
+                checksums.append(crc)
+                filled, crc = 0, 0
+        stream.push(data)
+        buffers.put(buffer)
+    if filled:
+        checksums.append(crc)
+    return np.array(checksums, dtype=np.uint32)
+
+
+def _bands(chunks: Sequence[StoredChunk]) -> Iterator[_Band]:
+    """The chunks in pieces of about BAND_NBYTES, each a run of its chunk's own order."""
+    for number, chunk in enumerate(chunks):
+        numel_max = max(1, BAND_NBYTES // DTYPES[chunk.dtype].itemsize)
+        for region in bands_of(chunk.region, chunk.global_shape, numel_max):
+            yield _Band(number, region)
+
+
+def bands_of(region: Region, shape: tuple[int, ...], numel_max: int) -> Iterator[Region]:
+    """`region` in consecutive runs of its own row-major order, of at most `numel_max` elements.
+
+    One that is small enough is itself.
+    """
+    if region.numel <= numel_max:
+        yield region
+        return
+    span = region if isinstance(region, Span) else span_of(region, shape)
+    if span is not None:
+        for start in range(span.start, span.stop, numel_max):
+            yield Span(start, min(start + numel_max, span.stop))
+        return
+    assert isinstance(region, Box)
+    yield from _rows(region, 0, numel_max)
+
+
+def _rows(box: Box, dim: int, numel_max: int) -> Iterator[Box]:
+    """A box whose dims before `dim` have size 1, in runs of whole rows."""
+    row = math.prod(box.shape[dim + 1 :])
+    step = max(1, numel_max // row)
+    for start in range(0, box.shape[dim], step):
+        size = min(step, box.shape[dim] - start)
+        offset = (*box.offset[:dim], box.offset[dim] + start, *box.offset[dim + 1 :])
+        part = Box(offset, (*box.shape[:dim], size, *box.shape[dim + 1 :]))
+        if part.numel <= numel_max:
+            yield part
+        else:
+            yield from _rows(part, dim + 1, numel_max)
+
+
+class _Stream:
+    """Bytes one behind the other, handed to the writer in parts; one buffer."""
+
+    def __init__(self, writer: ObjectWriter, part_nbytes: int, add: Counter) -> None:
+        self._writer = writer
+        self._buffer = aligned_buffer(part_nbytes)
+        self._filled = 0
+        self._index = 0
+        self._add = add
+
+    def push(self, data: memoryview) -> None:
+        at = 0
+        while at < len(data):
+            stop = min(len(data), at + len(self._buffer) - self._filled)
+            self._buffer[self._filled : self._filled + stop - at] = data[at:stop]
+            self._filled += stop - at
+            at = stop
+            if self._filled == len(self._buffer):
+                self.end()
+
+    def end(self) -> None:
+        """Hand over what is left."""
+        if self._filled:
+            self._writer.write_part(self._index, [self._buffer[: self._filled]])
+            self._add.add(self._filled)
+            self._index += 1
+            self._filled = 0

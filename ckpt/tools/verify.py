@@ -1,0 +1,251 @@
+"""Read a whole checkpoint and report everything that is not as it was written.
+
+Every block of every chunk against the manifest, and every data file against its own header, so that
+both ways to the data (manifest, salvage) are known to work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from ckpt.commit.locate import file_key
+from ckpt.errors import Corrupt, UnsupportedFormat
+from ckpt.format.checksum import crc32c
+from ckpt.format.datafile import DIGESTS, read_data_file_index
+from ckpt.format.manifest import Manifest
+from ckpt.format.references import is_reference
+from ckpt.layout.memory import aligned_buffer
+from ckpt.loading.checkpoint import find_checkpoint
+from storage import ByteRange, KeyNotFoundError, ShortReadError, Store, open_store
+
+MIB = 1 << 20
+READ_NBYTES = 8 * MIB
+
+Progress: TypeAlias = Callable[[int, int], None]
+
+
+class Damage(NamedTuple):
+    """Something that differs from what was written. Bytes are those of the file, half-open.
+
+    `fqn` and `block` are empty and -1 where a file as a whole is concerned.
+    """
+
+    file: str
+    fqn: str
+    block: int
+    start: int
+    stop: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """What `verify` looked at and found. `damage` is in file order."""
+
+    url: str
+    step: int
+    attempt: str
+    files: int
+    blocks: int
+    nbytes: int
+    damage: tuple[Damage, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether every byte is as it was written."""
+        return not self.damage
+
+
+def verify(
+    url: str,
+    step: int | None = None,
+    *,
+    threads: int = 3,
+    progress: Progress | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> VerifyReport:
+    """Read all bytes of a checkpoint and compare them with their checksums.
+
+    Reports all damage instead of stopping at the first. `progress(done, total)` counts bytes.
+    Raises NoCheckpoint, Corrupt when the log or the manifest itself is damaged (then there is
+    nothing to compare with: see `ckpt salvage`), and errors of the store that say nothing about the
+    bytes.
+    """
+    store = open_store(url, **(storage_options or {}))
+    try:
+        found = find_checkpoint(store, step)
+        manifest = found.manifest
+        damage = _all_damage(store, found.prefix, manifest, threads, progress)
+        damage.sort(key=lambda entry: (entry.file, entry.start, entry.block))
+    finally:
+        store.close()
+    return VerifyReport(
+        url=f"{store.url.rstrip('/')}/{found.prefix}".rstrip("/"),
+        step=manifest.header.step,
+        attempt=manifest.header.attempt,
+        files=len(manifest.files),
+        blocks=len(manifest.checksums),
+        nbytes=_nbytes(manifest),
+        damage=tuple(damage),
+    )
+
+
+def _nbytes(manifest: Manifest) -> int:
+    """Bytes of the own data files, and of what is needed of others."""
+    return manifest.own_nbytes + sum(manifest.nbytes_referenced().values())
+
+
+class _Run(NamedTuple):
+    """Blocks that follow each other in one file: (chunk, number in the chunk, start, stop)."""
+
+    file: int
+    blocks: list[tuple[int, int, int, int]]
+
+    @property
+    def nbytes(self) -> int:
+        return self.blocks[-1][3] - self.blocks[0][2]
+
+
+def _all_damage(
+    store: Store, prefix: str, manifest: Manifest, threads: int, progress: Progress | None
+) -> list[Damage]:
+    damage: list[Damage] = []
+    done, total = 0, _nbytes(manifest)
+    readable = []
+    for file, name in enumerate(manifest.files):
+        # Values in files of other checkpoints are theirs: damage there is none of this one.
+        extras = {DIGESTS} if is_reference(name) else None
+        nbytes = int(manifest.file_nbytes[file])
+        found, usable = _file_damage(store, file_key(prefix, name), nbytes, extras)
+        damage += found
+        readable.append(usable)
+    buffers: SimpleQueue[memoryview] = SimpleQueue()
+    for _ in range(threads):
+        buffers.put(aligned_buffer(READ_NBYTES + manifest.header.block_bytes))
+
+    def check(run: _Run) -> tuple[int, list[Damage]]:
+        buffer = buffers.get()
+        try:
+            return run.nbytes, _run_damage(store, prefix, manifest, run, buffer)
+        finally:
+            buffers.put(buffer)
+
+    with ThreadPoolExecutor(threads, thread_name_prefix="ckpt-verify") as pool:
+        checks = [pool.submit(check, run) for run in _runs(manifest) if readable[run.file]]
+        try:
+            for finished in as_completed(checks):
+                nbytes, found = finished.result()
+                damage += found
+                done += nbytes
+                if progress is not None:
+                    progress(done, total)
+        except BaseException:
+            for waiting in checks:
+                waiting.cancel()
+            raise
+    if progress is not None:
+        progress(total, total)
+    return damage
+
+
+def _file_damage(
+    store: Store, key: str, nbytes: int, extras: Container[str] | None
+) -> tuple[list[Damage], bool]:
+    """What is wrong with a file apart from its chunks, and whether these can be read at all.
+
+    Of its reserved tensors `extras` are looked at; None stands for all.
+    """
+
+    def whole_file(text: str) -> Damage:
+        return Damage(key, "", -1, 0, nbytes, text)
+
+    try:
+        found_nbytes = store.info(key).nbytes
+    except KeyNotFoundError:
+        return [whole_file(f"{key}: the file is missing ({nbytes} bytes)")], False
+    damage = []
+    if found_nbytes != nbytes:
+        damage.append(whole_file(f"{key}: {found_nbytes} bytes long, written were {nbytes}"))
+        return damage, True
+
+    def read(start: int, stop: int) -> bytes:
+        return store.get(key, ByteRange(start, stop)) if stop > start else b""
+
+    try:
+        index = read_data_file_index(read, nbytes, name=key)
+    except (Corrupt, UnsupportedFormat, ShortReadError) as error:
+        return [whole_file(str(error))], True
+    for name, (offset, extra_nbytes) in index.extras.items():
+        if extras is not None and name not in extras:
+            continue
+        if crc32c(read(offset, offset + extra_nbytes)) != index.extra_checksums[name]:
+            stop = offset + extra_nbytes
+            text = f"{key}: {name} (bytes {offset} to {stop}) does not match its checksum"
+            damage.append(Damage(key, name, 0, offset, stop, text))
+    return damage, True
+
+
+def _runs(manifest: Manifest) -> Iterator[_Run]:
+    """All blocks of the checkpoint, file after file, in runs of about READ_NBYTES."""
+    chunks = manifest.chunks
+    block_nbytes = manifest.header.block_bytes
+    order = np.lexsort((chunks.byte_start, chunks.file))
+    run: _Run | None = None
+    for chunk in order.tolist():
+        file, start = int(chunks.file[chunk]), int(chunks.byte_start[chunk])
+        end = start + manifest.chunk_nbytes(chunk)
+        for number, at in enumerate(range(start, end, block_nbytes)):
+            stop = min(at + block_nbytes, end)
+            if run is not None:
+                follows = run.file == file and run.blocks[-1][3] == at
+                if not follows or run.nbytes >= READ_NBYTES:
+                    yield run
+                    run = None
+            if run is None:
+                run = _Run(file, [])
+            run.blocks.append((chunk, number, at, stop))
+    if run is not None:
+        yield run
+
+
+def _run_damage(
+    store: Store, prefix: str, manifest: Manifest, run: _Run, buffer: memoryview
+) -> list[Damage]:
+    key = file_key(prefix, manifest.files[run.file])
+    base = run.blocks[0][2]
+    data = buffer[: run.nbytes]
+    try:
+        store.get_into(key, base, [data])
+    except (ShortReadError, KeyNotFoundError):
+        # The length of the file has been reported; say which tensors that costs.
+        return [_damage(manifest, key, block, "is cut off") for block in run.blocks]
+    first = manifest.chunks.first_block
+    damage = []
+    for block in run.blocks:
+        chunk, number, start, stop = block
+        if (
+            crc32c(data[start - base : stop - base])
+            != manifest.checksums[int(first[chunk]) + number]
+        ):
+            damage.append(_damage(manifest, key, block, "does not match its checksum"))
+    return damage
+
+
+def _damage(manifest: Manifest, key: str, block: tuple[int, int, int, int], what: str) -> Damage:
+    chunk, number, start, stop = block
+    fqn = manifest.fqns[manifest.tensor_of(chunk)]
+    text = f"{key}: block {number} of {fqn!r} (bytes {start} to {stop}) {what}"
+    return Damage(key, fqn, number, start, stop, text)
+
+
+def summary(damage: Sequence[Damage]) -> str:
+    """One line: how many files and tensors are concerned."""
+    files = len({entry.file for entry in damage})
+    tensors = len({entry.fqn for entry in damage if entry.fqn})
+    return f"{len(damage)} damaged places in {files} files, {tensors} tensors concerned"

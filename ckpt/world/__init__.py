@@ -1,0 +1,1 @@
+"""Ranks talking to each other: control rounds with deadlines, liveness, exchanges of bytes."""

@@ -1,0 +1,92 @@
+"""One error for all ranks: how failures travel and which one is raised everywhere."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ckpt import errors
+from ckpt.errors import CheckpointError, RankFailed
+
+if TYPE_CHECKING:
+    pass  # type: ignore[attr-defined]
+
+
+_SHARED_CLASSES: dict[str, Callable[[Any], CheckpointError]] = {
+    cls.__name__: cls
+    for cls in (
+        errors.InvalidState,
+        errors.Mismatch,
+        errors.NoCheckpoint,
+        errors.Corrupt,
+        errors.UnsupportedFormat,
+        errors.StoreRefused,
+        errors.Fenced,
+        errors.OutcomeUnknown,
+        errors.LoadInterrupted,
+        errors.SaveDropped,
+    )
+}
+
+
+def encode_error(error: BaseException | None) -> bytes:
+    """An error as other ranks need it; no bytes at all when there is none."""
+    if error is None:
+        return b""
+    body: dict[str, Any] = {"class": type(error).__name__, "message": str(error)}
+    if isinstance(error, errors.InvalidState | errors.Mismatch):
+        body["problems"] = list(error.problems)
+    if isinstance(error, RankFailed):
+        body["failed"] = [error.rank, error.phase]
+    # A subclass that only one module knows travels as the shared class it is a kind of.
+    body["shared"] = next(
+        (c.__name__ for c in type(error).__mro__ if c.__name__ in _SHARED_CLASSES), ""
+    )
+    return json.dumps(body).encode("utf-8", "backslashreplace")
+
+
+def agreed_error(phase: str, answers: Sequence[bytes]) -> CheckpointError | None:
+    """The one error that all ranks raise, from the answers of all: the same answers, the same
+    error.
+    """
+    failed = {rank: json.loads(answer) for rank, answer in enumerate(answers) if answer}
+    if not failed:
+        return None
+    shared = {body["shared"] for body in failed.values()}
+    cls = _SHARED_CLASSES.get(shared.pop()) if len(shared) == 1 else None
+    if cls is None:
+        return _rank_failed(phase, failed)
+    if "problems" in next(iter(failed.values())):
+        told = [(problem, rank) for rank, body in failed.items() for problem in body["problems"]]
+        return cls(_by_text(told, len(answers)))
+    return cls("; ".join(_by_text([(b["message"], r) for r, b in failed.items()], len(answers))))
+
+
+def _rank_failed(phase: str, failed: dict[int, Any], shown_max: int = 8) -> RankFailed:
+    first_rank, first = next(iter(failed.items()))
+    if "failed" in first and all(body.get("failed") == first["failed"] for body in failed.values()):
+        return RankFailed(first["message"], rank=first["failed"][0], phase=first["failed"][1])
+    told = [
+        f"rank {rank} failed in phase {phase!r}: {body['class']}: {body['message']}"
+        for rank, body in list(failed.items())[:shown_max]
+    ]
+    if len(failed) > shown_max:
+        told.append(f"and {len(failed) - shown_max} more ranks")
+    return RankFailed("; ".join(told), rank=first_rank, phase=phase)
+
+
+def _by_text(told: Sequence[tuple[str, int]], size: int) -> list[str]:
+    """Each text once, with the ranks that have it, in order of the first."""
+    ranks: dict[str, list[int]] = {}
+    for text, rank in told:
+        if rank not in ranks.setdefault(text, []):
+            ranks[text].append(rank)
+    return [text if len(at) == size else f"{_named(at)}: {text}" for text, at in ranks.items()]
+
+
+def _named(ranks: Sequence[int], shown_max: int = 8) -> str:
+    text = ", ".join(str(rank) for rank in ranks[:shown_max])
+    if len(ranks) > shown_max:
+        text += f" and {len(ranks) - shown_max} more"
+    return f"rank {text}" if len(ranks) == 1 else f"ranks {text}"

@@ -1,0 +1,185 @@
+"""Ranks that talk to each other: the interface, the world of one rank, and agreed calls."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+from ckpt.errors import RankFailed
+
+if TYPE_CHECKING:
+    pass  # type: ignore[attr-defined]
+
+
+_Result = TypeVar("_Result")
+
+
+class World(ABC):
+    """The ranks that save or load together. Rank 0 is the lead.
+
+    `global_ranks` are torch.distributed's own numbers of the ranks, in rank order.
+    """
+
+    rank: int
+    size: int
+    global_ranks: tuple[int, ...]
+
+    @property
+    def failure(self) -> RankFailed | None:
+        """Why this world is at its end: a rank died, left or did not answer. None while it is
+        usable; errors that ranks agreed on leave it so.
+        """
+        return None
+
+    @abstractmethod
+    def gather(self, name: str, payload: bytes) -> list[bytes]:
+        """Every rank's payload on every rank, in rank order. For small payloads."""
+
+    @abstractmethod
+    def gather_to_lead(self, name: str, payload: bytes) -> list[bytes] | None:
+        """Every rank's payload on the lead, in rank order; None elsewhere, without waiting."""
+
+    @abstractmethod
+    def share(self, name: str, payload: bytes | None) -> bytes:
+        """The lead's payload on every rank; the others give None."""
+
+    @abstractmethod
+    def agree(self, phase: str, error: BaseException | None) -> None:
+        """Return when no rank has an error; otherwise raise the same error on every rank.
+
+        When the failing ranks have one class of `ckpt.errors` in common, that is raised, with every
+        problem and its ranks; otherwise RankFailed with rank, phase, class and message of the
+        first. A world of one raises the error itself.
+        """
+
+    @abstractmethod
+    def exchange(self, name: str, send: Sequence[memoryview], recv: Sequence[memoryview]) -> None:
+        """All-to-all of bytes: fill `recv[r]` with what rank r has in `send[this rank]`.
+
+        Lengths are known to both sides and may all differ; those of this rank itself are 0. Buffers
+        are flat memoryviews of format "B" and must not change meanwhile; after an error `recv` is
+        undefined.
+        """
+
+    def exchange_parts(
+        self,
+        name: str,
+        send: Sequence[Sequence[memoryview]],
+        recv: Sequence[Sequence[memoryview]],
+    ) -> None:
+        """`exchange` with several buffers for each rank: as many, of the same lengths, on both
+        sides.
+        """
+        joined = [memoryview(b"".join(parts)) for parts in send]
+        received = [memoryview(bytearray(sum(p.nbytes for p in parts))) for parts in recv]
+        self.exchange(name, joined, received)
+        for parts, got in zip(recv, received, strict=True):
+            for part in parts:
+                part[:] = got[: part.nbytes]
+                got = got[part.nbytes :]
+
+    @abstractmethod
+    def raise_flag(self, name: str) -> None:
+        """Tell all ranks one bit: `flag_is_up(name)` is soon true on each of them, and stays so.
+
+        Not a round: any rank may do it at any time, more than once.
+        """
+
+    @abstractmethod
+    def flag_is_up(self, name: str) -> bool:
+        """Whether any rank raised that flag. Not a round; one request, without waiting."""
+
+    @abstractmethod
+    def look(self, phase: str) -> None:
+        """Raise RankFailed when a rank is known to be gone. Not a round, and without waiting.
+
+        Each rank looks at one other only and tells all what it finds, so that looking often costs
+        little in worlds of any size; a death is heard of when all ranks look.
+        """
+
+    @abstractmethod
+    def twin(self) -> World:
+        """Another world of the same ranks, for another thread. Collective, in the same order on all
+        ranks when there are several.
+        """
+
+    def abandon(self) -> None:
+        """Have a round that another thread of this process waits in end soon, with an error.
+
+        By default it is left to the deadline of the round.
+        """
+        return
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave. Not collective; other ranks that still wait for this one get an error that names
+        it.
+        """
+
+
+def collectively(world: World, phase: str, run: Callable[[], _Result]) -> _Result:
+    """`run()` on every rank, then agreement: it returns on all ranks or raises the same on all."""
+    try:
+        result = run()
+    except Exception as error:
+        world.agree(phase, error)
+        raise AssertionError("agree raises when a rank has an error") from error
+    world.agree(phase, None)
+    return result
+
+
+class SoloWorld(World):
+    """A world of one rank: nothing is sent, errors are raised as they are."""
+
+    rank = 0
+    size = 1
+
+    def __init__(self, global_rank: int = 0) -> None:
+        self.global_ranks = (global_rank,)
+        self._flags: set[str] = set()
+
+    def gather(self, name: str, payload: bytes) -> list[bytes]:
+        return [payload]
+
+    def gather_to_lead(self, name: str, payload: bytes) -> list[bytes] | None:
+        return [payload]
+
+    def share(self, name: str, payload: bytes | None) -> bytes:
+        assert payload is not None, f"round {name!r}: the lead must give a payload"
+        return payload
+
+    def agree(self, phase: str, error: BaseException | None) -> None:
+        if error is not None:
+            raise error
+
+    def exchange(self, name: str, send: Sequence[memoryview], recv: Sequence[memoryview]) -> None:
+        check_exchange(self, name, send, recv)
+
+    def raise_flag(self, name: str) -> None:
+        self._flags.add(name)
+
+    def flag_is_up(self, name: str) -> bool:
+        return name in self._flags
+
+    def look(self, phase: str) -> None:
+        pass
+
+    def twin(self) -> World:
+        return SoloWorld(self.global_ranks[0])
+
+    def close(self) -> None:
+        pass
+
+
+def check_exchange(
+    world: World, name: str, send: Sequence[memoryview], recv: Sequence[memoryview]
+) -> None:
+    """Raise ValueError when the buffers of an exchange do not fit the world."""
+    if len(send) != world.size or len(recv) != world.size:
+        raise ValueError(
+            f"exchange {name!r}: {len(send)} send and {len(recv)} receive buffers, expected "
+            f"{world.size} of each"
+        )
+    if send[world.rank].nbytes or recv[world.rank].nbytes:
+        raise ValueError(f"exchange {name!r}: the buffers of this rank for itself must be empty")

@@ -1,0 +1,517 @@
+"""Ranks talking to each other: control rounds with deadlines, and one exchange of tensor bytes.
+
+Every method of a World is collective: all ranks call the same methods with the same names in the
+same order, on failure paths too. A rank that dies, hangs or leaves is named on all others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import json
+import struct
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from ckpt.errors import CheckpointError, RankFailed
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
+from ckpt.world.agreement import _named, agreed_error, encode_error
+from ckpt.world.base import SoloWorld, World, check_exchange
+from ckpt.world.liveness import _Heart, _Watch
+
+MiB = 1024 * 1024
+
+
+def current_world(process_group: dist.ProcessGroup | None = None) -> World:
+    """A new world of the ranks of `process_group`, of all ranks, or of this process alone.
+
+    With torch.distributed initialised it is collective over the group, like `TorchWorld`.
+    """
+    if process_group is None and not (dist.is_available() and dist.is_initialized()):
+        return SoloWorld()
+    if dist.get_rank(process_group) < 0:
+        raise CheckpointError(
+            "this process is not in the process group that was given; call this on its ranks only"
+        )
+    if dist.get_world_size(process_group) == 1:
+        return SoloWorld(dist.get_rank())
+    return TorchWorld(process_group)
+
+
+def group_of_this_process() -> dist.ProcessGroup | None:
+    """A new process group of this process alone, made without the others; None where none is
+    needed.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    group: dist.ProcessGroup = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    return group
+
+
+# --- agreement on errors, shared by all worlds ----------------------------------------------------
+
+
+# --- torch.distributed ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Deadlines:
+    """When ranks give up on each other, in seconds.
+
+    A process that is gone is noticed within a second by ranks on its own machine, and within
+    `silence_seconds_max` by the others; a process that is there but does nothing, at
+    `round_seconds_max`.
+    """
+
+    round_seconds_max: float = 600.0
+    heartbeat_seconds: float = 0.5
+    silence_seconds_max: float = 4.0
+
+
+class TorchWorld(World):
+    """The ranks of a torch process group. All ranks of the group must create it together, in the
+    same order when there are several.
+
+    Control rounds go through a prefix of torch.distributed's own store, never through the user's
+    groups, so they may run in a background thread, one thread at a time. Large `share`s and
+    `exchange` go over a gloo group that is created at their first use; call those from the thread
+    that runs the training.
+    """
+
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        deadlines: Deadlines | None = None,
+    ) -> None:
+        self.rank = dist.get_rank(process_group)
+        self.size = dist.get_world_size(process_group)
+        self._deadlines = deadlines or Deadlines()
+        self._process_group = process_group
+        self._ranks = tuple(dist.get_process_group_ranks(process_group or dist.group.WORLD))
+        self.global_ranks = self._ranks
+        self._store = _own_prefix(self._ranks, self.rank)
+        self._heart = _Heart(self._store, self.rank, self._deadlines.heartbeat_seconds)
+        self._watch = _Watch(self._store, self._deadlines.silence_seconds_max)
+        self._round = 0
+        self._spent: list[str] = []
+        self._broken: RankFailed | None = None
+        self._is_abandoned = False
+        self._group: Any = None
+
+    @property
+    def failure(self) -> RankFailed | None:
+        return None if self._broken is None else _copied(self._broken)
+
+    def gather(self, name: str, payload: bytes) -> list[bytes]:
+        with self._in_round(name) as key:
+            if self.rank == 0:
+                parts = self._collect(key, name, payload)
+                self._publish(f"{key}/all", name, _pack(parts), spent=True)
+                return parts
+            self._publish(f"{key}/{self.rank}", name, payload)
+            parts = _unpack(self._await(f"{key}/all", name))
+            self._forget()
+            return parts
+
+    def gather_to_lead(self, name: str, payload: bytes) -> list[bytes] | None:
+        with self._in_round(name) as key:
+            if self.rank == 0:
+                return self._collect(key, name, payload)
+            self._publish(f"{key}/{self.rank}", name, payload)
+            return None
+
+    def share(self, name: str, payload: bytes | None) -> bytes:
+        with self._in_round(name) as key:
+            if self.rank == 0:
+                assert payload is not None, f"round {name!r}: the lead must give a payload"
+                large = len(payload) > MiB
+                head = struct.pack("<?Q", large, len(payload))
+                self._publish(f"{key}/all", name, head + (b"" if large else payload), spent=True)
+                return self._broadcast(key, name, payload, len(payload)) if large else payload
+            got = self._await(f"{key}/all", name)
+            large, nbytes = struct.unpack_from("<?Q", got)
+            return self._broadcast(key, name, None, nbytes) if large else got[9:]
+
+    def agree(self, phase: str, error: BaseException | None) -> None:
+        agreed = agreed_error(phase, self.gather(f"agree on {phase}", encode_error(error)))
+        if agreed is not None:
+            raise agreed from error
+
+    def exchange(self, name: str, send: Sequence[memoryview], recv: Sequence[memoryview]) -> None:
+        check_exchange(self, name, send, recv)
+        self.exchange_parts(name, [[view] for view in send], [[view] for view in recv])
+
+    def exchange_parts(
+        self,
+        name: str,
+        send: Sequence[Sequence[memoryview]],
+        recv: Sequence[Sequence[memoryview]],
+    ) -> None:
+        with self._in_round(name) as key, self._transfer(key, name) as group:
+            lengths = [sum(view.nbytes for view in parts) for parts in send]
+            room = [sum(view.nbytes for view in parts) for parts in recv]
+            self._check_lengths(key, name, group, lengths, room)
+            works: list[dist.Work] = []
+            for peer, parts in enumerate(recv):
+                for tensor in itertools.chain(*map(_tensors, parts)):
+                    works.append(group.recv([tensor], peer, 0))
+            for step in range(1, self.size):
+                peer = (self.rank + step) % self.size  # not everybody to the same rank at once
+                for tensor in itertools.chain(*map(_tensors, send[peer])):
+                    works.append(group.send([tensor], peer, 0))
+            self._finish(key, name, works)
+
+    def raise_flag(self, name: str) -> None:
+        with self._asking(name):
+            _set(self._store, f"flag/{name}", b"1")
+
+    def flag_is_up(self, name: str) -> bool:
+        with self._asking(name):
+            return bool(self._store.check([f"flag/{name}"]))
+
+    def look(self, phase: str) -> None:
+        if self._broken is not None:
+            raise _copied(self._broken)
+        with self._asking(phase):
+            try:
+                self._look(phase, [(self.rank + 1) % self.size], waited=0.0)
+            except RankFailed as failure:
+                self._break(failure)
+                raise
+
+    def twin(self) -> World:
+        return TorchWorld(self._process_group, deadlines=self._deadlines)
+
+    def abandon(self) -> None:
+        self._is_abandoned = True
+
+    def close(self) -> None:
+        self._heart.stop()
+        self._group = None
+
+    @contextlib.contextmanager
+    def _asking(self, phase: str) -> Iterator[None]:
+        """A store that does not answer has lost its host."""
+        try:
+            yield
+        except (RuntimeError, OSError) as error:
+            lost = _store_lost(phase, error)
+            self._broken = self._broken or lost
+            raise lost from error
+
+    # rounds
+
+    @contextlib.contextmanager
+    def _in_round(self, name: str) -> Iterator[str]:
+        """The key prefix of the next round. Any failure inside ends this world: rounds would not
+        match.
+        """
+        if self._broken is not None:
+            raise _copied(self._broken)
+        self._round += 1
+        try:
+            self._heart.check()
+            yield str(self._round)
+        except RankFailed as failure:
+            self._break(failure)
+            raise
+        except (RuntimeError, OSError) as error:
+            blamed = self._blame(name, error)
+            self._break(blamed)
+            raise blamed from error
+        except BaseException as error:
+            text = f"rank {self.rank} left phase {name!r}: {type(error).__name__}: {error}"
+            self._break(RankFailed(text, rank=self.rank, phase=name))
+            raise
+
+    def _collect(self, key: str, name: str, own: bytes) -> list[bytes]:
+        others = range(1, self.size)
+        self._wait({rank: f"{key}/{rank}" for rank in others}, name)
+        parts = [own]
+        parts += [self._fetch(f"{key}/{rank}", name, rank, remove=True) for rank in others]
+        self._forget()
+        return parts
+
+    def _forget(self) -> None:
+        """Remove what this rank published in earlier rounds: all ranks are past them now."""
+        for spent in self._spent:
+            _remove(self._store, spent)
+        self._spent.clear()
+
+    def _await(self, key: str, name: str) -> bytes:
+        """What the lead publishes under `key`."""
+        self._wait({0: key}, name)
+        return self._fetch(key, name, 0, remove=False)
+
+    def _publish(self, key: str, name: str, payload: bytes, *, spent: bool = False) -> None:
+        """Write pieces of at most 4 MiB, the first one last: it says how many there are."""
+        pieces = [payload[at : at + 4 * MiB] for at in range(0, len(payload), 4 * MiB)] or [b""]
+        for index, piece in enumerate(pieces[1:], 1):
+            _set(self._store, f"{key}+{index}", piece)
+        encoded = name.encode()
+        head = struct.pack("<IH", len(pieces), len(encoded)) + encoded
+        _set(self._store, key, head + pieces[0])
+        if spent:
+            self._spent += [key, *(f"{key}+{index}" for index in range(1, len(pieces)))]
+
+    def _fetch(self, key: str, name: str, rank: int, *, remove: bool) -> bytes:
+        """What `rank` has published under `key`, which exists."""
+        first = self._store.get(key)
+        count, start = struct.unpack_from("<IH", first)
+        theirs = first[6 : 6 + start].decode()
+        if theirs != name:
+            raise RankFailed(
+                f"rank {rank} is in phase {theirs!r} while rank {self.rank} is in {name!r}: all "
+                "ranks must make the same calls in the same order",
+                rank=rank,
+                phase=name,
+            )
+        rest = [f"{key}+{index}" for index in range(1, count)]
+        payload = b"".join([first[6 + start :], *(self._store.get(piece) for piece in rest)])
+        for spent in [key, *rest] if remove else ():
+            _remove(self._store, spent)
+        return payload
+
+    def _wait(self, keys: dict[int, str], name: str) -> None:
+        """Return when every rank's key exists; raise RankFailed naming the first that failed."""
+        if not keys:
+            return
+        started = time.monotonic()
+        look_next = started + 0.25
+        wanted = list(keys.values())
+        while not self._store.check(wanted):
+            now = time.monotonic()
+            if now >= look_next:
+                missing = [rank for rank, key in keys.items() if not self._store.check([key])]
+                self._look(name, missing, waited=now - started)
+                look_next = time.monotonic() + 0.25
+            # A tenth of what was waited already: an answer is noticed 10 % late at most.
+            time.sleep(min(max(0.0002, 0.1 * (now - started)), 0.02))
+
+    def _look(self, name: str, missing: list[int], *, waited: float) -> None:
+        """Raise when one of the ranks we wait for is known to be gone, or when time is up."""
+        self._heart.check()
+        if self._is_abandoned:
+            text = f"rank {self.rank} gave up in phase {name!r}, because its process ends"
+            raise RankFailed(text, rank=self.rank, phase=name)
+        if self._store.check(["broken"]):
+            raise _decode_failure(self._store.get("broken"))
+        for rank in missing:
+            gone = self._watch.gone(rank)
+            if gone and not self._store.check(["broken"]):
+                raise RankFailed(f"rank {rank} {gone} in phase {name!r}", rank=rank, phase=name)
+        # Who waits for the lead gives it time to name the rank that it waits for itself.
+        grace = self._deadlines.silence_seconds_max if missing == [0] else 0.0
+        if missing and waited > self._deadlines.round_seconds_max + grace:
+            raise RankFailed(
+                f"rank {missing[0]} did not answer within {self._deadlines.round_seconds_max:g} "
+                "s in "
+                f"phase {name!r} ({_named(missing)} missing); it hangs, or took another path",
+                rank=missing[0],
+                phase=name,
+            )
+
+    def _break(self, failure: RankFailed) -> None:
+        """End this world with one text for all: the first rank that breaks it is heard by the
+        others.
+        """
+        self._broken = failure
+        with contextlib.suppress(Exception):  # the store may be what has failed
+            if not self._store.check(["broken"]):
+                _set(self._store, "broken", _encode_failure(failure))
+
+    def _blame(self, name: str, error: Exception) -> RankFailed:
+        """Who caused a failed transfer: a rank that is found dead within seconds, else this
+        rank.
+        """
+        until = time.monotonic() + self._deadlines.silence_seconds_max
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        cause = f"{type(error).__name__}: {error}"
+        while time.monotonic() < until:
+            try:
+                self._look(name, others, waited=0.0)
+            except RankFailed as failure:
+                return failure
+            except Exception as lost:
+                return _store_lost(name, lost)
+            time.sleep(0.1)
+        return RankFailed(
+            f"rank {self.rank} failed in phase {name!r}: {cause}", rank=self.rank, phase=name
+        )
+
+    # tensor bytes
+
+    @contextlib.contextmanager
+    def _transfer(self, key: str, name: str) -> Iterator[Any]:
+        """Our own group, after saying that this rank is here: whoever is not can be named."""
+        here = f"{key}/here/{self.rank}"
+        self._store.set(here, "1")
+        if self._group is None:
+            # torch cannot be stopped while it connects a group, so be sure that all ranks are here.
+            self._wait({rank: f"{key}/here/{rank}" for rank in range(self.size)}, name)
+            self._group = self._connected()
+        yield self._group
+        self._spent.append(here)
+
+    def _connected(self) -> Any:
+        """A gloo group of these ranks, outside of torch's list of groups.
+
+        Not `new_group`: for some of the ranks it either needs all others too, or builds the group's
+        name from the number of groups that a rank is in; where these differ it waits for ever.
+        """
+        from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+        timeout = timedelta(seconds=self._deadlines.round_seconds_max)
+        store = PrefixStore("gloo", self._store)
+        return dist.distributed_c10d.ProcessGroupGloo(store, self.rank, self.size, timeout)
+
+    def _broadcast(self, key: str, name: str, payload: bytes | None, nbytes: int) -> bytes:
+        whole = bytearray(nbytes) if payload is None else payload
+        with self._transfer(key, name) as group:
+            for tensor in _tensors(memoryview(whole), 16 * MiB):
+                self._finish(key, name, [group.broadcast(tensor, 0)])
+        return bytes(whole)
+
+    def _check_lengths(
+        self,
+        key: str,
+        name: str,
+        group: Any,
+        lengths: Sequence[int],
+        room: Sequence[int],
+    ) -> None:
+        mine = torch.tensor(lengths, dtype=torch.int64)
+        theirs = torch.zeros_like(mine)
+        others = [peer for peer in range(self.size) if peer != self.rank]
+        works = [group.recv([theirs[peer : peer + 1]], peer, 0) for peer in others]
+        works += [group.send([mine[peer : peer + 1]], peer, 0) for peer in others]
+        self._finish(key, name, works)
+        for peer, (sent, expected) in enumerate(zip(theirs.tolist(), room, strict=True)):
+            if sent != expected:
+                raise RankFailed(
+                    f"exchange {name!r}: rank {peer} sends {sent} bytes to rank {self.rank}, which "
+                    f"expects {expected}",
+                    rank=peer,
+                    phase=name,
+                )
+
+    def _finish(self, key: str, name: str, works: list[dist.Work]) -> None:
+        """Wait for transfers, watching the other ranks meanwhile."""
+        started = time.monotonic()
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        waiter = _Waiter(works)
+        while not waiter.done.wait(0.5):
+            self._look(name, others, waited=0.0)
+            absent = [rank for rank in others if not self._store.check([f"{key}/here/{rank}"])]
+            self._look(name, absent, waited=time.monotonic() - started)
+        if waiter.error is not None:
+            raise waiter.error
+
+
+def _store_lost(phase: str, error: Exception) -> RankFailed:
+    return RankFailed(
+        f"the rendezvous store of torch.distributed does not answer in phase {phase!r} "
+        f"({type(error).__name__}: {error}): its host, usually rank 0, is gone",
+        rank=0,
+        phase=phase,
+    )
+
+
+class _Waiter:
+    """Waits for transfers in a thread of its own, because gloo can only be waited for, not asked.
+
+    A daemon: when another rank hangs, it stays until gloo's timeout, and must not keep a process
+    that gave up from ending.
+    """
+
+    def __init__(self, works: list[dist.Work]) -> None:
+        self.done = threading.Event()
+        self.error: Exception | None = None
+        self._works = works
+        threading.Thread(target=self._wait, name="ckpt-exchange", daemon=True).start()
+
+    def _wait(self) -> None:
+        try:
+            for work in self._works:
+                work.wait()
+        except Exception as error:
+            self.error = error
+        finally:
+            self.done.set()
+
+
+def _tensors(view: memoryview, nbytes_max: int = 64 * MiB) -> list[torch.Tensor]:
+    """A buffer as uint8 tensors of bounded size that share its memory; a read-only one is
+    copied.
+    """
+    if not view.nbytes:
+        return []
+    whole = torch.frombuffer(bytearray(view) if view.readonly else view, dtype=torch.uint8)
+    return [whole[at : at + nbytes_max] for at in range(0, view.nbytes, nbytes_max)]
+
+
+def _pack(parts: Sequence[bytes]) -> bytes:
+    lengths = struct.pack(f"<I{len(parts)}Q", len(parts), *map(len, parts))
+    return b"".join([lengths, *parts])
+
+
+def _unpack(data: bytes) -> list[bytes]:
+    (count,) = struct.unpack_from("<I", data)
+    at, parts = 4 + 8 * count, []
+    for nbytes in struct.unpack_from(f"<{count}Q", data, 4):
+        parts.append(data[at : at + nbytes])
+        at += nbytes
+    return parts
+
+
+def _encode_failure(failure: RankFailed) -> bytes:
+    return json.dumps([str(failure), failure.rank, failure.phase]).encode()
+
+
+def _decode_failure(data: bytes) -> RankFailed:
+    message, rank, phase = json.loads(data)
+    return RankFailed(message, rank=rank, phase=phase)
+
+
+def _copied(failure: RankFailed) -> RankFailed:
+    return RankFailed(str(failure), rank=failure.rank, phase=failure.phase)
+
+
+def _set(store: Any, key: str, value: bytes) -> None:
+    store.set(key, value)  # torch's annotation says str, its stores take bytes
+
+
+def _remove(store: Store, key: str) -> None:
+    with contextlib.suppress(RuntimeError, NotImplementedError):  # not every store can
+        store.delete_key(key)
+
+
+def _own_prefix(ranks: tuple[int, ...], rank: int) -> Store:
+    """A part of the default store that no other world uses.
+
+    Each rank counts the worlds it made over these ranks, in the store itself; the counts agree
+    because all ranks make them in the same order.
+    """
+    from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # not in every torch
+
+    # There is no public way to the store that all ranks share already.
+    base: Any = dist.distributed_c10d._get_default_store()
+    # Own connection: the heartbeat never waits behind the user's requests. Where it cannot be had
+    # (older torch) the store is shared; our own requests never block.
+    with contextlib.suppress(AttributeError, NotImplementedError, RuntimeError):
+        base = base.clone()
+    group = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
+    home = PrefixStore(f"shardpoint/{group}", base)
+    number = home.add(f"worlds/{rank}", 1)
+    return PrefixStore(f"{number}", home)

@@ -1,0 +1,1 @@
+"""Parameters of a unit as one DTensor each."""

@@ -1,0 +1,229 @@
+"""How one parameter's parts become whole, and what modules show of it then.
+
+    AlongFirst    dim 0: a part is one run of the whole, so parts arrive where they belong
+    AlongOther    another dim: parts arrive side by side, and are copied into place
+    ByExtension   the class of the sharded tensor says itself what is gathered, and what comes of it
+
+A gather is `prepare` (what memory is needed), `start` (own parts into place), the collective, and
+`finish`. Extensions: a tensor with `fsdp_pre_all_gather` and `fsdp_post_all_gather`, as torch's
+`fully_shard` has them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from sharding.dtensor.param import ShardedParam, contiguous_strides
+from sharding.dtensor.seam import make_dtensor
+from sharding.engine.collectives import Parts
+from sharding.engine.memory import TensorSize
+from sharding.engine.pool import BufferPool
+
+__all__ = ["AlongFirst", "AlongOther", "ByExtension", "Gathering", "gathering_for"]
+
+_PRE, _POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
+
+
+class Gathering(ABC):
+    """How one parameter is gathered. `wholes` are its tensors in the unit's memory, 1-D."""
+
+    def __init__(self, param: ShardedParam) -> None:
+        self.param = param
+
+    def prepare(self) -> list[TensorSize]:
+        """What memory of the unit it needs this time."""
+        return [TensorSize(self.param.numel, self.param.compute_dtype)]
+
+    @abstractmethod
+    def start(self, wholes: Sequence[torch.Tensor], pool: BufferPool) -> list[Parts]:
+        """Put this rank's part into its place; returns what is to be gathered."""
+
+    @abstractmethod
+    def finish(
+        self, wholes: Sequence[torch.Tensor], gathered: Sequence[Parts], pool: BufferPool
+    ) -> None:
+        """All parts are there: put them where they belong."""
+
+    def view(self, wholes: Sequence[torch.Tensor]) -> torch.Tensor:
+        """A new tensor over the gathered memory.
+
+        Not a view to autograd: it counts its versions by itself, so that gathering again does not
+        look like a change of what the forward saved.
+        """
+        shape, like = self.param.shape, self.param.tensor_parallel
+        storage, offset = wholes[0].untyped_storage(), wholes[0].storage_offset()
+        shown = wholes[0].new_empty(0).set_(storage, offset, shape, contiguous_strides(shape))
+        return shown if like is None else make_dtensor(shown, like)
+
+    @property
+    def own_memory(self) -> tuple[torch.Tensor, ...]:
+        """What it has beside the unit's memory, to be freed by `release`."""
+        return ()
+
+    def release(self) -> None:
+        """The unit's memory is given away."""
+        return
+
+
+class AlongFirst(Gathering):
+    """See the head of this file."""
+
+    def __init__(self, param: ShardedParam) -> None:
+        super().__init__(param)
+        # Memory stays where it is from step to step, so views of it are made once.
+        self._parts = Parts(torch.empty(0), 0)
+        self._own = self._buffer = torch.empty(0)
+
+    def start(self, wholes: Sequence[torch.Tensor], pool: BufferPool) -> list[Parts]:
+        """Put this rank's part into its place in the whole."""
+        param = self.param
+        if self._parts.whole is not wholes[0]:
+            self._parts = Parts(wholes[0], param.chunk * param.row_numel)
+        if self._buffer is not param.buffer:
+            self._buffer = param.buffer
+            self._own = param.buffer[: math.prod(param.own_shape)]
+        self._parts.of(param.data.shard.rank).copy_(self._own, non_blocking=True)
+        return [self._parts]
+
+    def finish(
+        self, wholes: Sequence[torch.Tensor], gathered: Sequence[Parts], pool: BufferPool
+    ) -> None:
+        """Nothing is left to do."""
+
+
+class AlongOther(Gathering):
+    """See the head of this file."""
+
+    def start(self, wholes: Sequence[torch.Tensor], pool: BufferPool) -> list[Parts]:
+        """Put this rank's part into a buffer of its own."""
+        param, whole = self.param, wholes[0]
+        parts = Parts(pool.take(param.numel, whole.dtype, whole.device), param.buffer.numel())
+        parts.of(param.data.shard.rank).copy_(param.buffer, non_blocking=True)
+        return [parts]
+
+    def finish(
+        self, wholes: Sequence[torch.Tensor], gathered: Sequence[Parts], pool: BufferPool
+    ) -> None:
+        """Copy the parts to where they belong."""
+        target = self.param.by_rank(wholes[0])
+        target.copy_(gathered[0].whole.view(target.shape))
+        pool.give_back(gathered[0].whole)
+
+
+class ByExtension(Gathering):
+    """See the head of this file. `policy` is told to extensions that ask for it."""
+
+    def __init__(self, param: ShardedParam, policy: Any, mesh: DeviceMesh) -> None:
+        super().__init__(param)
+        self._policy = policy
+        self._mesh = mesh
+        self._inputs: tuple[torch.Tensor, ...] = ()
+        self._metadata: Any = None
+        self._made: tuple[torch.Tensor, ...] = ()  # what the extension made, once it has
+        self._inner: tuple[tuple[torch.Tensor, int], ...] = ()  # its own memory, and how much
+
+    def prepare(self) -> list[TensorSize]:
+        """Ask the extension what is to be gathered."""
+        param = self.param
+        pre: Any = getattr(param.local_as_is, _PRE)
+        takes = len(inspect.signature(pre).parameters)
+        if takes == 1:
+            inputs, self._metadata = pre(self._mesh)
+        elif takes == 5:
+            shape = torch.Size(param.shape)
+            module = param.found.places[0].module
+            strides = contiguous_strides(shape)
+            inputs, self._metadata = pre(self._mesh, shape, strides, module, self._policy)
+        else:
+            raise AssertionError(
+                f"{param.fqn}: {_PRE} takes (mesh), or (mesh, outer_size, outer_stride, module, "
+                f"mp_policy), but this one has {takes} parameters"
+            )
+        is_padded = param.own_shape != param.padded_shape
+        if is_padded and any(tuple(one.shape) != param.padded_shape for one in inputs):
+            raise AssertionError(
+                f"{param.fqn}: is cut unevenly, so {_PRE} must return tensors of the padded shape "
+                f"{param.padded_shape}, got {[tuple(one.shape) for one in inputs]}"
+            )
+        self._inputs = tuple(inputs)
+        ranks = param.data.shard.size
+        return [TensorSize(one.numel() * ranks, one.dtype) for one in inputs]
+
+    def start(self, wholes: Sequence[torch.Tensor], pool: BufferPool) -> list[Parts]:
+        """Put what the extension gave into its place."""
+        gathered = []
+        for whole, given in zip(wholes, self._inputs, strict=True):
+            parts = Parts(whole, given.numel())
+            parts.of(self.param.data.shard.rank).copy_(given.reshape(-1), non_blocking=True)
+            gathered.append(parts)
+        return gathered
+
+    def finish(
+        self, wholes: Sequence[torch.Tensor], gathered: Sequence[Parts], pool: BufferPool
+    ) -> None:
+        """Let the extension make the parameter of what was gathered, in the memory it had."""
+        outputs = tuple(
+            whole.view(self.param.data.shard.size * given.shape[0], *given.shape[1:])
+            for whole, given in zip(wholes, self._inputs, strict=True)
+        )
+        post: Any = getattr(self.param.local_as_is, _POST)
+        dtype = self.param.compute_dtype
+        metadata, self._metadata, self._inputs = self._metadata, None, ()
+        if self._made:
+            for tensor, nbytes in self._inner:
+                tensor.untyped_storage().resize_(nbytes)
+            post(outputs, metadata, dtype, out=self._made[0])
+            return
+        made, inner = post(outputs, metadata, dtype)
+        self._made = (made,)
+        ours = {whole.untyped_storage().data_ptr() for whole in wholes}
+        self._inner = tuple(
+            (tensor, tensor.untyped_storage().nbytes())
+            for tensor in inner
+            if tensor.untyped_storage().data_ptr() not in ours
+        )
+
+    def view(self, wholes: Sequence[torch.Tensor]) -> torch.Tensor:
+        """What the extension made, without the padding behind it."""
+        (made,) = self._made
+        shape = self.param.shape
+        if tuple(made.shape) != shape:
+            made = made.as_strided(shape, contiguous_strides(shape), 0)
+        return made.detach()
+
+    @property
+    def own_memory(self) -> tuple[torch.Tensor, ...]:
+        """What the extension has allocated itself."""
+        return tuple(tensor for tensor, _ in self._inner)
+
+    def release(self) -> None:
+        """Free what the extension has allocated itself."""
+        for tensor, _ in self._inner:
+            tensor.untyped_storage().resize_(0)
+
+
+def gathering_for(param: ShardedParam, policy: Any) -> Gathering:
+    """The way that suits the parameter as it is now.
+
+    Raises AssertionError, naming it, where only one half of an extension is there.
+    """
+    local = param.local_as_is
+    has = [hasattr(local, name) for name in (_PRE, _POST)]
+    if all(has):
+        mesh = param.data.mesh
+        axis = mesh.mesh_dim_names[-1] if mesh.ndim == 2 and mesh.mesh_dim_names else None
+        return ByExtension(param, policy, mesh if axis is None else mesh[axis])
+    if any(has):
+        there, missing = (_PRE, _POST) if has[0] else (_POST, _PRE)
+        raise AssertionError(
+            f"{param.fqn}: its class {type(local).__name__} has {there} but not {missing}; define "
+            "both"
+        )
+    return AlongFirst(param) if param.dim == 0 else AlongOther(param)

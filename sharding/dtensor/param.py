@@ -1,0 +1,356 @@
+"""One parameter of a unit that stays itself: a DTensor while sharded, whole while gathered.
+
+    local      this rank's part of the parameter along `dim`, as `torch.chunk` cuts; what the
+               optimizer steps, and the local tensor of the DTensor that modules show
+    buffer     the memory of `local`, with zeros behind it up to the largest rank's part: 1-D
+    whole      the gathered parameter: 1-D memory of the unit, in the compute dtype
+
+How parts become whole is in `sharding.dtensor.gathering`. Of a tensor parallel parameter its own
+local tensor is cut; "whole" is that local tensor then.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from sharding.dtensor.seam import (
+    DTensorLike,
+    joined_mesh,
+    local_of,
+    make_dtensor,
+    mark_sharded,
+    replace_local,
+    strided_shard,
+)
+from sharding.engine.collectives import Comm, Parts
+from sharding.engine.pool import BufferPool
+from sharding.engine.store import Found
+from sharding.engine.streams import Streams
+
+__all__ = ["DataMesh", "Keeping", "ShardedParam"]
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class DataMesh:
+    """Over which ranks a unit is sharded, and over which it is repeated."""
+
+    mesh: DeviceMesh
+    """One axis (shard), or two (replicate, shard)."""
+    shard: Comm
+    replicate: Comm | None
+
+    @property
+    def size(self) -> int:
+        """Ranks that see different data."""
+        return self.shard.size * (1 if self.replicate is None else self.replicate.size)
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """How parameters of a unit are kept."""
+
+    device: torch.device
+    """Where they are gathered and computed with."""
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    offload: bool = False
+    """Whether shards live in the host's memory."""
+    pin: bool = False
+    """Whether that memory is pinned."""
+
+
+class ShardedParam:
+    """See the head of this file."""
+
+    def __init__(self, found: Found, data: DataMesh, keeping: Keeping, placement: object) -> None:
+        self.data = data
+        self.keeping = keeping
+        param = found.param
+        self.tensor_parallel: DTensorLike | None = None
+        values = param.detach()
+        if isinstance(param, DTensor):
+            self.tensor_parallel = _like(param)
+            values = local_of(values)
+        self.dim = _checked_dim(found.fqn, placement, param, values, data.shard.size)
+        self.shape: Shape = tuple(values.shape)
+        """Of the whole parameter, as modules compute with it."""
+        self.like = _sharded_like(found.fqn, param, self.dim, data)
+        self.buffer = values.new_empty(0)
+        local = self._padded(self._own_rows(values))
+        self.param = nn.Parameter(self.to_dtensor(local), requires_grad=param.requires_grad)
+        # Not the original: its memory is to be freed with its last user.
+        self.found = found._replace(param=self.param)
+        self._adopted = local_of(self.param)
+        for name, value in vars(param).items():
+            if not name.startswith("_"):  # a user's own marks, not torch's
+                setattr(self.param, name, value)
+        mark_sharded(param, found.fqn)
+        self.show()
+
+    # --- geometry -------------------------------------------------------------------------------
+
+    @property
+    def fqn(self) -> str:
+        """Its first name."""
+        return self.found.fqn
+
+    @property
+    def chunk(self) -> int:
+        """Rows (indices of `dim`) of the first rank's part, the largest."""
+        return -(-self.shape[self.dim] // self.data.shard.size)
+
+    @property
+    def row_numel(self) -> int:
+        """Elements of one index of `dim`."""
+        return math.prod(self.shape[: self.dim]) * math.prod(self.shape[self.dim + 1 :])
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole parameter."""
+        return math.prod(self.shape)
+
+    @property
+    def own_shape(self) -> Shape:
+        """Of this rank's part."""
+        first = min(self.data.shard.rank * self.chunk, self.shape[self.dim])
+        rows = min(self.chunk, self.shape[self.dim] - first)
+        return (*self.shape[: self.dim], rows, *self.shape[self.dim + 1 :])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the shard."""
+        return self.param.dtype
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """Of the gathered parameter."""
+        wanted = self.keeping.param_dtype
+        return wanted if wanted is not None and self.dtype.is_floating_point else self.dtype
+
+    def _own_rows(self, values: torch.Tensor) -> torch.Tensor:
+        first = min(self.data.shard.rank * self.chunk, self.shape[self.dim])
+        return values.narrow(self.dim, first, self.own_shape[self.dim])
+
+    # --- the shard ------------------------------------------------------------------------------
+
+    @property
+    def local(self) -> torch.Tensor:
+        """This rank's part, as the optimizer sees it."""
+        return local_of(self.param).detach()
+
+    @property
+    def local_as_is(self) -> torch.Tensor:
+        """The same, as the very object that the DTensor holds."""
+        return local_of(self.param)
+
+    def to_dtensor(self, local: torch.Tensor) -> DTensor:
+        """A tensor like this rank's part as a DTensor like the parameter."""
+        return make_dtensor(local, self.like)
+
+    def show(self) -> None:
+        """Let all places show the sharded parameter."""
+        for place in self.found.places:
+            place.put(self.param)
+
+    def adopt(self) -> bool:
+        """Follow what was put in place of the sharded parameter, or of its memory; whether anything
+        was.
+
+        `load_state_dict(assign=True)` puts another object there, `_apply` other memory. Raises
+        RuntimeError, naming the parameter, for what does not fit.
+        """
+        current = self.found.places[0].current()
+        if current is not self.param:
+            if not isinstance(current, DTensor) or not isinstance(current, nn.Parameter):
+                raise RuntimeError(
+                    f"{self.fqn}: was replaced by a {type(current).__name__}, expected a DTensor "
+                    "parameter sharded like it; load a sharded state dict, or copy values into it"
+                )
+            self.param = current
+            self.show()
+        local = local_of(self.param)
+        if local is self._adopted:
+            return False
+        if tuple(local.shape) != self.own_shape:
+            raise RuntimeError(
+                f"{self.fqn}: this rank's part has shape {tuple(local.shape)}, expected "
+                f"{self.own_shape} of {self.shape}; load values that are sharded alike"
+            )
+        # The old buffer and what lies in it go on living in older state dicts.
+        self._adopted = self._padded(local.detach())
+        replace_local(self.param, self._adopted)
+        return True
+
+    def _padded(self, local: torch.Tensor) -> torch.Tensor:
+        """Copy this rank's part into a new buffer with padding; returns it as it lies there."""
+        options: dict[str, object] = {}
+        if self.keeping.offload and not local.is_meta:
+            options = {"device": torch.device("cpu"), "pin_memory": self.keeping.pin}
+        padded = local.new_zeros(self.padded_shape, **options)  # type: ignore[call-overload]
+        kept: torch.Tensor = padded.narrow(self.dim, 0, local.shape[self.dim])
+        kept.copy_(local)
+        self.buffer = padded.view(-1)
+        return kept
+
+    @property
+    def padded_shape(self) -> Shape:
+        """Of the largest rank's part."""
+        return (*self.shape[: self.dim], self.chunk, *self.shape[self.dim + 1 :])
+
+    def by_rank(self, whole: torch.Tensor) -> torch.Tensor:
+        """A whole parameter in the index space (rank, before `dim`, the rest); even parts only."""
+        before = math.prod(self.shape[: self.dim])
+        return whole.view(before, self.data.shard.size, -1).transpose(0, 1)
+
+    # --- gradients ------------------------------------------------------------------------------
+
+    def local_gradient(self, grad: torch.Tensor) -> torch.Tensor:
+        """The gradient of what `view` made, as a plain tensor; a tensor parallel one is brought to
+        the parameter's placements first.
+        """
+        grad = grad.detach()
+        wanted = self.tensor_parallel
+        if wanted is None:
+            return grad
+        if not isinstance(grad, DTensor):
+            raise AssertionError(f"{self.fqn}: expected its gradient to be a DTensor like it")
+        if tuple(grad.placements) != wanted.placements:
+            grad = grad.redistribute(placements=wanted.placements)
+        return local_of(grad)
+
+    def gradient_parts(
+        self, grad: torch.Tensor, dtype: torch.dtype, *, scale: float, pool: BufferPool | None
+    ) -> tuple[Parts, torch.Tensor | None]:
+        """The gradient times `scale` in `dtype`, cut into the ranks' parts, and the buffer of the
+        pool that holds it; None where it lies in `grad` itself.
+        """
+        part_numel = self.chunk * self.row_numel
+        if self.dim == 0 and grad.dtype == dtype and scale == 1.0 and grad.is_contiguous():
+            return Parts(grad.view(-1), part_numel), None
+        if pool is None:
+            buffer = torch.empty(self.numel, dtype=dtype, device=grad.device)
+        else:
+            buffer = pool.take(self.numel, dtype, grad.device)
+        if self.dim == 0:
+            target, source = buffer.view(self.shape), grad
+        else:
+            source = self.by_rank(grad.contiguous())
+            target = buffer.view(source.shape)
+        if scale != 1.0 and grad.dtype == dtype:
+            torch.mul(source, scale, out=target)
+        else:
+            target.copy_(source)
+            if scale != 1.0:
+                target.mul_(scale)
+        return Parts(buffer, part_numel), buffer
+
+    def add_gradient(self, new: torch.Tensor, streams: Streams) -> None:
+        """Add a reduced gradient, as many elements as this rank's part, to the one it has.
+
+        With offloading the host may look at it once the streams have finished.
+        """
+        new = new.view(self.own_shape).to(self.dtype)
+        before = None if self.param.grad is None else local_of(self.param.grad)
+        if self.keeping.offload:
+            if before is not None:
+                new = streams.to_device(before, new.device).add_(new)
+            new = streams.to_host(new, pin=self.keeping.pin, into=before)
+        elif before is not None:
+            before.add_(new)
+        if before is None:
+            self.param.grad = self.to_dtensor(new)
+
+    # --- a smaller shard after the forward ------------------------------------------------------
+
+    def smaller_parts(self, whole: torch.Tensor, comm: Comm) -> Parts:
+        """The gathered parameter as the parts, along dim 0, of a group of fewer ranks."""
+        rows = -(-self.shape[0] // comm.size)
+        return Parts(whole, rows * (self.numel // max(self.shape[0], 1)))
+
+    def smaller_dtensor(self, local: torch.Tensor, mesh: DeviceMesh) -> nn.Parameter:
+        """What modules show between forward and backward: that part, on that mesh."""
+        shape = (local.numel() // max(self.numel // max(self.shape[0], 1), 1), *self.shape[1:])
+        like = DTensorLike(
+            mesh,
+            (Replicate(), Shard(0)),
+            torch.Size(self.shape),
+            contiguous_strides(self.shape),
+        )
+        made = make_dtensor(local.view(shape), like)
+        return nn.Parameter(made, requires_grad=self.param.requires_grad)
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a contiguous tensor of that shape."""
+    return tuple(torch.empty(tuple(shape), device="meta").stride())
+
+
+def _like(tensor: DTensor) -> DTensorLike:
+    return DTensorLike(
+        tensor.device_mesh, tuple(tensor.placements), tensor.shape, tuple(tensor.stride())
+    )
+
+
+def _checked_dim(
+    fqn: str, placement: object, param: nn.Parameter, values: torch.Tensor, ranks: int
+) -> int:
+    """The dim to cut. Raises, naming the parameter, where it cannot be cut."""
+    if param.dim() == 0:
+        raise ValueError(
+            f"{fqn}: scalar parameters cannot be sharded; make it a 1-D tensor with one element"
+        )
+    if not values.is_contiguous():
+        raise NotImplementedError(
+            f"{fqn}: is not contiguous (strides {tuple(values.stride())} of shape "
+            f"{tuple(values.shape)}); call contiguous() on it before fully_shard"
+        )
+    placement = Shard(0) if placement is None else placement
+    if not isinstance(placement, Shard):
+        raise ValueError(
+            f"{fqn}: shard_placement_fn returned {placement!r}, expected Shard(dim) or None"
+        )
+    dim = placement.dim + param.dim() if placement.dim < 0 else placement.dim
+    if not 0 <= dim < param.dim():
+        raise AssertionError(
+            f"{fqn}: shard_placement_fn returned {placement!r} for a tensor of {param.dim()} dims"
+        )
+    if dim > 0 and values.shape[dim] % ranks != 0:
+        raise NotImplementedError(
+            f"{fqn}: dim {dim} of shape {tuple(values.shape)} does not divide by {ranks} ranks; "
+            "only dim 0 may be cut unevenly"
+        )
+    return dim
+
+
+def _sharded_like(fqn: str, param: nn.Parameter, dim: int, data: DataMesh) -> DTensorLike:
+    """Mesh, placements and geometry of the sharded DTensor."""
+    shape, stride = param.shape, contiguous_strides(param.shape)
+    repeated: tuple[Placement, ...] = () if data.replicate is None else (Replicate(),)
+    if not isinstance(param, DTensor):
+        return DTensorLike(data.mesh, (*repeated, Shard(dim)), shape, stride)
+    inner = _like(param)
+    if inner.mesh.ndim != 1:
+        raise NotImplementedError(
+            f"{fqn}: lies on a mesh of {inner.mesh.ndim} axes; only one axis of tensor "
+            "parallelism can be combined with fully_shard"
+        )
+    mesh = joined_mesh(data.mesh, inner.mesh)
+    if mesh is None:
+        raise AssertionError(
+            f"{fqn}: the mesh of fully_shard and that of the parameter must be named axes of one "
+            "mesh: pass init_device_mesh(..., mesh_dim_names=...)['dp'] and [...]['tp']"
+        )
+    (placement,) = inner.placements
+    own: Placement = Shard(dim)
+    if isinstance(placement, Shard) and placement.dim == dim:
+        own = strided_shard(dim, inner.mesh.size())
+    return DTensorLike(mesh, (*repeated, own, placement), shape, tuple(inner.stride))

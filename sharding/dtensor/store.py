@@ -1,0 +1,363 @@
+"""The parameters of one unit, each sharded by itself, gathered and reduced together.
+
+    start_gather          own parts into the unit's memory, one all-gather for all members
+    outgoing_gradients    gradients as the ranks' parts, where they lie if they can be sent as they
+                          are, for one reduce-scatter
+    free_after_forward    all freed; or a larger shard kept, over fewer ranks
+
+Which collectives serve that is up to `sharding.engine.collectives`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from sharding.dtensor.gathering import ByExtension, Gathering, gathering_for
+from sharding.dtensor.param import DataMesh, Keeping, ShardedParam
+from sharding.dtensor.seam import as_parameter, version_of
+from sharding.engine.collectives import Comm, Parts, Pending
+from sharding.engine.memory import TensorSize
+from sharding.engine.pool import BufferPool
+from sharding.engine.store import (
+    Found,
+    GatheringStore,
+    Gradients,
+    Outgoing,
+    State,
+    call_accumulate_hooks,
+)
+
+__all__ = ["DTensorStore", "SmallerMesh"]
+
+Placing = Callable[[nn.Parameter], object]
+
+
+@dataclass(frozen=True)
+class SmallerMesh:
+    """Where parameters are sharded between forward and backward."""
+
+    mesh: DeviceMesh
+    """Two axes: repeated over the first, sharded over the second."""
+    comm: Comm
+    """Of the second axis."""
+
+
+@dataclass(frozen=True)
+class _Smaller:
+    """One parameter between forward and backward."""
+
+    local: torch.Tensor
+    param: nn.Parameter
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """An unsharded gradient that waits for the next reduction. `is_own`: nobody else has it."""
+
+    grad: torch.Tensor
+    is_own: bool
+
+
+class DTensorStore(GatheringStore):
+    """See the head of this file. Members are in the order of `found`."""
+
+    def __init__(
+        self,
+        found: Sequence[Found],
+        data: DataMesh,
+        keeping: Keeping,
+        *,
+        placing: Placing,
+        policy: object,
+    ) -> None:
+        super().__init__(found, keeping.device)
+        self.data = data
+        self.keeping = keeping
+        self.params = tuple(
+            ShardedParam(item, data, keeping, placing(item.param)) for item in found
+        )
+        self.found = tuple(param.found for param in self.params)
+        self._policy = policy
+        self._gatherings = tuple(gathering_for(param, policy) for param in self.params)
+        self._counts = [1] * len(self.params)  # tensors in the unit's memory, by parameter
+        self._smaller_mesh: SmallerMesh | None = None
+        self._smaller: tuple[_Smaller, ...] = ()
+        self._smaller_mark: object = None
+        """Behind the copies in `_smaller`, which compute has made and gathers read."""
+        self._kept: dict[int, _Kept] = {}
+        self._versions: tuple[int, ...] = ()
+
+    def set_smaller_mesh(self, mesh: SmallerMesh | None) -> None:
+        """Where to keep shards after the forward; None: everything is freed.
+
+        Raises NotImplementedError for parameters that cannot be kept so.
+        """
+        for param, gathering in zip(self.params, self._gatherings, strict=True):
+            reason = "is tensor parallel" if param.tensor_parallel else "has an extension"
+            if mesh and (param.tensor_parallel or isinstance(gathering, ByExtension)):
+                raise NotImplementedError(
+                    f"{param.fqn}: {reason}, and cannot be resharded over fewer ranks; pass True "
+                    "or False for reshard_after_forward"
+                )
+        self._smaller_mesh = mesh
+
+    # --- dtypes ---------------------------------------------------------------------------------
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the shards of trainable parameters, which must have one.
+
+        Raises AssertionError, naming parameters, where they do not and no dtype was configured for
+        reductions.
+        """
+        wanted = [p for p in self.params if p.param.requires_grad] or list(self.params)
+        if not wanted:
+            return torch.get_default_dtype()
+        first = wanted[0]
+        for other in wanted[1:]:
+            if other.dtype != first.dtype and not self._reduce_dtype:
+                raise AssertionError(
+                    f"trainable parameters of one fully_shard() need one dtype: {first.fqn} has "
+                    f"{first.dtype}, {other.fqn} has {other.dtype}; shard them apart, or set "
+                    "reduce_dtype of MixedPrecisionPolicy"
+                )
+        return first.dtype
+
+    @property
+    def _reduce_dtype(self) -> torch.dtype | None:
+        return self.keeping.reduce_dtype or self.keeping.param_dtype
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """Of gathered parameters."""
+        return self.keeping.param_dtype or self.dtype
+
+    @property
+    def trainable(self) -> tuple[bool, ...]:
+        """Which members want gradients, as the user has it now."""
+        return tuple(p.param.requires_grad for p in self.params)
+
+    # --- gathering ------------------------------------------------------------------------------
+
+    def start_gather(self) -> Pending:
+        """Put the own parts into place and start; they come from the shards, or the larger ones."""
+        if self.state is State.SHARDED:
+            self.adopt_values()
+            self._check_not_meta()
+        if self.state is State.SHARDED_POST_FORWARD:
+            return self._start_smaller()
+        prepared = [gathering.prepare() for gathering in self._gatherings]
+        self._counts = [len(sizes) for sizes in prepared]
+        self.memory.fetch([size for sizes in prepared for size in sizes], self.pages)
+        self._versions = self._versions_now()
+        gathered = [g.start(wholes, self.pool) for g, wholes in self._with_memory()]
+        members = [parts for of_one in gathered for parts in of_one]
+        pending = self.data.shard.all_gather(members, pool=self.pool, tag=2 * self.tag)
+
+        def finish() -> None:
+            for (gathering, wholes), parts in zip(self._with_memory(), gathered, strict=True):
+                gathering.finish(wholes, parts, self.pool)
+
+        return Pending([pending], finish)
+
+    def _with_memory(self) -> Iterator[tuple[Gathering, Sequence[torch.Tensor]]]:
+        """Each parameter's gathering with its tensors in the unit's memory."""
+        at = 0
+        for gathering, count in zip(self._gatherings, self._counts, strict=True):
+            yield gathering, self.memory.tensors[at : at + count]
+            at += count
+
+    def _start_smaller(self) -> Pending:
+        assert self._smaller_mesh is not None
+        self.streams.gathers_wait_for(self._smaller_mark)
+        comm = self._smaller_mesh.comm
+        wholes = self.memory.fetch(
+            [TensorSize(p.numel, p.compute_dtype) for p in self.params], self.pages
+        )
+        members = []
+        for param, whole, smaller in zip(self.params, wholes, self._smaller, strict=True):
+            parts = param.smaller_parts(whole, comm)
+            parts.of(comm.rank).copy_(smaller.local)
+            members.append(parts)
+        return comm.all_gather(members, pool=self.pool, tag=2 * self.tag)
+
+    def finish_unshard(self) -> None:
+        """Gather if nobody has started to, and return when compute may read the parameters."""
+        super().finish_unshard()
+        self._smaller = ()
+
+    def make_views(self) -> tuple[torch.Tensor, ...]:
+        """New tensors over the gathered memory, one for each parameter."""
+        return tuple(gathering.view(wholes) for gathering, wholes in self._with_memory())
+
+    def show_views(self) -> None:
+        """Let the modules show the gathered parameters, tracked by autograd."""
+        super().show_views()
+        for view in self.views:
+            as_parameter(view)
+
+    def hide_views(self) -> None:
+        """Let the modules show what is sharded."""
+        if self.shows_views or self._smaller:
+            for param in self.params:
+                param.show()
+        self.shows_views = False
+        self._smaller = ()
+
+    def release(self) -> None:
+        """Give the gathered memory away."""
+        super().release()
+        for gathering in self._gatherings:
+            for tensor in gathering.own_memory:
+                self.streams.will_free(tensor)
+            gathering.release()
+
+    def keep_after_forward(self) -> None:
+        """The modules go on showing gathered parameters."""
+
+    def free_after_forward(self) -> None:
+        """Free all, or keep a larger shard for the backward."""
+        mesh = self._smaller_mesh
+        if mesh is None or self.state is not State.UNSHARDED:
+            self.reshard()
+            return
+        smaller = []
+        for param, whole in zip(self.params, self.memory.tensors, strict=True):
+            local = param.smaller_parts(whole, mesh.comm).of(mesh.comm.rank).clone()
+            smaller.append(_Smaller(local, param.smaller_dtensor(local, mesh.mesh)))
+        self._smaller_mark = self.streams.mark_compute()
+        for item, kept in zip(self.found, smaller, strict=True):
+            for place in item.places:
+                place.put(kept.param)
+        self.shows_views = False
+        self.release()
+        self._smaller = tuple(smaller)
+        self.state = State.SHARDED_POST_FORWARD
+
+    def is_current(self) -> bool:
+        """Whether nobody has written to the shards since they were gathered, one by one.
+
+        `torch._foreach` functions leave no trace: call `reshard()` after writing by them.
+        """
+        return self.state is State.UNSHARDED and self._versions == self._versions_now()
+
+    def adopt_values(self) -> None:
+        """Follow what the user put in place of the sharded parameters; see `ShardedParam.adopt`."""
+        if self.state is not State.SHARDED:
+            return
+        for at, param in enumerate(self.params):
+            if param.adopt() or self._is_extended(at):
+                self._choose_again(at)
+
+    def _is_extended(self, at: int) -> bool:
+        """Whether an extension was put on the sharded tensor since."""
+        local = self.params[at].local_as_is
+        is_plain = type(local) is torch.Tensor and not vars(local)
+        return not is_plain and not isinstance(self._gatherings[at], ByExtension)
+
+    def _choose_again(self, at: int) -> None:
+        made = gathering_for(self.params[at], self._policy)
+        if isinstance(made, ByExtension) or type(made) is not type(self._gatherings[at]):
+            self._gatherings = (*self._gatherings[:at], made, *self._gatherings[at + 1 :])
+            self.drop_views()
+
+    def _versions_now(self) -> tuple[int, ...]:
+        # Operations on a DTensor count at the DTensor, those on its memory at the memory. Fused
+        # steps do not count, but they come with a backward, which frees.
+        return tuple(
+            version_of(tensor)
+            for param in self.params
+            for tensor in (param.param, param.local_as_is)
+        )
+
+    def _check_not_meta(self) -> None:
+        meta = [param.fqn for param in self.params if param.buffer.is_meta]
+        if meta:
+            raise RuntimeError(
+                f"parameters on the meta device have no values to gather: {', '.join(meta)}; call "
+                "model.to_empty(device=...) and initialise or load them first"
+            )
+
+    # --- gradients ------------------------------------------------------------------------------
+
+    def adopt_gradients(self) -> None:
+        """Gradients are those of the sharded parameters: nothing is shown beside them."""
+
+    def outgoing_gradients(
+        self,
+        grads: Gradients | None,
+        *,
+        dtype: torch.dtype,
+        scale: float,
+        fill: bool,
+        pool: BufferPool | None,
+    ) -> Outgoing:
+        """The gradients cut into the ranks' parts, from where they lie if nothing has to be done.
+
+        Parameters without any are left out, unless `fill`.
+        """
+        members: list[Parts] = []
+        at: list[int] = []
+        scratch: list[torch.Tensor] = []
+        for number, param in enumerate(self.params):
+            grad = self._with_kept(number, None if grads is None else grads[number])
+            if grad is None:
+                if not fill or not param.param.requires_grad:
+                    continue
+                grad = torch.zeros(param.shape, dtype=dtype, device=self.device)
+            parts, buffer = param.gradient_parts(grad, dtype, scale=scale, pool=pool)
+            members.append(parts)
+            at.append(number)
+            if buffer is not None:
+                scratch.append(buffer)
+        return Outgoing(tuple(members), tuple(at), tuple(scratch))
+
+    def keep_unsharded_gradients(self, grads: Gradients) -> None:
+        """Add gradients up on this rank, in the dtype of reductions."""
+        wanted = self.keeping.reduce_dtype
+        for number, (param, grad) in enumerate(zip(self.params, grads, strict=True)):
+            if grad is None:
+                continue
+            local = param.local_gradient(grad)
+            kept = self._kept.get(number)
+            if kept is not None:
+                self._kept[number] = _Kept(_sum(kept, local), True)
+            elif wanted is not None and local.dtype != wanted:
+                self._kept[number] = _Kept(local.to(wanted), True)
+            else:
+                self._kept[number] = _Kept(local, False)
+
+    @property
+    def has_unsharded_gradients(self) -> bool:
+        """Whether gradients wait for the next reduction."""
+        return bool(self._kept)
+
+    def drop_unsharded_gradients(self) -> None:
+        """Forget what was added up without reducing."""
+        self._kept.clear()
+
+    def add_gradients(
+        self, outgoing: Outgoing, new: Sequence[torch.Tensor], *, keep_dtype: bool
+    ) -> None:
+        """Add reduced gradients, this rank's parts, to those of the sharded parameters."""
+        for number, grad in zip(outgoing.at, new, strict=True):
+            self.params[number].add_gradient(grad, self.streams)
+        shown = [self.params[number].param for number in outgoing.at]
+        call_accumulate_hooks(shown, self.streams if self.keeping.offload else None)
+
+    def _with_kept(self, number: int, grad: torch.Tensor | None) -> torch.Tensor | None:
+        kept = self._kept.pop(number, None)
+        local = None if grad is None else self.params[number].local_gradient(grad)
+        if kept is None:
+            return local
+        return kept.grad if local is None else _sum(kept, local)
+
+
+def _sum(kept: _Kept, grad: torch.Tensor) -> torch.Tensor:
+    # A gradient that autograd gave may be the gradient of other parameters too.
+    return kept.grad.add_(grad) if kept.is_own else torch.add(kept.grad, grad)

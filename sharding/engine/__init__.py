@@ -1,0 +1,1 @@
+"""One unit, one schedule: gather, show, free, watch, reduce. Knows neither surface."""

@@ -1,0 +1,152 @@
+"""Members that are not plain tensors: what of them is flattened, and how modules get them back.
+
+A unit has at most one extension. Set `fsdp_extension` in a subclass of the wrapper to have one of
+your own; without, units whose `device_mesh` is a part of a larger mesh have `TensorParallel`, which
+flattens what this rank holds of a DTensor, and shows a DTensor again while the unit is gathered.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from ckpt.layout.dtensor import describe_dtensor, is_dtensor
+from ckpt.layout.flat import Inside
+from ckpt.layout.plain import Ranks, Refused
+from ckpt.layout.region import Box
+from sharding.engine.groups import Groups, line_through_here
+
+__all__ = ["Extension", "TensorParallel"]
+
+
+class Extension(ABC):
+    """How members are turned into tensors that can be flattened, and back."""
+
+    @abstractmethod
+    def before_flatten(self, fqn: str, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """What to flatten in the place of `tensor`, and a token for `after_unflatten`.
+
+        A token of None: nothing is to be done for this member. Called once for each member when its
+        unit is built, and for what users put in place of it inside `summon_full_params`. Raises
+        ValueError, naming `fqn`, for what cannot be flattened.
+        """
+
+    @abstractmethod
+    def after_unflatten(self, tensor: torch.Tensor, token: Any) -> torch.Tensor:
+        """What modules show in the place of `tensor`, a gathered member. Tracked by autograd.
+
+        The result shares the memory of `tensor`: it is kept while that comes and goes, and asked
+        for again only when the unit shows other tensors than before.
+        """
+
+    def inside(self, token: Any) -> Inside | None:
+        """Which part of a tensor that several ranks share was flattened; None for all of it.
+
+        Asked for checkpoints and state dicts.
+        """
+        return None
+
+
+class ShardSpec(NamedTuple):
+    """What a DTensor was besides its local tensor."""
+
+    mesh: DeviceMesh
+    placements: tuple[Any, ...]
+    shape: torch.Size
+    stride: tuple[int, ...]
+    inside: Inside
+
+
+class TensorParallel(Extension):
+    """DTensors over other axes of the mesh than those that the unit is sharded and repeated over.
+
+    Placements are `Shard` and `Replicate`. Gradients come back in the placements of the parameter.
+    """
+
+    def __init__(self, groups: Groups) -> None:
+        self._own = set(groups.shard.global_ranks) - {dist.get_rank()}
+        if groups.replicate is not None:
+            self._own |= set(groups.replicate.global_ranks) - {dist.get_rank()}
+
+    def before_flatten(self, fqn: str, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """The local tensor of a DTensor, and its spec."""
+        if not is_dtensor(tensor):
+            return tensor, None
+        assert isinstance(tensor, DTensor)
+        mesh = tensor.device_mesh
+        shared = sorted(self._own & {int(rank) for rank in mesh.mesh.flatten()})
+        if shared:
+            raise ValueError(
+                f"{fqn}: is a DTensor over ranks {shared}, over which the unit is sharded too; "
+                "parallelize over another axis of the mesh"
+            )
+        world = Ranks(dist.get_rank(), tuple(range(dist.get_world_size())))
+        try:
+            views = describe_dtensor(fqn, tensor.detach(), world).views
+        except Refused as refused:
+            raise ValueError(refused.problem) from None
+        regions = [piece.region for view in views for piece in view.pieces]
+        if len(regions) != 1 or not isinstance(regions[0], Box):
+            raise ValueError(
+                f"{fqn}: placements {tensor.placements} leave several regions on one rank; a flat "
+                "parameter needs one"
+            )
+        cut = tuple(
+            tuple(dist.get_process_group_ranks(mesh.get_group(axis)))
+            for axis, placement in enumerate(tensor.placements)
+            if not placement.is_replicate()
+        )
+        inside = Inside(tuple(tensor.shape), regions[0].offset, cut)
+        spec = ShardSpec(mesh, tensor.placements, tensor.shape, tensor.stride(), inside)
+        return tensor.to_local(), spec
+
+    def after_unflatten(self, tensor: torch.Tensor, token: Any) -> torch.Tensor:
+        """The DTensor again."""
+        return DTensor.from_local(
+            tensor,
+            token.mesh,
+            token.placements,
+            run_check=False,
+            shape=token.shape,
+            stride=token.stride,
+        )
+
+    def inside(self, token: Any) -> Inside | None:
+        """Where the local tensor lies in the whole one."""
+        found: Inside = token.inside
+        return found
+
+
+def holders_of(
+    groups: Groups, root: DeviceMesh | None, inside: Inside | None, *, is_sharded: bool
+) -> tuple[int, ...]:
+    """Global ranks that hold the same of a member as this one, ascending.
+
+    `root` is the mesh of which the unit's is a part: along its other axes ranks hold the same,
+    unless those axes cut the member itself.
+    """
+    if root is None:
+        return _holders_without_mesh(groups, is_sharded)
+    cutting = set() if inside is None else {tuple(sorted(ranks)) for ranks in inside.cut_over}
+    if is_sharded:
+        cutting.add(tuple(sorted(groups.shard.global_ranks)))
+    array = root.mesh
+    here = (array == dist.get_rank()).nonzero()[0].tolist()
+    where: list[Any] = [slice(None)] * array.ndim
+    for axis in range(array.ndim):
+        if tuple(sorted(line_through_here(root, axis))) in cutting:
+            where[axis] = here[axis]
+    return tuple(sorted(int(rank) for rank in array[tuple(where)].flatten()))
+
+
+def _holders_without_mesh(groups: Groups, is_sharded: bool) -> tuple[int, ...]:
+    if not is_sharded:
+        return tuple(sorted((groups.replicate or groups.shard).global_ranks))
+    if groups.replicate is None:
+        return (groups.shard.global_ranks[groups.shard.rank],)
+    return tuple(sorted(groups.replicate.global_ranks))

@@ -1,0 +1,219 @@
+"""Gradients of a unit, from the backward of its views to the sharded gradient of the optimizer.
+
+    gradients of the members -> one padded buffer in the reduce dtype, divided beforehand
+      -> comm hook; or reduce-scatter in the shard group, all-reduce in the replicate group
+      -> divided afterwards -> added to the gradient of the shard
+
+The sum is divided by the number of data-parallel ranks in two steps, so that neither the sum nor
+the parts leave the range of a low-precision dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+
+from sharding.engine.collectives import Comm, Pending
+from sharding.engine.pool import BufferPool
+from sharding.engine.store import Gradients, Outgoing, Store
+from sharding.engine.streams import Streams
+
+__all__ = ["CommHook", "Reduction", "Reductions", "divide_factors"]
+
+
+@dataclass(frozen=True)
+class CommHook:
+    """A user's own reduction; it divides too. `casts` says that it needs no cast from us."""
+
+    state: Any
+    hook: Callable[..., Any]
+    casts: bool
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """How the gradients of a unit are reduced."""
+
+    shard: Comm | None
+    """None where parameters are not sharded."""
+    replicate: Comm | None
+    dtype: torch.dtype | None
+    """Of the collectives; None for the dtype of the shard."""
+    factors: tuple[float, float]
+    """What to divide by before and after summing."""
+    keep_dtype: bool = False
+    fills_unused: bool = False
+    """Whether parameters without a gradient take part, with zeros."""
+    hook: CommHook | None = None
+    summed_hook: Callable[[torch.Tensor], object] | None = None
+    """Called with the reduced gradients, before they are divided."""
+    all_reduces: bool = True
+    """Whether sums go to the replicate group now; else they are kept and added to later ones."""
+
+    def with_hook(self, hook: CommHook) -> Reduction:
+        """The same, through a comm hook."""
+        return replace(self, hook=hook)
+
+
+class _InFlight(NamedTuple):
+    """A reduction under way."""
+
+    pending: Pending
+    end: Callable[[], None]
+    """What remains to be done once it has been waited for."""
+
+
+class Reductions:
+    """The reductions under way, oldest first. All of a model's units share one."""
+
+    def __init__(self, pool: BufferPool, streams: Streams) -> None:
+        self.in_flight_max = 2
+        self._pool = pool
+        self.streams = streams
+        self._in_flight: list[_InFlight] = []
+        self._kept: dict[int, dict[int, torch.Tensor]] = {}
+        """Sums that wait for the replicate group, by unit and member."""
+
+    def start(self, store: Store, reduction: Reduction, grads: Gradients | None) -> None:
+        """Start to reduce; the gradient is there after `finish`. None: of no member."""
+        while len(self._in_flight) >= self.in_flight_max:
+            self._end_oldest()
+        casts = reduction.hook is not None and reduction.hook.casts
+        dtype = (store.compute_dtype if casts else reduction.dtype) or store.dtype
+        is_sharded = reduction.hook is None and reduction.shard is not None
+        outgoing = store.outgoing_gradients(
+            grads,
+            dtype=dtype,
+            scale=1.0 if reduction.hook is not None else 1.0 / reduction.factors[0],
+            fill=reduction.fills_unused,
+            # Otherwise the buffer becomes the gradient, or is the hook's own.
+            pool=self._pool if is_sharded else None,
+        )
+        if not outgoing.members:
+            return
+        self.streams.reductions_wait_for_compute()
+        for member in outgoing.members:
+            self.streams.reductions_will_read(member.whole)
+        with self.streams.reducing():
+            if reduction.hook is not None:
+                started = self._start_hook(store, reduction, reduction.hook, outgoing)
+            elif reduction.shard is not None:
+                started = self._start_sharded(store, reduction, reduction.shard, outgoing)
+            else:
+                started = self._start_replicated(store, reduction, outgoing)
+        self._in_flight.append(started)
+
+    def finish(self) -> None:
+        """Wait for all of them."""
+        while self._in_flight:
+            self._end_oldest()
+        self.streams.compute_waits_for_reductions()
+
+    def drop(self) -> None:
+        """Forget what a failed backward has left, once its messages have come and gone: later ones
+        would take their places.
+        """
+        dropped, self._in_flight = self._in_flight, []
+        self._kept.clear()
+        with self.streams.reducing():
+            for one in dropped:
+                one.pending.wait()
+
+    def _end_oldest(self) -> None:
+        oldest = self._in_flight.pop(0)
+        with self.streams.reducing():
+            oldest.pending.wait()
+            oldest.end()
+
+    def _start_sharded(
+        self, store: Store, reduction: Reduction, shard: Comm, outgoing: Outgoing
+    ) -> _InFlight:
+        members = outgoing.members
+        first = members[0].whole
+        sizes = [member.of(shard.rank).numel() for member in members]
+        out = torch.empty(sum(sizes), dtype=first.dtype, device=first.device)
+        outs = torch.split(out, sizes)
+        pending = shard.reduce_scatter(members, outs, pool=self._pool, tag=2 * store.tag + 1)
+
+        def end() -> None:
+            for buffer in outgoing.scratch:
+                self._pool.give_back(buffer)
+            if reduction.replicate is not None:
+                kept = self._kept.setdefault(store.tag, {})
+                for number, part in zip(outgoing.at, outs, strict=True):
+                    before = kept.pop(number, None)
+                    if before is not None:
+                        part.add_(before)
+                if not reduction.all_reduces:
+                    kept.update(zip(outgoing.at, outs, strict=True))
+                    return
+            self._end_sum(reduction, out)
+            store.add_gradients(outgoing, outs, keep_dtype=reduction.keep_dtype)
+            self.reduce_kept(store, reduction)
+
+        return _InFlight(pending, end)
+
+    def reduce_kept(self, store: Store, reduction: Reduction) -> None:
+        """Sum over the replicate group what waits for that, of members without new gradients."""
+        kept = self._kept.pop(store.tag, {}) if reduction.all_reduces else {}
+        if not kept:
+            return
+        with self.streams.reducing():
+            at = tuple(sorted(kept))
+            for number in at:
+                self._end_sum(reduction, kept[number])
+            found = [kept[number] for number in at]
+            store.add_gradients(Outgoing((), at), found, keep_dtype=reduction.keep_dtype)
+
+    def _end_sum(self, reduction: Reduction, out: torch.Tensor) -> None:
+        """Sum over the replicate group, and divide, in place."""
+        if reduction.replicate is not None:
+            reduction.replicate.all_reduce(out).wait()
+        if reduction.summed_hook is not None:
+            reduction.summed_hook(out)
+        if reduction.factors[1] != 1.0:
+            out.div_(reduction.factors[1])
+
+    def _start_replicated(
+        self, store: Store, reduction: Reduction, outgoing: Outgoing
+    ) -> _InFlight:
+        (member,) = outgoing.members
+        out = member.whole
+        comm = reduction.replicate
+        pending = Pending(()) if comm is None else comm.all_reduce(out)
+
+        def end() -> None:
+            if reduction.factors[1] != 1.0:
+                out.div_(reduction.factors[1])
+            store.add_gradients(outgoing, [out], keep_dtype=reduction.keep_dtype)
+
+        return _InFlight(pending, end)
+
+    def _start_hook(
+        self, store: Store, reduction: Reduction, hook: CommHook, outgoing: Outgoing
+    ) -> _InFlight:
+        (member,) = outgoing.members
+        out = full = member.whole
+        if reduction.shard is None:
+            hook.hook(hook.state, full)
+        else:
+            out = torch.zeros(member.part_numel, dtype=full.dtype, device=full.device)
+            hook.hook(hook.state, full, out)
+
+        def end() -> None:
+            store.add_gradients(outgoing, [out], keep_dtype=reduction.keep_dtype)
+
+        return _InFlight(Pending(()), end)
+
+
+def divide_factors(size: int) -> tuple[float, float]:
+    """What to divide gradients of `size` ranks by before and after their sum: about the root of
+    `size` each, the first a power of two. 1 gives 1 and 1, 4 gives 2 and 2, 6 gives 4 and 1.5.
+    """
+    before = 1
+    while size % before == 0 and size / before > before:
+        before *= 2
+    return float(before), size / before

@@ -1,0 +1,216 @@
+"""What the units of one model share: the order they ran in, prefetching, the backward's end.
+
+The root is the outermost unit; it is found at the first forward, or the first call that needs it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from sharding.engine.memory import PagePool
+from sharding.engine.order import OrderCheck
+from sharding.engine.pool import BufferPool
+from sharding.engine.reduction import Reductions
+from sharding.engine.streams import Streams
+from sharding.engine.torch_seam import call_after_backward, is_in_backward
+from sharding.engine.unit import Phase, Unit
+
+__all__ = ["Noted", "Runtime", "StepLog"]
+
+
+class Noted(NamedTuple):
+    """Something that a unit did, `at_seconds` after the root's forward had started.
+
+    `what` is "gather", "gathered", "forward", "forward end", "backward", "backward end", "free",
+    "reduce" or, with the number of the root, "end".
+    """
+
+    what: str
+    unit: int
+    at_seconds: float
+
+
+class StepLog:
+    """What units did in the last forward that a backward followed: when, by the host's clock."""
+
+    def __init__(self) -> None:
+        self.last: tuple[Noted, ...] = ()
+        self._now: list[Noted] = []
+        self._start = 0.0
+
+    def begin(self) -> None:
+        """The root's forward starts."""
+        self._now = []
+        self._start = time.perf_counter()
+
+    def note(self, what: str, unit: Unit) -> None:
+        """A unit does something."""
+        self._now.append(Noted(what, unit.number, time.perf_counter() - self._start))
+
+    def end(self) -> None:
+        """The backward has ended."""
+        end = Noted("end", 0, time.perf_counter() - self._start)
+        self.last = (*self._now, end)
+        self._now = []
+
+
+class Runtime:
+    """One model's schedule. `units` has the root first, then the others as modules are walked."""
+
+    def __init__(self, root: Unit, units: Sequence[Unit], streams: Streams) -> None:
+        self.root = root
+        self.units = tuple(units)
+        self.streams = streams
+        self.pool = BufferPool()
+        self.pages = PagePool()
+        self.reductions = Reductions(self.pool, streams)
+        self.in_backward = False
+        self.is_last_backward = True
+        """Whether the next backward's reductions are waited for at its end."""
+        self.steps = StepLog()
+        self.order_check: OrderCheck | None = None
+        """Set where the user asked for checks of the order."""
+        self._forward_order: list[Unit] = []
+        self._first_order: tuple[Unit, ...] = ()
+        self._ended_order: list[Unit] = []
+        for number, unit in enumerate(self.units):
+            unit.runtime, unit.number = self, number
+            if unit.store is not None:
+                unit.store.tag = number
+                unit.store.streams = streams
+                unit.store.pages = self.pages
+                unit.store.pool = self.pool
+        self.share(streams)
+
+    def share(self, streams: Streams) -> None:
+        """Use these streams from now on."""
+        self.streams = self.reductions.streams = streams
+        for unit in self.units:
+            if unit.store is not None:
+                unit.store.streams = streams
+
+    def begin_forward(self) -> None:
+        """The root's forward starts: a new iteration, unless the last one is still to be run
+        backward.
+        """
+        self.leave_failed_backward()
+        self.steps.begin()
+        self.streams.gathers_wait_for_compute()
+        if not self._first_order and self._forward_order:
+            self._first_order = tuple(self._forward_order)
+        self._forward_order = []
+        self._ended_order = []
+        for unit in self.units:
+            unit.abort_forward()  # of an iteration that has raised
+            unit.refresh()
+
+    def begin_alone(self, unit: Unit) -> None:
+        """The unit's forward starts outside of the root's: an iteration for it alone."""
+        if is_in_backward():
+            return
+        self.leave_failed_backward()
+        self.streams.gathers_wait_for_compute()
+        unit.abort_forward()
+        if not unit.is_gathering:
+            unit.refresh()
+
+    def record_forward(self, unit: Unit) -> None:
+        """Remember that the unit's forward starts now."""
+        if self.in_backward:
+            return
+        self._forward_order.append(unit)
+        if self.order_check is not None and unit.store is not None and torch.is_grad_enabled():
+            self.order_check.record(self.units.index(unit))
+
+    def record_forward_end(self, unit: Unit) -> None:
+        """Remember that the unit's forward has ended."""
+        if not self.in_backward:
+            self._ended_order.append(unit)
+
+    def prefetch_forward(self, unit: Unit) -> None:
+        """Start gathering what the user named, or what ran next in the first iteration."""
+        if unit.forward_targets or not unit.schedule.forward_prefetch:
+            _gather_early(unit.forward_targets)
+            return
+        order = self._first_order
+        at = len(self._forward_order)
+        if 0 < at < len(order) and order[at - 1] is unit:
+            order[at].gather_early()
+
+    def prefetch_backward(self, unit: Unit) -> None:
+        """Start gathering what the user named, or what ran just before `unit` in this iteration."""
+        if unit.backward_targets:
+            _gather_early(unit.backward_targets)
+            return
+        order = self._ended_order
+        for at in range(len(order) - 1, 0, -1):
+            if order[at] is unit:
+                target = order[at - 1]
+                if target.phase is Phase.IDLE and target.schedule.gathers_in_backward:
+                    target.gather_early()
+                return
+
+    def begin_backward(self) -> None:
+        """The first gradient of a backward arrives: arrange for its end."""
+        if not self.in_backward:
+            self.in_backward = True
+            self.streams.gathers_wait_for_compute()
+            call_after_backward(self.end_backward)
+
+    def end_forward_alone(self) -> None:
+        """A forward has ended that no backward follows: the host may write to its shards now."""
+        if any(unit.offload for unit in self.units):
+            self.streams.finish()
+
+    def end_backward(self) -> None:
+        """All gradients have been computed: finish reductions, free what is left."""
+        try:
+            if self.order_check is not None:
+                self.order_check.end_iteration()
+            with torch.no_grad():
+                for unit in self.units:
+                    unit.reduce_unused()
+                if self.is_last_backward:
+                    self.reductions.finish()
+        except BaseException:
+            self._abandon_backward()  # a user's hook, or a rank that is gone
+            raise
+        self.in_backward = False
+        with torch.no_grad():
+            for unit in self.units:
+                unit.end_backward()
+        self.steps.end()
+        if self.is_last_backward and any(unit.offload for unit in self.units):
+            self.streams.finish()
+
+    def reset(self) -> None:
+        """An iteration has raised: wait for what is under way, forget its gradients, free all."""
+        self._abandon_backward()
+        self._forward_order, self._ended_order = [], []
+        for unit in self.units:
+            if unit.store is not None:
+                unit.store.reshard()
+                unit.store.drop_unsharded_gradients()
+
+    def leave_failed_backward(self) -> None:
+        """If the last backward raised half-way, be where one that has ended would be."""
+        if self.in_backward and not is_in_backward():
+            self._abandon_backward()
+
+    def _abandon_backward(self) -> None:
+        """A backward raised half-way: forget what it has left."""
+        self.in_backward = False
+        try:
+            self.reductions.drop()
+        finally:
+            for unit in self.units:
+                unit.end_backward()
+
+
+def _gather_early(units: Sequence[Unit]) -> None:
+    for unit in units:
+        unit.gather_early()

@@ -1,0 +1,340 @@
+"""What a unit needs of the parameters that it gathers and frees together, and what both ways of
+keeping them share.
+
+Two stores: `sharding.flat.param` keeps all parameters of a unit in one flat one,
+`sharding.dtensor.param` keeps each as itself, sharded along a dim. Units, schedule, reductions
+and precision know `Store` alone.
+
+    SHARDED                this rank's shards alone, in full precision; what optimizers see
+    GATHERING              the gathered memory is there and being filled
+    UNSHARDED              it is filled, in the compute dtype; modules show views of it
+    SHARDED_POST_FORWARD   larger shards, over fewer ranks, wait for the backward
+
+The gathered memory and its views are the same tensor objects for ever; the memory comes and goes,
+so what autograd saved in the forward is valid again once it is gathered for the backward. The
+views hang on one node of the autograd graph, whose backward gets all gradients of the unit at
+once, however often the modules were called.
+"""
+
+from __future__ import annotations
+
+import enum
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import nn
+
+from sharding.engine.collectives import Parts, Pending
+from sharding.engine.memory import PagePool, TensorMemory
+from sharding.engine.pool import BufferPool
+from sharding.engine.streams import Streams
+from sharding.engine.torch_seam import Place, post_accumulate_hooks
+
+__all__ = [
+    "Found",
+    "GatheringStore",
+    "Gradients",
+    "Outgoing",
+    "State",
+    "Store",
+    "call_accumulate_hooks",
+]
+
+Gradients = Sequence[torch.Tensor | None]
+
+
+class State(enum.Enum):
+    """Which memory of a unit's parameters is there; see the head of this file."""
+
+    SHARDED = "sharded"
+    GATHERING = "gathering"
+    UNSHARDED = "unsharded"
+    SHARDED_POST_FORWARD = "sharded post forward"
+
+
+class Found(NamedTuple):
+    """A parameter to be sharded: its name in the unit, itself, and every place that shows it."""
+
+    fqn: str
+    param: nn.Parameter
+    places: tuple[Place, ...]
+    names: tuple[str, ...]
+    """One name for each place; the first is `fqn`."""
+
+
+class Outgoing(NamedTuple):
+    """Unsharded gradients of a unit on their way to the reduction."""
+
+    members: tuple[Parts, ...]
+    at: tuple[int, ...]
+    """Which of the store's members they belong to."""
+    scratch: tuple[torch.Tensor, ...] = ()
+    """Buffers of the pool that hold some of them; to be given back after the reduction."""
+
+
+class Store(Protocol):
+    """The parameters of one unit."""
+
+    found: tuple[Found, ...]
+    tag: int
+    """Tells the collectives of a model's units apart; given by the runtime, like what follows."""
+    streams: Streams
+    pages: PagePool
+    pool: BufferPool
+    on_gradients: Callable[[Gradients], None]
+    """Called with the gradient of every member, None for those without, once all are there."""
+    state: State
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether any member is trainable, as the user has it now."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the shards: what optimizers see and checkpoints hold."""
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """Of the gathered memory, and so of gradients before they are reduced."""
+
+    def start_unshard(self) -> None:
+        """Start gathering; nothing happens unless the state is a sharded one."""
+
+    def finish_unshard(self) -> None:
+        """Gather if nobody has started to, and return when compute may read the parameters."""
+
+    def reshard(self) -> None:
+        """Release what was gathered, and show the shards again. Harmless when there is nothing."""
+
+    def show_views(self) -> None:
+        """Let the modules show views of the gathered memory, tracked by autograd."""
+
+    def keep_after_forward(self) -> None:
+        """The forward is over and the backward will want what is gathered."""
+
+    def free_after_forward(self) -> None:
+        """The forward is over and the backward will gather again."""
+
+    def is_current(self) -> bool:
+        """Whether what is gathered is surely what gathering again would give."""
+
+    def adopt_gradients(self) -> None:
+        """Follow what the user did to the gradients that were shown."""
+
+    def outgoing_gradients(
+        self,
+        grads: Gradients | None,
+        *,
+        dtype: torch.dtype,
+        scale: float,
+        fill: bool,
+        pool: BufferPool | None,
+    ) -> Outgoing:
+        """The gradients times `scale`, with those that were kept, cut into the ranks' parts.
+
+        `fill`: members without any take part with zeros. None stands for no gradient at all.
+        Scratch comes from `pool`; without one all memory is new.
+        """
+
+    def keep_unsharded_gradients(self, grads: Gradients) -> None:
+        """Add gradients up on this rank, unsharded; what skipping a reduction does."""
+
+    @property
+    def has_unsharded_gradients(self) -> bool:
+        """Whether `keep_unsharded_gradients` has added up any since the last reduction."""
+
+    def drop_unsharded_gradients(self) -> None:
+        """Forget what `keep_unsharded_gradients` has added up."""
+
+    def add_gradients(
+        self, outgoing: Outgoing, new: Sequence[torch.Tensor], *, keep_dtype: bool
+    ) -> None:
+        """Add reduced gradients, this rank's parts, to those of the shards."""
+
+
+class _Views(torch.autograd.Function):
+    """The node that all views of a unit hang on."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: torch.Tensor, store: GatheringStore, trainable: tuple[bool, ...]
+    ) -> tuple[torch.Tensor, ...]:
+        # The store has the views, and no collector of garbage looks through the graph. Who runs a
+        # backward has the store by its hooks on outputs.
+        ctx.store = weakref.ref(store)
+        ctx.set_materialize_grads(False)
+        views = store.make_views()
+        ctx.mark_non_differentiable(
+            *(view for view, wants in zip(views, trainable, strict=True) if not wants)
+        )
+        return views
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, None, None]:
+        store = ctx.store()
+        if store is not None:
+            store.on_gradients(grads)
+        return None, None, None
+
+
+class GatheringStore(ABC):
+    """How memory is gathered, shown and released again; what is gathered is up to the store."""
+
+    def __init__(
+        self, found: Sequence[Found], device: torch.device, *, limit_gathers: bool = True
+    ) -> None:
+        self.found = tuple(found)
+        self.device = device
+        """Where parameters are gathered and computed with."""
+        self.state = State.SHARDED
+        self.tag = 0
+        self.streams = Streams()
+        self.pages = PagePool()
+        self.pool = BufferPool()
+        self.on_gradients: Callable[[Gradients], None] = _nobody_listens
+        self.memory = TensorMemory(device)
+        self.views: tuple[torch.Tensor, ...] = ()
+        """What modules show while gathered: the same objects as long as nothing changes."""
+        self.shows_views = False
+        self._limit_gathers = limit_gathers
+        self._pending = Pending(())
+        self._views_for: object = None
+
+    # --- what is up to the store ----------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def trainable(self) -> tuple[bool, ...]:
+        """Which members want gradients, as the user has it now."""
+
+    @abstractmethod
+    def start_gather(self) -> Pending:
+        """Take memory, put the own parts into place, and start. Runs on the stream of gathers."""
+
+    @abstractmethod
+    def make_views(self) -> tuple[torch.Tensor, ...]:
+        """New tensors over the gathered memory, one for each member; it must be there."""
+
+    def wrap_views(self, views: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """What modules show in the place of the views; tracked by autograd."""
+        return views
+
+    @abstractmethod
+    def hide_views(self) -> None:
+        """Let the modules show what optimizers know."""
+
+    @abstractmethod
+    def adopt_values(self) -> None:
+        """Follow what the user put in place of shards."""
+
+    def put(self, place: Place, view: torch.Tensor) -> None:
+        """Show a view at one place."""
+        place.put(view)
+
+    # --- gathering ------------------------------------------------------------------------------
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether any member is trainable, as the user has it now."""
+        return any(self.trainable)
+
+    @property
+    def gathered_nbytes(self) -> int:
+        """Memory that gathered parameters take now, beside the shards."""
+        return self.memory.nbytes
+
+    def start_unshard(self) -> None:
+        """Start gathering; nothing happens unless the state is a sharded one."""
+        if self.state in (State.GATHERING, State.UNSHARDED):
+            return
+        if self._limit_gathers:
+            self.streams.limit_gathers()
+        # Memory that is made in inference mode could never be written outside of it again.
+        with torch.inference_mode(False), torch.no_grad(), self.streams.gathering():
+            self._pending = self.start_gather()
+        self.state = State.GATHERING
+
+    def finish_unshard(self) -> None:
+        """Gather if nobody has started to, and return when compute may read the parameters."""
+        self.start_unshard()
+        if self.state is State.GATHERING:
+            self._wait()
+            self.streams.compute_waits_for_gathers()
+            self.state = State.UNSHARDED
+
+    def reshard(self) -> None:
+        """Release what was gathered, and show the shards again. Harmless when there is nothing."""
+        if self.state is State.GATHERING:
+            self._wait()  # nobody may write into memory that is gone, or read what is freed now
+            self.streams.compute_waits_for_gathers()
+        self.hide_views()
+        if self.state in (State.GATHERING, State.UNSHARDED):
+            self.release()
+        self.state = State.SHARDED
+
+    def release(self) -> None:
+        """Give the gathered memory away."""
+        for tensor in self.memory.tensors[:1]:
+            self.streams.will_free(tensor)
+        self.memory.release()
+        self.streams.freed(limited=self._limit_gathers)
+
+    def _wait(self) -> None:
+        with torch.inference_mode(False), torch.no_grad(), self.streams.gathering():
+            self._pending.wait()
+
+    # --- what modules show ----------------------------------------------------------------------
+
+    def show_views(self) -> None:
+        """Let the modules show views of the gathered memory, tracked by autograd."""
+        self._update_views()
+        if self.shows_views:
+            return
+        for item, view in zip(self.found, self.views, strict=True):
+            for place in item.places:
+                self.put(place, view)
+        self.shows_views = True
+
+    def memory_identity(self) -> object:
+        """Changes whenever views have to be made anew."""
+        return tuple(id(tensor) for tensor in self.memory.tensors)
+
+    def drop_views(self) -> None:
+        """Make views anew at the next gather."""
+        self.views = ()
+        self.shows_views = False
+
+    def _update_views(self) -> None:
+        # The node depends on what is trainable and where the memory is: make it anew when they
+        # change, else keep it, so that several forwards share it.
+        trainable = self.trainable
+        anchored = self.requires_grad
+        wanted = (self.memory_identity(), anchored, trainable)
+        if wanted == self._views_for and self.views:
+            return
+        with torch.inference_mode(False), torch.enable_grad():
+            anchor = torch.empty(0, device=self.device, requires_grad=anchored)
+            views = _Views.apply(anchor, self, trainable)  # type: ignore[no-untyped-call]
+            self.views = self.wrap_views(views)
+        self._views_for = wanted
+        self.shows_views = False
+
+
+def call_accumulate_hooks(showers: Sequence[torch.Tensor], offloaded: Streams | None) -> None:
+    """Call what users have registered for when gradients are there, on what shows them.
+
+    `offloaded`: the streams that copy the gradients to the host, where hooks look at them.
+    """
+    hooks = [(shower, post_accumulate_hooks(shower)) for shower in showers]
+    if offloaded is not None and any(of_one for _, of_one in hooks):
+        offloaded.finish()
+    for shower, of_one in hooks:
+        for hook in of_one:
+            hook(shower)
+
+
+def _nobody_listens(grads: Gradients) -> None:
+    raise AssertionError("gradients of parameters that belong to no unit")

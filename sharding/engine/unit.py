@@ -1,0 +1,397 @@
+"""One unit: the parameters that one wrapper gathers and frees together, and what happens to them
+around the forward and the backward of the wrapped module.
+
+    before_forward    gather, show views, cast inputs
+    after_forward     free (unless the strategy keeps), ask to be called when gradients arrive
+    before_backward   gather again, show views
+    gradients_ready   free, reduce
+    end_backward      whatever is left
+
+What the units of one model do together (order, prefetch, the end of the backward) is in
+`sharding.engine.runtime`.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.distributed.fsdp import BackwardPrefetch
+from torch.utils.hooks import RemovableHandle
+
+from sharding.engine.precision import Casts, cast_floating, map_tensors
+from sharding.engine.reduction import Reduction
+from sharding.engine.store import State, Store
+from sharding.engine.torch_seam import NO_BACKWARD, current_backward, is_in_backward
+
+if TYPE_CHECKING:
+    from sharding.engine.runtime import Runtime
+
+__all__ = ["Phase", "Schedule", "Unit"]
+
+
+class Phase(enum.Enum):
+    """What a unit is in the middle of."""
+
+    IDLE = "idle"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    SUMMON = "summon"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """When a unit gathers and frees."""
+
+    frees_after_forward: bool | None = None
+    """None: unless it is the root, whose parameters the backward wants first."""
+    keeps_without_grad: bool = False
+    """Whether `frees_after_forward=False` also holds for forwards that no backward follows."""
+    frees_after_backward: bool = True
+    frees_unsynced: bool = True
+    """Whether a backward that does not reduce frees too."""
+    gathers_in_backward: bool = True
+    backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE
+    forward_prefetch: bool = False
+
+
+class Unit:
+    """See the head of this file. `store` is None for a wrapper with nothing to shard."""
+
+    def __init__(
+        self,
+        store: Store | None,
+        reduction: Reduction,
+        *,
+        device: torch.device,
+        schedule: Schedule,
+        casts: Casts,
+        offload: bool = False,
+    ) -> None:
+        self.store = store
+        self.reduction = reduction
+        self.device = device
+        self.schedule = schedule
+        self.casts = casts
+        self.offload = offload
+        """Whether shards and their gradients live in the host's memory."""
+        self.phase = Phase.IDLE
+        self.syncs_gradients = True
+        self.was_asked_for = False
+        """Whether the user had it gathered early: for the next iteration, not for this one."""
+        self.forward_targets: tuple[Unit, ...] = ()
+        """What to gather early during this unit's forward; without any, the schedule decides."""
+        self.backward_targets: tuple[Unit, ...] = ()
+        self.runtime: Runtime | None = None
+        """Set when the root has been found, at the first forward."""
+        self.number = 0
+        """Where it comes in the walk over the model; given by the runtime."""
+        self._backward = NO_BACKWARD
+        """Which backward pass has asked for this unit first."""
+        self._watches_recomputes = False
+        self._input_watches: list[RemovableHandle] = []
+        self._has_reduced = False
+        self._is_kept_without_grad = False
+        if store is not None:
+            store.on_gradients = self.gradients_ready
+
+    # --- forward --------------------------------------------------------------------------------
+
+    def before_forward(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Gather; returns the inputs in the dtype and on the device that the module computes in."""
+        runtime = self.found_runtime()
+        if self.phase is Phase.SUMMON:
+            raise RuntimeError(
+                "a forward inside summon_full_params() would compute with parameters that may be "
+                "written at any time; leave that context first"
+            )
+        recomputes = self.recomputes
+        if not recomputes:
+            if runtime.root is self:
+                runtime.begin_forward()
+            elif runtime.root.phase is not Phase.FORWARD:
+                runtime.begin_alone(self)
+            self.phase = Phase.FORWARD
+            runtime.record_forward(self)
+        if self.store is not None:
+            self.gather()
+            if not recomputes:
+                runtime.prefetch_forward(self)
+                runtime.steps.note("forward", self)
+        args, kwargs = self.cast_inputs(args, kwargs)
+        if self.store is not None and not self.store.requires_grad:
+            self._reshard_after_inputs((args, kwargs))
+        return args, kwargs
+
+    def after_forward(self, output: Any) -> Any:
+        """Free, and arrange for the backward; returns the output."""
+        runtime = self.found_runtime()
+        output = self.cast_output(output)
+        if self.phase is Phase.BACKWARD:
+            return output  # recomputed: the parameters are needed on
+        watched = self.watch(output)
+        runtime.record_forward_end(self)
+        if self.store is not None:
+            runtime.steps.note("forward end", self)
+        self.phase = Phase.IDLE
+        if not watched and runtime.root.phase is Phase.IDLE:
+            runtime.end_forward_alone()
+        if self.store is None or runtime.in_backward:
+            return output
+        frees = self.schedule.frees_after_forward
+        keeps_always = frees is False and self.schedule.keeps_without_grad
+        if frees is None:
+            frees = runtime.root is not self
+        if not frees and (watched or keeps_always):
+            self._is_kept_without_grad = not watched
+            self.store.keep_after_forward()
+        elif watched:
+            self.store.free_after_forward()
+            runtime.steps.note("free", self)
+        else:
+            self.store.reshard()
+            runtime.steps.note("free", self)
+        return output
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether a forward now is one that the backward repeats, for activation checkpointing."""
+        # A backward that raised has left the phase as it was.
+        return self.phase is Phase.BACKWARD and is_in_backward()
+
+    def abort_forward(self) -> None:
+        """The wrapped module raised: go back to where a new forward can start."""
+        if self.phase is Phase.FORWARD:
+            self.phase = Phase.IDLE
+            if self.store is not None:
+                self.store.reshard()
+
+    def gather(self) -> None:
+        """Have the parameters gathered and shown as views."""
+        if self.store is None:
+            return
+        steps = self.found_runtime().steps
+        was_there = self.store.state is State.UNSHARDED
+        if self.needs_gather:
+            steps.note("gather", self)
+        self.store.finish_unshard()
+        if not was_there:
+            steps.note("gathered", self)
+        self.store.show_views()
+        self.was_asked_for = False
+
+    def gather_early(self) -> None:
+        """Start gathering before it is needed; nothing happens where it has been started."""
+        if self.store is not None and self.needs_gather:
+            self.found_runtime().steps.note("gather", self)
+            self.store.start_unshard()
+
+    def refresh(self) -> None:
+        """A new iteration starts: free what an earlier one left, which may be out of date."""
+        if self.store is None:
+            return
+        self.store.adopt_gradients()
+        self._forget_inputs()
+        kept, self._is_kept_without_grad = self._is_kept_without_grad, False
+        if kept and not torch.is_grad_enabled() and self.store.is_current():
+            return
+        if self.syncs_gradients and not self.was_asked_for and self._frees_after_backward:
+            # The shards may have been stepped since.
+            self.store.reshard()
+
+    def cast_inputs(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The inputs in the dtype that the module computes in; the root's on its device too."""
+        is_root, device = self.found_runtime().root is self, self.device
+        if is_root and device.type != "cpu":
+            args, kwargs = map_tensors(
+                lambda tensor: tensor.to(device, non_blocking=True), (args, kwargs)
+            )
+        wanted = self.casts.root_inputs if is_root else self.casts.inputs
+        if wanted and self.casts.dtype is not None and self.store_computes_low():
+            args, kwargs = cast_floating(self.casts.dtype, (args, kwargs))
+        return args, kwargs
+
+    def cast_output(self, output: Any) -> Any:
+        """The output in the dtype that the user asked for."""
+        wanted = self.casts.output_dtype
+        return output if wanted is None else cast_floating(wanted, output)
+
+    def store_computes_low(self) -> bool:
+        """Whether the configured dtype of parameters is in force now."""
+        return True
+
+    def watch(self, output: Any) -> bool:
+        """Ask for `before_backward` at every output with a gradient; whether there is any."""
+        # No gradient of a leaf comes here, and its hooks would outlive the iteration.
+        found = [one for one in _tensors_with_gradients(output) if not one.is_leaf]
+        for tensor in found:
+            tensor.register_hook(self._on_output_gradient)  # type: ignore[no-untyped-call]
+        return bool(found)
+
+    def _reshard_after_inputs(self, inputs: Any) -> None:
+        """A frozen unit sees no gradients of its own: free it when those of its inputs are done."""
+        found = _tensors_with_gradients(inputs)
+        if not found:
+            return
+        watch = register_multi_grad_hook(found, lambda grads: self._frozen_done())
+        if any(tensor.is_leaf for tensor in found):
+            self._input_watches.append(watch)
+
+    def _forget_inputs(self) -> None:
+        # Leaves, such as a trained prompt, outlive the iteration.
+        for watch in self._input_watches:
+            watch.remove()
+        self._input_watches.clear()
+
+    def _frozen_done(self) -> None:
+        if self.store is not None and self.phase is Phase.BACKWARD:
+            self.store.reshard()
+            self.phase = Phase.IDLE
+
+    # --- backward -------------------------------------------------------------------------------
+
+    def _on_output_gradient(self, grad: torch.Tensor) -> None:
+        self.before_backward()
+
+    def before_backward(self) -> None:
+        """Gather again; the first unit of a backward also arranges for its end."""
+        runtime = self.found_runtime()
+        runtime.begin_backward()
+        first = self.phase is not Phase.BACKWARD
+        if first:
+            self._backward = current_backward()
+        self.phase = Phase.BACKWARD
+        if self.store is None:
+            return
+        if self.schedule.gathers_in_backward:
+            self.gather()
+        if first:
+            runtime.steps.note("backward", self)
+        if first and (
+            self.backward_targets
+            or self.schedule.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
+        ):
+            runtime.prefetch_backward(self)
+
+    def gradients_ready(self, grads: Sequence[torch.Tensor | None]) -> None:
+        """All gradients of the unit are there: free the parameters and start reducing.
+
+        Raises RuntimeError when the gradients are to be differentiated themselves.
+        """
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "gradients of sharded parameters cannot be differentiated again: call backward() "
+                "without create_graph=True"
+            )
+        runtime = self.found_runtime()
+        runtime.begin_backward()
+        store = self.store
+        assert store is not None
+        if current_backward() != self._backward and not self._watches_recomputes:
+            self._watch_recomputes(store)
+        store.adopt_gradients()
+        runtime.steps.note("backward end", self)
+        if self._frees_after_backward:
+            store.reshard()
+            runtime.steps.note("free", self)
+            self.phase = Phase.IDLE
+        if self.schedule.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
+            runtime.prefetch_backward(self)
+        if self.syncs_gradients:
+            self._has_reduced = True
+            runtime.steps.note("reduce", self)
+            runtime.reductions.start(store, self.reduction, grads)
+        else:
+            store.keep_unsharded_gradients(grads)
+
+    def _watch_recomputes(self, store: Store) -> None:
+        """Have parameters gathered again whenever a module of this unit runs in a backward.
+
+        A reentrant checkpoint inside the unit runs a backward of its own, whose gradients have
+        just freed the parameters. There may be more checkpoints in the unit, and they recompute
+        modules without asking the wrapper. Watched from the first time on: hooks cost time.
+        """
+        self._watches_recomputes = True
+
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
+        def before_module(module: nn.Module, args: Any) -> None:
+            if self.phase is Phase.IDLE and is_in_backward():
+                self.before_backward()
+
+        modules = {place.module for item in store.found for place in item.places}
+        for module in modules:
+            module.register_forward_pre_hook(before_module, prepend=True)
+
+    def reduce_unused(self) -> None:
+        """The backward has not reached this unit: reduce what earlier ones have added up without
+        reducing; zeros where it may have reached the unit on other ranks.
+        """
+        store = self.store
+        if store is None or self._has_reduced or not self.syncs_gradients:
+            return
+        store.adopt_gradients()  # they may have been set to None
+        fills = self.reduction.fills_unused and store.requires_grad
+        if fills or store.has_unsharded_gradients:
+            self.found_runtime().reductions.start(store, self.reduction, None)
+        else:
+            self.found_runtime().reductions.reduce_kept(store, self.reduction)
+
+    def end_backward(self) -> None:
+        """Free what the backward has left over (outputs that were not used, frozen members)."""
+        self.phase = Phase.IDLE
+        self.was_asked_for = False
+        self._forget_inputs()
+        self._has_reduced = False
+        if self.store is None:
+            return
+        if self._frees_after_backward:
+            self.store.reshard()
+        elif self.store.state is State.UNSHARDED:
+            self.store.keep_after_forward()
+
+    @property
+    def _frees_after_backward(self) -> bool:
+        schedule = self.schedule
+        return schedule.frees_after_backward and (self.syncs_gradients or schedule.frees_unsynced)
+
+    # --- state ----------------------------------------------------------------------------------
+
+    def found_runtime(self) -> Runtime:
+        """What the model's units share. Set before any of them runs."""
+        if self.runtime is None:
+            raise AssertionError("the root of this unit has not been found yet")
+        return self.runtime
+
+    @property
+    def is_gathering(self) -> bool:
+        """Whether a gather has been started and nobody has waited for it."""
+        return self.store is not None and self.store.state is State.GATHERING
+
+    @property
+    def needs_gather(self) -> bool:
+        """Whether a prefetch would do anything."""
+        waiting = (State.SHARDED, State.SHARDED_POST_FORWARD)
+        return self.store is not None and self.store.state in waiting
+
+
+def _tensors_with_gradients(value: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    if not torch.is_grad_enabled():
+        return found
+
+    def collect(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.requires_grad:
+            found.append(tensor)
+        return tensor
+
+    map_tensors(collect, value)
+    return found

@@ -1,0 +1,539 @@
+"""What `fully_shard` makes of a module: a class with torch's methods, and hooks around the forward.
+
+`ShardedGroup` is what one call made; `FSDPModule` is what its modules are from then on.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from ckpt.layout.dtensor import FsdpCut, describe_dtensor
+from ckpt.layout.piece import Owned
+from ckpt.layout.plain import Ranks
+from sharding.dtensor.store import DTensorStore
+from sharding.engine.collectives import all_global_ranks, separate_comm
+from sharding.engine.reduction import divide_factors
+from sharding.engine.runtime import Runtime
+from sharding.engine.streams import Streams, streams_for
+from sharding.engine.unit import Phase, Unit
+
+__all__ = [
+    "FSDPModule",
+    "ShardedGroup",
+    "UnshardHandle",
+    "become_sharded",
+    "managed_below",
+    "register_fsdp_forward_method",
+    "sharded_groups",
+    "share_comm_ctx",
+]
+
+
+class ShardedGroup:
+    """What one call of `fully_shard` made: modules whose parameters are one unit."""
+
+    def __init__(
+        self, modules: Sequence[nn.Module], unit: Unit, store: DTensorStore, policy: Any
+    ) -> None:
+        self.modules = tuple(modules)
+        self.unit = unit
+        self.store = store
+        self.policy: MixedPrecisionPolicy = policy
+        self.streams: Streams = streams_for(store.device)
+        store.streams = self.streams
+        self.divide_factor: float | None = None
+        self.in_flight_max: int | None = None
+        """Reductions under way at once, of the whole model; None for the usual number."""
+        self.waiting_for: set[int] = set()
+        """Modules that are still to run before the unit's forward is over."""
+
+    @property
+    def reduces_in(self) -> torch.dtype:
+        """The dtype of reductions."""
+        return self.policy.reduce_dtype or self.policy.param_dtype or self.store.dtype
+
+    @property
+    def strategy(self) -> str:
+        """How its parameters are sharded, in words."""
+        data, frees = self.store.data, self.unit.schedule.frees_after_forward
+        over = f"fully_shard over {data.shard.size} ranks"
+        if data.replicate is not None:
+            over += f", repeated {data.replicate.size} times"
+        return over if frees is None else f"{over}, {'freed' if frees else 'kept'} after forward"
+
+    def update_factors(self) -> None:
+        """Divide by the number of ranks that see different data, or by what the user said."""
+        data = self.store.data
+        total = float(data.size) if self.divide_factor is None else self.divide_factor
+        before = 1.0
+        if self.reduces_in is torch.float16:
+            # So that neither the sum nor the parts leave the range of the dtype.
+            before = divide_factors(data.size)[0]
+        self.unit.reduction = replace(self.unit.reduction, factors=(before, total / before))
+
+
+class UnshardHandle:
+    """An early gather under way."""
+
+    def __init__(self, store: DTensorStore | None) -> None:
+        self._store = store
+
+    def wait(self) -> None:
+        """Return when the parameters are there and the module shows them. Harmless twice."""
+        store, self._store = self._store, None
+        if store is not None:
+            store.finish_unshard()
+            store.show_views()
+
+
+class FSDPModule:
+    """What `fully_shard` makes of a module, beside what it was. Methods are those of torch's class.
+
+    Settings take effect from the next forward or backward on. `recurse` reaches all modules below
+    that `fully_shard` was called on.
+    """
+
+    fsdp_group: ShardedGroup
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        # Slices of containers make a new one of their class: an ordinary one.
+        bare = cls.__mro__[2]
+        made: Any = bare.__new__(bare, *args, **kwargs)
+        made.__init__(*args, **kwargs)
+        return made
+
+    # --- now ------------------------------------------------------------------------------------
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather this module's parameters; its next forward does not gather again.
+
+        With `async_op` returns at once, with a handle whose `wait()` returns when they are there.
+        """
+        unit, store = self.fsdp_group.unit, self.fsdp_group.store
+        if unit.needs_gather:
+            self.fsdp_group.streams.gathers_wait_for_compute()  # an optimizer may just have stepped
+            store.start_unshard()
+            unit.was_asked_for = True
+        handle = UnshardHandle(store)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Free this module's gathered parameters, and let it show the sharded ones."""
+        group = self.fsdp_group
+        group.store.reshard()
+        group.unit.was_asked_for = False
+
+    def reset_iter_state(self) -> None:
+        """After a forward or backward that raised: be ready for the next iteration.
+
+        The gradients of the iteration that failed are lost, also those kept without reducing. On
+        the root (RuntimeError elsewhere). A forward that raised needs no reset.
+        """
+        runtime = self.fsdp_group.unit.runtime
+        if runtime is None:
+            return  # nothing has run yet
+        if runtime.root is not self.fsdp_group.unit:
+            raise RuntimeError("reset_iter_state() works on the root only; call it there")
+        for group in sharded_groups(_as_module(self)):
+            group.waiting_for.clear()
+        runtime.reset()
+
+    # --- what a backward does -------------------------------------------------------------------
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Whether the next backward waits for its reductions; False while more of a step follow."""
+        _find_root(self).is_last_backward = is_last_backward
+
+    def set_requires_gradient_sync(
+        self, requires_gradient_sync: bool, *, recurse: bool = True
+    ) -> None:
+        """Whether backwards reduce. Otherwise gradients add up on each rank, unsharded."""
+        for group in self._own_or_all(recurse):
+            group.unit.syncs_gradients = requires_gradient_sync
+            group.unit.reduction = replace(group.unit.reduction, all_reduces=requires_gradient_sync)
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """With a replicate axis: whether sums go over it. Otherwise they add up, sharded."""
+        for group in self._own_or_all(recurse):
+            group.unit.reduction = replace(group.unit.reduction, all_reduces=requires_all_reduce)
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Whether parameters are freed between forward and backward; of the root too.
+
+        False keeps them over forwards without gradients as well, as long as nobody writes to the
+        shards; after writing by `torch._foreach` functions, call `reshard()`.
+        """
+        if reshard_after_forward not in (True, False):
+            raise ValueError(f"expected True or False here, got {reshard_after_forward!r}")
+        for group in self._own_or_all(recurse):
+            group.store.set_smaller_mesh(None)
+            group.unit.schedule = replace(
+                group.unit.schedule, frees_after_forward=reshard_after_forward
+            )
+
+    def set_reshard_after_backward(
+        self, reshard_after_backward: bool, *, recurse: bool = True
+    ) -> None:
+        """Whether parameters are freed after the backward.
+
+        False saves the next forward its gather; set it back for the backward before a step.
+        """
+        for group in self._own_or_all(recurse):
+            group.unit.schedule = replace(
+                group.unit.schedule, frees_after_backward=reshard_after_backward
+            )
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Whether the backward needs this module's parameters (an embedding's does not)."""
+        unit = self.fsdp_group.unit
+        unit.schedule = replace(unit.schedule, gathers_in_backward=unshard_in_backward)
+
+    def set_reduce_scatter_unused_params(
+        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
+    ) -> None:
+        """Whether parameters without a gradient take part with zeros; needed where ranks use
+        different ones.
+        """
+        for group in self._own_or_all(recurse):
+            group.unit.reduction = replace(
+                group.unit.reduction, fills_unused=reduce_scatter_unused_params
+            )
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide summed gradients by this, rather than by the number of ranks."""
+        self.fsdp_group.divide_factor = float(factor)
+        self.fsdp_group.update_factors()
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """The older name of `set_gradient_divide_factor`."""
+        self.set_gradient_divide_factor(factor)
+
+    # --- order ----------------------------------------------------------------------------------
+
+    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """What to gather early while this module's forward computes."""
+        self.fsdp_group.unit.forward_targets = _units_of(modules)
+
+    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """What to gather early while this module's backward computes, instead of the module whose
+        forward ended just before this one's.
+        """
+        self.fsdp_group.unit.backward_targets = _units_of(modules)
+
+    def set_post_optim_event(self, event: torch.Event) -> None:
+        """Let the next forward's gathers wait for this event, not for all that was computed."""
+        _find_root(self).streams.gathers_wait_once_for(event)
+
+    # --- communication --------------------------------------------------------------------------
+
+    def set_all_reduce_hook(
+        self, hook: Callable[[torch.Tensor], None], *, stream: Any = None
+    ) -> None:
+        """Call `hook(reduced)` with summed gradients, in place, before they are divided.
+
+        It runs on the stream of reductions; another cannot be given.
+        """
+        if stream is not None:
+            raise NotImplementedError(
+                "set_all_reduce_hook runs on the stream of reductions; change streams in the hook"
+            )
+        unit = self.fsdp_group.unit
+        unit.reduction = replace(unit.reduction, summed_hook=hook)
+
+    def set_separate_reduce_scatter_group(
+        self, enable: bool = True, *, recurse: bool = True
+    ) -> None:
+        """Reduce over a process group of its own, so that it need not wait for gathers.
+
+        Collective over the shard axis. The groups of one mesh share one.
+        """
+        made: dict[Any, Any] = {}
+        for group in self._own_or_all(recurse):
+            shard = group.store.data.shard
+            if enable and shard.global_ranks not in made:
+                made[shard.global_ranks] = separate_comm(shard)
+            comm = made[shard.global_ranks] if enable else shard
+            group.unit.reduction = replace(group.unit.reduction, shard=comm)
+
+    def set_reduce_scatter_max_input_buffers(
+        self, max_input_buffers: int, *, recurse: bool = True
+    ) -> None:
+        """How many reductions may be under way at once; of the whole model, 2 at first."""
+        if max_input_buffers < 1:
+            raise ValueError(f"max_input_buffers must be at least 1, got {max_input_buffers}")
+        for group in self._own_or_all(recurse):
+            group.in_flight_max = max_input_buffers
+            if group.unit.runtime is not None:
+                group.unit.runtime.reductions.in_flight_max = max_input_buffers
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Nothing to do: reductions are sums, divided apart, always."""
+
+    def set_custom_all_gather(self, comm: Any) -> None:
+        """Gather by the user's own collective; see `sharding.engine.collectives.CustomComm`."""
+        store = self.fsdp_group.store
+        store.data = replace(store.data, shard=store.data.shard.with_custom(all_gather=comm))
+
+    def set_custom_reduce_scatter(self, comm: Any) -> None:
+        """Reduce by the user's own collective; see `sharding.engine.collectives.CustomComm`."""
+        unit = self.fsdp_group.unit
+        assert unit.reduction.shard is not None
+        shard = unit.reduction.shard.with_custom(reduce_scatter=comm)
+        unit.reduction = replace(unit.reduction, shard=shard)
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Not offered: gathers go from and to parameters' own memory where they can."""
+        if enable:
+            raise NotImplementedError(
+                "buffers of the process group's own allocator are not offered; leave it off"
+            )
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """Not offered: see `set_allocate_memory_from_process_group_for_comm`."""
+        raise NotImplementedError(
+            f"symmetric memory of {backend} is not offered; leave it off, or use "
+            "set_custom_all_gather()"
+        )
+
+    # --- as a module ----------------------------------------------------------------------------
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        self.reshard()
+        applied = super()._apply(*args, **kwargs)  # type: ignore[misc]
+        self.fsdp_group.store.adopt_values()
+        return applied
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise AssertionError(
+            f"{type(self).__name__} cannot be copied: its process groups are shared; build the "
+            "module anew, call fully_shard on it and load a state dict"
+        )
+
+    def _own_or_all(self, recurse: bool) -> list[ShardedGroup]:
+        return sharded_groups(_as_module(self)) if recurse else [self.fsdp_group]
+
+    # --- checkpoints ----------------------------------------------------------------------------
+
+    def __ckpt_pieces__(self) -> list[Owned]:
+        return [owned for _, owned in self._owned()]
+
+    def __ckpt_aliases__(self) -> dict[str, str]:
+        return {name: names[0] for names, _ in self._owned() for name in names[1:]}
+
+    def __ckpt_reshard__(self) -> None:
+        self.reshard()
+
+    def _owned(self) -> list[tuple[list[str], Owned]]:
+        """The parameters that are shown below this module, with all names that they have there."""
+        store = self.fsdp_group.store
+        store.adopt_values()
+        me = _as_module(self)
+        before = self.fsdp_group.modules[: self.fsdp_group.modules.index(me)]
+        told = {id(module) for other in before for module in other.modules()}
+        prefixes: dict[int, list[str]] = {}
+        for prefix, module in me.named_modules(remove_duplicate=False):
+            prefixes.setdefault(id(module), []).append(f"{prefix}." if prefix else "")
+        everyone = all_global_ranks()
+        ranks = Ranks(torch.distributed.get_rank(), everyone)
+        found = []
+        for param in store.params:
+            names = [
+                f"{prefix}{place.name}"
+                for place in param.found.places
+                for prefix in prefixes.get(id(place.module), ())
+            ]
+            # What is tied to a parameter of an earlier module is told there.
+            if names and not any(id(place.module) in told for place in param.found.places):
+                axis = param.like.mesh.ndim - (2 if param.tensor_parallel else 1)
+                cut = FsdpCut(axis, store.data.shard.rank)
+                owned = describe_dtensor(names[0], param.param, ranks, fsdp_cut=cut)
+                found.append((names, owned))
+        return found
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Let a method of the module gather and free as its forward does.
+
+    Nothing happens for a module on which `fully_shard` was not called. Raises ValueError when there
+    is no such method.
+    """
+    method = getattr(module, method_name, None)
+    if not callable(method):
+        raise ValueError(f"{type(module).__name__} has no method {method_name!r}")
+    if not isinstance(module, FSDPModule):
+        return
+
+    @functools.wraps(method)
+    def around(self: Any, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = _before_forward(self, args, kwargs)
+        return _after_forward(self, args, method(*args, **kwargs))
+
+    setattr(module, method_name, types.MethodType(around, module))
+
+
+def share_comm_ctx(modules: list[FSDPModule]) -> None:
+    """Let several roots (the stages of a pipeline on one rank) share streams for communication."""
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise ValueError(
+                f"share_comm_ctx takes modules that fully_shard was called on, got "
+                f"{type(module).__name__}"
+            )
+    streams = modules[0].fsdp_group.streams if modules else Streams()
+    for module in modules:
+        for group in sharded_groups(_as_module(module)):
+            group.streams = group.store.streams = streams
+            if group.unit.runtime is not None:
+                group.unit.runtime.share(streams)
+
+
+# --- hooks ---------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _sharded_class(kind: Any) -> type:
+    return type(f"FSDP{kind.__name__}", (FSDPModule, kind), {})
+
+
+def become_sharded(group: ShardedGroup) -> None:
+    """Make the modules of the group gather and free around their forwards, and offer methods."""
+    for module in group.modules:
+        sharded: Any = module
+        sharded.__class__ = _sharded_class(cast(Any, type(module)))
+        sharded.fsdp_group = group
+        module.register_forward_pre_hook(_before_forward, prepend=True, with_kwargs=True)
+        module.register_forward_hook(_after_forward, prepend=False)
+    _follow_state_dicts(group.store)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _before_forward(
+    module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    group: ShardedGroup = module.fsdp_group
+    unit = group.unit
+    runtime = _find_root(module)
+    if len(group.modules) == 1 or unit.recomputes:
+        return unit.before_forward(args, kwargs)
+    if unit.phase is Phase.FORWARD and group.waiting_for and group.store.is_current():
+        return unit.cast_inputs(args, kwargs)
+    # Outside of the root's forward a module of several is called by itself.
+    together = runtime.root.phase is Phase.FORWARD or runtime.root is unit
+    group.waiting_for = {id(one) for one in group.modules} if together else {id(module)}
+    return unit.before_forward(args, kwargs)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _after_forward(module: Any, args: Any, output: Any) -> Any:
+    group: ShardedGroup = module.fsdp_group
+    unit = group.unit
+    group.waiting_for.discard(id(module))
+    if group.waiting_for and unit.phase is Phase.FORWARD:
+        output = unit.cast_output(output)
+        unit.watch(output)
+        return output
+    output = unit.after_forward(output)
+    if unit.found_runtime().root is unit and unit.phase is Phase.IDLE:
+        for other in sharded_groups(module):
+            if other.waiting_for:  # some of its modules were not called this time
+                other.waiting_for.clear()
+                other.unit.abort_forward()
+    return output
+
+
+def _find_root(module: Any) -> Runtime:
+    """Make the module the root of everything below it, unless it belongs to a root already.
+
+    Raises RuntimeError when a module below has run as a root of its own.
+    """
+    unit: Unit = module.fsdp_group.unit
+    if unit.runtime is not None:
+        return unit.runtime
+    groups = sharded_groups(module)
+    for group in groups:
+        if group.unit.runtime is not None:
+            raise RuntimeError(
+                f"{_text(group)} was run as a root of its own before {type(module).__name__}; run "
+                "the outermost module that fully_shard was called on first"
+            )
+        group.update_factors()
+    _name_absolutely(module, groups)
+    runtime = Runtime(unit, [group.unit for group in groups], module.fsdp_group.streams)
+    wanted = [group.in_flight_max for group in groups if group.in_flight_max is not None]
+    runtime.reductions.in_flight_max = max(wanted, default=runtime.reductions.in_flight_max)
+    return runtime
+
+
+def _name_absolutely(root: nn.Module, groups: Iterable[ShardedGroup]) -> None:
+    """Let errors name parameters as the root does."""
+    prefixes = {id(module): name for name, module in root.named_modules()}
+    for group in groups:
+        for param in group.store.params:
+            place = param.found.places[0]
+            prefix = prefixes.get(id(place.module), "")
+            fqn = f"{prefix}.{place.name}" if prefix else place.name
+            param.found = param.found._replace(fqn=fqn)
+
+
+def _follow_state_dicts(store: DTensorStore) -> None:
+    """State dicts show what is sharded; after a load, follow what was put there."""
+
+    def before(*args: Any) -> None:
+        store.reshard()
+
+    def after(*args: Any) -> None:
+        store.adopt_values()
+
+    for hook in (before, after):
+        # They change nothing in the dicts.
+        cast(Any, hook).__ckpt_neutral__ = True
+    modules = {id(place.module): place.module for item in store.found for place in item.places}
+    for shown in modules.values():
+        module: Any = shown
+        module.register_state_dict_pre_hook(before)
+        module.register_load_state_dict_pre_hook(before)
+        module.register_load_state_dict_post_hook(after)
+
+
+# --- the tree ------------------------------------------------------------------------------------
+
+
+def _as_module(module: object) -> nn.Module:
+    assert isinstance(module, nn.Module)
+    return module
+
+
+def sharded_groups(module: nn.Module) -> list[ShardedGroup]:
+    """What `fully_shard` made of the module and below it, each once, in walk order."""
+    found = [inner.fsdp_group for inner in module.modules() if isinstance(inner, FSDPModule)]
+    return list({id(group): group for group in found}.values())
+
+
+def managed_below(module: nn.Module) -> set[int]:
+    """Identities of the parameters that `fully_shard` has made below the module."""
+    return {id(param.param) for group in sharded_groups(module) for param in group.store.params}
+
+
+def _units_of(modules: Sequence[FSDPModule]) -> tuple[Unit, ...]:
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise ValueError(
+                f"prefetching takes modules that fully_shard was called on, got "
+                f"{type(module).__name__}"
+            )
+    return tuple(module.fsdp_group.unit for module in modules)
+
+
+def _text(group: ShardedGroup) -> str:
+    return " and ".join(type(module).__name__ for module in group.modules)

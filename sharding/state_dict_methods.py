@@ -1,0 +1,392 @@
+"""The state dict half of `FullyShardedDataParallel`; it knows nothing of gathering or running.
+
+Model dicts: `state_dict()` and `load_state_dict()` of the wrapper or of any module around it, in
+the form that `set_state_dict_type` chose. Optimizer dicts: static methods. All are collective over
+all ranks. What `ckpt` calls Mismatch or InvalidState is a RuntimeError here, and a ValueError where
+an optimizer dict does not fit the model, as torch's class has it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import (
+    OptimStateDictConfig,
+    OptimStateKeyType,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
+
+from ckpt.errors import InvalidState, Mismatch
+from ckpt.state_dict import api as state_dicts
+from ckpt.state_dict.config import FullOptimStateDictConfig, ShardedOptimStateDictConfig
+from ckpt.state_dict.config import StateDictType as Form
+from sharding.state_dicts import (
+    checked_settings,
+    default_settings,
+    model_form,
+    optim_form,
+    relative,
+)
+
+__all__ = ["StatefulUnit"]
+
+Optimizer = torch.optim.Optimizer
+Result = TypeVar("Result")
+# The class of what `load_state_dict` returns has no public name.
+_Keys = type(nn.Module().load_state_dict({}))
+
+
+class StatefulUnit(nn.Module):
+    """A wrapper that answers for the state of everything below it."""
+
+    is_sharded = True
+    """Whether this unit's parameters are split over ranks."""
+    shows_original_params = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fsdp_state_dict = default_settings()
+        self.fsdp_mesh: Any = None
+        self.fsdp_names: tuple[str, ...] = ()
+        """Of parameters and buffers, in the order of the bare module's state dict."""
+        hook: Any = self.register_load_state_dict_post_hook
+        hook(_forget_inner_names)
+
+    # --- settings -------------------------------------------------------------------------------
+
+    @staticmethod
+    def set_state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> StateDictSettings | None:
+        """Choose the form of the state dicts of all units below `module`; returns the former one.
+
+        None where there are no units. Raises RuntimeError for a config of another class,
+        AssertionError when the units were set differently.
+        """
+        warnings.warn(
+            "set_state_dict_type is deprecated: use the functions of ckpt.state_dict.api",
+            FutureWarning,
+            stacklevel=2,
+        )
+        return _set(module, state_dict_type, state_dict_config, optim_state_dict_config)
+
+    @staticmethod
+    @contextmanager
+    def state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> Iterator[None]:
+        """`set_state_dict_type` for the time of a context, however it is left."""
+        before = _set(module, state_dict_type, state_dict_config, optim_state_dict_config)
+        try:
+            yield
+        finally:
+            if before is not None:
+                for unit in _units(module):
+                    unit.fsdp_state_dict = before
+
+    @staticmethod
+    def get_state_dict_type(module: nn.Module) -> StateDictSettings | None:
+        """The form that all units below `module` are set to; None without units."""
+        units = _units(module)
+        if not units:
+            return None
+        for unit in units:
+            if unit.fsdp_state_dict != units[0].fsdp_state_dict:
+                raise AssertionError(
+                    "units below this module have different state dict types: "
+                    f"{units[0].fsdp_state_dict}, {unit.fsdp_state_dict}; set them together"
+                )
+        return units[0].fsdp_state_dict
+
+    # --- models ---------------------------------------------------------------------------------
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Everything below this unit by bare name, in the chosen form. Collective."""
+        names = ("destination", "prefix", "keep_vars")
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        destination = given.get("destination")
+        destination = {} if destination is None else destination
+        form, config = model_form(_servable(self))
+        found = _or_runtime_error(lambda: state_dicts.model_state_dict(self, form, config))
+        prefix = given.get("prefix", "")
+        order = {name: at for at, name in enumerate(self.fsdp_names)}
+        for name in sorted(found, key=lambda name: order.get(name, len(order))):
+            destination[f"{prefix}{name}"] = found[name]
+        return destination
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load a dict of any form, from any number of ranks, in place. Collective."""
+        if assign:
+            raise NotImplementedError("assign=True would replace sharded memory; load in place")
+        missing, unexpected = self._load(state_dict, strict=strict)
+        return _Keys(missing, unexpected)
+
+    def _load(self, state_dict: Mapping[str, Any], *, strict: bool) -> tuple[list[str], list[str]]:
+        loaded = _or_runtime_error(
+            lambda: state_dicts.load_model_state_dict(self, state_dict, strict=strict)
+        )
+        return list(loaded.missing), list(loaded.unexpected)
+
+    def _load_from_state_dict(  # called where a module around this unit is loaded
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        missing, unexpected = self._load(relative(state_dict, prefix), strict=False)
+        missing_keys.extend(f"{prefix}{name}" for name in missing)
+        unexpected_keys.extend(f"{prefix}{name}" for name in unexpected)
+
+    # --- optimizers -----------------------------------------------------------------------------
+
+    @staticmethod
+    def optim_state_dict(
+        model: nn.Module,
+        optim: Optimizer,
+        optim_state_dict: dict[str, Any] | None = None,
+        group: Any = None,
+    ) -> dict[str, Any]:
+        """The optimizer's state by parameter names, in the form that the model is set to."""
+        _check_one_mode(model)
+        settings = StatefulUnit.get_state_dict_type(model) or default_settings()
+        _refuse_local_with_mesh(model, settings)
+        form, config = optim_form(settings)
+        return _or_runtime_error(
+            lambda: state_dicts.optimizer_state_dict(
+                model, optim, form, config, state_dict=optim_state_dict, process_group=group
+            )
+        )
+
+    @staticmethod
+    def optim_state_dict_to_load(
+        model: nn.Module,
+        optim: Optimizer,
+        optim_state_dict: dict[str, Any],
+        is_named_optimizer: bool = False,
+        load_directly: bool = False,
+        group: Any = None,
+    ) -> dict[str, Any]:
+        """What `optim.load_state_dict` takes on this rank, of a dict of any form.
+
+        With `load_directly` it is loaded too. `is_named_optimizer` keeps names as keys.
+        """
+        settings = StatefulUnit.get_state_dict_type(model) or default_settings()
+        config: Any = settings.optim_state_dict_config
+        found = _to_load(
+            model,
+            optim,
+            optim_state_dict,
+            rank0_only=bool(getattr(config, "rank0_only", False)),
+            group=group,
+        )
+        if load_directly:
+            optim.load_state_dict(found)
+        if is_named_optimizer:
+            return state_dicts.rekey_optimizer_state_dict(found, "fqn", model, optim)
+        return found
+
+    @staticmethod
+    def full_optim_state_dict(
+        model: nn.Module,
+        optim: Optimizer,
+        optim_input: Iterable[Any] | None = None,
+        rank0_only: bool = True,
+        group: Any = None,
+    ) -> dict[str, Any]:
+        """Deprecated: the full dict, on the CPU; {} on ranks other than the first."""
+        _legacy("full_optim_state_dict", "optim_state_dict", optim_input)
+        config = FullOptimStateDictConfig(True, rank0_only)
+        return _or_runtime_error(
+            lambda: state_dicts.optimizer_state_dict(
+                model, optim, Form.FULL, config, process_group=group
+            )
+        )
+
+    @staticmethod
+    def sharded_optim_state_dict(
+        model: nn.Module, optim: Optimizer, group: Any = None
+    ) -> dict[str, Any]:
+        """Deprecated: the sharded dict, on the CPU."""
+        _legacy("sharded_optim_state_dict", "optim_state_dict", None)
+        config = ShardedOptimStateDictConfig(True)
+        return _or_runtime_error(
+            lambda: state_dicts.optimizer_state_dict(
+                model, optim, Form.SHARDED, config, process_group=group
+            )
+        )
+
+    @staticmethod
+    def shard_full_optim_state_dict(
+        full_optim_state_dict: dict[str, Any],
+        model: nn.Module,
+        optim_input: Iterable[Any] | None = None,
+        optim: Optimizer | None = None,
+    ) -> dict[str, Any]:
+        """Deprecated: this rank's part of a full dict that every rank has; no communication."""
+        _legacy("shard_full_optim_state_dict", "optim_state_dict_to_load", optim_input)
+        optimizer = _needed(optim, "shard_full_optim_state_dict")
+        return _or_runtime_error(
+            lambda: state_dicts.shard_optimizer_state_dict(model, optimizer, full_optim_state_dict)
+        )
+
+    @staticmethod
+    def scatter_full_optim_state_dict(
+        full_optim_state_dict: dict[str, Any] | None,
+        model: nn.Module,
+        optim_input: Iterable[Any] | None = None,
+        optim: Optimizer | None = None,
+        group: Any = None,
+    ) -> dict[str, Any]:
+        """Deprecated: this rank's part of a full dict that the first rank has."""
+        _legacy("scatter_full_optim_state_dict", "optim_state_dict_to_load", optim_input)
+        optimizer = _needed(optim, "scatter_full_optim_state_dict")
+        given = full_optim_state_dict or {}
+        return _to_load(model, optimizer, given, rank0_only=True, group=group)
+
+    @staticmethod
+    def flatten_sharded_optim_state_dict(
+        sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: Optimizer
+    ) -> dict[str, Any]:
+        """Deprecated: this rank's part of a sharded dict."""
+        _legacy("flatten_sharded_optim_state_dict", "optim_state_dict_to_load", None)
+        return _to_load(model, optim, sharded_optim_state_dict, rank0_only=False, group=None)
+
+    @staticmethod
+    def rekey_optim_state_dict(
+        optim_state_dict: dict[str, Any],
+        optim_state_key_type: OptimStateKeyType,
+        model: nn.Module,
+        optim_input: Iterable[Any] | None = None,
+        optim: Optimizer | None = None,
+    ) -> dict[str, Any]:
+        """The dict keyed by names or by ids, for moving to and from unwrapped models.
+
+        A dict that is keyed as wanted comes back as it is. Raises ValueError for mixed keys.
+        """
+        to_names = optim_state_key_type is OptimStateKeyType.PARAM_NAME
+        keys = {isinstance(key, str) for key in optim_state_dict["state"]}
+        if len(keys) > 1:
+            raise ValueError("keys of the optimizer state are both names and ids; use one kind")
+        if keys == {to_names}:
+            return optim_state_dict
+        optimizer = _needed(optim, "rekey_optim_state_dict")
+        try:
+            return state_dicts.rekey_optimizer_state_dict(
+                optim_state_dict, "fqn" if to_names else "id", model, optimizer
+            )
+        except Mismatch as error:
+            raise ValueError(str(error)) from error
+
+
+def _units(module: nn.Module) -> list[StatefulUnit]:
+    return [inner for inner in module.modules() if isinstance(inner, StatefulUnit)]
+
+
+def _set(
+    module: nn.Module,
+    form: StateDictType,
+    config: StateDictConfig | None,
+    optim_config: OptimStateDictConfig | None,
+) -> StateDictSettings | None:
+    settings = checked_settings(form, config, optim_config)
+    before = StatefulUnit.get_state_dict_type(module)
+    for unit in _units(module):
+        unit.fsdp_state_dict = settings
+    return before
+
+
+def _servable(unit: StatefulUnit) -> StateDictSettings:
+    """The unit's settings, or what stands for them where nothing below it is sharded.
+
+    Raises RuntimeError for LOCAL with a mesh.
+    """
+    settings = unit.fsdp_state_dict
+    if any(below.is_sharded for below in _units(unit)):
+        _refuse_local_with_mesh(unit, settings)
+        return settings
+    if settings != default_settings():
+        warnings.warn(
+            f"{settings.state_dict_type.name} of a model with NO_SHARD throughout: every rank "
+            "gets its full state dict, with the default config",
+            stacklevel=3,
+        )
+    return default_settings()
+
+
+def _refuse_local_with_mesh(model: nn.Module, settings: StateDictSettings) -> None:
+    if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT and any(
+        unit.fsdp_mesh is not None for unit in _units(model)
+    ):
+        raise RuntimeError(
+            "LOCAL_STATE_DICT cannot be had with device_mesh: use SHARDED_STATE_DICT"
+        )
+
+
+def _check_one_mode(model: nn.Module) -> None:
+    modes = {unit.shows_original_params for unit in _units(model)}
+    if len(modes) > 1:
+        raise AssertionError(
+            "some units have use_orig_params=True and some have not: an optimizer state dict needs "
+            "one mode for all; wrap all units alike"
+        )
+
+
+def _to_load(
+    model: nn.Module, optim: Optimizer, given: Mapping[str, Any], *, rank0_only: bool, group: Any
+) -> dict[str, Any]:
+    _check_one_mode(model)
+    try:
+        return state_dicts.optimizer_state_dict_to_load(
+            model, optim, given, rank0_only=rank0_only, process_group=group
+        )
+    except Mismatch as error:
+        raise ValueError(str(error)) from error
+    except InvalidState as error:
+        raise RuntimeError(str(error)) from error
+
+
+def _or_runtime_error(call: Callable[[], Result]) -> Result:
+    try:
+        return call()
+    except (Mismatch, InvalidState) as error:
+        raise RuntimeError(str(error)) from error
+
+
+def _legacy(name: str, instead: str, optim_input: Iterable[Any] | None) -> None:
+    warnings.warn(f"{name} is deprecated: use {instead}", FutureWarning, stacklevel=3)
+    if optim_input is not None:
+        warnings.warn(
+            f"optim_input of {name} is deprecated and not looked at: pass optim",
+            FutureWarning,
+            stacklevel=3,
+        )
+
+
+def _needed(optim: Optimizer | None, name: str) -> Optimizer:
+    if optim is None:
+        raise ValueError(f"{name} needs optim: parameters are found by the optimizer's groups")
+    return optim
+
+
+def _forget_inner_names(module: nn.Module, keys: Any) -> None:
+    """Modules below a unit look for their own names in vain: the unit has loaded them."""
+    keys.missing_keys[:] = [key for key in keys.missing_keys if "_fsdp_wrapped_module" not in key]

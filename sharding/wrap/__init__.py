@@ -1,0 +1,1 @@
+"""Which modules become units, and what is done to them before."""

@@ -1,0 +1,368 @@
+"""Before anything is flattened: what a unit manages, on which device, with real and equal values.
+
+Every function here looks at the bare module tree; nested units are seen, and left alone.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import warnings
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ckpt.layout.dtensor import local_tensor
+from sharding.engine.collectives import Comm
+from sharding.engine.torch_seam import Place, is_marked_replicate
+from sharding.flat.param import FlatParameter, Found
+
+__all__ = ["Ignored", "find_ignored", "find_params", "materialize", "move_states", "sync_states"]
+
+_BROADCAST_BYTES_MAX = 250 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class Ignored:
+    """What a unit leaves alone."""
+
+    modules: frozenset[nn.Module]
+    params: frozenset[nn.Parameter]
+    buffers: frozenset[str]
+    """Names relative to the wrapped module."""
+
+
+def find_ignored(
+    root: nn.Module,
+    ignored_modules: Iterable[nn.Module] | None,
+    ignored_states: Iterable[Any] | None,
+    *,
+    is_unit: Callable[[nn.Module], bool],
+) -> Ignored:
+    """What the arguments name, with everything below it; modules that torch's `replicate` serves
+    too. Raises ValueError for wrong classes.
+    """
+    if ignored_modules is not None and ignored_states is not None:
+        raise ValueError("pass ignored_modules or ignored_states, not both")
+    listed_modules: list[nn.Module] = []
+    listed_params: list[nn.Parameter] = []
+    states = list(ignored_states or ())
+    if states and all(isinstance(state, nn.Parameter) for state in states):
+        listed_params = states
+    elif states and all(isinstance(state, nn.Module) for state in states):
+        listed_modules = states
+    elif states:
+        kinds = sorted({type(state).__name__ for state in states})
+        raise ValueError(
+            f"ignored_states must be all Parameters or all Modules, got {', '.join(kinds)}"
+        )
+    for module in list(ignored_modules or ()):
+        if not isinstance(module, nn.Module):
+            raise ValueError(f"ignored_modules must be Modules, got {type(module).__name__}")
+        listed_modules.append(module)
+    listed_modules += [module for module in root.modules() if is_marked_replicate(module)]
+    modules: set[nn.Module] = set()
+    for module in listed_modules:
+        if is_unit(module):
+            raise ValueError(
+                "ignored_modules must not contain wrapped modules; list what is inside"
+            )
+        modules.update(child for child in module.modules() if not is_unit(child))
+    if root in modules:
+        warnings.warn(
+            "ignored_modules contains the module that is being wrapped: nothing of it is sharded",
+            stacklevel=4,
+        )
+    params = {param for module in modules for param in module.parameters(recurse=False)}
+    params.update(listed_params)
+    kept = frozenset(param for param in params if not isinstance(param, FlatParameter))
+    buffers = frozenset(
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in root.named_modules()
+        if module in modules
+        for name, _ in module.named_buffers(recurse=False)
+    )
+    return Ignored(frozenset(modules), kept, buffers)
+
+
+def own_modules(
+    root: nn.Module, ignored: Collection[nn.Module], is_unit: Callable[[nn.Module], bool]
+) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that belong to a unit around `root`, by every name they have, in walk order."""
+    skipped = ""
+    for name, module in root.named_modules(remove_duplicate=False):
+        if skipped and name.startswith(f"{skipped}."):
+            continue
+        if is_unit(module):
+            skipped = name
+        elif module not in ignored:
+            yield name, module
+
+
+def find_params(
+    root: nn.Module,
+    ignored: Ignored,
+    *,
+    managed: Collection[int],
+    is_unit: Callable[[nn.Module], bool],
+) -> list[Found]:
+    """The parameters that a unit around `root` is to absorb, in walk order, shared ones once.
+
+    `managed` are identities of parameters that inner units hold.
+    """
+    places: dict[int, list[tuple[str, Place]]] = {}
+    params: dict[int, nn.Parameter] = {}
+    for prefix, module in own_modules(root, ignored.modules, is_unit):
+        for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
+            if param in ignored.params or id(param) in managed:
+                continue
+            if isinstance(param, FlatParameter):
+                continue
+            fqn = f"{prefix}.{name}" if prefix else name
+            params[id(param)] = param
+            places.setdefault(id(param), []).append((fqn, Place(module, name)))
+    return [
+        Found(
+            fqn=places[key][0][0],
+            param=param,
+            places=tuple(place for _, place in places[key]),
+            names=tuple(fqn for fqn, _ in places[key]),
+        )
+        for key, param in params.items()
+    ]
+
+
+# --- devices -------------------------------------------------------------------------------------
+
+
+def choose_device(
+    params: Iterable[nn.Parameter], device_id: int | torch.device | None
+) -> torch.device:
+    """The device to compute on. Raises RuntimeError or ValueError when the choice is not clear."""
+    kinds = {param.device.type for param in params} - {"meta"}
+    accelerators = sorted(kinds - {"cpu"})
+    if len(accelerators) > 1:
+        raise RuntimeError(
+            f"parameters are on several kinds of devices: {', '.join(accelerators)}; move them to "
+            "one before wrapping"
+        )
+    if "cpu" in kinds and accelerators and device_id is None:
+        raise RuntimeError(
+            f"some parameters are on the CPU and some on {accelerators[0]}: pass device_id"
+        )
+    if device_id is not None:
+        device = _with_index(_as_device(device_id))
+        for param in params:
+            if param.device.type not in ("cpu", "meta") and param.device != device:
+                raise ValueError(
+                    f"device_id is {device}, but parameters are on {param.device}; pass that"
+                )
+        return device
+    for param in params:
+        if param.device.type not in ("cpu", "meta"):
+            return param.device
+    if not torch.accelerator.is_available():
+        return torch.device("cpu")
+    return torch.device(_accelerator().type, _current_index())
+
+
+def _as_device(device_id: int | torch.device) -> torch.device:
+    if isinstance(device_id, torch.device):
+        return device_id
+    if not torch.accelerator.is_available():
+        raise ValueError(f"device_id={device_id}: this machine has no accelerator to count")
+    return torch.device(_accelerator().type, device_id)
+
+
+def _accelerator() -> torch.device:
+    found: torch.device | None = torch.accelerator.current_accelerator()
+    assert found is not None
+    return found
+
+
+def _current_index() -> int:
+    # Renamed in newer versions of torch.
+    accelerator: Any = torch.accelerator
+    found = getattr(accelerator, "current_device_index", None) or accelerator.current_device_idx
+    return int(found())
+
+
+def _with_index(device: torch.device) -> torch.device:
+    index: int | None = device.index
+    if device.type == "cpu" or index is not None:
+        return device
+    index = _current_index()
+    warnings.warn(
+        f"device_id={device} has no index: the current device {index} is used; call "
+        "torch.accelerator.set_device_index() before wrapping, or pass the index",
+        stacklevel=5,
+    )
+    return torch.device(device.type, index)
+
+
+def move_states(
+    root: nn.Module,
+    ignored: Ignored,
+    device: torch.device,
+    *,
+    is_unit: Callable[[nn.Module], bool],
+) -> None:
+    """Move what is on the CPU to the device: parameters with their gradients, and buffers."""
+    if device.type == "cpu":
+        return
+    for prefix, module in own_modules(root, ignored.modules, is_unit):
+        for param in module.parameters(recurse=False):
+            if param in ignored.params or param.device.type != "cpu":
+                continue
+            param.data = param.detach().to(device)
+            if param.grad is not None:
+                param.grad.data = param.grad.to(device)
+        for name, buffer in module.named_buffers(recurse=False):
+            fqn = f"{prefix}.{name}" if prefix else name
+            if fqn not in ignored.buffers and buffer.device.type == "cpu":
+                buffer.data = buffer.to(device)
+
+
+# --- values --------------------------------------------------------------------------------------
+
+
+def materialize(
+    root: nn.Module,
+    ignored: Ignored,
+    device: torch.device,
+    *,
+    param_init_fn: Callable[[nn.Module], None] | None,
+    is_unit: Callable[[nn.Module], bool],
+) -> bool:
+    """Give parameters and buffers on the meta device memory and values; whether there were any.
+
+    With `param_init_fn` it is called for every module, breadth first, else `reset_parameters()` of
+    those that have something on meta. Raises what they raise, after a warning that names the class.
+    """
+    if param_init_fn is not None and not callable(param_init_fn):
+        raise ValueError(f"param_init_fn must be callable, got {type(param_init_fn).__name__}")
+    modules = list(_breadth_first(root, ignored.modules, is_unit))
+    if not any(_has_meta(module, ignored) for module in modules):
+        return _materialize_fakes(root, ignored, param_init_fn, is_unit=is_unit)
+    for module in modules:
+        try:
+            with torch.no_grad():
+                if param_init_fn is not None:
+                    param_init_fn(module)
+                elif _has_meta(module, ignored):
+                    module.to_empty(device=device, recurse=False)
+                    module.reset_parameters()  # type: ignore[operator]
+        except BaseException:
+            warnings.warn(
+                f"{type(module).__name__} could not be given values on {device}: it needs a method "
+                "reset_parameters() for what it owns, or pass param_init_fn",
+                stacklevel=4,
+            )
+            raise
+    return True
+
+
+def _materialize_fakes(
+    root: nn.Module,
+    ignored: Ignored,
+    param_init_fn: Callable[[nn.Module], None] | None,
+    *,
+    is_unit: Callable[[nn.Module], bool],
+) -> bool:
+    """The same for fake tensors of torchdistX, an optional package; whether there were any."""
+    deferred = _torchdistx()
+    own = [module for _, module in own_modules(root, ignored.modules, is_unit)]
+    params = (p for m in own for p in m.parameters(recurse=False) if p not in ignored.params)
+    if deferred is None or not any(deferred.is_fake(param) for param in params):
+        return False
+    if param_init_fn is not None:
+        for module in _breadth_first(root, ignored.modules, is_unit):
+            param_init_fn(module)
+        return True
+    deferred.materialize_module(
+        root, check_fn=lambda module: not is_unit(module) and module not in ignored.modules
+    )
+    return True
+
+
+class _Deferred(NamedTuple):
+    is_fake: Callable[[torch.Tensor], bool]
+    materialize_module: Callable[..., None]
+
+
+def _torchdistx() -> _Deferred | None:
+    # Fake tensors exist only where the package has been imported to make them.
+    package = sys.modules.get("torchdistx")
+    if package is None:
+        return None
+    fake = importlib.import_module("torchdistx.fake")
+    deferred_init = importlib.import_module("torchdistx.deferred_init")
+    return _Deferred(fake.is_fake, deferred_init.materialize_module)
+
+
+def _breadth_first(
+    root: nn.Module, ignored: Collection[nn.Module], is_unit: Callable[[nn.Module], bool]
+) -> Iterator[nn.Module]:
+    queue = deque([root])
+    seen = {root}
+    while queue:
+        module = queue.popleft()
+        if module not in ignored:
+            yield module
+        for child in module.children():
+            if child not in seen and not is_unit(child):
+                seen.add(child)
+                queue.append(child)
+
+
+def _has_meta(module: nn.Module, ignored: Ignored) -> bool:
+    params = (p for p in module.parameters(recurse=False) if p not in ignored.params)
+    return any(p.is_meta for p in params) or any(
+        buffer.is_meta for buffer in module.buffers(recurse=False)
+    )
+
+
+def sync_states(
+    root: nn.Module, found: Iterable[Found], comms: Iterable[Comm], *, synced: set[int]
+) -> None:
+    """Give every rank the values of the first: the unit's parameters, and all buffers once.
+
+    `comms` are the replicate and the shard group, in that order: first across, then inside.
+    """
+    tensors = [local_tensor(item.param) for item in found]
+    for buffer in root.buffers():
+        if id(buffer) not in synced:
+            synced.add(id(buffer))
+            tensors.append(buffer.detach())
+    for comm in comms:
+        for bucket in _buckets(tensors):
+            _broadcast(bucket, comm)
+
+
+def _buckets(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    for same in by_kind.values():
+        bucket: list[torch.Tensor] = []
+        nbytes = 0
+        for tensor in same:
+            bucket.append(tensor)
+            nbytes += tensor.numel() * tensor.element_size()
+            if nbytes >= _BROADCAST_BYTES_MAX:
+                yield bucket
+                bucket, nbytes = [], 0
+        if bucket:
+            yield bucket
+
+
+def _broadcast(tensors: list[torch.Tensor], comm: Comm) -> None:
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    if flat.numel():
+        comm.broadcast(flat).wait()
+    for tensor, part in zip(tensors, torch.split(flat, [t.numel() for t in tensors]), strict=True):
+        tensor.copy_(part.view(tensor.shape))

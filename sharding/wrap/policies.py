@@ -1,0 +1,205 @@
+"""Which modules of a tree become units of their own.
+
+The policies themselves are torch's: functions `(module, recurse, nonwrapped_numel) -> bool`, and
+the policy objects `ModuleWrapPolicy` and `CustomPolicy`. Here is how they are applied: children
+first, the root never, a shared module at its first place only.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecision
+
+from sharding.engine.precision import cast_floating, map_tensors
+from sharding.engine.torch_seam import classes_to_leave_alone, is_policy_object, run_policy
+
+__all__ = ["Wish", "auto_wrap", "wishes_of"]
+
+Wrapper = Callable[..., nn.Module]
+
+
+class Wish(NamedTuple):
+    """A module that is to become a unit, and what its wrapper is told."""
+
+    name: str
+    module: nn.Module
+    kwargs: dict[str, Any]
+
+
+def auto_wrap(
+    root: nn.Module,
+    policy: Any,
+    *,
+    wrapper: Wrapper,
+    ignored_modules: set[nn.Module],
+    ignored_params: set[nn.Parameter],
+    kwargs: Mapping[str, Any],
+) -> None:
+    """Wrap the descendants of `root` that the policy names, in place, the innermost first.
+
+    Raises ValueError when something below is wrapped already, or would mix frozen and trainable
+    parameters without original ones.
+    """
+    for name, module in root.named_modules():
+        if isinstance(wrapper, type) and isinstance(module, wrapper):
+            raise ValueError(
+                f"{name or 'the module'}: is wrapped already; auto_wrap_policy needs a tree "
+                "without wrappers"
+            )
+    wishes = wishes_of(root, policy, ignored_modules, ignored_params, dict(kwargs))
+    if is_policy_object(policy):
+        _check_mixed(wishes, ignored_params, bool(kwargs.get("use_orig_params")))
+    wishes = _with_full_precision(root, wishes, ignored_modules, dict(kwargs))
+    places = _places(root)
+    for wish in reversed(wishes):
+        wrapped = wrapper(wish.module, **wish.kwargs)
+        for parent, name in places[id(wish.module)]:
+            setattr(parent, name, wrapped)
+
+
+def wishes_of(
+    root: nn.Module,
+    policy: Any,
+    ignored_modules: set[nn.Module],
+    ignored_params: set[nn.Parameter],
+    kwargs: dict[str, Any],
+) -> list[Wish]:
+    """What the policy wants wrapped below the root, parents before children."""
+    names: dict[int, str] = {}
+    for name, module in root.named_modules():
+        names.setdefault(id(module), name)
+    if is_policy_object(policy):
+        wanted = run_policy(policy, root, ignored_modules, kwargs)
+        wanted.pop(root, None)
+        return [
+            Wish(names[id(module)], module, {**kwargs, **wanted[module]})
+            for _, module in root.named_modules()
+            if module in wanted
+        ]
+    found: list[Wish] = []
+    seen: set[int] = set()
+    _ask(root, policy, ignored_modules, ignored_params, found, seen, is_root=True)
+    chosen = {id(wish.module) for wish in found}
+    return [
+        Wish(name, module, dict(kwargs))
+        for name, module in root.named_modules()
+        if id(module) in chosen
+    ]
+
+
+def _ask(
+    module: nn.Module,
+    policy: Callable[..., bool],
+    ignored_modules: set[nn.Module],
+    ignored_params: set[nn.Parameter],
+    found: list[Wish],
+    seen: set[int],
+    *,
+    is_root: bool = False,
+) -> int:
+    """Ask a policy function about a subtree; returns how many elements got into units."""
+    numel = sum(p.numel() for p in module.parameters() if p not in ignored_params)
+    if not policy(module=module, recurse=True, nonwrapped_numel=numel):
+        return 0
+    wrapped = 0
+    for child in module.children():
+        if child in ignored_modules or id(child) in seen:
+            continue
+        seen.add(id(child))
+        wrapped += _ask(child, policy, ignored_modules, ignored_params, found, seen)
+    rest = numel - wrapped
+    if not is_root and policy(module=module, recurse=False, nonwrapped_numel=rest):
+        found.append(Wish("", module, {}))
+        return numel
+    return wrapped
+
+
+def _places(root: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
+    found: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in root.modules():
+        for name, child in module.named_children():
+            found.setdefault(id(child), []).append((module, name))
+    return found
+
+
+def _check_mixed(
+    wishes: list[Wish], ignored_params: set[nn.Parameter], use_orig_params: bool
+) -> None:
+    own = {id(wish.module) for wish in wishes}
+    for wish in wishes:
+        flags: dict[bool, list[str]] = {True: [], False: []}
+        for name, param in _params_of_unit(wish.module, own):
+            if param not in ignored_params:
+                flags[param.requires_grad].append(name)
+        if flags[True] and flags[False]:
+            text = (
+                f"{wish.name}: has frozen parameters ({', '.join(flags[False])}) beside trainable "
+                f"ones ({', '.join(flags[True])})"
+            )
+            if not use_orig_params:
+                raise ValueError(f"{text}; wrap them apart or pass use_orig_params=True")
+            warnings.warn(f"{text}; gradients of the frozen ones take memory", stacklevel=5)
+
+
+def _params_of_unit(module: nn.Module, units: set[int]) -> Iterator[tuple[str, nn.Parameter]]:
+    yield from module.named_parameters(recurse=False)
+    for name, child in module.named_children():
+        if id(child) not in units:
+            for inner, param in _params_of_unit(child, units):
+                yield f"{name}.{inner}", param
+
+
+def _with_full_precision(
+    root: nn.Module, wishes: list[Wish], ignored: set[nn.Module], kwargs: dict[str, Any]
+) -> list[Wish]:
+    """Make units of the modules that mixed precision must leave alone, computing as they are."""
+    precision = kwargs.get("mixed_precision")
+    classes = () if precision is None else classes_to_leave_alone(precision)
+    if not classes:
+        return wishes
+    by_module = {id(wish.module): wish for wish in wishes}
+    found: list[Wish] = []
+    used: set[str] = set()
+    for name, module in root.named_modules():
+        wish = by_module.get(id(module))
+        if isinstance(module, classes) and module is not root and module not in ignored:
+            used.add(type(module).__name__)
+            _cast_around(module)
+            own = {**(wish.kwargs if wish else kwargs), "mixed_precision": MixedPrecision()}
+            found.append(Wish(name, module, own))
+        elif wish is not None:
+            found.append(wish)
+    if used:
+        warnings.warn(
+            f"modules of the classes {', '.join(sorted(used))} compute in full precision, in units "
+            "of their own; set module_classes_to_ignore of MixedPrecision to change that",
+            stacklevel=5,
+        )
+    return found
+
+
+def _cast_around(module: nn.Module) -> None:
+    """Give the module its inputs in float32, and its outputs back in the dtype that came in."""
+    seen: list[torch.dtype] = []
+
+    def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        seen.clear()
+
+        def note(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.is_floating_point():
+                seen.append(tensor.dtype)
+            return tensor
+
+        map_tensors(note, (args, kwargs))
+        return cast_floating(torch.float32, (args, kwargs))
+
+    def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        return cast_floating(seen[-1], output) if seen else output
+
+    module.register_forward_pre_hook(before, with_kwargs=True)
+    module.register_forward_hook(after, with_kwargs=True)

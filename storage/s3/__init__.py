@@ -1,0 +1,1 @@
+"""S3: requests, uploads in parts, and the fast client."""

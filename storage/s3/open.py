@@ -1,0 +1,66 @@
+"""From an s3:// url and its options to a store: with obstore where it is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+from typing import Any
+
+import s3fs
+
+from storage.errors import InvalidUrlError
+from storage.keys import check_key
+from storage.retry import RetryPolicy
+from storage.s3.store import _BUCKET, _PREFIX_BYTES_MAX, S3Store, Transfer
+
+
+def open_s3(url: str, place: str, options: dict[str, Any], retry: RetryPolicy) -> S3Store:
+    """The store at `place`, "BUCKET" or "BUCKET/PREFIX". Raises InvalidUrlError."""
+    bucket, _, prefix = place.partition("/")
+    if "@" in bucket or ":" in bucket or "?" in place:  # and a secret may hold a slash
+        raise InvalidUrlError(
+            "an s3 url holds a bucket and a prefix only; pass credentials and endpoint_url as "
+            "storage options, in the environment, or in ~/.aws"
+        )
+    if not _BUCKET.fullmatch(bucket):
+        raise InvalidUrlError(f"{url!r}: {bucket!r} is no bucket name; write s3://BUCKET/PREFIX")
+    prefix = prefix.strip("/")
+    if prefix:
+        check_key(prefix)
+        if len(prefix.encode()) > _PREFIX_BYTES_MAX:
+            raise InvalidUrlError(f"{url!r}: the prefix has more than {_PREFIX_BYTES_MAX} bytes")
+    transfer, options = _split_options(place, options)
+    if transfer.fast is False or (transfer.fast is None and not _has_obstore()):
+        return S3Store(bucket, prefix, options=options, retry=retry, checksums=transfer.checksums)
+    try:
+        from storage.s3.fast import FastS3Store
+    except ImportError as error:
+        raise InvalidUrlError(
+            f"s3://{place}: fast=True needs obstore ({error}): pip install 'shardpoint[fast]'"
+        ) from error
+    return FastS3Store(bucket, prefix, options=options, retry=retry, transfer=transfer)
+
+
+def _split_options(place: str, options: dict[str, Any]) -> tuple[Transfer, dict[str, Any]]:
+    """Ours and those of s3fs. Raises InvalidUrlError for any other."""
+    ours = {name: options[name] for name in Transfer.__dataclass_fields__ if name in options}
+    rest = {name: value for name, value in options.items() if name not in ours}
+    known = {*inspect.signature(s3fs.S3FileSystem.__init__).parameters, "profile"}
+    unknown = sorted(set(rest) - known)
+    if unknown:
+        raise InvalidUrlError(
+            f"s3://{place}: unknown storage options {', '.join(unknown)}; known are those of "
+            "s3fs.S3FileSystem, such as endpoint_url, key, secret, anon, and "
+            f"{', '.join(Transfer.__dataclass_fields__)}"
+        )
+    for endpoint in (rest.get("endpoint_url"), rest.get("client_kwargs", {}).get("endpoint_url")):
+        if "@" in str(endpoint):
+            raise InvalidUrlError(
+                f"s3://{place}: endpoint_url holds a user name or password, which would show in "
+                "messages; pass key= and secret= instead"
+            )
+    return Transfer(**ours), rest
+
+
+def _has_obstore() -> bool:
+    return importlib.util.find_spec("obstore") is not None

@@ -15,7 +15,7 @@ from ckpt.layout.memory import gc_paused
 from ckpt.loading.cache import BlockCache
 from ckpt.loading.load import LoadOptions, LoadReport, load_state
 from ckpt.loading.plan import ReadPath
-from ckpt.process import _process
+from ckpt.process import this_process
 from ckpt.saving.background import PendingSave, WhenBusy
 from ckpt.saving.report import SaveOptions, SaveReport
 from ckpt.saving.save import save_state
@@ -70,7 +70,7 @@ def save(
     `async_save` in flight, and raises its failure if nobody has heard of it.
     """
     with gc_paused():
-        seat = _process.seat(process_group)
+        seat = this_process.seat(process_group)
         store, session, memory = seat.place(url, storage_options, unsafe_single_writer)
         options = SaveOptions(
             one_of("replicas", replicas, ("warn", "strict")),
@@ -124,7 +124,7 @@ def async_save(
     """
     started = time.perf_counter()
     with gc_paused():
-        seat = _process.seat(process_group)
+        seat = this_process.seat(process_group)
         one_of("snapshot", snapshot, ("step", "now"))
         one_of("when_busy", when_busy, ("wait", "skip", "replace"))
         one_of("replicas", replicas, ("warn", "strict"))
@@ -186,7 +186,7 @@ def load(
     UnsupportedFormat with the state unchanged; LoadInterrupted when it is half-loaded.
     """
     with gc_paused():
-        seat = _process.seat(process_group)
+        seat = this_process.seat(process_group)
         seat.background.wait()
         store = collectively(seat.world, "open", lambda: seat.store(url, storage_options))
         path = read_path(store)
@@ -198,7 +198,7 @@ def load(
             state, store=store, world=seat.world, step=step, attempt=attempt, options=options
         )
         on_purpose = step is not None or bool(attempt)
-        _process.restored(store.url, report.attempt, on_purpose=on_purpose)
+        this_process.restored(store.url, report.attempt, on_purpose=on_purpose)
         return report
 
 
@@ -242,10 +242,10 @@ def resumed(
     storage_options: Mapping[str, Any] | None = None,
 ) -> None:
     """What was loaded from `attempt` was the newest that is whole: the training goes on with it."""
-    store = _process.seat(process_group).store(url, storage_options)
-    _process.restored(store.url, attempt, on_purpose=False)
+    store = this_process.seat(process_group).store(url, storage_options)
+    this_process.restored(store.url, attempt, on_purpose=False)
 
 
 def loaded_by_others(store: Store, attempt: str, *, on_purpose: bool) -> None:
     """Somebody else's protocol has loaded `attempt` from the root `store` into this process."""
-    _process.restored(store.url, attempt, on_purpose=on_purpose)
+    this_process.restored(store.url, attempt, on_purpose=on_purpose)

@@ -29,7 +29,7 @@ class Place(NamedTuple):
 
 
 @dataclass
-class _Seat:
+class Seat:
     """This process's place in one process group: its world, and the sessions opened there."""
 
     group: dist.ProcessGroup | None
@@ -93,7 +93,7 @@ def world_of(process_group: dist.ProcessGroup | None = None) -> World:
 
     Collective over the group when it is asked for the first time.
     """
-    return _process.seat(process_group).world
+    return this_process.seat(process_group).world
 
 
 def place_of(
@@ -107,7 +107,7 @@ def place_of(
 
     Raises like `save`.
     """
-    return _process.seat(process_group).place(url, storage_options, unsafe_single_writer)
+    return this_process.seat(process_group).place(url, storage_options, unsafe_single_writer)
 
 
 def claimed(
@@ -120,7 +120,7 @@ def claimed(
     somebody else's protocol tells the other ranks. Raises like `save`.
     """
     store = open_store(url, **(storage_options or {}))
-    return _process.claim(store, unsafe_single_writer=unsafe_single_writer)
+    return this_process.claim(store, unsafe_single_writer=unsafe_single_writer)
 
 
 def store_of(
@@ -130,7 +130,7 @@ def store_of(
     storage_options: Mapping[str, Any] | None = None,
 ) -> Store:
     """The open store of a url, which all saves and loads of this process use. Collective."""
-    seat = _process.seat(process_group)
+    seat = this_process.seat(process_group)
     seat.background.wait()
     return collectively(seat.world, "open", lambda: seat.store(url, storage_options))
 
@@ -143,17 +143,17 @@ def session_of(
     unsafe_single_writer: bool = False,
 ) -> Session | None:
     """The session of a url on the lead, once it was saved to; else None. Asks nobody."""
-    seat = _process.seat(process_group)
+    seat = this_process.seat(process_group)
     place = seat.known_place(url, storage_options, unsafe_single_writer)
     return None if place is None else place.session.session
 
 
-class _Process:
+class ProcessMemory:
     """What lives as long as this process: it claims a root once, and keeps the world of a group."""
 
     def __init__(self) -> None:
         self._registry = SessionRegistry()
-        self._seats: list[_Seat] = []
+        self._seats: list[Seat] = []
         self._lock = threading.Lock()
 
     def claim(self, store: Store, *, unsafe_single_writer: bool) -> Session:
@@ -164,7 +164,7 @@ class _Process:
         """What this process saves to that root goes on from there; see `ckpt.commit.lines`."""
         self._registry.restored(url, Restored(attempt, on_purpose))
 
-    def seat(self, group: dist.ProcessGroup | None) -> _Seat:
+    def seat(self, group: dist.ProcessGroup | None) -> Seat:
         """The place in `group`, made at its first use; that is collective over the group."""
         if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
@@ -173,9 +173,9 @@ class _Process:
                 if seat.group is group:
                     return seat
             world = current_world(group)
-            seat = _Seat(group, world, self._registry, Background(world))
+            seat = Seat(group, world, self._registry, Background(world))
             self._seats.append(seat)
             return seat
 
 
-_process = _Process()
+this_process = ProcessMemory()

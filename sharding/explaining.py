@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from sharding.engine.runtime import Noted
+from sharding.engine.steps import Noted
 from sharding.engine.unit import Unit
 from sharding.fsdp import FullyShardedDataParallel, clean_name, fsdp_units
 from sharding.fsdp_module import ShardedGroup, sharded_groups

@@ -34,7 +34,7 @@ from sharding.engine.runtime import Runtime
 from sharding.engine.store import Found
 from sharding.engine.streams import streams_for
 from sharding.engine.torch_seam import larger_mesh
-from sharding.engine.unit import Phase
+from sharding.engine.unit import Phase, Root
 from sharding.flat.param import FlatParam, StoreOptions
 from sharding.flat.unit import FlatUnit, Settings
 from sharding.state_dict_methods import StatefulUnit
@@ -230,7 +230,7 @@ class FullyShardedDataParallel(StatefulUnit):
     def _after_forward(self, output: Any) -> Any:
         return self.fsdp_unit.after_forward(output)
 
-    def _find_root(self) -> Runtime:
+    def _find_root(self) -> Root:
         """Make this wrapper the root of everything below it, unless it belongs to a root already.
 
         Raises ValueError when units disagree on what the model can only have once, AssertionError

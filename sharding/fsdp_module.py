@@ -23,7 +23,7 @@ from sharding.engine.collectives import all_global_ranks, separate_comm
 from sharding.engine.reduction import divide_factors
 from sharding.engine.runtime import Runtime
 from sharding.engine.streams import Streams, streams_for
-from sharding.engine.unit import Phase, Unit
+from sharding.engine.unit import Phase, Root, Unit
 
 __all__ = [
     "FSDPModule",
@@ -452,7 +452,7 @@ def _after_forward(module: Any, args: Any, output: Any) -> Any:
     return output
 
 
-def _find_root(module: Any) -> Runtime:
+def _find_root(module: Any) -> Root:
     """Make the module the root of everything below it, unless it belongs to a root already.
 
     Raises RuntimeError when a module below has run as a root of its own.

@@ -49,7 +49,7 @@ ALLOWED = {
 
 # Third-party packages that are used through the files named here, and nowhere else.
 ONE_FILE_EACH = {
-    "s3fs": ("storage/s3/store.py",),
+    "s3fs": ("storage/s3/store.py", "storage/s3/open.py"),
     "botocore": ("storage/s3/store.py",),
     "aiobotocore": ("storage/s3/store.py",),
     "fsspec": ("storage/generic.py", "storage/s3/store.py", "storage/clouds.py", "storage/url.py"),
@@ -57,9 +57,10 @@ ONE_FILE_EACH = {
     "obstore": ("storage/s3/fast.py", "storage/clouds.py"),
     "crc32c": ("ckpt/format/checksum.py", "storage/s3/store.py"),
     "blake3": ("ckpt/format/blake3.py",),
-    "msgpack": ("ckpt/format/columns.py", "ckpt/commit/log.py"),
+    "msgpack": ("ckpt/format/columns.py", "ckpt/commit/records.py"),
     "pydantic": (
         "ckpt/format/manifest.py",
+        "ckpt/format/manifest_codec.py",
         "ckpt/format/metadata.py",
         "ckpt/telemetry/record.py",
     ),
@@ -163,7 +164,7 @@ BANS = (
     ),
     Ban(
         lambda name: name in ("threading.Thread", "_thread.start_new_thread", "threading.Timer"),
-        ("ckpt/world/torch_world.py",),
+        ("ckpt/world/liveness.py", "ckpt/world/torch_world.py"),
         "concurrent.futures, and read every result: a bare thread swallows its error",
     ),
     Ban(

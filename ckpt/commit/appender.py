@@ -64,7 +64,7 @@ class Settled(NamedTuple):
     landed: bool
 
 
-class _Draft(NamedTuple):
+class Draft(NamedTuple):
     """The part of a record that depends on the live set before it. `entry` comes to life with a
     COMMIT, and learns its slot when the record gets one."""
 
@@ -75,10 +75,10 @@ class _Draft(NamedTuple):
     entry: LiveEntry | None = None
 
 
-Build = Callable[[LogState], "_Draft | None"]
+Build = Callable[[LogState], "Draft | None"]
 
 
-class _Appender:
+class Appender:
     """Appends to one log. Shared by sessions and maintenance; see the note at the top."""
 
     def __init__(
@@ -132,7 +132,7 @@ class _Appender:
             self.log.saw(record)
         return Settled(record, landed)
 
-    def _record(self, draft: _Draft, *, slot: int, previous: bytes | None) -> Record:
+    def _record(self, draft: Draft, *, slot: int, previous: bytes | None) -> Record:
         live = draft.live
         if draft.entry is not None:
             live = (*live, replace(draft.entry, slot=slot))

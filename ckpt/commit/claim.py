@@ -10,7 +10,7 @@ from storage.errors import KeyExistsError, OutcomeUnknownError, TransientError
 from storage.store import ExclusiveCreate, Store
 
 
-def _format_of(store: Store, *, sources: Sources, limits: Limits) -> str:
+def root_id(store: Store, *, sources: Sources, limits: Limits) -> str:
     """The root id, after creating FORMAT if this is the first session of the root."""
     try:
         return read_format(store).root
@@ -38,7 +38,7 @@ def _create_format(store: Store, data: bytes, sources: Sources, limits: Limits) 
             sources.pause(limits.first_pause_seconds * 2**attempt)
 
 
-def _probe(store: Store, root: str, unsafe_single_writer: bool, limits: Limits) -> bool:
+def must_look_first(store: Store, root: str, unsafe_single_writer: bool, limits: Limits) -> bool:
     """Whether appends must look before they write; raises StoreRefused when that is not allowed.
 
     A server may accept the conditional header and overwrite all the same (rclone does). Creating
@@ -52,7 +52,7 @@ def _probe(store: Store, root: str, unsafe_single_writer: bool, limits: Limits) 
             return False
         problem = "it overwrote an object that it was asked to create only if absent"
     if not unsafe_single_writer:
-        raise _refused(store, problem)
+        raise unsafe_store(store, problem)
     return True
 
 
@@ -69,7 +69,8 @@ def _refuses_existing(store: Store, data: bytes, limits: Limits) -> bool:
     raise AssertionError("tries_max is at least 1")
 
 
-def _refused(store: Store, problem: str) -> StoreRefused:
+def unsafe_store(store: Store, problem: str) -> StoreRefused:
+    """The error for a store that cannot create an object exclusively."""
     return StoreRefused(
         f"{store.url} cannot commit safely: {problem}. Use a store with conditional writes, or "
         "pass unsafe_single_writer=True when you make sure that only one job ever writes there"

@@ -5,8 +5,8 @@ saved before somebody went back to an older step. Every commit of a training bel
 rest belongs to none. A session goes on with the line of the checkpoint that it restored. Who
 restores an older checkpoint on purpose, or nothing at all, begins a new line with the next commit.
 
-The latest checkpoint is the newest commit of any line (`ckpt.commit.log.latest_of`). That is always of the
-line that was written last, and never an import.
+The latest checkpoint is the newest commit of any line (`ckpt.commit.log.latest_of`). That is always
+of the line that was written last, and never an import.
 """
 
 from __future__ import annotations

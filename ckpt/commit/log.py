@@ -18,7 +18,7 @@ from ckpt.commit.records import (
     RECORD_NBYTES_MAX,
     LiveEntry,
     Record,
-    _corrupt,
+    corrupt_record,
     decode_record,
     encode_record,
 )
@@ -205,7 +205,7 @@ class Log:
         try:
             return self.store.get_bounded(key, RECORD_NBYTES_MAX)
         except TooLargeError as error:
-            _corrupt(f"{self.store.url}/{key}", str(error))
+            corrupt_record(f"{self.store.url}/{key}", str(error))
 
     def history(self) -> Iterator[Record]:
         """All records from the first on: as many requests as records. Raises Corrupt at a hole."""
@@ -214,7 +214,7 @@ class Log:
             try:
                 yield self.record(slot)
             except KeyNotFoundError:
-                _corrupt(f"{self.store.url}/{record_key(slot)}", "it was removed")
+                corrupt_record(f"{self.store.url}/{record_key(slot)}", "it was removed")
 
     def saw(self, record: Record) -> None:
         """Remember a record that is known to stand in the log, as an appender does with its own."""

@@ -1,18 +1,18 @@
-"""Retirement, pins and marks from any process, under the current epoch, without claiming the root."""
+"""Retirement, pins and marks from any process, under the current epoch, without a claim."""
 
 from __future__ import annotations
 
-from ckpt.commit.appender import Limits, Sources, _Appender, _Draft
-from ckpt.commit.claim import _probe
+from ckpt.commit.appender import Appender, Draft, Limits, Sources
+from ckpt.commit.claim import must_look_first
 from ckpt.commit.log import LogState, read_format
 from ckpt.commit.names import attempt_epoch
 from ckpt.commit.records import LiveEntry
-from ckpt.commit.writer import Commit, _Writer
+from ckpt.commit.writer import Commit, LogWriter
 from ckpt.errors import CheckpointError, NoCheckpoint
 from storage.store import Store
 
 
-class Maintenance(_Writer):
+class Maintenance(LogWriter):
     """Retires, pins and marks checkpoints from any process, without disturbing a running
     training.
     """
@@ -29,8 +29,8 @@ class Maintenance(_Writer):
         """Raises NoCheckpoint when there is no root or nothing ever claimed it, StoreRefused like
         `Session.claim`."""
         found = read_format(store)
-        check_first = _probe(store, found.root, unsafe_single_writer, limits or Limits())
-        appender = _Appender(
+        check_first = must_look_first(store, found.root, unsafe_single_writer, limits or Limits())
+        appender = Appender(
             store,
             check_first=check_first,
             sources=sources or Sources(),
@@ -49,7 +49,7 @@ class Maintenance(_Writer):
         named: that session's sweep may have deleted the copy's files.
         """
 
-        def build(state: LogState) -> _Draft | None:
+        def build(state: LogState) -> Draft | None:
             if state.find(commit.attempt) is not None:
                 return None
             original = state.find(of)
@@ -65,7 +65,7 @@ class Maintenance(_Writer):
                 )
             copied = commit._replace(metric=original.metric, references=())
             entry = copied.entry(line=None)
-            return _Draft("COMMIT", state.epoch, commit.attempt, state.live, entry)
+            return Draft("COMMIT", state.epoch, commit.attempt, state.live, entry)
 
         with self._lock:
             record = self._append(build)

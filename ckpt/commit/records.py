@@ -134,21 +134,21 @@ def decode_record(data: bytes, *, slot: int, where: str) -> Record:
     fields.
     """
     if len(data) > RECORD_NBYTES_MAX:
-        _corrupt(where, f"{len(data)} bytes, at most {RECORD_NBYTES_MAX} are allowed")
+        corrupt_record(where, f"{len(data)} bytes, at most {RECORD_NBYTES_MAX} are allowed")
     if len(data) < len(RECORD_MAGIC) + 4 or not data.startswith(RECORD_MAGIC):
-        _corrupt(where, f"no record starts with {data[:8]!r}")
+        corrupt_record(where, f"no record starts with {data[:8]!r}")
     (stored,) = struct.unpack("<I", data[-4:])
     if crc32c(data[:-4]) != stored:
-        _corrupt(where, f"checksum is {crc32c(data[:-4]):08x}, {stored:08x} was written")
+        corrupt_record(where, f"checksum is {crc32c(data[:-4]):08x}, {stored:08x} was written")
     try:
         body = msgpack.unpackb(
             data[len(RECORD_MAGIC) : -4], raw=False, strict_map_key=True, use_list=True
         )
     except Exception as error:  # msgpack raises a dozen classes for bad input
-        _corrupt(where, f"not msgpack ({type(error).__name__})")
+        corrupt_record(where, f"not msgpack ({type(error).__name__})")
     record = _record_of(body, slot=slot, where=where)
     if encode_record(record) != data:
-        _corrupt(where, "not in canonical form")
+        corrupt_record(where, "not in canonical form")
     return record
 
 
@@ -172,7 +172,7 @@ def _record_of(body: Any, *, slot: int, where: str) -> Record:
     )
     problem = record_problem(record, slot=slot)
     if problem is not None:
-        _corrupt(where, problem)
+        corrupt_record(where, problem)
     return record
 
 
@@ -252,10 +252,10 @@ def _typed(body: Any, cls: type, where: str) -> dict[str, Any]:
     expected = [field.name for field in fields(cls)]
     optional = [field.name for field in fields(cls) if field.default is not MISSING]
     if not isinstance(body, dict):
-        _corrupt(where, f"expected a map, got {type(body).__name__}")
+        corrupt_record(where, f"expected a map, got {type(body).__name__}")
     missing = [name for name in expected if name not in body and name not in optional]
     if missing:
-        _corrupt(where, f"field {missing[0]!r} is missing")
+        corrupt_record(where, f"field {missing[0]!r} is missing")
     extra = [name for name in body if name not in expected]
     if extra:
         # Who rewrote the live set would drop what it does not know, so it may not go on.
@@ -268,13 +268,13 @@ def _typed(body: Any, cls: type, where: str) -> dict[str, Any]:
 
 def _checked(value: Any, cls: type, where: str, name: str) -> Any:
     if type(value) is not cls:
-        _corrupt(where, f"{name} is {type(value).__name__}, expected {cls.__name__}")
+        corrupt_record(where, f"{name} is {type(value).__name__}, expected {cls.__name__}")
     return value
 
 
 def _integer(value: Any, where: str, name: str) -> int:
     if type(value) is not int or not 0 <= value <= INTEGER_MAX:
-        _corrupt(where, f"{name} is not an integer from 0 to 2**63 - 1")
+        corrupt_record(where, f"{name} is not an integer from 0 to 2**63 - 1")
     return value
 
 
@@ -282,11 +282,12 @@ def _attempt(value: Any, where: str) -> str:
     try:
         attempt_epoch(_checked(value, str, where, "attempt"))
     except ValueError:
-        _corrupt(where, f"{value[:60]!r} is not an attempt name")
+        corrupt_record(where, f"{value[:60]!r} is not an attempt name")
     return str(value)
 
 
-def _corrupt(where: str, problem: str) -> NoReturn:
+def corrupt_record(where: str, problem: str) -> NoReturn:
+    """Raise Corrupt for a record that cannot be read: where it lies, and what is wrong."""
     raise Corrupt(
         f"log record {where} is damaged: {problem}. The checkpoints themselves are not affected: "
         "load by a step directory's own path, <url>/steps/<step>-<attempt>"

@@ -1,26 +1,22 @@
-"""Who may write to a root, and the one way to append to its log.
+"""A session: a process that claimed a root, and commits under its epoch until a later claim
+fences it.
 
-A session claims a root once and appends under its epoch until a later claim fences it. Maintenance
-appends under whatever epoch is current, without claiming, so that pruning never stops a training.
-
-An append has three outcomes: it stands, it does not, or nobody knows yet. Note "pending": a record
-that was sent is kept until its slot's occupant is known, and nothing else is appended before that.
-Only put_if_absent on the same slot settles it; a read that finds nothing settles nothing, because
-the timed-out request may still land.
+What a session shares with maintenance is in `ckpt.commit.writer`, how one record is appended in
+`ckpt.commit.appender`.
 """
 
 from __future__ import annotations
 
 import logging
 
-from ckpt.commit.appender import Build, Limits, Settled, Sources, _Appender, _Draft
-from ckpt.commit.claim import _format_of, _probe, _refused
+from ckpt.commit.appender import Appender, Build, Draft, Limits, Settled, Sources
+from ckpt.commit.claim import must_look_first, root_id, unsafe_store
 from ckpt.commit.lines import OwnLine, Restored
 from ckpt.commit.log import LogState, read_format
 from ckpt.commit.names import STEPS_PREFIX, attempt_epoch, attempt_name
 from ckpt.commit.records import LiveEntry, Record
-from ckpt.commit.sweep import _attempts_on, _delete_attempt, _refuse_needed
-from ckpt.commit.writer import Commit, _Writer
+from ckpt.commit.sweep import attempts_on, delete_attempt, refuse_needed
+from ckpt.commit.writer import Commit, LogWriter
 from ckpt.errors import CheckpointError, Corrupt, Fenced, NoCheckpoint, StoreRefused
 from storage.store import ExclusiveCreate, Store
 
@@ -35,10 +31,10 @@ class ReferenceRetired(CheckpointError):
     """
 
 
-class Session(_Writer):
+class Session(LogWriter):
     """The right to save to one root, held by one process for its life. Made by `claim`."""
 
-    def __init__(self, appender: _Appender, *, root: str, epoch: int) -> None:
+    def __init__(self, appender: Appender, *, root: str, epoch: int) -> None:
         super().__init__(appender, root=root)
         self.epoch = epoch
         self._fenced_by: int | None = None
@@ -62,11 +58,13 @@ class Session(_Writer):
         """
         sources, limits = sources or Sources(), limits or Limits()
         if store.exclusive_create is ExclusiveCreate.NONE and not unsafe_single_writer:
-            raise _refused(store, "it can only check and then write, so two writers could both win")
-        root = _format_of(store, sources=sources, limits=limits)
-        check_first = _probe(store, root, unsafe_single_writer, limits)
-        appender = _Appender(store, check_first=check_first, sources=sources, limits=limits)
-        record = appender.append(lambda state: _Draft("CLAIM", state.epoch + 1, None, state.live))
+            raise unsafe_store(
+                store, "it can only check and then write, so two writers could both win"
+            )
+        root = root_id(store, sources=sources, limits=limits)
+        check_first = must_look_first(store, root, unsafe_single_writer, limits)
+        appender = Appender(store, check_first=check_first, sources=sources, limits=limits)
+        record = appender.append(lambda state: Draft("CLAIM", state.epoch + 1, None, state.live))
         assert record is not None
         return cls(appender, root=root, epoch=record.epoch)
 
@@ -112,7 +110,7 @@ class Session(_Writer):
         OutcomeUnknown when nobody knows: see `settle`.
         """
 
-        def build(state: LogState) -> _Draft:
+        def build(state: LogState) -> Draft:
             epoch = self._epoch_for(state)
             gone = [name for name in commit.references if state.find(name) is None]
             if gone:
@@ -121,7 +119,7 @@ class Session(_Writer):
                     "was not committed: save again, writing everything"
                 )
             line = self._line.of_next(state) if commit.in_line else None
-            return _Draft("COMMIT", epoch, commit.attempt, state.live, commit.entry(line=line))
+            return Draft("COMMIT", epoch, commit.attempt, state.live, commit.entry(line=line))
 
         with self._lock:
             if commit.attempt in self._given_up or attempt_epoch(commit.attempt) != self.epoch:
@@ -142,7 +140,7 @@ class Session(_Writer):
                 raise CheckpointError(f"{attempt} is not an attempt of this session")
             self._give_up(attempt, step)
             self.settle()
-            _refuse_needed(self.state(), attempt)
+            refuse_needed(self.state(), attempt)
         return self._delete_leftovers(attempt, step)
 
     def settle(self) -> Settled | None:
@@ -178,7 +176,7 @@ class Session(_Writer):
             self._leftovers[attempt] = step
 
     def _delete_leftovers(self, attempt: str, step: int) -> int:
-        deleted = _delete_attempt(self.store, step=step, attempt=attempt)
+        deleted = delete_attempt(self.store, step=step, attempt=attempt)
         with self._lock:
             self._leftovers.pop(attempt, None)
         return deleted
@@ -196,11 +194,11 @@ class Session(_Writer):
             needed |= {name for e in state.live for name in e.references}
             orphans = [
                 (step, attempt)
-                for step, attempt in _attempts_on(self.store)
+                for step, attempt in attempts_on(self.store)
                 if attempt_epoch(attempt) < self.epoch and attempt not in needed
             ]
         for step, attempt in orphans:
-            _delete_attempt(self.store, step=step, attempt=attempt)
+            delete_attempt(self.store, step=step, attempt=attempt)
         return [attempt for _, attempt in orphans]
 
     def sweep_unfinished(self) -> int:

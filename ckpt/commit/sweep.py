@@ -16,12 +16,13 @@ class NotRetired(CheckpointError):
     """This checkpoint may not be retired: pinned, needed by another, the last one, or not there."""
 
 
-def _refuse_needed(state: LogState, attempt: str) -> None:
+def refuse_needed(state: LogState, attempt: str) -> None:
+    """Raise NotRetired when files of the attempt belong to a live checkpoint."""
     if state.find(attempt) is not None or any(attempt in e.references for e in state.live):
         raise NotRetired(f"{attempt} is live or needed by a live checkpoint; nothing was deleted")
 
 
-def _delete_attempt(store: Store, *, step: int, attempt: str, parallel_max: int = 8) -> int:
+def delete_attempt(store: Store, *, step: int, attempt: str, parallel_max: int = 8) -> int:
     """Delete what we wrote below a step directory and nothing else; returns how many objects.
 
     MANIFEST goes first: a crash in between leaves unreferenced files, never a torn checkpoint.
@@ -55,7 +56,7 @@ def _all_results(results: Iterable[Callable[[], None]]) -> None:
         raise errors[0]
 
 
-def _attempts_on(store: Store) -> Iterator[tuple[int, str]]:
+def attempts_on(store: Store) -> Iterator[tuple[int, str]]:
     """Every (step, attempt) that has an object of ours, at one listing request for each
     directory.
     """

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
-from ckpt.commit.appender import Build, Settled, _Appender, _Draft
+from ckpt.commit.appender import Appender, Build, Draft, Settled
 from ckpt.commit.log import Log, LogState
 from ckpt.commit.names import attempt_epoch
 from ckpt.commit.records import Kind, LiveEntry, Record
-from ckpt.commit.sweep import NotRetired, _delete_attempt, _refuse_needed
+from ckpt.commit.sweep import NotRetired, delete_attempt, refuse_needed
 from ckpt.errors import NoCheckpoint
 from storage.store import Store
 
@@ -46,10 +46,10 @@ class Commit(NamedTuple):
         )
 
 
-class _Writer:
+class LogWriter:
     """What sessions and maintenance have in common. Every method may be called from any thread."""
 
-    def __init__(self, appender: _Appender, *, root: str) -> None:
+    def __init__(self, appender: Appender, *, root: str) -> None:
         self.root = root
         self._appender = appender
         self._lock = threading.RLock()
@@ -123,16 +123,16 @@ class _Writer:
         with self._lock:
             self.settle()
             state = self.state()
-            _refuse_needed(state, attempt)
+            refuse_needed(state, attempt)
             if attempt not in self._retired and attempt_epoch(attempt) >= state.epoch:
                 raise NotRetired(f"{attempt} may be a save under way; nothing was deleted")
         # Not under the lock, where a commit would wait for it: what was retired never comes back.
-        return _delete_attempt(self.store, step=step, attempt=attempt)
+        return delete_attempt(self.store, step=step, attempt=attempt)
 
     def _mark(
         self, kind: Kind, attempt: str, change: Callable[[LiveEntry], LiveEntry]
     ) -> Record | None:
-        def build(state: LogState) -> _Draft | None:
+        def build(state: LogState) -> Draft | None:
             entry = state.find(attempt)
             if entry is None:
                 raise NoCheckpoint(
@@ -143,12 +143,12 @@ class _Writer:
             if changed == entry:
                 return None
             live = tuple(changed if e is entry else e for e in state.live)
-            return _Draft(kind, self._epoch_for(state), attempt, live)
+            return Draft(kind, self._epoch_for(state), attempt, live)
 
         with self._lock:
             return self._append(build)
 
-    def _draft_retire(self, state: LogState, attempt: str) -> _Draft | None:
+    def _draft_retire(self, state: LogState, attempt: str) -> Draft | None:
         entry = state.find(attempt)
         if entry is None:
             return None
@@ -164,7 +164,7 @@ class _Writer:
                 f"{attempt} (step {entry.step}) is the only checkpoint; save another first"
             )
         live = tuple(e for e in state.live if e is not entry)
-        return _Draft("RETIRE", self._epoch_for(state), attempt, live)
+        return Draft("RETIRE", self._epoch_for(state), attempt, live)
 
     def _append(self, build: Build) -> Record | None:
         self.settle()

@@ -1,9 +1,9 @@
 """What a session knows of the newest checkpoint, for saves that refer to it (`dedup=True`).
 
 The lead looks at the log and says which attempts may be referred to; every rank then divides its
-own chunks (`ckpt.saving.dedup`). After a save, each rank remembers its own part, so that the next save
-reads nothing back. A new process has nothing to remember: its lead reads the manifest once, and
-hands it to all ranks.
+own chunks (`ckpt.saving.dedup`). After a save, each rank remembers its own part, so that the next
+save reads nothing back. A new process has nothing to remember: its lead reads the manifest once,
+and hands it to all ranks.
 """
 
 from __future__ import annotations

@@ -253,8 +253,8 @@ class Checkpointer:
         Damaged ones are passed over, and told in the report and the log. Imports and copies in
         another layout are restored only by their attempt, or where there is nothing else. Going
         back by `step` or `attempt` begins a new line with the next save, and that one is resumed
-        the next time (see `ckpt.commit.lines`). None when nothing was saved yet. All ranks restore the
-        same one.
+        the next time (see `ckpt.commit.lines`). None when nothing was saved yet. All ranks restore
+        the same one.
 
         Raises NoCheckpoint when there are some and none is whole, Mismatch when the state is
         another one, LoadInterrupted when the store fails: going back further would lose work that

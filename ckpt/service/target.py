@@ -18,6 +18,7 @@ from ckpt import api
 from ckpt.commit.session import Session
 from ckpt.errors import RankFailed
 from ckpt.loading.load import LoadReport
+from ckpt.process import session_of, store_of, world_of
 from ckpt.saving.report import SaveReport
 from ckpt.world.base import World
 from storage import Store
@@ -107,10 +108,10 @@ class UrlTarget(Target):
             raise TypeError(f"no argument {unknown[0]!r}; there are {', '.join(sorted(known))}")
 
     def world(self) -> World:
-        return api.world_of(self.process_group).twin()
+        return world_of(self.process_group).twin()
 
     def store(self) -> Store:
-        return api.store_of(
+        return store_of(
             self.url, process_group=self.process_group, storage_options=self.storage_options
         )
 
@@ -145,7 +146,7 @@ class UrlTarget(Target):
         )
 
     def session(self) -> Session | None:
-        return api.session_of(
+        return session_of(
             self.url,
             process_group=self.process_group,
             storage_options=self.storage_options,
@@ -153,7 +154,7 @@ class UrlTarget(Target):
         )
 
     def failure(self) -> RankFailed | None:
-        return api.world_of(self.process_group).failure
+        return world_of(self.process_group).failure
 
     def model_first(self) -> Target:
         return replace(self, url=f"{self.url.rstrip('/')}/{MODEL_FIRST}")

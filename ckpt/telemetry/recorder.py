@@ -83,7 +83,7 @@ class JsonLines(logging.Formatter):
     """Formats every record as one line of JSON: time, level, logger, message, and what the library
     tells in numbers beside the message.
 
-        handler.setFormatter(ckpt.telemetry.recorder.JsonLines())
+        handler.setFormatter(ckpt.telemetry.JsonLines())
     """
 
     def format(self, record: logging.LogRecord) -> str:

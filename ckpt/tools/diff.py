@@ -4,7 +4,8 @@
 
 Two checkpoints that were sharded in other ways are compared by their checksums too: where spans of
 both end at the same byte, the checksum of all blocks before follows from theirs
-(`ckpt.format.crc_combine`). Data is read only where checksums differ, or where regions do not line up.
+(`ckpt.format.crc_combine`). Data is read only where checksums differ, or where regions do not
+line up.
 """
 
 from __future__ import annotations

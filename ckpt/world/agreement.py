@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckpt import errors
 from ckpt.errors import CheckpointError, RankFailed
-
-if TYPE_CHECKING:
-    pass  # type: ignore[attr-defined]
-
 
 _SHARED_CLASSES: dict[str, Callable[[Any], CheckpointError]] = {
     cls.__name__: cls
@@ -82,10 +78,11 @@ def _by_text(told: Sequence[tuple[str, int]], size: int) -> list[str]:
     for text, rank in told:
         if rank not in ranks.setdefault(text, []):
             ranks[text].append(rank)
-    return [text if len(at) == size else f"{_named(at)}: {text}" for text, at in ranks.items()]
+    return [text if len(at) == size else f"{ranks_text(at)}: {text}" for text, at in ranks.items()]
 
 
-def _named(ranks: Sequence[int], shown_max: int = 8) -> str:
+def ranks_text(ranks: Sequence[int], shown_max: int = 8) -> str:
+    """For messages: 'rank 3', 'ranks 0, 1 and 5 more'."""
     text = ", ".join(str(rank) for rank in ranks[:shown_max])
     if len(ranks) > shown_max:
         text += f" and {len(ranks) - shown_max} more"

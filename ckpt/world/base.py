@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from ckpt.errors import RankFailed
-
-if TYPE_CHECKING:
-    pass  # type: ignore[attr-defined]
-
 
 _Result = TypeVar("_Result")
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class _Process:
+class ProcessIdentity:
     """Enough to tell whether a process of this machine still runs, even when its pid was given
     anew.
     """
@@ -29,9 +29,9 @@ class _Process:
     started: str
 
     @staticmethod
-    def this() -> _Process:
+    def this() -> ProcessIdentity:
         pid = os.getpid()
-        return _Process(_machine(), pid, _start_of(pid) or "")
+        return ProcessIdentity(_machine(), pid, _start_of(pid) or "")
 
     def runs(self) -> bool | None:
         """None when it is on another machine, or this one cannot tell."""
@@ -62,12 +62,12 @@ def _start_of(pid: int) -> str | None:
     return None if after_name[0] in (b"Z", b"X") else after_name[19].decode()
 
 
-class _Heart:
+class Heartbeat:
     """Tells the others that this process lives, from a daemon thread. A failure to do so is kept
     and raised at the next round."""
 
     def __init__(self, store: Store, rank: int, seconds: float) -> None:
-        process = _Process.this()
+        process = ProcessIdentity.this()
         self._key = f"beat/{rank}"
         self._store = store
         self._seconds = seconds
@@ -116,13 +116,13 @@ class _Heart:
                 self._error = error
 
 
-class _Watch:
+class Watch:
     """What one rank knows about the life of the others."""
 
     def __init__(self, store: Store, silence_seconds_max: float) -> None:
         self._store = store
         self._silence_seconds_max = silence_seconds_max
-        self._processes: dict[int, _Process] = {}
+        self._processes: dict[int, ProcessIdentity] = {}
         self._heard: dict[int, tuple[bytes, float]] = {}
         self._looked = 0.0
 
@@ -152,8 +152,8 @@ class _Watch:
             return ""
         return f"has died (no heartbeat for {silence:.1f} s)"
 
-    def _process(self, rank: int) -> _Process:
+    def _process(self, rank: int) -> ProcessIdentity:
         if rank not in self._processes:
             machine, pid, started = json.loads(self._store.get(f"process/{rank}"))
-            self._processes[rank] = _Process(machine, pid, started)
+            self._processes[rank] = ProcessIdentity(machine, pid, started)
         return self._processes[rank]

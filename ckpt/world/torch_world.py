@@ -25,9 +25,9 @@ from ckpt.errors import CheckpointError, RankFailed
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
-from ckpt.world.agreement import _named, agreed_error, encode_error
+from ckpt.world.agreement import agreed_error, encode_error, ranks_text
 from ckpt.world.base import SoloWorld, World, check_exchange
-from ckpt.world.liveness import _Heart, _Watch
+from ckpt.world.liveness import Heartbeat, Watch
 
 MiB = 1024 * 1024
 
@@ -101,8 +101,8 @@ class TorchWorld(World):
         self._ranks = tuple(dist.get_process_group_ranks(process_group or dist.group.WORLD))
         self.global_ranks = self._ranks
         self._store = _own_prefix(self._ranks, self.rank)
-        self._heart = _Heart(self._store, self.rank, self._deadlines.heartbeat_seconds)
-        self._watch = _Watch(self._store, self._deadlines.silence_seconds_max)
+        self._heart = Heartbeat(self._store, self.rank, self._deadlines.heartbeat_seconds)
+        self._watch = Watch(self._store, self._deadlines.silence_seconds_max)
         self._round = 0
         self._spent: list[str] = []
         self._broken: RankFailed | None = None
@@ -317,7 +317,7 @@ class TorchWorld(World):
             raise RankFailed(
                 f"rank {missing[0]} did not answer within {self._deadlines.round_seconds_max:g} "
                 "s in "
-                f"phase {name!r} ({_named(missing)} missing); it hangs, or took another path",
+                f"phase {name!r} ({ranks_text(missing)} missing); it hangs, or took another path",
                 rank=missing[0],
                 phase=name,
             )

@@ -5,9 +5,7 @@ The root is the outermost unit; it is found at the first forward, or the first c
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -15,47 +13,12 @@ from sharding.engine.memory import PagePool
 from sharding.engine.order import OrderCheck
 from sharding.engine.pool import BufferPool
 from sharding.engine.reduction import Reductions
+from sharding.engine.steps import StepLog
 from sharding.engine.streams import Streams
 from sharding.engine.torch_seam import call_after_backward, is_in_backward
 from sharding.engine.unit import Phase, Unit
 
-__all__ = ["Noted", "Runtime", "StepLog"]
-
-
-class Noted(NamedTuple):
-    """Something that a unit did, `at_seconds` after the root's forward had started.
-
-    `what` is "gather", "gathered", "forward", "forward end", "backward", "backward end", "free",
-    "reduce" or, with the number of the root, "end".
-    """
-
-    what: str
-    unit: int
-    at_seconds: float
-
-
-class StepLog:
-    """What units did in the last forward that a backward followed: when, by the host's clock."""
-
-    def __init__(self) -> None:
-        self.last: tuple[Noted, ...] = ()
-        self._now: list[Noted] = []
-        self._start = 0.0
-
-    def begin(self) -> None:
-        """The root's forward starts."""
-        self._now = []
-        self._start = time.perf_counter()
-
-    def note(self, what: str, unit: Unit) -> None:
-        """A unit does something."""
-        self._now.append(Noted(what, unit.number, time.perf_counter() - self._start))
-
-    def end(self) -> None:
-        """The backward has ended."""
-        end = Noted("end", 0, time.perf_counter() - self._start)
-        self.last = (*self._now, end)
-        self._now = []
+__all__ = ["Runtime"]
 
 
 class Runtime:

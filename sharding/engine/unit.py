@@ -16,7 +16,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -25,14 +25,13 @@ from torch.distributed.fsdp import BackwardPrefetch
 from torch.utils.hooks import RemovableHandle
 
 from sharding.engine.precision import Casts, cast_floating, map_tensors
-from sharding.engine.reduction import Reduction
+from sharding.engine.reduction import Reduction, Reductions
+from sharding.engine.steps import StepLog
 from sharding.engine.store import State, Store
+from sharding.engine.streams import Streams
 from sharding.engine.torch_seam import NO_BACKWARD, current_backward, is_in_backward
 
-if TYPE_CHECKING:
-    from sharding.engine.runtime import Runtime
-
-__all__ = ["Phase", "Schedule", "Unit"]
+__all__ = ["Phase", "Root", "Schedule", "Unit"]
 
 
 class Phase(enum.Enum):
@@ -58,6 +57,61 @@ class Schedule:
     gathers_in_backward: bool = True
     backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE
     forward_prefetch: bool = False
+
+
+class Root(Protocol):
+    """What a unit asks of the schedule that all units of one root share.
+
+    `sharding.engine.runtime.Runtime` is the implementation. A unit knows only this protocol, so
+    that imports run from the runtime to its units and not back.
+    """
+
+    in_backward: bool
+    is_last_backward: bool
+    streams: Streams
+    reductions: Reductions
+    steps: StepLog
+
+    @property
+    def root(self) -> Unit:
+        """The outermost unit."""
+
+    @property
+    def units(self) -> Sequence[Unit]:
+        """All units of the root, the root's own first."""
+
+    def end_forward_alone(self) -> None:
+        """A forward has ended that no backward follows."""
+
+    def reset(self) -> None:
+        """Forget an iteration that has raised."""
+
+    def begin_forward(self) -> None:
+        """The root's forward starts."""
+
+    def begin_alone(self, unit: Unit) -> None:
+        """The unit's forward starts outside of the root's."""
+
+    def record_forward(self, unit: Unit) -> None:
+        """The unit's forward starts."""
+
+    def record_forward_end(self, unit: Unit) -> None:
+        """The unit's forward has ended."""
+
+    def prefetch_forward(self, unit: Unit) -> None:
+        """Start the gathers that should overlap this unit's forward."""
+
+    def prefetch_backward(self, unit: Unit) -> None:
+        """Start the gathers that should overlap this unit's backward."""
+
+    def begin_backward(self) -> None:
+        """The first gradient of a backward arrives."""
+
+    def leave_failed_backward(self) -> None:
+        """Clean up after a backward that raised half-way."""
+
+    def share(self, streams: Streams) -> None:
+        """Use these streams from now on."""
 
 
 class Unit:
@@ -87,7 +141,7 @@ class Unit:
         self.forward_targets: tuple[Unit, ...] = ()
         """What to gather early during this unit's forward; without any, the schedule decides."""
         self.backward_targets: tuple[Unit, ...] = ()
-        self.runtime: Runtime | None = None
+        self.runtime: Root | None = None
         """Set when the root has been found, at the first forward."""
         self.number = 0
         """Where it comes in the walk over the model; given by the runtime."""
@@ -124,7 +178,7 @@ class Unit:
             self.gather()
             if not recomputes:
                 runtime.prefetch_forward(self)
-                runtime.steps.note("forward", self)
+                runtime.steps.note("forward", self.number)
         args, kwargs = self.cast_inputs(args, kwargs)
         if self.store is not None and not self.store.requires_grad:
             self._reshard_after_inputs((args, kwargs))
@@ -139,7 +193,7 @@ class Unit:
         watched = self.watch(output)
         runtime.record_forward_end(self)
         if self.store is not None:
-            runtime.steps.note("forward end", self)
+            runtime.steps.note("forward end", self.number)
         self.phase = Phase.IDLE
         if not watched and runtime.root.phase is Phase.IDLE:
             runtime.end_forward_alone()
@@ -154,10 +208,10 @@ class Unit:
             self.store.keep_after_forward()
         elif watched:
             self.store.free_after_forward()
-            runtime.steps.note("free", self)
+            runtime.steps.note("free", self.number)
         else:
             self.store.reshard()
-            runtime.steps.note("free", self)
+            runtime.steps.note("free", self.number)
         return output
 
     @property
@@ -180,17 +234,17 @@ class Unit:
         steps = self.found_runtime().steps
         was_there = self.store.state is State.UNSHARDED
         if self.needs_gather:
-            steps.note("gather", self)
+            steps.note("gather", self.number)
         self.store.finish_unshard()
         if not was_there:
-            steps.note("gathered", self)
+            steps.note("gathered", self.number)
         self.store.show_views()
         self.was_asked_for = False
 
     def gather_early(self) -> None:
         """Start gathering before it is needed; nothing happens where it has been started."""
         if self.store is not None and self.needs_gather:
-            self.found_runtime().steps.note("gather", self)
+            self.found_runtime().steps.note("gather", self.number)
             self.store.start_unshard()
 
     def refresh(self) -> None:
@@ -275,7 +329,7 @@ class Unit:
         if self.schedule.gathers_in_backward:
             self.gather()
         if first:
-            runtime.steps.note("backward", self)
+            runtime.steps.note("backward", self.number)
         if first and (
             self.backward_targets
             or self.schedule.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
@@ -299,16 +353,16 @@ class Unit:
         if current_backward() != self._backward and not self._watches_recomputes:
             self._watch_recomputes(store)
         store.adopt_gradients()
-        runtime.steps.note("backward end", self)
+        runtime.steps.note("backward end", self.number)
         if self._frees_after_backward:
             store.reshard()
-            runtime.steps.note("free", self)
+            runtime.steps.note("free", self.number)
             self.phase = Phase.IDLE
         if self.schedule.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
             runtime.prefetch_backward(self)
         if self.syncs_gradients:
             self._has_reduced = True
-            runtime.steps.note("reduce", self)
+            runtime.steps.note("reduce", self.number)
             runtime.reductions.start(store, self.reduction, grads)
         else:
             store.keep_unsharded_gradients(grads)
@@ -365,7 +419,7 @@ class Unit:
 
     # --- state ----------------------------------------------------------------------------------
 
-    def found_runtime(self) -> Runtime:
+    def found_runtime(self) -> Root:
         """What the model's units share. Set before any of them runs."""
         if self.runtime is None:
             raise AssertionError("the root of this unit has not been found yet")

@@ -11,7 +11,7 @@ import s3fs
 from storage.errors import InvalidUrlError
 from storage.keys import check_key
 from storage.retry import RetryPolicy
-from storage.s3.store import _BUCKET, _PREFIX_BYTES_MAX, S3Store, Transfer
+from storage.s3.store import BUCKET_PATTERN, PREFIX_NBYTES_MAX, S3Store, Transfer
 
 
 def open_s3(url: str, place: str, options: dict[str, Any], retry: RetryPolicy) -> S3Store:
@@ -22,13 +22,13 @@ def open_s3(url: str, place: str, options: dict[str, Any], retry: RetryPolicy) -
             "an s3 url holds a bucket and a prefix only; pass credentials and endpoint_url as "
             "storage options, in the environment, or in ~/.aws"
         )
-    if not _BUCKET.fullmatch(bucket):
+    if not BUCKET_PATTERN.fullmatch(bucket):
         raise InvalidUrlError(f"{url!r}: {bucket!r} is no bucket name; write s3://BUCKET/PREFIX")
     prefix = prefix.strip("/")
     if prefix:
         check_key(prefix)
-        if len(prefix.encode()) > _PREFIX_BYTES_MAX:
-            raise InvalidUrlError(f"{url!r}: the prefix has more than {_PREFIX_BYTES_MAX} bytes")
+        if len(prefix.encode()) > PREFIX_NBYTES_MAX:
+            raise InvalidUrlError(f"{url!r}: the prefix has more than {PREFIX_NBYTES_MAX} bytes")
     transfer, options = _split_options(place, options)
     if transfer.fast is False or (transfer.fast is None and not _has_obstore()):
         return S3Store(bucket, prefix, options=options, retry=retry, checksums=transfer.checksums)

@@ -55,7 +55,7 @@ MiB = 1024 * 1024
 # https://docs.aws.amazon.com/AmazonS3/latest/userguide/qfacts.html
 _PART_NBYTES_MIN = 5 * MiB
 _PARTS_MAX = 10_000
-_PREFIX_BYTES_MAX = 255
+PREFIX_NBYTES_MAX = 255
 
 # Options that other clients of S3 can honour too, some of them because they do not touch us.
 _COMMON_OPTIONS = {
@@ -72,7 +72,7 @@ _COMMON_CONFIG_OPTIONS = {
 
 _READ_CHUNK_BYTES = MiB
 _WRITE_ID = "write-id"
-_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._\-]{1,254}")
+BUCKET_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._\-]{1,254}")
 
 _DENIED_CODES = {
     "AccessDenied",

@@ -118,16 +118,16 @@ def test_killed_imports_leave_the_root_as_it_was(
     def run(number: int) -> bool:
         url = f"memory://kill-import-{tmp_path.name}-{number}"
         plan = _kill(number)
-        monkeypatch.setattr(ckpt.api, "_process", ckpt.process._Process())
+        monkeypatch.setattr(ckpt.process, "this_process", ckpt.process.ProcessMemory())
         monkeypatch.setattr(
-            ckpt.api, "open_store", lambda url, **o: FaultyStore(open_store(url, **o), plan)
+            ckpt.process, "open_store", lambda url, **o: FaultyStore(open_store(url, **o), plan)
         )
         killed = _is_killed(lambda: ckpt.import_checkpoint(source, url, step=3))
-        monkeypatch.setattr(ckpt.api, "open_store", open_store)
+        monkeypatch.setattr(ckpt.process, "open_store", open_store)
         if killed:
             for info in ckpt.list_steps(url):
                 assert ckpt.verify(info.url).ok
-            monkeypatch.setattr(ckpt.api, "_process", ckpt.process._Process())
+            monkeypatch.setattr(ckpt.process, "this_process", ckpt.process.ProcessMemory())
             ckpt.import_checkpoint(source, url, step=3, verify=True)
         with ckpt.open(url) as found:
             assert_same({name: found["model." + name] for name in tensors()}, tensors())

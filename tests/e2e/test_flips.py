@@ -19,7 +19,7 @@ from ckpt.errors import CheckpointError, LoadInterrupted
 from ckpt.format.manifest import Manifest
 from ckpt.format.manifest_codec import decode_manifest
 from ckpt.loading.load import LoadOptions, load_state
-from ckpt.saving import publish as saving
+from ckpt.saving import publish, task
 from ckpt.world.base import SoloWorld
 from storage import ByteRange, Store, open_store
 from storage.wrap import WrappedStore
@@ -96,7 +96,8 @@ class Saved(NamedTuple):
 
 @pytest.fixture
 def saved(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Saved:
-    monkeypatch.setattr(saving, "BLOCK_BYTES", BLOCK_NBYTES)
+    for module in (publish, task):
+        monkeypatch.setattr(module, "BLOCK_BYTES", BLOCK_NBYTES)
     store = open_store(f"memory://{request.node.name}")
     Job(2, lambda rank: store).save(lambda rank: _state(3, rank, 2), step=3)
     nbytes = {info.key: info.nbytes for info in store.list("")}

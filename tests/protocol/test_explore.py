@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import pytest
 
-from ckpt.commit.appender import Limits, Sources, _Appender
+from ckpt.commit.appender import Appender, Limits, Sources
 from ckpt.commit.invariants import History, RecordingStore, check_all, check_fresh_session
 from ckpt.commit.log import LogState
 from ckpt.commit.maintenance import Maintenance
@@ -19,7 +19,7 @@ from ckpt.commit.names import MANIFEST_NAME, step_prefix
 from ckpt.commit.records import manifest_digest
 from ckpt.commit.session import Session
 from ckpt.commit.sweep import NotRetired
-from ckpt.commit.writer import Commit, _Writer
+from ckpt.commit.writer import Commit, LogWriter
 from ckpt.errors import CheckpointError, Fenced, OutcomeUnknown
 from storage.memory import MemoryStore
 from storage.store import Store
@@ -114,12 +114,12 @@ def test_every_schedule_and_fault_keeps_the_promises(case: str, scale: Scale) ->
     assert runs > 50
 
 
-def _forget_pending(self: _Appender) -> None:
+def _forget_pending(self: Appender) -> None:
     """Bug: an unknown outcome is taken for a failure."""
     self._pending = None
 
 
-def _any_epoch(self: _Writer, state: LogState) -> int:
+def _any_epoch(self: LogWriter, state: LogState) -> int:
     """Bug: a session that was superseded goes on under its own epoch."""
     return self.epoch if isinstance(self, Session) else state.epoch
 
@@ -127,7 +127,7 @@ def _any_epoch(self: _Writer, state: LogState) -> int:
 @pytest.mark.parametrize(
     ("cls", "name", "bug", "promise"),
     [
-        (_Appender, "settle", _forget_pending, "I"),
+        (Appender, "settle", _forget_pending, "I"),
         (Session, "_epoch_for", _any_epoch, "I"),
     ],
 )

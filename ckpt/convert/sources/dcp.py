@@ -1,8 +1,9 @@
 """Directories of torch.distributed.checkpoint (DCP) as sources.
 
 `.metadata` is a pickle of DCP's classes. It is read by a machine that can build nothing but records
-of those names (`ckpt.convert.sources.pickles`), and what it says is checked before it is used: every tensor
-covered once, every byte inside of its file, every blob of the shape and dtype that it should have.
+of those names (`ckpt.convert.sources.pickles`), and what it says is checked before it is used:
+every tensor covered once, every byte inside of its file, every blob of the shape and dtype that it
+should have.
 """
 
 from __future__ import annotations

@@ -10,6 +10,12 @@ from typing import Any, Literal, TypeVar
 
 import torch.distributed as dist
 
+from ckpt.commit.patience import (
+    BACKGROUND_SECONDS,
+    BLOCKING_SECONDS,
+    checked_seconds,
+    patience_for,
+)
 from ckpt.errors import SaveDropped
 from ckpt.layout.memory import gc_paused
 from ckpt.loading.cache import BlockCache
@@ -45,6 +51,7 @@ def save(
     metric: float | None = None,
     dedup: bool = False,
     telemetry: bool = False,
+    retry_seconds_max: float = BLOCKING_SECONDS,
     storage_options: Mapping[str, Any] | None = None,
 ) -> SaveReport:
     """Save `state` as the checkpoint of `step` below `url`; returns when it is durable.
@@ -58,6 +65,9 @@ def save(
     how the save went on every rank is kept, too, for `ckpt report`. A store that cannot
     refuse a second writer is used only with `unsafe_single_writer=True`. `io="buffered"` writes
     local files through the page cache, `"direct"` around it, and `"auto"` around it from 16 MiB on.
+
+    A request to a store that is away is repeated for up to `retry_seconds_max`; the state of the
+    training stands still meanwhile.
 
     With `dedup=True`, what the previous checkpoint has with the same bytes is not written again but
     referred to, if that was saved with `dedup=True` too. Such a checkpoint loads through its root;
@@ -80,9 +90,10 @@ def save(
             dedup,
             telemetry,
         )
-        return save_state(
-            state, session=session, store=store, step=step, options=options, memory=memory
-        )
+        with patience_for(store, seat.world, checked_seconds(retry_seconds_max)):
+            return save_state(
+                state, session=session, store=store, step=step, options=options, memory=memory
+            )
 
 
 def async_save(
@@ -98,6 +109,7 @@ def async_save(
     dedup: bool = False,
     telemetry: bool = False,
     user: Mapping[str, str] | None = None,
+    retry_seconds_max: float = BACKGROUND_SECONDS,
     process_group: dist.ProcessGroup | None = None,
     storage_options: Mapping[str, Any] | None = None,
     unsafe_single_writer: bool = False,
@@ -117,6 +129,10 @@ def async_save(
     it; a skipped one raises SaveDropped from `result()`. `host_bytes_max` limits the memory of the
     copy on this rank, in bytes; a larger state is copied in waves, and steps wait for the last.
     With `dedup=True` (see `save`) all of it is copied, and hashed in the background.
+
+    While the store is away, requests are repeated for up to `retry_seconds_max`, in the background.
+    When a later save has to wait for this one, what has failed for 10 s by then is given up, so
+    that training does not stand still for an outage.
 
     Collective like `save`, but only the first call for a url waits for other ranks. Errors of the
     save are raised by `PendingSave.result`, or by the next call that saves here. Raises ValueError
@@ -140,6 +156,7 @@ def async_save(
             memory,
             step,
             SaveOptions(replicas, path, dict(user or {}), metric, dedup, telemetry),
+            retry_seconds_max=checked_seconds(retry_seconds_max),
         )
         if is_skipped:
             error = SaveDropped(f"the save of step {step} was skipped: another one is in flight")

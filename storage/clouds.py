@@ -24,7 +24,7 @@ from storage.http import HttpStore
 from storage.keys import check_key, check_prefix
 from storage.ranges import PartLedger, flat_views, part_count
 from storage.retry import RetryPolicy, run_publishing
-from storage.s3.fast import Objects, Upload
+from storage.s3.fast import Objects, Upload, bounds
 from storage.store import ExclusiveCreate, ObjectInfo, ObjectWriter, Store
 
 MiB = 1024 * 1024
@@ -253,15 +253,12 @@ def _open(
         "timeout": timedelta(minutes=10),
     }
 
-    def store(attempts_max: int) -> Any:
+    def store(attempts_max: int | None) -> Any:
         kind: Any = GCSStore if protocol == "gs" else AzureStore
         return kind(
             bucket,
             client_options=client,
-            retry_config={
-                "max_retries": attempts_max - 1,
-                "retry_timeout": timedelta(seconds=retry.deadline_seconds),
-            },
+            retry_config=bounds(attempts_max, retry),
             **config,
         )
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
 import random
 import threading
 import time
@@ -16,7 +18,11 @@ from storage.errors import KeyExistsError, KeyNotFoundError, OutcomeUnknownError
 from storage.store import ByteRange, JointWriter, ObjectInfo, ObjectWriter, Store
 from storage.wrap import WrappedStore
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
+
+LOG_SECONDS = 30.0  # between lines that tell of a wait
 
 
 class RetryTally:
@@ -37,57 +43,177 @@ class RetryTally:
             self._count += 1
 
 
+class Patience:
+    """How long what fails is tried again, and whether anything is, for all that share a policy.
+
+    Any thread may change it at any time: a pause that is too long by then ends at once. A wait is
+    logged at once, and every `LOG_SECONDS` while it lasts.
+    """
+
+    def __init__(self) -> None:
+        self.usual_seconds = 0.0  # the policy's own bound
+        self._changed = threading.Condition()
+        self._seconds: float | None = None
+        self._waiting = 0
+        self._began = 0.0
+        self._logged = -math.inf
+        self._is_logged = False  # whether a line tells of this wait
+        self._telling = threading.Lock()
+        self._on_wait: Callable[[bool], object] | None = None
+        self._is_told = False  # what `_on_wait` was told last
+
+    @property
+    def seconds(self) -> float:
+        """How long something may go on failing, as of now."""
+        bound = self._seconds
+        return self.usual_seconds if bound is None else bound
+
+    def set(self, seconds: float | None, on_wait: Callable[[bool], object] | None = None) -> None:
+        """Give up what has failed for `seconds`; None stands for the policy's own bound.
+
+        `on_wait(True)` is called when something begins to be repeated, and `on_wait(False)` when
+        nothing is any more, from any thread; it must not raise.
+        """
+        with self._changed:
+            self._seconds = seconds
+            self._changed.notify_all()
+        with self._telling:
+            if self._is_told and self._on_wait is not None:
+                self._on_wait(False)
+            self._on_wait, self._is_told = on_wait, False
+        self._tell()
+
+    def shorten(self, seconds: float) -> None:
+        """Give up sooner than what was set, never later."""
+        with self._changed:
+            if self._seconds is not None:
+                self._seconds = min(self._seconds, seconds)
+            self._changed.notify_all()
+
+    def sleep(self, seconds: float) -> None:
+        """Wait so long, or until the bound changes."""
+        with self._changed:
+            self._changed.wait(seconds)
+
+    def begin(self, now: float) -> None:
+        """Something has failed and will be repeated."""
+        with self._changed:
+            self._waiting += 1
+            if self._waiting == 1:
+                self._began, self._is_logged = now, False
+        self._tell()
+
+    def note(self, error: object, limit: float, now: float) -> None:
+        """It has failed, for the first time or again."""
+        with self._changed:
+            if now - self._logged < LOG_SECONDS:
+                return
+            self._logged, self._is_logged = now, True
+            waited = now - self._began
+        logger.warning("%s; tried again since %.0f s, for %g s at most", error, waited, limit)
+
+    def end(self, now: float, *, is_answered: bool) -> None:
+        """It was answered, or given up."""
+        with self._changed:
+            self._waiting -= 1
+            is_over = is_answered and not self._waiting and self._is_logged
+            waited = now - self._began
+        if is_over:
+            logger.warning("the store answers again, after %.1f s", waited)
+        self._tell()
+
+    def _tell(self) -> None:
+        with self._telling:  # in turn, so that what is told last is what is so
+            waits = self._waiting > 0
+            if waits != self._is_told and self._on_wait is not None:
+                self._is_told = waits
+                self._on_wait(waits)
+
+
 @dataclass(frozen=True)
 class RetryPolicy:
-    """Up to `attempts_max` attempts within `deadline_seconds`, with growing random pauses between.
+    """Attempts within `deadline_seconds`, with growing random pauses between.
 
-    The pause before attempt n+1 is uniform between 0 and min(pause_max, pause_first * 2**(n-1)), so
+    Time bounds them and not their number, unless `attempts_max` is given: a network that is away
+    comes back after seconds or minutes. `patience` may set another bound while one is at it. The
+    pause before attempt n+1 is uniform between 0 and min(pause_max, pause_first * 2**(n-1)), so
     that many ranks that failed together do not come back together. No attempt starts after the
     deadline; one that runs is not interrupted. `tally` counts the repetitions of all that use this
     policy. `clock`, `sleep` and `uniform` are there for tests.
     """
 
-    attempts_max: int = 6
+    attempts_max: int | None = None
     deadline_seconds: float = 120.0
     pause_first_seconds: float = 0.2
-    pause_max_seconds: float = 20.0
+    pause_max_seconds: float = 10.0
     clock: Callable[[], float] = time.monotonic
-    sleep: Callable[[float], None] = time.sleep
+    sleep: Callable[[float], None] | None = None
     uniform: Callable[[float, float], float] = random.uniform
     tally: RetryTally = field(default_factory=RetryTally, compare=False)
+    patience: Patience = field(default_factory=Patience, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.attempts_max is not None and self.attempts_max < 1:
+            raise ValueError(f"attempts_max={self.attempts_max!r}: expected at least 1, or None")
+        self.patience.usual_seconds = self.deadline_seconds
 
     def run(self, attempt: Callable[[], T]) -> T:
         """The first result that is not a TransientError, or the last TransientError."""
-        started = self.clock()
-        for number in range(1, self.attempts_max + 1):
-            try:
-                return attempt()
-            except TransientError as error:
-                self.sleep(self._pause_after(number, started, error))
-        raise ValueError("attempts_max must be at least 1")
+        with Trial(self) as trial:
+            while True:
+                try:
+                    return trial.answered(attempt())
+                except TransientError as error:
+                    (self.sleep or self.patience.sleep)(trial.pause_after(error))
 
     async def run_async(self, attempt: Callable[[], Awaitable[T]]) -> T:
         """`run` on an event loop, which does other things during the pauses."""
-        started = self.clock()
-        for number in range(1, self.attempts_max + 1):
-            try:
-                return await attempt()
-            except TransientError as error:
-                await asyncio.sleep(self._pause_after(number, started, error))
-        raise ValueError("attempts_max must be at least 1")
+        with Trial(self) as trial:
+            while True:
+                try:
+                    return trial.answered(await attempt())
+                except TransientError as error:
+                    await asyncio.sleep(trial.pause_after(error))
 
-    def _pause_after(self, number: int, started: float, error: TransientError) -> float:
+
+class Trial:
+    """One operation that is tried until it is answered, or has failed for too long."""
+
+    def __init__(self, policy: RetryPolicy) -> None:
+        self._policy = policy
+        self._started = policy.clock()
+        self._number = 0
+        self._is_waiting = self._is_answered = False
+
+    def __enter__(self) -> Trial:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._is_waiting:
+            self._policy.patience.end(self._policy.clock(), is_answered=self._is_answered)
+
+    def answered(self, result: T) -> T:
+        """It was answered; `result` itself."""
+        self._is_answered = True
+        return result
+
+    def pause_after(self, error: TransientError) -> float:
         """Seconds until the next attempt. Raises `error` when there is none."""
-        pause = self.uniform(0.0, self._pause_max(number))
-        spent = self.clock() - started
-        if number == self.attempts_max or spent + pause >= self.deadline_seconds:
-            error.args = (f"{error} (gave up: attempt {number}, after {spent:.1f} s)",)
+        policy = self._policy
+        self._number += 1
+        pause_max = policy.pause_first_seconds * 2.0 ** min(self._number - 1, 64)
+        pause = policy.uniform(0.0, min(policy.pause_max_seconds, pause_max))
+        now, limit = policy.clock(), policy.patience.seconds
+        spent = now - self._started
+        if self._number == policy.attempts_max or spent + pause >= limit:
+            error.args = (f"{error} (gave up: attempt {self._number}, after {spent:.1f} s)",)
             raise error
-        self.tally.add()
+        if not self._is_waiting:
+            self._is_waiting = True
+            policy.patience.begin(now)
+        policy.patience.note(error, limit, now)
+        policy.tally.add()
         return pause
-
-    def _pause_max(self, number: int) -> float:
-        return min(self.pause_max_seconds, self.pause_first_seconds * 2.0 ** (number - 1))
 
 
 def run_publishing(
@@ -147,6 +273,10 @@ class RetryingStore(WrappedStore):
     @property
     def retries(self) -> int:
         return self._policy.tally.count
+
+    @property
+    def patience(self) -> Patience:
+        return self._policy.patience
 
     def get(self, key: str, byte_range: ByteRange | None = None) -> bytes:
         return self._policy.run(lambda: self.inner.get(key, byte_range))

@@ -10,9 +10,12 @@ import enum
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from storage.errors import TooLargeError
+
+if TYPE_CHECKING:
+    from storage.retry import Patience
 
 
 class ByteRange(NamedTuple):
@@ -86,6 +89,13 @@ class Store(ABC):
     def retries(self) -> int:
         """Requests that were repeated so far because they had failed; 0 where nobody repeats."""
         return 0
+
+    @property
+    def patience(self) -> Patience | None:
+        """How long requests that fail are repeated here, and may be changed; None where nobody
+        repeats.
+        """
+        return None
 
     @abstractmethod
     def get(self, key: str, byte_range: ByteRange | None = None) -> bytes:

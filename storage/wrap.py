@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
 
 from storage.store import ByteRange, ExclusiveCreate, JointWriter, ObjectInfo, ObjectWriter, Store
+
+if TYPE_CHECKING:
+    from storage.retry import Patience
 
 
 class WrappedStore(Store):
@@ -26,6 +30,10 @@ class WrappedStore(Store):
     @property
     def retries(self) -> int:
         return self.inner.retries
+
+    @property
+    def patience(self) -> Patience | None:
+        return self.inner.patience
 
     def get(self, key: str, byte_range: ByteRange | None = None) -> bytes:
         return self.inner.get(key, byte_range)

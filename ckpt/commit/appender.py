@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ckpt.commit.log import Log, LogState
 from ckpt.commit.names import record_key
+from ckpt.commit.patience import tries
 from ckpt.commit.records import (
     Kind,
     LiveEntry,
@@ -50,11 +51,23 @@ class Sources:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How often an append is tried: the same record on the same slot, and lost races for a slot."""
+    """How often an append is tried: the same record on the same slot, and lost races for a slot.
+
+    Where the store repeats requests for a time, its time bounds the tries, and not their number.
+    """
 
     tries_max: int = 5
     first_pause_seconds: float = 0.2
     races_max: int = 1000
+
+    def tries(self, store: Store, sources: Sources) -> Iterator[int]:
+        """Numbers of tries, with pauses between."""
+        return tries(
+            store,
+            tries_max=self.tries_max,
+            first_pause_seconds=self.first_pause_seconds,
+            pause=sources.pause,
+        )
 
 
 class Settled(NamedTuple):
@@ -161,9 +174,7 @@ class Appender:
         self._pending = record
         cause: StorageError | None = None
         maybe_sent = sent_before
-        for attempt in range(self._limits.tries_max):
-            if attempt:
-                self.sources.pause(self._limits.first_pause_seconds * 2 ** (attempt - 1))
+        for _ in self._limits.tries(self.store, self.sources):
             try:
                 self._create(record_key(record.slot), data)
             except KeyExistsError:

@@ -6,7 +6,7 @@ from ckpt.commit.appender import Limits, Sources
 from ckpt.commit.log import FORMAT_KEY, encode_format, read_format
 from ckpt.commit.names import LOG_PREFIX
 from ckpt.errors import Corrupt, NoCheckpoint, StoreRefused
-from storage.errors import KeyExistsError, OutcomeUnknownError, TransientError
+from storage.errors import KeyExistsError, OutcomeUnknownError, StorageError, TransientError
 from storage.store import ExclusiveCreate, Store
 
 
@@ -26,16 +26,17 @@ def root_id(store: Store, *, sources: Sources, limits: Limits) -> str:
 
 def _create_format(store: Store, data: bytes, sources: Sources, limits: Limits) -> None:
     """FORMAT exists on return, ours or another writer's."""
-    for attempt in range(limits.tries_max):
+    cause: StorageError | None = None
+    for _ in limits.tries(store, sources):
         try:
             store.put_if_absent(FORMAT_KEY, data)
             return
         except KeyExistsError:
             return
-        except (OutcomeUnknownError, TransientError):
-            if attempt + 1 == limits.tries_max:
-                raise
-            sources.pause(limits.first_pause_seconds * 2**attempt)
+        except (OutcomeUnknownError, TransientError) as error:
+            cause = error
+    assert cause is not None
+    raise cause
 
 
 def must_look_first(store: Store, root: str, unsafe_single_writer: bool, limits: Limits) -> bool:
@@ -57,16 +58,17 @@ def must_look_first(store: Store, root: str, unsafe_single_writer: bool, limits:
 
 
 def _refuses_existing(store: Store, data: bytes, limits: Limits) -> bool:
-    for attempt in range(limits.tries_max):
+    cause: StorageError | None = None
+    for _ in limits.tries(store, Sources()):
         try:
             store.put_if_absent(FORMAT_KEY, data)
             return False
         except KeyExistsError:
             return True
-        except (OutcomeUnknownError, TransientError):
-            if attempt + 1 == limits.tries_max:
-                raise
-    raise AssertionError("tries_max is at least 1")
+        except (OutcomeUnknownError, TransientError) as error:
+            cause = error
+    assert cause is not None
+    raise cause
 
 
 def unsafe_store(store: Store, problem: str) -> StoreRefused:

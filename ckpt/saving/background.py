@@ -11,17 +11,20 @@ it is logged when the interpreter ends.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
+import math
 import os
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import Literal
 
+from ckpt.commit.patience import HURRIED_SECONDS, patience_for
 from ckpt.errors import SaveDropped
 from ckpt.format.part import Part
 from ckpt.saving.publish import publish
@@ -50,6 +53,8 @@ class PendingSave:
         self.call_seconds = 0.0
         self._gate = gate
         self._is_dropped = threading.Event()
+        self._hurried_seconds = math.inf
+        self._hurried: Callable[[float], object] | None = None
         self._is_told = False
         self._future: Future[SaveReport] = Future()
 
@@ -75,6 +80,29 @@ class PendingSave:
     def skipped(self) -> bool:
         """Whether `when_busy` had this save dropped; False as long as that is open."""
         return self.done() and isinstance(self._future.exception(), SaveDropped)
+
+    def hurry(self, seconds: float = HURRIED_SECONDS) -> None:
+        """Something waits for this save: requests that have failed for `seconds` are given up.
+
+        Requests that are answered, slow ones too, go on.
+        """
+        self._hurried_seconds = min(self._hurried_seconds, seconds)
+        shorten = self._hurried
+        if shorten is not None and not self.done():
+            shorten(seconds)
+
+    @contextlib.contextmanager
+    def _patient(self, task: SaveTask) -> Iterator[None]:
+        """Repeat for as long as the task says, or less when that is asked for meanwhile."""
+        patience = task.store.patience
+        with patience_for(task.store, task.session.world, task.retry_seconds_max):
+            if patience is not None:
+                self._hurried = patience.shorten
+                patience.shorten(self._hurried_seconds)
+            try:
+                yield
+            finally:
+                self._hurried = None
 
     def result(self, timeout_seconds: float | None = None) -> SaveReport:
         """Waits for the checkpoint to be committed, and returns its report.
@@ -119,7 +147,12 @@ class Background:
             pending.wait()
 
     def settle(self) -> None:
-        """Wait until nothing is in flight; then raise a failure that nobody has heard of."""
+        """Wait until nothing is in flight; then raise a failure that nobody has heard of.
+
+        Something newer is to be saved, so what is in flight does not wait long for the store.
+        """
+        for pending in self._pending:
+            pending.hurry()
         self.wait()
         over, self._pending = self._pending, []
         for pending in over:
@@ -234,7 +267,8 @@ def _run(pending: PendingSave, task: SaveTask, staged: Staged) -> SaveReport:
             error = caught
         task.session.world.agree("begin", error)
         watched = replace(task, blocked_seconds=blocked_seconds)
-        return publish(watched, lambda: staged.contents.modules, write)
+        with pending._patient(task):
+            return publish(watched, lambda: staged.contents.modules, write)
     finally:
         staged.release()
 
@@ -280,6 +314,7 @@ def _report_untold(background: Background, seconds_max: float) -> None:
                 seconds_max,
             )
             background._world.abandon()
+            pending.hurry(0.0)  # its thread is waited for, without a bound
             continue
         error = pending._untold()
         if error is not None:

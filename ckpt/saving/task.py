@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt.commit.names import step_prefix
+from ckpt.commit.patience import BACKGROUND_SECONDS
 from ckpt.commit.ranked import RankedSession
 from ckpt.commit.records import STEP_MAX
 from ckpt.errors import InvalidState
@@ -71,7 +72,8 @@ class SaveTask:
     """One save to be made: where to, of which step, and who notes what happens.
 
     `blocked_seconds` tells how long training stands still for it; by default all the time.
-    `retries_before` are those of the store when it began.
+    `retries_before` are those of the store when it began; what fails is repeated for up to
+    `retry_seconds_max`, where it is made in the background.
     """
 
     session: RankedSession
@@ -82,6 +84,7 @@ class SaveTask:
     recorder: Recorder = field(default_factory=Recorder)
     blocked_seconds: Callable[[], float] = field(default_factory=stopwatch)
     retries_before: int = 0
+    retry_seconds_max: float = BACKGROUND_SECONDS
 
     @property
     def ranks(self) -> Ranks:

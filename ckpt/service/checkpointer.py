@@ -109,18 +109,30 @@ class Failure(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
-    """What happens after `after` failed saves in a row, and after each further one.
+    """What happens after `after` failed saves in a row, and after each further one, when nothing
+    was saved for `unsaved_seconds` either.
 
     `call` gets the failures in a row, on every rank, and the training goes on; without it
-    SavesFailed is raised on all ranks by the same call of `step`. Single failures are logged.
+    SavesFailed is raised on all ranks by the same call of `step`. Single failures are logged. The
+    time counts from the last save that succeeded, or from the begin; the lead's clock decides. It
+    keeps a training that saves often from ending by an outage of minutes; 0 counts failures alone.
     """
 
     after: int = 3
+    unsaved_seconds: float = 1800.0
     call: Callable[[tuple[Failure, ...]], object] | None = None
 
     def __post_init__(self) -> None:
         if type(self.after) is not int or self.after < 1:
             raise ValueError(f"Alarm(after={self.after!r}): expected an int of at least 1")
+        if not 0.0 <= self.unsaved_seconds < math.inf:
+            raise ValueError(
+                f"Alarm(unsaved_seconds={self.unsaved_seconds!r}): expected a number of at least 0"
+            )
+
+    def is_due(self, failures: int, unsaved_seconds: float) -> bool:
+        """Whether somebody must hear of so many failures in a row, and so long without a save."""
+        return failures >= self.after and unsaved_seconds >= self.unsaved_seconds
 
 
 class _InFlight(NamedTuple):
@@ -139,8 +151,10 @@ class Checkpointer:
 
     `target` is a url (or a `Target`), `state` what `ckpt.save` takes, `save` when to save, `keep`
     which checkpoints stay. While a save is in flight, the next one that is due waits for it, or is
-    skipped with `when_busy="skip"`. `saving` are further arguments of `ckpt.async_save`: snapshot,
-    replicas, dedup, user, host_bytes_max, io. From here to `close`, signals that `save` names are
+    skipped with `when_busy="skip"`. A save waits for a store that is away until the next one has to
+    wait for it (with "skip": none does), for `retry_seconds_max` at most, 10 minutes by default.
+    `saving` are further arguments of `ckpt.async_save`: snapshot, replicas, dedup, user,
+    host_bytes_max, retry_seconds_max, io. From here to `close`, signals that `save` names are
     caught; see `ckpt.service.preemption`.
 
     `observers` are told how saves and restores end; see `ckpt.service.events`. With `telemetry`,
@@ -198,7 +212,7 @@ class Checkpointer:
         self._begun = 0
         self._asked_at = -1
         self._heard: frozenset[int] = frozenset()
-        self._last_save_seconds = self._left_seconds = self._clock()
+        self._last_save_seconds = self._left_seconds = self._good_seconds = self._clock()
         self._was_saving = False
         self._is_closed = False
         self._signals.install()
@@ -271,7 +285,7 @@ class Checkpointer:
                 log_restored(report, seconds)
             tell(self._observers, Restored(report, seconds))
         self._saved_turn = self._turns
-        self._last_save_seconds = self._left_seconds = self._clock()
+        self._last_save_seconds = self._left_seconds = self._good_seconds = self._clock()
         return report
 
     def step(self, step: int, metric: float | None = None) -> bool:
@@ -299,6 +313,7 @@ class Checkpointer:
         Its `result()` waits for the commit, and raises the save's own error.
         """
         self._check_open()
+        self._hurry()
         self._collect(wait=True)
         self._begin(self._step, metric, ("save_now",))
         if not self._in_flight:
@@ -354,6 +369,7 @@ class Checkpointer:
         if self._preemption and decision.signals & set(self._preemption.signals):
             self._stop(metric, decision)
         if decision.alarm:
+            self._hurry()
             self._collect(wait=True)
             self._raise_alarm()
         else:
@@ -364,6 +380,7 @@ class Checkpointer:
             reasons = (*reasons, *self._lead_wants(seen))
         if not reasons or (self._skips and self._is_busy()):
             return False
+        self._hurry()
         self._collect(wait=True)
         self._raise_alarm()
         self._begin(self._step, metric, reasons)
@@ -468,6 +485,11 @@ class Checkpointer:
             self._in_flight.pop(0)
             self._raise_if_rank_lost()
 
+    def _hurry(self) -> None:
+        """The training is going to wait for what is in flight."""
+        for one in self._in_flight:
+            one.pending.hurry()
+
     def _raise_if_rank_lost(self) -> None:
         """Without all its ranks a training cannot go on, whatever the alarm says."""
         failure = self._target.failure()
@@ -482,6 +504,7 @@ class Checkpointer:
         self._saved_turn = one.turn
         self._in_a_row.clear()
         self._unheard = 0
+        self._good_seconds = self._clock()
         self._meter.saved(blocked_seconds=one.blocked_seconds, persist_seconds=seconds)
         self._keeper.after_commit()
         blocked = one.blocked_seconds + report.counters.get("step_wait_seconds", 0.0)
@@ -506,7 +529,7 @@ class Checkpointer:
                 error,
                 extra={"ckpt": {"event": "failed", "step": step, "error": str(error)}},
             )
-            if lasting or len(self._in_a_row) >= self._alarm.after:
+            if lasting or self._is_alarm_due():
                 self._council.ask(alarm=True)
 
     def _raise_alarm(self) -> None:
@@ -516,11 +539,17 @@ class Checkpointer:
             raise self._lasting.pop()
         if not self._unheard or len(self._in_a_row) < self._alarm.after:
             return
+        mine = b"due" if self._is_alarm_due() else b"not yet"
+        if self._world.share("alarm", mine if self._world.rank == 0 else None) != b"due":
+            return
         self._unheard = 0
         failures = tuple(self._in_a_row)
         if self._alarm.call is None:
             raise SavesFailed(failures)
         self._alarm.call(failures)
+
+    def _is_alarm_due(self) -> bool:
+        return self._alarm.is_due(len(self._in_a_row), self._clock() - self._good_seconds)
 
     def _raise_newest_failure(self) -> None:
         """Unless it was raised before, or told to an alarm."""

@@ -39,6 +39,9 @@ class Pending(Protocol):
     def done(self) -> bool:
         """Whether `result` returns or raises at once."""
 
+    def hurry(self) -> None:
+        """A newer save waits for this one: it gives up what has failed for some seconds."""
+
     def result(self, timeout_seconds: float | None = None) -> SaveReport:
         """The report, or the save's own error, the same on all ranks; TimeoutError leaves it
         running.

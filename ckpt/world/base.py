@@ -100,6 +100,13 @@ class World(ABC):
         ranks when there are several.
         """
 
+    def tell_storage_wait(self, waits: bool) -> None:
+        """Whether this rank waits for its storage: rounds are patient meanwhile.
+
+        Not a round; by any thread, never raises. By default rounds are as patient as ever.
+        """
+        return
+
     def abandon(self) -> None:
         """Have a round that another thread of this process waits in end soon, with an error.
 

@@ -70,12 +70,13 @@ class Deadlines:
 
     A process that is gone is noticed within a second by ranks on its own machine, and within
     `silence_seconds_max` by the others; a process that is there but does nothing, at
-    `round_seconds_max`.
+    `round_seconds_max`, or at `storage_seconds_max` while any rank waits for its storage.
     """
 
     round_seconds_max: float = 600.0
     heartbeat_seconds: float = 0.5
     silence_seconds_max: float = 4.0
+    storage_seconds_max: float = 1800.0
 
 
 class TorchWorld(World):
@@ -192,6 +193,11 @@ class TorchWorld(World):
 
     def twin(self) -> World:
         return TorchWorld(self._process_group, deadlines=self._deadlines)
+
+    def tell_storage_wait(self, waits: bool) -> None:
+        # A store that does not answer is found by the heart, and raised at the next round.
+        with contextlib.suppress(RuntimeError, OSError):
+            self._store.add("storage waits", 1 if waits else -1)
 
     def abandon(self) -> None:
         self._is_abandoned = True
@@ -314,6 +320,9 @@ class TorchWorld(World):
         # Who waits for the lead gives it time to name the rank that it waits for itself.
         grace = self._deadlines.silence_seconds_max if missing == [0] else 0.0
         if missing and waited > self._deadlines.round_seconds_max + grace:
+            # Also whoever waits for a rank that waits for another one's storage.
+            if waited <= self._deadlines.storage_seconds_max + grace and self._storage_waits():
+                return
             raise RankFailed(
                 f"rank {missing[0]} did not answer within {self._deadlines.round_seconds_max:g} "
                 "s in "
@@ -321,6 +330,9 @@ class TorchWorld(World):
                 rank=missing[0],
                 phase=name,
             )
+
+    def _storage_waits(self) -> bool:
+        return int(self._store.add("storage waits", 0)) > 0
 
     def _break(self, failure: RankFailed) -> None:
         """End this world with one text for all: the first rank that breaks it is heard by the

@@ -14,6 +14,7 @@ import logging
 import os
 import re
 import threading
+import time
 import weakref
 from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -37,7 +38,7 @@ from storage.errors import (
     TransientError,
 )
 from storage.ranges import PartLedger
-from storage.retry import RetryPolicy
+from storage.retry import RetryPolicy, Trial
 from storage.s3.store import ClientFacts, S3Store, S3Writer, Transfer, answered
 from storage.store import check_bound
 
@@ -49,6 +50,8 @@ _READ_CHUNK_NBYTES = 256 << 10
 _REQUEST_SECONDS_MAX = 600  # of one request with its body; a stalled one ends by the read timeout
 # Workers bound what is in flight, each waiting for its part; obstore shall not bound it once more.
 _PARTS_IN_FLIGHT_MAX = 64
+_TRIES_UNBOUNDED = 1 << 30
+_QUIET_SECONDS = 2.0  # an upload without an answer for so long asks whether the server is there
 # obstore's threads do not survive a fork, and a call in the child would panic.
 _IMPORTED_BY = os.getpid()
 
@@ -217,6 +220,15 @@ class Objects:
             raise self.translated(error, "read", key) from None
         return got
 
+    async def probe(self, full_key: str, key: str) -> TransientError | None:
+        """Why the server cannot be reached; None when it answers, whatever it says."""
+        try:
+            await obstore.head_async(self.once, full_key)
+        except (BaseError, OSError, ValueError) as error:
+            failed = self.translated(error, "create", key)
+            return failed if isinstance(failed, TransientError) else None
+        return None
+
     def put_new(
         self,
         full_key: str,
@@ -347,9 +359,12 @@ class Upload:
         self._part_nbytes = part_nbytes
         self._feed = _Feed()
         self._lock = threading.Lock()
+        self._counting = threading.Lock()
         self._early: dict[int, memoryview] = {}
         self._next_index = 0
         self._part_failed = False
+        self._lent = 0  # pieces of memory that obstore reads
+        self._moved = time.monotonic()  # when one was lent or given back
         running = self._run(full_key, dict(metadata))
         self._result: Future[None] = asyncio.run_coroutine_threadsafe(running, objects.loop)
 
@@ -365,6 +380,7 @@ class Upload:
                 for view in views:
                     lent = view[:]
                     watched.append(weakref.ref(lent, released.put))
+                    self._count(1)
                     self._send(lent)
                     del lent
                 self._next_index += 1
@@ -374,6 +390,7 @@ class Upload:
         # Also after a failure: a request that is being cancelled may still read the memory.
         for _ in watched:
             released.get()
+            self._count(-1)
         if self._result.done():
             self._outcome()
 
@@ -389,6 +406,11 @@ class Upload:
         self._send(_GIVE_UP)
         with contextlib.suppress(StorageError, _Abandoned):
             self._outcome()
+
+    def _count(self, more: int) -> None:
+        with self._counting:
+            self._lent += more
+            self._moved = time.monotonic()
 
     def _send(self, view: memoryview) -> None:
         self._objects.loop.call_soon_threadsafe(self._feed.push, view)
@@ -406,15 +428,7 @@ class Upload:
 
         async def attempt() -> None:
             try:
-                await obstore.put_async(
-                    self._objects.patient,
-                    full_key,
-                    self._feed.chunks(),
-                    attributes=metadata,
-                    use_multipart=True,
-                    chunk_size=self._part_nbytes,
-                    max_concurrency=_PARTS_IN_FLIGHT_MAX,
-                )
+                await self._watched(full_key, asyncio.ensure_future(self._put(full_key, metadata)))
             except (BaseError, OSError, ValueError) as error:
                 self._part_failed = "Error performing PUT" in str(error)
                 failed = self._objects.translated(error, "create", self._key)
@@ -428,6 +442,54 @@ class Upload:
             raise spent.failed from None
         finally:
             self._feed.close()
+
+    async def _put(self, full_key: str, metadata: dict[str, str]) -> None:
+        await obstore.put_async(
+            self._objects.patient,
+            full_key,
+            self._feed.chunks(),
+            attributes=metadata,
+            use_multipart=True,
+            chunk_size=self._part_nbytes,
+            max_concurrency=_PARTS_IN_FLIGHT_MAX,
+        )
+
+    async def _watched(self, full_key: str, sending: asyncio.Task[None]) -> None:
+        """`sending`, given up where the server cannot be reached for longer than the policy has it.
+
+        obstore repeats the requests of an upload by itself, in silence and with a bound that is
+        fixed before. So a server that says nothing is asked for something small.
+        """
+        retry, trial = self._objects.retry, None
+        with contextlib.ExitStack() as waiting:
+            while True:
+                await asyncio.wait([sending], timeout=_QUIET_SECONDS)
+                if sending.done():
+                    if trial is not None:
+                        trial.answered(None)
+                    return sending.result()
+                quiet = self._quiet_seconds() >= _QUIET_SECONDS
+                failed = await self._objects.probe(full_key, self._key) if quiet else None
+                if failed is None:
+                    if trial is not None:
+                        trial.answered(None)
+                    waiting.close()
+                    trial = None
+                    continue
+                trial = trial or waiting.enter_context(Trial(retry))
+                try:
+                    trial.pause_after(failed)
+                except TransientError as given_up:
+                    sending.cancel()
+                    await asyncio.wait([sending])
+                    self._part_failed = not self._feed.was_ended
+                    raise _Spent(given_up) from None
+
+    def _quiet_seconds(self) -> float:
+        """How long nothing was heard of what obstore was given; 0 when it waits for us."""
+        if self._lent == 0 and not self._feed.is_last_said:
+            return 0.0
+        return time.monotonic() - self._moved
 
 
 class _Spent(Exception):
@@ -445,6 +507,7 @@ class _Feed:
         self._closed = False
         self.was_begun = False
         self.was_ended = False
+        self.is_last_said = False  # obstore has all it gets, and is to finish or to give up
 
     def push(self, view: memoryview) -> None:
         if not self._closed:
@@ -454,6 +517,7 @@ class _Feed:
         while True:
             view = await self._views.get()
             self.was_begun = True
+            self.is_last_said = view is _END or view is _GIVE_UP
             if view is _END:
                 self.was_ended = True
                 return
@@ -493,23 +557,27 @@ def open_s3_objects(
         "timeout": timedelta(seconds=_REQUEST_SECONDS_MAX),
     }
 
-    def store(attempts_max: int) -> Any:
-        return ObstoreS3(
-            facts.bucket,
-            client_options=client,
-            retry_config={
-                "max_retries": attempts_max - 1,
-                "retry_timeout": timedelta(seconds=retry.deadline_seconds),
-                "backoff": {
-                    "init_backoff": timedelta(seconds=retry.pause_first_seconds),
-                    "max_backoff": timedelta(seconds=retry.pause_max_seconds),
-                    "base": 2,
-                },
-            },
-            **config,
-        )
+    def store(attempts_max: int | None) -> Any:
+        retry_config = bounds(attempts_max, retry)
+        retry_config["backoff"] = {
+            "init_backoff": timedelta(seconds=retry.pause_first_seconds),
+            "max_backoff": timedelta(seconds=retry.pause_max_seconds),
+            "base": 2,
+        }
+        return ObstoreS3(facts.bucket, client_options=client, retry_config=retry_config, **config)
 
     return Objects(url, store(1), store(retry.attempts_max), retry, facts.loop)
+
+
+def bounds(attempts_max: int | None, retry: RetryPolicy) -> Any:
+    """How often and how long obstore repeats a request of an upload by itself, at most.
+
+    The policy's bound may change while an upload is under way, and these cannot: `Upload` watches
+    the policy's where the server is away. Answers such as 503 are repeated up to this one.
+    """
+    tries = _TRIES_UNBOUNDED if attempts_max is None else attempts_max
+    seconds = max(retry.deadline_seconds, _REQUEST_SECONDS_MAX)
+    return {"max_retries": tries - 1, "retry_timeout": timedelta(seconds=seconds)}
 
 
 def _credentials_by(facts: ClientFacts) -> Any:

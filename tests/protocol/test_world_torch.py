@@ -298,3 +298,23 @@ def test_all_others_hear_of_a_death_by_looking(victim: int) -> None:
         if rank != victim:
             assert heard[0] == victim and "has died in phase 'training'" in heard[1], heard
             assert heard[2] < NAMED_SECONDS_MAX
+
+
+def _waits_for_storage(tells: bool) -> tuple[int, str, float] | list[bytes]:
+    deadlines = Deadlines(round_seconds_max=0.5, silence_seconds_max=1.0, storage_seconds_max=30.0)
+    world = TorchWorld(deadlines=deadlines)
+    world.gather("start", b"")
+    if world.rank == 1:
+        if tells:
+            world.tell_storage_wait(True)
+        time.sleep(3.0)
+        world.tell_storage_wait(False)
+    if not tells:
+        return _heard(world, lambda: world.gather("parts", b""))
+    return world.gather("parts", b"x")
+
+
+def test_a_rank_that_waits_for_its_storage_is_waited_for() -> None:
+    """Also by a rank that waits for the lead, which waits for that one."""
+    assert run_ranks(3, _waits_for_storage, True) == [[b"x"] * 3] * 3
+    assert all(heard[0] == 1 for heard in run_ranks(2, _waits_for_storage, False))

@@ -232,7 +232,9 @@ def test_what_failed_saves_left_is_swept_after_the_next_commit() -> None:
 
 def test_after_n_failures_in_a_row_the_training_hears_of_them() -> None:
     store = Broken(MemoryStore())
-    with alone(store, {"x": 1}, ckpt.EverySteps(1), alarm=ckpt.Alarm(after=3)) as checkpointer:
+    with alone(
+        store, {"x": 1}, ckpt.EverySteps(1), alarm=ckpt.Alarm(after=3, unsaved_seconds=0)
+    ) as checkpointer:
         checkpointer.step(1)
         checkpointer.wait()
         store.refuses = True
@@ -250,7 +252,7 @@ def test_after_n_failures_in_a_row_the_training_hears_of_them() -> None:
 def test_an_alarm_may_be_a_call_and_the_training_goes_on() -> None:
     store = Broken(MemoryStore())
     heard: list[tuple[Failure, ...]] = []
-    alarm = ckpt.Alarm(after=2, call=heard.append)
+    alarm = ckpt.Alarm(after=2, unsaved_seconds=0, call=heard.append)
     with alone(store, {"x": 1}, ckpt.EverySteps(1), alarm=alarm) as checkpointer:
         checkpointer.step(1)
         checkpointer.wait()
@@ -301,7 +303,7 @@ def test_ranks_hear_of_an_alarm_at_the_same_step() -> None:
         state = state_at(0, world.rank, 3)
         reached = 0
         try:
-            with Checkpointer(target, state, save=ckpt.EverySteps(2), alarm=ckpt.Alarm(2)) as it:
+            with Checkpointer(target, state, save=ckpt.EverySteps(2), alarm=ckpt.Alarm(2, 0)) as it:
                 for step in range(1, 1000):
                     stores[2].refuses = step > 4
                     reached = step

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -132,3 +136,89 @@ def test_a_listing_goes_on_where_it_failed() -> None:
     listing = RetryingStore(inner, policy(time, attempts_max=2)).list("")
     assert [entry.key for entry in listing] == keys
     assert time.pauses == [1, 1, 1]
+
+
+# --- bounded by time ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("away_seconds", [1.0, 30.0, 590.0])
+def test_a_store_that_is_away_is_waited_for_by_time_not_by_tries(away_seconds: float) -> None:
+    time = Time()
+    usual = RetryPolicy(clock=lambda: time.now, sleep=time.sleep)
+    usual.patience.set(600.0)
+
+    def attempt() -> float:
+        if time.now < 100 + away_seconds:
+            raise TransientError("away")
+        return time.now
+
+    late = usual.run(attempt) - 100 - away_seconds
+    assert 0 <= late <= usual.pause_max_seconds
+
+
+def test_a_wait_is_logged_at_once_and_every_30_seconds_and_its_end(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    time = Time()
+    usual = RetryPolicy(clock=lambda: time.now, sleep=time.sleep, deadline_seconds=600.0)
+    told: list[tuple[float, str]] = []
+
+    def attempt() -> None:
+        told.extend((time.now - 100, record.getMessage()) for record in caplog.records)
+        caplog.clear()
+        if time.now < 200:
+            raise TransientError("no connection")
+
+    usual.run(attempt)
+    times = [when for when, _ in told]
+    assert 3 <= len(times) <= 4 and times[0] <= usual.pause_first_seconds
+    assert all(abs(b - a - 30) <= 2 * usual.pause_max_seconds for a, b in itertools.pairwise(times))
+    assert "no connection" in told[0][1] and "600 s at most" in told[0][1]
+    assert "answers again" in caplog.records[-1].getMessage()
+
+
+def test_a_bound_that_shrinks_ends_a_pause_at_once() -> None:
+    usual = RetryPolicy(pause_first_seconds=60.0, pause_max_seconds=60.0, uniform=lambda a, b: b)
+    usual.patience.set(600.0)
+    waiting = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+
+        def attempt() -> None:
+            waiting.set()
+            raise TransientError("away")
+
+        ended = pool.submit(usual.run, attempt)
+        assert waiting.wait(10)
+        while not usual.tally.count:
+            time.sleep(0.001)
+        usual.patience.shorten(0.0)
+        with pytest.raises(TransientError, match="gave up: attempt 2"):
+            ended.result(10)
+    usual.patience.shorten(10.0)
+    assert usual.patience.seconds == 0.0
+    usual.patience.set(None)
+    assert usual.patience.seconds == usual.deadline_seconds
+
+
+def test_who_asks_hears_when_something_waits_and_when_nothing_does() -> None:
+    clock = Time()
+    usual = policy(clock)
+    heard: list[bool] = []
+    usual.patience.set(60.0, heard.append)
+    usual.run(failing(2, TransientError))
+    with pytest.raises(TransientError):
+        usual.run(failing(99, TransientError))
+    assert heard == [True, False, True, False]
+    usual.patience.begin(0.0)
+    usual.patience.set(None)
+    assert heard[4:] == [True, False]
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_the_bound_of_a_store_is_reached_through_what_wraps_it(wrapped: bool) -> None:
+    usual = RetryPolicy()
+    store: Store = RetryingStore(MemoryStore(), usual)
+    if wrapped:
+        store = FaultyStore(store, FaultPlan(0))
+    assert store.patience is usual.patience
+    assert MemoryStore().patience is None

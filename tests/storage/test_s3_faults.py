@@ -8,6 +8,7 @@ is compared with what the server has.
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -184,3 +185,58 @@ def test_what_is_acknowledged_is_there_under_a_fifth_of_failures(
         assert store.abort_unfinished("") == 0
         assert all(proxy.counts[kind] for kind in KINDS) or not scale.soak
         inner.close()
+
+
+# --- a server that is away ------------------------------------------------------------------------
+
+
+def away(seconds: float) -> Rule:
+    """From the first part of an upload on, every connection is reset for so long."""
+    until: list[float] = []
+
+    def rule(request: Request) -> str:
+        if not until and "partNumber" in request.path:
+            until.append(time.monotonic() + seconds)
+        return "reset" if until and time.monotonic() < until[0] else ""
+
+    return rule
+
+
+def usual_store(client: str, moto: S3Server, proxy: FaultProxy) -> RetryingStore:
+    policy = RetryPolicy()
+    server = S3Server(proxy.endpoint_url)
+    return RetryingStore(make_store(client, moto.make_bucket(), server, retry=policy), policy)
+
+
+def test_an_upload_goes_on_when_the_server_is_back(
+    moto: S3Server, proxy: FaultProxy, client: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was away for longer than any number of quick repetitions takes, and that was told."""
+    store = usual_store(client, moto, proxy)
+    data = random.Random(1).randbytes(10 * MiB + 5)
+    proxy.rule = away(3.5)
+    began = time.monotonic()
+    write_object(store, "a", data, part_nbytes=5 * MiB)
+    assert time.monotonic() - began >= 3.5
+    assert store.get("a") == data
+    assert any("tried again" in record.getMessage() for record in caplog.records)
+    store.close()
+
+
+def test_an_upload_is_given_up_when_the_bound_is_over(
+    moto: S3Server, proxy: FaultProxy, client: str
+) -> None:
+    """Nothing is left of it when the server is back, but what nobody could remove."""
+    store = usual_store(client, moto, proxy)
+    store.patience.set(1.0)
+    proxy.rule = away(3600.0)
+    began = time.monotonic()
+    with pytest.raises(TransientError, match="gave up"):
+        write_object(store, "a", bytes(10 * MiB + 5), part_nbytes=5 * MiB)
+    assert time.monotonic() - began < 30
+    proxy.pause()
+    store.patience.set(None)
+    assert list(store.list("")) == []
+    store.abort_unfinished("")
+    write_object(store, "a", b"again", part_nbytes=5 * MiB)
+    store.close()

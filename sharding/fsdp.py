@@ -7,6 +7,7 @@ file but telling the parts: what is wrapped (`init`, `wrapping`, `groups`), how 
 
 from __future__ import annotations
 
+import enum
 import math
 import os
 import warnings
@@ -111,6 +112,12 @@ class FullyShardedDataParallel(StatefulUnit):
         device_mesh: DeviceMesh | None = None,
     ) -> None:
         super().__init__()
+        _check_kinds(
+            ("sharding_strategy", sharding_strategy, ShardingStrategy),
+            ("cpu_offload", cpu_offload, CPUOffload),
+            ("backward_prefetch", backward_prefetch, BackwardPrefetch),
+            ("mixed_precision", mixed_precision, MixedPrecision),
+        )
         strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
         ignored = _ignored_below(module, ignored_modules, ignored_states)
         groups = resolve_groups(
@@ -558,6 +565,16 @@ class Values(NamedTuple):
     device_id: int | torch.device | None
     param_init_fn: Callable[[nn.Module], None] | None
     sync: bool
+
+
+def _check_kinds(*arguments: tuple[str, object, type]) -> None:
+    """Raise TypeError for an argument that is neither None nor of the class that it has to be: the
+    name of a strategy, say, is not equal to any strategy, and would mean another one silently.
+    """
+    for name, given, wanted in arguments:
+        if given is not None and not isinstance(given, wanted):
+            members = "" if not issubclass(wanted, enum.Enum) else f", one of {list(wanted)}"
+            raise TypeError(f"{name}={given!r}: expected a {wanted.__name__}{members}")
 
 
 def _prepared(

@@ -25,6 +25,7 @@ from torch.distributed.fsdp import (
 
 from ckpt.errors import InvalidState, Mismatch
 from ckpt.state_dict import api as state_dicts
+from ckpt.state_dict.asked import STATE_DICT, Asked
 from ckpt.state_dict.config import FullOptimStateDictConfig, ShardedOptimStateDictConfig
 from ckpt.state_dict.config import StateDictType as Form
 from sharding.state_dicts import (
@@ -37,6 +38,9 @@ from sharding.state_dicts import (
 
 __all__ = ["StatefulUnit"]
 
+# What `load_state_dict` and `optim_state_dict_to_load` of torch's class have of our arguments.
+_LOAD_OFFERS = STATE_DICT._replace(rank0_only=False, cast=False)
+_OPTIM_OFFERS = _LOAD_OFFERS._replace(strict=False)
 Optimizer = torch.optim.Optimizer
 Result = TypeVar("Result")
 # The class of what `load_state_dict` returns has no public name.
@@ -138,7 +142,9 @@ class StatefulUnit(nn.Module):
 
     def _load(self, state_dict: Mapping[str, Any], *, strict: bool) -> tuple[list[str], list[str]]:
         loaded = _or_runtime_error(
-            lambda: state_dicts.load_model_state_dict(self, state_dict, strict=strict)
+            lambda: state_dicts.load_model(
+                self, state_dict, Asked(strict, cast=True, offers=_LOAD_OFFERS)
+            )
         )
         return list(loaded.missing), list(loaded.unexpected)
 
@@ -355,9 +361,8 @@ def _to_load(
 ) -> dict[str, Any]:
     _check_one_mode(model)
     try:
-        return state_dicts.optimizer_state_dict_to_load(
-            model, optim, given, rank0_only=rank0_only, process_group=group
-        )
+        asked = Asked(rank0_only=rank0_only, offers=_OPTIM_OFFERS)
+        return state_dicts.optimizer_to_load(model, optim, given, asked, group)
     except Mismatch as error:
         raise ValueError(str(error)) from error
     except InvalidState as error:

@@ -26,6 +26,7 @@ from ckpt.state.trees import bind_tree
 from ckpt.state.types import Catalog, Loaded, PerRank, Problem, ProblemKind
 from ckpt.state.values import join_tree, references
 from ckpt.state.walk import Leaves, Place, Slot, is_object, walk
+from ckpt.state_dict.asked import CHECKPOINT, Offers
 
 TOLERATED = (ProblemKind.MISSING, ProblemKind.UNEXPECTED)
 
@@ -69,6 +70,7 @@ def bind_state(
     strict: bool = True,
     rename: Rename = None,
     skip: Skip = None,
+    offers: Offers = CHECKPOINT,
 ) -> Binding:
     """How `state` is to be filled from a checkpoint. Changes nothing; no rank waits for another.
 
@@ -83,7 +85,7 @@ def bind_state(
         adopt_parameters(described, leaves, ranks)
     if leaves.problems or described.problems:
         raise InvalidState(leaves.problems + described.problems)
-    names = Names(catalog, rename, skip)
+    names = Names(catalog, rename, skip, offers)
     names.aliases = described.aliases
     binding = _Binding(names, ranks)
     binding.add_tensors(leaves.tensors)
@@ -165,21 +167,24 @@ class _Binding:
         """Whether what the checkpoint calls `saved` can fill `fqn`; a problem when not."""
         entry = self.names.catalog.tensors[saved]
         self.names.used.add(saved)
+        offers = self.names.offers
+        source = offers.source
+        otherwise = ", pass rename= or drop the entry with skip=" if offers.skip else ""
+        casting = ", or pass cast=True" if offers.cast else f" (a load never casts){offers.or_skip}"
         if entry.shape != shape:
             self.names.report(
                 ProblemKind.SHAPE,
                 fqn,
-                f"checkpoint has shape {tuple(entry.shape)}, state has {tuple(shape)}; build the "
-                "state with the sizes it was saved with, pass rename= or drop the entry with skip=",
+                f"{source} has shape {tuple(entry.shape)}, state has {tuple(shape)}; build the "
+                f"state with the sizes it was saved with{otherwise}",
             )
             return False
         if entry.dtype is not dtype:
             self.names.report(
                 ProblemKind.DTYPE,
                 fqn,
-                f"checkpoint has dtype {entry.dtype}, state has {dtype}; convert the state with "
-                f".to({entry.dtype}) before loading and back after it (a load never casts), or "
-                "skip= it",
+                f"{source} has dtype {entry.dtype}, state has {dtype}; convert the state with "
+                f".to({entry.dtype}) before loading and back after it{casting}",
             )
             return False
         return True
@@ -309,8 +314,10 @@ class _Binding:
                 Problem(
                     ProblemKind.UNEXPECTED,
                     name,
-                    f"{name}: is in the checkpoint and has no place in the state; pass rename= "
-                    "if the state calls it otherwise, skip= or strict=False to leave it out",
+                    f"{name}: is in the {names.offers.source} and has no place in the state"
+                    + names.offers.moves(
+                        rename="pass rename= if the state calls it otherwise", leave="leave it out"
+                    ),
                 )
             )
         problems = tuple(names.problems)

@@ -194,8 +194,10 @@ class _Binding:
         self.names.report(
             ProblemKind.MISSING,
             f"{self.path}.param_groups",
-            f"the checkpoint's optimizer has no parameter {fqn}; pass rename=, or strict=False "
-            "to leave the state of this parameter as it is",
+            f"the {self.names.offers.source}'s optimizer has no parameter {fqn}"
+            + self.names.offers.moves(
+                rename="pass rename=", leave="leave the state of this parameter as it is"
+            ),
         )
         return None
 
@@ -234,8 +236,9 @@ class _Binding:
             self.names.report(
                 ProblemKind.UNEXPECTED,
                 fqn,
-                f"the checkpoint's optimizer has {len(extra)} parameters more, {extra[0]} the "
-                "first; pass rename=, or strict=False to leave them out",
+                f"the {self.names.offers.source}'s optimizer has {len(extra)} parameters more, "
+                f"{extra[0]} the first"
+                + self.names.offers.moves(rename="pass rename=", leave="leave them out"),
             )
         for name in extra:  # told by this one problem
             self.use(self.states.get(name))
@@ -282,8 +285,9 @@ class _Binding:
             self.names.report(
                 ProblemKind.VALUE,
                 f"{self.path}.param_groups.{number}",
-                f"is of another kind of optimizer: the checkpoint has {gone}, the state's "
-                f"optimizer has {new}; build the optimizer that was saved, or skip={self.path!r}",
+                f"is of another kind of optimizer: the {self.names.offers.source} has {gone}, the "
+                f"state's optimizer has {new}; build the optimizer that was saved"
+                + (f", or skip={self.path!r}" if self.names.offers.skip else ""),
             )
             return
         tree = bind_tree(base, hyper, live, self.names, self.ranks, in_place=True)
@@ -385,9 +389,9 @@ class _Binding:
             self.names.report(
                 ProblemKind.SHAPE,
                 f"{self.path}.state.{named.names[at]}.{name}",
-                f"checkpoint has shape {entry.shape}, the parameter {odd.global_shape}: state of "
-                "another shape cannot be divided among flat shards; load into fully_shard or an "
-                "unsharded model, or skip= it",
+                f"{self.names.offers.source} has shape {entry.shape}, the parameter "
+                f"{odd.global_shape}: state of another shape cannot be divided among flat shards; "
+                f"load into fully_shard or an unsharded model{self.names.offers.or_skip}",
             )
 
     def add_scalar(

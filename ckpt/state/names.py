@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from ckpt.state.types import Catalog, Problem, ProblemKind, TensorEntry
+from ckpt.state_dict.asked import CHECKPOINT, Offers
 
 Rename = Mapping[str, str] | Callable[[str], str] | None
 Skip = Callable[[str], bool] | Iterable[str] | None
@@ -19,8 +20,11 @@ class Names:
     `aliases` are the tied names of the live state: each to the name that its tensor goes by.
     """
 
-    def __init__(self, catalog: Catalog, rename: Rename, skip: Skip) -> None:
+    def __init__(
+        self, catalog: Catalog, rename: Rename, skip: Skip, offers: Offers = CHECKPOINT
+    ) -> None:
         self.catalog = catalog
+        self.offers = offers
         self.aliases: Mapping[str, str] = {}
         self.rename = _renamer(rename)
         self.is_skipped = _skipper(skip)
@@ -47,8 +51,8 @@ class Names:
             self.report(
                 ProblemKind.VALUE,
                 fqn,
-                "is a value in the checkpoint and a tensor in the state; skip= it or load into a "
-                "value",
+                f"is a value in the {self.offers.source} and a tensor in the state; load into a "
+                f"value{self.offers.or_skip}",
             )
         else:
             self.report_missing(fqn, name)
@@ -69,8 +73,8 @@ class Names:
             self.report(
                 ProblemKind.VALUE,
                 fqn,
-                "is a tensor in the checkpoint and a value in the state; put a tensor there, or "
-                "skip= it",
+                f"is a tensor in the {self.offers.source} and a value in the state; put a tensor "
+                f"there{self.offers.or_skip}",
             )
         elif any(name in own for own in self.catalog.per_rank):
             self.used.add(name)
@@ -116,8 +120,10 @@ class Names:
         self.report(
             ProblemKind.MISSING,
             fqn,
-            f"is not in the checkpoint{where}{there}; pass rename= if it has another name there, "
-            "skip= or strict=False to leave it as it is",
+            f"is not in the {self.offers.source}{where}{there}"
+            + self.offers.moves(
+                rename="pass rename= if it has another name there", leave="leave it as it is"
+            ),
         )
 
     def _like(self, name: str) -> str:

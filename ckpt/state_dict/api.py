@@ -19,6 +19,7 @@ from ckpt.layout.plain import Ranks
 from ckpt.process import world_of
 from ckpt.state.half_loaded import filling
 from ckpt.state.types import Loaded
+from ckpt.state_dict.asked import STATE_DICT, Asked
 from ckpt.state_dict.config import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -77,20 +78,30 @@ def load_model_state_dict(
     *,
     strict: bool = True,
     rank0_only: bool = False,
+    cast: bool = False,
     process_group: dist.ProcessGroup | None = None,
 ) -> Loaded:
     """Load a dict of any form, of any number of ranks, into `model`, in place and bit for bit.
 
     Names of wrappers in keys are seen through. Tensors may be plain, DTensors or ShardedTensors. A
     rank whose dict is empty gets its bytes from the others; with `rank0_only` only the first rank's
-    dict counts. `strict=False` tolerates missing and unexpected names. Raises Mismatch with the
-    model as it was, LoadInterrupted when it is half-loaded.
+    dict counts. `strict=False` tolerates missing and unexpected names. `cast=True` takes other
+    dtypes too, converted as `copy_` does. Raises Mismatch with the model as it was, LoadInterrupted
+    when it is half-loaded.
     """
+    return load_model(model, state_dict, Asked(strict, rank0_only, cast), process_group)
+
+
+def load_model(
+    model: nn.Module,
+    state_dict: Mapping[str, Any],
+    asked: Asked,
+    process_group: dist.ProcessGroup | None = None,
+) -> Loaded:
+    """`load_model_state_dict` for a caller with arguments of its own, in whose words errors are."""
     world = world_of(process_group)
     with gc_paused():
-        loading = put_model(
-            model, state_dict, world, _ranks(world), strict=strict, rank0_only=rank0_only
-        )
+        loading = put_model(model, state_dict, world, _ranks(world), asked)
         with filling(model, "a state dict"):
             return loading.fill()
 
@@ -158,10 +169,22 @@ def optimizer_state_dict_to_load(
 
     The optimizer is left as it is. Without "param_groups" in `state_dict` the result has none.
     """
+    return optimizer_to_load(model, optimizer, state_dict, Asked(strict, rank0_only), process_group)
+
+
+def optimizer_to_load(
+    model: nn.Module,
+    optimizer: Optimizer,
+    state_dict: Mapping[str, Any],
+    asked: Asked,
+    process_group: dist.ProcessGroup | None = None,
+) -> dict[str, Any]:
+    """`optimizer_state_dict_to_load` for a caller with arguments of its own."""
     world = world_of(process_group)
+    ranks = _ranks(world)
     with gc_paused():
-        loading = OptimizerLoad(model, [optimizer], world, _ranks(world), fresh=True)
-        return _to_load(loading, state_dict, strict=strict, rank0_only=rank0_only)
+        loading = OptimizerLoad(model, [optimizer], world, ranks, fresh=True, offers=asked.offers)
+        return _to_load(loading, state_dict, strict=asked.strict, rank0_only=asked.rank0_only)
 
 
 def shard_optimizer_state_dict(
@@ -181,7 +204,8 @@ def shard_optimizer_state_dict(
         ranks = Ranks(dist.get_rank(process_group), tuple(members))
     world = SoloWorld(ranks.global_ranks[ranks.rank])
     with gc_paused():
-        loading = OptimizerLoad(model, [optimizer], world, ranks, fresh=True)
+        offers = STATE_DICT._replace(strict=False, rank0_only=False)
+        loading = OptimizerLoad(model, [optimizer], world, ranks, fresh=True, offers=offers)
         return _to_load(loading, state_dict, strict=True, rank0_only=False)
 
 

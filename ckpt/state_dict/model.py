@@ -22,6 +22,7 @@ from ckpt.state.names import bare_names
 from ckpt.state.types import Catalog, Loaded, Problem, ProblemKind, TensorEntry
 from ckpt.state.values import split_tree
 from ckpt.state.walk import Leaves
+from ckpt.state_dict.asked import Asked, Offers
 from ckpt.state_dict.config import StateDictType
 from ckpt.state_dict.forms import Live, Output, is_tensor, put_in, take_out
 from ckpt.state_dict.redistribute import Table, redistribute, tell
@@ -132,38 +133,37 @@ def put_model(
     state_dict: Mapping[str, Any],
     world: World,
     ranks: Ranks,
-    *,
-    strict: bool,
-    rank0_only: bool,
+    asked: Asked,
 ) -> ModelLoad:
     """How to fill `model` from the state dicts of all ranks; collective. Nothing has changed yet.
 
-    With `rank0_only` those of the other ranks are ignored; else a rank may have an empty one, and
-    all others have the same names. Raises Mismatch, the same on all ranks.
+    A rank may have an empty one, which is what all but the first have with `rank0_only`; all others
+    have the same names. Raises Mismatch, the same on all ranks.
     """
-    loading = ModelLoad(model, world, ranks)
-    own = {} if rank0_only and ranks.rank else state_dict
+    loading = ModelLoad(model, world, ranks, asked)
+    own = {} if asked.rank0_only and ranks.rank else state_dict
     held = loading.held = collectively(world, "read", lambda: loading.read(own))
     loading.known = tell(world, "held", held)
     names = {holding.pieces[0].fqn for holding in held} | set(loading.extra)
-    givers = check_names(world, sorted(names), bool(own))
+    givers = check_names(world, sorted(names), bool(own), asked.offers)
     loading.extra = share_values(world, loading.extra, givers)
-    loading.binding = collectively(world, "compare", lambda: loading.bind(strict))
+    loading.binding = collectively(world, "compare", lambda: loading.bind(asked.strict))
     return loading
 
 
-def check_names(world: World, names: list[str], has_any: bool) -> list[int]:
+def check_names(world: World, names: list[str], has_any: bool, offers: Offers) -> list[int]:
     """The ranks that have a dict. Raises Mismatch on all ranks when theirs have different names."""
     told = world.gather("names", encode_values(names) if has_any else b"")
     givers = [rank for rank, part in enumerate(told) if part]
     if len({told[rank] for rank in givers}) <= 1:
         return givers
     lists = {rank: set(decode_values(told[rank])) for rank in givers}
+    rank0_only = ", or rank0_only=True" if offers.rank0_only else ""
     raise Mismatch(
         [
             f"{name}: is in the dicts of ranks {sorted(r for r in lists if name in lists[r])}, "
             f"not of ranks {sorted(r for r in lists if name not in lists[r])}; pass the same "
-            "dict on all ranks, or rank0_only=True"
+            f"dict on all ranks{rank0_only}"
             for name in sorted(set().union(*lists.values()))
             if not all(name in theirs for theirs in lists.values())
         ]
@@ -195,11 +195,21 @@ def share_values(world: World, tree: Mapping[str, Any], givers: Sequence[int]) -
     return tree if world.rank in givers else decode_values(shared)
 
 
+def recast_holding(holding: Holding, dtype: torch.dtype) -> Holding:
+    """The holding with values of `dtype`, as `copy_` makes them; itself if they are."""
+    if holding.local.dtype is dtype:
+        return holding
+    local = torch.empty_like(holding.local, dtype=dtype).copy_(holding.local)
+    pieces = tuple(piece._replace(dtype=dtype) for piece in holding.pieces)
+    return holding._replace(local=local, pieces=pieces)
+
+
 class ModelLoad:
     """A load of a model in the making, in the order: read, bind, fill."""
 
-    def __init__(self, model: nn.Module, world: World, ranks: Ranks) -> None:
+    def __init__(self, model: nn.Module, world: World, ranks: Ranks, asked: Asked) -> None:
         self.model = model
+        self.asked = asked
         self.world = world
         self.ranks = ranks
         self.held: list[Holding] = []
@@ -215,6 +225,11 @@ class ModelLoad:
         described = (*self.described.params, *self.described.buffers)
         shapes: dict[str, Shape] = {
             fqn: member.global_shape
+            for source in described
+            for member, fqn in zip(source.members, source.fqns, strict=True)
+        }
+        dtypes = {
+            fqn: member.dtype
             for source in described
             for member, fqn in zip(source.members, source.fqns, strict=True)
         }
@@ -239,10 +254,15 @@ class ModelLoad:
                 continue
             if fqn in recast and isinstance(value, torch.Tensor) and value.dtype is recast[fqn]:
                 value = value.to(live_dtypes[fqn])
+            if self.asked.cast and shapes.get(fqn) == () and value.shape == (1,):
+                value = value.squeeze(0)  # how torch before 0.4 stored them
             try:
-                held += put_in(fqn, value, self.ranks, kind=Kind.OTHER, shape=shapes.get(fqn))
+                parts = put_in(fqn, value, self.ranks, kind=Kind.OTHER, shape=shapes.get(fqn))
             except Refused as refused:
                 problems.append(refused.problem)
+                continue
+            wanted = dtypes.get(fqn) if self.asked.cast else None
+            held += [part if wanted is None else recast_holding(part, wanted) for part in parts]
         if problems:
             raise Mismatch(problems)
         return held
@@ -254,7 +274,12 @@ class ModelLoad:
         )
         extra_states = dict(self.described.extra_states)
         binding = bind_state(
-            self.model, catalog, self.ranks, strict=strict, skip=lambda fqn: fqn in extra_states
+            self.model,
+            catalog,
+            self.ranks,
+            strict=strict,
+            skip=lambda fqn: fqn in extra_states,
+            offers=self.asked.offers,
         )
         problems = [
             problem
@@ -279,7 +304,8 @@ class ModelLoad:
                     Problem(
                         ProblemKind.MISSING,
                         fqn,
-                        f"{fqn}: is not in the dict; strict=False leaves it as it is",
+                        f"{fqn}: is not in the dict"
+                        + self.asked.offers.moves(rename="", leave="leave it as it is"),
                     )
                 )
         for fqn in self.extra:
@@ -288,8 +314,8 @@ class ModelLoad:
                     Problem(
                         ProblemKind.UNEXPECTED,
                         fqn,
-                        f"{fqn}: is in the dict and the model has no such extra state; "
-                        "strict=False leaves it out",
+                        f"{fqn}: is in the dict and the model has no such extra state"
+                        + self.asked.offers.moves(rename="", leave="leave it out"),
                     )
                 )
         return found

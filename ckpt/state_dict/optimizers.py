@@ -39,6 +39,7 @@ from ckpt.state.optimizer import (
 )
 from ckpt.state.types import Catalog, Loaded, ProblemKind, TensorEntry
 from ckpt.state.values import join_tree, references, split_tree
+from ckpt.state_dict.asked import STATE_DICT, Offers
 from ckpt.state_dict.forms import Live, Output, is_tensor, put_in, take_out
 from ckpt.state_dict.model import check_names, describe_model, names_of, shardings, share_values
 from ckpt.state_dict.redistribute import Table, redistribute, tell
@@ -312,8 +313,10 @@ class OptimizerLoad:
         ranks: Ranks,
         *,
         fresh: bool,
+        offers: Offers = STATE_DICT,
     ) -> None:
         self.model = model
+        self.offers = offers._replace(cast=False)
         self.optimizers = optimizers
         self.targets: list[Any] = [_Fresh(one) for one in optimizers] if fresh else [*optimizers]
         self.world = world
@@ -336,14 +339,14 @@ class OptimizerLoad:
         self.given = collectively(self.world, "read", read)
         self.known = tell(self.world, "held", self.given.held)
         names = {h.pieces[0].fqn for h in self.given.held} | set(self.given.values)
-        givers = check_names(self.world, sorted(names), bool(own))
+        givers = check_names(self.world, sorted(names), bool(own), self.offers)
         shared = {"values": self.given.values, "user": self.given.user}
         shared = share_values(self.world, shared, givers)
         self.given.values, self.given.user = shared["values"], shared["user"]
         check_values(self.world, self.given.values)
         self.groups = self.given.values.get(GROUPS)
         if needs_groups and self.groups is None:
-            raise Mismatch([_NO_GROUPS])
+            raise Mismatch([_NO_GROUPS + (_WITHOUT_GROUPS if self.offers.strict else "")])
         collectively(self.world, "compare", lambda: self.bind(strict))
 
     # reading
@@ -460,8 +463,8 @@ class OptimizerLoad:
         extra = sorted((listed | told) - live)
         if strict and extra:
             problems += [
-                f"{name}: is in the dict and no parameter of the optimizer; strict=False leaves "
-                "it out"
+                f"{name}: is in the dict and no parameter of the optimizer"
+                + self.offers.moves(rename="", leave="leave it out")
                 for name in extra
             ]
         for at, target in enumerate(self.targets):
@@ -482,7 +485,7 @@ class OptimizerLoad:
             {f: TensorEntry(known.dtype, known.shape) for f, known in self.known.items()},
             _of_params(values, own),
         )
-        names = Names(catalog, None, None)
+        names = Names(catalog, None, None, self.offers)
         names.aliases = self.described.aliases
         if found := refusals(PATH, optimizer, self.described, self.ranks):
             return found
@@ -587,10 +590,8 @@ def _of_params(values: Mapping[str, Any], params: Collection[str]) -> dict[str, 
     return {**kept, GROUPS: values[GROUPS]}
 
 
-_NO_GROUPS = (
-    'the dict has no "param_groups"; pass what optimizer_state_dict() gives, or strict=False to '
-    "keep the hyperparameters as they are"
-)
+_NO_GROUPS = 'the dict has no "param_groups"; pass what optimizer_state_dict() gives'
+_WITHOUT_GROUPS = ", or strict=False to keep the hyperparameters as they are"
 
 
 def nested(state_dict: Mapping[str, Any], params: Collection[str]) -> Mapping[str, Any]:

@@ -32,6 +32,7 @@ from ckpt.state_dict.api import (
     optimizer_state_dict,
     optimizer_state_dict_to_load,
 )
+from ckpt.state_dict.asked import Asked
 from ckpt.state_dict.config import (
     FullStateDictConfig,
     LocalStateDictConfig,
@@ -357,7 +358,7 @@ def ranks_of(world: World) -> Ranks:
 
 def load_threads(world: World, taken: Any) -> None:
     module = small(2)
-    put_model(module, taken, world, ranks_of(world), strict=True, rank0_only=False).fill()
+    put_model(module, taken, world, ranks_of(world), Asked()).fill()
 
 
 def load_optimizer_threads(world: World, taken: Any) -> None:
@@ -682,7 +683,7 @@ def test_state_of_other_shapes_is_kept_or_refused_by_name() -> None:
     *factored, lbfgs = first
     for shape, refused in factored:
         assert shape == (5, 3)
-        assert "0.weight.row_var: checkpoint has shape (5, 1)" in refused
+        assert "0.weight.row_var: dict has shape (5, 1)" in refused
     assert "LBFGS keeps vectors over all parameters" in lbfgs
 
 

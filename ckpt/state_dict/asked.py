@@ -1,0 +1,50 @@
+"""What a load was asked for, and which arguments whoever asked could have given.
+
+Errors advise the next move in the words of the call that raises them; a call that lacks an argument
+must not be told to pass it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+__all__ = ["CHECKPOINT", "STATE_DICT", "Asked", "Offers"]
+
+
+class Offers(NamedTuple):
+    """The arguments that a call has. `source` says what it loads."""
+
+    source: str = "checkpoint"
+    rename: bool = True
+    skip: bool = True
+    strict: bool = True
+    rank0_only: bool = False
+    cast: bool = False
+
+    def moves(self, rename: str, leave: str) -> str:
+        """The end of a message about a name of one side only: how to call it otherwise, and how to
+        leave it be, as far as the call has that.
+        """
+        names = (("skip=", self.skip), ("strict=False", self.strict))
+        ways = " or ".join(name for name, has in names if has)
+        told = [rename] if self.rename else []
+        told += [f"{ways} to {leave}"] if ways else []
+        return f"; {', '.join(told)}" if told else "; take it from a state with the same names"
+
+    @property
+    def or_skip(self) -> str:
+        """The end of a list of moves."""
+        return ", or skip= it" if self.skip else ""
+
+
+CHECKPOINT = Offers()
+STATE_DICT = Offers("dict", rename=False, skip=False, rank0_only=True, cast=True)
+
+
+class Asked(NamedTuple):
+    """How a state dict is to be loaded. `cast`: to the dtypes of the state, as `copy_` does."""
+
+    strict: bool = True
+    rank0_only: bool = False
+    cast: bool = False
+    offers: Offers = STATE_DICT

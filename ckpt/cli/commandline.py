@@ -29,10 +29,11 @@ examples:
   ckpt import fsdp-checkpoint/ runs/7b --step 1200
   ckpt salvage runs/7b/steps/00001200-e000001-0123456789abcdef
   ckpt prune runs/7b --keep-last 3 --dry-run
+  ckpt rm runs/7b 1200
   eval "$(ckpt completion bash)"
 
 exit codes: 0 all is well; 1 damage was found, or the command failed; 2 wrong command line;
-3 checkpoints differ (diff), or one does not fit (plan); 130 interrupted
+3 checkpoints differ (diff), one does not fit (plan), or you said no (prune, rm); 130 interrupted
 """
 
 
@@ -95,6 +96,7 @@ def _built() -> tuple[argparse.ArgumentParser, list[Command]]:
     _add_import(commands)
     _add_salvage(commands)
     _add_prune(commands)
+    _add_rm(commands)
     _add_completion(commands)
     return parser, commands.all
 
@@ -442,12 +444,13 @@ def _add_prune(commands: Commands) -> None:
     parser = _add(
         commands,
         "prune",
-        "keeping:prune",
+        "removing:prune",
         "retire and delete old checkpoints; a running training is not disturbed",
         "ckpt prune runs/7b --keep-last 3 --dry-run\n"
+        "ckpt prune runs/7b --keep-last 3 --yes            in a script, where nobody can answer\n"
         "ckpt prune runs/7b --keep-last 2 --keep-every 10000 --keep-best 1:min\n"
         "kept is what any rule keeps, and always: the latest, the last verified one, pinned ones,\n"
-        "and those whose files a kept one needs",
+        "those whose files a kept one needs, and what no training saved (imports; see `ckpt rm`)",
     )
     _add_url(parser)
     parser.add_argument("--keep-last", type=_count, metavar="N", help="the N newest")
@@ -460,12 +463,42 @@ def _add_prune(commands: Commands) -> None:
     parser.add_argument(
         "--keep-younger", type=_seconds, metavar="AGE", help="younger than e.g. 90m, 12h, 7d"
     )
-    parser.add_argument("--dry-run", action="store_true", help="say what would go, delete nothing")
+    parser.add_argument(
+        "--retire-unmeasured",
+        action="store_true",
+        help="with --keep-best: checkpoints without a metric go, too; default: they stay",
+    )
+    _add_consent(parser)
     _add_json(parser)
     parser.parser.set_defaults(check=_some_rule)
 
 
+def _add_consent(parser: Command) -> None:
+    parser.add_argument("--dry-run", action="store_true", help="say what would go, delete nothing")
+    parser.add_argument("--yes", "-y", action="store_true", help="delete without asking")
+    parser.parser.set_defaults(after_interrupt="what was not told to be deleted is there")
+
+
+def _add_rm(commands: Commands) -> None:
+    parser = _add(
+        commands,
+        "rm",
+        "removing:rm",
+        "delete one checkpoint, unless another one needs it or it is the last",
+        "ckpt rm runs/7b 1200\nckpt rm runs/7b 0 --attempt e000002-0123456789abcdef --yes",
+    )
+    _add_url(parser, "a root: a path, s3://bucket/prefix, or any url that fsspec knows")
+    parser.add_argument("step", type=int, help="its step, as `ckpt ls` shows it")
+    parser.add_argument(
+        "--attempt", default="", help="which one, where the root has several of that step"
+    )
+    _add_consent(parser)
+    _add_json(parser)
+
+
 def _some_rule(arguments: Any) -> str:
+    if arguments.retire_unmeasured and arguments.keep_best is None:
+        return "--retire-unmeasured is about --keep-best: give both"
     rules = ("keep_last", "keep_every", "keep_best", "keep_younger")
     if any(getattr(arguments, rule) is not None for rule in rules):
         return ""

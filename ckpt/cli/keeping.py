@@ -1,33 +1,15 @@
-"""Commands that keep checkpoints in order: verify, salvage, prune."""
+"""Commands that check and mend checkpoints: verify, salvage."""
 
 from __future__ import annotations
 
 import argparse
-import sys
-import time
-from collections.abc import Sequence
-from functools import reduce
-from operator import or_
 from typing import Any
 
 from ckpt.cli.commandline import OK, PROBLEM
 from ckpt.cli.screen import progress_bar, show_json, size
-from ckpt.commit.log import Log
 from ckpt.commit.maintenance import Maintenance
 from ckpt.commit.names import MANIFEST_NAME, STEPS_PREFIX, parse_step_key
-from ckpt.commit.records import LiveEntry
 from ckpt.errors import NoCheckpoint
-from ckpt.service.retention import (
-    KeepBest,
-    KeepEvery,
-    KeepLatest,
-    KeepRule,
-    KeepYounger,
-    RetentionPlan,
-    candidates_of,
-    carry_out,
-    plan_retention,
-)
 from ckpt.tools.salvage import SalvageReport, salvage, write_manifest
 from ckpt.tools.verify import VerifyReport, summary, verify
 from storage import Store, open_store
@@ -150,62 +132,3 @@ def _salvage_json(report: SalvageReport) -> dict[str, Any]:
         "missing": list(report.missing),
         "problems": list(report.problems),
     }
-
-
-# prune -----------------------------------------------------------------------------------------
-
-
-def prune(arguments: argparse.Namespace) -> int:
-    """`ckpt prune`."""
-    store = open_store(arguments.url, **dict(arguments.option))
-    try:
-        maintenance = Maintenance.open(store)
-        rule = _rule(arguments)
-        candidates = candidates_of(Log(store), maintenance.state(), rule, {})
-        plan = plan_retention(candidates, rule, now_unix=time.time())
-        if arguments.dry_run:
-            _show_plan(store, plan, as_json=arguments.json)
-            return OK
-        gone, stayed = carry_out(plan, maintenance.retire)
-    finally:
-        store.close()
-    if arguments.json:
-        show_json({"deleted": _entries_json(gone), "stayed": list(stayed)})
-        return PROBLEM if stayed else OK
-    for entry in gone:
-        print(f"deleted step {entry.step} ({entry.attempt})")
-    for reason in stayed:
-        print(f"kept: {reason}", file=sys.stderr)
-    print(f"{len(gone)} checkpoints deleted, {len(plan.keep) + len(stayed)} kept")
-    return PROBLEM if stayed else OK
-
-
-def _rule(arguments: argparse.Namespace) -> KeepRule:
-    """What any of the options keeps; the command line has made sure that there is one."""
-    rules: list[KeepRule] = []
-    if arguments.keep_last is not None:
-        rules.append(KeepLatest(arguments.keep_last))
-    if arguments.keep_every is not None:
-        rules.append(KeepEvery(arguments.keep_every))
-    if arguments.keep_best is not None:
-        count, mode = arguments.keep_best
-        rules.append(KeepBest(count, mode=mode))
-    if arguments.keep_younger is not None:
-        rules.append(KeepYounger(arguments.keep_younger))
-    return reduce(or_, rules)
-
-
-def _show_plan(store: Store, plan: RetentionPlan, *, as_json: bool) -> None:
-    victims = [verdict.entry for verdict in plan.retire]
-    nbytes = sum(info.nbytes for entry in victims for info in store.list(entry.prefix))
-    if as_json:
-        kept = [verdict.entry for verdict in plan.keep]
-        told = {"would_delete": _entries_json(victims), "would_keep": _entries_json(kept)}
-        show_json({**told, "nbytes": nbytes})
-        return
-    print(plan.describe())
-    print(f"{len(victims)} checkpoints would go, {size(nbytes)}; nothing was changed")
-
-
-def _entries_json(entries: Sequence[LiveEntry]) -> list[dict[str, Any]]:
-    return [{"step": entry.step, "attempt": entry.attempt} for entry in entries]

@@ -22,6 +22,8 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from ckpt.errors import CheckpointError
+
 WIDTH_WITHOUT_TERMINAL = 200
 MINUTE, HOUR, DAY = 60, 3600, 86400
 
@@ -66,6 +68,22 @@ def show_table(
         table.add_row(*(Text(cell) for cell in row))
     width = None if sys.stdout.isatty() else WIDTH_WITHOUT_TERMINAL
     Console(width=width).print(table)
+
+
+def confirmed(question: str, *, yes: bool) -> bool:
+    """Ask on the terminal before something is deleted; with `yes`, the answer was given before.
+
+    Raises CheckpointError where there is no terminal to ask on: a script has to say --yes.
+    """
+    if yes:
+        return True
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        raise CheckpointError(
+            "nothing was deleted: there is no terminal to ask on; pass --yes to delete what is "
+            "listed, or --dry-run to look only"
+        )
+    print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
 def screen_width() -> int:

@@ -8,12 +8,33 @@ from concurrent.futures import ThreadPoolExecutor
 
 from ckpt.commit.log import LogState
 from ckpt.commit.names import MANIFEST_NAME, STEPS_PREFIX, parse_step_key, step_prefix
+from ckpt.commit.records import LiveEntry
 from ckpt.errors import CheckpointError
 from storage.store import Store
 
 
 class NotRetired(CheckpointError):
     """This checkpoint may not be retired: pinned, needed by another, the last one, or not there."""
+
+
+def why_not_retire(state: LogState, entry: LiveEntry) -> str:
+    """Why a live checkpoint has to stay, and what to do first; "" when it may go."""
+    users = [e for e in state.live if entry.attempt in e.references]
+    if entry.pinned:
+        return "is pinned; unpin it first"
+    if users:
+        return (
+            f"is needed by {users[0].attempt} (step {users[0].step}), whose files are partly its "
+            "own; retire that first"
+        )
+    if len(state.live) == 1:
+        return "is the only checkpoint; save another first"
+    if entry.line is not None and sum(e.line is not None for e in state.live) == 1:
+        return (
+            "is the only checkpoint that a training has saved here; without it an import would be "
+            "resumed: save another first"
+        )
+    return ""
 
 
 def refuse_needed(state: LogState, attempt: str) -> None:

@@ -11,7 +11,7 @@ from ckpt.commit.appender import Appender, Build, Draft, Settled
 from ckpt.commit.log import Log, LogState
 from ckpt.commit.names import attempt_epoch
 from ckpt.commit.records import Kind, LiveEntry, Record
-from ckpt.commit.sweep import NotRetired, delete_attempt, refuse_needed
+from ckpt.commit.sweep import NotRetired, delete_attempt, refuse_needed, why_not_retire
 from ckpt.errors import NoCheckpoint
 from storage.store import Store
 
@@ -152,17 +152,8 @@ class LogWriter:
         entry = state.find(attempt)
         if entry is None:
             return None
-        users = [e.attempt for e in state.live if attempt in e.references]
-        if entry.pinned:
-            raise NotRetired(f"{attempt} (step {entry.step}) is pinned; unpin it first")
-        if users:
-            raise NotRetired(
-                f"{attempt} (step {entry.step}) is needed by {users[0]}; retire that first"
-            )
-        if len(state.live) == 1:
-            raise NotRetired(
-                f"{attempt} (step {entry.step}) is the only checkpoint; save another first"
-            )
+        if problem := why_not_retire(state, entry):
+            raise NotRetired(f"{attempt} (step {entry.step}) {problem}")
         live = tuple(e for e in state.live if e is not entry)
         return Draft("RETIRE", self._epoch_for(state), attempt, live)
 

@@ -56,6 +56,7 @@ from ckpt.service.policies import (
 from ckpt.service.preemption import LEAVING_SECONDS, Preempted, Signals, StopFacts, plan_stop
 from ckpt.service.restore import RestoreReport, restore_latest
 from ckpt.service.retention import (
+    UNMEASURED,
     KeepAll,
     KeepRule,
     RetentionPlan,
@@ -719,6 +720,7 @@ class _Keeper:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="ckpt-keep")
         self._running: list[Future[None]] = []
         self._times: dict[str, float] = {}
+        self._warned: set[str] = set()
 
     def after_commit(self) -> None:
         """Begin to carry the rule out, unless that is under way and will see this commit."""
@@ -755,6 +757,7 @@ class _Keeper:
             plan = self.plan()
             if session is None or plan is None or self._is_ending:
                 return
+            self._warn(plan)
             session.sweep_failed()
             gone, stayed = carry_out(plan, session.retire, stop=lambda: self._is_ending)
             for entry in gone:
@@ -763,3 +766,16 @@ class _Keeper:
                 logger.info("not retired: %s", text)
         except (CheckpointError, StorageError, OSError) as error:
             logger.warning("retention is put off to the next save: %s", error)
+
+    def _warn(self, plan: RetentionPlan) -> None:
+        """Say once why checkpoints pile up."""
+        unmeasured = any(reasons == (UNMEASURED,) for _, reasons in plan.keep)
+        if plan.refused and "refused" not in self._warned:
+            self._warned.add("refused")
+            logger.warning("no checkpoint is retired for now: %s", plan.refused)
+        elif unmeasured and UNMEASURED not in self._warned:
+            self._warned.add(UNMEASURED)
+            logger.warning(
+                "checkpoints without a metric are kept; give step(metric=) for all of them, or "
+                "KeepBest(unmeasured='retire')"
+            )

@@ -3,8 +3,12 @@
     keep=KeepLatest(3) | KeepEvery(10_000) | KeepBest(2, mode="min")
 
 `|` keeps what either rule keeps, `&` what both keep. Whatever the rules say, a plan keeps the
-latest checkpoint, the newest verified one, pinned ones, and what a kept one needs; so there is
-always one to load, and one of which every byte was once read back.
+latest checkpoint, the newest verified one, pinned ones, what a kept one needs, and what no training
+has saved (imports, copies in another layout); so there is always one to load, and one of which
+every byte was once read back.
+
+A rule that cannot be judged, or that keeps nothing at all, is taken for a mistake: such a plan is
+refused and retires nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from ckpt.commit.log import Log, LogState
+from ckpt.commit.log import Log, LogState, latest_of
 from ckpt.commit.records import LiveEntry, Record
 from ckpt.commit.sweep import NotRetired
 
@@ -40,23 +44,30 @@ class RetentionPlan:
     """What a rule would keep and retire; nothing is done yet.
 
     `retire` is in the order in which to do it: a checkpoint goes before those whose files it needs.
+    `refused` says why nothing is retired although rules would; "" when they are carried out.
     """
 
     keep: tuple[Verdict, ...]
     retire: tuple[Verdict, ...]
+    refused: str = ""
 
     def describe(self) -> str:
         """The plan in words, a line for each checkpoint, oldest first."""
         told = [(v.entry.slot, "keep  ", v) for v in self.keep]
         told += [(v.entry.slot, "retire", v) for v in self.retire]
-        return "\n".join(
+        lines = [
             f"{what} step {verdict.entry.step} ({verdict.entry.attempt}): "
             + "; ".join(verdict.reasons)
             for _, what, verdict in sorted(told, key=lambda line: line[0])
-        )
+        ]
+        return "\n".join([*lines, *([f"refused: {self.refused}"] if self.refused else [])])
 
 
 Reasons = dict[str, tuple[str, ...]]
+
+UNMEASURED = "it has no metric"
+NOTHING_RETIRED = "the plan is refused"
+OF_NO_LINE = "no training saved it; `ckpt rm` removes it"
 
 
 class KeepRule(ABC):
@@ -65,6 +76,10 @@ class KeepRule(ABC):
     @abstractmethod
     def kept(self, candidates: Sequence[Candidate], now_unix: float) -> Reasons:
         """Why each kept attempt is kept. `candidates` are in the order of their commits."""
+
+    def unjudged(self, candidates: Sequence[Candidate]) -> str:
+        """Why this rule, or one that it consists of, has nothing to go by; "" when it has."""
+        return ""
 
     @property
     def needs_ages(self) -> bool:
@@ -89,6 +104,9 @@ class _Either(KeepRule):
                 found[attempt] = (*found.get(attempt, ()), *reasons)
         return found
 
+    def unjudged(self, candidates: Sequence[Candidate]) -> str:
+        return "; ".join(filter(None, (rule.unjudged(candidates) for rule in self.rules)))
+
     @property
     def needs_ages(self) -> bool:
         return any(rule.needs_ages for rule in self.rules)
@@ -102,6 +120,9 @@ class _Both(KeepRule):
         told = [rule.kept(candidates, now_unix) for rule in self.rules]
         everywhere = [name for name in told[0] if all(name in one for one in told)]
         return {name: (" and ".join("; ".join(one[name]) for one in told),) for name in everywhere}
+
+    def unjudged(self, candidates: Sequence[Candidate]) -> str:
+        return "; ".join(filter(None, (rule.unjudged(candidates) for rule in self.rules)))
 
     @property
     def needs_ages(self) -> bool:
@@ -157,16 +178,22 @@ class KeepEvery(KeepRule):
 class KeepBest(KeepRule):
     """The `count` best by the metric that `step(n, metric=...)` was given; the newer of equals.
 
-    Checkpoints without a metric are not among them.
+    Checkpoints without a metric are kept too, for nobody knows how good they are; with
+    `unmeasured="retire"` they go. Where none has a metric, nothing is retired.
     """
 
     count: int
     mode: Literal["min", "max"] = "min"
+    unmeasured: Literal["keep", "retire"] = "keep"
 
     def __post_init__(self) -> None:
         _check_count(self, self.count)
         if self.mode not in ("min", "max"):
             raise ValueError(f"KeepBest(mode={self.mode!r}): expected 'min' or 'max'")
+        if self.unmeasured not in ("keep", "retire"):
+            raise ValueError(
+                f"KeepBest(unmeasured={self.unmeasured!r}): expected 'keep' or 'retire'"
+            )
 
     def kept(self, candidates: Sequence[Candidate], now_unix: float) -> Reasons:
         sign = 1.0 if self.mode == "min" else -1.0
@@ -177,7 +204,18 @@ class KeepBest(KeepRule):
         ]
         best = heapq.nsmallest(self.count, measured, key=lambda item: item[:2])
         text = f"one of the best {self.count} ({self.mode})"
-        return {entry.attempt: (f"{text}: {entry.metric:g}",) for _, _, entry in best}
+        found: Reasons = {entry.attempt: (f"{text}: {entry.metric:g}",) for _, _, entry in best}
+        if self.unmeasured == "keep":
+            found |= {e.attempt: (UNMEASURED,) for e, _ in candidates if e.metric is None}
+        return found
+
+    def unjudged(self, candidates: Sequence[Candidate]) -> str:
+        if not candidates or any(entry.metric is not None for entry, _ in candidates):
+            return ""
+        return (
+            f"{self} has nothing to go by: none of {len(candidates)} checkpoints has a metric; "
+            "save with metric=, or choose another rule"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +255,17 @@ def plan_retention(
     retires.
     """
     ordered = sorted(candidates, key=lambda candidate: candidate.entry.slot)
-    reasons = rule.kept(ordered, now_unix)
+    # Rules are about what a training saves; what somebody put beside it goes when it is named.
+    judged = [candidate for candidate in ordered if candidate.entry.line is not None] or ordered
+    reasons = rule.kept(judged, now_unix)
+    refused = rule.unjudged(judged)
+    if judged and not reasons and not refused:
+        refused = f"the rule keeps none of {len(judged)} checkpoints; choose another one"
+    if refused:
+        reasons = {entry.attempt: (NOTHING_RETIRED,) for entry, _ in ordered}
+    for entry, _ in ordered[: 0 if judged is ordered else None]:
+        if entry.line is None:
+            reasons[entry.attempt] = (OF_NO_LINE,)
     for attempt, text in _protected([entry for entry, _ in ordered]):
         reasons[attempt] = (*reasons.get(attempt, ()), text)
     by_name = {entry.attempt: entry for entry, _ in ordered}
@@ -237,14 +285,15 @@ def plan_retention(
         for entry, _ in reversed(ordered)
         if entry.attempt not in reasons
     ]
-    return RetentionPlan(tuple(keep), tuple(retire))
+    return RetentionPlan(tuple(keep), tuple(retire), refused)
 
 
 def _protected(entries: Sequence[LiveEntry]) -> list[tuple[str, str]]:
     """What no rule may give up. `entries` are in the order of their commits."""
     found = [(entry.attempt, "pinned") for entry in entries if entry.pinned]
-    if entries:
-        found.append((entries[-1].attempt, "the latest"))
+    latest = latest_of(entries)
+    if latest is not None:
+        found.append((latest.attempt, "the latest"))
     verified = [entry for entry in entries if entry.verified]
     if verified:
         found.append((verified[-1].attempt, "the last one that was verified"))

@@ -233,6 +233,7 @@ def test_copied_root_keeps_its_lines(root: str, tmp_path: Path) -> None:
     assert Log(store).state().latest is not None
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 def test_dcp_plugin_goes_on_with_the_line_that_it_has_read(root: str) -> None:
     import torch.distributed.checkpoint as dcp
 

@@ -6,7 +6,9 @@ checkpoints; then plans are carried out on real roots in memory.
 
 from __future__ import annotations
 
+import logging
 import random
+from typing import Literal
 
 import pytest
 
@@ -79,7 +81,6 @@ TEN = [entry(slot) for slot in range(1, 11)]
         (KeepEvery(1000), [1, 10]),
         (KeepLatest(2) | KeepEvery(40), [1, 4, 8, 9, 10]),
         (KeepLatest(5) & KeepEvery(40), [8, 10]),
-        (KeepBest(2), [10]),
     ],
 )
 def test_rules_keep(rule: KeepRule, expected: list[int]) -> None:
@@ -89,11 +90,58 @@ def test_rules_keep(rule: KeepRule, expected: list[int]) -> None:
 def test_the_best_by_a_metric_are_kept_in_either_direction() -> None:
     metrics = [0.5, 0.1, None, 0.1, 0.9, 0.3]
     entries = [entry(slot, metric=metric) for slot, metric in enumerate(metrics, 1)]
-    assert kept(plan(entries, KeepBest(1))) == [4, 6]  # of equals the newer one
-    assert kept(plan(entries, KeepBest(2))) == [2, 4, 6]
-    assert kept(plan(entries, KeepBest(1, mode="max"))) == [5, 6]
-    assert kept(plan(entries, KeepBest(99))) == [1, 2, 4, 5, 6]
-    assert why(plan(entries, KeepBest(1)), 4) == ("one of the best 1 (min): 0.1",)
+
+    def best(count: int, mode: Literal["min", "max"] = "min") -> KeepBest:
+        return KeepBest(count, mode, unmeasured="retire")
+
+    assert kept(plan(entries, best(1))) == [4, 6]  # of equals the newer one
+    assert kept(plan(entries, best(2))) == [2, 4, 6]
+    assert kept(plan(entries, best(1, mode="max"))) == [5, 6]
+    assert kept(plan(entries, best(99))) == [1, 2, 4, 5, 6]
+    assert why(plan(entries, best(1)), 4) == ("one of the best 1 (min): 0.1",)
+
+
+def test_what_was_not_measured_is_kept_unless_the_user_says_otherwise() -> None:
+    entries = [entry(slot, metric=m) for slot, m in enumerate([0.5, None, 0.1, 0.9], 1)]
+    planned = plan(entries, KeepBest(1))
+    assert kept(planned) == [2, 3, 4] and why(planned, 2) == ("it has no metric",)
+    assert kept(plan(entries, KeepBest(1) | KeepLatest(1))) == [2, 3, 4]
+    assert kept(plan(entries, KeepBest(1, unmeasured="retire"))) == [3, 4]
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        KeepBest(2),
+        KeepBest(2, unmeasured="retire"),
+        KeepBest(2) | KeepLatest(2),
+        KeepBest(2) & KeepLatest(2),
+        KeepYounger(1.0),
+        KeepYounger(1.0) & KeepLatest(3),
+    ],
+    ids=repr,
+)
+def test_rule_that_matches_nothing_retires_nothing(rule: KeepRule) -> None:
+    planned = plan(TEN, rule, dict.fromkeys(range(1, 11), 9e9))
+    assert kept(planned) == list(range(1, 11)) and not planned.retire
+    assert ("metric" in planned.refused) is ("KeepBest" in repr(rule))
+    assert planned.describe().splitlines()[-1] == f"refused: {planned.refused}"
+
+
+def test_rule_that_matches_nothing_beside_one_that_does_is_carried_out() -> None:
+    planned = plan(TEN, KeepYounger(1.0) | KeepLatest(2), dict.fromkeys(range(1, 11), 9e9))
+    assert kept(planned) == [9, 10] and not planned.refused
+
+
+def test_what_no_training_saved_takes_no_seat_and_stays() -> None:
+    entries = [entry(1), entry(2), entry(3, 0, line=None), entry(4), entry(5, 40, line=None)]
+    for rule in (KeepLatest(1), KeepEvery(1000) & KeepLatest(4), KeepYounger(1.0) | KeepLatest(1)):
+        planned = plan(entries, rule, dict.fromkeys(range(1, 6), 9e9))
+        assert kept(planned) in ([3, 4, 5], [1, 3, 4, 5])
+        assert why(planned, 4)[-1] == "the latest"
+        assert why(planned, 5) == ("no training saved it; `ckpt rm` removes it",)
+    alone = [entry(slot, line=None) for slot in (1, 2, 3)]
+    assert kept(plan(alone, KeepLatest(1))) == [3]
 
 
 def test_the_young_are_kept_and_so_are_those_from_the_future() -> None:
@@ -120,8 +168,8 @@ def test_keeping_every_k_steps_is_stable_while_the_training_goes_on() -> None:
 
 @pytest.mark.parametrize("protected", ["latest", "verified", "pinned", "needed", "needed by those"])
 def test_no_rule_gives_up_what_is_protected(protected: str) -> None:
-    young = KeepYounger(1.0)  # keeps none of them
-    ages = dict.fromkeys(range(1, 6), 9e9)
+    young = KeepYounger(1.0)  # keeps none of them but the third
+    ages = dict.fromkeys(range(1, 6), 9e9) | {3: 0.0}
     names = [one.attempt for one in (entry(s) for s in range(1, 6))]
     changes: dict[str, dict[int, dict[str, object]]] = {
         "latest": {},
@@ -132,11 +180,11 @@ def test_no_rule_gives_up_what_is_protected(protected: str) -> None:
     }
     entries = [entry(slot, **changes[protected].get(slot, {})) for slot in range(1, 6)]
     expected = {
-        "latest": [5],
-        "verified": [2, 5],
-        "pinned": [2, 5],
-        "needed": [2, 5],
-        "needed by those": [2, 4, 5],
+        "latest": [3, 5],
+        "verified": [2, 3, 5],
+        "pinned": [2, 3, 5],
+        "needed": [2, 3, 5],
+        "needed by those": [2, 3, 4, 5],
     }
     planned = plan(entries, young, ages)
     assert kept(planned) == expected[protected]
@@ -194,6 +242,7 @@ def test_random_plans_keep_every_promise(rng: random.Random) -> None:
         lambda: KeepEvery(-1),
         lambda: KeepBest(1, mode="best"),  # type: ignore[arg-type]
         lambda: KeepBest(0),
+        lambda: KeepBest(1, unmeasured="forget"),  # type: ignore[arg-type]
         lambda: KeepYounger(0),
         lambda: KeepYounger(float("nan")),
     ],
@@ -270,3 +319,23 @@ def test_a_training_keeps_what_its_rule_keeps() -> None:
             checkpointer.step(step, metric=-abs(step - 17))
         checkpointer.wait()
     assert [info.step for info in ckpt.list_steps(url)] == [1, 10, 17, 20, 24, 25]
+
+
+def test_a_training_without_metrics_loses_nothing_and_hears_of_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    state = {"x": 0}
+    url = "memory://retention-without-metrics"
+    keep = ckpt.KeepBest(1)
+    with (
+        caplog.at_level(logging.WARNING),
+        ckpt.Checkpointer(url, state, save=ckpt.EverySteps(1), keep=keep) as checkpointer,
+    ):
+        for step in range(1, 5):
+            checkpointer.step(step)
+            checkpointer.wait()
+        planned = checkpointer.retention_plan()
+        assert planned is not None and "has a metric" in planned.refused
+    assert [info.step for info in ckpt.list_steps(url)] == [1, 2, 3, 4]
+    told = [record.getMessage() for record in caplog.records if "metric" in record.getMessage()]
+    assert len(told) == 1 and "no checkpoint is retired for now" in told[0]

@@ -5,6 +5,7 @@ Exit codes: 0 fine, 1 a problem, 2 a wrong command line.
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 import subprocess
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import ckpt
 from ckpt.cli import main
@@ -146,16 +147,16 @@ def test_prune_keeps_the_newest(root: str, capsys: pytest.CaptureFixture[str]) -
     assert main(["prune", root, "--keep-last", "1", "--dry-run"]) == 0
     assert "retire step 5" in capsys.readouterr().out
     assert len(ckpt.list_steps(root)) == 2
-    assert main(["prune", root, "--keep-last", "1"]) == 0
+    assert main(["prune", root, "--keep-last", "1", "--yes"]) == 0
     assert [info.step for info in ckpt.list_steps(root)] == [10]
     assert {path.parent.name[:8] for path in data_files(root)} == {"00000010"}
-    assert main(["prune", root, "--keep-last", "1"]) == 0
+    assert main(["prune", root, "--keep-last", "1", "--yes"]) == 0
 
 
 def test_prune_keeps_pinned(root: str) -> None:
     store = open_store(root)
     Maintenance.open(store).pin(ckpt.list_steps(root)[0].attempt)
-    assert main(["prune", root, "--keep-last", "1"]) == 0
+    assert main(["prune", root, "--keep-last", "1", "--yes"]) == 0
     assert [info.step for info in ckpt.list_steps(root)] == [5, 10]
 
 
@@ -164,8 +165,103 @@ def test_prune_keeps_what_any_rule_keeps(tmp_path: Path) -> None:
     for step, metric in ((1, 0.5), (10, 0.9), (13, 0.7), (20, 0.8), (25, 0.6)):
         ckpt.save({"x": torch.ones(1)}, root, step=step, metric=metric)
     arguments = ["--keep-every", "10", "--keep-best", "1:max", "--keep-younger", "0.001s"]
-    assert main(["prune", root, *arguments]) == 0
+    assert main(["prune", root, *arguments, "--yes"]) == 0
     assert [info.step for info in ckpt.list_steps(root)] == [1, 10, 20, 25]
+
+
+class Terminal(io.StringIO):
+    """What a person types, and reads."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def typed(monkeypatch: pytest.MonkeyPatch, answer: str) -> Terminal:
+    """A terminal at which somebody answers."""
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stdin", Terminal(answer))
+    monkeypatch.setattr(sys, "stderr", screen)
+    return screen
+
+
+def steps_of(root: str) -> list[int]:
+    return [info.step for info in ckpt.list_steps(root)]
+
+
+@pytest.mark.parametrize("command", [["prune", "--keep-last", "1"], ["rm", "5"]])
+def test_nothing_is_deleted_before_somebody_has_agreed(
+    command: list[str],
+    root: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = [command[0], root, *command[1:]]
+    assert main(words) == 1
+    out, err = capsys.readouterr()
+    assert "step 5" in out and "--yes" in err and steps_of(root) == [5, 10]
+    for answer, code in (("\n", 3), ("n\n", 3), ("", 3), ("what\n", 3), ("y\n", 0)):
+        assert steps_of(root) == [5, 10]
+        screen = typed(monkeypatch, answer)
+        assert main(words) == code
+        assert "[y/N]" in screen.getvalue() and "step 5" in capsys.readouterr().out
+    assert steps_of(root) == [10]
+
+
+def test_prune_that_would_match_nothing_is_refused(
+    root: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for rule in (["--keep-best", "1"], ["--keep-younger", "0.001s"]):
+        for more in (["--yes"], ["--dry-run"]):
+            assert main(["prune", root, *rule, *more]) == 1
+            assert "nothing was deleted" in capsys.readouterr().err and steps_of(root) == [5, 10]
+
+
+def test_prune_by_metric_keeps_what_was_not_measured(tmp_path: Path) -> None:
+    root = str(tmp_path / "run")
+    for step, metric in ((1, 0.5), (2, None), (3, 0.9), (4, 0.7)):
+        ckpt.save({"x": torch.ones(1)}, root, step=step, metric=metric)
+    assert main(["prune", root, "--keep-best", "1", "--yes"]) == 0
+    assert steps_of(root) == [1, 2, 4]
+    assert main(["prune", root, "--keep-best", "1", "--retire-unmeasured", "--yes"]) == 0
+    assert steps_of(root) == [1, 4]
+
+
+def test_prune_leaves_imports_and_rm_removes_them(
+    root: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_file({"x": torch.ones(3)}, tmp_path / "x.safetensors")
+    assert main(["import", str(tmp_path / "x.safetensors"), root, "--step", "10"]) == 0
+    assert main(["prune", root, "--keep-last", "1", "--yes"]) == 0
+    imported, own = ckpt.list_steps(root)
+    assert (imported.step, imported.line, own.step, own.line) == (10, None, 10, 0)
+    capsys.readouterr()
+    assert main(["rm", root, "10", "--yes"]) == 1
+    err = capsys.readouterr().err
+    assert f"{own.attempt} (line 0)" in err and f"{imported.attempt} (no line)" in err
+    assert main(["rm", root, "10", "--attempt", own.attempt, "--yes"]) == 1
+    assert "only checkpoint that a training has saved here" in capsys.readouterr().err
+    assert main(["rm", root, "10", "--attempt", imported.attempt, "--yes"]) == 0
+    assert len(ckpt.list_steps(root)) == 1
+    assert not list(Path(root, "steps").glob(f"*{imported.attempt}"))
+
+
+def test_rm_says_why_it_refuses_and_what_follows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = str(tmp_path / "run")
+    frozen = torch.randn(300_000)
+    for step in (1, 2):
+        ckpt.save({"x": frozen, "n": step}, root, step=step, dedup=True)
+    assert main(["rm", root, "3", "--yes"]) == 1
+    assert "has no step 3" in capsys.readouterr().err
+    assert main(["rm", root, "1", "--yes"]) == 1
+    assert "is needed by" in capsys.readouterr().err
+    assert main(["rm", root, "2", "--dry-run"]) == 0
+    assert "a training resumes from step 1 then" in capsys.readouterr().out
+    assert main(["rm", root, "2", "--json", "--yes"]) == 0
+    assert main(["rm", root, "1", "--yes"]) == 1
+    assert "is the only checkpoint" in capsys.readouterr().err
+    assert steps_of(root) == [1] and ckpt.verify(root).ok
 
 
 @pytest.mark.parametrize(
@@ -197,6 +293,9 @@ def test_mistakes_are_told_in_one_line(
         ["prune", "x", "--keep-last", "0"],
         ["prune", "x", "--keep-best", "2:most"],
         ["prune", "x", "--keep-younger", "7"],
+        ["prune", "x", "--keep-last", "1", "--retire-unmeasured"],
+        ["rm", "x"],
+        ["rm", "x", "latest"],
         ["export", "x", "y.safetensors", "--shard-size", "big"],
         ["export", "x", "y.safetensors", "--rename", "(=a"],
         ["ls", "x", "-o", "endpoint"],

@@ -1,0 +1,190 @@
+"""Commands that delete checkpoints: prune, rm. They say what will go, and ask before it does."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from functools import reduce
+from operator import or_
+from typing import Any, Literal
+
+from ckpt.cli.commandline import DIFFERENT, OK, PROBLEM
+from ckpt.cli.screen import confirmed, show_json, size
+from ckpt.commit.lines import line_text, of_step, resumable
+from ckpt.commit.log import Log, LogState
+from ckpt.commit.maintenance import Maintenance
+from ckpt.commit.records import LiveEntry
+from ckpt.commit.sweep import NotRetired, why_not_retire
+from ckpt.errors import CheckpointError, NoCheckpoint
+from ckpt.service.retention import (
+    KeepBest,
+    KeepEvery,
+    KeepLatest,
+    KeepRule,
+    KeepYounger,
+    RetentionPlan,
+    candidates_of,
+    carry_out,
+    plan_retention,
+)
+from storage import Store, open_store
+
+DELETED_NOTHING = "nothing was deleted"
+
+
+# prune -----------------------------------------------------------------------------------------
+
+
+def prune(arguments: argparse.Namespace) -> int:
+    """`ckpt prune`."""
+    store = open_store(arguments.url, **dict(arguments.option))
+    try:
+        maintenance = Maintenance.open(store)
+        rule = _rule(arguments)
+        plan = _plan(store, maintenance, rule)
+        if arguments.dry_run and arguments.json:
+            show_json(_plan_json(store, plan))
+            return OK
+        _show_plan(store, plan, to_stderr=arguments.json)
+        if arguments.dry_run:
+            print(DELETED_NOTHING)
+            return OK
+        if plan.retire and not confirmed(_question(len(plan.retire)), yes=arguments.yes):
+            print(DELETED_NOTHING, file=sys.stderr)
+            return DIFFERENT
+        # Somebody may have saved, or gone back to an older one, while we waited for the answer.
+        agreed = {verdict.entry.attempt for verdict in plan.retire}
+        latest = _plan(store, maintenance, rule)
+        retire = tuple(verdict for verdict in latest.retire if verdict.entry.attempt in agreed)
+        gone, stayed = carry_out(RetentionPlan(latest.keep, retire), maintenance.retire)
+    finally:
+        store.close()
+    kept = len(latest.keep) + len(latest.retire) - len(gone)
+    if arguments.json:
+        show_json({"deleted": _entries_json(gone), "stayed": list(stayed)})
+        return PROBLEM if stayed else OK
+    for entry in gone:
+        print(f"deleted step {entry.step} ({entry.attempt})")
+    for reason in stayed:
+        print(f"kept: {reason}", file=sys.stderr)
+    print(f"{len(gone)} checkpoints deleted, {kept} kept")
+    return PROBLEM if stayed else OK
+
+
+def _plan(store: Store, maintenance: Maintenance, rule: KeepRule) -> RetentionPlan:
+    """Raises CheckpointError for a rule that matches nothing."""
+    candidates = candidates_of(Log(store), maintenance.state(), rule, {})
+    plan = plan_retention(candidates, rule, now_unix=time.time())
+    if plan.refused:
+        raise CheckpointError(f"{store.url}: {DELETED_NOTHING}: {plan.refused}")
+    return plan
+
+
+def _rule(arguments: argparse.Namespace) -> KeepRule:
+    """What any of the options keeps; the command line has made sure that there is one."""
+    rules: list[KeepRule] = []
+    if arguments.keep_last is not None:
+        rules.append(KeepLatest(arguments.keep_last))
+    if arguments.keep_every is not None:
+        rules.append(KeepEvery(arguments.keep_every))
+    if arguments.keep_best is not None:
+        count, mode = arguments.keep_best
+        unmeasured: Literal["keep", "retire"] = "retire" if arguments.retire_unmeasured else "keep"
+        rules.append(KeepBest(count, mode=mode, unmeasured=unmeasured))
+    if arguments.keep_younger is not None:
+        rules.append(KeepYounger(arguments.keep_younger))
+    return reduce(or_, rules)
+
+
+def _show_plan(store: Store, plan: RetentionPlan, *, to_stderr: bool) -> None:
+    file = sys.stderr if to_stderr else sys.stdout
+    victims = [verdict.entry for verdict in plan.retire]
+    print(plan.describe(), file=file)
+    print(f"{len(victims)} checkpoints to delete, {size(_nbytes(store, victims))}", file=file)
+
+
+def _plan_json(store: Store, plan: RetentionPlan) -> dict[str, Any]:
+    victims = [verdict.entry for verdict in plan.retire]
+    return {
+        "would_delete": _entries_json(victims),
+        "would_keep": _entries_json([verdict.entry for verdict in plan.keep]),
+        "nbytes": _nbytes(store, victims),
+    }
+
+
+def _nbytes(store: Store, entries: Sequence[LiveEntry]) -> int:
+    return sum(info.nbytes for entry in entries for info in store.list(entry.prefix))
+
+
+def _question(count: int) -> str:
+    return "delete it?" if count == 1 else f"delete these {count}?"
+
+
+def _entries_json(entries: Sequence[LiveEntry]) -> list[dict[str, Any]]:
+    return [{"step": entry.step, "attempt": entry.attempt} for entry in entries]
+
+
+# rm --------------------------------------------------------------------------------------------
+
+
+def rm(arguments: argparse.Namespace) -> int:
+    """`ckpt rm`."""
+    store = open_store(arguments.url, **dict(arguments.option))
+    try:
+        maintenance = Maintenance.open(store)
+        state = maintenance.state()
+        entry = _chosen(store, state, arguments.step, arguments.attempt)
+        if problem := why_not_retire(state, entry):
+            raise NotRetired(f"{DELETED_NOTHING}: {entry.attempt} (step {entry.step}) {problem}")
+        nbytes = _nbytes(store, [entry])
+        if arguments.dry_run and arguments.json:
+            show_json({"would_delete": _entries_json([entry]), "nbytes": nbytes})
+            return OK
+        file = sys.stderr if arguments.json else sys.stdout
+        print(f"step {entry.step} ({entry.attempt}), {_told(state, entry, nbytes)}", file=file)
+        if arguments.dry_run:
+            print(DELETED_NOTHING)
+            return OK
+        if not confirmed(_question(1), yes=arguments.yes):
+            print(DELETED_NOTHING, file=sys.stderr)
+            return DIFFERENT
+        is_gone = maintenance.retire(entry.attempt) is not None
+    finally:
+        store.close()
+    if not is_gone:
+        raise NoCheckpoint(f"{store.url}: {entry.attempt} was removed by somebody else meanwhile")
+    if arguments.json:
+        show_json({"deleted": _entries_json([entry])})
+    else:
+        print(f"deleted step {entry.step} ({entry.attempt})")
+    return OK
+
+
+def _chosen(store: Store, state: LogState, step: int, attempt: str) -> LiveEntry:
+    """The one checkpoint that is meant. Raises NoCheckpoint, and CheckpointError for several."""
+    of_it = of_step(state.live, step)
+    found = [entry for entry in of_it if attempt in ("", entry.attempt)]
+    if not found:
+        steps = sorted({entry.step for entry in state.live})
+        told = [f"{entry.attempt} ({line_text(entry.line)})" for entry in of_it]
+        there = f"it has {', '.join(told)}" if told else f"the root has steps {steps[-10:]}"
+        wanted = f"checkpoint {attempt} of step {step}" if attempt else f"step {step}"
+        raise NoCheckpoint(f"{store.url} has no {wanted}; {there}")
+    if len(found) > 1:
+        told = [f"{entry.attempt} ({line_text(entry.line)})" for entry in found]
+        raise CheckpointError(
+            f"{store.url} has {len(found)} checkpoints of step {step}; say which one with "
+            f"--attempt: {', '.join(told)}"
+        )
+    return found[0]
+
+
+def _told(state: LogState, entry: LiveEntry, nbytes: int) -> str:
+    """What goes with it."""
+    told = f"{line_text(entry.line)}, {size(nbytes)}"
+    if entry == state.latest:
+        rest = [other for other in state.live if other is not entry]
+        told += f"; it is the latest: a training resumes from step {resumable(rest)[0].step} then"
+    return told

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ckpt.api import async_save as async_save
+    from ckpt.api import forget as forget
     from ckpt.api import load as load
     from ckpt.api import save as save
     from ckpt.convert.dcp_plugin import DcpReader as DcpReader
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from ckpt.errors import Fenced as Fenced
     from ckpt.errors import InvalidState as InvalidState
     from ckpt.errors import LoadInterrupted as LoadInterrupted
+    from ckpt.errors import LogDiverged as LogDiverged
     from ckpt.errors import Mismatch as Mismatch
     from ckpt.errors import NoCheckpoint as NoCheckpoint
     from ckpt.errors import OutcomeUnknown as OutcomeUnknown
@@ -137,6 +139,7 @@ _HOMES = {
     "StateDictType": "ckpt.state_dict.config",
     "StepInfo": "ckpt.loading.checkpoint",
     "StoreRefused": "ckpt.errors",
+    "LogDiverged": "ckpt.errors",
     "UnsupportedFormat": "ckpt.errors",
     "VerifyReport": "ckpt.tools.verify",
     "async_save": "ckpt.api",
@@ -159,6 +162,7 @@ _HOMES = {
     "rekey_optimizer_state_dict": "ckpt.state_dict.api",
     "reshard": "ckpt.tools.reshard",
     "rng_state": "ckpt.state.rng",
+    "forget": "ckpt.api",
     "save": "ckpt.api",
     "shard_optimizer_state_dict": "ckpt.state_dict.api",
     "verify": "ckpt.tools.verify",

@@ -29,7 +29,7 @@ from ckpt.saving.staging import Snapshot, StageOptions, stage
 from ckpt.saving.task import SaveTask
 from ckpt.saving.write import Staging, WritePath
 from ckpt.world.base import collectively
-from storage import Store
+from storage import Store, open_store
 
 MIB = 1 << 20
 REMOTE_REQUESTS = 4  # in flight at once per rank
@@ -217,6 +217,21 @@ def load(
         on_purpose = step is not None or bool(attempt)
         this_process.restored(store.url, report.attempt, on_purpose=on_purpose)
         return report
+
+
+def forget(url: str, *, storage_options: Mapping[str, Any] | None = None) -> None:
+    """Forget what this process remembers of the root at `url`: the next save claims it as a new job
+    does, or begins a new root where none is.
+
+    For a process that goes on after its root was removed, restored from a backup or mended, which
+    saves refuse (LogDiverged). Call it on all ranks. Waits for an `async_save` in flight, whose
+    failure is still raised by its `result` or by the next save. Nothing in the store changes.
+    """
+    store = open_store(url, **(storage_options or {}))
+    try:
+        this_process.forget(store)
+    finally:
+        store.close()
 
 
 _Choice = TypeVar("_Choice", bound=str)

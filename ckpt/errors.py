@@ -49,6 +49,14 @@ class StoreRefused(CheckpointError):
     """
 
 
+class LogDiverged(StoreRefused):
+    """The log in the store is not the one that this process has built on: it was removed, rolled
+    back, restored from a backup or replaced by a copy. Nothing is acknowledged.
+
+    `ckpt.forget(url)` on all ranks lets the process go on with what is there, as a new job would.
+    """
+
+
 class Fenced(CheckpointError):
     """A newer session has claimed this root. This process must not write here again; nothing was
     lost.

@@ -38,7 +38,9 @@ class Seat:
     background: Background
     staging: Staging = field(default_factory=Staging)
     stores: dict[tuple[str, str], Store] = field(default_factory=dict)
-    sessions: dict[tuple[str, bool], tuple[RankedSession, PartMemory]] = field(default_factory=dict)
+    sessions: dict[tuple[str, str, bool], tuple[RankedSession, PartMemory]] = field(
+        default_factory=dict
+    )
 
     def store(self, url: str, storage_options: Mapping[str, Any] | None) -> Store:
         """Opened once: an open store knows which directories are durable, and keeps connections."""
@@ -61,7 +63,8 @@ class Seat:
             return self.store(url, storage_options)
 
         store = collectively(self.world, "open", settled)
-        key = (store.url, unsafe_single_writer)
+        # Two servers may have buckets of one name; the options tell them apart.
+        key = (store.url, _store_key(url, storage_options)[1], unsafe_single_writer)
         if key not in self.sessions:
             opened = open_session(
                 self.world, store, self.registry, unsafe_single_writer=unsafe_single_writer
@@ -73,10 +76,18 @@ class Seat:
         self, url: str, storage_options: Mapping[str, Any] | None, unsafe_single_writer: bool
     ) -> Place | None:
         """The place if all ranks have been there, without waiting for any."""
-        store = self.stores.get(_store_key(url, storage_options))
-        if store is None or (store.url, unsafe_single_writer) not in self.sessions:
+        opened = _store_key(url, storage_options)
+        store = self.stores.get(opened)
+        if store is None or (store.url, opened[1], unsafe_single_writer) not in self.sessions:
             return None
-        return self._place(store, *self.sessions[store.url, unsafe_single_writer])
+        return self._place(store, *self.sessions[store.url, opened[1], unsafe_single_writer])
+
+    def forget(self, store: Store) -> None:
+        """Nothing is known of this place any more; waits for a save in flight."""
+        self.background.wait()
+        self.sessions = {key: known for key, known in self.sessions.items() if key[0] != store.url}
+        # An open store remembers which directories are durable; new ones are not.
+        self.stores = {key: known for key, known in self.stores.items() if known.url != store.url}
 
     def _place(self, store: Store, session: RankedSession, memory: PartMemory) -> Place:
         if session.session is not None:
@@ -163,6 +174,14 @@ class ProcessMemory:
     def restored(self, url: str, attempt: str, *, on_purpose: bool) -> None:
         """What this process saves to that root goes on from there; see `ckpt.commit.lines`."""
         self._registry.restored(url, Restored(attempt, on_purpose))
+
+    def forget(self, store: Store) -> None:
+        """The next save to this place claims it."""
+        with self._lock:
+            seats = list(self._seats)
+        for seat in seats:
+            seat.forget(store)
+        self._registry.forget(store)
 
     def seat(self, group: dist.ProcessGroup | None) -> Seat:
         """The place in `group`, made at its first use; that is collective over the group."""

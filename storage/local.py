@@ -58,6 +58,10 @@ class LocalStore(Store):
         self._entry_durable: set[str] = set()
         self._made_above_root: set[str] = set()
 
+    @property
+    def place(self) -> str:
+        return os.path.realpath(self._root)
+
     def get(self, key: str, byte_range: ByteRange | None = None) -> bytes:
         path = self._path(key)
         try:

@@ -70,6 +70,10 @@ class MemoryStore(Store):
         self._prefix = prefix + "/" if prefix else ""
         self.url = f"memory://{name}" + (f"/{prefix}" if prefix else "")
 
+    @property
+    def place(self) -> str:
+        return f"memory {id(self._bucket)} {self._prefix}"
+
     def get(self, key: str, byte_range: ByteRange | None = None) -> bytes:
         data, _ = self._find(key, "read")
         if byte_range is None:

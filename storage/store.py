@@ -86,6 +86,14 @@ class Store(ABC):
     part_nbytes_min: int = 1  # of every part but the last of an object of several parts
 
     @property
+    def place(self) -> str:
+        """Which storage this is: two open stores of one place hold the same objects.
+
+        For comparing only. Two places may still be one, where one is mounted twice.
+        """
+        return self.url
+
+    @property
     def retries(self) -> int:
         """Requests that were repeated so far because they had failed; 0 where nobody repeats."""
         return 0

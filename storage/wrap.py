@@ -24,6 +24,10 @@ class WrappedStore(Store):
         return self.inner.url
 
     @property
+    def place(self) -> str:
+        return self.inner.place
+
+    @property
     def exclusive_create(self) -> ExclusiveCreate:  # type: ignore[override]
         return self.inner.exclusive_create
 

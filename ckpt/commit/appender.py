@@ -23,9 +23,10 @@ from ckpt.commit.records import (
     Record,
     decode_record,
     encode_record,
+    record_digest,
     record_problem,
 )
-from ckpt.errors import CheckpointError, Corrupt, OutcomeUnknown
+from ckpt.errors import CheckpointError, Corrupt, LogDiverged, OutcomeUnknown
 from storage.errors import (
     KeyExistsError,
     KeyNotFoundError,
@@ -91,6 +92,17 @@ class Draft(NamedTuple):
 Build = Callable[[LogState], "Draft | None"]
 
 
+def diverged(url: str, slot: int) -> LogDiverged:
+    """What to say when the record in `slot` is not the one that this process knows."""
+    return LogDiverged(
+        f"{url}/{record_key(slot)} is not what this process saw or wrote there, or not on the "
+        "record that was before it: the root was rolled back, restored from a backup, or replaced "
+        "by a copy. Nothing is acknowledged. To go on with what is there now, as a new job would, "
+        f"call ckpt.forget({url!r}) on all ranks and save again; or save to another url. "
+        f"`ckpt log {url}` shows what is there"
+    )
+
+
 class Appender:
     """Appends to one log. Shared by sessions and maintenance; see the note at the top."""
 
@@ -102,6 +114,7 @@ class Appender:
         self._limits = limits
         self._check_first = check_first
         self._pending: Record | None = None
+        self._known: Record | None = None
 
     @property
     def store(self) -> Store:
@@ -120,17 +133,26 @@ class Appender:
         self.settle()
         for _ in range(self._limits.races_max):
             state = self.log.state()
+            self.prove()
+            self._known = self.log.newest
             draft = build(state)
             if draft is None:
                 return None
             record = self._record(draft, slot=state.slot + 1, previous=self.log.digest_of(state))
             if self._put(record, sent_before=False):
-                self.log.saw(record)
                 return record
         raise CheckpointError(
             f"{self.store.url}: lost {self._limits.races_max} races for a log slot in a row; "
             "another process is appending without end: stop it, then try again"
         )
+
+    def prove(self) -> None:
+        """Raise LogDiverged unless the last record that we have built on still stands there.
+
+        The log's own memory would not do: it follows whatever log it finds.
+        """
+        if self._known is not None and not self.log.holds(self._known):
+            raise diverged(self.store.url, self._known.slot)
 
     def settle(self) -> Settled | None:
         """Find out what became of a pending record, None when there is none.
@@ -140,10 +162,7 @@ class Appender:
         record = self._pending
         if record is None:
             return None
-        landed = self._put(record, sent_before=True)
-        if landed:
-            self.log.saw(record)
-        return Settled(record, landed)
+        return Settled(record, self._put(record, sent_before=True))
 
     def _record(self, draft: Draft, *, slot: int, previous: bytes | None) -> Record:
         live = draft.live
@@ -188,8 +207,7 @@ class Appender:
                 cause = error
                 break
             else:
-                self._pending = None
-                return True
+                return self._stands(record, data)
         assert cause is not None
         if not maybe_sent:
             self._pending = None
@@ -204,8 +222,30 @@ class Appender:
             raise self._unknown(record) from error
         except Corrupt:
             occupant = b""  # too large to be ours; the next look at the log will say so
+        if occupant == data:
+            return self._stands(record, data)
         self._pending = None
-        return occupant == data
+        return False
+
+    def _stands(self, record: Record, data: bytes) -> bool:
+        """True: `record` stands, and so does the one that it builds on.
+
+        Looked at in this order and after the append: whenever the log was exchanged before, one of
+        the two is gone, or the other one is not what it was.
+        """
+        try:
+            before = self.log.raw(record.slot - 1) if record.previous is not None else None
+            is_there = self.log.raw(record.slot) == data
+        except (KeyNotFoundError, Corrupt):
+            is_there, before = False, None
+        except StorageError as error:
+            raise self._unknown(record) from error
+        self._pending = None
+        if not is_there or (before is not None and record_digest(before) != record.previous):
+            raise diverged(self.store.url, record.slot)
+        self.log.saw(record)
+        self._known = record
+        return True
 
     def _unknown(self, record: Record) -> OutcomeUnknown:
         what = record.kind if record.attempt is None else f"{record.kind} of {record.attempt}"

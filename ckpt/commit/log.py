@@ -7,13 +7,12 @@ holds the bytes (FORMAT object and records) and reading; `ckpt.commit.session` a
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ckpt.commit.names import LOG_PREFIX, MANIFEST_NAME, STEPS_PREFIX, record_key
+from ckpt.commit.names import LOG_PREFIX, MANIFEST_NAME, STEPS_PREFIX, record_key, record_slot
 from ckpt.commit.records import (
     RECORD_NBYTES_MAX,
     LiveEntry,
@@ -21,6 +20,7 @@ from ckpt.commit.records import (
     corrupt_record,
     decode_record,
     encode_record,
+    record_digest,
 )
 from ckpt.errors import Corrupt, NoCheckpoint, UnsupportedFormat
 from ckpt.format.checksum import crc32c
@@ -38,6 +38,15 @@ _FORMAT_START = re.compile(rb"shardpoint ([0-9]{1,9})[ \n]")
 
 
 # --- values ---------------------------------------------------------------------------------------
+
+
+def broken_log(url: str, slot: int, problem: str) -> Corrupt:
+    """What to say when the log is no row of records that build on each other."""
+    return Corrupt(
+        f"the log of {url} is broken at slot {slot}: {problem}. It was rolled back, restored or "
+        f"copied under a running job. `ckpt log {url}` shows it, and `ckpt mend {url}` makes it "
+        "whole: no checkpoint is lost by that"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,14 +164,6 @@ def _no_checkpoint(store: Store, looked_at_max: int = 1000) -> NoCheckpoint:
     return NoCheckpoint(message)
 
 
-# --- record bytes ---------------------------------------------------------------------------------
-
-
-def record_digest(encoded: bytes) -> bytes:
-    """The digest of a record as the record after it keeps it: SHA-256, 32 bytes."""
-    return hashlib.sha256(encoded).digest()
-
-
 # --- reading --------------------------------------------------------------------------------------
 
 
@@ -184,6 +185,43 @@ class Log:
         found = self.record(last)
         self.saw(found)
         return state_after(found)
+
+    @property
+    def newest(self) -> Record | None:
+        """The newest record that was seen so far; asks nobody."""
+        return self._newest
+
+    def holds(self, record: Record) -> bool:
+        """Whether `record` stands in its slot now, byte for byte."""
+        try:
+            return self.raw(record.slot) == encode_record(record)
+        except (KeyNotFoundError, Corrupt):
+            return False
+
+    def check_end(self) -> None:
+        """Raise Corrupt when the end of the log is not one row of records that build on each other.
+
+        Looks at the last thousand slots, and at everything behind the last one: who appends before
+        a hole would hide what is behind it.
+        """
+        last = self.state().slot
+        first = max(0, last + 1 - LISTED_MAX)
+        expected = first
+        after = record_key(first - 1) if first else ""
+        for found in self.store.list(LOG_PREFIX, after=after):
+            slot = record_slot(found.key)
+            if slot is None:
+                continue
+            if slot != expected:
+                problem = f"it is missing, and slot {slot} is there"
+                raise broken_log(self.store.url, expected, problem)
+            expected += 1
+        newest = self._newest
+        if newest is None or newest.previous is None:
+            return
+        if record_digest(self.raw(newest.slot - 1)) != newest.previous:
+            problem = "it builds on another record than is before it"
+            raise broken_log(self.store.url, newest.slot, problem)
 
     def digest_of(self, state: LogState) -> bytes | None:
         """What the record after `state`, which `state()` has returned last, keeps of the newest

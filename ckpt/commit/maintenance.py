@@ -36,6 +36,7 @@ class Maintenance(LogWriter):
             sources=sources or Sources(),
             limits=limits or Limits(),
         )
+        appender.log.check_end()
         if appender.log.state().epoch == 0:
             raise NoCheckpoint(f"{store.url} has no checkpoint yet: its log is empty")
         return cls(appender, root=found.root)

@@ -19,6 +19,7 @@ TELEMETRY_NAME = "TELEMETRY"  # how the save went; optional, nothing depends on 
 _ATTEMPT = re.compile(r"e([0-9]{6,18})-[0-9a-f]{16}")
 
 
+_RECORD = re.compile(r"log/([0-9]{20})")
 _STEP_DIR = re.compile(r"([0-9]{8,18})-(e[0-9]{6,18}-[0-9a-f]{16})")
 
 
@@ -28,6 +29,12 @@ _FILE_NAME = re.compile(r"MANIFEST|TELEMETRY|[A-Za-z0-9][A-Za-z0-9._-]{0,199}\.s
 def record_key(slot: int) -> str:
     """The key of a log slot."""
     return f"{LOG_PREFIX}{slot:020d}"
+
+
+def record_slot(key: str) -> int | None:
+    """The inverse of `record_key`, None for any other key."""
+    match = _RECORD.fullmatch(key)
+    return int(match[1]) if match else None
 
 
 def attempt_name(epoch: int, unique: bytes) -> str:

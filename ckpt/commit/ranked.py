@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 class SessionRegistry:
     """The sessions of one process: a root is claimed at the first save and never again.
 
+    A session belongs to a place: a copy of its root elsewhere is claimed for itself.
+
     Whoever holds the registry decides how long "process" is; tests make one for each simulated
     process.
     """
@@ -47,16 +49,14 @@ class SessionRegistry:
         sources: Sources | None = None,
         limits: Limits | None = None,
     ) -> Session:
-        """The session of this root, claimed now if this process has none. Fenced ones stay
-        fenced.
+        """The session of this place, claimed now if this process has none. Fenced ones stay
+        fenced. Raises LogDiverged when the place does not hold what this process has left there.
         """
         with self._lock:
-            try:
-                known = self._sessions.get(read_format(store).root)
-            except NoCheckpoint:
-                known = None
+            known = self._sessions.get(store.place)
             if known is not None:
                 known.use_store(store)
+                known.check_root()
                 return known
             session = Session.claim(
                 store,
@@ -64,11 +64,17 @@ class SessionRegistry:
                 sources=sources,
                 limits=limits,
             )
-            self._sessions[session.root] = session
+            self._sessions[store.place] = session
             if (restored := self._restored.get(store.url)) is not None:
                 session.restored(restored)
             _clean_up(session)
             return session
+
+    def forget(self, store: Store) -> None:
+        """The next session of this place is claimed anew, and begins as that of a new job."""
+        with self._lock:
+            self._sessions.pop(store.place, None)
+            self._restored.pop(store.url, None)
 
 
 def _clean_up(session: Session) -> None:

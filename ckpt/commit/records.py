@@ -110,6 +110,11 @@ def encode_record(record: Record) -> bytes:
     return data
 
 
+def record_digest(encoded: bytes) -> bytes:
+    """The digest of a record as the record after it keeps it: SHA-256, 32 bytes."""
+    return hashlib.sha256(encoded).digest()
+
+
 def _entry_map(entry: LiveEntry) -> dict[str, Any]:
     # The first line is not written: a root with one line has records as before there were lines.
     line = {} if entry.line == FIRST_LINE else {"line": entry.line}

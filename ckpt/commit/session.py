@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 
-from ckpt.commit.appender import Appender, Build, Draft, Limits, Settled, Sources
+from ckpt.commit.appender import Appender, Build, Draft, Limits, Settled, Sources, diverged
 from ckpt.commit.claim import must_look_first, root_id, unsafe_store
 from ckpt.commit.lines import OwnLine, Restored
 from ckpt.commit.log import LogState, read_format
@@ -17,7 +17,7 @@ from ckpt.commit.names import STEPS_PREFIX, attempt_epoch, attempt_name
 from ckpt.commit.records import LiveEntry, Record
 from ckpt.commit.sweep import attempts_on, delete_attempt, refuse_needed
 from ckpt.commit.writer import Commit, LogWriter
-from ckpt.errors import CheckpointError, Corrupt, Fenced, NoCheckpoint, StoreRefused
+from ckpt.errors import CheckpointError, Fenced, LogDiverged, NoCheckpoint
 from storage.store import ExclusiveCreate, Store
 
 logger = logging.getLogger(__name__)
@@ -64,6 +64,7 @@ class Session(LogWriter):
         root = root_id(store, sources=sources, limits=limits)
         check_first = must_look_first(store, root, unsafe_single_writer, limits)
         appender = Appender(store, check_first=check_first, sources=sources, limits=limits)
+        appender.log.check_end()
         record = appender.append(lambda state: Draft("CLAIM", state.epoch + 1, None, state.live))
         assert record is not None
         return cls(appender, root=root, epoch=record.epoch)
@@ -79,7 +80,7 @@ class Session(LogWriter):
             self._appender.log.store = store
 
     def check_root(self) -> None:
-        """Raise StoreRefused when the root was removed, or removed and made anew.
+        """Raise LogDiverged when the root was removed, made anew, rolled back or exchanged.
 
         Our log would go on in a place where nobody finds it, or in the middle of another one.
         """
@@ -88,11 +89,14 @@ class Session(LogWriter):
         except NoCheckpoint:
             seen = "no root"
         if seen != self.root:
-            raise StoreRefused(
+            raise LogDiverged(
                 f"{self.store.url} shows {seen} where this process began to save to root "
-                f"{self.root}: it was removed meanwhile; save to another url, or start this job "
-                "anew"
+                f"{self.root}: it was removed meanwhile. To begin there anew, call "
+                f"ckpt.forget({self.store.url!r}) on all ranks and save again; or save to another "
+                "url"
             )
+        with self._lock:
+            self._appender.prove()
 
     def restored(self, restored: Restored) -> None:
         """Go on with the line of what was restored; see `ckpt.commit.lines`."""
@@ -190,6 +194,7 @@ class Session(LogWriter):
         with self._lock:
             self.settle()
             state = self.state()
+            self._appender.prove()
             needed = {e.attempt for e in state.live}
             needed |= {name for e in state.live for name in e.references}
             orphans = [
@@ -226,10 +231,7 @@ class Session(LogWriter):
         if self._fenced_by is not None:
             raise self._fenced_error(self._fenced_by)
         if state.epoch < self.epoch:
-            raise Corrupt(
-                f"the log of {self.store.url} went back from epoch {self.epoch} to {state.epoch}: "
-                "entries were removed; save to a new url, load steps by their own paths"
-            )
+            raise diverged(self.store.url, state.slot)
         return self.epoch
 
     def _fenced_error(self, by: int) -> Fenced:

@@ -123,6 +123,7 @@ class LogWriter:
         with self._lock:
             self.settle()
             state = self.state()
+            self._appender.prove()
             refuse_needed(state, attempt)
             if attempt not in self._retired and attempt_epoch(attempt) >= state.epoch:
                 raise NotRetired(f"{attempt} may be a save under way; nothing was deleted")

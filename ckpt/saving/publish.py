@@ -19,7 +19,7 @@ from ckpt.commit.records import LiveEntry, manifest_digest
 from ckpt.commit.session import ReferenceRetired, Session
 from ckpt.commit.sweep import NotRetired
 from ckpt.commit.writer import Commit
-from ckpt.errors import Fenced, InvalidState, OutcomeUnknown, SaveDropped
+from ckpt.errors import Fenced, InvalidState, LogDiverged, OutcomeUnknown, SaveDropped
 from ckpt.format.datafile import BLOCK_BYTES
 from ckpt.format.manifest import Header, Manifest
 from ckpt.format.manifest_codec import encode_manifest
@@ -91,8 +91,8 @@ def _publish(task: SaveTask, attempt: Attempt, write: Callable[[Attempt], Part])
         with task.recorder.span("parts"):
             parts = _hand_over(part, task)
         report, committed = _commit(parts, task, header)
-    except (Fenced, OutcomeUnknown):
-        raise
+    except (Fenced, LogDiverged, OutcomeUnknown):
+        raise  # nothing is deleted in a place that is not ours, or may not be
     except Exception:
         memory.sent = b""
         _discard(session, header)

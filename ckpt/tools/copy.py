@@ -21,9 +21,16 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from ckpt.commit.locate import live_entries, locate
-from ckpt.commit.log import FORMAT_KEY, Log, encode_format, read_format, record_digest
+from ckpt.commit.log import FORMAT_KEY, Log, encode_format, read_format
 from ckpt.commit.names import MANIFEST_NAME, attempt_epoch, record_key
-from ckpt.commit.records import FIRST_LINE, LiveEntry, Record, encode_record, record_problem
+from ckpt.commit.records import (
+    FIRST_LINE,
+    LiveEntry,
+    Record,
+    encode_record,
+    record_digest,
+    record_problem,
+)
 from ckpt.errors import CheckpointError, Corrupt, NoCheckpoint
 from ckpt.format.manifest import Manifest
 from ckpt.format.manifest_codec import decode_manifest, encode_manifest

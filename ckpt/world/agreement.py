@@ -18,6 +18,7 @@ _SHARED_CLASSES: dict[str, Callable[[Any], CheckpointError]] = {
         errors.Corrupt,
         errors.UnsupportedFormat,
         errors.StoreRefused,
+        errors.LogDiverged,
         errors.Fenced,
         errors.OutcomeUnknown,
         errors.LoadInterrupted,

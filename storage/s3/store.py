@@ -156,6 +156,13 @@ class S3Store(HttpStore):
         self._lock = threading.Lock()
         self._client: tuple[int, s3fs.S3FileSystem] | None = None
 
+    @property
+    def place(self) -> str:
+        # Two servers may have buckets of one name.
+        clients = self._given.get("client_kwargs") or {}
+        endpoint = self._given.get("endpoint_url") or clients.get("endpoint_url") or ""
+        return f"{str(endpoint).rstrip('/')} {self.url}"
+
     def create(
         self,
         key: str,

@@ -15,9 +15,16 @@ from typing import Any
 import msgpack
 import pytest
 
-from ckpt.commit.log import Log, decode_format, encode_format, read_format, record_digest
+from ckpt.commit.log import Log, decode_format, encode_format, read_format
 from ckpt.commit.names import attempt_epoch, parse_step_key, record_key
-from ckpt.commit.records import RECORD_MAGIC, LiveEntry, Record, decode_record, encode_record
+from ckpt.commit.records import (
+    RECORD_MAGIC,
+    LiveEntry,
+    Record,
+    decode_record,
+    encode_record,
+    record_digest,
+)
 from ckpt.commit.session import Session
 from ckpt.commit.writer import Commit
 from ckpt.errors import CheckpointError, Corrupt, NoCheckpoint, UnsupportedFormat

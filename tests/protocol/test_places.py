@@ -1,0 +1,249 @@
+"""A session belongs to a place: roots that are copied, rolled back or restored under a process.
+
+Method: real roots on disk through the public functions, and sessions over a store that is
+exchanged at one operation. What was acknowledged is read back by a job that knows nothing.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import ckpt
+from ckpt.commit.appender import Limits, Sources
+from ckpt.commit.log import Log
+from ckpt.commit.maintenance import Maintenance
+from ckpt.commit.names import MANIFEST_NAME, record_key, step_prefix
+from ckpt.commit.ranked import SessionRegistry, open_session
+from ckpt.commit.records import LiveEntry, manifest_digest
+from ckpt.commit.session import Session
+from ckpt.commit.writer import Commit
+from ckpt.errors import CheckpointError, Corrupt, LogDiverged
+from ckpt.testing import RanksFailed, run_ranks
+from storage import open_store
+from storage.memory import MemoryBucket, MemoryStore
+from storage.store import Store
+from storage.wrap import WrappedStore
+
+NO_PAUSE = Sources(pause=lambda seconds: None)
+
+
+def claim(store: Store) -> Session:
+    return Session.claim(store, sources=NO_PAUSE, limits=Limits(tries_max=2))
+
+
+def save(session: Session, step: int) -> LiveEntry:
+    attempt, manifest = session.new_attempt(), b"manifest %d" % step
+    prefix = step_prefix(step, attempt)
+    session.store.put_if_absent(prefix + "rank00000-000.safetensors", b"data")
+    session.store.put_if_absent(prefix + MANIFEST_NAME, manifest)
+    return session.commit(Commit(attempt, step, len(manifest), manifest_digest(manifest)))
+
+
+def steps_after_a_new_job(root: Path | str) -> list[int]:
+    """What exists once a job that knows nothing has claimed the root and swept it."""
+    store = open_store(str(root))
+    claim(store).sweep()
+    list(Log(store).history())
+    for entry in Log(store).state().live:
+        store.info(entry.prefix + MANIFEST_NAME)
+    return [entry.step for entry in Log(store).state().live]
+
+
+def files_below(root: Path) -> list[str]:
+    return sorted(str(path) for path in root.rglob("*"))
+
+
+def test_a_copy_of_a_root_is_a_place_of_its_own(tmp_path: Path) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    ckpt.save({"x": torch.ones(3)}, str(here), step=1)
+    shutil.copytree(here, there)
+    for step in (2, 3):
+        ckpt.save({"x": torch.ones(3) * step}, str(here), step=step)
+    ckpt.save({"x": torch.ones(3) * 10}, str(there), step=10)
+    ckpt.save({"x": torch.ones(3) * 4}, str(here), step=4)
+    ckpt.save({"x": torch.ones(3) * 11}, str(there), step=11)
+    assert steps_after_a_new_job(there) == [1, 10, 11]
+    assert steps_after_a_new_job(here) == [1, 2, 3, 4]
+    state = {"x": torch.zeros(3)}
+    assert ckpt.load(state, str(there), step=10).step == 10
+    assert torch.equal(state["x"], torch.ones(3) * 10)
+
+
+def test_one_place_under_two_names_is_claimed_once(tmp_path: Path) -> None:
+    (tmp_path / "alias").symlink_to(tmp_path / "run")
+    for step, name in enumerate(["run", "alias", "run", "alias"]):
+        ckpt.save({"x": step}, str(tmp_path / name), step=step)
+    assert [event.kind for event in ckpt.history(str(tmp_path / "run"))].count("CLAIM") == 1
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_root_that_was_rolled_back_is_refused_until_it_is_forgotten(
+    tmp_path: Path, in_background: bool
+) -> None:
+    root, backup = tmp_path / "run", tmp_path / "backup"
+
+    def save_step(step: int) -> None:
+        if in_background:
+            ckpt.async_save({"x": torch.ones(3)}, str(root), step=step).result()
+        else:
+            ckpt.save({"x": torch.ones(3)}, str(root), step=step)
+
+    save_step(1)
+    shutil.copytree(root, backup)
+    save_step(2)
+    save_step(3)
+    shutil.rmtree(root)
+    shutil.copytree(backup, root)
+    before = files_below(root)
+    with pytest.raises(LogDiverged, match=r"ckpt\.forget"):
+        save_step(4)
+    assert files_below(root) == before
+    ckpt.forget(str(root))
+    save_step(5)
+    assert steps_after_a_new_job(root) == [1, 5]
+
+
+def test_a_notebook_that_removed_its_folder_saves_again_after_one_call(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    ckpt.save({"x": 1}, str(root), step=1)
+    shutil.rmtree(root)
+    with pytest.raises(LogDiverged, match=r"ckpt\.forget"):
+        ckpt.save({"x": 2}, str(root), step=2)
+    ckpt.forget(str(root))
+    ckpt.save({"x": 2}, str(root), step=2)
+    assert steps_after_a_new_job(root) == [2]
+
+
+def test_all_ranks_hear_that_the_log_has_diverged() -> None:
+    bucket, registry = MemoryBucket(), SessionRegistry()
+    session = registry.session(MemoryStore(bucket))
+    save(session, 1)
+    bucket.remove(record_key(1))
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(3, lambda world: open_session(world, MemoryStore(bucket), registry))
+    assert {type(error) for error in caught.value.errors.values()} == {LogDiverged}
+
+
+def _objects(bucket: MemoryBucket) -> dict[str, bytes]:
+    return {key: bytes(bucket.find(key)[0]) for key in bucket.keys_from("", "")}  # type: ignore[index]
+
+
+def _exchange(bucket: MemoryBucket, objects: dict[str, bytes]) -> None:
+    for key in bucket.keys_from("", ""):
+        bucket.remove(key)
+    for key, data in objects.items():
+        bucket.add(key, data)
+
+
+class ExchangedAt(WrappedStore):
+    """The objects are exchanged just before the n-th operation on the log."""
+
+    def __init__(self, bucket: MemoryBucket, objects: dict[str, bytes]) -> None:
+        super().__init__(MemoryStore(bucket))
+        self.bucket, self.objects, self.left = bucket, objects, -1
+
+    def _count(self, key: str) -> None:
+        if key.startswith("log/"):
+            self.left -= 1
+            if self.left == 0:
+                _exchange(self.bucket, self.objects)
+
+    def put_if_absent(self, key: str, data: bytes) -> None:
+        self._count(key)
+        super().put_if_absent(key, data)
+
+    def get(self, key: str, byte_range: object = None) -> bytes:
+        self._count(key)
+        return super().get(key)
+
+    def info(self, key: str) -> object:  # type: ignore[override]
+        self._count(key)
+        return super().info(key)
+
+
+@pytest.mark.parametrize("kept", [1, 2, 3])
+def test_no_moment_of_a_rollback_leads_to_a_lost_commit_that_was_acknowledged(kept: int) -> None:
+    """Before each single request of an append: what returns was written after the rollback."""
+    refused = 0
+    for moment in range(1, 20):
+        bucket = MemoryBucket()
+        store = ExchangedAt(bucket, {})
+        session = claim(store)
+        for step in (1, 2):
+            save(session, step)
+            if step + 1 == kept:
+                store.objects = _objects(bucket)
+        if kept == 1:
+            store.objects = {k: v for k, v in _objects(bucket).items() if "log/" not in k}
+            store.objects[record_key(0)] = _objects(bucket)[record_key(0)]
+        store.left = moment
+        try:
+            entry = save(session, 3)
+        except CheckpointError as error:
+            assert isinstance(error, LogDiverged), error
+            refused += 1
+            continue
+        if store.left > 0:
+            assert refused >= (3 if kept < 3 else 0)
+            return
+        state = Log(MemoryStore(bucket)).state()
+        assert state.find(entry.attempt) is not None, moment
+        list(Log(MemoryStore(bucket)).history())
+    raise AssertionError("an append ends within twenty requests")
+
+
+def test_a_session_of_the_same_epoch_in_a_restored_root_is_told_from_our_own() -> None:
+    """Epochs repeat after a rollback, so they do not tell the two sessions apart."""
+    bucket = MemoryBucket()
+    save(claim(MemoryStore(bucket)), 1)
+    backup = _objects(bucket)
+    zombie = claim(MemoryStore(bucket))
+    save(zombie, 2)
+    _exchange(bucket, backup)
+    other = claim(MemoryStore(bucket))
+    assert other.epoch == zombie.epoch
+    kept = [save(other, step) for step in (3, 4, 5)]
+    for action in (
+        lambda: save(zombie, 6),
+        lambda: zombie.retire(kept[0].attempt),
+        lambda: zombie.delete_retired(kept[0].attempt, step=3),
+        zombie.sweep,
+    ):
+        with pytest.raises(LogDiverged):
+            action()
+    assert [entry.step for entry in Log(MemoryStore(bucket)).state().live] == [1, 3, 4, 5]
+
+
+def _hole(bucket: MemoryBucket) -> None:
+    bucket.remove(record_key(4))
+
+
+def _other_branch(bucket: MemoryBucket) -> None:
+    """As when two copies that went different ways are merged: the newest record is the other's."""
+    other = MemoryBucket()
+    _exchange(other, _objects(bucket))
+    for last in (6, 5):
+        other.remove(record_key(last))
+    save(claim(MemoryStore(other)), 99)
+    bucket.remove(record_key(6))
+    bucket.add(record_key(6), _objects(other)[record_key(6)])
+
+
+@pytest.mark.parametrize("damage", [_hole, _other_branch])
+def test_nobody_writes_to_a_log_that_is_no_row(damage: Callable[[MemoryBucket], None]) -> None:
+    """A job that claimed before the hole would sweep the files of what is committed behind it."""
+    bucket = MemoryBucket()
+    session = claim(MemoryStore(bucket))
+    for step in range(1, 7):
+        save(session, step)
+    damage(bucket)
+    before = _objects(bucket)
+    for write in (claim, Maintenance.open):
+        with pytest.raises(Corrupt, match="ckpt mend"):
+            write(MemoryStore(bucket))
+    assert _objects(bucket) == before

@@ -306,12 +306,15 @@ class LocalStore(Store):
 
     def _publish(self, temp: str, final: str) -> None:
         """Give `temp` its final name. FileExistsError when that is taken; `temp` stays then."""
+        ours = _identity(temp)
         try:
             os.link(temp, final)
         except FileExistsError:
-            # NFS repeats a request whose reply was lost, and answers the second one. Two names
-            # mean that the first one was ours.
-            if os.stat(temp).st_nlink != 2:
+            # NFS repeats a request whose reply was lost, and answers the second one. The name is
+            # ours when it is a name of our file. A count of names would not tell: a backup that
+            # makes hard links (cp -al) gives `temp` others. Where a file system has no lasting
+            # identities, an own object counts as another's, which its owner tells by its bytes.
+            if not _is_file(final, ours):
                 raise
         except OSError as error:
             if error.errno not in _LINK_UNSUPPORTED:
@@ -507,6 +510,15 @@ def _remove_quietly(path: str) -> None:
 def _identity(path: str) -> tuple[int, int]:
     found = os.stat(path)
     return found.st_dev, found.st_ino
+
+
+def _is_file(path: str, identity: tuple[int, int]) -> bool:
+    """Whether `path` itself, not what it may link to, is that file."""
+    try:
+        found = os.lstat(path)
+    except FileNotFoundError:
+        return False
+    return (found.st_dev, found.st_ino) == identity
 
 
 def _is_text(name: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import mmap
 import os
@@ -9,7 +10,9 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -268,6 +271,60 @@ def test_a_repeated_link_of_nfs_counts_as_ours(
     monkeypatch.setattr(local_module.os, "link", link)
     store.put_if_absent("a", b"x")
     assert all_files(tmp_path) == ["root/a"]
+
+
+def test_hard_links_of_others_do_not_make_two_writers_win(
+    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a backup by `cp -al` makes them: between the writing of the file and its publishing."""
+    store.put_if_absent("a", b"first")
+    real_link, others = os.link, tmp_path / "backup"
+    others.mkdir()
+
+    def link(source: str, target: str) -> None:
+        real_link(source, others / os.path.basename(source))
+        real_link(source, target)
+
+    monkeypatch.setattr(local_module.os, "link", link)
+    with pytest.raises(KeyExistsError):
+        store.put_if_absent("a", b"second")
+    with pytest.raises(KeyExistsError):
+        write_object(store, "a", b"third", part_nbytes=1)
+    assert store.get("a") == b"first"
+    store.put_if_absent("b", b"fourth")
+
+
+def test_one_of_two_writers_wins_while_a_third_process_links_what_it_sees(tmp_path: Path) -> None:
+    root, others = tmp_path / "root", tmp_path / "backup"
+    others.mkdir()
+    stores = [LocalStore(str(root)) for _ in range(2)]
+    stores[0].put_if_absent("log/first", b"")
+    is_over = threading.Event()
+
+    def link_all() -> None:
+        number = 0
+        while not is_over.is_set():
+            for name in os.listdir(root / "log"):
+                number += 1
+                with contextlib.suppress(OSError):
+                    os.link(root / "log" / name, others / f"{number}")
+
+    def create(store: LocalStore, slot: int) -> bool:
+        try:
+            store.put_if_absent(f"log/{slot}", b"%d" % id(store))
+        except KeyExistsError:
+            return False
+        return True
+
+    with ThreadPoolExecutor(3) as pool:
+        linking = pool.submit(link_all)
+        wins = []
+        for slot in range(100):
+            both = [pool.submit(create, store, slot) for store in stores]
+            wins.append(sum(one.result() for one in both))
+        is_over.set()
+        linking.result()
+    assert wins == [1] * 100
 
 
 @pytest.mark.parametrize("is_done", [True, False])

@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from ckpt.service.retention import KeepEvery as KeepEvery
     from ckpt.service.retention import KeepLatest as KeepLatest
     from ckpt.service.retention import KeepYounger as KeepYounger
+    from ckpt.state.own import declare_optimizer_state as declare_optimizer_state
     from ckpt.state.rng import rng_state as rng_state
     from ckpt.state.types import PerRank as PerRank
     from ckpt.state_dict.api import load_model_state_dict as load_model_state_dict
@@ -144,6 +145,7 @@ _HOMES = {
     "VerifyReport": "ckpt.tools.verify",
     "async_save": "ckpt.api",
     "copy": "ckpt.tools.copy",
+    "declare_optimizer_state": "ckpt.state.own",
     "diff": "ckpt.tools.diff",
     "disk_usage": "ckpt.tools.overview",
     "export": "ckpt.convert.export",

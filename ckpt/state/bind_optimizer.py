@@ -29,15 +29,25 @@ from ckpt.state.optimizer import (
     NUMBER_OF_SUFFIX,
     USER_STATE,
     NamedParam,
-    is_whole,
+    is_held_whole,
     named_groups,
     refusals,
     user_state,
 )
+from ckpt.state.own import (
+    OwnEntries,
+    What,
+    declared,
+    layout_of,
+    own_entries,
+    resharded,
+    tensors_of,
+    why_not,
+)
 from ckpt.state.tensors import is_ordinary, same_layout, tensor_holdings
 from ckpt.state.trees import BoundTree, bind_tree
-from ckpt.state.types import ProblemKind, TensorEntry
-from ckpt.state.values import references
+from ckpt.state.types import PerRank, ProblemKind, TensorEntry
+from ckpt.state.values import join_tree, references, split_tree
 
 _SCALAR = Box((), ())
 Make = Callable[[], Any]
@@ -71,10 +81,19 @@ class BoundOptimizer:
 
 
 class SavedState(NamedTuple):
-    """The state that the checkpoint has of one parameter, by state name."""
+    """The state that the checkpoint has of one parameter, by state name.
+
+    `own` has what each rank that saved had for itself, see `own_state`.
+    """
 
     tensors: dict[str, tuple[str, TensorEntry]]
     values: dict[str, tuple[str, Any]]
+    own: dict[str, tuple[str, OwnEntries]]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the state, whatever kind it is of."""
+        return (*self.tensors, *self.values, *self.own)
 
 
 def bind_optimizer(
@@ -122,6 +141,7 @@ class _Binding:
         self.states: dict[str, SavedState] = {}
         self.hyper: Mapping[str, Any] = {}
         self.paths: dict[str, bool] = {}
+        self.declared: Mapping[str, What] = {}
 
     def add(
         self,
@@ -129,6 +149,7 @@ class _Binding:
         groups: Sequence[Sequence[NamedParam]],
         saved_groups: list[dict[str, Any]],
     ) -> None:
+        self.declared = declared(optimizer)
         self.saved_names = {name for group in saved_groups for name in group["params"]}
         self.states = self.read_states()
         wanted = [[self.saved_names_of(named) for named in group] for group in groups]
@@ -160,9 +181,11 @@ class _Binding:
         prefix = f"{self.saved_path}.state."
         states: dict[str, SavedState] = {}
         catalog = self.names.catalog
-        for source in (catalog.tensors, catalog.values):
+        own = own_entries(catalog.per_rank, prefix)
+        inside = tensors_of(entry for entries in own.values() for entry in entries.values())
+        for source in (catalog.tensors, catalog.values, own):
             for fqn, content in source.items():
-                if not fqn.startswith(prefix):
+                if not fqn.startswith(prefix) or fqn in inside:
                     continue
                 head, _, tail = fqn[len(prefix) :].rpartition(".")
                 while head and head not in self.saved_names:
@@ -170,8 +193,10 @@ class _Binding:
                     tail = f"{part}.{tail}"
                 if not head:
                     continue
-                state = states.setdefault(head, SavedState({}, {}))
-                if isinstance(content, TensorEntry):
+                state = states.setdefault(head, SavedState({}, {}, {}))
+                if source is own:
+                    state.own[tail] = (fqn, own[fqn])
+                elif isinstance(content, TensorEntry):
                     state.tensors[tail] = (fqn, content)
                 else:
                     state.values[tail] = (fqn, content)
@@ -306,7 +331,7 @@ class _Binding:
             return
         live = optimizer.state.get(named.param, {})
         new: dict[str, Make] = {}
-        for name in dict.fromkeys(n for s in states if s for n in (*s.tensors, *s.values)):
+        for name in dict.fromkeys(n for s in states if s for n in s.names):
             fqn = f"{self.path}.state.{named.names[0]}.{name}"
             if self.names.skip(fqn):
                 if name in live:
@@ -319,6 +344,9 @@ class _Binding:
         if state is not None:
             self.names.used.update(fqn for fqn, _ in state.tensors.values())
             self.names.used.update(fqn for fqn, _ in state.values.values())
+            self.names.used.update(fqn for fqn, _ in state.own.values())
+            for _, entries in state.own.values():
+                self.names.used |= tensors_of(entries.values())
 
     def add_state(
         self,
@@ -329,6 +357,10 @@ class _Binding:
         live: Mapping[str, Any],
     ) -> None:
         fqn = f"{self.path}.state.{named.names[0]}.{name}"
+        own = [s.own[name] for s in states if s and name in s.own]
+        if own:
+            self.add_own(new, named, name, own[0], live.get(name))
+            return
         values = [s.values[name] for s in states if s and name in s.values]
         if values:
             if not any(s and name in s.tensors for s in states) and all(
@@ -355,6 +387,51 @@ class _Binding:
         self.names.loaded_tensors.append(fqn)
         self.add_tensor(new, named, name, entries, live.get(name))
 
+    def add_own(
+        self,
+        new: dict[str, Make],
+        named: NamedParam,
+        name: str,
+        saved: tuple[str, OwnEntries],
+        live: Any,
+    ) -> None:
+        """What each rank had for itself: this rank's, or what a function of the user's makes."""
+        fqn = f"{self.path}.state.{named.names[0]}.{name}"
+        said, (base, entries) = self.declared.get(name), saved
+        rank, size = self.ranks.rank, len(self.ranks.global_ranks)
+        layout = layout_of(named.owned)
+        mine = entries.get(rank)
+        saved_size = next(iter(entries.values()))["world_size"]
+        if mine and (saved_size, mine["layout"]) == (size, layout):
+            new[name] = self.bind_own(base, mine, live, named)
+        elif isinstance(said, PerRank) and said.on_reshard is not None:
+            makes = [self.bind_own(base, entries[at], None, named) for at in sorted(entries)]
+            hook = said.on_reshard
+            new[name] = lambda: resharded(fqn, hook, [make() for make in makes], rank, size)
+        elif mine or not saved_size == size == len(self.names.catalog.per_rank):
+            why = why_not(entries, mine, size, layout) + self.names.offers.or_skip
+            self.names.report(ProblemKind.PER_RANK, fqn, why)
+            return
+        self.names.loaded_tensors.append(fqn)
+
+    def bind_own(self, base: str, entry: Mapping[str, Any], live: Any, named: NamedParam) -> Make:
+        """Memory for one rank's own state, the live one where it fits; what makes the state."""
+        suffix = f"~rank{entry['rank']}"
+        there = {f"{at}{suffix}": tensor for at, tensor in split_tree(live, base, [])[1]}
+        targets: dict[str, torch.Tensor] = {}
+        for fqn in references(entry["value"]):
+            known = self.names.catalog.tensors.get(fqn)
+            if known is None:
+                self.names.report(ProblemKind.VALUE, base, f"refers to {fqn}, which is not there")
+                continue
+            target = there.get(fqn)
+            if target is None or not is_ordinary(target) or known[:2] != _looks(target):
+                device = named.owned.local.device
+                target = torch.zeros(known.shape, dtype=known.dtype, device=device)
+            targets[fqn] = target
+            self.bound.holdings.extend(tensor_holdings(fqn, target, Kind.OPTIMIZER, self.ranks))
+        return lambda: join_tree(entry["value"], targets.__getitem__, live)
+
     def add_tensor(
         self,
         new: dict[str, Make],
@@ -376,9 +453,7 @@ class _Binding:
             self.add_scalar(new, named, name, entries, live)
         elif all(_fits(found) for found in entries.values()):
             self.add_like_param(new, named, name, entries, live)
-        elif len(named.names) == 1 and (
-            is_whole(named.source, self.ranks) or is_dtensor(named.param)
-        ):
+        elif len(named.names) == 1 and (is_held_whole(named.source) or is_dtensor(named.param)):
             (_, saved, entry), *_ = entries.values()
             target = _own_layout(named, entry, live)
             self.bound.holdings.extend(tensor_holdings(saved, target, Kind.OPTIMIZER, self.ranks))
@@ -440,9 +515,15 @@ class _Binding:
         owned = named.owned
         dtype = next(iter(entries.values()))[2].dtype
         is_complete = len(entries) == len(named.names)
-        if is_complete and _is_like(live, named, dtype):
+        is_said = self.declared.get(name) == "shard"
+        if is_dtensor(live) and not _is_like(live, named, dtype) and _has(live, entries):
+            ((_, saved_as, _),) = entries.values()  # it says its own layout, and keeps it
+            self.bound.holdings.extend(tensor_holdings(saved_as, live, Kind.OPTIMIZER, self.ranks))
+            new[name] = _constant(live)
+            return
+        if is_complete and _is_like(live, named, dtype, is_said=is_said):
             target = live
-        elif is_dtensor(named.param):
+        elif is_dtensor(named.param) and not is_said:
             target = torch.zeros_like(named.param, dtype=dtype, requires_grad=False)
         else:
             target = torch.zeros_like(owned.local, dtype=dtype)
@@ -477,11 +558,25 @@ def _has_nothing_here(named: NamedParam) -> bool:
     )
 
 
-def _is_like(live: Any, named: NamedParam, dtype: torch.dtype) -> bool:
-    """Whether live state can be filled as it is: the parameter's dtype, layout, local shape."""
+def _looks(tensor: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...]]:
+    return tensor.dtype, tuple(tensor.shape)
+
+
+def _has(live: torch.Tensor, entries: Mapping[str, tuple[Member, str, TensorEntry]]) -> bool:
+    """Whether `live` has the dtype and shape of the one tensor that the checkpoint has for it."""
+    return len(entries) == 1 and all(
+        (entry.dtype, entry.shape) == _looks(live) for _, _, entry in entries.values()
+    )
+
+
+def _is_like(live: Any, named: NamedParam, dtype: torch.dtype, *, is_said: bool = False) -> bool:
+    """Whether live state can be filled as it is: the parameter's dtype, layout, local shape.
+
+    With `is_said`, plain state is the part of the parameter's local tensor.
+    """
     if not isinstance(live, torch.Tensor) or live.dtype is not dtype:
         return False
-    if is_dtensor(named.param):
+    if is_dtensor(named.param) and not is_said:
         return is_dtensor(live) and same_layout(live, named.param)
     return is_ordinary(live) and live.shape == named.owned.local.shape
 

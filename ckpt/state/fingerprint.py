@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ckpt.layout.modules import Glance, look_at_module
+from ckpt.state.own import declared
 from ckpt.state.walk import Leaves
 
 
@@ -40,6 +41,7 @@ def _look_at_optimizer(optimizer: torch.optim.Optimizer, glance: Glance) -> bool
         marks.append(len(group["params"]))
         objects += group["params"]
     marks += [len(getattr(optimizer, name, ())) for name in _HOOKS]
+    marks += [(name, what == "shard") for name, what in declared(optimizer).items()]
     entries: Mapping[Any, Any] = optimizer.state
     for parameter, state in entries.items():
         if not isinstance(parameter, torch.Tensor):

@@ -39,6 +39,7 @@ class Structure:
     extra_states: tuple[tuple[str, nn.Module], ...]
     owned_by_param: Mapping[int, Owned]
     values: Mapping[str, Any]
+    per_rank: Mapping[str, Any]
     problems: tuple[str, ...] = ()
     clashes: tuple[str, ...] = ()
 
@@ -75,6 +76,7 @@ def structure_of(leaves: Leaves, ranks: Ranks) -> Structure:
         tuple(described.extra_states),
         {key: source.owned for key, source in described.by_param.items()},
         building.values,
+        building.per_rank,
         tuple(building.problems),
         tuple(_repeated(building.names)),
     )
@@ -84,6 +86,7 @@ def values_of(structure: Structure, leaves: Leaves, ranks: Ranks, state: Any) ->
     """The whole state: `structure` and what has to be looked at every time. Raises InvalidState."""
     building = _Building(list(structure.problems), ranks)
     building.values.update(structure.values)
+    building.per_rank.update(structure.per_rank)
     for path, optimizer, groups in structure.optimizers:
         if groups:  # none when it was refused
             building.add_optimizer(flatten_groups(path, optimizer, groups, ranks))
@@ -150,6 +153,9 @@ class _Building:
         self.holdings += flat.holdings
         self.names += flat.names
         self.values.update(flat.values)
+        for fqn, own in flat.own.items():
+            self.per_rank[fqn] = own.entry
+            self.holdings += own.holdings(self.ranks)
 
     def add_values(self, leaves: Leaves) -> None:
         for slot in leaves.values:

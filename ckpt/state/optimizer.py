@@ -1,16 +1,19 @@
 """Optimizers by the names of their parameters, as they are saved.
 
 `<path>.state.<parameter>.<name>` is the state `name` of a parameter, a tensor or a value, and
-`<path>.param_groups` one value: a list of dicts, in which "params" lists names. A state tensor that
-is shaped like its parameter's local tensor has its parameter's pieces. A 0-dim one (a step count)
-is one tensor per parameter, written by whoever holds the parameter's first element. Under flat
-parameters each member has its own. No tensor changes its dtype.
+`<path>.param_groups` one value: a list of dicts, in which "params" lists names. A state tensor has
+its parameter's pieces when something says so: it is a DTensor like its parameter, or shaped like
+the shard of a parameter whose engine flattens, which is how such engines tell, or declared. Other
+plain tensors of a sharded parameter are each rank's own, see `own_state`. A 0-dim one (a step
+count) is one tensor per parameter, written by whoever holds the parameter's first element. Under
+flat parameters each member has its own. No tensor changes its dtype.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +24,9 @@ from ckpt.layout.piece import Holding, Kind, Owned, Piece
 from ckpt.layout.plain import Ranks
 from ckpt.layout.region import Box, Span
 from ckpt.state.describe import Described, Source, holdings_of
+from ckpt.state.own import OwnState, What, declared, layout_of, own_state
 from ckpt.state.tensors import is_ordinary, same_layout, tensor_holdings
+from ckpt.state.types import PerRank
 from ckpt.state.values import split_tree
 
 # Lists of names that belong to the live optimizer, not to the state that moves between models.
@@ -57,7 +62,8 @@ class NamedParam(NamedTuple):
 class FlatOptimizer:
     """What one optimizer adds to a FlatState; `names` has every name once.
 
-    `groups` are the names of the parameters of each of its groups.
+    `groups` are the names of the parameters of each of its groups, `own` is what this rank has for
+    itself, by name.
     """
 
     holdings: list[Holding] = field(default_factory=list)
@@ -65,6 +71,7 @@ class FlatOptimizer:
     names: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     groups: list[list[str]] = field(default_factory=list)
+    own: dict[str, OwnState] = field(default_factory=dict)
 
 
 def flatten_optimizer(
@@ -80,7 +87,7 @@ def flatten_optimizer(
         return flat
     groups = named_groups(optimizer, described)
     flat.groups.extend([[name for one in group for name in one.names] for group in groups])
-    saving = _Saving(path, flat, ranks)
+    saving = _Saving(path, flat, ranks, declared(optimizer))
     for named in {id(n.param): n for group in groups for n in group}.values():
         state = optimizer.state.get(named.param)
         if state:
@@ -177,6 +184,11 @@ def named_groups(optimizer: torch.optim.Optimizer, described: Described) -> list
 
 def is_whole(source: Source, ranks: Ranks) -> bool:
     """Whether every rank holds all of one logical tensor, in memory of its shape."""
+    return is_held_whole(source) and source.owned.views[0].pieces[0].holders == ranks.everyone
+
+
+def is_held_whole(source: Source) -> bool:
+    """Whether this rank, with or without others, holds all of one tensor in memory of its shape."""
     owned = source.owned
     return (
         len(source.members) == 1
@@ -184,7 +196,6 @@ def is_whole(source: Source, ranks: Ranks) -> bool:
         and tuple(owned.local.shape) == source.members[0].global_shape
         and len(owned.views) == 1
         and owned.views[0].window is None
-        and owned.views[0].pieces[0].holders == ranks.everyone
     )
 
 
@@ -202,10 +213,17 @@ def first_piece(owned: Owned, fqn: str) -> Piece | None:
 
 
 class _Saving:
-    def __init__(self, path: str, flat: FlatOptimizer, ranks: Ranks) -> None:
+    def __init__(
+        self,
+        path: str,
+        flat: FlatOptimizer,
+        ranks: Ranks,
+        declared: Mapping[str, What] = MappingProxyType({}),
+    ) -> None:
         self.path = path
         self.flat = flat
         self.ranks = ranks
+        self.declared = declared
 
     def add_groups(self, optimizer: torch.optim.Optimizer, groups: list[list[str]]) -> None:
         fqn = f"{self.path}.param_groups"
@@ -228,7 +246,9 @@ class _Saving:
         self.flat.values[fqn] = value
 
     def add_state(self, named: NamedParam, name: str, content: Any) -> None:
-        if isinstance(content, torch.Tensor):
+        if isinstance(self.declared.get(name), PerRank) and not is_dtensor(content):
+            self.add_own(named, name, content)
+        elif isinstance(content, torch.Tensor):
             self.add_tensor(named, name, content)
         elif type(content) in NUMBERS and not self.is_known_everywhere(named):
             suffix, dtype = NUMBERS[type(content)]
@@ -249,18 +269,29 @@ class _Saving:
                 self.add_own_layout(named, name, tensor)
         elif tensor.ndim == 0:
             self.add_scalar(named, name, tensor)
-        elif tensor.shape == owned.local.shape and is_ordinary(tensor):
+        elif self.is_part(named, name, tensor):
             self.add_like_param(named, name, tensor)
-        elif is_whole(named.source, self.ranks) or not is_ordinary(tensor):
+        elif is_held_whole(named.source) or not is_ordinary(tensor):
             self.add_own_layout(named, name, tensor)
         else:
+            self.add_own(named, name, tensor)
+
+    def is_part(self, named: NamedParam, name: str, tensor: torch.Tensor) -> bool:
+        """Whether a plain tensor is said to be the part of its parameter's local tensor.
+
+        Engines that flatten say so of what has the shape of their shard: optimizers know nothing
+        but that shard. A DTensor's optimizer could have made a DTensor.
+        """
+        shape, local = tuple(tensor.shape), tuple(named.owned.local.shape)
+        is_said = self.declared.get(name) == "shard"
+        if is_said and shape != local:
             self.flat.problems.append(
-                f"{self.path}.state.{named.names[0]}.{name}: shape {tuple(tensor.shape)} is not "
-                f"that of the parameter's local tensor {tuple(owned.local.shape)}, so nothing "
-                "tells which part of the parameter it belongs to; use an optimizer whose state "
-                "is shaped like the parameter, or keep the parameter whole (ignore it when "
-                "sharding)"
+                f"{self.path}.state.{named.names[0]}.{name}: is declared a shard and has shape "
+                f"{shape}, the parameter's local tensor {local}; declare it PerRank(None) to keep "
+                "it for each rank"
             )
+            return False
+        return shape == local and is_ordinary(tensor) and (is_said or not is_dtensor(named.param))
 
     def add_like_param(self, named: NamedParam, name: str, local: torch.Tensor) -> None:
         prefix = f"{self.path}.state."
@@ -290,6 +321,22 @@ class _Saving:
                 Holding(tensor.detach(), (piece,), Kind.OPTIMIZER, named.owned.synchronized)
             )
 
+    def add_own(self, named: NamedParam, name: str, content: Any) -> None:
+        """What this rank has for itself: kept with the parameter's layout."""
+        fqn = f"{self.path}.state.{named.names[0]}.{name}"
+        split = split_tree(content, fqn, self.flat.problems)
+        odd = [inside for inside, tensor in split[1] if not is_ordinary(tensor)]
+        if odd:
+            self.flat.problems.append(
+                f"{odd[0]}: is no plain strided tensor, and each rank has its own; keep plain "
+                "tensors there, or DTensors beside it, one per name"
+            )
+            return
+        own = own_state(fqn, named.names[0], name, split, self.ranks)
+        own.entry["layout"] = layout_of(named.owned)
+        self.flat.names.append(fqn)
+        self.flat.own[fqn] = own
+
     def add_own_layout(self, named: NamedParam, name: str, tensor: torch.Tensor) -> None:
         fqn = f"{self.path}.state.{named.names[0]}.{name}"
         if len(named.names) > 1:
@@ -310,15 +357,13 @@ class _Saving:
             self.flat.problems.append(refused.problem)
 
     def add_value(self, named: NamedParam, name: str, content: Any) -> None:
+        has_tensors = bool(split_tree(content, name, [])[1])
+        if has_tensors and not is_held_whole(named.source):
+            self.add_own(named, name, content)
+            return
         for full in named.names:
             fqn = f"{self.path}.state.{full}.{name}"
             value, tensors = split_tree(content, fqn, self.flat.problems)
-            if tensors and not is_whole(named.source, self.ranks):
-                self.flat.problems.append(
-                    f"{fqn}: tensors inside a {type(content).__name__} cannot be told apart when "
-                    "the parameter is sharded; use tensors shaped like the parameter, one per name"
-                )
-                continue
             if not self.is_known_everywhere(named):
                 self.flat.problems.append(
                     f"{fqn}: a {type(content).__name__} in the state of a parameter that other "

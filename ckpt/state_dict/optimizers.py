@@ -37,17 +37,23 @@ from ckpt.state.optimizer import (
     refusals,
     user_state,
 )
+from ckpt.state.own import OwnState, What, declared, own_state, tensors_of
+from ckpt.state.tensors import is_ordinary
 from ckpt.state.types import Catalog, Loaded, ProblemKind, TensorEntry
 from ckpt.state.values import join_tree, references, split_tree
 from ckpt.state_dict.asked import STATE_DICT, Offers
 from ckpt.state_dict.forms import Live, Output, is_tensor, put_in, take_out
 from ckpt.state_dict.model import check_names, describe_model, names_of, shardings, share_values
+from ckpt.state_dict.optimizer_keys import check_keys, nested
 from ckpt.state_dict.redistribute import Table, redistribute, tell
 from ckpt.world.base import World, collectively
 
 logger = logging.getLogger(__name__)
 
 PATH = "optim"
+OWN = "per_rank"
+"""Under this key a dict tells which states are the rank's own, by parameter and name."""
+OWN_KEYS = ("rank", "world_size", "layout")
 GROUPS = f"{PATH}.param_groups"
 STATE = f"{PATH}.state."
 Optimizers = Sequence[torch.optim.Optimizer]
@@ -60,6 +66,7 @@ class OptimizerView:
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         self.param_groups: list[dict[str, Any]] = groups
         self.state: dict[Any, Any] = {}
+        self.__ckpt_state__ = _declared(optimizers)
         if state_dict is None:
             for optimizer in optimizers:
                 self.state.update(optimizer.state)
@@ -102,25 +109,6 @@ def _group_of(group: Mapping[str, Any], by_key: Mapping[Any, torch.Tensor]) -> d
     return {**group, "params": [by_key[key] for key in group["params"]]}
 
 
-def check_keys(state_dict: Mapping[str, Any]) -> type | None:
-    """The type of the keys of `state_dict`; None without keys. Raises Mismatch when mixed."""
-    groups = [key for group in state_dict.get("param_groups", ()) for key in group["params"]]
-    state = state_dict.get("state", {})
-    kinds = {type(key) for key in groups} or {type(key) for key in state if type(key) is int}
-    if not groups and not kinds:
-        kinds = {type(key) for key in state}
-    if len(kinds) > 1 or (kinds == {str} and any(type(key) is int for key in state)):
-        names = [repr(key) for key in (*groups, *state)]
-        shown = sorted({name.__name__ for name in kinds | {type(key) for key in state}})
-        raise Mismatch(
-            [
-                f"keys of types {', '.join(shown)} in one dict ({', '.join(names[:6])} ...); use "
-                "names or ids throughout, see rekey_optimizer_state_dict"
-            ]
-        )
-    return kinds.pop() if kinds else None
-
-
 # --- taking --------------------------------------------------------------------------------------
 
 
@@ -132,6 +120,7 @@ class _Taken:
     values: dict[str, Any]
     user: dict[str, Any]
     has_groups: bool
+    own: Mapping[str, OwnState]
 
 
 def take_optimizer(
@@ -159,6 +148,13 @@ def take_optimizer(
     for key, value in taken.user.items():
         logger.warning("state %r belongs to no parameter; it is handed on as it is", key)
         found["state"][key] = value
+    if taken.own:
+        found[OWN] = {}
+    for own in taken.own.values():
+        content = own.content(to_cpu=output.offload_to_cpu)
+        found["state"].setdefault(own.param, {})[own.name] = content
+        told = {key: own.entry[key] for key in OWN_KEYS}
+        found[OWN].setdefault(own.param, {})[own.name] = told
     if taken.has_groups:
         found["param_groups"] = [
             {**join_tree(group, tensors.__getitem__), "params": list(group["params"])}
@@ -198,12 +194,14 @@ def _taken(
         _sharding_of(described),
         {},
     )
-    return _Taken(live, flat.values, user, state_dict is None or "param_groups" in state_dict)
+    has_groups = state_dict is None or "param_groups" in state_dict
+    return _Taken(live, flat.values, user, has_groups, flat.own)
 
 
 def _models(view: Any, described: Described) -> dict[str, torch.Tensor]:
     """The DTensor that each tensor of the state is laid out like."""
     models = {}
+    said = declared(view)
     for group in view.param_groups:
         for param in group["params"]:
             source = described.by_param[id(param)]
@@ -213,7 +211,7 @@ def _models(view: Any, described: Described) -> dict[str, torch.Tensor]:
                 fqn = f"{STATE}{source.members[0].fqn}.{name}"
                 if is_dtensor(content):
                     models[fqn] = content
-                elif is_dtensor(param) and content.shape == source.owned.local.shape:
+                elif is_dtensor(param) and said.get(name) == "shard":
                     models[fqn] = param
     return models
 
@@ -296,6 +294,8 @@ class _Read:
     held: list[Holding] = field(default_factory=list)
     values: dict[str, Any] = field(default_factory=dict)
     user: dict[str, Any] = field(default_factory=dict)
+    own: dict[str, Any] = field(default_factory=dict)
+    odd: dict[str, bytes] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
 
@@ -324,6 +324,7 @@ class OptimizerLoad:
         self.known: Table = {}
         self.bound: list[BoundOptimizer] = []
         self.loaded: list[Names] = []
+        self.own: list[Mapping[str, Any]] = []
         self.groups: list[dict[str, Any]] | None = None
 
     def prepare(
@@ -337,8 +338,10 @@ class OptimizerLoad:
             return self.read(own)
 
         self.given = collectively(self.world, "read", read)
+        self.share_own(bool(own))
         self.known = tell(self.world, "held", self.given.held)
         names = {h.pieces[0].fqn for h in self.given.held} | set(self.given.values)
+        names -= tensors_of(self.given.own.values())
         givers = check_names(self.world, sorted(names), bool(own), self.offers)
         shared = {"values": self.given.values, "user": self.given.user}
         shared = share_values(self.world, shared, givers)
@@ -348,6 +351,27 @@ class OptimizerLoad:
         if needs_groups and self.groups is None:
             raise Mismatch([_NO_GROUPS + (_WITHOUT_GROUPS if self.offers.strict else "")])
         collectively(self.world, "compare", lambda: self.bind(strict))
+
+    def share_own(self, gives: bool) -> None:
+        """What each rank gives of its own, told to all. Raises Mismatch for what is nobody's."""
+        given = self.given
+        is_mine = all(entry["rank"] == self.ranks.rank for entry in given.own.values())
+        mine = {"gives": gives and is_mine, "own": given.own, "odd": given.odd}
+        told = [decode_values(b) for b in self.world.gather("own state", encode_values(mine))]
+        self.own = [one["own"] for one in told if one["gives"]]
+        digests: dict[str, set[bytes]] = {}
+        for one in told:
+            for fqn, digest in one["odd"].items():
+                digests.setdefault(fqn, set()).add(digest)
+        if differing := sorted(fqn for fqn, found in digests.items() if len(found) > 1):
+            raise Mismatch(
+                [
+                    f"{fqn}: is a plain tensor of another shape than its parameter, and another "
+                    "one on each rank; nothing tells what part of what it is. Take the dict with "
+                    "optimizer_state_dict, which keeps such state as each rank's own"
+                    for fqn in differing
+                ]
+            )
 
     # reading
 
@@ -371,11 +395,16 @@ class OptimizerLoad:
             read.values[GROUPS] = groups
         listed = {name for group in groups for name in group["params"]} | known
         shapes = self.shapes()
+        told = {bare_name(key, known): own for key, own in state_dict.get(OWN, {}).items()}
         for key, state in state_dict["state"].items():
             name = key_of.get(key, key)
             if name in listed and isinstance(state, Mapping):
+                own = told.get(name, {})
                 for part, content in state.items():
-                    self.read_state(read, name, str(part), content, shapes.get(name))
+                    if part in own:
+                        self.read_own(read, name, str(part), content, own[part])
+                    else:
+                        self.read_state(read, name, str(part), content, shapes.get(name))
             else:
                 read.user[key] = state
         if read.problems:
@@ -424,11 +453,26 @@ class OptimizerLoad:
         fqn = f"{STATE}{param}.{name}"
         if is_tensor(content):
             self.hold(read, fqn, content, shape)
+            if is_ordinary(content) and content.ndim and shape not in (None, tuple(content.shape)):
+                read.odd[fqn] = _digest(content)
             return
         value, tensors = split_tree(content, fqn, read.problems)
         read.values[fqn] = value
         for tensor_fqn, tensor in tensors:
             self.hold(read, tensor_fqn, tensor, None)
+
+    def read_own(
+        self, read: _Read, param: str, name: str, content: Any, told: Mapping[str, Any]
+    ) -> None:
+        fqn = f"{STATE}{param}.{name}"
+        split = split_tree(content, fqn, read.problems)
+        own = own_state(fqn, param, name, split, self.ranks)
+        if told.keys() != set(OWN_KEYS):
+            read.problems.append(f"{fqn}: the dict tells {sorted(told)} of it, not {OWN_KEYS}")
+            return
+        own.entry.update(told)
+        read.own[fqn] = own.entry
+        read.held += own.holdings(self.ranks)
 
     def hold(self, read: _Read, fqn: str, content: Any, shape: Shape | None) -> None:
         try:
@@ -484,6 +528,7 @@ class OptimizerLoad:
         catalog = Catalog(
             {f: TensorEntry(known.dtype, known.shape) for f, known in self.known.items()},
             _of_params(values, own),
+            per_rank=self.own,
         )
         names = Names(catalog, None, None, self.offers)
         names.aliases = self.described.aliases
@@ -567,6 +612,7 @@ class _Fresh:
     """An optimizer's groups without its state, to be filled in its place."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.__ckpt_state__ = declared(optimizer)
         self.state: dict[Any, dict[str, Any]] = _States()
         self.param_groups = [
             {
@@ -575,6 +621,17 @@ class _Fresh:
             }
             for group in optimizer.param_groups
         ]
+
+
+def _declared(optimizers: Optimizers) -> dict[str, What]:
+    """What is said of the state of all `optimizers`."""
+    return {name: what for one in optimizers for name, what in declared(one).items()}
+
+
+def _digest(tensor: torch.Tensor) -> bytes:
+    found = hashlib.sha256(repr((tensor.dtype, tuple(tensor.shape))).encode())
+    found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return found.digest()
 
 
 class _States(dict[Any, dict[str, Any]]):
@@ -592,49 +649,3 @@ def _of_params(values: Mapping[str, Any], params: Collection[str]) -> dict[str, 
 
 _NO_GROUPS = 'the dict has no "param_groups"; pass what optimizer_state_dict() gives'
 _WITHOUT_GROUPS = ", or strict=False to keep the hyperparameters as they are"
-
-
-def nested(state_dict: Mapping[str, Any], params: Collection[str]) -> Mapping[str, Any]:
-    """A dict whose keys are joined with dots, as torch can give it, with its levels put back.
-
-    Any other comes back as it is. Groups are made of parameters whose hyperparameters are equal.
-    """
-    if (
-        not state_dict
-        or "state" in state_dict
-        or not all(
-            isinstance(key, str) and key.startswith(("state.", "param_groups."))
-            for key in state_dict
-        )
-    ):
-        return state_dict
-    state: dict[str, dict[str, Any]] = {}
-    hyper: dict[str, dict[str, Any]] = {}
-    known = frozenset(params)
-    for key, content in state_dict.items():
-        kind, _, rest = key.partition(".")
-        head, _, name = rest.rpartition(".")
-        while head and head not in known:
-            head, _, part = head.rpartition(".")
-            name = f"{part}.{name}"
-        if not head:
-            head, _, name = rest.rpartition(".")
-        (state if kind == "state" else hyper).setdefault(head, {})[name] = content
-    groups: list[dict[str, Any]] = []
-    for param, found in hyper.items():
-        for group in groups:
-            if _same_hyper({k: v for k, v in group.items() if k != "params"}, found):
-                group["params"].append(param)
-                break
-        else:
-            groups.append({**found, "params": [param]})
-    return {"state": state, "param_groups": groups}
-
-
-def _same_hyper(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
-    if a.keys() != b.keys():
-        return False
-    return all(
-        torch.equal(a[key], b[key]) if isinstance(a[key], torch.Tensor) else a[key] == b[key]
-        for key in a
-    )

@@ -1,0 +1,158 @@
+"""Optimizer state that each rank has for itself: plain tensors beside a parameter that is sharded.
+
+Nothing tells which part of the parameter such a tensor belongs to, or whether it belongs to one at
+all, so it is kept as it is, with the layout that the parameter had. It comes back plain, on the
+same layout; on another one only a function of the user's knows what to make of it.
+
+As per-rank values: `{"rank", "world_size", "layout", "value"}` under the name of the state. In
+"value" stand references to tensors, whose names end in the rank that has them: "<name>~rank<n>".
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeGuard
+
+import torch
+
+from ckpt.errors import Mismatch
+from ckpt.layout.piece import Holding, Kind, Owned, Piece
+from ckpt.layout.plain import Ranks
+from ckpt.layout.region import Region, Span, whole
+from ckpt.state.types import OnReshard, PerRank
+from ckpt.state.values import TENSOR_KEY, join_tree, references
+
+OwnEntries = dict[int, Mapping[str, Any]]
+What = Literal["shard"] | PerRank
+_ATTRIBUTE = "__ckpt_state__"
+_LAYOUT_CHARS_MAX = 200
+
+
+class OwnState(NamedTuple):
+    """State of a parameter that is this rank's own: what is told of it, and its tensors by name."""
+
+    param: str
+    name: str
+    entry: dict[str, Any]
+    tensors: dict[str, torch.Tensor]
+
+    def holdings(self, ranks: Ranks) -> Iterator[Holding]:
+        """The tensors as memory that this rank alone holds."""
+        for fqn, tensor in self.tensors.items():
+            region = whole(tuple(tensor.shape))
+            shape = region.shape
+            piece = Piece(fqn, shape, tensor.dtype, region, region, (ranks.rank,))
+            yield Holding(tensor.detach(), (piece,), Kind.OPTIMIZER, False)
+
+    def content(self, *, to_cpu: bool) -> Any:
+        """A copy of the state as the optimizer has it."""
+
+        def copied(fqn: str) -> torch.Tensor:
+            copy = self.tensors[fqn].detach().clone()
+            return copy.cpu() if to_cpu else copy
+
+        return join_tree(self.entry["value"], copied)
+
+
+def declare_optimizer_state(optimizer: torch.optim.Optimizer, what: Mapping[str, What]) -> None:
+    """Say what plain tensors in the state of sharded parameters are, by the name of the state.
+
+    "shard": each is the part of one tensor shaped like the parameter that belongs to the
+    parameter's local tensor; it is then saved as that and fits every layout. `PerRank(None,
+    on_reshard)`: each rank has its own, also where shapes say otherwise; on another layout, or
+    number of ranks, `on_reshard(all_values, rank, world_size)` makes each rank's. Say it before
+    saving and before loading. Classes of optimizers may say it themselves, in an attribute
+    `__ckpt_state__`. Raises ValueError for anything else.
+    """
+    for name, one in what.items():
+        if one != "shard" and not isinstance(one, PerRank):
+            raise ValueError(
+                f'state {name!r} cannot be {one!r}: say "shard" or PerRank(None, on_reshard)'
+            )
+    setattr(optimizer, _ATTRIBUTE, {**declared(optimizer), **what})
+
+
+def declared(optimizer: object) -> Mapping[str, What]:
+    """What is said of the state of `optimizer`, by the names of the state."""
+    said: Mapping[str, What] = getattr(optimizer, _ATTRIBUTE, {})
+    return said
+
+
+def own_state(
+    fqn: str, param: str, name: str, split: tuple[Any, list[tuple[str, torch.Tensor]]], at: Ranks
+) -> OwnState:
+    """State `name` of `param`, called `fqn`, split into a value and tensors; without a layout."""
+    value, tensors = split
+    suffix = f"~rank{at.rank}"
+    renamed = join_tree(value, lambda inside: {TENSOR_KEY: inside + suffix})
+    entry = {"rank": at.rank, "world_size": len(at.global_ranks), "value": renamed}
+    return OwnState(param, name, entry, {inside + suffix: tensor for inside, tensor in tensors})
+
+
+def is_own_state(entry: object) -> TypeGuard[dict[str, Any]]:
+    """Whether a per-rank value tells of an optimizer's own state."""
+    return isinstance(entry, dict) and entry.keys() == {"rank", "world_size", "layout", "value"}
+
+
+def tensors_of(entries: Iterable[Mapping[str, Any]]) -> set[str]:
+    """The names of the tensors that belong to own state."""
+    return {fqn for entry in entries for fqn in references(entry["value"])}
+
+
+def own_entries(per_rank: Sequence[Mapping[str, Any]], prefix: str) -> dict[str, OwnEntries]:
+    """The state that ranks had for themselves, by name and then by rank."""
+    found: dict[str, OwnEntries] = {}
+    for values in per_rank:
+        for fqn, entry in values.items():
+            if fqn.startswith(prefix) and is_own_state(entry):
+                found.setdefault(fqn, {})[entry["rank"]] = entry
+    return found
+
+
+def why_not(entries: OwnEntries, mine: Mapping[str, Any] | None, size: int, layout: str) -> str:
+    """Why a rank cannot have its own state back, and what to do."""
+    saved_size = next(iter(entries.values()))["world_size"]
+    if saved_size != size:
+        what = f"by {saved_size} ranks, and {size} load it"
+    elif mine is None:
+        what = f"and only that of ranks {sorted(entries)} is given"
+    else:
+        what = f"of a parameter that lay as {mine['layout']}; here it lies as {layout}"
+    return (
+        f"was saved as each rank's own state, {what}. Load it on the layout that saved it; "
+        'what is declared "shard" before it is saved fits every layout; or say what becomes of it '
+        "with declare_optimizer_state(optimizer, {name: PerRank(None, on_reshard)})"
+    )
+
+
+def resharded(fqn: str, hook: OnReshard, values: list[Any], rank: int, size: int) -> Any:
+    """What the user's `hook` makes of the state of all ranks. Raises Mismatch when it raises."""
+    try:
+        return hook(values, rank, size)
+    except Exception as error:
+        raise Mismatch([f"{fqn}: on_reshard raised {error!r}"]) from error
+
+
+def layout_of(owned: Owned) -> str:
+    """What this rank holds of a parameter, as text; two alike are one layout on this rank."""
+    parts = [
+        f"{_numbers(piece.global_shape)} {_region(piece.region)}"
+        + ("" if view.window is None else f" strides {_numbers(view.window.stride)}")
+        for view in owned.views
+        for piece in view.pieces
+    ]
+    text = f"{_numbers(tuple(owned.local.shape))} of {'; '.join(parts)}"
+    if len(text) <= _LAYOUT_CHARS_MAX:
+        return text
+    return f"{len(parts)} parts, sha256 {hashlib.sha256(text.encode()).hexdigest()[:32]}"
+
+
+def _region(region: Region) -> str:
+    if isinstance(region, Span):
+        return f"elements {region.start} to {region.stop}"
+    return f"from {_numbers(region.offset)} size {_numbers(region.shape)}"
+
+
+def _numbers(numbers: tuple[int, ...]) -> str:
+    return f"({', '.join(map(str, numbers))})"

@@ -187,7 +187,9 @@ def load(
 
     `url` is a root or one step's directory. The state may be sharded in any other way than the one
     that was saved. `strict=False` tolerates missing and unexpected names; shapes and dtypes never
-    differ. `rename` gives the checkpoint's name for a name of the state, `skip` leaves names out.
+    differ, and where no name matches it raises Mismatch all the same. When fewer names match than
+    not, the report and the log warn, with the nearest names. `rename` gives the checkpoint's name
+    for a name of the state, `skip` leaves names out.
 
     The latest is the newest that a training has saved there. Imports and copies in another layout
     are not, unless there is nothing else; `attempt` names one of them, or one of several

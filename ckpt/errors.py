@@ -24,11 +24,16 @@ class InvalidState(CheckpointError):
 
 
 class Mismatch(CheckpointError):
-    """State and checkpoint do not fit; every problem is listed, nothing was changed."""
+    """State and checkpoint do not fit; every problem is listed, nothing was changed.
 
-    def __init__(self, problems: Sequence[str]) -> None:
-        super().__init__(_listed("the checkpoint does not fit the state", problems))
+    `where` names the checkpoint, its step and its path; "" for a state dict in memory.
+    """
+
+    def __init__(self, problems: Sequence[str], where: str = "") -> None:
+        named = f"the checkpoint {where}".rstrip()
+        super().__init__(_listed(f"{named} does not fit the state", problems))
         self.problems = tuple(problems)
+        self.where = where
 
 
 class NoCheckpoint(CheckpointError):

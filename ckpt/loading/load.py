@@ -5,6 +5,8 @@ locate -> manifest -> bind state -> plan -> (agree) -> private reads, shared rea
 
 from __future__ import annotations
 
+import logging
+import struct
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,10 +28,13 @@ from ckpt.loading.reader import Reader
 from ckpt.loading.shared_reads import Ints, SharedRun, ShareLimits, Sharing, share_blocks
 from ckpt.state.bind import Binding, bind_state
 from ckpt.state.half_loaded import filling
-from ckpt.state.types import Catalog, Loaded, TensorEntry
+from ckpt.state.matching import Tally, total, with_nearest
+from ckpt.state.types import Catalog, Loaded, ProblemKind, TensorEntry
 from ckpt.telemetry.recorder import Recorder, Span
 from ckpt.world.base import World, collectively
 from storage import StorageError, Store
+
+logger = logging.getLogger(__name__)
 
 RETIRED_MAX = 20  # times in a row that retention may be faster than one load
 
@@ -48,7 +53,8 @@ class LoadOptions:
 @dataclass(frozen=True, slots=True)
 class LoadReport:
     """What a load did. Of the tensor bytes that this rank read, `nbytes_read` came from the store
-    and `nbytes_cached` from the local copy. `spans` and `counters` are this rank's own.
+    and `nbytes_cached` from the local copy. `spans` and `counters` are this rank's own. `warnings`
+    tell what is probably not as it was meant.
     """
 
     step: int
@@ -58,6 +64,7 @@ class LoadReport:
     nbytes_cached: int = 0
     spans: tuple[Span, ...] = field(default=(), compare=False)
     counters: Mapping[str, float] = field(default_factory=dict, compare=False)
+    warnings: tuple[str, ...] = ()
 
 
 def load_state(
@@ -122,11 +129,18 @@ def _fill(
 ) -> LoadReport:
     prefix, manifest = found
     options, recorder = how
+    header = manifest.header
+    path = f"{store.url.rstrip('/')}/{prefix}".rstrip("/")
+    where = f"{path} (step {header.step}, {header.attempt})"
     with recorder.span("bind"):
-        binding = collectively(world, "compare", lambda: _bind(state, manifest, world, options))
+        binding = collectively(
+            world, "compare", lambda: _bind(state, manifest, world, options, where)
+        )
     with recorder.span("plan"):
         plan = collectively(world, "plan", lambda: plan_reads(manifest, binding.holdings))
-        sharing = _share(manifest, plan.runs(manifest.chunks.first_block), world, options)
+        runs = plan.runs(manifest.chunks.first_block)
+        sharing, tally = _share(manifest, runs, world, options, binding.tally)
+        warnings = _warnings(binding, manifest, world, tally, where)
         reader = Reader(store, prefix, manifest, plan, options.path)
     collectively(world, "prepare", binding.prepare)
     with filling(state, f"step {manifest.header.step} ({manifest.header.attempt})"):
@@ -142,6 +156,7 @@ def _fill(
         loaded,
         reader.nbytes_read,
         reader.nbytes_cached,
+        warnings=warnings,
     )
 
 
@@ -170,7 +185,9 @@ def _manifest(store: Store, world: World, step: int | None, attempt: str) -> tup
     return prefix.decode(), collectively(world, "decode", decode)
 
 
-def _bind(state: Any, manifest: Manifest, world: World, options: LoadOptions) -> Binding:
+def _bind(
+    state: Any, manifest: Manifest, world: World, options: LoadOptions, where: str
+) -> Binding:
     """The live memory that the checkpoint fills. Raises Mismatch with everything that is wrong."""
     binding = bind_state(
         state,
@@ -181,20 +198,57 @@ def _bind(state: Any, manifest: Manifest, world: World, options: LoadOptions) ->
         skip=options.skip,
     )
     if binding.fatal:
-        raise Mismatch(binding.fatal)
+        raise Mismatch(binding.fatal, where)
     return binding
 
 
-def _share(manifest: Manifest, runs: Ints, world: World, options: LoadOptions) -> Sharing:
+def _warnings(
+    binding: Binding, manifest: Manifest, world: World, tally: Tally, where: str
+) -> tuple[str, ...]:
+    """What is said of a state of which little was found. `tally` is that of all ranks, so all of
+    them raise Mismatch where nothing was: a rank alone may hold nothing but what is new.
+    """
+    missing = [p for p in binding.problems if p.kind is ProblemKind.MISSING]
+    if tally.is_nothing:
+        nothing = (
+            f"none of the {len(missing)} names of the state is in the checkpoint, which is an "
+            f"error with strict=False, too; it has {_some(manifest.fqns) or 'no tensors'}"
+        )
+        told = [nothing, *(problem.text for problem in missing)]
+        world.agree("compare", Mismatch(told, where) if missing else None)
+    if not tally.is_small_share or not missing:
+        return ()
+    names = with_nearest([problem.fqn for problem in missing], manifest.fqns)
+    of_all = " of all ranks" if world.size > 1 else ""
+    warning = (
+        f"only {tally.found} of {tally.found + tally.missing} names of the state{of_all} are in "
+        f"{where}; the rest was left as it was: {names}; is a rename= missing?"
+    )
+    if world.rank == 0:
+        logger.warning("%s", warning)
+    return (warning,)
+
+
+def _some(names: Sequence[str], shown_max: int = 5) -> str:
+    more = len(names) - shown_max
+    return ", ".join(names[:shown_max]) + (f" and {more} more" if more > 0 else "")
+
+
+def _share(
+    manifest: Manifest, runs: Ints, world: World, options: LoadOptions, tally: Tally
+) -> tuple[Sharing, Tally]:
+    """Who reads what for whom, and how much all ranks together have found."""
     if world.size == 1:
-        return Sharing(runs, [], 0)
-    needs = world.gather("needs", zlib.compress(runs.astype("<i8").tobytes(), 1))
-    return share_blocks(
-        [np.frombuffer(zlib.decompress(need), dtype="<i8").reshape(-1, 2) for need in needs],
+        return Sharing(runs, [], 0), tally
+    need = zlib.compress(runs.astype("<i8").tobytes(), 1)
+    told = world.gather("needs", struct.pack("<QQ", *tally) + need)
+    sharing = share_blocks(
+        [np.frombuffer(zlib.decompress(one[16:]), dtype="<i8").reshape(-1, 2) for one in told],
         block_line(manifest),
         world.rank,
         options.sharing,
     )
+    return sharing, total([Tally(*struct.unpack("<QQ", one[:16])) for one in told])
 
 
 def block_line(manifest: Manifest) -> Ints:

@@ -20,6 +20,7 @@ from ckpt.layout.plain import Ranks
 from ckpt.layout.region import Shape
 from ckpt.state.bind_optimizer import bind_optimizer
 from ckpt.state.describe import Described, Source, adopt_parameters, describe_modules, holdings_of
+from ckpt.state.matching import Tally
 from ckpt.state.names import Names, Rename, Skip
 from ckpt.state.tensors import is_ordinary, plain_holdings, tensor_holdings
 from ckpt.state.trees import bind_tree
@@ -45,6 +46,12 @@ class Binding:
     described: Described
     steps: list[Callable[[], None]]
     report: Loaded
+
+    @property
+    def tally(self) -> Tally:
+        """How much of the state was found."""
+        found = len(self.report.tensors) + len(self.report.values)
+        return Tally(found, len(self.report.missing))
 
     def prepare(self) -> None:
         """Make the engines drop gathered copies, so that what is filled is what they will use."""

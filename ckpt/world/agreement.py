@@ -34,6 +34,8 @@ def encode_error(error: BaseException | None) -> bytes:
     body: dict[str, Any] = {"class": type(error).__name__, "message": str(error)}
     if isinstance(error, errors.InvalidState | errors.Mismatch):
         body["problems"] = list(error.problems)
+    if isinstance(error, errors.Mismatch):
+        body["where"] = error.where
     if isinstance(error, RankFailed):
         body["failed"] = [error.rank, error.phase]
     # A subclass that only one module knows travels as the shared class it is a kind of.
@@ -56,7 +58,9 @@ def agreed_error(phase: str, answers: Sequence[bytes]) -> CheckpointError | None
         return _rank_failed(phase, failed)
     if "problems" in next(iter(failed.values())):
         told = [(problem, rank) for rank, body in failed.items() for problem in body["problems"]]
-        return cls(_by_text(told, len(answers)))
+        problems = _by_text(told, len(answers))
+        where = next((body["where"] for body in failed.values() if body.get("where")), "")
+        return errors.Mismatch(problems, where) if cls is errors.Mismatch else cls(problems)
     return cls("; ".join(_by_text([(b["message"], r) for r, b in failed.items()], len(answers))))
 
 

@@ -1,0 +1,131 @@
+"""A load that finds nothing, or little, of a state: an error, or a warning with the nearest names.
+
+Method: checkpoints of small nets, loaded with `strict=False` into states that call things
+otherwise; ranks are threads.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+import ckpt
+from ckpt.errors import Mismatch
+from ckpt.loading.load import LoadOptions, LoadReport, load_state
+from ckpt.state.matching import nearest, with_nearest
+from ckpt.testing import run_ranks
+from ckpt.world.base import World
+from storage import open_store
+
+
+def net(depth: int = 3) -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(depth)))
+
+
+@pytest.fixture
+def url(request: pytest.FixtureRequest) -> str:
+    url = f"memory://{request.node.name}"
+    ckpt.save({"model": {"layers": net()}, "step": 7}, url, step=7)
+    return url
+
+
+def test_nothing_matched_is_an_error_whatever_strict_says(url: str) -> None:
+    target = net()
+    before = [p.detach().clone() for p in target.parameters()]
+    with pytest.raises(Mismatch, match="none of the 6 names") as caught:
+        ckpt.load({"net": target}, url, strict=False)
+    assert "which has 'model.layers.0.bias'" not in str(caught.value)
+    assert "model.layers.0.bias" in str(caught.value)
+    for old, new in zip(before, target.parameters(), strict=True):
+        assert torch.equal(old, new)
+    loaded = ckpt.load({"net": target}, url, strict=False, rename={"net": "model.layers"})
+    assert len(loaded.loaded.tensors) == 6 and loaded.warnings == ()
+
+
+def test_what_was_skipped_is_not_missed(url: str) -> None:
+    report = ckpt.load({"net": net()}, url, strict=False, skip=["net"])
+    assert report.loaded.tensors == () and report.warnings == ()
+    assert ckpt.load({}, url, strict=False).warnings == ()
+
+
+def test_small_share_is_a_warning_with_the_nearest_names(
+    url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = {"model": {"blocks": net()}, "step": 0}
+    with caplog.at_level(logging.WARNING, logger="ckpt"):
+        report = ckpt.load(state, url, strict=False)
+    assert state["step"] == 7
+    (warning,) = report.warnings
+    assert warning in caplog.text and "only 1 of 7 names" in warning and "step 7" in warning
+    assert "model.blocks.0.weight (the checkpoint has model.layers.0.weight)" in warning
+
+
+def test_new_head_on_a_known_body_is_no_warning(url: str) -> None:
+    class Grown(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = net()
+            self.head = torch.nn.Linear(2, 2)
+
+    report = ckpt.load({"model": Grown()}, url, strict=False)
+    assert report.loaded.missing == ("model.head.weight", "model.head.bias")
+    assert report.warnings == ()
+
+
+def test_mismatch_names_checkpoint_step_and_path(url: str) -> None:
+    wider = {"model": {"layers": torch.nn.Sequential(torch.nn.Linear(3, 3))}}
+    (info,) = ckpt.list_steps(url)
+    for strict in (True, False):
+        with pytest.raises(Mismatch) as caught:
+            ckpt.load(wider, url, strict=strict)
+        for told in (info.url, "step 7", info.attempt):
+            assert told in str(caught.value).splitlines()[0] and told in caught.value.where
+
+
+def load_on(world: World, url: str, state: object) -> LoadReport:
+    options = LoadOptions(strict=False)
+    return load_state(state, store=open_store(url), world=world, step=None, options=options)
+
+
+def test_rank_that_holds_only_what_is_new_is_no_error_where_others_found_theirs(url: str) -> None:
+    def run(world: World) -> LoadReport:
+        state = {"model": {"layers": net()}} if world.rank == 0 else {"new": torch.zeros(2)}
+        return load_on(world, url, state)
+
+    reports = run_ranks(2, run)
+    assert [len(report.loaded.tensors) for report in reports] == [6, 0]
+
+
+def test_nothing_matched_is_the_same_error_on_all_ranks(url: str) -> None:
+    def run(world: World) -> str:
+        state = {"net": net()} if world.rank == 0 else {}
+        with pytest.raises(Mismatch) as caught:
+            load_on(world, url, state)
+        assert url in caught.value.where and "step 7" in caught.value.where
+        return str(caught.value)
+
+    first, second = run_ranks(2, run)
+    assert first == second and "none of the 6 names" in first
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("module.model.0.weight", "model.0.weight"),
+        ("model.0.wieght", "model.0.weight"),
+        ("backbone.layers.11.attn.q", "encoder.layers.11.attn.q"),
+        ("something", ""),
+    ],
+)
+def test_nearest_name(name: str, expected: str) -> None:
+    known = ["model.0.weight", "model.0.bias", "encoder.layers.1.attn.q"]
+    assert nearest(name, [*known, "encoder.layers.11.attn.q"]) == expected
+    assert nearest(name, []) == ""
+
+
+def test_only_the_first_missing_names_are_told() -> None:
+    told = with_nearest([f"a.{n}" for n in range(9)], ["b.0"])
+    assert told.startswith("a.0 (the checkpoint has b.0), ") and told.endswith(" and 4 more")

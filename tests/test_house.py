@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -250,6 +250,133 @@ def _defined_privates(node: ast.AST) -> Iterator[str]:
         yield node.id
 
 
+# Rooms -------------------------------------------------------------------------------------------
+
+# A room is a folder of `ckpt`, a file at its root, or one of the other packages. Each line is a
+# floor, the ground first; an import goes to a lower floor or stays in its room.
+LADDER = (
+    ("storage", "ckpt/errors.py"),
+    ("ckpt/layout", "ckpt/world"),
+    ("ckpt/state", "ckpt/format", "ckpt/testing.py"),
+    ("ckpt/commit",),
+    ("ckpt/telemetry",),
+    ("ckpt/saving", "ckpt/loading"),
+    ("ckpt/process.py",),
+    ("ckpt/api.py", "ckpt/state_dict"),
+    ("ckpt/convert",),
+    ("ckpt/tools", "ckpt/service", "sharding"),
+    ("ckpt/integrations", "ckpt/cli"),
+    ("ckpt/__init__.py",),
+    ("ckpt/__main__.py",),
+)
+FLOORS = {room: floor for floor, rooms in enumerate(LADDER) for room in rooms}
+
+
+class Arrow(NamedTuple):
+    """One file imports another, at any depth: at its top, inside a function, or for types only."""
+
+    user: str
+    used: str
+
+
+def module_path(module: str, paths: frozenset[str]) -> str | None:
+    stem = module.replace(".", "/")
+    return next((p for p in (f"{stem}.py", f"{stem}/__init__.py") if p in paths), None)
+
+
+def arrows(all_sources: Sequence[Source]) -> list[Arrow]:
+    paths = frozenset(source.path for source in all_sources)
+    found = set()
+    for source in all_sources:
+        for node in ast.walk(source.tree):
+            names: list[str] = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                inner = (f"{node.module}.{alias.name}" for alias in node.names)
+                names = [name if module_path(name, paths) else node.module or "" for name in inner]
+            used = {module_path(name, paths) for name in names} - {None, source.path}
+            found |= {Arrow(source.path, path) for path in used if path is not None}
+    return sorted(found)
+
+
+def room_of(path: str) -> str:
+    first, *rest = path.split("/")
+    return "/".join([first, rest[0]]) if first == "ckpt" else first
+
+
+def circles(found: Iterable[Arrow]) -> list[list[str]]:
+    """Files that import each other in a loop, by Tarjan's algorithm without recursion."""
+    uses: dict[str, list[str]] = {}
+    for arrow in found:
+        uses.setdefault(arrow.user, []).append(arrow.used)
+    order = list(_postorder(uses))
+    users: dict[str, list[str]] = {}
+    for user, all_used in uses.items():
+        for used in all_used:
+            users.setdefault(used, []).append(user)
+    seen: set[str] = set()
+    groups = []
+    for start in reversed(order):  # Kosaraju: the reversed graph, from the last that was finished
+        group, todo = [], [start]
+        while todo:
+            node = todo.pop()
+            if node not in seen:
+                seen.add(node)
+                group.append(node)
+                todo += users.get(node, [])
+        groups.append(sorted(group))
+    return sorted(group for group in groups if len(group) > 1)
+
+
+def _postorder(uses: Mapping[str, Sequence[str]]) -> Iterator[str]:
+    seen: set[str] = set()
+    for start in sorted(uses):
+        todo = [(start, False)]
+        while todo:
+            node, is_done = todo.pop()
+            if is_done:
+                yield node
+            elif node not in seen:
+                seen.add(node)
+                todo.append((node, True))
+                todo += [(used, False) for used in uses.get(node, ())]
+
+
+def climbing(found: Iterable[Arrow]) -> list[str]:
+    problems = []
+    for user, used in found:
+        rooms = room_of(user), room_of(used)
+        for room in rooms:
+            if room not in FLOORS:
+                problems.append(f"{room} has no floor; put it on the ladder in {__file__}")
+        floors = [FLOORS.get(room, 0) for room in rooms]
+        if FLOORS.keys() >= set(rooms) and rooms[0] != rooms[1] and floors[0] <= floors[1]:
+            problems.append(
+                f"{user} imports {used}, which is not below it; move the code down, "
+                "or pass the value in"
+            )
+    return sorted(set(problems))
+
+
+def long_functions(source: Source, lines_max: int = 60) -> list[str]:
+    """Functions with more lines than that; a docstring is for the caller, and does not count."""
+    found = []
+    for node in ast.walk(source.tree):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        first = node.body[0]
+        is_docstring = isinstance(first, ast.Expr) and ast.get_docstring(node) is not None
+        of_docstring = (first.end_lineno or 0) - first.lineno + 1 if is_docstring else 0
+        lines = (node.end_lineno or 0) - node.lineno + 1 - of_docstring
+        if lines > lines_max:
+            found.append(
+                f"{source.path}:{node.lineno}: {node.name} has {lines} lines, "
+                f"at most {lines_max}; split it"
+            )
+    return found
+
+
 # Documentation -----------------------------------------------------------------------------------
 
 
@@ -281,7 +408,7 @@ def missing_paths(document: str, text: str) -> list[str]:
 
 @pytest.mark.parametrize(
     "rule",
-    [bad_imports, banned_names, foreign_privates, undocumented],
+    [bad_imports, banned_names, foreign_privates, undocumented, long_functions],
     ids=lambda rule: rule.__name__,
 )
 def test_sources_keep(rule: Callable[[Source], list[str]]) -> None:
@@ -296,6 +423,30 @@ def test_sources_keep(rule: Callable[[Source], list[str]]) -> None:
         for problem in rule(source)
     ]
     assert not found, "\n" + "\n".join(found)
+
+
+def test_no_file_imports_itself_around_a_corner() -> None:
+    assert circles(arrows(sources(*PACKAGES))) == []
+
+
+def test_imports_go_down_the_ladder() -> None:
+    found = climbing(arrows(sources(*PACKAGES)))
+    assert not found, "\n" + "\n".join(found)
+
+
+def test_planted_circles_and_climbs_are_found() -> None:
+    a = Source("ckpt/api.py", ast.parse("def f():\n    from ckpt.world import base"))
+    b = Source("ckpt/world/base.py", ast.parse("from ckpt.process import x\nimport ckpt.errors"))
+    c = Source("ckpt/process.py", ast.parse("import ckpt.api"))
+    d = Source("ckpt/errors.py", ast.parse("from storage.url import y"))
+    found = arrows([a, b, c, d])
+    assert circles(found) == [["ckpt/api.py", "ckpt/process.py", "ckpt/world/base.py"]]
+    assert [problem.split(",")[0] for problem in climbing(found)] == [
+        "ckpt/process.py imports ckpt/api.py",
+        "ckpt/world/base.py imports ckpt/process.py",
+    ]
+    new = climbing([Arrow("ckpt/new/x.py", "ckpt/api.py")])
+    assert new and "ckpt/new has no floor" in new[0]
 
 
 def test_tests_and_examples_use_no_pickle() -> None:
@@ -342,6 +493,7 @@ def test_packages_say_that_they_are_typed() -> None:
         (foreign_privates, "ckpt/x.py", "t._local_tensor", "_local_tensor"),
         (undocumented, "ckpt/x.py", '"""Doc."""\ndef f(): ...', "f is public"),
         (undocumented, "ckpt/x.py", "x = 1", "the module says nothing"),
+        (long_functions, "ckpt/x.py", "def f():\n" + "    x = 1\n" * 60, "f has 61 lines"),
     ],
 )
 def test_rule_finds_planted_violation(

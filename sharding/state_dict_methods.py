@@ -24,8 +24,8 @@ from torch.distributed.fsdp import (
 )
 
 from ckpt.errors import InvalidState, Mismatch
+from ckpt.state.requested import STATE_DICT, Asked
 from ckpt.state_dict import api as state_dicts
-from ckpt.state_dict.asked import STATE_DICT, Asked
 from ckpt.state_dict.config import FullOptimStateDictConfig, ShardedOptimStateDictConfig
 from ckpt.state_dict.config import StateDictType as Form
 from sharding.state_dicts import (

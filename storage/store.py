@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from storage.errors import TooLargeError
 
 if TYPE_CHECKING:
-    from storage.retry import Patience
+    from storage.patience import Patience
 
 
 class ByteRange(NamedTuple):

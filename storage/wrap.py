@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from storage.store import ByteRange, ExclusiveCreate, JointWriter, ObjectInfo, ObjectWriter, Store
 
 if TYPE_CHECKING:
-    from storage.retry import Patience
+    from storage.patience import Patience
 
 
 class WrappedStore(Store):

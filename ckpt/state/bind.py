@@ -22,12 +22,12 @@ from ckpt.state.bind_optimizer import bind_optimizer
 from ckpt.state.describe import Described, Source, adopt_parameters, describe_modules, holdings_of
 from ckpt.state.matching import Tally
 from ckpt.state.names import Names, Rename, Skip
+from ckpt.state.requested import CHECKPOINT, Offers
 from ckpt.state.tensors import is_ordinary, plain_holdings, tensor_holdings
 from ckpt.state.trees import bind_tree
 from ckpt.state.types import Catalog, Loaded, PerRank, Problem, ProblemKind
 from ckpt.state.values import join_tree, references
 from ckpt.state.walk import Leaves, Place, Slot, is_object, walk
-from ckpt.state_dict.asked import CHECKPOINT, Offers
 
 TOLERATED = (ProblemKind.MISSING, ProblemKind.UNEXPECTED)
 

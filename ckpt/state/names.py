@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
+from ckpt.state.requested import CHECKPOINT, Offers
 from ckpt.state.types import Catalog, Problem, ProblemKind, TensorEntry
-from ckpt.state_dict.asked import CHECKPOINT, Offers
 
 Rename = Mapping[str, str] | Callable[[str], str] | None
 Skip = Callable[[str], bool] | Iterable[str] | None

@@ -18,8 +18,8 @@ from ckpt.layout.memory import gc_paused
 from ckpt.layout.plain import Ranks
 from ckpt.process import world_of
 from ckpt.state.half_loaded import filling
+from ckpt.state.requested import STATE_DICT, Asked
 from ckpt.state.types import Loaded
-from ckpt.state_dict.asked import STATE_DICT, Asked
 from ckpt.state_dict.config import (
     FullOptimStateDictConfig,
     FullStateDictConfig,

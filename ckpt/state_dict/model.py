@@ -19,10 +19,10 @@ from ckpt.layout.sharded_tensor import UnitSharding, sharding_of
 from ckpt.state.bind import Binding, bind_state
 from ckpt.state.describe import Described, describe_modules, holdings_of, prefixed
 from ckpt.state.names import bare_names
+from ckpt.state.requested import Asked, Offers
 from ckpt.state.types import Catalog, Loaded, Problem, ProblemKind, TensorEntry
 from ckpt.state.values import split_tree
 from ckpt.state.walk import Leaves
-from ckpt.state_dict.asked import Asked, Offers
 from ckpt.state_dict.config import StateDictType
 from ckpt.state_dict.forms import Live, Output, is_tensor, put_in, take_out
 from ckpt.state_dict.redistribute import Table, redistribute, tell

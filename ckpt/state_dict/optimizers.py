@@ -38,10 +38,10 @@ from ckpt.state.optimizer import (
     user_state,
 )
 from ckpt.state.own import OwnState, What, declared, own_state, tensors_of
+from ckpt.state.requested import STATE_DICT, Offers
 from ckpt.state.tensors import is_ordinary
 from ckpt.state.types import Catalog, Loaded, ProblemKind, TensorEntry
 from ckpt.state.values import join_tree, references, split_tree
-from ckpt.state_dict.asked import STATE_DICT, Offers
 from ckpt.state_dict.forms import Live, Output, is_tensor, put_in, take_out
 from ckpt.state_dict.model import check_names, describe_model, names_of, shardings, share_values
 from ckpt.state_dict.optimizer_keys import check_keys, nested

@@ -25,6 +25,7 @@ from torch.nn.utils import parametrizations
 
 from ckpt.errors import CheckpointError, Mismatch
 from ckpt.layout.plain import Ranks
+from ckpt.state.requested import Asked
 from ckpt.state_dict.api import (
     load_model_state_dict,
     load_optimizer_state_dict,
@@ -32,7 +33,6 @@ from ckpt.state_dict.api import (
     optimizer_state_dict,
     optimizer_state_dict_to_load,
 )
-from ckpt.state_dict.asked import Asked
 from ckpt.state_dict.config import (
     FullStateDictConfig,
     LocalStateDictConfig,

@@ -95,6 +95,7 @@ def _built() -> tuple[argparse.ArgumentParser, list[Command]]:
     _add_export(commands)
     _add_import(commands)
     _add_salvage(commands)
+    _add_mend(commands)
     _add_prune(commands)
     _add_rm(commands)
     _add_completion(commands)
@@ -437,6 +438,19 @@ def _add_salvage(commands: Commands) -> None:
     _add_url(parser)
     parser.add_argument("--step", type=int, help="of a root; default: all without a MANIFEST")
     parser.add_argument("--dry-run", action="store_true", help="check only, write no MANIFEST")
+    _add_json(parser)
+
+
+def _add_mend(commands: Commands) -> None:
+    parser = _add(
+        commands,
+        "mend",
+        "keeping:mend_log",
+        "make a log whole that was rolled back, restored in part or merged; nothing is removed",
+        "ckpt mend runs/7b --dry-run\nckpt mend runs/7b",
+    )
+    _add_url(parser, "a root: a path, s3://bucket/prefix, or any url that fsspec knows")
+    parser.add_argument("--dry-run", action="store_true", help="look only, append nothing")
     _add_json(parser)
 
 

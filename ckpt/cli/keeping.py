@@ -1,4 +1,4 @@
-"""Commands that check and mend checkpoints: verify, salvage."""
+"""Commands that check and mend checkpoints and logs: verify, salvage, mend."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from ckpt.cli.screen import progress_bar, show_json, size
 from ckpt.commit.maintenance import Maintenance
 from ckpt.commit.names import MANIFEST_NAME, STEPS_PREFIX, parse_step_key
 from ckpt.errors import NoCheckpoint
+from ckpt.tools.mend import MendReport, mend
 from ckpt.tools.salvage import SalvageReport, salvage, write_manifest
 from ckpt.tools.verify import VerifyReport, summary, verify
 from storage import Store, open_store
@@ -131,4 +132,36 @@ def _salvage_json(report: SalvageReport) -> dict[str, Any]:
         "nbytes_checked": report.nbytes_checked,
         "missing": list(report.missing),
         "problems": list(report.problems),
+    }
+
+
+# mend ------------------------------------------------------------------------------------------
+
+
+def mend_log(arguments: argparse.Namespace) -> int:
+    """`ckpt mend`."""
+    options = dict(arguments.option)
+    report = mend(arguments.url, dry_run=arguments.dry_run, storage_options=options)
+    if arguments.json:
+        show_json(_mend_json(report))
+        return PROBLEM if report.lost else OK
+    for slot, problem in sorted(report.breaks.items()):
+        print(f"slot {slot}: {problem}")
+    would = "would be " if arguments.dry_run else ""
+    for entry in report.brought_back:
+        print(f"step {entry.step} ({entry.attempt}) {would}brought back")
+    for entry in report.lost:
+        print(f"step {entry.step} ({entry.attempt}) is not all here")
+    latest = f"step {report.latest.step} is the latest" if report.latest else "no checkpoint"
+    print(f"{len(report.filled)} slots {would}filled; {latest}")
+    return PROBLEM if report.lost else OK
+
+
+def _mend_json(report: MendReport) -> dict[str, Any]:
+    return {
+        "breaks": {str(slot): problem for slot, problem in sorted(report.breaks.items())},
+        "filled": list(report.filled),
+        "brought_back": [entry.attempt for entry in report.brought_back],
+        "lost": [entry.attempt for entry in report.lost],
+        "latest": report.latest.attempt if report.latest else None,
     }

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from typing import Any
 
-from ckpt.cli.commandline import OK
+from ckpt.cli.commandline import OK, PROBLEM
 from ckpt.cli.screen import age, date, show_json, show_table, size
 from ckpt.commit.lines import latest_last
 from ckpt.commit.locate import live_entries
+from ckpt.commit.log import Log
 from ckpt.commit.names import MANIFEST_NAME
 from ckpt.commit.records import LiveEntry
+from ckpt.errors import Corrupt
 from ckpt.tools.overview import AttemptUsage, Event, disk_usage, history
 from storage import KeyNotFoundError, Store, open_store
 
@@ -87,7 +90,7 @@ def log(arguments: argparse.Namespace) -> int:
     events = history(arguments.url, count=count, storage_options=dict(arguments.option))
     if arguments.json:
         show_json([_event_json(event) for event in events])
-        return OK
+        return OK if _ends_well(arguments) else PROBLEM
     now = time.time()
     show_table(
         ("slot", "when", "", "what", "step", "line", "session", "attempt", "kept"),
@@ -96,13 +99,27 @@ def log(arguments: argparse.Namespace) -> int:
     )
     if events and events[-1].slot > 0:
         print(f"... and {events[-1].slot} older records; `ckpt log -n 0` shows all")
-    return OK
+    return OK if _ends_well(arguments) else PROBLEM
+
+
+def _ends_well(arguments: argparse.Namespace) -> bool:
+    """Whether a job may append to the log; says why not."""
+    store = open_store(arguments.url, **dict(arguments.option))
+    try:
+        Log(store).check_end()
+    except Corrupt as error:
+        print(error, file=sys.stderr)
+        return False
+    finally:
+        store.close()
+    return True
 
 
 def _event_row(event: Event, now: float) -> tuple[str, ...]:
     what = WHAT_HAPPENED.get(event.kind, event.kind.lower())
     if event.kind == "COMMIT" and event.metric is not None:
         what += f", metric {event.metric:g}"
+    what += f" (!) {event.problem}" if event.problem else ""
     return (
         f"{event.slot}",
         date(event.time_unix),
@@ -127,6 +144,7 @@ def _event_json(event: Event) -> dict[str, Any]:
         "metric": event.metric,
         "live": event.live,
         "line": event.line,
+        "problem": event.problem,
     }
 
 

@@ -31,6 +31,8 @@ FORMAT_KEY = "FORMAT"
 FORMAT_VERSION = 1
 FORMAT_NBYTES_MAX = 4096
 LISTED_MAX = 1000  # a page of S3
+LINKS_MAX = 16  # records whose links a claim compares where requests take long
+MENDED = b"mended\0\0"  # how the write id of a CLAIM begins up to which the log was looked through
 
 
 _FORMAT_LINE = re.compile(rb"shardpoint (1) ([0-9a-f]{32}) ([0-9a-f]{8})\n")
@@ -217,11 +219,22 @@ class Log:
                 raise broken_log(self.store.url, expected, problem)
             expected += 1
         newest = self._newest
-        if newest is None or newest.previous is None:
-            return
-        if record_digest(self.raw(newest.slot - 1)) != newest.previous:
-            problem = "it builds on another record than is before it"
-            raise broken_log(self.store.url, newest.slot, problem)
+        if newest is not None:
+            self._check_links(newest, LISTED_MAX if self.store.part_nbytes_min == 1 else LINKS_MAX)
+
+    def _check_links(self, record: Record, count: int) -> None:
+        """Compare what the last `count` records keep of the one before, back to where the log was
+        mended.
+        """
+        for _ in range(count):
+            if record.previous is None or record.write_id.startswith(MENDED):
+                return
+            data = self.raw(record.slot - 1)
+            if record_digest(data) != record.previous:
+                problem = "it builds on another record than is before it"
+                raise broken_log(self.store.url, record.slot, problem)
+            slot = record.slot - 1
+            record = decode_record(data, slot=slot, where=f"{self.store.url}/{record_key(slot)}")
 
     def digest_of(self, state: LogState) -> bytes | None:
         """What the record after `state`, which `state()` has returned last, keeps of the newest

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ckpt.commit.locate import live_entries
 from ckpt.commit.log import FORMAT_KEY, Log, read_format
 from ckpt.commit.names import LOG_PREFIX, MANIFEST_NAME, parse_step_key, record_key, step_prefix
-from ckpt.commit.records import LiveEntry, Record
+from ckpt.commit.records import LiveEntry, Record, encode_record, record_digest
 from ckpt.errors import Corrupt, NoCheckpoint
+from ckpt.tools.mend import broken_link
 from storage import KeyNotFoundError, Store, open_store
 
 READERS = 8
@@ -24,7 +25,8 @@ class Event:
     `kind` is CLAIM, COMMIT, RETIRE, PIN, UNPIN or VERIFIED. `attempt` and `step` tell which
     checkpoint it is about, None for a CLAIM; `step` is also None where the log does not tell.
     `epoch` tells the session: every CLAIM begins a new one. `live` counts the checkpoints after it.
-    `line` is that of the checkpoint, None where it has none or `step` is None.
+    `line` is that of the checkpoint, None where it has none or `step` is None. `problem` says why
+    the record does not follow the one before it, "" where all is well.
     """
 
     slot: int
@@ -36,6 +38,7 @@ class Event:
     metric: float | None
     live: int
     line: int | None = None
+    problem: str = ""
 
 
 def history(
@@ -60,9 +63,16 @@ def history(
         store.close()
     known: dict[str, LiveEntry] = {}
     events = []
+    before: Record | None = None
     for record in records:
         known.update({entry.attempt: entry for entry in record.live})
-        events.append(_event(record, known))
+        problem = ""
+        if before is not None:
+            problem = broken_link(
+                before, record, {before.slot: record_digest(encode_record(before))}
+            )
+        events.append(replace(_event(record, known), problem=problem))
+        before = record
     return tuple(event for event in reversed(events) if event.slot >= first)
 
 
@@ -72,7 +82,7 @@ def _record(log: Log, slot: int) -> Record:
     except KeyNotFoundError:
         raise Corrupt(
             f"{log.store.url}/{record_key(slot)} was removed; the newest record still tells which "
-            "checkpoints exist: `ckpt ls`"
+            f"checkpoints exist: `ckpt ls`. `ckpt mend {log.store.url}` makes the log whole"
         ) from None
 
 

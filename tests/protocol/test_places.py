@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import ckpt
+from ckpt.cli import main
 from ckpt.commit.appender import Limits, Sources
 from ckpt.commit.log import Log
 from ckpt.commit.maintenance import Maintenance
@@ -24,6 +25,7 @@ from ckpt.commit.session import Session
 from ckpt.commit.writer import Commit
 from ckpt.errors import CheckpointError, Corrupt, LogDiverged
 from ckpt.testing import RanksFailed, run_ranks
+from ckpt.tools.mend import mend
 from storage import open_store
 from storage.memory import MemoryBucket, MemoryStore
 from storage.store import Store
@@ -232,6 +234,84 @@ def _other_branch(bucket: MemoryBucket) -> None:
     save(claim(MemoryStore(other)), 99)
     bucket.remove(record_key(6))
     bucket.add(record_key(6), _objects(other)[record_key(6)])
+
+
+def _real_root(root: Path, steps: range) -> str:
+    for step in steps:
+        ckpt.save({"x": torch.ones(3) * step}, str(root), step=step)
+    return str(root)
+
+
+def _slots(root: str) -> Path:
+    return Path(root) / "log"
+
+
+def test_mend_makes_a_log_with_a_hole_one_row_and_loses_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = _real_root(tmp_path / "run", range(1, 6))
+    for slot in (3, 4):
+        (_slots(url) / f"{slot:020d}").unlink()
+    before = {path.name: path.read_bytes() for path in _slots(url).iterdir()}
+    with pytest.raises(Corrupt, match="slot 3"):
+        claim(open_store(url))
+    assert main(["log", url]) == 1
+    assert "slot 3" in (told := capsys.readouterr().err) or "00003" in told
+    assert main(["mend", url]) == 0
+    assert {p.name: p.read_bytes() for p in _slots(url).iterdir() if p.name in before} == before
+    assert main(["log", url]) == 0
+    assert "(!)" in capsys.readouterr().out
+    assert steps_after_a_new_job(url) == [1, 2, 3, 4, 5]
+    count = len(list(_slots(url).iterdir()))
+    assert main(["mend", url]) == 0
+    assert len(list(_slots(url).iterdir())) == count, "there is nothing to do a second time"
+    with pytest.raises(ckpt.Fenced):
+        ckpt.save({"x": 1}, url, step=6)
+    ckpt.forget(url)
+    ckpt.save({"x": 1}, url, step=6)
+    assert steps_after_a_new_job(url) == [1, 2, 3, 4, 5, 6]
+
+
+def test_mend_brings_back_what_the_other_branch_of_a_merge_has_hidden(tmp_path: Path) -> None:
+    """Two jobs go on from one root in two copies; then the copies are copied into one."""
+    url = _real_root(tmp_path / "run", range(1, 3))
+    shutil.copytree(url, other := tmp_path / "other")
+    _real_root(tmp_path / "run", range(3, 5))
+    _real_root(other, range(10, 14))
+    shutil.copytree(other / "steps", tmp_path / "run" / "steps", dirs_exist_ok=True)
+    for path in sorted((other / "log").iterdir()):
+        if not (_slots(url) / path.name).exists():
+            shutil.copy(path, _slots(url))
+    with pytest.raises(Corrupt, match="ckpt mend"):
+        claim(open_store(url))
+    report = mend(url, dry_run=True)
+    assert sorted(entry.step for entry in report.brought_back) == [3, 4]
+    assert report == mend(url, dry_run=True)
+    mend(url)
+    assert sorted(steps_after_a_new_job(url)) == [1, 2, 3, 4, 10, 11, 12, 13]
+    state = {"x": torch.zeros(3)}
+    assert ckpt.load(state, url).step == 13, "the newest by time is the latest"
+
+
+def test_mend_says_what_is_not_there_any_more(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = _real_root(tmp_path / "run", range(1, 4))
+    (_slots(url) / f"{2:020d}").unlink()
+    newest = sorted((tmp_path / "run" / "steps").iterdir())[-1]
+    shutil.rmtree(newest)
+    assert main(["mend", url]) == 1
+    assert "step 3" in capsys.readouterr().out
+    assert ckpt.load({"x": torch.zeros(3)}, url).step == 2
+
+
+def test_mend_leaves_a_whole_log_alone(tmp_path: Path) -> None:
+    url = _real_root(tmp_path / "run", range(1, 4))
+    before = files_below(tmp_path)
+    report = mend(url)
+    assert (report.breaks, report.filled, report.brought_back, report.lost) == ({}, (), (), ())
+    assert files_below(tmp_path) == before
+    ckpt.save({"x": 1}, url, step=4)
 
 
 @pytest.mark.parametrize("damage", [_hole, _other_branch])

@@ -17,6 +17,7 @@ from ckpt.saving.task import PartMemory
 from ckpt.saving.write import Staging
 from ckpt.world.base import World, collectively
 from ckpt.world.torch_world import current_world
+from ckpt.world.torch_world import world_of_members as new_world_of_members
 from storage import Store, open_store
 
 
@@ -33,6 +34,7 @@ class Seat:
     """This process's place in one process group: its world, and the sessions opened there."""
 
     group: dist.ProcessGroup | None
+    everyone: dist.ProcessGroup | None
     world: World
     registry: SessionRegistry
     background: Background
@@ -41,6 +43,12 @@ class Seat:
     sessions: dict[tuple[str, str, bool], tuple[RankedSession, PartMemory]] = field(
         default_factory=dict
     )
+
+    def is_of(self, group: dist.ProcessGroup | None) -> bool:
+        """Whether `group` has the ranks of this world, of the processes that it was made among."""
+        if group is None or self.everyone is not dist.group.WORLD:
+            return False
+        return self.world.global_ranks == tuple(dist.get_process_group_ranks(group))
 
     def store(self, url: str, storage_options: Mapping[str, Any] | None) -> Store:
         """Opened once: an open store knows which directories are durable, and keeps connections."""
@@ -105,6 +113,16 @@ def world_of(process_group: dist.ProcessGroup | None = None) -> World:
     Collective over the group when it is asked for the first time.
     """
     return this_process.seat(process_group).world
+
+
+def world_of_members(members: tuple[int, ...]) -> World:
+    """The world of some of all ranks, ascending, this one among them; the same one at every call.
+
+    Collective over these ranks when it is asked for the first time.
+    """
+    if len(members) == 1:
+        return new_world_of_members(members)
+    return this_process.seat_among(members).world
 
 
 def place_of(
@@ -189,12 +207,30 @@ class ProcessMemory:
             group = dist.group.WORLD
         with self._lock:
             for seat in self._seats:
-                if seat.group is group:
+                if seat.group is group and (group is not None or seat.everyone is None):
                     return seat
-            world = current_world(group)
-            seat = Seat(group, world, self._registry, Background(world))
-            self._seats.append(seat)
-            return seat
+            for seat in self._seats:  # of the same ranks, made before anybody named their group
+                if seat.group is None and seat.is_of(group):
+                    seat.group = group
+                    return seat
+            return self._new_seat(group, current_world(group))
+
+    def seat_among(self, members: tuple[int, ...]) -> Seat:
+        """The place among `members` of all ranks, that of a group of just these if there is one."""
+        everyone = dist.group.WORLD
+        if members == tuple(dist.get_process_group_ranks(everyone)):
+            return self.seat(everyone)
+        with self._lock:
+            for seat in self._seats:
+                if seat.everyone is everyone and seat.world.global_ranks == members:
+                    return seat
+            return self._new_seat(None, new_world_of_members(members))
+
+    def _new_seat(self, group: dist.ProcessGroup | None, world: World) -> Seat:
+        everyone = dist.group.WORLD if group is not None or world.size > 1 else None
+        seat = Seat(group, everyone, world, self._registry, Background(world))
+        self._seats.append(seat)
+        return seat
 
 
 this_process = ProcessMemory()

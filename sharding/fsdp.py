@@ -26,7 +26,7 @@ from ckpt.layout.sharded_tensor import UnitSharding
 from sharding.clip import check_dtypes, clip_sharded
 from sharding.comm_hooks import hook_of
 from sharding.engine.collectives import Comm, wants_details
-from sharding.engine.extensions import Extension, TensorParallel, holders_of
+from sharding.engine.extensions import Extension, TensorParallel, holders_of, owners_of
 from sharding.engine.groups import HYBRID, Groups, resolve_groups
 from sharding.engine.order import OrderCheck
 from sharding.engine.precision import cast_buffers, reduce_dtype
@@ -492,13 +492,16 @@ class FullyShardedDataParallel(StatefulUnit):
             return []
         members = [self._describe(at) for at in range(len(store.found))]
         local = store.flat.detach()
+        owners = [owners_of(self.fsdp_groups, self.fsdp_mesh, m.inside) for m in members]
         if not store.options.use_orig_params:
-            return [Owned(store.flat, local, flat_views(members, local.dtype, base=0), True)]
+            widest = None if None in owners else max(owners, key=lambda o: len(o or ()))
+            views = flat_views(members, local.dtype, base=0)
+            return [Owned(store.flat, local, views, True, widest)]
         store.adopt_values()
         whole_here = not store.options.sharded
         return [
-            member_as_param(param, local, member, whole_here=whole_here)
-            for param, member in zip(store.params, members, strict=True)
+            member_as_param(param, local, member, over, whole_here=whole_here)
+            for param, member, over in zip(store.params, members, owners, strict=True)
         ]
 
     def _describe(self, at: int) -> FlatMember:

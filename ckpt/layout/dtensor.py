@@ -183,7 +183,8 @@ def describe_dtensor(
     if coordinate is None:
         empty = Box((0,) * len(shape), (0,) * len(shape))
         nothing = _within(Box((0,), (0,)), local.dim())
-        return _owned(fqn, tensor, local, [(empty, nothing)], (ranks.rank,))
+        owners = ranks.known_of(mesh.mesh.flatten().tolist())
+        return _owned(fqn, tensor, local, [(empty, nothing)], (ranks.rank,), owners)
     parts = list(coordinate)
     if fsdp_cut is not None:
         parts[fsdp_cut.axis] = fsdp_cut.part
@@ -194,7 +195,8 @@ def describe_dtensor(
         boxes = _boxes_of(layout)
     except Refused as refused:
         raise Refused(f"{fqn}: {refused.problem}") from None
-    return _owned(fqn, tensor, local, boxes, _holders(placements, mesh, coordinate, ranks))
+    holders = _holders(placements, mesh, coordinate, ranks)
+    return _owned(fqn, tensor, local, boxes, holders, _owners(mesh, ranks))
 
 
 class _Layout(NamedTuple):
@@ -272,6 +274,17 @@ def _holders(
     return ranks.indices_of(mesh.mesh[at].flatten().tolist())
 
 
+def _owners(mesh: Any, ranks: Ranks) -> tuple[int, ...]:
+    """The ranks of the mesh."""
+    # The mesh takes long to list its ranks, and equal meshes are equal keys.
+    return _owners_on(mesh, ranks.global_ranks)
+
+
+@lru_cache(maxsize=64)
+def _owners_on(mesh: Any, global_ranks: tuple[int, ...]) -> tuple[int, ...]:
+    return Ranks(0, global_ranks).known_of(mesh.mesh.flatten().tolist())
+
+
 def repeated_over_wider_meshes(owned: Sequence[Owned], ranks: Ranks) -> list[Owned]:
     """The DTensors among `owned`, all of one module, with the replicas that their own mesh hides.
 
@@ -329,10 +342,11 @@ def _owned(
     local: torch.Tensor,
     boxes: Sequence[tuple[Box, Box]],
     holders: tuple[int, ...],
+    owners: tuple[int, ...],
 ) -> Owned:
     shape, dtype = tuple(tensor.shape), tensor.dtype
     pieces = tuple([Piece(fqn, shape, dtype, *regions, holders) for regions in boxes])
-    return Owned(tensor, local, (View(pieces),), True)
+    return Owned(tensor, local, (View(pieces),), True, owners)
 
 
 def _within(local_region: Box, ndim: int) -> Box:

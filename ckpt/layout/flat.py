@@ -121,19 +121,27 @@ def _unpermuted(values: Sequence[int], order: Sequence[int]) -> Shape:
 
 
 def member_as_param(
-    param: torch.Tensor, local: torch.Tensor, member: FlatMember, *, whole_here: bool
+    param: torch.Tensor,
+    local: torch.Tensor,
+    member: FlatMember,
+    owners: tuple[int, ...] | None,
+    *,
+    whole_here: bool,
 ) -> Owned:
     """A member that optimizers know by itself; `local` is the shard of the whole flat parameter.
 
-    `whole_here` says that the parameter keeps its own shape, because nothing is sharded.
+    `whole_here` says that the parameter keeps its own shape, because nothing is sharded. `owners`
+    are as in `Owned`.
     """
     shard = local[member.offset : member.offset + member.numel]
     if not whole_here:
-        return Owned(param, shard, flat_views([member], local.dtype, base=member.offset), True)
+        views = flat_views([member], local.dtype, base=member.offset)
+        return Owned(param, shard, views, True, owners)
     # Unsharded units show the original shapes, and so do the states of optimizers.
     memory_shape = tuple(member.shape[dim] for dim in member.order)
     strides = _unpermuted(row_major_strides(memory_shape), member.order)
     here = whole(member.shape)
     region = member.globally(here)
     piece = Piece(member.fqn, member.global_shape, local.dtype, region, here, member.holders)
-    return Owned(param, shard.as_strided(member.shape, strides), (View((piece,)),), True)
+    shown = shard.as_strided(member.shape, strides)
+    return Owned(param, shown, (View((piece,)),), True, owners)

@@ -135,11 +135,13 @@ def describe_tensor(
     *,
     holders: tuple[int, ...] | None = None,
     synchronized: bool = False,
+    owners: tuple[int, ...] = (),
 ) -> Owned:
     """How this rank holds one tensor: a DTensor, a plain tensor, or one with `__ckpt_pieces__()`.
 
-    A plain tensor is held by `holders` (by default by everyone), and `synchronized` says whether
-    somebody keeps it equal there; for the others these follow from the tensor. Raises `Refused`.
+    A plain tensor is held by `holders` (by default by everyone), `synchronized` says whether
+    somebody keeps it equal there, and `owners` who, as in `Owned`; for the others these follow from
+    the tensor. Raises `Refused`.
     """
     if type(tensor) not in PLAIN_CLASSES:
         special = _special_tensor(fqn, tensor, ranks)
@@ -151,6 +153,7 @@ def describe_tensor(
         tensor,
         holders=ranks.everyone if holders is None else holders,
         synchronized=synchronized,
+        owners=owners,
     )
 
 
@@ -272,6 +275,7 @@ class _Replicas(NamedTuple):
     synchronized: bool
     ignored: frozenset[str]  # names that DDP was told to leave alone, relative to `base`
     base: str
+    owners: tuple[int, ...] = ()  # the ranks of the engine's group
 
 
 class _Visit(NamedTuple):
@@ -319,7 +323,7 @@ def _visits(root: nn.Module, ranks: Ranks) -> Iterator[_Visit]:
 def _ddp_replicas(module: Any, name: str, ranks: Ranks) -> _Replicas:
     group = torch.distributed.get_process_group_ranks(module.process_group)
     ignored = frozenset(getattr(module, "parameters_to_ignore", ()))
-    return _Replicas(ranks.indices_of(group), True, ignored, name)
+    return _Replicas(ranks.indices_of(group), True, ignored, name, ranks.known_of(group))
 
 
 _WRAPPERS = (
@@ -444,7 +448,12 @@ def _add_param(draft: _Draft, visit: _Visit, name: str, fqn: str, param: torch.T
     )
     try:
         owned = describe_tensor(
-            fqn, param, draft.ranks, holders=replicas.holders, synchronized=synchronized
+            fqn,
+            param,
+            draft.ranks,
+            holders=replicas.holders,
+            synchronized=synchronized,
+            owners=replicas.owners,
         )
     except Refused as refused:
         draft.problems.append(refused.problem)
@@ -504,7 +513,13 @@ def _add_buffers(draft: _Draft, visit: _Visit) -> None:
             draft.aliases[fqn] = stored
         elif fqn not in draft.covered:
             try:
-                owned = describe_tensor(fqn, buffer, draft.ranks, holders=visit.replicas.holders)
+                owned = describe_tensor(
+                    fqn,
+                    buffer,
+                    draft.ranks,
+                    holders=visit.replicas.holders,
+                    owners=visit.replicas.owners,
+                )
             except Refused as refused:
                 draft.problems.append(refused.problem)
             else:
@@ -570,7 +585,8 @@ def _renamed(owned: Owned, prefix: str, ranks: Ranks) -> Owned:
         view._replace(pieces=tuple(absolute(piece) for piece in view.pieces))
         for view in owned.views
     )
-    return owned._replace(views=views)
+    owners = None if owned.owners is None else ranks.known_of(owned.owners)
+    return owned._replace(views=views, owners=owners)
 
 
 def _joined(prefix: str, name: str) -> str:

@@ -45,12 +45,14 @@ class Holding(NamedTuple):
     `local` is the live sharded memory itself, detached, of any strides, on any device; never a
     copy. `synchronized` says that the engine keeps replicas bit-equal, so holders may share the
     writing of one region; otherwise one holder writes all of it and all holders compare digests.
+    `owners` are the ranks of the world that the tensor is laid out over, as in `Owned`.
     """
 
     local: torch.Tensor
     pieces: tuple[Piece, ...]
     kind: Kind
     synchronized: bool
+    owners: tuple[int, ...] | None = None
 
 
 class Window(NamedTuple):
@@ -76,9 +78,14 @@ class Owned(NamedTuple):
     `param` is the object that optimizers know, `local` the sharded memory behind it (they may be
     the same). `views` tells which pieces lie where in `local`, and by that in every optimizer state
     tensor of the shape of `local`. Names are relative to the module that was asked.
+
+    `owners` are the ranks that together have the tensor: of a group, of a mesh. Only among them are
+    its bytes exchanged. Empty: this rank's own, which no engine shares with any other. None: nobody
+    told, all ranks of the world may have parts of it.
     """
 
     param: torch.Tensor
     local: torch.Tensor
     views: tuple[View, ...]
     synchronized: bool
+    owners: tuple[int, ...] | None = None

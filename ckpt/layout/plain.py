@@ -7,7 +7,7 @@ and the pieces of a tensor that lies whole in local memory.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -49,6 +49,11 @@ class Ranks(NamedTuple):
         index_of = _index_of(self.global_ranks)
         found = {index_of[rank] for rank in global_ranks if rank in index_of}
         return tuple(sorted(found | {self.rank}))
+
+    def known_of(self, global_ranks: Iterable[int]) -> tuple[int, ...]:
+        """Indices of those `global_ranks` that are in the world, ascending."""
+        index_of = _index_of(self.global_ranks)
+        return tuple(sorted({index_of[rank] for rank in global_ranks if rank in index_of}))
 
 
 @lru_cache(maxsize=8)
@@ -105,10 +110,11 @@ def whole_tensor(
     *,
     holders: tuple[int, ...],
     synchronized: bool,
+    owners: tuple[int, ...] = (),
 ) -> Owned:
     """A tensor of which each of `holders` has all elements in its own memory."""
     local = tensor.detach()
     shape: Shape = tuple(tensor.shape)
     region = whole(shape)
     piece = Piece(fqn, shape, tensor.dtype, region, region, holders)
-    return Owned(tensor, local, (View((piece,)),), synchronized)
+    return Owned(tensor, local, (View((piece,)),), synchronized, owners)

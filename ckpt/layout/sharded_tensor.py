@@ -57,6 +57,8 @@ def describe_sharded_tensor(fqn: str, value: Any, ranks: Ranks, shape: Shape | N
     for extent in shape or ():
         numel *= extent
     is_flat = shape is not None and size != shape and size == (numel,)
+    group = getattr(value, "_process_group", None) or dist.group.WORLD
+    owners = ranks.known_of(dist.get_process_group_ranks(group))
     found = []
     for shard in value.local_shards():
         local = shard.tensor.detach()
@@ -73,12 +75,12 @@ def describe_sharded_tensor(fqn: str, value: Any, ranks: Ranks, shape: Shape | N
             Span(0, local.numel()) if is_flat else whole(tuple(local.shape)),
             (ranks.rank,),
         )
-        found.append(Owned(local, local, (View((piece,)),), True))
+        found.append(Owned(local, local, (View((piece,)),), True, owners))
     if not found:
         empty = torch.empty(0, dtype=metadata.tensor_properties.dtype)
         global_shape = shape if is_flat and shape is not None else size
         piece = Piece(fqn, global_shape, empty.dtype, Span(0, 0), Span(0, 0), (ranks.rank,))
-        found.append(Owned(empty, empty, (View((piece,)),), True))
+        found.append(Owned(empty, empty, (View((piece,)),), True, owners))
     return found
 
 

@@ -165,13 +165,14 @@ def _describe_fsdp1(wrapper: Any, handle: Any, fqns: Sequence[str], ranks: Ranks
     flat = handle.flat_param
     local = _local_shard(flat)
     holders = _fsdp1_holders(wrapper, handle, ranks)
+    owners = _fsdp1_owners(wrapper, handle, ranks)
     refuse_unstorable(fqns[0], local)
     members = [_member(flat, at, fqn, holders) for at, fqn in enumerate(fqns)]
     if flat._params is None:
-        return [Owned(flat, local, flat_views(members, local.dtype, base=0), True)]
+        return [Owned(flat, local, flat_views(members, local.dtype, base=0), True, owners)]
     return [
         member_as_param(
-            flat._params[at], local, member, whole_here=not handle.uses_sharded_strategy
+            flat._params[at], local, member, owners, whole_here=not handle.uses_sharded_strategy
         )
         for at, member in enumerate(members)
     ]
@@ -212,6 +213,15 @@ def _fsdp1_holders(wrapper: Any, handle: Any, ranks: Ranks) -> tuple[int, ...]:
     if replicas is None:
         return (ranks.rank,)
     return ranks.indices_of(torch.distributed.get_process_group_ranks(replicas))
+
+
+def _fsdp1_owners(wrapper: Any, handle: Any, ranks: Ranks) -> tuple[int, ...] | None:
+    """The ranks that the unit is sharded and repeated over; None when nothing tells them all."""
+    if getattr(wrapper, "_inter_node_pg", None) is None:
+        group = torch.distributed.get_process_group_ranks(handle.process_group)
+        return ranks.known_of(group)
+    mesh = getattr(wrapper, "_device_mesh", None)
+    return None if mesh is None else ranks.known_of(mesh.mesh.flatten().tolist())
 
 
 def fsdp1_sharding(

@@ -209,7 +209,7 @@ def _tensors_of(flat: FlatState) -> list[TensorInfo]:
     """Every tensor that this rank knows, once; those that it holds no element of too."""
     names: dict[torch.dtype, str] = {}
     seen: dict[str, TensorInfo] = {}
-    for _, pieces, kind, _ in flat.holdings:
+    for _, pieces, kind, *_ in flat.holdings:
         for fqn, shape, dtype, _, _, _ in pieces:
             if fqn not in seen:
                 name = names.get(dtype) or names.setdefault(dtype, dtype_name(dtype))

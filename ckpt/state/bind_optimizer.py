@@ -496,7 +496,9 @@ class _Binding:
             target = live if is_usable else torch.zeros((), dtype=entry.dtype, device=device)
             filled.append((saved, target))
             piece = Piece(saved, (), entry.dtype, _SCALAR, _SCALAR, (self.ranks.rank,))
-            self.bound.holdings.append(Holding(target.detach(), (piece,), Kind.OPTIMIZER, False))
+            self.bound.holdings.append(
+                Holding(target.detach(), (piece,), Kind.OPTIMIZER, False, named.owned.owners)
+            )
         suffix = next((s for s in NUMBER_OF_SUFFIX if name.endswith(s)), None)
         if suffix is None:
             new[name] = lambda: _common(filled)

@@ -160,7 +160,8 @@ def holdings_of(
                     )
                 )
         if pieces:
-            yield Holding(seen_through(view, local), tuple(pieces), kind, owned.synchronized)
+            shown = seen_through(view, local)
+            yield Holding(shown, tuple(pieces), kind, owned.synchronized, owned.owners)
 
 
 def seen_through(view: View, local: torch.Tensor) -> torch.Tensor:

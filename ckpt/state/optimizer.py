@@ -317,8 +317,9 @@ class _Saving:
             else:
                 continue
             piece = Piece(fqn, (), tensor.dtype, _SCALAR, _SCALAR, holders)
+            owned = named.owned
             self.flat.holdings.append(
-                Holding(tensor.detach(), (piece,), Kind.OPTIMIZER, named.owned.synchronized)
+                Holding(tensor.detach(), (piece,), Kind.OPTIMIZER, owned.synchronized, owned.owners)
             )
 
     def add_own(self, named: NamedParam, name: str, content: Any) -> None:

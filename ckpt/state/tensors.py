@@ -71,7 +71,7 @@ def plain_holdings(
             continue
         local = tensor.detach() if kept or tensor.requires_grad else tensor
         piece = Piece(fqn, shape, tensor.dtype, box, box, holders)
-        holdings.append(Holding(local, (piece,), kind, False))
+        holdings.append(Holding(local, (piece,), kind, False, ()))
     return holdings, aliases, others
 
 
@@ -106,5 +106,6 @@ def tensor_holdings(
             ranks,
             holders=like.views[0].pieces[0].holders,
             synchronized=like.synchronized,
+            owners=like.owners or (),
         )
     return list(holdings_of(owned, owned.local, lambda name: name, kind=kind))

@@ -1,14 +1,17 @@
 """The public functions for state dicts of models and optimizers, however they are sharded.
 
 Dicts are keyed by the names of the bare module and come in three forms, see `StateDictType`. All
-functions but the last two are collective over `process_group`, by default all ranks: the ranks that
-together hold the state. Errors are the same on all ranks, with every problem named.
+functions but the last two are collective over `process_group`, by default the ranks that the
+model's engines lay it out over, whatever other ranks of the world do: those of the groups of its
+units, of its meshes, of DDP. A model that no engine shares is each rank's own: what is taken of it
+comes from this rank alone, and a load is collective over all ranks, because it may share a dict.
+Errors are the same on all ranks that take part, with every problem named.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,7 +19,7 @@ from torch import nn
 
 from ckpt.layout.memory import gc_paused
 from ckpt.layout.plain import Ranks
-from ckpt.process import world_of
+from ckpt.process import world_of, world_of_members
 from ckpt.state.half_loaded import filling
 from ckpt.state.requested import STATE_DICT, Asked
 from ckpt.state.types import Loaded
@@ -35,6 +38,7 @@ from ckpt.state_dict.forms import Output
 from ckpt.state_dict.model import put_model, take_model
 from ckpt.state_dict.optimizers import OptimizerLoad, take_optimizer
 from ckpt.state_dict.rekey import rekey_optimizer_state_dict
+from ckpt.state_dict.sharing import ranks_that_share
 from ckpt.world.base import SoloWorld, World
 
 __all__ = [
@@ -59,17 +63,17 @@ def model_state_dict(
 ) -> dict[str, Any]:
     """The parameters, persistent buffers and extra states of `model` by bare name.
 
-    FULL: whole tensors of their own memory; with `rank0_only` the other ranks get {} and need no
-    memory for it. SHARDED: one chunk of dim 0 per rank, as DTensor where the parameter is one or
-    its unit has a mesh, else as torch's ShardedTensor; what every rank holds whole stays a plain
-    tensor. LOCAL: what this rank holds, without padding, as 1-D ShardedTensors of live memory.
+    FULL: whole tensors of their own memory; with `rank0_only` all but the first of the ranks get {}
+    and need no memory for it. SHARDED: one chunk of dim 0 per rank, as DTensor where the parameter
+    is one or its unit has a mesh, else as torch's ShardedTensor; what every rank holds whole stays
+    a plain tensor. LOCAL: what this rank holds, without padding, as 1-D ShardedTensors of live
+    memory.
     Tied tensors appear under all their names. Raises InvalidState for what a form cannot tell.
     """
     config = model_config(type, config)
-    output = _output(type, config, process_group)
-    world = world_of(process_group)
+    place = _taking_place(model, process_group)
     with gc_paused():
-        return take_model(model, output, world, _ranks(world))
+        return take_model(model, place.output(type, config), place.world, _ranks(place.world))
 
 
 def load_model_state_dict(
@@ -99,7 +103,7 @@ def load_model(
     process_group: dist.ProcessGroup | None = None,
 ) -> Loaded:
     """`load_model_state_dict` for a caller with arguments of its own, in whose words errors are."""
-    world = world_of(process_group)
+    world = _loading_world(model, process_group)
     with gc_paused():
         loading = put_model(model, state_dict, world, _ranks(world), asked)
         with filling(model, "a state dict"):
@@ -123,8 +127,8 @@ def optimizer_state_dict(
     Raises InvalidState for state that cannot be told by parameter, or that differs between ranks.
     """
     config = optim_config(type, config)
-    output = _output(type, config, process_group)
-    world = world_of(process_group)
+    place = _taking_place(model, process_group)
+    world, output = place.world, place.output(type, config)
     with gc_paused():
         return take_optimizer(
             model, _several(optimizer), output, world, _ranks(world), state_dict=state_dict
@@ -146,7 +150,7 @@ def load_optimizer_state_dict(
     members of a flat parameter that have none get zeros. State under keys that are no parameters
     goes into the (first) optimizer as it is. The rest is as for `load_model_state_dict`.
     """
-    world = world_of(process_group)
+    world = _loading_world(model, process_group)
     with gc_paused():
         loading = OptimizerLoad(model, _several(optimizer), world, _ranks(world), fresh=False)
         loading.prepare(state_dict, strict=strict, rank0_only=rank0_only, needs_groups=strict)
@@ -180,7 +184,7 @@ def optimizer_to_load(
     process_group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
     """`optimizer_state_dict_to_load` for a caller with arguments of its own."""
-    world = world_of(process_group)
+    world = _loading_world(model, process_group)
     ranks = _ranks(world)
     with gc_paused():
         loading = OptimizerLoad(model, [optimizer], world, ranks, fresh=True, offers=asked.offers)
@@ -217,17 +221,46 @@ def _to_load(
     return loading.to_load()
 
 
-def _output(
-    form: StateDictType,
-    config: StateDictConfig | OptimStateDictConfig,
-    group: dist.ProcessGroup | None,
-) -> Output:
-    rank0_only, use_dtensor = False, None
-    if isinstance(config, FullStateDictConfig | FullOptimStateDictConfig):
-        rank0_only = config.rank0_only
-    elif isinstance(config, ShardedStateDictConfig | ShardedOptimStateDictConfig):
-        use_dtensor = config.use_dtensor
-    return Output(form, config.offload_to_cpu, rank0_only, use_dtensor, group)
+class _Place(NamedTuple):
+    """The ranks among which a state dict is taken; `group` is theirs if the caller gave one."""
+
+    world: World
+    is_first: bool
+    group: dist.ProcessGroup | None
+
+    def output(self, form: StateDictType, config: StateDictConfig | OptimStateDictConfig) -> Output:
+        """What `config` asks of this rank."""
+        rank0_only, use_dtensor = False, None
+        if isinstance(config, FullStateDictConfig | FullOptimStateDictConfig):
+            rank0_only = config.rank0_only
+        elif isinstance(config, ShardedStateDictConfig | ShardedOptimStateDictConfig):
+            use_dtensor = config.use_dtensor
+        is_wanted = self.is_first or not rank0_only
+        return Output(form, config.offload_to_cpu, is_wanted, use_dtensor, self.group)
+
+
+def _taking_place(model: nn.Module, group: dist.ProcessGroup | None) -> _Place:
+    members = _members(model, group)
+    if members:
+        world = world_of_members(members)
+    elif members is None:
+        world = world_of(group)
+    else:  # nobody else has anything of it; all ranks together are those it has a first among
+        me = dist.get_rank()
+        return _Place(world_of_members((me,)), me == 0, group)
+    return _Place(world, world.rank == 0, group)
+
+
+def _loading_world(model: nn.Module, group: dist.ProcessGroup | None) -> World:
+    members = _members(model, group)
+    return world_of_members(members) if members else world_of(group)
+
+
+def _members(model: nn.Module, group: dist.ProcessGroup | None) -> tuple[int, ...] | None:
+    """The ranks that share `model`; None where `group` says it, or there are no other ranks."""
+    if group is not None or not (dist.is_available() and dist.is_initialized()):
+        return None
+    return ranks_that_share(model)
 
 
 def _several(optimizer: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:

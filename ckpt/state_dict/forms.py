@@ -26,27 +26,24 @@ from ckpt.layout.sharded_tensor import (
 )
 from ckpt.state.describe import holdings_of
 from ckpt.state_dict.config import StateDictType
-from ckpt.state_dict.redistribute import Known, Table, redistribute, tell
+from ckpt.state_dict.redistribute import redistribute
+from ckpt.state_dict.table import Known, Table, tell
 from ckpt.world.base import World, collectively
 
 Make = Callable[[], Any]
 
 
 class Output(NamedTuple):
-    """What a state dict shall be: its form, where its tensors are, and who gets them.
+    """What a state dict shall be: its form, where its tensors are, and whether this rank gets any.
 
     `group` are the ranks of the world as torch knows them, None for all.
     """
 
     form: StateDictType
     offload_to_cpu: bool
-    rank0_only: bool
+    is_wanted: bool
     use_dtensor: bool | None
     group: dist.ProcessGroup | None
-
-    def is_for(self, rank: int) -> bool:
-        """Whether `rank` gets anything."""
-        return rank == 0 or not self.rank0_only
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +91,13 @@ class _Taking:
         self.home = homes[0] if homes else torch.device("cpu")
 
     def all(self) -> dict[str, _Made]:
-        if not self.output.is_for(self.ranks.rank):
+        if not self.output.is_wanted:
             return {}
-        made = {fqn: self.one(fqn, entry) for fqn, entry in self.known.items()}
+        made = {
+            fqn: self.one(fqn, entry)
+            for fqn, entry in self.known.items()
+            if not entry.is_own(self.ranks.rank)
+        }
         if self.problems:
             raise InvalidState(self.problems)
         return made
@@ -115,8 +116,14 @@ class _Taking:
         return self.chunk(fqn, entry)
 
     def is_whole_everywhere(self, entry: Known) -> bool:
-        size = len(self.ranks.global_ranks)
-        return len(entry.at) == size and len({tuple(r) for r in entry.at.values()}) == 1
+        """Whether all ranks that share the tensor have all of it, or it is this rank's own."""
+        me = self.ranks.rank
+        if entry.owners.get(me) == () and entry.at.get(me):
+            return True
+        sources = entry.sources(me)
+        ranks = self.ranks.everyone if sources is None else sorted(sources)
+        held = {tuple(entry.at.get(rank, ())) for rank in ranks}
+        return len(held) == 1 and held != {()}
 
     def device(self, fqn: str, entry: Known) -> torch.device:
         if self.output.offload_to_cpu:

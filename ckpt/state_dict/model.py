@@ -25,7 +25,8 @@ from ckpt.state.values import split_tree
 from ckpt.state.walk import Leaves
 from ckpt.state_dict.config import StateDictType
 from ckpt.state_dict.forms import Live, Output, is_tensor, put_in, take_out
-from ckpt.state_dict.redistribute import Table, redistribute, tell
+from ckpt.state_dict.redistribute import redistribute
+from ckpt.state_dict.table import Table, tell
 from ckpt.world.base import World, collectively
 
 EXTRA_STATE = "_extra_state"
@@ -39,7 +40,7 @@ def take_model(model: nn.Module, output: Output, world: World, ranks: Ranks) -> 
     """
     described, live = collectively(world, "describe", lambda: describe_live(model, ranks, output))
     tensors = take_out(live, output, world, ranks)
-    if not output.is_for(ranks.rank):
+    if not output.is_wanted:
         return {}
     found = {name: tensors[name] for name in names_of(described) if name in tensors}
     for fqn, module in described.extra_states:

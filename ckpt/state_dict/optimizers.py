@@ -45,7 +45,8 @@ from ckpt.state.values import join_tree, references, split_tree
 from ckpt.state_dict.forms import Live, Output, is_tensor, put_in, take_out
 from ckpt.state_dict.model import check_names, describe_model, names_of, shardings, share_values
 from ckpt.state_dict.optimizer_keys import check_keys, nested
-from ckpt.state_dict.redistribute import Table, redistribute, tell
+from ckpt.state_dict.redistribute import redistribute
+from ckpt.state_dict.table import Table, tell
 from ckpt.world.base import World, collectively
 
 logger = logging.getLogger(__name__)
@@ -140,7 +141,7 @@ def take_optimizer(
     taken = collectively(world, "describe", lambda: _taken(model, optimizers, ranks, state_dict))
     check_values(world, taken.values)
     tensors = take_out(taken.live, output, world, ranks)
-    if not output.is_for(ranks.rank):
+    if not output.is_wanted:
         return {}
     groups = taken.values[GROUPS]
     names = [name for group in groups for name in group["params"]]

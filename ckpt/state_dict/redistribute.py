@@ -8,21 +8,17 @@ small however large the tensors are.
 
 from __future__ import annotations
 
-import json
 import math
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from ckpt.errors import Mismatch
-from ckpt.format.coverage import cover_problem
-from ckpt.layout.dtypes import dtype_name, torch_dtype
 from ckpt.layout.memory import host_bytes, local_view, narrowed
 from ckpt.layout.piece import Holding
-from ckpt.layout.region import Box, Region, Shape, Span, boxes_of, intersect, span_of, whole
+from ckpt.layout.region import Box, Region, Shape, Span, boxes_of, intersect, whole
+from ckpt.state_dict.table import Known, Routes, Table, normal, tell
 from ckpt.world.base import World, collectively
 
 BATCH_NBYTES = 256 << 20
@@ -40,18 +36,6 @@ class Slot(NamedTuple):
     local: torch.Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Known:
-    """A tensor as all ranks know it: `at[r]` are the regions that rank r has of it, none empty."""
-
-    shape: Shape
-    dtype: torch.dtype
-    at: dict[int, list[Region]] = field(default_factory=dict)
-
-
-Table = dict[str, Known]
-
-
 def slots_of(holdings: Iterable[Holding]) -> list[Slot]:
     """One slot for each piece, regions in one form, so that equal ones are equal values."""
     return [
@@ -59,62 +43,6 @@ def slots_of(holdings: Iterable[Holding]) -> list[Slot]:
         for holding in holdings
         for piece in holding.pieces
     ]
-
-
-def normal(region: Region, shape: Shape) -> Region:
-    """`region` as a span if it is one run, else as a box."""
-    if isinstance(region, Span):
-        return region
-    return span_of(region, shape) or region
-
-
-def tell(world: World, phase: str, holdings: Sequence[Holding]) -> Table:
-    """What all ranks have, in the order of the lead and then of the others; the same on all ranks.
-
-    Raises Mismatch on all ranks when they disagree about a tensor's shape or dtype.
-    """
-    tables = [_decoded(part) for part in world.gather(phase, _encoded(holdings))]
-    known: Table = {}
-    problems: list[str] = []
-    for rank, (tensors, regions) in enumerate(tables):
-        for fqn, dtype, shape in tensors:
-            entry = known.setdefault(fqn, Known(shape, dtype))
-            if (entry.shape, entry.dtype) != (shape, dtype):
-                problems.append(
-                    f"{fqn}: rank {rank} has shape {shape} and {dtype}, a rank before it has "
-                    f"{entry.shape} and {entry.dtype}; give all ranks the same model and dict"
-                )
-        for index, region in regions:
-            known[tensors[index][0]].at.setdefault(rank, []).append(region)
-    if problems:
-        raise Mismatch(problems)
-    return known
-
-
-def _encoded(holdings: Sequence[Holding]) -> bytes:
-    index_of: dict[str, int] = {}
-    tensors: list[tuple[str, str, Shape]] = []
-    regions: list[tuple[int, Any, Any]] = []
-    for holding in holdings:
-        for piece in holding.pieces:
-            index = index_of.setdefault(piece.fqn, len(tensors))
-            if index == len(tensors):
-                tensors.append((piece.fqn, dtype_name(piece.dtype), piece.global_shape))
-            region = normal(piece.region, piece.global_shape)
-            if region.numel:
-                regions.append((index, *region))
-    return zlib.compress(json.dumps([tensors, regions]).encode(), 1)
-
-
-def _decoded(part: bytes) -> tuple[list[tuple[str, torch.dtype, Shape]], list[tuple[int, Region]]]:
-    tensors, regions = json.loads(zlib.decompress(part))
-    return (
-        [(fqn, torch_dtype(dtype), tuple(shape)) for fqn, dtype, shape in tensors],
-        [
-            (index, Span(a, b) if isinstance(a, int) else Box(tuple(a), tuple(b)))
-            for index, a, b in regions
-        ],
-    )
 
 
 def redistribute(
@@ -146,9 +74,15 @@ def redistribute(
 Window = tuple[Box, ...] | None
 
 
+class _Part(NamedTuple):
+    fqn: str
+    window: Window
+    routes: Routes
+
+
 class _Plan(NamedTuple):
-    local: list[tuple[str, Window]]  # tensors of which every rank has what it wants
-    batches: list[list[tuple[str, Window]]]
+    local: list[_Part]  # tensors of which every rank has what it wants
+    batches: list[list[_Part]]
 
 
 def _plan(known: Table, wishes: Table) -> _Plan:
@@ -162,16 +96,14 @@ def _plan(known: Table, wishes: Table) -> _Plan:
             continue
         if not wish.at:
             continue
+        routes = Routes(entry, wish)
         if all(_has(entry, rank, regions) for rank, regions in wish.at.items()):
-            plan.local.append((fqn, None))
+            plan.local.append(_Part(fqn, None, routes))
             continue
-        problem = cover_problem(list(_holders(entry)), entry.shape)
+        problem = routes.problem(fqn)
         if problem is not None:
-            problems.append(
-                f"{fqn}: the ranks {sorted(entry.at)} that have parts of it do not have all of it "
-                f"once: {problem}; pass the dicts of all ranks"
-            )
-        parts = len(_holders(entry))
+            problems.append(problem)
+        parts = len(entry.holders())
         for window, nbytes in _windows(entry):
             in_small_parts = nbytes if nbytes < DIRECT_NBYTES_MIN * parts else 0
             if (
@@ -181,7 +113,7 @@ def _plan(known: Table, wishes: Table) -> _Plan:
             ):
                 plan.batches.append([])
                 filled = packed = 0
-            plan.batches[-1].append((fqn, window))
+            plan.batches[-1].append(_Part(fqn, window, routes))
             filled += nbytes
             packed += in_small_parts
     if problems:
@@ -199,15 +131,6 @@ def _has(entry: Known, rank: int, regions: Sequence[Region]) -> bool:
     return len(own) == 1 and own[0] == normal(whole(entry.shape), entry.shape)
 
 
-def _holders(entry: Known) -> dict[Region, list[int]]:
-    """The ranks that have each of the regions, in one order on all ranks."""
-    holders: dict[Region, list[int]] = {}
-    for rank, regions in entry.at.items():
-        for region in dict.fromkeys(regions):
-            holders.setdefault(region, []).append(rank)
-    return holders
-
-
 def _windows(entry: Known) -> Iterator[tuple[Window, int]]:
     """Parts of a tensor, each no larger than a batch."""
     itemsize = entry.dtype.itemsize
@@ -219,13 +142,6 @@ def _windows(entry: Known) -> Iterator[tuple[Window, int]]:
     for start in range(0, numel, step):
         stop = min(start + step, numel)
         yield boxes_of(Span(start, stop), entry.shape), (stop - start) * itemsize
-
-
-def _giver(holders: Sequence[int], rank: int, size: int) -> int:
-    """Which of the holders of a region gives it to `rank`: itself, or a neighbour of its own."""
-    if rank in holders:
-        return rank
-    return holders[rank * len(holders) // size]
 
 
 class _End(NamedTuple):
@@ -343,27 +259,24 @@ _Source = tuple[tuple[str, Region], _End]
 class _Batch:
     """What this rank copies, sends and receives for some tensors, in the order all ranks share."""
 
-    def __init__(
-        self, tensors: Sequence[tuple[str, Window]], known: Table, wishes: Table, here: _Here
-    ) -> None:
+    def __init__(self, parts: Sequence[_Part], known: Table, wishes: Table, here: _Here) -> None:
         size = here.world.size
         self.here = here
         self.own: list[tuple[tuple[str, Region], _End, _Flat, _End]] = []
         self.send: list[list[_Source]] = [[] for _ in range(size)]
         self.recv: list[list[tuple[_Flat, _End]]] = [[] for _ in range(size)]
-        for fqn, window in tensors:
-            for region, holders in _holders(known[fqn]).items():
-                self.add(fqn, region, holders, wishes[fqn], window)
+        for part in parts:
+            for region, holders in known[part.fqn].holders().items():
+                self.add(part, region, holders, wishes[part.fqn])
 
-    def add(
-        self, fqn: str, region: Region, holders: Sequence[int], wish: Known, window: Window
-    ) -> None:
-        """Everything that moves from `region` of tensor `fqn` and concerns this rank."""
+    def add(self, part: _Part, region: Region, holders: Sequence[int], wish: Known) -> None:
+        """Everything that moves from `region` of a tensor and concerns this rank."""
+        fqn, window, routes = part
         me, size = self.here.world.rank, self.here.world.size
         key = (fqn, region)
-        for taker in wish.at if me in holders else (me,):
-            giver = _giver(holders, taker, size)
-            if me not in (giver, taker):
+        for taker in wish.at if me in holders else (me,) if me in wish.at else ():
+            giver = routes.giver(holders, taker, size)
+            if giver is None or me not in (giver, taker):
                 continue
             for wanted in dict.fromkeys(wish.at.get(taker, ())):
                 for start, stop in _ends(region, wanted, wish.shape, window):

@@ -48,6 +48,11 @@ def current_world(process_group: dist.ProcessGroup | None = None) -> World:
     return TorchWorld(process_group)
 
 
+def world_of_members(members: tuple[int, ...]) -> World:
+    """A new world of some of all ranks, ascending, this one among them: collective over those."""
+    return SoloWorld(members[0]) if len(members) == 1 else TorchWorld(members=members)
+
+
 def group_of_this_process() -> dist.ProcessGroup | None:
     """A new process group of this process alone, made without the others; None where none is
     needed.
@@ -80,8 +85,8 @@ class Deadlines:
 
 
 class TorchWorld(World):
-    """The ranks of a torch process group. All ranks of the group must create it together, in the
-    same order when there are several.
+    """The ranks of a torch process group, or some `members` of all ranks. All ranks of it must
+    create it together, in the same order when there are several.
 
     Control rounds go through a prefix of torch.distributed's own store, never through the user's
     groups, so they may run in a background thread, one thread at a time. Large `share`s and
@@ -94,12 +99,13 @@ class TorchWorld(World):
         process_group: dist.ProcessGroup | None = None,
         *,
         deadlines: Deadlines | None = None,
+        members: tuple[int, ...] = (),
     ) -> None:
-        self.rank = dist.get_rank(process_group)
-        self.size = dist.get_world_size(process_group)
+        group = process_group or dist.group.WORLD
+        self._ranks = members or tuple(dist.get_process_group_ranks(group))
+        self.rank = self._ranks.index(dist.get_rank())
+        self.size = len(self._ranks)
         self._deadlines = deadlines or Deadlines()
-        self._process_group = process_group
-        self._ranks = tuple(dist.get_process_group_ranks(process_group or dist.group.WORLD))
         self.global_ranks = self._ranks
         self._store = _own_prefix(self._ranks, self.rank)
         self._heart = Heartbeat(self._store, self.rank, self._deadlines.heartbeat_seconds)
@@ -192,7 +198,7 @@ class TorchWorld(World):
                 raise
 
     def twin(self) -> World:
-        return TorchWorld(self._process_group, deadlines=self._deadlines)
+        return TorchWorld(deadlines=self._deadlines, members=self._ranks)
 
     def tell_storage_wait(self, waits: bool) -> None:
         # A store that does not answer is found by the heart, and raised at the next round.

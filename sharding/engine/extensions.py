@@ -20,6 +20,7 @@ from ckpt.layout.flat import Inside
 from ckpt.layout.plain import Ranks, Refused
 from ckpt.layout.region import Box
 from sharding.engine.groups import Groups, line_through_here
+from sharding.engine.torch_seam import larger_mesh
 
 __all__ = ["Extension", "TensorParallel"]
 
@@ -141,6 +142,36 @@ def holders_of(
     for axis in range(array.ndim):
         if tuple(sorted(line_through_here(root, axis))) in cutting:
             where[axis] = here[axis]
+    return tuple(sorted(int(rank) for rank in array[tuple(where)].flatten()))
+
+
+def owners_of(
+    groups: Groups, mesh: DeviceMesh | None, inside: Inside | None
+) -> tuple[int, ...] | None:
+    """Global ranks that a member is sharded, repeated and cut over, ascending; None when this rank
+    cannot know them all.
+
+    `mesh` is the unit's own mesh.
+    """
+    cut_over = () if inside is None else inside.cut_over
+    if not cut_over:
+        if groups.replicate is None:
+            return tuple(sorted(groups.shard.global_ranks))
+        if mesh is None:
+            return None
+        return tuple(sorted(int(rank) for rank in mesh.mesh.flatten()))
+    root = None if mesh is None else larger_mesh(mesh)
+    if root is None:
+        return None
+    lines = {tuple(sorted(ranks)) for ranks in cut_over}
+    lines.add(tuple(sorted(groups.shard.global_ranks)))
+    if groups.replicate is not None:
+        lines.add(tuple(sorted(groups.replicate.global_ranks)))
+    array = root.mesh
+    where: list[Any] = (array == dist.get_rank()).nonzero()[0].tolist()
+    for axis in range(array.ndim):
+        if tuple(sorted(line_through_here(root, axis))) in lines:
+            where[axis] = slice(None)
     return tuple(sorted(int(rank) for rank in array[tuple(where)].flatten()))
 
 

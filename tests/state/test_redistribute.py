@@ -19,11 +19,13 @@ from ckpt.errors import Mismatch
 from ckpt.layout.piece import Holding, Kind, Piece
 from ckpt.layout.region import Box, Region, Shape, Span, whole
 from ckpt.state_dict import redistribute as module
-from ckpt.state_dict.redistribute import redistribute, tell
+from ckpt.state_dict.redistribute import redistribute
+from ckpt.state_dict.table import tell
 from ckpt.testing import RanksFailed, run_ranks
 from ckpt.world.base import World
 from tests.state.checkpoints import elements, put, same_bits
 
+REPLICAS = tuple(range(4))  # holders of equal regions are declared replicas of each other
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.uint8)
 
 
@@ -70,7 +72,7 @@ def holding(
     if source is not None:
         put(local, whole(tuple(local.shape)), elements(source, region))
     local_region = Span(0, region.numel) if isinstance(region, Span) else whole(tuple(local.shape))
-    piece = Piece(fqn, shape, dtype, region, local_region, ())
+    piece = Piece(fqn, shape, dtype, region, local_region, REPLICAS)
     return Holding(local, (piece,), Kind.OTHER, False)
 
 
@@ -229,3 +231,38 @@ def test_what_a_rank_holds_itself_is_never_sent_to_it() -> None:
 
     for rank, (marks, received) in enumerate(run_ranks(4, run)):
         assert rank in marks and len(marks) == 2 and received == 64
+
+
+def _held(world: World, owners: Any, replicas: Any) -> tuple[list[Holding], list[Holding]]:
+    """Two tensors of one name: halves of ones on ranks 0 and 2, of twos on ranks 1 and 3."""
+    span = Span(0, 8) if world.rank < 2 else Span(8, 16)
+    held = [holding("a.b", (16,), span, None, like=torch.uint8, odd=False)]
+    held[0].local.fill_(world.rank % 2 + 1)
+    pieces = (held[0].pieces[0]._replace(holders=replicas[world.rank]),)
+    held = [held[0]._replace(pieces=pieces, owners=owners[world.rank])]
+    return held, [holding("a.b", (16,), Span(0, 16), None, like=torch.uint8, odd=False)]
+
+
+def test_a_rank_takes_only_from_those_that_share_its_tensor() -> None:
+    def run(world: World) -> list[int]:
+        held, wanted = _held(world, [(0, 2), (1, 3)] * 2, [(0,), (1,), (2,), (3,)])
+        redistribute(world, held, tell(world, "held", held), wanted)
+        return sorted(set(wanted[0].local.tolist()))
+
+    assert run_ranks(4, run) == [[1], [2], [1], [2]]
+
+
+@pytest.mark.parametrize("replicas", [[(0,), (1,), (2,), (3,)], [(0, 1), (1,), (2, 3), (3,)]])
+def test_equal_regions_of_strangers_are_an_error_that_names_both(replicas: Any) -> None:
+    """Nobody says who shares the tensor; one side alone cannot make the other a replica."""
+
+    def run(world: World) -> None:
+        held, wanted = _held(world, [None] * 4, replicas)
+        redistribute(world, held, tell(world, "held", held), wanted)
+
+    with pytest.raises(RanksFailed) as failed:
+        run_ranks(4, run)
+    texts = {str(error) for error in failed.value.errors.values()}
+    assert len(failed.value.errors) == 4 and len(texts) == 1
+    assert all(isinstance(error, Mismatch) for error in failed.value.errors.values())
+    assert "a.b: ranks 0 and 1 both have" in texts.pop()

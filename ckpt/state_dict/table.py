@@ -1,0 +1,226 @@
+"""Who has what: the tensors of a state as all ranks know them, and whose bytes a rank may take.
+
+Two ranks may hold equal regions of one name and mean different tensors: two models, each sharded
+over ranks of its own. So a rank takes bytes only from the ranks that its tensor is laid out over,
+and of equal regions there only when their holders are declared replicas of each other.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from ckpt.errors import Mismatch
+from ckpt.format.coverage import cover_problem
+from ckpt.layout.dtypes import dtype_name, torch_dtype
+from ckpt.layout.piece import Holding
+from ckpt.layout.region import Box, Region, Shape, Span, span_of
+from ckpt.world.base import World
+
+Ranks = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A tensor as all ranks know it: `at[r]` are the regions that rank r has of it, none empty.
+
+    `replicas[r][region]` are the ranks that r says have the same there, `owners[r]` those that r
+    says the tensor is laid out over (see `Owned`), missing where r says nothing.
+    """
+
+    shape: Shape
+    dtype: torch.dtype
+    at: dict[int, list[Region]] = field(default_factory=dict)
+    replicas: dict[int, dict[Region, Ranks]] = field(default_factory=dict)
+    owners: dict[int, Ranks] = field(default_factory=dict)
+
+    def holders(self) -> dict[Region, list[int]]:
+        """The ranks that have each of the regions, in one order on all ranks."""
+        holders: dict[Region, list[int]] = {}
+        for rank, regions in self.at.items():
+            for region in dict.fromkeys(regions):
+                holders.setdefault(region, []).append(rank)
+        return holders
+
+    def sources(self, rank: int, owners: Ranks = ()) -> frozenset[int] | None:
+        """The ranks whose regions `rank` may take besides its own; None: those of all.
+
+        `owners` are those of what is filled there.
+        """
+        own = self.owners.get(rank)
+        if own:
+            return frozenset(own)
+        groups = {group for group in self.owners.values() if group}
+        around = {group for group in groups if rank in group}
+        if len(around) == 1:
+            return frozenset(around.pop())
+        near = frozenset(rank for rank in owners if rank in self.at)
+        return near if near and not groups else None
+
+    def is_own(self, rank: int) -> bool:
+        """Whether other ranks have such a tensor, each one of its own, and `rank` has none."""
+        told = self.owners.values()
+        return rank not in self.owners and bool(told) and not any(told)
+
+
+Table = dict[str, Known]
+
+
+def normal(region: Region, shape: Shape) -> Region:
+    """`region` as a span if it is one run, else as a box."""
+    if isinstance(region, Span):
+        return region
+    return span_of(region, shape) or region
+
+
+def tell(world: World, phase: str, holdings: Sequence[Holding]) -> Table:
+    """What all ranks have, in the order of the lead and then of the others; the same on all ranks.
+
+    Raises Mismatch on all ranks when they disagree about a tensor's shape or dtype.
+    """
+    known: Table = {}
+    problems: list[str] = []
+    for rank, part in enumerate(world.gather(phase, _encoded(holdings))):
+        told = _decoded(part)
+        for fqn, dtype, shape, owners in told.tensors:
+            entry = known.setdefault(fqn, Known(shape, dtype))
+            if (entry.shape, entry.dtype) != (shape, dtype):
+                problems.append(
+                    f"{fqn}: rank {rank} has shape {shape} and {dtype}, a rank before it has "
+                    f"{entry.shape} and {entry.dtype}; give all ranks the same model and dict"
+                )
+            if owners is not None:
+                entry.owners[rank] = owners
+        for fqn, region, replicas in told.regions:
+            known[fqn].at.setdefault(rank, []).append(region)
+            known[fqn].replicas.setdefault(rank, {})[region] = replicas
+    if problems:
+        raise Mismatch(problems)
+    return known
+
+
+class _Told(NamedTuple):
+    """What one rank has."""
+
+    tensors: list[tuple[str, torch.dtype, Shape, Ranks | None]]
+    regions: list[tuple[str, Region, Ranks]]
+
+
+def _encoded(holdings: Sequence[Holding]) -> bytes:
+    index_of: dict[str, int] = {}
+    number_of: dict[Ranks | None, int] = {}
+    tensors: list[tuple[str, str, Shape, int]] = []
+    regions: list[tuple[int, int, Any, Any]] = []
+    for holding in holdings:
+        owners = number_of.setdefault(holding.owners, len(number_of))
+        for piece in holding.pieces:
+            index = index_of.setdefault(piece.fqn, len(tensors))
+            if index == len(tensors):
+                tensors.append((piece.fqn, dtype_name(piece.dtype), piece.global_shape, owners))
+            region = normal(piece.region, piece.global_shape)
+            if region.numel:
+                replicas = number_of.setdefault(piece.holders, len(number_of))
+                regions.append((index, replicas, *region))
+    return zlib.compress(json.dumps([list(number_of), tensors, regions]).encode(), 1)
+
+
+def _decoded(part: bytes) -> _Told:
+    groups, tensors, regions = json.loads(zlib.decompress(part))
+    ranks = [None if group is None else tuple(group) for group in groups]
+    return _Told(
+        [
+            (fqn, torch_dtype(dtype), tuple(shape), ranks[owners])
+            for fqn, dtype, shape, owners in tensors
+        ],
+        [
+            (
+                tensors[index][0],
+                Span(a, b) if isinstance(a, int) else Box(tuple(a), tuple(b)),
+                ranks[replicas] or (),
+            )
+            for index, replicas, a, b in regions
+        ],
+    )
+
+
+# --- from whom -----------------------------------------------------------------------------------
+
+
+class Routes:
+    """From whom each rank takes what it wants of one tensor. The same on all ranks."""
+
+    def __init__(self, entry: Known, wish: Known) -> None:
+        self._entry = entry
+        self._sources = {rank: entry.sources(rank, wish.owners.get(rank, ())) for rank in wish.at}
+
+    def giver(self, holders: Sequence[int], taker: int, size: int) -> int | None:
+        """Which of the holders of a region gives it to `taker`: itself, or a neighbour of its own;
+        None when it is not for `taker`.
+        """
+        if taker in holders:
+            return taker
+        sources = self._sources[taker]
+        if sources is not None:
+            holders = [rank for rank in holders if rank in sources]
+        return holders[taker * len(holders) // size] if holders else None
+
+    def problem(self, fqn: str) -> str | None:
+        """Why the regions that ranks may take are not one tensor; None when they are."""
+        holders = self._entry.holders()
+        checked = set()
+        for taker, sources in self._sources.items():
+            group = frozenset(self._entry.at) if sources is None else sources | {taker}
+            if group in checked:
+                continue
+            checked.add(group)
+            problem = _problem(fqn, self._entry, holders, group, taker)
+            if problem is not None:
+                return problem
+        return None
+
+
+def _problem(
+    fqn: str,
+    entry: Known,
+    holders: dict[Region, list[int]],
+    group: frozenset[int],
+    taker: int,
+) -> str | None:
+    regions = []
+    for region, ranks in holders.items():
+        here = [rank for rank in ranks if rank in group]
+        if here:
+            regions.append(region)
+        pair = next(_strangers(entry, region, here), None)
+        if pair is not None:
+            return (
+                f"{fqn}: ranks {pair[0]} and {pair[1]} both have {region} of it, and neither their "
+                f"groups nor their meshes make them replicas of each other; rank {taker} cannot "
+                "tell whose to take. Pass process_group= with the ranks that share one model"
+            )
+    problem = cover_problem(regions, entry.shape)
+    if problem is None:
+        return None
+    return (
+        f"{fqn}: the ranks {sorted(group & entry.at.keys())} that have parts of it do not have all "
+        f"of it once: {problem}; pass the dicts of all ranks"
+    )
+
+
+def _strangers(entry: Known, region: Region, ranks: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Pairs of `ranks`, neighbours among them, of which one does not know the other's region."""
+    declared = partial(_declared, entry, region)
+    for one, other in itertools.pairwise(ranks):
+        if other not in declared(one) or one not in declared(other):
+            yield one, other
+
+
+def _declared(entry: Known, region: Region, rank: int) -> Ranks:
+    return entry.replicas[rank][region]

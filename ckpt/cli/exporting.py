@@ -13,6 +13,7 @@ from ckpt.cli.ranks import ranks_of_launcher
 from ckpt.cli.screen import progress_bar, show_json, size
 from ckpt.convert.export import ExportReport, Selection, export
 from ckpt.convert.import_ import ImportReport, import_checkpoint
+from ckpt.convert.sources.torch_file import SUFFIXES
 from ckpt.tools.diff import renaming
 
 NAMES_SHOWN_MAX = 20
@@ -106,6 +107,7 @@ def _show_import(report: ImportReport, seconds: float, *, as_json: bool) -> None
                 "tensors": list(report.tensors),
                 "values": list(report.values),
                 "skipped": list(report.skipped),
+                "left_out": list(report.left_out),
                 "modules": list(report.modules),
                 "verified": report.verified,
                 "seconds": seconds,
@@ -121,6 +123,9 @@ def _show_import(report: ImportReport, seconds: float, *, as_json: bool) -> None
     if report.modules:
         print(f"models in it: {', '.join(name or '(the whole state)' for name in report.modules)}")
     _show_names("skipped", report.skipped)
+    _show_names("left out", report.left_out)
+    if any(name.endswith(SUFFIXES) for name in report.left_out):
+        print("a file of torch.save can be imported by its own path, into a root of its own")
 
 
 def _show_names(title: str, names: tuple[str, ...]) -> None:

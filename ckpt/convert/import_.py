@@ -67,7 +67,9 @@ class ImportReport:
     """A checkpoint that exists. `nbytes` are the bytes of all its objects together.
 
     `skipped` are names of the source that `skip=` left out. `modules` are the entries that look
-    like models: what `ckpt.export` takes by default if there is one.
+    like models: what `ckpt.export` takes by default if there is one. `left_out` are files of the
+    source's folder of which nothing was taken, such as an optimizer's or a scheduler's beside the
+    weights; of DeepSpeed's optimizer files the weights were taken, and nothing else.
     """
 
     step: int
@@ -79,6 +81,7 @@ class ImportReport:
     skipped: tuple[str, ...]
     modules: tuple[str, ...]
     verified: bool
+    left_out: tuple[str, ...] = ()
 
 
 def import_checkpoint(
@@ -160,6 +163,7 @@ def _imported(
         skipped=chosen.skipped,
         modules=chosen.contents.modules,
         verified=verify_options is not None,
+        left_out=writing.source.left_out,
     )
 
 

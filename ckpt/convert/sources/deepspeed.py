@@ -59,6 +59,15 @@ def is_deepspeed(keys: Sequence[str]) -> bool:
     return any(OPTIM.fullmatch(key) for key in keys)
 
 
+def zero_files(keys: Sequence[str]) -> list[str]:
+    """Those of `keys` that `open_deepspeed` takes something of, or that tell where to look.
+
+    The optimizer's files are not among them, though their weights are taken: what an optimizer has
+    beside those is left out.
+    """
+    return [key for key in keys if MODEL.fullmatch(key) or key == "latest"]
+
+
 def open_deepspeed(store: Store, keys: Sequence[str]) -> FileSource:
     """The float32 weights of a ZeRO checkpoint: a tag's folder, or the folder with `latest`.
 

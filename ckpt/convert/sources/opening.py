@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import islice
+from typing import Any, NamedTuple
 
 from ckpt.commit.log import FORMAT_KEY
 from ckpt.commit.names import MANIFEST_NAME
-from ckpt.convert.sources.dcp import METADATA, dcp_source, open_dcp, read_folder
-from ckpt.convert.sources.deepspeed import is_deepspeed, open_deepspeed
+from ckpt.convert.sources.dcp import LIGHTNING_REST, METADATA, dcp_source, open_dcp, read_folder
+from ckpt.convert.sources.deepspeed import is_deepspeed, open_deepspeed, zero_files
 from ckpt.convert.sources.native import native_source
 from ckpt.convert.sources.safetensors_files import open_safetensors
 from ckpt.convert.sources.source import Source
@@ -24,6 +25,9 @@ FORMATS = (
     "torch.save (.pt, .pth, .bin, .ckpt), safetensors files with or without an index, a folder of "
     "DeepSpeed ZeRO"
 )
+
+LISTED_MAX = 10_000  # files of a folder that are looked at
+DCP_DATA = ".distcp"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,30 +88,57 @@ def _open_file(store: Store, name: str, options: SourceOptions) -> Source:
     return open_safetensors(store, name)
 
 
+class _Folder(NamedTuple):
+    """A folder's source, and which of its files that is made of: names, or beginnings of them."""
+
+    source: Source
+    files: Collection[str] = ()
+    folders: tuple[str, ...] = ()
+
+
 def _open_folder(store: Store, options: SourceOptions) -> Source:
     if _is_there(store, FORMAT_KEY) or _is_there(store, MANIFEST_NAME):
         return native_source(store, options.step)
-    if _is_there(store, METADATA):
-        return open_dcp(store, parameter_names=options.parameter_names)
-    keys = [info.key for info in store.list("")][:10_000]
+    keys = [info.key for info in islice(store.list(""), LISTED_MAX)]
+    opened = _read_folder(store, options, keys)
+    opened.source.left_out = tuple(
+        key
+        for key in sorted(keys)
+        if key not in opened.files and not key.startswith(opened.folders or "\0")
+    )
+    return opened.source
+
+
+def _read_folder(store: Store, options: SourceOptions, keys: Sequence[str]) -> _Folder:
+    """The source of what is in a folder of others. Raises like `open_source`."""
     top = [key for key in keys if "/" not in key]
+    if _is_there(store, METADATA):
+        dcp = [key for key in top if key.endswith(DCP_DATA) or key in (METADATA, LIGHTNING_REST)]
+        return _Folder(open_dcp(store, parameter_names=options.parameter_names), dcp)
     if is_deepspeed(keys):
-        return open_deepspeed(store, keys)
+        return _Folder(open_deepspeed(store, keys), zero_files(keys))
     found = sorted(key.removesuffix(METADATA) for key in keys if key.endswith(f"/{METADATA}"))
     if found and all(folder.count("/") == 1 for folder in found):
         # Accelerate: pytorch_model_fsdp_0/ and optimizer_0/, one DCP directory for each.
         folders = {folder: read_folder(store, folder) for folder in found}
-        return dcp_source(store, folders, options.parameter_names)
+        source = dcp_source(store, folders, options.parameter_names)
+        return _Folder(source, folders=tuple(found))
     for index in ("model.safetensors.index.json", *top):
         if index in top and index.endswith(".safetensors.index.json"):
-            return open_safetensors(store, index)
+            source = open_safetensors(store, index)
+            return _Folder(source, {index, *source.files})
     if any(key.endswith(".safetensors") for key in top):
-        return open_safetensors(store, "")
+        return _Folder(
+            open_safetensors(store, ""), [key for key in top if key.endswith(".safetensors")]
+        )
     if "pytorch_model.bin.index.json" in top:
         weight_map = json.loads(store.get("pytorch_model.bin.index.json")).get("weight_map", {})
-        return open_torch_files(store, sorted(set(weight_map.values())), options.parameter_names)
+        files = sorted(set(weight_map.values()))
+        source = open_torch_files(store, files, options.parameter_names)
+        return _Folder(source, {"pytorch_model.bin.index.json", *files})
     if "pytorch_model.bin" in top:
-        return open_torch_files(store, ["pytorch_model.bin"], options.parameter_names)
+        files = ["pytorch_model.bin"]
+        return _Folder(open_torch_files(store, files, options.parameter_names), files)
     _refuse(store, keys, top)
     raise NoCheckpoint(
         f"{store.url}: no checkpoint of a known format; known are {FORMATS}. It has "

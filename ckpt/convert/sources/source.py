@@ -91,9 +91,13 @@ class Contents:
 
 
 class Source(ABC):
-    """A checkpoint to read from. `fill` may be called from any thread."""
+    """A checkpoint to read from. `fill` may be called from any thread.
+
+    `left_out` are files of the same folder of which nothing is in `contents`.
+    """
 
     format: str  # for messages
+    left_out: tuple[str, ...] = ()
 
     def __init__(self, url: str, contents: Contents) -> None:
         self.url = url
@@ -134,6 +138,7 @@ class FileSource(Source):
         super().__init__(store.url, contents)
         self.format = format
         self.store = store
+        self.files = frozenset(chunk.file for found in chunks.values() for chunk in found)
         self.chunks = {fqn: _Chunks(list(found)) for fqn, found in chunks.items()}
 
     def fill(self, wanted: Sequence[Wanted]) -> None:

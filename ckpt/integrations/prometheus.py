@@ -14,7 +14,15 @@ from collections.abc import Sequence
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
-from ckpt.service.events import Restored, SaveEvent, SaveFailed, SaveSkipped, SaveSucceeded
+from ckpt.service.events import (
+    RankHeard,
+    RankMissed,
+    Restored,
+    SaveEvent,
+    SaveFailed,
+    SaveSkipped,
+    SaveSucceeded,
+)
 from ckpt.telemetry.recorder import Span
 
 BLOCKED = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
@@ -36,6 +44,7 @@ class SaveMetrics:
     - ckpt_slowest_rank, ckpt_slowest_rank_seconds: who was at work longest in the newest save
     - ckpt_restores_total, ckpt_restore_seconds, ckpt_restore_phase_seconds{phase},
       ckpt_restore_read_bytes_total, ckpt_restored_step
+    - ckpt_ranks_missed: ranks that are silent or behind now, as this rank knows
     - ckpt_restore_skipped_total: damaged checkpoints that were passed over
     """
 
@@ -79,6 +88,8 @@ class SaveMetrics:
             "ckpt_restore_phase_seconds", "Phases of restores on this rank.", LONG, ("phase",)
         )
         self._read = counter("ckpt_restore_read_bytes", "Bytes that this rank has read.")
+        self._missing: set[int] = set()
+        self._missed = gauge("ckpt_ranks_missed", "Ranks that are silent or behind.")
         self._restored_step = gauge("ckpt_restored_step", "Step of the newest restore.")
 
     def __call__(self, event: SaveEvent) -> None:
@@ -89,6 +100,12 @@ class SaveMetrics:
             self._saves.labels("failed").inc()
         elif isinstance(event, SaveSkipped):
             self._saves.labels("skipped").inc()
+        elif isinstance(event, RankMissed):
+            self._missed.set(len(self._missing | {event.concern.rank}))
+            self._missing.add(event.concern.rank)
+        elif isinstance(event, RankHeard):
+            self._missing.discard(event.concern.rank)
+            self._missed.set(len(self._missing))
         else:
             self._restored(event)
 

@@ -172,6 +172,13 @@ class Council:
             )
             self._changed.notify_all()
 
+    def fail(self, failure: RankFailed) -> None:
+        """Have the next call of this rank raise `failure`, which names who is missing."""
+        with self._changed:
+            self._failure = self._failure or failure
+            self._changed.notify_all()
+        self._world.end(failure)
+
     def turn(self) -> Decision | None:
         """The next call: what all ranks do at it, None for nothing.
 

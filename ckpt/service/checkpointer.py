@@ -65,6 +65,7 @@ from ckpt.service.retention import (
     plan_retention,
 )
 from ckpt.service.target import Pending, Target, UrlTarget
+from ckpt.service.watching import Watcher
 from ckpt.state.flatten import nbytes_of
 from ckpt.state.walk import walk
 from storage import StorageError
@@ -164,6 +165,10 @@ class Checkpointer:
     Single failures of saves are logged and the training goes on; `alarm` says when it should not.
     InvalidState, Fenced and StoreRefused are raised at once, because they do not go away; after a
     rank was found dead, the next call raises RankFailed naming it.
+
+    A rank that is silent, or makes no step while others do, is logged and told to the observers of
+    all others within 15 s, and withdrawn when it is heard again. That alone is no error; with
+    `silence_seconds_max`, `step` raises RankFailed after a silence of so many seconds.
     """
 
     def __init__(
@@ -177,6 +182,7 @@ class Checkpointer:
         when_busy: Literal["wait", "skip"] = "wait",
         pace: Pace | None = None,
         observers: Sequence[Observer] = (),
+        silence_seconds_max: float | None = None,
         telemetry: bool = True,
         process_group: dist.ProcessGroup | None = None,
         storage_options: Mapping[str, Any] | None = None,
@@ -202,6 +208,13 @@ class Checkpointer:
         self._council = Council(self._world.twin(), self._signals, pace=pace)
         self._keeper = _Keeper(target, keep or KeepAll(), is_lead=self._world.rank == 0)
         self._meter = CostMeter()
+        self._watcher = Watcher(
+            self._world,
+            self._observers,
+            self._council.fail,
+            silence_seconds_max=silence_seconds_max,
+            step_seconds=lambda: self._meter.step_seconds,
+        )
         self._in_flight: list[_InFlight] = []
         self._saved: list[Saved] = []
         self._failures: list[Failure] = []
@@ -278,7 +291,10 @@ class Checkpointer:
         self._check_open()
         self._collect(wait=True)
         began_seconds = self._clock()
-        report = restore_latest(self._state, self._target, self._world, step=step, attempt=attempt)
+        with self._watcher.phase("restore"):
+            report = restore_latest(
+                self._state, self._target, self._world, step=step, attempt=attempt
+            )
         if report is not None:
             self._step = self._previous = report.step
             seconds = self._clock() - began_seconds
@@ -302,6 +318,7 @@ class Checkpointer:
         self._meter.step(now - self._left_seconds, saving=self._was_saving or bool(self.in_flight))
         self._previous, self._step = self._step, step
         self._turns += 1
+        self._watcher.called(step)
         try:
             return self._turn(metric)
         finally:
@@ -445,7 +462,8 @@ class Checkpointer:
         if self._world.rank == 0:
             logger.info("saving step %d: %s", step, ", ".join(reasons))
         try:
-            pending = self._target.start(self._state, step=step, metric=_finite(metric))
+            with self._watcher.phase(f"save of step {step}"):
+                pending = self._target.start(self._state, step=step, metric=_finite(metric))
         except LASTING:
             raise
         except (CheckpointError, StorageError, OSError) as error:
@@ -656,6 +674,7 @@ class Checkpointer:
     def _leave(self) -> None:
         self._is_closed = True
         self._council.leave()
+        self._watcher.close()
         self._keeper.close()
         self._signals.restore()
         self._world.close()

@@ -6,7 +6,8 @@
 
     ckpt.Checkpointer(url, state, observers=[alert, SaveMetrics()])
 
-Every rank tells its own observers, in the thread that trains.
+Every rank tells its own observers, in the thread that trains; of ranks that are missed it tells in
+another thread, at any time, because the one that trains may be waiting for them.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from ckpt.service.restore import RestoreReport
 if TYPE_CHECKING:
     from ckpt.service.restore import RestoreReport
 from ckpt.telemetry.history import MIB, RankTold
+from ckpt.world.attendance import Concern
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +62,21 @@ class Restored:
     seconds: float
 
 
-SaveEvent: TypeAlias = SaveSucceeded | SaveFailed | SaveSkipped | Restored
+@dataclass(frozen=True, slots=True)
+class RankMissed:
+    """A rank is silent, or has made no step for far longer than the others; see `concern`."""
+
+    concern: Concern
+
+
+@dataclass(frozen=True, slots=True)
+class RankHeard:
+    """What was told by `RankMissed` is so no more."""
+
+    concern: Concern
+
+
+SaveEvent: TypeAlias = SaveSucceeded | SaveFailed | SaveSkipped | Restored | RankMissed | RankHeard
 Observer: TypeAlias = Callable[[SaveEvent], object]
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from ckpt.errors import RankFailed
+from ckpt.world.attendance import Board
 
 _Result = TypeVar("_Result")
 
@@ -100,12 +101,30 @@ class World(ABC):
         ranks when there are several.
         """
 
+    def board(self) -> Board | None:
+        """Where ranks tell how they are; None where there is nothing to tell. Not a round."""
+        return None
+
+    def look_at(self, rank: int, phase: str) -> None:
+        """Raise RankFailed, on all ranks that look, when `rank` is known to be gone. Not a round.
+
+        By default there is no more to know than `look` finds.
+        """
+        return
+
     def tell_storage_wait(self, waits: bool) -> None:
         """Whether this rank waits for its storage: rounds are patient meanwhile.
 
         Not a round; by any thread, never raises. By default rounds are as patient as ever.
         """
         return
+
+    def end(self, failure: RankFailed) -> None:
+        """Have rounds of this world raise `failure`, on all ranks. Not a round; by any thread.
+
+        By default only those that this process waits in end.
+        """
+        self.abandon()
 
     def abandon(self) -> None:
         """Have a round that another thread of this process waits in end soon, with an error.

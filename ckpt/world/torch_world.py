@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import itertools
 import json
+import math
 import struct
 import threading
 import time
@@ -26,6 +27,7 @@ from ckpt.errors import CheckpointError, RankFailed
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 from ckpt.world.agreement import agreed_error, encode_error, ranks_text
+from ckpt.world.attendance import Board
 from ckpt.world.base import SoloWorld, World, check_exchange
 from ckpt.world.liveness import Heartbeat, Watch
 
@@ -63,24 +65,22 @@ def group_of_this_process() -> dist.ProcessGroup | None:
     return group
 
 
-# --- agreement on errors, shared by all worlds ----------------------------------------------------
-
-
-# --- torch.distributed ----------------------------------------------------------------------------
+GRACE_SECONDS = 4.0
 
 
 @dataclass(frozen=True, slots=True)
 class Deadlines:
     """When ranks give up on each other, in seconds.
 
-    A process that is gone is noticed within a second by ranks on its own machine, and within
-    `silence_seconds_max` by the others; a process that is there but does nothing, at
+    A process that is gone is noticed within a second by ranks on its own machine. One on another
+    machine that is silent for `silence_seconds_max` counts as gone, by default never: it may be
+    stopped, or hold the interpreter's lock. A process that is there but does nothing, at
     `round_seconds_max`, or at `storage_seconds_max` while any rank waits for its storage.
     """
 
     round_seconds_max: float = 600.0
     heartbeat_seconds: float = 0.5
-    silence_seconds_max: float = 4.0
+    silence_seconds_max: float = math.inf
     storage_seconds_max: float = 1800.0
 
 
@@ -110,6 +110,8 @@ class TorchWorld(World):
         self._store = _own_prefix(self._ranks, self.rank)
         self._heart = Heartbeat(self._store, self.rank, self._deadlines.heartbeat_seconds)
         self._watch = Watch(self._store, self._deadlines.silence_seconds_max)
+        # So long others have to find out who is to blame.
+        self._grace = min(GRACE_SECONDS, self._deadlines.silence_seconds_max)
         self._round = 0
         self._spent: list[str] = []
         self._broken: RankFailed | None = None
@@ -187,12 +189,18 @@ class TorchWorld(World):
         with self._asking(name):
             return bool(self._store.check([f"flag/{name}"]))
 
+    def board(self) -> Board:
+        return _StoreBoard(self._store)
+
     def look(self, phase: str) -> None:
+        self.look_at((self.rank + 1) % self.size, phase)
+
+    def look_at(self, rank: int, phase: str) -> None:
         if self._broken is not None:
             raise _copied(self._broken)
         with self._asking(phase):
             try:
-                self._look(phase, [(self.rank + 1) % self.size], waited=0.0)
+                self._look(phase, [rank], waited=0.0)
             except RankFailed as failure:
                 self._break(failure)
                 raise
@@ -204,6 +212,9 @@ class TorchWorld(World):
         # A store that does not answer is found by the heart, and raised at the next round.
         with contextlib.suppress(RuntimeError, OSError):
             self._store.add("storage waits", 1 if waits else -1)
+
+    def end(self, failure: RankFailed) -> None:
+        self._break(self._broken or failure)
 
     def abandon(self) -> None:
         self._is_abandoned = True
@@ -324,7 +335,7 @@ class TorchWorld(World):
             if gone and not self._store.check(["broken"]):
                 raise RankFailed(f"rank {rank} {gone} in phase {name!r}", rank=rank, phase=name)
         # Who waits for the lead gives it time to name the rank that it waits for itself.
-        grace = self._deadlines.silence_seconds_max if missing == [0] else 0.0
+        grace = self._grace if missing == [0] else 0.0
         if missing and waited > self._deadlines.round_seconds_max + grace:
             # Also whoever waits for a rank that waits for another one's storage.
             if waited <= self._deadlines.storage_seconds_max + grace and self._storage_waits():
@@ -353,7 +364,7 @@ class TorchWorld(World):
         """Who caused a failed transfer: a rank that is found dead within seconds, else this
         rank.
         """
-        until = time.monotonic() + self._deadlines.silence_seconds_max
+        until = time.monotonic() + self._grace
         others = [rank for rank in range(self.size) if rank != self.rank]
         cause = f"{type(error).__name__}: {error}"
         while time.monotonic() < until:
@@ -444,6 +455,25 @@ def _store_lost(phase: str, error: Exception) -> RankFailed:
         rank=0,
         phase=phase,
     )
+
+
+class _StoreBoard:
+    """A board in a store; posts of ranks that have not come yet are looked for one by one."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self._seen: set[str] = set()
+
+    def post(self, key: str, value: bytes) -> None:
+        self._store.set(f"board/{key}", value)
+
+    def read(self, keys: Sequence[str]) -> list[bytes | None]:
+        names = [f"board/{key}" for key in keys]
+        if not self._seen.issuperset(names):
+            self._seen.update(name for name in names if self._store.check([name]))
+        there = [name for name in names if name in self._seen]
+        found = dict(zip(there, self._store.multi_get(there), strict=True)) if there else {}
+        return [found.get(name) for name in names]
 
 
 class _Waiter:

@@ -1,0 +1,115 @@
+"""Tells of ranks that are silent or do not get on, while the training's own thread waits for them.
+
+Nothing here ends a training by itself: a rank may hold the interpreter's lock for long, and is then
+as silent as a process that was stopped. `silence_seconds_max` makes it an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from ckpt.errors import RankFailed
+from ckpt.service.events import Observer, RankHeard, RankMissed, tell
+from ckpt.world.attendance import Attendance, Concern, Ledger, Status
+from ckpt.world.base import World
+
+logger = logging.getLogger(__name__)
+
+TRAINING = "training"
+
+
+class Watcher:
+    """One rank's part in watching, from here to `close`. `fail` is told of a silence too long.
+
+    In a world without a board there is nothing to watch.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        observers: Sequence[Observer],
+        fail: Callable[[RankFailed], None],
+        *,
+        silence_seconds_max: float | None = None,
+        step_seconds: Callable[[], float | None] = lambda: None,
+    ) -> None:
+        if silence_seconds_max is not None and not silence_seconds_max > 0.0:
+            raise ValueError(f"silence_seconds_max={silence_seconds_max!r}: expected seconds, None")
+        self._world = world
+        self._observers = tuple(observers)
+        self._fail = fail
+        self._step_seconds = step_seconds
+        self._host = socket.gethostname()
+        self._lock = threading.Lock()
+        self._step = self._calls = 0
+        self._called = time.monotonic()
+        self._phase = TRAINING
+        board = world.board()
+        self._attendance: Attendance | None = None
+        if board is not None:
+            self._attendance = Attendance(
+                Ledger(board, world.rank, world.size, self._status),
+                self._tell,
+                silence_seconds_max=silence_seconds_max,
+                lost=self._lost,
+            )
+
+    def called(self, step: int) -> None:
+        """The training has made a step."""
+        with self._lock:
+            self._step, self._calls, self._called = step, self._calls + 1, time.monotonic()
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """What this rank does meanwhile, for those who miss it."""
+        before, self._phase = self._phase, name
+        try:
+            yield
+        finally:
+            self._phase = before
+
+    def close(self) -> None:
+        """This rank is not missed any more, and misses nobody."""
+        if self._attendance is not None:
+            self._attendance.stop()
+
+    def _status(self) -> Status:
+        with self._lock:
+            idle = time.monotonic() - self._called
+            usual = self._step_seconds() or 0.0
+            return Status(self._host, self._step, self._phase, self._calls, idle, usual)
+
+    def _tell(self, appeared: Sequence[Concern], gone: Sequence[Concern]) -> None:
+        for one in appeared:
+            what = {"rank": one.rank, "host": one.host, "step": one.step, "phase": one.phase}
+            extra = {"ckpt": {"event": f"rank {one.kind}", **what, "seconds": one.seconds}}
+            logger.warning("%s; nothing is done about it", one, extra=extra)
+            tell(self._observers, RankMissed(one))
+        for one in gone:
+            logger.warning(
+                "rank %d on %s is %s",
+                one.rank,
+                one.host,
+                "heard again" if one.kind == "silent" else "not behind any more",
+                extra={"ckpt": {"event": "rank heard", "rank": one.rank, "host": one.host}},
+            )
+            tell(self._observers, RankHeard(one))
+        self._find_dead([one.rank for one in appeared if one.kind == "silent"])
+
+    def _find_dead(self, silent: Sequence[int]) -> None:
+        """Whether the process of a silent rank is gone, only ranks of the same machine can tell."""
+        try:
+            for rank in silent:
+                self._world.look_at(rank, self._phase)
+        except RankFailed as failure:
+            self._fail(failure)
+
+    def _lost(self, one: Concern) -> None:
+        text = f"{one}; that is more than silence_seconds_max allows"
+        logger.error("%s", text)
+        self._fail(RankFailed(text, rank=one.rank, phase=one.phase))

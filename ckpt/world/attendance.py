@@ -1,0 +1,300 @@
+"""Which ranks are silent, or do not get on: noticed while the training waits for them.
+
+Every rank posts how it is, and reads one sheet; the rank that keeps the sheet reads all posts by
+one request. So it costs a rank two requests in `PERIOD_SECONDS`, and the keeper two more. Rank 0
+keeps the sheet. Where nothing new is on it for `SILENT_SECONDS`, its keeper is silent, everybody
+knows that by itself, and the next rank that is awake takes over.
+
+Note "own absence": whoever was stopped itself must not take that for the silence of all others; a
+look after a long pause only begins to count anew.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import statistics
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple, Protocol
+
+logger = logging.getLogger(__name__)
+
+PERIOD_SECONDS = 1.5
+SILENT_SECONDS = 7.0  # with three periods for the news to travel, less than 15 s in all
+BEHIND_SECONDS = 15.0  # without a call of `step`, while others made one
+BEHIND_STEPS = 5.0  # the same, in steps of the others
+TAKEOVER_SECONDS = 0.25  # between ranks that would take over the sheet
+LEFT = b"left"
+
+Kind = Literal["silent", "behind"]
+
+
+class Status(NamedTuple):
+    """How one rank is: `step` and `phase` are for people, `calls` counts its calls of `step`.
+
+    `idle_seconds` passed since the last of them; `step_seconds` is what one takes usually.
+    """
+
+    host: str
+    step: int
+    phase: str
+    calls: int
+    idle_seconds: float
+    step_seconds: float
+
+
+class Concern(NamedTuple):
+    """One rank that is silent, or behind, for `seconds`; `step` and `phase` as it told last."""
+
+    rank: int
+    kind: Kind
+    host: str
+    step: int
+    phase: str
+    seconds: float
+
+    def __str__(self) -> str:
+        where = f"rank {self.rank} on {self.host}"
+        last = f"its last step is {self.step}, its phase {self.phase!r}"
+        if self.kind == "silent":
+            return f"{where} is silent for {self.seconds:.0f} s; {last}"
+        return f"{where} made no step for {self.seconds:.0f} s and the others did; {last}"
+
+
+class Board(Protocol):
+    """Small values by key that all ranks see. Calls may take long, or never return."""
+
+    def post(self, key: str, value: bytes) -> None:
+        """Put it there, in place of what was."""
+
+    def read(self, keys: Sequence[str]) -> list[bytes | None]:
+        """What is there, None for nothing; one request where all of it is there."""
+
+
+class _Sheet(NamedTuple):
+    keeper: int
+    number: int
+    status: Status
+    concerns: tuple[Concern, ...]
+
+    def encode(self) -> bytes:
+        return json.dumps(self).encode()
+
+    @staticmethod
+    def decode(data: bytes) -> _Sheet:
+        keeper, number, status, concerns = json.loads(data)
+        return _Sheet(keeper, number, Status(*status), tuple(Concern(*one) for one in concerns))
+
+
+def behind(statuses: dict[int, Status]) -> list[int]:
+    """Ranks without a call of `step` for far longer than the others, who have made more of them.
+
+    A training whose ranks wait for each other has all others one call ahead at most: so what counts
+    is the time, against what a step takes the others.
+    """
+    if len(statuses) < 2:
+        return []
+    calls = statistics.median_high(one.calls for one in statuses.values())
+    usual = statistics.median(one.step_seconds for one in statuses.values())
+    bound = max(BEHIND_SECONDS, BEHIND_STEPS * usual)
+    return [r for r, one in statuses.items() if one.calls < calls and one.idle_seconds > bound]
+
+
+class Ledger:
+    """What one rank knows of the others. `exchange` is called by one thread and `judge` by another,
+    so that a board that does not answer is noticed.
+    """
+
+    def __init__(
+        self,
+        board: Board,
+        rank: int,
+        size: int,
+        status: Callable[[], Status],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._board = board
+        self._rank = rank
+        self._size = size
+        self._status = status
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._count = 0
+        self._raw = b""
+        self._sheet: _Sheet | None = None
+        self._changed = self._looked = self._judged = self._asked = clock()
+        self._is_asking = False
+        self._heard: dict[int, tuple[bytes, float]] = {}
+        self._known: dict[int, Status] = {}
+
+    # with the board
+
+    def exchange(self) -> None:
+        """Post how this rank is, read the sheet, and write it where that is for this rank."""
+        with self._lock:
+            self._asked, self._is_asking = self._clock(), True
+        self._count += 1
+        mine = self._status()
+        self._board.post(f"at/{self._rank}", json.dumps([self._count, *mine]).encode())
+        (raw,) = self._board.read(["sheet"])
+        now = self._clock()
+        with self._lock:
+            self._is_asking = False
+            if now - self._looked > 3 * PERIOD_SECONDS:
+                self._heard.clear()  # see note "own absence"
+                self._changed = now
+            self._looked = now
+            if raw is not None and raw != self._raw:
+                self._raw, self._changed = raw, now
+                self._sheet = _Sheet.decode(raw)
+            keeps = self._keeps(now)
+        if keeps:
+            self._keep(mine)
+
+    def leave(self) -> None:
+        """This rank is no more to be watched."""
+        self._board.post(f"at/{self._rank}", LEFT)
+
+    def _keeps(self, now: float) -> bool:
+        if self._rank == 0:
+            return True
+        keeper = 0 if self._sheet is None else self._sheet.keeper
+        if keeper >= self._rank:
+            return True  # a rank before this one took it back, or will
+        quiet = now - self._changed
+        return quiet > SILENT_SECONDS + min(4.0, TAKEOVER_SECONDS * self._rank)
+
+    def _keep(self, mine: Status) -> None:
+        others = [rank for rank in range(self._size) if rank != self._rank]
+        posts = self._board.read([f"at/{rank}" for rank in others])
+        now = self._clock()
+        before = self._sheet
+        if before is not None and before.keeper != self._rank and before.keeper < self._rank:
+            raw = posts[others.index(before.keeper)]
+            if raw is not None:  # it is silent already: that is why this rank keeps the sheet
+                self._heard[before.keeper] = (raw, self._changed)
+        awake, silent = {self._rank: mine}, []
+        for rank, raw in zip(others, posts, strict=True):
+            if raw is None or raw == LEFT:
+                self._heard.pop(rank, None)
+                continue
+            if rank not in self._heard or self._heard[rank][0] != raw:
+                self._heard[rank] = (raw, now)
+                self._known[rank] = Status(*json.loads(raw)[1:])
+            status = self._known.setdefault(rank, Status(*json.loads(raw)[1:]))
+            quiet = now - self._heard[rank][1]
+            if quiet > SILENT_SECONDS:
+                silent.append(_concern(rank, "silent", status, quiet))
+            else:
+                awake[rank] = status
+        late = [_concern(r, "behind", awake[r], awake[r].idle_seconds) for r in behind(awake)]
+        sheet = _Sheet(self._rank, self._count, mine, (*silent, *late))
+        raw = sheet.encode()
+        self._board.post("sheet", raw)
+        with self._lock:
+            self._sheet, self._raw, self._changed = sheet, raw, self._clock()
+
+    # without the board
+
+    def judge(self) -> list[Concern]:
+        """Who is silent or behind now, as far as this rank knows. Never waits for the board."""
+        with self._lock:
+            now = self._clock()
+            if now - self._judged > 3 * PERIOD_SECONDS:
+                self._changed = self._asked = now  # see note "own absence"
+            self._judged = now
+            if self._sheet is None:
+                return []
+            found = {c.rank: c for c in self._sheet.concerns if c.rank != self._rank}
+            quiet = now - self._changed
+            if self._is_asking and now - self._asked > SILENT_SECONDS:
+                quiet = max(quiet, now - self._asked)
+            keeper = self._sheet.keeper
+            # A keeper that cannot be heard may host the store too: then nobody else can be either.
+            if keeper != self._rank and quiet > SILENT_SECONDS:
+                found[keeper] = _concern(keeper, "silent", self._sheet.status, quiet)
+            return list(found.values())
+
+
+def _concern(rank: int, kind: Kind, status: Status, seconds: float) -> Concern:
+    return Concern(rank, kind, status.host, status.step, status.phase, round(seconds, 1))
+
+
+class Attendance:
+    """A ledger kept by two threads, and `tell(appeared, gone)` at every change of what it says.
+
+    `lost` is called once with a rank that was silent for more than `silence_seconds_max`.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        tell: Callable[[Sequence[Concern], Sequence[Concern]], None],
+        *,
+        silence_seconds_max: float | None = None,
+        lost: Callable[[Concern], None] | None = None,
+    ) -> None:
+        self._ledger = ledger
+        self._tell = tell
+        self._silence_seconds_max = silence_seconds_max
+        self._lost = lost
+        self._stopped = threading.Event()
+        self._concerns: dict[tuple[int, Kind], tuple[Concern, float]] = {}
+        # Daemons: a request to a store whose host is stopped may never return.
+        self._threads = [
+            threading.Thread(target=self._repeat, args=(act, name), name=name, daemon=True)
+            for act, name in ((ledger.exchange, "ckpt-attend"), (self.look, "ckpt-attend-look"))
+        ]
+        for thread in self._threads:
+            thread.start()
+        # As for the heartbeat: a daemon that comes back late aborts the interpreter's end.
+        atexit.register(self._end)
+
+    def look(self) -> None:
+        """Tell what has changed since the last look."""
+        now = time.monotonic()
+        found = {(one.rank, one.kind): one for one in self._ledger.judge()}
+        new = [one for key, one in found.items() if key not in self._concerns]
+        gone = [one for key, (one, _) in self._concerns.items() if key not in found]
+        self._concerns = {
+            key: self._concerns.get(key, (one, now - one.seconds)) for key, one in found.items()
+        }
+        if new or gone:
+            self._tell(new, gone)
+        if self._silence_seconds_max is None or self._lost is None:
+            return
+        for one, since in self._concerns.values():
+            if one.kind == "silent" and now - since > self._silence_seconds_max:
+                lost, self._lost = self._lost, None
+                lost(one._replace(seconds=round(now - since, 1)))
+                return
+
+    def stop(self) -> None:
+        """No more of it; this rank leaves, and is not missed."""
+        if not self._stopped.is_set():
+            self._end()
+            atexit.unregister(self._end)
+            if not self._threads[0].is_alive():  # the board answers
+                try:
+                    self._ledger.leave()
+                except (RuntimeError, OSError) as error:
+                    logger.debug("the rendezvous store does not answer any more: %s", error)
+
+    def _end(self) -> None:
+        self._stopped.set()
+        for thread in self._threads:
+            thread.join(timeout=2.0)
+
+    def _repeat(self, act: Callable[[], None], name: str) -> None:
+        failed = False
+        while not self._stopped.wait(PERIOD_SECONDS):
+            try:
+                act()
+                failed = False
+            except Exception as error:
+                if not failed and not self._stopped.is_set():
+                    logger.warning("silent ranks may go unnoticed: %s: %s", name, error)
+                failed = True

@@ -1,0 +1,257 @@
+"""Silent ranks and those that do not get on: who is named, when, and when it is withdrawn.
+
+Method: ranks are ledgers over one board in memory with a clock that is a number; a rank that is
+stopped makes no moves.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import ckpt
+from ckpt.errors import RankFailed
+from ckpt.service.events import RankHeard, RankMissed
+from ckpt.world.attendance import PERIOD_SECONDS, SILENT_SECONDS, Concern, Ledger, Status, behind
+from tests.ranks import run_ranks
+
+NAMED_SECONDS_MAX = 15.0
+
+
+class MemoryBoard:
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self.requests = 0
+
+    def post(self, key: str, value: bytes) -> None:
+        self.requests += 1
+        self.values[key] = value
+
+    def read(self, keys: Sequence[str]) -> list[bytes | None]:
+        self.requests += 1
+        return [self.values.get(key) for key in keys]
+
+
+class Ranks:
+    """`size` ledgers that move in turn; those in `stopped` do not."""
+
+    def __init__(self, size: int) -> None:
+        self.now = 1000.0
+        self.board = MemoryBoard()
+        self.stopped: set[int] = set()
+        self.calls = [0] * size
+        self.called = [self.now] * size
+        self.ledgers = [
+            Ledger(self.board, r, size, lambda r=r: self.status(r), lambda: self.now)
+            for r in range(size)
+        ]
+        self.said: list[dict[tuple[int, str], Concern]] = [{} for _ in range(size)]
+
+    def status(self, rank: int) -> Status:
+        idle = self.now - self.called[rank]
+        return Status(f"host{rank}", 7 + rank, "training", self.calls[rank], idle, 0.5)
+
+    def run(self, seconds: float) -> None:
+        until = self.now + seconds
+        while self.now < until:
+            self.now += PERIOD_SECONDS / 3
+            turn = round(self.now / (PERIOD_SECONDS / 3)) % 3
+            for rank, ledger in enumerate(self.ledgers):
+                if rank not in self.stopped:
+                    if turn == rank % 3:
+                        ledger.exchange()
+                    if turn == (rank + 1) % 3:
+                        found = ledger.judge()
+                        self.said[rank] = {(one.rank, one.kind): one for one in found}
+
+    def step(self) -> None:
+        for rank in range(len(self.calls)):
+            if rank not in self.stopped:
+                self.calls[rank] += 1
+                self.called[rank] = self.now
+
+    def named(self) -> list[set[tuple[int, str]]]:
+        return [set(self.said[r]) for r in range(len(self.calls)) if r not in self.stopped]
+
+
+@pytest.mark.parametrize("victim", [0, 1, 4])
+def test_a_silent_rank_is_named_on_all_others_and_withdrawn(victim: int) -> None:
+    ranks = Ranks(5)
+    ranks.run(10.0)
+    assert ranks.named() == [set()] * 5
+    ranks.stopped = {victim}
+    ranks.run(NAMED_SECONDS_MAX)
+    assert ranks.named() == [{(victim, "silent")}] * 4
+    one = ranks.said[2][victim, "silent"]
+    assert (one.host, one.step, one.phase) == (f"host{victim}", 7 + victim, "training")
+    ranks.run(60.0)
+    assert ranks.named() == [{(victim, "silent")}] * 4
+    ranks.stopped = set()
+    ranks.run(4 * PERIOD_SECONDS)
+    assert ranks.named() == [set()] * 5
+
+
+def test_several_silent_ranks_are_named_the_keeper_among_them() -> None:
+    ranks = Ranks(5)
+    ranks.run(10.0)
+    ranks.stopped = {0, 1, 3}
+    ranks.run(2 * NAMED_SECONDS_MAX)
+    assert ranks.named() == [{(0, "silent"), (1, "silent"), (3, "silent")}] * 2
+    ranks.stopped = {3}
+    ranks.run(NAMED_SECONDS_MAX)
+    assert ranks.named() == [{(3, "silent")}] * 4
+
+
+def test_who_was_stopped_itself_accuses_nobody() -> None:
+    """All stop together, as when a machine sleeps, and one of them alone."""
+    for stopped in ({0, 1, 2}, {1}):
+        ranks = Ranks(3)
+        ranks.run(10.0)
+        ranks.stopped = stopped
+        ranks.run(100.0)
+        ranks.stopped = set()
+        for _ in range(30):
+            ranks.run(PERIOD_SECONDS / 3)
+            accused = {r for said in ranks.said for r, kind in said if kind == "silent"}
+            assert accused <= stopped
+        assert ranks.named() == [set()] * 3
+
+
+def test_a_rank_that_makes_no_step_is_named_while_the_others_wait_for_it() -> None:
+    ranks = Ranks(4)
+    for _ in range(10):
+        ranks.step()
+        ranks.run(1.0)
+    late, ranks.stopped = ranks.stopped, {2}
+    ranks.step()
+    ranks.stopped = late
+    ranks.run(12.0)
+    assert ranks.named() == [set()] * 4
+    ranks.run(10.0)
+    expected: list[set[tuple[int, str]]] = [{(2, "behind")}] * 4
+    expected[2] = set()
+    assert ranks.named() == expected
+    ranks.step()
+    ranks.run(5.0)
+    assert ranks.named() == [set()] * 4
+
+
+def test_slow_steps_and_ranks_that_all_wait_are_nobodys_fault() -> None:
+    same = Status("h", 1, "training", 9, 500.0, 1.0)
+    assert behind({0: same, 1: same, 2: same}) == []
+    slow = same._replace(step_seconds=200.0)
+    assert behind({0: slow, 1: slow._replace(calls=8), 2: slow}) == []
+    assert behind({0: same, 1: same._replace(calls=8), 2: same}) == [1]
+
+
+def test_a_board_that_does_not_answer_is_noticed_by_who_does_not_wait_for_it() -> None:
+    ranks = Ranks(2)
+    ranks.run(10.0)
+    ledger = ranks.ledgers[1]
+    ledger._asked, ledger._is_asking = ranks.now, True  # in a request that never returns
+    for _ in range(round((SILENT_SECONDS + 3) / PERIOD_SECONDS)):
+        ranks.now += PERIOD_SECONDS
+        found = ledger.judge()
+    assert [(one.rank, one.kind) for one in found] == [(0, "silent")]
+
+
+def test_it_costs_two_requests_a_rank_and_period() -> None:
+    ranks = Ranks(50)
+    ranks.run(10.0)
+    before = ranks.board.requests
+    ranks.run(20 * PERIOD_SECONDS)
+    assert ranks.board.requests - before <= 20 * (2 * 50 + 2)
+
+
+# --- real processes -------------------------------------------------------------------------------
+
+
+def _train(scratch: str, victim: int, silence_seconds_max: float | None) -> Any:
+    """The victim stops itself in step 3 and all others wait for it, as in a collective."""
+    rank, told = dist.get_rank(), []
+    pids = Path(scratch)
+    (pids / f"{rank}").write_text(str(os.getpid()))
+    began = 0.0
+
+    def observe(event: Any) -> None:
+        if isinstance(event, RankMissed | RankHeard):
+            told.append((type(event).__name__, event.concern, time.monotonic() - began))
+
+    with ckpt.Checkpointer(
+        f"{scratch}/root",
+        {"x": 1},
+        save=ckpt.Never(),
+        observers=[observe],
+        silence_seconds_max=silence_seconds_max,
+    ) as checkpointer:
+        for step in range(1, 4):
+            checkpointer.step(step)
+            time.sleep(0.7)
+        dist.barrier()
+        began = time.monotonic()
+        if rank == victim:
+            os.kill(os.getpid(), signal.SIGSTOP)
+            time.sleep(4.0)  # woken: its heart beats again before it goes on
+        elif silence_seconds_max is None:
+            while not told:
+                time.sleep(0.1)
+            (pids / f"heard{rank}").touch()
+            heard = [pids / f"heard{other}" for other in range(3) if other != victim]
+            while not all(path.exists() for path in heard):
+                time.sleep(0.05)
+            os.kill(int((pids / f"{victim}").read_text()), signal.SIGCONT)
+        else:
+            for step in range(4, 500):
+                time.sleep(0.1)
+                checkpointer.step(step)
+        dist.barrier()
+        checkpointer.step(4)
+        until = time.monotonic() + 10
+        while rank != victim and len(told) < 2 and time.monotonic() < until:
+            time.sleep(0.1)
+        dist.barrier()
+    return told
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_stopped_process_is_named_to_observers_and_withdrawn(victim: int, tmp_path: Path) -> None:
+    results = run_ranks(3, _train, str(tmp_path), victim, None)
+    for rank, told in enumerate(results):
+        if rank == victim:
+            continue
+        (name, concern, seconds), (again, heard, _) = told
+        assert (name, again) == ("RankMissed", "RankHeard") and heard.rank == victim
+        assert concern.kind == "silent" and concern.rank == victim
+        assert concern.host == socket.gethostname() and concern.step == 3
+        assert seconds < NAMED_SECONDS_MAX
+
+
+@pytest.mark.ranks
+def test_a_silence_too_long_is_an_error_where_that_was_asked_for(tmp_path: Path) -> None:
+    results = run_ranks(3, _train_and_fail, str(tmp_path), 1, allow_dead=[1])
+    for rank in (0, 2):
+        failed, text = results[rank]
+        assert failed == 1 and "silent" in text and "silence_seconds_max" in text
+
+
+def _train_and_fail(scratch: str, victim: int) -> tuple[int, str]:
+    rank, pids = dist.get_rank(), Path(scratch)
+    try:
+        _train(scratch, victim, 9.0)
+    except RankFailed as failed:
+        (pids / f"heard{rank}").touch()
+        while rank == 0 and not (pids / "heard2").exists():
+            time.sleep(0.05)
+        if rank == 0:
+            os.kill(int((pids / f"{victim}").read_text()), signal.SIGKILL)
+        return failed.rank, str(failed)
+    raise AssertionError("nothing was raised")

@@ -5,23 +5,29 @@ and every name in a program is looked up in a table of our own functions: no mod
 class of anybody is made, no method called. What the table does not know becomes an `Opaque` that
 only remembers its name, so that one strange entry does not cost the others.
 
-Memory is bounded by the length of the program: each instruction makes at most one small object, and
-strings, bytes and integers are cut out of the program itself. The module `pickle` has no part in it
-(its C machine allocates by numbers that a program names).
+Memory is bounded by the length of the program: each instruction makes at most one small object,
+strings, bytes and integers are cut out of the program itself, and what our functions copy is
+counted. What is shared so often that walking it would cost far more is refused. The module `pickle`
+has no part in it (its C machine allocates by numbers that a program names).
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias
 
+from ckpt.convert.sources.extent import check_extent
 from ckpt.errors import Corrupt, UnsupportedFormat
 
 PICKLE_NBYTES_MAX = 1 << 30
 INT_NBYTES_MAX = 1024
 KEY_DEPTH_MAX = 4
-ITEMS_MAX = 1 << 26  # containers and records of one program
+COST_MAX = 24 << 20  # bytes that a short program may make; a longer one may make more
+COST_PER_BYTE = 48
+MADE_NBYTES = 80  # of a container or record, about
+ITEM_NBYTES = 32  # of what is copied from one to another
+KEY_ITEMS_MAX = 64
 
 Maker: TypeAlias = Callable[..., Any]
 
@@ -66,17 +72,39 @@ def read_pickle(
     `known` maps dotted names to functions of ours, which get the arguments that the pickle has for
     the class or function of that name, or to a str: then a `Record` of that name is made.
     `persistent` turns the ids of what is stored outside of the pickle into values. Raises Corrupt
-    when `data` is no pickle, UnsupportedFormat for one of a protocol below 2 or beyond the limits.
+    when `data` is no pickle, UnsupportedFormat for one of a protocol below 2 or beyond the limits:
+    nested too deep, containing itself, or building far more than a program of its length should.
     """
     if len(data) > PICKLE_NBYTES_MAX:
         raise UnsupportedFormat(f"a pickle of {len(data)} bytes; at most {PICKLE_NBYTES_MAX}")
     machine = _Machine(memoryview(data), known, persistent)
     try:
-        return machine.run()
-    except (IndexError, ValueError, TypeError, KeyError, struct.error, OverflowError) as error:
+        value = machine.run()
+    except (
+        IndexError,
+        ValueError,
+        TypeError,
+        KeyError,
+        struct.error,
+        OverflowError,
+        RecursionError,
+    ) as error:
         raise Corrupt(
             f"no readable pickle: {type(error).__name__} {error!s:.200} at byte {machine.at}"
         ) from error
+    check_extent(value, _parts, len(data))
+    return value
+
+
+def _parts(thing: Any) -> Iterator[tuple[Any, Any]] | None:
+    """What stands in a container or record, by its keys."""
+    if isinstance(thing, dict):
+        return iter(thing.items())
+    if isinstance(thing, (list, tuple)):
+        return enumerate(thing) if type(thing) in (list, tuple) else None
+    if isinstance(thing, Record):
+        return enumerate((thing.args, thing.state))
+    return None
 
 
 class _Mark:
@@ -103,7 +131,7 @@ class _Machine:
         self.known = known
         self.persistent = persistent
         self.at = 0
-        self.made = 0
+        self.cost_left = COST_MAX + COST_PER_BYTE * len(data)
         self.stack: list[Any] = []
         self.memo: dict[int, Any] = {}
 
@@ -184,10 +212,10 @@ class _Machine:
         del stack[at:]
         return [_settled(item) for item in found]
 
-    def made_one(self) -> None:
-        self.made += 1
-        if self.made > ITEMS_MAX:
-            raise UnsupportedFormat(f"a pickle of more than {ITEMS_MAX} containers and records")
+    def made_one(self, copied: int = 0) -> None:
+        self.cost_left -= MADE_NBYTES + ITEM_NBYTES * copied
+        if self.cost_left < 0:
+            raise UnsupportedFormat(f"a pickle of {len(self.data)} bytes that builds far more")
 
     def push_made(self, value: Any) -> None:
         self.made_one()
@@ -201,7 +229,10 @@ class _Machine:
         self.push(_Name(f"{module}.{name}"))
 
     def call(self, callee: Any, args: Any) -> Any:
-        self.made_one()
+        sized = args if isinstance(args, tuple) else ()
+        self.made_one(
+            sum(len(one) for one in sized if isinstance(one, (str, bytes, dict, list, tuple)))
+        )
         if isinstance(callee, Opaque):
             return Opaque(callee.name)
         if not isinstance(callee, _Name) or not isinstance(args, tuple):
@@ -246,8 +277,11 @@ def _set_items(target: Any, items: list[Any]) -> None:
 
 
 def _check_key(key: Any, depth: int = 0) -> None:
-    """Keys are hashed by a recursion in C that no limit protects: only flat ones get there."""
-    if isinstance(key, tuple) and depth < KEY_DEPTH_MAX:
+    """Keys are hashed by a recursion in C that no limit protects: only flat ones get there.
+
+    And short ones: a shared part of a key is hashed each time that it is named.
+    """
+    if isinstance(key, tuple) and depth < KEY_DEPTH_MAX and len(key) <= KEY_ITEMS_MAX:
         for item in key:
             _check_key(item, depth + 1)
     elif not (key is None or isinstance(key, (str, int, float, bytes, Record, Opaque))):

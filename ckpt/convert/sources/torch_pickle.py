@@ -92,7 +92,9 @@ def _storage_ref(key: Any) -> StorageRef:
 
 def _count(number: Any) -> int:
     if type(number) is not int or not 0 <= number < NUMEL_MAX:
-        raise Corrupt(f"{number!r:.50} is no number of elements")
+        # Not the thing itself: its text may have no end.
+        told = number if type(number) is int else f"a {type(number).__name__}"
+        raise Corrupt(f"{told!s:.50} is no number of elements")
     return number
 
 
@@ -115,10 +117,12 @@ def _view(
         return Refused(f"its dtype {dtype.removeprefix('?')} has no fixed layout in whole bytes")
     if rest and isinstance(rest[0], dict) and any(rest[0].values()):
         return Refused("it is a lazy conjugate or negative; save tensor.resolve_conj()")
+    if max(len(size), len(stride)) > NDIM_MAX:
+        raise Corrupt(f"a tensor of {len(size)} dimensions; at most {NDIM_MAX}")
     shape = tuple(_count(extent) for extent in size)
     strides = tuple(_count(step) for step in stride)
     if len(shape) != len(strides) or len(shape) > NDIM_MAX or math.prod(shape) >= NUMEL_MAX:
-        raise Corrupt(f"shape {shape} with strides {strides} is no tensor")
+        raise Corrupt(f"a shape of {len(shape)} and strides of {len(strides)} make no tensor")
     last = sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
     numel = storage.nbytes // DTYPES[dtype].itemsize
     if 0 not in shape and _count(offset) + last >= numel:

@@ -48,6 +48,7 @@ from sharding.wrap.init import (
     materialize,
     move_states,
     sync_states,
+    warn_of_slow_wrapping,
 )
 from sharding.wrap.policies import auto_wrap
 
@@ -157,6 +158,7 @@ class FullyShardedDataParallel(StatefulUnit):
         )
         extension = self._extension_for(groups, device_mesh)
         unit = _make_unit(module, found, groups, settings, extension)
+        self.syncs_states = sync_module_states
         self._build(unit, groups, ignored, device_mesh)
 
     def _wrap_below(
@@ -260,9 +262,8 @@ class FullyShardedDataParallel(StatefulUnit):
         units = [wrapper.fsdp_unit for wrapper in wrappers]
         runtime = Runtime(self.fsdp_unit, units, streams_for(device))
         if wants_details():
-            runtime.order_check = OrderCheck(
-                self.fsdp_groups.shard, lambda number: _members_text(units[number])
-            )
+            comms = [comm for comm in self.fsdp_groups if comm is not None]
+            runtime.order_check = OrderCheck(comms, lambda number: _members_text(units[number]))
         _cast_all_buffers(self, wrappers, low=True)
         return runtime
 
@@ -329,7 +330,7 @@ class FullyShardedDataParallel(StatefulUnit):
         repeated: list[nn.Parameter] = []
         for unit in units:
             if unit.store is not None:
-                unit.store.adopt_gradients()
+                unit.store.follow_gradients()
                 shown = unit.store.shown_params
                 managed.update(id(param) for param in shown)
                 (sharded if unit.settings.is_sharded else repeated).extend(shown)
@@ -598,6 +599,7 @@ def _prepared(
     if materialize(module, ignored, device, param_init_fn=init, is_unit=is_unit):
         # Values are given to new Parameter objects.
         found = find_params(module, ignored, managed=_managed_below(module), is_unit=is_unit)
+    warn_of_slow_wrapping((item.param for item in found), values.device_id, device)
     if values.device_id is not None:
         move_states(module, ignored, device, is_unit=is_unit)
     if values.sync:
@@ -671,10 +673,11 @@ def _ignored_below(module: nn.Module, modules: Any, states: Any) -> Ignored:
 
 
 def _synced_below(module: nn.Module) -> set[int]:
-    """Buffers that inner units have broadcast already."""
+    """Buffers that inner units have broadcast already; not every unit was told to."""
     found: set[int] = set()
     for wrapper in fsdp_units(module):
-        found.update(id(buffer) for buffer in wrapper.buffers())
+        if wrapper.syncs_states:
+            found.update(id(buffer) for buffer in wrapper.buffers())
     return found
 
 

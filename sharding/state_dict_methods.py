@@ -8,6 +8,7 @@ an optimizer dict does not fit the model, as torch's class has it.
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,6 +25,9 @@ from torch.distributed.fsdp import (
 )
 
 from ckpt.errors import InvalidState, Mismatch
+from ckpt.layout.dtensor import local_tensor
+from ckpt.layout.sharded_tensor import is_sharded_tensor
+from ckpt.state.names import bare_names
 from ckpt.state.requested import STATE_DICT, Asked
 from ckpt.state_dict import api as state_dicts
 from ckpt.state_dict.config import FullOptimStateDictConfig, ShardedOptimStateDictConfig
@@ -37,6 +41,8 @@ from sharding.state_dicts import (
 )
 
 __all__ = ["StatefulUnit"]
+
+logger = logging.getLogger(__name__)
 
 # What `load_state_dict` and `optim_state_dict_to_load` of torch's class have of our arguments.
 _LOAD_OFFERS = STATE_DICT._replace(rank0_only=False, cast=False)
@@ -123,12 +129,16 @@ class StatefulUnit(nn.Module):
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         destination = given.get("destination")
         destination = {} if destination is None else destination
+        _warn_of_unsharded(self)
         form, config = model_form(_servable(self))
         found = _or_runtime_error(lambda: state_dicts.model_state_dict(self, form, config))
         prefix = given.get("prefix", "")
         order = {name: at for at, name in enumerate(self.fsdp_names)}
         for name in sorted(found, key=lambda name: order.get(name, len(order))):
             destination[f"{prefix}{name}"] = found[name]
+        if logger.isEnabledFor(logging.INFO):
+            for name, value in found.items():
+                logger.info("state dict entry %s: %s", name, _described(value))
         return destination
 
     def load_state_dict(
@@ -137,16 +147,27 @@ class StatefulUnit(nn.Module):
         """Load a dict of any form, from any number of ranks, in place. Collective."""
         if assign:
             raise NotImplementedError("assign=True would replace sharded memory; load in place")
+        _warn_of_unsharded(self)
         missing, unexpected = self._load(state_dict, strict=strict)
         return _Keys(missing, unexpected)
 
     def _load(self, state_dict: Mapping[str, Any], *, strict: bool) -> tuple[list[str], list[str]]:
+        self._log_absent(state_dict)
         loaded = _or_runtime_error(
             lambda: state_dicts.load_model(
                 self, state_dict, Asked(strict, cast=True, offers=_LOAD_OFFERS)
             )
         )
         return list(loaded.missing), list(loaded.unexpected)
+
+    def _log_absent(self, state_dict: Mapping[str, Any]) -> None:
+        """Say which parameters a sharded dict leaves as they are, whatever becomes of the load."""
+        sharded = self.fsdp_state_dict.state_dict_type is StateDictType.SHARDED_STATE_DICT
+        if sharded and self.is_sharded and state_dict:
+            given = bare_names(state_dict, set(self.fsdp_names))
+            for name in self.fsdp_names:
+                if name not in given:
+                    logger.warning("%s: is not in the sharded state dict and is not filled", name)
 
     def _load_from_state_dict(  # called where a module around this unit is loaded
         self,
@@ -314,8 +335,20 @@ def _set(
     optim_config: OptimStateDictConfig | None,
 ) -> StateDictSettings | None:
     settings = checked_settings(form, config, optim_config)
-    before = StatefulUnit.get_state_dict_type(module)
-    for unit in _units(module):
+    units = _units(module)
+    kinds = {
+        (s.state_dict_type, type(s.state_dict_config), type(s.optim_state_dict_config))
+        for s in (unit.fsdp_state_dict for unit in units)
+    }
+    if len(kinds) > 1:
+        names = sorted(form.name for form, _, _ in kinds)
+        raise AssertionError(
+            f"units below this module are set to different state dict types ({', '.join(names)}); "
+            "set the inner ones back to the type of the others first"
+        )
+    # Configs of one class may differ below: what is set here holds for all of them.
+    before = units[0].fsdp_state_dict if units else None
+    for unit in units:
         unit.fsdp_state_dict = settings
     return before
 
@@ -329,13 +362,30 @@ def _servable(unit: StatefulUnit) -> StateDictSettings:
     if any(below.is_sharded for below in _units(unit)):
         _refuse_local_with_mesh(unit, settings)
         return settings
-    if settings != default_settings():
-        warnings.warn(
-            f"{settings.state_dict_type.name} of a model with NO_SHARD throughout: every rank "
-            "gets its full state dict, with the default config",
-            stacklevel=3,
-        )
     return default_settings()
+
+
+def _warn_of_unsharded(unit: StatefulUnit) -> None:
+    if any(not below.is_sharded for below in _units(unit)):
+        warnings.warn(
+            "units with NO_SHARD have no state dict but the full one, with the default config: "
+            f"{unit.fsdp_state_dict.state_dict_type.name} and its config hold for other units only",
+            stacklevel=4,
+        )
+
+
+def _described(value: Any) -> str:
+    """Class, shapes, dtype and device of an entry of a state dict."""
+    if is_sharded_tensor(value):
+        shapes = [tuple(shard.tensor.shape) for shard in value.local_shards()]
+        return f"ShardedTensor of {tuple(value.size())}, here {shapes}, {value.dtype}"
+    if not isinstance(value, torch.Tensor):
+        return type(value).__name__
+    local = local_tensor(value)
+    return (
+        f"{type(value).__name__} of {tuple(value.shape)}, here {tuple(local.shape)}, "
+        f"{value.dtype}, {local.device}"
+    )
 
 
 def _refuse_local_with_mesh(model: nn.Module, settings: StateDictSettings) -> None:

@@ -73,7 +73,7 @@ def _summoned(unit: FlatUnit, store: FlatParam, options: SummonOptions) -> Itera
                 _collect_writes(store, views, shown)
                 if options.writeback or not sharded:
                     store.keep_own_part(full, store.flat)
-                if grads is not None and options.writeback:
+                if grads is not None and (options.writeback or not sharded):
                     _keep_grads(store, grads)
         finally:
             _hide(unit, store)

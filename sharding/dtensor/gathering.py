@@ -154,7 +154,8 @@ class ByExtension(Gathering):
             )
         self._inputs = tuple(inputs)
         ranks = param.data.shard.size
-        return [TensorSize(one.numel() * ranks, one.dtype) for one in inputs]
+        # Extensions may look at storages, and keep views of what they are given.
+        return [TensorSize(one.numel() * ranks, one.dtype, alone=True) for one in inputs]
 
     def start(self, wholes: Sequence[torch.Tensor], pool: BufferPool) -> list[Parts]:
         """Put what the extension gave into its place."""

@@ -105,9 +105,9 @@ class Comm(ABC):
 
     def __init__(self, group: Group) -> None:
         self.group = group
-        self.rank: int = dist.get_rank(group)
-        self.size: int = dist.get_world_size(group)
-        self.global_ranks: tuple[int, ...] = tuple(dist.get_process_group_ranks(group))
+        self.rank: int = group.rank()
+        self.size: int = group.size()
+        self.global_ranks: tuple[int, ...] = _global_ranks(group)
 
     @abstractmethod
     def all_gather(self, members: Sequence[Parts], *, pool: BufferPool, tag: int) -> Pending:
@@ -440,9 +440,9 @@ class _UsersPool(BufferPool):
 
 def comm_of(group: Group) -> Comm:
     """The `Comm` for a group, by the backend that serves it."""
-    if dist.get_world_size(group) == 1:
+    if group.size() == 1:
         return _Alone(group)
-    if dist.get_backend(group) == "gloo":
+    if _is_torchs(group) and dist.get_backend(group) == "gloo":
         return _Pairwise(group)
     return _Native(group)
 
@@ -478,8 +478,19 @@ def wants_details() -> bool:
 
 
 def is_group(value: object) -> bool:
-    """Whether the value is a process group."""
-    return isinstance(value, Group)
+    """Whether the value does what a process group does: it tells its rank and its size."""
+    return all(callable(getattr(value, name, None)) for name in ("rank", "size"))
+
+
+def _is_torchs(group: Group) -> bool:
+    """Whether torch has made the group, so that it knows its backend and its ranks."""
+    return isinstance(group, Group)
+
+
+def _global_ranks(group: Group) -> tuple[int, ...]:
+    # Of what only acts as a group nothing is known but its own numbers.
+    known = _is_torchs(group)
+    return tuple(dist.get_process_group_ranks(group) if known else range(group.size()))
 
 
 def new_groups(ranks_of_groups: Sequence[Sequence[int]]) -> Group:

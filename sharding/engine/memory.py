@@ -147,51 +147,63 @@ class TensorSize(NamedTuple):
 
     numel: int
     dtype: torch.dtype
+    alone: bool = False
+    """Whether it has a storage of its own, from whose start it goes."""
 
 
 class TensorMemory:
-    """1-D tensors side by side in one gathered memory; the same objects as long as their sizes
-    stay.
+    """1-D tensors in gathered memory, side by side but for those that are to be alone; the same
+    objects as long as their sizes stay.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.tensors: tuple[torch.Tensor, ...] = ()
         self._sizes: tuple[TensorSize, ...] = ()
-        self._memory: GatheredMemory = _Resized(0, device)
+        self._memories: tuple[GatheredMemory, ...] = ()
         self._device = device
 
     @property
     def nbytes(self) -> int:
         """What is taken now."""
-        return self._memory.nbytes
+        return sum(memory.nbytes for memory in self._memories)
+
+    @property
+    def wholes(self) -> tuple[torch.Tensor, ...]:
+        """One tensor of each storage."""
+        return tuple(memory.whole for memory in self._memories)
 
     def fetch(self, sizes: Sequence[TensorSize], pages: PagePool) -> tuple[torch.Tensor, ...]:
         """Have the memory; returns the tensors, which are new ones if the sizes have changed."""
         if tuple(sizes) == self._sizes and self.tensors:
-            self._memory.fetch()
+            for memory in self._memories:
+                memory.fetch()
             return self.tensors
-        starts = []
-        nbytes = 0
-        for numel, dtype in sizes:
-            starts.append(-(-nbytes // _ALIGNMENT) * _ALIGNMENT)
-            nbytes = starts[-1] + numel * dtype.itemsize
-        self._memory = gathered_memory(nbytes, self._device, pages)
-        whole = self._memory.whole
-        self.tensors = tuple(
-            whole[start : start + numel * dtype.itemsize].view(dtype)
-            for start, (numel, dtype) in zip(starts, sizes, strict=True)
-        )
+        starts: list[int] = []
+        together = 0
+        for numel, dtype, alone in sizes:
+            starts.append(0 if alone else -(-together // _ALIGNMENT) * _ALIGNMENT)
+            together = together if alone else starts[-1] + numel * dtype.itemsize
+        shared = gathered_memory(together, self._device, pages)
+        memories = [shared]
+        tensors = []
+        for start, (numel, dtype, alone) in zip(starts, sizes, strict=True):
+            nbytes = numel * dtype.itemsize
+            if alone:
+                memories.append(gathered_memory(nbytes, self._device, pages))
+            whole = memories[-1].whole if alone else shared.whole
+            tensors.append(whole[start : start + nbytes].view(dtype))
+        self.tensors, self._memories = tuple(tensors), tuple(memories)
         self._sizes = tuple(sizes)
         return self.tensors
 
     def release(self) -> None:
         """Give the memory away. Harmless when it is not there."""
-        self._memory.release()
+        for memory in self._memories:
+            memory.release()
 
     def forget(self) -> None:
         """Make tensors anew at the next `fetch`."""
-        self.tensors, self._sizes = (), ()
-        self._memory = _Resized(0, self._device)
+        self.tensors, self._sizes, self._memories = (), (), ()
 
 
 # --- system calls --------------------------------------------------------------------------------

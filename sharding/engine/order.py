@@ -8,18 +8,23 @@ on each rank alone; the first that differs is warned about, once.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from sharding.engine.collectives import Comm
 
 __all__ = ["OrderCheck"]
 
+_BACKWARD = -1
+"""Stands for the backward among the numbers of units."""
+
 
 class OrderCheck:
-    """The order of one model's forwards. `name_of` describes a unit by its number."""
+    """The order of one model's forwards. `name_of` describes a unit by its number, `comms` are the
+    groups that all ranks of the model are joined by: shard, and replicate if there is one.
+    """
 
-    def __init__(self, comm: Comm, name_of: Callable[[int], str]) -> None:
-        self._comm = comm
+    def __init__(self, comms: Sequence[Comm], name_of: Callable[[int], str]) -> None:
+        self._comms = tuple(comms)
         self._name_of = name_of
         self._first: list[int] = []
         self._at = 0
@@ -32,16 +37,7 @@ class OrderCheck:
         Raises RuntimeError, on all ranks, when ranks start different units.
         """
         if self._is_first:
-            everyone = self._comm.gather_objects((unit, self._name_of(unit)))
-            if any(number != unit for number, _ in everyone):
-                told = "; ".join(
-                    f"rank {rank}: {name}"
-                    for rank, (_, name) in zip(self._comm.global_ranks, everyone, strict=True)
-                )
-                raise RuntimeError(
-                    f"ranks run different units at forward {len(self._first)} of the first "
-                    f"iteration ({told}); all ranks must run them in one order"
-                )
+            self._compare(unit, self._name_of(unit))
             self._first.append(unit)
             return
         expected = self._first[self._at] if self._at < len(self._first) else None
@@ -53,6 +49,26 @@ class OrderCheck:
                 f"the order of forwards has changed: {self._name_of(unit)} instead of {wanted}; "
                 "prefetching goes by the first iteration, and all ranks must change alike",
                 stacklevel=2,
+            )
+
+    def begin_backward(self) -> None:
+        """The backward starts. Collective in the first iteration: a rank with fewer forwards than
+        others comes here while these start another unit, and would leave them waiting.
+
+        Raises RuntimeError as `record` does.
+        """
+        if self._is_first and self._first:
+            self._compare(_BACKWARD, "the backward")
+
+    def _compare(self, what: int, name: str) -> None:
+        everyone = [(self._comms[0].global_ranks[self._comms[0].rank], what, name)]
+        for comm in self._comms:
+            everyone = [one for part in comm.gather_objects(everyone) for one in part]
+        if any(number != what for _, number, _ in everyone):
+            told = "; ".join(f"rank {rank}: {theirs}" for rank, _, theirs in sorted(everyone))
+            raise RuntimeError(
+                f"ranks run different units at forward {len(self._first)} of the first iteration "
+                f"({told}); all ranks must run them in one order"
             )
 
     def end_iteration(self) -> None:

@@ -120,6 +120,8 @@ class Runtime:
     def begin_backward(self) -> None:
         """The first gradient of a backward arrives: arrange for its end."""
         if not self.in_backward:
+            if self.order_check is not None:
+                self.order_check.begin_backward()
             self.in_backward = True
             self.streams.gathers_wait_for_compute()
             call_after_backward(self.end_backward)

@@ -277,7 +277,7 @@ class GatheringStore(ABC):
 
     def release(self) -> None:
         """Give the gathered memory away."""
-        for tensor in self.memory.tensors[:1]:
+        for tensor in self.memory.wholes:
             self.streams.will_free(tensor)
         self.memory.release()
         self.streams.freed(limited=self._limit_gathers)

@@ -450,10 +450,19 @@ class FlatParam(GatheringStore):
         call_accumulate_hooks(showers, self.streams if offload else None)
 
     def adopt_gradients(self) -> None:
-        """Follow what the user did to the gradients of original parameters: set to None, replaced.
+        """Follow what the user did to the gradients of original parameters: set to None, replaced,
+        given where there was none.
 
-        When all are None the flat gradient is dropped; a single None counts as zeros.
+        When all are None the flat gradient is dropped; a single None counts as zeros. Raises
+        RuntimeError, naming the parameter, for a gradient of another size.
         """
+        if self._shown_grads:
+            self.follow_gradients()
+        elif self.options.use_orig_params and not self._params_are_unsharded:
+            self._adopt_new_gradients()
+
+    def follow_gradients(self) -> None:
+        """The same for gradients that are shown already, and no others."""
         shown = self._shown_grads
         if not shown:
             return
@@ -468,8 +477,35 @@ class FlatParam(GatheringStore):
             grad = self.params[at].grad
             if grad is None:
                 slice_.zero_()
-            elif grad.data_ptr() != slice_.data_ptr() and grad.numel() == slice_.numel():
-                slice_.copy_(grad.detach().view_as(slice_))
+            elif grad.data_ptr() != slice_.data_ptr():
+                self._copy_gradient(at, grad, slice_)
+
+    def _adopt_new_gradients(self) -> None:
+        """Take over gradients that are nobody's but the user's, of parameters that show none."""
+        given = [
+            at
+            for at, param in enumerate(self.params)
+            if param.grad is not None and param.requires_grad and param.numel()
+        ]
+        if not given:
+            return
+        flat = torch.zeros_like(self.flat.detach())
+        slices = self.shard_views(flat)
+        for at in given:
+            grad = self.params[at].grad
+            assert grad is not None
+            self._copy_gradient(at, grad, slices[at])
+        self._orig_grad = flat
+        self._show_gradient_slices(flat)
+
+    def _copy_gradient(self, at: int, grad: torch.Tensor, into: torch.Tensor) -> None:
+        if grad.numel() != into.numel():
+            raise RuntimeError(
+                f"{self.found[at].fqn}: its gradient was replaced by a tensor of shape "
+                f"{tuple(grad.shape)}, but this rank holds {into.numel()} elements of it; write "
+                "full gradients inside summon_full_params(with_grads=True)"
+            )
+        into.copy_(grad.detach().view_as(into))
 
     def show_gradients(self) -> None:
         """Let original parameters have their parts of the gradient again."""
@@ -485,7 +521,8 @@ class FlatParam(GatheringStore):
         for at, (param, slice_) in enumerate(zip(self.params, slices, strict=True)):
             if param.requires_grad and (self.parts[at] is not None or not self.options.sharded):
                 assign_grad(param, slice_)
-                self._shown_grads[at] = slice_
+                # Another tensor object: the user may give the one that is shown other memory.
+                self._shown_grads[at] = slice_.detach()
             else:
                 param.grad = None
 
@@ -501,7 +538,7 @@ class FlatParam(GatheringStore):
         for at, (param, view) in enumerate(zip(self.params, self.member_views(kept), strict=True)):
             if param.requires_grad:
                 assign_grad(param, view)
-                self._shown_grads[at] = view
+                self._shown_grads[at] = view.detach()
 
     # --- what users write -----------------------------------------------------------------------
 

@@ -204,6 +204,22 @@ def _with_index(device: torch.device) -> torch.device:
     return torch.device(device.type, index)
 
 
+def warn_of_slow_wrapping(
+    params: Iterable[nn.Parameter], device_id: object, device: torch.device
+) -> None:
+    """Warn where parameters lie on the host and are computed with elsewhere: flattening, sharding
+    and the broadcast of `sync_module_states` all happen where they lie.
+    """
+    if device_id is not None or device.type == "cpu":
+        return
+    if any(param.device.type == "cpu" for param in params):
+        warnings.warn(
+            f"the module is on the CPU and is flattened and sharded there, which is slow; pass "
+            f"device_id={str(device)!r} to have it done on the device",
+            stacklevel=5,
+        )
+
+
 def move_states(
     root: nn.Module,
     ignored: Ignored,
@@ -337,7 +353,7 @@ def sync_states(
     for buffer in root.buffers():
         if id(buffer) not in synced:
             synced.add(id(buffer))
-            tensors.append(buffer.detach())
+            tensors.append(local_tensor(buffer))
     for comm in comms:
         for bucket in _buckets(tensors):
             _broadcast(bucket, comm)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from storage.store import ByteRange
@@ -16,33 +16,6 @@ class MergedRange(NamedTuple):
     members: tuple[int, ...]
 
 
-def coalesce(
-    wanted: Sequence[ByteRange], *, gap_bytes_max: int, nbytes_max: int
-) -> tuple[MergedRange, ...]:
-    """The fewest reads, in ascending order, that cover `wanted` without splitting any range.
-
-    Neighbours are merged when at most `gap_bytes_max` unwanted bytes lie between them and the
-    merged read stays within `nbytes_max`. A larger single range stays whole. Ranges may overlap.
-    """
-    merged: list[MergedRange] = []
-    order = sorted(range(len(wanted)), key=lambda i: wanted[i])
-    start = end = 0
-    members: list[int] = []
-    for i in order:
-        candidate = wanted[i]
-        grown = max(end, candidate.end)
-        if members and candidate.start - end <= gap_bytes_max and grown - start <= nbytes_max:
-            end = grown
-            members.append(i)
-            continue
-        if members:
-            merged.append(MergedRange(ByteRange(start, end), tuple(members)))
-        start, end, members = candidate.start, candidate.end, [i]
-    if members:
-        merged.append(MergedRange(ByteRange(start, end), tuple(members)))
-    return tuple(merged)
-
-
 def part_count(nbytes: int, part_nbytes: int) -> int:
     """How many parts an object has. An empty object has none."""
     return -(-nbytes // part_nbytes)
@@ -52,12 +25,6 @@ def part_range(nbytes: int, part_nbytes: int, index: int) -> ByteRange:
     """Where part `index` lies in the object."""
     start = index * part_nbytes
     return ByteRange(start, min(start + part_nbytes, nbytes))
-
-
-def split_range(byte_range: ByteRange, nbytes_max: int) -> Iterator[ByteRange]:
-    """`byte_range` cut into consecutive ranges of `nbytes_max`, the last one shorter."""
-    for start in range(byte_range.start, byte_range.end, nbytes_max):
-        yield ByteRange(start, min(start + nbytes_max, byte_range.end))
 
 
 def as_bytes_view(buffer: memoryview) -> memoryview:

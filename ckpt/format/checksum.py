@@ -36,19 +36,3 @@ def block_checksums(data: memoryview | bytes, block_bytes: int) -> npt.NDArray[n
     starts = range(0, view.nbytes, block_bytes)
     sums = [int(_crc32c.crc32c(view[start : start + block_bytes])) for start in starts]
     return np.array(sums, dtype=np.uint32)
-
-
-def first_bad_block(
-    data: memoryview | bytes, block_bytes: int, expected: Sequence[int] | npt.NDArray[np.uint32]
-) -> int | None:
-    """Index of the first block of `data` whose checksum is not the expected one, or None.
-
-    A wrong number of blocks counts as the first missing or superfluous one.
-    """
-    found = block_checksums(data, block_bytes)
-    wanted = np.asarray(expected, dtype=np.uint32)
-    shared = min(len(found), len(wanted))
-    different = np.flatnonzero(found[:shared] != wanted[:shared])
-    if len(different):
-        return int(different[0])
-    return None if len(found) == len(wanted) else shared

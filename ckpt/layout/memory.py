@@ -17,8 +17,6 @@ import torch
 from ckpt.layout.piece import Holding, Piece
 from ckpt.layout.region import Box, Shape, Span
 
-PAGE_NBYTES = 4096
-
 
 @contextmanager
 def gc_paused() -> Iterator[None]:

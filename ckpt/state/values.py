@@ -71,16 +71,6 @@ def is_reference(value: Any) -> bool:
     return isinstance(value, dict) and len(value) == 1 and TENSOR_KEY in value
 
 
-def tensor_at(tree: Any, fqn: str, base: str) -> torch.Tensor | None:
-    """The tensor that the live `tree`, named `base`, has where `fqn` says; None when it has none
-    there.
-    """
-    for name, tensor in split_tree(tree, base, [])[1]:
-        if name == fqn:
-            return tensor
-    return None
-
-
 def why_not_storable(leaf: Any) -> str:
     """What is wrong with a leaf that is no value, and what to do about it."""
     kind = type(leaf)

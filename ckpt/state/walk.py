@@ -60,11 +60,6 @@ def walk(state: Any) -> Leaves:
     return leaves
 
 
-def module_paths(state: Any) -> list[str]:
-    """Where the modules of `state` stand, sorted; [""] when the state is a module itself."""
-    return sorted({path for path, _ in walk(state).modules})
-
-
 def is_object(leaf: Any) -> bool:
     """Whether `leaf` keeps its state by `state_dict()` and takes it by `load_state_dict()`."""
     if isinstance(leaf, type):

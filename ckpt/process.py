@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from ckpt.commit.lines import Restored
-from ckpt.commit.ranked import RankedSession, SessionRegistry, open_session
+from ckpt.commit.ranked import Beside, RankedSession, SessionRegistry, open_session
 from ckpt.commit.session import Session
 from ckpt.saving.background import Background
 from ckpt.saving.task import PartMemory
@@ -80,6 +80,21 @@ class Seat:
             self.sessions[key] = (opened, PartMemory())
         return self._place(store, *self.sessions[key])
 
+    def place_beside(
+        self, url: str, storage_options: Mapping[str, Any] | None, unsafe_single_writer: bool
+    ) -> Place:
+        """Collective: like `place`, for what is no part of a training; nobody is fenced."""
+
+        def settled() -> Store:
+            self.background.settle()
+            return self.store(url, storage_options)
+
+        store = collectively(self.world, "open", settled)
+        opened = open_session(
+            self.world, store, Beside(), unsafe_single_writer=unsafe_single_writer
+        )
+        return Place(store, opened, PartMemory())
+
     def known_place(
         self, url: str, storage_options: Mapping[str, Any] | None, unsafe_single_writer: bool
     ) -> Place | None:
@@ -137,6 +152,20 @@ def place_of(
     Raises like `save`.
     """
     return this_process.seat(process_group).place(url, storage_options, unsafe_single_writer)
+
+
+def place_beside(
+    url: str,
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    unsafe_single_writer: bool = False,
+) -> Place:
+    """Where checkpoints go that are no part of a training, such as imports. A training that holds
+    the root is not fenced. Collective; raises like `save`.
+    """
+    seat = this_process.seat(process_group)
+    return seat.place_beside(url, storage_options, unsafe_single_writer)
 
 
 def claimed(

@@ -77,6 +77,25 @@ class SessionRegistry:
             self._restored.pop(store.url, None)
 
 
+class Beside(SessionRegistry):
+    """Sessions beside the one that holds a root, for what is no part of a training: nobody is
+    fenced, and a later save of this process claims the root all the same.
+    """
+
+    def session(
+        self,
+        store: Store,
+        *,
+        unsafe_single_writer: bool = False,
+        sources: Sources | None = None,
+        limits: Limits | None = None,
+    ) -> Session:
+        """A new one. Raises like `Session.beside`."""
+        return Session.beside(
+            store, unsafe_single_writer=unsafe_single_writer, sources=sources, limits=limits
+        )
+
+
 def _clean_up(session: Session) -> None:
     """Remove what dead jobs left, so that their disk space is there for the first save."""
     try:

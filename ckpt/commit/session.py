@@ -56,18 +56,32 @@ class Session(LogWriter):
         Creates FORMAT when the root is new. Raises StoreRefused, before anything is appended, when
         the store cannot refuse a second writer (unless `unsafe_single_writer`).
         """
-        sources, limits = sources or Sources(), limits or Limits()
-        if store.exclusive_create is ExclusiveCreate.NONE and not unsafe_single_writer:
-            raise unsafe_store(
-                store, "it can only check and then write, so two writers could both win"
-            )
-        root = root_id(store, sources=sources, limits=limits)
-        check_first = must_look_first(store, root, unsafe_single_writer, limits)
-        appender = Appender(store, check_first=check_first, sources=sources, limits=limits)
-        appender.log.check_end()
+        appender, root = _opened(store, unsafe_single_writer, sources, limits)
         record = appender.append(lambda state: Draft("CLAIM", state.epoch + 1, None, state.live))
         assert record is not None
         return cls(appender, root=root, epoch=record.epoch)
+
+    @classmethod
+    def beside(
+        cls,
+        store: Store,
+        *,
+        unsafe_single_writer: bool = False,
+        sources: Sources | None = None,
+        limits: Limits | None = None,
+    ) -> Session:
+        """Write under the epoch of whoever holds the root, who is not fenced and may go on to save.
+
+        For what is no part of a training. Fenced in its turn when a new job claims the root. A
+        root without checkpoints is claimed. Raises like `claim`.
+        """
+        appender, root = _opened(store, unsafe_single_writer, sources, limits)
+        state = appender.log.state()
+        if state.live:
+            return cls(appender, root=root, epoch=state.epoch)
+        return cls.claim(
+            store, unsafe_single_writer=unsafe_single_writer, sources=sources, limits=limits
+        )
 
     @property
     def fenced(self) -> bool:
@@ -242,4 +256,15 @@ class Session(LogWriter):
         )
 
 
-# --- deletion -------------------------------------------------------------------------------------
+def _opened(
+    store: Store, unsafe_single_writer: bool, sources: Sources | None, limits: Limits | None
+) -> tuple[Appender, str]:
+    """What appends to the log of a root, and the root's identity; FORMAT is there on return."""
+    sources, limits = sources or Sources(), limits or Limits()
+    if store.exclusive_create is ExclusiveCreate.NONE and not unsafe_single_writer:
+        raise unsafe_store(store, "it can only check and then write, so two writers could both win")
+    root = root_id(store, sources=sources, limits=limits)
+    check_first = must_look_first(store, root, unsafe_single_writer, limits)
+    appender = Appender(store, check_first=check_first, sources=sources, limits=limits)
+    appender.log.check_end()
+    return appender, root

@@ -48,7 +48,7 @@ from ckpt.layout.dtypes import DTYPES
 from ckpt.layout.memory import aligned_buffer, tensor_over
 from ckpt.layout.region import Region, Span
 from ckpt.loading.checkpoint import open_checkpoint
-from ckpt.process import place_of, world_of
+from ckpt.process import place_beside, world_of
 from ckpt.saving.publish import publish
 from ckpt.saving.report import SaveOptions
 from ckpt.saving.task import Attempt, SaveTask
@@ -125,7 +125,7 @@ def import_checkpoint(
     try:
         chosen = collectively(world, "names", lambda: _chosen(opened, rename, skip))
         # Only now is anything made at the root.
-        place = place_of(
+        place = place_beside(
             url,
             process_group=process_group,
             storage_options=storage_options,

@@ -20,9 +20,9 @@ from ckpt.commit.records import RECORD_MAGIC, LiveEntry, decode_record, encode_r
 from ckpt.commit.session import Session
 from ckpt.commit.writer import Commit
 from ckpt.convert.import_ import import_checkpoint
-from ckpt.errors import Corrupt
+from ckpt.errors import Corrupt, Fenced
 from ckpt.format.checksum import crc32c
-from storage import open_store
+from storage import Store, open_store
 from storage.memory import MemoryStore
 
 
@@ -39,7 +39,7 @@ def lines(store: MemoryStore) -> list[tuple[int, int | None]]:
     return [(entry.step, entry.line) for entry in Log(store).state().live]
 
 
-def new_process(store: MemoryStore, restored: Restored | None = None) -> Session:
+def new_process(store: Store, restored: Restored | None = None) -> Session:
     registry = SessionRegistry()
     if restored is not None:
         registry.restored(store.url, restored)
@@ -187,6 +187,31 @@ def test_import_into_a_training_never_becomes_what_it_resumes(root: str, tmp_pat
     with ckpt.Checkpointer(root, state) as checkpointer:
         report = checkpointer.restore(attempt=same_step)
         assert report is not None and report.attempt == same_step and state["x"][0] == -1
+
+
+def test_import_does_not_fence_the_training_that_runs(root: str, tmp_path: Path) -> None:
+    store = open_store(root)
+    training = new_process(store)
+    saved(training, 1)
+    imported(root, tmp_path)
+    assert saved(training, 2).line == 0 and training.sweep() == []
+    ckpt.save({"x": torch.zeros(3)}, root, step=3)  # this process is a new job
+    with pytest.raises(Fenced):
+        saved(training, 4)
+    assert [(info.step, info.line) for info in ckpt.list_steps(root)][:3] == [
+        (0, None),
+        (1, 0),
+        (2, 0),
+    ]
+
+
+def test_import_that_a_new_job_overtakes_is_not_committed(root: str) -> None:
+    store = open_store(root)
+    saved(new_process(store), 1)
+    guest = Session.beside(store)
+    new_process(store)
+    with pytest.raises(Fenced):
+        saved(guest, 0, in_line=False)
 
 
 def test_root_of_imports_alone_loads_the_newest(root: str, tmp_path: Path) -> None:

@@ -591,8 +591,15 @@ def _with_writers(problem: str, fqns: Sequence[str], columns: _Columns) -> str:
     for at, fqn in enumerate(fqns):
         if problem.startswith(f"{fqn}: "):
             ranks = sorted(set(columns.rank[columns.tensor == at].tolist()))
-            return f"{problem} (written by ranks {ranks[:20]})"
+            text = f"{problem} (written by ranks {ranks[:20]})"
+            return f"{text}; {_TWO_MODELS}" if "overlap" in problem else text
     return problem
+
+
+_TWO_MODELS = (
+    "they are no declared replicas of each other: give each model a name of its own in the state, "
+    "or save each with process_group= its ranks"
+)
 
 
 def _first_duplicate(names: Sequence[str]) -> str:
@@ -615,10 +622,12 @@ def value_differences(parts: Sequence[Part]) -> list[str]:
     digests = {part.rank: part.value_digests for part in parts}
     return [
         f"{fqn}: the value differs between ranks ({_groups(groups)}); wrap it in PerRank to keep "
-        f"every "
-        "rank's own"
+        f"every rank's own{_OR_GROUP if None in groups else ''}"
         for fqn, groups in _differences(digests, everywhere=True)
     ]
+
+
+_OR_GROUP = ", or save with process_group= the ranks that have it"
 
 
 def _differences(

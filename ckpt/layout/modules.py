@@ -40,6 +40,7 @@ from torch import nn
 
 from ckpt.errors import InvalidState
 from ckpt.layout import torch_fsdp
+from ckpt.layout.confine import held_where_shared, shared_by
 from ckpt.layout.dtensor import describe_dtensor, is_dtensor, memory_of, repeated_over_wider_meshes
 from ckpt.layout.piece import Owned, Piece
 from ckpt.layout.plain import PLAIN_CLASSES, Ranks, Refused, refuse_unstorable, whole_tensor
@@ -114,7 +115,7 @@ def describe_module(module: nn.Module, ranks: Ranks) -> ModuleLayout:
         _add_extra_state(draft, visit)
         _add_hooks(draft, visit)
     _add_managed(draft, managed)
-    _add_hidden_replicas(draft)
+    _settle_holders(draft)
     return ModuleLayout(
         params=tuple(draft.params),
         buffers=tuple(draft.buffers),
@@ -491,9 +492,14 @@ def _add_unit(draft: _Draft, fqns: list[str], managed: torch_fsdp.Managed) -> No
         draft.owned_by_param[id(shown)] = draft.owned_by_param[id(stored)]
 
 
-def _add_hidden_replicas(draft: _Draft) -> None:
+def _settle_holders(draft: _Draft) -> None:
+    """Who holds a tensor too, as only all tensors of the module together tell."""
     before = draft.params
-    draft.params = repeated_over_wider_meshes(before, draft.ranks)
+    shared = shared_by(before, draft.ranks)
+    draft.params = held_where_shared(
+        repeated_over_wider_meshes(before, draft.ranks), shared, draft.ranks
+    )
+    draft.buffers = held_where_shared(draft.buffers, shared, draft.ranks)
     changed = {
         id(old): new for old, new in zip(before, draft.params, strict=True) if old is not new
     }

@@ -21,13 +21,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
+import ckpt
 import sharding
+from ckpt.errors import InvalidState
 from ckpt.state_dict import api as state_dicts
 from ckpt.state_dict.config import FullOptimStateDictConfig, FullStateDictConfig
 from ckpt.state_dict.config import StateDictType as Form
 from tests.ranks import run_ranks
 
 FORMS = (Form.FULL, Form.SHARDED, Form.LOCAL)
+SAVED = ("flat", "fully_shard", "torch orig", "ddp")
 PAIRS = ([0, 2], [1, 3])
 
 
@@ -244,7 +247,48 @@ def unshared(groups: Groups) -> list[str]:
     return problems
 
 
-def run_all() -> dict[str, list[str]]:
+def saved_under_one_name(groups: Groups, root: str) -> list[str]:
+    """What all ranks hear when they save two models under one name."""
+    me = dist.get_rank()
+    texts = []
+    for engine in SAVED:
+        one = build(engine, groups, me % 2, PAIRS[me % 2])
+        with pytest.raises(InvalidState) as raised:
+            ckpt.save({"model": one.model}, f"{root}/{engine}", step=1)
+        texts.append(str(raised.value))
+    return texts
+
+
+def saved_by_some(groups: Groups, root: str) -> list[str]:
+    """Ranks 0 and 1 have a model: all four save and load it, then those two with its optimizer."""
+    has, pair = dist.get_rank() < 2, groups.of([0, 1])
+    problems = []
+    for engine in SAVED:
+        state: dict[str, Any] = {"n": 1}
+        if has:
+            one = build(engine, groups, 5, [0, 1])
+            state["model"] = one.model
+        ckpt.save(state, f"{root}/{engine}/all", step=1)
+        if has:
+            clear(one)
+        ckpt.load(state, f"{root}/{engine}/all")
+        if has:
+            own = {"model": one.model, "o": one.optimizer}
+            problems += check_model(one, 5, None, engine)
+            ckpt.save(own, f"{root}/{engine}/own", step=1, process_group=pair)
+            clear(one)
+            ckpt.load(own, f"{root}/{engine}/own", process_group=pair)
+            problems += check_model(one, 5, None, f"{engine}, own")
+    return problems
+
+
+def clear(one: Trained) -> None:
+    with torch.no_grad():
+        for tensor in (*one.model.parameters(), *one.model.buffers()):
+            tensor.mul_(0)
+
+
+def run_all(root: str) -> dict[str, list[str]]:
     warnings.simplefilter("ignore")
     groups = Groups()
     found: dict[str, list[str]] = {}
@@ -255,12 +299,14 @@ def run_all() -> dict[str, list[str]]:
             except Exception:
                 found[f"{case.__name__} {engine}"] = [traceback.format_exc()]
     found["unshared"] = unshared(groups)
+    found["saved under one name"] = saved_under_one_name(groups, f"{root}/two")
+    found["saved by some"] = saved_by_some(groups, f"{root}/some")
     return found
 
 
 @pytest.fixture(scope="module")
-def found() -> list[dict[str, list[str]]]:
-    return run_ranks(4, run_all, timeout_seconds=300)
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[str]]]:
+    return run_ranks(4, run_all, str(tmp_path_factory.mktemp("roots")), timeout_seconds=170)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -273,3 +319,19 @@ def test_each_rank_gets_its_own_model(
 
 def test_a_model_that_no_engine_shares_is_its_ranks_own(found: list[dict[str, list[str]]]) -> None:
     assert [rank["unshared"] for rank in found] == [[]] * 4
+
+
+def test_two_models_saved_under_one_name_are_an_error_that_names_the_ranks(
+    found: list[dict[str, list[str]]],
+) -> None:
+    texts = [rank["saved under one name"] for rank in found]
+    assert texts[1:] == texts[:1] * 3 and len(texts[0]) == len(SAVED)
+    for text in texts[0]:
+        assert "model.0.weight: elements" in text and "written by ranks [" in text
+        assert "no declared replicas" in text and "process_group=" in text
+
+
+def test_ranks_without_the_model_save_and_load_beside_those_that_have_it(
+    found: list[dict[str, list[str]]],
+) -> None:
+    assert [rank["saved by some"] for rank in found] == [[]] * 4

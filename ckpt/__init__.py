@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from ckpt.errors import CheckpointError as CheckpointError
     from ckpt.errors import Corrupt as Corrupt
     from ckpt.errors import Fenced as Fenced
+    from ckpt.errors import Forked as Forked
     from ckpt.errors import InvalidState as InvalidState
     from ckpt.errors import LoadInterrupted as LoadInterrupted
     from ckpt.errors import LogDiverged as LogDiverged
@@ -141,6 +142,7 @@ _HOMES = {
     "StepInfo": "ckpt.loading.checkpoint",
     "StoreRefused": "ckpt.errors",
     "LogDiverged": "ckpt.errors",
+    "Forked": "ckpt.errors",
     "UnsupportedFormat": "ckpt.errors",
     "VerifyReport": "ckpt.tools.verify",
     "async_save": "ckpt.api",

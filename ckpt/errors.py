@@ -72,6 +72,12 @@ class OutcomeUnknown(CheckpointError):
     """The commit was sent and no answer came. The next save settles it; nothing is deleted."""
 
 
+class Forked(CheckpointError):
+    """This process was forked from one that saves: what that one holds (a save under way, a
+    Checkpointer, a process group) cannot be used here. A save of its own is another job's.
+    """
+
+
 class SaveDropped(CheckpointError):
     """This save was not made, because another one was in flight and `when_busy` says so.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from ckpt.commit.lines import Restored
 from ckpt.commit.ranked import Beside, RankedSession, SessionRegistry, open_session
 from ckpt.commit.session import Session
+from ckpt.errors import Forked
 from ckpt.saving.background import Background
 from ckpt.saving.task import PartMemory
 from ckpt.saving.write import Staging
@@ -213,6 +215,15 @@ class ProcessMemory:
         self._registry = SessionRegistry()
         self._seats: list[Seat] = []
         self._lock = threading.Lock()
+        self._inherited: object = None
+
+    def forked(self) -> None:
+        """In a forked child: it remembers nothing, for sessions, worlds and saves under way are its
+        parent's. Locks are new: a thread that is not here may have held them.
+        """
+        self.__init__()  # type: ignore[misc]
+        if dist.is_available() and dist.is_initialized():
+            self._inherited = dist.group.WORLD
 
     def claim(self, store: Store, *, unsafe_single_writer: bool) -> Session:
         """The session of a root in this process."""
@@ -232,8 +243,14 @@ class ProcessMemory:
 
     def seat(self, group: dist.ProcessGroup | None) -> Seat:
         """The place in `group`, made at its first use; that is collective over the group."""
-        if group is None and dist.is_available() and dist.is_initialized():
-            group = dist.group.WORLD
+        if dist.is_available() and dist.is_initialized():
+            if self._inherited is not None and dist.group.WORLD is self._inherited:
+                raise Forked(
+                    "this process was forked from a rank of torch.distributed and is not a member "
+                    "of its process group, so it cannot save or load in it: do that in the rank "
+                    "itself, call destroy_process_group() here first, or spawn the process"
+                )
+            group = dist.group.WORLD if group is None else group
         with self._lock:
             for seat in self._seats:
                 if seat.group is group and (group is not None or seat.everyone is None):
@@ -263,3 +280,5 @@ class ProcessMemory:
 
 
 this_process = ProcessMemory()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=this_process.forked)

@@ -25,7 +25,7 @@ from functools import partial
 from typing import Literal
 
 from ckpt.commit.patience import HURRIED_SECONDS, patience_for
-from ckpt.errors import SaveDropped
+from ckpt.errors import Forked, SaveDropped
 from ckpt.format.part import Part
 from ckpt.saving.publish import publish
 from ckpt.saving.report import SaveReport
@@ -57,6 +57,7 @@ class PendingSave:
         self._hurried: Callable[[float], object] | None = None
         self._is_told = False
         self._future: Future[SaveReport] = Future()
+        self._pid = os.getpid()
 
     def staged(self) -> bool:
         """Whether the state is copied, or the save over: from then on anything may change it."""
@@ -64,12 +65,13 @@ class PendingSave:
 
     def wait_staged(self, timeout_seconds: float | None = None) -> None:
         """Returns when the state is copied, or the save over. Raises TimeoutError."""
+        self._refuse_forked()
         if not self._gate.opened.wait(timeout_seconds):
             raise TimeoutError(f"step {self.step} is not copied after {timeout_seconds} s")
 
     def done(self) -> bool:
         """Whether `result` returns or raises at once."""
-        return self._future.done()
+        return os.getpid() != self._pid or self._future.done()
 
     @property
     def blocked_seconds(self) -> float:
@@ -79,7 +81,7 @@ class PendingSave:
     @property
     def skipped(self) -> bool:
         """Whether `when_busy` had this save dropped; False as long as that is open."""
-        return self.done() and isinstance(self._future.exception(), SaveDropped)
+        return self._future.done() and isinstance(self._future.exception(), SaveDropped)
 
     def hurry(self, seconds: float = HURRIED_SECONDS) -> None:
         """Something waits for this save: requests that have failed for `seconds` are given up.
@@ -116,14 +118,23 @@ class PendingSave:
 
     def wait(self, timeout_seconds: float | None = None) -> None:
         """Returns when the save is over, whatever came of it. Raises TimeoutError."""
+        self._refuse_forked()
         over = threading.Event()
         self._future.add_done_callback(lambda _: over.set())
         if not over.wait(timeout_seconds):
             raise TimeoutError(f"the save of step {self.step} is not over in {timeout_seconds} s")
 
+    def _refuse_forked(self) -> None:
+        """The worker that makes this save is a thread of the process that began it."""
+        if os.getpid() != self._pid:
+            raise Forked(
+                f"the save of step {self.step} belongs to process {self._pid}, which this one was "
+                "forked from: wait for it there"
+            )
+
     def _untold(self) -> BaseException | None:
         """The failure that nobody has heard of."""
-        if self._is_told or not self.done():
+        if self._is_told or not self._future.done():
             return None
         error = self._future.exception()
         return None if isinstance(error, SaveDropped) else error

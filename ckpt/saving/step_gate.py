@@ -13,6 +13,7 @@ optimizer that was seen capturing does not count any more.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import weakref
@@ -82,6 +83,11 @@ class Steps:
         self._hook: Any = None
         self._lock = threading.Lock()
 
+    def forked(self) -> None:
+        """In a forked child, which has no save under way that a step could wait for."""
+        self._gates = ()
+        self._lock = threading.Lock()
+
     def watch(self) -> None:
         """From now on optimizers are seen stepping. May be called again."""
         with self._lock:
@@ -143,3 +149,5 @@ def _is_captured(optimizer: torch.optim.Optimizer) -> bool:
 
 
 steps = Steps()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=steps.forked)

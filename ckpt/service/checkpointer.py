@@ -19,6 +19,7 @@ import json
 import logging
 import math
 import operator
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -29,7 +30,15 @@ from typing import Any, Literal, NamedTuple
 import torch.distributed as dist
 
 from ckpt.commit.records import STEP_MAX
-from ckpt.errors import CheckpointError, Fenced, InvalidState, RankFailed, SaveDropped, StoreRefused
+from ckpt.errors import (
+    CheckpointError,
+    Fenced,
+    Forked,
+    InvalidState,
+    RankFailed,
+    SaveDropped,
+    StoreRefused,
+)
 from ckpt.saving.report import SaveReport
 from ckpt.service.agreement import Council, Decision, Pace
 from ckpt.service.events import (
@@ -229,6 +238,7 @@ class Checkpointer:
         self._last_save_seconds = self._left_seconds = self._good_seconds = self._clock()
         self._was_saving = False
         self._is_closed = False
+        self._pid = os.getpid()
         self._signals.install()
 
     def __enter__(self) -> Checkpointer:
@@ -242,7 +252,7 @@ class Checkpointer:
     ) -> None:
         if kind is None:
             self.close()
-        elif not self._is_closed:
+        elif not self._is_closed and os.getpid() == self._pid:
             self._abandon(error)
 
     # what a training team wants to know
@@ -362,8 +372,8 @@ class Checkpointer:
         Waits until all ranks have come here. Raises the error of the newest save if that failed and
         nobody was told. May be repeated.
         """
-        if self._is_closed:
-            return
+        if self._is_closed or os.getpid() != self._pid:
+            return  # in a forked child there is nothing of its own to end
         try:
             decision = self._council.close() or Decision(0)
             self._collect(wait=True)
@@ -682,6 +692,11 @@ class Checkpointer:
     def _check_open(self) -> None:
         if self._is_closed:
             raise CheckpointError("this Checkpointer is closed; make a new one")
+        if os.getpid() != self._pid:
+            raise Forked(
+                f"this Checkpointer belongs to process {self._pid}, which this one was forked "
+                "from: make one of its own here, for another url"
+            )
 
 
 def _outcome(pending: Pending, timeout_seconds: float | None) -> SaveReport | Exception:

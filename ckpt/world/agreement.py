@@ -19,6 +19,7 @@ _SHARED_CLASSES: dict[str, Callable[[Any], CheckpointError]] = {
         errors.UnsupportedFormat,
         errors.StoreRefused,
         errors.LogDiverged,
+        errors.Forked,
         errors.Fenced,
         errors.OutcomeUnknown,
         errors.LoadInterrupted,

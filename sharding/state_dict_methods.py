@@ -8,6 +8,7 @@ an optimizer dict does not fit the model, as torch's class has it.
 
 from __future__ import annotations
 
+import copy
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -32,6 +33,7 @@ from ckpt.state.requested import STATE_DICT, Asked
 from ckpt.state_dict import api as state_dicts
 from ckpt.state_dict.config import FullOptimStateDictConfig, ShardedOptimStateDictConfig
 from ckpt.state_dict.config import StateDictType as Form
+from ckpt.state_dict.listed import ListedParams
 from sharding.state_dicts import (
     checked_settings,
     default_settings,
@@ -241,10 +243,13 @@ class StatefulUnit(nn.Module):
     ) -> dict[str, Any]:
         """Deprecated: the full dict, on the CPU; {} on ranks other than the first."""
         _legacy("full_optim_state_dict", "optim_state_dict", optim_input)
+        _check_one_mode(model)
         config = FullOptimStateDictConfig(True, rank0_only)
+        listed: Any = optim if optim_input is None else ListedParams(optim_input)
+        state = None if optim_input is None else optim.state_dict()
         return _or_runtime_error(
             lambda: state_dicts.optimizer_state_dict(
-                model, optim, Form.FULL, config, process_group=group
+                model, listed, Form.FULL, config, state_dict=state, process_group=group
             )
         )
 
@@ -270,8 +275,9 @@ class StatefulUnit(nn.Module):
     ) -> dict[str, Any]:
         """Deprecated: this rank's part of a full dict that every rank has; no communication."""
         _legacy("shard_full_optim_state_dict", "optim_state_dict_to_load", optim_input)
-        optimizer = _needed(optim, "shard_full_optim_state_dict")
-        return _or_runtime_error(
+        optimizer = _listed(model, optim_input, optim)
+        _check_one_mode(model)
+        return _or_value_error(
             lambda: state_dicts.shard_optimizer_state_dict(model, optimizer, full_optim_state_dict)
         )
 
@@ -285,7 +291,7 @@ class StatefulUnit(nn.Module):
     ) -> dict[str, Any]:
         """Deprecated: this rank's part of a full dict that the first rank has."""
         _legacy("scatter_full_optim_state_dict", "optim_state_dict_to_load", optim_input)
-        optimizer = _needed(optim, "scatter_full_optim_state_dict")
+        optimizer = _listed(model, optim_input, optim)
         given = full_optim_state_dict or {}
         return _to_load(model, optimizer, given, rank0_only=True, group=group)
 
@@ -307,21 +313,27 @@ class StatefulUnit(nn.Module):
     ) -> dict[str, Any]:
         """The dict keyed by names or by ids, for moving to and from unwrapped models.
 
-        A dict that is keyed as wanted comes back as it is. Raises ValueError for mixed keys.
+        Ids count `optim`'s parameters, or those of `optim_input`, or `model.parameters()`. A dict
+        that is keyed as wanted comes back as it is. Raises ValueError for mixed keys.
         """
+        _warn_of_input("rekey_optim_state_dict", optim_input)
         to_names = optim_state_key_type is OptimStateKeyType.PARAM_NAME
         keys = {isinstance(key, str) for key in optim_state_dict["state"]}
         if len(keys) > 1:
             raise ValueError("keys of the optimizer state are both names and ids; use one kind")
         if keys == {to_names}:
             return optim_state_dict
-        optimizer = _needed(optim, "rekey_optim_state_dict")
-        try:
-            return state_dicts.rekey_optimizer_state_dict(
+        optimizer = _listed(model, optim_input, optim)
+        found = _or_value_error(
+            lambda: state_dicts.rekey_optimizer_state_dict(
                 optim_state_dict, "fqn" if to_names else "id", model, optimizer
             )
-        except Mismatch as error:
-            raise ValueError(str(error)) from error
+        )
+        found["param_groups"] = [
+            {**copy.deepcopy(group), "params": sorted(group["params"])}
+            for group in found["param_groups"]
+        ]
+        return found
 
 
 def _units(module: nn.Module) -> list[StatefulUnit]:
@@ -410,9 +422,13 @@ def _to_load(
     model: nn.Module, optim: Optimizer, given: Mapping[str, Any], *, rank0_only: bool, group: Any
 ) -> dict[str, Any]:
     _check_one_mode(model)
+    asked = Asked(rank0_only=rank0_only, offers=_OPTIM_OFFERS)
+    return _or_value_error(lambda: state_dicts.optimizer_to_load(model, optim, given, asked, group))
+
+
+def _or_value_error(call: Callable[[], Result]) -> Result:
     try:
-        asked = Asked(rank0_only=rank0_only, offers=_OPTIM_OFFERS)
-        return state_dicts.optimizer_to_load(model, optim, given, asked, group)
+        return call()
     except Mismatch as error:
         raise ValueError(str(error)) from error
     except InvalidState as error:
@@ -428,18 +444,21 @@ def _or_runtime_error(call: Callable[[], Result]) -> Result:
 
 def _legacy(name: str, instead: str, optim_input: Iterable[Any] | None) -> None:
     warnings.warn(f"{name} is deprecated: use {instead}", FutureWarning, stacklevel=3)
+    _warn_of_input(name, optim_input)
+
+
+def _warn_of_input(name: str, optim_input: Iterable[Any] | None) -> None:
     if optim_input is not None:
         warnings.warn(
-            f"optim_input of {name} is deprecated and not looked at: pass optim",
-            FutureWarning,
-            stacklevel=3,
+            f"optim_input of {name} is deprecated: pass optim", FutureWarning, stacklevel=4
         )
 
 
-def _needed(optim: Optimizer | None, name: str) -> Optimizer:
-    if optim is None:
-        raise ValueError(f"{name} needs optim: parameters are found by the optimizer's groups")
-    return optim
+def _listed(model: nn.Module, optim_input: Iterable[Any] | None, optim: Optimizer | None) -> Any:
+    """What tells the ids: `optim_input` before `optim`, and without both the model's parameters."""
+    if optim_input is not None:
+        return ListedParams(optim_input)
+    return ListedParams(model.parameters()) if optim is None else optim
 
 
 def _forget_inner_names(module: nn.Module, keys: Any) -> None:

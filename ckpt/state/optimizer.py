@@ -11,7 +11,7 @@ flat parameters each member has its own. No tensor changes its dtype.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -31,14 +31,19 @@ from ckpt.state.values import split_tree
 
 # Lists of names that belong to the live optimizer, not to the state that moves between models.
 NAME_KEYS = ("params", "param_names")
-# A Python number in the state of a parameter that other ranks may hold nothing of is stored as a
-# 0-dim tensor, because values have to be the same on all ranks; its name says what it was.
+# A Python number, or None, in the state of a parameter that other ranks may hold nothing of is
+# stored as a 0-dim tensor, because values have to be the same on all ranks; its name says what it
+# was.
 NUMBERS: dict[type, tuple[str, torch.dtype]] = {
     bool: ("~bool", torch.bool),
     int: ("~int", torch.int64),
     float: ("~float", torch.float64),
+    type(None): ("~none", torch.bool),
 }
-NUMBER_OF_SUFFIX: dict[str, type] = {suffix: kind for kind, (suffix, _) in NUMBERS.items()}
+NUMBER_OF_SUFFIX: dict[str, Callable[[Any], Any]] = {
+    suffix: (lambda _: None) if kind is type(None) else kind
+    for kind, (suffix, _) in NUMBERS.items()
+}
 
 # The name, below the optimizer's, of state under keys that are no parameters.
 USER_STATE = "user_state"
@@ -188,7 +193,10 @@ def is_whole(source: Source, ranks: Ranks) -> bool:
 
 
 def is_held_whole(source: Source) -> bool:
-    """Whether this rank, with or without others, holds all of one tensor in memory of its shape."""
+    """Whether this rank, with or without others, holds all of one tensor in memory of its shape.
+
+    A member of a flat parameter that happens to lie on one rank is a span, and no whole tensor.
+    """
     owned = source.owned
     return (
         len(source.members) == 1
@@ -196,6 +204,7 @@ def is_held_whole(source: Source) -> bool:
         and tuple(owned.local.shape) == source.members[0].global_shape
         and len(owned.views) == 1
         and owned.views[0].window is None
+        and isinstance(owned.views[0].pieces[0].region, Box)
     )
 
 
@@ -252,7 +261,7 @@ class _Saving:
             self.add_tensor(named, name, content)
         elif type(content) in NUMBERS and not self.is_known_everywhere(named):
             suffix, dtype = NUMBERS[type(content)]
-            self.add_scalar(named, name + suffix, torch.tensor(content, dtype=dtype))
+            self.add_scalar(named, name + suffix, torch.tensor(content or 0, dtype=dtype))
         else:
             self.add_value(named, name, content)
 

@@ -35,6 +35,7 @@ from ckpt.state_dict.config import (
     optim_config,
 )
 from ckpt.state_dict.forms import Output
+from ckpt.state_dict.listed import ListedParams
 from ckpt.state_dict.model import put_model, take_model
 from ckpt.state_dict.optimizers import OptimizerLoad, take_optimizer
 from ckpt.state_dict.rekey import rekey_optimizer_state_dict
@@ -264,7 +265,7 @@ def _members(model: nn.Module, group: dist.ProcessGroup | None) -> tuple[int, ..
 
 
 def _several(optimizer: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
-    return [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    return [optimizer] if isinstance(optimizer, Optimizer | ListedParams) else list(optimizer)
 
 
 def _ranks(world: World) -> Ranks:

@@ -43,6 +43,7 @@ from ckpt.state.tensors import is_ordinary
 from ckpt.state.types import Catalog, Loaded, ProblemKind, TensorEntry
 from ckpt.state.values import join_tree, references, split_tree
 from ckpt.state_dict.forms import Live, Output, is_tensor, put_in, take_out
+from ckpt.state_dict.listed import ListedParams
 from ckpt.state_dict.model import check_names, describe_model, names_of, shardings, share_values
 from ckpt.state_dict.optimizer_keys import check_keys, nested
 from ckpt.state_dict.redistribute import redistribute
@@ -139,7 +140,7 @@ def take_optimizer(
     parameter, and for values that differ between ranks.
     """
     taken = collectively(world, "describe", lambda: _taken(model, optimizers, ranks, state_dict))
-    check_values(world, taken.values)
+    check_values(world, _in_one_order(taken.values))
     tensors = take_out(taken.live, output, world, ranks)
     if not output.is_wanted:
         return {}
@@ -347,7 +348,7 @@ class OptimizerLoad:
         shared = {"values": self.given.values, "user": self.given.user}
         shared = share_values(self.world, shared, givers)
         self.given.values, self.given.user = shared["values"], shared["user"]
-        check_values(self.world, self.given.values)
+        check_values(self.world, _in_one_order(self.given.values))
         self.groups = self.given.values.get(GROUPS)
         if needs_groups and self.groups is None:
             raise Mismatch([_NO_GROUPS + (_WITHOUT_GROUPS if self.offers.strict else "")])
@@ -518,9 +519,12 @@ class OptimizerLoad:
             raise Mismatch(problems)
 
     def bind_one(self, optimizer: torch.optim.Optimizer, target: Any, strict: bool) -> list[str]:
+        listed: Any = optimizer
+        if isinstance(listed, ListedParams) and self.groups is not None:
+            target.param_groups = listed.grouped(self.groups, self.names_of)
         own = {
             name: None
-            for group in named_groups(optimizer, self.described)
+            for group in named_groups(target, self.described)
             for named in group
             for name in named.names
         }
@@ -549,6 +553,9 @@ class OptimizerLoad:
                 {"params": [name for named in group for name in named.names]}
                 for group in named_groups(optimizer, self.described)
             ]
+        listed: Any = optimizer
+        if isinstance(listed, ListedParams):
+            return self.groups
         cut = [
             {**group, "params": [name for name in group["params"] if name in own]}
             for group in self.groups
@@ -558,6 +565,11 @@ class OptimizerLoad:
             for group, given in zip(cut, self.groups, strict=True)
             if group["params"] or not given["params"]
         ]
+
+    def names_of(self, param: torch.Tensor) -> list[str]:
+        """The bare names that a parameter object stands for; none where it is not the model's."""
+        source = self.described.by_param.get(id(param))
+        return [] if source is None else [member.fqn for member in source.members]
 
     # filling
 
@@ -603,7 +615,7 @@ class OptimizerLoad:
         result: dict[str, Any] = {"state": state}
         if self.groups is not None:
             result["param_groups"] = [
-                {**group, "params": [id_of[id(param)] for param in group["params"]]}
+                {**group, "params": sorted(id_of[id(param)] for param in group["params"])}
                 for group in target.param_groups
             ]
         return result
@@ -622,6 +634,12 @@ class _Fresh:
             }
             for group in optimizer.param_groups
         ]
+
+
+def _in_one_order(values: Mapping[str, Any]) -> dict[str, Any]:
+    """`values` with the groups, and the parameters in them, sorted: ranks may differ in order."""
+    groups = [{**group, "params": sorted(group["params"])} for group in values.get(GROUPS, ())]
+    return {**values, GROUPS: sorted(groups, key=lambda group: list(group["params"]))}
 
 
 def _declared(optimizers: Optimizers) -> dict[str, What]:

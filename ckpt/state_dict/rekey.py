@@ -12,13 +12,14 @@ from ckpt.errors import Mismatch
 from ckpt.layout.modules import describe_module
 from ckpt.layout.plain import Ranks
 from ckpt.state.describe import members_of
+from ckpt.state_dict.listed import ListedParams
 
 
 def rekey_optimizer_state_dict(
     state_dict: Mapping[str, Any],
     to: Literal["fqn", "id"],
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | ListedParams,
 ) -> dict[str, Any]:
     """`state_dict`, as `optimizer.state_dict()` gives it, keyed by names or by ids.
 
@@ -62,7 +63,9 @@ def rekey_optimizer_state_dict(
 
 
 def _as_loaded(
-    groups: list[dict[str, Any]], optimizer: torch.optim.Optimizer, names: Mapping[int, str]
+    groups: list[dict[str, Any]],
+    optimizer: torch.optim.Optimizer | ListedParams,
+    names: Mapping[int, str],
 ) -> list[dict[str, Any]]:
     """Groups of ids in the order in which `optimizer.load_state_dict` pairs them with its own.
 
@@ -70,6 +73,8 @@ def _as_loaded(
     sizes. Raises Mismatch where it would not.
     """
     groups = [{**group, "params": sorted(group["params"])} for group in groups]
+    if isinstance(optimizer, ListedParams):
+        return groups
     live: list[range] = []
     for group in optimizer.param_groups:
         start = live[-1].stop if live else 0
@@ -97,7 +102,9 @@ def _shown(ids: Sequence[int], names: Mapping[int, str]) -> str:
     return f"{shown}, ..." if len(ids) > 4 else shown
 
 
-def _names_by_id(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int, str]:
+def _names_by_id(
+    model: nn.Module, optimizer: torch.optim.Optimizer | ListedParams
+) -> dict[int, str]:
     layout = describe_module(model, Ranks.alone())
     names: dict[int, str] = {}
     problems: list[str] = []

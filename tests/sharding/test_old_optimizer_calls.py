@@ -1,0 +1,140 @@
+"""The old calls for optimizer dicts, held against torch's class on the same ranks: what they return
+and whether they raise, with `optim_input`, with nothing that tells the parameters, with another
+order on each rank, with None in the state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel as Theirs
+
+from sharding import FullyShardedDataParallel as Ours
+from sharding import OptimStateKeyType
+from tests.ranks import run_ranks
+from tests.sharding.models import build, wrapped
+from tests.sharding.test_state_dicts import assert_same, quiet
+
+pytestmark = pytest.mark.ranks
+BOTH: tuple[tuple[str, Any], ...] = (("torch", Theirs), ("ours", Ours))
+NAME, ID = OptimStateKeyType.PARAM_NAME, OptimStateKeyType.PARAM_ID
+
+
+def adam(params: Any, lr: float = 0.1) -> torch.optim.Optimizer:
+    optimizer = torch.optim.Adam(params, lr=lr)
+    for param in (p for group in optimizer.param_groups for p in group["params"]):
+        if param.numel():  # as after steps of which each rank computes the same
+            state = optimizer.state[param]
+            state["step"] = torch.tensor(3.0)
+            state["exp_avg"] = param.detach() + 1
+            state["exp_avg_sq"] = param.detach() + 1  # torch gives one memory for both on the CPU
+    return optimizer
+
+
+def outcome(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    try:
+        return quiet(call, *args, **kwargs)
+    except (ValueError, TypeError) as error:
+        return type(error).__name__
+
+
+def same_outcomes(case: Callable[[str, Any, bool], list[Any]]) -> None:
+    for orig in (False, True):
+        theirs, ours = (case(name, engine, orig) for name, engine in BOTH)
+        assert len(theirs) == len(ours)
+        for at, (wanted, got) in enumerate(zip(theirs, ours, strict=True)):
+            assert_same(got, wanted, f"{orig} {at}")
+
+
+def by_input(name: str, engine: Any, orig: bool) -> list[Any]:
+    model = wrapped(name, build("uneven"), use_orig_params=orig)
+    params = list(model.parameters())
+    groups = [{"params": params[1:]}, {"params": params[:1], "lr": 0.5}]
+    found = []
+    for given in (params, groups):
+        optimizer = adam(given)
+        full = quiet(engine.full_optim_state_dict, model, optimizer, given, rank0_only=False)
+        assert_same(full, quiet(engine.full_optim_state_dict, model, optimizer, rank0_only=False))
+        found.append(full)
+        for told in ({"optim_input": given}, {"optim": optimizer}, {}):
+            found.append(quiet(engine.shard_full_optim_state_dict, full, model, **told))
+            lead = full if dist.get_rank() == 0 else None
+            found.append(quiet(engine.scatter_full_optim_state_dict, lead, model, **told))
+        for bad in ([], [params[0], {"params": params}], 3, ["a"]):
+            found.append(outcome(engine.shard_full_optim_state_dict, full, model, bad))
+        bare = build("uneven")
+        twin = list(bare.parameters())
+        for told in ({}, {"optim_input": twin[::-1]}, {"optim": torch.optim.SGD(twin)}):
+            found.append(quiet(engine.rekey_optim_state_dict, full, ID, bare, **told))
+            back = quiet(engine.rekey_optim_state_dict, found[-1], NAME, bare, **told)
+            found.append(back)
+    with pytest.warns(FutureWarning, match="optim_input"):
+        engine.rekey_optim_state_dict(full, ID, bare, twin)
+    return found
+
+
+def inputs() -> None:
+    same_outcomes(by_input)
+
+
+def test_what_tells_the_parameters_is_optional() -> None:
+    run_ranks(2, inputs)
+
+
+def by_order(name: str, engine: Any, orig: bool) -> list[Any]:
+    """Rank 1 has its parameters, and with two groups the groups too, the other way round."""
+    model = wrapped(name, build("uneven"), use_orig_params=orig)
+    turn = slice(None, None, -1 if dist.get_rank() else 1)
+    params = list(model.parameters())[turn]
+    found = []
+    for given in (params, [{"params": params[:1]}, {"params": params[1:]}]):
+        if isinstance(given[0], dict) and dist.get_rank():
+            given = [{"params": params[:-1]}, {"params": params[-1:]}][::-1]
+        optimizer = adam(given)
+        full = quiet(engine.full_optim_state_dict, model, optimizer, rank0_only=False)
+        sharded = quiet(engine.sharded_optim_state_dict, model, optimizer)
+        found += [full, sharded]
+        fresh = torch.optim.Adam(given)
+        for taken in (
+            quiet(engine.shard_full_optim_state_dict, full, model, optim=fresh),
+            quiet(engine.scatter_full_optim_state_dict, full, model, optim=fresh),
+            quiet(engine.flatten_sharded_optim_state_dict, sharded, model, fresh),
+        ):
+            fresh.load_state_dict(taken)
+            again = quiet(engine.full_optim_state_dict, model, fresh, rank0_only=False)
+            assert_same(again["state"], full["state"])
+    return found
+
+
+def orders() -> None:
+    same_outcomes(by_order)
+
+
+def test_each_rank_may_have_an_order_of_its_own() -> None:
+    run_ranks(2, orders)
+
+
+def by_nothing(name: str, engine: Any, orig: bool) -> list[Any]:
+    model = wrapped(name, build("uneven"), use_orig_params=orig)
+    optimizer = adam(model.parameters())
+    for state in optimizer.state.values():
+        state["nothing"] = None
+    full = quiet(engine.full_optim_state_dict, model, optimizer, rank0_only=False)
+    sharded = quiet(engine.sharded_optim_state_dict, model, optimizer)
+    own = quiet(engine.shard_full_optim_state_dict, full, model, optim=optimizer)
+    if engine is Ours:  # torch's breaks off here
+        assert_same(quiet(engine.scatter_full_optim_state_dict, full, model, optim=optimizer), own)
+    flat = quiet(engine.flatten_sharded_optim_state_dict, sharded, model, optimizer)
+    return [full, sharded, own, flat]
+
+
+def nothings() -> None:
+    same_outcomes(by_nothing)
+
+
+def test_none_in_the_state_stays_none() -> None:
+    run_ranks(2, nothings)

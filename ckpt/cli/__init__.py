@@ -18,10 +18,16 @@ from importlib import import_module
 from typing import Any
 
 from ckpt.cli.commandline import INTERRUPTED, OK, PROBLEM, USAGE, build_parser
+from ckpt.cli.visible import visible_streams
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; for the entry point `ckpt`."""
+    with visible_streams():
+        return _main(argv)
+
+
+def _main(argv: Sequence[str] | None) -> int:
     parser = build_parser()
     arguments = parser.parse_args(argv)
     if problem := arguments.check(arguments):

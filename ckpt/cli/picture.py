@@ -5,10 +5,10 @@ The page holds everything it needs: no script, font or image from anywhere else.
 
 from __future__ import annotations
 
-import html
 from collections.abc import Iterator, Sequence
 
 from ckpt.cli.screen import date, screen_width, shape_text, show_table, size
+from ckpt.cli.visible import page_text
 from ckpt.errors import CheckpointError
 from ckpt.layout.region import Box, Region
 from ckpt.loading.checkpoint import Checkpoint
@@ -106,13 +106,13 @@ svg { display: block; } rect:hover { stroke: #000; stroke-width: 1.5; }
 def page_of(checkpoint: Checkpoint, found: TensorsMap) -> Iterator[str]:
     """The page, in pieces: ranks, tensors with the parts that each rank stored, files."""
     header = checkpoint.manifest.header
-    title = html.escape(f"step {header.step} of {checkpoint.store.url}")
+    title = page_text(f"step {header.step} of {checkpoint.store.url}")
     yield f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
     yield '<meta name="viewport" content="width=device-width, initial-scale=1">'
     yield f"<style>{STYLE}</style></head><body>\n<h1>{title}</h1>\n"
     total = sum(file.nbytes for file in found.files)
     yield (
-        f'<p class="note">{html.escape(checkpoint.url)}<br>attempt {html.escape(header.attempt)}, '
+        f'<p class="note">{page_text(checkpoint.url)}<br>attempt {page_text(header.attempt)}, '
         f"saved by {header.world_size} ranks on {date(header.created_unix)}, "
         f"{len(found.tensors)} tensors, {len(found.files)} files, {size(total)}</p>\n"
     )
@@ -128,7 +128,7 @@ def _ranks(found: TensorsMap) -> Iterator[str]:
         nbytes = sum(file.nbytes for file in found.files if file.rank == at)
         yield (
             f'<span class="key"><i style="background:{_color(at, len(found.ranks))}"></i>'
-            f"{html.escape(rank)}: {size(nbytes)}</span>"
+            f"{page_text(rank)}: {size(nbytes)}</span>"
         )
     yield "</div>\n"
 
@@ -146,7 +146,7 @@ def _tensors(found: TensorsMap) -> Iterator[str]:
         picture, used = _picture(found, tensor, left)
         left -= used
         yield (
-            f'<tr><td class="name">{html.escape(info.fqn)}</td><td>{info.kind.name.lower()}</td>'
+            f'<tr><td class="name">{page_text(info.fqn)}</td><td>{info.kind.name.lower()}</td>'
             f"<td>{str(info.dtype).removeprefix('torch.')}</td><td>{shape_text(info.shape)}</td>"
             f'<td class="number">{size(info.nbytes)}</td><td class="number">{len(tensor.parts)}'
             f"</td><td>{picture}</td></tr>\n"
@@ -162,7 +162,7 @@ def _picture(found: TensorsMap, tensor: TensorOnMap, rectangles_max: int) -> tup
     shape = tensor.info.shape
     for part in tensor.parts:
         color = _color(part.rank, len(found.ranks))
-        about = html.escape(_about(found, part))
+        about = page_text(_about(found, part))
         for left, top, width, height in rectangles(part.region, shape):
             drawn.append(
                 f'<rect x="{left * WIDTH:.2f}" y="{top * HEIGHT:.2f}" '
@@ -212,15 +212,15 @@ def _files(found: TensorsMap) -> Iterator[str]:
         ]
         for at, (part, fqn) in enumerate(largest):
             shade = 45 + 20 * (at % 2)
-            about = html.escape(f"{fqn}: {size(part.nbytes)} from byte {part.byte_start} on")
+            about = page_text(f"{fqn}: {size(part.nbytes)} from byte {part.byte_start} on")
             bars.append(
                 f'<rect x="{part.byte_start * scale:.2f}" '
                 f'width="{max(part.nbytes * scale, 0.2):.2f}" height="16" '
                 f'fill="{_color(file.rank, len(found.ranks), shade)}"><title>{about}</title></rect>'
             )
         yield (
-            f'<tr><td class="name">{html.escape(file.name)}</td>'
-            f'<td class="number">{html.escape(found.ranks[file.rank])}</td>'
+            f'<tr><td class="name">{page_text(file.name)}</td>'
+            f'<td class="number">{page_text(found.ranks[file.rank])}</td>'
             f'<td class="number">{size(file.nbytes)}</td><td class="number">{len(parts)}</td>'
             f'<td><svg width="{FILE_WIDTH}" height="16">{"".join(bars)}</svg></td></tr>\n'
         )

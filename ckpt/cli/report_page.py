@@ -5,11 +5,11 @@ No script, font or image is loaded from anywhere. Every text that comes from sto
 
 from __future__ import annotations
 
-import html
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 
 from ckpt.cli.screen import age, date, size
+from ckpt.cli.visible import page_text
 from ckpt.telemetry.record import SaveTotals, Telemetry
 from ckpt.tools.report import Report, ReportedSave
 
@@ -72,7 +72,7 @@ td.long { white-space: normal; overflow-wrap: anywhere; min-width: 220px; }
 
 def page_of(found: Report) -> Iterator[str]:
     """The page, in pieces."""
-    title = html.escape(f"Checkpoints of {found.url}")
+    title = page_text(f"Checkpoints of {found.url}")
     yield f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
     yield '<meta name="viewport" content="width=device-width, initial-scale=1">'
     # Whatever slipped through could still neither run nor load anything.
@@ -116,7 +116,7 @@ def _tiles(found: Report) -> Iterator[str]:
     ]
     yield '<div class="tiles">'
     for name, value in tiles:
-        yield f'<div class="tile"><b>{html.escape(value)}</b><span>{name}</span></div>'
+        yield f'<div class="tile"><b>{page_text(value)}</b><span>{name}</span></div>'
     yield "</div>\n"
 
 
@@ -136,8 +136,8 @@ def _notices(found: Report) -> Iterator[str]:
         yield '<p class="note">Nothing: no failures, no gaps, no warnings.</p>'
     for notice in found.notices:
         yield (
-            f'<div class="notice {html.escape(notice.severity)}"><b>{html.escape(notice.severity)}'
-            f"</b>{html.escape(notice.text)}</div>\n"
+            f'<div class="notice {page_text(notice.severity)}"><b>{page_text(notice.severity)}'
+            f"</b>{page_text(notice.text)}</div>\n"
         )
     yield "</section>\n"
 
@@ -182,7 +182,7 @@ def _chart(
     yield f'<svg viewBox="0 0 {CHART_WIDTH} {CHART_HEIGHT}" role="img" aria-label="{title}">'
     for share in (0.0, 0.5, 1.0):
         y = bottom - share * (bottom - 12)
-        label = html.escape(text(share * highest))
+        label = page_text(text(share * highest))
         yield f'<line class="grid" x1="{AXIS_WIDTH}" x2="{CHART_WIDTH}" y1="{y}" y2="{y}"/>'
         yield f'<text x="{AXIS_WIDTH - 6}" y="{y + 4}" text-anchor="end">{label}</text>'
     for at, (save, value) in enumerate(zip(saves, values, strict=True)):
@@ -196,7 +196,7 @@ def _chart(
             continue
         high = max(value / highest * (bottom - 12), 0.5)
         kind = "bar" if save.is_live else "bar gone"
-        about = html.escape(f"step {save.step}: {text(value)}, {date(save.committed_unix)}")
+        about = page_text(f"step {save.step}: {text(value)}, {date(save.committed_unix)}")
         yield (
             f'<rect class="{kind}" x="{left:.2f}" y="{bottom - high:.2f}" width="{wide:.2f}" '
             f'height="{high:.2f}"><title>{about}</title></rect>'
@@ -222,7 +222,7 @@ def _heat_map(told: Telemetry, of_all: Sequence[SaveTotals]) -> Iterator[str]:
     yield (
         f"<section><h2>The slowest save: step {totals.step}, {_seconds(totals.seconds)}</h2>\n"
         f'<p>Slowest was <b class="slowest">rank {totals.slowest_rank}</b>, mostly in '
-        f"<b>{html.escape(totals.slowest_phase)}</b> ({_seconds(totals.slowest_seconds)})."
+        f"<b>{page_text(totals.slowest_phase)}</b> ({_seconds(totals.slowest_seconds)})."
         f"{_longest_phase(told)}{_slower_one(totals, of_all)} "
         f'<span class="note">A row is a rank, a column a phase, in the order of time; in '
         "<i>wait</i> a rank is done and others are not. Hover for begin and bytes. <i>manifest</i> "
@@ -230,7 +230,7 @@ def _heat_map(told: Telemetry, of_all: Sequence[SaveTotals]) -> Iterator[str]:
     )
     if len(work) > len(ranks):
         yield f'<p class="note">{len(ranks)} of {len(work)} ranks: the longest ones.</p>'
-    heads = "".join(f'<th class="number">{html.escape(phase)}</th>' for phase in told.phases)
+    heads = "".join(f'<th class="number">{page_text(phase)}</th>' for phase in told.phases)
     yield (
         f'<table class="heat"><tr><th class="rank">rank</th>{heads}<th class="number">blocked</th>'
         '<th class="number">retries</th></tr>\n'
@@ -257,7 +257,7 @@ def _longest_phase(told: Telemetry) -> str:
     took, rank, phase = max(cells, default=(0, 0, ""))
     if took <= 1e6 * told.totals.slowest_seconds * 1.05:
         return ""
-    text = f"longest was <b>{html.escape(phase)}</b> on rank {rank} ({_seconds(took / 1e6)})"
+    text = f"longest was <b>{page_text(phase)}</b> on rank {rank} ({_seconds(took / 1e6)})"
     return f" Of all phases {text}."
 
 
@@ -280,7 +280,7 @@ def _cell(told: Telemetry, rank: int, at: int, longest_us: int) -> str:
     ink = ";color:#fff" if share > 0.5 else ""
     return (
         f'<td style="background:rgba(var(--heat),{0.06 + 0.84 * share:.2f}){ink}" '
-        f'title="{html.escape(about)}">{_seconds(took / 1e6)}</td>'
+        f'title="{page_text(about)}">{_seconds(took / 1e6)}</td>'
     )
 
 
@@ -304,7 +304,7 @@ def _saves(found: Report) -> Iterator[str]:
             ("", _state(save)),
             *_totals_cells(save),
             ("number", NOTHING if save.metric is None else f"{save.metric:.4g}"),
-            ("mono", html.escape(save.attempt)),
+            ("mono", page_text(save.attempt)),
         ]
         row = "".join(f'<td class="{kind}">{text}</td>' for kind, text in cells)
         yield f"<tr>{row}</tr>\n"
@@ -328,7 +328,7 @@ def _totals_cells(save: ReportedSave) -> list[tuple[str, str]]:
         ("number", f"{totals.retries}"),
         (
             "",
-            f"{totals.slowest_rank} of {totals.ranks} in {html.escape(totals.slowest_phase)}, "
+            f"{totals.slowest_rank} of {totals.ranks} in {page_text(totals.slowest_phase)}, "
             f"{_seconds(totals.slowest_seconds)}",
         ),
     ]
@@ -353,7 +353,7 @@ def _entries(found: Report) -> Iterator[str]:
     )
     for one in found.entries:
         yield (
-            f'<tr><td class="mono long">{html.escape(one.entry)}</td><td>{html.escape(one.kind)}'
+            f'<tr><td class="mono long">{page_text(one.entry)}</td><td>{page_text(one.kind)}'
             f'</td><td class="number">{one.tensors}</td><td class="number">{size(one.nbytes)}</td>'
             f'<td><div class="meter"><i style="width:{100 * one.nbytes / total:.1f}%"></i></div>'
             "</td></tr>\n"

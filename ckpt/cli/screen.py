@@ -22,6 +22,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from ckpt.cli.visible import below, visible
 from ckpt.errors import CheckpointError
 
 WIDTH_WITHOUT_TERMINAL = 200
@@ -31,7 +32,7 @@ MINUTE, HOUR, DAY = 60, 3600, 86400
 @contextmanager
 def progress_bar(what: str, *, shown: bool = True) -> Iterator[Callable[[int, int], None] | None]:
     """A progress bar of bytes on a terminal's stderr; None where nobody would see it."""
-    console = Console(stderr=True)
+    console = Console(file=below(sys.stderr))
     if not shown or not console.is_terminal:
         yield None
         return
@@ -65,9 +66,9 @@ def show_table(
     for title in titles:
         table.add_column(title, justify="right" if title in right else "left", overflow="fold")
     for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
+        table.add_row(*(Text(visible(cell)) for cell in row))
     width = None if sys.stdout.isatty() else WIDTH_WITHOUT_TERMINAL
-    Console(width=width).print(table)
+    Console(width=width, file=below(sys.stdout)).print(table)
 
 
 def confirmed(question: str, *, yes: bool) -> bool:
@@ -88,12 +89,13 @@ def confirmed(question: str, *, yes: bool) -> bool:
 
 def screen_width() -> int:
     """Columns of the terminal, or a wide page where there is none."""
-    return Console().width if sys.stdout.isatty() else WIDTH_WITHOUT_TERMINAL
+    return Console(file=below(sys.stdout)).width if sys.stdout.isatty() else WIDTH_WITHOUT_TERMINAL
 
 
 def show_json(value: Any) -> None:
     """Print `value` for programs; the numbers that JSON lacks become null."""
-    print(json.dumps(_finite(value), indent=2, allow_nan=False))
+    text = json.dumps(_finite(value), indent=2, allow_nan=False)
+    print(text.replace("\x7f", "\\u007f"))  # the one control character that JSON lets through
 
 
 def _finite(value: Any) -> Any:

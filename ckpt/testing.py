@@ -17,10 +17,10 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 from ckpt.errors import RankFailed
 from ckpt.world.agreement import agreed_error, encode_error
-from ckpt.world.base import World, check_exchange
+from ckpt.world.base import World, check_all_to_all
 
 T = TypeVar("T")
-_Op = Literal["gather", "gather_to_lead", "share", "exchange"]
+_Op = Literal["gather", "gather_to_coordinator", "broadcast", "all_to_all"]
 
 
 class RankKilled(BaseException):
@@ -86,17 +86,17 @@ class _Hub:
         self._gone: dict[int, str] = {}
         self._broken: RankFailed | None = None
         self._flags: set[str] = set()
-        self._twins: list[_Hub] = []
+        self._duplicates: list[_Hub] = []
         self._changed = threading.Condition()
 
     def leave(self, rank: int, why: str = "has left") -> None:
-        """`rank` makes no more calls, here and in the twins."""
+        """`rank` makes no more calls, here and in the duplicates."""
         with self._changed:
             self._gone.setdefault(rank, why)
             self._changed.notify_all()
-            twins = list(self._twins)
-        for twin in twins:
-            twin.leave(rank, why)
+            duplicates = list(self._duplicates)
+        for duplicate in duplicates:
+            duplicate.leave(rank, why)
 
     @property
     def failure(self) -> RankFailed | None:
@@ -120,15 +120,15 @@ class _Hub:
             if self._broken is not None:
                 raise _copied(self._broken)
 
-    def twin(self, number: int) -> _Hub:
+    def duplicate(self, number: int) -> _Hub:
         """The `number`-th hub beside this one, the same for all ranks."""
         with self._changed:
-            while len(self._twins) <= number:
-                twin = _Hub(self.size, {}, self._deadline_seconds)
+            while len(self._duplicates) <= number:
+                duplicate = _Hub(self.size, {}, self._deadline_seconds)
                 for rank, why in self._gone.items():
-                    twin.leave(rank, why)
-                self._twins.append(twin)
-            return self._twins[number]
+                    duplicate.leave(rank, why)
+                self._duplicates.append(duplicate)
+            return self._duplicates[number]
 
     def call(self, rank: int, round_number: int, call: _Call) -> None:
         """Put down what `rank` brings to a round."""
@@ -197,7 +197,7 @@ class ThreadWorld(World):
         self.global_ranks = tuple(range(hub.size))
         self.calls = 0
         self._hub = hub
-        self._twins = 0
+        self._duplicates = 0
 
     @property
     def failure(self) -> RankFailed | None:
@@ -207,16 +207,16 @@ class ThreadWorld(World):
         got = self._round("gather", name, bytes(payload), range(self.size))
         return [got[rank] for rank in range(self.size)]
 
-    def gather_to_lead(self, name: str, payload: bytes) -> list[bytes] | None:
+    def gather_to_coordinator(self, name: str, payload: bytes) -> list[bytes] | None:
         waits_for = range(self.size) if self.rank == 0 else (self.rank,)
-        got = self._round("gather_to_lead", name, bytes(payload), waits_for)
+        got = self._round("gather_to_coordinator", name, bytes(payload), waits_for)
         return [got[rank] for rank in range(self.size)] if self.rank == 0 else None
 
-    def share(self, name: str, payload: bytes | None) -> bytes:
+    def broadcast(self, name: str, payload: bytes | None) -> bytes:
         if (payload is None) == (self.rank == 0):
             raise ValueError(f"share {name!r}: the lead gives a payload and nobody else")
         mine = None if payload is None else bytes(payload)
-        shared: bytes = self._round("share", name, mine, (0,))[0]
+        shared: bytes = self._round("broadcast", name, mine, (0,))[0]
         return shared
 
     def agree(self, phase: str, error: BaseException | None) -> None:
@@ -224,15 +224,15 @@ class ThreadWorld(World):
         if agreed is not None:
             raise agreed from error
 
-    def exchange(self, name: str, send: Sequence[memoryview], recv: Sequence[memoryview]) -> None:
-        check_exchange(self, name, send, recv)
-        got = self._round("exchange", name, [bytes(view) for view in send], range(self.size))
+    def all_to_all(self, name: str, send: Sequence[memoryview], recv: Sequence[memoryview]) -> None:
+        check_all_to_all(self, name, send, recv)
+        got = self._round("all_to_all", name, [bytes(view) for view in send], range(self.size))
         for peer, view in enumerate(recv):
             sent = got[peer][self.rank]
             if len(sent) != view.nbytes:
                 raise RankFailed(
-                    f"exchange {name!r}: rank {peer} sends {len(sent)} bytes to rank {self.rank}, "
-                    f"which expects {view.nbytes}",
+                    f"all-to-all {name!r}: rank {peer} sends {len(sent)} bytes to rank "
+                    f"{self.rank}, which expects {view.nbytes}",
                     rank=peer,
                     phase=name,
                 )
@@ -247,9 +247,9 @@ class ThreadWorld(World):
     def look(self, phase: str) -> None:
         self._hub.look(self.rank, phase)
 
-    def twin(self) -> World:
-        self._twins += 1
-        return ThreadWorld(self._hub.twin(self._twins - 1), self.rank)
+    def duplicate(self) -> World:
+        self._duplicates += 1
+        return ThreadWorld(self._hub.duplicate(self._duplicates - 1), self.rank)
 
     def close(self) -> None:
         self._hub.leave(self.rank)

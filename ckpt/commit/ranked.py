@@ -120,7 +120,7 @@ class RankedSession:
     def new_attempt(self) -> str:
         """Collective: a name for the next attempt, the same on every rank."""
         mine = None if self.session is None else self.session.new_attempt().encode()
-        return self.world.share("attempt", mine).decode()
+        return self.world.broadcast("attempt", mine).decode()
 
     def settle(self) -> None:
         """Collective, at the start of a save: settle an unknown outcome of before.
@@ -160,7 +160,7 @@ def open_session(
             payload = json.dumps({"root": session.root, "epoch": session.epoch}).encode()
         except Exception as caught:
             error, payload = caught, b"{}"
-    shared = json.loads(world.share("session", payload))
+    shared = json.loads(world.broadcast("session", payload))
     if world.rank != 0 and shared:
         try:
             _compare_root(store, shared["root"])

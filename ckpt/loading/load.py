@@ -115,7 +115,7 @@ def _was_retired(store: Store, world: World, attempt: str) -> bool:
         except (CheckpointError, StorageError):
             answer = b""  # what interrupted the load is what the caller should hear of
     try:
-        return bool(world.share("retired", answer if world.rank == 0 else None))
+        return bool(world.broadcast("retired", answer if world.rank == 0 else None))
     except RankFailed:
         return False  # a rank is dead, which is what interrupted the load
 
@@ -168,7 +168,7 @@ def _manifest(store: Store, world: World, step: int | None, attempt: str) -> tup
         return b"\n".join([located.prefix.encode(), str(step).encode(), located.data])
 
     data = collectively(world, "locate", read if world.rank == 0 else lambda: b"")
-    told = world.share("manifest", data if world.rank == 0 else None)
+    told = world.broadcast("manifest", data if world.rank == 0 else None)
     prefix, asked, encoded = told.split(b"\n", 2)
 
     def decode() -> Manifest:
@@ -303,7 +303,7 @@ def _exchange(
         else:
             sizes[run.reader] += reader.run_nbytes(run)
     received = [memoryview(bytearray(size)) for size in sizes]
-    world.exchange("shared blocks", [memoryview(part) for part in send], received)
+    world.all_to_all("shared blocks", [memoryview(part) for part in send], received)
     got = {}
     for run in runs:
         if run.reader != world.rank:

@@ -144,7 +144,7 @@ def _start(task: SaveTask, modules: Callable[[], Sequence[str]], *, may_refer: b
         except Exception as caught:
             # Told in the round that the others wait in, so that none of them waits for long.
             offered, error = b"", caught
-    received = task.session.world.share("attempt", offered)
+    received = task.session.world.broadcast("attempt", offered)
     if not received:
         task.session.world.agree("attempt", error)
     told, based = _split(received)
@@ -194,7 +194,7 @@ def _hand_over(part: Part, task: SaveTask) -> Callable[[], _Received]:
     structure = part.structure()
     known = structure == memory.sent
     payload = _joined([b"" if known else structure, part.variable()])
-    received = world.gather_to_lead("parts", _joined([task.told().encode(), payload]))
+    received = world.gather_to_coordinator("parts", _joined([task.told().encode(), payload]))
     memory.sent = structure
     return lambda: _assembled(received or [], memory)
 
@@ -245,7 +245,7 @@ def _commit(
     with nullcontext() if lead is not None else task.recorder.span("commit"):
         committed = collectively(session.world, "commit", run)
         told = None if lead is None else json.dumps(committed.answer).encode()
-        report = json.loads(session.world.share("report", told))
+        report = json.loads(session.world.broadcast("report", told))
     if "problems" in report:
         raise InvalidState(report["problems"])
     if "retired" in report:

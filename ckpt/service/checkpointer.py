@@ -214,7 +214,7 @@ class Checkpointer:
         self._clock = time.monotonic
         self._world = target.world()
         self._signals = Signals(save)
-        self._council = Council(self._world.twin(), self._signals, pace=pace)
+        self._council = Council(self._world.duplicate(), self._signals, pace=pace)
         self._keeper = _Keeper(target, keep or KeepAll(), is_lead=self._world.rank == 0)
         self._meter = CostMeter()
         self._watcher = Watcher(
@@ -419,7 +419,7 @@ class Checkpointer:
         mine = None
         if self._world.rank == 0:
             mine = b"busy" if self.in_flight else b""
-        busy = bool(self._world.share("busy", mine))
+        busy = bool(self._world.broadcast("busy", mine))
         if busy:
             tell(self._observers, SaveSkipped(self._step))
             if self._world.rank == 0:
@@ -569,7 +569,7 @@ class Checkpointer:
         if not self._unheard or len(self._in_a_row) < self._alarm.after:
             return
         mine = b"due" if self._is_alarm_due() else b"not yet"
-        if self._world.share("alarm", mine if self._world.rank == 0 else None) != b"due":
+        if self._world.broadcast("alarm", mine if self._world.rank == 0 else None) != b"due":
             return
         self._unheard = 0
         failures = tuple(self._in_a_row)
@@ -621,7 +621,7 @@ class Checkpointer:
         if self._world.rank == 0:
             left = deadline_seconds - self._clock() - LEAVING_SECONDS
             told = b"yes" if left > (self._meter.persist_seconds or 0.0) else b"no"
-        return self._world.share("again", told) == b"yes"
+        return self._world.broadcast("again", told) == b"yes"
 
     def _agreed_plan(self, deadline_seconds: float) -> dict[str, Any]:
         """The lead's plan for the time that is left, on all ranks."""
@@ -640,7 +640,7 @@ class Checkpointer:
             plan = plan_stop(facts)
             logger.warning("preempted after step %d: %s", self._step, plan)
             told = json.dumps(plan._asdict()).encode()
-        shared: dict[str, Any] = json.loads(self._world.share("stop", told))
+        shared: dict[str, Any] = json.loads(self._world.broadcast("stop", told))
         return shared
 
     def _all_collected(self, deadline_seconds: float) -> bool:
@@ -679,7 +679,7 @@ class Checkpointer:
 
     def _say_goodbye(self) -> None:
         """The lead, which may host the store that the ranks talk through, is the last to go."""
-        self._world.gather_to_lead("goodbye", b"")
+        self._world.gather_to_coordinator("goodbye", b"")
 
     def _leave(self) -> None:
         self._is_closed = True

@@ -129,7 +129,7 @@ def _candidates(store: Store, world: World, step: int | None, attempt: str) -> l
         return json.dumps([entry[:2] for entry in _newest_first(store, step, attempt)]).encode()
 
     told = collectively(world, "look for checkpoints", look)
-    shared = json.loads(world.share("candidates", told if world.rank == 0 else None))
+    shared = json.loads(world.broadcast("candidates", told if world.rank == 0 else None))
     return [_Candidate(*pair) for pair in shared]
 
 
@@ -148,7 +148,7 @@ def _newest_first(store: Store, step: int | None, attempt: str) -> list[_Candida
 def _verdict(store: Store, world: World, candidate: _Candidate) -> Verdict:
     """Whether this checkpoint itself is why a load failed. The lead looks at all its files."""
     verdict = examine(store, candidate.attempt) if world.rank == 0 else "unknown"
-    told = world.share("verdict", verdict.encode() if world.rank == 0 else None).decode()
+    told = world.broadcast("verdict", verdict.encode() if world.rank == 0 else None).decode()
     known: dict[str, Verdict] = {"damaged": "damaged", "retired": "retired"}
     return known.get(told, "unknown")
 

@@ -111,7 +111,7 @@ class UrlTarget(Target):
             raise TypeError(f"no argument {unknown[0]!r}; there are {', '.join(sorted(known))}")
 
     def world(self) -> World:
-        return world_of(self.process_group).twin()
+        return world_of(self.process_group).duplicate()
 
     def store(self) -> Store:
         return store_of(

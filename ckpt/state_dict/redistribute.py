@@ -309,7 +309,7 @@ class _Batch:
                 packed[key] = self.outgoing(key, flat)
         arrivals: list[tuple[torch.Tensor, torch.Tensor]] = []
         room = [self.incoming(moves, arrivals) for moves in self.recv]
-        self.here.world.exchange_parts(
+        self.here.world.all_to_all_parts(
             "state dict", [packed[tuple(moves)] for moves in self.send], room
         )
         for target, arrived in arrivals:

@@ -34,11 +34,11 @@ class World(ABC):
         """Every rank's payload on every rank, in rank order. For small payloads."""
 
     @abstractmethod
-    def gather_to_lead(self, name: str, payload: bytes) -> list[bytes] | None:
+    def gather_to_coordinator(self, name: str, payload: bytes) -> list[bytes] | None:
         """Every rank's payload on the lead, in rank order; None elsewhere, without waiting."""
 
     @abstractmethod
-    def share(self, name: str, payload: bytes | None) -> bytes:
+    def broadcast(self, name: str, payload: bytes | None) -> bytes:
         """The lead's payload on every rank; the others give None."""
 
     @abstractmethod
@@ -51,7 +51,7 @@ class World(ABC):
         """
 
     @abstractmethod
-    def exchange(self, name: str, send: Sequence[memoryview], recv: Sequence[memoryview]) -> None:
+    def all_to_all(self, name: str, send: Sequence[memoryview], recv: Sequence[memoryview]) -> None:
         """All-to-all of bytes: fill `recv[r]` with what rank r has in `send[this rank]`.
 
         Lengths are known to both sides and may all differ; those of this rank itself are 0. Buffers
@@ -59,18 +59,18 @@ class World(ABC):
         undefined.
         """
 
-    def exchange_parts(
+    def all_to_all_parts(
         self,
         name: str,
         send: Sequence[Sequence[memoryview]],
         recv: Sequence[Sequence[memoryview]],
     ) -> None:
-        """`exchange` with several buffers for each rank: as many, of the same lengths, on both
+        """`all_to_all` with several buffers for each rank: as many, of the same lengths, on both
         sides.
         """
         joined = [memoryview(b"".join(parts)) for parts in send]
         received = [memoryview(bytearray(sum(p.nbytes for p in parts))) for parts in recv]
-        self.exchange(name, joined, received)
+        self.all_to_all(name, joined, received)
         for parts, got in zip(recv, received, strict=True):
             for part in parts:
                 part[:] = got[: part.nbytes]
@@ -96,7 +96,7 @@ class World(ABC):
         """
 
     @abstractmethod
-    def twin(self) -> World:
+    def duplicate(self) -> World:
         """Another world of the same ranks, for another thread. Collective, in the same order on all
         ranks when there are several.
         """
@@ -164,10 +164,10 @@ class SoloWorld(World):
     def gather(self, name: str, payload: bytes) -> list[bytes]:
         return [payload]
 
-    def gather_to_lead(self, name: str, payload: bytes) -> list[bytes] | None:
+    def gather_to_coordinator(self, name: str, payload: bytes) -> list[bytes] | None:
         return [payload]
 
-    def share(self, name: str, payload: bytes | None) -> bytes:
+    def broadcast(self, name: str, payload: bytes | None) -> bytes:
         assert payload is not None, f"round {name!r}: the lead must give a payload"
         return payload
 
@@ -175,8 +175,8 @@ class SoloWorld(World):
         if error is not None:
             raise error
 
-    def exchange(self, name: str, send: Sequence[memoryview], recv: Sequence[memoryview]) -> None:
-        check_exchange(self, name, send, recv)
+    def all_to_all(self, name: str, send: Sequence[memoryview], recv: Sequence[memoryview]) -> None:
+        check_all_to_all(self, name, send, recv)
 
     def raise_flag(self, name: str) -> None:
         self._flags.add(name)
@@ -187,21 +187,21 @@ class SoloWorld(World):
     def look(self, phase: str) -> None:
         pass
 
-    def twin(self) -> World:
+    def duplicate(self) -> World:
         return SoloWorld(self.global_ranks[0])
 
     def close(self) -> None:
         pass
 
 
-def check_exchange(
+def check_all_to_all(
     world: World, name: str, send: Sequence[memoryview], recv: Sequence[memoryview]
 ) -> None:
-    """Raise ValueError when the buffers of an exchange do not fit the world."""
+    """Raise ValueError when the buffers of an all-to-all do not fit the world."""
     if len(send) != world.size or len(recv) != world.size:
         raise ValueError(
-            f"exchange {name!r}: {len(send)} send and {len(recv)} receive buffers, expected "
+            f"all-to-all {name!r}: {len(send)} send and {len(recv)} receive buffers, expected "
             f"{world.size} of each"
         )
     if send[world.rank].nbytes or recv[world.rank].nbytes:
-        raise ValueError(f"exchange {name!r}: the buffers of this rank for itself must be empty")
+        raise ValueError(f"all-to-all {name!r}: the buffers of this rank for itself must be empty")

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 from ckpt.world.agreement import agreed_error, encode_error, ranks_text
 from ckpt.world.attendance import Board
-from ckpt.world.base import SoloWorld, World, check_exchange
+from ckpt.world.base import SoloWorld, World, check_all_to_all
 from ckpt.world.liveness import Heartbeat, Watch
 
 MiB = 1024 * 1024
@@ -90,7 +90,7 @@ class TorchWorld(World):
 
     Control rounds go through a prefix of torch.distributed's own store, never through the user's
     groups, so they may run in a background thread, one thread at a time. Large `share`s and
-    `exchange` go over a gloo group that is created at their first use; call those from the thread
+    `all_to_all` go over a gloo group that is created at their first use; call those from the thread
     that runs the training.
     """
 
@@ -133,14 +133,14 @@ class TorchWorld(World):
             self._forget()
             return parts
 
-    def gather_to_lead(self, name: str, payload: bytes) -> list[bytes] | None:
+    def gather_to_coordinator(self, name: str, payload: bytes) -> list[bytes] | None:
         with self._in_round(name) as key:
             if self.rank == 0:
                 return self._collect(key, name, payload)
             self._publish(f"{key}/{self.rank}", name, payload)
             return None
 
-    def share(self, name: str, payload: bytes | None) -> bytes:
+    def broadcast(self, name: str, payload: bytes | None) -> bytes:
         with self._in_round(name) as key:
             if self.rank == 0:
                 assert payload is not None, f"round {name!r}: the lead must give a payload"
@@ -157,11 +157,11 @@ class TorchWorld(World):
         if agreed is not None:
             raise agreed from error
 
-    def exchange(self, name: str, send: Sequence[memoryview], recv: Sequence[memoryview]) -> None:
-        check_exchange(self, name, send, recv)
-        self.exchange_parts(name, [[view] for view in send], [[view] for view in recv])
+    def all_to_all(self, name: str, send: Sequence[memoryview], recv: Sequence[memoryview]) -> None:
+        check_all_to_all(self, name, send, recv)
+        self.all_to_all_parts(name, [[view] for view in send], [[view] for view in recv])
 
-    def exchange_parts(
+    def all_to_all_parts(
         self,
         name: str,
         send: Sequence[Sequence[memoryview]],
@@ -205,7 +205,7 @@ class TorchWorld(World):
                 self._break(failure)
                 raise
 
-    def twin(self) -> World:
+    def duplicate(self) -> World:
         return TorchWorld(deadlines=self._deadlines, members=self._ranks)
 
     def tell_storage_wait(self, waits: bool) -> None:
@@ -429,8 +429,8 @@ class TorchWorld(World):
         for peer, (sent, expected) in enumerate(zip(theirs.tolist(), room, strict=True)):
             if sent != expected:
                 raise RankFailed(
-                    f"exchange {name!r}: rank {peer} sends {sent} bytes to rank {self.rank}, which "
-                    f"expects {expected}",
+                    f"all-to-all {name!r}: rank {peer} sends {sent} bytes to rank "
+                    f"{self.rank}, which expects {expected}",
                     rank=peer,
                     phase=name,
                 )
@@ -487,7 +487,7 @@ class _Waiter:
         self.done = threading.Event()
         self.error: Exception | None = None
         self._works = works
-        threading.Thread(target=self._wait, name="ckpt-exchange", daemon=True).start()
+        threading.Thread(target=self._wait, name="ckpt-all-to-all", daemon=True).start()
 
     def _wait(self) -> None:
         try:

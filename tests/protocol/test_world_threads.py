@@ -26,7 +26,11 @@ def test_gather_and_share_give_every_rank_the_same() -> None:
     def rank(world: World) -> tuple[list[bytes], list[bytes] | None, bytes]:
         mine = b"%d" % world.rank
         lead_only = b"hello" if world.rank == 0 else None
-        return world.gather("a", mine), world.gather_to_lead("b", mine), world.share("c", lead_only)
+        return (
+            world.gather("a", mine),
+            world.gather_to_coordinator("b", mine),
+            world.broadcast("c", lead_only),
+        )
 
     results = run_ranks(3, rank)
     assert [r[0] for r in results] == [[b"0", b"1", b"2"]] * 3
@@ -39,7 +43,7 @@ def test_exchange_delivers_uneven_and_empty_buffers() -> None:
         send = [bytes([world.rank * 16 + peer]) * (3 * world.rank + peer) for peer in range(4)]
         send[world.rank] = b""
         recv = [bytearray(0 if p == world.rank else 3 * p + world.rank) for p in range(4)]
-        world.exchange("tensors", [memoryview(b) for b in send], [memoryview(b) for b in recv])
+        world.all_to_all("tensors", [memoryview(b) for b in send], [memoryview(b) for b in recv])
         return [bytes(b) for b in recv]
 
     for me, got in enumerate(run_ranks(4, rank)):
@@ -112,8 +116,8 @@ def test_solo_world_raises_the_error_itself() -> None:
 def test_killed_rank_is_named_by_all_others(victim: int, call: int) -> None:
     def rank(world: World) -> None:
         world.gather("one", b"")
-        world.share("two", b"x" if world.rank == 0 else None)
-        world.gather_to_lead("three", b"")
+        world.broadcast("two", b"x" if world.rank == 0 else None)
+        world.gather_to_coordinator("three", b"")
         world.agree("four", None)
 
     with pytest.raises(RanksFailed) as caught:
@@ -143,7 +147,7 @@ def test_exchange_of_other_length_is_an_error() -> None:
     def rank(world: World) -> None:
         buffers = [memoryview(bytearray(0 if p == world.rank else 5)) for p in range(2)]
         recv = [memoryview(bytearray(0 if p == world.rank else 4)) for p in range(2)]
-        world.exchange("t", buffers, recv)
+        world.all_to_all("t", buffers, recv)
 
     with pytest.raises(RanksFailed, match="sends 5 bytes to rank 0, which expects 4"):
         run_ranks(2, rank)
@@ -172,14 +176,14 @@ def test_a_flag_of_one_rank_is_seen_by_all_and_a_twin_has_its_own() -> None:
         if world.rank == 1:
             world.raise_flag("stop")
         world.gather("raised", b"")
-        return before, world.flag_is_up("stop"), world.twin().flag_is_up("stop")
+        return before, world.flag_is_up("stop"), world.duplicate().flag_is_up("stop")
 
     assert run_ranks(3, rank) == [(False, True, False)] * 3
 
 
 def test_a_twin_talks_beside_its_world() -> None:
     def rank(world: World) -> list[list[bytes]]:
-        first, second = world.twin(), world.twin()
+        first, second = world.duplicate(), world.duplicate()
         mine = b"%d" % world.rank
         return [second.gather("a", mine), world.gather("b", mine), first.gather("c", mine)]
 
@@ -188,7 +192,7 @@ def test_a_twin_talks_beside_its_world() -> None:
 
 def test_looking_tells_of_a_dead_rank_without_waiting_in_twins_too() -> None:
     def rank(world: World) -> tuple[int, str]:
-        twin = world.twin()
+        twin = world.duplicate()
         twin.look("before")
         world.gather("looked", b"")
         with contextlib.suppress(RankFailed):

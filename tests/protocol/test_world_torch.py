@@ -48,12 +48,12 @@ def _talk() -> list[Any]:
     large = bytes(range(256)) * (9 * MiB // 256) + b"end"
     results: list[Any] = [
         world.gather("a", mine),
-        world.gather_to_lead("b", mine),
-        world.share("c", b"tiny" if world.rank == 0 else None),
-        world.share("empty", b"" if world.rank == 0 else None),
-        world.share("large", large if world.rank == 0 else None) == large,
+        world.gather_to_coordinator("b", mine),
+        world.broadcast("c", b"tiny" if world.rank == 0 else None),
+        world.broadcast("empty", b"" if world.rank == 0 else None),
+        world.broadcast("large", large if world.rank == 0 else None) == large,
     ]
-    parts = world.gather_to_lead("pieces", large + mine)
+    parts = world.gather_to_coordinator("pieces", large + mine)
     results.append(parts is None or [part[-3:] for part in parts])
     for _ in range(3):
         results.append(_exchange(world))
@@ -77,13 +77,13 @@ def _exchange(world: World) -> bool:
     send = [memoryview(bytearray([world.rank]) * n) for n in sizes[world.rank]]
     send[2] = memoryview(bytes(send[2]))
     recv = [memoryview(bytearray(sizes[peer][world.rank])) for peer in range(3)]
-    world.exchange("tensors", send, recv)
+    world.all_to_all("tensors", send, recv)
     return all(view == bytes([peer]) * view.nbytes for peer, view in enumerate(recv))
 
 
 def _exchange_nothing(world: World) -> bool:
     empty = [memoryview(bytearray()) for _ in range(world.size)]
-    world.exchange("nothing", empty, empty)
+    world.all_to_all("nothing", empty, empty)
     return True
 
 
@@ -106,9 +106,9 @@ def test_rounds_and_exchange_of_three_ranks() -> None:
 def _leave_no_keys() -> int:
     world = TorchWorld()
     for index in range(20):
-        world.share(f"s{index}", b"x" if world.rank == 0 else None)
+        world.broadcast(f"s{index}", b"x" if world.rank == 0 else None)
         world.gather(f"g{index}", b"x" * 10)
-        world.gather_to_lead(f"l{index}", b"x" * 10)
+        world.gather_to_coordinator(f"l{index}", b"x" * 10)
     before = dist.distributed_c10d._get_default_store().num_keys()
     world.gather("last", b"")
     world.close()
@@ -132,7 +132,7 @@ def _subgroups() -> list[Any]:
         empty = memoryview(bytearray())
         mine = memoryview(bytearray([rank, rank]))
         pair = (empty, mine), (empty, theirs)
-        world.exchange("t", *(p if world.rank == 0 else p[::-1] for p in pair))
+        world.all_to_all("t", *(p if world.rank == 0 else p[::-1] for p in pair))
         results += [world.rank, world.gather("x", b"%d" % rank), bytes(theirs)]
         second = current_world(groups[1])
         results.append(second.gather("y", b"%d" % rank))
@@ -155,19 +155,22 @@ def test_without_a_process_group_the_world_is_solo() -> None:
 def _killed_in(what: str, victim: int) -> tuple[int, str, float]:
     world = TorchWorld()
     world.gather("start", b"")
-    if what == "exchange":
+    if what == "all_to_all":
         _exchange(world)
     if world.rank == victim:
         time.sleep(0.3)  # die while the others wait
         _die()
     calls = {
         "gather": lambda: world.gather("parts", b""),
-        "gather_to_lead": lambda: (world.gather_to_lead("parts", b""), world.agree("parts", None)),
-        "share": lambda: (
-            world.share("plan", b"" if world.rank == 0 else None),
+        "gather_to_coordinator": lambda: (
+            world.gather_to_coordinator("parts", b""),
+            world.agree("parts", None),
+        ),
+        "broadcast": lambda: (
+            world.broadcast("plan", b"" if world.rank == 0 else None),
             world.agree("x", None),
         ),
-        "exchange": lambda: (_exchange(world), world.agree("x", None)),
+        "all_to_all": lambda: (_exchange(world), world.agree("x", None)),
     }
     heard = _heard(world, calls[what])
     assert _heard(world, lambda: world.gather("again", b""))[0] == victim
@@ -176,7 +179,13 @@ def _killed_in(what: str, victim: int) -> tuple[int, str, float]:
 
 @pytest.mark.parametrize(
     ("what", "victim"),
-    [("gather", 2), ("gather", 0), ("gather_to_lead", 1), ("share", 0), ("exchange", 1)],
+    [
+        ("gather", 2),
+        ("gather", 0),
+        ("gather_to_coordinator", 1),
+        ("broadcast", 0),
+        ("all_to_all", 1),
+    ],
 )
 def test_killed_rank_is_named_by_all_others_within_five_seconds(what: str, victim: int) -> None:
     results = run_ranks(3, _killed_in, what, victim, allow_dead=[victim])
@@ -273,7 +282,7 @@ def test_death_of_the_stores_host_ends_in_an_error_that_says_so(tmp_path: Path) 
 
 def _looks(victim: int) -> tuple[int, str, float] | None:
     world = current_world()
-    twin = world.twin()
+    twin = world.duplicate()
     if world.rank == 2:
         twin.raise_flag("stop")
     world.gather("raised", b"")

@@ -153,7 +153,7 @@ class ThreadTarget(Target):
         self._opened: list[RankedSession] = []
 
     def world(self) -> World:
-        return self._world.twin()
+        return self._world.duplicate()
 
     def store(self) -> Store:
         return self._store

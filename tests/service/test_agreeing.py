@@ -84,7 +84,7 @@ def _told(
     def rank(world: World) -> list[tuple[int, Any]]:
         rng = random.Random(seed * 100 + world.rank)
         arrivals = Arrivals()
-        council = Council(world.twin(), arrivals, pace=QUICK)
+        council = Council(world.duplicate(), arrivals, pace=QUICK)
         pause = threading.Event()
         told: list[tuple[int, Any]] = []
         try:
@@ -155,7 +155,7 @@ def test_nobody_waits_when_steps_are_longer_than_a_round() -> None:
 
     def rank(world: World) -> None:
         arrivals = Arrivals()
-        council = Council(world.twin(), arrivals, pace=Pace(0.002, 0.5))
+        council = Council(world.duplicate(), arrivals, pace=Pace(0.002, 0.5))
         pause = threading.Event()
         for turn in range(1, 80):
             if turn == 10 and world.rank == 1:
@@ -171,7 +171,7 @@ def test_nobody_waits_when_steps_are_longer_than_a_round() -> None:
 
 def test_a_rank_that_dies_between_calls_is_named_at_the_next_one() -> None:
     def rank(world: World) -> None:
-        council = Council(world.twin(), Arrivals(), pace=QUICK)
+        council = Council(world.duplicate(), Arrivals(), pace=QUICK)
         pause = threading.Event()
         try:
             world.gather("begin", b"")
@@ -193,7 +193,7 @@ def test_a_rank_that_dies_between_calls_is_named_at_the_next_one() -> None:
 
 def test_a_rank_that_never_closes_is_named_by_those_that_do() -> None:
     def rank(world: World) -> None:
-        council = Council(world.twin(), Arrivals(), pace=QUICK)
+        council = Council(world.duplicate(), Arrivals(), pace=QUICK)
         try:
             council.turn()
             if world.rank == 1:

@@ -130,23 +130,23 @@ class Counting(World):
     def gather(self, name: str, payload: bytes) -> list[bytes]:
         return self.inner.gather(name, payload)
 
-    def gather_to_lead(self, name: str, payload: bytes) -> list[bytes] | None:
-        return self.inner.gather_to_lead(name, payload)
+    def gather_to_coordinator(self, name: str, payload: bytes) -> list[bytes] | None:
+        return self.inner.gather_to_coordinator(name, payload)
 
-    def share(self, name: str, payload: bytes | None) -> bytes:
-        return self.inner.share(name, payload)
+    def broadcast(self, name: str, payload: bytes | None) -> bytes:
+        return self.inner.broadcast(name, payload)
 
     def agree(self, phase: str, error: BaseException | None) -> None:
         self.inner.agree(phase, error)
 
-    def exchange(self, name: str, send: Any, recv: Any) -> None:
-        self.inner.exchange(name, send, recv)
+    def all_to_all(self, name: str, send: Any, recv: Any) -> None:
+        self.inner.all_to_all(name, send, recv)
 
-    def exchange_parts(self, name: str, send: Any, recv: Any) -> None:
+    def all_to_all_parts(self, name: str, send: Any, recv: Any) -> None:
         nbytes = sum(view.nbytes for parts in recv for view in parts)
         self.received += nbytes
         self.largest = max(self.largest, nbytes)
-        self.inner.exchange_parts(name, send, recv)
+        self.inner.all_to_all_parts(name, send, recv)
 
     def raise_flag(self, name: str) -> None:
         self.inner.raise_flag(name)
@@ -157,8 +157,8 @@ class Counting(World):
     def look(self, phase: str) -> None:
         self.inner.look(phase)
 
-    def twin(self) -> World:
-        return self.inner.twin()
+    def duplicate(self) -> World:
+        return self.inner.duplicate()
 
     def close(self) -> None:
         self.inner.close()

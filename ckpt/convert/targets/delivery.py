@@ -117,7 +117,7 @@ class _Job:
         Raises CheckpointError when there is anything else.
         """
         told = collectively(self.world, "look at the target", self._look)
-        return set(json.loads(self.world.share("target", told if self.is_lead else None)))
+        return set(json.loads(self.world.broadcast("target", told if self.is_lead else None)))
 
     def _look(self) -> bytes:
         if not self.is_lead:
@@ -204,7 +204,7 @@ class _Job:
         try:
             collectively(self.world, "write", run)
             if large:
-                told = self.world.gather_to_lead("receipts", json.dumps(receipts).encode())
+                told = self.world.gather_to_coordinator("receipts", json.dumps(receipts).encode())
                 collectively(self.world, "join", lambda: self.join(writing, large, tokens, told))
         except BaseException:
             for key, token in tokens.items():
@@ -235,7 +235,7 @@ class _Job:
 
         told = collectively(self.world, "begin", run)
         found: dict[str, str] = json.loads(
-            self.world.share("tokens", told if self.is_lead else None)
+            self.world.broadcast("tokens", told if self.is_lead else None)
         )
         return found
 

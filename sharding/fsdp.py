@@ -23,6 +23,7 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision,
 from ckpt.layout.flat import FlatMember, flat_views, member_as_param, memory_order
 from ckpt.layout.piece import Owned
 from ckpt.layout.sharded_tensor import UnitSharding
+from sharding.attributes import UnitAttributes
 from sharding.clip import check_dtypes, clip_sharded
 from sharding.comm_hooks import hook_of
 from sharding.engine.collectives import Comm, wants_details
@@ -40,6 +41,7 @@ from sharding.flat.param import FlatParam, StoreOptions
 from sharding.flat.unit import FlatUnit, Settings
 from sharding.state_dict_methods import StatefulUnit
 from sharding.summon import SummonOptions, summon_units
+from sharding.torch_face import hand_over
 from sharding.wrap.init import (
     Ignored,
     choose_device,
@@ -74,7 +76,7 @@ class UnshardHandle:
             self._unit.store.finish_unshard()
 
 
-class FullyShardedDataParallel(StatefulUnit):
+class FullyShardedDataParallel(UnitAttributes, StatefulUnit):
     """Shards a module's parameters, gradients and optimizer state over data-parallel ranks.
 
     Wrap inner modules first (or pass `auto_wrap_policy`), create the optimizer after wrapping, and
@@ -104,7 +106,7 @@ class FullyShardedDataParallel(StatefulUnit):
         mixed_precision: MixedPrecision | None = None,
         ignored_modules: Iterable[nn.Module] | None = None,
         param_init_fn: Callable[[nn.Module], None] | None = None,
-        device_id: int | torch.device | None = None,
+        device_id: int | str | torch.device | None = None,
         sync_module_states: bool = False,
         forward_prefetch: bool = False,
         limit_all_gathers: bool = True,
@@ -188,6 +190,9 @@ class FullyShardedDataParallel(StatefulUnit):
         self.fsdp_groups = groups
         self.fsdp_ignored = ignored
         self.fsdp_mesh = device_mesh
+        self.fsdp_member_names = tuple(
+            clean_name(item.fqn) for item in (unit.store.found if unit.store is not None else ())
+        )
         self.fsdp_buffer_dtypes = {
             clean_name(name): buffer.dtype
             for name, buffer in module.named_buffers()
@@ -487,6 +492,10 @@ class FullyShardedDataParallel(StatefulUnit):
 
     # --- checkpoints ----------------------------------------------------------------------------
 
+    def live_shards(self) -> set[int]:
+        """Identities of the sharded parameters of this unit and those below."""
+        return set().union(*(_managed_below(w) for w in fsdp_units(self) if w.is_sharded))
+
     def __ckpt_pieces__(self) -> list[Owned]:
         store = self.fsdp_unit.store
         if store is None:
@@ -560,13 +569,16 @@ class FullyShardedDataParallel(StatefulUnit):
                 )
 
 
+hand_over(FullyShardedDataParallel)
+
+
 # --- construction --------------------------------------------------------------------------------
 
 
 class Values(NamedTuple):
     """The arguments of the constructor that say how parameters get their values, and where."""
 
-    device_id: int | torch.device | None
+    device_id: int | str | torch.device | None
     param_init_fn: Callable[[nn.Module], None] | None
     sync: bool
 

@@ -41,6 +41,7 @@ from sharding.state_dicts import (
     optim_form,
     relative,
 )
+from sharding.torch_face import TorchWrapper
 
 __all__ = ["StatefulUnit"]
 
@@ -55,7 +56,7 @@ Result = TypeVar("Result")
 _Keys = type(nn.Module().load_state_dict({}))
 
 
-class StatefulUnit(nn.Module):
+class StatefulUnit(TorchWrapper):
     """A wrapper that answers for the state of everything below it."""
 
     is_sharded = True
@@ -70,6 +71,19 @@ class StatefulUnit(nn.Module):
         """Of parameters and buffers, in the order of the bare module's state dict."""
         hook: Any = self.register_load_state_dict_post_hook
         hook(_forget_inner_names)
+
+    @property
+    def fsdp_state_dict(self) -> StateDictSettings:
+        """The form of state dicts that was chosen, kept where torch's functions choose it too."""
+        return StateDictSettings(
+            self._state_dict_type, self._state_dict_config, self._optim_state_dict_config
+        )
+
+    @fsdp_state_dict.setter
+    def fsdp_state_dict(self, chosen: StateDictSettings) -> None:
+        self._state_dict_type = chosen.state_dict_type
+        self._state_dict_config = chosen.state_dict_config
+        self._optim_state_dict_config = chosen.optim_state_dict_config
 
     # --- settings -------------------------------------------------------------------------------
 
@@ -153,7 +167,14 @@ class StatefulUnit(nn.Module):
         missing, unexpected = self._load(state_dict, strict=strict)
         return _Keys(missing, unexpected)
 
+    def live_shards(self) -> set[int]:
+        """Identities of the sharded parameters below: parts of tensors, values for none of them."""
+        return set()
+
     def _load(self, state_dict: Mapping[str, Any], *, strict: bool) -> tuple[list[str], list[str]]:
+        # torch's set_model_state_dict puts the model's own parameters where a full dict lacks some.
+        live = self.live_shards()
+        state_dict = {name: value for name, value in state_dict.items() if id(value) not in live}
         self._log_absent(state_dict)
         loaded = _or_runtime_error(
             lambda: state_dicts.load_model(

@@ -46,7 +46,7 @@ class Managed(NamedTuple):
 def is_fsdp2(module: nn.Module) -> bool:
     """Whether `fully_shard` (or torch's `replicate`, its relative) was called on `module`."""
     fsdp_module = loaded_class("torch.distributed.fsdp", "FSDPModule")
-    return fsdp_module is not None and isinstance(module, fsdp_module)
+    return fsdp_module is not None and isinstance(module, fsdp_module) and not _speaks(module)
 
 
 def fsdp2_params(module: nn.Module) -> Iterator[Managed]:
@@ -125,7 +125,7 @@ def belongs_to_unit_above(module: nn.Module) -> bool:
 def is_fsdp1(module: nn.Module) -> bool:
     """Whether `module` is a `FullyShardedDataParallel` wrapper."""
     wrapper = loaded_class("torch.distributed.fsdp", "FullyShardedDataParallel")
-    return wrapper is not None and isinstance(module, wrapper)
+    return wrapper is not None and isinstance(module, wrapper) and not _speaks(module)
 
 
 def is_flat_param(tensor: torch.Tensor) -> bool:
@@ -269,6 +269,11 @@ def busy_reason(module: nn.Module) -> str | None:
         if state == "SUMMON_FULL_PARAMS":
             return "is inside summon_full_params(); leave that context first"
     return None
+
+
+def _speaks(module: nn.Module) -> bool:
+    """Whether the module's class tells its pieces itself; it may derive from torch's for others."""
+    return hasattr(type(module), "__ckpt_pieces__")
 
 
 def loaded_class(module_name: str, class_name: str) -> type | None:

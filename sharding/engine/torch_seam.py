@@ -7,10 +7,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed.fsdp._common_utils import TrainingState
 
 __all__ = [
     "NO_BACKWARD",
     "Place",
+    "TrainingState",
     "call_after_backward",
     "current_backward",
     "is_in_backward",

@@ -45,6 +45,10 @@ __all__ = ["FlatParam", "FlatParameter", "Found", "State", "StoreOptions"]
 class FlatParameter(nn.Parameter):
     """The 1-D parameter that a unit shows instead of its members."""
 
+    def name_members(self, names: tuple[str, ...]) -> None:
+        """Say what the members are called below the wrapper, where torch's functions read it."""
+        self._fqns = names
+
 
 @dataclass(frozen=True)
 class StoreOptions:

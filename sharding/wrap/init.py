@@ -140,7 +140,7 @@ def find_params(
 
 
 def choose_device(
-    params: Iterable[nn.Parameter], device_id: int | torch.device | None
+    params: Iterable[nn.Parameter], device_id: int | str | torch.device | None
 ) -> torch.device:
     """The device to compute on. Raises RuntimeError or ValueError when the choice is not clear."""
     kinds = {param.device.type for param in params} - {"meta"}
@@ -170,9 +170,9 @@ def choose_device(
     return torch.device(_accelerator().type, _current_index())
 
 
-def _as_device(device_id: int | torch.device) -> torch.device:
-    if isinstance(device_id, torch.device):
-        return device_id
+def _as_device(device_id: int | str | torch.device) -> torch.device:
+    if isinstance(device_id, str | torch.device):
+        return torch.device(device_id)
     if not torch.accelerator.is_available():
         raise ValueError(f"device_id={device_id}: this machine has no accelerator to count")
     return torch.device(_accelerator().type, device_id)

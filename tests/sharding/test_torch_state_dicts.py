@@ -1,0 +1,285 @@
+"""torch's `get_state_dict`, `set_state_dict` and distributed checkpoint over our engines.
+
+The same script runs over torch's class and over ours, on the same ranks: keys, kinds, shapes,
+places and bits of what comes out are compared, and a run resumed through `dcp.save` and `dcp.load`
+against one that was not interrupted.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel as TorchClass
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+import sharding
+from ckpt.state_dict.api import model_state_dict, optimizer_state_dict
+from tests.ranks import run_ranks
+from tests.sharding.models import WIDTH, batches
+from tests.state.test_dicts_against_torch import differences
+
+pytestmark = [pytest.mark.ranks]
+
+FACES = ("flat", "orig", "flat mesh", "orig mesh", "fully")
+Dict = dict[str, Any]
+
+
+class Counting(nn.Module):
+    """Has a buffer that a forward changes, on all ranks alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x
+
+
+def sharded(face: str, engine: str, seed: int = 0, frozen: bool = False) -> nn.Module:
+    """A model of two units with a buffer and uneven sizes; `frozen`: a part is not trained."""
+    torch.manual_seed(seed)
+    # torch's own loader loses a key on a rank without any row of a ShardedTensor: none is so small.
+    inner = nn.Sequential(nn.Linear(7, 5), Counting(), nn.Linear(5, 3))
+    model = nn.Sequential(nn.Linear(WIDTH, 7), inner, nn.Linear(3, 2))
+    if frozen:
+        model[1].requires_grad_(False)
+    if face == "fully":
+        shard: Any = sharding.fully_shard if engine == "ours" else torch_fully_shard
+        shard(model[1])
+        shard(model)
+        return model
+    wrapper: Any = sharding.FullyShardedDataParallel if engine == "ours" else TorchClass
+    kwargs: Dict = {"use_orig_params": face.startswith("orig"), "device_id": torch.device("cpu")}
+    if face.endswith("mesh"):
+        kwargs["device_mesh"] = init_device_mesh("cpu", (dist.get_world_size(),))
+    model[1] = wrapper(model[1], **kwargs)
+    made: nn.Module = wrapper(model, **kwargs)
+    return made
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
+    losses = []
+    for step, (_, batch) in enumerate(batches(steps.stop)):
+        if step in steps:
+            optimizer.zero_grad()
+            loss = model(batch).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    return losses
+
+
+def ready(face: str, engine: str, frozen: bool = False) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = sharded(face, engine, frozen=frozen)
+    optimizer = adam(model)
+    train(model, optimizer, range(2))
+    return model, optimizer
+
+
+# --- the tutorial --------------------------------------------------------------------------------
+
+
+def _resumed(face: str, folder: str) -> list[str]:
+    """Save, build anew with other weights, load, go on; against going on."""
+    model, optimizer = ready(face, "ours")
+    state = get_state_dict(model, optimizer)
+    dcp.save({"model": state[0], "optim": state[1]}, checkpoint_id=folder)
+    other = sharded(face, "ours", seed=7)
+    other_optimizer = adam(other)
+    model_dict, optim_dict = get_state_dict(other, other_optimizer)
+    dcp.load({"model": model_dict, "optim": optim_dict}, checkpoint_id=folder)
+    result = set_state_dict(
+        other, other_optimizer, model_state_dict=model_dict, optim_state_dict=optim_dict
+    )
+    found = [] if not any(result) else [f"keys: {result}"]
+    if train(other, other_optimizer, range(2, 4)) != train(model, optimizer, range(2, 4)):
+        found.append("losses differ after resuming")
+    full = StateDictOptions(full_state_dict=True)
+    resumed = get_state_dict(other, other_optimizer, options=full)
+    ended = get_state_dict(model, optimizer, options=full)
+    return found + differences(resumed[0], ended[0]) + differences(resumed[1], ended[1])
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_a_run_resumed_through_dcp_goes_on_bit_for_bit(face: str, tmp_path: Path) -> None:
+    for rank, found in enumerate(run_ranks(2, _resumed, face, str(tmp_path / "checkpoint"))):
+        assert not found, (rank, found)
+
+
+# --- what comes out ------------------------------------------------------------------------------
+
+GET: dict[str, StateDictOptions] = {
+    "sharded": StateDictOptions(),
+    "full": StateDictOptions(full_state_dict=True),
+    "full on the first": StateDictOptions(full_state_dict=True, cpu_offload=True),
+    "offloaded": StateDictOptions(cpu_offload=True),
+    "trained only": StateDictOptions(ignore_frozen_params=True),
+    "flattened": StateDictOptions(flatten_optimizer_state_dict=True),
+    "full, flattened": StateDictOptions(full_state_dict=True, flatten_optimizer_state_dict=True),
+    "without prefixes": StateDictOptions(keep_submodule_prefixes=False),
+    "contradiction": StateDictOptions(broadcast_from_rank0=True),
+}
+
+
+def outcome(call: Callable[[], Any]) -> Any:
+    try:
+        return call()
+    except Exception as error:
+        return f"raised {type(error).__name__}"
+
+
+def taken(face: str, engine: str, frozen: bool) -> dict[str, Any]:
+    """What torch's functions give for one engine, by option."""
+    model, optimizer = ready(face, engine, frozen)
+    found: dict[str, Any] = {}
+    for name, options in GET.items():
+        if engine == "torch" and face != "fully" and name == "full on the first":
+            continue  # on the CPU torch's class frees there what it still needs, and dies
+        inner = {part for part in (model.get_submodule("1"),) if "prefixes" in name} or None
+
+        def of_model(options: Any = options, inner: Any = inner) -> Any:
+            return get_model_state_dict(model, submodules=inner, options=options)
+
+        def of_optimizer(options: Any = options) -> Any:
+            return get_optimizer_state_dict(model, optimizer, options=options)
+
+        found[f"{name}: model"] = outcome(of_model)
+        found[f"{name}: optimizer"] = outcome(of_optimizer)
+    return found
+
+
+def _unlike_torch(face: str, frozen: bool) -> list[str]:
+    warnings.simplefilter("ignore", FutureWarning)
+    ours, theirs = taken(face, "ours", frozen), taken(face, "torch", frozen)
+    if face.startswith("orig"):
+        # torch gives all full states of an original parameter one memory on the CPU: wrong values.
+        flat = taken(face.replace("orig", "flat"), "torch", frozen)
+        theirs |= {name: flat[name] for name in theirs if "full" in name and "optim" in name}
+    first = dist.get_rank() == 0
+    theirs.setdefault("full on the first: model", theirs["full: model"] if first else {})
+    theirs.setdefault("full on the first: optimizer", theirs["full: optimizer"] if first else {})
+    found = []
+    for name in theirs:
+        found += differences({"": ours[name]}, {"": theirs[name]}, name)
+    return found
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["", "frozen"])
+@pytest.mark.parametrize("face", FACES)
+def test_every_option_gives_what_torch_gives_for_its_own_class(face: str, frozen: bool) -> None:
+    for rank, found in enumerate(run_ranks(2, _unlike_torch, face, frozen)):
+        assert not found, (rank, found)
+
+
+# --- what goes in --------------------------------------------------------------------------------
+
+SET: dict[str, StateDictOptions] = {
+    "sharded": StateDictOptions(),
+    "full": StateDictOptions(full_state_dict=True),
+    "broadcast": StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
+    "broadcast, offloaded": StateDictOptions(
+        full_state_dict=True, broadcast_from_rank0=True, cpu_offload=True
+    ),
+    "offloaded": StateDictOptions(cpu_offload=True),
+    "full on the first": StateDictOptions(full_state_dict=True, cpu_offload=True),
+    "flattened": StateDictOptions(flatten_optimizer_state_dict=True),
+    "tolerant": StateDictOptions(strict=False),
+}
+
+
+def _put(face: str) -> list[str]:
+    """Take from one model and put into another by torch's functions; is it the same then?"""
+    warnings.simplefilter("ignore", FutureWarning)
+    model, optimizer = ready(face, "ours")
+    return [d for name in SET for d in _put_one(face, name, model, optimizer)]
+
+
+def _put_one(face: str, name: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+    options = SET[name]
+    get = StateDictOptions(
+        full_state_dict=options.full_state_dict,
+        flatten_optimizer_state_dict=options.flatten_optimizer_state_dict,
+    )
+    model_dict, optim_dict = get_state_dict(model, optimizer, options=get)
+    if options.broadcast_from_rank0 and dist.get_rank():
+        model_dict, optim_dict = {}, {}
+    other = sharded(face, "ours", seed=7)
+    other_optimizer = adam(other)
+    set_model_state_dict(other, model_dict, options=options)
+    set_optimizer_state_dict(other, other_optimizer, optim_dict, options=options)
+    found = differences(model_state_dict(other), model_state_dict(model), name)
+    return found + differences(
+        optimizer_state_dict(other, other_optimizer), optimizer_state_dict(model, optimizer), name
+    )
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_every_option_puts_back_what_was_taken(face: str) -> None:
+    for rank, found in enumerate(run_ranks(2, _put, face)):
+        assert not found, (rank, found)
+
+
+PARTIAL = {
+    "full": StateDictOptions(full_state_dict=True),
+    "broadcast": StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
+    "sharded": StateDictOptions(),
+}
+
+
+def _partial(face: str) -> dict[str, Any]:
+    """A dict without one weight: refused, or with strict=False all but that is loaded."""
+    warnings.simplefilter("ignore", FutureWarning)
+    lacking = "1.0.weight"
+    model, _ = ready(face, "ours")
+    told: dict[str, Any] = {}
+    for name, options in PARTIAL.items():
+        get = StateDictOptions(full_state_dict=options.full_state_dict)
+        for strict in (True, False):
+            other = sharded(face, "ours", seed=7)
+            before = model_state_dict(other)
+            given = get_model_state_dict(model, options=get)
+            del given[lacking]
+            chosen = replace(options, strict=strict)
+            if options.broadcast_from_rank0 and dist.get_rank():
+                given = {}
+            raised = outcome(partial(set_model_state_dict, other, given, options=chosen))
+            after, expected = model_state_dict(other), {**model_state_dict(model)}
+            expected[lacking] = before[lacking]
+            if strict:
+                told[f"{name}, strict"] = isinstance(raised, str)
+                told[f"{name}, untouched"] = not differences(after, before)
+            else:
+                told[f"{name}, tolerant"] = not isinstance(raised, str)
+                told[f"{name}, loaded"] = not differences(after, expected)
+    return told
+
+
+@pytest.mark.parametrize("face", ["flat", "orig mesh"])
+def test_a_dict_that_lacks_a_name_is_refused_or_loaded_but_for_that(face: str) -> None:
+    for told in run_ranks(2, _partial, face):
+        assert all(told.values()), told

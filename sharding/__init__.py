@@ -10,6 +10,7 @@ from torch.distributed.fsdp import (
     BackwardPrefetch,
     CPUOffload,
     CPUOffloadPolicy,
+    DataParallelMeshDims,
     FullOptimStateDictConfig,
     FullStateDictConfig,
     LocalOptimStateDictConfig,
@@ -35,8 +36,8 @@ from torch.distributed.fsdp.wrap import (
     lambda_auto_wrap_policy,
     size_based_auto_wrap_policy,
     transformer_auto_wrap_policy,
-    wrap,
 )
+from torch.distributed.fsdp.wrap import wrap as torchs_wrap
 
 from sharding.comm_hooks import LowPrecisionState, bf16_compress_hook, fp16_compress_hook
 from sharding.explaining import explain
@@ -50,11 +51,15 @@ from sharding.fsdp_module import (
 )
 from sharding.fully_sharding import fully_shard
 
+# The package `sharding.wrap` would stand for the function of that name.
+wrap = torchs_wrap
+
 __all__ = [
     "BackwardPrefetch",
     "CPUOffload",
     "CPUOffloadPolicy",
     "CustomPolicy",
+    "DataParallelMeshDims",
     "FSDPModule",
     "FlatParameter",
     "FullOptimStateDictConfig",

@@ -23,7 +23,9 @@ from sharding.engine.collectives import all_global_ranks, separate_comm
 from sharding.engine.reduction import divide_factors
 from sharding.engine.runtime import Runtime
 from sharding.engine.streams import Streams, streams_for
+from sharding.engine.torch_seam import mark_fully_sharded
 from sharding.engine.unit import Phase, Root, Unit
+from sharding.torch_face import TorchHandle, TorchUnit
 
 __all__ = [
     "FSDPModule",
@@ -80,7 +82,7 @@ class ShardedGroup:
         self.unit.reduction = replace(self.unit.reduction, factors=(before, total / before))
 
 
-class UnshardHandle:
+class UnshardHandle(TorchHandle):
     """An early gather under way."""
 
     def __init__(self, store: DTensorStore | None) -> None:
@@ -94,7 +96,23 @@ class UnshardHandle:
             store.show_views()
 
 
-class FSDPModule:
+class PipelineState:
+    """What torch's pipelines ask of a stage after its last microbatch: reduce what was added up.
+
+    They call `post_backward` of all groups of `_state_ctx.all_states`, none here,
+    and then the final callback, which does everything at once.
+    """
+
+    def __init__(self, module: FSDPModule) -> None:
+        self._module = module
+        self._state_ctx = self
+        self.all_states: tuple[object, ...] = ()
+
+    def _root_post_backward_final_callback(self) -> None:
+        _find_root(self._module).end_backward()
+
+
+class FSDPModule(TorchUnit):
     """What `fully_shard` makes of a module, beside what it was. Methods are those of torch's class.
 
     Settings take effect from the next forward or backward on. `recurse` reaches all modules below
@@ -105,7 +123,7 @@ class FSDPModule:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         # Slices of containers make a new one of their class: an ordinary one.
-        bare = cls.__mro__[2]
+        bare = cls.__mro__[3]
         made: Any = bare.__new__(bare, *args, **kwargs)
         made.__init__(*args, **kwargs)
         return made
@@ -310,7 +328,8 @@ class FSDPModule:
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         self.reshard()
-        applied = super()._apply(*args, **kwargs)  # type: ignore[misc]
+        # What comes after torch's class, which would look into its own state.
+        applied = super(TorchUnit, self)._apply(*args, **kwargs)  # type: ignore[misc]
         self.fsdp_group.store.adopt_values()
         return applied
 
@@ -412,6 +431,7 @@ def become_sharded(group: ShardedGroup) -> None:
         sharded: Any = module
         sharded.__class__ = _sharded_class(cast(Any, type(module)))
         sharded.fsdp_group = group
+        mark_fully_sharded(module, PipelineState(sharded))
         module.register_forward_pre_hook(_before_forward, prepend=True, with_kwargs=True)
         module.register_forward_hook(_after_forward, prepend=False)
     _follow_state_dicts(group.store)

@@ -14,9 +14,11 @@ import inspect
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule as TorchModule
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchClass
+from torch.distributed.fsdp import UnshardHandle as TorchHandle
 
-__all__ = ["HANDED_OVER", "TorchWrapper", "hand_over"]
+__all__ = ["HANDED_OVER", "TorchHandle", "TorchUnit", "TorchWrapper", "hand_over"]
 
 HANDED_OVER = (
     "flatten_sharded_optim_state_dict",
@@ -38,7 +40,11 @@ if TYPE_CHECKING:
 
     class TorchWrapper(nn.Module):
         """An instance of torch's class that behaves like a plain module."""
+
+    class TorchUnit:
+        """What `isinstance(module, torch.distributed.fsdp.FSDPModule)` holds for."""
 else:
+    TorchUnit = TorchModule
     # What torch's class changed of `nn.Module` is as it was there; the rest, our class overrides.
     _plain = {
         name: getattr(nn.Module, name)

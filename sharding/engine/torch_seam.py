@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ __all__ = [
     "is_in_backward",
     "is_marked_replicate",
     "larger_mesh",
+    "mark_fully_sharded",
     "post_accumulate_hooks",
     "run_policy",
 ]
@@ -107,6 +109,18 @@ def run_policy(
 def is_policy_object(policy: Any) -> bool:
     """Whether the policy is one of torch's policy objects, rather than a function."""
     return hasattr(policy, "_run_policy")
+
+
+def mark_fully_sharded(module: nn.Module, state: object) -> None:
+    """Let torch know that the module is fully sharded: `replicate` refuses it, and
+    `torch.distributed.fsdp.fully_shard.state(module)`, which pipelines ask, is `state`.
+    """
+    from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
+    from torch.distributed.fsdp import fully_shard
+
+    applied: Any = fully_shard
+    module.__dict__.setdefault(REGISTRY_KEY, OrderedDict())["fully_shard"] = RegistryItem()
+    module.__dict__.setdefault(STATE_KEY, OrderedDict())[applied.__wrapped__] = state
 
 
 def is_marked_replicate(module: nn.Module) -> bool:

@@ -107,6 +107,9 @@ class Root(Protocol):
     def begin_backward(self) -> None:
         """The first gradient of a backward arrives."""
 
+    def end_backward(self) -> None:
+        """All gradients have been computed: finish reductions, free what is left."""
+
     def leave_failed_backward(self) -> None:
         """Clean up after a backward that raised half-way."""
 

@@ -374,8 +374,7 @@ class FSDPModule(TorchUnit):
             ]
             # What is tied to a parameter of an earlier module is told there.
             if names and not any(id(place.module) in told for place in param.found.places):
-                axis = param.like.mesh.ndim - (2 if param.tensor_parallel else 1)
-                cut = FsdpCut(axis, store.data.shard.rank)
+                cut = FsdpCut(param.axis, store.data.shard.rank)
                 owned = describe_dtensor(names[0], param.param, ranks, fsdp_cut=cut)
                 found.append((names, owned))
         return found

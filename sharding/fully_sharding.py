@@ -18,10 +18,15 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+)
 
-from sharding.dtensor.param import DataMesh, Keeping
-from sharding.dtensor.seam import sharded_before_as
+from sharding.dtensor.param import DataAxes, DataMesh, Keeping
+from sharding.dtensor.seam import concatenated, flattened, sharded_before_as
 from sharding.dtensor.store import DTensorStore, SmallerMesh
 from sharding.engine.collectives import all_global_ranks, comm_of
 from sharding.engine.groups import groups_of
@@ -50,6 +55,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy = _SAME_PRECISION,
     offload_policy: OffloadPolicy = _NO_OFFLOAD,
     ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
 ) -> M:
     """Shard the parameters of a module, or of several together, and return the same object(s).
 
@@ -61,14 +67,19 @@ def fully_shard(
     `mesh`: one axis (shard) or two (replicate, shard); all ranks by default.
     `reshard_after_forward`: whether to free between forward and backward; None frees all but the
     root; a number of ranks keeps shards over so many, a true divisor of the shard axis.
+    `dp_mesh_dims`: `mesh` is one for everything, on which all parameters are DTensors already;
+    these are the names of its axes to shard over (several count as one) and to repeat over.
 
     Raises ValueError for arguments that contradict each other or the module, and what
     `sharding.dtensor.param` says of parameters that cannot be sharded, with their names.
     """
     modules = _outermost(module if isinstance(module, list) else [module])
+    within = None
+    if dp_mesh_dims is not None:
+        mesh, within = _data_part(mesh, dp_mesh_dims, reshard_after_forward)
     mesh = _checked_mesh(mesh)
     groups = groups_of(mesh)
-    data = DataMesh(mesh, groups.shard, groups.replicate)
+    data = DataMesh(mesh, groups.shard, groups.replicate, within)
     keeping = _keeping(mesh, mp_policy, offload_policy)
     found = _found(modules, frozenset(ignored_params or ()), keeping.device)
     store = DTensorStore(
@@ -159,6 +170,37 @@ def _checked_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
             "mesh_dim_names=('replicate', 'shard'))"
         )
     return mesh
+
+
+def _data_part(
+    mesh: DeviceMesh | None, dims: DataParallelMeshDims, reshard_after_forward: bool | int | None
+) -> tuple[DeviceMesh, DataAxes]:
+    """The part of the mesh for data parallelism, as one axis (shard) or two (replicate, shard)."""
+    names = () if mesh is None else mesh.mesh_dim_names or ()
+    unknown = [name for name in (*dims.shard_names, *dims.replicate_names) if name not in names]
+    if mesh is None or unknown:
+        raise ValueError(
+            f"dp_mesh_dims names axes {unknown} that the mesh does not have, it has "
+            f"{list(names)}; pass the mesh that the parameters are on, with mesh_dim_names"
+        )
+    if not dims.shard_names:
+        raise NotImplementedError(
+            "dp_mesh_dims without a shard axis only repeats parameters; use torch's replicate()"
+        )
+    if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
+        raise NotImplementedError(
+            "reshard_after_forward as a number of ranks cannot be combined with dp_mesh_dims; pass "
+            "True or False"
+        )
+    axes = DataAxes(
+        mesh,
+        tuple(names.index(name) for name in dims.shard_names),
+        tuple(names.index(name) for name in dims.replicate_names),
+    )
+    shard = flattened(mesh, dims.shard_names)
+    if not dims.replicate_names:
+        return shard, axes
+    return concatenated([flattened(mesh, dims.replicate_names), shard]), axes
 
 
 def _device_of(mesh: DeviceMesh) -> torch.device:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -22,6 +23,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from sharding.dtensor.seam import (
     DTensorLike,
+    concatenated,
     joined_mesh,
     local_of,
     make_dtensor,
@@ -34,9 +36,17 @@ from sharding.engine.pool import BufferPool
 from sharding.engine.store import Found
 from sharding.engine.streams import Streams
 
-__all__ = ["DataMesh", "Keeping", "ShardedParam"]
+__all__ = ["DataAxes", "DataMesh", "Keeping", "ShardedParam"]
 
 Shape = tuple[int, ...]
+
+
+class DataAxes(NamedTuple):
+    """Which axes of a mesh for everything are those of data parallelism."""
+
+    mesh: DeviceMesh
+    shard: tuple[int, ...]
+    replicate: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -47,6 +57,8 @@ class DataMesh:
     """One axis (shard), or two (replicate, shard)."""
     shard: Comm
     replicate: Comm | None
+    within: DataAxes | None = None
+    """Set where parameters are DTensors on a larger mesh, of which `mesh` is a part."""
 
     @property
     def size(self) -> int:
@@ -83,7 +95,13 @@ class ShardedParam:
         self.dim = _checked_dim(found.fqn, placement, param, values, data.shard.size)
         self.shape: Shape = tuple(values.shape)
         """Of the whole parameter, as modules compute with it."""
-        self.like = _sharded_like(found.fqn, param, self.dim, data)
+        within = data.within
+        if within is None:
+            self.like = _sharded_like(found.fqn, param, self.dim, data)
+            self.axis = 0 if data.replicate is None else 1
+            """Of the mesh in `like`, along which the parameter is cut."""
+        else:
+            self.like, self.axis = _like_within(found.fqn, param, self.dim, data, within)
         self.buffer = values.new_empty(0)
         local = self._padded(self._own_rows(values))
         self.param = nn.Parameter(self.to_dtensor(local), requires_grad=param.requires_grad)
@@ -223,8 +241,12 @@ class ShardedParam:
             return grad
         if not isinstance(grad, DTensor):
             raise AssertionError(f"{self.fqn}: expected its gradient to be a DTensor like it")
-        if tuple(grad.placements) != wanted.placements:
-            grad = grad.redistribute(placements=wanted.placements)
+        placements = list(wanted.placements)
+        within = self.data.within
+        for axis in () if within is None else (*within.shard, *within.replicate):
+            placements[axis] = grad.placements[axis]  # summed over these by the unit's reduction
+        if list(grad.placements) != placements:
+            grad = grad.redistribute(placements=placements)
         return local_of(grad)
 
     def gradient_parts(
@@ -354,3 +376,49 @@ def _sharded_like(fqn: str, param: nn.Parameter, dim: int, data: DataMesh) -> DT
     if isinstance(placement, Shard) and placement.dim == dim:
         own = strided_shard(dim, inner.mesh.size())
     return DTensorLike(mesh, (*repeated, own, placement), shape, tuple(inner.stride))
+
+
+def _like_within(
+    fqn: str, param: nn.Parameter, dim: int, data: DataMesh, within: DataAxes
+) -> tuple[DTensorLike, int]:
+    """The sharded DTensor of one that lies whole along the data axes of a mesh for everything, and
+    the axis of its mesh that it is cut along.
+
+    Several axes to shard over become one. Raises ValueError, naming the parameter.
+    """
+    if not isinstance(param, DTensor) or param.device_mesh != within.mesh:
+        raise ValueError(
+            f"{fqn}: with dp_mesh_dims all parameters are DTensors on the mesh that is passed; "
+            "call distribute_module on the model first"
+        )
+    names = within.mesh.mesh_dim_names or ()
+    inner = _like(param)
+    for axis in (*within.shard, *within.replicate):
+        if not isinstance(inner.placements[axis], Replicate):
+            raise ValueError(
+                f"{fqn}: is {inner.placements[axis]} along {names[axis]!r}, expected Replicate(): "
+                "fully_shard cuts along the axes of dp_mesh_dims itself"
+            )
+    first = min(within.shard)
+    behind = [
+        within.mesh.size(axis)
+        for axis in range(first + 1, within.mesh.ndim)
+        if inner.placements[axis].is_shard(dim)
+    ]
+    own: Placement = strided_shard(dim, math.prod(behind)) if behind else Shard(dim)
+    if len(within.shard) == 1:
+        placements = (*inner.placements[:first], own, *inner.placements[first + 1 :])
+        return DTensorLike(within.mesh, placements, param.shape, inner.stride), first
+    parts: list[DeviceMesh] = []
+    cut: list[Placement] = []
+    axis_of_cut = 0
+    for axis, name in enumerate(names):
+        if axis == first:
+            parts.append(data.mesh)
+            cut += [] if data.replicate is None else [Replicate()]
+            axis_of_cut = len(cut)
+            cut.append(own)
+        elif axis not in within.shard and axis not in within.replicate:
+            parts.append(within.mesh[name])
+            cut.append(inner.placements[axis])
+    return DTensorLike(concatenated(parts), tuple(cut), param.shape, inner.stride), axis_of_cut

@@ -14,6 +14,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 __all__ = [
     "DTensorLike",
     "as_parameter",
+    "concatenated",
+    "flattened",
     "joined_mesh",
     "local_of",
     "make_dtensor",
@@ -101,6 +103,20 @@ def joined_mesh(data: DeviceMesh, tensor: DeviceMesh) -> DeviceMesh | None:
         concatenate([data, part]) if concatenate else root[(*data_names, *tensor_names)]
     )
     return joined
+
+
+def concatenated(parts: list[DeviceMesh]) -> DeviceMesh:
+    """One mesh with the axes of several parts of a mesh. Needs torch 2.10 or newer."""
+    joiner: Any = DeviceMesh
+    made: DeviceMesh = parts[0] if len(parts) == 1 else joiner._concatenate(parts)
+    return made
+
+
+def flattened(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    """Axes of the mesh as one."""
+    part: Any = mesh[names]
+    made: DeviceMesh = part if len(names) == 1 else part._flatten("_".join(names))
+    return made
 
 
 def _root(mesh: DeviceMesh) -> DeviceMesh:

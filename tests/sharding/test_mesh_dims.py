@@ -1,0 +1,104 @@
+"""`fully_shard(dp_mesh_dims=)`: parameters that are DTensors on one mesh for everything.
+
+Ours against torch's on the same ranks: the sharded DTensors, losses, and parameters after steps.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import DataParallelMeshDims
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import sharding
+from tests.ranks import run_ranks
+from tests.state.test_dicts_against_torch import differences
+
+pytestmark = pytest.mark.ranks
+
+DIMS = {
+    "shard": (("dp", "tp"), (2, 2), DataParallelMeshDims(shard="dp")),
+    "hybrid": (("rep", "dp"), (2, 2), DataParallelMeshDims(shard="dp", replicate="rep")),
+    "joined": (("a", "b", "tp"), (2, 1, 2), DataParallelMeshDims(shard=("a", "b"))),
+}
+
+
+def distributed(mesh: DeviceMesh) -> nn.Module:
+    """Two layers on the whole mesh; along "tp" the first is cut in its columns, the second rows."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+    names = mesh.mesh_dim_names or ()
+    for at, dim in ((0, 0), (2, 1)):
+        layer: Any = model[at]
+        for name, param in list(layer.named_parameters()):
+            cut = dim if name == "weight" or at == 0 else None
+            placements = [
+                Shard(cut) if axis == "tp" and cut is not None else Replicate() for axis in names
+            ]
+            shared = distribute_tensor(param.detach(), mesh, placements)
+            setattr(layer, name, nn.Parameter(shared))
+    return model
+
+
+def trained(
+    engine: Any, mesh: DeviceMesh, chosen: DataParallelMeshDims
+) -> tuple[dict[str, Any], list[float]]:
+    names = mesh.mesh_dim_names or ()
+    model = distributed(mesh)
+    engine(model[2], mesh=mesh, dp_mesh_dims=chosen)
+    engine(model, mesh=mesh, dp_mesh_dims=chosen)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    data = (*chosen.shard_names, *chosen.replicate_names)
+    placements = [Shard(0) if name in data else Replicate() for name in names]
+    losses = []
+    for step in range(3):
+        torch.manual_seed(step)
+        batch = distribute_tensor(torch.randn(8, 6), mesh, placements)
+        loss: Any = model(batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.full_tensor().item())
+    return dict(model.state_dict()), losses
+
+
+def _both(dims: str) -> list[str]:
+    names, shape, chosen = DIMS[dims]
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    ours = trained(sharding.fully_shard, mesh, chosen)
+    theirs = trained(torch_fully_shard, mesh, chosen)
+    found = differences(ours[0], theirs[0])
+    return found if ours[1] == theirs[1] else [*found, f"losses {ours[1]}, torch {theirs[1]}"]
+
+
+@pytest.mark.parametrize("dims", DIMS)
+def test_training_over_named_axes_is_that_of_torch(dims: str) -> None:
+    for rank, found in enumerate(run_ranks(4, _both, dims)):
+        assert not found, (rank, found)
+
+
+def _refused() -> list[str]:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+    dims = DataParallelMeshDims(shard="dp")
+    told = []
+    for args in (
+        {"mesh": mesh, "dp_mesh_dims": DataParallelMeshDims(shard="cp")},
+        {"mesh": mesh, "dp_mesh_dims": dims},
+        {"mesh": mesh, "dp_mesh_dims": DataParallelMeshDims(replicate="dp")},
+        {"mesh": mesh, "dp_mesh_dims": dims, "reshard_after_forward": 2},
+    ):
+        with pytest.raises((ValueError, NotImplementedError)) as caught:
+            sharding.fully_shard(nn.Linear(2, 2), **args)  # type: ignore[arg-type]
+        told.append(str(caught.value))
+    return told
+
+
+def test_what_cannot_be_is_refused_with_the_name() -> None:
+    for told in run_ranks(2, _refused):
+        expected = ("cp", "weight: with dp_mesh_dims", "only repeats", "reshard_after_forward")
+        assert all(part in text for part, text in zip(expected, told, strict=True)), told

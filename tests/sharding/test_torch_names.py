@@ -1,0 +1,189 @@
+"""Every public name and argument of torch's modules is here, told by looking at torch's."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint.state_dict as torch_state_dicts
+import torch.distributed.fsdp as torch_fsdp
+from torch import nn
+from torch.distributed._composable import replicate
+
+import ckpt.state_dict.like_torch as our_state_dicts
+import sharding
+from tests.ranks import run_ranks
+
+
+def test_every_public_name_of_torchs_package_is_offered() -> None:
+    assert not set(torch_fsdp.__all__) - set(sharding.__all__)
+    assert not set(torch_state_dicts.__all__) - set(our_state_dicts.__all__)
+
+
+def arguments(call: Any) -> list[tuple[str, Any, Any]]:
+    """Names, kinds and defaults, in order. Objects as defaults count by their class."""
+    return [
+        (one.name, one.kind, one.default if one.default is None else repr(one.default))
+        for one in inspect.signature(call).parameters.values()
+    ]
+
+
+def calls() -> Iterator[tuple[str, Any, Any]]:
+    for name in torch_fsdp.__all__:
+        theirs, ours = getattr(torch_fsdp, name), getattr(sharding, name)
+        if theirs is ours:
+            continue
+        if not inspect.isclass(theirs):
+            yield name, ours, theirs
+            continue
+        for method, call in vars(theirs).items():
+            is_public = not method.startswith("_") or method == "__init__"
+            if is_public and inspect.isroutine(getattr(theirs, method)):
+                yield f"{name}.{method}", getattr(ours, method), getattr(theirs, method)
+            elif is_public:
+                assert hasattr(ours, method), call
+    for name in torch_state_dicts.__all__:
+        if inspect.isfunction(getattr(torch_state_dicts, name)):
+            yield name, getattr(our_state_dicts, name), getattr(torch_state_dicts, name)
+
+
+# Any arguments are handed on to the wrapped module, nn.Module, or the class that was sharded.
+HANDED_ON = {"FlatParameter.__init__", "UnshardHandle.__init__"}
+
+
+def test_every_argument_of_torchs_functions_is_taken() -> None:
+    seen = {name: (arguments(ours), arguments(theirs)) for name, ours, theirs in calls()}
+    assert {"fully_shard", "FSDPModule.unshard", "set_state_dict"} <= seen.keys()
+    assert not {
+        name: pair for name, pair in seen.items() if pair[0] != pair[1] and name not in HANDED_ON
+    }
+
+
+def test_every_option_has_torchs_default() -> None:
+    def fields(options: Any) -> dict[str, Any]:
+        return {one.name: one.default for one in dataclasses.fields(options)}
+
+    assert fields(our_state_dicts.StateDictOptions) == fields(torch_state_dicts.StateDictOptions)
+
+
+def test_the_wrapper_takes_nothing_of_torchs_class_that_is_public() -> None:
+    theirs = torch_fsdp.FullyShardedDataParallel
+    above = sharding.FullyShardedDataParallel.__mro__
+    before = above[: above.index(theirs)]
+    public = [name for name in vars(theirs) if not name.startswith("_")]
+    assert not [name for name in public if not any(name in vars(kind) for kind in before)]
+
+
+# --- what tools ask of modules ------------------------------------------------------------------
+
+READ = (
+    "sharding_strategy",
+    "rank",
+    "world_size",
+    "mixed_precision",
+    "compute_device",
+    "cpu_offload",
+    "training_state",
+    "backward_prefetch",
+    "forward_prefetch",
+    "limit_all_gathers",
+)
+
+
+def _attributes(flat: bool) -> list[str]:
+    """What differs between the attributes of torch's wrapper and of ours, made alike."""
+    warnings.simplefilter("ignore", FutureWarning)
+    found = []
+    kinds: tuple[Any, Any] = (
+        sharding.FullyShardedDataParallel,
+        torch_fsdp.FullyShardedDataParallel,
+    )
+    ours, theirs = (
+        kind(
+            nn.Sequential(
+                nn.Linear(4, 4),
+                kind(nn.Linear(4, 2), device_id=torch.device("cpu"), use_orig_params=not flat),
+            ),
+            sharding_strategy=torch_fsdp.ShardingStrategy.SHARD_GRAD_OP,
+            mixed_precision=torch_fsdp.MixedPrecision(reduce_dtype=torch.float64),
+            device_id=device,
+            forward_prefetch=True,
+            use_orig_params=not flat,
+        )
+        for kind, device in zip(kinds, ("cpu", torch.device("cpu")), strict=True)
+    )
+    for name in READ:
+        a, b = getattr(ours, name), getattr(theirs, name)
+        if a != b or type(a) is not type(b):
+            found.append(f"{name}: {a!r}, torch {b!r}")
+    if dist.get_process_group_ranks(ours.process_group) != [0, 1]:
+        found.append("process_group")
+    if [p.shape for p in ours.params] != [p.shape for p in theirs.params]:
+        found.append(f"params: {ours.params}")
+    with kinds[0].summon_full_params(ours), kinds[1].summon_full_params(theirs):
+        if ours.training_state != theirs.training_state:
+            found.append(f"training_state: {ours.training_state} inside")
+    checks = {
+        "isinstance": isinstance(ours, kinds[1]),
+        "fsdp_modules": kinds[1].fsdp_modules(ours) == [ours, ours[1]],
+        "roots": kinds[1].fsdp_modules(ours, root_only=True) == [ours],
+        "torch's own": kinds[1].fsdp_modules(theirs) == [theirs, theirs[1]],
+    }
+    return found + [name for name, holds in checks.items() if not holds]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("flat", [True, False])
+def test_a_wrapper_shows_what_torchs_wrapper_shows(flat: bool) -> None:
+    for found in run_ranks(2, _attributes, flat):
+        assert not found, found
+
+
+def _modules() -> list[str]:
+    """`fully_shard`ed modules as torch's pipelines and `replicate` see them."""
+    model = sharding.fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)))
+    twin = copy.deepcopy(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)))
+    with torch.no_grad():
+        for own, param in zip(twin.parameters(), model.parameters(), strict=True):
+            own.copy_(param.full_tensor())
+    stage: Any = model
+    stage.set_is_last_backward(False)
+    stage.set_reshard_after_backward(False)
+    stage.set_requires_gradient_sync(False)
+    for step in range(2):
+        torch.manual_seed(step)
+        batch = torch.randn(3, 4)
+        model(batch).sum().backward()
+        twin(batch).sum().backward()
+    stage.set_is_last_backward(True)
+    stage.set_reshard_after_backward(True)
+    stage.set_requires_gradient_sync(True)
+    told: Any = torch_fsdp.fully_shard
+    told.state(model)._root_post_backward_final_callback()
+    found = [
+        name
+        for (name, own), param in zip(twin.named_parameters(), model.parameters(), strict=True)
+        if not torch.allclose(own.grad, param.grad.full_tensor())
+    ]
+    with pytest.raises(RuntimeError, match="fully_shard"):
+        replicate(model)
+    checks = {
+        "module": isinstance(model, torch_fsdp.FSDPModule),
+        "handle": isinstance(stage.unshard(async_op=True), torch_fsdp.UnshardHandle),
+        "slices are plain": type(model[:1]) is nn.Sequential,
+        "casts": next(model.to(torch.float64).parameters()).dtype is torch.float64,
+    }
+    return found + [name for name, holds in checks.items() if not holds]
+
+
+@pytest.mark.ranks
+def test_a_sharded_module_is_what_torch_knows_as_one() -> None:
+    for found in run_ranks(2, _modules):
+        assert not found, found

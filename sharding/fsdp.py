@@ -31,6 +31,7 @@ from sharding.engine.extensions import Extension, TensorParallel, holders_of, ow
 from sharding.engine.groups import HYBRID, Groups, resolve_groups
 from sharding.engine.order import OrderCheck
 from sharding.engine.precision import cast_buffers, reduce_dtype
+from sharding.engine.ranges import Part
 from sharding.engine.reduction import Reduction, divide_factors
 from sharding.engine.runtime import Runtime
 from sharding.engine.store import Found
@@ -222,13 +223,14 @@ class FullyShardedDataParallel(UnitAttributes, StatefulUnit):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module with its parameters gathered."""
-        try:
-            args, kwargs = self._before_forward(args, kwargs)
-            output = self._fsdp_wrapped_module(*args, **kwargs)
-        except BaseException:
-            self.fsdp_unit.abort_forward()
-            raise
-        return self._after_forward(output)
+        with self.fsdp_unit.ranges(Part.FORWARD):
+            try:
+                args, kwargs = self._before_forward(args, kwargs)
+                output = self._fsdp_wrapped_module(*args, **kwargs)
+            except BaseException:
+                self.fsdp_unit.abort_forward()
+                raise
+            return self._after_forward(output)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _before_forward(

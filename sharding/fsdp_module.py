@@ -498,6 +498,7 @@ def _name_absolutely(root: nn.Module, groups: Iterable[ShardedGroup]) -> None:
     """Let errors name parameters as the root does."""
     prefixes = {id(module): name for name, module in root.named_modules()}
     for group in groups:
+        group.unit.ranges.fqn = ", ".join(prefixes.get(id(module), "") for module in group.modules)
         for param in group.store.params:
             place = param.found.places[0]
             prefix = prefixes.get(id(place.module), "")

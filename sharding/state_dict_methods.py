@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import logging
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -144,7 +145,7 @@ class StatefulUnit(TorchWrapper):
         names = ("destination", "prefix", "keep_vars")
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         destination = given.get("destination")
-        destination = {} if destination is None else destination
+        destination = OrderedDict() if destination is None else destination
         _warn_of_unsharded(self)
         form, config = model_form(_servable(self))
         found = _or_runtime_error(lambda: state_dicts.model_state_dict(self, form, config))

@@ -12,6 +12,7 @@ import torch
 from sharding.engine.memory import PagePool
 from sharding.engine.order import OrderCheck
 from sharding.engine.pool import BufferPool
+from sharding.engine.ranges import Part
 from sharding.engine.reduction import Reductions
 from sharding.engine.steps import StepLog
 from sharding.engine.streams import Streams
@@ -114,7 +115,8 @@ class Runtime:
             if order[at] is unit:
                 target = order[at - 1]
                 if target.phase is Phase.IDLE and target.schedule.gathers_in_backward:
-                    target.gather_early()
+                    with unit.ranges.prefetching(target.ranges):
+                        target.gather_early()
                 return
 
     def begin_backward(self) -> None:
@@ -133,6 +135,10 @@ class Runtime:
 
     def end_backward(self) -> None:
         """All gradients have been computed: finish reductions, free what is left."""
+        with self.root.ranges(Part.END):
+            self._end_backward()
+
+    def _end_backward(self) -> None:
         try:
             if self.order_check is not None:
                 self.order_check.end_iteration()
@@ -140,7 +146,8 @@ class Runtime:
                 for unit in self.units:
                     unit.reduce_unused()
                 if self.is_last_backward:
-                    self.reductions.finish()
+                    with self.root.ranges(Part.WAIT):
+                        self.reductions.finish()
         except BaseException:
             self._abandon_backward()  # a user's hook, or a rank that is gone
             raise

@@ -30,6 +30,7 @@ from torch import nn
 from sharding.engine.collectives import Parts, Pending
 from sharding.engine.memory import PagePool, TensorMemory
 from sharding.engine.pool import BufferPool
+from sharding.engine.ranges import IN_PLACE, Part, Ranges
 from sharding.engine.streams import Streams
 from sharding.engine.torch_seam import Place, post_accumulate_hooks
 
@@ -81,6 +82,7 @@ class Store(Protocol):
     found: tuple[Found, ...]
     tag: int
     """Tells the collectives of a model's units apart; given by the runtime, like what follows."""
+    ranges: Ranges
     streams: Streams
     pages: PagePool
     pool: BufferPool
@@ -191,6 +193,7 @@ class GatheringStore(ABC):
         """Where parameters are gathered and computed with."""
         self.state = State.SHARDED
         self.tag = 0
+        self.ranges = Ranges(IN_PLACE)
         self.streams = Streams()
         self.pages = PagePool()
         self.pool = BufferPool()
@@ -251,9 +254,11 @@ class GatheringStore(ABC):
         if self.state in (State.GATHERING, State.UNSHARDED):
             return
         if self._limit_gathers:
-            self.streams.limit_gathers()
+            with self.ranges(Part.LIMIT):
+                self.streams.limit_gathers()
         # Memory that is made in inference mode could never be written outside of it again.
-        with torch.inference_mode(False), torch.no_grad(), self.streams.gathering():
+        on_stream = self.streams.gathering()
+        with torch.inference_mode(False), torch.no_grad(), on_stream, self.ranges(Part.GATHER):
             self._pending = self.start_gather()
         self.state = State.GATHERING
 
@@ -261,7 +266,8 @@ class GatheringStore(ABC):
         """Gather if nobody has started to, and return when compute may read the parameters."""
         self.start_unshard()
         if self.state is State.GATHERING:
-            self._wait()
+            with self.ranges(Part.GATHERED):
+                self._wait()
             self.streams.compute_waits_for_gathers()
             self.state = State.UNSHARDED
 

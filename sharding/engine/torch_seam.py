@@ -18,6 +18,7 @@ __all__ = [
     "current_backward",
     "is_in_backward",
     "is_marked_replicate",
+    "is_profiling",
     "larger_mesh",
     "mark_fully_sharded",
     "post_accumulate_hooks",
@@ -72,6 +73,12 @@ def current_backward() -> int:
     """A number for the backward pass that runs now; one inside another has a number of its own."""
     found: int = torch._C._current_graph_task_id()
     return found
+
+
+def is_profiling() -> bool:
+    """Whether a profiler listens on this thread: ranges cost time for nobody otherwise."""
+    autograd: Any = torch.autograd
+    return bool(autograd._profiler_enabled())
 
 
 def is_in_backward() -> bool:

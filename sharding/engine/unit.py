@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -25,6 +26,7 @@ from torch.distributed.fsdp import BackwardPrefetch
 from torch.utils.hooks import RemovableHandle
 
 from sharding.engine.precision import Casts, cast_floating, map_tensors
+from sharding.engine.ranges import FLAT, IN_PLACE, Part, Ranges
 from sharding.engine.reduction import Reduction, Reductions
 from sharding.engine.steps import StepLog
 from sharding.engine.store import State, Store
@@ -129,6 +131,7 @@ class Unit:
         schedule: Schedule,
         casts: Casts,
         offload: bool = False,
+        face: int = IN_PLACE,
     ) -> None:
         self.store = store
         self.reduction = reduction
@@ -154,8 +157,10 @@ class Unit:
         self._input_watches: list[RemovableHandle] = []
         self._has_reduced = False
         self._is_kept_without_grad = False
+        self.ranges = Ranges(face)
         if store is not None:
             store.on_gradients = self.gradients_ready
+            store.ranges = self.ranges
 
     # --- forward --------------------------------------------------------------------------------
 
@@ -171,24 +176,36 @@ class Unit:
             )
         recomputes = self.recomputes
         if not recomputes:
-            if runtime.root is self:
-                runtime.begin_forward()
-            elif runtime.root.phase is not Phase.FORWARD:
-                runtime.begin_alone(self)
+            with self._at_the_root(Part.ROOT_PRE_FORWARD):
+                if runtime.root is self:
+                    runtime.begin_forward()
+                elif runtime.root.phase is not Phase.FORWARD:
+                    runtime.begin_alone(self)
             self.phase = Phase.FORWARD
             runtime.record_forward(self)
-        if self.store is not None:
-            self.gather()
-            if not recomputes:
-                runtime.prefetch_forward(self)
-                runtime.steps.note("forward", self.number)
-        args, kwargs = self.cast_inputs(args, kwargs)
+        with self.ranges(Part.PRE_FORWARD):
+            if self.store is not None:
+                self.gather()
+                if not recomputes:
+                    with self.ranges(Part.FORWARD_PREFETCH):
+                        runtime.prefetch_forward(self)
+                    runtime.steps.note("forward", self.number)
+            args, kwargs = self.cast_inputs(args, kwargs)
         if self.store is not None and not self.store.requires_grad:
             self._reshard_after_inputs((args, kwargs))
         return args, kwargs
 
+    def _at_the_root(self, part: Part) -> AbstractContextManager[Any]:
+        # The flat wrapper of torch asks every unit whether it is the root, inside of the range.
+        is_shown = self.ranges.face == FLAT or self.found_runtime().root is self
+        return self.ranges(part) if is_shown else nullcontext()
+
     def after_forward(self, output: Any) -> Any:
         """Free, and arrange for the backward; returns the output."""
+        with self.ranges(Part.POST_FORWARD):
+            return self._after_forward(output)
+
+    def _after_forward(self, output: Any) -> Any:
         runtime = self.found_runtime()
         output = self.cast_output(output)
         if self.phase is Phase.BACKWARD:
@@ -268,10 +285,12 @@ class Unit:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The inputs in the dtype that the module computes in; the root's on its device too."""
         is_root, device = self.found_runtime().root is self, self.device
-        if is_root and device.type != "cpu":
-            args, kwargs = map_tensors(
-                lambda tensor: tensor.to(device, non_blocking=True), (args, kwargs)
-            )
+        if is_root:
+            with self.ranges(Part.INPUTS):
+                if device.type != "cpu":
+                    args, kwargs = map_tensors(
+                        lambda tensor: tensor.to(device, non_blocking=True), (args, kwargs)
+                    )
         wanted = self.casts.root_inputs if is_root else self.casts.inputs
         if wanted and self.casts.dtype is not None and self.store_computes_low():
             args, kwargs = cast_floating(self.casts.dtype, (args, kwargs))
@@ -321,6 +340,10 @@ class Unit:
 
     def before_backward(self) -> None:
         """Gather again; the first unit of a backward also arranges for its end."""
+        with self.ranges(Part.PRE_BACKWARD):
+            self._before_backward()
+
+    def _before_backward(self) -> None:
         runtime = self.found_runtime()
         runtime.begin_backward()
         first = self.phase is not Phase.BACKWARD
@@ -333,11 +356,10 @@ class Unit:
             self.gather()
         if first:
             runtime.steps.note("backward", self.number)
-        if first and (
-            self.backward_targets
-            or self.schedule.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
-        ):
-            runtime.prefetch_backward(self)
+        with self.ranges.of_flat(Part.BACKWARD_PREFETCH):
+            early = self.schedule.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
+            if first and (self.backward_targets or early):
+                runtime.prefetch_backward(self)
 
     def gradients_ready(self, grads: Sequence[torch.Tensor | None]) -> None:
         """All gradients of the unit are there: free the parameters and start reducing.
@@ -349,24 +371,32 @@ class Unit:
                 "gradients of sharded parameters cannot be differentiated again: call backward() "
                 "without create_graph=True"
             )
+        with self.ranges(Part.POST_BACKWARD):
+            self._reduce(grads)
+
+    def _reduce(self, grads: Sequence[torch.Tensor | None]) -> None:
         runtime = self.found_runtime()
         runtime.begin_backward()
         store = self.store
         assert store is not None
         if current_backward() != self._backward and not self._watches_recomputes:
             self._watch_recomputes(store)
-        store.adopt_gradients()
+        with self.ranges(Part.ACCUMULATE):
+            store.adopt_gradients()
         runtime.steps.note("backward end", self.number)
         if self._frees_after_backward:
-            store.reshard()
+            with self.ranges(Part.RESHARD):
+                store.reshard()
             runtime.steps.note("free", self.number)
             self.phase = Phase.IDLE
-        if self.schedule.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
-            runtime.prefetch_backward(self)
+        with self.ranges(Part.LATE_PREFETCH):
+            if self.schedule.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
+                runtime.prefetch_backward(self)
         if self.syncs_gradients:
             self._has_reduced = True
             runtime.steps.note("reduce", self.number)
-            runtime.reductions.start(store, self.reduction, grads)
+            with self.ranges(Part.REDUCE):
+                runtime.reductions.start(store, self.reduction, grads)
         else:
             store.keep_unsharded_gradients(grads)
 

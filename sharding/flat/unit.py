@@ -10,6 +10,7 @@ from torch.distributed.fsdp import BackwardPrefetch, MixedPrecision, ShardingStr
 
 from sharding.engine.groups import HYBRID, HYBRID_ZERO2
 from sharding.engine.precision import Casts
+from sharding.engine.ranges import FLAT
 from sharding.engine.reduction import Reduction
 from sharding.engine.torch_seam import Place
 from sharding.engine.unit import Schedule, Unit
@@ -89,6 +90,7 @@ class FlatUnit(Unit):
             schedule=settings.schedule,
             casts=settings.casts,
             offload=settings.offload,
+            face=FLAT,
         )
         self.wrapped = wrapped
         self.settings = settings

@@ -1,0 +1,147 @@
+"""What state dicts are made of, and what profilers see, held against torch's classes.
+
+Method: the same model, wrapped alike, on the same ranks; classes, shards and names are compared.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+from typing import Any
+
+import torch
+import torch.distributed.fsdp as torch_fsdp
+from torch import nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.fsdp import BackwardPrefetch, MixedPrecision, StateDictType
+from torch.profiler import ProfilerActivity, profile
+
+import sharding
+from tests.sharding.fully_scenarios import claims, sgd, whole_mesh
+from tests.sharding.models import build, engine, wrapped
+
+BOTH = ("torch", "ours")
+KITS: dict[str, Any] = {"torch": torch_fsdp, "ours": sharding}
+
+
+def stepped(model: Any) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.ones(4, 6)).sum().backward()
+    optimizer.step()
+    return optimizer
+
+
+def loads(state_dict: Any) -> bool:
+    """Whether it comes back from a file without running code."""
+    file = io.BytesIO()
+    torch.save(state_dict, file)
+    file.seek(0)
+    try:
+        found = torch.load(file, weights_only=True)
+    except Exception:
+        return False
+    return list(found) == list(state_dict)
+
+
+def what_is_saved_loads_with_weights_alone() -> None:
+    for orig, mesh in itertools.product((False, True), (None, whole_mesh())):
+        for form in (StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT):
+            found = []
+            for name in BOTH:
+                model = wrapped(name, build("batch_norm"), use_orig_params=orig, device_mesh=mesh)
+                optimizer = stepped(model)
+                kit = type(model)
+                kit.set_state_dict_type(model, form)
+                taken, state = model.state_dict(), kit.optim_state_dict(model, optimizer)
+                found.append((type(taken), loads(taken), loads(state)))
+            assert found[0] == found[1], (orig, mesh, form, found)
+            if form is StateDictType.FULL_STATE_DICT or mesh is not None:
+                assert found[1][1:] == (True, True), (orig, mesh, form)
+    for name in BOTH:
+        bare: Any = build("batch_norm")
+        KITS[name].fully_shard(bare[1], mesh=whole_mesh())
+        KITS[name].fully_shard(bare, mesh=whole_mesh())
+        optimizer = stepped(bare)
+        assert loads(bare.state_dict()) and loads(optimizer.state_dict()), name
+
+
+def parts_of(value: Any) -> Any:
+    if isinstance(value, ShardedTensor):
+        shards = [
+            (tuple(one.tensor.shape), tuple(one.metadata.shard_offsets), one.tensor.dtype)
+            for one in value.local_shards()
+        ]
+        cuts = [tuple(one.shard_sizes) for one in value.metadata().shards_metadata]
+        return tuple(value.size()), value.dtype, shards, cuts
+    return type(value).__name__, tuple(value.shape), value.dtype
+
+
+def parts_below(name: str, orig: bool, low: bool, ignores: bool) -> list[Any]:
+    """Shards of the dicts of a model that lies under another, at another prefix."""
+    torch.manual_seed(0)
+    inner = nn.Sequential(nn.Linear(7, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
+    model: Any = nn.Sequential(nn.Linear(6, 7), inner, nn.Linear(3, 1))
+    precision = MixedPrecision(torch.bfloat16, torch.float32, torch.bfloat16) if low else None
+    options: dict[str, Any] = {"use_orig_params": orig, "mixed_precision": precision}
+    ignored = {"ignored_modules": [inner[2]]} if ignores else {}
+    if ignores and low:
+        inner[2].bfloat16()  # nobody casts for it
+    model[1] = engine(name)(inner, **options, **ignored)
+    root: Any = engine(name)(model, **options)
+    outer = nn.ModuleDict({"deep": nn.ModuleDict({"er": root})})
+    found = []
+    for form in (StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT):
+        type(root).set_state_dict_type(outer, form)
+        if form is StateDictType.FULL_STATE_DICT:
+            optimizer = stepped(root)
+        state = type(root).optim_state_dict(root, optimizer)["state"]
+        found.append({key: parts_of(value) for key, value in outer.state_dict().items()})
+        found.append({key: {k: parts_of(v) for k, v in one.items()} for key, one in state.items()})
+    return found
+
+
+def shards_have_the_sizes_of_torchs() -> None:
+    for orig, low, ignores in itertools.product((False, True), repeat=3):
+        torchs, ours = (parts_below(name, orig, low, ignores) for name in BOTH)
+        assert ours == torchs, (orig, low, ignores)
+
+
+def ranges_seen(run: Any) -> set[str]:
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        run()
+    names = {event.name for event in profiled.events()}
+    return {name for name in names if name.startswith(("FullyShardedDataParallel.", "FSDP::"))}
+
+
+def train_twice(model: Any) -> None:
+    for _ in range(2):
+        model(torch.ones(2, 6)).sum().backward()
+
+
+def profilers_see_the_ranges_of_torchs_classes() -> None:
+    for prefetch in (*BackwardPrefetch, None):
+        found = []
+        for name in BOTH:
+            model = wrapped(name, build("uneven"), backward_prefetch=prefetch)
+            sgd(model)
+            found.append(ranges_seen(lambda model=model: train_twice(model)))
+        missing = found[0] - found[1]
+        assert len(found[0]) > 8 and not missing, (prefetch, missing)
+        assert found[1] == found[0], (prefetch, found[1] - found[0])
+    found = []
+    for name in BOTH:
+        bare: Any = build("uneven")
+        KITS[name].fully_shard(bare[1], mesh=whole_mesh())
+        KITS[name].fully_shard(bare, mesh=whole_mesh())
+        found.append(ranges_seen(lambda bare=bare: train_twice(bare)))
+    assert len(found[0]) > 8 and found[1] == found[0], found[0] ^ found[1]
+
+
+test_on_two_ranks = claims(
+    2,
+    [
+        what_is_saved_loads_with_weights_alone,
+        shards_have_the_sizes_of_torchs,
+        profilers_see_the_ranges_of_torchs_classes,
+    ],
+)

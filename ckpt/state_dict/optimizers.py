@@ -33,6 +33,7 @@ from ckpt.state.optimizer import (
     NUMBER_OF_SUFFIX,
     flatten_groups,
     flatten_optimizer,
+    is_held_whole,
     named_groups,
     refusals,
     user_state,
@@ -522,6 +523,8 @@ class OptimizerLoad:
         listed: Any = optimizer
         if isinstance(listed, ListedParams) and self.groups is not None:
             target.param_groups = listed.grouped(self.groups, self.names_of)
+        elif isinstance(target, _Fresh) and self.groups is not None:
+            self.leave_out(target)
         own = {
             name: None
             for group in named_groups(target, self.described)
@@ -565,6 +568,23 @@ class OptimizerLoad:
             for group, given in zip(cut, self.groups, strict=True)
             if group["params"] or not given["params"]
         ]
+
+    def leave_out(self, target: _Fresh) -> None:
+        """Take out of `target` the parameters beside the units that the dict does not have.
+
+        The engine does not manage them, so a dict of what it manages may lack them. What is made
+        for `optimizer.load_state_dict` lacks them too, and that refuses what does not fit it.
+        """
+        if all(is_held_whole(source) for source in self.described.params):
+            return
+        listed = {name for group in self.groups or () for name in group["params"]}
+        for group in target.param_groups:
+            group["params"] = [
+                param
+                for param in group["params"]
+                if not is_held_whole(self.described.by_param[id(param)])
+                or not listed.isdisjoint(self.names_of(param))
+            ]
 
     def names_of(self, param: torch.Tensor) -> list[str]:
         """The bare names that a parameter object stands for; none where it is not the model's."""

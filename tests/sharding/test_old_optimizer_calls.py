@@ -138,3 +138,30 @@ def nothings() -> None:
 
 def test_none_in_the_state_stays_none() -> None:
     run_ranks(2, nothings)
+
+
+def by_rest(name: str, engine: Any, orig: bool) -> list[Any]:
+    """A dict of what the engine manages, for a model with parameters beside the unit."""
+    model = wrapped(name, build("uneven"), use_orig_params=orig)
+    full = quiet(engine.full_optim_state_dict, model, adam(model.parameters()), rank0_only=False)
+    around: Any = torch.nn.Module()
+    around.inner, around.head = model, torch.nn.Linear(2, 2)
+    given = {
+        "state": {f"inner.{key}": state for key, state in full["state"].items()},
+        "param_groups": [
+            {**group, "params": [f"inner.{key}" for key in group["params"]]}
+            for group in full["param_groups"]
+        ],
+    }
+    return [
+        quiet(call, given, around, optim=torch.optim.Adam(around.parameters()))
+        for call in (engine.shard_full_optim_state_dict, engine.scatter_full_optim_state_dict)
+    ]
+
+
+def rests() -> None:
+    same_outcomes(by_rest)
+
+
+def test_a_dict_may_lack_what_stands_beside_the_units() -> None:
+    run_ranks(2, rests)

@@ -106,6 +106,15 @@ def _clean_up(session: Session) -> None:
         logger.warning("%s: leftovers of dead jobs stay for now: %s", session.store.url, error)
 
 
+def _sweep_failed(session: Session) -> None:
+    """Remove what saves of this process left that were interrupted, or could not clean up."""
+    try:
+        session.sweep_failed()
+    except StorageError as error:
+        # Only space is at stake; a save that needs it will say so.
+        logger.warning("%s: files of failed saves stay for now: %s", session.store.url, error)
+
+
 @dataclass(frozen=True)
 class RankedSession:
     """One session as all ranks of a world see it. Only the lead (rank 0) has `session` and
@@ -132,6 +141,7 @@ class RankedSession:
             if self.session is not None:
                 self.session.settle()
                 self.session.check_root()
+                _sweep_failed(self.session)
         except Exception as caught:
             error = caught
         self.world.agree("settle", error)

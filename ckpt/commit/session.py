@@ -156,7 +156,7 @@ class Session(LogWriter):
         with self._lock:
             if attempt_epoch(attempt) != self.epoch:
                 raise CheckpointError(f"{attempt} is not an attempt of this session")
-            self._give_up(attempt, step)
+            self.give_up(attempt, step=step)
             self.settle()
             refuse_needed(self.state(), attempt)
         return self._delete_leftovers(attempt, step)
@@ -165,7 +165,7 @@ class Session(LogWriter):
         settled = super().settle()
         if settled is not None and settled.record.kind == "COMMIT" and not settled.landed:
             entry = settled.record.live[-1]
-            self._give_up(entry.attempt, entry.step)
+            self.give_up(entry.attempt, step=entry.step)
         return settled
 
     def sweep_failed(self) -> list[str]:
@@ -187,8 +187,8 @@ class Session(LogWriter):
             self._delete_leftovers(attempt, step)
         return list(leftovers)
 
-    def _give_up(self, attempt: str, step: int) -> None:
-        """From now on this attempt cannot be committed, and its files may go."""
+    def give_up(self, attempt: str, *, step: int) -> None:
+        """From now on this attempt cannot be committed, and `sweep_failed` may delete its files."""
         with self._lock:
             self._given_up.add(attempt)
             self._leftovers[attempt] = step

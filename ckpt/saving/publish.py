@@ -97,6 +97,11 @@ def _publish(task: SaveTask, attempt: Attempt, write: Callable[[Attempt], Part])
         memory.sent = b""
         _discard(session, header)
         raise
+    except BaseException:  # Ctrl-C, which nobody should have to wait for
+        memory.sent = b""
+        if session.session is not None:
+            session.session.give_up(header.attempt, step=header.step)
+        raise
     if attempt.base is not None:
         memory.previous.remember(header, part, committed.manifest)
     if session.session is not None:

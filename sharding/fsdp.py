@@ -27,7 +27,14 @@ from sharding.attributes import UnitAttributes
 from sharding.clip import check_dtypes, clip_sharded
 from sharding.comm_hooks import hook_of
 from sharding.engine.collectives import Comm, wants_details
-from sharding.engine.extensions import Extension, TensorParallel, holders_of, owners_of
+from sharding.engine.extensions import (
+    Extension,
+    Lines,
+    TensorParallel,
+    cut_lines_of,
+    holders_of,
+    owners_of,
+)
 from sharding.engine.groups import HYBRID, Groups, resolve_groups
 from sharding.engine.order import OrderCheck
 from sharding.engine.precision import cast_buffers, reduce_dtype
@@ -205,6 +212,17 @@ class FullyShardedDataParallel(UnitAttributes, StatefulUnit):
         self.shows_original_params = unit.settings.use_orig_params
         self.fsdp_unit.show_flat()
         self.check_nothing_left()
+        self._share_cut_lines()
+
+    def _share_cut_lines(self) -> None:
+        """Let all units of the model know over which axes of a mesh any of them has cut members."""
+        store = self.fsdp_unit.store
+        own = set() if store is None else cut_lines_of(store.extension, store.tokens)
+        below = [unit for unit in fsdp_units(self) if unit is not self]
+        shared: Lines = own.union(*(unit.fsdp_cut_lines for unit in below))
+        self.fsdp_cut_lines: Lines = shared
+        for unit in below:
+            unit.fsdp_cut_lines = shared
 
     def check_nothing_left(self) -> None:
         """Raise RuntimeError, with their names, when parameters are neither sharded nor ignored."""
@@ -530,6 +548,7 @@ class FullyShardedDataParallel(UnitAttributes, StatefulUnit):
             self.fsdp_groups,
             None if self.fsdp_mesh is None else larger_mesh(self.fsdp_mesh),
             inside,
+            self.fsdp_cut_lines,
             is_sharded=store.options.sharded,
         )
         order = memory_order(fqn, member.shape, member.stride)

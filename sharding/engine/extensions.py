@@ -8,6 +8,7 @@ flattens what this rank holds of a DTensor, and shows a DTensor again while the 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -123,25 +124,45 @@ class TensorParallel(Extension):
         return found
 
 
+Lines = set[tuple[int, ...]]
+
+
+def cut_lines_of(extension: Extension | None, tokens: Iterable[Any]) -> Lines:
+    """The groups of global ranks over which members of a unit were cut before it was built."""
+    if extension is None:
+        return set()
+    found = (extension.inside(token) for token in tokens if token is not None)
+    return {tuple(sorted(line)) for inside in found if inside for line in inside.cut_over}
+
+
 def holders_of(
-    groups: Groups, root: DeviceMesh | None, inside: Inside | None, *, is_sharded: bool
+    groups: Groups,
+    root: DeviceMesh | None,
+    inside: Inside | None,
+    cut_lines: Lines,
+    *,
+    is_sharded: bool,
 ) -> tuple[int, ...]:
     """Global ranks that hold the same of a member as this one, ascending.
 
-    `root` is the mesh of which the unit's is a part: along its other axes ranks hold the same,
-    unless those axes cut the member itself.
+    `root` is the mesh of which the unit's is a part. Along an axis of it over which members of the
+    model were cut (`cut_lines`), ranks hold the same of those that were not. What else is along its
+    axes is another model, or another part of it.
     """
     if root is None:
         return _holders_without_mesh(groups, is_sharded)
     cutting = set() if inside is None else {tuple(sorted(ranks)) for ranks in inside.cut_over}
     if is_sharded:
         cutting.add(tuple(sorted(groups.shard.global_ranks)))
+    repeating = set(cut_lines)
+    for comm in (groups.shard, groups.replicate):
+        if comm is not None:
+            repeating.add(tuple(sorted(comm.global_ranks)))
     array = root.mesh
-    here = (array == dist.get_rank()).nonzero()[0].tolist()
-    where: list[Any] = [slice(None)] * array.ndim
+    where: list[Any] = (array == dist.get_rank()).nonzero()[0].tolist()
     for axis in range(array.ndim):
-        if tuple(sorted(line_through_here(root, axis))) in cutting:
-            where[axis] = here[axis]
+        if tuple(sorted(line_through_here(root, axis))) in repeating - cutting:
+            where[axis] = slice(None)
     return tuple(sorted(int(rank) for rank in array[tuple(where)].flatten()))
 
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
@@ -288,6 +288,24 @@ def clear(one: Trained) -> None:
             tensor.mul_(0)
 
 
+def rows_of_a_mesh(_: Groups, root: str) -> list[str]:
+    """One model on each row of a mesh, sharded over the row: they are no replicas of each other."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("model", "shard"))
+    seed = dist.get_rank() // 2
+    options = {"device_id": torch.device("cpu"), "device_mesh": mesh["shard"]}
+    model = bare(seed)
+    model.add_module("2", sharding.FullyShardedDataParallel(model[2], **options))
+    one = trained(sharding.FullyShardedDataParallel(model, **options), seed)
+    problems = check_model(one, seed, None, "mesh")
+    with pytest.raises(InvalidState, match="no declared replicas"):
+        ckpt.save({"model": one.model}, f"{root}/one", step=1)
+    state = {f"model{seed}": one.model}
+    ckpt.save(state, f"{root}/two", step=1)
+    clear(one)
+    ckpt.load(state, f"{root}/two")
+    return problems + check_model(one, seed, None, "mesh")
+
+
 def run_all(root: str) -> dict[str, list[str]]:
     warnings.simplefilter("ignore")
     groups = Groups()
@@ -300,6 +318,7 @@ def run_all(root: str) -> dict[str, list[str]]:
                 found[f"{case.__name__} {engine}"] = [traceback.format_exc()]
     found["unshared"] = unshared(groups)
     found["saved under one name"] = saved_under_one_name(groups, f"{root}/two")
+    found["rows of a mesh"] = rows_of_a_mesh(groups, f"{root}/mesh")
     found["saved by some"] = saved_by_some(groups, f"{root}/some")
     return found
 
@@ -335,3 +354,7 @@ def test_ranks_without_the_model_save_and_load_beside_those_that_have_it(
     found: list[dict[str, list[str]]],
 ) -> None:
     assert [rank["saved by some"] for rank in found] == [[]] * 4
+
+
+def test_models_on_rows_of_one_mesh_are_no_replicas(found: list[dict[str, list[str]]]) -> None:
+    assert [rank["rows of a mesh"] for rank in found] == [[]] * 4

@@ -30,12 +30,13 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchClass
+from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import sharding
 from ckpt.state_dict.api import model_state_dict, optimizer_state_dict
 from tests.ranks import run_ranks
-from tests.sharding.models import WIDTH, batches
+from tests.sharding.models import WIDTH, Tied, batches
 from tests.state.test_dicts_against_torch import differences
 
 pytestmark = [pytest.mark.ranks]
@@ -283,3 +284,49 @@ def _partial(face: str) -> dict[str, Any]:
 def test_a_dict_that_lacks_a_name_is_refused_or_loaded_but_for_that(face: str) -> None:
     for told in run_ranks(2, _partial, face):
         assert all(told.values()), told
+
+
+# --- other wrappings -----------------------------------------------------------------------------
+
+
+def wrapped_as(kind: str, seed: int) -> nn.Module:
+    """A model with tied weights: hybrid, not sharded at all, or below a root that is no unit."""
+    torch.manual_seed(seed)
+    wrapper: Any = sharding.FullyShardedDataParallel
+    kwargs: Dict = {}
+    if kind == "hybrid":
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        kwargs = {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "device_mesh": mesh}
+    if kind == "not sharded":
+        kwargs = {"sharding_strategy": ShardingStrategy.NO_SHARD}
+    inner = wrapper(nn.Sequential(nn.Linear(6, 6), Tied()), **kwargs)
+    model = nn.Sequential(nn.Linear(WIDTH, 6), inner, nn.Linear(6, 4))
+    if kind == "plain root":
+        model[0], model[2] = wrapper(model[0]), wrapper(model[2])
+        return model
+    made: nn.Module = wrapper(model, **kwargs)
+    return made
+
+
+def _resumed_as(kind: str, folder: str) -> list[str]:
+    warnings.simplefilter("ignore")  # NO_SHARD is deprecated, and its sharded dicts are whole
+    model = wrapped_as(kind, 0)
+    optimizer = adam(model)
+    train(model, optimizer, range(2))
+    taken = get_state_dict(model, optimizer)
+    dcp.save({"model": taken[0], "optim": taken[1]}, checkpoint_id=folder)
+    other = wrapped_as(kind, 7)
+    other_optimizer = adam(other)
+    given = get_state_dict(other, other_optimizer)
+    dcp.load({"model": given[0], "optim": given[1]}, checkpoint_id=folder)
+    set_state_dict(other, other_optimizer, model_state_dict=given[0], optim_state_dict=given[1])
+    train(other, other_optimizer, range(2, 4))
+    train(model, optimizer, range(2, 4))
+    return differences(model_state_dict(other), model_state_dict(model))
+
+
+@pytest.mark.parametrize("kind", ["hybrid", "not sharded", "plain root"])
+def test_other_wrappings_resume_bit_for_bit(kind: str, tmp_path: Path) -> None:
+    ranks = 4 if kind == "hybrid" else 2
+    for rank, found in enumerate(run_ranks(ranks, _resumed_as, kind, str(tmp_path / "saved"))):
+        assert not found, (rank, found)

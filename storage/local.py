@@ -180,6 +180,7 @@ class LocalStore(Store):
     def delete(self, key: str) -> None:
         path = self._path(key)
         self._open_files.forget(path)
+        self._refuse_links(key)
         try:
             os.unlink(path)
         except (*_MISSING, IsADirectoryError):
@@ -196,6 +197,19 @@ class LocalStore(Store):
             except OSError:
                 return
             directory = os.path.dirname(directory)
+
+    def _refuse_links(self, key: str) -> None:
+        """Raise AccessDeniedError where a directory on the way, below those at the top, is a link:
+        what it leads to may be another's.
+        """
+        parts = key.split("/")[:-1]
+        for count in range(2, len(parts) + 1):
+            directory = "/".join(parts[:count])
+            if os.path.islink(f"{self._root}/{directory}"):
+                raise AccessDeniedError(
+                    f"delete {key} in {self.url}: {directory} is a symbolic link, and nothing is "
+                    "deleted through links; remove it, and what it leads to, by hand"
+                )
 
     def sync(self, keys: Iterable[str]) -> None:
         directories: dict[str, None] = {}

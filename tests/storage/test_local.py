@@ -497,3 +497,14 @@ def test_deleting_the_last_object_removes_its_directory(store: LocalStore, tmp_p
         store.delete("steps/1-a/deep/data")
         assert os.listdir(tmp_path / "root") == ["steps"]
         assert os.listdir(tmp_path / "root" / "steps") == []
+
+
+def test_nothing_is_deleted_through_a_linked_directory(store: LocalStore, tmp_path: Path) -> None:
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    (foreign / "model.safetensors").write_bytes(b"x")
+    store.put_if_absent("steps/other/MANIFEST", b"y")
+    os.symlink(foreign, tmp_path / "root" / "steps" / "linked")
+    with pytest.raises(AccessDeniedError, match="steps/linked is a symbolic link"):
+        store.delete("steps/linked/model.safetensors")
+    assert (foreign / "model.safetensors").read_bytes() == b"x"

@@ -26,6 +26,7 @@ from ckpt.layout.sharded_tensor import UnitSharding
 from sharding.attributes import UnitAttributes
 from sharding.clip import check_dtypes, clip_sharded
 from sharding.comm_hooks import hook_of
+from sharding.dtensor.seam import mark_sharded, sharded_before_as
 from sharding.engine.collectives import Comm, wants_details
 from sharding.engine.extensions import (
     Extension,
@@ -43,7 +44,7 @@ from sharding.engine.reduction import Reduction, divide_factors
 from sharding.engine.runtime import Runtime
 from sharding.engine.store import Found
 from sharding.engine.streams import streams_for
-from sharding.engine.torch_seam import larger_mesh
+from sharding.engine.torch_seam import larger_mesh, persistent_buffers
 from sharding.engine.unit import Phase, Root
 from sharding.flat.param import FlatParam, StoreOptions
 from sharding.flat.unit import FlatUnit, Settings
@@ -170,6 +171,8 @@ class FullyShardedDataParallel(UnitAttributes, StatefulUnit):
         unit = _make_unit(module, found, groups, settings, extension)
         self.syncs_states = sync_module_states
         self._build(unit, groups, ignored, device_mesh)
+        for item in found:
+            mark_sharded(item.param, f"{type(module).__name__}.{item.fqn}")
 
     def _wrap_below(
         self, module: nn.Module, policy: Any, ignored: Ignored, shared: dict[str, Any]
@@ -563,7 +566,10 @@ class FullyShardedDataParallel(UnitAttributes, StatefulUnit):
         }
 
     def __ckpt_sharding__(self) -> UnitSharding:
-        return UnitSharding(self.fsdp_groups.shard.group, self.fsdp_mesh, self.fsdp_buffer_dtypes)
+        # Only what mixed precision has cast: the user may have converted the module since.
+        casts = self.fsdp_unit.settings.precision.buffer_dtype is not None
+        dtypes = self.fsdp_buffer_dtypes if casts else {}
+        return UnitSharding(self.fsdp_groups.shard.group, self.fsdp_mesh, dtypes)
 
     def __ckpt_reshard__(self) -> None:
         unit = self.fsdp_unit
@@ -633,6 +639,13 @@ def _prepared(
         # Values are given to new Parameter objects.
         found = find_params(module, ignored, managed=_managed_below(module), is_unit=is_unit)
     warn_of_slow_wrapping((item.param for item in found), values.device_id, device)
+    for item in found:
+        other = sharded_before_as(item.param)
+        if other is not None:
+            raise ValueError(
+                f"{item.fqn}: is tied to {other} of a module that was wrapped before, and the tie "
+                "would be lost; make one unit of a module around both"
+            )
     if values.device_id is not None:
         move_states(module, ignored, device, is_unit=is_unit)
     if values.sync:
@@ -682,7 +695,7 @@ def _state_names(module: nn.Module) -> Iterator[str]:
         else:
             own = {"recurse": False, "remove_duplicate": False}
             yield from (f"{base}{name}" for name, _ in inner.named_parameters(**own))
-            yield from (f"{base}{name}" for name, _ in inner.named_buffers(**own))
+            yield from (f"{base}{name}" for name in persistent_buffers(inner))
 
 
 def _managed_below(module: nn.Module) -> set[int]:

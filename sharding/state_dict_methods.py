@@ -35,6 +35,7 @@ from ckpt.state_dict import api as state_dicts
 from ckpt.state_dict.config import FullOptimStateDictConfig, ShardedOptimStateDictConfig
 from ckpt.state_dict.config import StateDictType as Form
 from ckpt.state_dict.listed import ListedParams
+from sharding.engine.torch_seam import norm_counters
 from sharding.state_dicts import (
     checked_settings,
     default_settings,
@@ -173,16 +174,28 @@ class StatefulUnit(TorchWrapper):
         return set()
 
     def _load(self, state_dict: Mapping[str, Any], *, strict: bool) -> tuple[list[str], list[str]]:
+        metadata = getattr(state_dict, "_metadata", None) or {}
         # torch's set_model_state_dict puts the model's own parameters where a full dict lacks some.
         live = self.live_shards()
         state_dict = {name: value for name, value in state_dict.items() if id(value) not in live}
         self._log_absent(state_dict)
+        # Norms had no counters before version 2, which is what a dict without metadata is taken
+        # for: they keep theirs. An empty dict stands for those of other ranks.
+        old = {
+            clean: counter
+            for name, counter in norm_counters(self)
+            for clean in bare_names({name: None}, self.fsdp_names)
+            if (metadata.get(clean.rpartition(".")[0]) or {}).get("version", 1) < 2
+        }
+        given = {**old, **bare_names(state_dict, self.fsdp_names)} if state_dict else state_dict
         loaded = _or_runtime_error(
             lambda: state_dicts.load_model(
-                self, state_dict, Asked(strict, cast=True, offers=_LOAD_OFFERS)
+                self, given, Asked(strict, cast=True, every_name=True, offers=_LOAD_OFFERS)
             )
         )
-        return list(loaded.missing), list(loaded.unexpected)
+        order = {name: at for at, name in enumerate(self.fsdp_names)}
+        missing = sorted(loaded.missing, key=lambda name: order.get(name, len(order)))
+        return [name for name in missing if name not in old], list(loaded.unexpected)
 
     def _log_absent(self, state_dict: Mapping[str, Any]) -> None:
         """Say which parameters a sharded dict leaves as they are, whatever becomes of the load."""

@@ -43,9 +43,15 @@ def summon_units(units: Sequence[FlatUnit], options: SummonOptions) -> Iterator[
             )
     with ExitStack() as stack:
         for unit in units:
+            unit.phase = Phase.SUMMON  # also where nothing is gathered: the names are bare there
+            stack.callback(_be_idle, unit)
             if unit.store is not None:
                 stack.enter_context(_summoned(unit, unit.store, options))
         yield
+
+
+def _be_idle(unit: FlatUnit) -> None:
+    unit.phase = Phase.IDLE
 
 
 @contextmanager
@@ -53,32 +59,28 @@ def _summoned(unit: FlatUnit, store: FlatParam, options: SummonOptions) -> Itera
     store.reshard()
     store.adopt_values()
     store.adopt_gradients()
-    unit.phase = Phase.SUMMON
+    sharded = store.options.sharded
+    full = store.gather_copy(store.flat)
+    grads = _gathered_grads(store) if options.with_grads else None
+    if options.rank0_only and store.comm.rank != 0 and sharded:
+        yield
+        return
+    if options.offload_to_cpu:
+        full = full.cpu()
+    views = store.member_views(full)
+    shown = _show(unit, store, views)
+    if grads is not None:
+        _show_grads(store, grads)
     try:
-        sharded = store.options.sharded
-        full = store.gather_copy(store.flat)
-        grads = _gathered_grads(store) if options.with_grads else None
-        if options.rank0_only and store.comm.rank != 0 and sharded:
-            yield
-            return
-        if options.offload_to_cpu:
-            full = full.cpu()
-        views = store.member_views(full)
-        shown = _show(unit, store, views)
-        if grads is not None:
-            _show_grads(store, grads)
-        try:
-            yield
-            with torch.no_grad():
-                _collect_writes(store, views, shown)
-                if options.writeback or not sharded:
-                    store.keep_own_part(full, store.flat)
-                if grads is not None and (options.writeback or not sharded):
-                    _keep_grads(store, grads)
-        finally:
-            _hide(unit, store)
+        yield
+        with torch.no_grad():
+            _collect_writes(store, views, shown)
+            if options.writeback or not sharded:
+                store.keep_own_part(full, store.flat)
+            if grads is not None and (options.writeback or not sharded):
+                _keep_grads(store, grads)
     finally:
-        unit.phase = Phase.IDLE
+        _hide(unit, store)
 
 
 def _show(

@@ -569,7 +569,9 @@ def _add_foreign(draft: _Draft, visit: _Visit) -> None:
         draft.owned_by_param[id(owned.param)] = owned
         draft.covered.update(_names(owned))
         names = _names(owned)
-        if len(names) == 1 and owned.views[0].pieces[0].global_shape == tuple(owned.param.shape):
+        shape = owned.views[0].pieces[0].global_shape
+        is_member = len(names) == 1 and not torch_fsdp.is_flat_param(owned.param)
+        if is_member and shape == tuple(owned.param.shape):
             draft.name_of.setdefault(id(owned.param), names[0])
         else:  # a buffer of the engine's own making: whatever it is called, it is no parameter
             draft.hidden.add(id(owned.param))

@@ -42,9 +42,14 @@ STATE_DICT = Offers("dict", rename=False, skip=False, rank0_only=True, cast=True
 
 
 class Asked(NamedTuple):
-    """How a state dict is to be loaded. `cast`: to the dtypes of the state, as `copy_` does."""
+    """How a state dict is to be loaded.
+
+    `cast`: to the dtypes of the state, as `copy_` does. `every_name`: a tied tensor is found by any
+    of its names, and missing under those that the dict lacks.
+    """
 
     strict: bool = True
     rank0_only: bool = False
     cast: bool = False
+    every_name: bool = False
     offers: Offers = STATE_DICT

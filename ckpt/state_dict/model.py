@@ -215,6 +215,7 @@ class ModelLoad:
         self.ranks = ranks
         self.held: list[Holding] = []
         self.known: Table = {}
+        self.shapes: dict[str, Shape] = {}
         self.extra: dict[str, Any] = {}
         self.binding: Binding
         self.described: Described
@@ -224,7 +225,7 @@ class ModelLoad:
         self.described = describe_model(self.model, self.ranks, loading=True)
         extra_states = dict(self.described.extra_states)
         described = (*self.described.params, *self.described.buffers)
-        shapes: dict[str, Shape] = {
+        shapes = self.shapes = {
             fqn: member.global_shape
             for source in described
             for member, fqn in zip(source.members, source.fqns, strict=True)
@@ -289,13 +290,45 @@ class ModelLoad:
                 problem.kind is ProblemKind.UNEXPECTED and problem.fqn in self.described.aliases
             )
         ]
-        problems += self.extra_problems(extra_states)
+        problems += [*self.tied_problems(), *self.extra_problems(extra_states)]
+        if self.asked.every_name:
+            reported = {problem.fqn for problem in problems}
+            problems += [p for p in self.missing_names() if p.fqn not in reported]
         tolerated = (ProblemKind.MISSING, ProblemKind.UNEXPECTED)
         fatal = [p.text for p in problems if strict or p.kind not in tolerated]
         if fatal:
             raise Mismatch(fatal)
         self.problems = problems
         return binding
+
+    def tied_problems(self) -> list[Problem]:
+        """Further names of tied tensors whose values in the dict could not be theirs."""
+        return [
+            Problem(
+                ProblemKind.SHAPE,
+                tied,
+                f"{tied}: the dict has shape {self.known[tied].shape}, the model has "
+                f"{self.shapes[stored]}, tied to {stored}; give it that shape, or leave it out",
+            )
+            for tied, stored in self.described.aliases.items()
+            if tied in self.known
+            and stored in self.shapes
+            and tuple(self.known[tied].shape) != tuple(self.shapes[stored])
+        ]
+
+    def missing_names(self) -> list[Problem]:
+        """Names of tied tensors that the dict lacks, also where it has others of the same one."""
+        tied = self.described.aliases
+        states = dict(self.described.extra_states)
+        return [
+            Problem(
+                ProblemKind.MISSING,
+                name,
+                f"{name}: is not in the dict; strict=False takes what is tied to it",
+            )
+            for name in dict.fromkeys((*tied.values(), *tied))
+            if name not in self.known and name not in self.extra and tied.get(name) not in states
+        ]
 
     def extra_problems(self, live: Mapping[str, nn.Module]) -> list[Problem]:
         found = []

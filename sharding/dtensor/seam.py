@@ -69,7 +69,7 @@ def as_parameter(tensor: torch.Tensor) -> None:
 
 
 def mark_sharded(original: torch.Tensor, fqn: str) -> None:
-    """Remember at a parameter that a sharded one has taken its place, as `fqn`."""
+    """Remember at a parameter that a unit holds it, or a sharded one in its place, as `fqn`."""
     marked: Any = original
     marked._sharded_as = fqn
 

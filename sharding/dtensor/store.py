@@ -220,6 +220,9 @@ class DTensorStore(GatheringStore):
     def keep_after_forward(self) -> None:
         """The modules go on showing gathered parameters."""
 
+    def keep_after_backward(self) -> None:
+        """The modules go on showing gathered parameters."""
+
     def free_after_forward(self) -> None:
         """Free all, or keep a larger shard for the backward."""
         mesh = self._smaller_mesh

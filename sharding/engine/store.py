@@ -120,6 +120,9 @@ class Store(Protocol):
     def free_after_forward(self) -> None:
         """The forward is over and the backward will gather again."""
 
+    def keep_after_backward(self) -> None:
+        """The backward is over, and the next forward will find gathered what it needs."""
+
     def is_current(self) -> bool:
         """Whether what is gathered is surely what gathering again would give."""
 

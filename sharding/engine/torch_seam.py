@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +21,8 @@ __all__ = [
     "is_profiling",
     "larger_mesh",
     "mark_fully_sharded",
+    "norm_counters",
+    "persistent_buffers",
     "post_accumulate_hooks",
     "run_policy",
 ]
@@ -146,6 +148,22 @@ def larger_mesh(mesh: Any) -> Any:
 
         root = _mesh_resources.get_root_mesh(mesh)
     return None if root is None or root.mesh.numel() == mesh.mesh.numel() else root
+
+
+def norm_counters(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Counters of batches in norms, by name: what their state dicts lacked before version 2."""
+    for prefix, inner in module.named_modules(remove_duplicate=False):
+        if isinstance(inner, torch.nn.modules.batchnorm._NormBase):
+            counter = inner.num_batches_tracked
+            if counter is not None:
+                yield f"{prefix}.num_batches_tracked" if prefix else "num_batches_tracked", counter
+
+
+def persistent_buffers(module: nn.Module) -> Iterator[str]:
+    """Names of the module's own buffers that its state dict has."""
+    for name, buffer in module._buffers.items():
+        if buffer is not None and name not in module._non_persistent_buffers_set:
+            yield name
 
 
 def classes_to_leave_alone(precision: Any) -> tuple[type[nn.Module], ...]:

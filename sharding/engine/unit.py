@@ -443,7 +443,7 @@ class Unit:
         if self._frees_after_backward:
             self.store.reshard()
         elif self.store.state is State.UNSHARDED:
-            self.store.keep_after_forward()
+            self.store.keep_after_backward()
 
     @property
     def _frees_after_backward(self) -> bool:

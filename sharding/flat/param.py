@@ -45,6 +45,10 @@ __all__ = ["FlatParam", "FlatParameter", "Found", "State", "StoreOptions"]
 class FlatParameter(nn.Parameter):
     """The 1-D parameter that a unit shows instead of its members."""
 
+    # What torch's own flat parameters are told by. `ckpt` needs it too: one member of one dim may
+    # have the shape of the whole, and is still not this parameter.
+    _is_flat_param = True
+
     def name_members(self, names: tuple[str, ...]) -> None:
         """Say what the members are called below the wrapper, where torch's functions read it."""
         self._fqns = names
@@ -179,6 +183,10 @@ class FlatParam(GatheringStore):
     def free_after_forward(self) -> None:
         """Release what was gathered."""
         self.reshard()
+
+    def keep_after_backward(self) -> None:
+        """Show the shards, to which the next step of an optimizer belongs; keep the memory."""
+        self.hide_views()
 
     def is_current(self) -> bool:
         """Never sure: steps that are fused leave no trace."""

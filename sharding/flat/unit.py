@@ -59,7 +59,8 @@ class Settings:
         """When to gather and free."""
         return Schedule(
             frees_after_forward=None if self.frees_after_forward else False,
-            frees_unsynced=self.frees_after_forward,
+            # What is not sharded costs nothing to take again, and may be in a lower precision.
+            frees_unsynced=self.frees_after_forward or not self.is_sharded,
             backward_prefetch=self.backward_prefetch,
             forward_prefetch=self.forward_prefetch,
         )

@@ -93,6 +93,8 @@ def own_modules(
     root: nn.Module, ignored: Collection[nn.Module], is_unit: Callable[[nn.Module], bool]
 ) -> Iterator[tuple[str, nn.Module]]:
     """The modules that belong to a unit around `root`, by every name they have, in walk order."""
+    if is_unit(root):
+        return  # all of it belongs to that unit
     skipped = ""
     for name, module in root.named_modules(remove_duplicate=False):
         if skipped and name.startswith(f"{skipped}."):
@@ -112,17 +114,21 @@ def find_params(
 ) -> list[Found]:
     """The parameters that a unit around `root` is to absorb, in walk order, shared ones once.
 
-    `managed` are identities of parameters that inner units hold.
+    `managed` are identities of parameters that inner units hold. Raises ValueError where one of
+    them is also a parameter of this unit: the tie would be lost.
     """
     places: dict[int, list[tuple[str, Place]]] = {}
     params: dict[int, nn.Parameter] = {}
     for prefix, module in own_modules(root, ignored.modules, is_unit):
         for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
-            if param in ignored.params or id(param) in managed:
-                continue
-            if isinstance(param, FlatParameter):
+            if param in ignored.params or isinstance(param, FlatParameter):
                 continue
             fqn = f"{prefix}.{name}" if prefix else name
+            if id(param) in managed:
+                raise ValueError(
+                    f"{fqn}: is tied to a parameter of a unit that does not contain it, and the "
+                    "tie would be lost; make one unit of a module around both"
+                )
             params[id(param)] = param
             places.setdefault(id(param), []).append((fqn, Place(module, name)))
     return [

@@ -51,7 +51,7 @@ def auto_wrap(
                 f"{name or 'the module'}: is wrapped already; auto_wrap_policy needs a tree "
                 "without wrappers"
             )
-    wishes = wishes_of(root, policy, ignored_modules, ignored_params, dict(kwargs))
+    wishes = wishes_of(root, policy, ignored_modules, ignored_params, kwargs)
     if is_policy_object(policy):
         _check_mixed(wishes, ignored_params, bool(kwargs.get("use_orig_params")))
     wishes = _with_full_precision(root, wishes, ignored_modules, dict(kwargs))
@@ -67,56 +67,75 @@ def wishes_of(
     policy: Any,
     ignored_modules: set[nn.Module],
     ignored_params: set[nn.Parameter],
-    kwargs: dict[str, Any],
+    kwargs: Mapping[str, Any],
 ) -> list[Wish]:
     """What the policy wants wrapped below the root, parents before children."""
     names: dict[int, str] = {}
     for name, module in root.named_modules():
         names.setdefault(id(module), name)
     if is_policy_object(policy):
-        wanted = run_policy(policy, root, ignored_modules, kwargs)
+        wanted = run_policy(policy, root, ignored_modules, dict(kwargs))
         wanted.pop(root, None)
         return [
             Wish(names[id(module)], module, {**kwargs, **wanted[module]})
             for _, module in root.named_modules()
             if module in wanted
         ]
-    found: list[Wish] = []
-    seen: set[int] = set()
-    _ask(root, policy, ignored_modules, ignored_params, found, seen, is_root=True)
-    chosen = {id(wish.module) for wish in found}
+    asking = _Asking(policy, ignored_modules, ignored_params, _apart(kwargs))
+    asking.ask(root, is_root=True)
     return [
         Wish(name, module, dict(kwargs))
         for name, module in root.named_modules()
-        if id(module) in chosen
+        if id(module) in asking.chosen
     ]
 
 
-def _ask(
-    module: nn.Module,
-    policy: Callable[..., bool],
-    ignored_modules: set[nn.Module],
-    ignored_params: set[nn.Parameter],
-    found: list[Wish],
-    seen: set[int],
-    *,
-    is_root: bool = False,
-) -> int:
-    """Ask a policy function about a subtree; returns how many elements got into units."""
-    numel = sum(p.numel() for p in module.parameters() if p not in ignored_params)
-    if not policy(module=module, recurse=True, nonwrapped_numel=numel):
-        return 0
-    wrapped = 0
-    for child in module.children():
-        if child in ignored_modules or id(child) in seen:
-            continue
-        seen.add(id(child))
-        wrapped += _ask(child, policy, ignored_modules, ignored_params, found, seen)
-    rest = numel - wrapped
-    if not is_root and policy(module=module, recurse=False, nonwrapped_numel=rest):
-        found.append(Wish("", module, {}))
-        return numel
-    return wrapped
+class _Asking:
+    """A policy function asked about a tree, from the leaves up."""
+
+    def __init__(
+        self,
+        policy: Callable[..., bool],
+        ignored_modules: set[nn.Module],
+        ignored_params: set[nn.Parameter],
+        apart: tuple[type[nn.Module], ...],
+    ) -> None:
+        self.policy = policy
+        self.ignored_modules = ignored_modules
+        self.ignored_params = ignored_params
+        self.apart = apart
+        """Classes that become units whatever the policy says, see `_with_full_precision`."""
+        self.chosen: set[int] = set()
+        self._seen: set[int] = set()
+
+    def ask(self, module: nn.Module, *, is_root: bool = False) -> int:
+        """Ask about a subtree; returns how many elements got into units."""
+        numel = sum(p.numel() for p in module.parameters() if p not in self.ignored_params)
+        enters = self.policy(module=module, recurse=True, nonwrapped_numel=numel)
+        if not enters and not self.apart:
+            return 0
+        wrapped = sum(self.ask(child) for child in self._new_children(module))
+        if is_root:
+            return wrapped
+        if isinstance(module, self.apart):
+            return numel
+        rest = numel - wrapped
+        if self.policy(module=module, recurse=False, nonwrapped_numel=rest):
+            self.chosen.add(id(module))
+            return numel
+        return wrapped
+
+    def _new_children(self, module: nn.Module) -> Iterator[nn.Module]:
+        for child in module.children():
+            if child not in self.ignored_modules and id(child) not in self._seen:
+                self._seen.add(id(child))
+                yield child
+
+
+def _apart(kwargs: Mapping[str, Any]) -> tuple[type[nn.Module], ...]:
+    """Classes of modules that the mixed precision in a wrapper's arguments leaves alone."""
+    precision = kwargs.get("mixed_precision")
+    return () if precision is None else classes_to_leave_alone(precision)
 
 
 def _places(root: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
@@ -158,8 +177,7 @@ def _with_full_precision(
     root: nn.Module, wishes: list[Wish], ignored: set[nn.Module], kwargs: dict[str, Any]
 ) -> list[Wish]:
     """Make units of the modules that mixed precision must leave alone, computing as they are."""
-    precision = kwargs.get("mixed_precision")
-    classes = () if precision is None else classes_to_leave_alone(precision)
+    classes = _apart(kwargs)
     if not classes:
         return wishes
     by_module = {id(wish.module): wish for wish in wishes}

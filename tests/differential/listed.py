@@ -1,0 +1,259 @@
+"""Differences that are meant, as data: where they show, why, and where docs/engine.md says so."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tests.differential.comparing import Difference
+from tests.differential.draws import Draw, Op, Part
+
+__all__ = ["LISTED", "Listed", "listed", "unplayable"]
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A difference that is meant.
+
+    `matches(draw, op, difference)` finds it. `skips(draw, op)` is for calls that torch does not
+    survive on the CPU (it crashes, hangs or gives wrong values): they are played on our side only.
+    `page` is text of docs/engine.md; None for what is being fixed.
+    """
+
+    page: str | None
+    reason: str
+    ends: bool = False
+    """Whether the sides are no longer in the same state after it, which ends the draw."""
+    matches: Callable[[Draw, Op, Difference], bool] = lambda draw, op, difference: False
+    skips: Callable[[Draw, Op], bool] = lambda draw, op: False
+
+
+def _offloads_on_cpu(draw: Draw, op: Op) -> bool:
+    """torch frees the memory of what it has "moved" to the CPU."""
+    if draw.face != "flat":
+        return False
+    if op.name == "summon":
+        return op.args["offload_to_cpu"] and draw.strategy != "NO_SHARD"
+    if op.name in ("state", "load"):
+        return op.args["form"] == "FULL" and op.args["config"] and op.args["offload"]
+    return draw.orig and (
+        op.name == "rekey"
+        or (op.name == "legacy" and op.args["kind"] not in ("sharded", "flatten"))
+        or (
+            op.name in ("optim_state", "optim_load")
+            and op.args["form"] == "FULL"
+            and (op.args["offload"] or not op.args["config"])
+        )
+    )
+
+
+def _is_local(draw: Draw, op: Op, difference: Difference) -> bool:
+    is_model = op.name in ("state", "load")
+    return is_model and op.args["form"] == "LOCAL" and draw.strategy != "NO_SHARD"
+
+
+def _shows_unsharded(draw: Draw, op: Op, difference: Difference) -> bool:
+    if draw.face != "fully" or not difference.where.startswith(".local.params"):
+        return draw.face == "fully" and op.name in ("unshard", "names")
+    if difference.where.endswith("[0]"):
+        # Gathered, or sharded over fewer ranks between a forward and its backward.
+        return difference.what == "about"
+    return difference.where.endswith("[2]") and difference.what in ("kind", "about")
+
+
+def _parts(tree: object) -> list[Part]:
+    if isinstance(tree, Part):
+        return [tree]
+    assert isinstance(tree, tuple)
+    return [part for child in tree for part in _parts(child)]
+
+
+def _has(draw: Draw, kind: str) -> bool:
+    return any(part.kind == kind for part in _parts(draw.tree))
+
+
+def _ties_units(draw: Draw, op: Op, difference: Difference) -> bool:
+    raised = difference.what == "raised" and "is tied to" in str(difference.ours)
+    return draw.face == "flat" and op.name == "build" and raised
+
+
+def _is_frozen_unsharded(draw: Draw, op: Op, difference: Difference) -> bool:
+    frozen = any(part.frozen for part in _parts(draw.tree))
+    missing = difference.what == "keys" and difference.torch == "has []"
+    lost = missing and difference.where == ".local.params"
+    place = "[1][1]" if op.name == "summon" else "[2]"
+    shown = difference.where.endswith(place) and difference.ours == "None"
+    return draw.face == "flat" and frozen and (lost or shown)
+
+
+def _is_kept_gradient(draw: Draw, op: Op, difference: Difference) -> bool:
+    is_grad = re.search(r"^\.local\.params.*\[2\]", difference.where) is not None
+    gathers = op.name == "summon" and op.args["with_grads"]
+    return draw.face == "flat" and (is_grad or gathers) and _unsynced_at(draw, op)
+
+
+def _unsynced_at(draw: Draw, op: Op) -> bool:
+    """Whether the last backward before or at this call was one in `no_sync`."""
+    last = True
+    for one in draw.ops:
+        if one.name in ("train", "backward"):
+            last = one.args.get("sync", True)
+        if one is op:
+            return not last
+    return False
+
+
+def _is_unsharded_in_sharded(draw: Draw, op: Op, difference: Difference) -> bool:
+    sharded = op.args.get("form") in ("SHARDED", "LOCAL") or op.args.get("kind") in (
+        "sharded",
+        "flatten",
+    )
+    named = op.name in ("optim_state", "optim_load", "legacy") and ".state" in difference.where
+    return draw.strategy == "NO_SHARD" and not draw.orig and sharded and named
+
+
+def _lacks_state(draw: Draw, op: Op, difference: Difference) -> bool:
+    named = op.name in ("optim_state", "optim_load", "legacy", "rekey") and draw.orig
+    told = str(difference.torch)
+    return named and ("is not in the optimizer state" in told or "KeyError: Parameter" in told)
+
+
+def _evaluated(draw: Draw, op: Op, difference: Difference) -> bool:
+    """torch goes on using what it gathered for a forward without gradients."""
+    before = draw.ops[: next((at for at, one in enumerate(draw.ops) if one is op), 0)]
+    names = [one.name for one in before]
+    if "evaluate" not in names or difference.what != "value":
+        return False
+    after = names[names.index("evaluate") :]
+    return "write_params" in after or (draw.face == "fully" and "step" in after)
+
+
+def _refuses_dtype(draw: Draw, op: Op, difference: Difference) -> bool:
+    told = "attempting to assign a gradient with dtype" in str(difference.torch)
+    return draw.face == "flat" and draw.orig and told
+
+
+def _casts_buffers_early(draw: Draw, op: Op, difference: Difference) -> bool:
+    before = draw.ops[: next((at for at, one in enumerate(draw.ops) if one is op), 0)]
+    ran = any(one.name in ("train", "backward", "evaluate") for one in before)
+    is_buffer = difference.where.startswith(".local.buffers") and difference.what == "about"
+    return draw.precision == "buffers" and not ran and is_buffer
+
+
+def _casts_for_norm(draw: Draw, op: Op, difference: Difference) -> bool:
+    return _has(draw, "batch") and "mixed dtype (CPU)" in str(difference.torch)
+
+
+def _is_of_another_kind(draw: Draw, op: Op, difference: Difference) -> bool:
+    loads = op.name == "load" and op.args["form"] == "SHARDED" and op.args["change"] == "shape"
+    return loads and difference.what == "raised" and "RuntimeError" in str(difference.ours)
+
+
+LISTED: Sequence[Listed] = (
+    Listed(
+        None,
+        "state dicts under sub-groups",
+        matches=lambda draw, op, _: draw.group == "sub" and ("state" in op.name or "l" in op.name),
+        ends=True,
+    ),
+    Listed(
+        None,
+        "names of `is_named_optimizer`",
+        matches=lambda draw, op, _: op.name == "optim_load" and op.args["named"],
+        ends=True,
+    ),
+    Listed(
+        "on CPU: offload, `sync_module_states`, `summon_full_params(offload_to_cpu=True)`",
+        "torch frees what it has moved from the CPU to the CPU, or gives two states one memory",
+        skips=_offloads_on_cpu,
+    ),
+    Listed(
+        "`keep_low_precision_grads`",
+        "torch 2.13 assigns gradients of a dtype that its own autograd refuses",
+        skips=lambda draw, op: (
+            draw.face == "flat" and draw.precision == "keep" and op.name in ("train", "backward")
+        ),
+    ),
+    Listed(
+        "`no_sync` with mixed precision and original parameters",
+        "torch 2.13 assigns gradients of a dtype that its own autograd refuses",
+        matches=_refuses_dtype,
+    ),
+    Listed(
+        "a step, or a write into parameters, after a forward without gradients",
+        "torch does not gather again",
+        matches=_evaluated,
+        ends=True,
+    ),
+    Listed(
+        "buffers under `buffer_dtype` before the first forward",
+        "a state dict should not change the model",
+        matches=_casts_buffers_early,
+    ),
+    Listed(
+        "`rank0_only` in state dicts",
+        "who asks for one dict wants one",
+        matches=lambda draw, op, found: (
+            op.name == "state"
+            and op.args["rank0"]
+            and found.what == "keys"
+            and found.ours == "has []"
+        ),
+    ),
+    Listed("LOCAL state dicts", "one form for both kinds of parameters", matches=_is_local),
+    Listed(
+        "gathered parameters of `fully_shard`",
+        "optimizers and hooks always see the sharded ones",
+        matches=_shows_unsharded,
+    ),
+    Listed("a weight tied across units", "torch cuts the tie", matches=_ties_units),
+    Listed(
+        "frozen parameters",
+        "torch loses them from named_parameters, or gives them gradients",
+        matches=_is_frozen_unsharded,
+    ),
+    Listed(
+        "`.grad` after a backward in `no_sync` when reduced gradients are there",
+        "an optimizer must not step by gradients of one rank",
+        matches=_is_kept_gradient,
+        ends=True,
+    ),
+    Listed(
+        "SHARDED optimizer dicts of `NO_SHARD` units",
+        "model dicts of such units are plain too",
+        matches=_is_unsharded_in_sharded,
+        ends=True,
+    ),
+    Listed(
+        "an optimizer over a part of a unit",
+        "there is nothing to refuse",
+        matches=_lacks_state,
+    ),
+    Listed(
+        "an optimizer dict that lacks some members of a flat parameter",
+        "optimizers have no state of unused parameters, and their dicts should load",
+        matches=lambda draw, op, _: op.name == "optim_load" and op.args["change"][:4] == "drop",
+        ends=True,
+    ),
+    Listed(
+        "a norm left out of mixed precision in a bfloat16 model",
+        "torch casts the inputs of the norm, and not its parameters",
+        matches=_casts_for_norm,
+    ),
+    Listed(
+        "SHARDED dicts with entries of another kind or shape",
+        "every problem is named, in one kind of error",
+        matches=_is_of_another_kind,
+    ),
+)
+
+
+def listed(draw: Draw, op: Op, difference: Difference) -> Listed | None:
+    """The entry that this difference belongs to."""
+    return next((one for one in LISTED if one.matches(draw, op, difference)), None)
+
+
+def unplayable(draw: Draw, op: Op) -> Listed | None:
+    """The entry that says why torch's side is not asked."""
+    return next((one for one in LISTED if one.skips(draw, op)), None)

@@ -1,0 +1,253 @@
+"""Draws played on ranks: both sides of a draw call by call, compared after each.
+
+All ranks play the same draws in the same order. After each call of a side the ranks tell each
+other, over a group of their own, whether it raised: a draw ends with the first call that raises,
+and a process with the first that did so on some ranks only, because the others may have been left
+in a collective. No call outlives `CALL_SECONDS_MAX`: it is the deadline of every collective.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+import os
+import shutil
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.differential.comparing import Raised, differences, frozen, raised
+from tests.differential.draws import Draw, Op, drawn
+from tests.differential.listed import listed, unplayable
+from tests.differential.sides import Groups, Side, side
+from tests.ranks import RanksFailed, run_ranks
+
+CALL_SECONDS_MAX = 20.0
+# A call that raised this late may have raised because of a deadline.
+SUSPICIOUS_SECONDS = CALL_SECONDS_MAX / 2
+
+
+# Calls whose results are dicts with an order that users see.
+ORDERED = ("state", "module_state", "summon", "full")
+
+
+# Calls that leave everything as it was.
+READING = ("state", "optim_state", "legacy", "rekey", "names", "look", "full")
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What came of one draw, on all ranks."""
+
+    seed: int
+    world: int
+    calls: int = 0
+    known: dict[str, int] = dataclasses.field(default_factory=dict)
+    """How often listed differences showed, by name."""
+    differences: list[str] = dataclasses.field(default_factory=list)
+
+    def __str__(self) -> str:
+        again = f"python -m tests.differential {self.seed} --ranks {self.world}"
+        lines = [f"{drawn(self.seed, self.world)}", *self.differences, f"replay: {again}"]
+        return "\n  ".join(lines)
+
+
+def play(world: int, seeds: Iterable[int], *, verbose: bool = False) -> list[Outcome]:
+    """Play the draws of these seeds on so many ranks; one outcome for each, in order.
+
+    A draw that ends its processes (a crash, a hang) is an outcome with that difference; the rest
+    is played on new ones.
+    """
+    left, outcomes = list(seeds), []
+    while left:
+        folder = Path(tempfile.mkdtemp(prefix="differential-"))
+        failure = ""
+        try:
+            run_ranks(
+                world,
+                _play_here,
+                left,
+                str(folder),
+                verbose,
+                group=False,
+                timeout_seconds=len(left) * 6.0 + 6 * CALL_SECONDS_MAX,
+            )
+        except RanksFailed as error:
+            failure = str(error)
+        try:
+            found = _read(folder, world, failure)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        outcomes += found
+        assert found, failure
+        left = left[len(found) :]
+    return outcomes
+
+
+def _read(folder: Path, world: int, failure: str) -> list[Outcome]:
+    """Outcomes that the ranks have written, and that of the draw in which they ended, if any."""
+    merged: dict[int, Outcome] = {}
+    ended: dict[int, int] = {}
+    for rank in range(world):
+        path = folder / f"{rank}"
+        for line in path.read_text().splitlines() if path.exists() else ():
+            part = json.loads(line)
+            seed = part.pop("seed")
+            outcome = merged.setdefault(seed, Outcome(seed, world))
+            if not part:
+                continue
+            ended[seed] = ended.get(seed, 0) + 1
+            outcome.calls = max(outcome.calls, part["calls"])
+            for name in part["known"]:
+                outcome.known[name] = outcome.known.get(name, 0) + 1
+            outcome.differences += [f"rank {rank}: {text}" for text in part["differences"]]
+    for seed, outcome in merged.items():
+        if ended.get(seed, 0) < world:
+            outcome.differences.append(f"the processes ended: {failure[-4000:]}")
+    return list(merged.values())
+
+
+# On a rank ---------------------------------------------------------------------------------------
+
+
+def _play_here(seeds: Sequence[int], folder: str, verbose: bool) -> None:
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/rendezvous",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=CALL_SECONDS_MAX),
+    )
+    control = dist.new_group(timeout=timedelta(seconds=3 * CALL_SECONDS_MAX))
+    groups = Groups()
+    with open(f"{folder}/{rank}", "w", buffering=1) as log:
+        for at, seed in enumerate(seeds):
+            log.write(json.dumps({"seed": seed}) + "\n")
+            player = _Player(drawn(seed, world), control, groups, verbose=verbose)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                player.play()
+            found = {"calls": player.calls, "known": player.known, "differences": player.found}
+            log.write(json.dumps({"seed": seed, **found}) + "\n")
+            if player.is_broken:
+                break
+            if at % 20 == 19:
+                gc.collect()
+    _together(control, False)
+    # Not dist.destroy_process_group: collectives that a failed call left behind may be waiting.
+
+
+def _together(control: Any, flag: bool) -> list[bool]:
+    """The flag of every rank."""
+    flags = [torch.zeros(1) for _ in range(dist.get_world_size())]
+    dist.all_gather(flags, torch.tensor([float(flag)]), group=control)
+    return [bool(one) for one in flags]
+
+
+class _Player:
+    def __init__(self, draw: Draw, control: Any, groups: Groups, *, verbose: bool) -> None:
+        self.draw = draw
+        self.control = control
+        self.groups = groups
+        self.verbose = verbose
+        self.calls = 0
+        self.known: list[str] = []
+        self.found: list[str] = []
+        self.is_broken = False
+        self.sides: dict[str, Side] = {}
+
+    def play(self) -> None:
+        if not self._both(Op("build")):
+            return
+        for op in self.draw.ops:
+            if not self._both(op):
+                return
+
+    def _both(self, op: Op) -> bool:
+        """Play a call on both sides and compare; whether the draw goes on."""
+        self.calls += 1
+        skipped = unplayable(self.draw, op)
+        theirs = None if skipped else self._attempt("torch", op)
+        if self.is_broken:
+            self.found.append(f"{op}: torch's side ended out of step: {theirs}")
+            return False
+        ours = self._attempt("ours", op)
+        if self.verbose and dist.get_rank() == 0:
+            print(f"{op}: torch {theirs if isinstance(theirs, Raised) else 'ok'}, ", end="")
+            print(f"ours {ours if isinstance(ours, Raised) else 'ok'}", flush=True)
+        if self.is_broken:
+            self.found.append(f"{op}: our side ended out of step: {ours}; torch: {theirs}"[:1500])
+            return False
+        if skipped:
+            self.known.append(skipped.page or skipped.reason)
+            # Unless the call only reads, the sides are no longer in the same state.
+            wrong = isinstance(ours, Raised) or op.name not in READING
+            self.found += [f"{op}: {ours}"] if isinstance(ours, Raised) and _works(op) else []
+        else:
+            wrong = self._compare(op, theirs, ours)
+        raises = isinstance(theirs, Raised) or isinstance(ours, Raised)
+        return not any(_together(self.control, wrong or raises))
+
+    def _compare(self, op: Op, theirs: Any, ours: Any) -> bool:
+        wrong = False
+        ordered = op.name in ORDERED
+        for difference in differences(theirs, ours, tolerance(self.draw), ordered=ordered):
+            entry = listed(self.draw, op, difference)
+            if entry is not None:
+                self.known.append(entry.page or entry.reason)
+                wrong = wrong or entry.ends
+                wrong = wrong or entry.ends
+            else:
+                wrong = True
+                if len(self.found) < 6:
+                    self.found.append(f"{op}{difference}")
+        return wrong
+
+    def _attempt(self, engine: str, op: Op) -> Any:
+        began = time.monotonic()
+        try:
+            if op.name == "build":
+                self.sides[engine] = side(self.draw, engine, self.groups)
+                result: Any = None
+            else:
+                result = getattr(self.sides[engine], f"do_{op.name}")(**op.args)
+            seen: Any = frozen({"gave": result, "local": self.sides[engine].local()})
+        except Exception as error:
+            seen = raised(error)
+            if self.verbose:
+                traceback.print_exc()
+        late = isinstance(seen, Raised) and time.monotonic() - began > SUSPICIOUS_SECONDS
+        flags = _together(self.control, isinstance(seen, Raised))
+        self.is_broken = any(_together(self.control, late)) or (any(flags) and not all(flags))
+        return seen
+
+
+def _works(op: Op) -> bool:
+    """Whether a call that torch cannot serve must work on our side, whatever the draw."""
+    return op.name in READING or (op.name == "summon" and not op.args["writeback"])
+
+
+def tolerance(draw: Draw) -> float:
+    """How far values may be apart, relative to the largest of a tensor.
+
+    Between two ranks the arithmetic is the same but for norms. Between four, sums are added up in
+    an order that depends on what else is in the buffer; under NO_SHARD what was reduced before is
+    not reduced again here. Optimizers that divide by the size of a gradient make noise large where
+    gradients should be zero: draws in float64 tell it from errors.
+    """
+    reorders = draw.world == 4 or draw.strategy == "NO_SHARD"
+    if draw.dtype == "bfloat16" or draw.precision != "none":
+        return 1.0 if reorders else 0.05
+    if draw.dtype == "float64":
+        return 1e-6 if reorders else 1e-12
+    return 0.02 if reorders else 1e-5

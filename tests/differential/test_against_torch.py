@@ -1,0 +1,81 @@
+"""Our classes do what torch's do, over random models, wrappings, settings and orders of calls.
+
+Method: a seed decides on a draw (`draws`); both classes play it on the same ranks, and what each
+call gives is compared: values, keys, shapes, dtypes, exception or not. Differences that are meant
+are data (`listed`) and stand in docs/engine.md. `python -m tests.differential SEED --ranks N`
+replays one draw.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+
+import pytest
+
+from tests.conftest import Scale
+from tests.differential.comparing import differences, frozen, raised
+from tests.differential.draws import drawn
+from tests.differential.listed import LISTED, Listed
+from tests.differential.playing import Outcome, play
+from tests.test_house import ROOT
+
+SHARES = {2: (0.8, 2), 4: (0.2, 2)}
+"""Of the draws, by ranks; and in how many parts, so that no part is long."""
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize(
+    ("ranks", "part"),
+    [(ranks, part) for ranks, (_, parts) in SHARES.items() for part in range(parts)],
+)
+def test_draws_have_no_difference_that_is_not_listed(
+    ranks: int, part: int, scale: Scale, seed: int
+) -> None:
+    share, parts = SHARES[ranks]
+    count = round(scale.count(300, 5000) * share / parts)
+    first = random.Random(seed).randrange(10**9)
+    wrong = [one for one in play(ranks, range(first, first + count)) if one.differences]
+    assert not wrong, "\n\n".join(map(str, wrong[:10]))
+
+
+@pytest.mark.parametrize("entry", LISTED, ids=lambda entry: entry.reason)
+def test_what_is_listed_stands_on_the_page(entry: Listed) -> None:
+    if entry.page is None:
+        pytest.skip("being fixed")
+    page = (ROOT / "docs" / "engine.md").read_text(encoding="utf-8")
+    table = [line for line in page.splitlines() if line.startswith("|")]
+    assert any(line.startswith(f"| {entry.page}") for line in table)
+
+
+def test_a_seed_always_gives_the_same_draw() -> None:
+    assert str(drawn(5, 2)) == str(drawn(5, 2)) != str(drawn(6, 2))
+
+
+def test_differences_are_seen() -> None:
+    import torch
+
+    ones = {"a": torch.ones(2), "b": [1, torch.ones(1)]}
+    for change, what in (
+        ({"a": torch.full((2,), 1.1)}, "value"),
+        ({"a": torch.ones(3)}, "shape"),
+        ({"a": torch.ones(2).double()}, "about"),
+        ({"c": 1}, "keys"),
+        ({"b": [2, torch.ones(1)]}, "value"),
+        ({"b": [1]}, "kind"),
+        ({"b": None}, "kind"),
+    ):
+        found = differences(frozen(ones), frozen({**ones, **change}), 1e-6)
+        assert [one.what for one in found] == [what]
+    assert not list(differences(frozen(ones), frozen(ones), 0.0))
+    errors = raised(ValueError("a")), raised(KeyError("a"))
+    assert [one.what for one in differences(*errors, 0.0)] == ["raised"]
+    assert [one.what for one in differences(errors[0], None, 0.0)] == ["raised"]
+    assert not list(differences(errors[0], raised(ValueError("b")), 0.0))
+
+
+def test_a_failing_draw_tells_how_to_replay_it() -> None:
+    text = str(Outcome(7, 4, differences=["rank 0: something"]))
+    assert re.search(r"seed 7: .* on 4 ranks", text) and "something" in text
+    assert "python -m tests.differential 7 --ranks 4" in text

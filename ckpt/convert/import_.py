@@ -52,6 +52,7 @@ from ckpt.process import place_beside, world_of
 from ckpt.saving.publish import publish
 from ckpt.saving.report import SaveOptions
 from ckpt.saving.task import Attempt, SaveTask
+from ckpt.state.names import split_state_name
 from ckpt.state.values import is_reference, join
 from ckpt.world.base import collectively
 from storage import Store, open_store
@@ -279,13 +280,9 @@ def _renamed_optimizers(
         state = join(path, "state.")
         new_state = join(names[fqn].removesuffix("param_groups").rstrip("."), "state.")
         for name in names:
-            if name.startswith(state):
-                param, _, tail = name[len(state) :].rpartition(".")
-                while param and param not in params:
-                    param, _, part = param.rpartition(".")
-                    tail = f"{part}.{tail}"
-                if param:
-                    new_names[name] = f"{new_state}{params[param]}.{tail}"
+            if name.startswith(state) and (parts := split_state_name(name[len(state) :], params)):
+                param, tail = parts
+                new_names[name] = f"{new_state}{params[param]}.{tail}"
     return new_names, new_values
 
 

@@ -23,7 +23,7 @@ from ckpt.layout.piece import Holding, Kind, Piece
 from ckpt.layout.plain import Ranks
 from ckpt.layout.region import Box
 from ckpt.state.describe import Described, Member, holdings_of
-from ckpt.state.names import Names
+from ckpt.state.names import Names, split_state_name
 from ckpt.state.optimizer import (
     NAME_KEYS,
     NUMBER_OF_SUFFIX,
@@ -187,12 +187,10 @@ class _Binding:
             for fqn, content in source.items():
                 if not fqn.startswith(prefix) or fqn in inside:
                     continue
-                head, _, tail = fqn[len(prefix) :].rpartition(".")
-                while head and head not in self.saved_names:
-                    head, _, part = head.rpartition(".")
-                    tail = f"{part}.{tail}"
-                if not head:
+                parts = split_state_name(fqn[len(prefix) :], self.saved_names)
+                if parts is None:
                     continue
+                head, tail = parts
                 state = states.setdefault(head, SavedState({}, {}, {}))
                 if source is own:
                     state.own[tail] = (fqn, own[fqn])

@@ -201,6 +201,20 @@ def _starts_with(fqn: str, prefixes: Collection[str]) -> bool:
     return False
 
 
+def split_state_name(name: str, params: Collection[str]) -> tuple[str, str] | None:
+    """`name` as a parameter and the name of its state; None when it starts with none of `params`.
+
+    Both may have dots ("layer.weight" and "moments.first"), so there may be several ways to cut;
+    the longest name of a parameter wins.
+    """
+    cut = name.rfind(".")
+    while cut > 0:
+        if name[:cut] in params:
+            return name[:cut], name[cut + 1 :]
+        cut = name.rfind(".", 0, cut)
+    return None
+
+
 # Parts of names that wrappers of torch put between those of the bare module.
 WRAPPER_PARTS = frozenset({"_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module"})
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ckpt.errors import Mismatch
+from ckpt.state.names import split_state_name
 
 
 def check_keys(state_dict: Mapping[str, Any]) -> type | None:
@@ -48,12 +49,7 @@ def nested(state_dict: Mapping[str, Any], params: Collection[str]) -> Mapping[st
     known = frozenset(params)
     for key, content in state_dict.items():
         kind, _, rest = key.partition(".")
-        head, _, name = rest.rpartition(".")
-        while head and head not in known:
-            head, _, part = head.rpartition(".")
-            name = f"{part}.{name}"
-        if not head:
-            head, _, name = rest.rpartition(".")
+        head, name = split_state_name(rest, known) or _last_part(rest)
         (state if kind == "state" else hyper).setdefault(head, {})[name] = content
     groups: list[dict[str, Any]] = []
     for param, found in hyper.items():
@@ -64,6 +60,12 @@ def nested(state_dict: Mapping[str, Any], params: Collection[str]) -> Mapping[st
         else:
             groups.append({**found, "params": [param]})
     return {"state": state, "param_groups": groups}
+
+
+def _last_part(name: str) -> tuple[str, str]:
+    """How to cut a name whose parameter is not known: most names of states have no dot."""
+    head, _, tail = name.rpartition(".")
+    return head, tail
 
 
 def _same_hyper(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:

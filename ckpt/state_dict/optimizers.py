@@ -27,7 +27,7 @@ from ckpt.layout.region import Shape
 from ckpt.layout.sharded_tensor import UnitSharding
 from ckpt.state.bind_optimizer import BoundOptimizer, bind_optimizer
 from ckpt.state.describe import Described
-from ckpt.state.names import Names, bare_name
+from ckpt.state.names import Names, bare_name, split_state_name
 from ckpt.state.optimizer import (
     NAME_KEYS,
     NUMBER_OF_SUFFIX,
@@ -230,20 +230,11 @@ def _sharding_of(described: Described) -> Callable[[str], UnitSharding | None]:
 
 
 def by_parameter(fqns: Collection[str], params: Collection[str]) -> Iterator[tuple[str, str, str]]:
-    """Parameter and state name of each name of a state tensor or value, with that name.
-
-    Names of states may have dots; then the longest parameter that fits is meant.
-    """
+    """Parameter and state name of each name of a state tensor or value, with that name."""
     known = frozenset(params)
     for fqn in fqns:
-        if not fqn.startswith(STATE):
-            continue
-        head, _, name = fqn[len(STATE) :].rpartition(".")
-        while head and head not in known:
-            head, _, part = head.rpartition(".")
-            name = f"{part}.{name}"
-        if head:
-            yield head, name, fqn
+        if fqn.startswith(STATE) and (parts := split_state_name(fqn[len(STATE) :], known)):
+            yield *parts, fqn
 
 
 def _state(

@@ -15,6 +15,7 @@ import ckpt
 from ckpt.errors import Mismatch
 from ckpt.loading.load import LoadOptions, LoadReport, load_state
 from ckpt.state.matching import nearest, with_nearest
+from ckpt.state.names import split_state_name
 from ckpt.testing import run_ranks
 from ckpt.world.base import World
 from storage import open_store
@@ -129,3 +130,15 @@ def test_nearest_name(name: str, expected: str) -> None:
 def test_only_the_first_missing_names_are_told() -> None:
     told = with_nearest([f"a.{n}" for n in range(9)], ["b.0"])
     assert told.startswith("a.0 (the checkpoint has b.0), ") and told.endswith(" and 4 more")
+
+
+def test_the_longest_parameter_name_wins() -> None:
+    params = {"layer", "layer.weight", "w"}
+    assert split_state_name("layer.weight.moments.first", params) == (
+        "layer.weight",
+        "moments.first",
+    )
+    assert split_state_name("layer.bias.step", params) == ("layer", "bias.step")
+    assert split_state_name("w.step", params) == ("w", "step")
+    for other in ("layer", "other.step", ".step", "", "wide.step"):
+        assert split_state_name(other, params) is None

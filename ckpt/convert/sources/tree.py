@@ -17,7 +17,7 @@ from ckpt.convert.sources.source import Refusal
 from ckpt.convert.sources.torch_pickle import Refused
 from ckpt.errors import UnsupportedFormat
 from ckpt.layout.piece import Kind
-from ckpt.state.names import WRAPPER_PARTS
+from ckpt.state.names import WRAPPER_PARTS, split_state_name
 from ckpt.state.values import DEPTH_MAX, TENSOR_KEY, is_key, join
 
 NODES_MAX = 1 << 20  # of one state: shared parts of a pickle count each time they are named
@@ -289,12 +289,10 @@ def _unflattened(node: Mapping[Any, Any]) -> _Optimizer | None:
     for key, item in node.items():
         if not str(key).startswith("state."):
             continue
-        param, _, name = str(key).removeprefix("state.").rpartition(".")
-        while param and param not in hyper:
-            param, _, part = param.rpartition(".")
-            name = f"{part}.{name}"
-        if not param:
+        parts = split_state_name(str(key).removeprefix("state."), hyper)
+        if parts is None:
             return None
+        param, name = parts
         state[param][name] = item
     groups: dict[Any, dict[str, Any]] = {}
     for param, values in hyper.items():

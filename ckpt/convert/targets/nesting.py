@@ -17,6 +17,7 @@ from ckpt.convert.targets.dcp_metadata import DcpEntry, DcpPart, DcpValue, encod
 from ckpt.convert.targets.files import Output, PlannedFile, ZipBuilding, known_file, torch_file
 from ckpt.errors import CheckpointError
 from ckpt.layout.region import Shape, Span
+from ckpt.state.names import split_state_name
 from ckpt.state.optimizer import NUMBER_OF_SUFFIX
 from ckpt.state.values import TENSOR_KEY, is_reference, join_tree
 
@@ -114,13 +115,9 @@ class _Paths:
     def of(self, fqn: str) -> PathOf:
         for path, params in self.params.items():
             prefix = f"{path}.state." if path else "state."
-            if fqn.startswith(prefix):
-                param, _, name = fqn[len(prefix) :].rpartition(".")
-                while param and param not in params:
-                    param, _, part = param.rpartition(".")
-                    name = f"{part}.{name}"
-                if param:
-                    return (*_parts(path), "state", param, name.partition("~")[0])
+            if fqn.startswith(prefix) and (parts := split_state_name(fqn[len(prefix) :], params)):
+                param, name = parts
+                return (*_parts(path), "state", param, name.partition("~")[0])
         for path in self.modules:
             if not path or fqn.startswith(f"{path}."):
                 return (*_parts(path), fqn[len(path) + 1 :] if path else fqn)

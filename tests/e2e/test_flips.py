@@ -20,6 +20,7 @@ from ckpt.format.manifest import Manifest
 from ckpt.format.manifest_codec import decode_manifest
 from ckpt.loading.load import LoadOptions, load_state
 from ckpt.saving import publish, task
+from ckpt.testing import RanksFailed
 from ckpt.world.base import SoloWorld
 from storage import ByteRange, Store, open_store
 from storage.wrap import WrappedStore
@@ -177,3 +178,21 @@ def test_every_byte_of_every_tensor_is_covered_by_a_checksum(saved: Saved) -> No
             assert str(_expected_block(saved, key, at)) in str(error)
             count += 1
     assert count > 50
+
+
+def test_every_block_is_checked_by_loads_of_parts_and_of_shared_blocks(saved: Saved) -> None:
+    """Three ranks load what two have saved: each needs parts of chunks, and all need replicas."""
+    chunks = saved.manifest.chunks
+    size = 3
+    for chunk in range(len(chunks)):
+        name = saved.manifest.files[int(chunks.file[chunk])]
+        (key,) = (k for k in saved.nbytes if k.endswith(name))
+        start, nbytes = int(chunks.byte_start[chunk]), saved.manifest.chunk_nbytes(chunk)
+        for at in range(start, start + nbytes, BLOCK_NBYTES):
+            flipped = FlippedStore(saved.store, key, 8 * at + 3)
+            states = [_state(5, rank, size) for rank in range(size)]
+            with pytest.raises(RanksFailed) as caught:
+                Job(size, lambda rank, s=flipped: s).load(states.__getitem__)  # type: ignore[misc]
+            errors = list(caught.value.errors.values())
+            assert {type(error) for error in errors} == {LoadInterrupted} and len(errors) == size
+            assert str(_expected_block(saved, key, at)) in str(errors[0])

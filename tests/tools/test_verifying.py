@@ -90,6 +90,11 @@ def test_missing_and_cut_files_are_reported_beside_others(root: str) -> None:
     assert f"{first.name}: the file is missing" in texts
     assert f"{second.name}: {second.stat().st_size} bytes long, written were" in texts
     assert f"{third.name}: block" in texts
+    # Which tensors the cut costs is told block by block.
+    cut_off = [damage for damage in report.damage if damage.text.endswith(" is cut off")]
+    assert cut_off and all(damage.file.endswith(second.name) for damage in cut_off)
+    assert {damage.fqn for damage in cut_off} <= set(ckpt.open(root))
+    assert max(damage.stop for damage in cut_off) > second.stat().st_size
 
 
 def test_step_directory_is_verified_by_itself(root: str) -> None:

@@ -34,7 +34,8 @@ def _offloads_on_cpu(draw: Draw, op: Op) -> bool:
     if draw.face != "flat":
         return False
     if op.name == "summon":
-        return op.args["offload_to_cpu"] and draw.strategy != "NO_SHARD"
+        refused = op.args["with_grads"] or (op.args["writeback"] and op.args["rank0_only"])
+        return op.args["offload_to_cpu"] and draw.strategy != "NO_SHARD" and not refused
     if op.name in ("state", "load"):
         return op.args["form"] == "FULL" and op.args["config"] and op.args["offload"]
     return draw.orig and (
@@ -84,6 +85,8 @@ def _is_frozen_unsharded(draw: Draw, op: Op, difference: Difference) -> bool:
     lost = missing and difference.where == ".local.params"
     place = "[1][1]" if op.name == "summon" else "[2]"
     shown = difference.where.endswith(place) and difference.ours == "None"
+    if draw.strategy == "NO_SHARD" and draw.orig:
+        lost |= op.name == "names" or "FSDP assumes" in str(difference.torch)
     return draw.face == "flat" and frozen and (lost or shown)
 
 
@@ -211,6 +214,7 @@ LISTED: Sequence[Listed] = (
     Listed(
         "frozen parameters",
         "torch loses them from named_parameters, or gives them gradients",
+        ends=True,
         matches=_is_frozen_unsharded,
     ),
     Listed(

@@ -48,10 +48,10 @@ if TYPE_CHECKING:
     from ckpt.loading.load import LoadReport as LoadReport
     from ckpt.saving.background import PendingSave as PendingSave
     from ckpt.saving.report import SaveReport as SaveReport
-    from ckpt.service.checkpointer import Alarm as Alarm
+    from ckpt.service.alarm import Alarm as Alarm
+    from ckpt.service.alarm import SavesFailed as SavesFailed
     from ckpt.service.checkpointer import Checkpointer as Checkpointer
-    from ckpt.service.checkpointer import Saved as Saved
-    from ckpt.service.checkpointer import SavesFailed as SavesFailed
+    from ckpt.service.inflight import Saved as Saved
     from ckpt.service.policies import Adaptive as Adaptive
     from ckpt.service.policies import AtExit as AtExit
     from ckpt.service.policies import EverySeconds as EverySeconds
@@ -95,7 +95,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "Adaptive": "ckpt.service.policies",
-    "Alarm": "ckpt.service.checkpointer",
+    "Alarm": "ckpt.service.alarm",
     "AtExit": "ckpt.service.policies",
     "Checkpoint": "ckpt.loading.checkpoint",
     "CheckpointError": "ckpt.errors",
@@ -135,8 +135,8 @@ _HOMES = {
     "RestoreReport": "ckpt.service.restore",
     "SaveDropped": "ckpt.errors",
     "SaveReport": "ckpt.saving.report",
-    "Saved": "ckpt.service.checkpointer",
-    "SavesFailed": "ckpt.service.checkpointer",
+    "Saved": "ckpt.service.inflight",
+    "SavesFailed": "ckpt.service.alarm",
     "Selection": "ckpt.convert.export",
     "StateDictType": "ckpt.state_dict.config",
     "StepInfo": "ckpt.loading.checkpoint",

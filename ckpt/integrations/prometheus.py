@@ -23,7 +23,7 @@ from ckpt.service.events import (
     SaveSkipped,
     SaveSucceeded,
 )
-from ckpt.telemetry.recorder import Span
+from ckpt.telemetry.recorder import PhaseSpan
 
 BLOCKED = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
 LONG = (0.1, 0.3, 1, 3, 10, 30, 60, 120, 300, 600, 1800)
@@ -134,7 +134,7 @@ class SaveMetrics:
         self._restored_step.set(event.report.step)
 
 
-def _observe(phases: Histogram, spans: Sequence[Span]) -> None:
+def _observe(phases: Histogram, spans: Sequence[PhaseSpan]) -> None:
     """One observation for each phase, its spans together."""
     seconds: dict[str, float] = {}
     for span in spans:

@@ -30,7 +30,7 @@ from ckpt.state.bind import Binding, bind_state
 from ckpt.state.half_loaded import filling
 from ckpt.state.matching import Tally, total, with_nearest
 from ckpt.state.types import Catalog, Loaded, ProblemKind, TensorEntry
-from ckpt.telemetry.recorder import Recorder, Span
+from ckpt.telemetry.recorder import PhaseSpan, Recorder
 from ckpt.world.base import World, collectively
 from storage import StorageError, Store
 
@@ -62,7 +62,7 @@ class LoadReport:
     loaded: Loaded
     nbytes_read: int
     nbytes_cached: int = 0
-    spans: tuple[Span, ...] = field(default=(), compare=False)
+    spans: tuple[PhaseSpan, ...] = field(default=(), compare=False)
     counters: Mapping[str, float] = field(default_factory=dict, compare=False)
     warnings: tuple[str, ...] = ()
 

@@ -28,7 +28,7 @@ from ckpt.format.references import REFERENCES
 from ckpt.saving.base import NOTHING, decode_base
 from ckpt.saving.report import SaveReport
 from ckpt.saving.task import NONE_HERE, UNCHANGED, Attempt, PartMemory, SaveTask, header_of
-from ckpt.telemetry.history import Committed, RankTold, log_saved, totals_of, write_telemetry
+from ckpt.telemetry.history import CommittedSave, RankReport, log_saved, totals_of, write_telemetry
 from ckpt.telemetry.record import SaveTotals
 from ckpt.world.base import collectively
 
@@ -109,7 +109,7 @@ def _publish(task: SaveTask, attempt: Attempt, write: Callable[[Attempt], Part])
     return report
 
 
-def _tell(report: SaveReport, told: Sequence[RankTold], task: SaveTask) -> None:
+def _tell(report: SaveReport, told: Sequence[RankReport], task: SaveTask) -> None:
     """The lead tells how a save went that is committed, so nothing here may fail it."""
     history, lead = task.memory.history, task.session.session
     assert lead is not None
@@ -185,7 +185,7 @@ class _Received(NamedTuple):
     """What all ranks have handed over, in rank order; nothing but on the lead."""
 
     parts: list[Part]
-    told: list[RankTold]
+    told: list[RankReport]
 
 
 def _hand_over(part: Part, task: SaveTask) -> Callable[[], _Received]:
@@ -212,7 +212,7 @@ def _assembled(received: Sequence[bytes], memory: PartMemory) -> _Received:
         if structure:
             memory.structures[rank] = structure
         parts.append(assemble(memory.structures[rank], variable))
-        told.append(RankTold.decode(telling))
+        told.append(RankReport.decode(telling))
     return _Received(parts, told)
 
 
@@ -230,7 +230,7 @@ class _Committed(NamedTuple):
 
     answer: Mapping[str, Any] = {}
     manifest: Manifest | None = None
-    told: Sequence[RankTold] = ()
+    told: Sequence[RankReport] = ()
 
 
 def _commit(
@@ -297,7 +297,7 @@ def _commit_parts(received: _Received, task: SaveTask, header: Header, lead: Ses
         in_line=task.options.in_line,
     )
     nbytes = manifest.own_nbytes + len(data)
-    made = Committed(header.step, header.attempt, nbytes, sum(held.values()), warnings)
+    made = CommittedSave(header.step, header.attempt, nbytes, sum(held.values()), warnings)
     totals = totals_of(made, told, now_unix=time.time())
     try:
         with task.recorder.span("commit"):

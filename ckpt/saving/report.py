@@ -8,7 +8,7 @@ from typing import Literal
 
 from ckpt.saving.write import WritePath
 from ckpt.telemetry.record import SaveTotals
-from ckpt.telemetry.recorder import Span
+from ckpt.telemetry.recorder import PhaseSpan
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,5 +45,5 @@ class SaveReport:
     warnings: tuple[str, ...]
     totals: SaveTotals = field(compare=False)
     nbytes_referenced: int = 0
-    spans: tuple[Span, ...] = field(default=(), compare=False)
+    spans: tuple[PhaseSpan, ...] = field(default=(), compare=False)
     counters: Mapping[str, float] = field(default_factory=dict, compare=False)

@@ -36,7 +36,7 @@ from ckpt.saving.plan import Contents, PlanMemory, SavePlan
 from ckpt.saving.report import SaveOptions
 from ckpt.saving.step_gate import Evidence
 from ckpt.saving.write import FileTexts
-from ckpt.telemetry.history import RankTold, SaveHistory
+from ckpt.telemetry.history import RankReport, SaveHistory
 from ckpt.telemetry.recorder import Recorder, stopwatch
 from storage import Store
 
@@ -95,9 +95,9 @@ class SaveTask:
         """Requests that were repeated on this rank, so far."""
         return self.store.retries - self.retries_before
 
-    def told(self) -> RankTold:
+    def told(self) -> RankReport:
         """What there is to tell of it on this rank, so far."""
-        return RankTold(self.recorder.spans(), self.blocked_seconds(), self.retries)
+        return RankReport(self.recorder.spans(), self.blocked_seconds(), self.retries)
 
 
 class Written(NamedTuple):

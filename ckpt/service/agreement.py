@@ -1,14 +1,16 @@
 """Ranks agree in the background on something to do at one and the same call of `step`.
 
-A clock or a signal strikes on one rank, at a moment that is another place of the training on each
-rank, and nobody may wait for it. Note "promises": whoever has a wish raises a flag, which the
-watcher of every rank polls. Each watcher then promises how far its rank will go at most without
-knowing the outcome: some calls ahead of where it is. The promises are gathered, and the thing is
-done at the latest of them. No rank can have passed that call, because it lies at or after its own
-promise, where it would wait; and none does wait as long as the promises are far enough ahead for
-the round to end before they are reached. The training's own thread sends and receives nothing.
+A clock or a signal fires on one rank, when other ranks are at other places of the training, and
+nobody may wait for it. Note "promises": a rank with a proposal raises a flag, which the watcher of
+every rank polls. Each watcher then promises a call that its rank will not pass without knowing the
+outcome: some calls ahead of where it is. The promises are gathered, and the proposal is carried out
+at the latest of them. No rank can have passed that call, because it lies at or after the rank's own
+promise, where the rank would wait; and no rank does wait as long as the promises are far enough
+ahead for the round to end before they are reached. The training's own thread sends and receives
+nothing.
 
-All decisions are pure functions of what was gathered, which is the same on all ranks.
+All decisions are pure functions of what was gathered, which is the same on all ranks. A turn is one
+call of `step`, by its number.
 """
 
 from __future__ import annotations
@@ -31,18 +33,18 @@ from ckpt.world.base import World
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.1
-LOOK_SECONDS = 0.5  # how often a rank looks whether its neighbour lives
+CHECK_SECONDS = 0.5  # how often a rank checks whether its neighbour lives
 RANKS_POLLING_FAST = 256  # more ranks than this poll less often each
 TURNS_TIMED = 16
 
 
-class Wish(NamedTuple):
-    """What one rank brings to a round.
+class Proposal(NamedTuple):
+    """What one rank contributes to a round.
 
     `turn_max` is its promise: it will not pass that call without knowing the outcome. `signals`
     arrived here, `left_seconds` is how long this job may go on after them. `reasons` are why the
-    lead wants a save, `valid_at` how many saves had been begun then. `alarm` asks all ranks to hear
-    of failed saves, `closing` says that this rank makes no further call.
+    coordinator wants a save, `valid_at` how many saves had been begun then. `alarm` requests that
+    all ranks raise failed saves, `closing` means that this rank makes no further call.
     """
 
     turn_max: int
@@ -57,9 +59,9 @@ class Wish(NamedTuple):
         return json.dumps(self).encode()
 
     @staticmethod
-    def decode(data: bytes) -> Wish:
+    def decode(data: bytes) -> Proposal:
         turn_max, signals, left_seconds, reasons, *rest = json.loads(data)
-        return Wish(turn_max, tuple(signals), left_seconds, tuple(reasons), *rest)
+        return Proposal(turn_max, tuple(signals), left_seconds, tuple(reasons), *rest)
 
 
 class Decision(NamedTuple):
@@ -77,17 +79,17 @@ class Decision(NamedTuple):
         return not (self.signals or self.reasons or self.alarm)
 
 
-def decided(wishes: Sequence[Wish], *, now_seconds: float) -> Decision:
-    """What follows from the wishes of all ranks: everything that any of them brought, at the latest
-    promise. The same on all ranks, but for the clock.
+def decided(proposals: Sequence[Proposal], *, now_seconds: float) -> Decision:
+    """What follows from the proposals of all ranks: everything that any of them proposed, at the
+    latest promise. The same on all ranks, but for the clock.
     """
     return Decision(
-        turn=max(wish.turn_max for wish in wishes),
-        signals=frozenset(number for wish in wishes for number in wish.signals),
-        deadline_seconds=now_seconds + min(wish.left_seconds for wish in wishes),
-        reasons=tuple(dict.fromkeys(text for wish in wishes for text in wish.reasons)),
-        valid_at=max(wish.valid_at for wish in wishes),
-        alarm=any(wish.alarm for wish in wishes),
+        turn=max(proposal.turn_max for proposal in proposals),
+        signals=frozenset(number for proposal in proposals for number in proposal.signals),
+        deadline_seconds=now_seconds + min(proposal.left_seconds for proposal in proposals),
+        reasons=tuple(dict.fromkeys(text for proposal in proposals for text in proposal.reasons)),
+        valid_at=max(proposal.valid_at for proposal in proposals),
+        alarm=any(proposal.alarm for proposal in proposals),
     )
 
 
@@ -110,28 +112,28 @@ class SignalSource(Protocol):
         """Signals that arrived since the last call."""
 
     def left_seconds(self) -> float:
-        """How long this process may go on; infinite before it was told to end."""
+        """How long this process may go on; infinite until a signal ends the job."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How often watchers look, and how far ahead they promise: `ahead_seconds` of steps."""
+    """How often watchers poll, and how far ahead they promise: `ahead_seconds` of steps."""
 
     poll_seconds: float = POLL_SECONDS
     ahead_seconds: float = 5 * POLL_SECONDS
 
     @staticmethod
     def of(world: World) -> Pace:
-        """Slower in large worlds, so that their requests together stay some thousands a second."""
+        """Slower in large worlds: all ranks together send some thousand requests a second."""
         poll = POLL_SECONDS * max(1.0, world.size / RANKS_POLLING_FAST)
         return Pace(poll, 5 * poll)
 
 
-class Council:
+class StepAgreement:
     """One rank's part in the agreements; see note "promises". It closes `world` in the end.
 
-    `turn` and `close` are called by the training's thread on all ranks, in the same order; `ask`
-    by any thread of any rank. A world of one needs no watcher and decides at once.
+    The training's thread calls `turn` and `close` on all ranks, in the same order; any thread of
+    any rank calls `propose`. A world of one needs no watcher and decides at once.
     """
 
     def __init__(
@@ -150,37 +152,39 @@ class Council:
         self._changed = threading.Condition()
         self._turn = 0
         self._turns_seconds: deque[float] = deque(maxlen=TURNS_TIMED)  # when the newest were made
-        self._wish = Wish(0)
+        self._proposal = Proposal(0)
         self._promise = math.inf
         self._decisions: list[Decision] = []
         self._failure: BaseException | None = None
         self._leaving = self._has_left = False
         self._closed = False
         self._number = 0
-        self._looked_seconds = -math.inf
+        self._checked_seconds = -math.inf
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="ckpt-agree")
         if world.size > 1:
             self._pool.submit(self._watch)
 
-    def ask(self, *, reasons: Sequence[str] = (), valid_at: int = -1, alarm: bool = False) -> None:
-        """Bring a wish of this rank; what comes of it is told by a later `turn` of all ranks."""
+    def propose(
+        self, *, reasons: Sequence[str] = (), valid_at: int = -1, alarm: bool = False
+    ) -> None:
+        """Propose something; a later `turn` of all ranks returns it as part of its decision."""
         with self._changed:
-            self._wish = self._wish._replace(
-                reasons=tuple(dict.fromkeys((*self._wish.reasons, *reasons))),
-                valid_at=max(self._wish.valid_at, valid_at),
-                alarm=self._wish.alarm or alarm,
+            self._proposal = self._proposal._replace(
+                reasons=tuple(dict.fromkeys((*self._proposal.reasons, *reasons))),
+                valid_at=max(self._proposal.valid_at, valid_at),
+                alarm=self._proposal.alarm or alarm,
             )
             self._changed.notify_all()
 
     def fail(self, failure: RankFailed) -> None:
-        """Have the next call of this rank raise `failure`, which names who is missing."""
+        """Make the next call of this rank raise `failure`, which names the missing rank."""
         with self._changed:
             self._failure = self._failure or failure
             self._changed.notify_all()
         self._world.end(failure)
 
     def turn(self) -> Decision | None:
-        """The next call: what all ranks do at it, None for nothing.
+        """The next call. Returns what all ranks do at it, None for nothing.
 
         Raises RankFailed when a rank was found dead, naming it.
         """
@@ -198,16 +202,16 @@ class Council:
             return merged(due, self._turn) if due else None
 
     def close(self) -> Decision | None:
-        """The last call, on all ranks: what they agreed on and have not done yet.
+        """The last call, on all ranks. Returns what they agreed on and have not done yet.
 
-        Waits until all ranks have come here. Raises RankFailed when one never will.
+        Waits until all ranks are here. Raises RankFailed when one never will be.
         """
         with self._changed:
             self._turn += 1
             if self._world.size == 1:
                 self._decide_alone()
             else:
-                self._wish = self._wish._replace(closing=True)
+                self._proposal = self._proposal._replace(closing=True)
                 self._changed.notify_all()
                 self._changed.wait_for(lambda: self._closed or self._failure is not None)
             self._raise_failure()
@@ -217,7 +221,7 @@ class Council:
         return None if left.is_empty else left
 
     def rest(self) -> None:
-        """No more agreements: all ranks know that they end, and may leave one after the other."""
+        """Hold no more rounds: all ranks know that they end, and may leave one after the other."""
         with self._changed:
             self._leaving = True
             self._changed.notify_all()
@@ -228,7 +232,7 @@ class Council:
         with self._changed:
             is_first, self._has_left = not self._has_left, True
         if is_first:
-            # Whoever waits in a round, here or on other ranks, need not wait any longer.
+            # Ends the waits of a round under way, here and on other ranks.
             self._world.abandon()
             self._world.close()
         self._pool.shutdown(wait=False)
@@ -246,77 +250,81 @@ class Council:
             raise failure
 
     def _decide_alone(self) -> None:
-        self._hear_signals()
-        wish = self._wish._replace(turn_max=self._turn, left_seconds=self._signals.left_seconds())
-        self._wish = Wish(0)
-        decision = decided([wish], now_seconds=self._clock())
+        self._take_signals()
+        proposal = self._proposal._replace(
+            turn_max=self._turn, left_seconds=self._signals.left_seconds()
+        )
+        self._proposal = Proposal(0)
+        decision = decided([proposal], now_seconds=self._clock())
         if not decision.is_empty:
             self._decisions.append(decision)
 
-    def _hear_signals(self) -> None:
+    def _take_signals(self) -> None:
         arrived = self._signals.take()
         if arrived:
-            numbers = tuple(sorted({*self._wish.signals, *arrived}))
-            self._wish = self._wish._replace(signals=numbers)
+            numbers = tuple(sorted({*self._proposal.signals, *arrived}))
+            self._proposal = self._proposal._replace(signals=numbers)
 
     # the watcher
 
     def _watch(self) -> None:
-        """Look once, then have this done again, until all ranks are closing or one is gone.
+        """Poll once, then submit the next poll, until all ranks are closing or one is gone.
 
-        A task for each look and not one loop: an interpreter that ends waits for tasks to finish
-        and takes no new ones, so a program that never closes us ends all the same.
+        A task for each poll and not one loop: an interpreter that ends waits for tasks to finish
+        and takes no new ones, so a program that never calls `close` ends all the same.
         """
         try:
             if self._is_over():
                 return
-            if self._has_wish():
-                self._world.raise_flag(f"wish {self._number}")
-            if self._world.flag_is_up(f"wish {self._number}"):
+            if self._has_proposal():
+                self._world.raise_flag(f"proposal {self._number}")
+            if self._world.flag_is_up(f"proposal {self._number}"):
                 self._hold_round(self._number)
                 self._number += 1
-            elif self._clock() - self._looked_seconds >= LOOK_SECONDS:
+            elif self._clock() - self._checked_seconds >= CHECK_SECONDS:
                 self._world.look("training")
-                self._looked_seconds = self._clock()
-            with contextlib.suppress(RuntimeError):  # no new tasks: the interpreter ends
+                self._checked_seconds = self._clock()
+            with contextlib.suppress(RuntimeError):  # the pool takes no tasks: the interpreter ends
                 self._pool.submit(self._watch)
         except BaseException as failure:
             with self._changed:
                 self._failure = failure
                 self._changed.notify_all()
             if not self._leaving:
-                logger.error("the ranks can agree on nothing any more: %s", failure)
+                logger.error("the ranks cannot agree on anything any more: %s", failure)
 
     def _is_over(self) -> bool:
-        """After a pause, unless a wish came in meanwhile."""
+        """Whether to stop polling. Pauses first, unless a proposal comes in meanwhile."""
         with self._changed:
             if not self._closed and not self._leaving:
                 self._changed.wait(self._pace.poll_seconds)
             return self._closed or self._leaving
 
-    def _has_wish(self) -> bool:
+    def _has_proposal(self) -> bool:
         with self._changed:
-            self._hear_signals()
-            wish = self._wish
-            return bool(wish.signals or wish.reasons or wish.alarm or wish.closing)
+            self._take_signals()
+            proposal = self._proposal
+            return bool(proposal.signals or proposal.reasons or proposal.alarm or proposal.closing)
 
     def _hold_round(self, number: int) -> None:
         with self._changed:
-            self._hear_signals()
-            mine = self._wish._replace(
-                turn_max=self._turn + (0 if self._wish.closing else self._calls_ahead()),
+            self._take_signals()
+            mine = self._proposal._replace(
+                turn_max=self._turn + (0 if self._proposal.closing else self._calls_ahead()),
                 left_seconds=self._signals.left_seconds(),
             )
-            self._wish = Wish(0, closing=mine.closing)
+            # What is sent now is done; only closing stays true for the rounds that follow.
+            self._proposal = Proposal(0, closing=mine.closing)
+            # Set before the round: from here on `turn` does not pass the promise without waiting.
             self._promise = mine.turn_max
-        gathered = self._world.gather(f"wishes {number}", mine.encode())
-        wishes = [Wish.decode(data) for data in gathered]
-        decision = decided(wishes, now_seconds=self._clock())
+        gathered = self._world.gather(f"proposals {number}", mine.encode())
+        proposals = [Proposal.decode(data) for data in gathered]
+        decision = decided(proposals, now_seconds=self._clock())
         with self._changed:
             if not decision.is_empty:
                 self._decisions.append(decision)
             self._promise = math.inf
-            self._closed = all(wish.closing for wish in wishes)
+            self._closed = all(proposal.closing for proposal in proposals)
             self._changed.notify_all()
 
     def _calls_ahead(self) -> int:

@@ -1,4 +1,4 @@
-"""What a Checkpointer tells of its saves and restores as they end, to whoever asked to hear it.
+"""Events that a Checkpointer notifies its observers of: how saves and restores end.
 
     def alert(event):
         if isinstance(event, SaveFailed):
@@ -6,8 +6,8 @@
 
     ckpt.Checkpointer(url, state, observers=[alert, SaveMetrics()])
 
-Every rank tells its own observers, in the thread that trains; of ranks that are missed it tells in
-another thread, at any time, because the one that trains may be waiting for them.
+Every rank notifies its own observers, in the thread that trains. `RankMissed` and `RankHeard` come
+from another thread, at any time, because the thread that trains may be waiting for that rank.
 """
 
 from __future__ import annotations
@@ -15,14 +15,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 from ckpt.saving.report import SaveReport
 from ckpt.service.restore import RestoreReport
-
-if TYPE_CHECKING:
-    from ckpt.service.restore import RestoreReport
-from ckpt.telemetry.history import MIB, RankTold
+from ckpt.telemetry.history import MIB, RankReport
 from ckpt.world.attendance import Concern
 
 logger = logging.getLogger(__name__)
@@ -30,8 +27,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class SaveSucceeded:
-    """A checkpoint exists. `seconds` from its begin to its commit; `blocked_seconds` is how long
-    training stood still for it on this rank.
+    """A checkpoint exists. `seconds` from its beginning to its commit; `blocked_seconds` is how
+    long training stood still for it on this rank.
     """
 
     report: SaveReport
@@ -41,7 +38,7 @@ class SaveSucceeded:
 
 @dataclass(frozen=True, slots=True)
 class SaveFailed:
-    """A save came to nothing."""
+    """A save failed."""
 
     step: int
     error: Exception
@@ -71,7 +68,7 @@ class RankMissed:
 
 @dataclass(frozen=True, slots=True)
 class RankHeard:
-    """What was told by `RankMissed` is so no more."""
+    """What `RankMissed` reported is over: the rank answers, or makes steps, again."""
 
     concern: Concern
 
@@ -80,8 +77,8 @@ SaveEvent: TypeAlias = SaveSucceeded | SaveFailed | SaveSkipped | Restored | Ran
 Observer: TypeAlias = Callable[[SaveEvent], object]
 
 
-def tell(observers: Sequence[Observer], event: SaveEvent) -> None:
-    """Call every observer; what one raises is logged, because a training is not to end by it."""
+def notify(observers: Sequence[Observer], event: SaveEvent) -> None:
+    """Call every observer. What one raises is logged: it must not end a training."""
     for observer in observers:
         try:
             observer(event)
@@ -91,8 +88,8 @@ def tell(observers: Sequence[Observer], event: SaveEvent) -> None:
 
 def log_restored(report: RestoreReport, seconds: float) -> None:
     """One line for people, with the same as `record.ckpt` for programs."""
-    told = RankTold(report.spans, 0.0, 0)
-    phases = {span.phase: told.seconds_in(span.phase) for span in report.spans}
+    rank_report = RankReport(report.spans, 0.0, 0)
+    phases = {span.phase: rank_report.seconds_in(span.phase) for span in report.spans}
     rate = report.nbytes_read / seconds / MIB if seconds else 0.0
     fields = {
         "event": "restored",

@@ -4,10 +4,10 @@ here.
     save=EverySteps(1000) | EverySeconds(1800) | OnSignal() | OnPreemption(grace_seconds=30)
 
 `|` saves when either side wants to, `&` when both do. Note "who decides": ranks see different
-clocks and signals, so each alternative of a policy is decided where it is known. What follows from
-the step alone, every rank decides by itself, with the same result. What needs a clock or a
-measurement, the lead decides; a signal counts on whichever rank it arrived. These two are agreed
-in the background and take effect at a call of `step` that lies a little ahead
+clocks and signals, so each alternative of a policy is decided by who has the facts. Every rank
+decides by itself what follows from the step alone, with the same result. The coordinator decides
+what needs a clock or a measurement; a signal counts on whichever rank it arrived. Ranks agree on
+these two in the background, and they take effect at a call of `step` that lies a little ahead
 (`ckpt.service.agreement`), the same one on all ranks.
 """
 
@@ -46,13 +46,13 @@ class SavePolicy(ABC):
     """When to save. Policies are values; combine them with `|` and `&`."""
 
     @abstractmethod
-    def reasons(self, seen: Observation) -> tuple[str, ...]:
+    def reasons(self, observation: Observation) -> tuple[str, ...]:
         """Why a save is due, in words for the log; empty when it is not."""
 
     @property
     @abstractmethod
     def needs_clock(self) -> bool:
-        """Whether the answer rests on a clock or a measurement, so that the lead must give it."""
+        """Whether the answer needs a clock or a measurement: then the coordinator gives it."""
 
     def alternatives(self) -> tuple[SavePolicy, ...]:
         """The policies of which any one is enough."""
@@ -75,8 +75,8 @@ class AnyOf(SavePolicy):
 
     policies: tuple[SavePolicy, ...]
 
-    def reasons(self, seen: Observation) -> tuple[str, ...]:
-        return tuple(text for policy in self.policies for text in policy.reasons(seen))
+    def reasons(self, observation: Observation) -> tuple[str, ...]:
+        return tuple(text for policy in self.policies for text in policy.reasons(observation))
 
     @property
     def needs_clock(self) -> bool:
@@ -103,9 +103,11 @@ class AllOf(SavePolicy):
                 "second condition; combine them with | instead of &"
             )
 
-    def reasons(self, seen: Observation) -> tuple[str, ...]:
-        told = [policy.reasons(seen) for policy in self.policies]
-        return (" and ".join("; ".join(texts) for texts in told),) if all(told) else ()
+    def reasons(self, observation: Observation) -> tuple[str, ...]:
+        by_policy = [policy.reasons(observation) for policy in self.policies]
+        if not all(by_policy):
+            return ()
+        return (" and ".join("; ".join(texts) for texts in by_policy),)
 
     @property
     def needs_clock(self) -> bool:
@@ -120,7 +122,7 @@ class AllOf(SavePolicy):
 class Never(SavePolicy):
     """Only `save_now()` saves."""
 
-    def reasons(self, seen: Observation) -> tuple[str, ...]:
+    def reasons(self, observation: Observation) -> tuple[str, ...]:
         return ()
 
     @property
@@ -138,8 +140,8 @@ class EverySteps(SavePolicy):
         if type(self.steps) is not int or self.steps < 1:
             raise ValueError(f"EverySteps({self.steps!r}): expected an int of at least 1")
 
-    def reasons(self, seen: Observation) -> tuple[str, ...]:
-        crossed = seen.step // self.steps > seen.previous_step // self.steps
+    def reasons(self, observation: Observation) -> tuple[str, ...]:
+        crossed = observation.step // self.steps > observation.previous_step // self.steps
         return (f"every {self.steps} steps",) if crossed else ()
 
     @property
@@ -149,15 +151,15 @@ class EverySteps(SavePolicy):
 
 @dataclass(frozen=True, slots=True)
 class EverySeconds(SavePolicy):
-    """When the newest save was begun `seconds` ago, by the lead's clock."""
+    """When the newest save was begun `seconds` ago, by the coordinator's clock."""
 
     seconds: float
 
     def __post_init__(self) -> None:
         _check_positive(self, "seconds", self.seconds)
 
-    def reasons(self, seen: Observation) -> tuple[str, ...]:
-        due = seen.now_seconds - seen.last_save_seconds >= self.seconds
+    def reasons(self, observation: Observation) -> tuple[str, ...]:
+        due = observation.now_seconds - observation.last_save_seconds >= self.seconds
         return (f"every {self.seconds:g} s",) if due else ()
 
     @property
@@ -172,9 +174,9 @@ class Adaptive(SavePolicy):
     The method of CheckFreq (Mohan, Phanishayee, Chidambaram: CheckFreq: Frequent, Fine-Grained DNN
     Checkpointing, FAST 2021): profile what a save costs the training and how long it is under way,
     choose the interval that keeps the cost within the budget, and choose anew as the costs change.
-    The cost is what `CostMeter` measures: blocked time and the slow-down of steps meanwhile. Never
-    is a save due while the one before would still be under way, nor before `seconds_min`. The first
-    one is due then, to be measured; after `seconds_max` one is due whatever it costs.
+    The cost is what `CostMeter` measures: blocked time and the slow-down of steps meanwhile. A save
+    is never due while the one before would still be under way, nor before `seconds_min`. The first
+    one is due at `seconds_min`, to be measured; after `seconds_max` one is due whatever it costs.
     """
 
     overhead_max: float = 0.03
@@ -191,17 +193,17 @@ class Adaptive(SavePolicy):
             )
 
     def interval_seconds(self, cost_seconds: float, persist_seconds: float) -> float:
-        """From the begin of one save to the begin of the next, at these costs.
+        """From the beginning of one save to that of the next, at these costs.
 
         Of an interval, all but the cost is training: cost / (interval - cost) is the overhead.
         """
         wanted = cost_seconds * (1.0 + 1.0 / self.overhead_max)
         return min(max(wanted, persist_seconds, self.seconds_min), self.seconds_max)
 
-    def reasons(self, seen: Observation) -> tuple[str, ...]:
-        cost = seen.cost_seconds or 0.0
-        interval = self.interval_seconds(cost, seen.persist_seconds or 0.0)
-        if seen.now_seconds - seen.last_save_seconds < interval:
+    def reasons(self, observation: Observation) -> tuple[str, ...]:
+        cost = observation.cost_seconds or 0.0
+        interval = self.interval_seconds(cost, observation.persist_seconds or 0.0)
+        if observation.now_seconds - observation.last_save_seconds < interval:
             return ()
         return (f"{interval:.3g} s passed, a save costs {cost:.3g} s: {self.overhead_max:.2%} max",)
 
@@ -219,8 +221,8 @@ class OnSignal(SavePolicy):
     def __post_init__(self) -> None:
         _check_signals(self, self.signals)
 
-    def reasons(self, seen: Observation) -> tuple[str, ...]:
-        arrived = sorted(seen.signals & set(self.signals))
+    def reasons(self, observation: Observation) -> tuple[str, ...]:
+        arrived = sorted(observation.signals & set(self.signals))
         return tuple(f"on {signal.Signals(number).name}" for number in arrived)
 
     @property
@@ -243,8 +245,8 @@ class OnPreemption(SavePolicy):
         _check_positive(self, "grace_seconds", self.grace_seconds)
         _check_signals(self, self.signals)
 
-    def reasons(self, seen: Observation) -> tuple[str, ...]:
-        arrived = sorted(seen.signals & set(self.signals))
+    def reasons(self, observation: Observation) -> tuple[str, ...]:
+        arrived = sorted(observation.signals & set(self.signals))
         return tuple(f"preempted by {signal.Signals(number).name}" for number in arrived)
 
     @property
@@ -259,8 +261,8 @@ class AtExit(SavePolicy):
     Not after an exception: then nobody knows whether the state is whole.
     """
 
-    def reasons(self, seen: Observation) -> tuple[str, ...]:
-        return ("at exit",) if seen.closing else ()
+    def reasons(self, observation: Observation) -> tuple[str, ...]:
+        return ("at exit",) if observation.closing else ()
 
     @property
     def needs_clock(self) -> bool:
@@ -288,8 +290,8 @@ def by_all(policy: SavePolicy) -> SavePolicy:
     return AnyOf(tuple(part for part in policy.alternatives() if not part.needs_clock))
 
 
-def by_lead(policy: SavePolicy) -> SavePolicy:
-    """The alternatives that the lead decides for all."""
+def by_coordinator(policy: SavePolicy) -> SavePolicy:
+    """The alternatives that the coordinator decides for all."""
     return AnyOf(tuple(part for part in policy.alternatives() if part.needs_clock))
 
 
@@ -299,7 +301,7 @@ def preemption_of(policy: SavePolicy) -> OnPreemption | None:
 
 
 def signals_of(policy: SavePolicy) -> frozenset[int]:
-    """All signals that a policy wants to hear of."""
+    """All signals that a policy names."""
     return frozenset(
         int(number)
         for leaf in policy.leaves()

@@ -1,10 +1,10 @@
-"""Signals that ask for a save, and what to do in the time that is left before the job is killed.
+"""Signals that request a save, and what to do in the time that is left before the job is killed.
 
-Note "two signals": the first one that ends a job asks for a last save; a later one ends the
-process at once, as it would have without this library. One order may arrive several times, as
-schedulers signal all processes and launchers pass on what they get, so what comes shortly after the
-first is taken for the same. Handlers that were there before are called too, and put back at the
-end.
+Note "two signals": the first one that ends a job requests a last save; a later one ends the
+process at once, as it would have without this library. One order may arrive several times, because
+schedulers signal all processes and launchers pass signals on, so a signal that comes shortly after
+the first counts as the same order. Handlers that were there before are called too, and put back at
+the end.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SAME_ORDER_SECONDS = 2.0  # a launcher passes a signal on within milliseconds; a
 
 
 class Preempted(SystemExit):
-    """The job was told to end and has saved what it could; leaving the program now is clean.
+    """The job was ordered to end and has saved what it could; leaving the program now is clean.
 
     Raised by `step` on all ranks. A SystemExit, so that a training loop that knows nothing of it
     ends with status 0. `step` is the last step that was done, `saved_step` that of the newest
@@ -49,7 +49,7 @@ class Preempted(SystemExit):
 class Signals:
     """Catches the signals of a save policy while installed.
 
-    The handler only notes what came: whoever acts on it asks with `take` and `left_seconds`.
+    The handler only notes what arrived; `take`, `must_end` and `left_seconds` report it.
     """
 
     def __init__(self, policy: SavePolicy, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -57,7 +57,7 @@ class Signals:
         self._preemption: OnPreemption | None = preemption_of(policy)
         self._clock = clock
         self._arrived: list[int] = []
-        self._ends_seconds = self._told_seconds = math.inf
+        self._ends_seconds = self._ordered_seconds = math.inf
         self._previous: dict[int, Any] = {}
         self._pid = os.getpid()
 
@@ -85,13 +85,17 @@ class Signals:
         return tuple(arrived)
 
     def left_seconds(self) -> float:
-        """Until the scheduler kills this process; infinite before it was told to end."""
+        """Until the scheduler kills this process; infinite before it was ordered to end."""
         return self._ends_seconds - self._clock()
 
     @property
     def must_end(self) -> bool:
-        """Whether this process was told to end."""
+        """Whether this process was ordered to end."""
         return self._ends_seconds < math.inf
+
+    def end_the_job(self, signals: frozenset[int]) -> bool:
+        """Whether one of `signals`, which arrived on any rank, orders this job to end."""
+        return self._preemption is not None and bool(signals & set(self._preemption.signals))
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:
@@ -102,11 +106,11 @@ class Signals:
         ends = self._preemption is not None and number in self._preemption.signals
         now = self._clock()
         if ends and self.must_end:
-            if now - self._told_seconds >= SAME_ORDER_SECONDS:
+            if now - self._ordered_seconds >= SAME_ORDER_SECONDS:
                 _end_by(number)
             return
         if ends and self._preemption is not None:
-            self._told_seconds = now
+            self._ordered_seconds = now
             self._ends_seconds = now + self._preemption.grace_seconds
         self._arrived.append(number)
         previous = self._previous.get(number)
@@ -177,15 +181,13 @@ def plan_stop(facts: StopFacts) -> StopPlan:
         return StopPlan(0.0, "nothing", "the last step is saved")
     if left <= 0:
         return StopPlan(0.0, "nothing", "no time is left")
-    told = f"{left:.1f} s are left, a save takes up to {full:.1f} s"
+    why = f"{left:.1f} s are left, a save takes up to {full:.1f} s"
     if wait + full <= left:
         # What the wait does not need is spent on the save, so it may take as long as both.
-        return (
-            StopPlan(left - full, "everything", told) if wait else StopPlan(0.0, "everything", told)
-        )
+        return StopPlan(left - full if wait else 0.0, "everything", why)
     if wait:
-        return StopPlan(left, "nothing", f"{told}, and another one is in flight")
+        return StopPlan(left, "nothing", f"{why}, and another one is in flight")
     share = facts.model_nbytes / max(1, facts.state_nbytes)
     if 0.0 < share < 1.0:
-        return StopPlan(0.0, "model first", f"{told}; the model is {share:.0%} of it")
-    return StopPlan(0.0, "everything", f"{told}; an unfinished attempt harms nothing")
+        return StopPlan(0.0, "model first", f"{why}; the model is {share:.0%} of it")
+    return StopPlan(0.0, "everything", f"{why}; an unfinished attempt harms nothing")

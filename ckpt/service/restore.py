@@ -1,7 +1,7 @@
-"""Load the newest checkpoint that is whole, and say which ones were not.
+"""Load the newest checkpoint that is whole, and report which ones were not.
 
 Damage of one checkpoint is no reason to stop a training that can go on from the one before. A store
-that does not answer is one: going back would lose work that is still there.
+that does not answer is a reason: going back would lose work that is still there.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ckpt.format.manifest_codec import decode_manifest
 from ckpt.loading.load import LoadReport
 from ckpt.service.target import Target
 from ckpt.state.types import Loaded
-from ckpt.telemetry.recorder import Span
+from ckpt.telemetry.recorder import PhaseSpan
 from ckpt.world.base import World, collectively
 from storage import KeyNotFoundError, StorageError, Store
 
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 TRIES_MAX = 2  # of one checkpoint when nothing says that it is damaged
 
-Verdict = Literal["damaged", "retired", "unknown"]
+Condition = Literal["damaged", "retired", "unknown"]
 
 
 class Skipped(NamedTuple):
@@ -51,10 +51,12 @@ class RestoreReport:
     loaded: Loaded
     skipped: tuple[Skipped, ...]
     nbytes_read: int = 0
-    spans: tuple[Span, ...] = field(default=(), compare=False)
+    spans: tuple[PhaseSpan, ...] = field(default=(), compare=False)
 
 
-class _Candidate(NamedTuple):
+class _Restorable(NamedTuple):
+    """A checkpoint that may be restored."""
+
     step: int
     attempt: str
 
@@ -65,15 +67,15 @@ def restore_latest(
     """Fill `state` from the newest checkpoint, or the newest of `step`, that can be loaded whole,
     or from `attempt`. Without either, only what `ckpt.commit.lines.resumable` gives is tried.
 
-    Collective; all ranks take the same one. None when nothing was ever saved there and nothing was
-    asked for: the state is as it was. Raises NoCheckpoint when there is none that can be loaded,
-    with what is wrong with each; Mismatch and UnsupportedFormat with the state as it was;
+    Collective; all ranks take the same one. None when nothing was ever saved there and none
+    was requested: the state is as it was. Raises NoCheckpoint when none can be loaded, with what is
+    wrong with each; Mismatch and UnsupportedFormat with the state as it was;
     LoadInterrupted or RankFailed when the store or a rank fails.
     """
     store = target.store()
-    found = _candidates(store, world, step, attempt)
+    candidates = _candidates(store, world, step, attempt)
     skipped: list[Skipped] = []
-    for candidate in found:
+    for candidate in candidates:
         result = _try(state, target, world, candidate)
         if isinstance(result, LoadReport):
             if step is None and not attempt:
@@ -89,18 +91,18 @@ def restore_latest(
         skipped.append(Skipped(*candidate, result))
         if world.rank == 0:
             logger.warning("step %d (%s) is passed over: %s", *candidate, result)
-    if not found and step is None and not attempt:
+    if not candidates and step is None and not attempt:
         return None
-    told = [f"\n  - step {one.step} ({one.attempt}): {one.reason}" for one in skipped]
-    wanted = "checkpoint" if step is None else f"checkpoint of step {step}"
-    wanted += f" {attempt}" if attempt else ""
+    reasons = [f"\n  - step {one.step} ({one.attempt}): {one.reason}" for one in skipped]
+    requested = "checkpoint" if step is None else f"checkpoint of step {step}"
+    requested += f" {attempt}" if attempt else ""
     raise NoCheckpoint(
-        f"{store.url} has no {wanted} that can be loaded whole{''.join(told)}"
-        + ("\nTry `ckpt verify` and `ckpt salvage`" if told else "")
+        f"{store.url} has no {requested} that can be loaded whole{''.join(reasons)}"
+        + ("\nTry `ckpt verify` and `ckpt salvage`" if reasons else "")
     )
 
 
-def _try(state: Any, target: Target, world: World, candidate: _Candidate) -> LoadReport | str:
+def _try(state: Any, target: Target, world: World, candidate: _Restorable) -> LoadReport | str:
     """The report of a load, or why this checkpoint has to be passed over."""
     for left in reversed(range(TRIES_MAX)):
         try:
@@ -110,9 +112,9 @@ def _try(state: Any, target: Target, world: World, candidate: _Candidate) -> Loa
         except (LoadInterrupted, RankFailed, StorageError) as error:
             if isinstance(error.__cause__, Corrupt):
                 return str(error.__cause__)
-            verdict = _verdict(target.store(), world, candidate)
-            if verdict != "unknown":
-                return f"{verdict}: {error.__cause__ or error}"
+            condition = _condition(target.store(), world, candidate)
+            if condition != "unknown":
+                return f"{condition}: {error.__cause__ or error}"
             if not left:
                 raise
             if world.rank == 0:
@@ -120,20 +122,20 @@ def _try(state: Any, target: Target, world: World, candidate: _Candidate) -> Loa
     raise AssertionError("the last try returns or raises")
 
 
-def _candidates(store: Store, world: World, step: int | None, attempt: str) -> list[_Candidate]:
-    """What could be restored, newest first. The lead looks, all ranks get the same."""
+def _candidates(store: Store, world: World, step: int | None, attempt: str) -> list[_Restorable]:
+    """What could be restored, newest first. The coordinator lists them for all ranks."""
 
-    def look() -> bytes:
+    def listed() -> bytes:
         if world.rank != 0:
             return b""
         return json.dumps([entry[:2] for entry in _newest_first(store, step, attempt)]).encode()
 
-    told = collectively(world, "look for checkpoints", look)
-    shared = json.loads(world.broadcast("candidates", told if world.rank == 0 else None))
-    return [_Candidate(*pair) for pair in shared]
+    mine = collectively(world, "look for checkpoints", listed)
+    pairs = json.loads(world.broadcast("candidates", mine if world.rank == 0 else None))
+    return [_Restorable(*pair) for pair in pairs]
 
 
-def _newest_first(store: Store, step: int | None, attempt: str) -> list[_Candidate]:
+def _newest_first(store: Store, step: int | None, attempt: str) -> list[_Restorable]:
     try:
         read_format(store)
     except NoCheckpoint:
@@ -141,22 +143,22 @@ def _newest_first(store: Store, step: int | None, attempt: str) -> list[_Candida
             return []
         raise
     live = Log(store).state().live
-    found = resumable(live) if step is None and not attempt else of_step(live, step)
-    return [_Candidate(e.step, e.attempt) for e in found if attempt in ("", e.attempt)]
+    entries = resumable(live) if step is None and not attempt else of_step(live, step)
+    return [_Restorable(e.step, e.attempt) for e in entries if attempt in ("", e.attempt)]
 
 
-def _verdict(store: Store, world: World, candidate: _Candidate) -> Verdict:
-    """Whether this checkpoint itself is why a load failed. The lead looks at all its files."""
-    verdict = examine(store, candidate.attempt) if world.rank == 0 else "unknown"
-    told = world.broadcast("verdict", verdict.encode() if world.rank == 0 else None).decode()
-    known: dict[str, Verdict] = {"damaged": "damaged", "retired": "retired"}
-    return known.get(told, "unknown")
+def _condition(store: Store, world: World, candidate: _Restorable) -> Condition:
+    """Whether this checkpoint itself is why a load failed. The coordinator examines its files."""
+    mine = examine(store, candidate.attempt).encode() if world.rank == 0 else None
+    answer = world.broadcast("condition", mine).decode()
+    conditions: dict[str, Condition] = {"damaged": "damaged", "retired": "retired"}
+    return conditions.get(answer, "unknown")
 
 
-def examine(store: Store, attempt: str) -> Verdict:
-    """A cheap look at a checkpoint: is it live, are all its files there in full length?
+def examine(store: Store, attempt: str) -> Condition:
+    """A cheap examination of a checkpoint: is it live, are all its files there in full length?
 
-    "unknown" when nothing is found, or when the store does not answer.
+    "unknown" when nothing is wrong with it, or when the store does not answer.
     """
     try:
         entry = Log(store).state().find(attempt)

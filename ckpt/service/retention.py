@@ -2,12 +2,12 @@
 
     keep=KeepLatest(3) | KeepEvery(10_000) | KeepBest(2, mode="min")
 
-`|` keeps what either rule keeps, `&` what both keep. Whatever the rules say, a plan keeps the
-latest checkpoint, the newest verified one, pinned ones, what a kept one needs, and what no training
-has saved (imports, copies in another layout); so there is always one to load, and one of which
-every byte was once read back.
+`|` keeps what either rule keeps, `&` what both keep. Whatever the rules, a plan keeps the latest
+checkpoint, the newest verified one, pinned ones, what a kept one needs, and what no training has
+saved (imports, copies in another layout); so there is always one to load, and one of which every
+byte was once read back.
 
-A rule that cannot be judged, or that keeps nothing at all, is taken for a mistake: such a plan is
+A rule that cannot be judged, or that keeps nothing at all, counts as a mistake: such a plan is
 refused and retires nothing.
 """
 
@@ -25,7 +25,7 @@ from ckpt.commit.records import LiveEntry, Record
 from ckpt.commit.sweep import NotRetired
 
 
-class Candidate(NamedTuple):
+class LiveCheckpoint(NamedTuple):
     """A live checkpoint, and when it was committed (seconds since 1970 by its writer's clock)."""
 
     entry: LiveEntry
@@ -53,12 +53,12 @@ class RetentionPlan:
 
     def describe(self) -> str:
         """The plan in words, a line for each checkpoint, oldest first."""
-        told = [(v.entry.slot, "keep  ", v) for v in self.keep]
-        told += [(v.entry.slot, "retire", v) for v in self.retire]
+        rows = [(v.entry.slot, "keep  ", v) for v in self.keep]
+        rows += [(v.entry.slot, "retire", v) for v in self.retire]
         lines = [
             f"{what} step {verdict.entry.step} ({verdict.entry.attempt}): "
             + "; ".join(verdict.reasons)
-            for _, what, verdict in sorted(told, key=lambda line: line[0])
+            for _, what, verdict in sorted(rows, key=lambda row: row[0])
         ]
         return "\n".join([*lines, *([f"refused: {self.refused}"] if self.refused else [])])
 
@@ -74,10 +74,10 @@ class KeepRule(ABC):
     """Which checkpoints to keep. Rules are values; combine them with `|` and `&`."""
 
     @abstractmethod
-    def kept(self, candidates: Sequence[Candidate], now_unix: float) -> Reasons:
+    def kept(self, candidates: Sequence[LiveCheckpoint], now_unix: float) -> Reasons:
         """Why each kept attempt is kept. `candidates` are in the order of their commits."""
 
-    def unjudged(self, candidates: Sequence[Candidate]) -> str:
+    def unjudged(self, candidates: Sequence[LiveCheckpoint]) -> str:
         """Why this rule, or one that it consists of, has nothing to go by; "" when it has."""
         return ""
 
@@ -97,14 +97,14 @@ class KeepRule(ABC):
 class _Either(KeepRule):
     rules: tuple[KeepRule, ...]
 
-    def kept(self, candidates: Sequence[Candidate], now_unix: float) -> Reasons:
-        found: Reasons = {}
+    def kept(self, candidates: Sequence[LiveCheckpoint], now_unix: float) -> Reasons:
+        kept: Reasons = {}
         for rule in self.rules:
             for attempt, reasons in rule.kept(candidates, now_unix).items():
-                found[attempt] = (*found.get(attempt, ()), *reasons)
-        return found
+                kept[attempt] = (*kept.get(attempt, ()), *reasons)
+        return kept
 
-    def unjudged(self, candidates: Sequence[Candidate]) -> str:
+    def unjudged(self, candidates: Sequence[LiveCheckpoint]) -> str:
         return "; ".join(filter(None, (rule.unjudged(candidates) for rule in self.rules)))
 
     @property
@@ -116,12 +116,12 @@ class _Either(KeepRule):
 class _Both(KeepRule):
     rules: tuple[KeepRule, ...]
 
-    def kept(self, candidates: Sequence[Candidate], now_unix: float) -> Reasons:
-        told = [rule.kept(candidates, now_unix) for rule in self.rules]
-        everywhere = [name for name in told[0] if all(name in one for one in told)]
-        return {name: (" and ".join("; ".join(one[name]) for one in told),) for name in everywhere}
+    def kept(self, candidates: Sequence[LiveCheckpoint], now_unix: float) -> Reasons:
+        by_rule = [rule.kept(candidates, now_unix) for rule in self.rules]
+        by_all = [name for name in by_rule[0] if all(name in kept for kept in by_rule)]
+        return {name: (" and ".join("; ".join(kept[name]) for kept in by_rule),) for name in by_all}
 
-    def unjudged(self, candidates: Sequence[Candidate]) -> str:
+    def unjudged(self, candidates: Sequence[LiveCheckpoint]) -> str:
         return "; ".join(filter(None, (rule.unjudged(candidates) for rule in self.rules)))
 
     @property
@@ -133,7 +133,7 @@ class _Both(KeepRule):
 class KeepAll(KeepRule):
     """Everything; nothing is ever retired."""
 
-    def kept(self, candidates: Sequence[Candidate], now_unix: float) -> Reasons:
+    def kept(self, candidates: Sequence[LiveCheckpoint], now_unix: float) -> Reasons:
         return {entry.attempt: ("everything is kept",) for entry, _ in candidates}
 
 
@@ -146,7 +146,7 @@ class KeepLatest(KeepRule):
     def __post_init__(self) -> None:
         _check_count(self, self.count)
 
-    def kept(self, candidates: Sequence[Candidate], now_unix: float) -> Reasons:
+    def kept(self, candidates: Sequence[LiveCheckpoint], now_unix: float) -> Reasons:
         newest = candidates[-self.count :]
         return {entry.attempt: (f"one of the latest {self.count}",) for entry, _ in newest}
 
@@ -163,14 +163,14 @@ class KeepEvery(KeepRule):
     def __post_init__(self) -> None:
         _check_count(self, self.steps)
 
-    def kept(self, candidates: Sequence[Candidate], now_unix: float) -> Reasons:
-        newest_at = {entry.step: entry for entry, _ in candidates}
-        found: dict[int, LiveEntry] = {}
-        for step in sorted(newest_at):
-            found.setdefault(step // self.steps, newest_at[step])
+    def kept(self, candidates: Sequence[LiveCheckpoint], now_unix: float) -> Reasons:
+        newest_by_step = {entry.step: entry for entry, _ in candidates}
+        first_by_period: dict[int, LiveEntry] = {}
+        for step in sorted(newest_by_step):
+            first_by_period.setdefault(step // self.steps, newest_by_step[step])
         return {
             entry.attempt: (f"the first from step {period * self.steps} on",)
-            for period, entry in found.items()
+            for period, entry in first_by_period.items()
         }
 
 
@@ -195,7 +195,7 @@ class KeepBest(KeepRule):
                 f"KeepBest(unmeasured={self.unmeasured!r}): expected 'keep' or 'retire'"
             )
 
-    def kept(self, candidates: Sequence[Candidate], now_unix: float) -> Reasons:
+    def kept(self, candidates: Sequence[LiveCheckpoint], now_unix: float) -> Reasons:
         sign = 1.0 if self.mode == "min" else -1.0
         measured = [
             (sign * entry.metric, -entry.slot, entry)
@@ -204,12 +204,12 @@ class KeepBest(KeepRule):
         ]
         best = heapq.nsmallest(self.count, measured, key=lambda item: item[:2])
         text = f"one of the best {self.count} ({self.mode})"
-        found: Reasons = {entry.attempt: (f"{text}: {entry.metric:g}",) for _, _, entry in best}
+        kept: Reasons = {entry.attempt: (f"{text}: {entry.metric:g}",) for _, _, entry in best}
         if self.unmeasured == "keep":
-            found |= {e.attempt: (UNMEASURED,) for e, _ in candidates if e.metric is None}
-        return found
+            kept |= {e.attempt: (UNMEASURED,) for e, _ in candidates if e.metric is None}
+        return kept
 
-    def unjudged(self, candidates: Sequence[Candidate]) -> str:
+    def unjudged(self, candidates: Sequence[LiveCheckpoint]) -> str:
         if not candidates or any(entry.metric is not None for entry, _ in candidates):
             return ""
         return (
@@ -231,7 +231,7 @@ class KeepYounger(KeepRule):
         if not (isinstance(self.seconds, int | float) and 0.0 < self.seconds < math.inf):
             raise ValueError(f"KeepYounger({self.seconds!r}): expected seconds above 0")
 
-    def kept(self, candidates: Sequence[Candidate], now_unix: float) -> Reasons:
+    def kept(self, candidates: Sequence[LiveCheckpoint], now_unix: float) -> Reasons:
         return {
             entry.attempt: (f"{max(0.0, now_unix - committed):.0f} s old",)
             for entry, committed in candidates
@@ -249,13 +249,13 @@ def _check_count(rule: KeepRule, count: int) -> None:
 
 
 def plan_retention(
-    candidates: Sequence[Candidate], rule: KeepRule, *, now_unix: float
+    candidates: Sequence[LiveCheckpoint], rule: KeepRule, *, now_unix: float
 ) -> RetentionPlan:
     """What `rule` keeps and retires of the live checkpoints. Pure; see the top for what it never
     retires.
     """
     ordered = sorted(candidates, key=lambda candidate: candidate.entry.slot)
-    # Rules are about what a training saves; what somebody put beside it goes when it is named.
+    # Rules are about what a training saves; other checkpoints are removed by name only.
     judged = [candidate for candidate in ordered if candidate.entry.line is not None] or ordered
     reasons = rule.kept(judged, now_unix)
     refused = rule.unjudged(judged)
@@ -290,30 +290,30 @@ def plan_retention(
 
 def _protected(entries: Sequence[LiveEntry]) -> list[tuple[str, str]]:
     """What no rule may give up. `entries` are in the order of their commits."""
-    found = [(entry.attempt, "pinned") for entry in entries if entry.pinned]
+    protected = [(entry.attempt, "pinned") for entry in entries if entry.pinned]
     latest = latest_of(entries)
     if latest is not None:
-        found.append((latest.attempt, "the latest"))
+        protected.append((latest.attempt, "the latest"))
     verified = [entry for entry in entries if entry.verified]
     if verified:
-        found.append((verified[-1].attempt, "the last one that was verified"))
-    return found
+        protected.append((verified[-1].attempt, "the last one that was verified"))
+    return protected
 
 
 def candidates_of(
     log: Log, state: LogState, rule: KeepRule, known: Mapping[str, float]
-) -> list[Candidate]:
+) -> list[LiveCheckpoint]:
     """The live checkpoints with the time of their commits, read from the log where `rule` needs it.
 
     `known` are times that were read before, by attempt. Elsewhere the time is 0.
     """
-    found = []
+    candidates = []
     for entry in state.live:
         committed = known.get(entry.attempt, 0.0)
         if rule.needs_ages and entry.attempt not in known:
             committed = log.record(entry.slot).time_unix
-        found.append(Candidate(entry, committed))
-    return found
+        candidates.append(LiveCheckpoint(entry, committed))
+    return candidates
 
 
 def carry_out(
@@ -322,10 +322,10 @@ def carry_out(
     *,
     stop: Callable[[], bool] = lambda: False,
 ) -> tuple[tuple[LiveEntry, ...], tuple[str, ...]]:
-    """Retire and delete what the plan retires: those that went, and why others stayed after all.
+    """Retire and delete what the plan retires. Returns those, and why others stayed after all.
 
     `retire` is the method of a session or of `Maintenance`. A checkpoint that was pinned, or came
-    to be needed, after the plan was made stays. Once `stop()` says so, nothing more is begun.
+    to be needed, after the plan was made stays. Once `stop()` is true, nothing more is begun.
     Raises Fenced and the store's errors.
     """
     gone: list[LiveEntry] = []

@@ -6,11 +6,11 @@ another `Target`.
 
 from __future__ import annotations
 
-import inspect
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, TypedDict
 
 import torch.distributed as dist
 
@@ -20,17 +20,24 @@ from ckpt.errors import RankFailed
 from ckpt.loading.load import LoadReport
 from ckpt.process import session_of, store_of, world_of
 from ckpt.saving.report import SaveReport
+from ckpt.saving.staging import Snapshot
 from ckpt.world.base import World
 from storage import Store
 
 MODEL_FIRST = "model-first"
 
-# Arguments of async_save that a Checkpointer gives itself.
-GIVEN = {"state", "url", "step", "metric", "when_busy"} | {
-    "process_group",
-    "storage_options",
-    "unsafe_single_writer",
-}
+
+class SaveArguments(TypedDict, total=False):
+    """Arguments of `ckpt.async_save` that are the same for all saves of a Checkpointer."""
+
+    snapshot: Snapshot
+    host_bytes_max: int | None
+    replicas: Literal["warn", "strict"]
+    dedup: bool
+    telemetry: bool
+    user: Mapping[str, str] | None
+    retry_seconds_max: float
+    io: api.Io
 
 
 class Pending(Protocol):
@@ -40,7 +47,7 @@ class Pending(Protocol):
         """Whether `result` returns or raises at once."""
 
     def hurry(self) -> None:
-        """A newer save waits for this one: it gives up what has failed for some seconds."""
+        """A newer save waits for this one: requests that failed for some seconds are given up."""
 
     def result(self, timeout_seconds: float | None = None) -> SaveReport:
         """The report, or the save's own error, the same on all ranks; TimeoutError leaves it
@@ -49,9 +56,13 @@ class Pending(Protocol):
 
 
 class Target(ABC):
-    """One root. All methods but `resumed`, `session` and `failure` are collective."""
+    """One root. Collective are `world`, `store`, `start`, `load` and `model_first`."""
 
     url: str
+
+    def now_seconds(self) -> float:
+        """A monotonic clock, by which saves are due and deadlines pass. Tests bring another one."""
+        return time.monotonic()
 
     @abstractmethod
     def world(self) -> World:
@@ -72,13 +83,13 @@ class Target(ABC):
     def resumed(self, attempt: str) -> None:
         """What was loaded from `attempt` was the newest that is whole: the training goes on there.
 
-        Not collective; every rank calls it. A target that keeps no lines has nothing to do.
+        Every rank calls it. A target that keeps no lines has nothing to do.
         """
         return
 
     @abstractmethod
     def session(self) -> Session | None:
-        """The right to write here, on the lead and after the first save; else None."""
+        """The right to write here, on the coordinator and after the first save; else None."""
 
     @abstractmethod
     def failure(self) -> RankFailed | None:
@@ -93,22 +104,13 @@ class Target(ABC):
 
 @dataclass(frozen=True)
 class UrlTarget(Target):
-    """A root by its url. `saving` are further arguments of `ckpt.async_save`.
-
-    Raises TypeError for one that it does not have.
-    """
+    """A root by its url."""
 
     url: str
     process_group: dist.ProcessGroup | None = None
     storage_options: Mapping[str, Any] | None = None
     unsafe_single_writer: bool = False
-    saving: Mapping[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        known = set(inspect.signature(api.async_save).parameters) - GIVEN
-        unknown = sorted(set(self.saving) - known)
-        if unknown:
-            raise TypeError(f"no argument {unknown[0]!r}; there are {', '.join(sorted(known))}")
+    saving: SaveArguments = field(default_factory=lambda: SaveArguments())
 
     def world(self) -> World:
         return world_of(self.process_group).duplicate()

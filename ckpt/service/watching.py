@@ -1,4 +1,4 @@
-"""Tells of ranks that are silent or do not get on, while the training's own thread waits for them.
+"""Reports ranks that are silent or make no progress while the training's own thread waits for them.
 
 Nothing here ends a training by itself: a rank may hold the interpreter's lock for long, and is then
 as silent as a process that was stopped. `silence_seconds_max` makes it an error.
@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from ckpt.errors import RankFailed
-from ckpt.service.events import Observer, RankHeard, RankMissed, tell
+from ckpt.service.events import Observer, RankHeard, RankMissed, notify
 from ckpt.world.attendance import Attendance, Concern, Ledger, Status
 from ckpt.world.base import World
 
@@ -24,7 +24,8 @@ TRAINING = "training"
 
 
 class Watcher:
-    """One rank's part in watching, from here to `close`. `fail` is told of a silence too long.
+    """One rank's part in watching, from here to `close`. `fail` is called after a silence
+    that is too long.
 
     In a world without a board there is nothing to watch.
     """
@@ -54,7 +55,7 @@ class Watcher:
         if board is not None:
             self._attendance = Attendance(
                 Ledger(board, world.rank, world.size, self._status),
-                self._tell,
+                self._report,
                 silence_seconds_max=silence_seconds_max,
                 lost=self._lost,
             )
@@ -66,7 +67,7 @@ class Watcher:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """What this rank does meanwhile, for those who miss it."""
+        """What this rank does meanwhile, for the reports of other ranks."""
         before, self._phase = self._phase, name
         try:
             yield
@@ -74,7 +75,7 @@ class Watcher:
             self._phase = before
 
     def close(self) -> None:
-        """This rank is not missed any more, and misses nobody."""
+        """Stop watching, and let no other rank report this one."""
         if self._attendance is not None:
             self._attendance.stop()
 
@@ -84,12 +85,12 @@ class Watcher:
             usual = self._step_seconds() or 0.0
             return Status(self._host, self._step, self._phase, self._calls, idle, usual)
 
-    def _tell(self, appeared: Sequence[Concern], gone: Sequence[Concern]) -> None:
+    def _report(self, appeared: Sequence[Concern], gone: Sequence[Concern]) -> None:
         for one in appeared:
             what = {"rank": one.rank, "host": one.host, "step": one.step, "phase": one.phase}
             extra = {"ckpt": {"event": f"rank {one.kind}", **what, "seconds": one.seconds}}
             logger.warning("%s; nothing is done about it", one, extra=extra)
-            tell(self._observers, RankMissed(one))
+            notify(self._observers, RankMissed(one))
         for one in gone:
             logger.warning(
                 "rank %d on %s is %s",
@@ -98,11 +99,11 @@ class Watcher:
                 "heard again" if one.kind == "silent" else "not behind any more",
                 extra={"ckpt": {"event": "rank heard", "rank": one.rank, "host": one.host}},
             )
-            tell(self._observers, RankHeard(one))
+            notify(self._observers, RankHeard(one))
         self._find_dead([one.rank for one in appeared if one.kind == "silent"])
 
     def _find_dead(self, silent: Sequence[int]) -> None:
-        """Whether the process of a silent rank is gone, only ranks of the same machine can tell."""
+        """Fail when the process of a silent rank is gone; ranks of the same machine see that."""
         try:
             for rank in silent:
                 self._world.look_at(rank, self._phase)

@@ -1,7 +1,8 @@
-"""How saves went, told by the lead: one log line each, and one small object beside the MANIFEST.
+"""How saves went: the coordinator logs one line for each, and writes one small object beside the
+MANIFEST.
 
-What a rank has to tell travels with its part, so that telling costs no round. Nothing here can
-fail a save: when it is told of, it is committed.
+The report of a rank travels with its part, so that it costs no round. Nothing here can fail a save:
+when the history is written, the save is committed.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from ckpt.commit.names import TELEMETRY_NAME, step_prefix
 from ckpt.commit.records import LiveEntry
@@ -27,11 +28,8 @@ from ckpt.telemetry.record import (
     decode_telemetry,
     encode_telemetry,
 )
-from ckpt.telemetry.recorder import Span
+from ckpt.telemetry.recorder import PhaseSpan
 from storage import KeyNotFoundError, StorageError, Store
-
-if TYPE_CHECKING:
-    pass
 
 logger = logging.getLogger(__name__)
 
@@ -40,12 +38,12 @@ WORK = ("flatten", "stage", "digest", "write")  # where a slow rank keeps the ot
 MIB = 1024 * 1024
 
 
-class RankTold(NamedTuple):
-    """What one rank tells the lead of a save: its spans, the seconds that its training stood
-    still, and how many requests to the store it had to repeat.
+class RankReport(NamedTuple):
+    """What one rank reports of a save to the coordinator: its spans, the seconds that its training
+    stood still, and how many requests to the store it had to repeat.
     """
 
-    spans: tuple[Span, ...]
+    spans: tuple[PhaseSpan, ...]
     blocked_seconds: float
     retries: int
 
@@ -54,10 +52,10 @@ class RankTold(NamedTuple):
         return json.dumps([self.spans, self.blocked_seconds, self.retries]).encode()
 
     @classmethod
-    def decode(cls, data: bytes) -> RankTold:
+    def decode(cls, data: bytes) -> RankReport:
         """The inverse of `encode`."""
         spans, blocked_seconds, retries = json.loads(data)
-        return cls(tuple(Span(*span) for span in spans), blocked_seconds, retries)
+        return cls(tuple(PhaseSpan(*span) for span in spans), blocked_seconds, retries)
 
     def seconds_in(self, phase: str) -> float:
         """How long this rank was in a phase, all times together."""
@@ -69,8 +67,8 @@ class RankTold(NamedTuple):
         return sum(self.seconds_in(phase) for phase in WORK)
 
 
-class Committed(NamedTuple):
-    """A save that the lead has just committed."""
+class CommittedSave(NamedTuple):
+    """A save that the coordinator has just committed."""
 
     step: int
     attempt: str
@@ -79,29 +77,31 @@ class Committed(NamedTuple):
     warnings: Sequence[str]
 
 
-def totals_of(committed: Committed, told: Sequence[RankTold], *, now_unix: float) -> SaveTotals:
-    """The save as a whole, from what all ranks told, in rank order."""
-    slowest = max(range(len(told)), key=lambda rank: told[rank].work_seconds)
-    phase = max(WORK, key=told[slowest].seconds_in)
+def totals_of(
+    committed: CommittedSave, reports: Sequence[RankReport], *, now_unix: float
+) -> SaveTotals:
+    """The save as a whole, from the reports of all ranks, in rank order."""
+    slowest = max(range(len(reports)), key=lambda rank: reports[rank].work_seconds)
+    phase = max(WORK, key=reports[slowest].seconds_in)
     return SaveTotals(
         step=committed.step,
         attempt=committed.attempt,
         committed_unix=now_unix,
-        seconds=max(0.0, now_unix - _begun_unix(told[0], now_unix)),
-        blocked_seconds=max(0.0, *(one.blocked_seconds for one in told)),
+        seconds=max(0.0, now_unix - _begun_unix(reports[0], now_unix)),
+        blocked_seconds=max(0.0, *(one.blocked_seconds for one in reports)),
         nbytes=committed.nbytes,
         nbytes_referenced=committed.nbytes_referenced,
-        staged_nbytes=sum(s.nbytes for one in told for s in one.spans if s.phase == "stage"),
-        retries=sum(one.retries for one in told),
-        ranks=len(told),
+        staged_nbytes=sum(s.nbytes for one in reports for s in one.spans if s.phase == "stage"),
+        retries=sum(one.retries for one in reports),
+        ranks=len(reports),
         slowest_rank=slowest,
         slowest_phase=phase,
-        slowest_seconds=told[slowest].seconds_in(phase),
+        slowest_seconds=reports[slowest].seconds_in(phase),
         warnings=len(committed.warnings),
     )
 
 
-def _begun_unix(one: RankTold, otherwise: float) -> float:
+def _begun_unix(one: RankReport, otherwise: float) -> float:
     return min((span.start_unix for span in one.spans), default=otherwise)
 
 
@@ -127,7 +127,9 @@ def log_saved(totals: SaveTotals, path: str) -> None:
 
 
 class SaveHistory:
-    """What the lead knows of the saves of a root, of earlier processes too. For one session."""
+    """The saves of a root, those of earlier processes too, as the coordinator knows them. For one
+    session.
+    """
 
     def __init__(self) -> None:
         self._totals: list[SaveTotals] = []
@@ -135,7 +137,7 @@ class SaveHistory:
         self._is_recalled = False
 
     def failed(self, step: int, error: BaseException) -> None:
-        """Note a save that came to nothing; it is kept with the next one that succeeds."""
+        """Note a save that failed; it is kept with the next one that succeeds."""
         if type(step) is not int or not 0 <= step < 2**63:
             return
         text = f"{type(error).__name__}: {error}"[:TEXT_MAX]
@@ -147,7 +149,7 @@ class SaveHistory:
         self._totals = [*self._totals, totals][-HISTORY_MAX:]
 
     def recall(self, store: Store, live_of: Callable[[], Sequence[LiveEntry]]) -> None:
-        """Once: take over what the newest of the live checkpoints tells of the saves before."""
+        """Once: take over the history that the newest of the live checkpoints carries."""
         if self._is_recalled:
             return
         live = live_of()
@@ -160,13 +162,13 @@ class SaveHistory:
             self._failures = [*before.failures, *self._failures][-FAILURES_MAX:]
 
     def describe(
-        self, totals: SaveTotals, told: Sequence[RankTold], warnings: Sequence[str]
+        self, totals: SaveTotals, reports: Sequence[RankReport], warnings: Sequence[str]
     ) -> Telemetry:
         """One save in full, with what is known of those before it."""
-        begun = _begun_unix(told[0], totals.committed_unix)
-        seen = {span.phase for one in told for span in one.spans}
+        begun = _begun_unix(reports[0], totals.committed_unix)
+        seen = {span.phase for one in reports for span in one.spans}
         phases = [phase for phase in PHASES if phase in seen]
-        rows = [_row(one, phases, begun) for one in told]
+        rows = [_row(one, phases, begun) for one in reports]
         return Telemetry(
             totals=totals,
             begun_unix=begun,
@@ -174,15 +176,15 @@ class SaveHistory:
             started_us=[[cell[0] for cell in row] for row in rows],
             took_us=[[cell[1] for cell in row] for row in rows],
             nbytes=[[cell[2] for cell in row] for row in rows],
-            blocked_us=[_us(one.blocked_seconds) for one in told],
-            retries=[one.retries for one in told],
+            blocked_us=[_us(one.blocked_seconds) for one in reports],
+            retries=[one.retries for one in reports],
             warnings=[text[:TEXT_MAX] for text in warnings[:WARNINGS_MAX]],
             history=[one for one in self._totals if one.attempt != totals.attempt][-HISTORY_MAX:],
             failures=self._failures,
         )
 
 
-def _row(one: RankTold, phases: Sequence[str], begun_unix: float) -> list[tuple[int, int, int]]:
+def _row(one: RankReport, phases: Sequence[str], begun_unix: float) -> list[tuple[int, int, int]]:
     cells = []
     for phase in phases:
         spans = [span for span in one.spans if span.phase == phase]
@@ -193,7 +195,7 @@ def _row(one: RankTold, phases: Sequence[str], begun_unix: float) -> list[tuple[
 
 
 def _us(seconds: float) -> int:
-    """Clocks of ranks differ: what seems to lie before the begin counts as its begin."""
+    """Clocks of ranks differ: what seems to lie before the beginning counts from there."""
     return max(0, round(seconds * 1e6))
 
 

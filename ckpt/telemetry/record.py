@@ -1,7 +1,7 @@
 """TELEMETRY: how a save went, on every rank, kept beside its MANIFEST. FORMAT.md, "Telemetry".
 
 Nothing depends on it: a checkpoint without it, or with a damaged one, is as good. Decoding trusts
-nothing all the same, because reports show what it says.
+nothing all the same, because reports show its texts.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ Text = Annotated[str, Field(max_length=TEXT_MAX)]
 Name = Annotated[str, Field(max_length=64)]
 
 
-class _Model(BaseModel):
-    """Unknown fields are ignored: newer writers may tell more."""
+class _TelemetryModel(BaseModel):
+    """Unknown fields are ignored: newer writers may write more."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
 
 
-class SaveTotals(_Model):
-    """One save as a whole. Seconds are of the lead's clock, from its begin to its commit.
+class SaveTotals(_TelemetryModel):
+    """One save as a whole. Seconds are of the coordinator's clock, from its beginning to its
+    commit.
 
     `blocked_seconds` is how long training stood still on the rank where that was longest.
     `staged_nbytes` and `retries` are sums over all ranks. The slowest rank is the one that was at
@@ -57,7 +58,7 @@ class SaveTotals(_Model):
 
     @property
     def nbytes_per_second(self) -> float:
-        """What the save wrote, by its seconds from begin to commit."""
+        """What the save wrote, by its seconds from its beginning to its commit."""
         return self.nbytes / max(self.seconds, 1e-6)
 
     def ended(self, now_unix: float) -> SaveTotals:
@@ -67,18 +68,18 @@ class SaveTotals(_Model):
         return self.model_copy(update={"committed_unix": now_unix, "seconds": seconds})
 
 
-class SaveFailure(_Model):
-    """A save that came to nothing, as the lead was told."""
+class SaveFailure(_TelemetryModel):
+    """A save that failed, as the coordinator saw it."""
 
     step: Count
     time_unix: Unix
     error: Text
 
 
-class Telemetry(_Model):
+class Telemetry(_TelemetryModel):
     """A save in full. Rows are ranks, columns are phases; times are microseconds.
 
-    `started_us` counts from `begun_unix`, on each rank's own clock; 0 where a rank did not come
+    `started_us` counts from `begun_unix`, on each rank's own clock; 0 where a rank did not pass
     through a phase, and then `took_us` is 0 too. `history` are older saves, oldest first.
     """
 
@@ -101,14 +102,14 @@ class Telemetry(_Model):
         ranks = len(self.blocked_us)
         columns: tuple[Sequence[list[int]], ...] = (self.started_us, self.took_us, self.nbytes)
         if len(self.retries) != ranks or any(len(rows) != ranks for rows in columns):
-            raise ValueError("columns tell of different numbers of ranks")
+            raise ValueError("columns have different numbers of ranks")
         if any(len(row) != len(self.phases) for rows in columns for row in rows):
-            raise ValueError("rows tell of different numbers of phases")
+            raise ValueError("rows have different numbers of phases")
         return self
 
 
 def encode_telemetry(telemetry: Telemetry) -> bytes:
-    """JSON in UTF-8. Raises ValueError when it is larger than a reader takes."""
+    """JSON in UTF-8. Raises ValueError when it is larger than a reader accepts."""
     data = telemetry.model_dump_json().encode()
     if len(data) > TELEMETRY_NBYTES_MAX:
         raise ValueError(f"{len(data)} bytes of telemetry; at most {TELEMETRY_NBYTES_MAX} are kept")

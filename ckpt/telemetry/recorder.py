@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 
-class Span(NamedTuple):
+class PhaseSpan(NamedTuple):
     """One phase on this rank. `start_unix` is seconds since 1970, `nbytes` what the phase moved."""
 
     phase: str
@@ -25,7 +25,7 @@ class Span(NamedTuple):
 
 
 def stopwatch() -> Callable[[], float]:
-    """A function that tells the seconds since this call."""
+    """Returns a function that returns the seconds since this call."""
     start = time.perf_counter()
     return lambda: time.perf_counter() - start
 
@@ -47,7 +47,7 @@ class Recorder:
     ) -> None:
         self._clock = clock
         self._timer = timer
-        self._spans: list[Span] = []
+        self._spans: list[PhaseSpan] = []
         self._counters: dict[str, float] = {}
         self._lock = threading.Lock()
 
@@ -59,7 +59,7 @@ class Recorder:
         try:
             yield
         finally:
-            span = Span(phase, start_unix, self._timer() - start, nbytes)
+            span = PhaseSpan(phase, start_unix, self._timer() - start, nbytes)
             with self._lock:
                 self._spans.append(span)
 
@@ -68,7 +68,7 @@ class Recorder:
         with self._lock:
             self._counters[name] = self._counters.get(name, 0) + amount
 
-    def spans(self) -> tuple[Span, ...]:
+    def spans(self) -> tuple[PhaseSpan, ...]:
         """What was recorded so far, in the order in which the phases ended."""
         with self._lock:
             return tuple(self._spans)
@@ -80,23 +80,23 @@ class Recorder:
 
 
 class JsonLines(logging.Formatter):
-    """Formats every record as one line of JSON: time, level, logger, message, and what the library
-    tells in numbers beside the message.
+    """Formats every record as one line of JSON: time, level, logger, message, and the numbers that
+    the library logs beside the message.
 
         handler.setFormatter(ckpt.telemetry.JsonLines())
     """
 
     def format(self, record: logging.LogRecord) -> str:
         """The line, without its end."""
-        told: dict[str, Any] = {
+        line: dict[str, Any] = {
             "time_unix": record.created,
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
         }
         if record.exc_info:
-            told["exception"] = self.formatException(record.exc_info)
+            line["exception"] = self.formatException(record.exc_info)
         fields = getattr(record, "ckpt", None)
         if isinstance(fields, Mapping):
-            told |= {name: value for name, value in fields.items() if name not in told}
-        return json.dumps(told, default=str)
+            line |= {name: value for name, value in fields.items() if name not in line}
+        return json.dumps(line, default=str)

@@ -24,7 +24,9 @@ from ckpt.saving.background import Background
 from ckpt.saving.report import SaveOptions
 from ckpt.saving.staging import StageOptions, Staging, stage
 from ckpt.saving.task import PartMemory, SaveTask
-from ckpt.service.checkpointer import Alarm, Checkpointer, Saved
+from ckpt.service.alarm import Alarm
+from ckpt.service.checkpointer import Checkpointer
+from ckpt.service.inflight import Saved
 from ckpt.service.policies import AtExit, EverySteps
 from ckpt.service.retention import KeepRule
 from ckpt.service.target import Pending, Target

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from ckpt.errors import RankFailed
-from ckpt.service.agreement import Council, Decision, Pace, Wish, decided, merged
+from ckpt.service.agreement import Decision, Pace, Proposal, StepAgreement, decided, merged
 from ckpt.testing import RanksFailed, run_ranks
 from ckpt.world.base import SoloWorld, World
 from tests.conftest import Scale
@@ -39,21 +39,21 @@ class Arrivals:
 
 
 def test_a_wish_travels_as_it_is() -> None:
-    wish = Wish(7, (15, 10), 2.5, ("every 5 s",), 3, True, False)
-    assert Wish.decode(wish.encode()) == wish
-    assert Wish.decode(Wish(1).encode()) == Wish(1)
+    proposal = Proposal(7, (15, 10), 2.5, ("every 5 s",), 3, True, False)
+    assert Proposal.decode(proposal.encode()) == proposal
+    assert Proposal.decode(Proposal(1).encode()) == Proposal(1)
 
 
 def test_the_latest_promise_decides_and_everything_that_was_brought_is_in() -> None:
-    wishes = [
-        Wish(5, signals=(15,), left_seconds=4.0),
-        Wish(9, reasons=("a", "b"), valid_at=2),
-        Wish(7, signals=(10, 15), left_seconds=3.0, alarm=True),
+    proposals = [
+        Proposal(5, signals=(15,), left_seconds=4.0),
+        Proposal(9, reasons=("a", "b"), valid_at=2),
+        Proposal(7, signals=(10, 15), left_seconds=3.0, alarm=True),
     ]
-    assert decided(wishes, now_seconds=100.0) == Decision(
+    assert decided(proposals, now_seconds=100.0) == Decision(
         9, frozenset({10, 15}), 103.0, ("a", "b"), 2, True
     )
-    assert decided([Wish(3), Wish(4)], now_seconds=0.0).is_empty
+    assert decided([Proposal(3), Proposal(4)], now_seconds=0.0).is_empty
 
 
 def test_decisions_of_one_call_are_done_together() -> None:
@@ -64,16 +64,16 @@ def test_decisions_of_one_call_are_done_together() -> None:
 
 def test_alone_a_wish_is_done_at_the_next_call() -> None:
     arrivals = Arrivals()
-    council = Council(SoloWorld(), arrivals, clock=lambda: 50.0)
-    assert council.turn() is None
+    agreement = StepAgreement(SoloWorld(), arrivals, clock=lambda: 50.0)
+    assert agreement.turn() is None
     arrivals.waiting.append(15)
     arrivals.left = 3.0
-    assert council.turn() == Decision(2, frozenset({15}), 53.0)
-    council.ask(reasons=("x",), valid_at=0)
-    assert council.close() == Decision(3, deadline_seconds=53.0, reasons=("x",), valid_at=0)
+    assert agreement.turn() == Decision(2, frozenset({15}), 53.0)
+    agreement.propose(reasons=("x",), valid_at=0)
+    assert agreement.close() == Decision(3, deadline_seconds=53.0, reasons=("x",), valid_at=0)
 
 
-Script = Callable[[Council, Arrivals, int, int], None]
+Script = Callable[[StepAgreement, Arrivals, int, int], None]
 
 
 def _told(
@@ -84,25 +84,25 @@ def _told(
     def rank(world: World) -> list[tuple[int, Any]]:
         rng = random.Random(seed * 100 + world.rank)
         arrivals = Arrivals()
-        council = Council(world.duplicate(), arrivals, pace=QUICK)
+        agreement = StepAgreement(world.duplicate(), arrivals, pace=QUICK)
         pause = threading.Event()
         told: list[tuple[int, Any]] = []
         try:
             for turn in range(1, turns + 1):
-                script(council, arrivals, world.rank, turn)
-                decision = council.turn()
+                script(agreement, arrivals, world.rank, turn)
+                decision = agreement.turn()
                 if decision is not None:
                     told.append((turn, _same_everywhere(decision)))
                 if rng.random() < 0.3:
                     pause.wait(rng.choice([0.0, 0.001, 0.005]))
                 if turn % 10 == 0:
                     world.gather("collective of the training", b"")
-            decision = council.close()
+            decision = agreement.close()
             if decision is not None:
                 told.append((turns + 1, _same_everywhere(decision)))
             return told
         finally:
-            council.leave()
+            agreement.leave()
 
     return run_ranks(size, rank, kill=kill, deadline_seconds=20.0)
 
@@ -113,7 +113,7 @@ def _same_everywhere(decision: Decision) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("asker", [0, 1, 2])
 def test_one_ranks_signal_reaches_all_at_the_same_call(asker: int) -> None:
-    def script(council: Council, arrivals: Arrivals, rank: int, turn: int) -> None:
+    def script(agreement: StepAgreement, arrivals: Arrivals, rank: int, turn: int) -> None:
         if rank == asker and turn == 7:
             arrivals.waiting.append(15)
 
@@ -131,7 +131,7 @@ def test_random_wishes_of_all_ranks_reach_all_at_the_same_calls(scale: Scale, se
         asks = {rng.randint(1, turns) for _ in range(rng.randint(0, 4))}
 
         def script(
-            council: Council,
+            agreement: StepAgreement,
             arrivals: Arrivals,
             rank: int,
             turn: int,
@@ -141,7 +141,7 @@ def test_random_wishes_of_all_ranks_reach_all_at_the_same_calls(scale: Scale, se
             if (rank, turn) in signals:
                 arrivals.waiting.append(10 + rank)
             if rank == 0 and turn in asks:
-                council.ask(reasons=(f"asked at {turn}",))
+                agreement.propose(reasons=(f"asked at {turn}",))
 
         told = _told(size, turns, script, seed=seed + number)
         assert all(one == told[0] for one in told), (seed, number)
@@ -155,15 +155,15 @@ def test_nobody_waits_when_steps_are_longer_than_a_round() -> None:
 
     def rank(world: World) -> None:
         arrivals = Arrivals()
-        council = Council(world.duplicate(), arrivals, pace=Pace(0.002, 0.5))
+        agreement = StepAgreement(world.duplicate(), arrivals, pace=Pace(0.002, 0.5))
         pause = threading.Event()
         for turn in range(1, 80):
             if turn == 10 and world.rank == 1:
                 arrivals.waiting.append(10)
-            council.turn()
+            agreement.turn()
             pause.wait(0.01)  # a step
-        council.close()
-        waited.append(council.waited_seconds)
+        agreement.close()
+        waited.append(agreement.waited_seconds)
 
     run_ranks(3, rank)
     assert max(waited) < 0.5
@@ -171,17 +171,17 @@ def test_nobody_waits_when_steps_are_longer_than_a_round() -> None:
 
 def test_a_rank_that_dies_between_calls_is_named_at_the_next_one() -> None:
     def rank(world: World) -> None:
-        council = Council(world.duplicate(), Arrivals(), pace=QUICK)
+        agreement = StepAgreement(world.duplicate(), Arrivals(), pace=QUICK)
         pause = threading.Event()
         try:
             world.gather("begin", b"")
             if world.rank == 2:
                 world.gather("dies here", b"")
             for _ in range(1000):
-                council.turn()
+                agreement.turn()
                 pause.wait(0.005)
         finally:
-            council.leave()
+            agreement.leave()
 
     with pytest.raises(RanksFailed) as failed:
         run_ranks(3, rank, kill={2: 2})
@@ -193,14 +193,14 @@ def test_a_rank_that_dies_between_calls_is_named_at_the_next_one() -> None:
 
 def test_a_rank_that_never_closes_is_named_by_those_that_do() -> None:
     def rank(world: World) -> None:
-        council = Council(world.duplicate(), Arrivals(), pace=QUICK)
+        agreement = StepAgreement(world.duplicate(), Arrivals(), pace=QUICK)
         try:
-            council.turn()
+            agreement.turn()
             if world.rank == 1:
                 raise ZeroDivisionError
-            council.close()
+            agreement.close()
         finally:
-            council.leave()
+            agreement.leave()
 
     with pytest.raises(RanksFailed) as failed:
         run_ranks(2, rank)

@@ -29,7 +29,7 @@ from ckpt.errors import Corrupt
 from ckpt.saving.report import SaveOptions
 from ckpt.service.checkpointer import Checkpointer
 from ckpt.service.events import Restored, SaveEvent, SaveFailed, SaveSucceeded
-from ckpt.telemetry.history import Committed, RankTold, SaveHistory, read_telemetry, totals_of
+from ckpt.telemetry.history import CommittedSave, RankReport, SaveHistory, read_telemetry, totals_of
 from ckpt.telemetry.record import (
     HISTORY_MAX,
     SaveTotals,
@@ -37,7 +37,7 @@ from ckpt.telemetry.record import (
     decode_telemetry,
     encode_telemetry,
 )
-from ckpt.telemetry.recorder import JsonLines, Span
+from ckpt.telemetry.recorder import JsonLines, PhaseSpan
 from ckpt.testing import run_ranks
 from ckpt.tools.report import report_of
 from ckpt.world.base import SoloWorld, World
@@ -122,12 +122,16 @@ def test_all_ranks_are_told_the_same_totals() -> None:
 
 def test_totals_are_sums_and_maxima() -> None:
     told = [
-        RankTold((Span("stage", 100.0, 0.5, 10), Span("write", 100.5, 1.0, 10)), 0.2, 1),
-        RankTold((Span("stage", 100.0, 0.1, 20), Span("write", 100.1, 2.0, 20)), 0.7, 2),
-        RankTold((Span("wait", 100.0, 9.0, 0),), 0.0, 0),
+        RankReport(
+            (PhaseSpan("stage", 100.0, 0.5, 10), PhaseSpan("write", 100.5, 1.0, 10)), 0.2, 1
+        ),
+        RankReport(
+            (PhaseSpan("stage", 100.0, 0.1, 20), PhaseSpan("write", 100.1, 2.0, 20)), 0.7, 2
+        ),
+        RankReport((PhaseSpan("wait", 100.0, 9.0, 0),), 0.0, 0),
     ]
-    assert [RankTold.decode(one.encode()) for one in told] == told
-    made = Committed(7, "e000001-0000000000000000", 1000, 5, ("odd",))
+    assert [RankReport.decode(one.encode()) for one in told] == told
+    made = CommittedSave(7, "e000001-0000000000000000", 1000, 5, ("odd",))
     totals = totals_of(made, told, now_unix=104.0)
     assert (totals.seconds, totals.blocked_seconds, totals.retries) == (4.0, 0.7, 3)
     assert (totals.slowest_rank, totals.slowest_phase, totals.slowest_seconds) == (1, "write", 2.0)
@@ -270,8 +274,8 @@ def test_history_survives_restarts_retention_and_failures() -> None:
 
 
 def totals_at(step: int) -> SaveTotals:
-    made = Committed(step, f"e000001-{step:016x}", 1000, 0, ())
-    return totals_of(made, [RankTold((), 0.0, 0)], now_unix=100.0)
+    made = CommittedSave(step, f"e000001-{step:016x}", 1000, 0, ())
+    return totals_of(made, [RankReport((), 0.0, 0)], now_unix=100.0)
 
 
 def test_history_is_bounded_and_so_is_what_is_kept_of_texts() -> None:
@@ -280,15 +284,15 @@ def test_history_is_bounded_and_so_is_what_is_kept_of_texts() -> None:
         history.saved(totals_at(step))
         history.failed(step, ValueError("x" * 10_000))
     now = totals_at(1000)
-    told = history.describe(now, [RankTold((), 0.0, 0)], ["y" * 10_000] * 1000)
+    told = history.describe(now, [RankReport((), 0.0, 0)], ["y" * 10_000] * 1000)
     assert [one.step for one in told.history] == list(range(50, HISTORY_MAX + 50))
     assert decode_telemetry(encode_telemetry(told)) == told
     assert len(encode_telemetry(told)) < 200_000
 
 
 def test_a_thousand_ranks_take_little_room() -> None:
-    spans = tuple(Span(phase, 1e9 + at, 1.5, 1 << 33) for at, phase in enumerate("abcdefgh"))
-    told = [RankTold(spans, 0.01, 3)] * 1000
+    spans = tuple(PhaseSpan(phase, 1e9 + at, 1.5, 1 << 33) for at, phase in enumerate("abcdefgh"))
+    told = [RankReport(spans, 0.01, 3)] * 1000
     made = SaveHistory().describe(totals_at(1), told, ())
     assert len(encode_telemetry(made)) < 400_000 and len(told[0].encode()) < 600
 
@@ -297,8 +301,8 @@ def test_a_thousand_ranks_take_little_room() -> None:
 
 
 def good() -> dict[str, Any]:
-    spans = (Span("write", 100.0, 1.0, 10),)
-    made = SaveHistory().describe(totals_at(1), [RankTold(spans, 0.0, 0)] * 2, ["w"])
+    spans = (PhaseSpan("write", 100.0, 1.0, 10),)
+    made = SaveHistory().describe(totals_at(1), [RankReport(spans, 0.0, 0)] * 2, ["w"])
     found: dict[str, Any] = json.loads(encode_telemetry(made))
     return found
 

@@ -49,13 +49,17 @@ class Away(WrappedStore):
         return self.inner.create(key, nbytes, **how)
 
 
+class FastTarget(ThreadTarget):
+    """A target whose training lives by the fast clock."""
+
+    def now_seconds(self) -> float:
+        return fast_clock()
+
+
 def training(store: Store, **how: Any) -> Checkpointer:
-    checkpointer = Checkpointer(
-        ThreadTarget(SoloWorld(), store, SessionRegistry()), {"x": torch.zeros(3)}, **how
+    return Checkpointer(
+        FastTarget(SoloWorld(), store, SessionRegistry()), {"x": torch.zeros(3)}, **how
     )
-    checkpointer._clock = fast_clock
-    checkpointer._good_seconds = fast_clock()
-    return checkpointer
 
 
 @pytest.mark.parametrize("when_busy", ["wait", "skip"])
@@ -76,7 +80,7 @@ def test_the_training_goes_on_beside_a_store_that_is_away(
             checkpointer.step(step)
             fast_sleep(5.0)
         away.back_at = 0.0
-        checkpointer._collect(wait=True)
+        checkpointer._saves.collect(wait=True)
         saved = checkpointer.last_saved
         assert saved is not None and saved.step > step - 60
         assert all(isinstance(one.error, TransientError) for one in checkpointer.failures)

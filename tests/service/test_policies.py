@@ -24,7 +24,7 @@ from ckpt.service.policies import (
     OnSignal,
     SavePolicy,
     by_all,
-    by_lead,
+    by_coordinator,
     preemption_of,
     signals_of,
 )
@@ -103,9 +103,9 @@ def test_each_alternative_is_decided_where_it_is_known() -> None:
     """Steps and signals by all ranks, clocks by the lead; what needs both, by the lead."""
     policy = EverySteps(5) | EverySeconds(60) & EverySteps(2) | OnSignal() | Adaptive() | AtExit()
     assert [type(p) for p in by_all(policy).alternatives()] == [EverySteps, OnSignal, AtExit]
-    assert [p.needs_clock for p in by_lead(policy).alternatives()] == [True, True]
-    assert len(by_lead(EverySteps(5)).alternatives()) == 0
-    assert not due(by_lead(EverySteps(5)), step=5, previous_step=4)
+    assert [p.needs_clock for p in by_coordinator(policy).alternatives()] == [True, True]
+    assert len(by_coordinator(EverySteps(5)).alternatives()) == 0
+    assert not due(by_coordinator(EverySteps(5)), step=5, previous_step=4)
 
 
 def test_signals_and_preemption_are_found_wherever_they_stand() -> None:

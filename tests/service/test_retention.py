@@ -21,13 +21,13 @@ from ckpt.commit.records import LiveEntry
 from ckpt.commit.session import Session
 from ckpt.commit.writer import Commit
 from ckpt.service.retention import (
-    Candidate,
     KeepAll,
     KeepBest,
     KeepEvery,
     KeepLatest,
     KeepRule,
     KeepYounger,
+    LiveCheckpoint,
     RetentionPlan,
     candidates_of,
     carry_out,
@@ -55,7 +55,7 @@ def entry(slot: int, step: int | None = None, **changes: object) -> LiveEntry:
 
 def plan(entries: list[LiveEntry], rule: KeepRule, ages: dict[int, float] | None = None):
     known = ages or {}
-    found = [Candidate(one, NOW - known.get(one.slot, 0.0)) for one in entries]
+    found = [LiveCheckpoint(one, NOW - known.get(one.slot, 0.0)) for one in entries]
     return plan_retention(found, rule, now_unix=NOW)
 
 

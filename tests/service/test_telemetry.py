@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.telemetry.recorder import Recorder, Span
+from ckpt.telemetry.recorder import PhaseSpan, Recorder
 
 
 def test_a_recorder_keeps_spans_and_counters_of_failed_phases_too() -> None:
@@ -19,7 +19,10 @@ def test_a_recorder_keeps_spans_and_counters_of_failed_phases_too() -> None:
     with pytest.raises(ValueError, match="planted"), recorder.span("write"):
         recorder.count("retries", 2)
         raise ValueError("planted")
-    assert recorder.spans() == (Span("stage", 100.0, 1.0, 5), Span("write", 100.0, 1.0, 0))
+    assert recorder.spans() == (
+        PhaseSpan("stage", 100.0, 1.0, 5),
+        PhaseSpan("write", 100.0, 1.0, 0),
+    )
     assert recorder.counters() == {"retries": 3}
 
 

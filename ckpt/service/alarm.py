@@ -1,0 +1,165 @@
+"""Failures of saves: which are raised, when, and that all ranks raise them at the same call.
+
+Ranks learn at different moments that a background save has failed. A rank that raised at once would
+leave the others waiting for it, so a failure is noted and logged where it is seen, and raised only
+where all ranks have collected the same saves: at a call of `step` that they agreed on, or after all
+of them waited for the save anyway.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ckpt.errors import CheckpointError, Fenced, InvalidState, StoreRefused
+from ckpt.service.agreement import StepAgreement
+from ckpt.service.events import SaveFailed
+from ckpt.service.training import Training
+
+logger = logging.getLogger(__name__)
+
+# Failures that a later save would meet again: somebody has to act, so they are raised.
+LASTING = (InvalidState, Fenced, StoreRefused)
+
+FAILURES_KEPT_MAX = 100
+FAILURES_SHOWN_MAX = 5
+
+
+class Failure(NamedTuple):
+    """A save that failed."""
+
+    step: int
+    error: Exception
+
+
+class SavesFailed(CheckpointError):
+    """So many saves in a row have failed that the training should not go on unnoticed."""
+
+    def __init__(self, failures: tuple[Failure, ...]) -> None:
+        lines = "".join(
+            f"\n  - step {one.step}: {one.error}" for one in failures[-FAILURES_SHOWN_MAX:]
+        )
+        super().__init__(f"{len(failures)} saves in a row have failed; the newest ones:{lines}")
+        self.failures = failures
+
+
+@dataclass(frozen=True, slots=True)
+class Alarm:
+    """What happens after `after` failed saves in a row, and after each further one, when nothing
+    was saved for `unsaved_seconds` either.
+
+    `call` is called with the failures in a row, on every rank, and the training goes on. Without it
+    the same call of `step` raises SavesFailed on all ranks. Single failures are logged.
+
+    `unsaved_seconds` counts from the last save that succeeded, or from the beginning, by the
+    coordinator's clock. It keeps an outage of minutes from ending a training that saves often; with
+    0, failures alone count.
+    """
+
+    after: int = 3
+    unsaved_seconds: float = 1800.0
+    call: Callable[[tuple[Failure, ...]], object] | None = None
+
+    def __post_init__(self) -> None:
+        if type(self.after) is not int or self.after < 1:
+            raise ValueError(f"Alarm(after={self.after!r}): expected an int of at least 1")
+        if not 0.0 <= self.unsaved_seconds < math.inf:
+            raise ValueError(
+                f"Alarm(unsaved_seconds={self.unsaved_seconds!r}): expected a number of at least 0"
+            )
+
+    def is_due(self, failures: int, unsaved_seconds: float) -> bool:
+        """Whether to raise the alarm after so many failures in a row and so long without a save."""
+        return failures >= self.after and unsaved_seconds >= self.unsaved_seconds
+
+
+class FailedSaves:
+    """The failures of one training's saves on this rank, and which of them were not raised yet."""
+
+    def __init__(self, training: Training, alarm: Alarm, agreement: StepAgreement) -> None:
+        self._training = training
+        self._alarm = alarm
+        self._agreement = agreement
+        self._all: list[Failure] = []
+        self._in_a_row: list[Failure] = []
+        self._lasting: list[Exception] = []
+        self._unreported = 0  # failures in a row that were neither raised nor passed to an alarm
+        self._last_success_seconds = training.now_seconds()
+
+    @property
+    def all(self) -> tuple[Failure, ...]:
+        """The newest failures, oldest first."""
+        return tuple(self._all)
+
+    @property
+    def newest_error(self) -> Exception:
+        """Why the newest save failed."""
+        return self._in_a_row[-1].error
+
+    def note(self, step: int, error: Exception) -> None:
+        """The save of `step` has failed. The coordinator proposes an alarm where one is due."""
+        failure = Failure(step, error)
+        self._all = [*self._all, failure][-FAILURES_KEPT_MAX:]
+        self._in_a_row.append(failure)
+        self._unreported += 1
+        self._training.notify(SaveFailed(step, error))
+        is_lasting = isinstance(error, LASTING)
+        if is_lasting:
+            self._lasting.append(error)
+        if self._training.is_coordinator:
+            logger.error(
+                "the save of step %d has failed, %d in a row (%s); %s: %s",
+                step,
+                len(self._in_a_row),
+                type(error).__name__,
+                "this does not go away, so it is raised" if is_lasting else "the training goes on",
+                error,
+                extra={"ckpt": {"event": "failed", "step": step, "error": str(error)}},
+            )
+            if is_lasting or self._is_alarm_due():
+                self._agreement.propose(alarm=True)
+
+    def save_succeeded(self) -> None:
+        """A checkpoint was committed: the row of failures ends."""
+        self._in_a_row.clear()
+        self._unreported = 0
+        self._last_success_seconds = self._training.now_seconds()
+
+    def restored(self) -> None:
+        """The state is that of a checkpoint: the time without a save counts from here."""
+        self._last_success_seconds = self._training.now_seconds()
+
+    def raise_alarm(self) -> None:
+        """Raise a lasting failure, or the alarm where that is due.
+
+        Collective, and only where all ranks have collected the same saves.
+        """
+        if self._lasting:
+            self._unreported = 0
+            raise self._lasting.pop()
+        if not self._unreported or len(self._in_a_row) < self._alarm.after:
+            return
+        # Clocks differ between ranks, so the coordinator's decides for all.
+        verdict = b"due" if self._is_alarm_due() else b"not yet"
+        mine = verdict if self._training.is_coordinator else None
+        if self._training.world.broadcast("alarm", mine) != b"due":
+            return
+        self._unreported = 0
+        failures = tuple(self._in_a_row)
+        if self._alarm.call is None:
+            raise SavesFailed(failures)
+        self._alarm.call(failures)
+
+    def raise_newest(self) -> None:
+        """Raise the newest failure, unless it was raised before or passed to an alarm."""
+        if self._unreported:
+            self._lasting.clear()
+            self._unreported = 0
+            raise self._in_a_row[-1].error
+
+    def _is_alarm_due(self) -> bool:
+        unsaved_seconds = self._training.now_seconds() - self._last_success_seconds
+        return self._alarm.is_due(len(self._in_a_row), unsaved_seconds)

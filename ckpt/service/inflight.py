@@ -1,0 +1,212 @@
+"""Saves that are under way: they are begun, collected in order, and their outcomes passed on."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from typing import Any, NamedTuple
+
+from ckpt.errors import CheckpointError, SaveDropped
+from ckpt.saving.report import SaveReport
+from ckpt.service.alarm import LASTING, FailedSaves
+from ckpt.service.events import SaveSkipped, SaveSucceeded
+from ckpt.service.keeping import Keeper
+from ckpt.service.schedule import SaveSchedule
+from ckpt.service.target import Pending
+from ckpt.service.training import Training
+from ckpt.service.watching import Watcher
+from storage import StorageError
+
+logger = logging.getLogger(__name__)
+
+
+class Saved(NamedTuple):
+    """A checkpoint of this training: `seconds` from its beginning to its commit."""
+
+    step: int
+    attempt: str
+    path: str
+    nbytes: int
+    seconds: float
+
+
+class BegunSave(NamedTuple):
+    """A save whose outcome was not collected; `call` is the call of `step` that began it."""
+
+    step: int
+    call: int
+    pending: Pending
+    began_seconds: float
+    began_unix: float
+    blocked_seconds: float
+
+
+class SavesInFlight:
+    """The saves of one training on this rank, from their beginning to their outcome."""
+
+    def __init__(
+        self,
+        training: Training,
+        schedule: SaveSchedule,
+        failed: FailedSaves,
+        keeper: Keeper,
+        watcher: Watcher,
+    ) -> None:
+        self._training = training
+        self._schedule = schedule
+        self._failed = failed
+        self._keeper = keeper
+        self._watcher = watcher
+        self._begun: list[BegunSave] = []
+        self._last_saved: Saved | None = None
+        self._saved_call = 0
+
+    @property
+    def last_saved(self) -> Saved | None:
+        """The newest checkpoint of this process whose commit this rank has collected."""
+        return self._last_saved
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """The steps of saves that are not over."""
+        return tuple(save.step for save in self._begun if not save.pending.done())
+
+    @property
+    def oldest_began_seconds(self) -> float | None:
+        """When the oldest save that is not over was begun; None when there is none."""
+        return self._begun[0].began_seconds if self.steps else None
+
+    @property
+    def newest(self) -> Pending | None:
+        """The newest save whose outcome was not collected."""
+        return self._begun[-1].pending if self._begun else None
+
+    def begin(self, metric: float | None, reasons: tuple[str, ...]) -> None:
+        """Begin to save the state as the newest step. Collective.
+
+        Raises lasting failures, RankFailed, and the alarm where this failure makes it due; other
+        failures are noted, the same on all ranks.
+        """
+        step = self._training.progress.step
+        began_seconds, began_unix = self._training.now_seconds(), time.time()
+        self._schedule.save_begun(began_seconds)
+        if self._training.is_coordinator:
+            logger.info("saving step %d: %s", step, ", ".join(reasons))
+        target, state = self._training.target, self._training.state
+        try:
+            with self._watcher.phase(f"save of step {step}"):
+                pending = target.start(state, step=step, metric=_finite(metric))
+        except LASTING:
+            raise
+        except (CheckpointError, StorageError, OSError) as error:
+            self._failed.note(step, error)
+            self._raise_if_rank_lost()
+            self._failed.raise_alarm()
+            return
+        blocked = self._training.now_seconds() - began_seconds
+        call = self._training.progress.calls
+        self._begun.append(BegunSave(step, call, pending, began_seconds, began_unix, blocked))
+
+    def unsaved_calls(self) -> int:
+        """Calls of `step` since the newest save that is committed or under way.
+
+        The same on all ranks where all have collected the same saves.
+        """
+        newest = max([self._saved_call, *(save.call for save in self._begun)])
+        return self._training.progress.calls - newest
+
+    def restored(self) -> None:
+        """The state is that of a checkpoint: nothing of it is unsaved."""
+        self._saved_call = self._training.progress.calls
+
+    def collect(self, *, wait: bool, deadline_seconds: float = math.inf) -> None:
+        """Pass on the outcomes of saves that are over, of all of them when `wait`.
+
+        Raises TimeoutError when one is not over at the deadline (of this rank's clock), RankFailed
+        when a rank is gone.
+        """
+        while self._begun and (wait or self._begun[0].pending.done()):
+            save = self._begun[0]
+            left = deadline_seconds - self._training.now_seconds()
+            outcome = _outcome(save.pending, None if math.isinf(left) else max(0.0, left))
+            if isinstance(outcome, SaveReport):
+                self._note_success(save, outcome)
+            elif isinstance(outcome, SaveDropped):
+                logger.info("%s", outcome)
+                self._training.notify(SaveSkipped(save.step))
+            else:
+                self._failed.note(save.step, outcome)
+            # Only now: until its outcome is noted, the save counts as under way.
+            self._begun.pop(0)
+            self._raise_if_rank_lost()
+
+    def finish(self) -> None:
+        """Wait for all saves. A store that is away is waited for some seconds at most, because the
+        training stands still for it.
+        """
+        self.hurry()
+        self.collect(wait=True)
+
+    def hurry(self) -> None:
+        """The training is about to wait: saves give up what has failed for some seconds."""
+        for save in self._begun:
+            save.pending.hurry()
+
+    def all_collected(self, deadline_seconds: float) -> bool:
+        """Whether all saves are over on all ranks by then. Collective."""
+        mine = b"over"
+        try:
+            self.collect(wait=True, deadline_seconds=deadline_seconds)
+        except TimeoutError:
+            mine = b"in flight"
+        answers = self._training.world.gather("collected", mine)
+        return all(answer == b"over" for answer in answers)
+
+    def _raise_if_rank_lost(self) -> None:
+        """A training that has lost a rank cannot go on, whatever the alarm says."""
+        failure = self._training.target.failure()
+        if failure is not None:
+            raise failure
+
+    def _note_success(self, save: BegunSave, report: SaveReport) -> None:
+        # Not the time of this call: a save that ended long before it was collected took less.
+        ended_unix = max((s.start_unix + s.seconds for s in report.spans), default=time.time())
+        seconds = max(ended_unix - save.began_unix, save.blocked_seconds)
+        self._last_saved = Saved(report.step, report.attempt, report.path, report.nbytes, seconds)
+        self._saved_call = save.call
+        self._failed.save_succeeded()
+        self._training.costs.saved(blocked_seconds=save.blocked_seconds, persist_seconds=seconds)
+        self._keeper.after_commit()
+        blocked = save.blocked_seconds + report.counters.get("step_wait_seconds", 0.0)
+        self._training.notify(SaveSucceeded(report, seconds, blocked))
+
+
+def _outcome(pending: Pending, timeout_seconds: float | None) -> SaveReport | Exception:
+    """The report or the error of a save. Raises TimeoutError when it is not over by then."""
+    try:
+        return pending.result(timeout_seconds)
+    except TimeoutError:
+        if not pending.done():
+            raise
+    except Exception as error:
+        return error
+    # It was over just after the time was up, or has failed by a TimeoutError of its own.
+    try:
+        return pending.result()
+    except Exception as error:
+        return error
+
+
+def _finite(metric: Any) -> float | None:
+    """A metric as the log takes it: a training that diverges is still saved, without one."""
+    if metric is None:
+        return None
+    try:
+        number = float(metric.detach() if hasattr(metric, "detach") else metric)
+    except (TypeError, ValueError):
+        number = math.nan
+    if math.isfinite(number):
+        return number
+    logger.warning("the metric is %s; it is saved as none", metric)
+    return None

@@ -1,0 +1,102 @@
+"""Retention beside a training: after each commit, what the rule no longer keeps is retired."""
+
+from __future__ import annotations
+
+import logging
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from ckpt.errors import CheckpointError
+from ckpt.service.retention import (
+    UNMEASURED,
+    KeepRule,
+    RetentionPlan,
+    candidates_of,
+    carry_out,
+    plan_retention,
+)
+from ckpt.service.target import Target
+from storage import StorageError
+
+logger = logging.getLogger(__name__)
+
+RUNS_MAX = 2  # one at work, and one that will see every commit made meanwhile
+
+
+class Keeper:
+    """Retires checkpoints in the background, on the coordinator, after commits only.
+
+    Failures are logged: they cost space, and the next commit tries again.
+    """
+
+    def __init__(self, target: Target, rule: KeepRule, *, is_coordinator: bool) -> None:
+        self._target = target
+        self._rule = rule
+        self._is_coordinator = is_coordinator
+        self._is_ending = False
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="ckpt-keep")
+        self._running: list[Future[None]] = []
+        self._commit_times: dict[str, float] = {}  # by attempt: each is one request, and stays
+        self._warned: set[str] = set()
+
+    def after_commit(self) -> None:
+        """Begin to carry the rule out, unless a run that has not begun will see this commit."""
+        self._running = [run for run in self._running if not run.done()]
+        if self._is_coordinator and len(self._running) < RUNS_MAX:
+            self._running.append(self._pool.submit(self._run))
+
+    def plan(self) -> RetentionPlan | None:
+        """What would be retired now. None before the first save, and on ranks other than the
+        coordinator.
+        """
+        session = self._target.session()
+        if session is None:
+            return None
+        state = session.state()
+        candidates = candidates_of(session.log, state, self._rule, self._commit_times)
+        self._commit_times = {
+            entry.attempt: committed for entry, committed in candidates if committed
+        }
+        return plan_retention(candidates, self._rule, now_unix=time.time())
+
+    def wait(self) -> None:
+        """Returns when nothing is under way."""
+        for run in self._running:
+            run.result()
+
+    def end(self) -> None:
+        """Time is short: begin nothing more, not even what a plan still has."""
+        self._is_ending = True
+
+    def close(self) -> None:
+        """Finish what is under way, and take no more."""
+        self._pool.shutdown(wait=True)
+
+    def _run(self) -> None:
+        try:
+            session = self._target.session()
+            plan = self.plan()
+            if session is None or plan is None or self._is_ending:
+                return
+            self._warn(plan)
+            session.sweep_failed()
+            retired, stayed = carry_out(plan, session.retire, stop=lambda: self._is_ending)
+            for entry in retired:
+                logger.info("retired step %d (%s)", entry.step, entry.attempt)
+            for text in stayed:
+                logger.info("not retired: %s", text)
+        except (CheckpointError, StorageError, OSError) as error:
+            logger.warning("retention is put off to the next save: %s", error)
+
+    def _warn(self, plan: RetentionPlan) -> None:
+        """Log once why checkpoints pile up."""
+        unmeasured = any(reasons == (UNMEASURED,) for _, reasons in plan.keep)
+        if plan.refused and "refused" not in self._warned:
+            self._warned.add("refused")
+            logger.warning("no checkpoint is retired for now: %s", plan.refused)
+        elif unmeasured and UNMEASURED not in self._warned:
+            self._warned.add(UNMEASURED)
+            logger.warning(
+                "checkpoints without a metric are kept; give step(metric=) for all of them, or "
+                "KeepBest(unmeasured='retire')"
+            )

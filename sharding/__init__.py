@@ -36,8 +36,8 @@ from torch.distributed.fsdp.wrap import (
     lambda_auto_wrap_policy,
     size_based_auto_wrap_policy,
     transformer_auto_wrap_policy,
+    wrap,
 )
-from torch.distributed.fsdp.wrap import wrap as torchs_wrap
 
 from sharding.comm_hooks import LowPrecisionState, bf16_compress_hook, fp16_compress_hook
 from sharding.explaining import explain
@@ -50,9 +50,6 @@ from sharding.fsdp_module import (
     share_comm_ctx,
 )
 from sharding.fully_sharding import fully_shard
-
-# The package `sharding.wrap` would stand for the function of that name.
-wrap = torchs_wrap
 
 __all__ = [
     "BackwardPrefetch",

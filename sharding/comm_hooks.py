@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from sharding.engine.collectives import Group, Parts, comm_of, default_group
+from sharding.engine.collectives import Group, RankParts, comm_of, default_group
 from sharding.engine.pool import BufferPool
 from sharding.engine.reduction import CommHook, divide_factors
 
@@ -68,6 +68,6 @@ def _reduce_in(
         grad.copy_(low.div_(after))
         return
     part = torch.empty(output.numel(), dtype=dtype, device=grad.device)
-    members = [Parts(low, output.numel())]
+    members = [RankParts(low, output.numel())]
     state.comm.reduce_scatter(members, [part], pool=state.pool, tag=_TAG).wait()
     output.copy_(part.div_(after))

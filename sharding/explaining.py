@@ -120,7 +120,7 @@ def _group_facts(names: dict[int, str], group: ShardedGroup) -> UnitFacts:
     params = group.store.params
     ranks = group.store.data.shard.size
     members = tuple(
-        f"{param.found.names[0]} {param.shape} along dim {param.dim}, "
+        f"{param.module_param.names[0]} {param.shape} along dim {param.dim}, "
         f"{math.prod(param.own_shape)} elements here"
         for param in params
     )

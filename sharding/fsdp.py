@@ -39,10 +39,10 @@ from sharding.engine.extensions import (
 from sharding.engine.groups import HYBRID, Groups, resolve_groups
 from sharding.engine.order import OrderCheck
 from sharding.engine.precision import cast_buffers, reduce_dtype
-from sharding.engine.ranges import Part
+from sharding.engine.ranges import RangeName
 from sharding.engine.reduction import Reduction, divide_factors
 from sharding.engine.runtime import Runtime
-from sharding.engine.store import Found
+from sharding.engine.store import ModuleParam
 from sharding.engine.streams import streams_for
 from sharding.engine.torch_seam import larger_mesh, persistent_buffers
 from sharding.engine.unit import Phase, Root
@@ -51,7 +51,7 @@ from sharding.flat.unit import FlatUnit, Settings
 from sharding.state_dict_methods import StatefulUnit
 from sharding.summon import SummonOptions, summon_units
 from sharding.torch_face import hand_over
-from sharding.wrap.init import (
+from sharding.wrapping.init import (
     Ignored,
     choose_device,
     find_ignored,
@@ -61,7 +61,7 @@ from sharding.wrap.init import (
     sync_states,
     warn_of_slow_wrapping,
 )
-from sharding.wrap.policies import auto_wrap
+from sharding.wrapping.policies import auto_wrap
 
 __all__ = ["FullyShardedDataParallel", "fsdp_units"]
 
@@ -75,7 +75,7 @@ class UnshardHandle:
         self._unit = unit
         if unit.store is not None:
             # Outside of a forward nobody has told the stream of gathers to wait for a step.
-            unit.found_runtime().streams.gathers_wait_for_compute()
+            unit.known_runtime().streams.gathers_wait_for_compute()
             unit.was_asked_for = unit.was_asked_for or unit.needs_gather
             unit.gather_early()
 
@@ -153,7 +153,7 @@ class FullyShardedDataParallel(UnitAttributes, StatefulUnit):
             }
             self._wrap_below(module, auto_wrap_policy, ignored, shared)
         values = Values(device_id, param_init_fn, sync_module_states)
-        found, device = _prepared(module, ignored, groups, values)
+        module_params, device = _prepared(module, ignored, groups, values)
         self.fsdp_names = tuple(_state_names(module))  # before members are taken out
         settings = Settings(
             strategy=_clamped(strategy, groups),
@@ -168,10 +168,10 @@ class FullyShardedDataParallel(UnitAttributes, StatefulUnit):
             evaluates_in_full_precision=os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1",
         )
         extension = self._extension_for(groups, device_mesh)
-        unit = _make_unit(module, found, groups, settings, extension)
+        unit = _make_unit(module, module_params, groups, settings, extension)
         self.syncs_states = sync_module_states
         self._build(unit, groups, ignored, device_mesh)
-        for item in found:
+        for item in module_params:
             mark_sharded(item.param, f"{type(module).__name__}.{item.fqn}")
 
     def _wrap_below(
@@ -202,7 +202,8 @@ class FullyShardedDataParallel(UnitAttributes, StatefulUnit):
         self.fsdp_ignored = ignored
         self.fsdp_mesh = device_mesh
         self.fsdp_member_names = tuple(
-            clean_name(item.fqn) for item in (unit.store.found if unit.store is not None else ())
+            clean_name(item.fqn)
+            for item in (unit.store.module_params if unit.store is not None else ())
         )
         self.fsdp_buffer_dtypes = {
             clean_name(name): buffer.dtype
@@ -244,7 +245,7 @@ class FullyShardedDataParallel(UnitAttributes, StatefulUnit):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module with its parameters gathered."""
-        with self.fsdp_unit.ranges(Part.FORWARD):
+        with self.fsdp_unit.ranges(RangeName.FORWARD):
             try:
                 args, kwargs = self._before_forward(args, kwargs)
                 output = self._fsdp_wrapped_module(*args, **kwargs)
@@ -456,7 +457,7 @@ class FullyShardedDataParallel(UnitAttributes, StatefulUnit):
         store.reshard()
         store.adopt_values()
         unit.hide_flat()
-        for item in store.found:
+        for item in store.module_params:
             for place in item.places:
                 place.take()
         try:
@@ -523,7 +524,7 @@ class FullyShardedDataParallel(UnitAttributes, StatefulUnit):
         store = self.fsdp_unit.store
         if store is None:
             return []
-        members = [self._describe(at) for at in range(len(store.found))]
+        members = [self._describe(at) for at in range(len(store.module_params))]
         local = store.flat.detach()
         owners = [owners_of(self.fsdp_groups, self.fsdp_mesh, m.inside) for m in members]
         if not store.options.use_orig_params:
@@ -561,7 +562,7 @@ class FullyShardedDataParallel(UnitAttributes, StatefulUnit):
         store = self.fsdp_unit.store
         return {
             clean_name(name): clean_name(item.fqn)
-            for item in (store.found if store is not None else ())
+            for item in (store.module_params if store is not None else ())
             for name in item.names[1:]
         }
 
@@ -622,7 +623,7 @@ def _check_kinds(*arguments: tuple[str, object, type]) -> None:
 
 def _prepared(
     module: nn.Module, ignored: Ignored, groups: Groups, values: Values
-) -> tuple[list[Found], torch.device]:
+) -> tuple[list[ModuleParam], torch.device]:
     """The parameters that a unit around `module` is to absorb, with their values and on the device
     to compute on, which is returned too.
     """
@@ -632,14 +633,16 @@ def _prepared(
             "nothing will be gathered",
             stacklevel=3,
         )
-    found = find_params(module, ignored, managed=_managed_below(module), is_unit=is_unit)
-    device = choose_device([item.param for item in found], values.device_id)
+    module_params = find_params(module, ignored, managed=_managed_below(module), is_unit=is_unit)
+    device = choose_device([item.param for item in module_params], values.device_id)
     init = values.param_init_fn
     if materialize(module, ignored, device, param_init_fn=init, is_unit=is_unit):
         # Values are given to new Parameter objects.
-        found = find_params(module, ignored, managed=_managed_below(module), is_unit=is_unit)
-    warn_of_slow_wrapping((item.param for item in found), values.device_id, device)
-    for item in found:
+        module_params = find_params(
+            module, ignored, managed=_managed_below(module), is_unit=is_unit
+        )
+    warn_of_slow_wrapping((item.param for item in module_params), values.device_id, device)
+    for item in module_params:
         other = sharded_before_as(item.param)
         if other is not None:
             raise ValueError(
@@ -650,8 +653,8 @@ def _prepared(
         move_states(module, ignored, device, is_unit=is_unit)
     if values.sync:
         comms = [groups.shard] if groups.replicate is None else [groups.replicate, groups.shard]
-        sync_states(module, found, comms, synced=_synced_below(module))
-    return found, device
+        sync_states(module, module_params, comms, synced=_synced_below(module))
+    return module_params, device
 
 
 # --- the tree ------------------------------------------------------------------------------------
@@ -664,16 +667,16 @@ def is_unit(module: nn.Module) -> bool:
 
 def fsdp_units(module: nn.Module, *, root_only: bool = False) -> list[FullyShardedDataParallel]:
     """The wrappers below `module`, itself included, in walk order; or only the outermost ones."""
-    found: list[FullyShardedDataParallel] = []
+    units: list[FullyShardedDataParallel] = []
     skipped = ""
     for name, inner in module.named_modules():
         if not isinstance(inner, FullyShardedDataParallel):
             continue
-        if root_only and found and (skipped == "" or name.startswith(f"{skipped}.")):
+        if root_only and units and (skipped == "" or name.startswith(f"{skipped}.")):
             continue
-        found.append(inner)
+        units.append(inner)
         skipped = name
-    return found
+    return units
 
 
 def clean_name(name: str) -> str:
@@ -699,13 +702,13 @@ def _state_names(module: nn.Module) -> Iterator[str]:
 
 
 def _managed_below(module: nn.Module) -> set[int]:
-    found: set[int] = set()
+    managed: set[int] = set()
     for wrapper in fsdp_units(module):
         store = wrapper.fsdp_unit.store if "fsdp_unit" in wrapper.__dict__ else None
         if store is not None:
-            found.add(id(store.flat))
-            found.update(id(param) for param in store.params)
-    return found
+            managed.add(id(store.flat))
+            managed.update(id(param) for param in store.params)
+    return managed
 
 
 def _ignored_below(module: nn.Module, modules: Any, states: Any) -> Ignored:
@@ -720,11 +723,11 @@ def _ignored_below(module: nn.Module, modules: Any, states: Any) -> Ignored:
 
 def _synced_below(module: nn.Module) -> set[int]:
     """Buffers that inner units have broadcast already; not every unit was told to."""
-    found: set[int] = set()
+    synced: set[int] = set()
     for wrapper in fsdp_units(module):
         if wrapper.syncs_states:
-            found.update(id(buffer) for buffer in wrapper.buffers())
-    return found
+            synced.update(id(buffer) for buffer in wrapper.buffers())
+    return synced
 
 
 def _clamped(strategy: ShardingStrategy, groups: Groups) -> ShardingStrategy:
@@ -747,7 +750,7 @@ def _clamped(strategy: ShardingStrategy, groups: Groups) -> ShardingStrategy:
 
 def _make_unit(
     module: nn.Module,
-    found: list[Found],
+    module_params: list[ModuleParam],
     groups: Groups,
     settings: Settings,
     extension: Extension | None,
@@ -767,7 +770,7 @@ def _make_unit(
         keep_dtype=precision.keep_low_precision_grads,
     )
     store = None
-    if found:
+    if module_params:
         options = StoreOptions(
             use_orig_params=settings.use_orig_params,
             sharded=settings.is_sharded,
@@ -777,12 +780,12 @@ def _make_unit(
             limit_gathers=settings.limit_all_gathers,
         )
         streams = streams_for(settings.device)
-        store = FlatParam(found, groups.shard, streams, options, extension=extension)
+        store = FlatParam(module_params, groups.shard, streams, options, extension=extension)
     return FlatUnit(module, store, settings, reduction)
 
 
 def _members_text(unit: FlatUnit) -> str:
-    fqns = [] if unit.store is None else [clean_name(item.fqn) for item in unit.store.found]
+    fqns = [] if unit.store is None else [clean_name(item.fqn) for item in unit.store.module_params]
     return f"{type(unit.wrapped).__name__} with {', '.join(fqns)}"
 
 

@@ -365,19 +365,19 @@ class FSDPModule(TorchUnit):
             prefixes.setdefault(id(module), []).append(f"{prefix}." if prefix else "")
         everyone = all_global_ranks()
         ranks = Ranks(torch.distributed.get_rank(), everyone)
-        found = []
+        described = []
         for param in store.params:
             names = [
                 f"{prefix}{place.name}"
-                for place in param.found.places
+                for place in param.module_param.places
                 for prefix in prefixes.get(id(place.module), ())
             ]
             # What is tied to a parameter of an earlier module is told there.
-            if names and not any(id(place.module) in told for place in param.found.places):
+            if names and not any(id(place.module) in told for place in param.module_param.places):
                 cut = FsdpCut(param.axis, store.data.shard.rank)
                 owned = describe_dtensor(names[0], param.param, ranks, fsdp_cut=cut)
-                found.append((names, owned))
-        return found
+                described.append((names, owned))
+        return described
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
@@ -463,7 +463,7 @@ def _after_forward(module: Any, args: Any, output: Any) -> Any:
         unit.watch(output)
         return output
     output = unit.after_forward(output)
-    if unit.found_runtime().root is unit and unit.phase is Phase.IDLE:
+    if unit.known_runtime().root is unit and unit.phase is Phase.IDLE:
         for other in sharded_groups(module):
             if other.waiting_for:  # some of its modules were not called this time
                 other.waiting_for.clear()
@@ -500,10 +500,10 @@ def _name_absolutely(root: nn.Module, groups: Iterable[ShardedGroup]) -> None:
     for group in groups:
         group.unit.ranges.fqn = ", ".join(prefixes.get(id(module), "") for module in group.modules)
         for param in group.store.params:
-            place = param.found.places[0]
+            place = param.module_param.places[0]
             prefix = prefixes.get(id(place.module), "")
             fqn = f"{prefix}.{place.name}" if prefix else place.name
-            param.found = param.found._replace(fqn=fqn)
+            param.module_param = param.module_param._replace(fqn=fqn)
 
 
 def _follow_state_dicts(store: DTensorStore) -> None:
@@ -518,7 +518,9 @@ def _follow_state_dicts(store: DTensorStore) -> None:
     for hook in (before, after):
         # They change nothing in the dicts.
         cast(Any, hook).__ckpt_neutral__ = True
-    modules = {id(place.module): place.module for item in store.found for place in item.places}
+    modules = {
+        id(place.module): place.module for item in store.module_params for place in item.places
+    }
     for shown in modules.values():
         module: Any = shown
         module.register_state_dict_pre_hook(before)
@@ -536,8 +538,8 @@ def _as_module(module: object) -> nn.Module:
 
 def sharded_groups(module: nn.Module) -> list[ShardedGroup]:
     """What `fully_shard` made of the module and below it, each once, in walk order."""
-    found = [inner.fsdp_group for inner in module.modules() if isinstance(inner, FSDPModule)]
-    return list({id(group): group for group in found}.values())
+    groups = [inner.fsdp_group for inner in module.modules() if isinstance(inner, FSDPModule)]
+    return list({id(group): group for group in groups}.values())
 
 
 def managed_below(module: nn.Module) -> set[int]:

@@ -32,10 +32,10 @@ from sharding.engine.collectives import all_global_ranks, comm_of
 from sharding.engine.groups import groups_of
 from sharding.engine.precision import Casts
 from sharding.engine.reduction import Reduction
-from sharding.engine.store import Found
+from sharding.engine.store import ModuleParam
 from sharding.engine.unit import Schedule, Unit
 from sharding.fsdp_module import FSDPModule, ShardedGroup, become_sharded, managed_below
-from sharding.wrap.init import Ignored, find_params, move_states
+from sharding.wrapping.init import Ignored, find_params, move_states
 
 __all__ = ["fully_shard"]
 
@@ -81,9 +81,9 @@ def fully_shard(
     groups = groups_of(mesh)
     data = DataMesh(mesh, groups.shard, groups.replicate, within)
     keeping = _keeping(mesh, mp_policy, offload_policy)
-    found = _found(modules, frozenset(ignored_params or ()), keeping.device)
+    module_params = _module_params(modules, frozenset(ignored_params or ()), keeping.device)
     store = DTensorStore(
-        found, data, keeping, placing=shard_placement_fn or _along_dim_0, policy=mp_policy
+        module_params, data, keeping, placing=shard_placement_fn or _along_dim_0, policy=mp_policy
     )
     store.set_smaller_mesh(_smaller_mesh(data, reshard_after_forward))
     unit = _unit(store, mp_policy, reshard_after_forward)
@@ -148,8 +148,8 @@ def _outermost(given: Sequence[Any]) -> list[nn.Module]:
                 "inside it, or on a list of that"
             )
     inside = {id(child) for one in given for child in one.modules() if child is not one}
-    found = [one for one in given if id(one) not in inside]
-    return list({id(one): one for one in found}.values())
+    outermost = [one for one in given if id(one) not in inside]
+    return list({id(one): one for one in outermost}.values())
 
 
 def _checked_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
@@ -210,15 +210,15 @@ def _device_of(mesh: DeviceMesh) -> torch.device:
     return torch.device(mesh.device_type, module.current_device())
 
 
-def _found(
+def _module_params(
     modules: Sequence[nn.Module], ignored: frozenset[nn.Parameter], device: torch.device
-) -> list[Found]:
+) -> list[ModuleParam]:
     """What the modules own together, on the device to compute on."""
     root = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
     left_alone = Ignored(frozenset(), ignored, frozenset())
     move_states(root, left_alone, device, is_unit=_is_unit)
-    found = find_params(root, left_alone, managed=managed_below(root), is_unit=_is_unit)
-    for item in found:
+    module_params = find_params(root, left_alone, managed=managed_below(root), is_unit=_is_unit)
+    for item in module_params:
         other = sharded_before_as(item.param)
         if other is not None:
             raise ValueError(
@@ -231,7 +231,7 @@ def _found(
                 f"{item.fqn}: is on {item.param.device}, expected {device}; move the module to the "
                 "device of the mesh first"
             )
-    return found
+    return module_params
 
 
 def _smaller_mesh(data: DataMesh, wanted: bool | int | None) -> SmallerMesh | None:

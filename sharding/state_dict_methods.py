@@ -149,13 +149,13 @@ class StatefulUnit(TorchWrapper):
         destination = OrderedDict() if destination is None else destination
         _warn_of_unsharded(self)
         form, config = model_form(_servable(self))
-        found = _or_runtime_error(lambda: state_dicts.model_state_dict(self, form, config))
+        state = _or_runtime_error(lambda: state_dicts.model_state_dict(self, form, config))
         prefix = given.get("prefix", "")
         order = {name: at for at, name in enumerate(self.fsdp_names)}
-        for name in sorted(found, key=lambda name: order.get(name, len(order))):
-            destination[f"{prefix}{name}"] = found[name]
+        for name in sorted(state, key=lambda name: order.get(name, len(order))):
+            destination[f"{prefix}{name}"] = state[name]
         if logger.isEnabledFor(logging.INFO):
-            for name, value in found.items():
+            for name, value in state.items():
                 logger.info("state dict entry %s: %s", name, _described(value))
         return destination
 
@@ -255,7 +255,7 @@ class StatefulUnit(TorchWrapper):
         """
         settings = StatefulUnit.get_state_dict_type(model) or default_settings()
         config: Any = settings.optim_state_dict_config
-        found = _to_load(
+        to_load = _to_load(
             model,
             optim,
             optim_state_dict,
@@ -263,10 +263,10 @@ class StatefulUnit(TorchWrapper):
             group=group,
         )
         if load_directly:
-            optim.load_state_dict(found)
+            optim.load_state_dict(to_load)
         if is_named_optimizer:
-            return state_dicts.rekey_optimizer_state_dict(found, "fqn", model, optim)
-        return found
+            return state_dicts.rekey_optimizer_state_dict(to_load, "fqn", model, optim)
+        return to_load
 
     @staticmethod
     def full_optim_state_dict(
@@ -359,16 +359,16 @@ class StatefulUnit(TorchWrapper):
         if keys == {to_names}:
             return optim_state_dict
         optimizer = _listed(model, optim_input, optim)
-        found = _or_value_error(
+        state = _or_value_error(
             lambda: state_dicts.rekey_optimizer_state_dict(
                 optim_state_dict, "fqn" if to_names else "id", model, optimizer
             )
         )
-        found["param_groups"] = [
+        state["param_groups"] = [
             {**copy.deepcopy(group), "params": sorted(group["params"])}
-            for group in found["param_groups"]
+            for group in state["param_groups"]
         ]
-        return found
+        return state
 
 
 def _units(module: nn.Module) -> list[StatefulUnit]:

@@ -35,8 +35,8 @@ def summon_units(units: Sequence[FlatUnit], options: SummonOptions) -> Iterator[
     Raises AssertionError inside forward, backward or another such context.
     """
     for unit in units:
-        unit.found_runtime().leave_failed_backward()
-        if unit.phase is not Phase.IDLE or unit.found_runtime().in_backward:
+        unit.known_runtime().leave_failed_backward()
+        if unit.phase is not Phase.IDLE or unit.known_runtime().in_backward:
             raise AssertionError(
                 "full parameters can only be summoned outside of forward, backward and another "
                 f"summon_full_params(); a unit is in {unit.phase.name}"
@@ -101,7 +101,7 @@ def _show(
         )
         for at, (param, view) in enumerate(zip(store.params, views, strict=True))
     )
-    for item, param in zip(store.found, shown, strict=True):
+    for item, param in zip(store.module_params, shown, strict=True):
         for place in item.places:
             place.take()
             place.put(param)
@@ -112,7 +112,7 @@ def _collect_writes(
     store: FlatParam, views: Sequence[torch.Tensor], shown: Sequence[nn.Parameter]
 ) -> None:
     """Copy into the gathered tensor what the user put in place of its views."""
-    for at, (item, view, param) in enumerate(zip(store.found, views, shown, strict=True)):
+    for at, (item, view, param) in enumerate(zip(store.module_params, views, shown, strict=True)):
         current = item.places[0].current()
         current = store.as_flattened(at, param if current is None else current)
         if current.data_ptr() != view.data_ptr():
@@ -126,14 +126,14 @@ def _collect_writes(
 
 def _hide(unit: FlatUnit, store: FlatParam) -> None:
     if store.options.use_orig_params:
-        for item, param in zip(store.found, store.params, strict=True):
+        for item, param in zip(store.module_params, store.params, strict=True):
             for place in item.places:
                 if place.current() is not param:
                     place.put(param)
         store.show_shards()
         store.show_gradients()
         return
-    for item in store.found:
+    for item in store.module_params:
         for place in item.places:
             place.take()
     store.show_placeholders()

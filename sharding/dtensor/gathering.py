@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from sharding.dtensor.param import ShardedParam, contiguous_strides
 from sharding.dtensor.seam import make_dtensor
-from sharding.engine.collectives import Parts
+from sharding.engine.collectives import RankParts
 from sharding.engine.memory import TensorSize
 from sharding.engine.pool import BufferPool
 
@@ -42,12 +42,12 @@ class Gathering(ABC):
         return [TensorSize(self.param.numel, self.param.compute_dtype)]
 
     @abstractmethod
-    def start(self, wholes: Sequence[torch.Tensor], pool: BufferPool) -> list[Parts]:
+    def start(self, wholes: Sequence[torch.Tensor], pool: BufferPool) -> list[RankParts]:
         """Put this rank's part into its place; returns what is to be gathered."""
 
     @abstractmethod
     def finish(
-        self, wholes: Sequence[torch.Tensor], gathered: Sequence[Parts], pool: BufferPool
+        self, wholes: Sequence[torch.Tensor], gathered: Sequence[RankParts], pool: BufferPool
     ) -> None:
         """All parts are there: put them where they belong."""
 
@@ -78,14 +78,14 @@ class AlongFirst(Gathering):
     def __init__(self, param: ShardedParam) -> None:
         super().__init__(param)
         # Memory stays where it is from step to step, so views of it are made once.
-        self._parts = Parts(torch.empty(0), 0)
+        self._parts = RankParts(torch.empty(0), 0)
         self._own = self._buffer = torch.empty(0)
 
-    def start(self, wholes: Sequence[torch.Tensor], pool: BufferPool) -> list[Parts]:
+    def start(self, wholes: Sequence[torch.Tensor], pool: BufferPool) -> list[RankParts]:
         """Put this rank's part into its place in the whole."""
         param = self.param
         if self._parts.whole is not wholes[0]:
-            self._parts = Parts(wholes[0], param.chunk * param.row_numel)
+            self._parts = RankParts(wholes[0], param.chunk * param.row_numel)
         if self._buffer is not param.buffer:
             self._buffer = param.buffer
             self._own = param.buffer[: math.prod(param.own_shape)]
@@ -93,7 +93,7 @@ class AlongFirst(Gathering):
         return [self._parts]
 
     def finish(
-        self, wholes: Sequence[torch.Tensor], gathered: Sequence[Parts], pool: BufferPool
+        self, wholes: Sequence[torch.Tensor], gathered: Sequence[RankParts], pool: BufferPool
     ) -> None:
         """Nothing is left to do."""
 
@@ -101,15 +101,15 @@ class AlongFirst(Gathering):
 class AlongOther(Gathering):
     """See the head of this file."""
 
-    def start(self, wholes: Sequence[torch.Tensor], pool: BufferPool) -> list[Parts]:
+    def start(self, wholes: Sequence[torch.Tensor], pool: BufferPool) -> list[RankParts]:
         """Put this rank's part into a buffer of its own."""
         param, whole = self.param, wholes[0]
-        parts = Parts(pool.take(param.numel, whole.dtype, whole.device), param.buffer.numel())
+        parts = RankParts(pool.take(param.numel, whole.dtype, whole.device), param.buffer.numel())
         parts.of(param.data.shard.rank).copy_(param.buffer, non_blocking=True)
         return [parts]
 
     def finish(
-        self, wholes: Sequence[torch.Tensor], gathered: Sequence[Parts], pool: BufferPool
+        self, wholes: Sequence[torch.Tensor], gathered: Sequence[RankParts], pool: BufferPool
     ) -> None:
         """Copy the parts to where they belong."""
         target = self.param.by_rank(wholes[0])
@@ -138,7 +138,7 @@ class ByExtension(Gathering):
             inputs, self._metadata = pre(self._mesh)
         elif takes == 5:
             shape = torch.Size(param.shape)
-            module = param.found.places[0].module
+            module = param.module_param.places[0].module
             strides = contiguous_strides(shape)
             inputs, self._metadata = pre(self._mesh, shape, strides, module, self._policy)
         else:
@@ -157,17 +157,17 @@ class ByExtension(Gathering):
         # Extensions may look at storages, and keep views of what they are given.
         return [TensorSize(one.numel() * ranks, one.dtype, alone=True) for one in inputs]
 
-    def start(self, wholes: Sequence[torch.Tensor], pool: BufferPool) -> list[Parts]:
+    def start(self, wholes: Sequence[torch.Tensor], pool: BufferPool) -> list[RankParts]:
         """Put what the extension gave into its place."""
         gathered = []
         for whole, given in zip(wholes, self._inputs, strict=True):
-            parts = Parts(whole, given.numel())
+            parts = RankParts(whole, given.numel())
             parts.of(self.param.data.shard.rank).copy_(given.reshape(-1), non_blocking=True)
             gathered.append(parts)
         return gathered
 
     def finish(
-        self, wholes: Sequence[torch.Tensor], gathered: Sequence[Parts], pool: BufferPool
+        self, wholes: Sequence[torch.Tensor], gathered: Sequence[RankParts], pool: BufferPool
     ) -> None:
         """Let the extension make the parameter of what was gathered, in the memory it had."""
         outputs = tuple(

@@ -31,9 +31,9 @@ from sharding.dtensor.seam import (
     replace_local,
     strided_shard,
 )
-from sharding.engine.collectives import Comm, Parts
+from sharding.engine.collectives import Comm, RankParts
 from sharding.engine.pool import BufferPool
-from sharding.engine.store import Found
+from sharding.engine.store import ModuleParam
 from sharding.engine.streams import Streams
 
 __all__ = ["DataAxes", "DataMesh", "Keeping", "ShardedParam"]
@@ -83,35 +83,37 @@ class Keeping:
 class ShardedParam:
     """See the head of this file."""
 
-    def __init__(self, found: Found, data: DataMesh, keeping: Keeping, placement: object) -> None:
+    def __init__(
+        self, module_param: ModuleParam, data: DataMesh, keeping: Keeping, placement: object
+    ) -> None:
         self.data = data
         self.keeping = keeping
-        param = found.param
+        param = module_param.param
         self.tensor_parallel: DTensorLike | None = None
         values = param.detach()
         if isinstance(param, DTensor):
             self.tensor_parallel = _like(param)
             values = local_of(values)
-        self.dim = _checked_dim(found.fqn, placement, param, values, data.shard.size)
+        self.dim = _checked_dim(module_param.fqn, placement, param, values, data.shard.size)
         self.shape: Shape = tuple(values.shape)
         """Of the whole parameter, as modules compute with it."""
         within = data.within
         if within is None:
-            self.like = _sharded_like(found.fqn, param, self.dim, data)
+            self.like = _sharded_like(module_param.fqn, param, self.dim, data)
             self.axis = 0 if data.replicate is None else 1
             """Of the mesh in `like`, along which the parameter is cut."""
         else:
-            self.like, self.axis = _like_within(found.fqn, param, self.dim, data, within)
+            self.like, self.axis = _like_within(module_param.fqn, param, self.dim, data, within)
         self.buffer = values.new_empty(0)
         local = self._padded(self._own_rows(values))
         self.param = nn.Parameter(self.to_dtensor(local), requires_grad=param.requires_grad)
         # Not the original: its memory is to be freed with its last user.
-        self.found = found._replace(param=self.param)
+        self.module_param = module_param._replace(param=self.param)
         self._adopted = local_of(self.param)
         for name, value in vars(param).items():
             if not name.startswith("_"):  # a user's own marks, not torch's
                 setattr(self.param, name, value)
-        mark_sharded(param, found.fqn)
+        mark_sharded(param, module_param.fqn)
         self.show()
 
     # --- geometry -------------------------------------------------------------------------------
@@ -119,7 +121,7 @@ class ShardedParam:
     @property
     def fqn(self) -> str:
         """Its first name."""
-        return self.found.fqn
+        return self.module_param.fqn
 
     @property
     def chunk(self) -> int:
@@ -176,7 +178,7 @@ class ShardedParam:
 
     def show(self) -> None:
         """Let all places show the sharded parameter."""
-        for place in self.found.places:
+        for place in self.module_param.places:
             place.put(self.param)
 
     def adopt(self) -> bool:
@@ -186,7 +188,7 @@ class ShardedParam:
         `load_state_dict(assign=True)` puts another object there, `_apply` other memory. Raises
         RuntimeError, naming the parameter, for what does not fit.
         """
-        current = self.found.places[0].current()
+        current = self.module_param.places[0].current()
         if current is not self.param:
             if not isinstance(current, DTensor) or not isinstance(current, nn.Parameter):
                 raise RuntimeError(
@@ -251,13 +253,13 @@ class ShardedParam:
 
     def gradient_parts(
         self, grad: torch.Tensor, dtype: torch.dtype, *, scale: float, pool: BufferPool | None
-    ) -> tuple[Parts, torch.Tensor | None]:
+    ) -> tuple[RankParts, torch.Tensor | None]:
         """The gradient times `scale` in `dtype`, cut into the ranks' parts, and the buffer of the
         pool that holds it; None where it lies in `grad` itself.
         """
         part_numel = self.chunk * self.row_numel
         if self.dim == 0 and grad.dtype == dtype and scale == 1.0 and grad.is_contiguous():
-            return Parts(grad.view(-1), part_numel), None
+            return RankParts(grad.view(-1), part_numel), None
         if pool is None:
             buffer = torch.empty(self.numel, dtype=dtype, device=grad.device)
         else:
@@ -273,7 +275,7 @@ class ShardedParam:
             target.copy_(source)
             if scale != 1.0:
                 target.mul_(scale)
-        return Parts(buffer, part_numel), buffer
+        return RankParts(buffer, part_numel), buffer
 
     def add_gradient(self, new: torch.Tensor, streams: Streams) -> None:
         """Add a reduced gradient, as many elements as this rank's part, to the one it has.
@@ -293,10 +295,10 @@ class ShardedParam:
 
     # --- a smaller shard after the forward ------------------------------------------------------
 
-    def smaller_parts(self, whole: torch.Tensor, comm: Comm) -> Parts:
+    def smaller_parts(self, whole: torch.Tensor, comm: Comm) -> RankParts:
         """The gathered parameter as the parts, along dim 0, of a group of fewer ranks."""
         rows = -(-self.shape[0] // comm.size)
-        return Parts(whole, rows * (self.numel // max(self.shape[0], 1)))
+        return RankParts(whole, rows * (self.numel // max(self.shape[0], 1)))
 
     def smaller_dtensor(self, local: torch.Tensor, mesh: DeviceMesh) -> nn.Parameter:
         """What modules show between forward and backward: that part, on that mesh."""

@@ -52,8 +52,8 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     local: Any = tensor._local_tensor
     if hasattr(local, "trigger_wait"):  # the result of a collective that may still run
         local = local.trigger_wait()
-    found: torch.Tensor = local
-    return found
+    memory: torch.Tensor = local
+    return memory
 
 
 def replace_local(tensor: torch.Tensor, local: torch.Tensor) -> None:
@@ -76,8 +76,8 @@ def mark_sharded(original: torch.Tensor, fqn: str) -> None:
 
 def sharded_before_as(param: torch.Tensor) -> str | None:
     """The name that `mark_sharded` was told; None for a parameter that nobody has sharded."""
-    found: str | None = getattr(param, "_sharded_as", None)
-    return found
+    name: str | None = getattr(param, "_sharded_as", None)
+    return name
 
 
 def strided_shard(dim: int, split_factor: int) -> Placement:
@@ -121,8 +121,8 @@ def flattened(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
 
 def _root(mesh: DeviceMesh) -> DeviceMesh:
     if hasattr(mesh, "_get_root_mesh"):
-        found: DeviceMesh = mesh._get_root_mesh()
-        return found
+        root: DeviceMesh = mesh._get_root_mesh()
+        return root
     resources: Any = device_mesh  # before torch 2.8
     older: DeviceMesh = resources._mesh_resources.get_root_mesh(mesh)
     return older

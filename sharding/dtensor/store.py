@@ -20,13 +20,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from sharding.dtensor.gathering import ByExtension, Gathering, gathering_for
 from sharding.dtensor.param import DataMesh, Keeping, ShardedParam
 from sharding.dtensor.seam import as_parameter, version_of
-from sharding.engine.collectives import Comm, Parts, Pending
+from sharding.engine.collectives import Comm, PendingCollective, RankParts
 from sharding.engine.memory import TensorSize
 from sharding.engine.pool import BufferPool
 from sharding.engine.store import (
-    Found,
     GatheringStore,
     Gradients,
+    ModuleParam,
     Outgoing,
     State,
     call_accumulate_hooks,
@@ -56,7 +56,7 @@ class _Smaller:
 
 
 @dataclass(frozen=True)
-class _Kept:
+class _UnreducedGradient:
     """An unsharded gradient that waits for the next reduction. `is_own`: nobody else has it."""
 
     grad: torch.Tensor
@@ -64,24 +64,24 @@ class _Kept:
 
 
 class DTensorStore(GatheringStore):
-    """See the head of this file. Members are in the order of `found`."""
+    """See the head of this file. Members are in the order of `module_params`."""
 
     def __init__(
         self,
-        found: Sequence[Found],
+        module_params: Sequence[ModuleParam],
         data: DataMesh,
         keeping: Keeping,
         *,
         placing: Placing,
         policy: object,
     ) -> None:
-        super().__init__(found, keeping.device)
+        super().__init__(module_params, keeping.device)
         self.data = data
         self.keeping = keeping
         self.params = tuple(
-            ShardedParam(item, data, keeping, placing(item.param)) for item in found
+            ShardedParam(item, data, keeping, placing(item.param)) for item in module_params
         )
-        self.found = tuple(param.found for param in self.params)
+        self.module_params = tuple(param.module_param for param in self.params)
         self._policy = policy
         self._gatherings = tuple(gathering_for(param, policy) for param in self.params)
         self._counts = [1] * len(self.params)  # tensors in the unit's memory, by parameter
@@ -89,7 +89,7 @@ class DTensorStore(GatheringStore):
         self._smaller: tuple[_Smaller, ...] = ()
         self._smaller_mark: object = None
         """Behind the copies in `_smaller`, which compute has made and gathers read."""
-        self._kept: dict[int, _Kept] = {}
+        self._kept: dict[int, _UnreducedGradient] = {}
         self._versions: tuple[int, ...] = ()
 
     def set_smaller_mesh(self, mesh: SmallerMesh | None) -> None:
@@ -144,7 +144,7 @@ class DTensorStore(GatheringStore):
 
     # --- gathering ------------------------------------------------------------------------------
 
-    def start_gather(self) -> Pending:
+    def start_gather(self) -> PendingCollective:
         """Put the own parts into place and start; they come from the shards, or the larger ones."""
         if self.state is State.SHARDED:
             self.adopt_values()
@@ -163,7 +163,7 @@ class DTensorStore(GatheringStore):
             for (gathering, wholes), parts in zip(self._with_memory(), gathered, strict=True):
                 gathering.finish(wholes, parts, self.pool)
 
-        return Pending([pending], finish)
+        return PendingCollective([pending], finish)
 
     def _with_memory(self) -> Iterator[tuple[Gathering, Sequence[torch.Tensor]]]:
         """Each parameter's gathering with its tensors in the unit's memory."""
@@ -172,7 +172,7 @@ class DTensorStore(GatheringStore):
             yield gathering, self.memory.tensors[at : at + count]
             at += count
 
-    def _start_smaller(self) -> Pending:
+    def _start_smaller(self) -> PendingCollective:
         assert self._smaller_mesh is not None
         self.streams.gathers_wait_for(self._smaller_mark)
         comm = self._smaller_mesh.comm
@@ -234,7 +234,7 @@ class DTensorStore(GatheringStore):
             local = param.smaller_parts(whole, mesh.comm).of(mesh.comm.rank).clone()
             smaller.append(_Smaller(local, param.smaller_dtensor(local, mesh.mesh)))
         self._smaller_mark = self.streams.mark_compute()
-        for item, kept in zip(self.found, smaller, strict=True):
+        for item, kept in zip(self.module_params, smaller, strict=True):
             for place in item.places:
                 place.put(kept.param)
         self.shows_views = False
@@ -304,7 +304,7 @@ class DTensorStore(GatheringStore):
 
         Parameters without any are left out, unless `fill`.
         """
-        members: list[Parts] = []
+        members: list[RankParts] = []
         at: list[int] = []
         scratch: list[torch.Tensor] = []
         for number, param in enumerate(self.params):
@@ -329,11 +329,11 @@ class DTensorStore(GatheringStore):
             local = param.local_gradient(grad)
             kept = self._kept.get(number)
             if kept is not None:
-                self._kept[number] = _Kept(_sum(kept, local), True)
+                self._kept[number] = _UnreducedGradient(_sum(kept, local), True)
             elif wanted is not None and local.dtype != wanted:
-                self._kept[number] = _Kept(local.to(wanted), True)
+                self._kept[number] = _UnreducedGradient(local.to(wanted), True)
             else:
-                self._kept[number] = _Kept(local, False)
+                self._kept[number] = _UnreducedGradient(local, False)
 
     @property
     def has_unsharded_gradients(self) -> bool:
@@ -361,6 +361,6 @@ class DTensorStore(GatheringStore):
         return kept.grad if local is None else _sum(kept, local)
 
 
-def _sum(kept: _Kept, grad: torch.Tensor) -> torch.Tensor:
+def _sum(kept: _UnreducedGradient, grad: torch.Tensor) -> torch.Tensor:
     # A gradient that autograd gave may be the gradient of other parameters too.
     return kept.grad.add_(grad) if kept.is_own else torch.add(kept.grad, grad)

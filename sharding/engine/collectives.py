@@ -30,8 +30,8 @@ from sharding.engine.pool import BufferPool
 __all__ = [
     "Comm",
     "Group",
-    "Parts",
-    "Pending",
+    "PendingCollective",
+    "RankParts",
     "comm_of",
     "default_group",
     "is_group",
@@ -47,7 +47,7 @@ _FIRST_TAG = 1 << 20
 _DIRECT_BYTES_MIN = 1 << 16
 
 
-class Pending:
+class PendingCollective:
     """A collective under way; `wait` ends it. Waiting twice is harmless."""
 
     def __init__(self, works: Sequence[Any], then: Callable[[], None] | None = None) -> None:
@@ -66,7 +66,7 @@ class Pending:
 
 
 @dataclass(frozen=True, eq=False)
-class Parts:
+class RankParts:
     """A tensor that is spread over a group: rank r's part are the `part_numel` elements from
     r * part_numel on. The last parts may be shorter or empty.
     """
@@ -84,10 +84,10 @@ class Parts:
         return self.whole.numel() == size * self.part_numel
 
     @functools.cached_property
-    def as_bytes(self) -> Parts:
+    def as_bytes(self) -> RankParts:
         """The same memory, counted in bytes."""
         itemsize = self.whole.element_size()
-        return Parts(self.whole.view(torch.uint8), self.part_numel * itemsize)
+        return RankParts(self.whole.view(torch.uint8), self.part_numel * itemsize)
 
     @functools.cached_property
     def _cut(self) -> tuple[torch.Tensor, ...]:
@@ -110,34 +110,38 @@ class Comm(ABC):
         self.global_ranks: tuple[int, ...] = _global_ranks(group)
 
     @abstractmethod
-    def all_gather(self, members: Sequence[Parts], *, pool: BufferPool, tag: int) -> Pending:
+    def all_gather(
+        self, members: Sequence[RankParts], *, pool: BufferPool, tag: int
+    ) -> PendingCollective:
         """Fill all members from everyone's parts; this rank's own are already in their places."""
 
     @abstractmethod
     def reduce_scatter(
         self,
-        members: Sequence[Parts],
+        members: Sequence[RankParts],
         outs: Sequence[torch.Tensor],
         *,
         pool: BufferPool,
         tag: int,
-    ) -> Pending:
+    ) -> PendingCollective:
         """Sum everyone's members; this rank gets its part of each in `outs`, which are as long as
         those parts. All have one dtype. Members must stay as they are until the wait, and may be
         spent then.
         """
 
-    def all_reduce(self, tensor: torch.Tensor, *, maximum: bool = False) -> Pending:
+    def all_reduce(self, tensor: torch.Tensor, *, maximum: bool = False) -> PendingCollective:
         """Sum (or maximum) over all ranks, in place, the same bits everywhere."""
         if self.size == 1:
-            return Pending(())
+            return PendingCollective(())
         op = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
-        return Pending([dist.all_reduce(tensor, op=op, group=self.group, async_op=True)])
+        return PendingCollective([dist.all_reduce(tensor, op=op, group=self.group, async_op=True)])
 
-    def broadcast(self, tensor: torch.Tensor) -> Pending:
+    def broadcast(self, tensor: torch.Tensor) -> PendingCollective:
         """Everyone gets the tensor of the group's first rank, in place."""
         source = self.global_ranks[0]
-        return Pending([dist.broadcast(tensor, src=source, group=self.group, async_op=True)])
+        return PendingCollective(
+            [dist.broadcast(tensor, src=source, group=self.group, async_op=True)]
+        )
 
     def with_custom(self, *, all_gather: Any = None, reduce_scatter: Any = None) -> Comm:
         """The same ranks, with the user's own collectives for those that are given."""
@@ -145,27 +149,27 @@ class Comm(ABC):
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Every rank's small plain value, in the order of ranks."""
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, value, group=self.group)
-        return found
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
 
 
-class _Pack:
+class _PackedParts:
     """Members side by side in one buffer with a row for each rank, so that one message serves all.
 
     Ranks' rows are equally long; where a member's part is short, the rest of it is undefined.
     """
 
-    def __init__(self, members: Sequence[Parts], size: int, pool: BufferPool) -> None:
+    def __init__(self, members: Sequence[RankParts], size: int, pool: BufferPool) -> None:
         self.members = tuple(members)
         self._pool = pool
         width = sum(member.part_numel for member in self.members)
         first = self.members[0].whole
         self.rows = pool.take(width * size, first.dtype, first.device).view(size, width)
 
-    def parts(self) -> Parts:
+    def parts(self) -> RankParts:
         """The buffer as one member."""
-        return Parts(self.rows.view(-1), self.rows.shape[1])
+        return RankParts(self.rows.view(-1), self.rows.shape[1])
 
     def put(self, rank: int) -> None:
         """Copy that rank's parts into its row."""
@@ -204,12 +208,14 @@ class _Native(Comm):
     buffer and out of it.
     """
 
-    def all_gather(self, members: Sequence[Parts], *, pool: BufferPool, tag: int) -> Pending:
+    def all_gather(
+        self, members: Sequence[RankParts], *, pool: BufferPool, tag: int
+    ) -> PendingCollective:
         if self._is_direct(members):
-            return Pending([self._gather(members[0].whole)])
+            return PendingCollective([self._gather(members[0].whole)])
         if not members:
-            return Pending(())
-        pack = _Pack([member.as_bytes for member in members], self.size, pool)
+            return PendingCollective(())
+        pack = _PackedParts([member.as_bytes for member in members], self.size, pool)
         pack.put(self.rank)
         work = self._gather(pack.rows.view(-1))
 
@@ -219,21 +225,21 @@ class _Native(Comm):
                     pack.take(rank)
             pack.give_back()
 
-        return Pending([work], unpack)
+        return PendingCollective([work], unpack)
 
     def reduce_scatter(
         self,
-        members: Sequence[Parts],
+        members: Sequence[RankParts],
         outs: Sequence[torch.Tensor],
         *,
         pool: BufferPool,
         tag: int,
-    ) -> Pending:
+    ) -> PendingCollective:
         if self._is_direct(members):
-            return Pending([self._reduce(members[0].whole, outs[0])])
+            return PendingCollective([self._reduce(members[0].whole, outs[0])])
         if not members:
-            return Pending(())
-        pack = _Pack(members, self.size, pool)
+            return PendingCollective(())
+        pack = _PackedParts(members, self.size, pool)
         for rank in range(self.size):
             pack.put(rank)
         row = pool.take(pack.rows.shape[1], pack.rows.dtype, pack.rows.device)
@@ -244,9 +250,9 @@ class _Native(Comm):
             pool.give_back(row)
             pack.give_back()
 
-        return Pending([work], unpack)
+        return PendingCollective([work], unpack)
 
-    def _is_direct(self, members: Sequence[Parts]) -> bool:
+    def _is_direct(self, members: Sequence[RankParts]) -> bool:
         return len(members) == 1 and members[0].are_equal(self.size)
 
     def _gather(self, full: torch.Tensor) -> Any:
@@ -263,11 +269,13 @@ class _Pairwise(Comm):
     Large members go from memory to memory without a copy, small ones travel together.
     """
 
-    def all_gather(self, members: Sequence[Parts], *, pool: BufferPool, tag: int) -> Pending:
+    def all_gather(
+        self, members: Sequence[RankParts], *, pool: BufferPool, tag: int
+    ) -> PendingCollective:
         direct, packed = _by_size(members)
         pack = None
         if packed:
-            pack = _Pack([member.as_bytes for member in packed], self.size, pool)
+            pack = _PackedParts([member.as_bytes for member in packed], self.size, pool)
             pack.put(self.rank)
             direct.append(pack.parts())
         works: list[Any] = []
@@ -282,24 +290,24 @@ class _Pairwise(Comm):
                     pack.take(source)
                 pack.give_back()
 
-        return Pending(works, unpack)
+        return PendingCollective(works, unpack)
 
     def reduce_scatter(
         self,
-        members: Sequence[Parts],
+        members: Sequence[RankParts],
         outs: Sequence[torch.Tensor],
         *,
         pool: BufferPool,
         tag: int,
-    ) -> Pending:
+    ) -> PendingCollective:
         if not members:
-            return Pending(())
+            return PendingCollective(())
         direct, packed = _by_size(members)
         out_of = {id(member.whole): out for member, out in zip(members, outs, strict=True)}
         targets = [out_of[id(member.whole)] for member in direct]
         pack = None
         if packed:
-            pack = _Pack(packed, self.size, pool)
+            pack = _PackedParts(packed, self.size, pool)
             for rank in range(self.size):
                 pack.put(rank)
             direct.append(pack.parts())
@@ -329,7 +337,7 @@ class _Pairwise(Comm):
                 pool.give_back(targets[-1])
                 pack.give_back()
 
-        return Pending(works, add_up)
+        return PendingCollective(works, add_up)
 
     def _others(self, step: int) -> Iterator[int]:
         """The other ranks, from the next in that direction on."""
@@ -351,20 +359,22 @@ class _Pairwise(Comm):
 class _Alone(Comm):
     """A group of one: nothing to send."""
 
-    def all_gather(self, members: Sequence[Parts], *, pool: BufferPool, tag: int) -> Pending:
-        return Pending(())
+    def all_gather(
+        self, members: Sequence[RankParts], *, pool: BufferPool, tag: int
+    ) -> PendingCollective:
+        return PendingCollective(())
 
     def reduce_scatter(
         self,
-        members: Sequence[Parts],
+        members: Sequence[RankParts],
         outs: Sequence[torch.Tensor],
         *,
         pool: BufferPool,
         tag: int,
-    ) -> Pending:
+    ) -> PendingCollective:
         for member, out in zip(members, outs, strict=True):
             out.copy_(member.of(0))
-        return Pending(())
+        return PendingCollective(())
 
 
 class CustomComm(_Native):
@@ -387,24 +397,26 @@ class CustomComm(_Native):
             self._base, all_gather or self._custom_gather, reduce_scatter or self._custom_reduce
         )
 
-    def all_gather(self, members: Sequence[Parts], *, pool: BufferPool, tag: int) -> Pending:
+    def all_gather(
+        self, members: Sequence[RankParts], *, pool: BufferPool, tag: int
+    ) -> PendingCollective:
         if self._custom_gather is None:
             return self._base.all_gather(members, pool=pool, tag=tag)
         return super().all_gather(members, pool=_UsersPool(self._custom_gather), tag=tag)
 
     def reduce_scatter(
         self,
-        members: Sequence[Parts],
+        members: Sequence[RankParts],
         outs: Sequence[torch.Tensor],
         *,
         pool: BufferPool,
         tag: int,
-    ) -> Pending:
+    ) -> PendingCollective:
         if self._custom_reduce is None:
             return self._base.reduce_scatter(members, outs, pool=pool, tag=tag)
         return super().reduce_scatter(members, outs, pool=_UsersPool(self._custom_reduce), tag=tag)
 
-    def _is_direct(self, members: Sequence[Parts]) -> bool:
+    def _is_direct(self, members: Sequence[RankParts]) -> bool:
         return False  # buffers are to be the user's
 
     def _gather(self, full: torch.Tensor) -> Any:
@@ -504,10 +516,10 @@ def new_groups(ranks_of_groups: Sequence[Sequence[int]]) -> Group:
     return own
 
 
-def _by_size(members: Sequence[Parts]) -> tuple[list[Parts], list[Parts]]:
+def _by_size(members: Sequence[RankParts]) -> tuple[list[RankParts], list[RankParts]]:
     """Members that are worth a message of their own, and those that travel together."""
-    direct: list[Parts] = []
-    packed: list[Parts] = []
+    direct: list[RankParts] = []
+    packed: list[RankParts] = []
     for member in members:
         nbytes = member.part_numel * member.whole.element_size()
         (direct if nbytes >= _DIRECT_BYTES_MIN else packed).append(member)

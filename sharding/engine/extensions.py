@@ -120,8 +120,8 @@ class TensorParallel(Extension):
 
     def inside(self, token: Any) -> Inside | None:
         """Where the local tensor lies in the whole one."""
-        found: Inside = token.inside
-        return found
+        inside: Inside = token.inside
+        return inside
 
 
 Lines = set[tuple[int, ...]]
@@ -131,8 +131,8 @@ def cut_lines_of(extension: Extension | None, tokens: Iterable[Any]) -> Lines:
     """The groups of global ranks over which members of a unit were cut before it was built."""
     if extension is None:
         return set()
-    found = (extension.inside(token) for token in tokens if token is not None)
-    return {tuple(sorted(line)) for inside in found if inside for line in inside.cut_over}
+    all_inside = (extension.inside(token) for token in tokens if token is not None)
+    return {tuple(sorted(line)) for inside in all_inside if inside for line in inside.cut_over}
 
 
 def holders_of(

@@ -226,12 +226,12 @@ def _reserve(size: int) -> int:
     libc = _libc()
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
     protection = mmap.PROT_READ | mmap.PROT_WRITE
-    found = libc.mmap(None, size + _UNIT, protection, flags, -1, 0)
-    _check(found)
-    start = -(-found // _UNIT) * _UNIT
-    if start > found:
-        libc.munmap(found, start - found)
-    tail = found + _UNIT - start
+    mapped = libc.mmap(None, size + _UNIT, protection, flags, -1, 0)
+    _check(mapped)
+    start = -(-mapped // _UNIT) * _UNIT
+    if start > mapped:
+        libc.munmap(mapped, start - mapped)
+    tail = mapped + _UNIT - start
     if tail:
         libc.munmap(start + size, tail)
     libc.madvise(start, size, _MADV_HUGEPAGE)  # a hint: it may be refused

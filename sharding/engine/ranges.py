@@ -10,10 +10,10 @@ from torch.profiler import record_function
 
 from sharding.engine.torch_seam import is_profiling
 
-__all__ = ["FLAT", "IN_PLACE", "Part", "Ranges"]
+__all__ = ["FLAT", "IN_PLACE", "RangeName", "Ranges"]
 
 
-class Part(Enum):
+class RangeName(Enum):
     """What a unit does, by the names of the flat wrapper and of `fully_shard`; "" has none."""
 
     FORWARD = ("forward", "")
@@ -37,7 +37,7 @@ class Part(Enum):
 
 
 # Parts that belong to the whole model carry no name of a unit.
-_OF_ALL = (Part.ROOT_PRE_FORWARD, Part.END, Part.WAIT)
+_OF_ALL = (RangeName.ROOT_PRE_FORWARD, RangeName.END, RangeName.WAIT)
 FLAT, IN_PLACE = 0, 1
 
 
@@ -50,7 +50,7 @@ class Ranges:
         self.face = face
         self.fqn = fqn
 
-    def __call__(self, part: Part) -> AbstractContextManager[Any]:
+    def __call__(self, part: RangeName) -> AbstractContextManager[Any]:
         """A context that profilers show; nothing without one, or where torch has no such range."""
         name = part.value[self.face]
         if not name or not is_profiling():
@@ -60,7 +60,7 @@ class Ranges:
         of = f" ({self.fqn})" if self.fqn and part not in _OF_ALL else ""
         return record_function(f"FSDP::{name}{of}")
 
-    def of_flat(self, part: Part) -> AbstractContextManager[Any]:
+    def of_flat(self, part: RangeName) -> AbstractContextManager[Any]:
         """The same, for the flat wrapper alone."""
         return self(part) if self.face == FLAT else nullcontext()
 

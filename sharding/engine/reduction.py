@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sharding.engine.collectives import Comm, Pending
+from sharding.engine.collectives import Comm, PendingCollective
 from sharding.engine.pool import BufferPool
-from sharding.engine.store import Gradients, Outgoing, Store
+from sharding.engine.store import Gradients, Outgoing, ParameterStore
 from sharding.engine.streams import Streams
 
 __all__ = ["CommHook", "Reduction", "Reductions", "divide_factors"]
@@ -58,10 +58,10 @@ class Reduction:
         return replace(self, hook=hook)
 
 
-class _InFlight(NamedTuple):
+class _ReductionInFlight(NamedTuple):
     """A reduction under way."""
 
-    pending: Pending
+    pending: PendingCollective
     end: Callable[[], None]
     """What remains to be done once it has been waited for."""
 
@@ -73,11 +73,11 @@ class Reductions:
         self.in_flight_max = 2
         self._pool = pool
         self.streams = streams
-        self._in_flight: list[_InFlight] = []
+        self._in_flight: list[_ReductionInFlight] = []
         self._kept: dict[int, dict[int, torch.Tensor]] = {}
         """Sums that wait for the replicate group, by unit and member."""
 
-    def start(self, store: Store, reduction: Reduction, grads: Gradients | None) -> None:
+    def start(self, store: ParameterStore, reduction: Reduction, grads: Gradients | None) -> None:
         """Start to reduce; the gradient is there after `finish`. None: of no member."""
         while len(self._in_flight) >= self.in_flight_max:
             self._end_oldest()
@@ -129,8 +129,8 @@ class Reductions:
             oldest.end()
 
     def _start_sharded(
-        self, store: Store, reduction: Reduction, shard: Comm, outgoing: Outgoing
-    ) -> _InFlight:
+        self, store: ParameterStore, reduction: Reduction, shard: Comm, outgoing: Outgoing
+    ) -> _ReductionInFlight:
         members = outgoing.members
         first = members[0].whole
         sizes = [member.of(shard.rank).numel() for member in members]
@@ -154,9 +154,9 @@ class Reductions:
             store.add_gradients(outgoing, outs, keep_dtype=reduction.keep_dtype)
             self.reduce_kept(store, reduction)
 
-        return _InFlight(pending, end)
+        return _ReductionInFlight(pending, end)
 
-    def reduce_kept(self, store: Store, reduction: Reduction) -> None:
+    def reduce_kept(self, store: ParameterStore, reduction: Reduction) -> None:
         """Sum over the replicate group what waits for that, of members without new gradients."""
         kept = self._kept.pop(store.tag, {}) if reduction.all_reduces else {}
         if not kept:
@@ -165,8 +165,8 @@ class Reductions:
             at = tuple(sorted(kept))
             for number in at:
                 self._end_sum(reduction, kept[number])
-            found = [kept[number] for number in at]
-            store.add_gradients(Outgoing((), at), found, keep_dtype=reduction.keep_dtype)
+            sums = [kept[number] for number in at]
+            store.add_gradients(Outgoing((), at), sums, keep_dtype=reduction.keep_dtype)
 
     def _end_sum(self, reduction: Reduction, out: torch.Tensor) -> None:
         """Sum over the replicate group, and divide, in place."""
@@ -178,23 +178,23 @@ class Reductions:
             out.div_(reduction.factors[1])
 
     def _start_replicated(
-        self, store: Store, reduction: Reduction, outgoing: Outgoing
-    ) -> _InFlight:
+        self, store: ParameterStore, reduction: Reduction, outgoing: Outgoing
+    ) -> _ReductionInFlight:
         (member,) = outgoing.members
         out = member.whole
         comm = reduction.replicate
-        pending = Pending(()) if comm is None else comm.all_reduce(out)
+        pending = PendingCollective(()) if comm is None else comm.all_reduce(out)
 
         def end() -> None:
             if reduction.factors[1] != 1.0:
                 out.div_(reduction.factors[1])
             store.add_gradients(outgoing, [out], keep_dtype=reduction.keep_dtype)
 
-        return _InFlight(pending, end)
+        return _ReductionInFlight(pending, end)
 
     def _start_hook(
-        self, store: Store, reduction: Reduction, hook: CommHook, outgoing: Outgoing
-    ) -> _InFlight:
+        self, store: ParameterStore, reduction: Reduction, hook: CommHook, outgoing: Outgoing
+    ) -> _ReductionInFlight:
         (member,) = outgoing.members
         out = full = member.whole
         if reduction.shard is None:
@@ -206,7 +206,7 @@ class Reductions:
         def end() -> None:
             store.add_gradients(outgoing, [out], keep_dtype=reduction.keep_dtype)
 
-        return _InFlight(Pending(()), end)
+        return _ReductionInFlight(PendingCollective(()), end)
 
 
 def divide_factors(size: int) -> tuple[float, float]:

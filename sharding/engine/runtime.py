@@ -12,7 +12,7 @@ import torch
 from sharding.engine.memory import PagePool
 from sharding.engine.order import OrderCheck
 from sharding.engine.pool import BufferPool
-from sharding.engine.ranges import Part
+from sharding.engine.ranges import RangeName
 from sharding.engine.reduction import Reductions
 from sharding.engine.steps import StepLog
 from sharding.engine.streams import Streams
@@ -135,7 +135,7 @@ class Runtime:
 
     def end_backward(self) -> None:
         """All gradients have been computed: finish reductions, free what is left."""
-        with self.root.ranges(Part.END):
+        with self.root.ranges(RangeName.END):
             self._end_backward()
 
     def _end_backward(self) -> None:
@@ -146,7 +146,7 @@ class Runtime:
                 for unit in self.units:
                     unit.reduce_unused()
                 if self.is_last_backward:
-                    with self.root.ranges(Part.WAIT):
+                    with self.root.ranges(RangeName.WAIT):
                         self.reductions.finish()
         except BaseException:
             self._abandon_backward()  # a user's hook, or a rank that is gone

@@ -3,7 +3,7 @@ keeping them share.
 
 Two stores: `sharding.flat.param` keeps all parameters of a unit in one flat one,
 `sharding.dtensor.param` keeps each as itself, sharded along a dim. Units, schedule, reductions
-and precision know `Store` alone.
+and precision know `ParameterStore` alone.
 
     SHARDED                this rank's shards alone, in full precision; what optimizers see
     GATHERING              the gathered memory is there and being filled
@@ -27,20 +27,20 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
-from sharding.engine.collectives import Parts, Pending
+from sharding.engine.collectives import PendingCollective, RankParts
 from sharding.engine.memory import PagePool, TensorMemory
 from sharding.engine.pool import BufferPool
-from sharding.engine.ranges import IN_PLACE, Part, Ranges
+from sharding.engine.ranges import IN_PLACE, RangeName, Ranges
 from sharding.engine.streams import Streams
-from sharding.engine.torch_seam import Place, post_accumulate_hooks
+from sharding.engine.torch_seam import ParamPlace, post_accumulate_hooks
 
 __all__ = [
-    "Found",
     "GatheringStore",
     "Gradients",
+    "ModuleParam",
     "Outgoing",
+    "ParameterStore",
     "State",
-    "Store",
     "call_accumulate_hooks",
 ]
 
@@ -56,12 +56,12 @@ class State(enum.Enum):
     SHARDED_POST_FORWARD = "sharded post forward"
 
 
-class Found(NamedTuple):
+class ModuleParam(NamedTuple):
     """A parameter to be sharded: its name in the unit, itself, and every place that shows it."""
 
     fqn: str
     param: nn.Parameter
-    places: tuple[Place, ...]
+    places: tuple[ParamPlace, ...]
     names: tuple[str, ...]
     """One name for each place; the first is `fqn`."""
 
@@ -69,17 +69,17 @@ class Found(NamedTuple):
 class Outgoing(NamedTuple):
     """Unsharded gradients of a unit on their way to the reduction."""
 
-    members: tuple[Parts, ...]
+    members: tuple[RankParts, ...]
     at: tuple[int, ...]
     """Which of the store's members they belong to."""
     scratch: tuple[torch.Tensor, ...] = ()
     """Buffers of the pool that hold some of them; to be given back after the reduction."""
 
 
-class Store(Protocol):
+class ParameterStore(Protocol):
     """The parameters of one unit."""
 
-    found: tuple[Found, ...]
+    module_params: tuple[ModuleParam, ...]
     tag: int
     """Tells the collectives of a model's units apart; given by the runtime, like what follows."""
     ranges: Ranges
@@ -189,9 +189,13 @@ class GatheringStore(ABC):
     """How memory is gathered, shown and released again; what is gathered is up to the store."""
 
     def __init__(
-        self, found: Sequence[Found], device: torch.device, *, limit_gathers: bool = True
+        self,
+        module_params: Sequence[ModuleParam],
+        device: torch.device,
+        *,
+        limit_gathers: bool = True,
     ) -> None:
-        self.found = tuple(found)
+        self.module_params = tuple(module_params)
         self.device = device
         """Where parameters are gathered and computed with."""
         self.state = State.SHARDED
@@ -206,7 +210,7 @@ class GatheringStore(ABC):
         """What modules show while gathered: the same objects as long as nothing changes."""
         self.shows_views = False
         self._limit_gathers = limit_gathers
-        self._pending = Pending(())
+        self._pending = PendingCollective(())
         self._views_for: object = None
 
     # --- what is up to the store ----------------------------------------------------------------
@@ -217,7 +221,7 @@ class GatheringStore(ABC):
         """Which members want gradients, as the user has it now."""
 
     @abstractmethod
-    def start_gather(self) -> Pending:
+    def start_gather(self) -> PendingCollective:
         """Take memory, put the own parts into place, and start. Runs on the stream of gathers."""
 
     @abstractmethod
@@ -236,7 +240,7 @@ class GatheringStore(ABC):
     def adopt_values(self) -> None:
         """Follow what the user put in place of shards."""
 
-    def put(self, place: Place, view: torch.Tensor) -> None:
+    def put(self, place: ParamPlace, view: torch.Tensor) -> None:
         """Show a view at one place."""
         place.put(view)
 
@@ -257,11 +261,11 @@ class GatheringStore(ABC):
         if self.state in (State.GATHERING, State.UNSHARDED):
             return
         if self._limit_gathers:
-            with self.ranges(Part.LIMIT):
+            with self.ranges(RangeName.LIMIT):
                 self.streams.limit_gathers()
         # Memory that is made in inference mode could never be written outside of it again.
         on_stream = self.streams.gathering()
-        with torch.inference_mode(False), torch.no_grad(), on_stream, self.ranges(Part.GATHER):
+        with torch.inference_mode(False), torch.no_grad(), on_stream, self.ranges(RangeName.GATHER):
             self._pending = self.start_gather()
         self.state = State.GATHERING
 
@@ -269,7 +273,7 @@ class GatheringStore(ABC):
         """Gather if nobody has started to, and return when compute may read the parameters."""
         self.start_unshard()
         if self.state is State.GATHERING:
-            with self.ranges(Part.GATHERED):
+            with self.ranges(RangeName.GATHERED):
                 self._wait()
             self.streams.compute_waits_for_gathers()
             self.state = State.UNSHARDED
@@ -302,7 +306,7 @@ class GatheringStore(ABC):
         self._update_views()
         if self.shows_views:
             return
-        for item, view in zip(self.found, self.views, strict=True):
+        for item, view in zip(self.module_params, self.views, strict=True):
             for place in item.places:
                 self.put(place, view)
         self.shows_views = True

@@ -12,7 +12,7 @@ from torch.distributed.fsdp._common_utils import TrainingState
 
 __all__ = [
     "NO_BACKWARD",
-    "Place",
+    "ParamPlace",
     "TrainingState",
     "call_after_backward",
     "current_backward",
@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 
-class Place(NamedTuple):
+class ParamPlace(NamedTuple):
     """One attribute of a module that shows a parameter."""
 
     module: nn.Module
@@ -73,8 +73,8 @@ NO_BACKWARD = -1
 
 def current_backward() -> int:
     """A number for the backward pass that runs now; one inside another has a number of its own."""
-    found: int = torch._C._current_graph_task_id()
-    return found
+    number: int = torch._C._current_graph_task_id()
+    return number
 
 
 def is_profiling() -> bool:
@@ -111,8 +111,8 @@ def run_policy(
     policy: Any, root: nn.Module, ignored: set[nn.Module], root_kwargs: dict[str, Any]
 ) -> dict[nn.Module, dict[str, Any]]:
     """Which modules a policy object wants wrapped, and with which arguments."""
-    found: dict[nn.Module, dict[str, Any]] = policy._run_policy(root, ignored, root_kwargs)
-    return found
+    wanted: dict[nn.Module, dict[str, Any]] = policy._run_policy(root, ignored, root_kwargs)
+    return wanted
 
 
 def is_policy_object(policy: Any) -> bool:

@@ -26,10 +26,10 @@ from torch.distributed.fsdp import BackwardPrefetch
 from torch.utils.hooks import RemovableHandle
 
 from sharding.engine.precision import Casts, cast_floating, map_tensors
-from sharding.engine.ranges import FLAT, IN_PLACE, Part, Ranges
+from sharding.engine.ranges import FLAT, IN_PLACE, RangeName, Ranges
 from sharding.engine.reduction import Reduction, Reductions
 from sharding.engine.steps import StepLog
-from sharding.engine.store import State, Store
+from sharding.engine.store import ParameterStore, State
 from sharding.engine.streams import Streams
 from sharding.engine.torch_seam import NO_BACKWARD, current_backward, is_in_backward
 
@@ -124,7 +124,7 @@ class Unit:
 
     def __init__(
         self,
-        store: Store | None,
+        store: ParameterStore | None,
         reduction: Reduction,
         *,
         device: torch.device,
@@ -168,7 +168,7 @@ class Unit:
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Gather; returns the inputs in the dtype and on the device that the module computes in."""
-        runtime = self.found_runtime()
+        runtime = self.known_runtime()
         if self.phase is Phase.SUMMON:
             raise RuntimeError(
                 "a forward inside summon_full_params() would compute with parameters that may be "
@@ -176,18 +176,18 @@ class Unit:
             )
         recomputes = self.recomputes
         if not recomputes:
-            with self._at_the_root(Part.ROOT_PRE_FORWARD):
+            with self._at_the_root(RangeName.ROOT_PRE_FORWARD):
                 if runtime.root is self:
                     runtime.begin_forward()
                 elif runtime.root.phase is not Phase.FORWARD:
                     runtime.begin_alone(self)
             self.phase = Phase.FORWARD
             runtime.record_forward(self)
-        with self.ranges(Part.PRE_FORWARD):
+        with self.ranges(RangeName.PRE_FORWARD):
             if self.store is not None:
                 self.gather()
                 if not recomputes:
-                    with self.ranges(Part.FORWARD_PREFETCH):
+                    with self.ranges(RangeName.FORWARD_PREFETCH):
                         runtime.prefetch_forward(self)
                     runtime.steps.note("forward", self.number)
             args, kwargs = self.cast_inputs(args, kwargs)
@@ -195,18 +195,18 @@ class Unit:
             self._reshard_after_inputs((args, kwargs))
         return args, kwargs
 
-    def _at_the_root(self, part: Part) -> AbstractContextManager[Any]:
+    def _at_the_root(self, part: RangeName) -> AbstractContextManager[Any]:
         # The flat wrapper of torch asks every unit whether it is the root, inside of the range.
-        is_shown = self.ranges.face == FLAT or self.found_runtime().root is self
+        is_shown = self.ranges.face == FLAT or self.known_runtime().root is self
         return self.ranges(part) if is_shown else nullcontext()
 
     def after_forward(self, output: Any) -> Any:
         """Free, and arrange for the backward; returns the output."""
-        with self.ranges(Part.POST_FORWARD):
+        with self.ranges(RangeName.POST_FORWARD):
             return self._after_forward(output)
 
     def _after_forward(self, output: Any) -> Any:
-        runtime = self.found_runtime()
+        runtime = self.known_runtime()
         output = self.cast_output(output)
         if self.phase is Phase.BACKWARD:
             return output  # recomputed: the parameters are needed on
@@ -251,7 +251,7 @@ class Unit:
         """Have the parameters gathered and shown as views."""
         if self.store is None:
             return
-        steps = self.found_runtime().steps
+        steps = self.known_runtime().steps
         was_there = self.store.state is State.UNSHARDED
         if self.needs_gather:
             steps.note("gather", self.number)
@@ -264,7 +264,7 @@ class Unit:
     def gather_early(self) -> None:
         """Start gathering before it is needed; nothing happens where it has been started."""
         if self.store is not None and self.needs_gather:
-            self.found_runtime().steps.note("gather", self.number)
+            self.known_runtime().steps.note("gather", self.number)
             self.store.start_unshard()
 
     def refresh(self) -> None:
@@ -284,9 +284,9 @@ class Unit:
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The inputs in the dtype that the module computes in; the root's on its device too."""
-        is_root, device = self.found_runtime().root is self, self.device
+        is_root, device = self.known_runtime().root is self, self.device
         if is_root:
-            with self.ranges(Part.INPUTS):
+            with self.ranges(RangeName.INPUTS):
                 if device.type != "cpu":
                     args, kwargs = map_tensors(
                         lambda tensor: tensor.to(device, non_blocking=True), (args, kwargs)
@@ -308,18 +308,18 @@ class Unit:
     def watch(self, output: Any) -> bool:
         """Ask for `before_backward` at every output with a gradient; whether there is any."""
         # No gradient of a leaf comes here, and its hooks would outlive the iteration.
-        found = [one for one in _tensors_with_gradients(output) if not one.is_leaf]
-        for tensor in found:
+        tensors = [one for one in _tensors_with_gradients(output) if not one.is_leaf]
+        for tensor in tensors:
             tensor.register_hook(self._on_output_gradient)  # type: ignore[no-untyped-call]
-        return bool(found)
+        return bool(tensors)
 
     def _reshard_after_inputs(self, inputs: Any) -> None:
         """A frozen unit sees no gradients of its own: free it when those of its inputs are done."""
-        found = _tensors_with_gradients(inputs)
-        if not found:
+        tensors = _tensors_with_gradients(inputs)
+        if not tensors:
             return
-        watch = register_multi_grad_hook(found, lambda grads: self._frozen_done())
-        if any(tensor.is_leaf for tensor in found):
+        watch = register_multi_grad_hook(tensors, lambda grads: self._frozen_done())
+        if any(tensor.is_leaf for tensor in tensors):
             self._input_watches.append(watch)
 
     def _forget_inputs(self) -> None:
@@ -340,11 +340,11 @@ class Unit:
 
     def before_backward(self) -> None:
         """Gather again; the first unit of a backward also arranges for its end."""
-        with self.ranges(Part.PRE_BACKWARD):
+        with self.ranges(RangeName.PRE_BACKWARD):
             self._before_backward()
 
     def _before_backward(self) -> None:
-        runtime = self.found_runtime()
+        runtime = self.known_runtime()
         runtime.begin_backward()
         first = self.phase is not Phase.BACKWARD
         if first:
@@ -356,7 +356,7 @@ class Unit:
             self.gather()
         if first:
             runtime.steps.note("backward", self.number)
-        with self.ranges.of_flat(Part.BACKWARD_PREFETCH):
+        with self.ranges.of_flat(RangeName.BACKWARD_PREFETCH):
             early = self.schedule.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
             if first and (self.backward_targets or early):
                 runtime.prefetch_backward(self)
@@ -371,36 +371,36 @@ class Unit:
                 "gradients of sharded parameters cannot be differentiated again: call backward() "
                 "without create_graph=True"
             )
-        with self.ranges(Part.POST_BACKWARD):
+        with self.ranges(RangeName.POST_BACKWARD):
             self._reduce(grads)
 
     def _reduce(self, grads: Sequence[torch.Tensor | None]) -> None:
-        runtime = self.found_runtime()
+        runtime = self.known_runtime()
         runtime.begin_backward()
         store = self.store
         assert store is not None
         if current_backward() != self._backward and not self._watches_recomputes:
             self._watch_recomputes(store)
-        with self.ranges(Part.ACCUMULATE):
+        with self.ranges(RangeName.ACCUMULATE):
             store.adopt_gradients()
         runtime.steps.note("backward end", self.number)
         if self._frees_after_backward:
-            with self.ranges(Part.RESHARD):
+            with self.ranges(RangeName.RESHARD):
                 store.reshard()
             runtime.steps.note("free", self.number)
             self.phase = Phase.IDLE
-        with self.ranges(Part.LATE_PREFETCH):
+        with self.ranges(RangeName.LATE_PREFETCH):
             if self.schedule.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
                 runtime.prefetch_backward(self)
         if self.syncs_gradients:
             self._has_reduced = True
             runtime.steps.note("reduce", self.number)
-            with self.ranges(Part.REDUCE):
+            with self.ranges(RangeName.REDUCE):
                 runtime.reductions.start(store, self.reduction, grads)
         else:
             store.keep_unsharded_gradients(grads)
 
-    def _watch_recomputes(self, store: Store) -> None:
+    def _watch_recomputes(self, store: ParameterStore) -> None:
         """Have parameters gathered again whenever a module of this unit runs in a backward.
 
         A reentrant checkpoint inside the unit runs a backward of its own, whose gradients have
@@ -414,7 +414,7 @@ class Unit:
             if self.phase is Phase.IDLE and is_in_backward():
                 self.before_backward()
 
-        modules = {place.module for item in store.found for place in item.places}
+        modules = {place.module for item in store.module_params for place in item.places}
         for module in modules:
             module.register_forward_pre_hook(before_module, prepend=True)
 
@@ -428,9 +428,9 @@ class Unit:
         store.adopt_gradients()  # they may have been set to None
         fills = self.reduction.fills_unused and store.requires_grad
         if fills or store.has_unsharded_gradients:
-            self.found_runtime().reductions.start(store, self.reduction, None)
+            self.known_runtime().reductions.start(store, self.reduction, None)
         else:
-            self.found_runtime().reductions.reduce_kept(store, self.reduction)
+            self.known_runtime().reductions.reduce_kept(store, self.reduction)
 
     def end_backward(self) -> None:
         """Free what the backward has left over (outputs that were not used, frozen members)."""
@@ -452,7 +452,7 @@ class Unit:
 
     # --- state ----------------------------------------------------------------------------------
 
-    def found_runtime(self) -> Root:
+    def known_runtime(self) -> Root:
         """What the model's units share. Set before any of them runs."""
         if self.runtime is None:
             raise AssertionError("the root of this unit has not been found yet")
@@ -471,14 +471,14 @@ class Unit:
 
 
 def _tensors_with_gradients(value: Any) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
     if not torch.is_grad_enabled():
-        return found
+        return tensors
 
     def collect(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.requires_grad:
-            found.append(tensor)
+            tensors.append(tensor)
         return tensor
 
     map_tensors(collect, value)
-    return found
+    return tensors

@@ -13,19 +13,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from sharding.engine.collectives import Comm, Parts, Pending
+from sharding.engine.collectives import Comm, PendingCollective, RankParts
 from sharding.engine.memory import TensorSize
 from sharding.engine.pool import BufferPool
 from sharding.engine.store import (
-    Found,
     GatheringStore,
     Gradients,
+    ModuleParam,
     Outgoing,
     State,
     call_accumulate_hooks,
 )
 from sharding.engine.streams import Streams
-from sharding.engine.torch_seam import Place
+from sharding.engine.torch_seam import ParamPlace
 from sharding.flat.layout import (
     FlatLayout,
     LocalPart,
@@ -39,7 +39,7 @@ from sharding.flat.layout import (
 if TYPE_CHECKING:
     from sharding.engine.extensions import Extension
 
-__all__ = ["FlatParam", "FlatParameter", "Found", "State", "StoreOptions"]
+__all__ = ["FlatParam", "FlatParameter", "ModuleParam", "State", "StoreOptions"]
 
 
 class FlatParameter(nn.Parameter):
@@ -72,7 +72,7 @@ class FlatParam(GatheringStore):
 
     def __init__(
         self,
-        found: Sequence[Found],
+        module_params: Sequence[ModuleParam],
         shard: Comm,
         streams: Streams,
         options: StoreOptions,
@@ -80,18 +80,18 @@ class FlatParam(GatheringStore):
         extension: Extension | None = None,
     ) -> None:
         self.extension = extension
-        found, self.tokens = _flattenable(found, extension)
-        check_flattenable(found, use_orig_params=options.use_orig_params)
-        super().__init__(found, options.device, limit_gathers=options.limit_gathers)
+        module_params, self.tokens = _flattenable(module_params, extension)
+        check_flattenable(module_params, use_orig_params=options.use_orig_params)
+        super().__init__(module_params, options.device, limit_gathers=options.limit_gathers)
         self.options = options
         self.comm = shard
         self.streams = streams
-        self.params = tuple(item.param for item in found)
+        self.params = tuple(item.param for item in module_params)
         dtype = self.params[0].dtype
         compute = options.param_dtype or dtype
         aligned = alignment(compute.itemsize) if options.use_orig_params else 1
         self.layout: FlatLayout = plan_flat_layout(
-            [_spec(item) for item in found],
+            [_spec(item) for item in module_params],
             shard_count=shard.size if options.sharded else 1,
             align_to=aligned,
         )
@@ -160,14 +160,14 @@ class FlatParam(GatheringStore):
             return
         super().start_unshard()
 
-    def start_gather(self) -> Pending:
+    def start_gather(self) -> PendingCollective:
         """Put the own shard into its place, and start; where nothing is sharded that is all."""
         size = TensorSize(self.layout.padded_numel, self.compute_dtype)
         (self._full,) = self.memory.fetch([size], self.pages)
         self._own_segment(self._full).copy_(self.flat.detach(), non_blocking=True)
         if not self.options.sharded:
-            return Pending(())
-        parts = Parts(self._full, self.layout.shard_numel)
+            return PendingCollective(())
+        parts = RankParts(self._full, self.layout.shard_numel)
         return self.comm.all_gather([parts], pool=self.pool, tag=2 * self.tag)
 
     def release(self) -> None:
@@ -201,7 +201,7 @@ class FlatParam(GatheringStore):
             return values.detach().clone()
         full = torch.empty(self.layout.padded_numel, dtype=values.dtype, device=self.options.device)
         self._own_segment(full).copy_(values.detach())
-        parts = Parts(full, self.layout.shard_numel)
+        parts = RankParts(full, self.layout.shard_numel)
         self.comm.all_gather([parts], pool=self.pool, tag=2 * self.tag).wait()
         return full[: self.layout.numel]
 
@@ -219,9 +219,9 @@ class FlatParam(GatheringStore):
 
     # --- what modules show ----------------------------------------------------------------------
 
-    def put(self, place: Place, view: torch.Tensor) -> None:
+    def put(self, place: ParamPlace, view: torch.Tensor) -> None:
         """Show a view: as a parameter in original-parameter mode, else as a plain attribute."""
-        put = Place.put if self.options.use_orig_params else Place.put_plain
+        put = ParamPlace.put if self.options.use_orig_params else ParamPlace.put_plain
         put(place, view)
 
     def show_params(self) -> None:
@@ -232,7 +232,7 @@ class FlatParam(GatheringStore):
 
     def put_params(self) -> None:
         """Put the user's Parameter objects back to where they belong."""
-        for item, param in zip(self.found, self.params, strict=True):
+        for item, param in zip(self.module_params, self.params, strict=True):
             for place in item.places:
                 place.put(param)
         self.shows_views = False
@@ -301,7 +301,7 @@ class FlatParam(GatheringStore):
         """What was put in the place of a member, as it is flattened."""
         if self.extension is None or self.tokens[at] is None:
             return shown
-        return self.extension.before_flatten(self.found[at].fqn, shown)[0]
+        return self.extension.before_flatten(self.module_params[at].fqn, shown)[0]
 
     def memory_identity(self) -> object:
         """Changes whenever views have to be made anew."""
@@ -323,7 +323,9 @@ class FlatParam(GatheringStore):
         if not self._params_are_unsharded or self.shows_views:
             return
         base, itemsize = self._full.data_ptr(), self._full.element_size()
-        for item, param, member in zip(self.found, self.params, self.layout.members, strict=True):
+        for item, param, member in zip(
+            self.module_params, self.params, self.layout.members, strict=True
+        ):
             moved = param.data_ptr() != base + member.start * itemsize
             if item.places[0].current() is not param or (moved and member.numel > 0):
                 raise AssertionError(
@@ -336,7 +338,7 @@ class FlatParam(GatheringStore):
         """Without original parameters: show no parameters, only shapes and dtypes until the next
         gather.
         """
-        for item, member in zip(self.found, self.layout.members, strict=True):
+        for item, member in zip(self.module_params, self.layout.members, strict=True):
             shown = torch.empty_strided(
                 member.shape, member.stride, dtype=self.compute_dtype, device="meta"
             )
@@ -380,7 +382,7 @@ class FlatParam(GatheringStore):
             [None] * len(self.params) if grads is None else grads, full, scale=scale
         )
         scratch = () if pool is None else (full,)
-        return Outgoing((Parts(full, self.layout.shard_numel),), (0,), scratch)
+        return Outgoing((RankParts(full, self.layout.shard_numel),), (0,), scratch)
 
     def write_gradients(
         self, grads: Gradients, out: torch.Tensor, *, scale: float, earlier: bool = True
@@ -513,7 +515,7 @@ class FlatParam(GatheringStore):
     def _copy_gradient(self, at: int, grad: torch.Tensor, into: torch.Tensor) -> None:
         if grad.numel() != into.numel():
             raise RuntimeError(
-                f"{self.found[at].fqn}: its gradient was replaced by a tensor of shape "
+                f"{self.module_params[at].fqn}: its gradient was replaced by a tensor of shape "
                 f"{tuple(grad.shape)}, but this rank holds {into.numel()} elements of it; write "
                 "full gradients inside summon_full_params(with_grads=True)"
             )
@@ -566,7 +568,7 @@ class FlatParam(GatheringStore):
         itemsize = self.flat.dtype.itemsize
         base = self.flat.data_ptr()
         changed = False
-        for at, item in enumerate(self.found):
+        for at, item in enumerate(self.module_params):
             current = item.places[0].current()
             param = self.params[at]
             if current is None or (self.shows_views and current is self.views[at]):
@@ -589,7 +591,7 @@ class FlatParam(GatheringStore):
 
     def _check_sharing(self) -> None:
         own = {id(param): at for at, param in enumerate(self.params)}
-        for at, item in enumerate(self.found):
+        for at, item in enumerate(self.module_params):
             shown = item.places[0].current()
             is_anothers = own.get(id(shown), at) != at
             if is_anothers or any(place.current() is not shown for place in item.places[1:]):
@@ -606,9 +608,9 @@ class FlatParam(GatheringStore):
 
     def _wrong_shape(self, at: int, current: torch.Tensor, expected: int) -> str:
         return (
-            f"{self.found[at].fqn}: was replaced by a tensor of shape {tuple(current.shape)}, but "
-            f"this rank holds {expected} elements of it; change values inside "
-            "summon_full_params(), where parameters have their full shape"
+            f"{self.module_params[at].fqn}: was replaced by a tensor of shape "
+            f"{tuple(current.shape)}, but this rank holds {expected} elements of it; change values "
+            "inside summon_full_params(), where parameters have their full shape"
         )
 
     # --- conversion -----------------------------------------------------------------------------
@@ -653,14 +655,14 @@ class FlatParam(GatheringStore):
 
 
 def _flattenable(
-    found: Sequence[Found], extension: Extension | None
-) -> tuple[list[Found], tuple[Any, ...]]:
+    module_params: Sequence[ModuleParam], extension: Extension | None
+) -> tuple[list[ModuleParam], tuple[Any, ...]]:
     """The members as the extension would have them flattened, as Parameters of their own in the
     place of the originals, and its tokens.
     """
-    members: list[Found] = []
+    members: list[ModuleParam] = []
     tokens: list[Any] = []
-    for item in found:
+    for item in module_params:
         tensor, token = item.param.detach(), None
         if extension is not None and not isinstance(item.param, FlatParameter):
             tensor, token = extension.before_flatten(item.fqn, item.param)
@@ -674,11 +676,11 @@ def _flattenable(
     return members, tuple(tokens)
 
 
-def check_flattenable(found: Sequence[Found], *, use_orig_params: bool) -> None:
+def check_flattenable(module_params: Sequence[ModuleParam], *, use_orig_params: bool) -> None:
     """Raise ValueError, naming the parameters, when they cannot share a flat parameter."""
-    if not found:
+    if not module_params:
         raise ValueError("a flat parameter needs at least one parameter")
-    for item in found:
+    for item in module_params:
         if isinstance(item.param, FlatParameter):
             raise ValueError(f"{item.fqn}: is a flat parameter already; do not wrap it again")
         if hasattr(item.param, "placements"):
@@ -696,8 +698,8 @@ def check_flattenable(found: Sequence[Found], *, use_orig_params: bool) -> None:
                 f"{item.fqn}: scalar parameters cannot be sharded; make it a 1-D tensor with one "
                 "element"
             )
-    first = found[0]
-    for item in found[1:]:
+    first = module_params[0]
+    for item in module_params[1:]:
         for what in ("dtype", "device"):
             ours, theirs = getattr(first.param, what), getattr(item.param, what)
             if ours != theirs:
@@ -742,6 +744,6 @@ def assign_grad(param: torch.Tensor, grad: torch.Tensor | None) -> None:
     param.grad.data = grad
 
 
-def _spec(item: Found) -> MemberSpec:
+def _spec(item: ModuleParam) -> MemberSpec:
     shape = tuple(item.param.shape)
     return MemberSpec(item.fqn, shape, memory_strides(shape, item.param.stride()))

@@ -12,7 +12,7 @@ from sharding.engine.groups import HYBRID, HYBRID_ZERO2
 from sharding.engine.precision import Casts
 from sharding.engine.ranges import FLAT
 from sharding.engine.reduction import Reduction
-from sharding.engine.torch_seam import Place
+from sharding.engine.torch_seam import ParamPlace
 from sharding.engine.unit import Schedule, Unit
 from sharding.flat.param import FlatParam
 
@@ -116,4 +116,4 @@ class FlatUnit(Unit):
 
     def hide_flat(self) -> None:
         """Undo `show_flat`."""
-        Place(self.wrapped, FLAT_NAME).take()
+        ParamPlace(self.wrapped, FLAT_NAME).take()

@@ -37,7 +37,7 @@ from sharding import (
 from sharding.engine.groups import blocks_of
 from sharding.engine.reduction import divide_factors
 from sharding.fsdp import fsdp_units
-from sharding.wrap.init import choose_device
+from sharding.wrapping.init import choose_device
 from tests.ranks import run_ranks
 from tests.sharding.models import batches, block, build, engine, full_copies, uneven, wrapped
 

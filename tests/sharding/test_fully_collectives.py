@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from sharding.engine.collectives import Comm, Parts, _Native, _Pairwise, default_group
+from sharding.engine.collectives import Comm, RankParts, _Native, _Pairwise, default_group
 from sharding.engine.pool import BufferPool
 from tests.sharding.fully_scenarios import claims
 
@@ -53,8 +53,8 @@ def everyone_gets_everyones_parts() -> None:
             members, wanted = [], []
             for at, ((numel, part), dtype) in enumerate(zip(sizes, dtypes, strict=True)):
                 whole = values_of(0, at, numel, dtype)
-                parts = Parts(torch.full_like(whole, 99), part)
-                parts.of(rank).copy_(Parts(whole, part).of(rank))
+                parts = RankParts(torch.full_like(whole, 99), part)
+                parts.of(rank).copy_(RankParts(whole, part).of(rank))
                 members.append(parts)
                 wanted.append(whole)
             pool = BufferPool()
@@ -72,14 +72,14 @@ def everyone_gets_the_sum_of_its_parts() -> None:
         dtype = rng.choice((torch.float32, torch.bfloat16))
         for comm in comms():
             members = [
-                Parts(values_of(rank, at, numel, dtype), part)
+                RankParts(values_of(rank, at, numel, dtype), part)
                 for at, (numel, part) in enumerate(sizes)
             ]
             outs = [torch.full_like(parts.of(rank), 99) for parts in members]
             comm.reduce_scatter(members, outs, pool=BufferPool(), tag=seed).wait()
             for at, (out, (numel, part)) in enumerate(zip(outs, sizes, strict=True)):
                 whole = torch.stack([values_of(r, at, numel, dtype) for r in range(size)]).sum(0)
-                assert torch.equal(out, Parts(whole, part).of(rank)), f"{seed} {type(comm)}"
+                assert torch.equal(out, RankParts(whole, part).of(rank)), f"{seed} {type(comm)}"
 
 
 def calls_of_several_units_pass_each_other() -> None:
@@ -87,7 +87,7 @@ def calls_of_several_units_pass_each_other() -> None:
     comm, pool = comms()[0], BufferPool()
     members, pending = [], []
     for tag in range(4):
-        parts = Parts(torch.full((30,), float(tag)), 10)
+        parts = RankParts(torch.full((30,), float(tag)), 10)
         parts.of(rank).fill_(10.0 * tag + rank)
         members.append(parts)
     # Started in other orders on other ranks.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
+import pkgutil
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -187,3 +188,9 @@ def _modules() -> list[str]:
 def test_a_sharded_module_is_what_torch_knows_as_one() -> None:
     for found in run_ranks(2, _modules):
         assert not found, found
+
+
+def test_no_module_of_the_package_has_the_name_of_what_it_offers() -> None:
+    # The import system would put the module in the function's place, whoever imports it first.
+    modules = {one.name for one in pkgutil.iter_modules(sharding.__path__)}
+    assert not modules & set(sharding.__all__)

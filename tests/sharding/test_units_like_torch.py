@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import sharding
-from sharding.wrap.init import warn_of_slow_wrapping
+from sharding.wrapping.init import warn_of_slow_wrapping
 from tests.sharding.fully_scenarios import claims, whole_mesh
 from tests.sharding.models import build, engine, full_copies, wrapped
 

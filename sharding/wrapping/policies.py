@@ -18,12 +18,12 @@ from torch.distributed.fsdp import MixedPrecision
 from sharding.engine.precision import cast_floating, map_tensors
 from sharding.engine.torch_seam import classes_to_leave_alone, is_policy_object, run_policy
 
-__all__ = ["Wish", "auto_wrap", "wishes_of"]
+__all__ = ["WrapRequest", "auto_wrap", "wrap_requests_of"]
 
 Wrapper = Callable[..., nn.Module]
 
 
-class Wish(NamedTuple):
+class WrapRequest(NamedTuple):
     """A module that is to become a unit, and what its wrapper is told."""
 
     name: str
@@ -51,24 +51,24 @@ def auto_wrap(
                 f"{name or 'the module'}: is wrapped already; auto_wrap_policy needs a tree "
                 "without wrappers"
             )
-    wishes = wishes_of(root, policy, ignored_modules, ignored_params, kwargs)
+    requests = wrap_requests_of(root, policy, ignored_modules, ignored_params, kwargs)
     if is_policy_object(policy):
-        _check_mixed(wishes, ignored_params, bool(kwargs.get("use_orig_params")))
-    wishes = _with_full_precision(root, wishes, ignored_modules, dict(kwargs))
+        _check_mixed(requests, ignored_params, bool(kwargs.get("use_orig_params")))
+    requests = _with_full_precision(root, requests, ignored_modules, dict(kwargs))
     places = _places(root)
-    for wish in reversed(wishes):
-        wrapped = wrapper(wish.module, **wish.kwargs)
-        for parent, name in places[id(wish.module)]:
+    for request in reversed(requests):
+        wrapped = wrapper(request.module, **request.kwargs)
+        for parent, name in places[id(request.module)]:
             setattr(parent, name, wrapped)
 
 
-def wishes_of(
+def wrap_requests_of(
     root: nn.Module,
     policy: Any,
     ignored_modules: set[nn.Module],
     ignored_params: set[nn.Parameter],
     kwargs: Mapping[str, Any],
-) -> list[Wish]:
+) -> list[WrapRequest]:
     """What the policy wants wrapped below the root, parents before children."""
     names: dict[int, str] = {}
     for name, module in root.named_modules():
@@ -77,14 +77,14 @@ def wishes_of(
         wanted = run_policy(policy, root, ignored_modules, dict(kwargs))
         wanted.pop(root, None)
         return [
-            Wish(names[id(module)], module, {**kwargs, **wanted[module]})
+            WrapRequest(names[id(module)], module, {**kwargs, **wanted[module]})
             for _, module in root.named_modules()
             if module in wanted
         ]
     asking = _Asking(policy, ignored_modules, ignored_params, _apart(kwargs))
     asking.ask(root, is_root=True)
     return [
-        Wish(name, module, dict(kwargs))
+        WrapRequest(name, module, dict(kwargs))
         for name, module in root.named_modules()
         if id(module) in asking.chosen
     ]
@@ -139,26 +139,26 @@ def _apart(kwargs: Mapping[str, Any]) -> tuple[type[nn.Module], ...]:
 
 
 def _places(root: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
-    found: dict[int, list[tuple[nn.Module, str]]] = {}
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in root.modules():
         for name, child in module.named_children():
-            found.setdefault(id(child), []).append((module, name))
-    return found
+            places.setdefault(id(child), []).append((module, name))
+    return places
 
 
 def _check_mixed(
-    wishes: list[Wish], ignored_params: set[nn.Parameter], use_orig_params: bool
+    requests: list[WrapRequest], ignored_params: set[nn.Parameter], use_orig_params: bool
 ) -> None:
-    own = {id(wish.module) for wish in wishes}
-    for wish in wishes:
+    own = {id(request.module) for request in requests}
+    for request in requests:
         flags: dict[bool, list[str]] = {True: [], False: []}
-        for name, param in _params_of_unit(wish.module, own):
+        for name, param in _params_of_unit(request.module, own):
             if param not in ignored_params:
                 flags[param.requires_grad].append(name)
         if flags[True] and flags[False]:
             text = (
-                f"{wish.name}: has frozen parameters ({', '.join(flags[False])}) beside trainable "
-                f"ones ({', '.join(flags[True])})"
+                f"{request.name}: has frozen parameters ({', '.join(flags[False])}) beside "
+                f"trainable ones ({', '.join(flags[True])})"
             )
             if not use_orig_params:
                 raise ValueError(f"{text}; wrap them apart or pass use_orig_params=True")
@@ -174,31 +174,31 @@ def _params_of_unit(module: nn.Module, units: set[int]) -> Iterator[tuple[str, n
 
 
 def _with_full_precision(
-    root: nn.Module, wishes: list[Wish], ignored: set[nn.Module], kwargs: dict[str, Any]
-) -> list[Wish]:
+    root: nn.Module, requests: list[WrapRequest], ignored: set[nn.Module], kwargs: dict[str, Any]
+) -> list[WrapRequest]:
     """Make units of the modules that mixed precision must leave alone, computing as they are."""
     classes = _apart(kwargs)
     if not classes:
-        return wishes
-    by_module = {id(wish.module): wish for wish in wishes}
-    found: list[Wish] = []
+        return requests
+    by_module = {id(request.module): request for request in requests}
+    all_requests: list[WrapRequest] = []
     used: set[str] = set()
     for name, module in root.named_modules():
-        wish = by_module.get(id(module))
+        request = by_module.get(id(module))
         if isinstance(module, classes) and module is not root and module not in ignored:
             used.add(type(module).__name__)
             _cast_around(module)
-            own = {**(wish.kwargs if wish else kwargs), "mixed_precision": MixedPrecision()}
-            found.append(Wish(name, module, own))
-        elif wish is not None:
-            found.append(wish)
+            own = {**(request.kwargs if request else kwargs), "mixed_precision": MixedPrecision()}
+            all_requests.append(WrapRequest(name, module, own))
+        elif request is not None:
+            all_requests.append(request)
     if used:
         warnings.warn(
             f"modules of the classes {', '.join(sorted(used))} compute in full precision, in units "
             "of their own; set module_classes_to_ignore of MixedPrecision to change that",
             stacklevel=5,
         )
-    return found
+    return all_requests
 
 
 def _cast_around(module: nn.Module) -> None:

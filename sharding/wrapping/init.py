@@ -18,8 +18,8 @@ from torch import nn
 
 from ckpt.layout.dtensor import local_tensor
 from sharding.engine.collectives import Comm
-from sharding.engine.torch_seam import Place, is_marked_replicate
-from sharding.flat.param import FlatParameter, Found
+from sharding.engine.torch_seam import ParamPlace, is_marked_replicate
+from sharding.flat.param import FlatParameter, ModuleParam
 
 __all__ = ["Ignored", "find_ignored", "find_params", "materialize", "move_states", "sync_states"]
 
@@ -111,13 +111,13 @@ def find_params(
     *,
     managed: Collection[int],
     is_unit: Callable[[nn.Module], bool],
-) -> list[Found]:
+) -> list[ModuleParam]:
     """The parameters that a unit around `root` is to absorb, in walk order, shared ones once.
 
     `managed` are identities of parameters that inner units hold. Raises ValueError where one of
     them is also a parameter of this unit: the tie would be lost.
     """
-    places: dict[int, list[tuple[str, Place]]] = {}
+    places: dict[int, list[tuple[str, ParamPlace]]] = {}
     params: dict[int, nn.Parameter] = {}
     for prefix, module in own_modules(root, ignored.modules, is_unit):
         for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -130,9 +130,9 @@ def find_params(
                     "tie would be lost; make one unit of a module around both"
                 )
             params[id(param)] = param
-            places.setdefault(id(param), []).append((fqn, Place(module, name)))
+            places.setdefault(id(param), []).append((fqn, ParamPlace(module, name)))
     return [
-        Found(
+        ModuleParam(
             fqn=places[key][0][0],
             param=param,
             places=tuple(place for _, place in places[key]),
@@ -185,16 +185,18 @@ def _as_device(device_id: int | str | torch.device) -> torch.device:
 
 
 def _accelerator() -> torch.device:
-    found: torch.device | None = torch.accelerator.current_accelerator()
-    assert found is not None
-    return found
+    device: torch.device | None = torch.accelerator.current_accelerator()
+    assert device is not None
+    return device
 
 
 def _current_index() -> int:
     # Renamed in newer versions of torch.
     accelerator: Any = torch.accelerator
-    found = getattr(accelerator, "current_device_index", None) or accelerator.current_device_idx
-    return int(found())
+    current_index = (
+        getattr(accelerator, "current_device_index", None) or accelerator.current_device_idx
+    )
+    return int(current_index())
 
 
 def _with_index(device: torch.device) -> torch.device:
@@ -349,13 +351,17 @@ def _has_meta(module: nn.Module, ignored: Ignored) -> bool:
 
 
 def sync_states(
-    root: nn.Module, found: Iterable[Found], comms: Iterable[Comm], *, synced: set[int]
+    root: nn.Module,
+    module_params: Iterable[ModuleParam],
+    comms: Iterable[Comm],
+    *,
+    synced: set[int],
 ) -> None:
     """Give every rank the values of the first: the unit's parameters, and all buffers once.
 
     `comms` are the replicate and the shard group, in that order: first across, then inside.
     """
-    tensors = [local_tensor(item.param) for item in found]
+    tensors = [local_tensor(item.param) for item in module_params]
     for buffer in root.buffers():
         if id(buffer) not in synced:
             synced.add(id(buffer))

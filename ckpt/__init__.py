@@ -92,6 +92,7 @@ if TYPE_CHECKING:
     from ckpt.tools.reshard import reshard as reshard
     from ckpt.tools.verify import VerifyReport as VerifyReport
     from ckpt.tools.verify import verify as verify
+    from storage.schemes import register_store as register_store
 
 _HOMES = {
     "Adaptive": "ckpt.service.policies",
@@ -163,6 +164,7 @@ _HOMES = {
     "optimizer_state_dict_to_load": "ckpt.state_dict.api",
     "plan_load": "ckpt.tools.plan",
     "plan_ranks": "ckpt.tools.plan",
+    "register_store": "storage.schemes",
     "rekey_optimizer_state_dict": "ckpt.state_dict.api",
     "reshard": "ckpt.tools.reshard",
     "rng_state": "ckpt.state.rng",

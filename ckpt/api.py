@@ -6,10 +6,11 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, SupportsIndex, TypeVar
 
 import torch.distributed as dist
 
+from ckpt.commit.numbers import plain_int
 from ckpt.commit.patience import (
     BACKGROUND_SECONDS,
     BLOCKING_SECONDS,
@@ -29,7 +30,7 @@ from ckpt.saving.staging import Snapshot, StageOptions, stage
 from ckpt.saving.task import SaveTask
 from ckpt.saving.write import Staging, WritePath
 from ckpt.world.base import collectively
-from storage import Store, open_store
+from storage import Store, StoreLike, open_store
 
 MIB = 1 << 20
 REMOTE_REQUESTS = 4  # in flight at once per rank
@@ -40,9 +41,9 @@ Io = Literal["auto", "buffered", "direct"]
 
 def save(
     state: Any,
-    url: str,
+    url: StoreLike,
     *,
-    step: int,
+    step: SupportsIndex,
     process_group: dist.ProcessGroup | None = None,
     replicas: Literal["warn", "strict"] = "warn",
     io: Io = "auto",
@@ -92,18 +93,23 @@ def save(
         )
         with patience_for(store, seat.world, checked_seconds(retry_seconds_max)):
             return save_state(
-                state, session=session, store=store, step=step, options=options, memory=memory
+                state,
+                session=session,
+                store=store,
+                step=plain_int(step),
+                options=options,
+                memory=memory,
             )
 
 
 def async_save(
     state: Any,
-    url: str,
+    url: StoreLike,
     *,
-    step: int,
+    step: SupportsIndex,
     snapshot: Snapshot = "step",
     when_busy: WhenBusy = "wait",
-    host_bytes_max: int | None = None,
+    host_bytes_max: SupportsIndex | None = None,
     replicas: Literal["warn", "strict"] = "warn",
     metric: float | None = None,
     dedup: bool = False,
@@ -154,7 +160,7 @@ def async_save(
             session,
             store,
             memory,
-            step,
+            plain_int(step),
             SaveOptions(replicas, path, dict(user or {}), metric, dedup, telemetry),
             retry_seconds_max=checked_seconds(retry_seconds_max),
         )
@@ -163,7 +169,7 @@ def async_save(
             pending = seat.background.refuse(task, error)
         else:
             seat.background.settle_before(task)
-            how = StageOptions(snapshot, host_bytes_max)
+            how = StageOptions(snapshot, plain_int(host_bytes_max))
             pending = seat.background.start(task, lambda: stage(state, task, how, seat.staging))
     pending.call_seconds = time.perf_counter() - started
     return pending
@@ -171,15 +177,15 @@ def async_save(
 
 def load(
     state: Any,
-    url: str,
+    url: StoreLike,
     *,
-    step: int | None = None,
+    step: SupportsIndex | None = None,
     attempt: str = "",
     strict: bool = True,
     rename: Callable[[str], str] | Mapping[str, str] | None = None,
     skip: Callable[[str], bool] | Iterable[str] = (),
     cache: str | os.PathLike[str] | None = None,
-    cache_bytes_max: int | None = None,
+    cache_bytes_max: SupportsIndex | None = None,
     process_group: dist.ProcessGroup | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> LoadReport:
@@ -210,18 +216,25 @@ def load(
         store = collectively(seat.world, "open", lambda: seat.store(url, storage_options))
         path = read_path(store)
         if cache is not None:
-            kept = collectively(seat.world, "cache", lambda: BlockCache(cache, cache_bytes_max))
+            kept = collectively(
+                seat.world, "cache", lambda: BlockCache(cache, plain_int(cache_bytes_max))
+            )
             path = replace(path, cache=kept)
         options = LoadOptions(strict, rename, skip, path)
         report = load_state(
-            state, store=store, world=seat.world, step=step, attempt=attempt, options=options
+            state,
+            store=store,
+            world=seat.world,
+            step=plain_int(step),
+            attempt=attempt,
+            options=options,
         )
         on_purpose = step is not None or bool(attempt)
-        this_process.restored(store.url, report.attempt, on_purpose=on_purpose)
+        this_process.restored(store, report.attempt, on_purpose=on_purpose)
         return report
 
 
-def forget(url: str, *, storage_options: Mapping[str, Any] | None = None) -> None:
+def forget(url: StoreLike, *, storage_options: Mapping[str, Any] | None = None) -> None:
     """Forget what this process remembers of the root at `url`: the next save claims it as a new job
     does, or begins a new root where none is.
 
@@ -269,7 +282,7 @@ def read_path(store: Store) -> ReadPath:
 
 
 def resumed(
-    url: str,
+    url: StoreLike,
     attempt: str,
     *,
     process_group: dist.ProcessGroup | None = None,
@@ -277,9 +290,9 @@ def resumed(
 ) -> None:
     """What was loaded from `attempt` was the newest that is whole: the training goes on with it."""
     store = this_process.seat(process_group).store(url, storage_options)
-    this_process.restored(store.url, attempt, on_purpose=False)
+    this_process.restored(store, attempt, on_purpose=False)
 
 
 def loaded_by_others(store: Store, attempt: str, *, on_purpose: bool) -> None:
     """Somebody else's protocol has loaded `attempt` from the root `store` into this process."""
-    this_process.restored(store.url, attempt, on_purpose=on_purpose)
+    this_process.restored(store, attempt, on_purpose=on_purpose)

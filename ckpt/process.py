@@ -20,7 +20,8 @@ from ckpt.saving.write import Staging
 from ckpt.world.base import World, collectively
 from ckpt.world.torch_world import current_world
 from ckpt.world.torch_world import world_of_members as new_world_of_members
-from storage import Store, open_store
+from storage import Store, StoreLike, open_store
+from storage.location import is_borrowed_from, url_of
 
 
 class Place(NamedTuple):
@@ -52,15 +53,16 @@ class Seat:
             return False
         return self.world.global_ranks == tuple(dist.get_process_group_ranks(group))
 
-    def store(self, url: str, storage_options: Mapping[str, Any] | None) -> Store:
+    def store(self, url: StoreLike, storage_options: Mapping[str, Any] | None) -> Store:
         """Opened once: an open store knows which directories are durable, and keeps connections."""
         key = _store_key(url, storage_options)
-        if key not in self.stores:
-            self.stores[key] = open_store(url, **(storage_options or {}))
-        return self.stores[key]
+        known = self.stores.get(key)
+        if known is None or (isinstance(url, Store) and not is_borrowed_from(known, url)):
+            known = self.stores[key] = open_store(url, **(storage_options or {}))
+        return known
 
     def place(
-        self, url: str, storage_options: Mapping[str, Any] | None, unsafe_single_writer: bool
+        self, url: StoreLike, storage_options: Mapping[str, Any] | None, unsafe_single_writer: bool
     ) -> Place:
         """Collective: the store at `url`, and its session, claimed now if there is none yet.
 
@@ -83,7 +85,7 @@ class Seat:
         return self._place(store, *self.sessions[key])
 
     def place_beside(
-        self, url: str, storage_options: Mapping[str, Any] | None, unsafe_single_writer: bool
+        self, url: StoreLike, storage_options: Mapping[str, Any] | None, unsafe_single_writer: bool
     ) -> Place:
         """Collective: like `place`, for what is no part of a training; nobody is fenced."""
 
@@ -98,11 +100,13 @@ class Seat:
         return Place(store, opened, PartMemory())
 
     def known_place(
-        self, url: str, storage_options: Mapping[str, Any] | None, unsafe_single_writer: bool
+        self, url: StoreLike, storage_options: Mapping[str, Any] | None, unsafe_single_writer: bool
     ) -> Place | None:
         """The place if all ranks have been there, without waiting for any."""
         opened = _store_key(url, storage_options)
-        store = self.stores.get(opened)
+        # A caller may make a new object for each call: the session is that of its place.
+        is_own = isinstance(url, Store) and not storage_options
+        store = self.store(url, None) if is_own else self.stores.get(opened)
         if store is None or (store.url, opened[1], unsafe_single_writer) not in self.sessions:
             return None
         return self._place(store, *self.sessions[store.url, opened[1], unsafe_single_writer])
@@ -120,8 +124,12 @@ class Seat:
         return Place(store, session, memory)
 
 
-def _store_key(url: str, storage_options: Mapping[str, Any] | None) -> tuple[str, str]:
-    return url, repr(sorted((storage_options or {}).items()))
+def _store_key(url: StoreLike, storage_options: Mapping[str, Any] | None) -> tuple[str, str]:
+    options = repr(sorted((storage_options or {}).items()))
+    if isinstance(url, Store):
+        # Its url is for messages: two stores in memory may well have the same one.
+        return url.url, f"Store {url.place} {options}"
+    return url_of(url), options
 
 
 def world_of(process_group: dist.ProcessGroup | None = None) -> World:
@@ -143,7 +151,7 @@ def world_of_members(members: tuple[int, ...]) -> World:
 
 
 def place_of(
-    url: str,
+    url: StoreLike,
     *,
     process_group: dist.ProcessGroup | None = None,
     storage_options: Mapping[str, Any] | None = None,
@@ -157,7 +165,7 @@ def place_of(
 
 
 def place_beside(
-    url: str,
+    url: StoreLike,
     *,
     process_group: dist.ProcessGroup | None = None,
     storage_options: Mapping[str, Any] | None = None,
@@ -171,7 +179,7 @@ def place_beside(
 
 
 def claimed(
-    url: str,
+    url: StoreLike,
     *,
     storage_options: Mapping[str, Any] | None = None,
     unsafe_single_writer: bool = False,
@@ -184,7 +192,7 @@ def claimed(
 
 
 def store_of(
-    url: str,
+    url: StoreLike,
     *,
     process_group: dist.ProcessGroup | None = None,
     storage_options: Mapping[str, Any] | None = None,
@@ -196,7 +204,7 @@ def store_of(
 
 
 def session_of(
-    url: str,
+    url: StoreLike,
     *,
     process_group: dist.ProcessGroup | None = None,
     storage_options: Mapping[str, Any] | None = None,
@@ -229,9 +237,9 @@ class ProcessMemory:
         """The session of a root in this process."""
         return self._registry.session(store, unsafe_single_writer=unsafe_single_writer)
 
-    def restored(self, url: str, attempt: str, *, on_purpose: bool) -> None:
+    def restored(self, store: Store, attempt: str, *, on_purpose: bool) -> None:
         """What this process saves to that root goes on from there; see `ckpt.commit.lines`."""
-        self._registry.restored(url, Restored(attempt, on_purpose))
+        self._registry.restored(store, Restored(attempt, on_purpose))
 
     def forget(self, store: Store) -> None:
         """The next save to this place claims it."""

@@ -15,7 +15,9 @@ from storage.errors import (
     TooLargeError,
     TransientError,
 )
+from storage.location import PrefixStore, StoreLike
 from storage.retry import RetryPolicy
+from storage.schemes import StoreFactory, register_store
 from storage.store import ByteRange, ExclusiveCreate, ObjectInfo, ObjectWriter, Store
 from storage.url import open_store, options_of_other
 
@@ -31,12 +33,16 @@ __all__ = [
     "ObjectInfo",
     "ObjectWriter",
     "OutcomeUnknownError",
+    "PrefixStore",
     "RetryPolicy",
     "ShortReadError",
     "StorageError",
     "Store",
+    "StoreFactory",
+    "StoreLike",
     "TooLargeError",
     "TransientError",
     "open_store",
     "options_of_other",
+    "register_store",
 ]

@@ -12,8 +12,10 @@ from typing import Any
 from storage.errors import InvalidUrlError
 from storage.keys import check_key, redacted
 from storage.local import LocalStore
+from storage.location import BorrowedStore, StoreLike, url_of
 from storage.memory import MemoryBucket, MemoryStore
 from storage.retry import RetryingStore, RetryPolicy
+from storage.schemes import factory_of, open_registered, registered_schemes
 from storage.spread import SpreadStore
 from storage.store import Store
 
@@ -26,20 +28,22 @@ _memory_buckets: dict[str, MemoryBucket] = {}
 
 
 def options_of_other(
-    url: str,
+    url: StoreLike,
     options: Mapping[str, Any] | None,
-    other: str,
+    other: StoreLike,
     other_options: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
     """The options of the store at `other`: its own if it was given any, even none; else those of
-    the store at `url` where both have the same protocol.
+    the store at `url` where both are urls of the same protocol.
     """
-    if other_options is None:
-        other_options = options if _split(url)[0] == _split(other)[0] else None
+    if other_options is None and not isinstance(url, Store) and not isinstance(other, Store):
+        other_options = options if _split(url_of(url))[0] == _split(url_of(other))[0] else None
     return dict(other_options or {})
 
 
-def open_store(url: str, *, retry: RetryPolicy | None = None, **storage_options: Any) -> Store:
+def open_store(
+    url: StoreLike, *, retry: RetryPolicy | None = None, **storage_options: Any
+) -> Store:
     """The store at `url`. Nothing is read or written yet: a wrong bucket shows at first use.
 
     - a path or `file://PATH`: a directory of this machine;
@@ -51,15 +55,22 @@ def open_store(url: str, *, retry: RetryPolicy | None = None, **storage_options:
       root spreads its data files (see `storage.spread`);
     - `gs://BUCKET/PREFIX` and `az://CONTAINER/PREFIX`: with obstore (`shardpoint[fast]`), which
       creates exclusively there; without it like any other protocol;
+    - a scheme of your own: see `register_store`;
     - any other protocol of fsspec, which cannot commit exclusively. `fsspec+PROTOCOL://`
-      takes this way for a protocol that has a store of its own.
+      takes this way for a protocol that has a store of its own;
+    - a `Store`: it has its options already, and closing what is returned leaves it open.
 
-    `retry` applies to stores behind a network; None means the usual policy. Raises InvalidUrlError.
+    `retry` applies to stores behind a network, those of callers included unless they repeat what
+    fails themselves; None means the usual policy. Raises InvalidUrlError.
     """
-    if isinstance(url, os.PathLike):
-        raise InvalidUrlError(f"expected a str, got {url!r}; pass {os.fspath(url)!r}")
-    if not isinstance(url, str) or not url or "\0" in url:
-        raise InvalidUrlError(f"expected a path or a url such as s3://bucket/run, got {url!r}")
+    if isinstance(url, Store):
+        if storage_options:
+            raise InvalidUrlError(
+                f"{url.url}: a Store object has its options already, got "
+                f"{', '.join(sorted(storage_options))}; set them where it is made"
+            )
+        return _retrying(BorrowedStore(url), retry)
+    url = url_of(url)
     protocol, rest = _split(url)
     policy = retry if retry is not None else RetryPolicy()
     if protocol in ("", "file", "local"):
@@ -79,10 +90,19 @@ def open_store(url: str, *, retry: RetryPolicy | None = None, **storage_options:
         from storage.clouds import open_cloud
 
         return RetryingStore(open_cloud(protocol, rest, storage_options, policy), policy)
+    if (factory := factory_of(protocol)) is not None:
+        return _retrying(open_registered(url, protocol, factory, storage_options), retry)
     _check_protocol(url, protocol.removeprefix(_FORCE_FSSPEC))
     from storage.generic import open_generic
 
     return RetryingStore(open_generic(url.removeprefix(_FORCE_FSSPEC), storage_options), policy)
+
+
+def _retrying(store: Store, retry: RetryPolicy | None) -> Store:
+    """A store that somebody else has written, with requests repeated unless it does so itself."""
+    if store.patience is not None:
+        return store
+    return RetryingStore(store, retry if retry is not None else RetryPolicy())
 
 
 def _split(url: str) -> tuple[str, str]:
@@ -131,7 +151,8 @@ def _refuse_options(url: str, options: dict[str, Any]) -> None:
 def _check_protocol(url: str, protocol: str) -> None:
     import fsspec
 
-    known = {*fsspec.available_protocols(), "s3", "file", "memory"}
+    registered = registered_schemes()
+    known = {*fsspec.available_protocols(), "s3", "file", "memory", *registered}
     outer = protocol.partition("::")[0]
     if outer in known:
         return
@@ -139,5 +160,6 @@ def _check_protocol(url: str, protocol: str) -> None:
     hint = f"did you mean {close[0]}://?" if close else "write a path, s3://bucket/prefix, or"
     raise InvalidUrlError(
         f"{redacted(url)}: unknown protocol {outer!r}; {hint} "
-        "(fsspec.available_protocols() lists the others)"
+        f"(registered: {', '.join(registered) or 'none'}; fsspec.available_protocols() lists the "
+        "others)"
     )

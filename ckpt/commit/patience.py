@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from ckpt.commit.numbers import plain_int
 from ckpt.world.base import World
 from storage import Store
 
@@ -25,7 +26,7 @@ HURRIED_SECONDS = 10.0  # throttling and broken connections end by then, outages
 
 def checked_seconds(seconds: float) -> float:
     """`seconds`, if requests can be repeated for so long. Raises ValueError."""
-    if not (isinstance(seconds, int | float) and 0.0 <= seconds < math.inf):
+    if not (isinstance(plain_int(seconds), int | float) and 0.0 <= seconds < math.inf):
         raise ValueError(f"retry_seconds_max={seconds!r}: expected a number of at least 0")
     return float(seconds)
 

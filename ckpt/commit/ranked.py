@@ -33,13 +33,12 @@ class SessionRegistry:
         self._restored: dict[str, Restored] = {}
         self._lock = threading.Lock()
 
-    def restored(self, url: str, restored: Restored) -> None:
-        """This process has loaded from the root at `url` (as its store spells it)."""
+    def restored(self, store: Store, restored: Restored) -> None:
+        """This process has loaded from the root that `store` holds."""
         with self._lock:
-            self._restored[url] = restored
-            for session in self._sessions.values():
-                if session.store.url == url:
-                    session.restored(restored)
+            self._restored[store.place] = restored
+            if (session := self._sessions.get(store.place)) is not None:
+                session.restored(restored)
 
     def session(
         self,
@@ -65,7 +64,7 @@ class SessionRegistry:
                 limits=limits,
             )
             self._sessions[store.place] = session
-            if (restored := self._restored.get(store.url)) is not None:
+            if (restored := self._restored.get(store.place)) is not None:
                 session.restored(restored)
             _clean_up(session)
             return session
@@ -74,7 +73,7 @@ class SessionRegistry:
         """The next session of this place is claimed anew, and begins as that of a new job."""
         with self._lock:
             self._sessions.pop(store.place, None)
-            self._restored.pop(store.url, None)
+            self._restored.pop(store.place, None)
 
 
 class Beside(SessionRegistry):

@@ -15,7 +15,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -42,6 +42,7 @@ from torch.futures import Future
 
 from ckpt.api import loaded_by_others
 from ckpt.commit.names import MANIFEST_NAME, step_prefix
+from ckpt.commit.numbers import plain_int
 from ckpt.commit.records import manifest_digest
 from ckpt.commit.session import Session
 from ckpt.commit.writer import Commit
@@ -67,7 +68,8 @@ from ckpt.loading.checkpoint import StoredTensor, fill, piece_of
 from ckpt.loading.plan import ReadPath
 from ckpt.process import claimed
 from ckpt.saving.write import FileTexts, Source, WritePath, entries_of, write_files
-from storage import Store, open_store
+from storage import Store, StoreLike, open_store
+from storage.location import url_of
 
 PART = "ckpt.part"
 
@@ -83,16 +85,17 @@ class DcpWriter(StorageWriter):
 
     def __init__(
         self,
-        url: str,
+        url: StoreLike,
         *,
-        step: int,
+        step: SupportsIndex,
         user: Mapping[str, str] | None = None,
         storage_options: Mapping[str, Any] | None = None,
         unsafe_single_writer: bool = False,
     ) -> None:
         super().__init__()
-        self.url = url
-        self.step = step
+        self.where = url
+        self.url = url_of(url)
+        self.step = plain_int(step)
         self.user = dict(user or {})
         self.storage_options = dict(storage_options or {})
         self.unsafe_single_writer = unsafe_single_writer
@@ -117,7 +120,7 @@ class DcpWriter(StorageWriter):
         self.is_coordinator = is_coordinator
         if is_coordinator:
             session = claimed(
-                self.url,
+                self.where,
                 storage_options=self.storage_options,
                 unsafe_single_writer=self.unsafe_single_writer,
             )
@@ -181,7 +184,7 @@ class DcpWriter(StorageWriter):
         if header.attempt in self._written:
             raise CheckpointError("a plan of an earlier save came again; do not cache plans")
         self._written.add(header.attempt)
-        store = open_store(self.url, **self.storage_options)
+        store = open_store(self.where, **self.storage_options)
         try:
             part = _write(plan, planner, store, header, rank)
         finally:
@@ -351,14 +354,15 @@ class DcpReader(StorageReader):
 
     def __init__(
         self,
-        url: str,
+        url: StoreLike,
         *,
-        step: int | None = None,
+        step: SupportsIndex | None = None,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        self.url = url
-        self.step = step
+        self.where = url
+        self.url = url_of(url)
+        self.step = plain_int(step)
         self.storage_options = dict(storage_options or {})
         self._source: list[NativeSource] = []
         self._values: dict[str, Any] = {}
@@ -379,7 +383,7 @@ class DcpReader(StorageReader):
         """
         for source in self._source:
             source.close()
-        store = open_store(self.url, **self.storage_options)
+        store = open_store(self.where, **self.storage_options)
         try:
             source = native_source(store, self.step)
         except BaseException:

@@ -13,11 +13,12 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, SupportsIndex, TypeAlias
 
 import torch
 import torch.distributed as dist
 
+from ckpt.commit.numbers import plain_int
 from ckpt.convert.naming import Rename, renamed
 from ckpt.convert.sources.opening import SourceOptions, is_file_name, open_source
 from ckpt.convert.sources.source import Contents, Source
@@ -31,7 +32,8 @@ from ckpt.layout.dtypes import DTYPES, dtype_name, torch_dtype
 from ckpt.layout.piece import Kind
 from ckpt.process import world_of
 from ckpt.world.base import collectively
-from storage import open_store, options_of_other
+from storage import Store, StoreLike, open_store, options_of_other
+from storage.location import url_of
 
 Format: TypeAlias = Literal["safetensors", "torch", "dcp"]
 
@@ -89,13 +91,13 @@ class Chosen(NamedTuple):
 
 
 def export(
-    url: str,
-    target: str,
+    url: StoreLike,
+    target: StoreLike,
     *,
-    step: int | None = None,
+    step: SupportsIndex | None = None,
     selection: Selection | None = None,
     format: Format | None = None,
-    shard_nbytes_max: int | None = None,
+    shard_nbytes_max: SupportsIndex | None = None,
     threads: int = 3,
     verify: bool = False,
     progress: Progress | None = None,
@@ -114,6 +116,7 @@ def export(
     Called by all ranks of a process group (default: all, if there is one), it divides the files
     among them. What a killed export had finished is not written again by the next with the same
     arguments. `verify=True` reads all files back and compares every tensor with the source.
+    A `Store` as the target gets `model.safetensors`, or `pytorch_model.bin` with `format="torch"`.
     `target_options` are for the target's store, by default those of the source when both have the
     same protocol. `progress(done, total)` counts bytes of the new files.
 
@@ -133,7 +136,9 @@ def export(
     def plan() -> tuple[Chosen, Nested]:
         chosen = choose(source, selection, kind)
         if kind == "safetensors":
-            files = safetensors_files(chosen.outputs, chosen.tied, name, shard_nbytes_max)
+            files = safetensors_files(
+                chosen.outputs, chosen.tied, name, plain_int(shard_nbytes_max)
+            )
             return chosen, Nested(files, tuple(sorted(chosen.values)))
         return chosen, nested_files(source, chosen, kind, name, whole=selection.optimizer)
 
@@ -148,10 +153,10 @@ def export(
 def _report(
     source: Source, chosen: Chosen, planned: Nested, delivery: Delivery, delivered: Delivered
 ) -> ExportReport:
-    folder = delivery.folder.rstrip("/")
+    folder = url_of(delivery.folder).rstrip("/")
     keys = [file.key for file in planned.files]
     return ExportReport(
-        files=tuple(f"{folder}/{key}" if delivery.folder else key for key in keys),
+        files=tuple(f"{folder}/{key}" for key in keys),
         tensors=tuple(sorted(output.name for output in chosen.outputs)),
         nbytes=sum(file.nbytes for file in planned.files),
         tied=chosen.tied,
@@ -162,14 +167,27 @@ def _report(
     )
 
 
-def _format_of(target: str) -> Format:
-    if target.endswith(SUFFIXES):
+def _format_of(target: StoreLike) -> Format:
+    if not isinstance(target, Store) and url_of(target).endswith(SUFFIXES):
         return "torch"
     return "safetensors"
 
 
-def split_target(target: str, format: Format = "safetensors") -> tuple[str, str]:
-    """Folder and name of the file to write. Raises CheckpointError when there is no name."""
+# Of a file that has no name of its own, because its target is a store and not a url.
+FILE_NAMES: Mapping[Format, str] = {
+    "safetensors": "model.safetensors",
+    "torch": "pytorch_model.bin",
+    "dcp": "",
+}
+
+
+def split_target(target: StoreLike, format: Format = "safetensors") -> tuple[StoreLike, str]:
+    """Folder and name of the file to write, in a caller's store by the name that Hugging Face
+    looks for. Raises CheckpointError when there is no name.
+    """
+    if isinstance(target, Store):
+        return target, FILE_NAMES[format]
+    target = url_of(target)
     if format == "dcp":
         if is_file_name(target):
             raise CheckpointError(f"{target!r}: a DCP checkpoint is a directory; name one")

@@ -11,12 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, SupportsIndex
 
 import numpy as np
 import torch.distributed as dist
 
 from ckpt.commit.names import step_prefix
+from ckpt.commit.numbers import plain_int
 from ckpt.convert.naming import Rename, renamed, renamer
 from ckpt.convert.sources.opening import SourceOptions, open_source
 from ckpt.convert.sources.source import Contents, Source, SourceTensor, Wanted
@@ -55,7 +56,7 @@ from ckpt.saving.task import Attempt, SaveTask
 from ckpt.state.names import split_state_name
 from ckpt.state.values import is_reference, join
 from ckpt.world.base import collectively
-from storage import Store, open_store
+from storage import PrefixStore, Store, StoreLike, open_store
 
 MIB = 1 << 20
 CUT_NBYTES = 4 * MIB  # shares of ranks end at multiples of it within a tensor
@@ -86,10 +87,10 @@ class ImportReport:
 
 
 def import_checkpoint(
-    source: str,
-    url: str,
+    source: StoreLike,
+    url: StoreLike,
     *,
-    step: int = 0,
+    step: SupportsIndex = 0,
     rename: Rename | None = None,
     skip: Sequence[str] = (),
     parameter_names: Sequence[str] | None = None,
@@ -134,25 +135,25 @@ def import_checkpoint(
         )
         notes = {"imported_from": f"{opened.format} {opened.url}", **(user or {})}
         how = SaveOptions(user=notes, in_line=False)
-        task = SaveTask(place.session, place.store, place.memory, step, how)
+        task = SaveTask(place.session, place.store, place.memory, plain_int(step), how)
         writing = _Importing(opened, chosen, place.store, threads, progress)
-        return _imported(writing, task, dict(storage_options or {}) if verify else None)
+        return _imported(writing, task, verify=verify)
     finally:
         opened.close()
 
 
-def _imported(
-    writing: _Importing, task: SaveTask, verify_options: Mapping[str, Any] | None
-) -> ImportReport:
-    """Write and commit, and with options for reading it, verify."""
+def _imported(writing: _Importing, task: SaveTask, *, verify: bool) -> ImportReport:
+    """Write and commit, and read it back when `verify` says so."""
     world, chosen = task.session.world, writing.chosen
     report = publish(
         task,
         lambda: list(chosen.contents.modules),
         lambda attempt: writing.write(attempt, world.rank, world.size),
     )
-    if verify_options is not None:
-        check = _Verifying(writing.source, chosen, report.path, verify_options)
+    if verify:
+        # By its own directory: what is read is this attempt, whatever else has the same step.
+        directory = PrefixStore(task.store, step_prefix(report.step, report.attempt).rstrip("/"))
+        check = _Verifying(writing.source, chosen, directory)
         collectively(world, "verify", lambda: check.run(world.rank, world.size))
     return ImportReport(
         step=report.step,
@@ -163,7 +164,7 @@ def _imported(
         values=tuple(sorted(chosen.contents.values)),
         skipped=chosen.skipped,
         modules=chosen.contents.modules,
-        verified=verify_options is not None,
+        verified=verify,
         left_out=writing.source.left_out,
     )
 
@@ -491,14 +492,13 @@ class _Verifying:
 
     source: Source
     chosen: Chosen
-    path: str
-    options: Mapping[str, Any]
+    directory: Store
 
     def run(self, rank: int, size: int) -> None:
         """Raise Corrupt naming the tensors of this rank's share that differ."""
         ours, theirs = aligned_buffer(VERIFY_NBYTES), aligned_buffer(VERIFY_NBYTES)
         wrong = []
-        with open_checkpoint(self.path, storage_options=dict(self.options)) as checkpoint:
+        with open_checkpoint(self.directory) as checkpoint:
             for chunk in share_of(self.chosen.contents.tensors, rank, size):
                 assert isinstance(chunk.region, Span)
                 for start, stop in _bands(chunk):
@@ -513,7 +513,7 @@ class _Verifying:
                         wrong.append(chunk.fqn)
         if wrong:
             some = ", ".join(sorted(set(wrong))[:10])
-            raise Corrupt(f"{self.path}: differs from {self.source.url}: {some}")
+            raise Corrupt(f"{self.directory.url}: differs from {self.source.url}: {some}")
 
 
 def _bands(chunk: StoredChunk) -> Iterator[tuple[int, int]]:

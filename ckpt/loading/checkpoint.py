@@ -12,13 +12,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import EllipsisType, TracebackType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, SupportsIndex, TypeAlias
 
 import torch
 
 from ckpt.commit.lines import latest_last
 from ckpt.commit.locate import check_self_contained, live_entries, locate
 from ckpt.commit.names import MANIFEST_NAME
+from ckpt.commit.numbers import plain_int
 from ckpt.commit.records import LiveEntry
 from ckpt.errors import Corrupt, NoCheckpoint, UnsupportedFormat
 from ckpt.format.codec import decode_values
@@ -29,7 +30,7 @@ from ckpt.layout.piece import Holding, Kind, Piece
 from ckpt.layout.region import Box, Region, Shape, Span, is_inside, whole
 from ckpt.loading.plan import ReadPath, plan_reads
 from ckpt.loading.reader import Reader
-from storage import Store, open_store
+from storage import Store, StoreLike, open_store
 
 Index: TypeAlias = int | slice | EllipsisType
 
@@ -88,7 +89,9 @@ class StepInfo:
 
 
 def open_checkpoint(
-    url: str, step: int | None = None, storage_options: Mapping[str, Any] | None = None
+    url: StoreLike,
+    step: SupportsIndex | None = None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> Checkpoint:
     """The checkpoint of `step`, by default the latest one, for reading.
 
@@ -104,7 +107,9 @@ def open_checkpoint(
         raise
 
 
-def list_steps(url: str, storage_options: Mapping[str, Any] | None = None) -> tuple[StepInfo, ...]:
+def list_steps(
+    url: StoreLike, storage_options: Mapping[str, Any] | None = None
+) -> tuple[StepInfo, ...]:
     """The checkpoints of a root in the order of their commits; the last one is the latest.
 
     Those of no line (imports, copies in another layout) stand before all others for that reason.
@@ -140,19 +145,20 @@ def _live_entries(store: Store) -> tuple[LiveEntry, ...]:
         raise
 
 
-def find_checkpoint(store: Store, step: int | None = None) -> Found:
+def find_checkpoint(store: Store, step: SupportsIndex | None = None) -> Found:
     """The checkpoint of `step` in a root, by default the latest, or the one of a step directory.
 
     Raises like `open_checkpoint`.
     """
-    located = locate(store, step)
+    number: int | None = plain_int(step)
+    located = locate(store, number)
     where = f"{store.url}/{located.prefix}{MANIFEST_NAME}"
     try:
         manifest = decode_manifest(located.data)
     except (Corrupt, UnsupportedFormat) as error:
         raise type(error)(f"{where}: {error}") from error
-    if step is not None and manifest.header.step != step:
-        raise NoCheckpoint(f"{where} is of step {manifest.header.step}; step {step} is not here")
+    if number is not None and manifest.header.step != number:
+        raise NoCheckpoint(f"{where} is of step {manifest.header.step}; step {number} is not here")
     check_self_contained(store, located.prefix, manifest)
     return Found(located.prefix, manifest, located.entry)
 

@@ -14,11 +14,12 @@ import operator
 import os
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, SupportsIndex
 
 import torch.distributed as dist
 
 from ckpt.api import Io
+from ckpt.commit.numbers import plain_int
 from ckpt.commit.patience import BACKGROUND_SECONDS
 from ckpt.commit.records import STEP_MAX
 from ckpt.errors import CheckpointError, Forked, InvalidState, RankFailed
@@ -44,6 +45,7 @@ from ckpt.service.stopping import LastSave
 from ckpt.service.target import Pending, Target, UrlTarget
 from ckpt.service.training import StepTimer, Training
 from ckpt.service.watching import Watcher
+from storage import StoreLike
 
 logger = logging.getLogger(__name__)
 
@@ -71,8 +73,8 @@ class Checkpointer:
 
     Arguments:
 
-    - `target` is a url (or a `Target`), `state` what `ckpt.save` takes, `save` when to save, `keep`
-      which checkpoints stay.
+    - `target` is a url, a `storage.Store` or a `Target`, `state` what `ckpt.save` takes, `save`
+      when to save, `keep` which checkpoints stay.
     - While a save is in flight, the next one that is due waits for it, or is skipped with
       `when_busy="skip"`. A save waits for a store that is away until the next one has to wait for
       it (with "skip": none does), for `retry_seconds_max` at most, 10 minutes by default.
@@ -94,7 +96,7 @@ class Checkpointer:
 
     def __init__(
         self,
-        target: str | Target,
+        target: StoreLike | Target,
         state: Any,
         *,
         save: SavePolicy = SAVE_DEFAULT,
@@ -109,7 +111,7 @@ class Checkpointer:
         storage_options: Mapping[str, Any] | None = None,
         unsafe_single_writer: bool = False,
         snapshot: Snapshot = "step",
-        host_bytes_max: int | None = None,
+        host_bytes_max: SupportsIndex | None = None,
         replicas: Literal["warn", "strict"] = "warn",
         dedup: bool = False,
         user: Mapping[str, str] | None = None,
@@ -118,7 +120,7 @@ class Checkpointer:
     ) -> None:
         if when_busy not in ("wait", "skip"):
             raise ValueError(f"when_busy={when_busy!r}; expected 'wait' or 'skip'")
-        if isinstance(target, str):
+        if not isinstance(target, Target):
             target = UrlTarget(
                 target,
                 process_group,
@@ -202,7 +204,7 @@ class Checkpointer:
 
     # the loop
 
-    def restore(self, step: int | None = None, attempt: str = "") -> RestoreReport | None:
+    def restore(self, step: SupportsIndex | None = None, attempt: str = "") -> RestoreReport | None:
         """Fill the state from the newest checkpoint that is whole, or the newest of `step`, or from
         `attempt`.
 
@@ -222,7 +224,11 @@ class Checkpointer:
         began_seconds = training.now_seconds()
         with self._watcher.phase("restore"):
             report = restore_latest(
-                training.state, training.target, training.world, step=step, attempt=attempt
+                training.state,
+                training.target,
+                training.world,
+                step=plain_int(step),
+                attempt=attempt,
             )
         if report is not None:
             training.progress.resume(report.step)
@@ -234,7 +240,7 @@ class Checkpointer:
             part.restored()
         return report
 
-    def step(self, step: int, metric: float | None = None) -> bool:
+    def step(self, step: SupportsIndex, metric: float | None = None) -> bool:
         """Step `step` is done and the state is as it should be saved. Returns whether a save was
         begun.
 

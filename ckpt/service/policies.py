@@ -20,6 +20,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from ckpt.commit.numbers import plain_int
+
 
 @dataclass(frozen=True, slots=True)
 class Observation:
@@ -137,6 +139,7 @@ class EverySteps(SavePolicy):
     steps: int
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "steps", plain_int(self.steps))
         if type(self.steps) is not int or self.steps < 1:
             raise ValueError(f"EverySteps({self.steps!r}): expected an int of at least 1")
 
@@ -270,7 +273,7 @@ class AtExit(SavePolicy):
 
 
 def _check_positive(policy: SavePolicy, name: str, value: float) -> None:
-    if not (isinstance(value, int | float) and 0.0 < value < math.inf):
+    if not (isinstance(plain_int(value), int | float) and 0.0 < value < math.inf):
         raise ValueError(f"{type(policy).__name__}({name}={value!r}): expected a number above 0")
 
 

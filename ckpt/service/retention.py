@@ -18,9 +18,10 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, SupportsIndex
 
 from ckpt.commit.log import Log, LogState, latest_of
+from ckpt.commit.numbers import plain_int
 from ckpt.commit.records import LiveEntry, Record
 from ckpt.commit.sweep import NotRetired
 
@@ -144,7 +145,7 @@ class KeepLatest(KeepRule):
     count: int
 
     def __post_init__(self) -> None:
-        _check_count(self, self.count)
+        object.__setattr__(self, "count", _checked_count(self, self.count))
 
     def kept(self, candidates: Sequence[LiveCheckpoint], now_unix: float) -> Reasons:
         newest = candidates[-self.count :]
@@ -161,7 +162,7 @@ class KeepEvery(KeepRule):
     steps: int
 
     def __post_init__(self) -> None:
-        _check_count(self, self.steps)
+        object.__setattr__(self, "steps", _checked_count(self, self.steps))
 
     def kept(self, candidates: Sequence[LiveCheckpoint], now_unix: float) -> Reasons:
         newest_by_step = {entry.step: entry for entry, _ in candidates}
@@ -187,7 +188,7 @@ class KeepBest(KeepRule):
     unmeasured: Literal["keep", "retire"] = "keep"
 
     def __post_init__(self) -> None:
-        _check_count(self, self.count)
+        object.__setattr__(self, "count", _checked_count(self, self.count))
         if self.mode not in ("min", "max"):
             raise ValueError(f"KeepBest(mode={self.mode!r}): expected 'min' or 'max'")
         if self.unmeasured not in ("keep", "retire"):
@@ -228,7 +229,7 @@ class KeepYounger(KeepRule):
     seconds: float
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.seconds, int | float) and 0.0 < self.seconds < math.inf):
+        if not (isinstance(plain_int(self.seconds), int | float) and 0.0 < self.seconds < math.inf):
             raise ValueError(f"KeepYounger({self.seconds!r}): expected seconds above 0")
 
     def kept(self, candidates: Sequence[LiveCheckpoint], now_unix: float) -> Reasons:
@@ -243,9 +244,11 @@ class KeepYounger(KeepRule):
         return True
 
 
-def _check_count(rule: KeepRule, count: int) -> None:
-    if type(count) is not int or count < 1:
+def _checked_count(rule: KeepRule, count: SupportsIndex) -> int:
+    number = plain_int(count)
+    if type(number) is not int or number < 1:
         raise ValueError(f"{type(rule).__name__}({count!r}): expected an int of at least 1")
+    return number
 
 
 def plan_retention(

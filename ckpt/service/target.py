@@ -10,7 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol, TypedDict
+from typing import Any, Literal, Protocol, SupportsIndex, TypedDict
 
 import torch.distributed as dist
 
@@ -22,7 +22,8 @@ from ckpt.process import session_of, store_of, world_of
 from ckpt.saving.report import SaveReport
 from ckpt.saving.staging import Snapshot
 from ckpt.world.base import World
-from storage import Store
+from storage import Store, StoreLike
+from storage.location import child_of, url_of
 
 MODEL_FIRST = "model-first"
 
@@ -31,7 +32,7 @@ class SaveArguments(TypedDict, total=False):
     """Arguments of `ckpt.async_save` that are the same for all saves of a Checkpointer."""
 
     snapshot: Snapshot
-    host_bytes_max: int | None
+    host_bytes_max: SupportsIndex | None
     replicas: Literal["warn", "strict"]
     dedup: bool
     telemetry: bool
@@ -104,26 +105,31 @@ class Target(ABC):
 
 @dataclass(frozen=True)
 class UrlTarget(Target):
-    """A root by its url."""
+    """A root by its url, or by a store that the caller made."""
 
-    url: str
+    where: StoreLike
     process_group: dist.ProcessGroup | None = None
     storage_options: Mapping[str, Any] | None = None
     unsafe_single_writer: bool = False
     saving: SaveArguments = field(default_factory=lambda: SaveArguments())
+
+    @property
+    def url(self) -> str:  # type: ignore[override]
+        """The url, also that of a store."""
+        return url_of(self.where)
 
     def world(self) -> World:
         return world_of(self.process_group).duplicate()
 
     def store(self) -> Store:
         return store_of(
-            self.url, process_group=self.process_group, storage_options=self.storage_options
+            self.where, process_group=self.process_group, storage_options=self.storage_options
         )
 
     def start(self, state: Any, *, step: int, metric: float | None) -> Pending:
         return api.async_save(
             state,
-            self.url,
+            self.where,
             step=step,
             metric=metric,
             process_group=self.process_group,
@@ -135,7 +141,7 @@ class UrlTarget(Target):
     def load(self, state: Any, *, step: int, attempt: str) -> LoadReport:
         return api.load(
             state,
-            self.url,
+            self.where,
             step=step,
             attempt=attempt,
             process_group=self.process_group,
@@ -144,7 +150,7 @@ class UrlTarget(Target):
 
     def resumed(self, attempt: str) -> None:
         api.resumed(
-            self.url,
+            self.where,
             attempt,
             process_group=self.process_group,
             storage_options=self.storage_options,
@@ -152,7 +158,7 @@ class UrlTarget(Target):
 
     def session(self) -> Session | None:
         return session_of(
-            self.url,
+            self.where,
             process_group=self.process_group,
             storage_options=self.storage_options,
             unsafe_single_writer=self.unsafe_single_writer,
@@ -162,4 +168,4 @@ class UrlTarget(Target):
         return world_of(self.process_group).failure
 
     def model_first(self) -> Target:
-        return replace(self, url=f"{self.url.rstrip('/')}/{MODEL_FIRST}")
+        return replace(self, where=child_of(self.where, MODEL_FIRST))

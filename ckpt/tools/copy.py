@@ -16,13 +16,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, SupportsIndex, TypeAlias
 
 import numpy as np
 
 from ckpt.commit.locate import live_entries, locate
 from ckpt.commit.log import FORMAT_KEY, Log, encode_format, read_format
 from ckpt.commit.names import MANIFEST_NAME, attempt_epoch, record_key
+from ckpt.commit.numbers import plain_int
 from ckpt.commit.records import (
     FIRST_LINE,
     LiveEntry,
@@ -38,7 +39,7 @@ from ckpt.format.references import REFERENCES, is_reference
 from ckpt.loading.checkpoint import Checkpoint, Found, find_checkpoint
 from ckpt.tools.relay import check_index, index_of, is_there, relay_file, tiles_of
 from ckpt.tools.rewrite import own_layout, rewrite
-from storage import KeyExistsError, KeyNotFoundError, Store, open_store, options_of_other
+from storage import KeyExistsError, KeyNotFoundError, Store, StoreLike, open_store, options_of_other
 
 LOOKED_AT_MAX = 100_000  # keys at the target that are looked at before anything is written
 
@@ -63,12 +64,12 @@ class CopyReport:
 
 
 def copy(
-    url: str,
-    target: str,
+    url: StoreLike,
+    target: StoreLike,
     *,
-    step: int | None = None,
+    step: SupportsIndex | None = None,
     whole_root: bool = False,
-    threads: int = 4,
+    threads: SupportsIndex = 4,
     progress: Progress | None = None,
     storage_options: Mapping[str, Any] | None = None,
     target_options: Mapping[str, Any] | None = None,
@@ -87,6 +88,7 @@ def copy(
     is at the target, and the stores' errors. The target then opens as it did before, and running
     again goes on.
     """
+    count = plain_int(threads)
     target_options = options_of_other(url, storage_options, target, target_options)
     with ExitStack() as stack:
         source = open_store(url, **(storage_options or {}))
@@ -96,9 +98,9 @@ def copy(
         if whole_root:
             if step is not None:
                 raise ValueError("step= chooses one checkpoint; whole_root=True takes all")
-            return copy_root(source, there, threads=threads, progress=progress)
+            return copy_root(source, there, threads=count, progress=progress)
         found = find_checkpoint(source, step)
-        return copy_checkpoint(source, found, there, threads=threads, progress=progress)
+        return copy_checkpoint(source, found, there, threads=count, progress=progress)
 
 
 class Meter:

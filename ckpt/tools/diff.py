@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import reduce
 from itertools import pairwise
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, SupportsIndex, TypeAlias
 
 import numpy as np
 import torch
@@ -32,7 +32,7 @@ from ckpt.layout.region import Shape, Span
 from ckpt.loading.checkpoint import Checkpoint, find_checkpoint
 from ckpt.loading.plan import ReadPath
 from ckpt.tools.pipeline import in_order
-from storage import open_store, options_of_other
+from storage import StoreLike, open_store, options_of_other
 
 BAND_NUMEL = 1 << 19  # elements read together
 LOOK_NUMEL = 1 << 15  # elements looked at together: all that is computed of them stays in the cache
@@ -142,11 +142,11 @@ class DiffOptions:
 
 
 def diff(
-    url_a: str,
-    url_b: str,
+    url_a: StoreLike,
+    url_b: StoreLike,
     *,
-    step_a: int | None = None,
-    step_b: int | None = None,
+    step_a: SupportsIndex | None = None,
+    step_b: SupportsIndex | None = None,
     options: DiffOptions | None = None,
     progress: Progress | None = None,
     storage_options: Mapping[str, Any] | None = None,

@@ -28,7 +28,7 @@ from ckpt.commit.records import (
 )
 from ckpt.errors import CheckpointError, Corrupt, NoCheckpoint
 from ckpt.format.manifest_codec import decode_manifest
-from storage import KeyExistsError, KeyNotFoundError, Store, open_store
+from storage import KeyExistsError, KeyNotFoundError, Store, StoreLike, open_store
 
 Live = tuple[LiveEntry, ...]
 Body = tuple[Kind, int, str | None, Live]  # of a record: kind, epoch, attempt, live
@@ -51,7 +51,7 @@ class MendReport:
 
 
 def mend(
-    url: str, *, dry_run: bool = False, storage_options: Mapping[str, Any] | None = None
+    url: StoreLike, *, dry_run: bool = False, storage_options: Mapping[str, Any] | None = None
 ) -> MendReport:
     """Make the log of a root one row again, so that a job may go on there. Stop all writers first.
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, SupportsIndex
 
 from ckpt.commit.locate import live_entries
 from ckpt.commit.log import FORMAT_KEY, Log, read_format
 from ckpt.commit.names import LOG_PREFIX, MANIFEST_NAME, parse_step_key, record_key, step_prefix
+from ckpt.commit.numbers import plain_int
 from ckpt.commit.records import LiveEntry, Record, encode_record, record_digest
 from ckpt.errors import Corrupt, NoCheckpoint
 from ckpt.tools.mend import broken_link
-from storage import KeyNotFoundError, Store, open_store
+from storage import KeyNotFoundError, Store, StoreLike, open_store
 
 READERS = 8
 
@@ -42,7 +43,10 @@ class Event:
 
 
 def history(
-    url: str, *, count: int | None = None, storage_options: Mapping[str, Any] | None = None
+    url: StoreLike,
+    *,
+    count: SupportsIndex | None = None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> tuple[Event, ...]:
     """What happened to a root, newest first: the last `count` records of its log, or all.
 
@@ -54,7 +58,7 @@ def history(
         read_format(store)
         log = Log(store)
         newest = log.state().slot
-        first = 0 if count is None else max(0, newest - count + 1)
+        first = 0 if count is None else max(0, newest - plain_int(count) + 1)
         # The record before the first tells the step of what the first may have retired.
         slots = range(max(0, first - 1), newest + 1)
         with ThreadPoolExecutor(READERS, thread_name_prefix="ckpt-log") as pool:
@@ -149,7 +153,7 @@ class DiskUsage:
         return sum(a.nbytes for a in self.attempts if not a.is_live)
 
 
-def disk_usage(url: str, *, storage_options: Mapping[str, Any] | None = None) -> DiskUsage:
+def disk_usage(url: StoreLike, *, storage_options: Mapping[str, Any] | None = None) -> DiskUsage:
     """What every checkpoint of a root takes, by listing it once; no object is read but the log.
 
     A single step's directory counts as a root with one checkpoint. Raises NoCheckpoint when neither

@@ -13,12 +13,13 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, SupportsIndex
 
 import torch
 import torch.distributed as dist
 
 from ckpt.api import read_path
+from ckpt.commit.numbers import plain_int
 from ckpt.convert.export import default_entry
 from ckpt.convert.sources.opening import SourceOptions, open_source
 from ckpt.format.manifest import Manifest
@@ -35,7 +36,7 @@ from ckpt.loading.reader import FileRange, Reader
 from ckpt.loading.shared_reads import Ints, ShareLimits, Sharing, share_blocks
 from ckpt.state.bind import bind_state
 from ckpt.state.types import TensorEntry
-from storage import Store, open_store
+from storage import Store, StoreLike, open_store
 
 MANIFEST_MEMORY = 4  # a decoded manifest takes at most this many times the bytes of MANIFEST
 
@@ -90,9 +91,9 @@ class LoadPlan:
 
 def plan_load(
     state: Any,
-    url: str,
+    url: StoreLike,
     *,
-    step: int | None = None,
+    step: SupportsIndex | None = None,
     rename: Callable[[str], str] | Mapping[str, str] | None = None,
     skip: Callable[[str], bool] | Iterable[str] = (),
     storage_options: Mapping[str, Any] | None = None,
@@ -141,12 +142,12 @@ class Wanted(NamedTuple):
 
 
 def plan_ranks(
-    url: str,
+    url: StoreLike,
     *,
-    ranks: int,
+    ranks: SupportsIndex,
     layout: EvenLayout = "fsdp2",
     wanted: Wanted | None = None,
-    step: int | None = None,
+    step: SupportsIndex | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> LoadPlan:
     """What a load on `ranks` ranks with an even layout would do; reads MANIFEST and nothing else.
@@ -156,10 +157,7 @@ def plan_ranks(
     several ranks need count once, as they are read by one and exchanged. Time and memory grow with
     ranks times chunks. Raises like `plan_load`, and ValueError for no ranks or an unknown layout.
     """
-    if ranks < 1 or layout not in LAYOUTS:
-        raise ValueError(
-            f"ranks={ranks!r}, layout={layout!r}; expected at least 1, and one of {LAYOUTS}"
-        )
+    count = checked_ranks(ranks, layout)
     with ExitStack() as stack:
         store = open_store(url, **(storage_options or {}))
         stack.callback(store.close)
@@ -167,7 +165,7 @@ def plan_ranks(
         manifest = found.manifest
         everything = wanted_of(manifest)
         names = _compared(everything, wanted or everything, manifest.aliases)
-        rank_plans = _plan_all(store, found.prefix, manifest, names.loaded, _Even(ranks, layout))
+        rank_plans = _plan_all(store, found.prefix, manifest, names.loaded, _Even(count, layout))
         return LoadPlan(
             url=Checkpoint(store, found).url,
             step=manifest.header.step,
@@ -179,6 +177,16 @@ def plan_ranks(
             problems=names.problems,
             nbytes_stored=_stored_nbytes(manifest),
         )
+
+
+def checked_ranks(ranks: SupportsIndex, layout: EvenLayout) -> int:
+    """`ranks` as an int. Raises ValueError for no ranks or an unknown layout."""
+    count = plain_int(ranks)
+    if type(count) is not int or count < 1 or layout not in LAYOUTS:
+        raise ValueError(
+            f"ranks={ranks!r}, layout={layout!r}; expected at least 1, and one of {LAYOUTS}"
+        )
+    return count
 
 
 def _stored_nbytes(manifest: Manifest) -> int:
@@ -199,10 +207,10 @@ def wanted_of(manifest: Manifest) -> Wanted:
 
 
 def wanted_like(
-    url: str,
+    url: StoreLike,
     *,
     entry: str = "",
-    step: int | None = None,
+    step: SupportsIndex | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Wanted:
     """What a state like another checkpoint's wants, of any format that `ckpt export` reads.
@@ -228,10 +236,10 @@ def wanted_like(
 
 
 def entry_for(
-    url: str,
-    like: str,
+    url: StoreLike,
+    like: StoreLike,
     *,
-    step: int | None = None,
+    step: SupportsIndex | None = None,
     storage_options: Mapping[str, Any] | None = None,
     like_options: Mapping[str, Any] | None = None,
 ) -> str:

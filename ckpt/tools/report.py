@@ -25,7 +25,7 @@ from ckpt.layout.dtypes import DTYPES
 from ckpt.telemetry.history import read_telemetry
 from ckpt.telemetry.record import SaveFailure, SaveTotals, Telemetry
 from ckpt.tools.overview import READERS, DiskUsage, Event, disk_usage, history
-from storage import Store, open_store
+from storage import Store, StoreLike, open_store
 
 RECORDS_MAX = 5000  # of the log, newest first; each is a request
 TELEMETRY_MAX = 100  # newest live checkpoints that are asked how their saves went
@@ -101,7 +101,10 @@ class Report:
 
 
 def report_of(
-    url: str, *, now_unix: float | None = None, storage_options: Mapping[str, Any] | None = None
+    url: StoreLike,
+    *,
+    now_unix: float | None = None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> Report:
     """What is known of the root at `url`, from its log, listings, telemetry and newest manifest.
 

@@ -10,11 +10,12 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, SupportsIndex, TypeAlias
 
 from ckpt.commit.log import Log
 from ckpt.commit.maintenance import Maintenance
 from ckpt.commit.names import attempt_epoch, attempt_name, step_prefix
+from ckpt.commit.numbers import plain_int
 from ckpt.commit.records import LiveEntry, manifest_digest
 from ckpt.commit.writer import Commit
 from ckpt.errors import CheckpointError
@@ -22,13 +23,14 @@ from ckpt.format.datafile import StoredChunk
 from ckpt.format.manifest import Header, Manifest
 from ckpt.format.manifest_codec import encode_manifest
 from ckpt.format.references import REFERENCES
-from ckpt.layout.even import LAYOUTS, EvenLayout, even_part
+from ckpt.layout.even import EvenLayout, even_part
 from ckpt.layout.piece import Kind
 from ckpt.layout.region import Box, Region, Shape, Span, span_of, whole
 from ckpt.loading.checkpoint import Checkpoint, Found, find_checkpoint
 from ckpt.tools.copy import CopyReport, Meter
+from ckpt.tools.plan import checked_ranks
 from ckpt.tools.rewrite import Layout, chunk_of, rewrite
-from storage import Store, open_store, options_of_other
+from storage import PrefixStore, Store, StoreLike, open_store, options_of_other
 
 SMALL_NBYTES = 1 << 20
 RESHARDED = "ckpt.resharded"  # key of `Header.user`: the attempt it was made of, and for whom
@@ -48,13 +50,13 @@ class NewLayout:
 
 
 def reshard(
-    url: str,
-    target: str | None = None,
+    url: StoreLike,
+    target: StoreLike | None = None,
     *,
-    ranks: int,
+    ranks: SupportsIndex,
     layout: EvenLayout = "fsdp2",
-    step: int | None = None,
-    threads: int = 3,
+    step: SupportsIndex | None = None,
+    threads: SupportsIndex = 3,
     progress: Progress | None = None,
     storage_options: Mapping[str, Any] | None = None,
     target_options: Mapping[str, Any] | None = None,
@@ -73,18 +75,15 @@ def reshard(
     Every byte is checked on the way; a run that died is gone on with by running again. Raises like
     `ckpt.copy`, and ValueError for no ranks or an unknown layout.
     """
-    if ranks < 1 or layout not in LAYOUTS:
-        raise ValueError(
-            f"ranks={ranks!r}, layout={layout!r}; expected at least 1, and one of {LAYOUTS}"
-        )
-    new = NewLayout(ranks, layout)
+    count = checked_ranks(ranks, layout)
+    new = NewLayout(count, layout)
     with ExitStack() as stack:
         source = open_store(url, **(storage_options or {}))
         stack.callback(source.close)
         found = find_checkpoint(source, step)
         meter = Meter(int(found.manifest.file_nbytes.sum()), progress)
         if target is None:
-            opened = stack.enter_context(_second_form(source, found, new, url, storage_options))
+            opened = stack.enter_context(_second_form(source, found, new))
             if isinstance(opened, LiveEntry):
                 where = f"{source.url.rstrip('/')}/{opened.prefix}".rstrip("/")
                 return replace(
@@ -98,7 +97,7 @@ def reshard(
             header = new_header(found.manifest, new)
         checkpoint = Checkpoint(source, found)
         chunks = cut_for(found.manifest, new, header.world_size)
-        made = rewrite(checkpoint, header, chunks, there, threads=threads, add=meter)
+        made = rewrite(checkpoint, header, chunks, there, threads=plain_int(threads), add=meter)
         if target is None:
             commit_second_form(source, found, made)
     return _report(source, there.url, made, meter)
@@ -124,9 +123,7 @@ class _Place(NamedTuple):
 
 
 @contextmanager
-def _second_form(
-    source: Store, found: Found, new: NewLayout, url: str, options: Mapping[str, Any] | None
-) -> Iterator[_Place | LiveEntry]:
+def _second_form(source: Store, found: Found, new: NewLayout) -> Iterator[_Place | LiveEntry]:
     """Where the new form of a checkpoint goes within its root, or the checkpoint of that form that
     is there.
 
@@ -150,11 +147,7 @@ def _second_form(
             yield entry
             return
     prefix = step_prefix(header.step, header.attempt)
-    store = open_store(f"{url.rstrip('/')}/{prefix.rstrip('/')}", **(options or {}))
-    try:
-        yield _Place(store, header)
-    finally:
-        store.close()
+    yield _Place(PrefixStore(source, prefix.rstrip("/")), header)
 
 
 def commit_second_form(source: Store, found: Found, made: Manifest) -> None:

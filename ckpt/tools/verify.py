@@ -10,11 +10,12 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, SupportsIndex, TypeAlias
 
 import numpy as np
 
 from ckpt.commit.locate import file_key
+from ckpt.commit.numbers import plain_int
 from ckpt.errors import Corrupt, UnsupportedFormat
 from ckpt.format.checksum import crc32c
 from ckpt.format.datafile import DIGESTS, read_data_file_index
@@ -22,7 +23,7 @@ from ckpt.format.manifest import Manifest
 from ckpt.format.references import is_reference
 from ckpt.layout.memory import aligned_buffer
 from ckpt.loading.checkpoint import find_checkpoint
-from storage import ByteRange, KeyNotFoundError, ShortReadError, Store, open_store
+from storage import ByteRange, KeyNotFoundError, ShortReadError, Store, StoreLike, open_store
 
 MIB = 1 << 20
 READ_NBYTES = 8 * MIB
@@ -63,10 +64,10 @@ class VerifyReport:
 
 
 def verify(
-    url: str,
-    step: int | None = None,
+    url: StoreLike,
+    step: SupportsIndex | None = None,
     *,
-    threads: int = 3,
+    threads: SupportsIndex = 3,
     progress: Progress | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> VerifyReport:
@@ -81,7 +82,7 @@ def verify(
     try:
         found = find_checkpoint(store, step)
         manifest = found.manifest
-        damage = _all_damage(store, found.prefix, manifest, threads, progress)
+        damage = _all_damage(store, found.prefix, manifest, plain_int(threads), progress)
         damage.sort(key=lambda entry: (entry.file, entry.start, entry.block))
     finally:
         store.close()

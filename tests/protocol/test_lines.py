@@ -42,7 +42,7 @@ def lines(store: MemoryStore) -> list[tuple[int, int | None]]:
 def new_process(store: Store, restored: Restored | None = None) -> Session:
     registry = SessionRegistry()
     if restored is not None:
-        registry.restored(store.url, restored)
+        registry.restored(store, restored)
     return registry.session(store)
 
 

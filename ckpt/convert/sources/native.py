@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from typing import SupportsIndex
 
 from ckpt.convert.sources.source import Contents, Source, SourceTensor, Wanted
 from ckpt.format.manifest import MODULES, Manifest
@@ -16,7 +17,7 @@ from storage import Store
 DCP_RECORD = "ckpt.dcp"
 
 
-def native_source(store: Store, step: int | None = None) -> NativeSource:
+def native_source(store: Store, step: SupportsIndex | None = None) -> NativeSource:
     """The checkpoint of `step`, or the latest, in a root, or the one in a step directory.
 
     Raises like `ckpt.open`.

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, SupportsIndex
 
 from ckpt.commit.log import FORMAT_KEY
 from ckpt.commit.names import MANIFEST_NAME
@@ -18,7 +18,8 @@ from ckpt.convert.sources.safetensors_files import open_safetensors
 from ckpt.convert.sources.source import Source
 from ckpt.convert.sources.torch_file import SUFFIXES, open_torch_files
 from ckpt.errors import NoCheckpoint, UnsupportedFormat
-from storage import KeyNotFoundError, Store, open_store
+from storage import KeyNotFoundError, Store, StoreLike, open_store
+from storage.location import url_of
 
 FORMATS = (
     "one of our own roots or steps, a directory of torch.distributed.checkpoint, a file of "
@@ -38,30 +39,32 @@ class SourceOptions:
     optimizer's order.
     """
 
-    step: int | None = None
+    step: SupportsIndex | None = None
     parameter_names: Sequence[str] | None = None
     storage_options: Mapping[str, Any] = field(default_factory=dict)
 
 
 def open_source(
-    url: str,
+    url: StoreLike,
     options: SourceOptions | None = None,
     open_store: Callable[..., Store] = open_store,
 ) -> Source:
-    """The checkpoint at `url`: a file or a directory, local or in an object store.
+    """The checkpoint at `url`: a file or a directory, local or in an object store. A `Store` is a
+    directory.
 
     Reads what describes it, and no tensor. Raises NoCheckpoint when nothing known is there, Corrupt
     when it contradicts itself, UnsupportedFormat when it cannot be read, and the store's errors.
     """
     options = options or SourceOptions()
-    folder, _, name = url.rpartition("/")
+    path = "" if isinstance(url, Store) else url_of(url)  # a caller's store is a folder
+    folder, _, name = path.rpartition("/")
     if is_file_name(name):
-        folder = folder or ("/" if url.startswith("/") else ".")
+        folder = folder or ("/" if path.startswith("/") else ".")
         store = open_store(folder, **options.storage_options)
         opened: Callable[[], Source] = lambda: _open_file(store, name, options)  # noqa: E731
     else:
-        if os.path.isfile(url.removeprefix("file://")):
-            raise NoCheckpoint(f"{url}: a file of no known format; known are {FORMATS}")
+        if os.path.isfile(path.removeprefix("file://")):
+            raise NoCheckpoint(f"{path}: a file of no known format; known are {FORMATS}")
         store = open_store(url, **options.storage_options)
         opened = lambda: _open_folder(store, options)  # noqa: E731
     try:

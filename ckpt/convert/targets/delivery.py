@@ -26,7 +26,7 @@ from ckpt.convert.targets.writing import (
 )
 from ckpt.errors import CheckpointError
 from ckpt.world.base import World, collectively
-from storage import KeyExistsError, KeyNotFoundError, Store
+from storage import KeyExistsError, KeyNotFoundError, Store, StoreLike
 
 NOTE_SUFFIX = ".unfinished"
 JOINT_NBYTES_MIN = 64 << 20  # smaller files are not worth the rounds that writing together takes
@@ -35,7 +35,7 @@ JOINT_NBYTES_MIN = 64 << 20  # smaller files are not worth the rounds that writi
 class Delivery(NamedTuple):
     """Where files go, and how. `name` is the target's in `folder`, "" for a directory."""
 
-    folder: str
+    folder: StoreLike
     name: str
     options: Mapping[str, Any]
     threads: int

@@ -1,0 +1,20 @@
+"""Steps and counts as callers pass them: `int`, or what numpy and torch have in its place."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+
+def plain_int(value: Any) -> Any:
+    """`value` as an int where it stands for one, else as it is: for the check that refuses it.
+
+    A record of the log, a header and `type(...) is int` take nothing else than an int. Bools are
+    left alone, because a count that is True is a mistake.
+    """
+    if type(value) is int or isinstance(value, bool):
+        return value
+    try:
+        return operator.index(value)
+    except TypeError:
+        return value

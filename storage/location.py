@@ -1,0 +1,141 @@
+"""Where objects are, as a caller says it: a url, a path, or a store that the caller made.
+
+Everything that takes a url takes a store as well, so everything that is derived from a url (a name
+for messages, a place below it) has to be derived from a store, too: that is done here, once.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TypeAlias
+
+from storage.errors import InvalidUrlError
+from storage.keys import check_key, check_prefix
+from storage.store import ByteRange, JointWriter, ObjectInfo, ObjectWriter, Store
+from storage.wrap import WrappedStore
+
+StoreLike: TypeAlias = str | os.PathLike[str] | Store
+"""A url, a path, or an open store that stays its caller's: nothing here closes it."""
+
+
+def url_of(where: StoreLike) -> str:
+    """The url, for messages and comparisons. Raises InvalidUrlError for what is no location."""
+    if isinstance(where, Store):
+        return where.url
+    path = os.fspath(where) if isinstance(where, os.PathLike) else where
+    if not isinstance(path, str) or not path or "\0" in path:
+        raise InvalidUrlError(
+            "expected a path, a url such as s3://bucket/run, or a storage.Store, "
+            f"got {path!r}{'' if path is where else f' from {where!r}'}"
+        )
+    return path
+
+
+def child_of(where: StoreLike, path: str) -> StoreLike:
+    """The place `path` below `where`: a longer url, or the store with its keys below `path`."""
+    path = path.strip("/")
+    if isinstance(where, Store):
+        return PrefixStore(where, path)
+    return f"{url_of(where).rstrip('/')}/{path}"
+
+
+class BorrowedStore(WrappedStore):
+    """A caller's store: `close` leaves it open, for it is not ours to close."""
+
+    def get_bounded(self, key: str, nbytes_max: int) -> bytes:
+        return self.inner.get_bounded(key, nbytes_max)
+
+    def close(self) -> None:
+        """Nothing: whoever made the store closes it."""
+
+
+def is_borrowed_from(store: Store, owned: Store) -> bool:
+    """Whether `store` is what `open_store(owned)` returned."""
+    while isinstance(store, WrappedStore) and not isinstance(store, BorrowedStore):
+        store = store.inner
+    return isinstance(store, BorrowedStore) and store.inner is owned
+
+
+class PrefixStore(WrappedStore):
+    """The part of `inner` below `prefix`, like a directory of a disk; keys are relative to it.
+
+    Closing it closes `inner`.
+    """
+
+    def __init__(self, inner: Store, prefix: str) -> None:
+        super().__init__(inner)
+        self._prefix = f"{check_key(prefix)}/"
+
+    @property
+    def url(self) -> str:  # type: ignore[override]
+        return f"{self.inner.url.rstrip('/')}/{self._prefix[:-1]}"
+
+    @property
+    def place(self) -> str:
+        return f"{self.inner.place.rstrip('/')}/{self._prefix[:-1]}"
+
+    def get(self, key: str, byte_range: ByteRange | None = None) -> bytes:
+        return self.inner.get(self._full(key), byte_range)
+
+    def get_bounded(self, key: str, nbytes_max: int) -> bytes:
+        return self.inner.get_bounded(self._full(key), nbytes_max)
+
+    def get_into(self, key: str, start: int, buffers: Sequence[memoryview]) -> None:
+        self.inner.get_into(self._full(key), start, buffers)
+
+    def create(
+        self,
+        key: str,
+        nbytes: int,
+        *,
+        part_nbytes: int,
+        durable: bool = True,
+        direct: bool = False,
+    ) -> AbstractContextManager[ObjectWriter]:
+        return self.inner.create(
+            self._full(key), nbytes, part_nbytes=part_nbytes, durable=durable, direct=direct
+        )
+
+    def begin_joint(self, key: str, nbytes: int, *, part_nbytes: int) -> str:
+        return self.inner.begin_joint(self._full(key), nbytes, part_nbytes=part_nbytes)
+
+    def joint(self, key: str, nbytes: int, *, part_nbytes: int, token: str) -> JointWriter:
+        return self.inner.joint(self._full(key), nbytes, part_nbytes=part_nbytes, token=token)
+
+    def end_joint(
+        self, key: str, nbytes: int, *, part_nbytes: int, token: str, receipts: Mapping[int, str]
+    ) -> None:
+        self.inner.end_joint(
+            self._full(key), nbytes, part_nbytes=part_nbytes, token=token, receipts=receipts
+        )
+
+    def abort_joint(self, key: str, token: str) -> None:
+        self.inner.abort_joint(self._full(key), token)
+
+    def put_if_absent(self, key: str, data: bytes) -> None:
+        self.inner.put_if_absent(self._full(key), data)
+
+    def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
+        # `after=""` means from the first key on, so it must not become the prefix itself: a store
+        # may have an object of just that name.
+        last_seen = self._prefix + after if after else ""
+        for entry in self.inner.list(self._prefix + check_prefix(prefix), after=last_seen):
+            yield entry._replace(key=entry.key.removeprefix(self._prefix))
+
+    def info(self, key: str) -> ObjectInfo:
+        return self.inner.info(self._full(key))._replace(key=key)
+
+    def delete(self, key: str) -> None:
+        self.inner.delete(self._full(key))
+
+    def sync(self, keys: Iterable[str]) -> None:
+        self.inner.sync([self._full(key) for key in keys])
+
+    def abort_unfinished(self, prefix: str) -> int:
+        return self.inner.abort_unfinished(self._prefix + check_prefix(prefix))
+
+    def _full(self, key: str) -> str:
+        # Checked before the prefix goes in front: `../x` would be inside of `inner` then.
+        return self._prefix + check_key(key)

@@ -27,8 +27,8 @@ from torch.distributed.fsdp import (
 )
 
 from ckpt.errors import InvalidState, Mismatch
-from ckpt.layout.dtensor import local_tensor
 from ckpt.layout.sharded_tensor import is_sharded_tensor
+from ckpt.layout.tensor import local_tensor
 from ckpt.state.names import bare_names
 from ckpt.state.requested import STATE_DICT, Asked
 from ckpt.state_dict import api as state_dicts

@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ckpt.layout.piece import Owned, Piece, View
-from ckpt.layout.plain import PLAIN_CLASSES, Ranks, Refused, refuse_unstorable
+from ckpt.layout.plain import Ranks, Refused, refuse_unstorable
 from ckpt.layout.region import Box, Shape
+from ckpt.layout.tensor import is_dtensor, local_tensor
 
 
 class Cut(NamedTuple):
@@ -125,32 +126,6 @@ def outermost_last(cuts: Sequence[Cut]) -> list[Cut]:
     """
     first = [cut for cut in cuts if cut.split_factor == 1]
     return first + [cut._replace(split_factor=1) for cut in cuts if cut.split_factor != 1]
-
-
-def is_dtensor(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` is a DTensor (a parameter may be one)."""
-    if type(tensor) in PLAIN_CLASSES:
-        return False
-    return hasattr(tensor, "_local_tensor") and hasattr(tensor, "device_mesh")
-
-
-def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of `tensor` on this rank, detached: a DTensor's local tensor, or the tensor
-    itself.
-    """
-    if not is_dtensor(tensor):
-        return tensor.detach()
-    local: torch.Tensor = tensor._local_tensor  # type: ignore[attr-defined]
-    if hasattr(local, "trigger_wait"):  # the result of a collective that may still run
-        local = local.trigger_wait()
-    return local.detach()
-
-
-def memory_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor whose memory `tensor` has on this rank: `local_tensor` without a new object."""
-    if type(tensor) in PLAIN_CLASSES:
-        return tensor
-    return getattr(tensor, "_local_tensor", tensor)
 
 
 class FsdpCut(NamedTuple):

@@ -29,9 +29,8 @@ A tensor subclass offers `__ckpt_pieces__()` likewise, with the empty string as 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -41,9 +40,11 @@ from torch import nn
 from ckpt.errors import InvalidState
 from ckpt.layout import torch_fsdp
 from ckpt.layout.confine import held_where_shared, shared_by
-from ckpt.layout.dtensor import describe_dtensor, is_dtensor, memory_of, repeated_over_wider_meshes
+from ckpt.layout.dtensor import describe_dtensor, repeated_over_wider_meshes
 from ckpt.layout.piece import Owned, Piece
-from ckpt.layout.plain import PLAIN_CLASSES, Ranks, Refused, refuse_unstorable, whole_tensor
+from ckpt.layout.plain import Ranks, Refused, refuse_unstorable, whole_tensor
+from ckpt.layout.state_dict_hooks import CANNOT, load_changes, overrides, save_changes
+from ckpt.layout.tensor import PLAIN_CLASSES, is_dtensor
 
 __all__ = ["ModuleLayout", "Ranks", "Refused", "describe_module", "describe_tensor"]
 
@@ -106,25 +107,25 @@ def describe_module(module: nn.Module, ranks: Ranks) -> ModuleLayout:
     Takes some microseconds per parameter. Refusals are listed in `problems`, never raised.
     """
     visits = list(_visits(module, ranks))
-    draft = _Draft(ranks)
+    builder = _LayoutBuilder(ranks)
     managed = _managed_places(visits)
     for visit in visits:
-        _add_foreign(draft, visit)
-        _add_params(draft, visit, managed.get(id(visit.module), {}))
-        _add_buffers(draft, visit)
-        _add_extra_state(draft, visit)
-        _add_hooks(draft, visit)
-    _add_managed(draft, managed)
-    _settle_holders(draft)
+        _add_foreign(builder, visit)
+        _add_params(builder, visit, managed.get(id(visit.module), {}))
+        _add_buffers(builder, visit)
+        _add_extra_state(builder, visit)
+        _add_hooks(builder, visit)
+    _add_managed(builder, managed)
+    _settle_holders(builder)
     return ModuleLayout(
-        params=tuple(draft.params),
-        buffers=tuple(draft.buffers),
-        aliases=MappingProxyType(draft.aliases),
-        extra_states=MappingProxyType(draft.extra_states),
-        save_hooks=tuple(draft.save_hooks),
-        load_hooks=tuple(draft.load_hooks),
-        problems=tuple(draft.problems),
-        owned_by_param=MappingProxyType(draft.owned_by_param),
+        params=tuple(builder.params),
+        buffers=tuple(builder.buffers),
+        aliases=MappingProxyType(builder.aliases),
+        extra_states=MappingProxyType(builder.extra_states),
+        save_hooks=tuple(builder.save_hooks),
+        load_hooks=tuple(builder.load_hooks),
+        problems=tuple(builder.problems),
+        owned_by_param=MappingProxyType(builder.owned_by_param),
         _units=tuple((visit.name, visit.module) for visit in visits if visit.is_first_unit),
     )
 
@@ -174,84 +175,6 @@ def _special_tensor(fqn: str, tensor: Any, ranks: Ranks) -> Owned | None:
             "save a plain tensor, or let the class offer __ckpt_pieces__()"
         )
     return None
-
-
-# --- whether it is still the same ----------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class Glance:
-    """A cheap look at all that a description depends on.
-
-    Two looks agree when `tensors` and `objects` are the very same, and the `marks` equal.
-    """
-
-    tensors: list[torch.Tensor] = field(default_factory=list)
-    objects: list[Any] = field(default_factory=list)
-    marks: list[Any] = field(default_factory=list)
-
-    def mark_memory(self) -> None:
-        """Note where and how the memory of all tensors lies. Called once, at the end."""
-        memories = [memory_of(tensor) for tensor in self.tensors]
-        try:
-            self.marks += [memory.data_ptr() for memory in memories]
-            self.marks += [memory.shape for memory in memories]
-            self.marks += [memory.stride() for memory in memories]
-        except RuntimeError:
-            # A sparse or nested tensor has no one memory. A mark that equals no other lets the
-            # state be described, which refuses that tensor by name.
-            self.marks.append(object())
-        self.marks += [tensor.requires_grad for tensor in self.tensors]
-
-
-def look_at_module(root: nn.Module, glance: Glance) -> None:
-    """Add what `describe_module` depends on, in about two microseconds per module."""
-    tensors, objects, marks = glance.tensors, glance.objects, glance.marks
-    seen: set[int] = set()
-    unit_classes: dict[type, bool] = {}
-    stack = [root]
-    while stack:
-        module = stack.pop()
-        if id(module) in seen:
-            continue
-        seen.add(id(module))
-        objects.append(module)
-        kind = type(module)
-        params, buffers, children = module._parameters, module._buffers, module._modules
-        marks.append(kind)
-        marks.append(len(module._state_dict_hooks) + len(module._state_dict_pre_hooks))
-        if params:
-            marks += params
-            tensors += [tensor for tensor in params.values() if tensor is not None]
-        if buffers:
-            marks += (*buffers, *module._non_persistent_buffers_set)
-            tensors += [tensor for tensor in buffers.values() if tensor is not None]
-        if children:
-            marks += children
-            stack += [child for child in children.values() if child is not None]
-        is_unit = unit_classes.get(kind)
-        if is_unit is None:
-            is_unit = unit_classes[kind] = _is_unit(module)
-        if is_unit:
-            _look_at_unit(module, glance)
-
-
-def _is_unit(module: nn.Module) -> bool:
-    # FSDP2 needs no look of its own: its sharded parameters are where modules show parameters, or
-    # others are shown there, and then the state does not look the same.
-    return torch_fsdp.is_fsdp1(module) or hasattr(module, "__ckpt_pieces__")
-
-
-def _look_at_unit(module: Any, glance: Glance) -> None:
-    if torch_fsdp.is_fsdp1(module):
-        for param, memory in torch_fsdp.fsdp1_memory(module):
-            glance.objects.append(param)
-            glance.tensors.append(memory)
-    if hasattr(module, "__ckpt_pieces__"):
-        for owned in module.__ckpt_pieces__():
-            glance.objects.append(owned.param)
-            local = owned.local
-            glance.marks += (local.data_ptr(), local.shape, local.stride(), owned.views)
 
 
 # --- the walk ------------------------------------------------------------------------------------
@@ -360,8 +283,8 @@ def _traits(module: nn.Module) -> _Traits:
         is_ddp=is_ddp,
         is_unit=is_unit,
         has_extra_state=kind.get_extra_state is not nn.Module.get_extra_state,
-        save_overrides=_overrides(kind, ("state_dict", "_save_to_state_dict")),
-        load_overrides=_overrides(kind, ("load_state_dict", "_load_from_state_dict")),
+        save_overrides=overrides(kind, ("state_dict", "_save_to_state_dict")),
+        load_overrides=overrides(kind, ("load_state_dict", "_load_from_state_dict")),
         is_engine=hasattr(kind, "__ckpt_wraps__"),
     )
 
@@ -370,7 +293,7 @@ def _traits(module: nn.Module) -> _Traits:
 
 
 @dataclass(slots=True)
-class _Draft:
+class _LayoutBuilder:
     """What the walk has found so far."""
 
     ranks: Ranks
@@ -418,28 +341,30 @@ def _managed_places(visits: Iterable[_Visit]) -> dict[int, dict[str, _MemberOf]]
     return places
 
 
-def _add_params(draft: _Draft, visit: _Visit, managed: Mapping[str, _MemberOf]) -> None:
+def _add_params(builder: _LayoutBuilder, visit: _Visit, managed: Mapping[str, _MemberOf]) -> None:
     for name, param in visit.module._parameters.items():
-        if param is None or name in managed or id(param) in draft.hidden:
+        if param is None or name in managed or id(param) in builder.hidden:
             continue
         fqn = visit.fqn_of(name)
-        stored = draft.name_of.get(id(param))
+        stored = builder.name_of.get(id(param))
         if stored is not None:
             if stored != fqn:
-                draft.aliases[fqn] = stored
-        elif fqn not in draft.covered and not torch_fsdp.is_flat_param(param):
-            draft.name_of[id(param)] = fqn
-            _add_param(draft, visit, name, fqn, param)
+                builder.aliases[fqn] = stored
+        elif fqn not in builder.covered and not torch_fsdp.is_flat_param(param):
+            builder.name_of[id(param)] = fqn
+            _add_param(builder, visit, name, fqn, param)
     for name, (unit, member) in managed.items():
         fqn = visit.fqn_of(name)
-        stored = draft.name_of_member.setdefault((id(unit), member), fqn)
+        stored = builder.name_of_member.setdefault((id(unit), member), fqn)
         if stored != fqn:
-            draft.aliases[fqn] = stored
+            builder.aliases[fqn] = stored
 
 
-def _add_param(draft: _Draft, visit: _Visit, name: str, fqn: str, param: torch.Tensor) -> None:
+def _add_param(
+    builder: _LayoutBuilder, visit: _Visit, name: str, fqn: str, param: torch.Tensor
+) -> None:
     if torch_fsdp.is_flattened(param) or torch_fsdp.belongs_to_unit_above(visit.module):
-        draft.problems.append(
+        builder.problems.append(
             f"{fqn}: is managed by an FSDP unit further up; pass the whole wrapped model"
         )
         return
@@ -451,134 +376,130 @@ def _add_param(draft: _Draft, visit: _Visit, name: str, fqn: str, param: torch.T
         owned = describe_tensor(
             fqn,
             param,
-            draft.ranks,
+            builder.ranks,
             holders=replicas.holders,
             synchronized=synchronized,
             owners=replicas.owners,
         )
     except Refused as refused:
-        draft.problems.append(refused.problem)
+        builder.problems.append(refused.problem)
         return
-    draft.params.append(owned)
-    draft.owned_by_param[id(param)] = owned
+    builder.params.append(owned)
+    builder.owned_by_param[id(param)] = owned
 
 
-def _add_managed(draft: _Draft, places: Mapping[int, Mapping[str, _MemberOf]]) -> None:
+def _add_managed(builder: _LayoutBuilder, places: Mapping[int, Mapping[str, _MemberOf]]) -> None:
     """Describe what the units manage, now that every member has its first name."""
     units: dict[int, torch_fsdp.Managed] = {}
     for by_name in places.values():
         for managed, _ in by_name.values():
             units.setdefault(id(managed), managed)
     for unit_id, managed in units.items():
-        fqns = [draft.name_of_member.get((unit_id, at)) for at in range(len(managed.members))]
+        fqns = [builder.name_of_member.get((unit_id, at)) for at in range(len(managed.members))]
         missing = [managed.members[at][0].name for at, fqn in enumerate(fqns) if fqn is None]
         if missing:
-            draft.problems.append(
+            builder.problems.append(
                 f"{', '.join(missing)}: managed by an FSDP unit, but no longer in the module tree; "
                 "a module was replaced after wrapping"
             )
             continue
         try:
-            _add_unit(draft, [fqn for fqn in fqns if fqn is not None], managed)
+            _add_unit(builder, [fqn for fqn in fqns if fqn is not None], managed)
         except Refused as refused:
-            draft.problems.append(refused.problem)
+            builder.problems.append(refused.problem)
 
 
-def _add_unit(draft: _Draft, fqns: list[str], managed: torch_fsdp.Managed) -> None:
-    for owned in managed.describe(fqns, draft.ranks):
-        draft.params.append(owned)
-        draft.owned_by_param[id(owned.param)] = owned
+def _add_unit(builder: _LayoutBuilder, fqns: list[str], managed: torch_fsdp.Managed) -> None:
+    for owned in managed.describe(fqns, builder.ranks):
+        builder.params.append(owned)
+        builder.owned_by_param[id(owned.param)] = owned
     for shown, stored in managed.tied:
-        draft.owned_by_param[id(shown)] = draft.owned_by_param[id(stored)]
+        builder.owned_by_param[id(shown)] = builder.owned_by_param[id(stored)]
 
 
-def _settle_holders(draft: _Draft) -> None:
+def _settle_holders(builder: _LayoutBuilder) -> None:
     """Who holds a tensor too, as only all tensors of the module together tell."""
-    before = draft.params
-    shared = shared_by(before, draft.ranks)
-    draft.params = held_where_shared(
-        repeated_over_wider_meshes(before, draft.ranks), shared, draft.ranks
+    before = builder.params
+    shared = shared_by(before, builder.ranks)
+    builder.params = held_where_shared(
+        repeated_over_wider_meshes(before, builder.ranks), shared, builder.ranks
     )
-    draft.buffers = held_where_shared(draft.buffers, shared, draft.ranks)
+    builder.buffers = held_where_shared(builder.buffers, shared, builder.ranks)
     changed = {
-        id(old): new for old, new in zip(before, draft.params, strict=True) if old is not new
+        id(old): new for old, new in zip(before, builder.params, strict=True) if old is not new
     }
     if changed:
-        for key, owned in draft.owned_by_param.items():
-            draft.owned_by_param[key] = changed.get(id(owned), owned)
+        for key, owned in builder.owned_by_param.items():
+            builder.owned_by_param[key] = changed.get(id(owned), owned)
 
 
-def _add_buffers(draft: _Draft, visit: _Visit) -> None:
+def _add_buffers(builder: _LayoutBuilder, visit: _Visit) -> None:
     skipped = visit.module._non_persistent_buffers_set
     for name, buffer in visit.module._buffers.items():
-        if buffer is None or name in skipped or id(buffer) in draft.hidden:
+        if buffer is None or name in skipped or id(buffer) in builder.hidden:
             continue
         fqn = visit.fqn_of(name)
-        stored = draft.name_of.setdefault(id(buffer), fqn)
+        stored = builder.name_of.setdefault(id(buffer), fqn)
         if stored != fqn:
-            draft.aliases[fqn] = stored
-        elif fqn not in draft.covered:
+            builder.aliases[fqn] = stored
+        elif fqn not in builder.covered:
             try:
                 owned = describe_tensor(
                     fqn,
                     buffer,
-                    draft.ranks,
+                    builder.ranks,
                     holders=visit.replicas.holders,
                     owners=visit.replicas.owners,
                 )
             except Refused as refused:
-                draft.problems.append(refused.problem)
+                builder.problems.append(refused.problem)
             else:
-                draft.buffers.append(owned)
+                builder.buffers.append(owned)
 
 
-def _add_extra_state(draft: _Draft, visit: _Visit) -> None:
+def _add_extra_state(builder: _LayoutBuilder, visit: _Visit) -> None:
     if not visit.traits.has_extra_state:
         return
     fqn = visit.fqn_of("_extra_state")
-    stored = draft.extra_state_of.setdefault(id(visit.module), fqn)
+    stored = builder.extra_state_of.setdefault(id(visit.module), fqn)
     if stored != fqn:
-        draft.aliases[fqn] = stored
+        builder.aliases[fqn] = stored
     else:
-        draft.extra_states[fqn] = visit.module
+        builder.extra_states[fqn] = visit.module
 
 
 # --- foreign engines -----------------------------------------------------------------------------
 
 
-def _add_foreign(draft: _Draft, visit: _Visit) -> None:
+def _add_foreign(builder: _LayoutBuilder, visit: _Visit) -> None:
     module: Any = visit.module
     if not visit.traits.is_unit or not hasattr(module, "__ckpt_pieces__"):
         return
-    if id(module) in draft.foreign:
-        first, known = draft.foreign[id(module)]
+    if id(module) in builder.foreign:
+        first, known = builder.foreign[id(module)]
         for owned in known:
-            for fqn in _names(owned):
+            for fqn in owned.fqns:
                 again = _joined(visit.name, fqn[len(first) :].lstrip("."))
-                draft.covered.add(again)
-                draft.aliases[again] = fqn
+                builder.covered.add(again)
+                builder.aliases[again] = fqn
         return
-    found = [_renamed(owned, visit.name, draft.ranks) for owned in module.__ckpt_pieces__()]
-    draft.foreign[id(module)] = (visit.name, found)
+    found = [_renamed(owned, visit.name, builder.ranks) for owned in module.__ckpt_pieces__()]
+    builder.foreign[id(module)] = (visit.name, found)
     if hasattr(module, "__ckpt_aliases__"):
         for other, fqn in module.__ckpt_aliases__().items():
-            draft.aliases[_joined(visit.name, other)] = _joined(visit.name, fqn)
-            draft.covered.add(_joined(visit.name, other))
+            builder.aliases[_joined(visit.name, other)] = _joined(visit.name, fqn)
+            builder.covered.add(_joined(visit.name, other))
     for owned in found:
-        draft.params.append(owned)
-        draft.owned_by_param[id(owned.param)] = owned
-        draft.covered.update(_names(owned))
-        names = _names(owned)
+        builder.params.append(owned)
+        builder.owned_by_param[id(owned.param)] = owned
+        builder.covered.update(owned.fqns)
+        names = owned.fqns
         shape = owned.views[0].pieces[0].global_shape
         is_member = len(names) == 1 and not torch_fsdp.is_flat_param(owned.param)
         if is_member and shape == tuple(owned.param.shape):
-            draft.name_of.setdefault(id(owned.param), names[0])
+            builder.name_of.setdefault(id(owned.param), names[0])
         else:  # a buffer of the engine's own making: whatever it is called, it is no parameter
-            draft.hidden.add(id(owned.param))
-
-
-def _names(owned: Owned) -> list[str]:
-    return list(dict.fromkeys(piece.fqn for view in owned.views for piece in view.pieces))
+            builder.hidden.add(id(owned.param))
 
 
 def _renamed(owned: Owned, prefix: str, ranks: Ranks) -> Owned:
@@ -601,62 +522,11 @@ def _joined(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix and name else prefix or name
 
 
-# --- hooks ---------------------------------------------------------------------------------------
-
-# Hooks and overrides in these packages either belong to a wrapper that we see through, or only
-# accept names and layouts of older versions.
-_HARMLESS = ("torch.nn.", "torch.distributed.", "torch._dynamo.")
-
-
-def _add_hooks(draft: _Draft, visit: _Visit) -> None:
-    module = visit.module
+def _add_hooks(builder: _LayoutBuilder, visit: _Visit) -> None:
     if not visit.is_first or visit.traits.is_engine:
         return  # what an engine's wrapper does for state dicts, its pieces tell too
     where = visit.name or "the module"
-    saving = (module._state_dict_hooks, module._state_dict_pre_hooks)
-    loading = (module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks)
-    replaced = [f"method {name}" for name in _METHODS if name in module.__dict__]
-    for name in (*replaced, *visit.traits.save_overrides, *_hook_names(saving)):
-        draft.save_hooks.append(f"{where}: {name} {_CANNOT}")
-    for name in (*replaced, *visit.traits.load_overrides, *_hook_names(loading)):
-        draft.load_hooks.append(f"{where}: {name} {_CANNOT}")
-
-
-_METHODS = ("state_dict", "load_state_dict", "_save_to_state_dict", "_load_from_state_dict")
-_CANNOT = (
-    "changes the module's state dict and cannot be honoured on sharded tensors; keep what it adds "
-    "in get_extra_state() and set_extra_state(), or pass what state_dict() returns, not the module"
-)
-
-
-def _hook_names(tables: Iterable[Mapping[int, Callable[..., Any]]]) -> Iterator[str]:
-    for table in tables:
-        for hook in table.values():
-            function = _function_of(hook)
-            if getattr(function, "__ckpt_neutral__", False):
-                continue
-            if not str(getattr(function, "__module__", "")).startswith(_HARMLESS):
-                yield f"hook {getattr(function, '__qualname__', type(function).__qualname__)}"
-
-
-def _function_of(hook: Any) -> Any:
-    """The function behind torch's own wrapper of hooks, bound methods and partials."""
-    while True:
-        if isinstance(hook, partial):
-            hook = hook.func
-        elif hasattr(hook, "hook") and type(hook).__module__.startswith("torch."):
-            hook = hook.hook
-        elif hasattr(hook, "__func__"):
-            hook = hook.__func__
-        else:
-            return hook
-
-
-def _overrides(kind: type, names: Iterable[str]) -> tuple[str, ...]:
-    """Methods of the state dict that the user's own classes replace."""
-    found = []
-    for name in names:
-        method = getattr(kind, name)
-        if not str(getattr(method, "__module__", "")).startswith(_HARMLESS):
-            found.append(f"method {getattr(method, '__qualname__', name)}")
-    return tuple(found)
+    for name in (*save_changes(visit.module), *visit.traits.save_overrides):
+        builder.save_hooks.append(f"{where}: {name} {CANNOT}")
+    for name in (*load_changes(visit.module), *visit.traits.load_overrides):
+        builder.load_hooks.append(f"{where}: {name} {CANNOT}")

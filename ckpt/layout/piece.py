@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 import torch
 
-from ckpt.layout.region import Region, Shape
+from ckpt.layout.region import Box, Region, Shape
+from ckpt.layout.tensor import template_of
 
 
 class Piece(NamedTuple):
@@ -54,6 +55,11 @@ class Holding(NamedTuple):
     synchronized: bool
     owners: tuple[int, ...] | None = None
 
+    @property
+    def is_unshared(self) -> bool:
+        """Whether no engine shares the tensor with another rank: plain memory of this rank's."""
+        return self.owners == ()
+
 
 class Window(NamedTuple):
     """A strided view of a local tensor, as `torch.as_strided` takes it, offset from the tensor's
@@ -89,3 +95,35 @@ class Owned(NamedTuple):
     views: tuple[View, ...]
     synchronized: bool
     owners: tuple[int, ...] | None = None
+
+    @property
+    def fqns(self) -> tuple[str, ...]:
+        """The names of the logical tensors, in the order in which they lie in memory."""
+        return tuple(dict.fromkeys(piece.fqn for view in self.views for piece in view.pieces))
+
+    @property
+    def template(self) -> torch.Tensor | None:
+        """The tensor that says by itself how this one is laid out, a DTensor; None where only the
+        engine knows. What is made beside the tensor can be laid out like it.
+        """
+        return template_of(self.param)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this rank, with or without others, has all of one tensor in memory of its shape.
+
+        A member of a flat parameter that happens to lie on one rank is a span, and not whole.
+        """
+        if len(self.views) != 1 or self.template is not None or len(self.fqns) != 1:
+            return False
+        (view,) = self.views
+        piece = view.pieces[0]
+        return (
+            view.window is None
+            and tuple(self.local.shape) == piece.global_shape
+            and isinstance(piece.region, Box)
+        )
+
+    def is_whole_on(self, ranks: tuple[int, ...]) -> bool:
+        """Whether each of `ranks` has all of one tensor, and no other rank has any of it."""
+        return self.is_whole and self.views[0].pieces[0].holders == ranks

@@ -17,9 +17,6 @@ from ckpt.layout.dtypes import refusal_reason
 from ckpt.layout.piece import Owned, Piece, View
 from ckpt.layout.region import Shape, whole
 
-# Nothing else can be hidden in tensors of exactly these classes; telling so early saves time.
-PLAIN_CLASSES = frozenset({torch.Tensor, torch.nn.Parameter})
-
 
 class Ranks(NamedTuple):
     """The world of a checkpoint: this rank's index in it, and torch's global rank of each member.

@@ -49,6 +49,11 @@ def is_sharded_tensor(value: object) -> bool:
     return hasattr(type(value), "local_shards") and hasattr(value, "metadata")
 
 
+def is_tensor(value: object) -> bool:
+    """Whether `value` is a tensor in one of the forms that state dicts have them in."""
+    return isinstance(value, torch.Tensor) or is_sharded_tensor(value)
+
+
 def describe_sharded_tensor(fqn: str, value: Any, ranks: Ranks, shape: Shape | None) -> list[Owned]:
     """One `Owned` per local shard. `shape` is that of the tensor that a flat one stands for."""
     metadata = value.metadata()

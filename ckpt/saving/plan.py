@@ -2,8 +2,8 @@
 
 Note "kept plans": from save to save only values change, as a rule. What follows from the structure
 of a state (who writes what, the order in files, their headers, the columns for the manifest) is
-kept with a session and used again as long as a glance finds the same objects in the same memory.
-A plan dies with the first object of the state that dies, so it keeps no memory of the user's.
+kept with a session and used again as long as a fingerprint shows the same objects in the same
+memory. A plan dies with the first object of the state that dies: it keeps no memory of the user's.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from ckpt.format.datafile import BLOCK_BYTES, FileEntries, StoredChunk
 from ckpt.format.part import TensorInfo
 from ckpt.layout.assign import Assignment, assign
 from ckpt.layout.dtypes import dtype_name
+from ckpt.layout.fingerprint import Fingerprint
 from ckpt.layout.memory import host_bytes, is_plain_memory, local_view
-from ckpt.layout.modules import Glance
 from ckpt.layout.piece import Holding, Piece
 from ckpt.layout.plain import Ranks
 from ckpt.saving.step_gate import storage_of
 from ckpt.saving.write import Source, entries_of, sources_of
-from ckpt.state.fingerprint import Remembered, look_at
+from ckpt.state.fingerprint import Remembered, fingerprint_of
 from ckpt.state.flatten import Structure, structure_of, values_of
 from ckpt.state.half_loaded import refuse_interrupted
 from ckpt.state.types import FlatState
@@ -116,8 +116,8 @@ def contents_of(state: Any, ranks: Ranks, memory: PlanMemory) -> Contents:
     """
     refuse_interrupted(state)
     leaves = walk(state)
-    glance = look_at(leaves)
-    kept = memory.same(glance)
+    fingerprint = fingerprint_of(leaves)
+    kept = memory.same(fingerprint)
     structure = structure_of(leaves, ranks) if kept is None else kept.structure
     flat = values_of(structure, leaves, ranks, state)
     others = flat.holdings[len(structure.holdings) :]
@@ -126,8 +126,8 @@ def contents_of(state: Any, ranks: Ranks, memory: PlanMemory) -> Contents:
         return Contents(flat, kept.plan, modules)
     plan = _plan_of(flat, ranks, memory)
     # Bare parameters are held by the structure itself, so they would never be seen to go away.
-    if glance is not None and not any(isinstance(t, nn.Parameter) for _, t in leaves.tensors):
-        memory.keep(glance, structure, others, plan)
+    if fingerprint is not None and not any(isinstance(t, nn.Parameter) for _, t in leaves.tensors):
+        memory.keep(fingerprint, structure, others, plan)
     return Contents(flat, plan, modules)
 
 
@@ -178,18 +178,18 @@ class PlanMemory:
         """Whether nothing of a state is held."""
         return self._kept is None
 
-    def same(self, glance: Glance | None) -> _Kept | None:
+    def same(self, fingerprint: Fingerprint | None) -> _Kept | None:
         """What was kept, if it was of the same objects in the same memory."""
         kept = self._kept
-        if glance is None or kept is None or not kept.remembered.is_same(glance):
+        if fingerprint is None or kept is None or not kept.remembered.is_same(fingerprint):
             return None
         return kept
 
     def keep(
-        self, glance: Glance, structure: Structure, others: list[Holding], plan: SavePlan
+        self, fingerprint: Fingerprint, structure: Structure, others: list[Holding], plan: SavePlan
     ) -> None:
         """Remember a plan as long as all objects of the state live."""
-        self._kept = _Kept(Remembered(glance, self._forget), structure, others, plan)
+        self._kept = _Kept(Remembered(fingerprint, self._forget), structure, others, plan)
 
     def memo_of(self, chunks: Sequence[StoredChunk], tensors: tuple[TensorInfo, ...]) -> Memo:
         """What is known of these chunks, wherever they lie."""

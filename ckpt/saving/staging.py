@@ -20,10 +20,10 @@ import torch
 from ckpt.commit.names import attempt_name
 from ckpt.errors import CheckpointError
 from ckpt.format.part import Part
-from ckpt.layout.dtensor import local_tensor
 from ckpt.layout.memory import address_of, aligned_buffer, copy_bytes
 from ckpt.layout.piece import Holding, Kind, Piece
 from ckpt.layout.plain import times_changed
+from ckpt.layout.tensor import local_tensor
 from ckpt.saving.plan import Contents, contents_of, digests_of
 from ckpt.saving.save import write_sources
 from ckpt.saving.staged_files import Division, FilePlan, Image, divide, part_count, plan_files

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ckpt.layout.dtensor import local_tensor
+from ckpt.layout.tensor import local_tensor
 
 
 def storage_of(tensor: torch.Tensor) -> int:

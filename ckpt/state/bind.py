@@ -14,16 +14,21 @@ from typing import Any
 import torch
 
 from ckpt.errors import InvalidState
-from ckpt.layout.modules import Refused
+from ckpt.layout.holdings import holdings_of, plain_holdings, tensor_holdings
 from ckpt.layout.piece import Holding, Kind
-from ckpt.layout.plain import Ranks
+from ckpt.layout.plain import Ranks, Refused
 from ckpt.layout.region import Shape
+from ckpt.layout.tensor import overlaps_itself
 from ckpt.state.bind_optimizer import bind_optimizer
-from ckpt.state.describe import Described, Source, adopt_parameters, describe_modules, holdings_of
+from ckpt.state.describe import (
+    Described,
+    DescribedTensor,
+    adopt_parameters,
+    describe_modules,
+)
 from ckpt.state.matching import Tally
 from ckpt.state.names import Names, Rename, Skip
 from ckpt.state.requested import CHECKPOINT, Offers
-from ckpt.state.tensors import is_ordinary, plain_holdings, tensor_holdings
 from ckpt.state.trees import bind_tree
 from ckpt.state.types import Catalog, Loaded, PerRank, Problem, ProblemKind
 from ckpt.state.values import join_tree, references
@@ -136,7 +141,7 @@ class _Binding:
                 continue
             else:
                 saved = fitting
-            if not tensor.is_contiguous() and _overlaps_itself(tensor):
+            if not tensor.is_contiguous() and overlaps_itself(tensor):
                 names.report(
                     ProblemKind.UNSUPPORTED,
                     fqn,
@@ -159,7 +164,7 @@ class _Binding:
             return None
         return saved if self.fits(fqn, saved, tensor.shape, tensor.dtype) else None
 
-    def add_source(self, source: Source, kind: Kind) -> None:
+    def add_source(self, source: DescribedTensor, kind: Kind) -> None:
         stored: dict[str, str] = {}
         for member, fqn in zip(source.members, source.fqns, strict=True):
             if self.names.skip(fqn):
@@ -347,12 +352,6 @@ def _entries(state: Any, names: Names) -> set[str]:
     if isinstance(state, (list, tuple)):
         return {names.rename(str(index)) for index in range(len(state))}
     return {""}
-
-
-def _overlaps_itself(tensor: torch.Tensor) -> bool:
-    return is_ordinary(tensor) and any(
-        stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
-    )
 
 
 def _installed(install: Callable[[Any], Any], tree: Any) -> None:

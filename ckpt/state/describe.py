@@ -6,7 +6,7 @@ sharded memory itself; nothing is gathered.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -14,14 +14,14 @@ import torch
 from torch import nn
 
 from ckpt.layout.modules import ModuleLayout, Refused, describe_module, describe_tensor
-from ckpt.layout.piece import Holding, Kind, Owned, Piece, View
+from ckpt.layout.piece import Owned
 from ckpt.layout.plain import Ranks
 from ckpt.layout.region import Shape
 from ckpt.state.values import join
 from ckpt.state.walk import Leaves
 
 
-class Member(NamedTuple):
+class LogicalTensor(NamedTuple):
     """A logical tensor that a parameter object stands for; a flat parameter stands for several."""
 
     fqn: str
@@ -29,7 +29,7 @@ class Member(NamedTuple):
     dtype: torch.dtype
 
 
-class Source(NamedTuple):
+class DescribedTensor(NamedTuple):
     """A parameter object and the module of the state, at `path`, that holds it.
 
     `members` are named as on that module, also those that this rank holds nothing of.
@@ -37,7 +37,7 @@ class Source(NamedTuple):
 
     path: str
     owned: Owned
-    members: tuple[Member, ...]
+    members: tuple[LogicalTensor, ...]
 
     @property
     def fqns(self) -> tuple[str, ...]:
@@ -49,9 +49,9 @@ class Source(NamedTuple):
 class Described:
     """All modules of a state. `by_param` is keyed by the id of an object that optimizers know."""
 
-    params: list[Source] = field(default_factory=list)
-    by_param: dict[int, Source] = field(default_factory=dict)
-    buffers: list[Source] = field(default_factory=list)
+    params: list[DescribedTensor] = field(default_factory=list)
+    by_param: dict[int, DescribedTensor] = field(default_factory=dict)
+    buffers: list[DescribedTensor] = field(default_factory=list)
     aliases: dict[str, str] = field(default_factory=dict)
     extra_states: list[tuple[str, nn.Module]] = field(default_factory=list)
     layouts: list[ModuleLayout] = field(default_factory=list)
@@ -71,7 +71,9 @@ def describe_modules(leaves: Leaves, ranks: Ranks, *, loading: bool) -> Describe
 
 
 def _add_module(described: Described, path: str, layout: ModuleLayout) -> None:
-    sources = {id(owned): Source(path, owned, members_of(owned)) for owned in layout.params}
+    sources = {
+        id(owned): DescribedTensor(path, owned, members_of(owned)) for owned in layout.params
+    }
     for owned in layout.params:
         _add_once(described, described.params, sources[id(owned)])
     for key, owned in layout.owned_by_param.items():
@@ -90,7 +92,7 @@ def _add_module(described: Described, path: str, layout: ModuleLayout) -> None:
             described.aliases[join(path, fqn)] = first
 
 
-def _add_once(described: Described, found: list[Source], source: Source) -> None:
+def _add_once(described: Described, found: list[DescribedTensor], source: DescribedTensor) -> None:
     """Add what is new; a module that is in the state twice, or a part of another one, is not."""
     known = described.by_param.setdefault(id(source.owned.param), source)
     if known is source:
@@ -112,64 +114,23 @@ def adopt_parameters(described: Described, leaves: Leaves, ranks: Ranks) -> None
             described.by_param[id(tensor)] = _source("", owned)
 
 
-def _source(path: str, owned: Owned) -> Source:
-    return Source(path, owned, members_of(owned))
+def _source(path: str, owned: Owned) -> DescribedTensor:
+    return DescribedTensor(path, owned, members_of(owned))
 
 
-def members_of(owned: Owned) -> tuple[Member, ...]:
+def members_of(owned: Owned) -> tuple[LogicalTensor, ...]:
     """The logical tensors that `owned` has parts of, in the order in which they lie in memory."""
     pieces = [piece for view in owned.views for piece in view.pieces]
     if len(pieces) == 1:
         piece = pieces[0]
-        return (Member(piece.fqn, piece.global_shape, piece.dtype),)
-    return tuple(dict.fromkeys(Member(p.fqn, p.global_shape, p.dtype) for p in pieces))
+        return (LogicalTensor(piece.fqn, piece.global_shape, piece.dtype),)
+    return tuple(dict.fromkeys(LogicalTensor(p.fqn, p.global_shape, p.dtype) for p in pieces))
 
 
 def _at(path: str, problem: str) -> str:
     if not path:
         return problem
     return f"{path}{problem[10:]}" if problem.startswith("the module") else f"{path}.{problem}"
-
-
-def holdings_of(
-    owned: Owned,
-    local: torch.Tensor,
-    name_of: Callable[[str], str | None],
-    *,
-    kind: Kind,
-) -> Iterator[Holding]:
-    """`local`, laid out like `owned.local`, as holdings of its own dtype.
-
-    `name_of` gives the full name for the name that a piece has in `owned`; pieces for which it
-    gives None are left out.
-    """
-    dtype = local.dtype
-    for view in owned.views:
-        pieces = []
-        for piece in view.pieces:
-            fqn = name_of(piece.fqn)
-            if fqn is not None:
-                pieces.append(
-                    Piece(
-                        fqn,
-                        piece.global_shape,
-                        dtype,
-                        piece.region,
-                        piece.local_region,
-                        piece.holders,
-                    )
-                )
-        if pieces:
-            shown = seen_through(view, local)
-            yield Holding(shown, tuple(pieces), kind, owned.synchronized, owned.owners)
-
-
-def seen_through(view: View, local: torch.Tensor) -> torch.Tensor:
-    """The part of `local` that the pieces of `view` lie in, the same memory."""
-    if view.window is None:
-        return local
-    shape, stride, offset = view.window
-    return local.as_strided(shape, stride, local.storage_offset() + offset)
 
 
 def prefixed(path: str) -> Callable[[str], str]:

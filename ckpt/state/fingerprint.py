@@ -1,7 +1,8 @@
-"""Whether a state still consists of the same objects in the same memory as at an earlier look.
+"""Whether a state still consists of the same objects in the same memory as at an earlier save.
 
-A look costs a small part of what flattening does. It compares all that flattening depends on: which
-modules, parameters, buffers and tensors of optimizers there are, under which names, where they lie.
+A fingerprint costs a small part of what flattening does. It has all that flattening depends on:
+which modules, parameters, buffers and tensors of optimizers there are, under which names, and where
+they lie.
 """
 
 from __future__ import annotations
@@ -13,30 +14,30 @@ from typing import Any
 
 import torch
 
-from ckpt.layout.modules import Glance, look_at_module
+from ckpt.layout.fingerprint import Fingerprint, add_module
 from ckpt.state.own import declared
 from ckpt.state.walk import Leaves
 
 
-def look_at(leaves: Leaves) -> Glance | None:
-    """A look at a state with these leaves; None for one that has to be flattened every time."""
-    glance = Glance()
-    glance.marks += [fqn for fqn, _ in leaves.tensors]
-    glance.tensors += [tensor for _, tensor in leaves.tensors]
+def fingerprint_of(leaves: Leaves) -> Fingerprint | None:
+    """The fingerprint of a state with these leaves; None if it has to be flattened every time."""
+    fingerprint = Fingerprint()
+    fingerprint.marks += [fqn for fqn, _ in leaves.tensors]
+    fingerprint.tensors += [tensor for _, tensor in leaves.tensors]
     for path, module in leaves.modules:
-        glance.marks.append(path)
-        look_at_module(module, glance)
+        fingerprint.marks.append(path)
+        add_module(module, fingerprint)
     for path, optimizer in leaves.optimizers:
-        glance.marks.append(path)
-        glance.objects.append(optimizer)
-        if not _look_at_optimizer(optimizer, glance):
+        fingerprint.marks.append(path)
+        fingerprint.objects.append(optimizer)
+        if not _add_optimizer(optimizer, fingerprint):
             return None
-    glance.mark_memory()
-    return None if leaves.problems else glance
+    fingerprint.mark_memory()
+    return None if leaves.problems else fingerprint
 
 
-def _look_at_optimizer(optimizer: torch.optim.Optimizer, glance: Glance) -> bool:
-    tensors, objects, marks = glance.tensors, glance.objects, glance.marks
+def _add_optimizer(optimizer: torch.optim.Optimizer, fingerprint: Fingerprint) -> bool:
+    tensors, objects, marks = fingerprint.tensors, fingerprint.objects, fingerprint.marks
     for group in optimizer.param_groups:
         marks.append(len(group["params"]))
         objects += group["params"]
@@ -45,12 +46,12 @@ def _look_at_optimizer(optimizer: torch.optim.Optimizer, glance: Glance) -> bool
     entries: Mapping[Any, Any] = optimizer.state
     for parameter, state in entries.items():
         if not isinstance(parameter, torch.Tensor):
-            continue  # the user's own state is looked at every time
+            continue  # the user's own state is read at every save
         objects.append(parameter)
         marks += state
         contents = list(state.values())
         if not all([isinstance(content, torch.Tensor) for content in contents]):
-            return False  # a value of its own for each parameter: told by flattening alone
+            return False  # a value of its own for each parameter: only flattening compares it
         tensors += contents
     return True
 
@@ -64,19 +65,19 @@ _HOOKS = (
 
 
 class Remembered:
-    """A look that is kept without keeping anything of the state alive.
+    """A fingerprint that is kept without keeping anything of the state alive.
 
-    `forget` is called when the first of the objects goes, in the thread that lets it go.
+    `forget` is called when the first of the objects is freed, in the thread that frees it.
     """
 
-    def __init__(self, glance: Glance, forget: Callable[[], None]) -> None:
-        objects = [*glance.tensors, *glance.objects]
+    def __init__(self, fingerprint: Fingerprint, forget: Callable[[], None]) -> None:
+        objects = [*fingerprint.tensors, *fingerprint.objects]
         self._references = [weakref.ref(item, lambda _: forget()) for item in objects]
-        self._marks = glance.marks
+        self._marks = fingerprint.marks
 
-    def is_same(self, glance: Glance) -> bool:
+    def is_same(self, fingerprint: Fingerprint) -> bool:
         """Whether nothing has changed."""
-        objects = [*glance.tensors, *glance.objects]
-        if len(self._references) != len(objects) or self._marks != glance.marks:
+        objects = [*fingerprint.tensors, *fingerprint.objects]
+        if len(self._references) != len(objects) or self._marks != fingerprint.marks:
             return False
         return all(map(operator.is_, [reference() for reference in self._references], objects))

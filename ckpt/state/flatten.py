@@ -13,12 +13,11 @@ import torch
 from torch import nn
 
 from ckpt.errors import InvalidState
-from ckpt.layout.modules import Refused
+from ckpt.layout.holdings import holdings_of, plain_holdings, tensor_holdings
 from ckpt.layout.piece import Holding, Kind, Owned
-from ckpt.layout.plain import Ranks
-from ckpt.state.describe import Described, adopt_parameters, describe_modules, holdings_of, prefixed
+from ckpt.layout.plain import Ranks, Refused
+from ckpt.state.describe import Described, adopt_parameters, describe_modules, prefixed
 from ckpt.state.optimizer import FlatOptimizer, flatten_groups, flatten_optimizer
-from ckpt.state.tensors import plain_holdings, tensor_holdings
 from ckpt.state.types import FlatState, PerRank
 from ckpt.state.values import split_tree
 from ckpt.state.walk import Leaves, is_object, walk

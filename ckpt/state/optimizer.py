@@ -1,50 +1,34 @@
 """Optimizers by the names of their parameters, as they are saved.
 
 `<path>.state.<parameter>.<name>` is the state `name` of a parameter, a tensor or a value, and
-`<path>.param_groups` one value: a list of dicts, in which "params" lists names. A state tensor has
-its parameter's pieces when something says so: it is a DTensor like its parameter, or shaped like
-the shard of a parameter whose engine flattens, which is how such engines tell, or declared. Other
-plain tensors of a sharded parameter are each rank's own, see `own_state`. A 0-dim one (a step
-count) is one tensor per parameter, written by whoever holds the parameter's first element. Under
-flat parameters each member has its own. No tensor changes its dtype.
+`<path>.param_groups` one value: a list of dicts, in which "params" lists names. How a state is
+stored follows from its kind, see `optimizer_kinds`. A scalar is written by whoever holds the
+parameter's first element. Each member of a flat parameter has state of its own. No tensor changes
+its dtype.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 
-from ckpt.layout.dtensor import is_dtensor, local_tensor
-from ckpt.layout.modules import Refused
+from ckpt.layout.holdings import holdings_of, tensor_holdings
+from ckpt.layout.likeness import likeness
 from ckpt.layout.piece import Holding, Kind, Owned, Piece
-from ckpt.layout.plain import Ranks
+from ckpt.layout.plain import Ranks, Refused
 from ckpt.layout.region import Box, Span
-from ckpt.state.describe import Described, Source, holdings_of
-from ckpt.state.own import OwnState, What, declared, layout_of, own_state
-from ckpt.state.tensors import is_ordinary, same_layout, tensor_holdings
-from ckpt.state.types import PerRank
+from ckpt.layout.tensor import local_tensor
+from ckpt.state.describe import Described, DescribedTensor
+from ckpt.state.optimizer_kinds import NUMBERS, StateKind, is_known_everywhere, kind_of
+from ckpt.state.own import PerRankState, StateDeclaration, declared, layout_of, own_state
 from ckpt.state.values import split_tree
 
 # Lists of names that belong to the live optimizer, not to the state that moves between models.
 NAME_KEYS = ("params", "param_names")
-# A Python number, or None, in the state of a parameter that other ranks may hold nothing of is
-# stored as a 0-dim tensor, because values have to be the same on all ranks; its name says what it
-# was.
-NUMBERS: dict[type, tuple[str, torch.dtype]] = {
-    bool: ("~bool", torch.bool),
-    int: ("~int", torch.int64),
-    float: ("~float", torch.float64),
-    type(None): ("~none", torch.bool),
-}
-NUMBER_OF_SUFFIX: dict[str, Callable[[Any], Any]] = {
-    suffix: (lambda _: None) if kind is type(None) else kind
-    for kind, (suffix, _) in NUMBERS.items()
-}
-
 # The name, below the optimizer's, of state under keys that are no parameters.
 USER_STATE = "user_state"
 
@@ -55,7 +39,7 @@ class NamedParam(NamedTuple):
     """A parameter object of an optimizer and the names of its members in the optimizer's state."""
 
     param: torch.Tensor
-    source: Source
+    source: DescribedTensor
     names: tuple[str, ...]
 
     @property
@@ -76,7 +60,7 @@ class FlatOptimizer:
     names: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     groups: list[list[str]] = field(default_factory=list)
-    own: dict[str, OwnState] = field(default_factory=dict)
+    own: dict[str, PerRankState] = field(default_factory=dict)
 
 
 def flatten_optimizer(
@@ -158,7 +142,7 @@ def refusals(
         )
     elif isinstance(optimizer, torch.optim.LBFGS):
         sources = [described.by_param[id(p)] for g in optimizer.param_groups for p in g["params"]]
-        if not all(is_whole(source, ranks) for source in sources):
+        if not all(source.owned.is_whole_on(ranks.everyone) for source in sources):
             problems.append(
                 f"{path}: LBFGS keeps vectors over all parameters joined together, which cannot "
                 "be told apart when parameters are sharded; use another optimizer or an "
@@ -187,27 +171,6 @@ def named_groups(optimizer: torch.optim.Optimizer, described: Described) -> list
     ]
 
 
-def is_whole(source: Source, ranks: Ranks) -> bool:
-    """Whether every rank holds all of one logical tensor, in memory of its shape."""
-    return is_held_whole(source) and source.owned.views[0].pieces[0].holders == ranks.everyone
-
-
-def is_held_whole(source: Source) -> bool:
-    """Whether this rank, with or without others, holds all of one tensor in memory of its shape.
-
-    A member of a flat parameter that happens to lie on one rank is a span, and no whole tensor.
-    """
-    owned = source.owned
-    return (
-        len(source.members) == 1
-        and not is_dtensor(owned.param)
-        and tuple(owned.local.shape) == source.members[0].global_shape
-        and len(owned.views) == 1
-        and owned.views[0].window is None
-        and isinstance(owned.views[0].pieces[0].region, Box)
-    )
-
-
 def first_piece(owned: Owned, fqn: str) -> Piece | None:
     """The piece of member `fqn` that has its first element, if this rank holds it."""
     for view in owned.views:
@@ -227,7 +190,7 @@ class _Saving:
         path: str,
         flat: FlatOptimizer,
         ranks: Ranks,
-        declared: Mapping[str, What] = MappingProxyType({}),
+        declared: Mapping[str, StateDeclaration] = MappingProxyType({}),
     ) -> None:
         self.path = path
         self.flat = flat
@@ -255,61 +218,35 @@ class _Saving:
         self.flat.values[fqn] = value
 
     def add_state(self, named: NamedParam, name: str, content: Any) -> None:
-        if isinstance(self.declared.get(name), PerRank) and not is_dtensor(content):
-            self.add_own(named, name, content)
-        elif isinstance(content, torch.Tensor):
-            self.add_tensor(named, name, content)
-        elif type(content) in NUMBERS and not self.is_known_everywhere(named):
-            suffix, dtype = NUMBERS[type(content)]
-            self.add_scalar(named, name + suffix, torch.tensor(content or 0, dtype=dtype))
-        else:
-            self.add_value(named, name, content)
+        match kind_of(content, named.owned, self.ranks, self.declared.get(name)):
+            case StateKind.SHARD:
+                self.add_shard(named, name, local_tensor(content))
+            case StateKind.TENSOR:
+                self.add_tensor(named, name, content)
+            case StateKind.SCALAR:
+                self.add_scalar(named, name, content)
+            case StateKind.NUMBER:
+                suffix, dtype = NUMBERS[type(content)]
+                self.add_scalar(named, name + suffix, torch.tensor(content or 0, dtype=dtype))
+            case StateKind.VALUE:
+                self.add_value(named, name, content)
+            case StateKind.OWN:
+                self.add_own(named, name, content)
+            case StateKind.MISFIT:
+                self.flat.problems.append(
+                    f"{self.path}.state.{named.names[0]}.{name}: is declared a shard and has shape "
+                    f"{tuple(content.shape)}, the parameter's local tensor "
+                    f"{tuple(named.owned.local.shape)}; declare it PerRank(None) to keep it for "
+                    "each rank"
+                )
 
-    def is_known_everywhere(self, named: NamedParam) -> bool:
-        """Whether all ranks have state of the parameter, so that a value of it can be common."""
-        return is_whole(named.source, self.ranks) or is_dtensor(named.param)
-
-    def add_tensor(self, named: NamedParam, name: str, tensor: torch.Tensor) -> None:
-        owned = named.owned
-        if is_dtensor(tensor):
-            if same_layout(tensor, owned.param):
-                self.add_like_param(named, name, local_tensor(tensor))
-            else:
-                self.add_own_layout(named, name, tensor)
-        elif tensor.ndim == 0:
-            self.add_scalar(named, name, tensor)
-        elif self.is_part(named, name, tensor):
-            self.add_like_param(named, name, tensor)
-        elif is_held_whole(named.source) or not is_ordinary(tensor):
-            self.add_own_layout(named, name, tensor)
-        else:
-            self.add_own(named, name, tensor)
-
-    def is_part(self, named: NamedParam, name: str, tensor: torch.Tensor) -> bool:
-        """Whether a plain tensor is said to be the part of its parameter's local tensor.
-
-        Engines that flatten say so of what has the shape of their shard: optimizers know nothing
-        but that shard. A DTensor's optimizer could have made a DTensor.
-        """
-        shape, local = tuple(tensor.shape), tuple(named.owned.local.shape)
-        is_said = self.declared.get(name) == "shard"
-        if is_said and shape != local:
-            self.flat.problems.append(
-                f"{self.path}.state.{named.names[0]}.{name}: is declared a shard and has shape "
-                f"{shape}, the parameter's local tensor {local}; declare it PerRank(None) to keep "
-                "it for each rank"
-            )
-            return False
-        return shape == local and is_ordinary(tensor) and (is_said or not is_dtensor(named.param))
-
-    def add_like_param(self, named: NamedParam, name: str, local: torch.Tensor) -> None:
+    def add_shard(self, named: NamedParam, name: str, local: torch.Tensor) -> None:
         prefix = f"{self.path}.state."
         names = {
             member.fqn: f"{prefix}{full}.{name}"
             for member, full in zip(named.source.members, named.names, strict=True)
         }
         self.flat.names.extend(names.values())
-        local = local.detach() if local.requires_grad else local
         self.flat.holdings.extend(
             holdings_of(named.owned, local, names.__getitem__, kind=Kind.OPTIMIZER)
         )
@@ -335,7 +272,7 @@ class _Saving:
         """What this rank has for itself: kept with the parameter's layout."""
         fqn = f"{self.path}.state.{named.names[0]}.{name}"
         split = split_tree(content, fqn, self.flat.problems)
-        odd = [inside for inside, tensor in split[1] if not is_ordinary(tensor)]
+        odd = [inside for inside, tensor in split[1] if not likeness(tensor, named.owned).is_plain]
         if odd:
             self.flat.problems.append(
                 f"{odd[0]}: is no plain strided tensor, and each rank has its own; keep plain "
@@ -347,7 +284,7 @@ class _Saving:
         self.flat.names.append(fqn)
         self.flat.own[fqn] = own
 
-    def add_own_layout(self, named: NamedParam, name: str, tensor: torch.Tensor) -> None:
+    def add_tensor(self, named: NamedParam, name: str, tensor: torch.Tensor) -> None:
         fqn = f"{self.path}.state.{named.names[0]}.{name}"
         if len(named.names) > 1:
             self.flat.problems.append(
@@ -367,14 +304,10 @@ class _Saving:
             self.flat.problems.append(refused.problem)
 
     def add_value(self, named: NamedParam, name: str, content: Any) -> None:
-        has_tensors = bool(split_tree(content, name, [])[1])
-        if has_tensors and not is_held_whole(named.source):
-            self.add_own(named, name, content)
-            return
         for full in named.names:
             fqn = f"{self.path}.state.{full}.{name}"
             value, tensors = split_tree(content, fqn, self.flat.problems)
-            if not self.is_known_everywhere(named):
+            if not is_known_everywhere(named.owned, self.ranks):
                 self.flat.problems.append(
                     f"{fqn}: a {type(content).__name__} in the state of a parameter that other "
                     "ranks may hold nothing of; use a number or a tensor"

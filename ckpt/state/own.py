@@ -24,12 +24,12 @@ from ckpt.state.types import OnReshard, PerRank
 from ckpt.state.values import TENSOR_KEY, join_tree, references
 
 OwnEntries = dict[int, Mapping[str, Any]]
-What = Literal["shard"] | PerRank
+StateDeclaration = Literal["shard"] | PerRank
 _ATTRIBUTE = "__ckpt_state__"
 _LAYOUT_CHARS_MAX = 200
 
 
-class OwnState(NamedTuple):
+class PerRankState(NamedTuple):
     """State of a parameter that is this rank's own: what is told of it, and its tensors by name."""
 
     param: str
@@ -55,7 +55,9 @@ class OwnState(NamedTuple):
         return join_tree(self.entry["value"], copied)
 
 
-def declare_optimizer_state(optimizer: torch.optim.Optimizer, what: Mapping[str, What]) -> None:
+def declare_optimizer_state(
+    optimizer: torch.optim.Optimizer, what: Mapping[str, StateDeclaration]
+) -> None:
     """Say what plain tensors in the state of sharded parameters are, by the name of the state.
 
     "shard": each is the part of one tensor shaped like the parameter that belongs to the
@@ -73,21 +75,21 @@ def declare_optimizer_state(optimizer: torch.optim.Optimizer, what: Mapping[str,
     setattr(optimizer, _ATTRIBUTE, {**declared(optimizer), **what})
 
 
-def declared(optimizer: object) -> Mapping[str, What]:
+def declared(optimizer: object) -> Mapping[str, StateDeclaration]:
     """What is said of the state of `optimizer`, by the names of the state."""
-    said: Mapping[str, What] = getattr(optimizer, _ATTRIBUTE, {})
+    said: Mapping[str, StateDeclaration] = getattr(optimizer, _ATTRIBUTE, {})
     return said
 
 
 def own_state(
     fqn: str, param: str, name: str, split: tuple[Any, list[tuple[str, torch.Tensor]]], at: Ranks
-) -> OwnState:
+) -> PerRankState:
     """State `name` of `param`, called `fqn`, split into a value and tensors; without a layout."""
     value, tensors = split
     suffix = f"~rank{at.rank}"
     renamed = join_tree(value, lambda inside: {TENSOR_KEY: inside + suffix})
     entry = {"rank": at.rank, "world_size": len(at.global_ranks), "value": renamed}
-    return OwnState(param, name, entry, {inside + suffix: tensor for inside, tensor in tensors})
+    return PerRankState(param, name, entry, {inside + suffix: tensor for inside, tensor in tensors})
 
 
 def is_own_state(entry: object) -> TypeGuard[dict[str, Any]]:

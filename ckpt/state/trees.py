@@ -9,11 +9,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ckpt.layout.modules import Refused
+from ckpt.layout.holdings import tensor_holdings
 from ckpt.layout.piece import Holding, Kind
-from ckpt.layout.plain import Ranks
+from ckpt.layout.plain import Ranks, Refused
 from ckpt.state.names import Names
-from ckpt.state.tensors import tensor_holdings
 from ckpt.state.types import Problem, ProblemKind
 from ckpt.state.values import join_tree, references, split_tree
 

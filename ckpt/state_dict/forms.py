@@ -1,4 +1,4 @@
-"""From named holdings to the tensors of a state dict, in each form, and back from those."""
+"""From named holdings to the tensors of a state dict, in each form."""
 
 from __future__ import annotations
 
@@ -11,20 +11,16 @@ import torch.distributed as dist
 
 from ckpt.errors import InvalidState
 from ckpt.layout.memory import local_view
-from ckpt.layout.modules import describe_tensor
 from ckpt.layout.piece import Holding, Kind, Piece
 from ckpt.layout.plain import Ranks
-from ckpt.layout.region import Box, Shape, Span, boxes_of, whole
+from ckpt.layout.region import Box, Span, boxes_of, whole
 from ckpt.layout.sharded_tensor import (
     UnitSharding,
     chunk_of,
     chunk_placements,
-    describe_sharded_tensor,
-    is_sharded_tensor,
     make_dtensor,
     make_sharded_tensor,
 )
-from ckpt.state.describe import holdings_of
 from ckpt.state_dict.config import StateDictType
 from ckpt.state_dict.redistribute import redistribute
 from ckpt.state_dict.table import Known, Table, tell
@@ -243,27 +239,3 @@ class _Taking:
 
     def moved(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.cpu() if self.output.offload_to_cpu else tensor
-
-
-# --- back ----------------------------------------------------------------------------------------
-
-
-def put_in(fqn: str, value: Any, ranks: Ranks, *, kind: Kind, shape: Shape | None) -> list[Holding]:
-    """A tensor of a state dict, in any form, as holdings. Raises `Refused`.
-
-    `shape` is that of the live tensor of this name, which a flat local part stands for.
-    """
-    if is_sharded_tensor(value):
-        owned = describe_sharded_tensor(fqn, value, ranks, shape)
-    else:
-        owned = [describe_tensor(fqn, value, ranks)]
-    return [
-        holding
-        for one in owned
-        for holding in holdings_of(one, one.local, lambda name: name, kind=kind)
-    ]
-
-
-def is_tensor(value: Any) -> bool:
-    """Whether `value` is a tensor in one of the forms that state dicts have them in."""
-    return isinstance(value, torch.Tensor) or is_sharded_tensor(value)

@@ -10,21 +10,20 @@ from torch import nn
 
 from ckpt.errors import InvalidState, Mismatch
 from ckpt.format.codec import decode_values, encode_values
-from ckpt.layout.dtensor import is_dtensor
-from ckpt.layout.modules import Refused
+from ckpt.layout.holdings import form_holdings, holdings_of
 from ckpt.layout.piece import Holding, Kind
-from ckpt.layout.plain import Ranks
+from ckpt.layout.plain import Ranks, Refused
 from ckpt.layout.region import Shape
-from ckpt.layout.sharded_tensor import UnitSharding, sharding_of
+from ckpt.layout.sharded_tensor import UnitSharding, is_tensor, sharding_of
 from ckpt.state.bind import Binding, bind_state
-from ckpt.state.describe import Described, describe_modules, holdings_of, prefixed
+from ckpt.state.describe import Described, describe_modules, prefixed
 from ckpt.state.names import bare_names
 from ckpt.state.requested import Asked, Offers
 from ckpt.state.types import Catalog, Loaded, Problem, ProblemKind, TensorEntry
 from ckpt.state.values import split_tree
 from ckpt.state.walk import Leaves
 from ckpt.state_dict.config import StateDictType
-from ckpt.state_dict.forms import Live, Output, is_tensor, put_in, take_out
+from ckpt.state_dict.forms import Live, Output, take_out
 from ckpt.state_dict.redistribute import redistribute
 from ckpt.state_dict.table import Table, tell
 from ckpt.world.base import World, collectively
@@ -66,9 +65,9 @@ def describe_live(model: nn.Module, ranks: Ranks, output: Output) -> tuple[Descr
         )
     ]
     models = {
-        fqn: source.owned.param
+        fqn: template
         for source in (*described.params, *described.buffers)
-        if is_dtensor(source.owned.param)
+        if (template := source.owned.template) is not None
         for fqn in source.fqns
     }
     buffers = {fqn for source in described.buffers for fqn in source.fqns}
@@ -259,7 +258,7 @@ class ModelLoad:
             if self.asked.cast and shapes.get(fqn) == () and value.shape == (1,):
                 value = value.squeeze(0)  # how torch before 0.4 stored them
             try:
-                parts = put_in(fqn, value, self.ranks, kind=Kind.OTHER, shape=shapes.get(fqn))
+                parts = form_holdings(fqn, value, Kind.OTHER, self.ranks, shape=shapes.get(fqn))
             except Refused as refused:
                 problems.append(refused.problem)
                 continue

@@ -19,31 +19,30 @@ from torch import nn
 
 from ckpt.errors import InvalidState, Mismatch
 from ckpt.format.codec import decode_values, encode_values
-from ckpt.layout.dtensor import is_dtensor
-from ckpt.layout.modules import Refused
+from ckpt.layout.holdings import form_holdings
 from ckpt.layout.piece import Holding, Kind
-from ckpt.layout.plain import Ranks
+from ckpt.layout.plain import Ranks, Refused
 from ckpt.layout.region import Shape
-from ckpt.layout.sharded_tensor import UnitSharding
-from ckpt.state.bind_optimizer import BoundOptimizer, bind_optimizer
+from ckpt.layout.sharded_tensor import UnitSharding, is_tensor
+from ckpt.layout.tensor import template_of
+from ckpt.state.bind_optimizer import bind_optimizer
+from ckpt.state.bind_parameter import BoundOptimizer
 from ckpt.state.describe import Described
 from ckpt.state.names import Names, bare_name, split_state_name
 from ckpt.state.optimizer import (
     NAME_KEYS,
-    NUMBER_OF_SUFFIX,
     flatten_groups,
     flatten_optimizer,
-    is_held_whole,
     named_groups,
     refusals,
     user_state,
 )
-from ckpt.state.own import OwnState, What, declared, own_state, tensors_of
+from ckpt.state.optimizer_kinds import NUMBER_OF_SUFFIX, StateKind, kind_of, number_suffix
+from ckpt.state.own import PerRankState, StateDeclaration, declared, own_state, tensors_of
 from ckpt.state.requested import STATE_DICT, Offers
-from ckpt.state.tensors import is_ordinary
 from ckpt.state.types import Catalog, Loaded, ProblemKind, TensorEntry
 from ckpt.state.values import join_tree, references, split_tree
-from ckpt.state_dict.forms import Live, Output, is_tensor, put_in, take_out
+from ckpt.state_dict.forms import Live, Output, take_out
 from ckpt.state_dict.listed import ListedParams
 from ckpt.state_dict.model import check_names, describe_model, names_of, shardings, share_values
 from ckpt.state_dict.optimizer_keys import check_keys, nested
@@ -123,7 +122,7 @@ class _Taken:
     values: dict[str, Any]
     user: dict[str, Any]
     has_groups: bool
-    own: Mapping[str, OwnState]
+    own: Mapping[str, PerRankState]
 
 
 def take_optimizer(
@@ -193,7 +192,7 @@ def _taken(
         raise InvalidState(flat.problems)
     live = Live(
         flat.holdings,
-        _models(view, described),
+        _templates(view, described, ranks),
         _sharding_of(described),
         {},
     )
@@ -201,22 +200,23 @@ def _taken(
     return _Taken(live, flat.values, user, has_groups, flat.own)
 
 
-def _models(view: Any, described: Described) -> dict[str, torch.Tensor]:
+def _templates(view: Any, described: Described, ranks: Ranks) -> dict[str, torch.Tensor]:
     """The DTensor that each tensor of the state is laid out like."""
-    models = {}
-    said = declared(view)
+    templates = {}
+    declarations = declared(view)
     for group in view.param_groups:
         for param in group["params"]:
             source = described.by_param[id(param)]
             for name, content in view.state.get(param, {}).items():
-                if not isinstance(content, torch.Tensor) or not content.ndim:
-                    continue
-                fqn = f"{STATE}{source.members[0].fqn}.{name}"
-                if is_dtensor(content):
-                    models[fqn] = content
-                elif is_dtensor(param) and said.get(name) == "shard":
-                    models[fqn] = param
-    return models
+                kind = kind_of(content, source.owned, ranks, declarations.get(name))
+                template = None
+                if kind is StateKind.SHARD:
+                    template = source.owned.template
+                elif kind is StateKind.TENSOR:
+                    template = template_of(content)
+                if template is not None:
+                    templates[f"{STATE}{source.members[0].fqn}.{name}"] = template
+    return templates
 
 
 def _sharding_of(described: Described) -> Callable[[str], UnitSharding | None]:
@@ -246,7 +246,7 @@ def _state(
     for param, name, fqn in by_parameter(tensors, names):
         if fqn in inside:
             continue
-        suffix = next((s for s in NUMBER_OF_SUFFIX if name.endswith(s)), None)
+        suffix = number_suffix(name)
         if suffix is None:
             states[param][name] = tensors[fqn]
         else:
@@ -446,8 +446,10 @@ class OptimizerLoad:
     ) -> None:
         fqn = f"{STATE}{param}.{name}"
         if is_tensor(content):
-            self.hold(read, fqn, content, shape)
-            if is_ordinary(content) and content.ndim and shape not in (None, tuple(content.shape)):
+            holdings = self.hold(read, fqn, content, shape)
+            is_odd = shape is not None and content.ndim and tuple(content.shape) != shape
+            if is_odd and any(holding.is_unshared for holding in holdings):
+                # Nobody can tell what a shard of it would be: all ranks have to give the same one.
                 read.odd[fqn] = _digest(content)
             return
         value, tensors = split_tree(content, fqn, read.problems)
@@ -468,11 +470,14 @@ class OptimizerLoad:
         read.own[fqn] = own.entry
         read.held += own.holdings(self.ranks)
 
-    def hold(self, read: _Read, fqn: str, content: Any, shape: Shape | None) -> None:
+    def hold(self, read: _Read, fqn: str, content: Any, shape: Shape | None) -> list[Holding]:
         try:
-            read.held += put_in(fqn, content, self.ranks, kind=Kind.OPTIMIZER, shape=shape)
+            holdings = form_holdings(fqn, content, Kind.OPTIMIZER, self.ranks, shape=shape)
         except Refused as refused:
             read.problems.append(refused.problem)
+            return []
+        read.held += holdings
+        return holdings
 
     def live_names(self) -> set[str]:
         return {
@@ -566,14 +571,14 @@ class OptimizerLoad:
         The engine does not manage them, so a dict of what it manages may lack them. What is made
         for `optimizer.load_state_dict` lacks them too, and that refuses what does not fit it.
         """
-        if all(is_held_whole(source) for source in self.described.params):
+        if all(source.owned.is_whole for source in self.described.params):
             return
         listed = {name for group in self.groups or () for name in group["params"]}
         for group in target.param_groups:
             group["params"] = [
                 param
                 for param in group["params"]
-                if not is_held_whole(self.described.by_param[id(param)])
+                if not self.described.by_param[id(param)].owned.is_whole
                 or not listed.isdisjoint(self.names_of(param))
             ]
 
@@ -653,7 +658,7 @@ def _in_one_order(values: Mapping[str, Any]) -> dict[str, Any]:
     return {**values, GROUPS: sorted(groups, key=lambda group: list(group["params"]))}
 
 
-def _declared(optimizers: Optimizers) -> dict[str, What]:
+def _declared(optimizers: Optimizers) -> dict[str, StateDeclaration]:
     """What is said of the state of all `optimizers`."""
     return {name: what for one in optimizers for name, what in declared(one).items()}
 

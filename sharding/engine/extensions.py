@@ -16,10 +16,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from ckpt.layout.dtensor import describe_dtensor, is_dtensor
+from ckpt.layout.dtensor import describe_dtensor
 from ckpt.layout.flat import Inside
 from ckpt.layout.plain import Ranks, Refused
 from ckpt.layout.region import Box
+from ckpt.layout.tensor import is_dtensor
 from sharding.engine.groups import Groups, line_through_here
 from sharding.engine.torch_seam import larger_mesh
 

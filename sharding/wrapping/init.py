@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ckpt.layout.dtensor import local_tensor
+from ckpt.layout.tensor import local_tensor
 from sharding.engine.collectives import Comm
 from sharding.engine.torch_seam import ParamPlace, is_marked_replicate
 from sharding.flat.param import FlatParameter, ModuleParam

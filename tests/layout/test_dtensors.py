@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import Placement
 
-from ckpt.layout.dtensor import local_tensor
 from ckpt.layout.modules import Ranks, Refused, describe_module, describe_tensor
+from ckpt.layout.tensor import local_tensor
 from tests.layout.rebuilding import assembled, held, put, rebuilt, world
 from tests.ranks import run_ranks
 from tests.versions import needs_uneven_strided_shards

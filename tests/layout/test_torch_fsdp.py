@@ -30,8 +30,8 @@ from torch.distributed.fsdp import (
 )
 
 from ckpt.errors import InvalidState
-from ckpt.layout.dtensor import local_tensor
 from ckpt.layout.modules import describe_module
+from ckpt.layout.tensor import local_tensor
 from tests.layout.models import Awkward, awkward, image
 from tests.layout.rebuilding import put, rebuilt, world
 from tests.ranks import run_ranks

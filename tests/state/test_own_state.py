@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard as their_fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import ckpt
-from ckpt.layout.dtensor import is_dtensor, local_tensor
+from ckpt.layout.tensor import is_dtensor, local_tensor
 from ckpt.state_dict import FullOptimStateDictConfig, StateDictType
 from sharding import FullyShardedDataParallel, fully_shard
 from tests.ranks import run_ranks

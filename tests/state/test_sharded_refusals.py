@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import Replicate, distribute_tensor
 
 from ckpt.errors import InvalidState, Mismatch
-from ckpt.layout.dtensor import is_dtensor, local_tensor
+from ckpt.layout.tensor import is_dtensor, local_tensor
 from ckpt.state.flatten import flatten_state
 from ckpt.state.rng import rng_state
 from ckpt.state.types import PerRank

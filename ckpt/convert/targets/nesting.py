@@ -18,7 +18,7 @@ from ckpt.convert.targets.files import Output, PlannedFile, ZipBuilding, known_f
 from ckpt.errors import CheckpointError
 from ckpt.layout.region import Shape, Span
 from ckpt.state.names import split_state_name
-from ckpt.state.optimizer import NUMBER_OF_SUFFIX
+from ckpt.state.optimizer_kinds import NUMBER_OF_SUFFIX
 from ckpt.state.values import TENSOR_KEY, is_reference, join_tree
 
 DCP_FILE_NBYTES = 1 << 30

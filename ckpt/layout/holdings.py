@@ -1,0 +1,138 @@
+"""From tensors, and from what engines own, to holdings under full names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from ckpt.layout.modules import describe_tensor
+from ckpt.layout.piece import Holding, Kind, Owned, Piece, View
+from ckpt.layout.plain import Ranks
+from ckpt.layout.region import Box, Shape, whole
+from ckpt.layout.sharded_tensor import describe_sharded_tensor, is_sharded_tensor
+from ckpt.layout.tensor import is_plain
+
+Named = tuple[str, torch.Tensor]
+
+
+def holdings_of(
+    owned: Owned,
+    local: torch.Tensor,
+    name_of: Callable[[str], str | None],
+    *,
+    kind: Kind,
+) -> Iterator[Holding]:
+    """`local`, laid out like `owned.local`, as holdings of its own dtype.
+
+    `name_of` gives the full name for the name that a piece has in `owned`; pieces for which it
+    gives None are left out.
+    """
+    dtype = local.dtype
+    for view in owned.views:
+        pieces = []
+        for piece in view.pieces:
+            fqn = name_of(piece.fqn)
+            if fqn is not None:
+                pieces.append(
+                    Piece(
+                        fqn,
+                        piece.global_shape,
+                        dtype,
+                        piece.region,
+                        piece.local_region,
+                        piece.holders,
+                    )
+                )
+        if pieces:
+            shown = _seen_through(view, local)
+            yield Holding(shown, tuple(pieces), kind, owned.synchronized, owned.owners)
+
+
+def _seen_through(view: View, local: torch.Tensor) -> torch.Tensor:
+    """The part of `local` that the pieces of `view` lie in, the same memory."""
+    if view.window is None:
+        return local
+    shape, stride, offset = view.window
+    return local.as_strided(shape, stride, local.storage_offset() + offset)
+
+
+def tensor_holdings(
+    fqn: str, tensor: torch.Tensor, kind: Kind, ranks: Ranks, *, like: Owned | None = None
+) -> list[Holding]:
+    """Any tensor as holdings under one name; a plain one is held by whoever holds `like`.
+
+    Raises Refused, with the name, when it cannot take part.
+    """
+    if like is None:
+        owned = describe_tensor(fqn, tensor, ranks)
+    else:
+        owned = describe_tensor(
+            fqn,
+            tensor,
+            ranks,
+            holders=like.views[0].pieces[0].holders,
+            synchronized=like.synchronized,
+            owners=like.owners or (),
+        )
+    return list(holdings_of(owned, owned.local, lambda name: name, kind=kind))
+
+
+def form_holdings(
+    fqn: str, value: Any, kind: Kind, ranks: Ranks, *, shape: Shape | None
+) -> list[Holding]:
+    """A tensor of a state dict, in any form, as holdings. Raises Refused.
+
+    `shape` is that of the live tensor of this name, which a flat local part stands for.
+    """
+    if not is_sharded_tensor(value):
+        return tensor_holdings(fqn, value, kind, ranks)
+    return [
+        holding
+        for shard in describe_sharded_tensor(fqn, value, ranks, shape)
+        for holding in holdings_of(shard, shard.local, lambda name: name, kind=kind)
+    ]
+
+
+def plain_holdings(
+    tensors: Sequence[Named], ranks: Ranks, *, kept: bool
+) -> tuple[list[Holding], dict[str, str], list[Named]]:
+    """Plain tensors as whole holdings, aliases of those that share their memory, and the others.
+
+    Two tensors are tied when they are the same elements of the same memory. Holdings that are to be
+    `kept` never have the object itself, which may then go away before them.
+    """
+    holders = ranks.everyone
+    holdings: list[Holding] = []
+    aliases: dict[str, str] = {}
+    others: list[Named] = []
+    # States of many thousand tensors have few shapes; a region is made once for each.
+    regions: dict[Shape, tuple[Shape, Box]] = {}
+    by_address: dict[int, Named] = {}
+    kind = Kind.OTHER
+    for fqn, tensor in tensors:
+        if not is_plain(tensor):
+            others.append((fqn, tensor))
+            continue
+        size = tensor.shape
+        known = regions.get(size)
+        if known is None:
+            shape = tuple(size)
+            known = regions[size] = (shape, whole(shape))
+        shape, box = known
+        first_fqn, first = by_address.setdefault(tensor.data_ptr(), (fqn, tensor))
+        if first is not tensor and tensor.numel() and _same_elements(first, tensor):
+            aliases[fqn] = first_fqn
+            continue
+        if first is tensor and first_fqn != fqn:
+            aliases[fqn] = first_fqn
+            continue
+        local = tensor.detach() if kept or tensor.requires_grad else tensor
+        piece = Piece(fqn, shape, tensor.dtype, box, box, holders)
+        holdings.append(Holding(local, (piece,), kind, False, ()))
+    return holdings, aliases, others
+
+
+def _same_elements(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype

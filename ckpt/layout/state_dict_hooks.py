@@ -1,0 +1,78 @@
+"""What changes the state dict of a module: hooks, and methods that its class or the user replaced.
+
+A state is read where it lies, so such changes would be lost; they are refused by name instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+__all__ = ["CANNOT", "load_changes", "overrides", "save_changes"]
+
+# Hooks and overrides in these packages either belong to a wrapper that we see through, or only
+# accept names and layouts of older versions.
+_HARMLESS = ("torch.nn.", "torch.distributed.", "torch._dynamo.")
+
+
+def save_changes(module: nn.Module) -> list[str]:
+    """The hooks and replaced methods of the module object that change its state dict."""
+    return [
+        *_replaced(module),
+        *_hook_names(module._state_dict_hooks, module._state_dict_pre_hooks),
+    ]
+
+
+def load_changes(module: nn.Module) -> list[str]:
+    """The hooks and replaced methods of the module object that change a load of a state dict."""
+    return [
+        *_replaced(module),
+        *_hook_names(module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks),
+    ]
+
+
+def _replaced(module: nn.Module) -> list[str]:
+    return [f"method {name}" for name in _METHODS if name in module.__dict__]
+
+
+_METHODS = ("state_dict", "load_state_dict", "_save_to_state_dict", "_load_from_state_dict")
+CANNOT = (
+    "changes the module's state dict and cannot be honoured on sharded tensors; keep what it adds "
+    "in get_extra_state() and set_extra_state(), or pass what state_dict() returns, not the module"
+)
+
+
+def _hook_names(*tables: Mapping[int, Callable[..., Any]]) -> Iterator[str]:
+    for table in tables:
+        for hook in table.values():
+            function = _function_of(hook)
+            if getattr(function, "__ckpt_neutral__", False):
+                continue
+            if not str(getattr(function, "__module__", "")).startswith(_HARMLESS):
+                yield f"hook {getattr(function, '__qualname__', type(function).__qualname__)}"
+
+
+def _function_of(hook: Any) -> Any:
+    """The function behind torch's own wrapper of hooks, bound methods and partials."""
+    while True:
+        if isinstance(hook, partial):
+            hook = hook.func
+        elif hasattr(hook, "hook") and type(hook).__module__.startswith("torch."):
+            hook = hook.hook
+        elif hasattr(hook, "__func__"):
+            hook = hook.__func__
+        else:
+            return hook
+
+
+def overrides(kind: type, names: Iterable[str]) -> tuple[str, ...]:
+    """Methods of the state dict that the user's own classes replace."""
+    found = []
+    for name in names:
+        method = getattr(kind, name)
+        if not str(getattr(method, "__module__", "")).startswith(_HARMLESS):
+            found.append(f"method {getattr(method, '__qualname__', name)}")
+    return tuple(found)

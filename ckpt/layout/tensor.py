@@ -1,0 +1,81 @@
+"""What one tensor object is: plain memory, or a DTensor; and where its memory on this rank is."""
+
+from __future__ import annotations
+
+import torch
+
+from ckpt.layout.dtypes import DTYPES
+
+# Nothing else can be hidden in tensors of exactly these classes; asking for them first saves time.
+PLAIN_CLASSES = frozenset({torch.Tensor, torch.nn.Parameter})
+_STORABLE_DTYPES = frozenset(
+    getattr(torch, name) for name in DTYPES if isinstance(getattr(torch, name, None), torch.dtype)
+)
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is strided memory of a storable dtype, whole on this rank.
+
+    False means only that an adapter has to look at it, which describes or refuses it.
+    """
+    return (
+        type(tensor) in PLAIN_CLASSES
+        and tensor.layout is torch.strided
+        and tensor.dtype in _STORABLE_DTYPES
+        and not tensor.is_meta
+        and not tensor.is_nested
+        and not tensor.is_neg()
+        and not tensor.is_conj()
+    )
+
+
+def is_dtensor(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is a DTensor (a parameter may be one)."""
+    if type(tensor) in PLAIN_CLASSES:
+        return False
+    # By its attributes: importing the class takes a second where nobody has used it yet.
+    return hasattr(tensor, "_local_tensor") and hasattr(tensor, "device_mesh")
+
+
+def template_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """`tensor`, if it says by itself how it is laid out, so that others can be laid out like it;
+    None for plain memory.
+    """
+    return tensor if is_dtensor(tensor) else None
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of `tensor` on this rank, detached: a DTensor's local tensor, or the tensor
+    itself.
+    """
+    if not is_dtensor(tensor):
+        return tensor.detach()
+    local: torch.Tensor = tensor._local_tensor  # type: ignore[attr-defined]
+    if hasattr(local, "trigger_wait"):  # the result of a collective that may still run
+        local = local.trigger_wait()
+    return local.detach()
+
+
+def memory_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor whose memory `tensor` has on this rank: `local_tensor` without a new object."""
+    if type(tensor) in PLAIN_CLASSES:
+        return tensor
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def same_layout(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two DTensors lie alike: shape, mesh and placements. A plain tensor lies like none."""
+    mesh_a, mesh_b = getattr(a, "device_mesh", None), getattr(b, "device_mesh", None)
+    return (
+        mesh_a is not None
+        and mesh_a == mesh_b
+        and a.shape == b.shape
+        and tuple(a.placements) == tuple(b.placements)  # type: ignore[attr-defined]
+    )
+
+
+def overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Whether several elements of a plain tensor share memory, as after `expand`."""
+    return is_plain(tensor) and any(
+        stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+    )

@@ -1,0 +1,348 @@
+"""Loading the optimizer state of one parameter, into the state it has or into fresh memory.
+
+Fresh memory has the dtype of the checkpoint and the layout of the parameter, and zeros where no
+member of a flat parameter lies; it becomes the optimizer's when everything has been read. State
+that the checkpoint lacks is removed then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ckpt.errors import Mismatch
+from ckpt.layout.holdings import holdings_of, tensor_holdings
+from ckpt.layout.likeness import Likeness, likeness, zeros_beside, zeros_like
+from ckpt.layout.piece import Holding, Kind, Owned, Piece
+from ckpt.layout.plain import Ranks
+from ckpt.layout.region import Box
+from ckpt.layout.tensor import local_tensor
+from ckpt.state.names import Names
+from ckpt.state.optimizer import NamedParam
+from ckpt.state.optimizer_kinds import (
+    NUMBER_OF_SUFFIX,
+    MemberState,
+    SavedState,
+    StateKind,
+    kind_of,
+    kind_of_saved,
+    number_suffix,
+)
+from ckpt.state.own import StateDeclaration, layout_of, resharded, why_not
+from ckpt.state.trees import BoundTree, bind_tree
+from ckpt.state.types import PerRank, ProblemKind, TensorEntry
+from ckpt.state.values import join_tree, references, split_tree
+
+_SCALAR = Box((), ())
+Make = Callable[[], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class BoundOptimizer:
+    """Memory to fill; `install` then gives the optimizer its state, all of it at once."""
+
+    holdings: list[Holding] = field(default_factory=list)
+    states: list[tuple[torch.Tensor, dict[str, Make]]] = field(default_factory=list)
+    groups: list[tuple[dict[str, Any], BoundTree]] = field(default_factory=list)
+    optimizer: list[torch.optim.Optimizer] = field(default_factory=list)
+    user: list[tuple[torch.optim.Optimizer, BoundTree]] = field(default_factory=list)
+
+    def install(self) -> None:
+        """Replace state and hyperparameters. Raises Mismatch before it changes anything."""
+        made = [(p, {name: make() for name, make in new.items()}) for p, new in self.states]
+        for optimizer in self.optimizer:
+            for param, state in made:
+                if not state:
+                    optimizer.state.pop(param, None)
+                    continue
+                live = optimizer.state[param]
+                live.clear()
+                live.update(state)
+        for group, tree in self.groups:
+            group.update(tree.build())
+        for optimizer, tree in self.user:
+            optimizer.state.update(tree.build())
+
+
+class StateBinder:
+    """Binds the state of the parameters of one optimizer, one after the other, into `bound`."""
+
+    def __init__(
+        self,
+        path: str,
+        bound: BoundOptimizer,
+        names: Names,
+        ranks: Ranks,
+        declarations: Mapping[str, StateDeclaration],
+    ) -> None:
+        self.path = path
+        self.bound = bound
+        self.names = names
+        self.ranks = ranks
+        self.declarations = declarations
+
+    def bind(
+        self,
+        named: NamedParam,
+        states: Sequence[SavedState | None],
+        live: Mapping[str, Any],
+        hyper: Mapping[str, Any],
+    ) -> None:
+        """Bind `states`, those of the checkpoint for each member of a parameter.
+
+        `live` is the state that the optimizer has, `hyper` are the options of its group.
+        """
+        for state in states:
+            if state is not None:
+                self.names.used |= state.fqns
+        if _has_nothing_here(named.owned):
+            self.bound.states.append((named.param, {}))
+            return
+        binding = _ParameterBinding(self, named, states, live, hyper)
+        for name in dict.fromkeys(n for s in states if s for n in s.names):
+            if not self.names.skip(binding.fqn(name)):
+                binding.add(name)
+            elif name in live:
+                binding.new[name] = _constant(live[name])
+        self.bound.states.append((named.param, binding.new))
+
+
+class _ParameterBinding:
+    """The state of one parameter in the making; `new` makes each of its entries."""
+
+    def __init__(
+        self,
+        binder: StateBinder,
+        named: NamedParam,
+        states: Sequence[SavedState | None],
+        live: Mapping[str, Any],
+        hyper: Mapping[str, Any],
+    ) -> None:
+        self.binder = binder
+        self.names = binder.names
+        self.ranks = binder.ranks
+        self.holdings = binder.bound.holdings
+        self.named = named
+        self.owned = named.owned
+        self.states = states
+        self.live = live
+        self.hyper = hyper
+        self.new: dict[str, Make] = {}
+
+    def fqn(self, name: str, member: int = 0) -> str:
+        """The live name of the state `name`."""
+        return f"{self.binder.path}.state.{self.named.names[member]}.{name}"
+
+    def add(self, name: str) -> None:
+        """Bind one entry, or report why it cannot be loaded."""
+        members = [
+            MemberState(member, *state.tensors[name])
+            for member, state in zip(self.named.source.members, self.states, strict=True)
+            if state and name in state.tensors
+        ]
+        kind = kind_of_saved(name, self.states, members, self.owned)
+        if kind is StateKind.OWN:
+            self.add_own(name)
+        elif kind is StateKind.VALUE:
+            self.add_value(name, has_tensors=bool(members))
+        else:
+            self.names.loaded_tensors.append(self.fqn(name))
+            self.add_tensors(name, kind, members)
+
+    def add_tensors(self, name: str, kind: StateKind, members: Sequence[MemberState]) -> None:
+        dtypes = {member.entry.dtype for member in members}
+        if len(dtypes) > 1:
+            self.names.report(
+                ProblemKind.DTYPE,
+                self.fqn(name),
+                f"members of one flat parameter have {sorted(map(str, dtypes))}, one tensor has "
+                "to hold them all; load into a model with use_orig_params=True or fully_shard",
+            )
+        elif kind is StateKind.SHARD:
+            self.add_shard(name, members)
+        elif kind is StateKind.TENSOR:
+            self.add_tensor(name, members[0])
+        elif kind is StateKind.MISFIT:
+            self.report_misfit(name, members)
+        else:
+            self.add_scalar(name, members)
+
+    def report_misfit(self, name: str, members: Sequence[MemberState]) -> None:
+        odd = next(member for member in members if not member.fits)
+        self.names.report(
+            ProblemKind.SHAPE,
+            self.fqn(name, self.named.source.members.index(odd.member)),
+            f"{self.names.offers.source} has shape {odd.entry.shape}, the parameter "
+            f"{odd.member.global_shape}: state of another shape cannot be divided among flat "
+            f"shards; load into fully_shard or an unsharded model{self.names.offers.or_skip}",
+        )
+
+    def add_value(self, name: str, *, has_tensors: bool) -> None:
+        values = [s.values[name] for s in self.states if s and name in s.values]
+        if has_tensors or any(value != values[0][1] for _, value in values):
+            self.names.report(
+                ProblemKind.VALUE,
+                self.fqn(name),
+                "differs between the members of one flat parameter",
+            )
+            return
+        tree = bind_tree(*values[0], self.live.get(name), self.names, self.ranks)
+        self.holdings.extend(tree.holdings)
+        self.names.loaded_values.append(self.fqn(name))
+        self.new[name] = tree.build
+
+    def add_own(self, name: str) -> None:
+        """What each rank had for itself: this rank's, or what a function of the user's makes."""
+        fqn, declaration = self.fqn(name), self.binder.declarations.get(name)
+        base, entries = next(s.own[name] for s in self.states if s and name in s.own)
+        rank, size = self.ranks.rank, len(self.ranks.global_ranks)
+        layout = layout_of(self.owned)
+        mine = entries.get(rank)
+        saved_size = next(iter(entries.values()))["world_size"]
+        if mine and (saved_size, mine["layout"]) == (size, layout):
+            self.new[name] = self.bind_own(base, mine, self.live.get(name))
+        elif isinstance(declaration, PerRank) and declaration.on_reshard is not None:
+            makes = [self.bind_own(base, entries[one], None) for one in sorted(entries)]
+            hook = declaration.on_reshard
+            self.new[name] = lambda: resharded(fqn, hook, [make() for make in makes], rank, size)
+        elif mine or not saved_size == size == len(self.names.catalog.per_rank):
+            why = why_not(entries, mine, size, layout) + self.names.offers.or_skip
+            self.names.report(ProblemKind.PER_RANK, fqn, why)
+            return
+        # Else all ranks gave theirs, and this one had no such state: there is nothing to load.
+        self.names.loaded_tensors.append(fqn)
+
+    def bind_own(self, base: str, entry: Mapping[str, Any], live: Any) -> Make:
+        """Memory for one rank's own state, the live one where it fits; what makes the state."""
+        suffix = f"~rank{entry['rank']}"
+        there = {f"{inside}{suffix}": tensor for inside, tensor in split_tree(live, base, [])[1]}
+        targets: dict[str, torch.Tensor] = {}
+        for fqn in references(entry["value"]):
+            known = self.names.catalog.tensors.get(fqn)
+            if known is None:
+                self.names.report(ProblemKind.VALUE, base, f"refers to {fqn}, which is not there")
+                continue
+            target = there.get(fqn)
+            if (
+                target is None
+                or not likeness(target, self.owned).is_plain
+                or not _has_shape(target, known)
+            ):
+                device = self.owned.local.device
+                target = torch.zeros(known.shape, dtype=known.dtype, device=device)
+            targets[fqn] = target
+            self.holdings.extend(tensor_holdings(fqn, target, Kind.OPTIMIZER, self.ranks))
+        return lambda: join_tree(entry["value"], targets.__getitem__, live)
+
+    def add_tensor(self, name: str, saved: MemberState) -> None:
+        """State of another shape than its parameter: into the live tensor, or a whole one."""
+        entry, live = saved.entry, self.live.get(name)
+        if isinstance(live, torch.Tensor) and _has_shape(live, entry):
+            target = live
+        else:
+            target = zeros_beside(self.owned, entry.shape, entry.dtype)
+        self.fill(name, saved, target)
+
+    def fill(self, name: str, saved: MemberState, target: torch.Tensor) -> None:
+        """Load one tensor into `target`, which is laid out as it says itself."""
+        holdings = tensor_holdings(saved.fqn, target, Kind.OPTIMIZER, self.ranks)
+        self.holdings.extend(holdings)
+        self.new[name] = _constant(target)
+
+    def add_scalar(self, name: str, members: Sequence[MemberState]) -> None:
+        live = self.live.get(name)
+        usable = None  # several members have a scalar each: they are compared before one is used
+        if len(members) == 1 and isinstance(live, torch.Tensor):
+            like = likeness(live, self.owned)
+            if live.ndim == 0 and live.dtype is members[0].entry.dtype:
+                if like.tells_layout:
+                    self.fill(name, members[0], live)
+                    return
+                usable = live if like.is_plain else None
+        device = _scalar_device(name, self.hyper, self.owned)
+        filled: list[tuple[str, torch.Tensor]] = []
+        for _, saved, entry in members:
+            target = torch.zeros((), dtype=entry.dtype, device=device) if usable is None else usable
+            filled.append((saved, target))
+            piece = Piece(saved, (), entry.dtype, _SCALAR, _SCALAR, (self.ranks.rank,))
+            self.holdings.append(
+                Holding(target.detach(), (piece,), Kind.OPTIMIZER, False, self.owned.owners)
+            )
+        suffix = number_suffix(name)
+        if suffix is None:
+            self.new[name] = lambda: _common(filled)
+        else:
+            number = NUMBER_OF_SUFFIX[suffix]
+            self.new[name.removesuffix(suffix)] = lambda: number(_common(filled).item())
+
+    def add_shard(self, name: str, members: Sequence[MemberState]) -> None:
+        live = self.live.get(name)
+        dtype = members[0].entry.dtype
+        # Whether it is per rank is decided by what was saved, not by what is declared now.
+        declaration = self.binder.declarations.get(name)
+        shard: StateDeclaration | None = "shard" if declaration == "shard" else None
+        if isinstance(live, torch.Tensor):
+            like = likeness(live, self.owned)
+            fits = len(members) == 1 and _has_shape(live, members[0].entry)
+            if like is Likeness.OTHER and fits:
+                self.fill(name, members[0], live)  # it keeps its own layout
+                return
+        is_complete = len(members) == len(self.named.names)
+        if (
+            is_complete
+            and isinstance(live, torch.Tensor)
+            and live.dtype is dtype
+            and kind_of(live, self.owned, self.ranks, shard) is StateKind.SHARD
+        ):
+            target = live
+        else:
+            target = zeros_like(self.owned, dtype, local=shard is not None)
+        saved = {member.member.fqn: member.fqn for member in members}
+        self.holdings.extend(
+            holdings_of(self.owned, local_tensor(target), saved.get, kind=Kind.OPTIMIZER)
+        )
+        self.new[name] = _constant(target)
+
+
+def _has_nothing_here(owned: Owned) -> bool:
+    """Whether the parameter lies on other ranks alone, so that this rank's optimizer never sees it.
+
+    A DTensor's optimizer keeps state for an empty shard too.
+    """
+    if owned.local.numel() or owned.template is not None:
+        return False
+    return 0 not in owned.views[0].pieces[0].global_shape
+
+
+def _has_shape(live: torch.Tensor, entry: TensorEntry) -> bool:
+    """Whether `live` has the dtype and shape of a tensor of the checkpoint."""
+    return live.dtype is entry.dtype and tuple(live.shape) == entry.shape
+
+
+def _scalar_device(name: str, hyper: Mapping[str, Any], owned: Owned) -> torch.device:
+    """Where torch.optim keeps scalar state: step counts on the host unless kernels read them."""
+    if name == "step" and not (hyper.get("capturable") or hyper.get("fused")):
+        return torch.device("cpu")
+    return owned.local.device
+
+
+def _common(filled: Sequence[tuple[str, torch.Tensor]]) -> torch.Tensor:
+    """The one scalar that all members of a parameter have."""
+    first_fqn, first = filled[0]
+    for fqn, scalar in filled[1:]:
+        if not torch.equal(scalar, first):
+            raise Mismatch(
+                [
+                    f"{fqn}: is {scalar.item()}, and {first_fqn} is {first.item()}: parameters "
+                    "of one flat parameter share one scalar; load into a model with "
+                    "use_orig_params=True"
+                ]
+            )
+    return first
+
+
+def _constant(value: Any) -> Make:
+    return lambda: value

@@ -87,6 +87,7 @@ def _is_frozen_unsharded(draw: Draw, op: Op, difference: Difference) -> bool:
     shown = difference.where.endswith(place) and difference.ours == "None"
     if draw.strategy == "NO_SHARD" and draw.orig:
         lost |= op.name == "names" or "FSDP assumes" in str(difference.torch)
+        lost |= "as_params=True" in str(difference.torch)
     return draw.face == "flat" and frozen and (lost or shown)
 
 
@@ -122,6 +123,13 @@ def _lacks_state(draw: Draw, op: Op, difference: Difference) -> bool:
     return named and ("is not in the optimizer state" in told or "KeyError: Parameter" in told)
 
 
+def _is_for_one_rank(draw: Draw, op: Op, difference: Difference) -> bool:
+    if op.name == "state":
+        return op.args["rank0"] and difference.what == "keys" and difference.ours == "has []"
+    whole = op.name == "legacy" or (op.name == "optim_state" and op.args["rank0"])
+    return draw.group == "sub" and whole and difference.where == ".gave"
+
+
 def _evaluated(draw: Draw, op: Op, difference: Difference) -> bool:
     """torch goes on using what it gathered for a forward without gradients."""
     before = draw.ops[: next((at for at, one in enumerate(draw.ops) if one is op), 0)]
@@ -129,7 +137,9 @@ def _evaluated(draw: Draw, op: Op, difference: Difference) -> bool:
     if "evaluate" not in names or difference.what != "value":
         return False
     after = names[names.index("evaluate") :]
-    return "write_params" in after or (draw.face == "fully" and "step" in after)
+    return (
+        "write_params" in after or "summon" in after or (draw.face == "fully" and "step" in after)
+    )
 
 
 def _refuses_dtype(draw: Draw, op: Op, difference: Difference) -> bool:
@@ -155,10 +165,19 @@ def _is_of_another_kind(draw: Draw, op: Op, difference: Difference) -> bool:
 
 LISTED: Sequence[Listed] = (
     Listed(
-        None,
-        "state dicts under sub-groups",
-        matches=lambda draw, op, _: draw.group == "sub" and ("state" in op.name or "l" in op.name),
-        ends=True,
+        "sharded dicts of units over part of the ranks",
+        "torch takes ranks of the group for ranks of the world",
+        skips=lambda draw, op: (
+            draw.group == "sub"
+            and (
+                op.args.get("form") in ("SHARDED", "LOCAL")
+                or (op.name == "legacy" and op.args["kind"] in ("sharded", "flatten"))
+            )
+            and op.name != "set_type"
+        ),
+        matches=lambda draw, op, found: (
+            draw.group == "sub" and "does not exist in input process group" in str(found.torch)
+        ),
     ),
     Listed(
         None,
@@ -197,12 +216,7 @@ LISTED: Sequence[Listed] = (
     Listed(
         "`rank0_only` in state dicts",
         "who asks for one dict wants one",
-        matches=lambda draw, op, found: (
-            op.name == "state"
-            and op.args["rank0"]
-            and found.what == "keys"
-            and found.ours == "has []"
-        ),
+        matches=_is_for_one_rank,
     ),
     Listed("LOCAL state dicts", "one form for both kinds of parameters", matches=_is_local),
     Listed(

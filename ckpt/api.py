@@ -34,7 +34,7 @@ from storage import Store, StoreLike, open_store
 
 MIB = 1 << 20
 REMOTE_REQUESTS = 4  # in flight at once per rank
-DIRECT_NBYTES_MIN = 16 * MIB  # smaller files go through the page cache unless asked otherwise
+DIRECT_NBYTES_MIN = 16 * MIB  # smaller files go through the page cache unless `io` says otherwise
 
 Io = Literal["auto", "buffered", "direct"]
 
@@ -62,10 +62,10 @@ def save(
     without torch.distributed on this process alone. Nothing that exists is overwritten.
 
     Replicas of buffers that differ between ranks are warned of, or refused (`replicas="strict"`).
-    `user` are notes to keep with the checkpoint, `metric` is how good it is. With `telemetry=True`
-    how the save went on every rank is kept, too, for `ckpt report`. A store that cannot
-    refuse a second writer is used only with `unsafe_single_writer=True`. `io="buffered"` writes
-    local files through the page cache, `"direct"` around it, and `"auto"` around it from 16 MiB on.
+    `user` are notes to keep with the checkpoint, `metric` is how good it is. With `telemetry=True`,
+    how the save went on every rank is kept for `ckpt report`. A store that cannot refuse a second
+    writer is used only with `unsafe_single_writer=True`. `io="buffered"` writes local files through
+    the page cache, `"direct"` around it, and `"auto"` around it from 16 MiB on.
 
     A request to a store that is away is repeated for up to `retry_seconds_max`; the state of the
     training stands still meanwhile.
@@ -77,21 +77,21 @@ def save(
     Raises the same error on every rank, and the previous checkpoint is still the latest then:
     InvalidState, StoreRefused, Fenced, RankFailed, or the store's error on one rank. Two leave it
     open whether the checkpoint exists: OutcomeUnknown when the commit got no answer, and RankFailed
-    when a rank dies in the last round, which tells all ranks of the commit. Waits first for an
-    `async_save` in flight, and raises its failure if nobody has heard of it.
+    when a rank dies in the last round, which informs all ranks of the commit. Waits first for an
+    `async_save` in flight, and raises its failure if that was not raised before.
     """
     with gc_paused():
-        seat = this_process.seat(process_group)
-        store, session, memory = seat.place(url, storage_options, unsafe_single_writer)
+        context = this_process.of_group(process_group)
+        store, session, memory = context.open_root(url, storage_options, unsafe_single_writer)
         options = SaveOptions(
             one_of("replicas", replicas, ("warn", "strict")),
-            _write_path(io, store, seat.staging),
+            _write_path(io, store, context.staging),
             dict(user or {}),
             metric,
             dedup,
             telemetry,
         )
-        with patience_for(store, seat.world, checked_seconds(retry_seconds_max)):
+        with patience_for(store, context.world, checked_seconds(retry_seconds_max)):
             return save_state(
                 state,
                 session=session,
@@ -146,16 +146,18 @@ def async_save(
     """
     started = time.perf_counter()
     with gc_paused():
-        seat = this_process.seat(process_group)
+        context = this_process.of_group(process_group)
         one_of("snapshot", snapshot, ("step", "now"))
         one_of("when_busy", when_busy, ("wait", "skip", "replace"))
         one_of("replicas", replicas, ("warn", "strict"))
-        place = seat.known_place(url, storage_options, unsafe_single_writer)
-        is_skipped = place is not None and when_busy == "skip" and seat.background.is_busy()
+        root = context.known_root(url, storage_options, unsafe_single_writer)
+        is_skipped = root is not None and when_busy == "skip" and context.background.is_busy()
         if when_busy == "replace":
-            seat.background.replace()
-        store, session, memory = place or seat.place(url, storage_options, unsafe_single_writer)
-        path = _write_path(io, store, seat.staging)
+            context.background.replace()
+        store, session, memory = root or context.open_root(
+            url, storage_options, unsafe_single_writer
+        )
+        path = _write_path(io, store, context.staging)
         task = SaveTask(
             session,
             store,
@@ -166,11 +168,13 @@ def async_save(
         )
         if is_skipped:
             error = SaveDropped(f"the save of step {step} was skipped: another one is in flight")
-            pending = seat.background.refuse(task, error)
+            pending = context.background.refuse(task, error)
         else:
-            seat.background.settle_before(task)
+            context.background.settle_before(task)
             how = StageOptions(snapshot, plain_int(host_bytes_max))
-            pending = seat.background.start(task, lambda: stage(state, task, how, seat.staging))
+            pending = context.background.start(
+                task, lambda: stage(state, task, how, context.staging)
+            )
     pending.call_seconds = time.perf_counter() - started
     return pending
 
@@ -211,20 +215,20 @@ def load(
     UnsupportedFormat with the state unchanged; LoadInterrupted when it is half-loaded.
     """
     with gc_paused():
-        seat = this_process.seat(process_group)
-        seat.background.wait()
-        store = collectively(seat.world, "open", lambda: seat.store(url, storage_options))
+        context = this_process.of_group(process_group)
+        context.background.wait()
+        store = collectively(context.world, "open", lambda: context.store(url, storage_options))
         path = read_path(store)
         if cache is not None:
             kept = collectively(
-                seat.world, "cache", lambda: BlockCache(cache, plain_int(cache_bytes_max))
+                context.world, "cache", lambda: BlockCache(cache, plain_int(cache_bytes_max))
             )
             path = replace(path, cache=kept)
         options = LoadOptions(strict, rename, skip, path)
         report = load_state(
             state,
             store=store,
-            world=seat.world,
+            world=context.world,
             step=plain_int(step),
             attempt=attempt,
             options=options,
@@ -238,9 +242,9 @@ def forget(url: StoreLike, *, storage_options: Mapping[str, Any] | None = None) 
     """Forget what this process remembers of the root at `url`: the next save claims it as a new job
     does, or begins a new root where none is.
 
-    For a process that goes on after its root was removed, restored from a backup or mended, which
-    saves refuse (LogDiverged). Call it on all ranks. Waits for an `async_save` in flight, whose
-    failure is still raised by its `result` or by the next save. Nothing in the store changes.
+    For a process that continues after its root was removed, restored from a backup or mended: saves
+    refuse such a root with LogDiverged. Call it on all ranks. Waits for an `async_save` in flight,
+    whose failure is still raised by its `result` or by the next save. Nothing in the store changes.
     """
     store = open_store(url, **(storage_options or {}))
     try:
@@ -288,11 +292,11 @@ def resumed(
     process_group: dist.ProcessGroup | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> None:
-    """What was loaded from `attempt` was the newest that is whole: the training goes on with it."""
-    store = this_process.seat(process_group).store(url, storage_options)
+    """Note that `attempt` was loaded as the newest whole checkpoint: the training continues it."""
+    store = this_process.of_group(process_group).store(url, storage_options)
     this_process.restored(store, attempt, on_purpose=False)
 
 
 def loaded_by_others(store: Store, attempt: str, *, on_purpose: bool) -> None:
-    """Somebody else's protocol has loaded `attempt` from the root `store` into this process."""
+    """Note that another library's protocol has loaded `attempt` of the root `store` here."""
     this_process.restored(store, attempt, on_purpose=on_purpose)

@@ -88,7 +88,7 @@ class SaveDropped(CheckpointError):
 class RankFailed(CheckpointError):
     """A rank failed or died; raised on every rank with the same text.
 
-    A save that lost a rank in its last round, which tells of the commit, has made its checkpoint.
+    A save that lost a rank in its last round, which announces the commit, has made its checkpoint.
     """
 
     def __init__(self, message: str, *, rank: int, phase: str) -> None:

@@ -24,8 +24,10 @@ from storage import Store, StoreLike, open_store
 from storage.location import is_borrowed_from, url_of
 
 
-class Place(NamedTuple):
-    """Where to save: an open store, the session of its root, what the lead knows of the parts."""
+class OpenRoot(NamedTuple):
+    """Where to save: an open store, the session of its root, and what the coordinator remembers of
+    the parts of the last save.
+    """
 
     store: Store
     session: RankedSession
@@ -33,8 +35,8 @@ class Place(NamedTuple):
 
 
 @dataclass
-class Seat:
-    """This process's place in one process group: its world, and the sessions opened there."""
+class GroupContext:
+    """What this process remembers of one process group: its world, and the roots opened there."""
 
     group: dist.ProcessGroup | None
     everyone: dist.ProcessGroup | None
@@ -48,7 +50,7 @@ class Seat:
     )
 
     def is_of(self, group: dist.ProcessGroup | None) -> bool:
-        """Whether `group` has the ranks of this world, of the processes that it was made among."""
+        """Whether `group` consists of the ranks of this world, in the same job of torch."""
         if group is None or self.everyone is not dist.group.WORLD:
             return False
         return self.world.global_ranks == tuple(dist.get_process_group_ranks(group))
@@ -61,20 +63,15 @@ class Seat:
             known = self.stores[key] = open_store(url, **(storage_options or {}))
         return known
 
-    def place(
+    def open_root(
         self, url: StoreLike, storage_options: Mapping[str, Any] | None, unsafe_single_writer: bool
-    ) -> Place:
-        """Collective: the store at `url`, and its session, claimed now if there is none yet.
+    ) -> OpenRoot:
+        """The store at `url`, and its session, claimed now if there is none yet. Collective.
 
-        Nothing is in flight then; a failure in the background that one rank has not heard of is
-        raised on all.
+        Nothing is in flight when it returns; a failure in the background that was not raised on one
+        rank is raised on all.
         """
-
-        def settled() -> Store:
-            self.background.settle()
-            return self.store(url, storage_options)
-
-        store = collectively(self.world, "open", settled)
+        store = self._settled_store(url, storage_options)
         # Two servers may have buckets of one name; the options tell them apart.
         key = (store.url, _store_key(url, storage_options)[1], unsafe_single_writer)
         if key not in self.sessions:
@@ -82,46 +79,50 @@ class Seat:
                 self.world, store, self.registry, unsafe_single_writer=unsafe_single_writer
             )
             self.sessions[key] = (opened, PartMemory())
-        return self._place(store, *self.sessions[key])
+        return self._opened(store, *self.sessions[key])
 
-    def place_beside(
+    def open_beside(
         self, url: StoreLike, storage_options: Mapping[str, Any] | None, unsafe_single_writer: bool
-    ) -> Place:
-        """Collective: like `place`, for what is no part of a training; nobody is fenced."""
-
-        def settled() -> Store:
-            self.background.settle()
-            return self.store(url, storage_options)
-
-        store = collectively(self.world, "open", settled)
+    ) -> OpenRoot:
+        """Like `open_root`, for what is no part of a training; nobody is fenced. Collective."""
+        store = self._settled_store(url, storage_options)
         opened = open_session(
             self.world, store, Beside(), unsafe_single_writer=unsafe_single_writer
         )
-        return Place(store, opened, PartMemory())
+        return OpenRoot(store, opened, PartMemory())
 
-    def known_place(
+    def known_root(
         self, url: StoreLike, storage_options: Mapping[str, Any] | None, unsafe_single_writer: bool
-    ) -> Place | None:
-        """The place if all ranks have been there, without waiting for any."""
+    ) -> OpenRoot | None:
+        """The root if all ranks have opened it before. Waits for no rank."""
         opened = _store_key(url, storage_options)
         # A caller may make a new object for each call: the session is that of its place.
         is_own = isinstance(url, Store) and not storage_options
         store = self.store(url, None) if is_own else self.stores.get(opened)
         if store is None or (store.url, opened[1], unsafe_single_writer) not in self.sessions:
             return None
-        return self._place(store, *self.sessions[store.url, opened[1], unsafe_single_writer])
+        return self._opened(store, *self.sessions[store.url, opened[1], unsafe_single_writer])
 
     def forget(self, store: Store) -> None:
-        """Nothing is known of this place any more; waits for a save in flight."""
+        """Forget the root in `store`. Waits for a save in flight."""
         self.background.wait()
         self.sessions = {key: known for key, known in self.sessions.items() if key[0] != store.url}
         # An open store remembers which directories are durable; new ones are not.
         self.stores = {key: known for key, known in self.stores.items() if known.url != store.url}
 
-    def _place(self, store: Store, session: RankedSession, memory: PartMemory) -> Place:
+    def _settled_store(self, url: StoreLike, storage_options: Mapping[str, Any] | None) -> Store:
+        """The open store, once no rank has a save in flight. Collective."""
+
+        def settled() -> Store:
+            self.background.settle()
+            return self.store(url, storage_options)
+
+        return collectively(self.world, "open", settled)
+
+    def _opened(self, store: Store, session: RankedSession, memory: PartMemory) -> OpenRoot:
         if session.session is not None:
             session.session.use_store(store)
-        return Place(store, session, memory)
+        return OpenRoot(store, session, memory)
 
 
 def _store_key(url: StoreLike, storage_options: Mapping[str, Any] | None) -> tuple[str, str]:
@@ -135,47 +136,48 @@ def _store_key(url: StoreLike, storage_options: Mapping[str, Any] | None) -> tup
 def world_of(process_group: dist.ProcessGroup | None = None) -> World:
     """The world of a group, of all ranks, or of this process alone; the same one at every call.
 
-    Collective over the group when it is asked for the first time.
+    Collective over the group at its first call.
     """
-    return this_process.seat(process_group).world
+    return this_process.of_group(process_group).world
 
 
 def world_of_members(members: tuple[int, ...]) -> World:
     """The world of some of all ranks, ascending, this one among them; the same one at every call.
 
-    Collective over these ranks when it is asked for the first time.
+    Collective over these ranks at its first call.
     """
     if len(members) == 1:
         return new_world_of_members(members)
-    return this_process.seat_among(members).world
+    return this_process.of_members(members).world
 
 
-def place_of(
+def open_root(
     url: StoreLike,
     *,
     process_group: dist.ProcessGroup | None = None,
     storage_options: Mapping[str, Any] | None = None,
     unsafe_single_writer: bool = False,
-) -> Place:
-    """Where saves of this process to a url go, claimed now if it was not yet. Collective.
+) -> OpenRoot:
+    """The root at `url` as saves of this process use it, claimed now if it was not yet. Collective.
 
     Raises like `save`.
     """
-    return this_process.seat(process_group).place(url, storage_options, unsafe_single_writer)
+    context = this_process.of_group(process_group)
+    return context.open_root(url, storage_options, unsafe_single_writer)
 
 
-def place_beside(
+def open_beside(
     url: StoreLike,
     *,
     process_group: dist.ProcessGroup | None = None,
     storage_options: Mapping[str, Any] | None = None,
     unsafe_single_writer: bool = False,
-) -> Place:
-    """Where checkpoints go that are no part of a training, such as imports. A training that holds
-    the root is not fenced. Collective; raises like `save`.
+) -> OpenRoot:
+    """The root at `url` for checkpoints that are no part of a training, such as imports. A training
+    that holds the root is not fenced. Collective; raises like `save`.
     """
-    seat = this_process.seat(process_group)
-    return seat.place_beside(url, storage_options, unsafe_single_writer)
+    context = this_process.of_group(process_group)
+    return context.open_beside(url, storage_options, unsafe_single_writer)
 
 
 def claimed(
@@ -184,8 +186,8 @@ def claimed(
     storage_options: Mapping[str, Any] | None = None,
     unsafe_single_writer: bool = False,
 ) -> Session:
-    """The session of a url, claimed now if this process has none: for this process alone, where
-    somebody else's protocol tells the other ranks. Raises like `save`.
+    """The session of a url, claimed now if this process has none. For this process alone, where
+    another library's protocol informs the other ranks. Raises like `save`.
     """
     store = open_store(url, **(storage_options or {}))
     return this_process.claim(store, unsafe_single_writer=unsafe_single_writer)
@@ -198,9 +200,9 @@ def store_of(
     storage_options: Mapping[str, Any] | None = None,
 ) -> Store:
     """The open store of a url, which all saves and loads of this process use. Collective."""
-    seat = this_process.seat(process_group)
-    seat.background.wait()
-    return collectively(seat.world, "open", lambda: seat.store(url, storage_options))
+    context = this_process.of_group(process_group)
+    context.background.wait()
+    return collectively(context.world, "open", lambda: context.store(url, storage_options))
 
 
 def session_of(
@@ -210,24 +212,24 @@ def session_of(
     storage_options: Mapping[str, Any] | None = None,
     unsafe_single_writer: bool = False,
 ) -> Session | None:
-    """The session of a url on the lead, once it was saved to; else None. Asks nobody."""
-    seat = this_process.seat(process_group)
-    place = seat.known_place(url, storage_options, unsafe_single_writer)
-    return None if place is None else place.session.session
+    """The session of a url on the coordinator, once it was saved to; else None. Not collective."""
+    context = this_process.of_group(process_group)
+    root = context.known_root(url, storage_options, unsafe_single_writer)
+    return None if root is None else root.session.session
 
 
 class ProcessMemory:
-    """What lives as long as this process: it claims a root once, and keeps the world of a group."""
+    """What lives as long as this process: roots are claimed once, and a group has one world."""
 
     def __init__(self) -> None:
         self._registry = SessionRegistry()
-        self._seats: list[Seat] = []
+        self._contexts: list[GroupContext] = []
         self._lock = threading.Lock()
         self._inherited: object = None
 
     def forked(self) -> None:
-        """In a forked child: it remembers nothing, for sessions, worlds and saves under way are its
-        parent's. Locks are new: a thread that is not here may have held them.
+        """Called in a forked child, which starts with nothing: sessions, worlds and saves under way
+        are its parent's. Locks are new, because threads that do not exist here may hold the old.
         """
         self.__init__()  # type: ignore[misc]
         if dist.is_available() and dist.is_initialized():
@@ -242,15 +244,15 @@ class ProcessMemory:
         self._registry.restored(store, Restored(attempt, on_purpose))
 
     def forget(self, store: Store) -> None:
-        """The next save to this place claims it."""
+        """Forget the root in `store`: the next save claims it."""
         with self._lock:
-            seats = list(self._seats)
-        for seat in seats:
-            seat.forget(store)
+            contexts = list(self._contexts)
+        for context in contexts:
+            context.forget(store)
         self._registry.forget(store)
 
-    def seat(self, group: dist.ProcessGroup | None) -> Seat:
-        """The place in `group`, made at its first use; that is collective over the group."""
+    def of_group(self, group: dist.ProcessGroup | None) -> GroupContext:
+        """The context of `group`, created at its first use; that is collective over the group."""
         if dist.is_available() and dist.is_initialized():
             if self._inherited is not None and dist.group.WORLD is self._inherited:
                 raise Forked(
@@ -260,31 +262,32 @@ class ProcessMemory:
                 )
             group = dist.group.WORLD if group is None else group
         with self._lock:
-            for seat in self._seats:
-                if seat.group is group and (group is not None or seat.everyone is None):
-                    return seat
-            for seat in self._seats:  # of the same ranks, made before anybody named their group
-                if seat.group is None and seat.is_of(group):
-                    seat.group = group
-                    return seat
-            return self._new_seat(group, current_world(group))
+            for context in self._contexts:
+                if context.group is group and (group is not None or context.everyone is None):
+                    return context
+            # Of the same ranks, created by `of_members` before there was a group of them.
+            for context in self._contexts:
+                if context.group is None and context.is_of(group):
+                    context.group = group
+                    return context
+            return self._new_context(group, current_world(group))
 
-    def seat_among(self, members: tuple[int, ...]) -> Seat:
-        """The place among `members` of all ranks, that of a group of just these if there is one."""
+    def of_members(self, members: tuple[int, ...]) -> GroupContext:
+        """The context of `members`; that of a group of exactly these ranks if there is one."""
         everyone = dist.group.WORLD
         if members == tuple(dist.get_process_group_ranks(everyone)):
-            return self.seat(everyone)
+            return self.of_group(everyone)
         with self._lock:
-            for seat in self._seats:
-                if seat.everyone is everyone and seat.world.global_ranks == members:
-                    return seat
-            return self._new_seat(None, new_world_of_members(members))
+            for context in self._contexts:
+                if context.everyone is everyone and context.world.global_ranks == members:
+                    return context
+            return self._new_context(None, new_world_of_members(members))
 
-    def _new_seat(self, group: dist.ProcessGroup | None, world: World) -> Seat:
+    def _new_context(self, group: dist.ProcessGroup | None, world: World) -> GroupContext:
         everyone = dist.group.WORLD if group is not None or world.size > 1 else None
-        seat = Seat(group, everyone, world, self._registry, Background(world))
-        self._seats.append(seat)
-        return seat
+        context = GroupContext(group, everyone, world, self._registry, Background(world))
+        self._contexts.append(context)
+        return context
 
 
 this_process = ProcessMemory()

@@ -33,8 +33,8 @@ class RanksFailed(AssertionError):
     """
 
     def __init__(self, errors: Mapping[int, BaseException], results: Mapping[int, Any]) -> None:
-        told = [f"rank {r}: {type(e).__name__}: {e}" for r, e in sorted(errors.items())]
-        super().__init__("ranks failed:\n  " + "\n  ".join(told))
+        lines = [f"rank {r}: {type(e).__name__}: {e}" for r, e in sorted(errors.items())]
+        super().__init__("ranks failed:\n  " + "\n  ".join(lines))
         self.errors = dict(errors)
         self.results = dict(results)
 
@@ -111,12 +111,12 @@ class _Hub:
         with self._changed:
             return name in self._flags
 
-    def look(self, rank: int, phase: str) -> None:
+    def check_others(self, rank: int, phase: str) -> None:
         """Raise when another rank is known to be gone."""
         with self._changed:
             others = [other for other in range(self.size) if other != rank and other in self._gone]
             if others and self._broken is None:
-                self._look(others, phase, math.inf)
+                self._check_gone(others, phase, math.inf)
             if self._broken is not None:
                 raise _copied(self._broken)
 
@@ -131,7 +131,7 @@ class _Hub:
             return self._duplicates[number]
 
     def call(self, rank: int, round_number: int, call: _Call) -> None:
-        """Put down what `rank` brings to a round."""
+        """Note what `rank` contributes to a round."""
         with self._changed:
             if self._kill.get(rank) == round_number:
                 self.leave(rank, "has died")
@@ -146,7 +146,7 @@ class _Hub:
             self._changed.notify_all()
 
     def wait(self, round_number: int, call: _Call, ranks: Sequence[int]) -> dict[int, Any]:
-        """What `ranks` brought to a round, once all did."""
+        """What `ranks` contributed to a round, once all did."""
         until = time.monotonic() + self._deadline_seconds
         with self._changed:
             calls = self._rounds[round_number - 1]
@@ -155,12 +155,12 @@ class _Hub:
                 if not missing:
                     return {rank: calls[rank].payload for rank in ranks}
                 if self._broken is None:
-                    self._look(missing, call.name, until)
+                    self._check_gone(missing, call.name, until)
                 if self._broken is not None:
                     raise _copied(self._broken)
                 self._changed.wait(max(0.0, until - time.monotonic()))
 
-    def _look(self, missing: Sequence[int], name: str, until: float) -> None:
+    def _check_gone(self, missing: Sequence[int], name: str, until: float) -> None:
         gone = [rank for rank in missing if rank in self._gone]
         if gone:
             self._break(f"rank {gone[0]} {self._gone[gone[0]]} in phase {name!r}", gone[0], name)
@@ -204,8 +204,8 @@ class ThreadWorld(World):
         return self._hub.failure
 
     def gather(self, name: str, payload: bytes) -> list[bytes]:
-        got = self._round("gather", name, bytes(payload), range(self.size))
-        return [got[rank] for rank in range(self.size)]
+        payloads = self._round("gather", name, bytes(payload), range(self.size))
+        return [payloads[rank] for rank in range(self.size)]
 
     def gather_to_coordinator(self, name: str, payload: bytes) -> list[bytes] | None:
         waits_for = range(self.size) if self.rank == 0 else (self.rank,)
@@ -214,7 +214,9 @@ class ThreadWorld(World):
 
     def broadcast(self, name: str, payload: bytes | None) -> bytes:
         if (payload is None) == (self.rank == 0):
-            raise ValueError(f"share {name!r}: the lead gives a payload and nobody else")
+            raise ValueError(
+                f"broadcast {name!r}: the coordinator passes a payload and no other rank"
+            )
         mine = None if payload is None else bytes(payload)
         shared: bytes = self._round("broadcast", name, mine, (0,))[0]
         return shared
@@ -244,8 +246,8 @@ class ThreadWorld(World):
     def flag_is_up(self, name: str) -> bool:
         return self._hub.flag_is_up(name)
 
-    def look(self, phase: str) -> None:
-        self._hub.look(self.rank, phase)
+    def check_neighbour(self, phase: str) -> None:
+        self._hub.check_others(self.rank, phase)
 
     def duplicate(self) -> World:
         self._duplicates += 1

@@ -70,7 +70,7 @@ def patience_for(store: Store, world: World, seconds: float) -> Iterator[None]:
     if patience is None:
         yield
         return
-    patience.set(seconds, world.tell_storage_wait)
+    patience.set(seconds, world.report_storage_wait)
     try:
         yield
     finally:

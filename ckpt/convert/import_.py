@@ -49,7 +49,7 @@ from ckpt.layout.dtypes import DTYPES
 from ckpt.layout.memory import aligned_buffer, tensor_over
 from ckpt.layout.region import Region, Span
 from ckpt.loading.checkpoint import open_checkpoint
-from ckpt.process import place_beside, world_of
+from ckpt.process import open_beside, world_of
 from ckpt.saving.publish import publish
 from ckpt.saving.report import SaveOptions
 from ckpt.saving.task import Attempt, SaveTask
@@ -127,7 +127,7 @@ def import_checkpoint(
     try:
         chosen = collectively(world, "names", lambda: _chosen(opened, rename, skip))
         # Only now is anything made at the root.
-        place = place_beside(
+        root = open_beside(
             url,
             process_group=process_group,
             storage_options=storage_options,
@@ -135,8 +135,8 @@ def import_checkpoint(
         )
         notes = {"imported_from": f"{opened.format} {opened.url}", **(user or {})}
         how = SaveOptions(user=notes, in_line=False)
-        task = SaveTask(place.session, place.store, place.memory, plain_int(step), how)
-        writing = _Importing(opened, chosen, place.store, threads, progress)
+        task = SaveTask(root.session, root.store, root.memory, plain_int(step), how)
+        writing = _Importing(opened, chosen, root.store, threads, progress)
         return _imported(writing, task, verify=verify)
     finally:
         opened.close()

@@ -282,7 +282,7 @@ class StepAgreement:
                 self._hold_round(self._number)
                 self._number += 1
             elif self._clock() - self._checked_seconds >= CHECK_SECONDS:
-                self._world.look("training")
+                self._world.check_neighbour("training")
                 self._checked_seconds = self._clock()
             with contextlib.suppress(RuntimeError):  # the pool takes no tasks: the interpreter ends
                 self._pool.submit(self._watch)

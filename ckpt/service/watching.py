@@ -106,7 +106,7 @@ class Watcher:
         """Fail when the process of a silent rank is gone; ranks of the same machine see that."""
         try:
             for rank in silent:
-                self._world.look_at(rank, self._phase)
+                self._world.check_rank(rank, self._phase)
         except RankFailed as failure:
             self._fail(failure)
 

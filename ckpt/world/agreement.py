@@ -29,7 +29,7 @@ _SHARED_CLASSES: dict[str, Callable[[Any], CheckpointError]] = {
 
 
 def encode_error(error: BaseException | None) -> bytes:
-    """An error as other ranks need it; no bytes at all when there is none."""
+    """An error as other ranks need it; no bytes when there is none."""
     if error is None:
         return b""
     body: dict[str, Any] = {"class": type(error).__name__, "message": str(error)}
@@ -58,8 +58,8 @@ def agreed_error(phase: str, answers: Sequence[bytes]) -> CheckpointError | None
     if cls is None:
         return _rank_failed(phase, failed)
     if "problems" in next(iter(failed.values())):
-        told = [(problem, rank) for rank, body in failed.items() for problem in body["problems"]]
-        problems = _by_text(told, len(answers))
+        pairs = [(problem, rank) for rank, body in failed.items() for problem in body["problems"]]
+        problems = _by_text(pairs, len(answers))
         where = next((body["where"] for body in failed.values() if body.get("where")), "")
         return errors.Mismatch(problems, where) if cls is errors.Mismatch else cls(problems)
     return cls("; ".join(_by_text([(b["message"], r) for r, b in failed.items()], len(answers))))
@@ -69,22 +69,22 @@ def _rank_failed(phase: str, failed: dict[int, Any], shown_max: int = 8) -> Rank
     first_rank, first = next(iter(failed.items()))
     if "failed" in first and all(body.get("failed") == first["failed"] for body in failed.values()):
         return RankFailed(first["message"], rank=first["failed"][0], phase=first["failed"][1])
-    told = [
+    texts = [
         f"rank {rank} failed in phase {phase!r}: {body['class']}: {body['message']}"
         for rank, body in list(failed.items())[:shown_max]
     ]
     if len(failed) > shown_max:
-        told.append(f"and {len(failed) - shown_max} more ranks")
-    return RankFailed("; ".join(told), rank=first_rank, phase=phase)
+        texts.append(f"and {len(failed) - shown_max} more ranks")
+    return RankFailed("; ".join(texts), rank=first_rank, phase=phase)
 
 
-def _by_text(told: Sequence[tuple[str, int]], size: int) -> list[str]:
+def _by_text(pairs: Sequence[tuple[str, int]], size: int) -> list[str]:
     """Each text once, with the ranks that have it, in order of the first."""
     ranks: dict[str, list[int]] = {}
-    for text, rank in told:
+    for text, rank in pairs:
         if rank not in ranks.setdefault(text, []):
             ranks[text].append(rank)
-    return [text if len(at) == size else f"{ranks_text(at)}: {text}" for text, at in ranks.items()]
+    return [text if len(on) == size else f"{ranks_text(on)}: {text}" for text, on in ranks.items()]
 
 
 def ranks_text(ranks: Sequence[int], shown_max: int = 8) -> str:

@@ -1,12 +1,12 @@
-"""Which ranks are silent, or do not get on: noticed while the training waits for them.
+"""Which ranks are silent, or make no progress: noticed while the training waits for them.
 
-Every rank posts how it is, and reads one sheet; the rank that keeps the sheet reads all posts by
-one request. So it costs a rank two requests in `PERIOD_SECONDS`, and the keeper two more. Rank 0
-keeps the sheet. Where nothing new is on it for `SILENT_SECONDS`, its keeper is silent, everybody
-knows that by itself, and the next rank that is awake takes over.
+Every rank posts its status, and reads one sheet; the rank that keeps the sheet reads all posts in
+one request. This costs a rank two requests in `PERIOD_SECONDS`, and the keeper two more. Rank 0
+keeps the sheet. When nothing new is on it for `SILENT_SECONDS`, its keeper is silent: every rank
+sees that by itself, and the next rank that is awake takes over.
 
-Note "own absence": whoever was stopped itself must not take that for the silence of all others; a
-look after a long pause only begins to count anew.
+Note "own absence": a rank that was stopped must not take its own pause for the silence of all
+others, so the first check after a long pause only begins to count anew.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Literal, NamedTuple, Protocol
 logger = logging.getLogger(__name__)
 
 PERIOD_SECONDS = 1.5
-SILENT_SECONDS = 7.0  # with three periods for the news to travel, less than 15 s in all
+SILENT_SECONDS = 7.0  # with three periods until all ranks see it, less than 15 s in all
 BEHIND_SECONDS = 15.0  # without a call of `step`, while others made one
 BEHIND_STEPS = 5.0  # the same, in steps of the others
 TAKEOVER_SECONDS = 0.25  # between ranks that would take over the sheet
@@ -33,9 +33,9 @@ Kind = Literal["silent", "behind"]
 
 
 class Status(NamedTuple):
-    """How one rank is: `step` and `phase` are for people, `calls` counts its calls of `step`.
+    """The state of one rank: `step` and `phase` are for people, `calls` counts its calls of `step`.
 
-    `idle_seconds` passed since the last of them; `step_seconds` is what one takes usually.
+    `idle_seconds` passed since the last of them; `step_seconds` is how long one usually takes.
     """
 
     host: str
@@ -47,7 +47,9 @@ class Status(NamedTuple):
 
 
 class Concern(NamedTuple):
-    """One rank that is silent, or behind, for `seconds`; `step` and `phase` as it told last."""
+    """One rank that is silent, or behind, for `seconds`; `step` and `phase` as it last
+    reported.
+    """
 
     rank: int
     kind: Kind
@@ -68,10 +70,10 @@ class Board(Protocol):
     """Small values by key that all ranks see. Calls may take long, or never return."""
 
     def post(self, key: str, value: bytes) -> None:
-        """Put it there, in place of what was."""
+        """Set the value of a key."""
 
     def read(self, keys: Sequence[str]) -> list[bytes | None]:
-        """What is there, None for nothing; one request where all of it is there."""
+        """The values, None where there is none; one request when all keys exist."""
 
 
 class _Sheet(NamedTuple):
@@ -92,8 +94,8 @@ class _Sheet(NamedTuple):
 def behind(statuses: dict[int, Status]) -> list[int]:
     """Ranks without a call of `step` for far longer than the others, who have made more of them.
 
-    A training whose ranks wait for each other has all others one call ahead at most: so what counts
-    is the time, against what a step takes the others.
+    Ranks that wait for each other are at most one call ahead, so the number of calls shows little:
+    what counts is the time, compared with what a step takes the others.
     """
     if len(statuses) < 2:
         return []
@@ -104,8 +106,8 @@ def behind(statuses: dict[int, Status]) -> list[int]:
 
 
 class Ledger:
-    """What one rank knows of the others. `exchange` is called by one thread and `judge` by another,
-    so that a board that does not answer is noticed.
+    """What one rank knows of the others. One thread calls `update` and another `concerns`, so that
+    a board that does not answer is noticed.
     """
 
     def __init__(
@@ -125,28 +127,28 @@ class Ledger:
         self._count = 0
         self._raw = b""
         self._sheet: _Sheet | None = None
-        self._changed = self._looked = self._judged = self._asked = clock()
-        self._is_asking = False
-        self._heard: dict[int, tuple[bytes, float]] = {}
+        self._changed = self._updated = self._judged = self._requested = clock()
+        self._is_requesting = False
+        self._posts: dict[int, tuple[bytes, float]] = {}  # the newest of each rank, and since when
         self._known: dict[int, Status] = {}
 
     # with the board
 
-    def exchange(self) -> None:
-        """Post how this rank is, read the sheet, and write it where that is for this rank."""
+    def update(self) -> None:
+        """Post the status of this rank, read the sheet, and write it if this rank keeps it."""
         with self._lock:
-            self._asked, self._is_asking = self._clock(), True
+            self._requested, self._is_requesting = self._clock(), True
         self._count += 1
         mine = self._status()
-        self._board.post(f"at/{self._rank}", json.dumps([self._count, *mine]).encode())
+        self._board.post(f"status/{self._rank}", json.dumps([self._count, *mine]).encode())
         (raw,) = self._board.read(["sheet"])
         now = self._clock()
         with self._lock:
-            self._is_asking = False
-            if now - self._looked > 3 * PERIOD_SECONDS:
-                self._heard.clear()  # see note "own absence"
+            self._is_requesting = False
+            if now - self._updated > 3 * PERIOD_SECONDS:
+                self._posts.clear()  # see note "own absence"
                 self._changed = now
-            self._looked = now
+            self._updated = now
             if raw is not None and raw != self._raw:
                 self._raw, self._changed = raw, now
                 self._sheet = _Sheet.decode(raw)
@@ -155,8 +157,8 @@ class Ledger:
             self._keep(mine)
 
     def leave(self) -> None:
-        """This rank is no more to be watched."""
-        self._board.post(f"at/{self._rank}", LEFT)
+        """Ask the others to watch this rank no more."""
+        self._board.post(f"status/{self._rank}", LEFT)
 
     def _keeps(self, now: float) -> bool:
         if self._rank == 0:
@@ -169,23 +171,23 @@ class Ledger:
 
     def _keep(self, mine: Status) -> None:
         others = [rank for rank in range(self._size) if rank != self._rank]
-        posts = self._board.read([f"at/{rank}" for rank in others])
+        posts = self._board.read([f"status/{rank}" for rank in others])
         now = self._clock()
         before = self._sheet
         if before is not None and before.keeper != self._rank and before.keeper < self._rank:
             raw = posts[others.index(before.keeper)]
             if raw is not None:  # it is silent already: that is why this rank keeps the sheet
-                self._heard[before.keeper] = (raw, self._changed)
+                self._posts[before.keeper] = (raw, self._changed)
         awake, silent = {self._rank: mine}, []
         for rank, raw in zip(others, posts, strict=True):
             if raw is None or raw == LEFT:
-                self._heard.pop(rank, None)
+                self._posts.pop(rank, None)
                 continue
-            if rank not in self._heard or self._heard[rank][0] != raw:
-                self._heard[rank] = (raw, now)
+            if rank not in self._posts or self._posts[rank][0] != raw:
+                self._posts[rank] = (raw, now)
                 self._known[rank] = Status(*json.loads(raw)[1:])
             status = self._known.setdefault(rank, Status(*json.loads(raw)[1:]))
-            quiet = now - self._heard[rank][1]
+            quiet = now - self._posts[rank][1]
             if quiet > SILENT_SECONDS:
                 silent.append(_concern(rank, "silent", status, quiet))
             else:
@@ -199,24 +201,26 @@ class Ledger:
 
     # without the board
 
-    def judge(self) -> list[Concern]:
-        """Who is silent or behind now, as far as this rank knows. Never waits for the board."""
+    def concerns(self) -> list[Concern]:
+        """Which ranks are silent or behind now, as far as this rank knows. Never waits for the
+        board.
+        """
         with self._lock:
             now = self._clock()
             if now - self._judged > 3 * PERIOD_SECONDS:
-                self._changed = self._asked = now  # see note "own absence"
+                self._changed = self._requested = now  # see note "own absence"
             self._judged = now
             if self._sheet is None:
                 return []
-            found = {c.rank: c for c in self._sheet.concerns if c.rank != self._rank}
+            concerns = {c.rank: c for c in self._sheet.concerns if c.rank != self._rank}
             quiet = now - self._changed
-            if self._is_asking and now - self._asked > SILENT_SECONDS:
-                quiet = max(quiet, now - self._asked)
+            if self._is_requesting and now - self._requested > SILENT_SECONDS:
+                quiet = max(quiet, now - self._requested)
             keeper = self._sheet.keeper
-            # A keeper that cannot be heard may host the store too: then nobody else can be either.
+            # A silent keeper may host the store too: then no other rank could report it.
             if keeper != self._rank and quiet > SILENT_SECONDS:
-                found[keeper] = _concern(keeper, "silent", self._sheet.status, quiet)
-            return list(found.values())
+                concerns[keeper] = _concern(keeper, "silent", self._sheet.status, quiet)
+            return list(concerns.values())
 
 
 def _concern(rank: int, kind: Kind, status: Status, seconds: float) -> Concern:
@@ -224,7 +228,7 @@ def _concern(rank: int, kind: Kind, status: Status, seconds: float) -> Concern:
 
 
 class Attendance:
-    """A ledger kept by two threads, and `tell(appeared, gone)` at every change of what it says.
+    """A ledger kept up to date by two threads; `report(appeared, gone)` is called at every change.
 
     `lost` is called once with a rank that was silent for more than `silence_seconds_max`.
     """
@@ -232,13 +236,13 @@ class Attendance:
     def __init__(
         self,
         ledger: Ledger,
-        tell: Callable[[Sequence[Concern], Sequence[Concern]], None],
+        report: Callable[[Sequence[Concern], Sequence[Concern]], None],
         *,
         silence_seconds_max: float | None = None,
         lost: Callable[[Concern], None] | None = None,
     ) -> None:
         self._ledger = ledger
-        self._tell = tell
+        self._report = report
         self._silence_seconds_max = silence_seconds_max
         self._lost = lost
         self._stopped = threading.Event()
@@ -246,24 +250,25 @@ class Attendance:
         # Daemons: a request to a store whose host is stopped may never return.
         self._threads = [
             threading.Thread(target=self._repeat, args=(act, name), name=name, daemon=True)
-            for act, name in ((ledger.exchange, "ckpt-attend"), (self.look, "ckpt-attend-look"))
+            for act, name in ((ledger.update, "ckpt-attend"), (self.check, "ckpt-attend-check"))
         ]
         for thread in self._threads:
             thread.start()
-        # As for the heartbeat: a daemon that comes back late aborts the interpreter's end.
+        # As for the heartbeat: a daemon that returns from the store while the interpreter is taken
+        # down would abort the process.
         atexit.register(self._end)
 
-    def look(self) -> None:
-        """Tell what has changed since the last look."""
+    def check(self) -> None:
+        """Report what has changed since the last check."""
         now = time.monotonic()
-        found = {(one.rank, one.kind): one for one in self._ledger.judge()}
-        new = [one for key, one in found.items() if key not in self._concerns]
-        gone = [one for key, (one, _) in self._concerns.items() if key not in found]
+        current = {(one.rank, one.kind): one for one in self._ledger.concerns()}
+        new = [one for key, one in current.items() if key not in self._concerns]
+        gone = [one for key, (one, _) in self._concerns.items() if key not in current]
         self._concerns = {
-            key: self._concerns.get(key, (one, now - one.seconds)) for key, one in found.items()
+            key: self._concerns.get(key, (one, now - one.seconds)) for key, one in current.items()
         }
         if new or gone:
-            self._tell(new, gone)
+            self._report(new, gone)
         if self._silence_seconds_max is None or self._lost is None:
             return
         for one, since in self._concerns.values():
@@ -273,7 +278,7 @@ class Attendance:
                 return
 
     def stop(self) -> None:
-        """No more of it; this rank leaves, and is not missed."""
+        """Stop both threads; this rank leaves, and is not missed."""
         if not self._stopped.is_set():
             self._end()
             atexit.unregister(self._end)

@@ -1,4 +1,4 @@
-"""Ranks that talk to each other: the interface, the world of one rank, and agreed calls."""
+"""Ranks that talk to each other: the interface, the world of one rank, and collective calls."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _Result = TypeVar("_Result")
 
 
 class World(ABC):
-    """The ranks that save or load together. Rank 0 is the lead.
+    """The ranks that save or load together. Rank 0 is the coordinator.
 
     `global_ranks` are torch.distributed's own numbers of the ranks, in rank order.
     """
@@ -35,11 +35,11 @@ class World(ABC):
 
     @abstractmethod
     def gather_to_coordinator(self, name: str, payload: bytes) -> list[bytes] | None:
-        """Every rank's payload on the lead, in rank order; None elsewhere, without waiting."""
+        """Every rank's payload on the coordinator, in rank order; None elsewhere, at once."""
 
     @abstractmethod
     def broadcast(self, name: str, payload: bytes | None) -> bytes:
-        """The lead's payload on every rank; the others give None."""
+        """The coordinator's payload on every rank; the others pass None."""
 
     @abstractmethod
     def agree(self, phase: str, error: BaseException | None) -> None:
@@ -71,14 +71,14 @@ class World(ABC):
         joined = [memoryview(b"".join(parts)) for parts in send]
         received = [memoryview(bytearray(sum(p.nbytes for p in parts))) for parts in recv]
         self.all_to_all(name, joined, received)
-        for parts, got in zip(recv, received, strict=True):
+        for parts, rest in zip(recv, received, strict=True):
             for part in parts:
-                part[:] = got[: part.nbytes]
-                got = got[part.nbytes :]
+                part[:] = rest[: part.nbytes]
+                rest = rest[part.nbytes :]
 
     @abstractmethod
     def raise_flag(self, name: str) -> None:
-        """Tell all ranks one bit: `flag_is_up(name)` is soon true on each of them, and stays so.
+        """Set one bit for all ranks: `flag_is_up(name)` is soon true on each of them, and stays so.
 
         Not a round: any rank may do it at any time, more than once.
         """
@@ -88,11 +88,11 @@ class World(ABC):
         """Whether any rank raised that flag. Not a round; one request, without waiting."""
 
     @abstractmethod
-    def look(self, phase: str) -> None:
+    def check_neighbour(self, phase: str) -> None:
         """Raise RankFailed when a rank is known to be gone. Not a round, and without waiting.
 
-        Each rank looks at one other only and tells all what it finds, so that looking often costs
-        little in worlds of any size; a death is heard of when all ranks look.
+        Each rank checks only one other and reports a death to all, so that frequent checks cost
+        little in worlds of any size; every death is noticed as long as all ranks check.
         """
 
     @abstractmethod
@@ -102,34 +102,34 @@ class World(ABC):
         """
 
     def board(self) -> Board | None:
-        """Where ranks tell how they are; None where there is nothing to tell. Not a round."""
+        """Where ranks post their status; None in a world without one. Not a round."""
         return None
 
-    def look_at(self, rank: int, phase: str) -> None:
-        """Raise RankFailed, on all ranks that look, when `rank` is known to be gone. Not a round.
+    def check_rank(self, rank: int, phase: str) -> None:
+        """Raise RankFailed, on all ranks that check, when `rank` is known to be gone. Not a round.
 
-        By default there is no more to know than `look` finds.
+        By default it finds nothing: `check_neighbour` is all that such a world has.
         """
         return
 
-    def tell_storage_wait(self, waits: bool) -> None:
-        """Whether this rank waits for its storage: rounds are patient meanwhile.
+    def report_storage_wait(self, waits: bool) -> None:
+        """Report whether this rank waits for its storage: rounds have a longer deadline meanwhile.
 
-        Not a round; by any thread, never raises. By default rounds are as patient as ever.
+        Not a round; by any thread, never raises. By default deadlines stay as they are.
         """
         return
 
     def end(self, failure: RankFailed) -> None:
-        """Have rounds of this world raise `failure`, on all ranks. Not a round; by any thread.
+        """Make rounds of this world raise `failure`, on all ranks. Not a round; by any thread.
 
-        By default only those that this process waits in end.
+        By default it ends only rounds that this process waits in.
         """
         self.abandon()
 
     def abandon(self) -> None:
-        """Have a round that another thread of this process waits in end soon, with an error.
+        """End a round that another thread of this process waits in, soon and with an error.
 
-        By default it is left to the deadline of the round.
+        By default the round ends at its deadline.
         """
         return
 
@@ -168,7 +168,7 @@ class SoloWorld(World):
         return [payload]
 
     def broadcast(self, name: str, payload: bytes | None) -> bytes:
-        assert payload is not None, f"round {name!r}: the lead must give a payload"
+        assert payload is not None, f"round {name!r}: the coordinator must pass a payload"
         return payload
 
     def agree(self, phase: str, error: BaseException | None) -> None:
@@ -184,7 +184,7 @@ class SoloWorld(World):
     def flag_is_up(self, name: str) -> bool:
         return name in self._flags
 
-    def look(self, phase: str) -> None:
+    def check_neighbour(self, phase: str) -> None:
         pass
 
     def duplicate(self) -> World:

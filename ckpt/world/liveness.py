@@ -20,9 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ProcessIdentity:
-    """Enough to tell whether a process of this machine still runs, even when its pid was given
-    anew.
-    """
+    """Enough to see whether a process of this machine still runs, even when its pid was reused."""
 
     machine: str
     pid: int
@@ -63,8 +61,9 @@ def _start_of(pid: int) -> str | None:
 
 
 class Heartbeat:
-    """Tells the others that this process lives, from a daemon thread. A failure to do so is kept
-    and raised at the next round."""
+    """Shows the others that this process lives, from a daemon thread. A failure to do so is kept
+    and raised by the next round.
+    """
 
     def __init__(self, store: Store, rank: int, seconds: float) -> None:
         process = ProcessIdentity.this()
@@ -94,7 +93,7 @@ class Heartbeat:
             ) from error
 
     def stop(self) -> None:
-        """Say goodbye, so that nobody waits for this rank."""
+        """Note that this rank leaves, so that no other waits for it."""
         if not self._stopped.is_set():
             self._end()
             atexit.unregister(self._end)
@@ -123,8 +122,8 @@ class Watch:
         self._store = store
         self._silence_seconds_max = silence_seconds_max
         self._processes: dict[int, ProcessIdentity] = {}
-        self._heard: dict[int, tuple[bytes, float]] = {}
-        self._looked = 0.0
+        self._last_beats: dict[int, tuple[bytes, float]] = {}
+        self._checked = 0.0
 
     def gone(self, rank: int) -> str:
         """Why `rank` will never answer ("has died"), or "" when it may."""
@@ -140,12 +139,12 @@ class Watch:
 
     def _silent(self, rank: int, beat: bytes) -> str:
         now = time.monotonic()
-        if now - self._looked > self._silence_seconds_max / 2:
-            self._heard.clear()  # we ourselves were away or not looking: start counting anew
-        self._looked = now
-        known = self._heard.get(rank)
+        if now - self._checked > self._silence_seconds_max / 2:
+            self._last_beats.clear()  # this rank was stopped, or did not check: count anew
+        self._checked = now
+        known = self._last_beats.get(rank)
         if known is None or known[0] != beat:
-            self._heard[rank] = (beat, now)
+            self._last_beats[rank] = (beat, now)
             return ""
         silence = now - known[1]
         if silence <= self._silence_seconds_max:

@@ -1,4 +1,4 @@
-"""Ranks talking to each other: control rounds with deadlines, and one exchange of tensor bytes.
+"""Ranks that talk through torch.distributed: control rounds with deadlines, and transfers of bytes.
 
 Every method of a World is collective: all ranks call the same methods with the same names in the
 same order, on failure paths too. A rank that dies, hangs or leaves is named on all others.
@@ -23,13 +23,13 @@ import torch
 import torch.distributed as dist
 
 from ckpt.errors import CheckpointError, RankFailed
-
-if TYPE_CHECKING:
-    from torch.distributed import Store  # type: ignore[attr-defined]
 from ckpt.world.agreement import agreed_error, encode_error, ranks_text
 from ckpt.world.attendance import Board
 from ckpt.world.base import SoloWorld, World, check_all_to_all
 from ckpt.world.liveness import Heartbeat, Watch
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
 
 MiB = 1024 * 1024
 
@@ -89,9 +89,9 @@ class TorchWorld(World):
     create it together, in the same order when there are several.
 
     Control rounds go through a prefix of torch.distributed's own store, never through the user's
-    groups, so they may run in a background thread, one thread at a time. Large `share`s and
-    `all_to_all` go over a gloo group that is created at their first use; call those from the thread
-    that runs the training.
+    groups, so they may run in a background thread, one thread at a time. Large
+    `broadcast`s and `all_to_all` go over a gloo group that is created at their first use; call
+    those from the thread that runs the training.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class TorchWorld(World):
         self._store = _own_prefix(self._ranks, self.rank)
         self._heart = Heartbeat(self._store, self.rank, self._deadlines.heartbeat_seconds)
         self._watch = Watch(self._store, self._deadlines.silence_seconds_max)
-        # So long others have to find out who is to blame.
+        # The time that others have to find the rank to blame.
         self._grace = min(GRACE_SECONDS, self._deadlines.silence_seconds_max)
         self._round = 0
         self._spent: list[str] = []
@@ -143,14 +143,14 @@ class TorchWorld(World):
     def broadcast(self, name: str, payload: bytes | None) -> bytes:
         with self._in_round(name) as key:
             if self.rank == 0:
-                assert payload is not None, f"round {name!r}: the lead must give a payload"
+                assert payload is not None, f"round {name!r}: the coordinator must pass a payload"
                 large = len(payload) > MiB
                 head = struct.pack("<?Q", large, len(payload))
                 self._publish(f"{key}/all", name, head + (b"" if large else payload), spent=True)
                 return self._broadcast(key, name, payload, len(payload)) if large else payload
-            got = self._await(f"{key}/all", name)
-            large, nbytes = struct.unpack_from("<?Q", got)
-            return self._broadcast(key, name, None, nbytes) if large else got[9:]
+            answer = self._await(f"{key}/all", name)
+            large, nbytes = struct.unpack_from("<?Q", answer)
+            return self._broadcast(key, name, None, nbytes) if large else answer[9:]
 
     def agree(self, phase: str, error: BaseException | None) -> None:
         agreed = agreed_error(phase, self.gather(f"agree on {phase}", encode_error(error)))
@@ -182,25 +182,25 @@ class TorchWorld(World):
             self._finish(key, name, works)
 
     def raise_flag(self, name: str) -> None:
-        with self._asking(name):
+        with self._requests(name):
             _set(self._store, f"flag/{name}", b"1")
 
     def flag_is_up(self, name: str) -> bool:
-        with self._asking(name):
+        with self._requests(name):
             return bool(self._store.check([f"flag/{name}"]))
 
     def board(self) -> Board:
         return _StoreBoard(self._store)
 
-    def look(self, phase: str) -> None:
-        self.look_at((self.rank + 1) % self.size, phase)
+    def check_neighbour(self, phase: str) -> None:
+        self.check_rank((self.rank + 1) % self.size, phase)
 
-    def look_at(self, rank: int, phase: str) -> None:
+    def check_rank(self, rank: int, phase: str) -> None:
         if self._broken is not None:
             raise _copied(self._broken)
-        with self._asking(phase):
+        with self._requests(phase):
             try:
-                self._look(phase, [rank], waited=0.0)
+                self._check_ranks(phase, [rank], waited=0.0)
             except RankFailed as failure:
                 self._break(failure)
                 raise
@@ -208,8 +208,8 @@ class TorchWorld(World):
     def duplicate(self) -> World:
         return TorchWorld(deadlines=self._deadlines, members=self._ranks)
 
-    def tell_storage_wait(self, waits: bool) -> None:
-        # A store that does not answer is found by the heart, and raised at the next round.
+    def report_storage_wait(self, waits: bool) -> None:
+        # The heartbeat notices a store that does not answer, and the next round raises that.
         with contextlib.suppress(RuntimeError, OSError):
             self._store.add("storage waits", 1 if waits else -1)
 
@@ -224,8 +224,8 @@ class TorchWorld(World):
         self._group = None
 
     @contextlib.contextmanager
-    def _asking(self, phase: str) -> Iterator[None]:
-        """A store that does not answer has lost its host."""
+    def _requests(self, phase: str) -> Iterator[None]:
+        """Around requests to the store: when it does not answer, its host is lost."""
         try:
             yield
         except (RuntimeError, OSError) as error:
@@ -273,13 +273,13 @@ class TorchWorld(World):
         self._spent.clear()
 
     def _await(self, key: str, name: str) -> bytes:
-        """What the lead publishes under `key`."""
+        """What the coordinator publishes under `key`."""
         self._wait({0: key}, name)
         return self._fetch(key, name, 0, remove=False)
 
     def _publish(self, key: str, name: str, payload: bytes, *, spent: bool = False) -> None:
-        """Write pieces of at most 4 MiB, the first one last: it says how many there are."""
-        pieces = [payload[at : at + 4 * MiB] for at in range(0, len(payload), 4 * MiB)] or [b""]
+        """Write pieces of at most 4 MiB, the first one last, which has their number."""
+        pieces = [payload[i : i + 4 * MiB] for i in range(0, len(payload), 4 * MiB)] or [b""]
         for index, piece in enumerate(pieces[1:], 1):
             _set(self._store, f"{key}+{index}", piece)
         encoded = name.encode()
@@ -311,18 +311,19 @@ class TorchWorld(World):
         if not keys:
             return
         started = time.monotonic()
-        look_next = started + 0.25
-        wanted = list(keys.values())
-        while not self._store.check(wanted):
+        check_next = started + 0.25
+        names = list(keys.values())
+        while not self._store.check(names):
             now = time.monotonic()
-            if now >= look_next:
+            # Every check is one request to the store for each missing rank: four times a second.
+            if now >= check_next:
                 missing = [rank for rank, key in keys.items() if not self._store.check([key])]
-                self._look(name, missing, waited=now - started)
-                look_next = time.monotonic() + 0.25
+                self._check_ranks(name, missing, waited=now - started)
+                check_next = time.monotonic() + 0.25
             # A tenth of what was waited already: an answer is noticed 10 % late at most.
             time.sleep(min(max(0.0002, 0.1 * (now - started)), 0.02))
 
-    def _look(self, name: str, missing: list[int], *, waited: float) -> None:
+    def _check_ranks(self, name: str, missing: list[int], *, waited: float) -> None:
         """Raise when one of the ranks we wait for is known to be gone, or when time is up."""
         self._heart.check()
         if self._is_abandoned:
@@ -334,16 +335,16 @@ class TorchWorld(World):
             gone = self._watch.gone(rank)
             if gone and not self._store.check(["broken"]):
                 raise RankFailed(f"rank {rank} {gone} in phase {name!r}", rank=rank, phase=name)
-        # Who waits for the lead gives it time to name the rank that it waits for itself.
+        # The coordinator may wait for another rank itself: give it the time to name that one.
         grace = self._grace if missing == [0] else 0.0
         if missing and waited > self._deadlines.round_seconds_max + grace:
-            # Also whoever waits for a rank that waits for another one's storage.
+            # Any rank's wait counts: the missing rank may wait for one that waits for its storage.
             if waited <= self._deadlines.storage_seconds_max + grace and self._storage_waits():
                 return
             raise RankFailed(
                 f"rank {missing[0]} did not answer within {self._deadlines.round_seconds_max:g} "
-                "s in "
-                f"phase {name!r} ({ranks_text(missing)} missing); it hangs, or took another path",
+                f"s in phase {name!r} ({ranks_text(missing)} missing); it hangs, or took another "
+                "path",
                 rank=missing[0],
                 phase=name,
             )
@@ -352,8 +353,8 @@ class TorchWorld(World):
         return int(self._store.add("storage waits", 0)) > 0
 
     def _break(self, failure: RankFailed) -> None:
-        """End this world with one text for all: the first rank that breaks it is heard by the
-        others.
+        """End this world with one text for all: the failure of the first rank
+        that breaks it.
         """
         self._broken = failure
         with contextlib.suppress(Exception):  # the store may be what has failed
@@ -369,7 +370,7 @@ class TorchWorld(World):
         cause = f"{type(error).__name__}: {error}"
         while time.monotonic() < until:
             try:
-                self._look(name, others, waited=0.0)
+                self._check_ranks(name, others, waited=0.0)
             except RankFailed as failure:
                 return failure
             except Exception as lost:
@@ -383,7 +384,7 @@ class TorchWorld(World):
 
     @contextlib.contextmanager
     def _transfer(self, key: str, name: str) -> Iterator[Any]:
-        """Our own group, after saying that this rank is here: whoever is not can be named."""
+        """Our own group, after noting that this rank is here: an absent one can be named then."""
         here = f"{key}/here/{self.rank}"
         self._store.set(here, "1")
         if self._group is None:
@@ -441,9 +442,9 @@ class TorchWorld(World):
         others = [rank for rank in range(self.size) if rank != self.rank]
         waiter = _Waiter(works)
         while not waiter.done.wait(0.5):
-            self._look(name, others, waited=0.0)
+            self._check_ranks(name, others, waited=0.0)
             absent = [rank for rank in others if not self._store.check([f"{key}/here/{rank}"])]
-            self._look(name, absent, waited=time.monotonic() - started)
+            self._check_ranks(name, absent, waited=time.monotonic() - started)
         if waiter.error is not None:
             raise waiter.error
 
@@ -458,7 +459,7 @@ def _store_lost(phase: str, error: Exception) -> RankFailed:
 
 
 class _StoreBoard:
-    """A board in a store; posts of ranks that have not come yet are looked for one by one."""
+    """A board in a store; posts of ranks that have not arrived yet are checked one by one."""
 
     def __init__(self, store: Any) -> None:
         self._store = store
@@ -472,8 +473,8 @@ class _StoreBoard:
         if not self._seen.issuperset(names):
             self._seen.update(name for name in names if self._store.check([name]))
         there = [name for name in names if name in self._seen]
-        found = dict(zip(there, self._store.multi_get(there), strict=True)) if there else {}
-        return [found.get(name) for name in names]
+        posts = dict(zip(there, self._store.multi_get(there), strict=True)) if there else {}
+        return [posts.get(name) for name in names]
 
 
 class _Waiter:
@@ -506,7 +507,7 @@ def _tensors(view: memoryview, nbytes_max: int = 64 * MiB) -> list[torch.Tensor]
     if not view.nbytes:
         return []
     whole = torch.frombuffer(bytearray(view) if view.readonly else view, dtype=torch.uint8)
-    return [whole[at : at + nbytes_max] for at in range(0, view.nbytes, nbytes_max)]
+    return [whole[i : i + nbytes_max] for i in range(0, view.nbytes, nbytes_max)]
 
 
 def _pack(parts: Sequence[bytes]) -> bytes:
@@ -516,10 +517,10 @@ def _pack(parts: Sequence[bytes]) -> bytes:
 
 def _unpack(data: bytes) -> list[bytes]:
     (count,) = struct.unpack_from("<I", data)
-    at, parts = 4 + 8 * count, []
+    offset, parts = 4 + 8 * count, []
     for nbytes in struct.unpack_from(f"<{count}Q", data, 4):
-        parts.append(data[at : at + nbytes])
-        at += nbytes
+        parts.append(data[offset : offset + nbytes])
+        offset += nbytes
     return parts
 
 

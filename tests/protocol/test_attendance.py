@@ -67,9 +67,9 @@ class Ranks:
             for rank, ledger in enumerate(self.ledgers):
                 if rank not in self.stopped:
                     if turn == rank % 3:
-                        ledger.exchange()
+                        ledger.update()
                     if turn == (rank + 1) % 3:
-                        found = ledger.judge()
+                        found = ledger.concerns()
                         self.said[rank] = {(one.rank, one.kind): one for one in found}
 
     def step(self) -> None:
@@ -159,7 +159,7 @@ def test_a_board_that_does_not_answer_is_noticed_by_who_does_not_wait_for_it() -
     ledger._asked, ledger._is_asking = ranks.now, True  # in a request that never returns
     for _ in range(round((SILENT_SECONDS + 3) / PERIOD_SECONDS)):
         ranks.now += PERIOD_SECONDS
-        found = ledger.judge()
+        found = ledger.concerns()
     assert [(one.rank, one.kind) for one in found] == [(0, "silent")]
 
 

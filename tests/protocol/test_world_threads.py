@@ -192,13 +192,13 @@ def test_a_twin_talks_beside_its_world() -> None:
 
 def test_looking_tells_of_a_dead_rank_without_waiting_in_twins_too() -> None:
     def rank(world: World) -> tuple[int, str]:
-        twin = world.duplicate()
-        twin.look("before")
+        duplicate = world.duplicate()
+        duplicate.check_neighbour("before")
         world.gather("looked", b"")
         with contextlib.suppress(RankFailed):
             world.gather("death", b"")
         with pytest.raises(RankFailed) as caught:
-            twin.look("training")
+            duplicate.check_neighbour("training")
         return caught.value.rank, str(caught.value)
 
     with pytest.raises(RanksFailed) as failed:

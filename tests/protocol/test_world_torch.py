@@ -282,21 +282,21 @@ def test_death_of_the_stores_host_ends_in_an_error_that_says_so(tmp_path: Path) 
 
 def _looks(victim: int) -> tuple[int, str, float] | None:
     world = current_world()
-    twin = world.duplicate()
+    duplicate = world.duplicate()
     if world.rank == 2:
-        twin.raise_flag("stop")
+        duplicate.raise_flag("stop")
     world.gather("raised", b"")
-    assert twin.flag_is_up("stop") and not world.flag_is_up("stop")
+    assert duplicate.flag_is_up("stop") and not world.flag_is_up("stop")
     if world.rank == victim:
         _die()
 
     def look_on() -> None:
         until = time.monotonic() + 2 * NAMED_SECONDS_MAX
         while time.monotonic() < until:
-            twin.look("training")
+            duplicate.check_neighbour("training")
             time.sleep(0.05)  # as a watcher does
 
-    return _heard(twin, look_on)
+    return _heard(duplicate, look_on)
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -315,15 +315,15 @@ def _waits_for_storage(tells: bool) -> tuple[int, str, float] | list[bytes]:
     world.gather("start", b"")
     if world.rank == 1:
         if tells:
-            world.tell_storage_wait(True)
+            world.report_storage_wait(True)
         time.sleep(3.0)
-        world.tell_storage_wait(False)
+        world.report_storage_wait(False)
     if not tells:
         return _heard(world, lambda: world.gather("parts", b""))
     return world.gather("parts", b"x")
 
 
 def test_a_rank_that_waits_for_its_storage_is_waited_for() -> None:
-    """Also by a rank that waits for the lead, which waits for that one."""
+    """Also by a rank that waits for the coordinator, which waits for that one."""
     assert run_ranks(3, _waits_for_storage, True) == [[b"x"] * 3] * 3
     assert all(heard[0] == 1 for heard in run_ranks(2, _waits_for_storage, False))

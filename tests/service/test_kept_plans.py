@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import ckpt
-from ckpt.process import place_of
+from ckpt.process import open_root
 from ckpt.saving import plan as contents
 from tests.service.staging import differing, saved_tensors, tensors_now
 
@@ -178,7 +178,7 @@ def test_a_state_that_is_gone_is_not_kept_alive() -> None:
     state = fresh()
     train(state)
     ckpt.async_save(state, f"{URL}-gone", step=0).result()
-    plans = place_of(f"{URL}-gone").memory.plans
+    plans = open_root(f"{URL}-gone").memory.plans
     assert not plans.is_empty
     watched = [weakref.ref(state["model"][0].weight), weakref.ref(state["optim"])]
     state.clear()
@@ -191,7 +191,7 @@ def test_tensors_that_are_gone_are_not_kept_alive() -> None:
     """Without a module: a plan goes with the first of its tensors."""
     state = {f"t{at}": torch.zeros(4) for at in range(3)}
     ckpt.save(state, f"{URL}-bare", step=0)
-    plans = place_of(f"{URL}-bare").memory.plans
+    plans = open_root(f"{URL}-bare").memory.plans
     assert not plans.is_empty
     del state["t1"]
     assert plans.is_empty

@@ -154,8 +154,8 @@ class Counting(World):
     def flag_is_up(self, name: str) -> bool:
         return self.inner.flag_is_up(name)
 
-    def look(self, phase: str) -> None:
-        self.inner.look(phase)
+    def check_neighbour(self, phase: str) -> None:
+        self.inner.check_neighbour(phase)
 
     def duplicate(self) -> World:
         return self.inner.duplicate()

@@ -36,6 +36,7 @@ from storage import StorageError, Store
 
 logger = logging.getLogger(__name__)
 
+_TALLY = struct.Struct("<4Q")
 RETIRED_MAX = 20  # times in a row that retention may be faster than one load
 
 
@@ -205,24 +206,28 @@ def _bind(
 def _warnings(
     binding: Binding, manifest: Manifest, world: World, tally: Tally, where: str
 ) -> tuple[str, ...]:
-    """What is said of a state of which little was found. `tally` is that of all ranks, so all of
-    them raise Mismatch where nothing was: a rank alone may hold nothing but what is new.
+    """The warning about a state of which the checkpoint has little.
+
+    `tally` is that of all ranks, so all of them raise Mismatch where nothing matched: a single rank
+    may hold nothing but what is new.
     """
     missing = [p for p in binding.problems if p.kind is ProblemKind.MISSING]
     if tally.is_nothing:
+        # Values that match alone (a step) do not make it a load: the model stays as it was made.
+        names = f"{tally.missing_tensors} tensors" if tally.matched else f"{len(missing)} names"
         nothing = (
-            f"none of the {len(missing)} names of the state is in the checkpoint, which is an "
-            f"error with strict=False, too; it has {_some(manifest.fqns) or 'no tensors'}"
+            f"none of the {names} of the state is in the checkpoint, which is an error with "
+            f"strict=False, too; it has {_some(manifest.fqns) or 'no tensors'}"
         )
-        told = [nothing, *(problem.text for problem in missing)]
-        world.agree("compare", Mismatch(told, where) if missing else None)
+        problems = [nothing, *(problem.text for problem in missing)]
+        world.agree("compare", Mismatch(problems, where) if missing else None)
     if not tally.is_small_share or not missing:
         return ()
     names = with_nearest([problem.fqn for problem in missing], manifest.fqns)
     of_all = " of all ranks" if world.size > 1 else ""
     warning = (
-        f"only {tally.found} of {tally.found + tally.missing} names of the state{of_all} are in "
-        f"{where}; the rest was left as it was: {names}; is a rename= missing?"
+        f"only {tally.matched} of {tally.matched + tally.missing} names of the state{of_all} are "
+        f"in {where}; the rest was left as it was: {names}; is a rename= missing?"
     )
     if world.rank == 0:
         logger.warning("%s", warning)
@@ -237,18 +242,21 @@ def _some(names: Sequence[str], shown_max: int = 5) -> str:
 def _share(
     manifest: Manifest, runs: Ints, world: World, options: LoadOptions, tally: Tally
 ) -> tuple[Sharing, Tally]:
-    """Who reads what for whom, and how much all ranks together have found."""
+    """Who reads what for whom, and how much of the state of all ranks together matches."""
     if world.size == 1:
         return Sharing(runs, [], 0), tally
     need = zlib.compress(runs.astype("<i8").tobytes(), 1)
-    told = world.gather("needs", struct.pack("<QQ", *tally) + need)
+    needs = world.gather("needs", _TALLY.pack(*tally) + need)
     sharing = share_blocks(
-        [np.frombuffer(zlib.decompress(one[16:]), dtype="<i8").reshape(-1, 2) for one in told],
+        [
+            np.frombuffer(zlib.decompress(one[_TALLY.size :]), dtype="<i8").reshape(-1, 2)
+            for one in needs
+        ],
         block_line(manifest),
         world.rank,
         options.sharing,
     )
-    return sharing, total([Tally(*struct.unpack("<QQ", one[:16])) for one in told])
+    return sharing, total([Tally(*_TALLY.unpack_from(one)) for one in needs])
 
 
 def block_line(manifest: Manifest) -> Ints:

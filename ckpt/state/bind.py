@@ -51,12 +51,14 @@ class Binding:
     described: Described
     steps: list[Callable[[], None]]
     report: Loaded
+    missing_tensors_count: int
 
     @property
     def tally(self) -> Tally:
-        """How much of the state was found."""
-        found = len(self.report.tensors) + len(self.report.values)
-        return Tally(found, len(self.report.missing))
+        """How much of the state the checkpoint has."""
+        report = self.report
+        matched = len(report.tensors) + len(report.values)
+        return Tally(matched, len(report.missing), len(report.tensors), self.missing_tensors_count)
 
     def prepare(self) -> None:
         """Make the engines drop gathered copies, so that what is filled is what they will use."""
@@ -342,7 +344,15 @@ class _Binding:
             skipped=tuple(names.skipped),
             not_asked=not_asked,
         )
-        return Binding(self.holdings, problems, fatal, described, self.steps, report)
+        return Binding(
+            self.holdings,
+            problems,
+            fatal,
+            described,
+            self.steps,
+            report,
+            len(names.missing_tensors),
+        )
 
 
 def _entries(state: Any, names: Names) -> set[str]:

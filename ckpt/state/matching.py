@@ -1,7 +1,8 @@
-"""How much of a state a load has found in a checkpoint, and what a forgotten `rename=` looks like.
+"""How much of a state a checkpoint has, and what a forgotten `rename=` looks like.
 
-`strict=False` tolerates names that are missing. Where nothing at all is found, or less than is
-missing, the names are probably other ones, so the nearest names of the checkpoint are told.
+`strict=False` tolerates names that are missing. Where no name matches, no tensor, or fewer names
+than are missing, the state probably uses other names, so the message names the nearest ones of the
+checkpoint.
 """
 
 from __future__ import annotations
@@ -11,41 +12,51 @@ from collections.abc import Collection, Sequence
 from itertools import islice
 from typing import NamedTuple
 
-SHOWN_MAX = 5  # missing names that are told with their nearest
+SHOWN_MAX = 5  # missing names that a message shows with their nearest
 KNOWN_MAX = 50_000  # names of the checkpoint that are looked at for each
 SPELLED_MAX = 2_000  # of them, how many are compared letter by letter
 
 
 class Tally(NamedTuple):
-    """Names of a state that a load has found, and has not found; `skip`ped ones are neither."""
+    """Names of a state that match a checkpoint's, and that are missing there.
 
-    found: int
+    Names in `skip` count as neither. `tensors` and `missing_tensors` are how many of both are
+    tensors.
+    """
+
+    matched: int
     missing: int
+    tensors: int = 0
+    missing_tensors: int = 0
 
     @property
     def is_nothing(self) -> bool:
-        """Whether there was something to load and none of it was found."""
-        return self.found == 0 and self.missing > 0
+        """Whether there was something to load and nothing of it matched, or not one tensor of a
+        state that has tensors: a step that matches does not make a load of nothing a success.
+        """
+        if self.tensors + self.missing_tensors:
+            return self.tensors == 0
+        return self.matched == 0 and self.missing > 0
 
     @property
     def is_small_share(self) -> bool:
-        """Whether more is missing than was found."""
-        return 0 < self.found < self.missing
+        """Whether more is missing than matched."""
+        return 0 < self.matched < self.missing
 
 
 def total(tallies: Sequence[Tally]) -> Tally:
-    """That of several ranks together."""
-    return Tally(sum(t.found for t in tallies), sum(t.missing for t in tallies))
+    """The tally of several ranks together."""
+    return Tally(*(sum(counts) for counts in zip(*tallies, strict=True)))
 
 
 def with_nearest(missing: Sequence[str], known: Collection[str]) -> str:
     """The first of `missing`, each with the name of `known` that is most like it."""
-    told = []
+    shown = []
     for name in missing[:SHOWN_MAX]:
         near = nearest(name, known)
-        told.append(f"{name} (the checkpoint has {near})" if near else name)
-    more = len(missing) - len(told)
-    return ", ".join(told) + (f" and {more} more" if more > 0 else "")
+        shown.append(f"{name} (the checkpoint has {near})" if near else name)
+    more = len(missing) - len(shown)
+    return ", ".join(shown) + (f" and {more} more" if more > 0 else "")
 
 
 def nearest(name: str, known: Collection[str]) -> str:
@@ -65,7 +76,7 @@ def nearest(name: str, known: Collection[str]) -> str:
 
 
 def _same_start(a: Sequence[str], b: Sequence[str]) -> int:
-    for at, (one, other) in enumerate(zip(a, b, strict=False)):
+    for index, (one, other) in enumerate(zip(a, b, strict=False)):
         if one != other:
-            return at
+            return index
     return min(len(a), len(b))

@@ -33,6 +33,7 @@ class Names:
         self.problems: list[Problem] = []
         self.used: set[str] = set()
         self.loaded_tensors: list[str] = []
+        self.missing_tensors: list[str] = []
         self.loaded_values: list[str] = []
         self.skipped: list[str] = []
         self._tied: dict[str, list[str]] | None = None
@@ -55,6 +56,7 @@ class Names:
                 f"value{self.offers.or_skip}",
             )
         else:
+            self.missing_tensors.append(fqn)
             self.report_missing(fqn, name)
         return None
 

@@ -55,13 +55,23 @@ def test_what_was_skipped_is_not_missed(url: str) -> None:
 def test_small_share_is_a_warning_with_the_nearest_names(
     url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    state = {"model": {"blocks": net()}, "step": 0}
+    known, step = torch.zeros(2, 2), 0
+    state = {"model": {"blocks": net(), "layers": {"0": {"weight": known}}}, "step": step}
     with caplog.at_level(logging.WARNING, logger="ckpt"):
         report = ckpt.load(state, url, strict=False)
-    assert state["step"] == 7
+    assert state["step"] == 7 and known.any()
     (warning,) = report.warnings
-    assert warning in caplog.text and "only 1 of 7 names" in warning and "step 7" in warning
+    assert warning in caplog.text and "only 2 of 8 names" in warning and "step 7" in warning
     assert "model.blocks.0.weight (the checkpoint has model.layers.0.weight)" in warning
+
+
+def test_a_step_that_matches_is_no_load_of_a_model_that_does_not(url: str) -> None:
+    state = {"model": {"blocks": net()}, "step": 0}
+    with pytest.raises(Mismatch, match="none of the 6 tensors of the state"):
+        ckpt.load(state, url, strict=False)
+    assert state["step"] == 0
+    report = ckpt.load({"step": 0, "epoch": 0}, url, strict=False)  # a state of values alone
+    assert report.loaded.values == ("step",)
 
 
 def test_new_head_on_a_known_body_is_no_warning(url: str) -> None:
@@ -82,8 +92,8 @@ def test_mismatch_names_checkpoint_step_and_path(url: str) -> None:
     for strict in (True, False):
         with pytest.raises(Mismatch) as caught:
             ckpt.load(wider, url, strict=strict)
-        for told in (info.url, "step 7", info.attempt):
-            assert told in str(caught.value).splitlines()[0] and told in caught.value.where
+        for part in (info.url, "step 7", info.attempt):
+            assert part in str(caught.value).splitlines()[0] and part in caught.value.where
 
 
 def load_on(world: World, url: str, state: object) -> LoadReport:
@@ -127,11 +137,6 @@ def test_nearest_name(name: str, expected: str) -> None:
     assert nearest(name, []) == ""
 
 
-def test_only_the_first_missing_names_are_told() -> None:
-    told = with_nearest([f"a.{n}" for n in range(9)], ["b.0"])
-    assert told.startswith("a.0 (the checkpoint has b.0), ") and told.endswith(" and 4 more")
-
-
 def test_the_longest_parameter_name_wins() -> None:
     params = {"layer", "layer.weight", "w"}
     assert split_state_name("layer.weight.moments.first", params) == (
@@ -142,3 +147,8 @@ def test_the_longest_parameter_name_wins() -> None:
     assert split_state_name("w.step", params) == ("w", "step")
     for other in ("layer", "other.step", ".step", "", "wide.step"):
         assert split_state_name(other, params) is None
+
+
+def test_only_the_first_missing_names_are_shown() -> None:
+    text = with_nearest([f"a.{n}" for n in range(9)], ["b.0"])
+    assert text.startswith("a.0 (the checkpoint has b.0), ") and text.endswith(" and 4 more")

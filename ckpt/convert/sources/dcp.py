@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ckpt.convert.sources.blobs import Blob, Opened, open_blob, open_blobs
-from ckpt.convert.sources.pickles import Maker, Opaque, Record, read_pickle
+from ckpt.convert.sources.pickles import Maker, Opaque, PickledObject, read_pickle
 from ckpt.convert.sources.source import Chunk, Contents, FileSource, SourceTensor, check_chunks
 from ckpt.convert.sources.torch_pickle import KNOWN, Refused, StorageRef, TensorRef
 from ckpt.convert.sources.tree import Leaf, leaves_of, name_tree, nest
@@ -254,12 +254,12 @@ def read_metadata(store: Store, folder: str = "") -> DcpMetadata:
 
 
 def _metadata(root: Any, folder: str) -> DcpMetadata:
-    if not isinstance(root, Record) or root.name != f"{_CLASSES}Metadata":
+    if not isinstance(root, PickledObject) or root.name != f"{_CLASSES}Metadata":
         raise Corrupt(f"it holds a {root!r:.80}, not DCP's Metadata")
     places = _places(root.field("storage_data"), folder)
     metadata = DcpMetadata()
     for key, entry in _dict_of(root.field("state_dict_metadata"), "state_dict_metadata"):
-        if not isinstance(key, str) or not isinstance(entry, Record):
+        if not isinstance(key, str) or not isinstance(entry, PickledObject):
             raise Corrupt(f"state_dict_metadata: {key!r:.60} is no name of a tensor or value")
         if entry.name == _BYTES:
             metadata.items[key] = _place(places, key, None)
@@ -288,7 +288,7 @@ _Places = dict[tuple[str, Shape | None], Item]
 def _places(storage: Any, folder: str) -> _Places:
     places: _Places = {}
     for index, info in _dict_of(storage, "storage_data"):
-        if not (isinstance(index, Record) and isinstance(info, Record)):
+        if not (isinstance(index, PickledObject) and isinstance(info, PickledObject)):
             raise Corrupt("storage_data: an entry that is none of DCP's file system storage")
         if info.field("transform_descriptors"):
             raise UnsupportedFormat(
@@ -316,16 +316,16 @@ def _place(places: _Places, key: str, offset: Shape | None) -> Item:
         raise Corrupt(f"{key}: nothing tells where its bytes{where} are") from None
 
 
-def _tensor(key: str, entry: Record, places: _Places) -> DcpTensor:
+def _tensor(key: str, entry: PickledObject, places: _Places) -> DcpTensor:
     properties = entry.field("properties")
-    state = properties.state if isinstance(properties, Record) else None
+    state = properties.state if isinstance(properties, PickledObject) else None
     dtype = state[0] if isinstance(state, tuple) and state else None
     if not isinstance(dtype, Opaque):
         raise Corrupt(f"{key}: the metadata tells no dtype of it")
     parts = []
     chunks = entry.field("chunks")
     for chunk in chunks if isinstance(chunks, list) else ():
-        if not isinstance(chunk, Record):
+        if not isinstance(chunk, PickledObject):
             raise Corrupt(f"{key}: a chunk that is none")
         offset, shape = _shape(chunk.field("offsets")), _shape(chunk.field("sizes"))
         parts.append(Part(offset, shape, _place(places, key, offset)))

@@ -5,15 +5,16 @@ and every name in a program is looked up in a table of our own functions: no mod
 class of anybody is made, no method called. What the table does not know becomes an `Opaque` that
 only remembers its name, so that one strange entry does not cost the others.
 
-Memory is bounded by the length of the program: each instruction makes at most one small object,
-strings, bytes and integers are cut out of the program itself, and what our functions copy is
-counted. What is shared so often that walking it would cost far more is refused. The module `pickle`
-has no part in it (its C machine allocates by numbers that a program names).
+Memory is bounded: every object that an instruction makes is charged to a budget before the next
+instruction runs (`BUILT_MAX`). A tree whose parts are shared so often that walking it would cost
+far more is refused. The module `pickle` is not used: its C machine allocates memory by numbers that
+the program contains.
 """
 
 from __future__ import annotations
 
 import struct
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias
 
@@ -22,12 +23,31 @@ from ckpt.errors import Corrupt, UnsupportedFormat
 
 PICKLE_NBYTES_MAX = 1 << 30
 INT_NBYTES_MAX = 1024
+NAME_LENGTH_MAX = 1000
+LONG_TEXT_NBYTES = 1 << 20
 KEY_DEPTH_MAX = 4
-COST_MAX = 24 << 20  # bytes that a short program may make; a longer one may make more
-COST_PER_BYTE = 48
-MADE_NBYTES = 80  # of a container or record, about
-ITEM_NBYTES = 32  # of what is copied from one to another
-KEY_ITEMS_MAX = 64
+KEY_ITEMS_MAX = 64  # of one key, with those of the tuples in it
+
+# What a program may build, in bytes: BUILT_MAX, or BUILT_PER_BYTE for each of its own bytes where
+# that is more. A fixed bound for all lengths would refuse honest files: as counted here, a large
+# .metadata of DCP builds 11 to 13 bytes for each of its own, the state dict of an optimizer 9, a
+# list of small dicts 16.
+BUILT_MAX = 24 << 20
+BUILT_PER_BYTE = 20
+# Entries of stack and memo, 8 bytes each, are counted apart: charging them costs too much time.
+# Pickles have at most one memo entry for 6 bytes or so, and a stack of a few thousand.
+SLOTS_MAX = 1 << 20
+BYTES_PER_SLOT = 4
+
+# About what CPython takes for them.
+LIST_NBYTES = 64
+LIST_FILLED_NBYTES = 40  # more, once it has an item
+LIST_ITEM_NBYTES = 10
+DICT_NBYTES = 72
+DICT_FILLED_NBYTES = 100
+DICT_ITEM_NBYTES = 40
+OBJECT_NBYTES = 72
+MEMO_ENTRY_NBYTES = 120  # of an index out of order
 
 Maker: TypeAlias = Callable[..., Any]
 
@@ -44,7 +64,7 @@ class Opaque:
         return f"<{self.name}>"
 
 
-class Record:
+class PickledObject:
     """An object of a known class: its name, its arguments, and the state that it was given."""
 
     __slots__ = ("args", "name", "state")
@@ -70,7 +90,7 @@ def read_pickle(
     """The value that the pickle `data` builds.
 
     `known` maps dotted names to functions of ours, which get the arguments that the pickle has for
-    the class or function of that name, or to a str: then a `Record` of that name is made.
+    the class or function of that name, or to a str: then a `PickledObject` of that name is made.
     `persistent` turns the ids of what is stored outside of the pickle into values. Raises Corrupt
     when `data` is no pickle, UnsupportedFormat for one of a protocol below 2 or beyond the limits:
     nested too deep, containing itself, or building far more than a program of its length should.
@@ -90,7 +110,7 @@ def read_pickle(
         RecursionError,
     ) as error:
         raise Corrupt(
-            f"no readable pickle: {type(error).__name__} {error!s:.200} at byte {machine.at}"
+            f"no readable pickle: {type(error).__name__} {error!s:.200} at byte {machine.position}"
         ) from error
     check_extent(value, _parts, len(data))
     return value
@@ -102,7 +122,7 @@ def _parts(thing: Any) -> Iterator[tuple[Any, Any]] | None:
         return iter(thing.items())
     if isinstance(thing, (list, tuple)):
         return enumerate(thing) if type(thing) in (list, tuple) else None
-    if isinstance(thing, Record):
+    if isinstance(thing, PickledObject):
         return enumerate((thing.args, thing.state))
     return None
 
@@ -130,10 +150,13 @@ class _Machine:
         self.data = data
         self.known = known
         self.persistent = persistent
-        self.at = 0
-        self.cost_left = COST_MAX + COST_PER_BYTE * len(data)
+        self.position = 0
+        self.bytes_left = max(BUILT_MAX, BUILT_PER_BYTE * len(data))
+        self.slots_max = SLOTS_MAX + len(data) // BYTES_PER_SLOT
         self.stack: list[Any] = []
-        self.memo: dict[int, Any] = {}
+        # Indexes follow each other in what picklers write: a list takes a tenth of a dict.
+        self.memo: list[Any] = []
+        self.sparse_memo: dict[int, Any] = {}
 
     def run(self) -> Any:
         data, steps = self.data, _STEPS
@@ -143,27 +166,32 @@ class _Machine:
             )
         stack, memo = self.stack, self.memo
         while True:
-            at = self.at
-            code = data[at]
+            position = self.position
+            code = data[position]
+            if len(stack) + len(memo) > self.slots_max:
+                raise UnsupportedFormat(
+                    f"a pickle of {len(data)} bytes that keeps {len(stack) + len(memo)} things at "
+                    "once"
+                )
             # The commonest first, without a call each: they are two thirds of most programs.
             if code == 0x94:  # MEMOIZE
-                memo[len(memo)] = stack[-1]
-                self.at = at + 1
+                memo.append(stack[-1])
+                self.position = position + 1
                 continue
             if code == 0x68:  # BINGET
-                stack.append(memo[data[at + 1]])
-                self.at = at + 2
+                self.fetch(data[position + 1])
+                self.position = position + 2
                 continue
             if code == 0x6A:  # LONG_BINGET
-                stack.append(memo[int.from_bytes(data[at + 1 : at + 5], "little")])
-                self.at = at + 5
+                self.fetch(int.from_bytes(data[position + 1 : position + 5], "little"))
+                self.position = position + 5
                 continue
-            self.at = at + 1
+            self.position = position + 1
             if code == 0x2E:  # STOP
                 return self._result()
             step = steps[code]
             if step is None:
-                raise Corrupt(f"no readable pickle: instruction {code:#x} at byte {self.at - 1}")
+                raise Corrupt(f"no readable pickle: instruction {code:#x} at byte {position}")
             step(self)
 
     def _result(self) -> Any:
@@ -175,22 +203,38 @@ class _Machine:
     # Reading the program
 
     def take(self, nbytes: int) -> memoryview:
-        start = self.at
+        start = self.position
         if nbytes > len(self.data) - start:
             raise ValueError(f"{nbytes} bytes are wanted where {len(self.data) - start} are left")
-        self.at = start + nbytes
-        return self.data[start : self.at]
+        self.position = start + nbytes
+        return self.data[start : self.position]
 
     def number(self, nbytes: int) -> int:
         return int.from_bytes(self.take(nbytes), "little")
 
     def line(self) -> str:
-        for stop in range(self.at, min(self.at + 1000, len(self.data))):
+        for stop in range(self.position, min(self.position + 1000, len(self.data))):
             if self.data[stop] == 0x0A:
-                text = bytes(self.data[self.at : stop]).decode()
-                self.at = stop + 1
+                text = bytes(self.data[self.position : stop]).decode()
+                self.position = stop + 1
                 return text
         raise ValueError("a name does not end")
+
+    # The memo
+
+    def fetch(self, index: int) -> None:
+        memo = self.memo
+        self.stack.append(memo[index] if index < len(memo) else self.sparse_memo[index])
+
+    def memorize(self, index: int) -> None:
+        memo = self.memo
+        if index == len(memo) and index not in self.sparse_memo:
+            memo.append(self.stack[-1])
+        elif index < len(memo):
+            memo[index] = self.stack[-1]
+        else:
+            self.charge(MEMO_ENTRY_NBYTES)
+            self.sparse_memo[index] = self.stack[-1]
 
     # The stack
 
@@ -203,36 +247,42 @@ class _Machine:
     def items(self) -> list[Any]:
         """What was pushed since the last mark."""
         stack = self.stack
-        at = len(stack) - 1
-        while not isinstance(stack[at], _Mark):
-            at -= 1
-            if at < 0:
+        mark = len(stack) - 1
+        while not isinstance(stack[mark], _Mark):
+            mark -= 1
+            if mark < 0:
                 raise ValueError("no mark on the stack")
-        found = stack[at + 1 :]
-        del stack[at:]
-        return [_settled(item) for item in found]
+        pushed = stack[mark + 1 :]
+        del stack[mark:]
+        return [_settled(item) for item in pushed]
 
-    def made_one(self, copied: int = 0) -> None:
-        self.cost_left -= MADE_NBYTES + ITEM_NBYTES * copied
-        if self.cost_left < 0:
+    def charge(self, nbytes: int) -> None:
+        """Count memory that the program makes us take. Raises UnsupportedFormat beyond the
+        budget.
+        """
+        self.bytes_left -= nbytes
+        if self.bytes_left < 0:
             raise UnsupportedFormat(f"a pickle of {len(self.data)} bytes that builds far more")
 
-    def push_made(self, value: Any) -> None:
-        self.made_one()
+    def push_made(self, value: Any, nbytes: int) -> None:
+        self.charge(nbytes)
         self.stack.append(value)
+
+    def push_scalar(self, value: Any) -> None:
+        self.push_made(value, sys.getsizeof(value))
 
     # Names and calls
 
     def push_name(self, module: Any, name: Any) -> None:
         if not (isinstance(module, str) and isinstance(name, str)):
             raise ValueError("a name that is no text")
-        self.push(_Name(f"{module}.{name}"))
+        # Both may be long texts from the memo, joined anew by each instruction of one byte.
+        if len(module) + len(name) > NAME_LENGTH_MAX:
+            raise ValueError(f"a name of {len(module) + len(name)} characters")
+        self.push_scalar(_Name(f"{module}.{name}"))
 
     def call(self, callee: Any, args: Any) -> Any:
-        sized = args if isinstance(args, tuple) else ()
-        self.made_one(
-            sum(len(one) for one in sized if isinstance(one, (str, bytes, dict, list, tuple)))
-        )
+        self.charge(OBJECT_NBYTES + _copied_nbytes(args))
         if isinstance(callee, Opaque):
             return Opaque(callee.name)
         if not isinstance(callee, _Name) or not isinstance(args, tuple):
@@ -241,12 +291,12 @@ class _Machine:
         if maker is None:
             return Opaque(str(callee))
         if isinstance(maker, str):
-            return Record(maker, args)
+            return PickledObject(maker, args)
         return maker(*args)
 
     def build(self, target: Any, state: Any) -> None:
         """Give `target` its state. Only records keep it."""
-        if isinstance(target, Record):
+        if isinstance(target, PickledObject):
             if isinstance(state, tuple) and len(state) == 2 and state[0] is None:
                 state = state[1]  # slots
             target.state = state
@@ -254,62 +304,86 @@ class _Machine:
             raise ValueError(f"a {type(target).__name__} is given a state")
 
 
+def _copied_nbytes(args: Any) -> int:
+    """What a function of ours may copy of its arguments."""
+    nbytes = 0
+    for one in args if isinstance(args, tuple) else ():
+        if isinstance(one, (str, bytes)):
+            nbytes += len(one)
+        elif isinstance(one, tuple):
+            nbytes += LIST_ITEM_NBYTES * len(one)
+        elif isinstance(one, (dict, list)) and one:
+            nbytes += DICT_FILLED_NBYTES + DICT_ITEM_NBYTES * len(one)
+    return nbytes
+
+
 def _settled(value: Any) -> Any:
     """A name that is not called stands for a class or a function: `Opaque` as a value."""
     return Opaque(str(value)) if isinstance(value, _Name) else value
 
 
-def _appended(target: Any, items: list[Any]) -> None:
+def _extend(machine: _Machine, target: Any, items: list[Any]) -> None:
     if isinstance(target, list):
+        machine.charge(LIST_ITEM_NBYTES * len(items) + (0 if target else LIST_FILLED_NBYTES))
         target.extend(items)
     elif not isinstance(target, Opaque):
         raise ValueError(f"items for a {type(target).__name__}")
 
 
-def _set_items(target: Any, items: list[Any]) -> None:
+def _set_items(machine: _Machine, target: Any, items: list[Any]) -> None:
     if isinstance(target, Opaque):
         return
     if not isinstance(target, dict) or len(items) % 2:
         raise ValueError(f"pairs for a {type(target).__name__}")
+    machine.charge(DICT_ITEM_NBYTES * len(items) // 2 + (0 if target else DICT_FILLED_NBYTES))
     for key, value in zip(items[::2], items[1::2], strict=True):
         _check_key(key)
         target[key] = value
 
 
-def _check_key(key: Any, depth: int = 0) -> None:
+def _check_key(key: Any) -> None:
     """Keys are hashed by a recursion in C that no limit protects: only flat ones get there.
 
-    And short ones: a shared part of a key is hashed each time that it is named.
+    And small ones: a shared part of a key is hashed each time that it is named.
     """
-    if isinstance(key, tuple) and depth < KEY_DEPTH_MAX and len(key) <= KEY_ITEMS_MAX:
-        for item in key:
-            _check_key(item, depth + 1)
-    elif not (key is None or isinstance(key, (str, int, float, bytes, Record, Opaque))):
-        raise ValueError(f"a key of type {type(key).__name__}")
+    level, depth, count = [key], 0, 0
+    while level:
+        count += len(level)
+        inner: list[Any] = []
+        for part in level:
+            if isinstance(part, tuple) and depth < KEY_DEPTH_MAX:
+                if count + len(inner) + len(part) > KEY_ITEMS_MAX:
+                    raise ValueError(f"a key of more than {KEY_ITEMS_MAX} items")
+                inner += part
+            elif not (
+                part is None or isinstance(part, (str, int, float, bytes, PickledObject, Opaque))
+            ):
+                raise ValueError(f"a key of type {type(part).__name__}")
+        level, depth = inner, depth + 1
 
 
 def _long(machine: _Machine, width: int) -> None:
     nbytes = machine.number(width)
     if nbytes > INT_NBYTES_MAX:
         raise UnsupportedFormat(f"an integer of {nbytes} bytes; at most {INT_NBYTES_MAX}")
-    machine.push(int.from_bytes(machine.take(nbytes), "little", signed=True))
+    machine.push_scalar(int.from_bytes(machine.take(nbytes), "little", signed=True))
 
 
 def _text(machine: _Machine, width: int) -> None:
-    machine.push(bytes(machine.take(machine.number(width))).decode("utf-8", "surrogatepass"))
+    nbytes = machine.number(width)
+    data = machine.take(nbytes)
+    # One wide character makes all others 4 bytes wide: a long text is charged before it exists.
+    machine.charge(4 * nbytes if nbytes > LONG_TEXT_NBYTES else 0)
+    machine.push_scalar(bytes(data).decode("utf-8", "surrogatepass"))
 
 
 def _blob(machine: _Machine, width: int) -> None:
-    machine.push(bytes(machine.take(machine.number(width))))
-
-
-def _put(machine: _Machine, width: int) -> None:
-    machine.memo[machine.number(width)] = machine.stack[-1]
+    machine.push_scalar(bytes(machine.take(machine.number(width))))
 
 
 def _frozen(machine: _Machine) -> None:
     machine.items()
-    machine.push(Opaque("builtins.frozenset"))
+    machine.push_made(Opaque("builtins.frozenset"), OBJECT_NBYTES)
 
 
 def _tuple(machine: _Machine, count: int) -> None:
@@ -318,7 +392,7 @@ def _tuple(machine: _Machine, count: int) -> None:
         raise ValueError("too few items on the stack")
     items = tuple(_settled(item) for item in stack[len(stack) - count :])
     del stack[len(stack) - count :]
-    machine.push_made(items)
+    machine.push_made(items, sys.getsizeof(items))
 
 
 def _reduce(machine: _Machine) -> None:
@@ -339,33 +413,38 @@ def _build(machine: _Machine) -> None:
 
 def _append(machine: _Machine) -> None:
     value = _settled(machine.pop())
-    _appended(machine.stack[-1], [value])
+    _extend(machine, machine.stack[-1], [value])
 
 
 def _appends(machine: _Machine) -> None:
     items = machine.items()
-    _appended(machine.stack[-1], items)
+    _extend(machine, machine.stack[-1], items)
 
 
 def _set_item(machine: _Machine) -> None:
     value, key = _settled(machine.pop()), _settled(machine.pop())
-    _set_items(machine.stack[-1], [key, value])
+    _set_items(machine, machine.stack[-1], [key, value])
 
 
 def _set_many(machine: _Machine) -> None:
     items = machine.items()
-    _set_items(machine.stack[-1], items)
+    _set_items(machine, machine.stack[-1], items)
 
 
 def _persistent(machine: _Machine) -> None:
     if machine.persistent is None:
         raise Corrupt("a pickle that refers to storage outside of it, where there is none")
-    machine.push(machine.persistent(machine.pop()))
+    machine.push_made(machine.persistent(machine.pop()), OBJECT_NBYTES)
 
 
 def _stack_name(machine: _Machine) -> None:
     name, module = machine.pop(), machine.pop()
     machine.push_name(module, name)
+
+
+def _tuple_of_items(machine: _Machine) -> None:
+    items = tuple(machine.items())
+    machine.push_made(items, sys.getsizeof(items))
 
 
 def _pop_mark(machine: _Machine) -> None:
@@ -382,40 +461,40 @@ _INSTRUCTIONS: dict[int, Callable[[_Machine], Any]] = {
     0x4E: lambda m: m.push(None),  # NONE
     0x88: lambda m: m.push(True),  # NEWTRUE
     0x89: lambda m: m.push(False),  # NEWFALSE
-    0x4A: lambda m: m.push(int.from_bytes(m.take(4), "little", signed=True)),  # BININT
+    0x4A: lambda m: m.push_scalar(int.from_bytes(m.take(4), "little", signed=True)),  # BININT
     0x4B: lambda m: m.push(m.number(1)),  # BININT1
-    0x4D: lambda m: m.push(m.number(2)),  # BININT2
+    0x4D: lambda m: m.push_scalar(m.number(2)),  # BININT2
     0x8A: lambda m: _long(m, 1),  # LONG1
     0x8B: lambda m: _long(m, 4),  # LONG4
-    0x47: lambda m: m.push(struct.unpack(">d", m.take(8))[0]),  # BINFLOAT
+    0x47: lambda m: m.push_scalar(struct.unpack(">d", m.take(8))[0]),  # BINFLOAT
     0x8C: lambda m: _text(m, 1),  # SHORT_BINUNICODE
     0x58: lambda m: _text(m, 4),  # BINUNICODE
     0x8D: lambda m: _text(m, 8),  # BINUNICODE8
     0x43: lambda m: _blob(m, 1),  # SHORT_BINBYTES
     0x42: lambda m: _blob(m, 4),  # BINBYTES
     0x8E: lambda m: _blob(m, 8),  # BINBYTES8
-    0x5D: lambda m: m.push_made([]),  # EMPTY_LIST
+    0x5D: lambda m: m.push_made([], LIST_NBYTES),  # EMPTY_LIST
     0x61: _append,  # APPEND
     0x65: _appends,  # APPENDS
-    0x29: lambda m: m.push_made(()),  # EMPTY_TUPLE
-    0x74: lambda m: m.push_made(tuple(m.items())),  # TUPLE
+    0x29: lambda m: m.push(()),  # EMPTY_TUPLE
+    0x74: _tuple_of_items,  # TUPLE
     0x85: lambda m: _tuple(m, 1),  # TUPLE1
     0x86: lambda m: _tuple(m, 2),  # TUPLE2
     0x87: lambda m: _tuple(m, 3),  # TUPLE3
-    0x7D: lambda m: m.push_made({}),  # EMPTY_DICT
+    0x7D: lambda m: m.push_made({}, DICT_NBYTES),  # EMPTY_DICT
     0x73: _set_item,  # SETITEM
     0x75: _set_many,  # SETITEMS
-    0x8F: lambda m: m.push(Opaque("builtins.set")),  # EMPTY_SET
+    0x8F: lambda m: m.push_made(Opaque("builtins.set"), OBJECT_NBYTES),  # EMPTY_SET
     0x90: _appends,  # ADDITEMS
     0x91: _frozen,  # FROZENSET
     0x63: lambda m: m.push_name(m.line(), m.line()),  # GLOBAL
     0x93: _stack_name,  # STACK_GLOBAL
     0x52: _reduce,  # REDUCE
-    0x81: _reduce,  # NEWOBJ: what a class and a function make of arguments is told by the table
+    0x81: _reduce,  # NEWOBJ: the table says what a class makes of its arguments
     0x92: _new_with_names,  # NEWOBJ_EX
     0x62: _build,  # BUILD
-    0x71: lambda m: _put(m, 1),  # BINPUT
-    0x72: lambda m: _put(m, 4),  # LONG_BINPUT
+    0x71: lambda m: m.memorize(m.number(1)),  # BINPUT
+    0x72: lambda m: m.memorize(m.number(4)),  # LONG_BINPUT
     0x51: _persistent,  # BINPERSID
 }
 _STEPS = [_INSTRUCTIONS.get(code) for code in range(256)]

@@ -168,7 +168,9 @@ def _refused(kind: str) -> Maker:
 
 
 def _layout(name: Any) -> Opaque:
-    return Opaque(str(name))
+    if not isinstance(name, str):  # not the text of the thing itself: it may have no end
+        raise Corrupt(f"a layout's name is a {type(name).__name__}")
+    return Opaque(name)
 
 
 KNOWN: dict[str, Maker | str] = {

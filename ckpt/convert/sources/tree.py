@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ckpt.convert.sources.pickles import Opaque, Record
+from ckpt.convert.sources.pickles import Opaque, PickledObject
 from ckpt.convert.sources.source import Refusal
 from ckpt.convert.sources.torch_pickle import Refused
 from ckpt.errors import UnsupportedFormat
@@ -318,7 +318,7 @@ def reason_of(thing: Any) -> str:
     """Why something that is no value cannot be stored."""
     if isinstance(thing, Refused):
         return thing.reason
-    if isinstance(thing, (Opaque, Record)):
+    if isinstance(thing, (Opaque, PickledObject)):
         return f"it is a {thing.name}, which is code of somebody's, not a plain value"
     return f"it is a {type(thing).__name__}, not a plain value"
 

@@ -48,6 +48,8 @@ class LocalStore(Store):
     out to have neither `link` nor `renameat2(RENAME_NOREPLACE)`.
     """
 
+    is_disk = True
+
     def __init__(self, root: str, *, open_files_max: int = 32) -> None:
         # POSIX lets abspath keep two slashes at the begin, which no parent of a path ends in.
         self._root = "/" + os.path.abspath(root).lstrip("/")
@@ -180,7 +182,8 @@ class LocalStore(Store):
     def delete(self, key: str) -> None:
         path = self._path(key)
         self._open_files.forget(path)
-        self._refuse_links(key)
+        if problem := self.why_not_delete(key):
+            raise AccessDeniedError(f"delete {key} in {self.url}: {problem}")
         try:
             os.unlink(path)
         except (*_MISSING, IsADirectoryError):
@@ -198,18 +201,20 @@ class LocalStore(Store):
                 return
             directory = os.path.dirname(directory)
 
-    def _refuse_links(self, key: str) -> None:
-        """Raise AccessDeniedError where a directory on the way, below those at the top, is a link:
-        what it leads to may be another's.
+    def why_not_delete(self, prefix: str) -> str:
+        directory = self._link_to(prefix)
+        return directory and (
+            f"{directory} is a symbolic link, and nothing is deleted through links; remove it, and "
+            "what it leads to, by hand"
+        )
+
+    def _link_to(self, key: str) -> str:
+        """The directory on the way to `key`, below those at the top, that is a link: what it leads
+        to may be another's. "" when there is none.
         """
         parts = key.split("/")[:-1]
-        for count in range(2, len(parts) + 1):
-            directory = "/".join(parts[:count])
-            if os.path.islink(f"{self._root}/{directory}"):
-                raise AccessDeniedError(
-                    f"delete {key} in {self.url}: {directory} is a symbolic link, and nothing is "
-                    "deleted through links; remove it, and what it leads to, by hand"
-                )
+        lineage = ("/".join(parts[:count]) for count in range(2, len(parts) + 1))
+        return next((path for path in lineage if os.path.islink(f"{self._root}/{path}")), "")
 
     def sync(self, keys: Iterable[str]) -> None:
         directories: dict[str, None] = {}
@@ -227,6 +232,8 @@ class LocalStore(Store):
 
     def abort_unfinished(self, prefix: str) -> int:
         base = check_prefix(prefix).rpartition("/")[0]
+        if self._link_to(prefix):
+            return 0
         top = os.path.join(self._root, base) if base else self._root
         removed = 0
         for directory, _, names in os.walk(top):

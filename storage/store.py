@@ -84,6 +84,7 @@ class Store(ABC):
     url: str  # for messages: never holds a secret
     exclusive_create: ExclusiveCreate
     part_nbytes_min: int = 1  # of every part but the last of an object of several parts
+    is_disk: bool = False  # a file system: it can be full to the last byte
 
     @property
     def place(self) -> str:
@@ -195,6 +196,12 @@ class Store(ABC):
     def delete(self, key: str) -> None:
         """Remove an object; removing what is not there is not an error."""
 
+    def why_not_delete(self, prefix: str) -> str:
+        """Why `delete` refuses what is below the directory `prefix` ("a/b/"): a symbolic link leads
+        there. "" when it does not.
+        """
+        return ""
+
     @abstractmethod
     def sync(self, keys: Iterable[str]) -> None:
         """Returns when these objects, and the directories that lead to them, survive a power
@@ -203,7 +210,10 @@ class Store(ABC):
 
     @abstractmethod
     def abort_unfinished(self, prefix: str) -> int:
-        """Remove what died writers left under construction below `prefix`; returns how many."""
+        """Remove what died writers left under construction below `prefix`; returns how many.
+
+        Never through a symbolic link to a directory.
+        """
 
     @abstractmethod
     def close(self) -> None:

@@ -18,6 +18,7 @@ class WrappedStore(Store):
     def __init__(self, inner: Store) -> None:
         self.inner = inner
         self.part_nbytes_min = inner.part_nbytes_min
+        self.is_disk = inner.is_disk
 
     @property
     def url(self) -> str:  # type: ignore[override]
@@ -83,6 +84,9 @@ class WrappedStore(Store):
 
     def delete(self, key: str) -> None:
         self.inner.delete(key)
+
+    def why_not_delete(self, prefix: str) -> str:
+        return self.inner.why_not_delete(prefix)
 
     def sync(self, keys: Iterable[str]) -> None:
         self.inner.sync(keys)

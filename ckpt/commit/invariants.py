@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 from ckpt.commit.locate import file_keys
 from ckpt.commit.log import Log, LogState
-from ckpt.commit.names import LOG_PREFIX, MANIFEST_NAME, parse_step_key, record_key
+from ckpt.commit.names import LOG_PREFIX, MANIFEST_NAME, RESERVE_KEY, parse_step_key, record_key
 from ckpt.commit.records import LiveEntry, Record, decode_record, manifest_digest
 from ckpt.commit.session import Session
 from ckpt.commit.writer import Commit
@@ -230,6 +230,8 @@ def check_written_once(store: Store, history: History) -> list[str]:
     """I5: no key is written twice, no log entry removed or changed."""
     found, seen = [], set()
     for event in history.events:
+        if event.key == RESERVE_KEY:
+            continue  # has no content; it is there to be deleted
         if event.op == "create" and event.key in seen:
             found.append(f"I5: {event.key} was written twice")
         if event.op == "delete" and parse_step_key(event.key) is None:

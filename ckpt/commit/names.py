@@ -16,6 +16,9 @@ MANIFEST_NAME = "MANIFEST"
 TELEMETRY_NAME = "TELEMETRY"  # how the save went; optional, nothing depends on it
 
 
+RESERVE_KEY = "RESERVE"  # space kept back on a disk, see ckpt.commit.reserve
+
+
 _ATTEMPT = re.compile(r"e([0-9]{6,18})-[0-9a-f]{16}")
 
 
@@ -24,6 +27,8 @@ _STEP_DIR = re.compile(r"([0-9]{8,18})-(e[0-9]{6,18}-[0-9a-f]{16})")
 
 
 _FILE_NAME = re.compile(r"MANIFEST|TELEMETRY|[A-Za-z0-9][A-Za-z0-9._-]{0,199}\.safetensors")
+
+_OUR_NAME = re.compile(r"MANIFEST|TELEMETRY|rank[0-9]{5,}-[0-9]{3,}\.safetensors")
 
 
 def record_key(slot: int) -> str:
@@ -60,7 +65,8 @@ def step_prefix(step: int, attempt: str) -> str:
 def parse_step_key(key: str) -> tuple[int, str, str] | None:
     """(step, attempt, file name) of a key that we may have written, None for any other key.
 
-    Deletion rests on it: what has no such name is never touched.
+    What has no such name is never touched. Of what has one, that is deleted which a manifest lists,
+    or which has a name that this library gives (`is_our_name`).
     """
     parts = key.split("/")
     if len(parts) != 3 or parts[0] != "steps":
@@ -74,3 +80,8 @@ def parse_step_key(key: str) -> tuple[int, str, str] | None:
     except ValueError:
         return None
     return (step, attempt, parts[2]) if f"{step:08d}" == match[1] else None
+
+
+def is_our_name(name: str) -> bool:
+    """Whether a file in a step's directory has a name that this library gives to files there."""
+    return _OUR_NAME.fullmatch(name) is not None

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from ckpt.commit.appender import Limits, Sources
 from ckpt.commit.lines import Restored
 from ckpt.commit.log import read_format
+from ckpt.commit.reserve import keep_reserve
 from ckpt.commit.session import Session
 from ckpt.errors import NoCheckpoint, StoreRefused
 from ckpt.world.base import World
@@ -103,6 +104,7 @@ def _clean_up(session: Session) -> None:
     except StorageError as error:
         # Only space is at stake; a save that needs it will say so.
         logger.warning("%s: leftovers of dead jobs stay for now: %s", session.store.url, error)
+    keep_reserve(session.store)
 
 
 def _sweep_failed(session: Session) -> None:

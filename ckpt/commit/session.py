@@ -15,7 +15,7 @@ from ckpt.commit.lines import OwnLine, Restored
 from ckpt.commit.log import LogState, read_format
 from ckpt.commit.names import STEPS_PREFIX, attempt_epoch, attempt_name
 from ckpt.commit.records import LiveEntry, Record
-from ckpt.commit.sweep import attempts_on, delete_attempt, refuse_needed
+from ckpt.commit.sweep import delete_attempt, delete_orphans, refuse_needed
 from ckpt.commit.writer import Commit, LogWriter
 from ckpt.errors import CheckpointError, Fenced, LogDiverged, NoCheckpoint
 from storage.store import ExclusiveCreate, Store
@@ -209,16 +209,7 @@ class Session(LogWriter):
             self.settle()
             state = self.state()
             self._appender.prove()
-            needed = {e.attempt for e in state.live}
-            needed |= {name for e in state.live for name in e.references}
-            orphans = [
-                (step, attempt)
-                for step, attempt in attempts_on(self.store)
-                if attempt_epoch(attempt) < self.epoch and attempt not in needed
-            ]
-        for step, attempt in orphans:
-            delete_attempt(self.store, step=step, attempt=attempt)
-        return [attempt for _, attempt in orphans]
+        return delete_orphans(self.store, state, before_epoch=self.epoch)
 
     def sweep_unfinished(self) -> int:
         """Remove objects that dead writers left half written; returns how many.

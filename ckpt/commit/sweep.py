@@ -1,16 +1,27 @@
-"""Deletion of attempts: what the protocol's names list, MANIFEST first, nothing that is needed."""
+"""Deletion of attempts: what their manifest or our names list, MANIFEST first, nothing needed."""
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from ckpt.commit.log import LogState
-from ckpt.commit.names import MANIFEST_NAME, STEPS_PREFIX, parse_step_key, step_prefix
+from ckpt.commit.names import (
+    MANIFEST_NAME,
+    STEPS_PREFIX,
+    attempt_epoch,
+    is_our_name,
+    parse_step_key,
+    step_prefix,
+)
 from ckpt.commit.records import LiveEntry
-from ckpt.errors import CheckpointError
+from ckpt.errors import CheckpointError, Corrupt, UnsupportedFormat
+from storage.errors import AccessDeniedError, KeyNotFoundError
 from storage.store import Store
+
+logger = logging.getLogger(__name__)
 
 
 class NotRetired(CheckpointError):
@@ -46,11 +57,14 @@ def refuse_needed(state: LogState, attempt: str) -> None:
 def delete_attempt(store: Store, *, step: int, attempt: str, parallel_max: int = 8) -> int:
     """Delete what we wrote below a step directory and nothing else; returns how many objects.
 
-    MANIFEST goes first: a crash in between leaves unreferenced files, never a torn checkpoint.
+    That is what its MANIFEST lists, and what has a name that this library gives. MANIFEST goes
+    first: a crash in between leaves unreferenced files, never a torn checkpoint. Raises
+    AccessDeniedError, deleting nothing, where the directory is a symbolic link.
     """
     prefix = step_prefix(step, attempt)
-    keys = [info.key for info in store.list(prefix)]
-    keys = [key for key in keys if parse_step_key(key) is not None]
+    if problem := store.why_not_delete(prefix):
+        raise AccessDeniedError(f"delete {prefix} in {store.url}: {problem}")
+    keys = _ours(store, prefix)
     manifest = prefix + MANIFEST_NAME
     if manifest in keys:
         store.delete(manifest)
@@ -63,6 +77,58 @@ def delete_attempt(store: Store, *, step: int, attempt: str, parallel_max: int =
             _all_results(pool.submit(store.delete, key).result for key in rest)
     store.abort_unfinished(prefix)
     return len(keys)
+
+
+def _ours(store: Store, prefix: str) -> list[str]:
+    """The keys of a step directory that belong to its attempt."""
+    keys = [info.key for info in store.list(prefix)]
+    keys = [key for key in keys if parse_step_key(key) is not None]
+    ours = [key for key in keys if is_our_name(key.removeprefix(prefix))]
+    # Another writer may name its data files otherwise; only then the manifest is worth a request.
+    if len(ours) < len(keys) and prefix + MANIFEST_NAME in keys:
+        listed = _files_listed(store, prefix)
+        ours = [key for key in keys if key in ours or key.removeprefix(prefix) in listed]
+    return ours
+
+
+def _files_listed(store: Store, prefix: str) -> frozenset[str]:
+    """What the MANIFEST of a step directory lists; nothing when it cannot be read."""
+    from ckpt.format.manifest_codec import decode_manifest
+
+    try:
+        return frozenset(decode_manifest(store.get(prefix + MANIFEST_NAME)).files)
+    except (Corrupt, UnsupportedFormat, KeyNotFoundError) as error:
+        logger.warning(
+            "%s/%s: its MANIFEST does not tell which files are its own (%s); files that this "
+            "library has not named stay there",
+            store.url,
+            prefix,
+            error,
+        )
+        return frozenset()
+
+
+def delete_orphans(store: Store, state: LogState, *, before_epoch: int) -> list[str]:
+    """Delete what attempts of epochs before that one left behind and no live checkpoint needs.
+
+    They can never become live: a commit of theirs would have to come before the CLAIM of a later
+    epoch, which stands. Step directories that are links stay, with a warning. Returns the attempts
+    of which something was deleted.
+    """
+    needed = {e.attempt for e in state.live}
+    needed |= {name for e in state.live for name in e.references}
+    orphans = [
+        (step, attempt)
+        for step, attempt in attempts_on(store)
+        if attempt_epoch(attempt) < before_epoch and attempt not in needed
+    ]
+    swept = []
+    for step, attempt in orphans:
+        if problem := store.why_not_delete(step_prefix(step, attempt)):
+            logger.warning("%s: what is left of %s stays: %s", store.url, attempt, problem)
+        elif delete_attempt(store, step=step, attempt=attempt):
+            swept.append(attempt)
+    return swept
 
 
 def _all_results(results: Iterable[Callable[[], None]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,9 +12,19 @@ from ckpt.commit.appender import Appender, Build, Draft, Settled
 from ckpt.commit.log import Log, LogState
 from ckpt.commit.names import attempt_epoch
 from ckpt.commit.records import Kind, LiveEntry, Record
-from ckpt.commit.sweep import NotRetired, delete_attempt, refuse_needed, why_not_retire
+from ckpt.commit.reserve import give_up_reserve, keep_reserve
+from ckpt.commit.sweep import (
+    NotRetired,
+    delete_attempt,
+    delete_orphans,
+    refuse_needed,
+    why_not_retire,
+)
 from ckpt.errors import NoCheckpoint
+from storage.errors import NoSpaceError
 from storage.store import Store
+
+logger = logging.getLogger(__name__)
 
 
 class Commit(NamedTuple):
@@ -54,6 +65,7 @@ class LogWriter:
         self._appender = appender
         self._lock = threading.RLock()
         self._retired: set[str] = set()
+        self._gave_up_reserve = False
 
     @property
     def store(self) -> Store:
@@ -90,12 +102,15 @@ class LogWriter:
         """Take a checkpoint out of the live set, then delete its files, MANIFEST first.
 
         None when it was not live (any more); nothing is deleted then. Raises NotRetired when it is
-        pinned, needed by another live checkpoint, or the last one. With `delete=False` the files
-        stay until `delete_retired`.
+        pinned, needed by another live checkpoint, the last one, or behind a symbolic link. With
+        `delete=False` the files stay until `delete_retired`. On a full disk the space for the
+        record is what dead jobs left, or the root's reserve.
         """
         with self._lock:
             victim = self._appender.log.state().find(attempt)
-            record = self._append(lambda state: self._draft_retire(state, attempt))
+            if victim is not None:
+                self._refuse_undeletable(victim)
+            record = self._append_retire(attempt)
         if record is not None and victim is not None and delete:
             self.delete_retired(attempt, step=victim.step)
         return record
@@ -128,7 +143,11 @@ class LogWriter:
             if attempt not in self._retired and attempt_epoch(attempt) >= state.epoch:
                 raise NotRetired(f"{attempt} may be a save under way; nothing was deleted")
         # Not under the lock, where a commit would wait for it: what was retired never comes back.
-        return delete_attempt(self.store, step=step, attempt=attempt)
+        deleted = delete_attempt(self.store, step=step, attempt=attempt)
+        if self._gave_up_reserve:
+            keep_reserve(self.store)
+            self._gave_up_reserve = False
+        return deleted
 
     def _mark(
         self, kind: Kind, attempt: str, change: Callable[[LiveEntry], LiveEntry]
@@ -148,6 +167,40 @@ class LogWriter:
 
         with self._lock:
             return self._append(build)
+
+    def _refuse_undeletable(self, entry: LiveEntry) -> None:
+        """Raise NotRetired where the files could not be deleted afterwards."""
+        if problem := self.store.why_not_delete(entry.prefix):
+            raise NotRetired(f"{entry.attempt} (step {entry.step}) stays: {problem}")
+
+    def _append_retire(self, attempt: str) -> Record | None:
+        """Append the RETIRE, in space that is made for it when the disk is full."""
+
+        def build(state: LogState) -> Draft | None:
+            return self._draft_retire(state, attempt)
+
+        for make_space in (self._sweep_dead, self._use_reserve):
+            try:
+                return self._append(build)
+            except NoSpaceError as error:
+                logger.warning("%s: no space to retire %s: %s", self.store.url, attempt, error)
+                make_space()
+        try:
+            return self._append(build)
+        except NoSpaceError as error:
+            keep_reserve(self.store)
+            raise NoSpaceError(
+                f"{error}. {attempt} stays: its end needs a record in the log, some kilobytes, and "
+                "nothing is deleted before that; remove any file beside this root, then try again"
+            ) from error
+
+    def _sweep_dead(self) -> None:
+        state = self.state()
+        self._appender.prove()
+        delete_orphans(self.store, state, before_epoch=state.epoch)
+
+    def _use_reserve(self) -> None:
+        self._gave_up_reserve = give_up_reserve(self.store)
 
     def _draft_retire(self, state: LogState, attempt: str) -> Draft | None:
         entry = state.find(attempt)

@@ -9,7 +9,14 @@ from typing import Any, SupportsIndex
 
 from ckpt.commit.locate import live_entries
 from ckpt.commit.log import FORMAT_KEY, Log, read_format
-from ckpt.commit.names import LOG_PREFIX, MANIFEST_NAME, parse_step_key, record_key, step_prefix
+from ckpt.commit.names import (
+    LOG_PREFIX,
+    MANIFEST_NAME,
+    RESERVE_KEY,
+    parse_step_key,
+    record_key,
+    step_prefix,
+)
 from ckpt.commit.numbers import plain_int
 from ckpt.commit.records import LiveEntry, Record, encode_record, record_digest
 from ckpt.errors import Corrupt, NoCheckpoint
@@ -184,7 +191,8 @@ def _of_root(store: Store, live: Sequence[LiveEntry]) -> DiskUsage:
         if parsed is not None:
             found.setdefault(parsed[:2], []).append((info.nbytes, info.modified_unix))
             continue
-        group = log if info.key == FORMAT_KEY or info.key.startswith(LOG_PREFIX) else other
+        is_log = info.key in (FORMAT_KEY, RESERVE_KEY) or info.key.startswith(LOG_PREFIX)
+        group = log if is_log else other
         group[0] += info.nbytes
         group[1] += 1
     attempts = []

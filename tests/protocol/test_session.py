@@ -47,7 +47,7 @@ def claim(store: Store, **options: bool) -> Session:
 def save(session: Session, step: int, references: tuple[str, ...] = ()) -> LiveEntry:
     attempt, manifest = session.new_attempt(), b"manifest %d" % step
     prefix = step_prefix(step, attempt)
-    session.store.put_if_absent(prefix + "r0.safetensors", b"data")
+    session.store.put_if_absent(prefix + "rank00000-000.safetensors", b"data")
     session.store.put_if_absent(prefix + MANIFEST_NAME, manifest)
     digest = manifest_digest(manifest)
     return session.commit(Commit(attempt, step, len(manifest), digest, references=references))
@@ -286,7 +286,7 @@ def test_save_under_way_is_not_deleted_as_retired() -> None:
     session = claim(store)
     save(session, 1)
     attempt = session.new_attempt()
-    store.put_if_absent(step_prefix(2, attempt) + "r0.safetensors", b"x")
+    store.put_if_absent(step_prefix(2, attempt) + "rank00000-000.safetensors", b"x")
     with pytest.raises(NotRetired, match="under way"):
         Maintenance.open(store).delete_retired(attempt, step=2)
     assert Maintenance.open(claim(store).store).delete_retired(attempt, step=2) == 1
@@ -313,22 +313,22 @@ def test_sweep_removes_orphans_of_older_epochs_and_nothing_else() -> None:
     old = claim(store)
     live = save(old, 1)
     orphan = step_prefix(2, old.new_attempt())
-    store.put_if_absent(orphan + "r0.safetensors", b"x")
+    store.put_if_absent(orphan + "rank00000-000.safetensors", b"x")
     session = claim(store)
     mine = step_prefix(3, session.new_attempt())
     foreign = ["steps/README", "steps/x/r0.safetensors", live.prefix + "notes.txt"]
-    for key in [mine + "r0.safetensors", orphan + "notes.txt", *foreign]:
+    for key in [mine + "rank00000-000.safetensors", orphan + "notes.txt", *foreign]:
         store.put_if_absent(key, b"x")
     before = set(keys(store))
     assert session.sweep() == [orphan.rstrip("/").partition("-")[2]]
-    assert before - set(keys(store)) == {orphan + "r0.safetensors"}
+    assert before - set(keys(store)) == {orphan + "rank00000-000.safetensors"}
 
 
 def test_discarded_attempt_can_never_be_committed() -> None:
     session = claim(MemoryStore())
     save(session, 1)
     attempt = session.new_attempt()
-    session.store.put_if_absent(step_prefix(2, attempt) + "r0.safetensors", b"x")
+    session.store.put_if_absent(step_prefix(2, attempt) + "rank00000-000.safetensors", b"x")
     assert session.discard(attempt, step=2) == 1
     with pytest.raises(Exception, match="not an open attempt"):
         session.commit(Commit(attempt, 2, 1, b"d"))
@@ -350,7 +350,7 @@ def test_what_a_discard_could_not_delete_is_swept_by_the_same_session() -> None:
     session = claim(store)
     kept = save(session, 1)
     attempt = session.new_attempt()
-    store.put_if_absent(step_prefix(2, attempt) + "r0.safetensors", b"x")
+    store.put_if_absent(step_prefix(2, attempt) + "rank00000-000.safetensors", b"x")
     for clean_up in (lambda: session.discard(attempt, step=2), session.sweep_failed):
         with pytest.raises(TransientError):
             clean_up()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from storage.buffered import BufferedWriter
 from storage.errors import (
     AccessDeniedError,
     InvalidKeyError,
@@ -15,6 +16,7 @@ from storage.errors import (
     TooLargeError,
     TransientError,
 )
+from storage.keys import check_key, check_prefix
 from storage.location import PrefixStore, StoreLike
 from storage.retry import RetryPolicy
 from storage.schemes import StoreFactory, register_store
@@ -23,6 +25,7 @@ from storage.url import open_store, options_of_other
 
 __all__ = [
     "AccessDeniedError",
+    "BufferedWriter",
     "ByteRange",
     "ExclusiveCreate",
     "InvalidKeyError",
@@ -42,6 +45,8 @@ __all__ = [
     "StoreLike",
     "TooLargeError",
     "TransientError",
+    "check_key",
+    "check_prefix",
     "open_store",
     "options_of_other",
     "register_store",

@@ -6,12 +6,12 @@ import threading
 import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from types import TracebackType
 
+from storage.buffered import BufferedWriter
 from storage.errors import KeyExistsError, KeyNotFoundError, ShortReadError
 from storage.keys import check_key, check_prefix
-from storage.ranges import PartLedger, flat_views
-from storage.store import ByteRange, ExclusiveCreate, ObjectInfo, ObjectWriter, Store
+from storage.ranges import flat_views
+from storage.store import ByteRange, ExclusiveCreate, ObjectInfo, Store
 
 
 class MemoryBucket:
@@ -98,8 +98,8 @@ class MemoryStore(Store):
         part_nbytes: int,
         durable: bool = True,
         direct: bool = False,
-    ) -> _MemoryWriter:
-        return _MemoryWriter(self, PartLedger(check_key(key), nbytes, part_nbytes))
+    ) -> BufferedWriter:
+        return BufferedWriter(key, nbytes, part_nbytes=part_nbytes, publish=self._publish)
 
     def put_if_absent(self, key: str, data: bytes) -> None:
         self._publish(check_key(key), bytes(data))
@@ -148,31 +148,3 @@ class MemoryStore(Store):
     def _publish(self, key: str, data: bytes | bytearray) -> None:
         if not self._bucket.add(self._prefix + key, data):
             raise KeyExistsError(f"create {key}: exists already in {self.url}")
-
-
-class _MemoryWriter(ObjectWriter):
-    def __init__(self, store: MemoryStore, ledger: PartLedger) -> None:
-        self.part_nbytes = ledger.part_nbytes
-        self._store = store
-        self._ledger = ledger
-        self._data = bytearray(ledger.nbytes)
-
-    def write_part(self, index: int, buffers: Sequence[memoryview]) -> None:
-        position = self._ledger.claim(index, buffers).start
-        target = memoryview(self._data)
-        for view in flat_views(buffers):
-            target[position : position + view.nbytes] = view
-            position += view.nbytes
-
-    def __enter__(self) -> _MemoryWriter:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if kind is None:
-            self._ledger.check_complete()
-            self._store._publish(self._ledger.key, self._data)

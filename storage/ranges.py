@@ -4,16 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from storage.store import ByteRange
-
-
-class MergedRange(NamedTuple):
-    """One read that serves several wanted ranges, given by their positions in the input."""
-
-    byte_range: ByteRange
-    members: tuple[int, ...]
 
 
 def part_count(nbytes: int, part_nbytes: int) -> int:

@@ -67,7 +67,9 @@ class ShardedGroup:
         """How its parameters are sharded, in words."""
         data, frees = self.store.data, self.unit.schedule.frees_after_forward
         over = f"fully_shard over {data.shard.size} ranks"
-        if data.replicate is not None:
+        if data.replicate is not None and data.is_repeated_only:
+            over = f"fully_shard, repeated on {data.replicate.size} ranks"
+        elif data.replicate is not None:
             over += f", repeated {data.replicate.size} times"
         return over if frees is None else f"{over}, {'freed' if frees else 'kept'} after forward"
 
@@ -374,7 +376,8 @@ class FSDPModule(TorchUnit):
             ]
             # What is tied to a parameter of an earlier module is told there.
             if names and not any(id(place.module) in told for place in param.module_param.places):
-                cut = FsdpCut(param.axis, store.data.shard.rank)
+                rank = store.data.shard.rank
+                cut = None if param.axis is None else FsdpCut(param.axis, rank)
                 owned = describe_dtensor(names[0], param.param, ranks, fsdp_cut=cut)
                 described.append((names, owned))
         return described

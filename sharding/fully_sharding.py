@@ -28,7 +28,7 @@ from torch.distributed.fsdp import (
 from sharding.dtensor.param import DataAxes, DataMesh, Keeping
 from sharding.dtensor.seam import concatenated, flattened, sharded_before_as
 from sharding.dtensor.store import DTensorStore, SmallerMesh
-from sharding.engine.collectives import all_global_ranks, comm_of
+from sharding.engine.collectives import all_global_ranks, alone, comm_of
 from sharding.engine.groups import groups_of
 from sharding.engine.precision import Casts
 from sharding.engine.reduction import Reduction
@@ -69,6 +69,7 @@ def fully_shard(
     root; a number of ranks keeps shards over so many, a true divisor of the shard axis.
     `dp_mesh_dims`: `mesh` is one for everything, on which all parameters are DTensors already;
     these are the names of its axes to shard over (several count as one) and to repeat over.
+    Without axes to shard over, parameters stay whole and gradients are averaged over the others.
 
     Raises ValueError for arguments that contradict each other or the module, and what
     `sharding.dtensor.param` says of parameters that cannot be sharded, with their names.
@@ -78,8 +79,7 @@ def fully_shard(
     if dp_mesh_dims is not None:
         mesh, within = _data_part(mesh, dp_mesh_dims, reshard_after_forward)
     mesh = _checked_mesh(mesh)
-    groups = groups_of(mesh)
-    data = DataMesh(mesh, groups.shard, groups.replicate, within)
+    data = _data_mesh(mesh, within)
     keeping = _keeping(mesh, mp_policy, offload_policy)
     module_params = _module_params(modules, frozenset(ignored_params or ()), keeping.device)
     store = DTensorStore(
@@ -89,6 +89,13 @@ def fully_shard(
     unit = _unit(store, mp_policy, reshard_after_forward)
     become_sharded(ShardedGroup(modules, unit, store, mp_policy))
     return module
+
+
+def _data_mesh(mesh: DeviceMesh, within: DataAxes | None) -> DataMesh:
+    if within is not None and not within.shard:
+        return DataMesh(mesh, alone(), comm_of(mesh.get_group(0)), within)
+    groups = groups_of(mesh)
+    return DataMesh(mesh, groups.shard, groups.replicate, within)
 
 
 def _keeping(
@@ -175,7 +182,9 @@ def _checked_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
 def _data_part(
     mesh: DeviceMesh | None, dims: DataParallelMeshDims, reshard_after_forward: bool | int | None
 ) -> tuple[DeviceMesh, DataAxes]:
-    """The part of the mesh for data parallelism, as one axis (shard) or two (replicate, shard)."""
+    """The part of the mesh for data parallelism: one axis (shard, or replicate where there is
+    nothing to shard over) or two (replicate, shard).
+    """
     names = () if mesh is None else mesh.mesh_dim_names or ()
     unknown = [name for name in (*dims.shard_names, *dims.replicate_names) if name not in names]
     if mesh is None or unknown:
@@ -183,11 +192,12 @@ def _data_part(
             f"dp_mesh_dims names axes {unknown} that the mesh does not have, it has "
             f"{list(names)}; pass the mesh that the parameters are on, with mesh_dim_names"
         )
-    if not dims.shard_names:
-        raise NotImplementedError(
-            "dp_mesh_dims without a shard axis only repeats parameters; use torch's replicate()"
+    if not dims.shard_names and not dims.replicate_names:
+        raise ValueError(
+            f"dp_mesh_dims names no axis of {list(names)}; set shard, replicate or both"
         )
-    if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
+    is_count = reshard_after_forward is not None and not isinstance(reshard_after_forward, bool)
+    if is_count and dims.shard_names:
         raise NotImplementedError(
             "reshard_after_forward as a number of ranks cannot be combined with dp_mesh_dims; pass "
             "True or False"
@@ -197,6 +207,8 @@ def _data_part(
         tuple(names.index(name) for name in dims.shard_names),
         tuple(names.index(name) for name in dims.replicate_names),
     )
+    if not dims.shard_names:
+        return flattened(mesh, dims.replicate_names), axes
     shard = flattened(mesh, dims.shard_names)
     if not dims.replicate_names:
         return shard, axes
@@ -237,7 +249,7 @@ def _module_params(
 def _smaller_mesh(data: DataMesh, wanted: bool | int | None) -> SmallerMesh | None:
     """Where shards are between forward and backward, if that is not all or nothing."""
     size = data.shard.size
-    if wanted is None or isinstance(wanted, bool) or wanted in (1, size):
+    if data.is_repeated_only or wanted is None or isinstance(wanted, bool) or wanted in (1, size):
         return None
     if wanted < 1 or size % wanted != 0:
         raise ValueError(

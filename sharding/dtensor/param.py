@@ -46,6 +46,7 @@ class DataAxes(NamedTuple):
 
     mesh: DeviceMesh
     shard: tuple[int, ...]
+    """Empty where parameters are only repeated."""
     replicate: tuple[int, ...]
 
 
@@ -54,11 +55,16 @@ class DataMesh:
     """Over which ranks a unit is sharded, and over which it is repeated."""
 
     mesh: DeviceMesh
-    """One axis (shard), or two (replicate, shard)."""
+    """One axis (shard, or replicate where nothing is sharded), or two (replicate, shard)."""
     shard: Comm
     replicate: Comm | None
     within: DataAxes | None = None
     """Set where parameters are DTensors on a larger mesh, of which `mesh` is a part."""
+
+    @property
+    def is_repeated_only(self) -> bool:
+        """Whether every rank holds whole parameters, so that only gradients are exchanged."""
+        return self.within is not None and not self.within.shard
 
     @property
     def size(self) -> int:
@@ -98,10 +104,11 @@ class ShardedParam:
         self.shape: Shape = tuple(values.shape)
         """Of the whole parameter, as modules compute with it."""
         within = data.within
+        self.axis: int | None
+        """Of the mesh in `like`, along which the parameter is cut; None where it is not."""
         if within is None:
             self.like = _sharded_like(module_param.fqn, param, self.dim, data)
             self.axis = 0 if data.replicate is None else 1
-            """Of the mesh in `like`, along which the parameter is cut."""
         else:
             self.like, self.axis = _like_within(module_param.fqn, param, self.dim, data, within)
         self.buffer = values.new_empty(0)
@@ -382,9 +389,9 @@ def _sharded_like(fqn: str, param: nn.Parameter, dim: int, data: DataMesh) -> DT
 
 def _like_within(
     fqn: str, param: nn.Parameter, dim: int, data: DataMesh, within: DataAxes
-) -> tuple[DTensorLike, int]:
+) -> tuple[DTensorLike, int | None]:
     """The sharded DTensor of one that lies whole along the data axes of a mesh for everything, and
-    the axis of its mesh that it is cut along.
+    the axis of its mesh that it is cut along; None without an axis to shard over.
 
     Several axes to shard over become one. Raises ValueError, naming the parameter.
     """
@@ -401,6 +408,8 @@ def _like_within(
                 f"{fqn}: is {inner.placements[axis]} along {names[axis]!r}, expected Replicate(): "
                 "fully_shard cuts along the axes of dp_mesh_dims itself"
             )
+    if not within.shard:
+        return inner, None
     first = min(within.shard)
     behind = [
         within.mesh.size(axis)

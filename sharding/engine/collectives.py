@@ -32,6 +32,7 @@ __all__ = [
     "Group",
     "PendingCollective",
     "RankParts",
+    "alone",
     "comm_of",
     "default_group",
     "is_group",
@@ -459,6 +460,22 @@ def comm_of(group: Group) -> Comm:
     return _Native(group)
 
 
+class _GroupOfOne:
+    """Acts as a process group of this rank alone, so that none has to be created."""
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 1
+
+
+def alone() -> Comm:
+    """This rank by itself: what is to be sharded over it stays whole."""
+    group: Any = _GroupOfOne()
+    return _Alone(group)
+
+
 def default_group() -> Group:
     """The group of all ranks. Raises RuntimeError without `init_process_group`."""
     if not dist.is_initialized():
@@ -476,7 +493,9 @@ def all_global_ranks() -> tuple[int, ...]:
 
 
 def separate_comm(comm: Comm) -> Comm:
-    """A new group of the same ranks. Collective over these."""
+    """A new group of the same ranks. Collective over these. One rank alone needs none."""
+    if comm.size == 1:
+        return comm
     ranks = list(comm.global_ranks)
     group = dist.new_group(ranks, use_local_synchronization=True)
     assert isinstance(group, Group)

@@ -5,6 +5,7 @@ Ours against torch's on the same ranks: the sharded DTensors, losses, and parame
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.distributed.fsdp import DataParallelMeshDims
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+import ckpt
 import sharding
 from tests.ranks import run_ranks
 from tests.state.test_dicts_against_torch import differences
@@ -24,6 +26,8 @@ pytestmark = pytest.mark.ranks
 DIMS = {
     "shard": (("dp", "tp"), (2, 2), DataParallelMeshDims(shard="dp")),
     "hybrid": (("rep", "dp"), (2, 2), DataParallelMeshDims(shard="dp", replicate="rep")),
+    "repeated": (("rep", "tp"), (2, 2), DataParallelMeshDims(replicate="rep")),
+    "repeated twice": (("a", "b", "tp"), (2, 1, 2), DataParallelMeshDims(replicate=("a", "b"))),
     "joined": (("a", "b", "tp"), (2, 1, 2), DataParallelMeshDims(shard=("a", "b"))),
 }
 
@@ -82,6 +86,30 @@ def test_training_over_named_axes_is_that_of_torch(dims: str) -> None:
         assert not found, (rank, found)
 
 
+def _saved(url: str) -> list[str]:
+    """Ours trains and saves, torch's loads; both repeat their parameters."""
+    names, shape, chosen = DIMS["repeated"]
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    model = distributed(mesh)
+    sharding.fully_shard(model, mesh=mesh, dp_mesh_dims=chosen, reshard_after_forward=2)
+    model.set_separate_reduce_scatter_group()  # type: ignore[operator]
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(2)
+    ckpt.save({"model": model}, url, step=1)
+    other = distributed(mesh)
+    torch_fully_shard(other, mesh=mesh, dp_mesh_dims=chosen)
+    ckpt.load({"model": other}, url)
+    sharded_over = sharding.explain(model)
+    assert "repeated on 2 ranks" in str(sharded_over), sharded_over
+    return differences(dict(model.state_dict()), dict(other.state_dict()))
+
+
+def test_repeated_parameters_are_saved_once_and_load_into_torchs(tmp_path: Path) -> None:
+    for found in run_ranks(4, _saved, tmp_path.as_uri()):
+        assert not found, found
+
+
 def _refused() -> list[str]:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
     dims = DataParallelMeshDims(shard="dp")
@@ -89,7 +117,7 @@ def _refused() -> list[str]:
     for args in (
         {"mesh": mesh, "dp_mesh_dims": DataParallelMeshDims(shard="cp")},
         {"mesh": mesh, "dp_mesh_dims": dims},
-        {"mesh": mesh, "dp_mesh_dims": DataParallelMeshDims(replicate="dp")},
+        {"mesh": mesh, "dp_mesh_dims": DataParallelMeshDims(shard=())},
         {"mesh": mesh, "dp_mesh_dims": dims, "reshard_after_forward": 2},
     ):
         with pytest.raises((ValueError, NotImplementedError)) as caught:
@@ -100,5 +128,5 @@ def _refused() -> list[str]:
 
 def test_what_cannot_be_is_refused_with_the_name() -> None:
     for told in run_ranks(2, _refused):
-        expected = ("cp", "weight: with dp_mesh_dims", "only repeats", "reshard_after_forward")
+        expected = ("cp", "weight: with dp_mesh_dims", "names no axis", "reshard_after_forward")
         assert all(part in text for part, text in zip(expected, told, strict=True)), told

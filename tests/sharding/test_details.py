@@ -15,9 +15,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._comm_hooks import default_hooks
+from torch.distributed.device_mesh import init_device_mesh
 
 import sharding
-from sharding import CPUOffload, FullyShardedDataParallel, MixedPrecision, ModuleWrapPolicy
+from sharding import (
+    CPUOffload,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    ModuleWrapPolicy,
+    ShardingStrategy,
+)
 from sharding.engine.streams import Streams
 from sharding.engine.unit import Phase
 from tests.ranks import run_ranks
@@ -66,6 +73,27 @@ def different_orders() -> None:
 @pytest.mark.ranks
 def test_different_orders_are_refused_at_first_and_warned_about_later() -> None:
     run_ranks(2, different_orders)
+
+
+def different_orders_across_replicas() -> None:
+    """Shard groups are (0, 1) and (2, 3): inside each of them ranks agree."""
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    bare = Either()
+    bare.turned = dist.get_rank() >= 2
+    model = Ours(
+        bare,
+        auto_wrap_policy=ModuleWrapPolicy([nn.Linear]),
+        sharding_strategy=ShardingStrategy.HYBRID_SHARD,
+        device_mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")),
+    )
+    with pytest.raises(RuntimeError, match="different units") as caught:
+        model(torch.ones(2, 6))
+    assert all(f"rank {rank}: " in str(caught.value) for rank in range(4)), caught.value
+
+
+@pytest.mark.ranks
+def test_different_orders_are_refused_where_only_replicas_differ() -> None:
+    run_ranks(4, different_orders_across_replicas)
 
 
 # C30 ---------------------------------------------------------------------------------------------

@@ -132,6 +132,78 @@ def test_a_run_resumed_through_dcp_goes_on_bit_for_bit(face: str, tmp_path: Path
         assert not found, (rank, found)
 
 
+# --- modules that rename keys --------------------------------------------------------------------
+
+
+class Renaming(nn.Module):
+    """Keys lack the name of the inner module, by hooks; told as `dsd_fqn_modifiers` wants it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.register_state_dict_post_hook(self.strip)
+        self.register_load_state_dict_pre_hook(self.put_back)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.inner(x)
+        return output
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        return {"weight": "inner", "bias": "inner"}
+
+    @staticmethod
+    def strip(module: nn.Module, state: Dict, prefix: str, metadata: Dict) -> None:
+        for name in ("weight", "bias"):
+            state[f"{prefix}{name}"] = state.pop(f"{prefix}inner.{name}")
+
+    @staticmethod
+    def put_back(module: nn.Module, state: Dict, prefix: str, *rest: Any) -> None:
+        for name in ("weight", "bias"):
+            if f"{prefix}{name}" in state:
+                state[f"{prefix}inner.{name}"] = state.pop(f"{prefix}{name}")
+
+
+def _renaming() -> list[str]:
+    found = []
+    torch.manual_seed(0)
+    wrapped = sharding.FullyShardedDataParallel(
+        nn.Sequential(Renaming(), nn.Linear(4, 2)), use_orig_params=True
+    )
+    optimizer = adam(wrapped)
+    before = [param.detach().clone() for param in wrapped.parameters()]
+    shapes = {"0.weight": (4, 4), "0.bias": (4,), "1.weight": (2, 4), "1.bias": (2,)}
+    full = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    options = StateDictOptions(full_state_dict=True, strict=False)
+    calls: dict[str, Callable[[], Any]] = {
+        "get model": lambda: get_model_state_dict(wrapped, options=options),
+        "set model": lambda: set_model_state_dict(wrapped, dict(full), options=options),
+        "get optimizer": lambda: get_optimizer_state_dict(wrapped, optimizer, options=options),
+    }
+    for name, call in calls.items():
+        with pytest.raises(RuntimeError, match=r"0: hook Renaming\.(strip|put_back) changes"):
+            call()
+        after = [param.detach() for param in wrapped.parameters()]
+        found += [] if all(map(torch.equal, before, after)) else [f"{name}: has written"]
+    dicts = []
+    for engine in (sharding.fully_shard, torch_fully_shard):
+        torch.manual_seed(0)
+        shard: Any = engine
+        module = shard(nn.Sequential(Renaming(), nn.Linear(4, 2)))
+        with torch.no_grad():
+            for param in module.parameters():
+                param.mul_(2)
+        doubled = get_model_state_dict(module)
+        set_model_state_dict(module, dict(full), options=options)
+        dicts.append((doubled, get_model_state_dict(module)))
+    assert dicts[0][0].keys() == shapes.keys()
+    return found + [text for one in (0, 1) for text in differences(dicts[0][one], dicts[1][one])]
+
+
+def test_modules_that_rename_keys_are_refused_or_served_as_torch_does() -> None:
+    for rank, found in enumerate(run_ranks(2, _renaming)):
+        assert not found, (rank, found)
+
+
 # --- what comes out ------------------------------------------------------------------------------
 
 GET: dict[str, StateDictOptions] = {

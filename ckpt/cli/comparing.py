@@ -11,7 +11,7 @@ from ckpt.cli.screen import progress_bar, shape_text, short, show_json, show_tab
 from ckpt.errors import CheckpointError
 from ckpt.loading.checkpoint import list_steps, open_checkpoint
 from ckpt.tools.diff import Amount, DiffOptions, DiffReport, TensorChange, diff, renaming
-from ckpt.tools.plan import LoadPlan, RankPlan, Wanted, entry_for, plan_ranks, wanted_like
+from ckpt.tools.plan import LoadPlan, RankPlan, RequestedNames, entry_for, plan_ranks, wanted_like
 from storage import options_of_other
 
 NAMES_SHOWN_MAX = 50
@@ -176,7 +176,7 @@ def plan(arguments: argparse.Namespace) -> int:
     return OK if found.fits else DIFFERENT
 
 
-def _wanted(arguments: argparse.Namespace) -> Wanted | None:
+def _wanted(arguments: argparse.Namespace) -> RequestedNames | None:
     if not arguments.like:
         if arguments.entry is not None:
             raise CheckpointError("--entry is for --like; it tells where that model stands")

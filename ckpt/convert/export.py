@@ -21,7 +21,7 @@ import torch.distributed as dist
 from ckpt.commit.numbers import plain_int
 from ckpt.convert.naming import Rename, renamed
 from ckpt.convert.sources.opening import SourceOptions, is_file_name, open_source
-from ckpt.convert.sources.source import Contents, Source
+from ckpt.convert.sources.source import CheckpointSource, SourceContents
 from ckpt.convert.sources.torch_file import SUFFIXES
 from ckpt.convert.targets.delivery import Delivered, Delivery, deliver
 from ckpt.convert.targets.files import Output, safetensors_files
@@ -82,7 +82,7 @@ class ExportReport:
     resumed: int = 0
 
 
-class Chosen(NamedTuple):
+class ExportSelection(NamedTuple):
     """All tensors of the export, the tied names that stand for one of them, and values."""
 
     outputs: list[Output]
@@ -133,7 +133,7 @@ def export(
     delivery = Delivery(folder, name, target_options, threads, PART_NBYTES, verify, world)
     source = collectively(world, "open source", lambda: open_source(url, options, open_store))
 
-    def plan() -> tuple[Chosen, Nested]:
+    def plan() -> tuple[ExportSelection, Nested]:
         chosen = choose(source, selection, kind)
         if kind == "safetensors":
             files = safetensors_files(
@@ -151,7 +151,11 @@ def export(
 
 
 def _report(
-    source: Source, chosen: Chosen, planned: Nested, delivery: Delivery, delivered: Delivered
+    source: CheckpointSource,
+    chosen: ExportSelection,
+    planned: Nested,
+    delivery: Delivery,
+    delivered: Delivered,
 ) -> ExportReport:
     folder = url_of(delivery.folder).rstrip("/")
     keys = [file.key for file in planned.files]
@@ -205,7 +209,9 @@ def split_target(target: StoreLike, format: Format = "safetensors") -> tuple[Sto
 # What goes into the export ------------------------------------------------------------------
 
 
-def choose(source: Source, selection: Selection, format: Format = "safetensors") -> Chosen:
+def choose(
+    source: CheckpointSource, selection: Selection, format: Format = "safetensors"
+) -> ExportSelection:
     """The tensors that `selection` means, sorted by name."""
     contents = source.contents
     values: Mapping[str, Any] = {}
@@ -241,14 +247,14 @@ def choose(source: Source, selection: Selection, format: Format = "safetensors")
     if format == "safetensors":
         _check_dtypes(outputs)
     told = {new_names[gone]: new_names[held] for gone, held in sorted(tied.items())}
-    return Chosen(outputs, told, values)
+    return ExportSelection(outputs, told, values)
 
 
-def _all_names(contents: Contents) -> list[str]:
+def _all_names(contents: SourceContents) -> list[str]:
     return [*contents.tensors, *contents.aliases]
 
 
-def default_entry(source: Source) -> str:
+def default_entry(source: CheckpointSource) -> str:
     """The one entry that is a model. Raises CheckpointError when there is none, or a choice."""
     entries = source.contents.modules
     if len(entries) == 1:
@@ -265,7 +271,7 @@ def default_entry(source: Source) -> str:
     )
 
 
-def _names_of(contents: Contents, entry: str) -> dict[str, str]:
+def _names_of(contents: SourceContents, entry: str) -> dict[str, str]:
     """Names inside of `entry`, each with the fqn of its stored tensor.
 
     Parameters and buffers, or all tensors when it has neither (an EMA copy that is a plain dict).
@@ -296,7 +302,7 @@ def _matches(name: str, pattern: str) -> bool:
     return fnmatchcase(name, pattern)
 
 
-def _check_refused(contents: Contents, entry: str, selection: Selection) -> None:
+def _check_refused(contents: SourceContents, entry: str, selection: Selection) -> None:
     """Raise InvalidState when something that is selected cannot be read."""
     prefix = f"{entry}." if entry else ""
     problems = [
@@ -321,7 +327,9 @@ def _tied_names(names: Mapping[str, str]) -> dict[str, str]:
     return tied
 
 
-def _output(contents: Contents, name: str, fqn: str, dtype: str | torch.dtype | None) -> Output:
+def _output(
+    contents: SourceContents, name: str, fqn: str, dtype: str | torch.dtype | None
+) -> Output:
     stored = contents.tensors[fqn]
     wanted = stored.dtype
     if dtype is not None and torch_dtype(stored.dtype).is_floating_point:

@@ -20,7 +20,7 @@ from ckpt.commit.names import step_prefix
 from ckpt.commit.numbers import plain_int
 from ckpt.convert.naming import Rename, renamed, renamer
 from ckpt.convert.sources.opening import SourceOptions, open_source
-from ckpt.convert.sources.source import Contents, Source, SourceTensor, Wanted
+from ckpt.convert.sources.source import CheckpointSource, ReadRequest, SourceContents, SourceTensor
 from ckpt.convert.targets.files import Data, FilePiece, Fixed, Late, Output, PlannedFile
 from ckpt.convert.targets.writing import (
     PART_NBYTES,
@@ -175,12 +175,12 @@ def _imported(writing: _Importing, task: SaveTask, *, verify: bool) -> ImportRep
 class Chosen(NamedTuple):
     """What is imported, by its new names; `origin` gives the source's name of a tensor."""
 
-    contents: Contents
+    contents: SourceContents
     origin: dict[str, str]
     skipped: tuple[str, ...]
 
 
-def _chosen(source: Source, rename: Rename | None, skip: Sequence[str]) -> Chosen:
+def _chosen(source: CheckpointSource, rename: Rename | None, skip: Sequence[str]) -> Chosen:
     contents = source.contents
     if source.format == "checkpoint":
         raise UnsupportedFormat(f"{source.url} is a checkpoint of ours; copy it with `ckpt cp`")
@@ -211,7 +211,7 @@ def _chosen(source: Source, rename: Rename | None, skip: Sequence[str]) -> Chose
     names = renamed((*tensors, *values, *aliases), rename)
     if rename is not None:
         names, values = _renamed_optimizers(contents, names, values, rename)
-    moved = Contents(
+    moved = SourceContents(
         tensors={names[fqn]: info._replace(fqn=names[fqn]) for fqn, (_, info) in tensors.items()},
         values={names[name]: _moved(value, names) for name, value in values.items()},
         aliases={names[alias]: names[fqn] for alias, fqn in aliases.items()},
@@ -223,7 +223,7 @@ def _chosen(source: Source, rename: Rename | None, skip: Sequence[str]) -> Chose
     return Chosen(moved, origin, tuple(sorted(gone)))
 
 
-def _names(contents: Contents) -> Iterator[str]:
+def _names(contents: SourceContents) -> Iterator[str]:
     yield from contents.tensors
     yield from contents.aliases
     yield from contents.values
@@ -263,7 +263,7 @@ def _moved_path(path: str, names: Mapping[str, str], rename: Rename | None) -> s
 
 
 def _renamed_optimizers(
-    contents: Contents, names: dict[str, str], values: Mapping[str, Any], rename: Rename
+    contents: SourceContents, names: dict[str, str], values: Mapping[str, Any], rename: Rename
 ) -> tuple[dict[str, str], dict[str, Any]]:
     """`names` and `values` with renamed parameters renamed in optimizers too, and their state."""
     new_names, new_values = dict(names), dict(values)
@@ -334,7 +334,7 @@ def _cut(edge: int, nbytes: int) -> int:
 class _Importing:
     """Writes one rank's data files."""
 
-    source: Source
+    source: CheckpointSource
     chosen: Chosen
     store: Store
     threads: int
@@ -490,7 +490,7 @@ class _Blocks:
 class _Verifying:
     """Reads what was imported back through our own reader, and compares it with the source."""
 
-    source: Source
+    source: CheckpointSource
     chosen: Chosen
     directory: Store
 
@@ -508,7 +508,7 @@ class _Verifying:
                     target.copy_(found)
                     expected = tensor_over(theirs[:nbytes], found.dtype, (stop - start,))
                     origin = self.chosen.origin[chunk.fqn]
-                    self.source.fill([Wanted(origin, Span(start, stop), expected)])
+                    self.source.fill([ReadRequest(origin, Span(start, stop), expected)])
                     if crc32c(ours[:nbytes]) != crc32c(theirs[:nbytes]):
                         wrong.append(chunk.fqn)
         if wrong:

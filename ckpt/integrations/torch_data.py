@@ -39,18 +39,18 @@ def divide_samples(
     return state
 
 
-class _Progress(NamedTuple):
+class _EpochProgress(NamedTuple):
     """What one rank has read of this epoch."""
 
     samples: int
     batches: int
 
 
-def _read(state: Mapping[str, Any], rank: int) -> _Progress:
+def _read(state: Mapping[str, Any], rank: int) -> _EpochProgress:
     try:
         main = _main(state)
         sampler = main["_sampler_iter_state"]
-        return _Progress(sampler["sampler_state"]["yielded"], main["_sampler_iter_yielded"])
+        return _EpochProgress(sampler["sampler_state"]["yielded"], main["_sampler_iter_yielded"])
     except (KeyError, TypeError) as error:
         raise ValueError(
             f"the state of rank {rank} is not that of a StatefulDataLoader with a "

@@ -103,7 +103,7 @@ def copy(
         return copy_checkpoint(source, found, there, threads=count, progress=progress)
 
 
-class Meter:
+class CopyMeter:
     """Counts written bytes for the caller's progress. Called by any thread."""
 
     def __init__(self, total: int, progress: Progress | None) -> None:
@@ -143,7 +143,7 @@ def copy_checkpoint(
 ) -> CopyReport:
     """Copy an opened checkpoint into the top of `target`. Raises like `copy`."""
     manifest = found.manifest
-    meter = Meter(int(manifest.file_nbytes.sum()), progress)
+    meter = CopyMeter(int(manifest.file_nbytes.sum()), progress)
     if any(map(is_reference, manifest.files)):
         checkpoint = Checkpoint(source, found)
         required = tuple(name for name in manifest.header.required if name != REFERENCES)
@@ -161,7 +161,7 @@ def copy_checkpoint(
     return _report(source, target, manifest, meter)
 
 
-def _report(source: Store, target: Store, manifest: Manifest, meter: Meter) -> CopyReport:
+def _report(source: Store, target: Store, manifest: Manifest, meter: CopyMeter) -> CopyReport:
     return CopyReport(
         source=source.url,
         target=target.url,
@@ -181,7 +181,7 @@ def _relay_files(
     target_prefix: str,
     *,
     threads: int,
-    meter: Meter,
+    meter: CopyMeter,
 ) -> None:
     """The checkpoint's own data files, one after the other, except those that are there."""
     for file, name in enumerate(manifest.files):
@@ -247,7 +247,7 @@ def put_once(target: Store, key: str, data: bytes) -> None:
 # A whole root -------------------------------------------------------------------------------
 
 
-class _Live(NamedTuple):
+class _CheckpointToCopy(NamedTuple):
     entry: LiveEntry
     manifest: Manifest
 
@@ -259,11 +259,13 @@ def copy_root(
     live = live_entries(source)
     if not live:
         raise NoCheckpoint(f"{source.url} has no checkpoint yet: there is nothing to copy")
-    found = [_Live(e, decode_manifest(locate(source, attempt=e.attempt).data)) for e in live]
+    found = [
+        _CheckpointToCopy(e, decode_manifest(locate(source, attempt=e.attempt).data)) for e in live
+    ]
     _check_epochs(source, live)
     root = _new_root(read_format(source).root, live)
     records = _records(root, found)
-    meter = Meter(sum(manifest.own_nbytes for _, manifest in found), progress)
+    meter = CopyMeter(sum(manifest.own_nbytes for _, manifest in found), progress)
     files = [
         entry.prefix + name
         for entry, manifest in found
@@ -314,7 +316,7 @@ def _new_root(root: str, live: Sequence[LiveEntry]) -> str:
     return digest.hexdigest()[:32]
 
 
-def _records(root: str, found: Sequence[_Live]) -> list[Record]:
+def _records(root: str, found: Sequence[_CheckpointToCopy]) -> list[Record]:
     """A log that tells of these checkpoints and of nothing else, under their own epochs."""
     records: list[Record] = []
     live: list[LiveEntry] = []

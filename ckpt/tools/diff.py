@@ -356,7 +356,7 @@ def _joined(sums: Any, ends: Any, first: int, last: int, start: int) -> int:
 # Data where checksums differ ----------------------------------------------------------------
 
 
-class _Band(NamedTuple):
+class _ComparedSpan(NamedTuple):
     pair: _Pair
     span: Span
 
@@ -373,7 +373,7 @@ def _amounts(
     done = 0
     found: dict[str, Amount] = {}
 
-    def look(band: _Band) -> tuple[_Band, Amount]:
+    def look(band: _ComparedSpan) -> tuple[_ComparedSpan, Amount]:
         pair, span = band
         elements_a, elements_b = a.read(pair.fqn_a, span), b.read(pair.fqn_b, span)
         parts = [
@@ -392,11 +392,11 @@ def _amounts(
     return found, total
 
 
-def _bands(pairs: Sequence[_Pair]) -> Iterator[_Band]:
+def _bands(pairs: Sequence[_Pair]) -> Iterator[_ComparedSpan]:
     for pair in pairs:
         for span in pair.spans:
             for start in range(span.start, span.stop, BAND_NUMEL):
-                yield _Band(pair, Span(start, min(start + BAND_NUMEL, span.stop)))
+                yield _ComparedSpan(pair, Span(start, min(start + BAND_NUMEL, span.stop)))
 
 
 def _itemsizes(pair: _Pair) -> int:

@@ -134,7 +134,7 @@ def _ranks() -> Ranks:
     return Ranks.alone()
 
 
-class Wanted(NamedTuple):
+class RequestedNames(NamedTuple):
     """What ranks that are not there want: tensors by name, and names of values."""
 
     tensors: Mapping[str, TensorEntry]
@@ -146,7 +146,7 @@ def plan_ranks(
     *,
     ranks: SupportsIndex,
     layout: EvenLayout = "fsdp2",
-    wanted: Wanted | None = None,
+    wanted: RequestedNames | None = None,
     step: SupportsIndex | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> LoadPlan:
@@ -199,11 +199,11 @@ def _stored_nbytes(manifest: Manifest) -> int:
 # What is wanted -----------------------------------------------------------------------------
 
 
-def wanted_of(manifest: Manifest) -> Wanted:
+def wanted_of(manifest: Manifest) -> RequestedNames:
     """Everything that a checkpoint has, as a state that it was saved from would want it."""
     catalog = catalog_of(manifest)
     per_rank = {name for own in catalog.per_rank for name in own}
-    return Wanted(catalog.tensors, frozenset(catalog.values) | per_rank)
+    return RequestedNames(catalog.tensors, frozenset(catalog.values) | per_rank)
 
 
 def wanted_like(
@@ -212,7 +212,7 @@ def wanted_like(
     entry: str = "",
     step: SupportsIndex | None = None,
     storage_options: Mapping[str, Any] | None = None,
-) -> Wanted:
+) -> RequestedNames:
     """What a state like another checkpoint's wants, of any format that `ckpt export` reads.
 
     With `entry`, its names stand below that name: "model" for the state {"model": net} and the file
@@ -232,7 +232,9 @@ def wanted_like(
     for name, stored in contents.aliases.items():
         tensors[prefix + name] = tensors[prefix + stored]
     per_rank = {name for own in contents.per_rank for name in own}
-    return Wanted(tensors, frozenset(prefix + name for name in {*contents.values, *per_rank}))
+    return RequestedNames(
+        tensors, frozenset(prefix + name for name in {*contents.values, *per_rank})
+    )
 
 
 def entry_for(
@@ -257,7 +259,7 @@ def entry_for(
     return default_entry(told[0]) if is_bare and "" not in told[0].contents.modules else ""
 
 
-class _Names(NamedTuple):
+class _NameMatches(NamedTuple):
     loaded: Mapping[str, TensorEntry]  # by the checkpoint's name
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
@@ -265,7 +267,9 @@ class _Names(NamedTuple):
     problems: tuple[str, ...]
 
 
-def _compared(there: Wanted, wanted: Wanted, aliases: Mapping[str, str]) -> _Names:
+def _compared(
+    there: RequestedNames, wanted: RequestedNames, aliases: Mapping[str, str]
+) -> _NameMatches:
     """The names of both sides, by the rules of a load: top-level entries that are not wanted do
     not count.
     """
@@ -294,7 +298,9 @@ def _compared(there: Wanted, wanted: Wanted, aliases: Mapping[str, str]) -> _Nam
     left = sorted((there.tensors.keys() | there.values) - asked)
     unexpected = tuple(fqn for fqn in left if fqn.partition(".")[0] in entries)
     problems += [f"{fqn}: is in the checkpoint and has no place in the state" for fqn in unexpected]
-    return _Names(loaded, tuple(missing), unexpected, len(left) - len(unexpected), tuple(problems))
+    return _NameMatches(
+        loaded, tuple(missing), unexpected, len(left) - len(unexpected), tuple(problems)
+    )
 
 
 # The plans of ranks -------------------------------------------------------------------------
@@ -324,7 +330,7 @@ def _plan_all(
         sharing = Sharing(planned.runs, [], 0)
         if even.ranks > 1:
             sharing = share_blocks(needs, line, rank, ShareLimits())
-        plans.append(planned.plan(store, prefix, manifest, path, _Part(rank, sharing, line)))
+        plans.append(planned.plan(store, prefix, manifest, path, _RankReads(rank, sharing, line)))
     return tuple(plans)
 
 
@@ -347,7 +353,7 @@ def _local_shape(region: Region) -> Shape:
     return region.shape if isinstance(region, Box) else (region.numel,)
 
 
-class _Part(NamedTuple):
+class _RankReads(NamedTuple):
     """One rank's part in a load of many: what it reads alone, and what it reads for others."""
 
     rank: int
@@ -376,11 +382,11 @@ class _RankNeeds(NamedTuple):
         self, store: Store, prefix: str, manifest: Manifest, path: ReadPath, rank: int
     ) -> RankPlan:
         """The plan without other ranks."""
-        part = _Part(rank, Sharing(self.runs, [], 0), block_line(manifest))
+        part = _RankReads(rank, Sharing(self.runs, [], 0), block_line(manifest))
         return self.plan(store, prefix, manifest, path, part)
 
     def plan(
-        self, store: Store, prefix: str, manifest: Manifest, path: ReadPath, part: _Part
+        self, store: Store, prefix: str, manifest: Manifest, path: ReadPath, part: _RankReads
     ) -> RankPlan:
         """The plan of this rank among others."""
         rank, sharing, line = part

@@ -27,7 +27,7 @@ from ckpt.layout.even import EvenLayout, even_part
 from ckpt.layout.piece import Kind
 from ckpt.layout.region import Box, Region, Shape, Span, span_of, whole
 from ckpt.loading.checkpoint import Checkpoint, Found, find_checkpoint
-from ckpt.tools.copy import CopyReport, Meter
+from ckpt.tools.copy import CopyMeter, CopyReport
 from ckpt.tools.plan import checked_ranks
 from ckpt.tools.rewrite import Layout, chunk_of, rewrite
 from storage import PrefixStore, Store, StoreLike, open_store, options_of_other
@@ -81,7 +81,7 @@ def reshard(
         source = open_store(url, **(storage_options or {}))
         stack.callback(source.close)
         found = find_checkpoint(source, step)
-        meter = Meter(int(found.manifest.file_nbytes.sum()), progress)
+        meter = CopyMeter(int(found.manifest.file_nbytes.sum()), progress)
         if target is None:
             opened = stack.enter_context(_second_form(source, found, new))
             if isinstance(opened, LiveEntry):
@@ -103,7 +103,7 @@ def reshard(
     return _report(source, there.url, made, meter)
 
 
-def _report(source: Store, target: str, made: Manifest, meter: Meter) -> CopyReport:
+def _report(source: Store, target: str, made: Manifest, meter: CopyMeter) -> CopyReport:
     return CopyReport(
         source=source.url,
         target=target,
@@ -115,7 +115,7 @@ def _report(source: Store, target: str, made: Manifest, meter: Meter) -> CopyRep
     )
 
 
-class _Place(NamedTuple):
+class _NewAttempt(NamedTuple):
     """The directory of the new attempt, and its header."""
 
     store: Store
@@ -123,7 +123,7 @@ class _Place(NamedTuple):
 
 
 @contextmanager
-def _second_form(source: Store, found: Found, new: NewLayout) -> Iterator[_Place | LiveEntry]:
+def _second_form(source: Store, found: Found, new: NewLayout) -> Iterator[_NewAttempt | LiveEntry]:
     """Where the new form of a checkpoint goes within its root, or the checkpoint of that form that
     is there.
 
@@ -147,7 +147,7 @@ def _second_form(source: Store, found: Found, new: NewLayout) -> Iterator[_Place
             yield entry
             return
     prefix = step_prefix(header.step, header.attempt)
-    yield _Place(PrefixStore(source, prefix.rstrip("/")), header)
+    yield _NewAttempt(PrefixStore(source, prefix.rstrip("/")), header)
 
 
 def commit_second_form(source: Store, found: Found, made: Manifest) -> None:

@@ -126,7 +126,7 @@ def matches_manifest(store: Store, report: SalvageReport) -> bool | None:
     return None
 
 
-class _File(NamedTuple):
+class _SalvagedFile(NamedTuple):
     name: str
     described: DataFileIndex
     place: FileDescription
@@ -140,13 +140,13 @@ def _is_data_file(key: str, prefix: str) -> bool:
     return key.endswith(SUFFIX) and "/" not in key[len(prefix) + 1 :]
 
 
-def _open_file(store: Store, key: str, name: str, nbytes: int) -> _File:
+def _open_file(store: Store, key: str, name: str, nbytes: int) -> _SalvagedFile:
     index, place = _open_index(store, key, nbytes)
     extras = {extra: _extra(store, key, index, extra) for extra in index.extras}
     for extra in (VALUES, PER_RANK):
         if extra in extras:
             decode_values(extras[extra])
-    return _File(
+    return _SalvagedFile(
         name,
         index,
         place,
@@ -217,7 +217,7 @@ def _check_chunks(store: Store, key: str, index: DataFileIndex, chunks: range, v
     return total
 
 
-class _SharedFile(NamedTuple):
+class _ReferencedFile(NamedTuple):
     described: DataFileIndex
     digests: Digests
 
@@ -227,12 +227,12 @@ class _Shared:
 
     def __init__(self, store: Store, prefix: str, verify: bool) -> None:
         self._store, self._prefix, self._verify = store, prefix, verify
-        self._opened: dict[str, _SharedFile | None] = {}
+        self._opened: dict[str, _ReferencedFile | None] = {}
         self.nbytes_checked = 0
         self.missing: list[str] = []
         self.problems: list[str] = []
 
-    def added_to(self, file: _File) -> _File:
+    def added_to(self, file: _SalvagedFile) -> _SalvagedFile:
         """`file` with the chunks that its rank has in files of other attempts."""
         chosen: dict[str, list[int]] = {}
         for name, start, stop in file.place.references:
@@ -252,7 +252,7 @@ class _Shared:
         columns = [_some_chunks(name, opened, chunks) for name, opened, chunks in files if opened]
         return file._replace(referenced=tuple(columns))
 
-    def _open(self, name: str, place: FileDescription) -> _SharedFile | None:
+    def _open(self, name: str, place: FileDescription) -> _ReferencedFile | None:
         if name not in self._opened:
             self._opened[name] = None
             try:
@@ -263,7 +263,7 @@ class _Shared:
                 self.problems.append(str(error))
         return self._opened[name]
 
-    def _read(self, name: str, place: FileDescription) -> _SharedFile:
+    def _read(self, name: str, place: FileDescription) -> _ReferencedFile:
         key = file_key(self._prefix, name)
         index, other = _open_index(self._store, key, self._store.info(key).nbytes)
         reference = parse_reference(name)
@@ -274,7 +274,7 @@ class _Shared:
         if DIGESTS not in index.extras:
             raise Corrupt(f"{key}: has no {DIGESTS}, which chunks that are shared must have")
         data = _extra(self._store, key, index, DIGESTS)
-        return _SharedFile(index, _digests(key, index, data))
+        return _ReferencedFile(index, _digests(key, index, data))
 
 
 def _chunks_between(name: str, index: DataFileIndex, start: int, stop: int) -> range:
@@ -286,7 +286,7 @@ def _chunks_between(name: str, index: DataFileIndex, start: int, stop: int) -> r
     return range(first, last)
 
 
-def _some_chunks(name: str, file: _SharedFile, chosen: Sequence[int]) -> FileColumns:
+def _some_chunks(name: str, file: _ReferencedFile, chosen: Sequence[int]) -> FileColumns:
     index = file.described
     counts = np.diff(index.first_block)[chosen]
     sums = [index.checksums[index.first_block[at] : index.first_block[at + 1]] for at in chosen]
@@ -302,7 +302,7 @@ def _some_chunks(name: str, file: _SharedFile, chosen: Sequence[int]) -> FileCol
     )
 
 
-def _missing(files: Sequence[_File]) -> tuple[str, ...]:
+def _missing(files: Sequence[_SalvagedFile]) -> tuple[str, ...]:
     """Names of files that other files tell of. A rank of which nothing is there lacks its first
     file.
     """
@@ -321,14 +321,14 @@ def _missing(files: Sequence[_File]) -> tuple[str, ...]:
     return tuple(missing)
 
 
-def _by_rank(files: Sequence[_File]) -> dict[int, list[_File]]:
-    by_rank: dict[int, list[_File]] = {}
+def _by_rank(files: Sequence[_SalvagedFile]) -> dict[int, list[_SalvagedFile]]:
+    by_rank: dict[int, list[_SalvagedFile]] = {}
     for file in sorted(files, key=lambda file: (file.place.rank, file.place.file_index)):
         by_rank.setdefault(file.place.rank, []).append(file)
     return by_rank
 
 
-def _contradictions(files: Sequence[_File]) -> list[str]:
+def _contradictions(files: Sequence[_SalvagedFile]) -> list[str]:
     """Files of different attempts, or two files for one place."""
     problems = []
     has_digests = any(len(file.digests) or file.referenced for file in files)
@@ -351,7 +351,7 @@ def _contradictions(files: Sequence[_File]) -> list[str]:
     return problems
 
 
-def _part(rank: int, files: Sequence[_File]) -> Part:
+def _part(rank: int, files: Sequence[_SalvagedFile]) -> Part:
     """What the rank would have sent to the lead, as far as the manifest needs it."""
     infos: dict[str, TensorInfo] = {}
     shared = [columns for file in files for columns in file.referenced]

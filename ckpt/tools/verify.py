@@ -102,7 +102,7 @@ def _nbytes(manifest: Manifest) -> int:
     return manifest.own_nbytes + sum(manifest.nbytes_referenced().values())
 
 
-class _Run(NamedTuple):
+class _BlockRun(NamedTuple):
     """Blocks that follow each other in one file: (chunk, number in the chunk, start, stop)."""
 
     file: int
@@ -130,7 +130,7 @@ def _all_damage(
     for _ in range(threads):
         buffers.put(aligned_buffer(READ_NBYTES + manifest.header.block_bytes))
 
-    def check(run: _Run) -> tuple[int, list[Damage]]:
+    def check(run: _BlockRun) -> tuple[int, list[Damage]]:
         buffer = buffers.get()
         try:
             return run.nbytes, _run_damage(store, prefix, manifest, run, buffer)
@@ -192,12 +192,12 @@ def _file_damage(
     return damage, True
 
 
-def _runs(manifest: Manifest) -> Iterator[_Run]:
+def _runs(manifest: Manifest) -> Iterator[_BlockRun]:
     """All blocks of the checkpoint, file after file, in runs of about READ_NBYTES."""
     chunks = manifest.chunks
     block_nbytes = manifest.header.block_bytes
     order = np.lexsort((chunks.byte_start, chunks.file))
-    run: _Run | None = None
+    run: _BlockRun | None = None
     for chunk in order.tolist():
         file, start = int(chunks.file[chunk]), int(chunks.byte_start[chunk])
         end = start + manifest.chunk_nbytes(chunk)
@@ -209,14 +209,14 @@ def _runs(manifest: Manifest) -> Iterator[_Run]:
                     yield run
                     run = None
             if run is None:
-                run = _Run(file, [])
+                run = _BlockRun(file, [])
             run.blocks.append((chunk, number, at, stop))
     if run is not None:
         yield run
 
 
 def _run_damage(
-    store: Store, prefix: str, manifest: Manifest, run: _Run, buffer: memoryview
+    store: Store, prefix: str, manifest: Manifest, run: _BlockRun, buffer: memoryview
 ) -> list[Damage]:
     key = file_key(prefix, manifest.files[run.file])
     base = run.blocks[0][2]

@@ -19,10 +19,10 @@ import ckpt.convert.sources.source
 import ckpt.convert.targets.delivery
 from ckpt.convert.sources.source import (
     Chunk,
-    Contents,
     FileSource,
+    ReadRequest,
+    SourceContents,
     SourceTensor,
-    Wanted,
     check_chunks,
 )
 from ckpt.errors import Corrupt
@@ -101,13 +101,13 @@ def test_random_runs_of_random_layouts(
         info = SourceTensor("t", str(dtype).removeprefix("torch."), shape)
         check_chunks(info, chunks, {"file": len(building.data)})
         store = store_of(building.data, f"{tmp_path.name}-{number}")
-        source = FileSource(store, "test", Contents({"t": info}), {"t": chunks})
+        source = FileSource(store, "test", SourceContents({"t": info}), {"t": chunks})
         assert torch.equal(source.read("t"), tensor)
         for _ in range(3):
             low = rng.randrange(tensor.numel())
             high = rng.randrange(low, tensor.numel()) + 1
             target = torch.empty(high - low, dtype=dtype)
-            source.fill([Wanted("t", Span(low, high), target)])
+            source.fill([ReadRequest("t", Span(low, high), target)])
             assert torch.equal(target, tensor.view(-1)[low:high])
 
 
@@ -118,9 +118,9 @@ def test_neighbours_are_read_together(tmp_path: Path) -> None:
     infos = {name: SourceTensor(name, "float32", (20,)) for name in tensors}
     chunks = {name: [building.add(t, Span(0, 20))] for name, t in tensors.items()}
     store = CountingStore(store_of(building.data, tmp_path.name))
-    source = FileSource(store, "test", Contents(infos), chunks)
+    source = FileSource(store, "test", SourceContents(infos), chunks)
     targets = {name: torch.empty(20) for name in tensors}
-    source.fill([Wanted(name, Span(0, 20), target) for name, target in targets.items()])
+    source.fill([ReadRequest(name, Span(0, 20), target) for name, target in targets.items()])
     assert all(torch.equal(targets[name], tensors[name]) for name in tensors)
     assert store.stats.requests_total <= 3
 

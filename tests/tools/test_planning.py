@@ -24,7 +24,7 @@ from ckpt.layout.region import Box
 from ckpt.loading.load import LoadOptions, load_state
 from ckpt.state.types import TensorEntry
 from ckpt.testing import run_ranks as run_threads
-from ckpt.tools.plan import Wanted, plan_ranks, wanted_like
+from ckpt.tools.plan import RequestedNames, plan_ranks, wanted_like
 from ckpt.world.base import World
 from storage import Store, open_store
 from storage.testing import CountingStore
@@ -170,7 +170,7 @@ def test_state_can_be_told_by_a_safetensors_file(plain_root: str, tmp_path: Path
 def test_wanted_tensors_are_by_any_of_their_tied_names(plain_root: str) -> None:
     for name in ("model.embed.weight", "model.head.weight"):
         entry = TensorEntry(torch.float32, (10, 6))
-        plan = plan_ranks(plain_root, ranks=1, wanted=Wanted({name: entry}))
+        plan = plan_ranks(plain_root, ranks=1, wanted=RequestedNames({name: entry}))
         assert not plan.missing and plan.ranks[0].nbytes_wanted == 240
 
 

@@ -13,7 +13,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from ckpt.convert.sources.torch_pickle import StorageRef, TensorRef, read_tree
-from ckpt.convert.sources.zips import Entry, data_start, read_directory
+from ckpt.convert.sources.zips import ZipEntry, data_start, read_directory
 from ckpt.errors import Corrupt, UnsupportedFormat
 from ckpt.layout.dtypes import DTYPES
 from storage import ByteRange, ShortReadError, Store
@@ -188,7 +188,7 @@ def _tensor_of(data: bytes) -> TensorRef | None:
     return tree if isinstance(tree, TensorRef) else None
 
 
-def _content(peeks: _Peeks | _InMemory, blob: Blob, entries: dict[str, Entry]) -> Opened:
+def _content(peeks: _Peeks | _InMemory, blob: Blob, entries: dict[str, ZipEntry]) -> Opened:
     pickle = next((name for name in entries if name.endswith("/data.pkl")), None)
     if pickle is None:
         raise UnsupportedFormat("a zip file that torch.save did not write: it has no data.pkl")
@@ -196,14 +196,14 @@ def _content(peeks: _Peeks | _InMemory, blob: Blob, entries: dict[str, Entry]) -
     if "constants.pkl" in {name.removeprefix(folder) for name in entries}:
         raise UnsupportedFormat("a TorchScript archive; save the module's state dict instead")
 
-    def start_of(entry: Entry) -> int:
+    def start_of(entry: ZipEntry) -> int:
         header = blob.start + entry.header_start
         start = blob.start + data_start(entry, peeks.read(header, header + 30))
         if start + entry.nbytes > blob.stop:
             raise Corrupt(f"{entry.name}: it lies outside of the file")
         return start
 
-    def bytes_of(entry: Entry) -> bytes:
+    def bytes_of(entry: ZipEntry) -> bytes:
         if entry.nbytes > PICKLE_NBYTES_MAX:
             raise UnsupportedFormat(f"{entry.name} has {entry.nbytes} bytes")
         start = start_of(entry)

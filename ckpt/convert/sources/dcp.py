@@ -14,8 +14,14 @@ from typing import Any, NamedTuple
 
 from ckpt.convert.sources.blobs import Blob, Opened, open_blob, open_blobs
 from ckpt.convert.sources.pickles import Maker, Opaque, PickledObject, read_pickle
-from ckpt.convert.sources.source import Chunk, Contents, FileSource, SourceTensor, check_chunks
-from ckpt.convert.sources.torch_pickle import KNOWN, Refused, StorageRef, TensorRef
+from ckpt.convert.sources.source import (
+    Chunk,
+    FileSource,
+    SourceContents,
+    SourceTensor,
+    check_chunks,
+)
+from ckpt.convert.sources.torch_pickle import KNOWN, StorageRef, TensorRef, UnreadableTensor
 from ckpt.convert.sources.tree import Leaf, leaves_of, name_tree, nest
 from ckpt.errors import Corrupt, NoCheckpoint, UnsupportedFormat
 from ckpt.layout.dtypes import DTYPES
@@ -60,7 +66,7 @@ _NAMES: dict[str, Maker | str] = {
 }
 
 
-class Item(NamedTuple):
+class StoredBlob(NamedTuple):
     """Where DCP says that the bytes of something are: a blob of torch.save."""
 
     file: str
@@ -68,12 +74,12 @@ class Item(NamedTuple):
     nbytes: int
 
 
-class Part(NamedTuple):
+class StoredRegion(NamedTuple):
     """A stored region of a tensor."""
 
     offset: Shape
     shape: Shape
-    item: Item
+    item: StoredBlob
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +88,7 @@ class DcpTensor:
 
     dtype: str
     shape: Shape
-    parts: tuple[Part, ...]
+    parts: tuple[StoredRegion, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +99,7 @@ class DcpMetadata:
     """
 
     tensors: dict[str, DcpTensor] = field(default_factory=dict)
-    items: dict[str, Item] = field(default_factory=dict)
+    items: dict[str, StoredBlob] = field(default_factory=dict)
     paths: dict[str, tuple[Any, ...]] = field(default_factory=dict)
 
 
@@ -128,7 +134,9 @@ def read_folder(store: Store, folder: str) -> Folder:
     usable = {}
     for key, tensor in metadata.tensors.items():
         if tensor.dtype not in DTYPES:
-            leaves[key] = Refused(f"its dtype {tensor.dtype} has no fixed layout in whole bytes")
+            leaves[key] = UnreadableTensor(
+                f"its dtype {tensor.dtype} has no fixed layout in whole bytes"
+            )
             continue
         usable[key] = tensor
         infos[key] = (tensor.dtype, tensor.shape)
@@ -206,7 +214,7 @@ def tree_source(
             aliases[fqn] = held
         else:
             tensors[fqn] = SourceTensor(fqn, *infos[key], kind)
-    contents = Contents(
+    contents = SourceContents(
         tensors,
         values=dict(sorted(named.values.items())),
         aliases=aliases,
@@ -282,7 +290,7 @@ def _dict_of(value: Any, name: str) -> Iterable[tuple[Any, Any]]:
     return value.items()
 
 
-_Places = dict[tuple[str, Shape | None], Item]
+_Places = dict[tuple[str, Shape | None], StoredBlob]
 
 
 def _places(storage: Any, folder: str) -> _Places:
@@ -304,11 +312,11 @@ def _places(storage: Any, folder: str) -> _Places:
             raise Corrupt(f"storage_data: {error}") from error
         offset = index.field("offset")
         key = (index.field("fqn"), None if offset is None else _shape(offset))
-        places[key] = Item(folder + name, start, nbytes)
+        places[key] = StoredBlob(folder + name, start, nbytes)
     return places
 
 
-def _place(places: _Places, key: str, offset: Shape | None) -> Item:
+def _place(places: _Places, key: str, offset: Shape | None) -> StoredBlob:
     try:
         return places[key, offset]
     except KeyError:
@@ -328,7 +336,7 @@ def _tensor(key: str, entry: PickledObject, places: _Places) -> DcpTensor:
         if not isinstance(chunk, PickledObject):
             raise Corrupt(f"{key}: a chunk that is none")
         offset, shape = _shape(chunk.field("offsets")), _shape(chunk.field("sizes"))
-        parts.append(Part(offset, shape, _place(places, key, offset)))
+        parts.append(StoredRegion(offset, shape, _place(places, key, offset)))
     return DcpTensor(dtype.name.removeprefix("torch."), _shape(entry.field("size")), tuple(parts))
 
 
@@ -364,7 +372,7 @@ def _sizes(store: Store, metadata: DcpMetadata) -> dict[str, int]:
 
 def _chunks(store: Store, tensors: Mapping[str, DcpTensor]) -> dict[str, list[Chunk]]:
     """Where the elements of every stored region are."""
-    wanted: dict[Blob, list[tuple[str, Part]]] = {}
+    wanted: dict[Blob, list[tuple[str, StoredRegion]]] = {}
     chunks: dict[str, list[Chunk]] = {key: [] for key in tensors}
     for key, tensor in tensors.items():
         for part in tensor.parts:
@@ -378,7 +386,7 @@ def _chunks(store: Store, tensors: Mapping[str, DcpTensor]) -> dict[str, list[Ch
     return chunks
 
 
-def _chunk(key: str, tensor: DcpTensor, part: Part, opened: Opened) -> Chunk:
+def _chunk(key: str, tensor: DcpTensor, part: StoredRegion, opened: Opened) -> Chunk:
     found = opened.tree
     if not isinstance(found, TensorRef):
         raise Corrupt(f"{part.item.file}: {key} is said to be there, and a {found!r:.60} is")
@@ -404,13 +412,13 @@ def chunk_of(found: TensorRef, opened: Opened, file: str, offset: Shape, whole: 
 def _value(
     store: Store,
     key: str,
-    item: Item,
+    item: StoredBlob,
     chunks: dict[str, list[Chunk]],
     infos: dict[str, tuple[str, Shape]],
 ) -> Any:
     """The tree that a value is; tensors in it get chunks of their own."""
     if item.nbytes > VALUE_NBYTES_MAX:
-        return Refused(f"a value of {item.nbytes} bytes; at most {VALUE_NBYTES_MAX}")
+        return UnreadableTensor(f"a value of {item.nbytes} bytes; at most {VALUE_NBYTES_MAX}")
     opened = open_blob(store, Blob(item.file, item.start, item.start + item.nbytes))
     return with_leaves(opened.tree, opened, item.file, key, (chunks, infos))
 
@@ -440,7 +448,7 @@ def with_leaves(
                 chunks[name] = found
             return Leaf(name)
         if isinstance(node, StorageRef):
-            return Refused("it is a storage, not a tensor")
+            return UnreadableTensor("it is a storage, not a tensor")
         if depth > PATH_PARTS_MAX or not isinstance(node, (dict, list, tuple)):
             return node
         if id(node) not in seen:

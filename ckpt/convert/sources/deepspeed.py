@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 from ckpt.convert.sources.blobs import Blob, Opened, open_blob
 from ckpt.convert.sources.source import (
     Chunk,
-    Contents,
     FileSource,
     Refusal,
+    SourceContents,
     SourceTensor,
     check_chunks,
 )
@@ -37,7 +37,7 @@ OPTIM = re.compile(r"(?:.*/)?(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_st
 MODEL = re.compile(r"(?:.*/)?(?:zero_pp_rank_\d+_)?mp_rank_(\d+)_model_states\.pt")
 
 
-class Flat(NamedTuple):
+class FlatPartition(NamedTuple):
     """A flat tensor of a rank: `numel` elements of `dtype` in `file` from byte `start` on."""
 
     file: str
@@ -51,7 +51,7 @@ class _Rank:
     """What one rank's optimizer file holds: the flat tensor of each group."""
 
     stage: int
-    flats: tuple[Flat, ...]
+    flats: tuple[FlatPartition, ...]
 
 
 def is_deepspeed(keys: Sequence[str]) -> bool:
@@ -93,7 +93,7 @@ def open_deepspeed(store: Store, keys: Sequence[str]) -> FileSource:
     sizes = {key: store.info(key).nbytes for key in (*optim.values(), models[0])}
     ranks = [_rank(store, optim[rank], sizes) for rank in range(len(optim))]
     opened = open_blob(store, Blob(models[0], 0, sizes[models[0]]))
-    return _source(store, _Model(models[0], opened, store.url), ranks, sizes)
+    return _source(store, _ModelStates(models[0], opened, store.url), ranks, sizes)
 
 
 def _folder(store: Store, keys: Sequence[str]) -> str:
@@ -127,11 +127,11 @@ def _rank(store: Store, key: str, sizes: Mapping[str, int]) -> _Rank:
         if not group.is_row_major:
             raise UnsupportedFormat(f"{store.url}/{key}: a flat tensor with gaps")
         numel = math.prod(group.shape)
-        flats.append(Flat(key, opened.start_of(group), group.dtype, numel))
+        flats.append(FlatPartition(key, opened.start_of(group), group.dtype, numel))
     return _Rank(int(stage), tuple(flats))
 
 
-class _Model:
+class _ModelStates:
     """What the file of model states tells: shapes of the parameters, buffers, shared names."""
 
     def __init__(self, key: str, opened: Opened, url: str) -> None:
@@ -164,7 +164,7 @@ def _dict(value: Any) -> dict[Any, Any]:
 
 
 def _source(
-    store: Store, model: _Model, ranks: Sequence[_Rank], sizes: Mapping[str, int]
+    store: Store, model: _ModelStates, ranks: Sequence[_Rank], sizes: Mapping[str, int]
 ) -> FileSource:
     place = _in_groups if ranks[0].stage in (1, 2) else _in_parts
     chunks: dict[str, list[Chunk]] = {}
@@ -187,7 +187,7 @@ def _source(
     bare = bare_names([*tensors, *model.shared])
     for name, info in tensors.items():
         check_chunks(info, chunks[name], sizes)
-    contents = Contents(
+    contents = SourceContents(
         {bare[name]: info._replace(fqn=bare[name]) for name, info in sorted(tensors.items())},
         values={} if model.step is None else {"global_steps": model.step},
         aliases={bare[a]: bare[n] for a, n in model.shared.items() if n in tensors},
@@ -229,7 +229,7 @@ def _in_parts(groups: Sequence[Mapping[str, Shape]], ranks: Sequence[_Rank]) -> 
         at += part
 
 
-def _along(line: Sequence[Flat], at: int, numel: int, first: int) -> list[Chunk]:
+def _along(line: Sequence[FlatPartition], at: int, numel: int, first: int) -> list[Chunk]:
     """Elements `at` to `at + numel` of the flats one after the other, as a tensor's elements from
     `first` on.
     """

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import SupportsIndex
 
-from ckpt.convert.sources.source import Contents, Source, SourceTensor, Wanted
+from ckpt.convert.sources.source import CheckpointSource, ReadRequest, SourceContents, SourceTensor
 from ckpt.format.manifest import MODULES, Manifest
 from ckpt.layout.piece import Kind
 from ckpt.loading.checkpoint import Checkpoint, StoredTensor, fill, find_checkpoint, piece_of
@@ -25,7 +25,7 @@ def native_source(store: Store, step: SupportsIndex | None = None) -> NativeSour
     return NativeSource(Checkpoint(store, find_checkpoint(store, step)))
 
 
-class NativeSource(Source):
+class NativeSource(CheckpointSource):
     """A checkpoint of ours; every block that is read is checked."""
 
     format = "checkpoint"
@@ -43,7 +43,7 @@ class NativeSource(Source):
                 strict=True,
             )
         }
-        contents = Contents(
+        contents = SourceContents(
             tensors,
             values={name: v for name, v in checkpoint.values.items() if name != DCP_RECORD},
             aliases=checkpoint.aliases,
@@ -54,7 +54,7 @@ class NativeSource(Source):
         super().__init__(checkpoint.url, contents)
         self.checkpoint = checkpoint
 
-    def fill(self, wanted: Sequence[Wanted]) -> None:
+    def fill(self, wanted: Sequence[ReadRequest]) -> None:
         checkpoint, tensors = self.checkpoint, self.contents.tensors
         holdings = []
         for fqn, span, target in wanted:

@@ -15,7 +15,7 @@ from ckpt.convert.sources.dcp import LIGHTNING_REST, METADATA, dcp_source, open_
 from ckpt.convert.sources.deepspeed import is_deepspeed, open_deepspeed, zero_files
 from ckpt.convert.sources.native import native_source
 from ckpt.convert.sources.safetensors_files import open_safetensors
-from ckpt.convert.sources.source import Source
+from ckpt.convert.sources.source import CheckpointSource
 from ckpt.convert.sources.torch_file import SUFFIXES, open_torch_files
 from ckpt.errors import NoCheckpoint, UnsupportedFormat
 from storage import KeyNotFoundError, Store, StoreLike, open_store
@@ -48,7 +48,7 @@ def open_source(
     url: StoreLike,
     options: SourceOptions | None = None,
     open_store: Callable[..., Store] = open_store,
-) -> Source:
+) -> CheckpointSource:
     """The checkpoint at `url`: a file or a directory, local or in an object store. A `Store` is a
     directory.
 
@@ -61,7 +61,7 @@ def open_source(
     if is_file_name(name):
         folder = folder or ("/" if path.startswith("/") else ".")
         store = open_store(folder, **options.storage_options)
-        opened: Callable[[], Source] = lambda: _open_file(store, name, options)  # noqa: E731
+        opened: Callable[[], CheckpointSource] = lambda: _open_file(store, name, options)  # noqa: E731
     else:
         if os.path.isfile(path.removeprefix("file://")):
             raise NoCheckpoint(f"{path}: a file of no known format; known are {FORMATS}")
@@ -79,7 +79,7 @@ def is_file_name(name: str) -> bool:
     return name.endswith((".safetensors", ".safetensors.index.json", *SUFFIXES))
 
 
-def _open_file(store: Store, name: str, options: SourceOptions) -> Source:
+def _open_file(store: Store, name: str, options: SourceOptions) -> CheckpointSource:
     if not _is_there(store, name):
         if _is_there(store, f"{name}/{METADATA}"):
             return open_dcp(store, folder=f"{name}/", parameter_names=options.parameter_names)
@@ -91,15 +91,15 @@ def _open_file(store: Store, name: str, options: SourceOptions) -> Source:
     return open_safetensors(store, name)
 
 
-class _Folder(NamedTuple):
+class _FolderSource(NamedTuple):
     """A folder's source, and which of its files that is made of: names, or beginnings of them."""
 
-    source: Source
+    source: CheckpointSource
     files: Collection[str] = ()
     folders: tuple[str, ...] = ()
 
 
-def _open_folder(store: Store, options: SourceOptions) -> Source:
+def _open_folder(store: Store, options: SourceOptions) -> CheckpointSource:
     if _is_there(store, FORMAT_KEY) or _is_there(store, MANIFEST_NAME):
         return native_source(store, options.step)
     keys = [info.key for info in islice(store.list(""), LISTED_MAX)]
@@ -112,36 +112,36 @@ def _open_folder(store: Store, options: SourceOptions) -> Source:
     return opened.source
 
 
-def _read_folder(store: Store, options: SourceOptions, keys: Sequence[str]) -> _Folder:
+def _read_folder(store: Store, options: SourceOptions, keys: Sequence[str]) -> _FolderSource:
     """The source of what is in a folder of others. Raises like `open_source`."""
     top = [key for key in keys if "/" not in key]
     if _is_there(store, METADATA):
         dcp = [key for key in top if key.endswith(DCP_DATA) or key in (METADATA, LIGHTNING_REST)]
-        return _Folder(open_dcp(store, parameter_names=options.parameter_names), dcp)
+        return _FolderSource(open_dcp(store, parameter_names=options.parameter_names), dcp)
     if is_deepspeed(keys):
-        return _Folder(open_deepspeed(store, keys), zero_files(keys))
+        return _FolderSource(open_deepspeed(store, keys), zero_files(keys))
     found = sorted(key.removesuffix(METADATA) for key in keys if key.endswith(f"/{METADATA}"))
     if found and all(folder.count("/") == 1 for folder in found):
         # Accelerate: pytorch_model_fsdp_0/ and optimizer_0/, one DCP directory for each.
         folders = {folder: read_folder(store, folder) for folder in found}
         source = dcp_source(store, folders, options.parameter_names)
-        return _Folder(source, folders=tuple(found))
+        return _FolderSource(source, folders=tuple(found))
     for index in ("model.safetensors.index.json", *top):
         if index in top and index.endswith(".safetensors.index.json"):
             source = open_safetensors(store, index)
-            return _Folder(source, {index, *source.files})
+            return _FolderSource(source, {index, *source.files})
     if any(key.endswith(".safetensors") for key in top):
-        return _Folder(
+        return _FolderSource(
             open_safetensors(store, ""), [key for key in top if key.endswith(".safetensors")]
         )
     if "pytorch_model.bin.index.json" in top:
         weight_map = json.loads(store.get("pytorch_model.bin.index.json")).get("weight_map", {})
         files = sorted(set(weight_map.values()))
         source = open_torch_files(store, files, options.parameter_names)
-        return _Folder(source, {"pytorch_model.bin.index.json", *files})
+        return _FolderSource(source, {"pytorch_model.bin.index.json", *files})
     if "pytorch_model.bin" in top:
         files = ["pytorch_model.bin"]
-        return _Folder(open_torch_files(store, files, options.parameter_names), files)
+        return _FolderSource(open_torch_files(store, files, options.parameter_names), files)
     _refuse(store, keys, top)
     raise NoCheckpoint(
         f"{store.url}: no checkpoint of a known format; known are {FORMATS}. It has "

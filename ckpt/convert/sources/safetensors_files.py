@@ -9,9 +9,9 @@ from typing import Any
 
 from ckpt.convert.sources.source import (
     Chunk,
-    Contents,
     FileSource,
     Refusal,
+    SourceContents,
     SourceTensor,
     check_chunks,
 )
@@ -43,7 +43,7 @@ def open_safetensors(store: Store, name: str) -> FileSource:
     else:
         keys = (info.key for info in store.list(""))
         names = sorted(key for key in keys if "/" not in key and key.endswith(".safetensors"))
-    found = _Found(store.url)
+    found = _HeaderTable(store.url)
     for file in names:
         found.add(file, *_header(store, file))
     if missing := sorted(fqn for fqn, file in held.items() if (fqn, file) not in found.places):
@@ -84,7 +84,7 @@ def _header(store: Store, name: str) -> tuple[dict[str, Any], int, int]:
     return header, 8 + length, nbytes
 
 
-class _Found:
+class _HeaderTable:
     """Tensors and their chunks, file after file."""
 
     def __init__(self, url: str) -> None:
@@ -146,7 +146,7 @@ class _Found:
                 if 0 not in size
             ]
             check_chunks(tensors[fqn], chunks[fqn], self.sizes)
-        contents = Contents(
+        contents = SourceContents(
             tensors, aliases=dict(self.aliases), refused=self.refused, modules=("",)
         )
         return FileSource(store, "safetensors", contents, chunks)

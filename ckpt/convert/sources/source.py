@@ -1,7 +1,7 @@
 """Sources: checkpoints of any format as names, values, and tensors that are read when asked for.
 
 A format tells where the elements of each tensor lie in files (`Chunk`); reading them into memory is
-the same for all. Exports, imports and comparisons see a `Source` and nothing of formats.
+the same for all. Exports, imports and comparisons see a `CheckpointSource` and nothing of formats.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class SourceTensor(NamedTuple):
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
-class Wanted(NamedTuple):
+class ReadRequest(NamedTuple):
     """Elements of a tensor, as a run of its row-major order, and the 1-D memory to fill."""
 
     fqn: str
@@ -74,7 +74,7 @@ class Refusal(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Contents:
+class SourceContents:
     """What a source holds, by the names that a state of ours would have for it.
 
     `aliases` are further names of a tensor. `refused` are names of what cannot be converted, each
@@ -90,7 +90,7 @@ class Contents:
     step: int | None = None
 
 
-class Source(ABC):
+class CheckpointSource(ABC):
     """A checkpoint to read from. `fill` may be called from any thread.
 
     `left_out` are files of the same folder of which nothing is in `contents`.
@@ -99,12 +99,12 @@ class Source(ABC):
     format: str  # for messages
     left_out: tuple[str, ...] = ()
 
-    def __init__(self, url: str, contents: Contents) -> None:
+    def __init__(self, url: str, contents: SourceContents) -> None:
         self.url = url
         self.contents = contents
 
     @abstractmethod
-    def fill(self, wanted: Sequence[Wanted]) -> None:
+    def fill(self, wanted: Sequence[ReadRequest]) -> None:
         """Read elements into memory. Raises Corrupt and the store's errors; the memory is
         undefined then.
         """
@@ -119,30 +119,34 @@ class Source(ABC):
         info = self.contents.tensors[fqn]
         tensor = torch.empty(info.shape, dtype=getattr(torch, info.dtype))
         if tensor.numel():
-            self.fill([Wanted(fqn, Span(0, tensor.numel()), tensor.view(-1))])
+            self.fill([ReadRequest(fqn, Span(0, tensor.numel()), tensor.view(-1))])
         return tensor
 
     def __repr__(self) -> str:
         return f"<{self.format} {self.url}: {len(self.contents.tensors)} tensors>"
 
 
-class FileSource(Source):
+class FileSource(CheckpointSource):
     """A checkpoint of another format: chunks of tensors in files of one store.
 
     Its files carry no checksums that a partial read could compare: bytes are taken as they are.
     """
 
     def __init__(
-        self, store: Store, format: str, contents: Contents, chunks: Mapping[str, Sequence[Chunk]]
+        self,
+        store: Store,
+        format: str,
+        contents: SourceContents,
+        chunks: Mapping[str, Sequence[Chunk]],
     ) -> None:
         super().__init__(store.url, contents)
         self.format = format
         self.store = store
         self.files = frozenset(chunk.file for found in chunks.values() for chunk in found)
-        self.chunks = {fqn: _Chunks(list(found)) for fqn, found in chunks.items()}
+        self.chunks = {fqn: _ChunkIndex(list(found)) for fqn, found in chunks.items()}
 
-    def fill(self, wanted: Sequence[Wanted]) -> None:
-        reads: list[_Read] = []
+    def fill(self, wanted: Sequence[ReadRequest]) -> None:
+        reads: list[_FileRead] = []
         for fqn, span, target in wanted:
             info = self.contents.tensors[fqn]
             for chunk in self.chunks[fqn].near(span):
@@ -175,7 +179,7 @@ class FileSource(Source):
         self.store.close()
 
 
-class _Chunks:
+class _ChunkIndex:
     """The chunks of one tensor, those near a run of it found by bisection."""
 
     def __init__(self, chunks: list[Chunk]) -> None:
@@ -196,19 +200,19 @@ class _Chunks:
             yield chunk
 
 
-class _Read(NamedTuple):
+class _FileRead(NamedTuple):
     file: str
     start: int
     buffer: memoryview
 
 
-def _read_of(chunk: Chunk, run: Run, target: torch.Tensor) -> _Read:
+def _read_of(chunk: Chunk, run: Run, target: torch.Tensor) -> _FileRead:
     itemsize = target.element_size()
     memory = host_bytes(target[run.target : run.target + run.numel])
-    return _Read(chunk.file, chunk.start + run.source * itemsize, memory)
+    return _FileRead(chunk.file, chunk.start + run.source * itemsize, memory)
 
 
-def _joined(reads: list[_Read]) -> Iterator[tuple[str, int, list[memoryview]]]:
+def _joined(reads: list[_FileRead]) -> Iterator[tuple[str, int, list[memoryview]]]:
     """Small reads that lie near each other in a file as one, what is between them read in vain."""
     reads.sort(key=lambda read: read[:2])
     gap_buffer = memoryview(bytearray(JOINED_GAP_MAX))

@@ -64,14 +64,14 @@ class TensorRef(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class UnreadableTensor:
     """Stands for a tensor of a kind that cannot be converted, and says why."""
 
     reason: str
 
 
 def read_tree(data: bytes | memoryview, more: Mapping[str, Maker | str] | None = None) -> Any:
-    """The tree that a pickle of torch.save holds: values, `TensorRef`, `Refused` and `Opaque`.
+    """The tree of a pickle of torch.save: values, `TensorRef`, `UnreadableTensor` and `Opaque`.
 
     `more` are further names, as in `read_pickle`. Raises like it.
     """
@@ -110,13 +110,15 @@ def _tensor_of_dtype(storage: Any, offset: Any, size: Any, stride: Any, *rest: A
 
 def _view(
     storage: Any, dtype: str, offset: Any, size: Any, stride: Any, rest: Sequence[Any]
-) -> TensorRef | Refused:
+) -> TensorRef | UnreadableTensor:
     if not isinstance(storage, StorageRef):
         raise Corrupt("a tensor without a storage")
     if dtype not in DTYPES:
-        return Refused(f"its dtype {dtype.removeprefix('?')} has no fixed layout in whole bytes")
+        return UnreadableTensor(
+            f"its dtype {dtype.removeprefix('?')} has no fixed layout in whole bytes"
+        )
     if rest and isinstance(rest[0], dict) and any(rest[0].values()):
-        return Refused("it is a lazy conjugate or negative; save tensor.resolve_conj()")
+        return UnreadableTensor("it is a lazy conjugate or negative; save tensor.resolve_conj()")
     if max(len(size), len(stride)) > NDIM_MAX:
         raise Corrupt(f"a tensor of {len(size)} dimensions; at most {NDIM_MAX}")
     shape = tuple(_count(extent) for extent in size)
@@ -164,7 +166,7 @@ def _bytes(*args: Any) -> Any:
 
 
 def _refused(kind: str) -> Maker:
-    return lambda *_: Refused(f"it is {kind}")
+    return lambda *_: UnreadableTensor(f"it is {kind}")
 
 
 def _layout(name: Any) -> Opaque:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from ckpt.convert.sources.pickles import Opaque, PickledObject
 from ckpt.convert.sources.source import Refusal
-from ckpt.convert.sources.torch_pickle import Refused
+from ckpt.convert.sources.torch_pickle import UnreadableTensor
 from ckpt.errors import UnsupportedFormat
 from ckpt.layout.piece import Kind
 from ckpt.state.names import WRAPPER_PARTS, split_state_name
@@ -65,7 +65,7 @@ class _Naming:
         """Name what is in `node`, which stands at `path`."""
         if isinstance(node, Leaf):
             self.add_tensor(path, node, Kind.OTHER)
-        elif isinstance(node, Refused):
+        elif isinstance(node, UnreadableTensor):
             self.refuse(path, node.reason, is_tensor=True)
         elif isinstance(node, (dict, list, tuple)) and (not path or has_tensors(node)):
             if depth >= DEPTH_MAX:
@@ -231,7 +231,7 @@ def has_tensors(node: Any) -> bool:
     pending, seen = [node], set()
     while pending:
         item = pending.pop()
-        if isinstance(item, (Leaf, Refused)):
+        if isinstance(item, (Leaf, UnreadableTensor)):
             return True
         if isinstance(item, (dict, list, tuple)) and id(item) not in seen:
             seen.add(id(item))
@@ -316,7 +316,7 @@ def _likeness(value: Any, depth: int = 0) -> Any:
 
 def reason_of(thing: Any) -> str:
     """Why something that is no value cannot be stored."""
-    if isinstance(thing, Refused):
+    if isinstance(thing, UnreadableTensor):
         return thing.reason
     if isinstance(thing, (Opaque, PickledObject)):
         return f"it is a {thing.name}, which is code of somebody's, not a plain value"

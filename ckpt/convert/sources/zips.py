@@ -27,7 +27,7 @@ _32 = 0xFFFFFFFF
 _16 = 0xFFFF
 
 
-class Entry(NamedTuple):
+class ZipEntry(NamedTuple):
     """An entry of a directory: where its local header is, and its data's size and crc32."""
 
     name: str
@@ -37,7 +37,7 @@ class Entry(NamedTuple):
     is_stored: bool = True  # neither compressed nor encrypted
 
 
-def read_directory(read: ReadBytes, nbytes: int) -> dict[str, Entry]:
+def read_directory(read: ReadBytes, nbytes: int) -> dict[str, ZipEntry]:
     """The entries of the zip file of `nbytes`, by name.
 
     Raises Corrupt when it is no readable zip file.
@@ -57,7 +57,7 @@ def read_directory(read: ReadBytes, nbytes: int) -> dict[str, Entry]:
         raise Corrupt(f"no readable zip file: {error}") from error
 
 
-def data_start(entry: Entry, header: bytes) -> int:
+def data_start(entry: ZipEntry, header: bytes) -> int:
     """Where the data of `entry` begins, from (at least) the first 30 bytes of its local header.
 
     Raises Corrupt when there is none, UnsupportedFormat when the data is compressed or encrypted.
@@ -93,8 +93,8 @@ def _find_directory(read: ReadBytes, nbytes: int, tail: bytes) -> tuple[int, int
     return end64[9], end64[8], end64[7]
 
 
-def _entries(data: bytes, count: int, nbytes: int) -> dict[str, Entry]:
-    entries: dict[str, Entry] = {}
+def _entries(data: bytes, count: int, nbytes: int) -> dict[str, ZipEntry]:
+    entries: dict[str, ZipEntry] = {}
     at = 0
     for _ in range(count):
         fields = _ENTRY.unpack_from(data, at)
@@ -110,7 +110,7 @@ def _entries(data: bytes, count: int, nbytes: int) -> dict[str, Entry]:
         if header_start + _LOCAL.size + packed > nbytes or name in entries:
             raise Corrupt(f"{name}: outside of the file, or twice in it")
         is_stored = method == 0 and packed == size and not flags & 1
-        entries[name] = Entry(name, header_start, size, crc32, is_stored)
+        entries[name] = ZipEntry(name, header_start, size, crc32, is_stored)
     return entries
 
 

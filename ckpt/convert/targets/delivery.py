@@ -13,7 +13,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ckpt.convert.sources.source import Source
+from ckpt.convert.sources.source import CheckpointSource
 from ckpt.convert.targets.files import Data, Fixed, PlannedFile
 from ckpt.convert.targets.verifying import verify_files
 from ckpt.convert.targets.writing import (
@@ -51,7 +51,7 @@ class Delivered(NamedTuple):
 
 
 def deliver(
-    source: Source,
+    source: CheckpointSource,
     files: Sequence[PlannedFile],
     delivery: Delivery,
     progress: Progress | None,
@@ -90,7 +90,7 @@ class _Job:
         self,
         world: World,
         store: Store,
-        source: Source,
+        source: CheckpointSource,
         files: Sequence[PlannedFile],
         delivery: Delivery,
     ) -> None:
@@ -282,7 +282,7 @@ class _Job:
         self.store.delete(self.note_key)
 
 
-def _digest(source: Source, files: Sequence[PlannedFile]) -> str:
+def _digest(source: CheckpointSource, files: Sequence[PlannedFile]) -> str:
     """What tells one export from another: the source, and every byte that is known beforehand."""
     digest = hashlib.sha256(f"{source.url} {source.contents.step}".encode())
     for file in files:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ckpt.convert.sources.native import DCP_RECORD, NativeSource
-from ckpt.convert.sources.source import Contents, Source, SourceTensor
+from ckpt.convert.sources.source import CheckpointSource, SourceContents, SourceTensor
 from ckpt.convert.sources.torch_pickle import TensorOut, write_tree
 from ckpt.convert.targets.dcp_metadata import DcpEntry, DcpPart, DcpValue, encode_metadata
 from ckpt.convert.targets.files import Output, PlannedFile, ZipBuilding, known_file, torch_file
@@ -32,7 +32,9 @@ class Nested(NamedTuple):
     left_out: tuple[str, ...]
 
 
-def nested_files(source: Source, chosen: Any, format: str, name: str, *, whole: bool) -> Nested:
+def nested_files(
+    source: CheckpointSource, chosen: Any, format: str, name: str, *, whole: bool
+) -> Nested:
     """The files of an export in `format`, "torch" or "dcp". `whole` states are nested, models are
     one dict of tensors.
     """
@@ -90,7 +92,7 @@ def flat_state(source: NativeSource) -> FlatState:
     return flat
 
 
-def _numbers(source: Source, tensors: Sequence[SourceTensor]) -> dict[str, Any]:
+def _numbers(source: CheckpointSource, tensors: Sequence[SourceTensor]) -> dict[str, Any]:
     """Numbers that we keep as 0-dim tensors of marked names, as the numbers that they were."""
     found = {}
     for tensor in tensors:
@@ -104,7 +106,7 @@ def _numbers(source: Source, tensors: Sequence[SourceTensor]) -> dict[str, Any]:
 class _Paths:
     """Where a flat name stands in the nested state."""
 
-    def __init__(self, contents: Contents) -> None:
+    def __init__(self, contents: SourceContents) -> None:
         self.modules = sorted(contents.modules, key=len, reverse=True)
         self.params: dict[str, set[str]] = {}
         for fqn, value in contents.values.items():

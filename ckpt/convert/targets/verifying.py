@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ckpt.convert.sources.source import Source
+from ckpt.convert.sources.source import CheckpointSource
 from ckpt.convert.targets.files import Data, PlannedFile
 from ckpt.convert.targets.writing import PART_NBYTES, fill_part
 from ckpt.errors import Corrupt
@@ -13,7 +13,7 @@ from ckpt.layout.memory import aligned_buffer
 from storage import Store
 
 
-def verify_files(source: Source, store: Store, files: Sequence[PlannedFile]) -> None:
+def verify_files(source: CheckpointSource, store: Store, files: Sequence[PlannedFile]) -> None:
     """Raise Corrupt naming every tensor whose bytes in the files are not those of the source.
 
     Both are read anew, in memory bounded by two parts.

@@ -18,7 +18,7 @@ from typing import NamedTuple, TypeAlias, TypeVar
 
 import torch
 
-from ckpt.convert.sources.source import Source, Wanted
+from ckpt.convert.sources.source import CheckpointSource, ReadRequest
 from ckpt.convert.targets.files import Data, Fixed, Late, PlannedFile
 from ckpt.format.crc_combine import joined_crc32
 from ckpt.layout.dtypes import torch_dtype
@@ -50,7 +50,7 @@ class Meter:
 class Writing(NamedTuple):
     """From where, to where, and with how many threads files are written."""
 
-    source: Source
+    source: CheckpointSource
     store: Store
     threads: int
     part_nbytes: int
@@ -202,13 +202,15 @@ class Finishing:
             self._at += 1
 
 
-def fill_part(source: Source, file: PlannedFile, start: int, part: memoryview) -> list[Counted]:
+def fill_part(
+    source: CheckpointSource, file: PlannedFile, start: int, part: memoryview
+) -> list[Counted]:
     """Fill `part` with the bytes of `file` from `start` on, but for late ones.
 
     Returns the crc32 of the data in it, where the file needs them.
     """
     stop = start + len(part)
-    direct: list[Wanted] = []
+    direct: list[ReadRequest] = []
     counted: list[tuple[int, memoryview]] = []
     at = max(bisect_right(file.pieces, start, key=lambda piece: piece.start) - 1, 0)
     for piece in islice(file.pieces, at, None):
@@ -229,7 +231,11 @@ def fill_part(source: Source, file: PlannedFile, start: int, part: memoryview) -
 
 
 def _fill_data(
-    source: Source, piece: Data, within: tuple[int, int], memory: memoryview, direct: list[Wanted]
+    source: CheckpointSource,
+    piece: Data,
+    within: tuple[int, int],
+    memory: memoryview,
+    direct: list[ReadRequest],
 ) -> None:
     """Bytes `within` a piece of data: noted in `direct`, or read and cast here."""
     output, width = piece.output, piece.output.dtype.itemsize
@@ -238,12 +244,12 @@ def _fill_data(
     span = Span(first + within[0] // width, first + within[1] // width)
     target = tensor_over(memory, torch_dtype(output.dtype.name), (span.numel,))
     if output.dtype.name == output.tensor.dtype:
-        direct.append(Wanted(output.tensor.fqn, span, target))
+        direct.append(ReadRequest(output.tensor.fqn, span, target))
         return
     dtype = torch_dtype(output.tensor.dtype)
     step = CAST_SCRATCH_NBYTES // dtype.itemsize
     for start in range(span.start, span.stop, step):
         band = Span(start, min(start + step, span.stop))
         scratch = torch.empty(band.numel, dtype=dtype)
-        source.fill([Wanted(output.tensor.fqn, band, scratch)])
+        source.fill([ReadRequest(output.tensor.fqn, band, scratch)])
         target[band.start - span.start : band.stop - span.start].copy_(scratch)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from ckpt.commit.lines import Restored
+from ckpt.commit.lines import ResumePoint
 from ckpt.commit.ranked import Beside, RankedSession, SessionRegistry, open_session
 from ckpt.commit.session import Session
 from ckpt.errors import Forked
@@ -241,7 +241,7 @@ class ProcessMemory:
 
     def restored(self, store: Store, attempt: str, *, on_purpose: bool) -> None:
         """What this process saves to that root goes on from there; see `ckpt.commit.lines`."""
-        self._registry.restored(store, Restored(attempt, on_purpose))
+        self._registry.restored(store, ResumePoint(attempt, on_purpose))
 
     def forget(self, store: Store) -> None:
         """Forget the root in `store`: the next save claims it."""

@@ -1,9 +1,9 @@
 """The one way to append to a log.
 
-An append has three outcomes: it stands, it does not, or nobody knows yet. Note "pending": a record
-that was sent is kept until its slot's occupant is known, and nothing else is appended before that.
-Only put_if_absent on the same slot settles it; a read that finds nothing settles nothing, because
-the timed-out request may still land.
+An append has three outcomes: the record stands, it does not, or that is not known yet. Note
+"pending": a record that was sent is kept until its slot's occupant is known, and nothing else is
+appended before that. Only put_if_absent on the same slot settles it; a read that finds nothing
+settles nothing, because the timed-out request may still land.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from storage.store import Store
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """Where randomness, time and waiting come from; tests give their own.
+    """Where randomness, time and waiting come from; tests pass their own.
 
     `random_bytes(n)` must never repeat, `clock()` is seconds since 1970 for display only,
     `pause(seconds)` waits between tries.
@@ -54,7 +54,7 @@ class Sources:
 class Limits:
     """How often an append is tried: the same record on the same slot, and lost races for a slot.
 
-    Where the store repeats requests for a time, its time bounds the tries, and not their number.
+    Where the store repeats requests for some time, that time bounds the tries, not their number.
     """
 
     tries_max: int = 5
@@ -72,15 +72,16 @@ class Limits:
 
 
 class Settled(NamedTuple):
-    """What became of a record whose outcome was unknown."""
+    """The outcome of a record that got no answer."""
 
     record: Record
     landed: bool
 
 
-class Draft(NamedTuple):
-    """The part of a record that depends on the live set before it. `entry` comes to life with a
-    COMMIT, and learns its slot when the record gets one."""
+class RecordDraft(NamedTuple):
+    """The part of a record that depends on the live set before it. `entry` is what a COMMIT adds;
+    its slot is that of the record, which is set when the record is made.
+    """
 
     kind: Kind
     epoch: int
@@ -89,11 +90,11 @@ class Draft(NamedTuple):
     entry: LiveEntry | None = None
 
 
-Build = Callable[[LogState], "Draft | None"]
+Build = Callable[[LogState], "RecordDraft | None"]
 
 
 def diverged(url: str, slot: int) -> LogDiverged:
-    """What to say when the record in `slot` is not the one that this process knows."""
+    """The error for a record in `slot` that is not the one that this process knows."""
     return LogDiverged(
         f"{url}/{record_key(slot)} is not what this process saw or wrote there, or not on the "
         "record that was before it: the root was rolled back, restored from a backup, or replaced "
@@ -125,10 +126,12 @@ class Appender:
         return self._pending
 
     def append(self, build: Build) -> Record | None:
-        """Append what `build` makes of the newest state, anew after every lost race for a slot.
+        """Append what `build` returns for the newest state, called anew after every lost race for a
+        slot.
+
 
         None when `build` has nothing to do. Raises what `build` raises (nothing was sent then),
-        OutcomeUnknown when the record may or may not stand: it stays pending.
+        OutcomeUnknown when the record may stand or not: it stays pending.
         """
         self.settle()
         for _ in range(self._limits.races_max):
@@ -147,15 +150,15 @@ class Appender:
         )
 
     def prove(self) -> None:
-        """Raise LogDiverged unless the last record that we have built on still stands there.
+        """Raise LogDiverged unless the last record that this process built on still stands.
 
-        The log's own memory would not do: it follows whatever log it finds.
+        What `Log` remembers is no proof: it follows any log that is there.
         """
         if self._known is not None and not self.log.holds(self._known):
             raise diverged(self.store.url, self._known.slot)
 
     def settle(self) -> Settled | None:
-        """Find out what became of a pending record, None when there is none.
+        """Find out the outcome of a pending record. None when there is none.
 
         Raises OutcomeUnknown when the store still does not answer.
         """
@@ -164,7 +167,7 @@ class Appender:
             return None
         return Settled(record, self._put(record, sent_before=True))
 
-    def _record(self, draft: Draft, *, slot: int, previous: bytes | None) -> Record:
+    def _record(self, draft: RecordDraft, *, slot: int, previous: bytes | None) -> Record:
         live = draft.live
         if draft.entry is not None:
             live = (*live, replace(draft.entry, slot=slot))
@@ -181,7 +184,7 @@ class Appender:
         problem = record_problem(record, slot=slot)
         if problem is not None:
             raise CheckpointError(f"refusing to append a record that {problem}")
-        # A record that cannot be read would be the end of the root: no one could append after it.
+        # A record that cannot be read would end the root: no process could append after it.
         decode_record(encode_record(record), slot=slot, where="a record that is not sent")
         return record
 
@@ -221,7 +224,7 @@ class Appender:
         except StorageError as error:
             raise self._unknown(record) from error
         except Corrupt:
-            occupant = b""  # too large to be ours; the next look at the log will say so
+            occupant = b""  # too large to be ours; the next read of the log raises it
         if occupant == data:
             return self._stands(record, data)
         self._pending = None
@@ -230,8 +233,8 @@ class Appender:
     def _stands(self, record: Record, data: bytes) -> bool:
         """True: `record` stands, and so does the one that it builds on.
 
-        Looked at in this order and after the append: whenever the log was exchanged before, one of
-        the two is gone, or the other one is not what it was.
+        Read in this order and after the append: if the log was exchanged before that, one of the
+        two is gone or has other bytes.
         """
         try:
             before = self.log.raw(record.slot - 1) if record.previous is not None else None
@@ -257,7 +260,8 @@ class Appender:
 
     def _create(self, key: str, data: bytes) -> None:
         if self._check_first:
-            # unsafe_single_writer: this store would overwrite; nobody else writes, says the user.
+            # unsafe_single_writer: this store would overwrite, and the user promises that no other
+            # process writes.
             try:
                 self.store.info(key)
             except KeyNotFoundError:

@@ -1,8 +1,8 @@
 """The promises I1 to I12 of the commit protocol as predicates, for tests of this library and of
 stores.
 
-Each `check_...` returns the violations it found, in words; none means that the promise holds. What
-a store cannot tell afterwards (who was told what, what was deleted when) is in a `History`, which
+Each `check_...` returns violations in words; none means that the promise holds. What a store does
+not show afterwards (which save was acknowledged, what was deleted when) is in a `History`, which
 tests record, mostly through `RecordingStore`.
 """
 
@@ -29,7 +29,7 @@ from storage.wrap import WrappedStore
 Outcome = Literal["ok", "failed", "unknown"]
 
 
-class Event(NamedTuple):
+class StoreChange(NamedTuple):
     """One change of a store, in the order in which the changes took effect."""
 
     op: Literal["create", "delete"]
@@ -38,21 +38,21 @@ class Event(NamedTuple):
 
 
 class Load(NamedTuple):
-    """A load that returned: the attempt it said it loaded, and those whose bytes it gave."""
+    """A load that returned: the attempt that it reported, and those whose bytes it returned."""
 
     attempt: str
     attempts_read: frozenset[str]
 
 
 class Loss(NamedTuple):
-    """A rank that died: what each survivor heard (named rank, seconds)."""
+    """A rank that died: for each survivor, which rank its error named, after how many seconds."""
 
     victim: int
-    heard: dict[int, tuple[int, float]]
+    reports: dict[int, tuple[int, float]]
 
 
 class Flip(NamedTuple):
-    """One changed byte: where, and what a load made of it."""
+    """One changed byte: where, and the outcome of a load."""
 
     where: str
     result: Literal["raised", "equal", "different"]
@@ -62,8 +62,10 @@ class Flip(NamedTuple):
 class History:
     """What happened, as tests saw it."""
 
-    events: list[Event] = field(default_factory=list)
-    told_ok: list[str] = field(default_factory=list)  # attempts whose save returned on any rank
+    changes: list[StoreChange] = field(default_factory=list)
+    acknowledged: list[str] = field(
+        default_factory=list
+    )  # attempts whose save returned on any rank
     outcomes: dict[str, list[Outcome]] = field(
         default_factory=dict
     )  # attempt: outcome on each rank
@@ -74,7 +76,8 @@ class History:
 
 class RecordingStore(WrappedStore):
     """Writes down what changes in `inner`. Several may share one history; put it nearest to the
-    bytes, below stores that inject faults, so that it records what took effect."""
+    bytes, below stores that inject faults, so that it records what took effect.
+    """
 
     def __init__(self, inner: Store, history: History) -> None:
         super().__init__(inner)
@@ -107,7 +110,7 @@ class RecordingStore(WrappedStore):
 
     def _note(self, op: Literal["create", "delete"], key: str, data: bytes | None) -> None:
         kept = bytes(data) if data is not None and key.startswith(LOG_PREFIX) else None
-        self.history.events.append(Event(op, key, kept))
+        self.history.changes.append(StoreChange(op, key, kept))
 
 
 FilesOf = Callable[[LiveEntry, bytes], Iterable[tuple[str, int]]]
@@ -135,27 +138,27 @@ def check_live_complete(store: Store, *, files_of: FilesOf | None = None) -> lis
 
     `files_of(entry, manifest)` gives key and length of the files a manifest names.
     """
-    found = []
+    violations = []
     for entry in Log(store).state().live:
         key = entry.prefix + MANIFEST_NAME
         try:
             manifest = store.get(key)
         except KeyNotFoundError:
-            found.append(f"I1: {key} of a live checkpoint is gone")
+            violations.append(f"I1: {key} of a live checkpoint is gone")
             continue
         if (len(manifest), manifest_digest(manifest)) != (
             entry.manifest_nbytes,
             entry.manifest_digest,
         ):
-            found.append(f"I1: {key} is not the manifest that was committed")
+            violations.append(f"I1: {key} is not the manifest that was committed")
         for name, nbytes in files_of(entry, manifest) if files_of else ():
             try:
                 stored = store.info(name).nbytes
             except KeyNotFoundError:
                 stored = -1
             if stored != nbytes:
-                found.append(f"I1: {name} has {stored} bytes, expected {nbytes}")
-    return found
+                violations.append(f"I1: {name} has {stored} bytes, expected {nbytes}")
+    return violations
 
 
 def files_needed(entry: LiveEntry, manifest: bytes) -> list[tuple[str, int]]:
@@ -167,23 +170,25 @@ def files_needed(entry: LiveEntry, manifest: bytes) -> list[tuple[str, int]]:
 
 def check_references(store: Store) -> list[str]:
     """I6, of real checkpoints: the log knows of each what its manifest refers to, and no more."""
-    found = []
+    violations = []
     for entry in Log(store).state().live:
         manifest = decode_manifest(store.get(entry.prefix + MANIFEST_NAME))
         if manifest.references != entry.references:
-            found.append(
+            violations.append(
                 f"I6: the log says that {entry.attempt} refers to {entry.references}, its manifest "
                 f"refers to {manifest.references}"
             )
-    return found
+    return violations
 
 
 def check_ok_is_for_ever(store: Store, history: History) -> list[str]:
     """I2: a save that returned OK on any rank is in the log."""
     committed = {r.attempt for r in Log(store).history() if r.kind == "COMMIT"}
-    told = [*history.told_ok, *(a for a, o in history.outcomes.items() if "ok" in o)]
+    acknowledged = [*history.acknowledged, *(a for a, o in history.outcomes.items() if "ok" in o)]
     return [
-        f"I2: {name} returned OK and is not in the log" for name in told if name not in committed
+        f"I2: {name} returned OK and is not in the log"
+        for name in acknowledged
+        if name not in committed
     ]
 
 
@@ -194,7 +199,7 @@ def check_latest(store: Store) -> list[str]:
     """
     live: dict[str, int] = {}
     lines: dict[str, int | None] = {}
-    found = []
+    violations = []
     for record in Log(store).history():
         if record.kind == "COMMIT" and record.attempt is not None:
             live[record.attempt] = record.slot
@@ -202,78 +207,82 @@ def check_latest(store: Store) -> list[str]:
         if record.kind == "RETIRE" and record.attempt is not None:
             live.pop(record.attempt, None)
         if {e.attempt: e.slot for e in record.live} != live:
-            found.append(f"I3: the live set of slot {record.slot} does not follow from the log")
+            violations.append(
+                f"I3: the live set of slot {record.slot} does not follow from the log"
+            )
         if any(lines.get(e.attempt) != e.line for e in record.live):
-            found.append(f"I3: slot {record.slot} moves a checkpoint to another line")
+            violations.append(f"I3: slot {record.slot} moves a checkpoint to another line")
     latest = Log(store).state().latest
     expected = max(live, key=lambda name: (lines[name] is not None, live[name]), default=None)
     if (latest.attempt if latest else None) != expected:
-        found.append(f"I3: latest is {latest}, expected {expected}")
-    return found
+        violations.append(f"I3: latest is {latest}, expected {expected}")
+    return violations
 
 
 def check_epochs(store: Store) -> list[str]:
     """I4: after CLAIM(e) no entry of a lower epoch; every claim has the next epoch."""
-    found, epoch = [], 0
+    violations, epoch = [], 0
     for record in Log(store).history():
         expected = epoch + 1 if record.kind == "CLAIM" else epoch
         if record.epoch != expected:
-            found.append(
+            violations.append(
                 f"I4: slot {record.slot} is a {record.kind} of epoch {record.epoch}, "
                 f"expected {expected}"
             )
         epoch = max(epoch, record.epoch)
-    return found
+    return violations
 
 
 def check_written_once(store: Store, history: History) -> list[str]:
     """I5: no key is written twice, no log entry removed or changed."""
-    found, seen = [], set()
-    for event in history.events:
-        if event.key == RESERVE_KEY:
+    violations, seen = [], set()
+    for change in history.changes:
+        if change.key == RESERVE_KEY:
             continue  # has no content; it is there to be deleted
-        if event.op == "create" and event.key in seen:
-            found.append(f"I5: {event.key} was written twice")
-        if event.op == "delete" and parse_step_key(event.key) is None:
-            found.append(f"I5: {event.key} was deleted, only our files below steps/ may be")
-        seen.add(event.key)
-        if event.op == "create" and event.data is not None:
+        if change.op == "create" and change.key in seen:
+            violations.append(f"I5: {change.key} was written twice")
+        if change.op == "delete" and parse_step_key(change.key) is None:
+            violations.append(f"I5: {change.key} was deleted, only our files below steps/ may be")
+        seen.add(change.key)
+        if change.op == "create" and change.data is not None:
             try:
-                same = store.get(event.key) == event.data
+                same = store.get(change.key) == change.data
             except KeyNotFoundError:
                 same = False
             if not same:
-                found.append(f"I5: {event.key} was removed or changed")
+                violations.append(f"I5: {change.key} was removed or changed")
     slots = [info.key for info in store.list(LOG_PREFIX)]
     if slots != [record_key(slot) for slot in range(len(slots))]:
-        found.append("I5: the log has a hole or a foreign object")
-    return found
+        violations.append("I5: the log has a hole or a foreign object")
+    return violations
 
 
 def check_deletions(history: History) -> list[str]:
     """I6: nothing is deleted that a live or possibly committed attempt needs; MANIFEST goes
     first.
     """
-    found: list[str] = []
+    violations: list[str] = []
     live: tuple[LiveEntry, ...] = ()
     deleted: dict[str, int] = {}
-    for position, event in enumerate(history.events):
-        if event.data is not None:
-            record = _decoded(event)
+    for position, change in enumerate(history.changes):
+        if change.data is not None:
+            record = _decoded(change)
             live = record.live
             if record.kind == "COMMIT" and record.attempt in deleted:
-                found.append(f"I6: {record.attempt} was committed after files of it were deleted")
-        parsed = parse_step_key(event.key)
-        if event.op != "delete" or parsed is None:
+                violations.append(
+                    f"I6: {record.attempt} was committed after files of it were deleted"
+                )
+        parsed = parse_step_key(change.key)
+        if change.op != "delete" or parsed is None:
             continue
         attempt, name = parsed[1], parsed[2]
         needed = any(attempt in (e.attempt, *e.references) for e in live)
         if needed:
-            found.append(f"I6: {event.key} was deleted while a live checkpoint needed it")
+            violations.append(f"I6: {change.key} was deleted while a live checkpoint needed it")
         if name == MANIFEST_NAME and attempt in deleted:
-            found.append(f"I6: {event.key} was deleted after other files of its attempt")
+            violations.append(f"I6: {change.key} was deleted after other files of its attempt")
         deleted.setdefault(attempt, position)
-    return found
+    return violations
 
 
 def check_loads(history: History) -> list[str]:
@@ -288,7 +297,7 @@ def check_loads(history: History) -> list[str]:
 def check_ranks_agree(history: History) -> list[str]:
     """I8: all ranks of a session agree on the outcome. Ranks that died have none."""
     return [
-        f"I8: ranks were told {sorted(set(outcomes))} of {attempt}"
+        f"I8: ranks report {sorted(set(outcomes))} of {attempt}"
         for attempt, outcomes in history.outcomes.items()
         if len(set(outcomes)) > 1
     ]
@@ -313,12 +322,12 @@ def check_fresh_session(
         after = Log(store).state()
     except (CheckpointError, StorageError) as error:
         return [f"I9: a fresh session failed: {type(error).__name__}: {error}"]
-    found = (
+    violations = (
         [] if after.latest and after.latest.attempt == attempt else ["I9: its save is not latest"]
     )
     lost = {e.attempt for e in before.live} - {e.attempt for e in after.live}
-    found += [f"I9: {name} was lost by claiming" for name in sorted(lost)]
-    return [*found, *(load(before) if load is not None else ())]
+    violations += [f"I9: {name} was lost by claiming" for name in sorted(lost)]
+    return [*violations, *(load(before) if load is not None else ())]
 
 
 def check_losses(history: History, *, seconds_max: float = 5.0) -> list[str]:
@@ -326,19 +335,19 @@ def check_losses(history: History, *, seconds_max: float = 5.0) -> list[str]:
     return [
         f"I10: rank {rank} named {named} after {seconds:.1f} s when rank {loss.victim} died"
         for loss in history.losses
-        for rank, (named, seconds) in loss.heard.items()
+        for rank, (named, seconds) in loss.reports.items()
         if named != loss.victim or seconds > seconds_max
     ]
 
 
 def check_always_one(store: Store) -> list[str]:
     """I11: once a save succeeded there is always one to load."""
-    saved, found = False, []
+    saved, violations = False, []
     for record in Log(store).history():
         saved = saved or record.kind == "COMMIT"
         if saved and not record.live:
-            found.append(f"I11: after slot {record.slot} there is nothing left to load")
-    return found
+            violations.append(f"I11: after slot {record.slot} there is nothing left to load")
+    return violations
 
 
 def check_flips(history: History) -> list[str]:
@@ -350,6 +359,6 @@ def check_flips(history: History) -> list[str]:
     ]
 
 
-def _decoded(event: Event) -> Record:
-    assert event.data is not None
-    return decode_record(event.data, slot=int(event.key.rpartition("/")[2]), where=event.key)
+def _decoded(change: StoreChange) -> Record:
+    assert change.data is not None
+    return decode_record(change.data, slot=int(change.key.rpartition("/")[2]), where=change.key)

@@ -1,12 +1,13 @@
 """Lines: which commits of a root are states of one training, one after the other.
 
-A root can hold more than one training has saved: imports, copies in another layout, and what was
-saved before somebody went back to an older step. Every commit of a training belongs to a line; the
-rest belongs to none. A session goes on with the line of the checkpoint that it restored. Who
-restores an older checkpoint on purpose, or nothing at all, begins a new line with the next commit.
+A root can hold more than what one training has saved: imports, copies in another layout, and what
+was saved before a training went back to an older step. Every commit of a training belongs to a
+line; all other commits belong to none. A session continues the line of the checkpoint that it
+restored. A session that restored an older checkpoint on purpose, or none, begins a new line with
+its next commit.
 
-The latest checkpoint is the newest commit of any line (`ckpt.commit.log.latest_of`). That is always
-of the line that was written last, and never an import.
+The latest checkpoint is the newest commit of any line (`ckpt.commit.log.latest_of`). It is always
+in the line that was written last, and never an import.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from ckpt.commit.records import FIRST_LINE, LiveEntry
 
 
 @dataclass(frozen=True, slots=True)
-class Restored:
-    """What a process has restored from a root. `on_purpose`: it asked for this one, by its step or
-    attempt, rather than for the newest one that is whole.
+class ResumePoint:
+    """What a process has restored from a root. `on_purpose`: it requested this one, by its step or
+    attempt, rather than the newest one that is whole.
     """
 
     attempt: str
@@ -30,11 +31,11 @@ class Restored:
 
 @dataclass(frozen=True, slots=True)
 class OwnLine:
-    """The line of one session: of what was `restored` since its last commit, else its own `line`,
-    which is None before its first commit.
+    """The line of one session: that of the checkpoint `restored` since its last commit, else its
+    own `line`, which is None before its first commit.
     """
 
-    restored: Restored | None = None
+    restored: ResumePoint | None = None
     line: int | None = None
 
     def of_next(self, state: LogState) -> int:
@@ -46,8 +47,8 @@ class OwnLine:
             return _new_line(state)
         newest = next(e for e in reversed(state.live) if e.line == entry.line)
         # The newest one that is whole may be older than damaged ones of the same line.
-        goes_on = newest is entry or not self.restored.on_purpose
-        return entry.line if goes_on else _new_line(state)
+        continues = newest is entry or not self.restored.on_purpose
+        return entry.line if continues else _new_line(state)
 
 
 def _new_line(state: LogState) -> int:
@@ -59,9 +60,9 @@ def _new_line(state: LogState) -> int:
 def resumable(live: Sequence[LiveEntry]) -> list[LiveEntry]:
     """What a training may resume from, in the order in which to try.
 
-    The line of the latest checkpoint, newest commit first; then what other lines have of lower
-    steps than any of that line, because it may have begun there. Later steps of other lines are
-    what somebody went back from. Where there is no line, everything, newest first.
+    The line of the latest checkpoint, newest commit first; then checkpoints of other lines with
+    lower steps than any of that line, because it may have begun there. Later steps of other lines
+    are what the training went back from. Without any line, everything, newest first.
     """
     latest = latest_of(live)
     if latest is None or latest.line is None:
@@ -78,8 +79,9 @@ def resumable(live: Sequence[LiveEntry]) -> list[LiveEntry]:
 
 def of_step(live: Sequence[LiveEntry], step: int | None) -> list[LiveEntry]:
     """The checkpoints of one step, or of all: of lines, newest first, then those of none."""
-    found = [entry for entry in reversed(live) if step in (None, entry.step)]
-    return sorted(found, key=lambda entry: entry.line is None)
+    entries = [entry for entry in reversed(live) if step in (None, entry.step)]
+    # The sort is stable: within both groups the order stays.
+    return sorted(entries, key=lambda entry: entry.line is None)
 
 
 def latest_last(live: Sequence[LiveEntry]) -> list[LiveEntry]:
@@ -90,5 +92,5 @@ def latest_last(live: Sequence[LiveEntry]) -> list[LiveEntry]:
 
 
 def line_text(line: int | None) -> str:
-    """A line as people see it: `line 0`, or `no line`."""
+    """A line in words: `line 0`, or `no line`."""
     return "no line" if line is None else f"line {line}"

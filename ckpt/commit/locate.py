@@ -16,7 +16,7 @@ from storage import KeyNotFoundError, Store, TooLargeError
 
 
 class Located(NamedTuple):
-    """One checkpoint found: where its files are, and the bytes of its manifest.
+    """One checkpoint: where its files are, and the bytes of its manifest.
 
     `prefix` is the step's directory: see `file_key`. `entry` is what the log says of it; None
     for a step directory that was opened by its own path.
@@ -100,8 +100,8 @@ def _choose(store: Store, live: tuple[LiveEntry, ...], step: int | None, attempt
     if not live:
         raise NoCheckpoint(f"{store.url} has no checkpoint yet: nothing was committed")
     latest = latest_of(live)
-    found = [latest] if step is None and not attempt else of_step(live, step)
-    for entry in found:
+    matches = [latest] if step is None and not attempt else of_step(live, step)
+    for entry in matches:
         if entry is not None and attempt in ("", entry.attempt):
             return entry
     steps = sorted({entry.step for entry in live})

@@ -1,5 +1,4 @@
-"""The log of a root: which checkpoints exist, told by a dense row of small records that never
-change.
+"""The log of a root: which checkpoints exist, as a dense row of small records that never change.
 
 Every record carries the complete live set, so the last one is enough to know everything. This file
 holds the bytes (FORMAT object and records) and reading; `ckpt.commit.session` appends.
@@ -43,7 +42,7 @@ _FORMAT_START = re.compile(rb"shardpoint ([0-9]{1,9})[ \n]")
 
 
 def broken_log(url: str, slot: int, problem: str) -> Corrupt:
-    """What to say when the log is no row of records that build on each other."""
+    """The error for a log that is no row of records that build on each other."""
     return Corrupt(
         f"the log of {url} is broken at slot {slot}: {problem}. It was rolled back, restored or "
         f"copied under a running job. `ckpt log {url}` shows it, and `ckpt mend {url}` makes it "
@@ -184,9 +183,9 @@ class Log:
         last = self._last_slot(self._last_listed() if newest is None else known)
         if last == known:
             return state_after(newest)
-        found = self.record(last)
-        self.saw(found)
-        return state_after(found)
+        newest = self.record(last)
+        self.saw(newest)
+        return state_after(newest)
 
     @property
     def newest(self) -> Record | None:
@@ -210,8 +209,8 @@ class Log:
         first = max(0, last + 1 - LISTED_MAX)
         expected = first
         after = record_key(first - 1) if first else ""
-        for found in self.store.list(LOG_PREFIX, after=after):
-            slot = record_slot(found.key)
+        for info in self.store.list(LOG_PREFIX, after=after):
+            slot = record_slot(info.key)
             if slot is None:
                 continue
             if slot != expected:
@@ -278,8 +277,8 @@ class Log:
         """
         last = -1
         if self.store.part_nbytes_min > 1:
-            for found in itertools.islice(self.store.list(LOG_PREFIX), LISTED_MAX):
-                if found.key != record_key(last + 1):
+            for info in itertools.islice(self.store.list(LOG_PREFIX), LISTED_MAX):
+                if info.key != record_key(last + 1):
                     break
                 last += 1
         return last

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckpt.commit.appender import Appender, Draft, Limits, Sources
+from ckpt.commit.appender import Appender, Limits, RecordDraft, Sources
 from ckpt.commit.claim import must_look_first
 from ckpt.commit.log import LogState, read_format
 from ckpt.commit.names import attempt_epoch
@@ -27,9 +27,10 @@ class Maintenance(LogWriter):
         limits: Limits | None = None,
     ) -> Maintenance:
         """Raises NoCheckpoint when there is no root or nothing ever claimed it, StoreRefused like
-        `Session.claim`."""
-        found = read_format(store)
-        check_first = must_look_first(store, found.root, unsafe_single_writer, limits or Limits())
+        `Session.claim`.
+        """
+        root = read_format(store).root
+        check_first = must_look_first(store, root, unsafe_single_writer, limits or Limits())
         appender = Appender(
             store,
             check_first=check_first,
@@ -39,18 +40,18 @@ class Maintenance(LogWriter):
         appender.log.check_end()
         if appender.log.state().epoch == 0:
             raise NoCheckpoint(f"{store.url} has no checkpoint yet: its log is empty")
-        return cls(appender, root=found.root)
+        return cls(appender, root=root)
 
     def commit_copy(self, commit: Commit, *, of: str) -> LiveEntry:
-        """Bring a copy of a live checkpoint to life, laid out otherwise.
+        """Commit a copy of a live checkpoint in another layout.
 
-        It is of no line, so no training resumes from it unless it asks for this attempt. `of` is
-        the attempt that was copied; the copy's own attempt is of the root's present epoch. Raises
+        It is of no line, so a training resumes from it only by its attempt. `of` is the attempt
+        that was copied; the copy's own attempt is of the root's present epoch. Raises
         CheckpointError when `of` was retired or a session has claimed the root since the copy was
         named: that session's sweep may have deleted the copy's files.
         """
 
-        def build(state: LogState) -> Draft | None:
+        def build(state: LogState) -> RecordDraft | None:
             if state.find(commit.attempt) is not None:
                 return None
             original = state.find(of)
@@ -66,17 +67,16 @@ class Maintenance(LogWriter):
                 )
             copied = commit._replace(metric=original.metric, references=())
             entry = copied.entry(line=None)
-            return Draft("COMMIT", state.epoch, commit.attempt, state.live, entry)
+            return RecordDraft("COMMIT", state.epoch, commit.attempt, state.live, entry)
 
         with self._lock:
             record = self._append(build)
-            found = (
-                self._appender.log.state().find(commit.attempt)
-                if record is None
-                else record.live[-1]
-            )
-            assert found is not None, "it is live, or has just come to life"
-            return found
+            if record is not None:
+                return record.live[-1]
+            # No record: the commit of an earlier try, whose answer was lost, stands already.
+            entry = self._appender.log.state().find(commit.attempt)
+            assert entry is not None, "build returns None only for a live attempt"
+            return entry
 
     def _epoch_for(self, state: LogState) -> int:
         return state.epoch

@@ -8,7 +8,7 @@ import threading
 from dataclasses import dataclass
 
 from ckpt.commit.appender import Limits, Sources
-from ckpt.commit.lines import Restored
+from ckpt.commit.lines import ResumePoint
 from ckpt.commit.log import read_format
 from ckpt.commit.reserve import keep_reserve
 from ckpt.commit.session import Session
@@ -23,18 +23,16 @@ logger = logging.getLogger(__name__)
 class SessionRegistry:
     """The sessions of one process: a root is claimed at the first save and never again.
 
-    A session belongs to a place: a copy of its root elsewhere is claimed for itself.
-
-    Whoever holds the registry decides how long "process" is; tests make one for each simulated
-    process.
+    A session belongs to a place: a copy of its root elsewhere has a session of its own. Tests
+    create a registry for each process that they simulate.
     """
 
     def __init__(self) -> None:
         self._sessions: dict[str, Session] = {}
-        self._restored: dict[str, Restored] = {}
+        self._restored: dict[str, ResumePoint] = {}
         self._lock = threading.Lock()
 
-    def restored(self, store: Store, restored: Restored) -> None:
+    def restored(self, store: Store, restored: ResumePoint) -> None:
         """This process has loaded from the root that `store` holds."""
         with self._lock:
             self._restored[store.place] = restored
@@ -49,8 +47,8 @@ class SessionRegistry:
         sources: Sources | None = None,
         limits: Limits | None = None,
     ) -> Session:
-        """The session of this place, claimed now if this process has none. Fenced ones stay
-        fenced. Raises LogDiverged when the place does not hold what this process has left there.
+        """The session of this place, claimed now if this process has none. A fenced one
+        stays fenced. Raises LogDiverged when this process built on another log than is there.
         """
         with self._lock:
             known = self._sessions.get(store.place)
@@ -71,7 +69,7 @@ class SessionRegistry:
             return session
 
     def forget(self, store: Store) -> None:
-        """The next session of this place is claimed anew, and begins as that of a new job."""
+        """Forget the session of this place: the next one is claimed as by a new job."""
         with self._lock:
             self._sessions.pop(store.place, None)
             self._restored.pop(store.place, None)
@@ -102,7 +100,7 @@ def _clean_up(session: Session) -> None:
         session.sweep_unfinished()
         session.sweep()
     except StorageError as error:
-        # Only space is at stake; a save that needs it will say so.
+        # Only space is at stake; a save that needs it fails with an error of its own.
         logger.warning("%s: leftovers of dead jobs stay for now: %s", session.store.url, error)
     keep_reserve(session.store)
 
@@ -112,15 +110,13 @@ def _sweep_failed(session: Session) -> None:
     try:
         session.sweep_failed()
     except StorageError as error:
-        # Only space is at stake; a save that needs it will say so.
+        # Only space is at stake; a save that needs it fails with an error of its own.
         logger.warning("%s: files of failed saves stay for now: %s", session.store.url, error)
 
 
 @dataclass(frozen=True)
 class RankedSession:
-    """One session as all ranks of a world see it. Only the lead (rank 0) has `session` and
-    writes.
-    """
+    """One session as all ranks of a world see it. Only the coordinator has `session` and writes."""
 
     world: World
     root: str
@@ -128,12 +124,12 @@ class RankedSession:
     session: Session | None
 
     def new_attempt(self) -> str:
-        """Collective: a name for the next attempt, the same on every rank."""
+        """A name for the next attempt, the same on every rank. Collective."""
         mine = None if self.session is None else self.session.new_attempt().encode()
         return self.world.broadcast("attempt", mine).decode()
 
     def settle(self) -> None:
-        """Collective, at the start of a save: settle an unknown outcome of before.
+        """Settle an unknown outcome, at the start of a save. Collective.
 
         Raises OutcomeUnknown on all ranks, and StoreRefused when the root is no longer there.
         """
@@ -156,7 +152,8 @@ def open_session(
     unsafe_single_writer: bool = False,
     sources: Sources | None = None,
 ) -> RankedSession:
-    """Collective: the lead claims (or finds) the session, the others compare the root they see.
+    """The coordinator claims (or finds) the session, the others compare the root they see.
+    Collective.
 
     Raises the same error on all ranks; StoreRefused names the ranks that see another root or none.
     """

@@ -28,7 +28,7 @@ STEP_MAX = 10**18 - 1
 INTEGER_MAX = 2**63 - 1
 
 
-FIRST_LINE = 0  # of every commit whose record does not tell its line
+FIRST_LINE = 0  # of every commit whose record does not name its line
 
 
 Kind = Literal["CLAIM", "COMMIT", "RETIRE", "PIN", "UNPIN", "VERIFIED"]

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import logging
 
-from ckpt.commit.appender import Appender, Build, Draft, Limits, Settled, Sources, diverged
+from ckpt.commit.appender import Appender, Build, Limits, RecordDraft, Settled, Sources, diverged
 from ckpt.commit.claim import must_look_first, root_id, unsafe_store
-from ckpt.commit.lines import OwnLine, Restored
+from ckpt.commit.lines import OwnLine, ResumePoint
 from ckpt.commit.log import LogState, read_format
 from ckpt.commit.names import STEPS_PREFIX, attempt_epoch, attempt_name
 from ckpt.commit.records import LiveEntry, Record
@@ -32,7 +32,7 @@ class ReferenceRetired(CheckpointError):
 
 
 class Session(LogWriter):
-    """The right to save to one root, held by one process for its life. Made by `claim`."""
+    """The right to save to one root, held by one process for its life. Created by `claim`."""
 
     def __init__(self, appender: Appender, *, root: str, epoch: int) -> None:
         super().__init__(appender, root=root)
@@ -57,7 +57,9 @@ class Session(LogWriter):
         the store cannot refuse a second writer (unless `unsafe_single_writer`).
         """
         appender, root = _opened(store, unsafe_single_writer, sources, limits)
-        record = appender.append(lambda state: Draft("CLAIM", state.epoch + 1, None, state.live))
+        record = appender.append(
+            lambda state: RecordDraft("CLAIM", state.epoch + 1, None, state.live)
+        )
         assert record is not None
         return cls(appender, root=root, epoch=record.epoch)
 
@@ -70,10 +72,11 @@ class Session(LogWriter):
         sources: Sources | None = None,
         limits: Limits | None = None,
     ) -> Session:
-        """Write under the epoch of whoever holds the root, who is not fenced and may go on to save.
+        """Write under the epoch of the session that holds the root, which is not fenced and may
+        continue to save.
 
-        For what is no part of a training. Fenced in its turn when a new job claims the root. A
-        root without checkpoints is claimed. Raises like `claim`.
+        For what is no part of a training. It is fenced when a new job claims the root. A root
+        without checkpoints is claimed. Raises like `claim`.
         """
         appender, root = _opened(store, unsafe_single_writer, sources, limits)
         state = appender.log.state()
@@ -89,14 +92,14 @@ class Session(LogWriter):
         return self._fenced_by is not None
 
     def use_store(self, store: Store) -> None:
-        """Go on through another connection to the same root (the caller has compared root ids)."""
+        """Continue through another connection to the same root (the caller compared root ids)."""
         with self._lock:
             self._appender.log.store = store
 
     def check_root(self) -> None:
         """Raise LogDiverged when the root was removed, made anew, rolled back or exchanged.
 
-        Our log would go on in a place where nobody finds it, or in the middle of another one.
+        Records would be appended where no reader finds them, or in the middle of another log.
         """
         try:
             seen = read_format(self.store).root
@@ -112,8 +115,8 @@ class Session(LogWriter):
         with self._lock:
             self._appender.prove()
 
-    def restored(self, restored: Restored) -> None:
-        """Go on with the line of what was restored; see `ckpt.commit.lines`."""
+    def restored(self, restored: ResumePoint) -> None:
+        """Continue the line of what was restored; see `ckpt.commit.lines`."""
         with self._lock:
             self._line = OwnLine(restored)
 
@@ -122,13 +125,13 @@ class Session(LogWriter):
         return attempt_name(self.epoch, self._appender.sources.random_bytes(8))
 
     def commit(self, commit: Commit) -> LiveEntry:
-        """Bring a checkpoint to life: the one write that makes it exist.
+        """Commit a checkpoint: the one write that makes it exist.
 
         Raises Fenced, ReferenceRetired and storage errors when it certainly was not committed, and
-        OutcomeUnknown when nobody knows: see `settle`.
+        OutcomeUnknown when the outcome is unknown: see `settle`.
         """
 
-        def build(state: LogState) -> Draft:
+        def build(state: LogState) -> RecordDraft:
             epoch = self._epoch_for(state)
             gone = [name for name in commit.references if state.find(name) is None]
             if gone:
@@ -137,7 +140,7 @@ class Session(LogWriter):
                     "was not committed: save again, writing everything"
                 )
             line = self._line.of_next(state) if commit.in_line else None
-            return Draft("COMMIT", epoch, commit.attempt, state.live, commit.entry(line=line))
+            return RecordDraft("COMMIT", epoch, commit.attempt, state.live, commit.entry(line=line))
 
         with self._lock:
             if commit.attempt in self._given_up or attempt_epoch(commit.attempt) != self.epoch:

@@ -149,13 +149,13 @@ def attempts_on(store: Store) -> Iterator[tuple[int, str]]:
     """
     cursor = ""
     while True:
-        found = next(iter(store.list(STEPS_PREFIX, after=cursor)), None)
-        if found is None:
+        first = next(iter(store.list(STEPS_PREFIX, after=cursor)), None)
+        if first is None:
             return
-        parsed = parse_step_key(found.key)
-        directory = re.match(r"steps/[^/]+/", found.key)
+        parsed = parse_step_key(first.key)
+        directory = re.match(r"steps/[^/]+/", first.key)
         if parsed is None or directory is None:
-            cursor = found.key
+            cursor = first.key
             continue
         step, attempt, _ = parsed
         yield step, attempt

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
-from ckpt.commit.appender import Appender, Build, Draft, Settled
+from ckpt.commit.appender import Appender, Build, RecordDraft, Settled
 from ckpt.commit.log import Log, LogState
 from ckpt.commit.names import attempt_epoch
 from ckpt.commit.records import Kind, LiveEntry, Record
@@ -28,9 +28,9 @@ logger = logging.getLogger(__name__)
 
 
 class Commit(NamedTuple):
-    """What a save wants to bring to life. Durable data and manifest must be there already.
+    """What a save wants to commit. Its data and manifest must be durable already.
 
-    With `in_line` it is a state of the training that this session writes; imports are not.
+    With `in_line` it is a state of the training that this session saves; imports are not.
     """
 
     attempt: str
@@ -42,7 +42,7 @@ class Commit(NamedTuple):
     in_line: bool = True
 
     def entry(self, *, line: int | None) -> LiveEntry:
-        """What the log will say of it; the slot is known when the record has one."""
+        """Its entry in the log, without the slot, which only the record has."""
         return LiveEntry(
             attempt=self.attempt,
             step=self.step,
@@ -82,8 +82,8 @@ class LogWriter:
         return self._appender.pending
 
     def settle(self) -> Settled | None:
-        """Find out what became of the unsettled record. Raises OutcomeUnknown while nobody
-        knows.
+        """Find out the outcome of the unsettled record. Raises OutcomeUnknown while it is not
+        known.
         """
         with self._lock:
             settled = self._appender.settle()
@@ -124,7 +124,7 @@ class LogWriter:
         return self._mark("UNPIN", attempt, lambda entry: replace(entry, pinned=False))
 
     def verified(self, attempt: str) -> Record | None:
-        """Note that all bytes of a checkpoint were read and found right. None when noted
+        """Note that all bytes of a checkpoint were read and are right. None when noted
         already.
         """
         return self._mark("VERIFIED", attempt, lambda entry: replace(entry, verified=True))
@@ -152,7 +152,7 @@ class LogWriter:
     def _mark(
         self, kind: Kind, attempt: str, change: Callable[[LiveEntry], LiveEntry]
     ) -> Record | None:
-        def build(state: LogState) -> Draft | None:
+        def build(state: LogState) -> RecordDraft | None:
             entry = state.find(attempt)
             if entry is None:
                 raise NoCheckpoint(
@@ -163,7 +163,7 @@ class LogWriter:
             if changed == entry:
                 return None
             live = tuple(changed if e is entry else e for e in state.live)
-            return Draft(kind, self._epoch_for(state), attempt, live)
+            return RecordDraft(kind, self._epoch_for(state), attempt, live)
 
         with self._lock:
             return self._append(build)
@@ -176,7 +176,7 @@ class LogWriter:
     def _append_retire(self, attempt: str) -> Record | None:
         """Append the RETIRE, in space that is made for it when the disk is full."""
 
-        def build(state: LogState) -> Draft | None:
+        def build(state: LogState) -> RecordDraft | None:
             return self._draft_retire(state, attempt)
 
         for make_space in (self._sweep_dead, self._use_reserve):
@@ -202,14 +202,14 @@ class LogWriter:
     def _use_reserve(self) -> None:
         self._gave_up_reserve = give_up_reserve(self.store)
 
-    def _draft_retire(self, state: LogState, attempt: str) -> Draft | None:
+    def _draft_retire(self, state: LogState, attempt: str) -> RecordDraft | None:
         entry = state.find(attempt)
         if entry is None:
             return None
         if problem := why_not_retire(state, entry):
             raise NotRetired(f"{attempt} (step {entry.step}) {problem}")
         live = tuple(e for e in state.live if e is not entry)
-        return Draft("RETIRE", self._epoch_for(state), attempt, live)
+        return RecordDraft("RETIRE", self._epoch_for(state), attempt, live)
 
     def _append(self, build: Build) -> Record | None:
         self.settle()
@@ -223,7 +223,5 @@ class LogWriter:
             self._retired.add(record.attempt)
 
     def _epoch_for(self, state: LogState) -> int:
-        """The epoch to write under after `state`. Raises when this writer may not write any
-        more.
-        """
+        """The epoch to write under after `state`. Raises when this writer may write no more."""
         raise NotImplementedError

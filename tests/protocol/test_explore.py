@@ -91,7 +91,7 @@ def save(session: Session, store: Store, step: int, history: History) -> None:
         if settled is not None and not settled.landed:
             session.discard(attempt, step=step)
             return
-    history.told_ok.append(attempt)
+    history.acknowledged.append(attempt)
 
 
 CASES: dict[str, Callable[[Scenario], dict[str, Callable[[Store], None]]]] = {

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 import ckpt
-from ckpt.commit.lines import Restored, latest_last, of_step, resumable
+from ckpt.commit.lines import ResumePoint, latest_last, of_step, resumable
 from ckpt.commit.log import Log, LogState, latest_of
 from ckpt.commit.ranked import SessionRegistry
 from ckpt.commit.records import RECORD_MAGIC, LiveEntry, decode_record, encode_record
@@ -39,7 +39,7 @@ def lines(store: MemoryStore) -> list[tuple[int, int | None]]:
     return [(entry.step, entry.line) for entry in Log(store).state().live]
 
 
-def new_process(store: Store, restored: Restored | None = None) -> Session:
+def new_process(store: Store, restored: ResumePoint | None = None) -> Session:
     registry = SessionRegistry()
     if restored is not None:
         registry.restored(store, restored)
@@ -54,7 +54,7 @@ def test_job_goes_on_with_the_line_of_what_it_restored() -> None:
     first = new_process(store)
     saved(first, 10)
     newest = saved(first, 20)
-    second = new_process(store, Restored(newest.attempt, on_purpose=True))
+    second = new_process(store, ResumePoint(newest.attempt, on_purpose=True))
     saved(second, 30)
     saved(second, 40)
     assert lines(store) == [(10, 0), (20, 0), (30, 0), (40, 0)]
@@ -65,17 +65,17 @@ def test_going_back_on_purpose_begins_a_line_that_is_resumed_next_time() -> None
     first = new_process(store)
     old = saved(first, 10)
     saved(first, 20)
-    second = new_process(store, Restored(old.attempt, on_purpose=True))
+    second = new_process(store, ResumePoint(old.attempt, on_purpose=True))
     begun = saved(second, 11)
     assert begun.line == begun.slot
     saved(second, 12)
     assert lines(store) == [(10, 0), (20, 0), (11, begun.line), (12, begun.line)]
     state = Log(store).state()
     assert state.latest is not None and state.latest.step == 12
-    third = new_process(store, Restored(state.latest.attempt, on_purpose=False))
+    third = new_process(store, ResumePoint(state.latest.attempt, on_purpose=False))
     assert saved(third, 13).line == begun.line
     # Within one process, too.
-    third.restored(Restored(old.attempt, on_purpose=True))
+    third.restored(ResumePoint(old.attempt, on_purpose=True))
     again = saved(third, 11)
     assert again.line == again.slot
 
@@ -85,7 +85,7 @@ def test_falling_back_from_a_damaged_one_stays_in_the_line() -> None:
     first = new_process(store)
     whole = saved(first, 10)
     saved(first, 20)
-    assert saved(new_process(store, Restored(whole.attempt, on_purpose=False)), 11).line == 0
+    assert saved(new_process(store, ResumePoint(whole.attempt, on_purpose=False)), 11).line == 0
 
 
 def test_job_that_restored_nothing_begins_a_line() -> None:
@@ -100,7 +100,7 @@ def test_training_that_begins_with_an_import_has_the_first_line() -> None:
     imported = saved(new_process(store), 0, in_line=False)
     state = Log(store).state()
     assert state.latest == imported and imported.line is None
-    saved(new_process(store, Restored(imported.attempt, on_purpose=False)), 1)
+    saved(new_process(store, ResumePoint(imported.attempt, on_purpose=False)), 1)
     assert lines(store) == [(0, None), (1, 0)]
 
 

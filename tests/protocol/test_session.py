@@ -509,7 +509,7 @@ def life(store: Store, history: History) -> None:
     entries = []
     for step in (2, 3):
         entries.append(save(session, step))
-        history.told_ok.append(entries[-1].attempt)
+        history.acknowledged.append(entries[-1].attempt)
     session.retire(entries[0].attempt)
     session.sweep()
 
@@ -525,7 +525,7 @@ def test_every_operation_of_a_life_may_fail_or_kill(
         history = History()
         inner = MemoryStore() if back_end == "memory" else open_store(str(tmp_path / str(at)))
         bottom = RecordingStore(inner, history)
-        history.told_ok.append(save(claim(bottom), 1).attempt)
+        history.acknowledged.append(save(claim(bottom), 1).attempt)
         power = Power(bottom, at, how)
         with contextlib.suppress(Gone, StorageError, OutcomeUnknown):
             life(power, history)

@@ -152,7 +152,7 @@ def test_saves_under_faults_and_deaths_lose_nothing(
     root.acknowledged.update(peaceful.saved)
     root.check()
     root.check_leftovers()
-    root.history.told_ok = list(root.acknowledged)
+    root.history.acknowledged = list(root.acknowledged)
     assert check_all(root.store, root.history, files_of=files_needed) == []
     assert check_references(root.store) == []
     live = Log(root.store).state().live

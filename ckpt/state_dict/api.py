@@ -36,8 +36,10 @@ from ckpt.state_dict.config import (
 )
 from ckpt.state_dict.forms import Output
 from ckpt.state_dict.listed import ListedParams
-from ckpt.state_dict.model import put_model, take_model
-from ckpt.state_dict.optimizers import OptimizerLoad, take_optimizer
+from ckpt.state_dict.model import take_model
+from ckpt.state_dict.model_load import put_model
+from ckpt.state_dict.optimizer_load import OptimizerTarget, prepare_load
+from ckpt.state_dict.optimizers import take_optimizer
 from ckpt.state_dict.rekey import rekey_optimizer_state_dict
 from ckpt.state_dict.sharing import ranks_that_share
 from ckpt.world.base import SoloWorld, World
@@ -153,9 +155,10 @@ def load_optimizer_state_dict(
     """
     world = _loading_world(model, process_group)
     with gc_paused():
-        loading = OptimizerLoad(model, _several(optimizer), world, _ranks(world), fresh=False)
-        loading.prepare(state_dict, strict=strict, rank0_only=rank0_only, needs_groups=strict)
-
+        target = OptimizerTarget(model, _several(optimizer), world, _ranks(world), fresh=False)
+        loading = prepare_load(
+            target, state_dict, strict=strict, rank0_only=rank0_only, needs_groups=strict
+        )
         with filling(_several(optimizer), "a state dict"):
             loading.fill()
             return loading.install()
@@ -188,8 +191,8 @@ def optimizer_to_load(
     world = _loading_world(model, process_group)
     ranks = _ranks(world)
     with gc_paused():
-        loading = OptimizerLoad(model, [optimizer], world, ranks, fresh=True, offers=asked.offers)
-        return _to_load(loading, state_dict, strict=asked.strict, rank0_only=asked.rank0_only)
+        target = OptimizerTarget(model, [optimizer], world, ranks, fresh=True, offers=asked.offers)
+        return _to_load(target, state_dict, strict=asked.strict, rank0_only=asked.rank0_only)
 
 
 def shard_optimizer_state_dict(
@@ -210,14 +213,16 @@ def shard_optimizer_state_dict(
     world = SoloWorld(ranks.global_ranks[ranks.rank])
     with gc_paused():
         offers = STATE_DICT._replace(strict=False, rank0_only=False)
-        loading = OptimizerLoad(model, [optimizer], world, ranks, fresh=True, offers=offers)
-        return _to_load(loading, state_dict, strict=True, rank0_only=False)
+        target = OptimizerTarget(model, [optimizer], world, ranks, fresh=True, offers=offers)
+        return _to_load(target, state_dict, strict=True, rank0_only=False)
 
 
 def _to_load(
-    loading: OptimizerLoad, state_dict: Mapping[str, Any], *, strict: bool, rank0_only: bool
+    target: OptimizerTarget, state_dict: Mapping[str, Any], *, strict: bool, rank0_only: bool
 ) -> dict[str, Any]:
-    loading.prepare(state_dict, strict=strict, rank0_only=rank0_only, needs_groups=False)
+    loading = prepare_load(
+        target, state_dict, strict=strict, rank0_only=rank0_only, needs_groups=False
+    )
     loading.fill()
     return loading.to_load()
 

@@ -10,25 +10,17 @@ from torch import nn
 
 from ckpt.errors import InvalidState, Mismatch
 from ckpt.format.codec import decode_values, encode_values
-from ckpt.layout.holdings import form_holdings, holdings_of
-from ckpt.layout.piece import Holding, Kind
-from ckpt.layout.plain import Ranks, Refused
-from ckpt.layout.region import Shape
-from ckpt.layout.sharded_tensor import UnitSharding, is_tensor, sharding_of
-from ckpt.state.bind import Binding, bind_state
+from ckpt.layout.holdings import holdings_of
+from ckpt.layout.piece import Kind
+from ckpt.layout.plain import Ranks
+from ckpt.layout.sharded_tensor import UnitSharding, sharding_of
 from ckpt.state.describe import Described, describe_modules, prefixed
-from ckpt.state.names import bare_names
-from ckpt.state.requested import Asked, Offers
-from ckpt.state.types import Catalog, Loaded, Problem, ProblemKind, TensorEntry
+from ckpt.state.requested import Offers
 from ckpt.state.values import split_tree
 from ckpt.state.walk import Leaves
 from ckpt.state_dict.config import StateDictType
 from ckpt.state_dict.forms import Live, Output, take_out
-from ckpt.state_dict.redistribute import redistribute
-from ckpt.state_dict.table import Table, tell
 from ckpt.world.base import World, collectively
-
-EXTRA_STATE = "_extra_state"
 
 
 def take_model(model: nn.Module, output: Output, world: World, ranks: Ranks) -> dict[str, Any]:
@@ -125,30 +117,7 @@ def _told(described: Described) -> dict[str, UnitSharding]:
     }
 
 
-# --- loading -------------------------------------------------------------------------------------
-
-
-def put_model(
-    model: nn.Module,
-    state_dict: Mapping[str, Any],
-    world: World,
-    ranks: Ranks,
-    asked: Asked,
-) -> ModelLoad:
-    """How to fill `model` from the state dicts of all ranks; collective. Nothing has changed yet.
-
-    A rank may have an empty one, which is what all but the first have with `rank0_only`; all others
-    have the same names. Raises Mismatch, the same on all ranks.
-    """
-    loading = ModelLoad(model, world, ranks, asked)
-    own = {} if asked.rank0_only and ranks.rank else state_dict
-    held = loading.held = collectively(world, "read", lambda: loading.read(own))
-    loading.known = tell(world, "held", held)
-    names = {holding.pieces[0].fqn for holding in held} | set(loading.extra)
-    givers = check_names(world, sorted(names), bool(own), asked.offers)
-    loading.extra = share_values(world, loading.extra, givers)
-    loading.binding = collectively(world, "compare", lambda: loading.bind(asked.strict))
-    return loading
+# --- what loads of models and of optimizers share ------------------------------------------------
 
 
 def check_names(world: World, names: list[str], has_any: bool, offers: Offers) -> list[int]:
@@ -193,183 +162,3 @@ def share_values(world: World, tree: Mapping[str, Any], givers: Sequence[int]) -
     data = collectively(world, "values", encoded if is_first else lambda: b"")
     shared = world.gather("values", data)[givers[0]]
     return tree if world.rank in givers else decode_values(shared)
-
-
-def recast_holding(holding: Holding, dtype: torch.dtype) -> Holding:
-    """The holding with values of `dtype`, as `copy_` makes them; itself if they are."""
-    if holding.local.dtype is dtype:
-        return holding
-    local = torch.empty_like(holding.local, dtype=dtype).copy_(holding.local)
-    pieces = tuple(piece._replace(dtype=dtype) for piece in holding.pieces)
-    return holding._replace(local=local, pieces=pieces)
-
-
-class ModelLoad:
-    """A load of a model in the making, in the order: read, bind, fill."""
-
-    def __init__(self, model: nn.Module, world: World, ranks: Ranks, asked: Asked) -> None:
-        self.model = model
-        self.asked = asked
-        self.world = world
-        self.ranks = ranks
-        self.held: list[Holding] = []
-        self.known: Table = {}
-        self.shapes: dict[str, Shape] = {}
-        self.extra: dict[str, Any] = {}
-        self.binding: Binding
-        self.described: Described
-
-    def read(self, state_dict: Mapping[str, Any]) -> list[Holding]:
-        """This rank's dict as holdings. Raises Mismatch with everything that is no tensor."""
-        self.described = describe_model(self.model, self.ranks, loading=True)
-        extra_states = dict(self.described.extra_states)
-        described = (*self.described.params, *self.described.buffers)
-        shapes = self.shapes = {
-            fqn: member.global_shape
-            for source in described
-            for member, fqn in zip(source.members, source.fqns, strict=True)
-        }
-        dtypes = {
-            fqn: member.dtype
-            for source in described
-            for member, fqn in zip(source.members, source.fqns, strict=True)
-        }
-        live_dtypes = {
-            fqn: source.owned.local.dtype
-            for source in self.described.buffers
-            for fqn in source.fqns
-        }
-        recast = buffer_dtypes(self.described, live_dtypes)
-        problems: list[str] = []
-        held: list[Holding] = []
-        known = {*shapes, *self.described.aliases, *extra_states}
-        for fqn, value in bare_names(state_dict, known).items():
-            if fqn in extra_states or fqn.rpartition(".")[2] == EXTRA_STATE:
-                self.extra[fqn] = value
-                continue
-            if not is_tensor(value):
-                problems.append(
-                    f"{fqn}: is a {type(value).__name__}, expected a tensor, a DTensor or a "
-                    "ShardedTensor"
-                )
-                continue
-            if fqn in recast and isinstance(value, torch.Tensor) and value.dtype is recast[fqn]:
-                value = value.to(live_dtypes[fqn])
-            if self.asked.cast and shapes.get(fqn) == () and value.shape == (1,):
-                value = value.squeeze(0)  # how torch before 0.4 stored them
-            try:
-                parts = form_holdings(fqn, value, Kind.OTHER, self.ranks, shape=shapes.get(fqn))
-            except Refused as refused:
-                problems.append(refused.problem)
-                continue
-            wanted = dtypes.get(fqn) if self.asked.cast else None
-            held += [part if wanted is None else recast_holding(part, wanted) for part in parts]
-        if problems:
-            raise Mismatch(problems)
-        return held
-
-    def bind(self, strict: bool) -> Binding:
-        """The live memory that is filled. Raises Mismatch with everything that does not fit."""
-        catalog = Catalog(
-            {f: TensorEntry(known.dtype, known.shape) for f, known in self.known.items()}
-        )
-        extra_states = dict(self.described.extra_states)
-        binding = bind_state(
-            self.model,
-            catalog,
-            self.ranks,
-            strict=strict,
-            skip=lambda fqn: fqn in extra_states,
-            offers=self.asked.offers,
-        )
-        problems = [
-            problem
-            for problem in binding.problems
-            if not (
-                problem.kind is ProblemKind.UNEXPECTED and problem.fqn in self.described.aliases
-            )
-        ]
-        problems += [*self.tied_problems(), *self.extra_problems(extra_states)]
-        if self.asked.every_name:
-            reported = {problem.fqn for problem in problems}
-            problems += [p for p in self.missing_names() if p.fqn not in reported]
-        tolerated = (ProblemKind.MISSING, ProblemKind.UNEXPECTED)
-        fatal = [p.text for p in problems if strict or p.kind not in tolerated]
-        if fatal:
-            raise Mismatch(fatal)
-        self.problems = problems
-        return binding
-
-    def tied_problems(self) -> list[Problem]:
-        """Further names of tied tensors whose values in the dict could not be theirs."""
-        return [
-            Problem(
-                ProblemKind.SHAPE,
-                tied,
-                f"{tied}: the dict has shape {self.known[tied].shape}, the model has "
-                f"{self.shapes[stored]}, tied to {stored}; give it that shape, or leave it out",
-            )
-            for tied, stored in self.described.aliases.items()
-            if tied in self.known
-            and stored in self.shapes
-            and tuple(self.known[tied].shape) != tuple(self.shapes[stored])
-        ]
-
-    def missing_names(self) -> list[Problem]:
-        """Names of tied tensors that the dict lacks, also where it has others of the same one."""
-        tied = self.described.aliases
-        states = dict(self.described.extra_states)
-        return [
-            Problem(
-                ProblemKind.MISSING,
-                name,
-                f"{name}: is not in the dict; strict=False takes what is tied to it",
-            )
-            for name in dict.fromkeys((*tied.values(), *tied))
-            if name not in self.known and name not in self.extra and tied.get(name) not in states
-        ]
-
-    def extra_problems(self, live: Mapping[str, nn.Module]) -> list[Problem]:
-        found = []
-        for fqn in live:
-            if fqn not in self.extra:
-                found.append(
-                    Problem(
-                        ProblemKind.MISSING,
-                        fqn,
-                        f"{fqn}: is not in the dict"
-                        + self.asked.offers.moves(rename="", leave="leave it as it is"),
-                    )
-                )
-        for fqn in self.extra:
-            if fqn not in live and fqn not in self.described.aliases:
-                found.append(
-                    Problem(
-                        ProblemKind.UNEXPECTED,
-                        fqn,
-                        f"{fqn}: is in the dict and the model has no such extra state"
-                        + self.asked.offers.moves(rename="", leave="leave it out"),
-                    )
-                )
-        return found
-
-    def fill(self) -> Loaded:
-        """Write into the model; collective. An error leaves it half-loaded."""
-        collectively(self.world, "prepare", self.binding.prepare)
-        redistribute(self.world, self.held, self.known, self.binding.holdings)
-
-        def finish() -> Loaded:
-            loaded = self.binding.finish()
-            for fqn, module in self.described.extra_states:
-                if fqn in self.extra:
-                    module.set_extra_state(self.extra[fqn])
-            return Loaded(
-                loaded.tensors,
-                tuple(fqn for fqn, _ in self.described.extra_states if fqn in self.extra),
-                tuple(p.fqn for p in self.problems if p.kind is ProblemKind.MISSING),
-                tuple(p.fqn for p in self.problems if p.kind is ProblemKind.UNEXPECTED),
-                (),
-                0,
-            )
-
-        return collectively(self.world, "finish", finish)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,35 +19,23 @@ from torch import nn
 
 from ckpt.errors import InvalidState, Mismatch
 from ckpt.format.codec import decode_values, encode_values
-from ckpt.layout.holdings import form_holdings
-from ckpt.layout.piece import Holding, Kind
-from ckpt.layout.plain import Ranks, Refused
-from ckpt.layout.region import Shape
-from ckpt.layout.sharded_tensor import UnitSharding, is_tensor
+from ckpt.layout.plain import Ranks
+from ckpt.layout.sharded_tensor import UnitSharding
 from ckpt.layout.tensor import template_of
-from ckpt.state.bind_optimizer import bind_optimizer
-from ckpt.state.bind_parameter import BoundOptimizer
 from ckpt.state.describe import Described
-from ckpt.state.names import Names, bare_name, split_state_name
+from ckpt.state.names import split_state_name
 from ckpt.state.optimizer import (
-    NAME_KEYS,
     flatten_groups,
     flatten_optimizer,
-    named_groups,
     refusals,
     user_state,
 )
 from ckpt.state.optimizer_kinds import NUMBER_OF_SUFFIX, StateKind, kind_of, number_suffix
-from ckpt.state.own import PerRankState, StateDeclaration, declared, own_state, tensors_of
-from ckpt.state.requested import STATE_DICT, Offers
-from ckpt.state.types import Catalog, Loaded, ProblemKind, TensorEntry
-from ckpt.state.values import join_tree, references, split_tree
+from ckpt.state.own import PerRankState, StateDeclaration, declared
+from ckpt.state.values import join_tree, references
 from ckpt.state_dict.forms import Live, Output, take_out
-from ckpt.state_dict.listed import ListedParams
-from ckpt.state_dict.model import check_names, describe_model, names_of, shardings, share_values
-from ckpt.state_dict.optimizer_keys import check_keys, nested
-from ckpt.state_dict.redistribute import redistribute
-from ckpt.state_dict.table import Table, tell
+from ckpt.state_dict.model import describe_model, names_of, shardings
+from ckpt.state_dict.optimizer_keys import check_keys
 from ckpt.world.base import World, collectively
 
 logger = logging.getLogger(__name__)
@@ -140,7 +128,7 @@ def take_optimizer(
     parameter, and for values that differ between ranks.
     """
     taken = collectively(world, "describe", lambda: _taken(model, optimizers, ranks, state_dict))
-    check_values(world, _in_one_order(taken.values))
+    check_values(world, in_one_order(taken.values))
     tensors = take_out(taken.live, output, world, ranks)
     if not output.is_wanted:
         return {}
@@ -278,381 +266,7 @@ def check_values(world: World, values: Mapping[str, Any]) -> None:
     )
 
 
-# --- loading -------------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class _Read:
-    """A state dict in the making of a load: tensors as holdings, values, the user's own."""
-
-    held: list[Holding] = field(default_factory=list)
-    values: dict[str, Any] = field(default_factory=dict)
-    user: dict[str, Any] = field(default_factory=dict)
-    own: dict[str, Any] = field(default_factory=dict)
-    odd: dict[str, bytes] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
-
-
-class OptimizerLoad:
-    """A load of optimizers, in the order: read, bind, fill, install. Collective over `world`.
-
-    With `fresh`, live state is neither written nor used: the result is what `to_load` gives.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizers: Optimizers,
-        world: World,
-        ranks: Ranks,
-        *,
-        fresh: bool,
-        offers: Offers = STATE_DICT,
-    ) -> None:
-        self.model = model
-        self.offers = offers._replace(cast=False)
-        self.optimizers = optimizers
-        self.targets: list[Any] = [_Fresh(one) for one in optimizers] if fresh else [*optimizers]
-        self.world = world
-        self.ranks = ranks
-        self.known: Table = {}
-        self.bound: list[BoundOptimizer] = []
-        self.loaded: list[Names] = []
-        self.own: list[Mapping[str, Any]] = []
-        self.groups: list[dict[str, Any]] | None = None
-
-    def prepare(
-        self, state_dict: Mapping[str, Any], *, strict: bool, rank0_only: bool, needs_groups: bool
-    ) -> None:
-        """Everything that can be known before a byte moves. Raises Mismatch on all ranks."""
-        own = {} if rank0_only and self.ranks.rank else state_dict
-
-        def read() -> _Read:
-            self.described = describe_model(self.model, self.ranks, loading=True)
-            return self.read(own)
-
-        self.given = collectively(self.world, "read", read)
-        self.share_own(bool(own))
-        self.known = tell(self.world, "held", self.given.held)
-        names = {h.pieces[0].fqn for h in self.given.held} | set(self.given.values)
-        names -= tensors_of(self.given.own.values())
-        givers = check_names(self.world, sorted(names), bool(own), self.offers)
-        shared = {"values": self.given.values, "user": self.given.user}
-        shared = share_values(self.world, shared, givers)
-        self.given.values, self.given.user = shared["values"], shared["user"]
-        check_values(self.world, _in_one_order(self.given.values))
-        self.groups = self.given.values.get(GROUPS)
-        if needs_groups and self.groups is None:
-            raise Mismatch([_NO_GROUPS + (_WITHOUT_GROUPS if self.offers.strict else "")])
-        collectively(self.world, "compare", lambda: self.bind(strict))
-
-    def share_own(self, gives: bool) -> None:
-        """What each rank gives of its own, told to all. Raises Mismatch for what is nobody's."""
-        given = self.given
-        is_mine = all(entry["rank"] == self.ranks.rank for entry in given.own.values())
-        mine = {"gives": gives and is_mine, "own": given.own, "odd": given.odd}
-        told = [decode_values(b) for b in self.world.gather("own state", encode_values(mine))]
-        self.own = [one["own"] for one in told if one["gives"]]
-        digests: dict[str, set[bytes]] = {}
-        for one in told:
-            for fqn, digest in one["odd"].items():
-                digests.setdefault(fqn, set()).add(digest)
-        if differing := sorted(fqn for fqn, found in digests.items() if len(found) > 1):
-            raise Mismatch(
-                [
-                    f"{fqn}: is a plain tensor of another shape than its parameter, and another "
-                    "one on each rank; nothing tells what part of what it is. Take the dict with "
-                    "optimizer_state_dict, which keeps such state as each rank's own"
-                    for fqn in differing
-                ]
-            )
-
-    # reading
-
-    def read(self, state_dict: Mapping[str, Any]) -> _Read:
-        read = _Read()
-        names = self.live_names()
-        known = {*names, *names_of(self.described)}
-        state_dict = nested(state_dict, known)
-        if not state_dict:
-            return read
-        if "state" not in state_dict:
-            raise Mismatch(
-                ['the dict has no "state"; pass what optimizer_state_dict() or state_dict() gives']
-            )
-        key_of = self.key_names(state_dict, known, read.problems)
-        groups = [
-            self.read_group(at, group, key_of, read)
-            for at, group in enumerate(state_dict.get("param_groups", ()))
-        ]
-        if "param_groups" in state_dict:
-            read.values[GROUPS] = groups
-        listed = {name for group in groups for name in group["params"]} | known
-        shapes = self.shapes()
-        told = {bare_name(key, known): own for key, own in state_dict.get(OWN, {}).items()}
-        for key, state in state_dict["state"].items():
-            name = key_of.get(key, key)
-            if name in listed and isinstance(state, Mapping):
-                own = told.get(name, {})
-                for part, content in state.items():
-                    if part in own:
-                        self.read_own(read, name, str(part), content, own[part])
-                    else:
-                        self.read_state(read, name, str(part), content, shapes.get(name))
-            else:
-                read.user[key] = state
-        if read.problems:
-            raise Mismatch(read.problems)
-        return read
-
-    def key_names(
-        self, state_dict: Mapping[str, Any], known: Collection[str], problems: list[str]
-    ) -> dict[Any, str]:
-        """The bare name for each key that stands for a parameter."""
-        groups = state_dict.get("param_groups", ())
-        keys = [key for group in groups for key in group["params"]]
-        if check_keys(state_dict) is not int:
-            names = [*keys, *(key for key in state_dict["state"] if isinstance(key, str))]
-            return {key: bare_name(key, known) for key in names}
-        numbered: dict[Any, str] = {}
-        number = 0
-        for optimizer in self.optimizers:
-            for group in named_groups(optimizer, self.described):
-                for named in group:
-                    if len(named.names) == 1:
-                        numbered[number] = named.names[0]
-                    number += 1
-        for key in dict.fromkeys([*keys, *state_dict["state"]]):
-            if type(key) is int and key not in numbered:
-                problems.append(
-                    f"{key}: no single parameter of the optimizer has this number (it has {number},"
-                    " a flat parameter stands for several names); give the dict names with "
-                    "rekey_optimizer_state_dict on the bare model"
-                )
-        return numbered
-
-    def read_group(
-        self, at: int, group: Mapping[str, Any], key_of: Mapping[Any, str], read: _Read
-    ) -> dict[str, Any]:
-        hyper = {key: item for key, item in group.items() if key not in NAME_KEYS}
-        value, tensors = split_tree(hyper, f"{GROUPS}.{at}", read.problems)
-        for fqn, tensor in tensors:
-            self.hold(read, fqn, tensor, None)
-        params = [key_of[key] for key in group["params"] if key in key_of]
-        return {"params": params, **(value or {})}
-
-    def read_state(
-        self, read: _Read, param: str, name: str, content: Any, shape: Shape | None
-    ) -> None:
-        fqn = f"{STATE}{param}.{name}"
-        if is_tensor(content):
-            holdings = self.hold(read, fqn, content, shape)
-            is_odd = shape is not None and content.ndim and tuple(content.shape) != shape
-            if is_odd and any(holding.is_unshared for holding in holdings):
-                # Nobody can tell what a shard of it would be: all ranks have to give the same one.
-                read.odd[fqn] = _digest(content)
-            return
-        value, tensors = split_tree(content, fqn, read.problems)
-        read.values[fqn] = value
-        for tensor_fqn, tensor in tensors:
-            self.hold(read, tensor_fqn, tensor, None)
-
-    def read_own(
-        self, read: _Read, param: str, name: str, content: Any, told: Mapping[str, Any]
-    ) -> None:
-        fqn = f"{STATE}{param}.{name}"
-        split = split_tree(content, fqn, read.problems)
-        own = own_state(fqn, param, name, split, self.ranks)
-        if told.keys() != set(OWN_KEYS):
-            read.problems.append(f"{fqn}: the dict tells {sorted(told)} of it, not {OWN_KEYS}")
-            return
-        own.entry.update(told)
-        read.own[fqn] = own.entry
-        read.held += own.holdings(self.ranks)
-
-    def hold(self, read: _Read, fqn: str, content: Any, shape: Shape | None) -> list[Holding]:
-        try:
-            holdings = form_holdings(fqn, content, Kind.OPTIMIZER, self.ranks, shape=shape)
-        except Refused as refused:
-            read.problems.append(refused.problem)
-            return []
-        read.held += holdings
-        return holdings
-
-    def live_names(self) -> set[str]:
-        return {
-            name
-            for optimizer in self.optimizers
-            for group in named_groups(optimizer, self.described)
-            for named in group
-            for name in named.names
-        }
-
-    def shapes(self) -> dict[str, Shape]:
-        return {
-            member.fqn: member.global_shape
-            for source in self.described.params
-            for member in source.members
-        }
-
-    # binding
-
-    def bind(self, strict: bool) -> None:
-        problems: list[str] = []
-        live = self.live_names()
-        listed = {name for group in self.groups or () for name in group["params"]}
-        told = {param for param, _, _ in by_parameter(self.known, listed | live)}
-        told |= {param for param, _, _ in by_parameter(self.given.values, listed | live)}
-        extra = sorted((listed | told) - live)
-        if strict and extra:
-            problems += [
-                f"{name}: is in the dict and no parameter of the optimizer"
-                + self.offers.moves(rename="", leave="leave it out")
-                for name in extra
-            ]
-        for at, target in enumerate(self.targets):
-            problems += self.bind_one(self.optimizers[at], target, strict)
-        if problems:
-            raise Mismatch(problems)
-
-    def bind_one(self, optimizer: torch.optim.Optimizer, target: Any, strict: bool) -> list[str]:
-        listed: Any = optimizer
-        if isinstance(listed, ListedParams) and self.groups is not None:
-            target.param_groups = listed.grouped(self.groups, self.names_of)
-        elif isinstance(target, _Fresh) and self.groups is not None:
-            self.leave_out(target)
-        own = {
-            name: None
-            for group in named_groups(target, self.described)
-            for named in group
-            for name in named.names
-        }
-        values = dict(self.given.values)
-        values[GROUPS] = self.groups_of(optimizer, own)
-        catalog = Catalog(
-            {f: TensorEntry(known.dtype, known.shape) for f, known in self.known.items()},
-            _of_params(values, own),
-            per_rank=self.own,
-        )
-        names = Names(catalog, None, None, self.offers)
-        names.aliases = self.described.aliases
-        if found := refusals(PATH, optimizer, self.described, self.ranks):
-            return found
-        self.bound.append(bind_optimizer(PATH, target, self.described, names, self.ranks))
-        self.loaded.append(names)
-        tolerated = (ProblemKind.MISSING, ProblemKind.UNEXPECTED)
-        return [p.text for p in names.problems if strict or p.kind not in tolerated]
-
-    def groups_of(
-        self, optimizer: torch.optim.Optimizer, own: Collection[str]
-    ) -> list[dict[str, Any]]:
-        """The groups of the dict as far as they are this optimizer's; its own if there are none."""
-        if self.groups is None:
-            return [
-                {"params": [name for named in group for name in named.names]}
-                for group in named_groups(optimizer, self.described)
-            ]
-        listed: Any = optimizer
-        if isinstance(listed, ListedParams):
-            return self.groups
-        cut = [
-            {**group, "params": [name for name in group["params"] if name in own]}
-            for group in self.groups
-        ]
-        return [
-            group
-            for group, given in zip(cut, self.groups, strict=True)
-            if group["params"] or not given["params"]
-        ]
-
-    def leave_out(self, target: _Fresh) -> None:
-        """Take out of `target` the parameters beside the units that the dict does not have.
-
-        The engine does not manage them, so a dict of what it manages may lack them. What is made
-        for `optimizer.load_state_dict` lacks them too, and that refuses what does not fit it.
-        """
-        if all(source.owned.is_whole for source in self.described.params):
-            return
-        listed = {name for group in self.groups or () for name in group["params"]}
-        for group in target.param_groups:
-            group["params"] = [
-                param
-                for param in group["params"]
-                if not self.described.by_param[id(param)].owned.is_whole
-                or not listed.isdisjoint(self.names_of(param))
-            ]
-
-    def names_of(self, param: torch.Tensor) -> list[str]:
-        """The bare names that a parameter object stands for; none where it is not the model's."""
-        source = self.described.by_param.get(id(param))
-        return [] if source is None else [member.fqn for member in source.members]
-
-    # filling
-
-    def fill(self) -> None:
-        """Bring the bytes to where they belong; collective."""
-        wanted = [holding for bound in self.bound for holding in bound.holdings]
-        redistribute(self.world, self.given.held, self.known, wanted)
-
-    def install(self) -> Loaded:
-        """Give the optimizers their state; collective, to fail together."""
-        return collectively(self.world, "finish", self._install)
-
-    def _install(self) -> Loaded:
-        for bound in self.bound:
-            bound.install()
-        for key, value in self.given.user.items():
-            logger.warning("state %r belongs to no parameter; it is handed on as it is", key)
-            states: Any = self.optimizers[0].state
-            states[key] = value
-        return Loaded(
-            tuple(name for names in self.loaded for name in names.loaded_tensors),
-            tuple(name for names in self.loaded for name in names.loaded_values),
-            self._reported(ProblemKind.MISSING),
-            self._reported(ProblemKind.UNEXPECTED),
-            (),
-            0,
-        )
-
-    def _reported(self, kind: ProblemKind) -> tuple[str, ...]:
-        return tuple(p.fqn for names in self.loaded for p in names.problems if p.kind is kind)
-
-    def to_load(self) -> dict[str, Any]:
-        """What `load_state_dict` of the one optimizer takes: keyed by ids, as it holds it."""
-        (optimizer,), (bound,) = self.optimizers, self.bound
-        bound.install()
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        id_of = {id(param): number for number, param in enumerate(params)}
-        target = self.targets[0]
-        state: dict[Any, Any] = {
-            id_of[id(param)]: found for param in params if (found := target.state.get(param))
-        }
-        state.update(self.given.user)
-        result: dict[str, Any] = {"state": state}
-        if self.groups is not None:
-            result["param_groups"] = [
-                {**group, "params": sorted(id_of[id(param)] for param in group["params"])}
-                for group in target.param_groups
-            ]
-        return result
-
-
-class _Fresh:
-    """An optimizer's groups without its state, to be filled in its place."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.__ckpt_state__ = declared(optimizer)
-        self.state: dict[Any, dict[str, Any]] = _States()
-        self.param_groups = [
-            {
-                key: item.clone() if isinstance(item, torch.Tensor) else item
-                for key, item in group.items()
-            }
-            for group in optimizer.param_groups
-        ]
-
-
-def _in_one_order(values: Mapping[str, Any]) -> dict[str, Any]:
+def in_one_order(values: Mapping[str, Any]) -> dict[str, Any]:
     """`values` with the groups, and the parameters in them, sorted: ranks may differ in order."""
     groups = [{**group, "params": sorted(group["params"])} for group in values.get(GROUPS, ())]
     return {**values, GROUPS: sorted(groups, key=lambda group: list(group["params"]))}
@@ -661,26 +275,3 @@ def _in_one_order(values: Mapping[str, Any]) -> dict[str, Any]:
 def _declared(optimizers: Optimizers) -> dict[str, StateDeclaration]:
     """What is said of the state of all `optimizers`."""
     return {name: what for one in optimizers for name, what in declared(one).items()}
-
-
-def _digest(tensor: torch.Tensor) -> bytes:
-    found = hashlib.sha256(repr((tensor.dtype, tuple(tensor.shape))).encode())
-    found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return found.digest()
-
-
-class _States(dict[Any, dict[str, Any]]):
-    def __missing__(self, key: Any) -> dict[str, Any]:
-        made: dict[str, Any] = {}
-        self[key] = made
-        return made
-
-
-def _of_params(values: Mapping[str, Any], params: Collection[str]) -> dict[str, Any]:
-    """The values that belong to `params`, and the groups."""
-    kept = {fqn: values[fqn] for _, _, fqn in by_parameter(values, params)}
-    return {**kept, GROUPS: values[GROUPS]}
-
-
-_NO_GROUPS = 'the dict has no "param_groups"; pass what optimizer_state_dict() gives'
-_WITHOUT_GROUPS = ", or strict=False to keep the hyperparameters as they are"

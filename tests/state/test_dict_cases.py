@@ -39,8 +39,8 @@ from ckpt.state_dict.config import (
     ShardedStateDictConfig,
     StateDictType,
 )
-from ckpt.state_dict.model import put_model
-from ckpt.state_dict.optimizers import OptimizerLoad
+from ckpt.state_dict.model_load import put_model
+from ckpt.state_dict.optimizer_load import OptimizerTarget, prepare_load
 from ckpt.state_dict.rekey import rekey_optimizer_state_dict
 from ckpt.testing import RanksFailed
 from ckpt.testing import run_ranks as run_threads
@@ -364,8 +364,8 @@ def load_threads(world: World, taken: Any) -> None:
 def load_optimizer_threads(world: World, taken: Any) -> None:
     module = small(2)
     optimizer = stepped(module, steps=0)
-    loading = OptimizerLoad(module, [optimizer], world, ranks_of(world), fresh=False)
-    loading.prepare(taken, strict=True, rank0_only=False, needs_groups=True)
+    target = OptimizerTarget(module, [optimizer], world, ranks_of(world), fresh=False)
+    loading = prepare_load(target, taken, strict=True, rank0_only=False, needs_groups=True)
     loading.fill()
     loading.install()
 

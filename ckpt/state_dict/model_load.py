@@ -1,0 +1,258 @@
+"""Loading state dicts of models: every rank gives what its dict has, each takes its shards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ckpt.errors import Mismatch
+from ckpt.layout.holdings import form_holdings
+from ckpt.layout.piece import Holding, Kind
+from ckpt.layout.plain import Ranks, Refused
+from ckpt.layout.region import Shape
+from ckpt.layout.sharded_tensor import is_tensor
+from ckpt.state.bind import Binding, bind_state
+from ckpt.state.describe import Described
+from ckpt.state.names import bare_names
+from ckpt.state.requested import Asked
+from ckpt.state.types import Catalog, Loaded, Problem, ProblemKind, TensorEntry
+from ckpt.state_dict.model import buffer_dtypes, check_names, describe_model, share_values
+from ckpt.state_dict.redistribute import redistribute
+from ckpt.state_dict.table import Table, tell
+from ckpt.world.base import World, collectively
+
+__all__ = ["ModelLoad", "put_model"]
+
+EXTRA_STATE = "_extra_state"
+
+
+def put_model(
+    model: nn.Module,
+    state_dict: Mapping[str, Any],
+    world: World,
+    ranks: Ranks,
+    asked: Asked,
+) -> ModelLoad:
+    """How to fill `model` from the state dicts of all ranks; collective. Nothing has changed yet.
+
+    A rank may have an empty one, which is what all but the first have with `rank0_only`; all others
+    have the same names. Raises Mismatch, the same on all ranks.
+    """
+    own = {} if asked.rank0_only and ranks.rank else state_dict
+    given = collectively(world, "read", lambda: _read(model, own, ranks, asked))
+    known = tell(world, "held", given.held)
+    names = {holding.pieces[0].fqn for holding in given.held} | set(given.extra)
+    givers = check_names(world, sorted(names), bool(own), asked.offers)
+    given = replace(given, extra=share_values(world, given.extra, givers))
+    fitting = _Fitting(model, ranks, asked, given, known)
+    binding, problems = collectively(world, "compare", lambda: fitting.bound(asked.strict))
+    return ModelLoad(world, given, known, binding, problems)
+
+
+@dataclass(frozen=True, slots=True)
+class _GivenModel:
+    """What one rank's dict has, and the model that it is for, with the shapes of its tensors."""
+
+    described: Described
+    shapes: Mapping[str, Shape]
+    held: Sequence[Holding]
+    extra: Mapping[str, Any]
+
+
+def _read(
+    model: nn.Module, state_dict: Mapping[str, Any], ranks: Ranks, asked: Asked
+) -> _GivenModel:
+    """This rank's dict as holdings. Raises Mismatch with everything that is no tensor."""
+    described = describe_model(model, ranks, loading=True)
+    extra_states = dict(described.extra_states)
+    tensors = (*described.params, *described.buffers)
+    shapes = {
+        fqn: member.global_shape
+        for source in tensors
+        for member, fqn in zip(source.members, source.fqns, strict=True)
+    }
+    dtypes = {
+        fqn: member.dtype
+        for source in tensors
+        for member, fqn in zip(source.members, source.fqns, strict=True)
+    }
+    live_dtypes = {
+        fqn: source.owned.local.dtype for source in described.buffers for fqn in source.fqns
+    }
+    recast = buffer_dtypes(described, live_dtypes)
+    problems: list[str] = []
+    held: list[Holding] = []
+    extra: dict[str, Any] = {}
+    known = {*shapes, *described.aliases, *extra_states}
+    for fqn, value in bare_names(state_dict, known).items():
+        if fqn in extra_states or fqn.rpartition(".")[2] == EXTRA_STATE:
+            extra[fqn] = value
+            continue
+        if not is_tensor(value):
+            problems.append(
+                f"{fqn}: is a {type(value).__name__}, expected a tensor, a DTensor or a "
+                "ShardedTensor"
+            )
+            continue
+        if fqn in recast and isinstance(value, torch.Tensor) and value.dtype is recast[fqn]:
+            value = value.to(live_dtypes[fqn])
+        if asked.cast and shapes.get(fqn) == () and value.shape == (1,):
+            value = value.squeeze(0)  # how torch before 0.4 stored them
+        try:
+            # A tied name stands for the shape of the tensor that it is tied to.
+            shape = shapes.get(described.aliases.get(fqn, fqn))
+            parts = form_holdings(fqn, value, Kind.OTHER, ranks, shape=shape)
+        except Refused as refused:
+            problems.append(refused.problem)
+            continue
+        wanted = dtypes.get(fqn) if asked.cast else None
+        held += [part if wanted is None else recast_holding(part, wanted) for part in parts]
+    if problems:
+        raise Mismatch(problems)
+    return _GivenModel(described, shapes, held, extra)
+
+
+def recast_holding(holding: Holding, dtype: torch.dtype) -> Holding:
+    """The holding with values of `dtype`, as `copy_` makes them; itself if they are."""
+    if holding.local.dtype is dtype:
+        return holding
+    local = torch.empty_like(holding.local, dtype=dtype).copy_(holding.local)
+    pieces = tuple(piece._replace(dtype=dtype) for piece in holding.pieces)
+    return holding._replace(local=local, pieces=pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class _Fitting:
+    """Compares what all ranks gave with the model of this rank."""
+
+    model: nn.Module
+    ranks: Ranks
+    asked: Asked
+    given: _GivenModel
+    known: Table
+
+    def bound(self, strict: bool) -> tuple[Binding, list[Problem]]:
+        """The live memory that is filled. Raises Mismatch with everything that does not fit."""
+        catalog = Catalog(
+            {f: TensorEntry(known.dtype, known.shape) for f, known in self.known.items()}
+        )
+        extra_states = dict(self.given.described.extra_states)
+        binding = bind_state(
+            self.model,
+            catalog,
+            self.ranks,
+            strict=strict,
+            skip=lambda fqn: fqn in extra_states,
+            offers=self.asked.offers,
+        )
+        problems = [
+            problem
+            for problem in binding.problems
+            if not (
+                problem.kind is ProblemKind.UNEXPECTED
+                and problem.fqn in self.given.described.aliases
+            )
+        ]
+        problems += [*self.tied_problems(), *self.extra_problems(extra_states)]
+        if self.asked.every_name:
+            reported = {problem.fqn for problem in problems}
+            problems += [p for p in self.missing_names() if p.fqn not in reported]
+        tolerated = (ProblemKind.MISSING, ProblemKind.UNEXPECTED)
+        fatal = [p.text for p in problems if strict or p.kind not in tolerated]
+        if fatal:
+            raise Mismatch(fatal)
+        return binding, problems
+
+    def tied_problems(self) -> list[Problem]:
+        """Further names of tied tensors whose values in the dict could not be theirs."""
+        return [
+            Problem(
+                ProblemKind.SHAPE,
+                tied,
+                f"{tied}: the dict has shape {self.known[tied].shape}, the model has "
+                f"{self.given.shapes[stored]}, tied to {stored}; give it that shape, or leave it "
+                "out",
+            )
+            for tied, stored in self.given.described.aliases.items()
+            if tied in self.known
+            and stored in self.given.shapes
+            and tuple(self.known[tied].shape) != tuple(self.given.shapes[stored])
+        ]
+
+    def missing_names(self) -> list[Problem]:
+        """Names of tied tensors that the dict lacks, also where it has others of the same one."""
+        tied = self.given.described.aliases
+        states = dict(self.given.described.extra_states)
+        return [
+            Problem(
+                ProblemKind.MISSING,
+                name,
+                f"{name}: is not in the dict; strict=False takes what is tied to it",
+            )
+            for name in dict.fromkeys((*tied.values(), *tied))
+            if name not in self.known
+            and name not in self.given.extra
+            and tied.get(name) not in states
+        ]
+
+    def extra_problems(self, live: Mapping[str, nn.Module]) -> list[Problem]:
+        problems = []
+        for fqn in live:
+            if fqn not in self.given.extra:
+                problems.append(
+                    Problem(
+                        ProblemKind.MISSING,
+                        fqn,
+                        f"{fqn}: is not in the dict"
+                        + self.asked.offers.moves(rename="", leave="leave it as it is"),
+                    )
+                )
+        for fqn in self.given.extra:
+            if fqn not in live and fqn not in self.given.described.aliases:
+                problems.append(
+                    Problem(
+                        ProblemKind.UNEXPECTED,
+                        fqn,
+                        f"{fqn}: is in the dict and the model has no such extra state"
+                        + self.asked.offers.moves(rename="", leave="leave it out"),
+                    )
+                )
+        return problems
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLoad:
+    """A load of a model that fits; `fill` does it."""
+
+    world: World
+    given: _GivenModel
+    known: Table
+    binding: Binding
+    problems: Sequence[Problem]
+
+    def fill(self) -> Loaded:
+        """Write into the model; collective. An error leaves it half-loaded."""
+        collectively(self.world, "prepare", self.binding.prepare)
+        redistribute(self.world, self.given.held, self.known, self.binding.holdings)
+
+        def finish() -> Loaded:
+            loaded = self.binding.finish()
+            for fqn, module in self.given.described.extra_states:
+                if fqn in self.given.extra:
+                    module.set_extra_state(self.given.extra[fqn])
+            return Loaded(
+                loaded.tensors,
+                tuple(
+                    fqn for fqn, _ in self.given.described.extra_states if fqn in self.given.extra
+                ),
+                tuple(p.fqn for p in self.problems if p.kind is ProblemKind.MISSING),
+                tuple(p.fqn for p in self.problems if p.kind is ProblemKind.UNEXPECTED),
+                (),
+                0,
+            )
+
+        return collectively(self.world, "finish", finish)

@@ -1,0 +1,304 @@
+"""Loading state dicts of optimizers: every rank gives what its dict has, each takes its shards."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ckpt.errors import Mismatch
+from ckpt.format.codec import decode_values, encode_values
+from ckpt.layout.plain import Ranks
+from ckpt.state.bind_optimizer import bind_optimizer
+from ckpt.state.bind_parameter import BoundOptimizer
+from ckpt.state.describe import Described
+from ckpt.state.names import Names
+from ckpt.state.optimizer import named_groups, refusals
+from ckpt.state.own import declared, tensors_of
+from ckpt.state.requested import STATE_DICT, Offers
+from ckpt.state.types import Catalog, Loaded, ProblemKind, TensorEntry
+from ckpt.state_dict.listed import ListedParams
+from ckpt.state_dict.model import check_names, describe_model, share_values
+from ckpt.state_dict.optimizer_reading import GivenState, Reader, live_names
+from ckpt.state_dict.optimizers import (
+    GROUPS,
+    PATH,
+    Optimizers,
+    by_parameter,
+    check_values,
+    in_one_order,
+)
+from ckpt.state_dict.redistribute import redistribute
+from ckpt.state_dict.table import Table, tell
+from ckpt.world.base import World, collectively
+
+logger = logging.getLogger(__name__)
+
+
+class OptimizerTarget(NamedTuple):
+    """What a dict is loaded into, and the ranks that load.
+
+    With `fresh`, live state is neither written nor used: the result is what `to_load` gives.
+    """
+
+    model: nn.Module
+    optimizers: Optimizers
+    world: World
+    ranks: Ranks
+    fresh: bool
+    offers: Offers = STATE_DICT
+
+
+def prepare_load(
+    target: OptimizerTarget,
+    state_dict: Mapping[str, Any],
+    *,
+    strict: bool,
+    rank0_only: bool,
+    needs_groups: bool,
+) -> OptimizerLoad:
+    """All that can be known before a byte moves. Collective; raises Mismatch on all ranks."""
+    world, ranks, offers = target.world, target.ranks, target.offers._replace(cast=False)
+    dict_here = {} if rank0_only and ranks.rank else state_dict
+
+    def read() -> tuple[Described, GivenState]:
+        described = describe_model(target.model, ranks, loading=True)
+        return described, Reader(target.optimizers, described, ranks).read(dict_here)
+
+    described, given = collectively(world, "read", read)
+    own = _share_own(world, ranks, given, gives=bool(dict_here))
+    known = tell(world, "held", given.held)
+    names = {holding.pieces[0].fqn for holding in given.held} | set(given.values)
+    names -= tensors_of(given.own.values())
+    givers = check_names(world, sorted(names), bool(dict_here), offers)
+    shared = share_values(world, {"values": given.values, "user": given.user}, givers)
+    given.values, given.user = shared["values"], shared["user"]
+    check_values(world, in_one_order(given.values))
+    if needs_groups and GROUPS not in given.values:
+        raise Mismatch([_NO_GROUPS + (_WITHOUT_GROUPS if offers.strict else "")])
+    loading = OptimizerLoad(target._replace(offers=offers), described, given, own, known)
+    collectively(world, "compare", lambda: loading.bind(strict))
+    return loading
+
+
+def _share_own(
+    world: World, ranks: Ranks, given: GivenState, *, gives: bool
+) -> list[Mapping[str, Any]]:
+    """What each rank gives of its own, known to all. Raises Mismatch for what is nobody's."""
+    is_mine = all(entry["rank"] == ranks.rank for entry in given.own.values())
+    mine = {"gives": gives and is_mine, "own": given.own, "odd": given.odd}
+    reports = [decode_values(b) for b in world.gather("own state", encode_values(mine))]
+    digests: dict[str, set[bytes]] = {}
+    for one in reports:
+        for fqn, digest in one["odd"].items():
+            digests.setdefault(fqn, set()).add(digest)
+    if differing := sorted(fqn for fqn, seen in digests.items() if len(seen) > 1):
+        raise Mismatch(
+            [
+                f"{fqn}: is a plain tensor of another shape than its parameter, and another "
+                "one on each rank; nothing tells what part of what it is. Take the dict with "
+                "optimizer_state_dict, which keeps such state as each rank's own"
+                for fqn in differing
+            ]
+        )
+    return [one["own"] for one in reports if one["gives"]]
+
+
+class OptimizerLoad:
+    """A prepared load of optimizers, to be filled and installed; made by `prepare_load`."""
+
+    def __init__(
+        self,
+        target: OptimizerTarget,
+        described: Described,
+        given: GivenState,
+        own: Sequence[Mapping[str, Any]],
+        known: Table,
+    ) -> None:
+        self.world = target.world
+        self.ranks = target.ranks
+        self.offers = target.offers
+        self.optimizers = target.optimizers
+        self.targets: list[Any] = (
+            [_Fresh(one) for one in target.optimizers] if target.fresh else [*target.optimizers]
+        )
+        self.described = described
+        self.given = given
+        self.own = own
+        self.known = known
+        self.groups: list[dict[str, Any]] | None = given.values.get(GROUPS)
+        self.bound: list[BoundOptimizer] = []
+        self.loaded: list[Names] = []
+
+    def bind(self, strict: bool) -> None:
+        """Find the memory to fill. Raises Mismatch with everything that does not fit."""
+        problems: list[str] = []
+        live = live_names(self.optimizers, self.described)
+        listed = {name for group in self.groups or () for name in group["params"]}
+        told = {param for param, _, _ in by_parameter(self.known, listed | live)}
+        told |= {param for param, _, _ in by_parameter(self.given.values, listed | live)}
+        extra = sorted((listed | told) - live)
+        if strict and extra:
+            problems += [
+                f"{name}: is in the dict and no parameter of the optimizer"
+                + self.offers.moves(rename="", leave="leave it out")
+                for name in extra
+            ]
+        for at, target in enumerate(self.targets):
+            problems += self.bind_one(self.optimizers[at], target, strict)
+        if problems:
+            raise Mismatch(problems)
+
+    def bind_one(self, optimizer: torch.optim.Optimizer, target: Any, strict: bool) -> list[str]:
+        listed: Any = optimizer
+        if isinstance(listed, ListedParams) and self.groups is not None:
+            target.param_groups = listed.grouped(self.groups, self.names_of)
+        elif isinstance(target, _Fresh) and self.groups is not None:
+            self.leave_out(target)
+        own = {
+            name: None
+            for group in named_groups(target, self.described)
+            for named in group
+            for name in named.names
+        }
+        values = dict(self.given.values)
+        values[GROUPS] = self.groups_of(optimizer, own)
+        catalog = Catalog(
+            {f: TensorEntry(known.dtype, known.shape) for f, known in self.known.items()},
+            _of_params(values, own),
+            per_rank=self.own,
+        )
+        names = Names(catalog, None, None, self.offers)
+        names.aliases = self.described.aliases
+        if found := refusals(PATH, optimizer, self.described, self.ranks):
+            return found
+        self.bound.append(bind_optimizer(PATH, target, self.described, names, self.ranks))
+        self.loaded.append(names)
+        tolerated = (ProblemKind.MISSING, ProblemKind.UNEXPECTED)
+        return [p.text for p in names.problems if strict or p.kind not in tolerated]
+
+    def groups_of(
+        self, optimizer: torch.optim.Optimizer, own: Collection[str]
+    ) -> list[dict[str, Any]]:
+        """The groups of the dict as far as they are this optimizer's; its own if there are none."""
+        if self.groups is None:
+            return [
+                {"params": [name for named in group for name in named.names]}
+                for group in named_groups(optimizer, self.described)
+            ]
+        listed: Any = optimizer
+        if isinstance(listed, ListedParams):
+            return self.groups
+        cut = [
+            {**group, "params": [name for name in group["params"] if name in own]}
+            for group in self.groups
+        ]
+        return [
+            group
+            for group, given in zip(cut, self.groups, strict=True)
+            if group["params"] or not given["params"]
+        ]
+
+    def leave_out(self, target: _Fresh) -> None:
+        """Take out of `target` the parameters beside the units that the dict does not have.
+
+        The engine does not manage them, so a dict of what it manages may lack them. What is made
+        for `optimizer.load_state_dict` lacks them too, and that refuses what does not fit it.
+        """
+        if all(source.owned.is_whole for source in self.described.params):
+            return
+        listed = {name for group in self.groups or () for name in group["params"]}
+        for group in target.param_groups:
+            group["params"] = [
+                param
+                for param in group["params"]
+                if not self.described.by_param[id(param)].owned.is_whole
+                or not listed.isdisjoint(self.names_of(param))
+            ]
+
+    def names_of(self, param: torch.Tensor) -> list[str]:
+        """The bare names that a parameter object stands for; none where it is not the model's."""
+        source = self.described.by_param.get(id(param))
+        return [] if source is None else [member.fqn for member in source.members]
+
+    def fill(self) -> None:
+        """Bring the bytes to where they belong; collective."""
+        wanted = [holding for bound in self.bound for holding in bound.holdings]
+        redistribute(self.world, self.given.held, self.known, wanted)
+
+    def install(self) -> Loaded:
+        """Give the optimizers their state; collective, to fail together."""
+        return collectively(self.world, "finish", self._install)
+
+    def _install(self) -> Loaded:
+        for bound in self.bound:
+            bound.install()
+        for key, value in self.given.user.items():
+            logger.warning("state %r belongs to no parameter; it is handed on as it is", key)
+            states: Any = self.optimizers[0].state
+            states[key] = value
+        return Loaded(
+            tuple(name for names in self.loaded for name in names.loaded_tensors),
+            tuple(name for names in self.loaded for name in names.loaded_values),
+            self._reported(ProblemKind.MISSING),
+            self._reported(ProblemKind.UNEXPECTED),
+            (),
+            0,
+        )
+
+    def _reported(self, kind: ProblemKind) -> tuple[str, ...]:
+        return tuple(p.fqn for names in self.loaded for p in names.problems if p.kind is kind)
+
+    def to_load(self) -> dict[str, Any]:
+        """What `load_state_dict` of the one optimizer takes: keyed by ids, as it holds it."""
+        (optimizer,), (bound,) = self.optimizers, self.bound
+        bound.install()
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        id_of = {id(param): number for number, param in enumerate(params)}
+        target = self.targets[0]
+        state: dict[Any, Any] = {
+            id_of[id(param)]: found for param in params if (found := target.state.get(param))
+        }
+        state.update(self.given.user)
+        result: dict[str, Any] = {"state": state}
+        if self.groups is not None:
+            result["param_groups"] = [
+                {**group, "params": sorted(id_of[id(param)] for param in group["params"])}
+                for group in target.param_groups
+            ]
+        return result
+
+
+class _Fresh:
+    """An optimizer's groups without its state, to be filled in its place."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.__ckpt_state__ = declared(optimizer)
+        self.state: dict[Any, dict[str, Any]] = _States()
+        self.param_groups = [
+            {
+                key: item.clone() if isinstance(item, torch.Tensor) else item
+                for key, item in group.items()
+            }
+            for group in optimizer.param_groups
+        ]
+
+
+class _States(dict[Any, dict[str, Any]]):
+    def __missing__(self, key: Any) -> dict[str, Any]:
+        made: dict[str, Any] = {}
+        self[key] = made
+        return made
+
+
+def _of_params(values: Mapping[str, Any], params: Collection[str]) -> dict[str, Any]:
+    """The values that belong to `params`, and the groups."""
+    kept = {fqn: values[fqn] for _, _, fqn in by_parameter(values, params)}
+    return {**kept, GROUPS: values[GROUPS]}
+
+
+_NO_GROUPS = 'the dict has no "param_groups"; pass what optimizer_state_dict() gives'
+_WITHOUT_GROUPS = ", or strict=False to keep the hyperparameters as they are"

@@ -30,7 +30,7 @@ from ckpt.errors import InvalidState, Mismatch
 from ckpt.layout.sharded_tensor import is_sharded_tensor
 from ckpt.layout.tensor import local_tensor
 from ckpt.state.names import bare_names
-from ckpt.state.requested import STATE_DICT, Asked
+from ckpt.state.requested import STATE_DICT, LoadRequest
 from ckpt.state_dict import api as state_dicts
 from ckpt.state_dict.config import FullOptimStateDictConfig, ShardedOptimStateDictConfig
 from ckpt.state_dict.config import StateDictType as Form
@@ -50,8 +50,8 @@ __all__ = ["StatefulUnit"]
 logger = logging.getLogger(__name__)
 
 # What `load_state_dict` and `optim_state_dict_to_load` of torch's class have of our arguments.
-_LOAD_OFFERS = STATE_DICT._replace(rank0_only=False, cast=False)
-_OPTIM_OFFERS = _LOAD_OFFERS._replace(strict=False)
+_LOAD_CALL = STATE_DICT._replace(rank0_only=False, cast=False)
+_OPTIM_CALL = _LOAD_CALL._replace(strict=False)
 Optimizer = torch.optim.Optimizer
 Result = TypeVar("Result")
 # The class of what `load_state_dict` returns has no public name.
@@ -190,7 +190,7 @@ class StatefulUnit(TorchWrapper):
         given = {**old, **bare_names(state_dict, self.fsdp_names)} if state_dict else state_dict
         loaded = _or_runtime_error(
             lambda: state_dicts.load_model(
-                self, given, Asked(strict, cast=True, every_name=True, offers=_LOAD_OFFERS)
+                self, given, LoadRequest(strict, cast=True, every_name=True, call=_LOAD_CALL)
             )
         )
         order = {name: at for at, name in enumerate(self.fsdp_names)}
@@ -457,7 +457,7 @@ def _to_load(
     model: nn.Module, optim: Optimizer, given: Mapping[str, Any], *, rank0_only: bool, group: Any
 ) -> dict[str, Any]:
     _check_one_mode(model)
-    asked = Asked(rank0_only=rank0_only, offers=_OPTIM_OFFERS)
+    asked = LoadRequest(rank0_only=rank0_only, call=_OPTIM_CALL)
     return _or_value_error(lambda: state_dicts.optimizer_to_load(model, optim, given, asked, group))
 
 

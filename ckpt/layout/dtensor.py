@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ckpt.layout.piece import Owned, Piece, View
-from ckpt.layout.plain import Ranks, Refused, refuse_unstorable
+from ckpt.layout.plain import Ranks, UnsupportedTensor, refuse_unstorable
 from ckpt.layout.region import Box, Shape
 from ckpt.layout.tensor import is_dtensor, local_tensor
 
@@ -36,38 +36,38 @@ class Cut(NamedTuple):
     split_factor: int = 1
 
 
-class Run(NamedTuple):
+class IndexRun(NamedTuple):
     """Indices `start` to `stop` of one dim; `stop` is one past the last."""
 
     start: int
     stop: int
 
 
-def runs_kept(size: int, cuts: Sequence[Cut]) -> list[Run]:
+def runs_kept(size: int, cuts: Sequence[Cut]) -> list[IndexRun]:
     """What `cuts`, applied in order, leave of a dim of `size`, in the dim's coordinates.
 
     Runs are in the order in which they lie in local memory, none is empty, neighbours are joined.
     No cuts leave everything.
     """
-    runs = [Run(0, size)]
+    runs = [IndexRun(0, size)]
     for cut in cuts:
         length = sum(stop - start for start, stop in runs)
-        kept: list[Run] = []
-        for part in _chunks(Run(0, length), cut.split_factor):
+        kept: list[IndexRun] = []
+        for part in _chunks(IndexRun(0, length), cut.split_factor):
             start, stop = _chunks(part, cut.parts)[cut.part]
             kept += _positions(runs, start, stop)
         runs = kept
     return _joined(runs)
 
 
-def _chunks(run: Run, count: int) -> list[Run]:
+def _chunks(run: IndexRun, count: int) -> list[IndexRun]:
     """`run` in `count` parts, as `torch.chunk` cuts; the last ones may be empty."""
     size = -(-(run.stop - run.start) // count)
     starts = [min(run.start + size * index, run.stop) for index in range(count)]
-    return [Run(start, min(start + size, run.stop)) for start in starts]
+    return [IndexRun(start, min(start + size, run.stop)) for start in starts]
 
 
-def _positions(runs: Sequence[Run], start: int, stop: int) -> list[Run]:
+def _positions(runs: Sequence[IndexRun], start: int, stop: int) -> list[IndexRun]:
     """Positions `start` to `stop` of the concatenation of `runs`, as runs of the dim."""
     found = []
     before = 0
@@ -75,18 +75,18 @@ def _positions(runs: Sequence[Run], start: int, stop: int) -> list[Run]:
         length = run.stop - run.start
         first, last = max(start - before, 0), min(stop - before, length)
         if first < last:
-            found.append(Run(run.start + first, run.start + last))
+            found.append(IndexRun(run.start + first, run.start + last))
         before += length
     return found
 
 
-def _joined(runs: Sequence[Run]) -> list[Run]:
-    joined: list[Run] = []
+def _joined(runs: Sequence[IndexRun]) -> list[IndexRun]:
+    joined: list[IndexRun] = []
     for run in runs:
         if run.start == run.stop:
             continue
         if joined and joined[-1].stop == run.start:
-            joined[-1] = Run(joined[-1].start, run.stop)
+            joined[-1] = IndexRun(joined[-1].start, run.stop)
         else:
             joined.append(run)
     return joined
@@ -98,7 +98,9 @@ def boxes_kept(shape: Shape, cuts: Sequence[Cut]) -> tuple[Shape, list[tuple[Box
     Each box is given in the tensor's coordinates and in those of the local tensor. When nothing is
     left there is one pair of boxes without elements.
     """
-    per_dim: list[list[tuple[Run, int]]] = []  # runs of each dim with their start in local memory
+    per_dim: list[
+        list[tuple[IndexRun, int]]
+    ] = []  # runs of each dim with their start in local memory
     local_shape = []
     for dim, size in enumerate(shape):
         runs = runs_kept(size, [cut for cut in cuts if cut.dim == dim])
@@ -107,7 +109,7 @@ def boxes_kept(shape: Shape, cuts: Sequence[Cut]) -> tuple[Shape, list[tuple[Box
         for run in runs:
             placed.append((run, length))
             length += run.stop - run.start
-        per_dim.append(placed or [(Run(0, 0), 0)])
+        per_dim.append(placed or [(IndexRun(0, 0), 0)])
         local_shape.append(length)
     boxes = []
     for combination in itertools.product(*per_dim):
@@ -146,8 +148,8 @@ def describe_dtensor(
 
     With `fsdp_cut`, strided placements stand for FSDP2's own order of cuts, which differs from
     their definition when sizes are uneven. For other DTensors the definition counts, unless the
-    local tensor can only be explained by that order. Raises `Refused` for pending sums (`Partial`),
-    unknown placements, and local tensors that are not what the placements say.
+    local tensor can only be explained by that order. Raises `UnsupportedTensor` for pending sums
+    (`Partial`), unknown placements, and local tensors that are not what the placements say.
     """
     mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
     placements: tuple[Any, ...] = tuple(tensor.placements)  # type: ignore[attr-defined]
@@ -168,8 +170,8 @@ def describe_dtensor(
     )
     try:
         boxes = _boxes_of(layout)
-    except Refused as refused:
-        raise Refused(f"{fqn}: {refused.problem}") from None
+    except UnsupportedTensor as refused:
+        raise UnsupportedTensor(f"{fqn}: {refused.problem}") from None
     holders = _holders(placements, mesh, coordinate, ranks)
     return _owned(fqn, tensor, local, boxes, holders, _owners(mesh, ranks))
 
@@ -187,8 +189,9 @@ class _Layout(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def _boxes_of(layout: _Layout) -> tuple[tuple[Box, Box], ...]:
-    """What `boxes_kept` gives for the order of cuts that explains the local tensor. Raises Refused
-    without a name.
+    """What `boxes_kept` gives for the order of cuts that explains the local tensor.
+
+    Raises UnsupportedTensor without a name.
     """
     placements, mesh_shape, parts, shape, wanted_shape, is_fsdp = layout
     cuts = _cuts(placements, mesh_shape, parts)
@@ -200,7 +203,7 @@ def _boxes_of(layout: _Layout) -> tuple[tuple[Box, Box], ...]:
         if local_shape == wanted_shape or (0 in wanted_shape and 0 in local_shape):
             ndim = len(wanted_shape)
             return tuple((region, _within(local_region, ndim)) for region, local_region in boxes)
-    raise Refused(
+    raise UnsupportedTensor(
         f"its local tensor has shape {wanted_shape}, but placements {placements} of shape {shape} "
         f"on a mesh of shape {mesh_shape} give {local_shape} at {parts}; redistribute it, or build "
         "it with the right shape"
@@ -213,8 +216,8 @@ def cuts_of(
     """The cuts that `placements` stand for at `coordinate` of the mesh, in order of its axes."""
     try:
         return _cuts(placements, mesh_shape, coordinate)
-    except Refused as refused:
-        raise Refused(f"{fqn}: {refused.problem}") from None
+    except UnsupportedTensor as refused:
+        raise UnsupportedTensor(f"{fqn}: {refused.problem}") from None
 
 
 def _cuts(placements: Sequence[Any], mesh_shape: Shape, coordinate: Sequence[int]) -> list[Cut]:
@@ -223,13 +226,13 @@ def _cuts(placements: Sequence[Any], mesh_shape: Shape, coordinate: Sequence[int
         if placement.is_replicate():
             continue
         if placement.is_partial():
-            raise Refused(
+            raise UnsupportedTensor(
                 f"its placement {placement} is a sum that is still pending; "
                 "call redistribute() with Replicate() or Shard(dim) first"
             )
         dim = getattr(placement, "dim", None)
         if not isinstance(dim, int):
-            raise Refused(
+            raise UnsupportedTensor(
                 f"unknown placement {placement}; redistribute() with Replicate() or Shard(dim)"
             )
         cuts.append(Cut(dim, count, index, int(getattr(placement, "split_factor", 1))))

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from ckpt.layout.piece import Owned, Piece, View, Window
-from ckpt.layout.plain import Refused
+from ckpt.layout.plain import UnsupportedTensor
 from ckpt.layout.region import Box, Shape, Span, boxes_of, row_major_strides, whole
 
 __all__ = ["FlatMember", "Inside", "flat_views", "member_as_param", "memory_order"]
@@ -51,7 +51,7 @@ class FlatMember(NamedTuple):
 def memory_order(fqn: str, shape: Shape, strides: Shape) -> tuple[int, ...]:
     """Dims by falling stride, as `FlatMember.order` wants them; dims of size 1 do not count.
 
-    Row-major strides give 0, 1, 2, ... Raises `Refused` for strides that leave holes.
+    Row-major strides give 0, 1, 2, ... Raises `UnsupportedTensor` for strides that leave holes.
     """
     dims = range(len(shape))
     if 0 in shape:
@@ -60,7 +60,7 @@ def memory_order(fqn: str, shape: Shape, strides: Shape) -> tuple[int, ...]:
     others = sorted((dim for dim in dims if shape[dim] != 1), key=lambda dim: -strides[dim])
     expected = row_major_strides(tuple(shape[dim] for dim in others))
     if tuple(strides[dim] for dim in others) != expected:
-        raise Refused(
+        raise UnsupportedTensor(
             f"{fqn}: was flattened with strides {strides} of shape {shape}, which leave gaps or "
             "overlap; make it contiguous() before wrapping it"
         )

@@ -63,7 +63,7 @@ def tensor_holdings(
 ) -> list[Holding]:
     """Any tensor as holdings under one name; a plain one is held by whoever holds `like`.
 
-    Raises Refused, with the name, when it cannot take part.
+    Raises UnsupportedTensor, with the name, when it cannot take part.
     """
     if like is None:
         owned = describe_tensor(fqn, tensor, ranks)
@@ -82,7 +82,7 @@ def tensor_holdings(
 def form_holdings(
     fqn: str, value: Any, kind: Kind, ranks: Ranks, *, shape: Shape | None
 ) -> list[Holding]:
-    """A tensor of a state dict, in any form, as holdings. Raises Refused.
+    """A tensor of a state dict, in any form, as holdings. Raises UnsupportedTensor.
 
     `shape` is that of the live tensor of this name, which a flat local part stands for.
     """

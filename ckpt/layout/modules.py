@@ -42,11 +42,11 @@ from ckpt.layout import torch_fsdp
 from ckpt.layout.confine import held_where_shared, shared_by
 from ckpt.layout.dtensor import describe_dtensor, repeated_over_wider_meshes
 from ckpt.layout.piece import Owned, Piece
-from ckpt.layout.plain import Ranks, Refused, refuse_unstorable, whole_tensor
+from ckpt.layout.plain import Ranks, UnsupportedTensor, refuse_unstorable, whole_tensor
 from ckpt.layout.state_dict_hooks import CANNOT, load_changes, overrides, save_changes
 from ckpt.layout.tensor import PLAIN_CLASSES, is_dtensor
 
-__all__ = ["ModuleLayout", "Ranks", "Refused", "describe_module", "describe_tensor"]
+__all__ = ["ModuleLayout", "Ranks", "UnsupportedTensor", "describe_module", "describe_tensor"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,7 @@ def describe_tensor(
 
     A plain tensor is held by `holders` (by default by everyone), `synchronized` says whether
     somebody keeps it equal there, and `owners` who, as in `Owned`; for the others these follow from
-    the tensor. Raises `Refused`.
+    the tensor. Raises `UnsupportedTensor`.
     """
     if type(tensor) not in PLAIN_CLASSES:
         special = _special_tensor(fqn, tensor, ranks)
@@ -164,13 +164,15 @@ def _special_tensor(fqn: str, tensor: Any, ranks: Ranks) -> Owned | None:
     if hasattr(tensor, "__ckpt_pieces__"):
         owned = list(tensor.__ckpt_pieces__())
         if len(owned) != 1:
-            raise Refused(f"{fqn}: __ckpt_pieces__() of a tensor gave {len(owned)} answers, not 1")
+            raise UnsupportedTensor(
+                f"{fqn}: __ckpt_pieces__() of a tensor gave {len(owned)} answers, not 1"
+            )
         return _renamed(owned[0], fqn, ranks)
     if is_dtensor(tensor):
         return describe_dtensor(fqn, tensor, ranks)
     refuse_unstorable(fqn, tensor)
     if hasattr(tensor, "__tensor_flatten__"):
-        raise Refused(
+        raise UnsupportedTensor(
             f"{fqn}: is of class {type(tensor).__name__}, which only its author can take apart; "
             "save a plain tensor, or let the class offer __ckpt_pieces__()"
         )
@@ -381,7 +383,7 @@ def _add_param(
             synchronized=synchronized,
             owners=replicas.owners,
         )
-    except Refused as refused:
+    except UnsupportedTensor as refused:
         builder.problems.append(refused.problem)
         return
     builder.params.append(owned)
@@ -405,7 +407,7 @@ def _add_managed(builder: _LayoutBuilder, places: Mapping[int, Mapping[str, _Mem
             continue
         try:
             _add_unit(builder, [fqn for fqn in fqns if fqn is not None], managed)
-        except Refused as refused:
+        except UnsupportedTensor as refused:
             builder.problems.append(refused.problem)
 
 
@@ -451,7 +453,7 @@ def _add_buffers(builder: _LayoutBuilder, visit: _Visit) -> None:
                     holders=visit.replicas.holders,
                     owners=visit.replicas.owners,
                 )
-            except Refused as refused:
+            except UnsupportedTensor as refused:
                 builder.problems.append(refused.problem)
             else:
                 builder.buffers.append(owned)

@@ -66,7 +66,7 @@ def times_changed(tensor: torch.Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
-class Refused(Exception):
+class UnsupportedTensor(Exception):
     """A tensor that cannot take part as it is; `problem` names it and says what to do."""
 
     def __init__(self, problem: str) -> None:
@@ -75,13 +75,13 @@ class Refused(Exception):
 
 
 def refuse_unstorable(fqn: str, tensor: torch.Tensor) -> None:
-    """Raise `Refused` for tensors without bytes of their own that could be stored.
+    """Raise `UnsupportedTensor` for tensors without bytes of their own that could be stored.
 
     These are uninitialized, meta, sparse, nested, quantized and sub-byte tensors.
     """
     reason = _refusal(tensor)
     if reason is not None:
-        raise Refused(f"{fqn}: {reason}")
+        raise UnsupportedTensor(f"{fqn}: {reason}")
 
 
 def _refusal(tensor: torch.Tensor) -> str | None:

@@ -18,10 +18,10 @@ from torch import nn
 from ckpt.layout.dtensor import FsdpCut, describe_dtensor
 from ckpt.layout.flat import FlatMember, flat_views, member_as_param, memory_order
 from ckpt.layout.piece import Owned
-from ckpt.layout.plain import Ranks, Refused, refuse_unstorable
+from ckpt.layout.plain import Ranks, UnsupportedTensor, refuse_unstorable
 
 
-class Place(NamedTuple):
+class AttributeRef(NamedTuple):
     """Where a module tree shows a parameter: an attribute of a module."""
 
     module: nn.Module
@@ -31,11 +31,12 @@ class Place(NamedTuple):
 class Managed(NamedTuple):
     """What a unit manages as one: a parameter, or a flat parameter with its members.
 
-    `members` has the places of each member, tied ones included. `describe` takes the members' names
-    and raises `Refused`. `tied` lists further objects that optimizers may know a member by.
+    `members` has the attributes that show each member, tied ones included. `describe` takes the
+    members' names and raises `UnsupportedTensor`. `tied` lists further objects by which optimizers
+    may know a member.
     """
 
-    members: tuple[tuple[Place, ...], ...]
+    members: tuple[tuple[AttributeRef, ...], ...]
     describe: Callable[[Sequence[str], Ranks], list[Owned]]
     tied: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
 
@@ -55,12 +56,15 @@ def fsdp2_params(module: nn.Module) -> Iterator[Managed]:
         for fsdp_param in group.fsdp_params:
             info = fsdp_param._module_info
             shared = zip(info.shared_modules, info.shared_param_names, strict=True)
-            places = (Place(info.module, info.param_name), *(Place(*place) for place in shared))
+            places = (
+                AttributeRef(info.module, info.param_name),
+                *(AttributeRef(*place) for place in shared),
+            )
             yield Managed((places,), partial(_describe_fsdp2, fsdp_param, places[0]))
 
 
 def _describe_fsdp2(
-    fsdp_param: Any, place: Place, fqns: Sequence[str], ranks: Ranks
+    fsdp_param: Any, place: AttributeRef, fqns: Sequence[str], ranks: Ranks
 ) -> list[Owned]:
     """The sharded parameter of an FSDP2 unit, whatever the module shows.
 
@@ -75,7 +79,7 @@ def _describe_fsdp2(
         sharded = shown
     local = sharded._local_tensor
     if type(local) is not torch.Tensor:
-        raise Refused(
+        raise UnsupportedTensor(
             f"{fqn}: its shards are of class {type(local).__name__}, which only its author can "
             "take apart; let the class offer __ckpt_pieces__()"
         )
@@ -144,12 +148,12 @@ def fsdp1_params(wrapper: nn.Module) -> Iterator[Managed]:
     if handle is None:
         return
     flat = handle.flat_param
-    members = [[Place(info.module, info.param_name)] for info in flat._param_infos]
+    members = [[AttributeRef(info.module, info.param_name)] for info in flat._param_infos]
     index_of = {(id(at[0].module), at[0].name): index for index, at in enumerate(members)}
     tied = []
     for number, shared in enumerate(flat._shared_param_infos):
         index = index_of[id(shared.prim_module), shared.prim_param_name]
-        members[index].append(Place(shared.module, shared.param_name))
+        members[index].append(AttributeRef(shared.module, shared.param_name))
         if flat._params is not None:
             tied.append((flat._shared_params[number], flat._params[index]))
     places = tuple(tuple(at) for at in members)
@@ -180,7 +184,7 @@ def _describe_fsdp1(wrapper: Any, handle: Any, fqns: Sequence[str], ranks: Ranks
 
 def _member(flat: Any, at: int, fqn: str, holders: tuple[int, ...]) -> FlatMember:
     if flat._param_extensions[at] is not None:
-        raise Refused(
+        raise UnsupportedTensor(
             f"{fqn}: FSDP1 around tensor parallel parameters is not supported; "
             "use torch's fully_shard, or save the unwrapped model"
         )

@@ -16,7 +16,7 @@ import torch
 from ckpt.errors import InvalidState
 from ckpt.layout.holdings import holdings_of, plain_holdings, tensor_holdings
 from ckpt.layout.piece import Holding, Kind
-from ckpt.layout.plain import Ranks, Refused
+from ckpt.layout.plain import Ranks, UnsupportedTensor
 from ckpt.layout.region import Shape
 from ckpt.layout.tensor import overlaps_itself
 from ckpt.state.bind_optimizer import bind_optimizer
@@ -28,11 +28,11 @@ from ckpt.state.describe import (
 )
 from ckpt.state.matching import Tally
 from ckpt.state.names import Names, Rename, Skip
-from ckpt.state.requested import CHECKPOINT, Offers
+from ckpt.state.requested import CHECKPOINT, CallArguments
 from ckpt.state.trees import bind_tree
 from ckpt.state.types import Catalog, Loaded, PerRank, Problem, ProblemKind
 from ckpt.state.values import join_tree, references
-from ckpt.state.walk import Leaves, Place, Slot, is_object, walk
+from ckpt.state.walk import Leaves, LocatedValue, Location, is_object, walk
 
 TOLERATED = (ProblemKind.MISSING, ProblemKind.UNEXPECTED)
 
@@ -84,7 +84,7 @@ def bind_state(
     strict: bool = True,
     rename: Rename = None,
     skip: Skip = None,
-    offers: Offers = CHECKPOINT,
+    call: CallArguments = CHECKPOINT,
 ) -> Binding:
     """How `state` is to be filled from a checkpoint. Changes nothing; no rank waits for another.
 
@@ -99,9 +99,9 @@ def bind_state(
         adopt_parameters(described, leaves, ranks)
     if leaves.problems or described.problems:
         raise InvalidState(leaves.problems + described.problems)
-    names = Names(catalog, rename, skip, offers)
+    names = Names(catalog, rename, skip, call)
     names.aliases = described.aliases
-    binding = _Binding(names, ranks)
+    binding = _Binder(names, ranks)
     binding.add_tensors(leaves.tensors)
     for source in described.params:
         binding.add_source(source, Kind.PARAMETER)
@@ -119,7 +119,7 @@ def bind_state(
     return binding.result(state, described, strict)
 
 
-class _Binding:
+class _Binder:
     """A Binding in the making."""
 
     def __init__(self, names: Names, ranks: Ranks) -> None:
@@ -157,7 +157,7 @@ class _Binding:
         for saved, tensor in others:
             try:
                 self.holdings += tensor_holdings(saved, tensor, Kind.OTHER, self.ranks)
-            except Refused as refused:
+            except UnsupportedTensor as refused:
                 names.problems.append(Problem(ProblemKind.UNSUPPORTED, saved, refused.problem))
 
     def fitting(self, fqn: str, tensor: torch.Tensor) -> str | None:
@@ -181,10 +181,10 @@ class _Binding:
         """Whether what the checkpoint calls `saved` can fill `fqn`; a problem when not."""
         entry = self.names.catalog.tensors[saved]
         self.names.used.add(saved)
-        offers = self.names.offers
-        source = offers.source
-        otherwise = ", pass rename= or drop the entry with skip=" if offers.skip else ""
-        casting = ", or pass cast=True" if offers.cast else f" (a load never casts){offers.or_skip}"
+        call = self.names.call
+        source = call.source
+        otherwise = ", pass rename= or drop the entry with skip=" if call.skip else ""
+        casting = ", or pass cast=True" if call.cast else f" (a load never casts){call.or_skip}"
         if entry.shape != shape:
             self.names.report(
                 ProblemKind.SHAPE,
@@ -235,7 +235,7 @@ class _Binding:
         if leaves.tuples:
             self.steps.append(lambda: self.rebuild(leaves.tuples))
 
-    def is_replaceable(self, slot: Slot, fixed: set[int]) -> bool:
+    def is_replaceable(self, slot: LocatedValue, fixed: set[int]) -> bool:
         if id(slot.place.container) not in fixed:
             return True
         self.names.report(
@@ -245,7 +245,7 @@ class _Binding:
         )
         return False
 
-    def value_step(self, slot: Slot, value: Any) -> Callable[[], None]:
+    def value_step(self, slot: LocatedValue, value: Any) -> Callable[[], None]:
         """Set one value. Dicts and lists keep their identity: others may hold on to them."""
         live = slot.value
         loaded = join_tree(value, _no_tensor, live)
@@ -261,7 +261,7 @@ class _Binding:
 
         return step
 
-    def add_per_rank(self, slot: Slot) -> None:
+    def add_per_rank(self, slot: LocatedValue) -> None:
         names, fqn, marked = self.names, slot.fqn, slot.value
         if names.skip(fqn):
             return
@@ -280,19 +280,19 @@ class _Binding:
         names.loaded_values.append(fqn)
         self.steps.append(self.per_rank_step(slot, marked, join_tree(value, _no_tensor)))
 
-    def per_rank_step(self, slot: Slot, marked: PerRank, value: Any) -> Callable[[], None]:
+    def per_rank_step(self, slot: LocatedValue, marked: PerRank, value: Any) -> Callable[[], None]:
         if is_object(marked.value):
             return lambda: _installed(marked.value.load_state_dict, value)
         return lambda: self.replace(slot.place, PerRank(value, marked.on_reshard))
 
-    def replace(self, place: Place, value: Any) -> None:
+    def replace(self, place: Location, value: Any) -> None:
         """Set the item at `place`; of a tuple, when the tuple is made anew."""
         if isinstance(place.container, tuple):
             self.new_items.setdefault(id(place.container), {})[place.key] = value
         else:
             place.container[place.key] = value
 
-    def rebuild(self, tuples: Sequence[Slot]) -> None:
+    def rebuild(self, tuples: Sequence[LocatedValue]) -> None:
         """Put new tuples in the place of those in which something changed, the innermost first."""
         for slot in reversed(tuples):
             new = self.new_items.get(id(slot.value))
@@ -328,8 +328,8 @@ class _Binding:
                 Problem(
                     ProblemKind.UNEXPECTED,
                     name,
-                    f"{name}: is in the {names.offers.source} and has no place in the state"
-                    + names.offers.moves(
+                    f"{name}: is in the {names.call.source} and has no place in the state"
+                    + names.call.moves(
                         rename="pass rename= if the state calls it otherwise", leave="leave it out"
                     ),
                 )

@@ -15,7 +15,7 @@ import torch
 
 from ckpt.errors import InvalidState
 from ckpt.layout.plain import Ranks
-from ckpt.state.bind_parameter import BoundOptimizer, StateBinder
+from ckpt.state.bind_parameter import BoundOptimizer, ParameterBinder
 from ckpt.state.describe import Described
 from ckpt.state.names import Names
 from ckpt.state.optimizer import (
@@ -90,7 +90,7 @@ class _OptimizerBinder:
         self.saved_names = {name for group in saved_groups for name in group["params"]}
         prefix = f"{self.saved_path}.state."
         self.states = saved_states(self.names, prefix, self.saved_names)
-        binder = StateBinder(self.path, self.bound, self.names, self.ranks, declared(optimizer))
+        binder = ParameterBinder(self.path, self.bound, self.names, self.ranks, declared(optimizer))
         wanted = [[self.saved_names_of(named) for named in group] for group in groups]
         matched = self.match(wanted, groups, saved_groups)
         for index, group in enumerate(groups):
@@ -134,8 +134,8 @@ class _OptimizerBinder:
         self.names.report(
             ProblemKind.MISSING,
             f"{self.path}.param_groups",
-            f"the {self.names.offers.source}'s optimizer has no parameter {fqn}"
-            + self.names.offers.moves(
+            f"the {self.names.call.source}'s optimizer has no parameter {fqn}"
+            + self.names.call.moves(
                 rename="pass rename=", leave="leave the state of this parameter as it is"
             ),
         )
@@ -176,9 +176,9 @@ class _OptimizerBinder:
             self.names.report(
                 ProblemKind.UNEXPECTED,
                 fqn,
-                f"the {self.names.offers.source}'s optimizer has {len(extra)} parameters more, "
+                f"the {self.names.call.source}'s optimizer has {len(extra)} parameters more, "
                 f"{extra[0]} the first"
-                + self.names.offers.moves(rename="pass rename=", leave="leave them out"),
+                + self.names.call.moves(rename="pass rename=", leave="leave them out"),
             )
         for name in extra:  # told by this one problem
             if name in self.states:
@@ -226,9 +226,9 @@ class _OptimizerBinder:
             self.names.report(
                 ProblemKind.VALUE,
                 f"{self.path}.param_groups.{number}",
-                f"is of another kind of optimizer: the {self.names.offers.source} has {gone}, the "
+                f"is of another kind of optimizer: the {self.names.call.source} has {gone}, the "
                 f"state's optimizer has {new}; build the optimizer that was saved"
-                + (f", or skip={self.path!r}" if self.names.offers.skip else ""),
+                + (f", or skip={self.path!r}" if self.names.call.skip else ""),
             )
             return
         tree = bind_tree(base, hyper, live, self.names, self.ranks, in_place=True)

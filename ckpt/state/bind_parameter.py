@@ -67,7 +67,7 @@ class BoundOptimizer:
             optimizer.state.update(tree.build())
 
 
-class StateBinder:
+class ParameterBinder:
     """Binds the state of the parameters of one optimizer, one after the other, into `bound`."""
 
     def __init__(
@@ -115,7 +115,7 @@ class _ParameterBinding:
 
     def __init__(
         self,
-        binder: StateBinder,
+        binder: ParameterBinder,
         named: NamedParam,
         states: Sequence[SavedState | None],
         live: Mapping[str, Any],
@@ -175,9 +175,9 @@ class _ParameterBinding:
         self.names.report(
             ProblemKind.SHAPE,
             self.fqn(name, self.named.source.members.index(odd.member)),
-            f"{self.names.offers.source} has shape {odd.entry.shape}, the parameter "
+            f"{self.names.call.source} has shape {odd.entry.shape}, the parameter "
             f"{odd.member.global_shape}: state of another shape cannot be divided among flat "
-            f"shards; load into fully_shard or an unsharded model{self.names.offers.or_skip}",
+            f"shards; load into fully_shard or an unsharded model{self.names.call.or_skip}",
         )
 
     def add_value(self, name: str, *, has_tensors: bool) -> None:
@@ -209,7 +209,7 @@ class _ParameterBinding:
             hook = declaration.on_reshard
             self.new[name] = lambda: resharded(fqn, hook, [make() for make in makes], rank, size)
         elif mine or not saved_size == size == len(self.names.catalog.per_rank):
-            why = why_not(entries, mine, size, layout) + self.names.offers.or_skip
+            why = why_not(entries, mine, size, layout) + self.names.call.or_skip
             self.names.report(ProblemKind.PER_RANK, fqn, why)
             return
         # Else all ranks gave theirs, and this one had no such state: there is nothing to load.

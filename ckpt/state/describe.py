@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from ckpt.layout.modules import ModuleLayout, Refused, describe_module, describe_tensor
+from ckpt.layout.modules import ModuleLayout, UnsupportedTensor, describe_module, describe_tensor
 from ckpt.layout.piece import Owned
 from ckpt.layout.plain import Ranks
 from ckpt.layout.region import Shape
@@ -109,7 +109,7 @@ def adopt_parameters(described: Described, leaves: Leaves, ranks: Ranks) -> None
         if isinstance(tensor, nn.Parameter) and id(tensor) not in described.by_param:
             try:
                 owned = describe_tensor(fqn, tensor, ranks)
-            except Refused:
+            except UnsupportedTensor:
                 continue  # told when the tensor itself is described
             described.by_param[id(tensor)] = _source("", owned)
 

@@ -15,7 +15,7 @@ from torch import nn
 from ckpt.errors import InvalidState
 from ckpt.layout.holdings import holdings_of, plain_holdings, tensor_holdings
 from ckpt.layout.piece import Holding, Kind, Owned
-from ckpt.layout.plain import Ranks, Refused
+from ckpt.layout.plain import Ranks, UnsupportedTensor
 from ckpt.state.describe import Described, adopt_parameters, describe_modules, prefixed
 from ckpt.state.optimizer import FlatOptimizer, flatten_groups, flatten_optimizer
 from ckpt.state.types import FlatState, PerRank
@@ -135,7 +135,7 @@ class _Building:
     def add_tensor(self, fqn: str, tensor: torch.Tensor, kind: Kind) -> None:
         try:
             self.holdings += tensor_holdings(fqn, tensor, kind, self.ranks)
-        except Refused as refused:
+        except UnsupportedTensor as refused:
             self.problems.append(refused.problem)
 
     def add_modules(self, described: Described) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
-from ckpt.state.requested import CHECKPOINT, Offers
+from ckpt.state.requested import CHECKPOINT, CallArguments
 from ckpt.state.types import Catalog, Problem, ProblemKind, TensorEntry
 
 Rename = Mapping[str, str] | Callable[[str], str] | None
@@ -21,10 +21,10 @@ class Names:
     """
 
     def __init__(
-        self, catalog: Catalog, rename: Rename, skip: Skip, offers: Offers = CHECKPOINT
+        self, catalog: Catalog, rename: Rename, skip: Skip, call: CallArguments = CHECKPOINT
     ) -> None:
         self.catalog = catalog
-        self.offers = offers
+        self.call = call
         self.aliases: Mapping[str, str] = {}
         self.rename = _renamer(rename)
         self.is_skipped = _skipper(skip)
@@ -52,8 +52,8 @@ class Names:
             self.report(
                 ProblemKind.VALUE,
                 fqn,
-                f"is a value in the {self.offers.source} and a tensor in the state; load into a "
-                f"value{self.offers.or_skip}",
+                f"is a value in the {self.call.source} and a tensor in the state; load into a "
+                f"value{self.call.or_skip}",
             )
         else:
             self.missing_tensors.append(fqn)
@@ -75,8 +75,8 @@ class Names:
             self.report(
                 ProblemKind.VALUE,
                 fqn,
-                f"is a tensor in the {self.offers.source} and a value in the state; put a tensor "
-                f"there{self.offers.or_skip}",
+                f"is a tensor in the {self.call.source} and a value in the state; put a tensor "
+                f"there{self.call.or_skip}",
             )
         elif any(name in own for own in self.catalog.per_rank):
             self.used.add(name)
@@ -122,8 +122,8 @@ class Names:
         self.report(
             ProblemKind.MISSING,
             fqn,
-            f"is not in the {self.offers.source}{where}{there}"
-            + self.offers.moves(
+            f"is not in the {self.call.source}{where}{there}"
+            + self.call.moves(
                 rename="pass rename= if it has another name there", leave="leave it as it is"
             ),
         )

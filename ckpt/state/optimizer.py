@@ -19,7 +19,7 @@ import torch
 from ckpt.layout.holdings import holdings_of, tensor_holdings
 from ckpt.layout.likeness import likeness
 from ckpt.layout.piece import Holding, Kind, Owned, Piece
-from ckpt.layout.plain import Ranks, Refused
+from ckpt.layout.plain import Ranks, UnsupportedTensor
 from ckpt.layout.region import Box, Span
 from ckpt.layout.tensor import local_tensor
 from ckpt.state.describe import Described, DescribedTensor
@@ -300,7 +300,7 @@ class _Saving:
         self.flat.names.append(fqn)
         try:
             self.flat.holdings.extend(tensor_holdings(fqn, tensor, kind, self.ranks, like=like))
-        except Refused as refused:
+        except UnsupportedTensor as refused:
             self.flat.problems.append(refused.problem)
 
     def add_value(self, named: NamedParam, name: str, content: Any) -> None:

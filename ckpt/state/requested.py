@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["CHECKPOINT", "STATE_DICT", "Asked", "Offers"]
+__all__ = ["CHECKPOINT", "STATE_DICT", "CallArguments", "LoadRequest"]
 
 
-class Offers(NamedTuple):
+class CallArguments(NamedTuple):
     """The arguments that a call has. `source` says what it loads."""
 
     source: str = "checkpoint"
@@ -37,11 +37,11 @@ class Offers(NamedTuple):
         return ", or skip= it" if self.skip else ""
 
 
-CHECKPOINT = Offers()
-STATE_DICT = Offers("dict", rename=False, skip=False, rank0_only=True, cast=True)
+CHECKPOINT = CallArguments()
+STATE_DICT = CallArguments("dict", rename=False, skip=False, rank0_only=True, cast=True)
 
 
-class Asked(NamedTuple):
+class LoadRequest(NamedTuple):
     """How a state dict is to be loaded.
 
     `cast`: to the dtypes of the state, as `copy_` does. `every_name`: a tied tensor is found by any
@@ -52,4 +52,4 @@ class Asked(NamedTuple):
     rank0_only: bool = False
     cast: bool = False
     every_name: bool = False
-    offers: Offers = STATE_DICT
+    call: CallArguments = STATE_DICT

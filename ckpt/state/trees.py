@@ -11,7 +11,7 @@ import torch
 
 from ckpt.layout.holdings import tensor_holdings
 from ckpt.layout.piece import Holding, Kind
-from ckpt.layout.plain import Ranks, Refused
+from ckpt.layout.plain import Ranks, UnsupportedTensor
 from ckpt.state.names import Names
 from ckpt.state.types import Problem, ProblemKind
 from ckpt.state.values import join_tree, references, split_tree
@@ -52,6 +52,6 @@ def bind_tree(
         tensors[fqn] = target
         try:
             holdings += tensor_holdings(fqn, target, Kind.OTHER, ranks)
-        except Refused as refused:
+        except UnsupportedTensor as refused:
             names.problems.append(Problem(ProblemKind.UNSUPPORTED, fqn, refused.problem))
     return BoundTree(holdings, lambda: join_tree(value, tensors.__getitem__, live))

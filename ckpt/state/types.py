@@ -1,6 +1,4 @@
-"""The values in which a state is told: what is saved, what a checkpoint offers, what came of a
-load.
-"""
+"""The values that describe a state: what is saved, what a checkpoint has, what a load did."""
 
 from __future__ import annotations
 

@@ -18,19 +18,19 @@ from ckpt.state.types import PerRank
 from ckpt.state.values import DEPTH_MAX, SCALARS, why_not_storable
 
 
-class Place(NamedTuple):
+class Location(NamedTuple):
     """Where a leaf stands: `container[key]`. For the state itself `container` is None."""
 
     container: Any
     key: Any
 
 
-class Slot(NamedTuple):
+class LocatedValue(NamedTuple):
     """A value of the state, its name and its place."""
 
     fqn: str
     value: Any
-    place: Place
+    place: Location
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +41,9 @@ class Leaves:
     modules: list[tuple[str, nn.Module]] = field(default_factory=list)
     optimizers: list[tuple[str, torch.optim.Optimizer]] = field(default_factory=list)
     objects: list[tuple[str, Any]] = field(default_factory=list)
-    per_rank: list[Slot] = field(default_factory=list)
-    values: list[Slot] = field(default_factory=list)
-    tuples: list[Slot] = field(default_factory=list)
+    per_rank: list[LocatedValue] = field(default_factory=list)
+    values: list[LocatedValue] = field(default_factory=list)
+    tuples: list[LocatedValue] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
 
@@ -54,9 +54,9 @@ def walk(state: Any) -> Leaves:
     if kind in SCALARS:
         leaves.problems.append(f"the state is a {kind.__name__}; pass a dict with named entries")
     elif isinstance(state, (dict, list, tuple)):
-        _walk_container(state, "", Place(None, None), leaves, 0)
+        _walk_container(state, "", Location(None, None), leaves, 0)
     else:
-        _visit(state, "", Place(None, None), leaves, 0)
+        _visit(state, "", Location(None, None), leaves, 0)
     return leaves
 
 
@@ -69,7 +69,7 @@ def is_object(leaf: Any) -> bool:
     )
 
 
-def _walk_container(node: Any, path: str, place: Place, leaves: Leaves, depth: int) -> None:
+def _walk_container(node: Any, path: str, place: Location, leaves: Leaves, depth: int) -> None:
     if depth >= DEPTH_MAX:
         leaves.problems.append(f"{path[:200]}: nested deeper than {DEPTH_MAX} levels, or in itself")
         return
@@ -86,19 +86,19 @@ def _walk_container(node: Any, path: str, place: Place, leaves: Leaves, depth: i
     else:
         items = enumerate(node)
         if isinstance(node, tuple):
-            leaves.tuples.append(Slot(path, node, place))
+            leaves.tuples.append(LocatedValue(path, node, place))
     prefix = f"{path}." if path else ""
     tensors = leaves.tensors
     for key, child in items:
         if type(child) is torch.Tensor:
             tensors.append((f"{prefix}{key}", child))
         else:
-            _visit(child, f"{prefix}{key}", Place(node, key), leaves, depth + 1)
+            _visit(child, f"{prefix}{key}", Location(node, key), leaves, depth + 1)
 
 
-def _visit(node: Any, fqn: str, place: Place, leaves: Leaves, depth: int) -> None:
+def _visit(node: Any, fqn: str, place: Location, leaves: Leaves, depth: int) -> None:
     if type(node) in SCALARS:
-        leaves.values.append(Slot(fqn, node, place))
+        leaves.values.append(LocatedValue(fqn, node, place))
     elif hasattr(type(node), "local_shards"):
         leaves.problems.append(
             f"{fqn}: a {type(node).__qualname__} does not tell where its memory lies; put the "
@@ -111,10 +111,10 @@ def _visit(node: Any, fqn: str, place: Place, leaves: Leaves, depth: int) -> Non
     elif isinstance(node, torch.optim.Optimizer):
         leaves.optimizers.append((fqn, node))
     elif isinstance(node, PerRank):
-        leaves.per_rank.append(Slot(fqn, node, place))
+        leaves.per_rank.append(LocatedValue(fqn, node, place))
     elif isinstance(node, (dict, list, tuple)):
         if _is_pure(node, 0):
-            leaves.values.append(Slot(fqn, node, place))
+            leaves.values.append(LocatedValue(fqn, node, place))
         else:
             _walk_container(node, fqn, place, leaves, depth)
     elif is_object(node):

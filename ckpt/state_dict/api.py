@@ -21,7 +21,7 @@ from ckpt.layout.memory import gc_paused
 from ckpt.layout.plain import Ranks
 from ckpt.process import world_of, world_of_members
 from ckpt.state.half_loaded import filling
-from ckpt.state.requested import STATE_DICT, Asked
+from ckpt.state.requested import STATE_DICT, LoadRequest
 from ckpt.state.types import Loaded
 from ckpt.state_dict.config import (
     FullOptimStateDictConfig,
@@ -34,7 +34,7 @@ from ckpt.state_dict.config import (
     model_config,
     optim_config,
 )
-from ckpt.state_dict.forms import Output
+from ckpt.state_dict.forms import DictForm
 from ckpt.state_dict.listed import ListedParams
 from ckpt.state_dict.model import take_model
 from ckpt.state_dict.model_load import put_model
@@ -96,19 +96,19 @@ def load_model_state_dict(
     dtypes too, converted as `copy_` does. Raises Mismatch with the model as it was, LoadInterrupted
     when it is half-loaded.
     """
-    return load_model(model, state_dict, Asked(strict, rank0_only, cast), process_group)
+    return load_model(model, state_dict, LoadRequest(strict, rank0_only, cast), process_group)
 
 
 def load_model(
     model: nn.Module,
     state_dict: Mapping[str, Any],
-    asked: Asked,
+    request: LoadRequest,
     process_group: dist.ProcessGroup | None = None,
 ) -> Loaded:
     """`load_model_state_dict` for a caller with arguments of its own, in whose words errors are."""
     world = _loading_world(model, process_group)
     with gc_paused():
-        loading = put_model(model, state_dict, world, _ranks(world), asked)
+        loading = put_model(model, state_dict, world, _ranks(world), request)
         with filling(model, "a state dict"):
             return loading.fill()
 
@@ -177,22 +177,24 @@ def optimizer_state_dict_to_load(
 
     The optimizer is left as it is. Without "param_groups" in `state_dict` the result has none.
     """
-    return optimizer_to_load(model, optimizer, state_dict, Asked(strict, rank0_only), process_group)
+    return optimizer_to_load(
+        model, optimizer, state_dict, LoadRequest(strict, rank0_only), process_group
+    )
 
 
 def optimizer_to_load(
     model: nn.Module,
     optimizer: Optimizer,
     state_dict: Mapping[str, Any],
-    asked: Asked,
+    request: LoadRequest,
     process_group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
     """`optimizer_state_dict_to_load` for a caller with arguments of its own."""
     world = _loading_world(model, process_group)
     ranks = _ranks(world)
     with gc_paused():
-        target = OptimizerTarget(model, [optimizer], world, ranks, fresh=True, offers=asked.offers)
-        return _to_load(target, state_dict, strict=asked.strict, rank0_only=asked.rank0_only)
+        target = OptimizerTarget(model, [optimizer], world, ranks, fresh=True, call=request.call)
+        return _to_load(target, state_dict, strict=request.strict, rank0_only=request.rank0_only)
 
 
 def shard_optimizer_state_dict(
@@ -212,8 +214,8 @@ def shard_optimizer_state_dict(
         ranks = Ranks(dist.get_rank(process_group), tuple(members))
     world = SoloWorld(ranks.global_ranks[ranks.rank])
     with gc_paused():
-        offers = STATE_DICT._replace(strict=False, rank0_only=False)
-        target = OptimizerTarget(model, [optimizer], world, ranks, fresh=True, offers=offers)
+        call = STATE_DICT._replace(strict=False, rank0_only=False)
+        target = OptimizerTarget(model, [optimizer], world, ranks, fresh=True, call=call)
         return _to_load(target, state_dict, strict=True, rank0_only=False)
 
 
@@ -234,7 +236,9 @@ class _Place(NamedTuple):
     is_first: bool
     group: dist.ProcessGroup | None
 
-    def output(self, form: StateDictType, config: StateDictConfig | OptimStateDictConfig) -> Output:
+    def output(
+        self, form: StateDictType, config: StateDictConfig | OptimStateDictConfig
+    ) -> DictForm:
         """What `config` asks of this rank."""
         rank0_only, use_dtensor = False, None
         if isinstance(config, FullStateDictConfig | FullOptimStateDictConfig):
@@ -242,7 +246,7 @@ class _Place(NamedTuple):
         elif isinstance(config, ShardedStateDictConfig | ShardedOptimStateDictConfig):
             use_dtensor = config.use_dtensor
         is_wanted = self.is_first or not rank0_only
-        return Output(form, config.offload_to_cpu, is_wanted, use_dtensor, self.group)
+        return DictForm(form, config.offload_to_cpu, is_wanted, use_dtensor, self.group)
 
 
 def _taking_place(model: nn.Module, group: dist.ProcessGroup | None) -> _Place:

@@ -23,13 +23,13 @@ from ckpt.layout.sharded_tensor import (
 )
 from ckpt.state_dict.config import StateDictType
 from ckpt.state_dict.redistribute import redistribute
-from ckpt.state_dict.table import Known, Table, tell
+from ckpt.state_dict.table import Known, Table, gather_table
 from ckpt.world.base import World, collectively
 
 Make = Callable[[], Any]
 
 
-class Output(NamedTuple):
+class DictForm(NamedTuple):
     """What a state dict shall be: its form, where its tensors are, and whether this rank gets any.
 
     `group` are the ranks of the world as torch knows them, None for all.
@@ -43,7 +43,7 @@ class Output(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Live:
+class LiveTensors:
     """The tensors of a state as this rank holds them, and what is known of some by name.
 
     `models` are DTensors that a tensor is laid out like, `sharding_of` tells what the unit of a
@@ -63,9 +63,9 @@ class _Made(NamedTuple):
     make: Make
 
 
-def take_out(live: Live, output: Output, world: World, ranks: Ranks) -> dict[str, Any]:
+def take_out(live: LiveTensors, output: DictForm, world: World, ranks: Ranks) -> dict[str, Any]:
     """The tensors of a state dict by name; collective. Empty on ranks that get nothing."""
-    known = tell(world, "held", live.holdings)
+    known = gather_table(world, "held", live.holdings)
     taking = _Taking(live, output, ranks, known)
     made = collectively(world, "allocate", taking.all)
     redistribute(world, live.holdings, known, [m.holding for m in made.values() if m.holding])
@@ -73,7 +73,7 @@ def take_out(live: Live, output: Output, world: World, ranks: Ranks) -> dict[str
 
 
 class _Taking:
-    def __init__(self, live: Live, output: Output, ranks: Ranks, known: Table) -> None:
+    def __init__(self, live: LiveTensors, output: DictForm, ranks: Ranks, known: Table) -> None:
         self.live = live
         self.output = output
         self.ranks = ranks

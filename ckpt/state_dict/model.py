@@ -15,15 +15,15 @@ from ckpt.layout.piece import Kind
 from ckpt.layout.plain import Ranks
 from ckpt.layout.sharded_tensor import UnitSharding, sharding_of
 from ckpt.state.describe import Described, describe_modules, prefixed
-from ckpt.state.requested import Offers
+from ckpt.state.requested import CallArguments
 from ckpt.state.values import split_tree
 from ckpt.state.walk import Leaves
 from ckpt.state_dict.config import StateDictType
-from ckpt.state_dict.forms import Live, Output, take_out
+from ckpt.state_dict.forms import DictForm, LiveTensors, take_out
 from ckpt.world.base import World, collectively
 
 
-def take_model(model: nn.Module, output: Output, world: World, ranks: Ranks) -> dict[str, Any]:
+def take_model(model: nn.Module, output: DictForm, world: World, ranks: Ranks) -> dict[str, Any]:
     """The state dict of `model`; collective over `world`. Nothing is gathered that is not asked
     for.
 
@@ -42,7 +42,9 @@ def take_model(model: nn.Module, output: Output, world: World, ranks: Ranks) -> 
     return found
 
 
-def describe_live(model: nn.Module, ranks: Ranks, output: Output) -> tuple[Described, Live]:
+def describe_live(
+    model: nn.Module, ranks: Ranks, output: DictForm
+) -> tuple[Described, LiveTensors]:
     """What this rank holds of `model`. Raises InvalidState with all that cannot take part."""
     described = describe_model(model, ranks, loading=False)
     holdings = [
@@ -65,7 +67,9 @@ def describe_live(model: nn.Module, ranks: Ranks, output: Output) -> tuple[Descr
     buffers = {fqn for source in described.buffers for fqn in source.fqns}
     keeps_low = output.form is StateDictType.LOCAL
     dtypes = {} if keeps_low else buffer_dtypes(described, buffers)
-    return described, Live(holdings, models, shardings(described, names_of(described)).get, dtypes)
+    return described, LiveTensors(
+        holdings, models, shardings(described, names_of(described)).get, dtypes
+    )
 
 
 def describe_model(model: nn.Module, ranks: Ranks, *, loading: bool) -> Described:
@@ -120,14 +124,14 @@ def _told(described: Described) -> dict[str, UnitSharding]:
 # --- what loads of models and of optimizers share ------------------------------------------------
 
 
-def check_names(world: World, names: list[str], has_any: bool, offers: Offers) -> list[int]:
+def check_names(world: World, names: list[str], has_any: bool, call: CallArguments) -> list[int]:
     """The ranks that have a dict. Raises Mismatch on all ranks when theirs have different names."""
     told = world.gather("names", encode_values(names) if has_any else b"")
     givers = [rank for rank, part in enumerate(told) if part]
     if len({told[rank] for rank in givers}) <= 1:
         return givers
     lists = {rank: set(decode_values(told[rank])) for rank in givers}
-    rank0_only = ", or rank0_only=True" if offers.rank0_only else ""
+    rank0_only = ", or rank0_only=True" if call.rank0_only else ""
     raise Mismatch(
         [
             f"{name}: is in the dicts of ranks {sorted(r for r in lists if name in lists[r])}, "

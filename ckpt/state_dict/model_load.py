@@ -12,17 +12,17 @@ from torch import nn
 from ckpt.errors import Mismatch
 from ckpt.layout.holdings import form_holdings
 from ckpt.layout.piece import Holding, Kind
-from ckpt.layout.plain import Ranks, Refused
+from ckpt.layout.plain import Ranks, UnsupportedTensor
 from ckpt.layout.region import Shape
 from ckpt.layout.sharded_tensor import is_tensor
 from ckpt.state.bind import Binding, bind_state
 from ckpt.state.describe import Described
 from ckpt.state.names import bare_names
-from ckpt.state.requested import Asked
+from ckpt.state.requested import LoadRequest
 from ckpt.state.types import Catalog, Loaded, Problem, ProblemKind, TensorEntry
 from ckpt.state_dict.model import buffer_dtypes, check_names, describe_model, share_values
 from ckpt.state_dict.redistribute import redistribute
-from ckpt.state_dict.table import Table, tell
+from ckpt.state_dict.table import Table, gather_table
 from ckpt.world.base import World, collectively
 
 __all__ = ["ModelLoad", "put_model"]
@@ -35,21 +35,21 @@ def put_model(
     state_dict: Mapping[str, Any],
     world: World,
     ranks: Ranks,
-    asked: Asked,
+    request: LoadRequest,
 ) -> ModelLoad:
     """How to fill `model` from the state dicts of all ranks; collective. Nothing has changed yet.
 
     A rank may have an empty one, which is what all but the first have with `rank0_only`; all others
     have the same names. Raises Mismatch, the same on all ranks.
     """
-    own = {} if asked.rank0_only and ranks.rank else state_dict
-    given = collectively(world, "read", lambda: _read(model, own, ranks, asked))
-    known = tell(world, "held", given.held)
+    own = {} if request.rank0_only and ranks.rank else state_dict
+    given = collectively(world, "read", lambda: _read(model, own, ranks, request))
+    known = gather_table(world, "held", given.held)
     names = {holding.pieces[0].fqn for holding in given.held} | set(given.extra)
-    givers = check_names(world, sorted(names), bool(own), asked.offers)
+    givers = check_names(world, sorted(names), bool(own), request.call)
     given = replace(given, extra=share_values(world, given.extra, givers))
-    fitting = _Fitting(model, ranks, asked, given, known)
-    binding, problems = collectively(world, "compare", lambda: fitting.bound(asked.strict))
+    fitting = _Fitting(model, ranks, request, given, known)
+    binding, problems = collectively(world, "compare", lambda: fitting.bound(request.strict))
     return ModelLoad(world, given, known, binding, problems)
 
 
@@ -64,7 +64,7 @@ class _GivenModel:
 
 
 def _read(
-    model: nn.Module, state_dict: Mapping[str, Any], ranks: Ranks, asked: Asked
+    model: nn.Module, state_dict: Mapping[str, Any], ranks: Ranks, request: LoadRequest
 ) -> _GivenModel:
     """This rank's dict as holdings. Raises Mismatch with everything that is no tensor."""
     described = describe_model(model, ranks, loading=True)
@@ -100,16 +100,16 @@ def _read(
             continue
         if fqn in recast and isinstance(value, torch.Tensor) and value.dtype is recast[fqn]:
             value = value.to(live_dtypes[fqn])
-        if asked.cast and shapes.get(fqn) == () and value.shape == (1,):
+        if request.cast and shapes.get(fqn) == () and value.shape == (1,):
             value = value.squeeze(0)  # how torch before 0.4 stored them
         try:
             # A tied name stands for the shape of the tensor that it is tied to.
             shape = shapes.get(described.aliases.get(fqn, fqn))
             parts = form_holdings(fqn, value, Kind.OTHER, ranks, shape=shape)
-        except Refused as refused:
+        except UnsupportedTensor as refused:
             problems.append(refused.problem)
             continue
-        wanted = dtypes.get(fqn) if asked.cast else None
+        wanted = dtypes.get(fqn) if request.cast else None
         held += [part if wanted is None else recast_holding(part, wanted) for part in parts]
     if problems:
         raise Mismatch(problems)
@@ -131,7 +131,7 @@ class _Fitting:
 
     model: nn.Module
     ranks: Ranks
-    asked: Asked
+    request: LoadRequest
     given: _GivenModel
     known: Table
 
@@ -147,7 +147,7 @@ class _Fitting:
             self.ranks,
             strict=strict,
             skip=lambda fqn: fqn in extra_states,
-            offers=self.asked.offers,
+            call=self.request.call,
         )
         problems = [
             problem
@@ -158,7 +158,7 @@ class _Fitting:
             )
         ]
         problems += [*self.tied_problems(), *self.extra_problems(extra_states)]
-        if self.asked.every_name:
+        if self.request.every_name:
             reported = {problem.fqn for problem in problems}
             problems += [p for p in self.missing_names() if p.fqn not in reported]
         tolerated = (ProblemKind.MISSING, ProblemKind.UNEXPECTED)
@@ -208,7 +208,7 @@ class _Fitting:
                         ProblemKind.MISSING,
                         fqn,
                         f"{fqn}: is not in the dict"
-                        + self.asked.offers.moves(rename="", leave="leave it as it is"),
+                        + self.request.call.moves(rename="", leave="leave it as it is"),
                     )
                 )
         for fqn in self.given.extra:
@@ -218,7 +218,7 @@ class _Fitting:
                         ProblemKind.UNEXPECTED,
                         fqn,
                         f"{fqn}: is in the dict and the model has no such extra state"
-                        + self.asked.offers.moves(rename="", leave="leave it out"),
+                        + self.request.call.moves(rename="", leave="leave it out"),
                     )
                 )
         return problems

@@ -18,11 +18,11 @@ from ckpt.state.describe import Described
 from ckpt.state.names import Names
 from ckpt.state.optimizer import named_groups, refusals
 from ckpt.state.own import declared, tensors_of
-from ckpt.state.requested import STATE_DICT, Offers
+from ckpt.state.requested import STATE_DICT, CallArguments
 from ckpt.state.types import Catalog, Loaded, ProblemKind, TensorEntry
 from ckpt.state_dict.listed import ListedParams
 from ckpt.state_dict.model import check_names, describe_model, share_values
-from ckpt.state_dict.optimizer_reading import GivenState, Reader, live_names
+from ckpt.state_dict.optimizer_reading import DictReader, GivenState, live_names
 from ckpt.state_dict.optimizers import (
     GROUPS,
     PATH,
@@ -32,7 +32,7 @@ from ckpt.state_dict.optimizers import (
     in_one_order,
 )
 from ckpt.state_dict.redistribute import redistribute
-from ckpt.state_dict.table import Table, tell
+from ckpt.state_dict.table import Table, gather_table
 from ckpt.world.base import World, collectively
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class OptimizerTarget(NamedTuple):
     world: World
     ranks: Ranks
     fresh: bool
-    offers: Offers = STATE_DICT
+    call: CallArguments = STATE_DICT
 
 
 def prepare_load(
@@ -61,25 +61,25 @@ def prepare_load(
     needs_groups: bool,
 ) -> OptimizerLoad:
     """All that can be known before a byte moves. Collective; raises Mismatch on all ranks."""
-    world, ranks, offers = target.world, target.ranks, target.offers._replace(cast=False)
+    world, ranks, call = target.world, target.ranks, target.call._replace(cast=False)
     dict_here = {} if rank0_only and ranks.rank else state_dict
 
     def read() -> tuple[Described, GivenState]:
         described = describe_model(target.model, ranks, loading=True)
-        return described, Reader(target.optimizers, described, ranks).read(dict_here)
+        return described, DictReader(target.optimizers, described, ranks).read(dict_here)
 
     described, given = collectively(world, "read", read)
     own = _share_own(world, ranks, given, gives=bool(dict_here))
-    known = tell(world, "held", given.held)
+    known = gather_table(world, "held", given.held)
     names = {holding.pieces[0].fqn for holding in given.held} | set(given.values)
     names -= tensors_of(given.own.values())
-    givers = check_names(world, sorted(names), bool(dict_here), offers)
+    givers = check_names(world, sorted(names), bool(dict_here), call)
     shared = share_values(world, {"values": given.values, "user": given.user}, givers)
     given.values, given.user = shared["values"], shared["user"]
     check_values(world, in_one_order(given.values))
     if needs_groups and GROUPS not in given.values:
-        raise Mismatch([_NO_GROUPS + (_WITHOUT_GROUPS if offers.strict else "")])
-    loading = OptimizerLoad(target._replace(offers=offers), described, given, own, known)
+        raise Mismatch([_NO_GROUPS + (_WITHOUT_GROUPS if call.strict else "")])
+    loading = OptimizerLoad(target._replace(call=call), described, given, own, known)
     collectively(world, "compare", lambda: loading.bind(strict))
     return loading
 
@@ -120,7 +120,7 @@ class OptimizerLoad:
     ) -> None:
         self.world = target.world
         self.ranks = target.ranks
-        self.offers = target.offers
+        self.call = target.call
         self.optimizers = target.optimizers
         self.targets: list[Any] = (
             [_Fresh(one) for one in target.optimizers] if target.fresh else [*target.optimizers]
@@ -144,7 +144,7 @@ class OptimizerLoad:
         if strict and extra:
             problems += [
                 f"{name}: is in the dict and no parameter of the optimizer"
-                + self.offers.moves(rename="", leave="leave it out")
+                + self.call.moves(rename="", leave="leave it out")
                 for name in extra
             ]
         for at, target in enumerate(self.targets):
@@ -171,7 +171,7 @@ class OptimizerLoad:
             _of_params(values, own),
             per_rank=self.own,
         )
-        names = Names(catalog, None, None, self.offers)
+        names = Names(catalog, None, None, self.call)
         names.aliases = self.described.aliases
         if found := refusals(PATH, optimizer, self.described, self.ranks):
             return found

@@ -12,7 +12,7 @@ import torch
 from ckpt.errors import Mismatch
 from ckpt.layout.holdings import form_holdings
 from ckpt.layout.piece import Holding, Kind
-from ckpt.layout.plain import Ranks, Refused
+from ckpt.layout.plain import Ranks, UnsupportedTensor
 from ckpt.layout.region import Shape
 from ckpt.layout.sharded_tensor import is_tensor
 from ckpt.state.describe import Described
@@ -24,7 +24,7 @@ from ckpt.state_dict.model import names_of
 from ckpt.state_dict.optimizer_keys import check_keys, nested
 from ckpt.state_dict.optimizers import GROUPS, OWN, OWN_KEYS, STATE, Optimizers
 
-__all__ = ["GivenState", "Reader", "live_names"]
+__all__ = ["DictReader", "GivenState", "live_names"]
 
 
 @dataclass(slots=True)
@@ -43,7 +43,7 @@ class GivenState:
     problems: list[str] = field(default_factory=list)
 
 
-class Reader:
+class DictReader:
     """Reads a state dict for `optimizers` of a model that is `described`."""
 
     def __init__(self, optimizers: Optimizers, described: Described, ranks: Ranks) -> None:
@@ -157,7 +157,7 @@ class Reader:
     def hold(self, read: GivenState, fqn: str, content: Any, shape: Shape | None) -> list[Holding]:
         try:
             holdings = form_holdings(fqn, content, Kind.OPTIMIZER, self.ranks, shape=shape)
-        except Refused as refused:
+        except UnsupportedTensor as refused:
             read.problems.append(refused.problem)
             return []
         read.held += holdings

@@ -33,7 +33,7 @@ from ckpt.state.optimizer import (
 from ckpt.state.optimizer_kinds import NUMBER_OF_SUFFIX, StateKind, kind_of, number_suffix
 from ckpt.state.own import PerRankState, StateDeclaration, declared
 from ckpt.state.values import join_tree, references
-from ckpt.state_dict.forms import Live, Output, take_out
+from ckpt.state_dict.forms import DictForm, LiveTensors, take_out
 from ckpt.state_dict.model import describe_model, names_of, shardings
 from ckpt.state_dict.optimizer_keys import check_keys
 from ckpt.world.base import World, collectively
@@ -106,7 +106,7 @@ def _group_of(group: Mapping[str, Any], by_key: Mapping[Any, torch.Tensor]) -> d
 class _Taken:
     """What this rank holds of optimizers, and the values that all ranks have alike."""
 
-    live: Live
+    live: LiveTensors
     values: dict[str, Any]
     user: dict[str, Any]
     has_groups: bool
@@ -116,7 +116,7 @@ class _Taken:
 def take_optimizer(
     model: nn.Module,
     optimizers: Optimizers,
-    output: Output,
+    output: DictForm,
     world: World,
     ranks: Ranks,
     *,
@@ -178,7 +178,7 @@ def _taken(
         flat.problems.extend(rest.problems)
     if flat.problems:
         raise InvalidState(flat.problems)
-    live = Live(
+    live = LiveTensors(
         flat.holdings,
         _templates(view, described, ranks),
         _sharding_of(described),

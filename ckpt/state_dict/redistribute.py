@@ -18,7 +18,7 @@ from ckpt.errors import Mismatch
 from ckpt.layout.memory import host_bytes, local_view, narrowed
 from ckpt.layout.piece import Holding
 from ckpt.layout.region import Box, Region, Shape, Span, boxes_of, intersect, whole
-from ckpt.state_dict.table import Known, Routes, Table, normal, tell
+from ckpt.state_dict.table import Known, Routes, Table, gather_table, normal
 from ckpt.world.base import World, collectively
 
 BATCH_NBYTES = 256 << 20
@@ -28,7 +28,7 @@ PACKED_NBYTES = 32 << 20
 DIRECT_NBYTES_MIN = 64 << 10
 
 
-class Slot(NamedTuple):
+class RegionMemory(NamedTuple):
     """Memory of this rank for one region of a tensor, of any strides, on any device."""
 
     fqn: str
@@ -36,10 +36,12 @@ class Slot(NamedTuple):
     local: torch.Tensor
 
 
-def slots_of(holdings: Iterable[Holding]) -> list[Slot]:
+def region_memories(holdings: Iterable[Holding]) -> list[RegionMemory]:
     """One slot for each piece, regions in one form, so that equal ones are equal values."""
     return [
-        Slot(piece.fqn, normal(piece.region, piece.global_shape), local_view(holding, piece))
+        RegionMemory(
+            piece.fqn, normal(piece.region, piece.global_shape), local_view(holding, piece)
+        )
         for holding in holdings
         for piece in holding.pieces
     ]
@@ -53,7 +55,7 @@ def redistribute(
     Raises Mismatch on all ranks, before anything is written, when the regions that are held do not
     make up a tensor that is wanted.
     """
-    wishes = tell(world, "wanted", wanted)
+    wishes = gather_table(world, "wanted", wanted)
     plan = _plan(known, wishes)
 
     def prepare() -> tuple[_Here, list[_Batch]]:
@@ -74,15 +76,15 @@ def redistribute(
 Window = tuple[Box, ...] | None
 
 
-class _Part(NamedTuple):
+class _BatchPart(NamedTuple):
     fqn: str
     window: Window
     routes: Routes
 
 
 class _Plan(NamedTuple):
-    local: list[_Part]  # tensors of which every rank has what it wants
-    batches: list[list[_Part]]
+    local: list[_BatchPart]  # tensors of which every rank has what it wants
+    batches: list[list[_BatchPart]]
 
 
 def _plan(known: Table, wishes: Table) -> _Plan:
@@ -98,7 +100,7 @@ def _plan(known: Table, wishes: Table) -> _Plan:
             continue
         routes = Routes(entry, wish)
         if all(_has(entry, rank, regions) for rank, regions in wish.at.items()):
-            plan.local.append(_Part(fqn, None, routes))
+            plan.local.append(_BatchPart(fqn, None, routes))
             continue
         problem = routes.problem(fqn)
         if problem is not None:
@@ -113,7 +115,7 @@ def _plan(known: Table, wishes: Table) -> _Plan:
             ):
                 plan.batches.append([])
                 filled = packed = 0
-            plan.batches[-1].append(_Part(fqn, window, routes))
+            plan.batches[-1].append(_BatchPart(fqn, window, routes))
             filled += nbytes
             packed += in_small_parts
     if problems:
@@ -232,10 +234,10 @@ class _Here:
 
     def __init__(self, world: World, held: Sequence[Holding], wanted: Sequence[Holding]) -> None:
         self.world = world
-        self.sources = {(slot.fqn, slot.region): slot.local for slot in slots_of(held)}
+        self.sources = {(slot.fqn, slot.region): slot.local for slot in region_memories(held)}
         self.targets: dict[tuple[str, Region], _Flat] = {}
         self.twins: list[tuple[_Flat, torch.Tensor]] = []
-        for slot in slots_of(wanted):
+        for slot in region_memories(wanted):
             key = (slot.fqn, slot.region)
             if not slot.region.numel:
                 continue
@@ -243,7 +245,7 @@ class _Here:
                 self.twins.append((self.targets[key], slot.local))
             else:
                 self.targets[key] = _Flat(slot.local, fill=False)
-        self.staging = _Staging()
+        self.staging = _PackedBuffers()
 
     def finish(self) -> None:
         """All bytes are here: bring them to where the slots themselves are."""
@@ -259,7 +261,9 @@ _Source = tuple[tuple[str, Region], _End]
 class _Batch:
     """What this rank copies, sends and receives for some tensors, in the order all ranks share."""
 
-    def __init__(self, parts: Sequence[_Part], known: Table, wishes: Table, here: _Here) -> None:
+    def __init__(
+        self, parts: Sequence[_BatchPart], known: Table, wishes: Table, here: _Here
+    ) -> None:
         size = here.world.size
         self.here = here
         self.own: list[tuple[tuple[str, Region], _End, _Flat, _End]] = []
@@ -269,7 +273,7 @@ class _Batch:
             for region, holders in known[part.fqn].holders().items():
                 self.add(part, region, holders, wishes[part.fqn])
 
-    def add(self, part: _Part, region: Region, holders: Sequence[int], wish: Known) -> None:
+    def add(self, part: _BatchPart, region: Region, holders: Sequence[int], wish: Known) -> None:
         """Everything that moves from `region` of a tensor and concerns this rank."""
         fqn, window, routes = part
         me, size = self.here.world.rank, self.here.world.size
@@ -366,7 +370,7 @@ class _Batch:
         return buffers
 
 
-class _Staging:
+class _PackedBuffers:
     """Host memory for one round, used again in the next; it grows to what a round has needed."""
 
     def __init__(self) -> None:

@@ -80,7 +80,7 @@ def normal(region: Region, shape: Shape) -> Region:
     return span_of(region, shape) or region
 
 
-def tell(world: World, phase: str, holdings: Sequence[Holding]) -> Table:
+def gather_table(world: World, phase: str, holdings: Sequence[Holding]) -> Table:
     """What all ranks have, in the order of the lead and then of the others; the same on all ranks.
 
     Raises Mismatch on all ranks when they disagree about a tensor's shape or dtype.
@@ -106,7 +106,7 @@ def tell(world: World, phase: str, holdings: Sequence[Holding]) -> Table:
     return known
 
 
-class _Told(NamedTuple):
+class _RankTable(NamedTuple):
     """What one rank has."""
 
     tensors: list[tuple[str, torch.dtype, Shape, Ranks | None]]
@@ -131,10 +131,10 @@ def _encoded(holdings: Sequence[Holding]) -> bytes:
     return zlib.compress(json.dumps([list(number_of), tensors, regions]).encode(), 1)
 
 
-def _decoded(part: bytes) -> _Told:
+def _decoded(part: bytes) -> _RankTable:
     groups, tensors, regions = json.loads(zlib.decompress(part))
     ranks = [None if group is None else tuple(group) for group in groups]
-    return _Told(
+    return _RankTable(
         [
             (fqn, torch_dtype(dtype), tuple(shape), ranks[owners])
             for fqn, dtype, shape, owners in tensors

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from ckpt.layout.dtensor import describe_dtensor
 from ckpt.layout.flat import Inside
-from ckpt.layout.plain import Ranks, Refused
+from ckpt.layout.plain import Ranks, UnsupportedTensor
 from ckpt.layout.region import Box
 from ckpt.layout.tensor import is_dtensor
 from sharding.engine.groups import Groups, line_through_here
@@ -91,7 +91,7 @@ class TensorParallel(Extension):
         world = Ranks(dist.get_rank(), tuple(range(dist.get_world_size())))
         try:
             views = describe_dtensor(fqn, tensor.detach(), world).views
-        except Refused as refused:
+        except UnsupportedTensor as refused:
             raise ValueError(refused.problem) from None
         regions = [piece.region for view in views for piece in view.pieces]
         if len(regions) != 1 or not isinstance(regions[0], Box):

@@ -13,8 +13,8 @@ import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from ckpt.layout.dtensor import Cut, Run, boxes_kept, cuts_of, outermost_last, runs_kept
-from ckpt.layout.plain import Refused
+from ckpt.layout.dtensor import Cut, IndexRun, boxes_kept, cuts_of, outermost_last, runs_kept
+from ckpt.layout.plain import UnsupportedTensor
 from ckpt.layout.region import Shape
 from tests.layout.rebuilding import taken
 from tests.versions import TORCH, needs_uneven_strided_shards
@@ -111,9 +111,9 @@ def test_fsdp2_cuts_what_tensor_parallel_has_left(fsdp: int, tp: int) -> None:
 
 def test_runs_are_joined_and_in_local_order() -> None:
     """A strided shard of neighbours is one run; of others several, in the order of local memory."""
-    assert runs_kept(8, []) == [Run(0, 8)]
-    assert runs_kept(8, [Cut(0, 2, 0, 2)]) == [Run(0, 2), Run(4, 6)]
-    assert runs_kept(8, [Cut(0, 1, 0, 4)]) == [Run(0, 8)]
+    assert runs_kept(8, []) == [IndexRun(0, 8)]
+    assert runs_kept(8, [Cut(0, 2, 0, 2)]) == [IndexRun(0, 2), IndexRun(4, 6)]
+    assert runs_kept(8, [Cut(0, 1, 0, 4)]) == [IndexRun(0, 8)]
     assert runs_kept(3, [Cut(0, 4, 3)]) == []
     assert boxes_kept((), [])[0] == ()
 
@@ -128,5 +128,5 @@ def test_nothing_left_is_one_empty_box() -> None:
 
 def test_pending_sums_are_refused_by_name() -> None:
     """A partial placement has no value yet."""
-    with pytest.raises(Refused, match=r"layer\.weight.*redistribute"):
+    with pytest.raises(UnsupportedTensor, match=r"layer\.weight.*redistribute"):
         cuts_of("layer.weight", [Partial()], (2,), (0,))

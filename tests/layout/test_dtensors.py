@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import Placement
 
-from ckpt.layout.modules import Ranks, Refused, describe_module, describe_tensor
+from ckpt.layout.modules import Ranks, UnsupportedTensor, describe_module, describe_tensor
 from ckpt.layout.tensor import local_tensor
 from tests.layout.rebuilding import assembled, held, put, rebuilt, world
 from tests.ranks import run_ranks
@@ -184,7 +184,7 @@ def _check_refusals() -> list[str]:
         DTensor.from_local(torch.ones(2, 2), mesh, [Partial()]),
         DTensor.from_local(torch.ones(rows, 2), mesh, [Shard(0)], shape=shape, stride=stride),
     ):
-        with pytest.raises(Refused) as caught:
+        with pytest.raises(UnsupportedTensor) as caught:
             describe_tensor("layer.weight", tensor, world())
         problems.append(caught.value.problem)
     return problems

@@ -19,7 +19,13 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from ckpt.layout.modules import ModuleLayout, Ranks, Refused, describe_module, describe_tensor
+from ckpt.layout.modules import (
+    ModuleLayout,
+    Ranks,
+    UnsupportedTensor,
+    describe_module,
+    describe_tensor,
+)
 from ckpt.layout.piece import Owned, Piece, View
 from ckpt.layout.region import Span
 from tests.layout.models import awkward, image
@@ -183,7 +189,7 @@ def _strange() -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("kind", ["sparse", "csr", "quantized", "nested", "meta", "subbyte"])
 def test_tensors_without_plain_bytes_are_refused_by_name(kind: str) -> None:
     """One sentence with the name and what to do."""
-    with pytest.raises(Refused, match=r"^some\.fqn: .*(save|materialize)"):
+    with pytest.raises(UnsupportedTensor, match=r"^some\.fqn: .*(save|materialize)"):
         describe_tensor("some.fqn", _strange()[kind], ALONE)
 
 

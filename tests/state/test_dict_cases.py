@@ -25,7 +25,7 @@ from torch.nn.utils import parametrizations
 
 from ckpt.errors import CheckpointError, Mismatch
 from ckpt.layout.plain import Ranks
-from ckpt.state.requested import Asked
+from ckpt.state.requested import LoadRequest
 from ckpt.state_dict.api import (
     load_model_state_dict,
     load_optimizer_state_dict,
@@ -358,7 +358,7 @@ def ranks_of(world: World) -> Ranks:
 
 def load_threads(world: World, taken: Any) -> None:
     module = small(2)
-    put_model(module, taken, world, ranks_of(world), Asked()).fill()
+    put_model(module, taken, world, ranks_of(world), LoadRequest()).fill()
 
 
 def load_optimizer_threads(world: World, taken: Any) -> None:

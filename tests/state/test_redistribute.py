@@ -20,7 +20,7 @@ from ckpt.layout.piece import Holding, Kind, Piece
 from ckpt.layout.region import Box, Region, Shape, Span, whole
 from ckpt.state_dict import redistribute as module
 from ckpt.state_dict.redistribute import redistribute
-from ckpt.state_dict.table import tell
+from ckpt.state_dict.table import gather_table
 from ckpt.testing import RanksFailed, run_ranks
 from ckpt.world.base import World
 from tests.state.checkpoints import elements, put, same_bits
@@ -103,7 +103,7 @@ def test_what_arrives_is_what_was_there(
                     held.append(holding(fqn, shape, region, tensor, like=tensor.dtype, odd=odd))
                 for region in targets[world.rank] * 2:  # twice: two holdings of one region
                     wanted.append(holding(fqn, shape, region, None, like=tensor.dtype, odd=odd))
-            redistribute(world, held, tell(world, "held", held), wanted)
+            redistribute(world, held, gather_table(world, "held", held), wanted)
             tensors = {fqn: tensor for fqn, tensor, _, _ in cases}
             return [
                 f"{h.pieces[0]}"
@@ -175,7 +175,7 @@ def test_each_byte_travels_once_in_batches(monkeypatch: pytest.MonkeyPatch) -> N
         span = Span(world.rank * part, (world.rank + 1) * part)
         held = [holding("t", shape, span, None, like=torch.float32, odd=False)]
         wanted = [holding("t", shape, whole(shape), None, like=torch.float32, odd=False)]
-        redistribute(counting, held, tell(counting, "held", held), wanted)
+        redistribute(counting, held, gather_table(counting, "held", held), wanted)
         return counting.received, counting.largest
 
     for received, largest in run_ranks(4, run):
@@ -192,7 +192,7 @@ def test_replicas_are_asked_in_turn_and_own_memory_first() -> None:
         held = [holding("t", (100,), span, None, like=torch.uint8, odd=False)]
         held[0].local.fill_(world.rank)
         wanted = [holding("t", (100,), Span(0, 100), None, like=torch.uint8, odd=False)]
-        redistribute(counting, held, tell(counting, "held", held), wanted)
+        redistribute(counting, held, gather_table(counting, "held", held), wanted)
         pair = world.rank // 2 * 2
         assert sorted(set(wanted[0].local.tolist())) == [pair, pair + 1]
         return counting.received
@@ -204,7 +204,7 @@ def test_gaps_overlaps_and_disagreement_are_told_on_all_ranks() -> None:
     def run(world: World, spans: Any, shape: Shape) -> None:
         held = [holding("a.b", shape, spans[world.rank], None, like=torch.uint8, odd=False)]
         wanted = [holding("a.b", shape, Span(0, shape[0]), None, like=torch.uint8, odd=False)]
-        redistribute(world, held, tell(world, "held", held), wanted)
+        redistribute(world, held, gather_table(world, "held", held), wanted)
 
     for spans in ([Span(0, 3), Span(4, 6)], [Span(0, 4), Span(3, 6)]):
         with pytest.raises(RanksFailed) as failed:
@@ -226,7 +226,7 @@ def test_what_a_rank_holds_itself_is_never_sent_to_it() -> None:
         held = [holding("t", (128,), span, None, like=torch.uint8, odd=False)]
         held[0].local.fill_(world.rank)
         wanted = [holding("t", (128,), Span(0, 128), None, like=torch.uint8, odd=False)]
-        redistribute(counting, held, tell(counting, "held", held), wanted)
+        redistribute(counting, held, gather_table(counting, "held", held), wanted)
         return sorted(set(wanted[0].local.tolist())), counting.received
 
     for rank, (marks, received) in enumerate(run_ranks(4, run)):
@@ -246,7 +246,7 @@ def _held(world: World, owners: Any, replicas: Any) -> tuple[list[Holding], list
 def test_a_rank_takes_only_from_those_that_share_its_tensor() -> None:
     def run(world: World) -> list[int]:
         held, wanted = _held(world, [(0, 2), (1, 3)] * 2, [(0,), (1,), (2,), (3,)])
-        redistribute(world, held, tell(world, "held", held), wanted)
+        redistribute(world, held, gather_table(world, "held", held), wanted)
         return sorted(set(wanted[0].local.tolist()))
 
     assert run_ranks(4, run) == [[1], [2], [1], [2]]
@@ -258,7 +258,7 @@ def test_equal_regions_of_strangers_are_an_error_that_names_both(replicas: Any) 
 
     def run(world: World) -> None:
         held, wanted = _held(world, [None] * 4, replicas)
-        redistribute(world, held, tell(world, "held", held), wanted)
+        redistribute(world, held, gather_table(world, "held", held), wanted)
 
     with pytest.raises(RanksFailed) as failed:
         run_ranks(4, run)

@@ -7,24 +7,7 @@ name.
 Wrappers (FSDP1, DDP, DataParallel, torch.compile, activation checkpointing) are seen through: names
 are those of the bare module.
 
-A foreign engine takes part by offering two methods on a module:
-
-`__ckpt_pieces__()` returns an iterable of `Owned` for the parameters of the module's subtree that
-the engine manages. Names in the pieces are relative to that module, holders are torch's global
-ranks (0 without a process group). What it does not cover is described as usual. It makes no
-collective.
-
-`__ckpt_reshard__()` (optional) drops gathered copies; it is called before the memory is written to.
-
-`__ckpt_wraps__` (optional, on the class) is the name of the child that the module only wraps: names
-below it have no part for it.
-
-A hook for state dicts that an engine registers, and that changes nothing in them, says so by an
-attribute `__ckpt_neutral__` that is true.
-
-`__ckpt_aliases__()` (optional) maps further names of tied parameters to the names in the pieces.
-
-A tensor subclass offers `__ckpt_pieces__()` likewise, with the empty string as its own name.
+A foreign engine takes part by the methods of `ckpt.layout.protocol`.
 """
 
 from __future__ import annotations

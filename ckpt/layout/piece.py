@@ -1,7 +1,7 @@
 """Pieces: what one rank holds of logical tensors, and where in its local memory.
 
 Every engine's way of holding tensors is told in these values alone. An engine takes part by
-offering `__ckpt_pieces__()`; see `Owned`.
+offering `__ckpt_pieces__()`; see `ckpt.layout.protocol`.
 """
 
 from __future__ import annotations

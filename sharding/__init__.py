@@ -41,7 +41,7 @@ from torch.distributed.fsdp.wrap import (
 
 from sharding.comm_hooks import LowPrecisionState, bf16_compress_hook, fp16_compress_hook
 from sharding.explaining import explain
-from sharding.flat.param import FlatParameter
+from sharding.flat.members import FlatParameter
 from sharding.fsdp import FullyShardedDataParallel
 from sharding.fsdp_module import (
     FSDPModule,

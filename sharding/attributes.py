@@ -1,4 +1,4 @@
-"""The attributes by which torch's wrapper tells what it was made with; ours has them too."""
+"""The attributes of a wrapper: what it consists of, and torch's names for what it was made with."""
 
 from __future__ import annotations
 
@@ -12,11 +12,15 @@ from sharding.engine.groups import Groups
 from sharding.engine.torch_seam import TrainingState
 from sharding.engine.unit import Phase
 from sharding.flat.unit import FlatUnit
+from sharding.wrapping.init import Ignored
 
 if TYPE_CHECKING:
-    from sharding.flat.param import FlatParameter
+    from sharding.flat.members import FlatParameter
 
-__all__ = ["UnitAttributes"]
+__all__ = ["CHILD", "UnitAttributes"]
+
+CHILD = "_fsdp_wrapped_module"
+"""The name of the wrapped module in the wrapper; torch's own."""
 
 _TRAINING_STATES = {
     Phase.IDLE: TrainingState.IDLE,
@@ -27,12 +31,19 @@ _TRAINING_STATES = {
 
 
 class UnitAttributes:
-    """What a wrapper was made with, by torch's names. To read, not to assign."""
+    """What a wrapper consists of and was made with. To read, not to assign."""
 
     fsdp_unit: FlatUnit
     fsdp_groups: Groups
     fsdp_mesh: DeviceMesh | None
     fsdp_member_names: tuple[str, ...]
+    fsdp_ignored: Ignored
+    fsdp_names: tuple[str, ...]
+    """Bare names of parameters and buffers below, in the order of the wrapped module's dict."""
+    fsdp_buffer_dtypes: dict[str, torch.dtype]
+    """What buffers were before mixed precision has cast them, by bare name."""
+    syncs_states: bool
+    """Whether the values of the first rank were broadcast when it was made."""
 
     @property
     def process_group(self) -> Any:

@@ -16,7 +16,8 @@ from torch import nn
 
 from sharding.engine.steps import Noted
 from sharding.engine.unit import Unit
-from sharding.fsdp import FullyShardedDataParallel, clean_name, fsdp_units
+from sharding.flat.tree import clean_name
+from sharding.fsdp import FullyShardedDataParallel, fsdp_units
 from sharding.fsdp_module import ShardedGroup, sharded_groups
 
 __all__ = ["Explanation", "StepEvent", "UnitFacts", "explain"]

@@ -1,19 +1,21 @@
 """`FullyShardedDataParallel`: the wrapper that a training script uses.
 
-Arguments, defaults and methods are those of torch's class of that name. Nothing happens in this
-file but telling the parts: what is wrapped (`init`, `wrapping`, `groups`), how it is kept
-(`flat_param`), what happens when (`unit`, `runtime`).
+Arguments, defaults and methods are those of torch's class of that name. This file only calls the
+parts:
+
+    wrapping/policies, engine/groups   which modules become units, over which ranks
+    flat/construction, wrapping/init   what is checked and prepared before there is a unit
+    flat/tree                          the wrappers of a model and what they hold
+    flat/agreement, engine/runtime     what they share once the root is known
+    flat/param, engine/unit            how parameters are kept, and what happens when
 """
 
 from __future__ import annotations
 
-import enum
-import math
 import os
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,11 +25,12 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision,
 from ckpt.layout.flat import FlatMember, flat_views, member_as_param, memory_order
 from ckpt.layout.piece import Owned
 from ckpt.layout.sharded_tensor import UnitSharding
-from sharding.attributes import UnitAttributes
+from sharding.attributes import CHILD, UnitAttributes
 from sharding.clip import check_dtypes, clip_sharded
 from sharding.comm_hooks import hook_of
-from sharding.dtensor.seam import mark_sharded, sharded_before_as
-from sharding.engine.collectives import Comm, wants_details
+from sharding.dtensor.seam import mark_sharded
+from sharding.engine.collectives import wants_details
+from sharding.engine.early_gather import UnshardHandle, start_early
 from sharding.engine.extensions import (
     Extension,
     Lines,
@@ -38,51 +41,22 @@ from sharding.engine.extensions import (
 )
 from sharding.engine.groups import HYBRID, Groups, resolve_groups
 from sharding.engine.order import OrderCheck
-from sharding.engine.precision import cast_buffers, reduce_dtype
 from sharding.engine.ranges import RangeName
-from sharding.engine.reduction import Reduction, divide_factors
-from sharding.engine.runtime import Runtime
-from sharding.engine.store import ModuleParam
+from sharding.engine.runtime import Runtime, check_no_inner_root
 from sharding.engine.streams import streams_for
-from sharding.engine.torch_seam import larger_mesh, persistent_buffers
+from sharding.engine.torch_seam import larger_mesh
 from sharding.engine.unit import Phase, Root
-from sharding.flat.param import FlatParam, StoreOptions
+from sharding.flat.agreement import cast_all_buffers, check_agreement, members_text
+from sharding.flat.construction import Values, check_kinds, clamped, make_unit, prepare_params
+from sharding.flat.tree import clean_name, ignored_below, managed_below, state_names, wrappers_below
 from sharding.flat.unit import FlatUnit, Settings
 from sharding.state_dict_methods import StatefulUnit
-from sharding.summon import SummonOptions, summon_units
+from sharding.summon import SummonOptions, check_summon, summon_units
 from sharding.torch_face import hand_over
-from sharding.wrapping.init import (
-    Ignored,
-    choose_device,
-    find_ignored,
-    find_params,
-    materialize,
-    move_states,
-    sync_states,
-    warn_of_slow_wrapping,
-)
+from sharding.wrapping.init import Ignored
 from sharding.wrapping.policies import auto_wrap
 
 __all__ = ["FullyShardedDataParallel", "fsdp_units"]
-
-_CHILD = "_fsdp_wrapped_module"
-
-
-class UnshardHandle:
-    """An early gather under way."""
-
-    def __init__(self, unit: FlatUnit) -> None:
-        self._unit = unit
-        if unit.store is not None:
-            # Outside of a forward nobody has told the stream of gathers to wait for a step.
-            unit.known_runtime().streams.gathers_wait_for_compute()
-            unit.was_asked_for = unit.was_asked_for or unit.needs_gather
-            unit.gather_early()
-
-    def wait(self) -> None:
-        """Return when the parameters are there. Waiting twice is harmless."""
-        if self._unit.store is not None and self._unit.was_asked_for:
-            self._unit.store.finish_unshard()
 
 
 class FullyShardedDataParallel(UnitAttributes, StatefulUnit):
@@ -100,7 +74,7 @@ class FullyShardedDataParallel(UnitAttributes, StatefulUnit):
     mode compute in full precision whatever `mixed_precision` says, as in torch's class.
     """
 
-    __ckpt_wraps__ = _CHILD
+    __ckpt_wraps__ = CHILD
     fsdp_extension: Extension | None = None
     """How members that are not plain tensors are flattened; see `sharding.engine.extensions`."""
 
@@ -124,14 +98,14 @@ class FullyShardedDataParallel(UnitAttributes, StatefulUnit):
         device_mesh: DeviceMesh | None = None,
     ) -> None:
         super().__init__()
-        _check_kinds(
+        check_kinds(
             ("sharding_strategy", sharding_strategy, ShardingStrategy),
             ("cpu_offload", cpu_offload, CPUOffload),
             ("backward_prefetch", backward_prefetch, BackwardPrefetch),
             ("mixed_precision", mixed_precision, MixedPrecision),
         )
         strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
-        ignored = _ignored_below(module, ignored_modules, ignored_states)
+        ignored = ignored_below(module, ignored_modules, ignored_states)
         groups = resolve_groups(
             process_group, device_mesh, strategy, has_policy=auto_wrap_policy is not None
         )
@@ -153,10 +127,10 @@ class FullyShardedDataParallel(UnitAttributes, StatefulUnit):
             }
             self._wrap_below(module, auto_wrap_policy, ignored, shared)
         values = Values(device_id, param_init_fn, sync_module_states)
-        module_params, device = _prepared(module, ignored, groups, values)
-        self.fsdp_names = tuple(_state_names(module))  # before members are taken out
+        module_params, device = prepare_params(module, ignored, groups, values)
+        self.fsdp_names = tuple(state_names(module))  # before members are taken out
         settings = Settings(
-            strategy=_clamped(strategy, groups),
+            strategy=clamped(strategy, groups),
             precision=mixed_precision or MixedPrecision(),
             backward_prefetch=backward_prefetch,
             forward_prefetch=forward_prefetch,
@@ -168,7 +142,7 @@ class FullyShardedDataParallel(UnitAttributes, StatefulUnit):
             evaluates_in_full_precision=os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1",
         )
         extension = self._extension_for(groups, device_mesh)
-        unit = _make_unit(module, module_params, groups, settings, extension)
+        unit = make_unit(module, module_params, groups, settings, extension)
         self.syncs_states = sync_module_states
         self._build(unit, groups, ignored, device_mesh)
         for item in module_params:
@@ -230,7 +204,7 @@ class FullyShardedDataParallel(UnitAttributes, StatefulUnit):
 
     def check_nothing_left(self) -> None:
         """Raise RuntimeError, with their names, when parameters are neither sharded nor ignored."""
-        managed = _managed_below(self)
+        managed = managed_below(self)
         left = [
             name
             for name, param in self._fsdp_wrapped_module.named_parameters()
@@ -261,7 +235,7 @@ class FullyShardedDataParallel(UnitAttributes, StatefulUnit):
         runtime = self._find_root()
         evaluates = self.fsdp_unit.settings.evaluates_in_full_precision
         if evaluates and runtime.root is self.fsdp_unit and not runtime.in_backward:
-            _cast_all_buffers(self, fsdp_units(self), low=self.training)
+            cast_all_buffers(fsdp_units(self), low=self.training)
         return self.fsdp_unit.before_forward(args, kwargs)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -277,23 +251,15 @@ class FullyShardedDataParallel(UnitAttributes, StatefulUnit):
         if self.fsdp_unit.runtime is not None:
             return self.fsdp_unit.runtime
         wrappers = fsdp_units(self)
-        if any(wrapper.fsdp_unit.runtime is not None for wrapper in wrappers):
-            raise AssertionError(
-                "an inner unit was used as a root (by a forward or summon_full_params of its own) "
-                "before the outer one; call the outermost wrapper first"
-            )
-        for name in ("use_orig_params", "limit_all_gathers", "evaluates_in_full_precision"):
-            values = {getattr(w.fsdp_unit.settings, name) for w in wrappers}
-            if len(values) > 1:
-                raise ValueError(f"{name} must be the same for all units, got {sorted(values)}")
-        _check_devices(self)
-        device = self.fsdp_unit.settings.device
         units = [wrapper.fsdp_unit for wrapper in wrappers]
+        check_no_inner_root(self.fsdp_unit, units, name_of=members_text, error=AssertionError)
+        check_agreement(wrappers)
+        device = self.fsdp_unit.settings.device
         runtime = Runtime(self.fsdp_unit, units, streams_for(device))
         if wants_details():
             comms = [comm for comm in self.fsdp_groups if comm is not None]
-            runtime.order_check = OrderCheck(comms, lambda number: _members_text(units[number]))
-        _cast_all_buffers(self, wrappers, low=True)
+            runtime.order_check = OrderCheck(comms, lambda number: members_text(units[number]))
+        cast_all_buffers(wrappers, low=True)
         return runtime
 
     def check_is_root(self) -> bool:
@@ -306,7 +272,7 @@ class FullyShardedDataParallel(UnitAttributes, StatefulUnit):
         With `async_op` returns a handle whose `wait()` returns when they are there, else waits.
         """
         self._find_root()
-        handle = UnshardHandle(self.fsdp_unit)
+        handle = start_early(self.fsdp_unit, shows_views=False)
         if async_op:
             return handle
         handle.wait()
@@ -428,7 +394,7 @@ class FullyShardedDataParallel(UnitAttributes, StatefulUnit):
             wrapper._find_root()
         units = [wrapper.fsdp_unit for wrapper in wrappers]
         options = SummonOptions(writeback, rank0_only, offload_to_cpu, with_grads)
-        _check_summon(units, options)
+        check_summon(units, options)
         with summon_units(units, options):
             yield
 
@@ -488,7 +454,7 @@ class FullyShardedDataParallel(UnitAttributes, StatefulUnit):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name == _CHILD:
+            if name == CHILD:
                 raise
             return getattr(self._fsdp_wrapped_module, name)
 
@@ -518,7 +484,7 @@ class FullyShardedDataParallel(UnitAttributes, StatefulUnit):
 
     def live_shards(self) -> set[int]:
         """Identities of the sharded parameters of this unit and those below."""
-        return set().union(*(_managed_below(w) for w in fsdp_units(self) if w.is_sharded))
+        return set().union(*(managed_below(w) for w in fsdp_units(self) if w.is_sharded))
 
     def __ckpt_pieces__(self) -> list[Owned]:
         store = self.fsdp_unit.store
@@ -600,246 +566,7 @@ class FullyShardedDataParallel(UnitAttributes, StatefulUnit):
 hand_over(FullyShardedDataParallel)
 
 
-# --- construction --------------------------------------------------------------------------------
-
-
-class Values(NamedTuple):
-    """The arguments of the constructor that say how parameters get their values, and where."""
-
-    device_id: int | str | torch.device | None
-    param_init_fn: Callable[[nn.Module], None] | None
-    sync: bool
-
-
-def _check_kinds(*arguments: tuple[str, object, type]) -> None:
-    """Raise TypeError for an argument that is neither None nor of the class that it has to be: the
-    name of a strategy, say, is not equal to any strategy, and would mean another one silently.
-    """
-    for name, given, wanted in arguments:
-        if given is not None and not isinstance(given, wanted):
-            members = "" if not issubclass(wanted, enum.Enum) else f", one of {list(wanted)}"
-            raise TypeError(f"{name}={given!r}: expected a {wanted.__name__}{members}")
-
-
-def _prepared(
-    module: nn.Module, ignored: Ignored, groups: Groups, values: Values
-) -> tuple[list[ModuleParam], torch.device]:
-    """The parameters that a unit around `module` is to absorb, with their values and on the device
-    to compute on, which is returned too.
-    """
-    if isinstance(module, nn.ModuleList | nn.ModuleDict):
-        warnings.warn(
-            f"{type(module).__name__} has no forward of its own: wrap what is inside it, or "
-            "nothing will be gathered",
-            stacklevel=3,
-        )
-    module_params = find_params(module, ignored, managed=_managed_below(module), is_unit=is_unit)
-    device = choose_device([item.param for item in module_params], values.device_id)
-    init = values.param_init_fn
-    if materialize(module, ignored, device, param_init_fn=init, is_unit=is_unit):
-        # Values are given to new Parameter objects.
-        module_params = find_params(
-            module, ignored, managed=_managed_below(module), is_unit=is_unit
-        )
-    warn_of_slow_wrapping((item.param for item in module_params), values.device_id, device)
-    for item in module_params:
-        other = sharded_before_as(item.param)
-        if other is not None:
-            raise ValueError(
-                f"{item.fqn}: is tied to {other} of a module that was wrapped before, and the tie "
-                "would be lost; make one unit of a module around both"
-            )
-    if values.device_id is not None:
-        move_states(module, ignored, device, is_unit=is_unit)
-    if values.sync:
-        comms = [groups.shard] if groups.replicate is None else [groups.replicate, groups.shard]
-        sync_states(module, module_params, comms, synced=_synced_below(module))
-    return module_params, device
-
-
-# --- the tree ------------------------------------------------------------------------------------
-
-
-def is_unit(module: nn.Module) -> bool:
-    """Whether the module is a wrapper of this engine."""
-    return isinstance(module, FullyShardedDataParallel)
-
-
 def fsdp_units(module: nn.Module, *, root_only: bool = False) -> list[FullyShardedDataParallel]:
     """The wrappers below `module`, itself included, in walk order; or only the outermost ones."""
-    units: list[FullyShardedDataParallel] = []
-    skipped = ""
-    for name, inner in module.named_modules():
-        if not isinstance(inner, FullyShardedDataParallel):
-            continue
-        if root_only and units and (skipped == "" or name.startswith(f"{skipped}.")):
-            continue
-        units.append(inner)
-        skipped = name
-    return units
-
-
-def clean_name(name: str) -> str:
-    """A dotted name without what wrappers put in."""
-    wrappers = (_CHILD, "_checkpoint_wrapped_module", "_orig_mod")
-    return ".".join(part for part in name.split(".") if part not in wrappers)
-
-
-def _state_names(module: nn.Module) -> Iterator[str]:
-    """Clean names of parameters and buffers below the module, in its state dict's order."""
-    inside = ""
-    for prefix, inner in module.named_modules(remove_duplicate=False):
-        if inside and prefix.startswith(f"{inside}."):
-            continue
-        base = f"{clean_name(prefix)}." if clean_name(prefix) else ""
-        if isinstance(inner, FullyShardedDataParallel):
-            inside = prefix
-            yield from (f"{base}{name}" for name in inner.fsdp_names)
-        else:
-            own = {"recurse": False, "remove_duplicate": False}
-            yield from (f"{base}{name}" for name, _ in inner.named_parameters(**own))
-            yield from (f"{base}{name}" for name in persistent_buffers(inner))
-
-
-def _managed_below(module: nn.Module) -> set[int]:
-    managed: set[int] = set()
-    for wrapper in fsdp_units(module):
-        store = wrapper.fsdp_unit.store if "fsdp_unit" in wrapper.__dict__ else None
-        if store is not None:
-            managed.add(id(store.flat))
-            managed.update(id(param) for param in store.params)
-    return managed
-
-
-def _ignored_below(module: nn.Module, modules: Any, states: Any) -> Ignored:
-    """What the arguments name, and what units below were told to leave alone."""
-    ignored = find_ignored(module, modules, states, is_unit=is_unit)
-    all_modules, params = set(ignored.modules), set(ignored.params)
-    for wrapper in fsdp_units(module):
-        all_modules |= wrapper.fsdp_ignored.modules
-        params |= wrapper.fsdp_ignored.params
-    return Ignored(frozenset(all_modules), frozenset(params), ignored.buffers)
-
-
-def _synced_below(module: nn.Module) -> set[int]:
-    """Buffers that inner units have broadcast already; not every unit was told to."""
-    synced: set[int] = set()
-    for wrapper in fsdp_units(module):
-        if wrapper.syncs_states:
-            synced.update(id(buffer) for buffer in wrapper.buffers())
-    return synced
-
-
-def _clamped(strategy: ShardingStrategy, groups: Groups) -> ShardingStrategy:
-    none = ShardingStrategy.NO_SHARD
-    if groups.shard.size == 1:
-        if strategy is not none:
-            warnings.warn(
-                f"{strategy.name} over a group of one rank shards nothing; NO_SHARD is used",
-                stacklevel=3,
-            )
-        return none
-    if strategy is none:
-        warnings.warn(
-            "NO_SHARD is deprecated: use torch's DistributedDataParallel",
-            FutureWarning,
-            stacklevel=3,
-        )
-    return strategy
-
-
-def _make_unit(
-    module: nn.Module,
-    module_params: list[ModuleParam],
-    groups: Groups,
-    settings: Settings,
-    extension: Extension | None,
-) -> FlatUnit:
-    shard: Comm | None = groups.shard
-    replicate = groups.replicate
-    if not settings.is_sharded:
-        # Every rank has everything: all of them are replicas.
-        shard, replicate = None, (replicate if groups.shard.size == 1 else None) or groups.shard
-    precision = settings.precision
-    size = math.prod(comm.size for comm in (shard, replicate) if comm is not None)
-    reduction = Reduction(
-        shard=shard,
-        replicate=replicate,
-        dtype=reduce_dtype(precision),
-        factors=divide_factors(size),
-        keep_dtype=precision.keep_low_precision_grads,
-    )
-    store = None
-    if module_params:
-        options = StoreOptions(
-            use_orig_params=settings.use_orig_params,
-            sharded=settings.is_sharded,
-            offload=settings.offload,
-            device=settings.device,
-            param_dtype=precision.param_dtype,
-            limit_gathers=settings.limit_all_gathers,
-        )
-        streams = streams_for(settings.device)
-        store = FlatParam(module_params, groups.shard, streams, options, extension=extension)
-    return FlatUnit(module, store, settings, reduction)
-
-
-def _members_text(unit: FlatUnit) -> str:
-    fqns = [] if unit.store is None else [clean_name(item.fqn) for item in unit.store.module_params]
-    return f"{type(unit.wrapped).__name__} with {', '.join(fqns)}"
-
-
-def _check_devices(root: FullyShardedDataParallel) -> None:
-    for wrapper in fsdp_units(root):
-        unit = wrapper.fsdp_unit
-        if unit.store is None:
-            continue
-        wanted = torch.device("cpu") if unit.settings.offload else unit.settings.device
-        if unit.store.flat.device != wanted:
-            raise RuntimeError(
-                f"sharded parameters of {type(wrapper.module).__name__} are on "
-                f"{unit.store.flat.device}, expected {wanted}; pass device_id, and do not move the "
-                "module after wrapping"
-            )
-
-
-def _check_summon(units: list[FlatUnit], options: SummonOptions) -> None:
-    unsharded = any(not unit.settings.is_sharded for unit in units)
-    if options.with_grads and options.offload_to_cpu:
-        raise NotImplementedError("with_grads=True cannot be combined with offload_to_cpu=True")
-    if options.with_grads and any(not unit.settings.use_orig_params for unit in units):
-        raise NotImplementedError("with_grads=True needs use_orig_params=True")
-    if options.writeback and options.rank0_only:
-        raise NotImplementedError("rank0_only=True needs writeback=False")
-    if options.offload_to_cpu and unsharded:
-        raise NotImplementedError("offload_to_cpu=True cannot be had with NO_SHARD units")
-    if options.offload_to_cpu and not options.rank0_only:
-        warnings.warn(
-            "offload_to_cpu=True without rank0_only=True puts the full parameters into the memory "
-            "of the host once for every rank",
-            stacklevel=4,
-        )
-
-
-def _cast_all_buffers(
-    root: FullyShardedDataParallel, wrappers: list[FullyShardedDataParallel], *, low: bool
-) -> None:
-    """Cast buffers, each as the innermost unit around it says; back to what they were unless
-    `low`.
-    """
-    done: set[int] = set()
-    for wrapper in reversed(wrappers):
-        settings = wrapper.fsdp_unit.settings
-        for prefix, module in wrapper._fsdp_wrapped_module.named_modules():
-            if id(module) in done:
-                continue
-            done.add(id(module))
-            base = f"{prefix}." if prefix else ""
-            wanted = {
-                name: settings.precision.buffer_dtype
-                if low
-                else wrapper.fsdp_buffer_dtypes.get(clean_name(f"{base}{name}"))
-                for name, _ in module.named_buffers(recurse=False)
-                if f"{base}{name}" not in settings.ignored_buffers
-            }
-            cast_buffers(module, wanted, settings.device)
+    wrappers = wrappers_below(module, root_only=root_only)
+    return [one for one in wrappers if isinstance(one, FullyShardedDataParallel)]

@@ -20,12 +20,13 @@ from ckpt.layout.piece import Owned
 from ckpt.layout.plain import Ranks
 from sharding.dtensor.store import DTensorStore
 from sharding.engine.collectives import all_global_ranks, separate_comm
+from sharding.engine.early_gather import UnshardHandle, start_early
 from sharding.engine.reduction import divide_factors
-from sharding.engine.runtime import Runtime
+from sharding.engine.runtime import Runtime, check_no_inner_root
 from sharding.engine.streams import Streams, streams_for
 from sharding.engine.torch_seam import mark_fully_sharded
 from sharding.engine.unit import Phase, Root, Unit
-from sharding.torch_face import TorchHandle, TorchUnit
+from sharding.torch_face import TorchUnit
 
 __all__ = [
     "FSDPModule",
@@ -84,20 +85,6 @@ class ShardedGroup:
         self.unit.reduction = replace(self.unit.reduction, factors=(before, total / before))
 
 
-class UnshardHandle(TorchHandle):
-    """An early gather under way."""
-
-    def __init__(self, store: DTensorStore | None) -> None:
-        self._store = store
-
-    def wait(self) -> None:
-        """Return when the parameters are there and the module shows them. Harmless twice."""
-        store, self._store = self._store, None
-        if store is not None:
-            store.finish_unshard()
-            store.show_views()
-
-
 class PipelineState:
     """What torch's pipelines ask of a stage after its last microbatch: reduce what was added up.
 
@@ -137,12 +124,7 @@ class FSDPModule(TorchUnit):
 
         With `async_op` returns at once, with a handle whose `wait()` returns when they are there.
         """
-        unit, store = self.fsdp_group.unit, self.fsdp_group.store
-        if unit.needs_gather:
-            self.fsdp_group.streams.gathers_wait_for_compute()  # an optimizer may just have stepped
-            store.start_unshard()
-            unit.was_asked_for = True
-        handle = UnshardHandle(store)
+        handle = start_early(self.fsdp_group.unit, shows_views=True)
         if async_op:
             return handle
         handle.wait()
@@ -152,7 +134,7 @@ class FSDPModule(TorchUnit):
         """Free this module's gathered parameters, and let it show the sharded ones."""
         group = self.fsdp_group
         group.store.reshard()
-        group.unit.was_asked_for = False
+        group.unit.was_requested = False
 
     def reset_iter_state(self) -> None:
         """After a forward or backward that raised: be ready for the next iteration.
@@ -483,15 +465,13 @@ def _find_root(module: Any) -> Root:
     if unit.runtime is not None:
         return unit.runtime
     groups = sharded_groups(module)
+    units = [group.unit for group in groups]
+    names = {id(group.unit): _text(group) for group in groups}
+    check_no_inner_root(unit, units, name_of=lambda one: names[id(one)], error=RuntimeError)
     for group in groups:
-        if group.unit.runtime is not None:
-            raise RuntimeError(
-                f"{_text(group)} was run as a root of its own before {type(module).__name__}; run "
-                "the outermost module that fully_shard was called on first"
-            )
         group.update_factors()
     _name_absolutely(module, groups)
-    runtime = Runtime(unit, [group.unit for group in groups], module.fsdp_group.streams)
+    runtime = Runtime(unit, units, module.fsdp_group.streams)
     wanted = [group.in_flight_max for group in groups if group.in_flight_max is not None]
     runtime.reductions.in_flight_max = max(wanted, default=runtime.reductions.in_flight_max)
     return runtime

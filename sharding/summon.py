@@ -4,6 +4,7 @@ rank's part.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from sharding.engine.unit import Phase
 from sharding.flat.param import FlatParam, assign_grad
 from sharding.flat.unit import FlatUnit
 
-__all__ = ["SummonOptions", "summon_units"]
+__all__ = ["SummonOptions", "check_summon", "summon_units"]
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,25 @@ class SummonOptions:
     rank0_only: bool
     offload_to_cpu: bool
     with_grads: bool
+
+
+def check_summon(units: Sequence[FlatUnit], options: SummonOptions) -> None:
+    """Raise NotImplementedError for options that contradict each other or the units."""
+    unsharded = any(not unit.settings.is_sharded for unit in units)
+    if options.with_grads and options.offload_to_cpu:
+        raise NotImplementedError("with_grads=True cannot be combined with offload_to_cpu=True")
+    if options.with_grads and any(not unit.settings.use_orig_params for unit in units):
+        raise NotImplementedError("with_grads=True needs use_orig_params=True")
+    if options.writeback and options.rank0_only:
+        raise NotImplementedError("rank0_only=True needs writeback=False")
+    if options.offload_to_cpu and unsharded:
+        raise NotImplementedError("offload_to_cpu=True cannot be had with NO_SHARD units")
+    if options.offload_to_cpu and not options.rank0_only:
+        warnings.warn(
+            "offload_to_cpu=True without rank0_only=True puts the full parameters into the memory "
+            "of the host once for every rank",
+            stacklevel=4,
+        )
 
 
 @contextmanager

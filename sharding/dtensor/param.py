@@ -32,8 +32,7 @@ from sharding.dtensor.seam import (
     strided_shard,
 )
 from sharding.engine.collectives import Comm, RankParts
-from sharding.engine.pool import BufferPool
-from sharding.engine.store import ModuleParam
+from sharding.engine.store import ModuleParam, OutgoingForm
 from sharding.engine.streams import Streams
 
 __all__ = ["DataAxes", "DataMesh", "Keeping", "ShardedParam"]
@@ -259,11 +258,12 @@ class ShardedParam:
         return local_of(grad)
 
     def gradient_parts(
-        self, grad: torch.Tensor, dtype: torch.dtype, *, scale: float, pool: BufferPool | None
+        self, grad: torch.Tensor, form: OutgoingForm
     ) -> tuple[RankParts, torch.Tensor | None]:
-        """The gradient times `scale` in `dtype`, cut into the ranks' parts, and the buffer of the
+        """The gradient in that form, cut into the ranks' parts, and the buffer of the
         pool that holds it; None where it lies in `grad` itself.
         """
+        dtype, scale, pool = form.dtype, form.scale, form.pool
         part_numel = self.chunk * self.row_numel
         if self.dim == 0 and grad.dtype == dtype and scale == 1.0 and grad.is_contiguous():
             return RankParts(grad.view(-1), part_numel), None

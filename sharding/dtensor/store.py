@@ -22,12 +22,12 @@ from sharding.dtensor.param import DataMesh, Keeping, ShardedParam
 from sharding.dtensor.seam import as_parameter, version_of
 from sharding.engine.collectives import Comm, PendingCollective, RankParts
 from sharding.engine.memory import TensorSize
-from sharding.engine.pool import BufferPool
 from sharding.engine.store import (
-    GatheringStore,
     Gradients,
     ModuleParam,
     Outgoing,
+    OutgoingForm,
+    ParameterStore,
     State,
     call_accumulate_hooks,
 )
@@ -63,7 +63,7 @@ class _UnreducedGradient:
     is_own: bool
 
 
-class DTensorStore(GatheringStore):
+class DTensorStore(ParameterStore):
     """See the head of this file. Members are in the order of `module_params`."""
 
     def __init__(
@@ -291,15 +291,7 @@ class DTensorStore(GatheringStore):
     def adopt_gradients(self) -> None:
         """Gradients are those of the sharded parameters: nothing is shown beside them."""
 
-    def outgoing_gradients(
-        self,
-        grads: Gradients | None,
-        *,
-        dtype: torch.dtype,
-        scale: float,
-        fill: bool,
-        pool: BufferPool | None,
-    ) -> Outgoing:
+    def outgoing_gradients(self, grads: Gradients | None, form: OutgoingForm) -> Outgoing:
         """The gradients cut into the ranks' parts, from where they lie if nothing has to be done.
 
         Parameters without any are left out, unless `fill`.
@@ -310,10 +302,10 @@ class DTensorStore(GatheringStore):
         for number, param in enumerate(self.params):
             grad = self._with_kept(number, None if grads is None else grads[number])
             if grad is None:
-                if not fill or not param.param.requires_grad:
+                if not form.fills or not param.param.requires_grad:
                     continue
-                grad = torch.zeros(param.shape, dtype=dtype, device=self.device)
-            parts, buffer = param.gradient_parts(grad, dtype, scale=scale, pool=pool)
+                grad = torch.zeros(param.shape, dtype=form.dtype, device=self.device)
+            parts, buffer = param.gradient_parts(grad, form)
             members.append(parts)
             at.append(number)
             if buffer is not None:

@@ -97,6 +97,11 @@ class RankParts:
         return tuple(torch.split(self.whole, self.part_numel))
 
 
+Members = Sequence[RankParts]
+"""What one call gathers or reduces together."""
+Tensors = Sequence[torch.Tensor]
+
+
 class Comm(ABC):
     """One process group. All buffers are contiguous; all ranks call in the same order, with members
     of the same sizes.
@@ -111,19 +116,12 @@ class Comm(ABC):
         self.global_ranks: tuple[int, ...] = _global_ranks(group)
 
     @abstractmethod
-    def all_gather(
-        self, members: Sequence[RankParts], *, pool: BufferPool, tag: int
-    ) -> PendingCollective:
+    def all_gather(self, members: Members, *, pool: BufferPool, tag: int) -> PendingCollective:
         """Fill all members from everyone's parts; this rank's own are already in their places."""
 
     @abstractmethod
     def reduce_scatter(
-        self,
-        members: Sequence[RankParts],
-        outs: Sequence[torch.Tensor],
-        *,
-        pool: BufferPool,
-        tag: int,
+        self, members: Members, outs: Tensors, *, pool: BufferPool, tag: int
     ) -> PendingCollective:
         """Sum everyone's members; this rank gets its part of each in `outs`, which are as long as
         those parts. All have one dtype. Members must stay as they are until the wait, and may be
@@ -209,9 +207,7 @@ class _Native(Comm):
     buffer and out of it.
     """
 
-    def all_gather(
-        self, members: Sequence[RankParts], *, pool: BufferPool, tag: int
-    ) -> PendingCollective:
+    def all_gather(self, members: Members, *, pool: BufferPool, tag: int) -> PendingCollective:
         if self._is_direct(members):
             return PendingCollective([self._gather(members[0].whole)])
         if not members:
@@ -229,12 +225,7 @@ class _Native(Comm):
         return PendingCollective([work], unpack)
 
     def reduce_scatter(
-        self,
-        members: Sequence[RankParts],
-        outs: Sequence[torch.Tensor],
-        *,
-        pool: BufferPool,
-        tag: int,
+        self, members: Members, outs: Tensors, *, pool: BufferPool, tag: int
     ) -> PendingCollective:
         if self._is_direct(members):
             return PendingCollective([self._reduce(members[0].whole, outs[0])])
@@ -270,9 +261,7 @@ class _Pairwise(Comm):
     Large members go from memory to memory without a copy, small ones travel together.
     """
 
-    def all_gather(
-        self, members: Sequence[RankParts], *, pool: BufferPool, tag: int
-    ) -> PendingCollective:
+    def all_gather(self, members: Members, *, pool: BufferPool, tag: int) -> PendingCollective:
         direct, packed = _by_size(members)
         pack = None
         if packed:
@@ -294,12 +283,7 @@ class _Pairwise(Comm):
         return PendingCollective(works, unpack)
 
     def reduce_scatter(
-        self,
-        members: Sequence[RankParts],
-        outs: Sequence[torch.Tensor],
-        *,
-        pool: BufferPool,
-        tag: int,
+        self, members: Members, outs: Tensors, *, pool: BufferPool, tag: int
     ) -> PendingCollective:
         if not members:
             return PendingCollective(())
@@ -360,18 +344,11 @@ class _Pairwise(Comm):
 class _Alone(Comm):
     """A group of one: nothing to send."""
 
-    def all_gather(
-        self, members: Sequence[RankParts], *, pool: BufferPool, tag: int
-    ) -> PendingCollective:
+    def all_gather(self, members: Members, *, pool: BufferPool, tag: int) -> PendingCollective:
         return PendingCollective(())
 
     def reduce_scatter(
-        self,
-        members: Sequence[RankParts],
-        outs: Sequence[torch.Tensor],
-        *,
-        pool: BufferPool,
-        tag: int,
+        self, members: Members, outs: Tensors, *, pool: BufferPool, tag: int
     ) -> PendingCollective:
         for member, out in zip(members, outs, strict=True):
             out.copy_(member.of(0))
@@ -398,20 +375,13 @@ class CustomComm(_Native):
             self._base, all_gather or self._custom_gather, reduce_scatter or self._custom_reduce
         )
 
-    def all_gather(
-        self, members: Sequence[RankParts], *, pool: BufferPool, tag: int
-    ) -> PendingCollective:
+    def all_gather(self, members: Members, *, pool: BufferPool, tag: int) -> PendingCollective:
         if self._custom_gather is None:
             return self._base.all_gather(members, pool=pool, tag=tag)
         return super().all_gather(members, pool=_UsersPool(self._custom_gather), tag=tag)
 
     def reduce_scatter(
-        self,
-        members: Sequence[RankParts],
-        outs: Sequence[torch.Tensor],
-        *,
-        pool: BufferPool,
-        tag: int,
+        self, members: Members, outs: Tensors, *, pool: BufferPool, tag: int
     ) -> PendingCollective:
         if self._custom_reduce is None:
             return self._base.reduce_scatter(members, outs, pool=pool, tag=tag)

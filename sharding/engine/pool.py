@@ -2,7 +2,7 @@
 
 Fresh memory costs a page fault for every 4 KiB on CPU, which on small steps is a good part of the
 time that a collective takes. Only buffers whose identity nobody remembers come from here; memory
-that autograd may refer to is allocated and released in place (see `sharding.flat.param`).
+that autograd may refer to is allocated and released in place (see `sharding.engine.memory`).
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ import torch
 
 from sharding.engine.collectives import Comm, PendingCollective
 from sharding.engine.pool import BufferPool
-from sharding.engine.store import Gradients, Outgoing, ParameterStore
+from sharding.engine.store import Gradients, Outgoing, OutgoingForm, ParameterStore
 from sharding.engine.streams import Streams
 
 __all__ = ["CommHook", "Reduction", "Reductions", "divide_factors"]
@@ -84,14 +84,14 @@ class Reductions:
         casts = reduction.hook is not None and reduction.hook.casts
         dtype = (store.compute_dtype if casts else reduction.dtype) or store.dtype
         is_sharded = reduction.hook is None and reduction.shard is not None
-        outgoing = store.outgoing_gradients(
-            grads,
-            dtype=dtype,
+        form = OutgoingForm(
+            dtype,
             scale=1.0 if reduction.hook is not None else 1.0 / reduction.factors[0],
-            fill=reduction.fills_unused,
+            fills=reduction.fills_unused,
             # Otherwise the buffer becomes the gradient, or is the hook's own.
             pool=self._pool if is_sharded else None,
         )
+        outgoing = store.outgoing_gradients(grads, form)
         if not outgoing.members:
             return
         self.streams.reductions_wait_for_compute()

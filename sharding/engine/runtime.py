@@ -5,7 +5,8 @@ The root is the outermost unit; it is found at the first forward, or the first c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 
@@ -19,7 +20,9 @@ from sharding.engine.streams import Streams
 from sharding.engine.torch_seam import call_after_backward, is_in_backward
 from sharding.engine.unit import Phase, Unit
 
-__all__ = ["Runtime"]
+__all__ = ["Runtime", "check_no_inner_root"]
+
+U = TypeVar("U", bound=Unit)
 
 
 class Runtime:
@@ -181,6 +184,21 @@ class Runtime:
         finally:
             for unit in self.units:
                 unit.end_backward()
+
+
+def check_no_inner_root(
+    root: U, units: Sequence[U], *, name_of: Callable[[U], str], error: type[Exception]
+) -> None:
+    """Raise `error`, with the names of both, when one of the units below `root` has a root already:
+    its schedule was made for a part of the model. torch's two classes raise different errors.
+    """
+    for unit in units:
+        if unit.runtime is not None:
+            raise error(
+                f"{name_of(unit)} was used as a root (by a forward of its own, or a call that "
+                f"needs a root) before {name_of(root)}, which contains it; call the outermost "
+                "module first"
+            )
 
 
 def _gather_early(units: Sequence[Unit]) -> None:

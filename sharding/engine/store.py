@@ -1,8 +1,7 @@
-"""What a unit needs of the parameters that it gathers and frees together, and what both ways of
-keeping them share.
+"""The parameters that a unit gathers and frees together: what both ways of keeping them share.
 
 Two stores: `sharding.flat.param` keeps all parameters of a unit in one flat one,
-`sharding.dtensor.param` keeps each as itself, sharded along a dim. Units, schedule, reductions
+`sharding.dtensor.store` keeps each as itself, sharded along a dim. Units, schedule, reductions
 and precision know `ParameterStore` alone.
 
     SHARDED                this rank's shards alone, in full precision; what optimizers see
@@ -22,7 +21,7 @@ import enum
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -35,10 +34,10 @@ from sharding.engine.streams import Streams
 from sharding.engine.torch_seam import ParamPlace, post_accumulate_hooks
 
 __all__ = [
-    "GatheringStore",
     "Gradients",
     "ModuleParam",
     "Outgoing",
+    "OutgoingForm",
     "ParameterStore",
     "State",
     "call_accumulate_hooks",
@@ -76,88 +75,15 @@ class Outgoing(NamedTuple):
     """Buffers of the pool that hold some of them; to be given back after the reduction."""
 
 
-class ParameterStore(Protocol):
-    """The parameters of one unit."""
+class OutgoingForm(NamedTuple):
+    """In which form gradients go to the reduction."""
 
-    module_params: tuple[ModuleParam, ...]
-    tag: int
-    """Tells the collectives of a model's units apart; given by the runtime, like what follows."""
-    ranges: Ranges
-    streams: Streams
-    pages: PagePool
-    pool: BufferPool
-    on_gradients: Callable[[Gradients], None]
-    """Called with the gradient of every member, None for those without, once all are there."""
-    state: State
-
-    @property
-    def requires_grad(self) -> bool:
-        """Whether any member is trainable, as the user has it now."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the shards: what optimizers see and checkpoints hold."""
-
-    @property
-    def compute_dtype(self) -> torch.dtype:
-        """Of the gathered memory, and so of gradients before they are reduced."""
-
-    def start_unshard(self) -> None:
-        """Start gathering; nothing happens unless the state is a sharded one."""
-
-    def finish_unshard(self) -> None:
-        """Gather if nobody has started to, and return when compute may read the parameters."""
-
-    def reshard(self) -> None:
-        """Release what was gathered, and show the shards again. Harmless when there is nothing."""
-
-    def show_views(self) -> None:
-        """Let the modules show views of the gathered memory, tracked by autograd."""
-
-    def keep_after_forward(self) -> None:
-        """The forward is over and the backward will want what is gathered."""
-
-    def free_after_forward(self) -> None:
-        """The forward is over and the backward will gather again."""
-
-    def keep_after_backward(self) -> None:
-        """The backward is over, and the next forward will find gathered what it needs."""
-
-    def is_current(self) -> bool:
-        """Whether what is gathered is surely what gathering again would give."""
-
-    def adopt_gradients(self) -> None:
-        """Follow what the user did to the gradients that were shown."""
-
-    def outgoing_gradients(
-        self,
-        grads: Gradients | None,
-        *,
-        dtype: torch.dtype,
-        scale: float,
-        fill: bool,
-        pool: BufferPool | None,
-    ) -> Outgoing:
-        """The gradients times `scale`, with those that were kept, cut into the ranks' parts.
-
-        `fill`: members without any take part with zeros. None stands for no gradient at all.
-        Scratch comes from `pool`; without one all memory is new.
-        """
-
-    def keep_unsharded_gradients(self, grads: Gradients) -> None:
-        """Add gradients up on this rank, unsharded; what skipping a reduction does."""
-
-    @property
-    def has_unsharded_gradients(self) -> bool:
-        """Whether `keep_unsharded_gradients` has added up any since the last reduction."""
-
-    def drop_unsharded_gradients(self) -> None:
-        """Forget what `keep_unsharded_gradients` has added up."""
-
-    def add_gradients(
-        self, outgoing: Outgoing, new: Sequence[torch.Tensor], *, keep_dtype: bool
-    ) -> None:
-        """Add reduced gradients, this rank's parts, to those of the shards."""
+    dtype: torch.dtype
+    scale: float
+    fills: bool
+    """Whether members without a gradient take part, with zeros."""
+    pool: BufferPool | None
+    """Where scratch comes from; None: all memory is new."""
 
 
 class _Views(torch.autograd.Function):
@@ -165,7 +91,7 @@ class _Views(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, anchor: torch.Tensor, store: GatheringStore, trainable: tuple[bool, ...]
+        ctx: Any, anchor: torch.Tensor, store: ParameterStore, trainable: tuple[bool, ...]
     ) -> tuple[torch.Tensor, ...]:
         # The store has the views, and no collector of garbage looks through the graph. Who runs a
         # backward has the store by its hooks on outputs.
@@ -185,8 +111,11 @@ class _Views(torch.autograd.Function):
         return None, None, None
 
 
-class GatheringStore(ABC):
-    """How memory is gathered, shown and released again; what is gathered is up to the store."""
+class ParameterStore(ABC):
+    """The parameters of one unit: how memory is gathered, shown and released again.
+
+    What is gathered, and what becomes of gradients, is up to the store.
+    """
 
     def __init__(
         self,
@@ -200,11 +129,13 @@ class GatheringStore(ABC):
         """Where parameters are gathered and computed with."""
         self.state = State.SHARDED
         self.tag = 0
+        """Tells the collectives of a model's units apart; set by the runtime, like what follows."""
         self.ranges = Ranges(IN_PLACE)
         self.streams = Streams()
         self.pages = PagePool()
         self.pool = BufferPool()
         self.on_gradients: Callable[[Gradients], None] = _nobody_listens
+        """Called with the gradient of every member, None for those without, once all are there."""
         self.memory = TensorMemory(device)
         self.views: tuple[torch.Tensor, ...] = ()
         """What modules show while gathered: the same objects as long as nothing changes."""
@@ -213,7 +144,17 @@ class GatheringStore(ABC):
         self._pending = PendingCollective(())
         self._views_for: object = None
 
-    # --- what is up to the store ----------------------------------------------------------------
+    # --- what is up to the store: values --------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def dtype(self) -> torch.dtype:
+        """Of the shards: what optimizers see and checkpoints hold."""
+
+    @property
+    @abstractmethod
+    def compute_dtype(self) -> torch.dtype:
+        """Of the gathered memory, and so of gradients before they are reduced."""
 
     @property
     @abstractmethod
@@ -243,6 +184,54 @@ class GatheringStore(ABC):
     def put(self, place: ParamPlace, view: torch.Tensor) -> None:
         """Show a view at one place."""
         place.put(view)
+
+    @abstractmethod
+    def keep_after_forward(self) -> None:
+        """The forward is over and the backward will want what is gathered."""
+
+    @abstractmethod
+    def free_after_forward(self) -> None:
+        """The forward is over and the backward will gather again."""
+
+    @abstractmethod
+    def keep_after_backward(self) -> None:
+        """The backward is over, and the next forward will find gathered what it needs."""
+
+    @abstractmethod
+    def is_current(self) -> bool:
+        """Whether what is gathered is surely what gathering again would give."""
+
+    # --- what is up to the store: gradients -----------------------------------------------------
+
+    @abstractmethod
+    def adopt_gradients(self) -> None:
+        """Follow what the user did to the gradients that were shown."""
+
+    @abstractmethod
+    def outgoing_gradients(self, grads: Gradients | None, form: OutgoingForm) -> Outgoing:
+        """The gradients, with those that were kept, cut into the ranks' parts.
+
+        None stands for no gradient at all.
+        """
+
+    @abstractmethod
+    def keep_unsharded_gradients(self, grads: Gradients) -> None:
+        """Add gradients up on this rank, unsharded; what skipping a reduction does."""
+
+    @property
+    @abstractmethod
+    def has_unsharded_gradients(self) -> bool:
+        """Whether `keep_unsharded_gradients` has added up any since the last reduction."""
+
+    @abstractmethod
+    def drop_unsharded_gradients(self) -> None:
+        """Forget what `keep_unsharded_gradients` has added up."""
+
+    @abstractmethod
+    def add_gradients(
+        self, outgoing: Outgoing, new: Sequence[torch.Tensor], *, keep_dtype: bool
+    ) -> None:
+        """Add reduced gradients, this rank's parts, to those of the shards."""
 
     # --- gathering ------------------------------------------------------------------------------
 

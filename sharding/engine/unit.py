@@ -142,7 +142,7 @@ class Unit:
         """Whether shards and their gradients live in the host's memory."""
         self.phase = Phase.IDLE
         self.syncs_gradients = True
-        self.was_asked_for = False
+        self.was_requested = False
         """Whether the user had it gathered early: for the next iteration, not for this one."""
         self.forward_targets: tuple[Unit, ...] = ()
         """What to gather early during this unit's forward; without any, the schedule decides."""
@@ -259,12 +259,13 @@ class Unit:
         if not was_there:
             steps.note("gathered", self.number)
         self.store.show_views()
-        self.was_asked_for = False
+        self.was_requested = False
 
     def gather_early(self) -> None:
         """Start gathering before it is needed; nothing happens where it has been started."""
         if self.store is not None and self.needs_gather:
-            self.known_runtime().steps.note("gather", self.number)
+            if self.runtime is not None:  # the user may start a gather before the first forward
+                self.runtime.steps.note("gather", self.number)
             self.store.start_unshard()
 
     def refresh(self) -> None:
@@ -276,7 +277,7 @@ class Unit:
         kept, self._is_kept_without_grad = self._is_kept_without_grad, False
         if kept and not torch.is_grad_enabled() and self.store.is_current():
             return
-        if self.syncs_gradients and not self.was_asked_for and self._frees_after_backward:
+        if self.syncs_gradients and not self.was_requested and self._frees_after_backward:
             # The shards may have been stepped since.
             self.store.reshard()
 
@@ -435,7 +436,7 @@ class Unit:
     def end_backward(self) -> None:
         """Free what the backward has left over (outputs that were not used, frozen members)."""
         self.phase = Phase.IDLE
-        self.was_asked_for = False
+        self.was_requested = False
         self._forget_inputs()
         self._has_reduced = False
         if self.store is None:

@@ -18,8 +18,9 @@ from torch import nn
 
 from ckpt.layout.tensor import local_tensor
 from sharding.engine.collectives import Comm
+from sharding.engine.store import ModuleParam
 from sharding.engine.torch_seam import ParamPlace, is_marked_replicate
-from sharding.flat.param import FlatParameter, ModuleParam
+from sharding.flat.members import FlatParameter
 
 __all__ = ["Ignored", "find_ignored", "find_params", "materialize", "move_states", "sync_states"]
 

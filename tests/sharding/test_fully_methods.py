@@ -407,7 +407,7 @@ def several_roots_share_streams() -> None:
 def inner_modules_that_ran_as_roots_are_told() -> None:
     model = sharded("ours", build("even"))
     model[1](torch.ones(2, 8))
-    with pytest.raises(RuntimeError, match=r"FSDPSequential was run as a root"):
+    with pytest.raises(RuntimeError, match=r"FSDPSequential was used as a root"):
         model(ones())
 
 

@@ -1,0 +1,398 @@
+"""The values of a flat parameter: the memory of one unit's parameters as one.
+
+States, gathering and the node of the autograd graph are in `sharding.engine.store`; here is what is
+particular to a flat one: how members lie in it, what modules show of it, and what users may write.
+Its gradients are in `sharding.flat.param`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from sharding.engine.collectives import Comm, PendingCollective, RankParts
+from sharding.engine.memory import TensorSize
+from sharding.engine.store import ModuleParam, ParameterStore, State
+from sharding.engine.streams import Streams
+from sharding.engine.torch_seam import ParamPlace
+from sharding.flat.layout import FlatLayout, LocalPart, alignment, plan_flat_layout
+from sharding.flat.members import (
+    FlatParameter,
+    check_flattenable,
+    flattened_members,
+    in_memory_order,
+    member_view,
+    spec_of,
+)
+
+if TYPE_CHECKING:
+    from sharding.engine.extensions import Extension
+
+__all__ = ["FlatValues", "StoreOptions"]
+
+
+@dataclass(frozen=True)
+class StoreOptions:
+    """How a unit keeps its parameters."""
+
+    use_orig_params: bool
+    sharded: bool
+    offload: bool
+    device: torch.device
+    """Where parameters are gathered and computed with."""
+    param_dtype: torch.dtype | None
+    limit_gathers: bool
+
+
+class FlatValues(ParameterStore):
+    """See the head of this file."""
+
+    def __init__(
+        self,
+        module_params: Sequence[ModuleParam],
+        shard: Comm,
+        streams: Streams,
+        options: StoreOptions,
+        *,
+        extension: Extension | None = None,
+    ) -> None:
+        self.extension = extension
+        module_params, self.tokens = flattened_members(module_params, extension)
+        check_flattenable(module_params, use_orig_params=options.use_orig_params)
+        super().__init__(module_params, options.device, limit_gathers=options.limit_gathers)
+        self.options = options
+        self.comm = shard
+        self.streams = streams
+        self.params = tuple(item.param for item in module_params)
+        dtype = self.params[0].dtype
+        compute = options.param_dtype or dtype
+        aligned = alignment(compute.itemsize) if options.use_orig_params else 1
+        self.layout: FlatLayout = plan_flat_layout(
+            [spec_of(item) for item in module_params],
+            shard_count=shard.size if options.sharded else 1,
+            align_to=aligned,
+        )
+        self.rank = shard.rank if options.sharded else 0
+        self.parts: tuple[LocalPart | None, ...] = self.layout.local_parts(self.rank)
+        self.flat = FlatParameter(self._flatten(), requires_grad=self._any_trainable())
+        self._full = torch.empty(0, dtype=compute, device=options.device)
+        self._params_are_unsharded = False
+        self.computes_low = True
+        """Whether `param_dtype` is in force: not where evaluation is to be in full precision."""
+        if options.use_orig_params:
+            self.show_shards()
+        else:
+            self.show_placeholders()
+            for param in self.params:
+                param.data = param.detach().new_empty(0)
+
+    # --- dtypes ---------------------------------------------------------------------------------
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the shard: what optimizers see and checkpoints hold."""
+        return self.flat.dtype
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """Of the gathered buffer."""
+        low = self.options.param_dtype if self.computes_low else None
+        return low or self.flat.dtype
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether any member is trainable, as the user has it now."""
+        if self.options.use_orig_params:
+            self.flat.requires_grad_(self._any_trainable())
+        return self.flat.requires_grad
+
+    @property
+    def _aliases_flat(self) -> bool:
+        """Whether the shard is the gathered buffer: nothing to gather, nothing to free."""
+        return (
+            not self.options.sharded
+            and self.compute_dtype == self.flat.dtype
+            and self.flat.device == self.options.device
+        )
+
+    @property
+    def trainable(self) -> tuple[bool, ...]:
+        """Which members want gradients, as the user has it now."""
+        return tuple(param.requires_grad for param in self.params)
+
+    # --- gathering ------------------------------------------------------------------------------
+
+    def start_unshard(self) -> None:
+        """Start gathering; nothing happens unless the state is SHARDED."""
+        if self.state is not State.SHARDED:
+            return
+        self.adopt_values()
+        if self._aliases_flat:
+            self._full = self.flat.detach()
+            self.state = State.UNSHARDED
+            return
+        super().start_unshard()
+
+    def start_gather(self) -> PendingCollective:
+        """Put the own shard into its place, and start; where nothing is sharded that is all."""
+        size = TensorSize(self.layout.padded_numel, self.compute_dtype)
+        (self._full,) = self.memory.fetch([size], self.pages)
+        self._own_segment(self._full).copy_(self.flat.detach(), non_blocking=True)
+        if not self.options.sharded:
+            return PendingCollective(())
+        parts = RankParts(self._full, self.layout.shard_numel)
+        return self.comm.all_gather([parts], pool=self.pool, tag=2 * self.tag)
+
+    def release(self) -> None:
+        """Give the gathered memory away, unless it is the shard."""
+        if not self._aliases_flat:
+            super().release()
+
+    def keep_after_forward(self) -> None:
+        """With original parameters: let them have the gathered values until the backward."""
+        if self.options.use_orig_params:
+            self.show_unsharded_params()
+
+    def free_after_forward(self) -> None:
+        """Release what was gathered."""
+        self.reshard()
+
+    def keep_after_backward(self) -> None:
+        """Show the shards, to which the next step of an optimizer belongs; keep the memory."""
+        self.hide_views()
+
+    def is_current(self) -> bool:
+        """Never sure: steps that are fused leave no trace."""
+        return False
+
+    def gather_copy(self, values: torch.Tensor) -> torch.Tensor:
+        """Everyone's `values` (of the shape of the shard) as one new tensor without padding.
+
+        Collective; independent of the state.
+        """
+        if not self.options.sharded:
+            return values.detach().clone()
+        full = torch.empty(self.layout.padded_numel, dtype=values.dtype, device=self.options.device)
+        self._own_segment(full).copy_(values.detach())
+        parts = RankParts(full, self.layout.shard_numel)
+        self.comm.all_gather([parts], pool=self.pool, tag=2 * self.tag).wait()
+        return full[: self.layout.numel]
+
+    def keep_own_part(self, full: torch.Tensor, into: torch.Tensor) -> None:
+        """Copy this rank's part of the unpadded `full` into `into`, a tensor like the shard."""
+        start, stop = self.layout.shard_range(self.rank)
+        into.detach()[: stop - start].copy_(full[start:stop])
+
+    def member_views(self, full: torch.Tensor) -> list[torch.Tensor]:
+        """The members in an unsharded flat tensor, in their own shapes and strides."""
+        return [member_view(full, member) for member in self.layout.members]
+
+    def _own_segment(self, full: torch.Tensor) -> torch.Tensor:
+        return full[self.rank * self.layout.shard_numel :][: self.layout.shard_numel]
+
+    # --- what modules show ----------------------------------------------------------------------
+
+    def put(self, place: ParamPlace, view: torch.Tensor) -> None:
+        """Show a view: as a parameter in original-parameter mode, else as a plain attribute."""
+        put = ParamPlace.put if self.options.use_orig_params else ParamPlace.put_plain
+        put(place, view)
+
+    def show_params(self) -> None:
+        """Let the modules show the user's Parameter objects, with the shards they have."""
+        if not self.shows_views or not self.options.use_orig_params:
+            return
+        self.put_params()
+
+    def put_params(self) -> None:
+        """Put the user's Parameter objects back to where they belong."""
+        for item, param in zip(self.module_params, self.params, strict=True):
+            for place in item.places:
+                place.put(param)
+        self.shows_views = False
+
+    @property
+    def shown_params(self) -> tuple[nn.Parameter, ...]:
+        """What optimizers know: the flat parameter, or the original ones."""
+        return self.params if self.options.use_orig_params else (self.flat,)
+
+    def show_unsharded_params(self) -> None:
+        """Let the user's Parameter objects have the gathered values."""
+        self.show_params()
+        for param, view in zip(self.params, self.make_views(), strict=True):
+            param.data = view
+        self._params_are_unsharded = True
+
+    def hide_views(self) -> None:
+        """Let the modules show their Parameter objects again, with the shards they have."""
+        self.show_params()
+        if self._params_are_unsharded:
+            self.show_shards()
+
+    def show_shards(self) -> None:
+        """Let the user's Parameter objects have their part of the shard: 1-D, maybe empty."""
+        self.show_params()
+        values = self.flat.detach()
+        for param, view in zip(self.params, self.shard_views(values), strict=True):
+            param.data = view
+        self._params_are_unsharded = False
+
+    def shard_views(self, shard: torch.Tensor) -> list[torch.Tensor]:
+        """The members' parts of a tensor like the shard; whole members where nothing is sharded."""
+        if not self.options.sharded:
+            return self.member_views(shard)
+        return [
+            shard[:0] if part is None else shard[part.in_shard : part.in_shard + part.numel]
+            for part in self.parts
+        ]
+
+    def make_views(self) -> tuple[torch.Tensor, ...]:
+        """New tensors over the gathered buffer, one for each member; it must be allocated.
+
+        Not views to autograd: each counts its versions by itself, so that gathering again does not
+        look like a change of what the forward saved.
+        """
+        storage = self._full.untyped_storage()
+        empty = torch.empty(0, dtype=self._full.dtype, device=self._full.device)
+        base = self._full.storage_offset()
+        return tuple(
+            empty.new_empty(0).set_(storage, base + member.start, member.shape, member.stride)
+            for member in self.layout.members
+        )
+
+    def wrap_views(self, views: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """The views, or what the extension makes of them."""
+        return tuple(self.as_shown(at, view) for at, view in enumerate(views))
+
+    def as_shown(self, at: int, view: torch.Tensor) -> torch.Tensor:
+        """A gathered member as modules show it."""
+        token = self.tokens[at]
+        if self.extension is None or token is None:
+            return view
+        return self.extension.after_unflatten(view, token)
+
+    def as_flattened(self, at: int, shown: torch.Tensor) -> torch.Tensor:
+        """What was put in the place of a member, as it is flattened."""
+        if self.extension is None or self.tokens[at] is None:
+            return shown
+        return self.extension.before_flatten(self.module_params[at].fqn, shown)[0]
+
+    def memory_identity(self) -> object:
+        """Changes whenever views have to be made anew."""
+        full = self._full
+        return (full.data_ptr() if self._aliases_flat else id(full), full.dtype)
+
+    def show_views(self) -> None:
+        """Let the modules show views of the gathered memory, tracked by autograd.
+
+        Raises AssertionError when the user replaced parameters that are shown unsharded.
+        """
+        self.check_not_replaced()
+        super().show_views()
+
+    def check_not_replaced(self) -> None:
+        """Raise AssertionError, naming the parameter, when one that is shown unsharded between a
+        forward and its backward was replaced: the next reshard would drop what was put there.
+        """
+        if not self._params_are_unsharded or self.shows_views:
+            return
+        base, itemsize = self._full.data_ptr(), self._full.element_size()
+        for item, param, member in zip(
+            self.module_params, self.params, self.layout.members, strict=True
+        ):
+            moved = param.data_ptr() != base + member.start * itemsize
+            if item.places[0].current() is not param or (moved and member.numel > 0):
+                raise AssertionError(
+                    f"{item.fqn}: was replaced while it was gathered, between a forward and its "
+                    "backward; replace parameters between steps, or write into them inside "
+                    "summon_full_params()"
+                )
+
+    def show_placeholders(self) -> None:
+        """Without original parameters: show no parameters, only shapes and dtypes until the next
+        gather.
+        """
+        for item, member in zip(self.module_params, self.layout.members, strict=True):
+            shown = torch.empty_strided(
+                member.shape, member.stride, dtype=self.compute_dtype, device="meta"
+            )
+            for place in item.places:
+                place.put_plain(shown)
+        self.shows_views = False
+
+    # --- what users write -----------------------------------------------------------------------
+
+    def adopt_values(self) -> None:
+        """Copy back what the user put in place of original parameters, objects or their memory.
+
+        Raises RuntimeError, naming the parameter, when the shape does not fit, and
+        NotImplementedError when other modules share it than at construction.
+        """
+        if not self.options.use_orig_params or self._params_are_unsharded:
+            return
+        self._check_sharing()
+        itemsize = self.flat.dtype.itemsize
+        base = self.flat.data_ptr()
+        changed = False
+        for at, item in enumerate(self.module_params):
+            current = item.places[0].current()
+            param = self.params[at]
+            if current is None or (self.shows_views and current is self.views[at]):
+                current = param
+            part = self.parts[at]
+            start = self.layout.members[at].start if part is None else part.in_shard
+            if part is None and self.options.sharded:
+                if current.numel() != 0:
+                    raise RuntimeError(self._wrong_shape(at, current, 0))
+                continue
+            if current is param and current.data_ptr() == base + start * itemsize:
+                continue
+            self._adopt_value(at, current)
+            changed = True
+        if changed:
+            # Copied by compute, maybe in the middle of a forward whose start gathers waited for.
+            self.streams.gathers_wait_for_compute()
+            self.show_shards()
+            self.put_params()
+
+    def _check_sharing(self) -> None:
+        own = {id(param): at for at, param in enumerate(self.params)}
+        for at, item in enumerate(self.module_params):
+            shown = item.places[0].current()
+            is_anothers = own.get(id(shown), at) != at
+            if is_anothers or any(place.current() is not shown for place in item.places[1:]):
+                raise NotImplementedError(
+                    f"{' and '.join(item.names)}: which modules share a parameter has changed "
+                    "since the module was wrapped; tie and untie parameters before wrapping"
+                )
+
+    def _adopt_value(self, at: int, current: torch.Tensor) -> None:
+        target = self.shard_views(self.flat.detach())[at]
+        if current.shape != target.shape:
+            raise RuntimeError(self._wrong_shape(at, current, target.numel()))
+        target.copy_(current.detach())
+
+    def _wrong_shape(self, at: int, current: torch.Tensor, expected: int) -> str:
+        return (
+            f"{self.module_params[at].fqn}: was replaced by a tensor of shape "
+            f"{tuple(current.shape)}, but this rank holds {expected} elements of it; change values "
+            "inside summon_full_params(), where parameters have their full shape"
+        )
+
+    def _flatten(self) -> torch.Tensor:
+        first = self.params[0]
+        device = torch.device("cpu") if self.options.offload else first.device
+        flat = torch.zeros(self.layout.shard_numel, dtype=first.dtype, device=device)
+        for param, member, part in zip(self.params, self.layout.members, self.parts, strict=True):
+            if part is not None:
+                values = in_memory_order(param.detach(), member)
+                flat[part.in_shard : part.in_shard + part.numel].copy_(
+                    values[part.in_member : part.in_member + part.numel]
+                )
+        return flat
+
+    def _any_trainable(self) -> bool:
+        return any(param.requires_grad for param in self.params)

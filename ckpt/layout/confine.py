@@ -12,14 +12,14 @@ __all__ = ["held_where_shared", "shared_by"]
 
 def shared_by(owned: Sequence[Owned], ranks: Ranks) -> tuple[int, ...]:
     """The ranks that share the module whose parameters are `owned`, ascending; all ranks of the
-    world where nothing tells them exactly.
+    world where they are not known exactly.
     """
-    told = [one.owners for one in owned]
-    if None in told:
+    groups = [one.owners for one in owned]
+    if None in groups:
         return ranks.everyone
-    everyone = {rank for group in told for rank in group or ()}
+    everyone = {rank for group in groups for rank in group or ()}
     # One tensor over all of them: else the groups overlap, and may reach further than seen here.
-    if ranks.rank in everyone and any(everyone == set(group or ()) for group in told):
+    if ranks.rank in everyone and any(everyone == set(group or ()) for group in groups):
         return tuple(sorted(everyone))
     return ranks.everyone
 

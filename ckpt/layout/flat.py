@@ -1,4 +1,4 @@
-"""Members of flat parameters as views: what an engine that flattens parameters tells about them."""
+"""Members of flat parameters as views: how engines that flatten parameters describe them."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def memory_order(fqn: str, shape: Shape, strides: Shape) -> tuple[int, ...]:
 def flat_views(members: Sequence[FlatMember], dtype: torch.dtype, *, base: int) -> tuple[View, ...]:
     """Views of members in a 1-D local tensor that starts at `base` of the local shard.
 
-    In the members' order, whatever this rank holds of them: names are told in it on every rank.
+    In the members' order, whatever this rank holds of them: names have this order on every rank.
     """
     plain: list[Piece] = []
     views: list[View] = []

@@ -182,7 +182,7 @@ class _Replicas(NamedTuple):
 
     holders: tuple[int, ...]
     synchronized: bool
-    ignored: frozenset[str]  # names that DDP was told to leave alone, relative to `base`
+    ignored: frozenset[str]  # names that DDP has to leave alone, relative to `base`
     base: str
     owners: tuple[int, ...] = ()  # the ranks of the engine's group
 
@@ -403,7 +403,7 @@ def _add_unit(builder: _LayoutBuilder, fqns: list[str], managed: torch_fsdp.Mana
 
 
 def _settle_holders(builder: _LayoutBuilder) -> None:
-    """Who holds a tensor too, as only all tensors of the module together tell."""
+    """Who holds a tensor too, as only all tensors of the module together show."""
     before = builder.params
     shared = shared_by(before, builder.ranks)
     builder.params = held_where_shared(
@@ -509,7 +509,7 @@ def _joined(prefix: str, name: str) -> str:
 
 def _add_hooks(builder: _LayoutBuilder, visit: _Visit) -> None:
     if not visit.is_first or visit.traits.is_engine:
-        return  # what an engine's wrapper does for state dicts, its pieces tell too
+        return  # what an engine's wrapper does for state dicts, its pieces show too
     where = visit.name or "the module"
     for name in (*save_changes(visit.module), *visit.traits.save_overrides):
         builder.save_hooks.append(f"{where}: {name} {CANNOT}")

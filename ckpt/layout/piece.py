@@ -1,7 +1,7 @@
 """Pieces: what one rank holds of logical tensors, and where in its local memory.
 
-Every engine's way of holding tensors is told in these values alone. An engine takes part by
-offering `__ckpt_pieces__()`; see `ckpt.layout.protocol`.
+These values alone describe how any engine holds tensors. An engine takes part by offering
+`__ckpt_pieces__()`; see `ckpt.layout.protocol`.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ class Owned(NamedTuple):
     """One tensor that an engine owns: the answer of `__ckpt_pieces__()` is an iterable of these.
 
     `param` is the object that optimizers know, `local` the sharded memory behind it (they may be
-    the same). `views` tells which pieces lie where in `local`, and by that in every optimizer state
-    tensor of the shape of `local`. Names are relative to the module that was asked.
+    the same). `views` says which pieces lie where in `local`, and by that in every optimizer state
+    tensor of the shape of `local`. Names are relative to the module whose method it is.
 
     `owners` are the ranks that together have the tensor: of a group, of a mesh. Only among them are
     its bytes exchanged. Empty: this rank's own, which no engine shares with any other. None: nobody

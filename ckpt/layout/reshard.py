@@ -138,7 +138,7 @@ def touched(patch: Patch, unit: int) -> list[tuple[int, int]]:
 def _rows(patch: Patch, unit: int) -> list[tuple[int, int]]:
     """Chunk elements from the first to the last of each row of the patch, ascending.
 
-    Dims whose steps are smaller than a unit are not told apart: every unit in between is touched
+    Dims whose steps are smaller than a unit are not separated: every unit in between is touched
     anyway.
     """
     rows = [patch.source_base]

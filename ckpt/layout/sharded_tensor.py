@@ -1,6 +1,6 @@
 """torch's ShardedTensor, and the DTensors of a mesh: tensors of which a rank has one chunk.
 
-Also how an engine tells over which ranks, or which mesh, it would have its tensors cut: an optional
+Also how an engine declares over which ranks, or which mesh, its tensors are to be cut: an optional
 method `__ckpt_sharding__()` on its unit modules that returns a `UnitSharding`.
 """
 
@@ -37,8 +37,8 @@ def sharding_of(module: nn.Module) -> UnitSharding | None:
     """What the unit of `module` says of itself; None when it says nothing."""
     engine: Any = module
     if hasattr(engine, "__ckpt_sharding__"):
-        told: UnitSharding = engine.__ckpt_sharding__()
-        return told
+        sharding: UnitSharding = engine.__ckpt_sharding__()
+        return sharding
     if torch_fsdp.is_fsdp1(module):
         return UnitSharding(*torch_fsdp.fsdp1_sharding(module))
     return None
@@ -99,7 +99,7 @@ def make_sharded_tensor(
     """A ShardedTensor around `local`, without communication.
 
     `boxes` are torch's global ranks with what each has, none empty; they tile `global_shape`.
-    `local` are those of this rank, in the same order. `like` tells dtype and device.
+    `local` are those of this rank, in the same order. `like` has the dtype and device.
     """
     from torch.distributed._shard import sharded_tensor
     from torch.distributed._shard.metadata import ShardMetadata

@@ -116,7 +116,7 @@ def _fsdp2_groups(module: nn.Module) -> list[Any]:
 
 
 def belongs_to_unit_above(module: nn.Module) -> bool:
-    """Whether an FSDP2 unit manages parameters of `module`, told by the hook it leaves there."""
+    """Whether an FSDP2 unit manages parameters of `module`, by the hook it leaves there."""
     return any(
         getattr(hook, "__module__", "") == "torch.distributed.fsdp._fully_shard._fsdp_param"
         for hook in module._load_state_dict_post_hooks.values()
@@ -220,7 +220,7 @@ def _fsdp1_holders(wrapper: Any, handle: Any, ranks: Ranks) -> tuple[int, ...]:
 
 
 def _fsdp1_owners(wrapper: Any, handle: Any, ranks: Ranks) -> tuple[int, ...] | None:
-    """The ranks that the unit is sharded and repeated over; None when nothing tells them all."""
+    """The ranks that the unit is sharded and repeated over; None when they are not all known."""
     if getattr(wrapper, "_inter_node_pg", None) is None:
         group = torch.distributed.get_process_group_ranks(handle.process_group)
         return ranks.known_of(group)
@@ -276,7 +276,7 @@ def busy_reason(module: nn.Module) -> str | None:
 
 
 def _speaks(module: nn.Module) -> bool:
-    """Whether the module's class tells its pieces itself; it may derive from torch's for others."""
+    """Whether the module's class describes its pieces itself. It may derive from torch's class."""
     return hasattr(type(module), "__ckpt_pieces__")
 
 

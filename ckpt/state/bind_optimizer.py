@@ -180,7 +180,7 @@ class _OptimizerBinder:
                 f"{extra[0]} the first"
                 + self.names.call.moves(rename="pass rename=", leave="leave them out"),
             )
-        for name in extra:  # told by this one problem
+        for name in extra:  # covered by the one problem above
             if name in self.states:
                 self.names.used |= self.states[name].fqns
         free = dict(enumerate(set(group["params"]) & live_names for group in saved_groups))

@@ -110,7 +110,7 @@ def adopt_parameters(described: Described, leaves: Leaves, ranks: Ranks) -> None
             try:
                 owned = describe_tensor(fqn, tensor, ranks)
             except UnsupportedTensor:
-                continue  # told when the tensor itself is described
+                continue  # reported when the tensor itself is described
             described.by_param[id(tensor)] = _source("", owned)
 
 

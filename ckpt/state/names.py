@@ -146,7 +146,7 @@ class Names:
         return ""
 
     def unexpected(self, entries: Collection[str]) -> tuple[list[str], int]:
-        """Names of the checkpoint that nothing asked for, and how many are under other entries.
+        """Names of the checkpoint that were not requested, and how many are under other entries.
 
         `entries` are the top-level names of the state in the checkpoint; "" means all.
         """
@@ -158,8 +158,8 @@ class Names:
             for name in names
             if name not in self.used
         ]
-        asked = [name for name in left if "" in entries or _starts_with(name, entries)]
-        return [name for name in asked if not self.is_skipped(name)], len(left) - len(asked)
+        requested = [name for name in left if "" in entries or _starts_with(name, entries)]
+        return [name for name in requested if not self.is_skipped(name)], len(left) - len(requested)
 
 
 def _renamer(rename: Rename) -> Callable[[str], str]:

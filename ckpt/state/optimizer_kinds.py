@@ -8,7 +8,7 @@ What an optimizer keeps for a parameter, under one name, is of one kind:
     TENSOR   a tensor with a layout of its own, or a plain   a tensor by itself
              one beside a parameter that is held whole
     SCALAR   a plain tensor without dims, such as a step     one tensor per parameter
-    NUMBER   a Python number, or None, of a parameter that   as SCALAR; the name tells the type
+    NUMBER   a Python number, or None, of a parameter that   as SCALAR; its name has the type
              other ranks may hold nothing of
     VALUE    any other value, the same on all ranks          a value
     OWN      what each rank has for itself                   a per-rank value, see `own`
@@ -68,7 +68,7 @@ def kind_of(
 ) -> StateKind:
     """The kind of `content`, live state of the parameter `owned`, as its optimizer has it.
 
-    `declaration` is what `declare_optimizer_state` was told of the name. MISFIT is declared a
+    `declaration` is what `declare_optimizer_state` declared for the name. MISFIT is declared a
     shard and has another shape.
     """
     if isinstance(content, torch.Tensor):

@@ -1,6 +1,6 @@
 """Optimizer state that each rank has for itself: plain tensors beside a parameter that is sharded.
 
-Nothing tells which part of the parameter such a tensor belongs to, or whether it belongs to one at
+Nothing shows which part of the parameter such a tensor belongs to, or whether it belongs to one at
 all, so it is kept as it is, with the layout that the parameter had. It comes back plain, on the
 same layout; on another one only a function of the user's knows what to make of it.
 
@@ -30,7 +30,7 @@ _LAYOUT_CHARS_MAX = 200
 
 
 class PerRankState(NamedTuple):
-    """State of a parameter that is this rank's own: what is told of it, and its tensors by name."""
+    """State of a parameter that is this rank's own: its description, and its tensors by name."""
 
     param: str
     name: str
@@ -93,7 +93,7 @@ def own_state(
 
 
 def is_own_state(entry: object) -> TypeGuard[dict[str, Any]]:
-    """Whether a per-rank value tells of an optimizer's own state."""
+    """Whether a per-rank value is an optimizer's own state."""
     return isinstance(entry, dict) and entry.keys() == {"rank", "world_size", "layout", "value"}
 
 

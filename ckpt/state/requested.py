@@ -1,7 +1,7 @@
-"""What a load was asked for, and which arguments whoever asked could have given.
+"""What a load was requested to do, and which arguments the caller has.
 
 Errors advise the next move in the words of the call that raises them; a call that lacks an argument
-must not be told to pass it.
+must not be advised to pass it.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class CallArguments(NamedTuple):
         """
         names = (("skip=", self.skip), ("strict=False", self.strict))
         ways = " or ".join(name for name, has in names if has)
-        told = [rename] if self.rename else []
-        told += [f"{ways} to {leave}"] if ways else []
-        return f"; {', '.join(told)}" if told else "; take it from a state with the same names"
+        moves = [rename] if self.rename else []
+        moves += [f"{ways} to {leave}"] if ways else []
+        return f"; {', '.join(moves)}" if moves else "; take it from a state with the same names"
 
     @property
     def or_skip(self) -> str:

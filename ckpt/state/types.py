@@ -22,7 +22,7 @@ class PerRank:
 
     `value` is a value, or an object with `state_dict()` and `load_state_dict()`. A load on as many
     ranks as saved gives each rank its own back. On another number, `on_reshard(all_values, rank,
-    world_size)` is asked for the value of each rank; without it the load fails before it touches
+    world_size)` is called for the value of each rank; without it the load fails before it touches
     anything.
     """
 

@@ -30,7 +30,7 @@ def split_tree(
 ) -> tuple[Any, list[tuple[str, torch.Tensor]]]:
     """`tree` as a value with references, and the tensors they refer to, named under `fqn`.
 
-    What cannot be stored is told in `problems`, each with its place, and is None in the result.
+    What cannot be stored is listed in `problems`, each with its place, and is None in the result.
     """
     tensors: list[tuple[str, torch.Tensor]] = []
     value = _Splitter(fqn, problems, tensors).split(tree, fqn, 0)

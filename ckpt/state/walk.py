@@ -48,7 +48,7 @@ class Leaves:
 
 
 def walk(state: Any) -> Leaves:
-    """All leaves of `state`. What cannot be part of a state is told in `problems`."""
+    """All leaves of `state`. What cannot be part of a state is listed in `problems`."""
     leaves = Leaves()
     kind = type(state)
     if kind in SCALARS:

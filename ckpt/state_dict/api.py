@@ -71,7 +71,7 @@ def model_state_dict(
     is one or its unit has a mesh, else as torch's ShardedTensor; what every rank holds whole stays
     a plain tensor. LOCAL: what this rank holds, without padding, as 1-D ShardedTensors of live
     memory.
-    Tied tensors appear under all their names. Raises InvalidState for what a form cannot tell.
+    Tied tensors appear under all their names. Raises InvalidState for what has no such form.
     """
     config = model_config(type, config)
     place = _taking_place(model, process_group)
@@ -127,7 +127,7 @@ def optimizer_state_dict(
     State shaped like its parameter comes in the form that the parameter has in
     `model_state_dict`; scalars, numbers and other values as they are. Parameters without state are
     left out. `state_dict`, as `optimizer.state_dict()` gives it, takes the place of the live state.
-    Raises InvalidState for state that cannot be told by parameter, or that differs between ranks.
+    Raises InvalidState for state that belongs to no parameter, or that differs between ranks.
     """
     config = optim_config(type, config)
     place = _taking_place(model, process_group)

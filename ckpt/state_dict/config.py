@@ -23,14 +23,14 @@ class StateDictType(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class StateDictConfig:
-    """What every form of a model's state dict can be told."""
+    """The options that every form of a model's state dict has."""
 
     offload_to_cpu: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class OptimStateDictConfig:
-    """What every form of an optimizer's state dict can be told."""
+    """The options that every form of an optimizer's state dict has."""
 
     offload_to_cpu: bool = True
 
@@ -58,7 +58,7 @@ class ShardedStateDictConfig(StateDictConfig):
 
 @dataclass(frozen=True, slots=True)
 class FullOptimStateDictConfig(OptimStateDictConfig):
-    """Like `FullStateDictConfig`, offloaded unless told otherwise."""
+    """Like `FullStateDictConfig`, offloaded by default."""
 
     rank0_only: bool = False
 
@@ -72,7 +72,7 @@ class LocalOptimStateDictConfig(OptimStateDictConfig):
 
 @dataclass(frozen=True, slots=True)
 class ShardedOptimStateDictConfig(OptimStateDictConfig):
-    """Like `ShardedStateDictConfig`, offloaded unless told otherwise."""
+    """Like `ShardedStateDictConfig`, offloaded by default."""
 
     use_dtensor: bool | None = None
 

@@ -46,7 +46,7 @@ class DictForm(NamedTuple):
 class LiveTensors:
     """The tensors of a state as this rank holds them, and what is known of some by name.
 
-    `models` are DTensors that a tensor is laid out like, `sharding_of` tells what the unit of a
+    `models` are DTensors that a tensor is laid out like, `sharding_of` gives what the unit of a
     tensor says of itself, `dtypes` the dtype that a tensor is given in where it lives in another.
     """
 
@@ -161,8 +161,8 @@ class _Taking:
 
     def chunk(self, fqn: str, entry: Known) -> _Made:
         """This rank's part of dim 0, over the mesh or the group of its unit."""
-        told = self.live.sharding_of(fqn)
-        mesh = None if told is None else told.mesh
+        sharding = self.live.sharding_of(fqn)
+        mesh = None if sharding is None else sharding.mesh
         if self.output.use_dtensor is not False and mesh is not None:
             parts, part = int(mesh.size(mesh.ndim - 1)), int(mesh.get_local_rank(mesh.ndim - 1))
             box = chunk_of(entry.shape, parts, part)
@@ -197,8 +197,8 @@ class _Taking:
 
     def group_of(self, fqn: str) -> tuple[dist.ProcessGroup | None, list[int]]:
         """The group that `fqn` is sharded over, and torch's numbers of its ranks."""
-        told = self.live.sharding_of(fqn)
-        group = self.output.group if told is None else told.process_group
+        sharding = self.live.sharding_of(fqn)
+        group = self.output.group if sharding is None else sharding.process_group
         if group is None:
             return None, list(self.ranks.global_ranks)
         return group, dist.get_process_group_ranks(group)

@@ -103,7 +103,7 @@ def get_model_state_dict(
     """The parameters, persistent buffers and extra states of `model` by bare name. Collective.
 
     Sharded tensors are DTensors, or ShardedTensors where their unit has no mesh. Raises ValueError
-    for options that contradict each other, InvalidState for what cannot be told.
+    for options that contradict each other, InvalidState for what has no such form.
     """
     chosen = _checked(model, options)
     prefixes = _prefixes(model, submodules)

@@ -1,4 +1,4 @@
-"""State dicts of models: names of the bare module, tensors in the form that was asked for."""
+"""State dicts of models: names of the bare module, tensors in the requested form."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def take_model(model: nn.Module, output: DictForm, world: World, ranks: Ranks) -
     """The state dict of `model`; collective over `world`. Nothing is gathered that is not asked
     for.
 
-    Raises InvalidState, the same on all ranks, for what cannot be told in this form.
+    Raises InvalidState, the same on all ranks, for what has no such form.
     """
     described, live = collectively(world, "describe", lambda: describe_live(model, ranks, output))
     tensors = take_out(live, output, world, ranks)
@@ -87,32 +87,32 @@ def names_of(described: Described) -> list[str]:
 
 def shardings(described: Described, names: Iterable[str]) -> dict[str, UnitSharding]:
     """What the innermost unit above each tensor says of itself."""
-    told = _told(described)
-    if not told:
+    by_path = _unit_shardings(described)
+    if not by_path:
         return {}
     found = {}
     for name in names:
         path = name
         while path:
             path = path.rpartition(".")[0]
-            if path in told:
-                found[name] = told[path]
+            if path in by_path:
+                found[name] = by_path[path]
                 break
     return found
 
 
 def buffer_dtypes(described: Described, buffers: Iterable[str]) -> dict[str, torch.dtype]:
     """The dtype of each of `buffers` in state dicts, where its unit lets it live in another."""
-    told = _told(described)
+    by_path = _unit_shardings(described)
     named = {
         f"{path}.{name}" if path else name: dtype
-        for path, sharding in told.items()
+        for path, sharding in by_path.items()
         for name, dtype in sharding.buffer_dtypes.items()
     }
     return {name: named[name] for name in buffers if name in named}
 
 
-def _told(described: Described) -> dict[str, UnitSharding]:
+def _unit_shardings(described: Described) -> dict[str, UnitSharding]:
     return {
         name: sharding
         for layout in described.layouts
@@ -126,11 +126,11 @@ def _told(described: Described) -> dict[str, UnitSharding]:
 
 def check_names(world: World, names: list[str], has_any: bool, call: CallArguments) -> list[int]:
     """The ranks that have a dict. Raises Mismatch on all ranks when theirs have different names."""
-    told = world.gather("names", encode_values(names) if has_any else b"")
-    givers = [rank for rank, part in enumerate(told) if part]
-    if len({told[rank] for rank in givers}) <= 1:
+    lists_sent = world.gather("names", encode_values(names) if has_any else b"")
+    givers = [rank for rank, part in enumerate(lists_sent) if part]
+    if len({lists_sent[rank] for rank in givers}) <= 1:
         return givers
-    lists = {rank: set(decode_values(told[rank])) for rank in givers}
+    lists = {rank: set(decode_values(lists_sent[rank])) for rank in givers}
     rank0_only = ", or rank0_only=True" if call.rank0_only else ""
     raise Mismatch(
         [

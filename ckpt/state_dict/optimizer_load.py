@@ -99,7 +99,7 @@ def _share_own(
         raise Mismatch(
             [
                 f"{fqn}: is a plain tensor of another shape than its parameter, and another "
-                "one on each rank; nothing tells what part of what it is. Take the dict with "
+                "one on each rank; nothing shows what part of what it is. Take the dict with "
                 "optimizer_state_dict, which keeps such state as each rank's own"
                 for fqn in differing
             ]
@@ -138,9 +138,9 @@ class OptimizerLoad:
         problems: list[str] = []
         live = live_names(self.optimizers, self.described)
         listed = {name for group in self.groups or () for name in group["params"]}
-        told = {param for param, _, _ in by_parameter(self.known, listed | live)}
-        told |= {param for param, _, _ in by_parameter(self.given.values, listed | live)}
-        extra = sorted((listed | told) - live)
+        with_state = {param for param, _, _ in by_parameter(self.known, listed | live)}
+        with_state |= {param for param, _, _ in by_parameter(self.given.values, listed | live)}
+        extra = sorted((listed | with_state) - live)
         if strict and extra:
             problems += [
                 f"{name}: is in the dict and no parameter of the optimizer"

@@ -32,7 +32,7 @@ class GivenState:
     """What one rank's dict has: tensors as holdings, values, the user's own state.
 
     `own` is what the rank had for itself, `odd` has digests of plain tensors of another shape than
-    their parameter, of which nobody can tell the shards.
+    their parameter, whose shards nobody knows.
     """
 
     held: list[Holding] = field(default_factory=list)
@@ -72,11 +72,11 @@ class DictReader:
             read.values[GROUPS] = groups
         listed = {name for group in groups for name in group["params"]} | known
         shapes = self.shapes()
-        told = {bare_name(key, known): own for key, own in state_dict.get(OWN, {}).items()}
+        description = {bare_name(key, known): own for key, own in state_dict.get(OWN, {}).items()}
         for key, state in state_dict["state"].items():
             name = key_of.get(key, key)
             if name in listed and isinstance(state, Mapping):
-                own = told.get(name, {})
+                own = description.get(name, {})
                 for part, content in state.items():
                     if part in own:
                         self.read_own(read, name, str(part), content, own[part])
@@ -133,7 +133,7 @@ class DictReader:
             if shape is None or not all(holding.is_unshared for holding in holdings):
                 return  # its layout says what of it is where
             if content.ndim and tuple(content.shape) != shape:
-                # Nobody can tell what a shard of it would be: all ranks have to give the same one.
+                # Nobody knows what a shard of it would be: all ranks have to give the same one.
                 read.odd[fqn] = _digest(content)
             return
         value, tensors = split_tree(content, fqn, read.problems)
@@ -142,15 +142,15 @@ class DictReader:
             self.hold(read, tensor_fqn, tensor, None)
 
     def read_own(
-        self, read: GivenState, param: str, name: str, content: Any, told: Mapping[str, Any]
+        self, read: GivenState, param: str, name: str, content: Any, description: Mapping[str, Any]
     ) -> None:
         fqn = f"{STATE}{param}.{name}"
         split = split_tree(content, fqn, read.problems)
         own = own_state(fqn, param, name, split, self.ranks)
-        if told.keys() != set(OWN_KEYS):
-            read.problems.append(f"{fqn}: the dict tells {sorted(told)} of it, not {OWN_KEYS}")
+        if description.keys() != set(OWN_KEYS):
+            read.problems.append(f"{fqn}: the dict has {sorted(description)} of it, not {OWN_KEYS}")
             return
-        own.entry.update(told)
+        own.entry.update(description)
         read.own[fqn] = own.entry
         read.held += own.holdings(self.ranks)
 

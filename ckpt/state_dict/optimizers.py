@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 PATH = "optim"
 OWN = "per_rank"
-"""Under this key a dict tells which states are the rank's own, by parameter and name."""
+"""Under this key a dict says which states are the rank's own, by parameter and name."""
 OWN_KEYS = ("rank", "world_size", "layout")
 GROUPS = f"{PATH}.param_groups"
 STATE = f"{PATH}.state."
@@ -124,7 +124,7 @@ def take_optimizer(
 ) -> dict[str, Any]:
     """The state dict of `optimizers`; collective over `world`.
 
-    Raises InvalidState or Mismatch, the same on all ranks, for state that cannot be told by
+    Raises InvalidState or Mismatch, the same on all ranks, for state that cannot be named by
     parameter, and for values that differ between ranks.
     """
     taken = collectively(world, "describe", lambda: _taken(model, optimizers, ranks, state_dict))
@@ -143,8 +143,8 @@ def take_optimizer(
     for own in taken.own.values():
         content = own.content(to_cpu=output.offload_to_cpu)
         found["state"].setdefault(own.param, {})[own.name] = content
-        told = {key: own.entry[key] for key in OWN_KEYS}
-        found[OWN].setdefault(own.param, {})[own.name] = told
+        described_as = {key: own.entry[key] for key in OWN_KEYS}
+        found[OWN].setdefault(own.param, {})[own.name] = described_as
     if taken.has_groups:
         found["param_groups"] = [
             {**join_tree(group, tensors.__getitem__), "params": list(group["params"])}
@@ -209,10 +209,10 @@ def _templates(view: Any, described: Described, ranks: Ranks) -> dict[str, torch
 
 def _sharding_of(described: Described) -> Callable[[str], UnitSharding | None]:
     """A state that is shaped like its parameter is cut like it, also where it is held elsewhere."""
-    told = shardings(described, names_of(described))
+    by_name = shardings(described, names_of(described))
 
     def sharding_of(fqn: str) -> UnitSharding | None:
-        return next((told[param] for param, _, _ in by_parameter([fqn], told)), None)
+        return next((by_name[param] for param, _, _ in by_parameter([fqn], by_name)), None)
 
     return sharding_of
 

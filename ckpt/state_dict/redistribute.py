@@ -1,9 +1,9 @@
 """Bytes from the ranks that hold regions of tensors to the ranks that want them, batch by batch.
 
-Every rank tells which regions it holds and which it wants; all then know who sends what, without
-asking. A rank takes what it holds itself from its own memory. Each other byte travels once to each
-rank that wants it. A batch is at most `BATCH_NBYTES` of logical tensors, so that buffers stay
-small however large the tensors are.
+Every rank reports which regions it holds and which it wants; all then know who sends what. A rank
+takes what it holds itself from its own memory. Each other byte travels once to each rank that wants
+it. A batch is at most `BATCH_NBYTES` of logical tensors, so that buffers stay small however large
+the tensors are.
 """
 
 from __future__ import annotations

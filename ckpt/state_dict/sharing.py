@@ -1,4 +1,4 @@
-"""Which ranks share a model, as its engines tell: those that make a state dict of it together."""
+"""Which ranks share a model, as its engines declare: they make state dicts of it together."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ def ranks_that_share(model: nn.Module) -> tuple[int, ...]:
     try:
         layout = describe_module(model, Ranks(me, everyone))
     except Exception:
-        # An engine that fails to describe itself: said again where all ranks hear of it.
+        # An engine that fails to describe itself: raised again where all ranks see it.
         return everyone
-    found = _told(layout)
-    if found is None:
+    declared = _declared_ranks(layout)
+    if declared is None:
         return everyone
-    return tuple(sorted(found)) if me in found else ()
+    return tuple(sorted(declared)) if me in declared else ()
 
 
-def _told(layout: ModuleLayout) -> set[int] | None:
-    found: set[int] = set()
+def _declared_ranks(layout: ModuleLayout) -> set[int] | None:
+    declared: set[int] = set()
     for owned in (*layout.params, *layout.buffers):
         if owned.owners is None:
             return None
-        found.update(owned.owners)
+        declared.update(owned.owners)
     for _, unit in layout.units:  # also of those whose tensors were refused
-        told = sharding_of(unit)
-        if told is not None and told.process_group is not None:
-            found.update(dist.get_process_group_ranks(told.process_group))
-    return None if layout.problems and not found else found
+        sharding = sharding_of(unit)
+        if sharding is not None and sharding.process_group is not None:
+            declared.update(dist.get_process_group_ranks(sharding.process_group))
+    return None if layout.problems and not declared else declared

@@ -66,8 +66,8 @@ class Known:
 
     def is_own(self, rank: int) -> bool:
         """Whether other ranks have such a tensor, each one of its own, and `rank` has none."""
-        told = self.owners.values()
-        return rank not in self.owners and bool(told) and not any(told)
+        groups = self.owners.values()
+        return rank not in self.owners and bool(groups) and not any(groups)
 
 
 Table = dict[str, Known]
@@ -81,15 +81,15 @@ def normal(region: Region, shape: Shape) -> Region:
 
 
 def gather_table(world: World, phase: str, holdings: Sequence[Holding]) -> Table:
-    """What all ranks have, in the order of the lead and then of the others; the same on all ranks.
+    """What all ranks have, in the order of ranks; the same on all ranks.
 
     Raises Mismatch on all ranks when they disagree about a tensor's shape or dtype.
     """
     known: Table = {}
     problems: list[str] = []
     for rank, part in enumerate(world.gather(phase, _encoded(holdings))):
-        told = _decoded(part)
-        for fqn, dtype, shape, owners in told.tensors:
+        table = _decoded(part)
+        for fqn, dtype, shape, owners in table.tensors:
             entry = known.setdefault(fqn, Known(shape, dtype))
             if (entry.shape, entry.dtype) != (shape, dtype):
                 problems.append(
@@ -98,7 +98,7 @@ def gather_table(world: World, phase: str, holdings: Sequence[Holding]) -> Table
                 )
             if owners is not None:
                 entry.owners[rank] = owners
-        for fqn, region, replicas in told.regions:
+        for fqn, region, replicas in table.regions:
             known[fqn].at.setdefault(rank, []).append(region)
             known[fqn].replicas.setdefault(rank, {})[region] = replicas
     if problems:

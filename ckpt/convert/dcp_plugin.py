@@ -202,7 +202,9 @@ class DcpWriter(StorageWriter):
         key = step_prefix(header.step, header.attempt) + MANIFEST_NAME
         with session.store.create(key, len(data), part_nbytes=len(data)) as writer:
             writer.write_part(0, [memoryview(data)])
-        session.commit(Commit(header.attempt, header.step, len(data), manifest_digest(data)))
+        commit = Commit(header.attempt, header.step, len(data), manifest_digest(data))
+        session.commit(commit)
+        session.confirm(commit)
         self._header.clear()
         metadata.storage_meta = self.storage_meta()
 

@@ -302,6 +302,7 @@ def _commit_parts(received: _Received, task: SaveTask, header: Header, lead: Ses
     try:
         with task.recorder.span("commit"):
             lead.commit(commit)
+            lead.confirm(commit)
     except ReferenceRetired as error:
         return _Committed({"retired": str(error)})
     # From here on the checkpoint exists, so nothing may fail any more.

@@ -4,6 +4,8 @@ Actors are functions that use a `SteppedStore`. Each store operation stops its a
 explorer chooses who goes next and how the operation ends. A run is the list of its choices; the
 next run changes the last choice that has another alternative, so all runs within the budget are
 made exactly once. Leaving the current actor while it could go on costs 1, and so does every fault.
+What others do to the objects from outside (restore a backup, make links) may come between any two
+operations, and costs 1 too.
 """
 
 from __future__ import annotations
@@ -16,10 +18,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from storage.errors import KeyExistsError, OutcomeUnknownError
-from storage.store import Store
+from storage.store import ByteRange, Store
 from storage.wrap import WrappedStore
 
 PUT_FAULTS = ("unknown, applied", "unknown, lost", "unknown, late", "killed before", "killed after")
+
+
+Outside = Callable[[], dict[str, Callable[[], None]]]
 
 
 class Killed(BaseException):
@@ -67,9 +72,13 @@ class _Actor:
 class Run:
     """One run: the actors, the store below them, and writes that are still under way."""
 
-    def __init__(self, store: Store, choices: Choices, pool: ThreadPoolExecutor) -> None:
+    def __init__(
+        self, store: Store, choices: Choices, pool: ThreadPoolExecutor, outside: Outside | None
+    ) -> None:
         self.store = store
         self.choices = choices
+        self.outside: Outside = outside or dict
+        self.stops_at_reads = outside is not None
         self.under_way: list[tuple[str, bytes]] = []
         self.errors: list[str] = []
         self._pool = pool
@@ -98,9 +107,14 @@ class Run:
     def _step(self, running: dict[str, _Actor], current: str, names: list[str]) -> str:
         options = [(current, 0)] + [(name, 1) for name in names if name != current]
         options += [(f"arrives: {i}", 1) for i in range(len(self.under_way))]
+        outside = self.outside()
+        options += [(name, 1) for name in outside]
         chosen = self.choices.choose(options)
         if chosen.startswith("arrives"):
             self._arrive(*self.under_way.pop(int(chosen.split()[1])))
+            return current
+        if chosen in outside:
+            outside[chosen]()
             return current
         actor = running[chosen]
         faults = [(fault, 1) for fault in PUT_FAULTS] if actor.stopped_at == "put" else []
@@ -139,10 +153,19 @@ class SteppedStore(WrappedStore):
         self._run = run
         self._actor = actor
 
+    def pause(self, op: str) -> None:
+        """Stop in the middle of an operation."""
+        self._run.stop(self._actor, op)
+
     def info(self, key: str) -> Any:
         if key.startswith("log/"):
             self._run.stop(self._actor, "info")
         return self.inner.info(key)
+
+    def get(self, key: str, byte_range: ByteRange | None = None) -> bytes:
+        if key.startswith("log/") and self._run.stops_at_reads:
+            self._run.stop(self._actor, "get")
+        return self.inner.get(key, byte_range)
 
     def delete(self, key: str) -> None:
         self._run.stop(self._actor, "delete")
@@ -175,13 +198,18 @@ def explore(
     check: Callable[[Store], list[str]],
     *,
     budget: int,
+    outside: Outside | None = None,
 ) -> tuple[int, list[str]]:
-    """All runs within `budget`: how many, and the violations of the first run that has any."""
+    """All runs within `budget`: how many, and the violations of the first run that has any.
+
+    `outside()` are the things by name that somebody else may do at this moment of a run. With it,
+    actors stop where they read the log, too.
+    """
     runs, prefix = 0, []
     with ThreadPoolExecutor(8) as pool:
         while True:
             store, choices = make(), Choices(prefix, budget)
-            run = Run(store, choices, pool)
+            run = Run(store, choices, pool, outside)
             run.go(actors())
             runs += 1
             found = run.errors + check(store)

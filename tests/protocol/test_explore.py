@@ -86,6 +86,7 @@ def save(session: Session, store: Store, step: int, history: History) -> None:
     commit = Commit(attempt, step, len(manifest), manifest_digest(manifest))
     try:
         session.commit(commit)
+        session.confirm(commit)
     except OutcomeUnknown:
         settled = session.settle()
         if settled is not None and not settled.landed:

@@ -1,0 +1,249 @@
+"""Every moment at which somebody else copies a root, restores a backup of it, or links its files.
+
+Method: jobs run for real while the explorer lets others act on the objects between any two of their
+requests. What a job was told of a save before a backup was restored is lost with the restored
+backup; what it is told afterwards is there, or it gets a typed error. Deletions are not part of it:
+whoever restores a backup while a prune deletes has to look at what is there.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ckpt.commit.invariants import History, RecordingStore, check_all, check_fresh_session
+from ckpt.commit.log import Log
+from ckpt.commit.ranked import SessionRegistry
+from ckpt.commit.session import Session
+from ckpt.errors import CheckpointError, Corrupt, OutcomeUnknown
+from storage.local import LocalStore
+from storage.memory import MemoryBucket, MemoryStore
+from storage.store import Store
+from tests.conftest import Scale
+from tests.protocol import explore as explorer
+from tests.protocol.explore import explore
+from tests.protocol.test_explore import LIMITS, Scenario, save
+
+
+class _Outside(Scenario):
+    """A root whose objects are copied, or exchanged for an older copy of them."""
+
+    def make(self) -> Store:
+        self.bucket = MemoryBucket()
+        self.backup: dict[str, bytes] | None = None
+        self.then: History | None = None
+        self.copy: Store | None = None
+        self.is_over = False
+        self.registry = SessionRegistry()
+        self.history = History()
+        self._drawn = 0
+        store = RecordingStore(MemoryStore(self.bucket), self.history)
+        session = Session.claim(store, sources=self.sources())
+        for step in (1, 2):
+            save(session, store, step, self.history)
+        return store
+
+    def saves(self, *steps: int) -> Callable[[Store], None]:
+        """A job that saves in one place and then in the copy of it, if there is one by then."""
+
+        def run(store: Store) -> None:
+            try:
+                self._save(store, self.history, steps)
+                if self.copy is not None and self.then is not None:
+                    self._save(self.copy, self.then, (9,))
+            except CheckpointError:
+                return
+
+        return run
+
+    def _save(self, store: Store, history: History, steps: tuple[int, ...]) -> None:
+        session = self.registry.session(store, sources=self.sources(), limits=LIMITS)
+        for step in steps:
+            save(session, store, step, history)
+
+    def backs_up(self) -> dict[str, Callable[[], None]]:
+        """A backup of everything, and later its return."""
+        if self.backup is None:
+            return {"backed up": self._back_up}
+        return {} if self.is_over else {"restored": self._restore}
+
+    def copies(self) -> dict[str, Callable[[], None]]:
+        return {} if self.backup is not None else {"copied": self._copy}
+
+    def _back_up(self) -> None:
+        keys = self.bucket.keys_from("", "")
+        self.backup = {info: bytes(self.bucket.find(info)[0]) for info in keys}  # type: ignore[index]
+        self.then = copy.deepcopy(self.history)
+
+    def _restore(self) -> None:
+        assert self.backup is not None and self.then is not None
+        for key in self.bucket.keys_from("", ""):
+            self.bucket.remove(key)
+        for key, data in self.backup.items():
+            self.bucket.add(key, data)
+        self.history.events[:] = self.then.events
+        self.history.told_ok[:] = self.then.told_ok
+        self.is_over = True
+
+    def _copy(self) -> None:
+        self._back_up()
+        assert self.backup is not None and self.then is not None
+        bucket = MemoryBucket()
+        for key, data in self.backup.items():
+            bucket.add(key, data)
+        self.copy = RecordingStore(MemoryStore(bucket, name="copy"), self.then)
+
+    def check(self, store: Store) -> list[str]:
+        slots = [int(info.key.removeprefix("log/")) for info in store.list("log/")]
+        if self.is_over and slots != list(range(len(slots))):
+            return self._broken(store, slots)
+        try:
+            found = [text for text in super().check(store) if not self._was_told_off(text)]
+            if not found and self.copy is not None and self.then is not None:
+                found = check_all(self.copy, self.then) or check_fresh_session(self.copy)
+        except CheckpointError as error:
+            return [f"I9: {error}"]
+        return found
+
+    def _broken(self, store: Store, slots: list[int]) -> list[str]:
+        """Of a log that has a hole, because a record was sent while the backup was restored: nobody
+        goes on with it in silence, and what was acknowledged is in it.
+        """
+        try:
+            Session.claim(store, sources=self.sources())
+        except Corrupt:
+            there = {Log(store).record(slot).attempt for slot in slots}
+            return [f"I2: {name} was lost" for name in self.history.told_ok if name not in there]
+        return ["I5: a log with a hole was claimed"]
+
+    def _was_told_off(self, violation: str) -> bool:
+        """A commit into a restored root whose files the restoring took: its job got an error."""
+        told = any(attempt in violation for attempt in self.history.told_ok)
+        return self.is_over and violation.startswith("I1") and not told
+
+
+def _explore(
+    scenario: _Outside, actions: Callable[[], dict[str, Callable[[], None]]], budget: int
+) -> tuple[int, list[str]]:
+    return explore(
+        scenario.make,
+        lambda: {"a": scenario.saves(3)},
+        scenario.check,
+        budget=budget,
+        outside=actions,
+    )
+
+
+@pytest.mark.parametrize(("name", "budget"), [("backs_up", 2), ("copies", 1)])
+def test_no_moment_of_a_copy_or_a_rollback_breaks_a_promise(
+    name: str, budget: int, scale: Scale
+) -> None:
+    scenario = _Outside()
+    runs, found = _explore(scenario, getattr(scenario, name), scale.count(budget, budget + 1))
+    assert not found, f"run {runs}: " + "\n".join(found)
+    assert runs > 10
+
+
+def _unconfirmed(self: Session, commit: object) -> None:
+    """Bug: nobody looks whether the restored root has what was committed."""
+
+
+def test_search_finds_a_commit_that_nobody_confirms(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Session, "confirm", _unconfirmed)
+    scenario = _Outside()
+    assert _explore(scenario, scenario.backs_up, 2)[1]
+
+
+class _Linked:
+    """Two jobs claim a root on a disk, and once somebody makes a link to every file there."""
+
+    def __init__(self, parent: Path) -> None:
+        self.parent, self.numbers = parent, itertools.count()
+
+    def make(self) -> Store:
+        self.root = self.parent / f"root{next(self.numbers)}"
+        self.is_over = False
+        self.history = History()
+        store = RecordingStore(LocalStore(str(self.root)), self.history)
+        Session.claim(store)
+        return store
+
+    def claims(self) -> Callable[[Store], None]:
+        def run(store: Store) -> None:
+            try:
+                Session.claim(store, limits=LIMITS)
+            except OutcomeUnknown:
+                return
+
+        return run
+
+    def outside(self) -> dict[str, Callable[[], None]]:
+        return {} if self.is_over else {"linked": self._link}
+
+    def _link(self) -> None:
+        backup = self.parent / f"backup of {self.root.name}"
+        backup.mkdir()
+        for path in (path for path in self.root.rglob("*") if path.is_file()):
+            os.link(path, backup / path.name)
+        self.is_over = True
+
+    def check(self, store: Store) -> list[str]:
+        try:
+            return check_all(store, self.history)
+        except CheckpointError as error:
+            return [f"I5: {error}"]
+
+
+def _explore_links(
+    scenario: _Linked, monkeypatch: pytest.MonkeyPatch, budget: int
+) -> tuple[int, list[str]]:
+    """Jobs stop just before they give their file its name, and just after."""
+    real, stopping = LocalStore._publish, explorer.SteppedStore.put_if_absent
+    acting: dict[int, explorer.SteppedStore] = {}
+
+    def put_if_absent(self: explorer.SteppedStore, key: str, data: bytes) -> None:
+        acting[threading.get_ident()] = self
+        try:
+            stopping(self, key, data)
+        finally:
+            del acting[threading.get_ident()]
+
+    def publish(self: LocalStore, temp: str, final: str) -> None:
+        stepped = acting.get(threading.get_ident())
+        if stepped is not None:
+            stepped.pause("link")
+        real(self, temp, final)
+
+    monkeypatch.setattr(explorer.SteppedStore, "put_if_absent", put_if_absent)
+    monkeypatch.setattr(LocalStore, "_publish", publish)
+    return explore(
+        scenario.make,
+        lambda: {"a": scenario.claims(), "b": scenario.claims()},
+        scenario.check,
+        budget=budget,
+        outside=scenario.outside,
+    )
+
+
+def test_hard_links_of_others_let_no_two_writers_win(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs, found = _explore_links(_Linked(tmp_path), monkeypatch, 2)
+    assert not found, f"run {runs}: " + "\n".join(found)
+    assert runs > 50
+
+
+def test_search_finds_a_winner_by_the_count_of_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def by_count(path: str, identity: object) -> bool:
+        return any(os.stat(each).st_nlink > 1 for each in Path(path).parent.glob(".tmp-*"))
+
+    monkeypatch.setattr("storage.local._is_file", by_count)
+    assert _explore_links(_Linked(tmp_path), monkeypatch, 2)[1]

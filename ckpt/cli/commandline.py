@@ -1,6 +1,6 @@
 """All commands and their options, as an argparse tree. Imports nothing slow: see `ckpt.cli`.
 
-A command is told as "module:function"; what it needs is imported when it runs.
+A command is given as "module:function"; its module is imported when it runs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ examples:
   ckpt rm runs/7b 1200
   eval "$(ckpt completion bash)"
 
-exit codes: 0 all is well; 1 damage was found, or the command failed; 2 wrong command line;
+exit codes: 0 success; 1 damage was found, or the command failed; 2 wrong command line;
 3 checkpoints differ (diff), one does not fit (plan), or you said no (prune, rm); 130 interrupted
 """
 
@@ -119,7 +119,7 @@ def _add(commands: Commands, name: str, run: str, text: str, examples: str) -> C
 
 
 def _add_url(parser: Command, help: str = "") -> None:
-    about = "a path, s3://bucket/prefix, or any url that fsspec knows"
+    about = "a path, s3://bucket/prefix, or any url of fsspec"
     parser.add_argument("url", help=help or f"{about}; a root, or one step's directory")
     _add_options(parser, "--option", "of the store", short="-o")
 
@@ -216,7 +216,7 @@ def _add_report(commands: Commands) -> None:
         "write a page about the saves of a root: how long, how large, who was slow",
         "ckpt report s3://bucket/run --output report.html\nckpt report runs/7b --json",
     )
-    _add_url(parser, "a root: a path, s3://bucket/prefix, or any url that fsspec knows")
+    _add_url(parser, "a root: a path, s3://bucket/prefix, or any url of fsspec")
     parser.add_argument(
         "--output",
         metavar="FILE",
@@ -449,7 +449,7 @@ def _add_mend(commands: Commands) -> None:
         "make a log whole that was rolled back, restored in part or merged; nothing is removed",
         "ckpt mend runs/7b --dry-run\nckpt mend runs/7b",
     )
-    _add_url(parser, "a root: a path, s3://bucket/prefix, or any url that fsspec knows")
+    _add_url(parser, "a root: a path, s3://bucket/prefix, or any url of fsspec")
     parser.add_argument("--dry-run", action="store_true", help="look only, append nothing")
     _add_json(parser)
 
@@ -501,7 +501,7 @@ def _add_rm(commands: Commands) -> None:
         "delete one checkpoint, unless another one needs it or it is the last",
         "ckpt rm runs/7b 1200\nckpt rm runs/7b 0 --attempt e000002-0123456789abcdef --yes",
     )
-    _add_url(parser, "a root: a path, s3://bucket/prefix, or any url that fsspec knows")
+    _add_url(parser, "a root: a path, s3://bucket/prefix, or any url of fsspec")
     parser.add_argument("step", type=int, help="its step, as `ckpt ls` shows it")
     parser.add_argument(
         "--attempt", default="", help="which one, where the root has several of that step"
@@ -559,7 +559,7 @@ def substitution(text: str) -> tuple[re.Pattern[str], str]:
 
 
 def _nbytes(text: str) -> int:
-    from ckpt.convert.export import parse_nbytes  # slow to import, and seldom asked for
+    from ckpt.convert.export import parse_nbytes  # slow to import, and seldom needed
 
     try:
         return parse_nbytes(text)

@@ -161,7 +161,7 @@ def plan(arguments: argparse.Namespace) -> int:
     if ranks is None:
         with open_checkpoint(arguments.url, arguments.step, options) as checkpoint:
             ranks = checkpoint.world_size
-    found = plan_ranks(
+    load_plan = plan_ranks(
         arguments.url,
         ranks=ranks,
         layout=arguments.layout,
@@ -170,16 +170,16 @@ def plan(arguments: argparse.Namespace) -> int:
         storage_options=options,
     )
     if arguments.json:
-        show_json(_plan_json(found))
+        show_json(_plan_json(load_plan))
     else:
-        _show_plan(found)
-    return OK if found.fits else DIFFERENT
+        _show_plan(load_plan)
+    return OK if load_plan.fits else DIFFERENT
 
 
 def _wanted(arguments: argparse.Namespace) -> RequestedNames | None:
     if not arguments.like:
         if arguments.entry is not None:
-            raise CheckpointError("--entry is for --like; it tells where that model stands")
+            raise CheckpointError("--entry is for --like; it names the place of that model")
         return None
     options = dict(arguments.option)
     like_options = options_of_other(
@@ -197,26 +197,26 @@ def _wanted(arguments: argparse.Namespace) -> RequestedNames | None:
     return wanted_like(arguments.like, entry=entry, storage_options=like_options)
 
 
-def _show_plan(found: LoadPlan) -> None:
-    print(found.url)
-    print(f"step {found.step}, {size(found.nbytes_stored)} of tensors\n")
+def _show_plan(plan: LoadPlan) -> None:
+    print(plan.url)
+    print(f"step {plan.step}, {size(plan.nbytes_stored)} of tensors\n")
     titles = ("rank", "fills", "reads", "requests", "from other ranks", "extra memory")
-    rows = [_plan_row(rank) for rank in found.ranks[:RANKS_SHOWN_MAX]]
+    rows = [_plan_row(rank) for rank in plan.ranks[:RANKS_SHOWN_MAX]]
     show_table(titles, rows, right=titles)
-    if len(found.ranks) > RANKS_SHOWN_MAX:
-        print(f"... and {len(found.ranks) - RANKS_SHOWN_MAX} more ranks; --json lists all")
-    share = 100 * found.nbytes_read / max(found.nbytes_stored, 1)
-    requests = sum(rank.requests for rank in found.ranks)
+    if len(plan.ranks) > RANKS_SHOWN_MAX:
+        print(f"... and {len(plan.ranks) - RANKS_SHOWN_MAX} more ranks; --json lists all")
+    share = 100 * plan.nbytes_read / max(plan.nbytes_stored, 1)
+    requests = sum(rank.requests for rank in plan.ranks)
     print(
-        f"\nall: {size(found.nbytes_read)} in {requests} requests, {share:.0f} % of what is stored"
+        f"\nall: {size(plan.nbytes_read)} in {requests} requests, {share:.0f} % of what is stored"
     )
-    if found.not_asked:
-        print(f"{found.not_asked} names are below entries that the state does not have")
-    for problem in found.problems[:NAMES_SHOWN_MAX]:
+    if plan.not_asked:
+        print(f"{plan.not_asked} names are below entries that the state does not have")
+    for problem in plan.problems[:NAMES_SHOWN_MAX]:
         print(f"does not fit: {problem}")
-    if len(found.problems) > NAMES_SHOWN_MAX:
-        print(f"... and {len(found.problems) - NAMES_SHOWN_MAX} more; --json lists all")
-    print("it fits" if found.fits else "a strict load would be refused; nothing was read")
+    if len(plan.problems) > NAMES_SHOWN_MAX:
+        print(f"... and {len(plan.problems) - NAMES_SHOWN_MAX} more; --json lists all")
+    print("it fits" if plan.fits else "a strict load would be refused; nothing was read")
 
 
 def _plan_row(rank: RankPlan) -> tuple[str, ...]:
@@ -230,18 +230,18 @@ def _plan_row(rank: RankPlan) -> tuple[str, ...]:
     )
 
 
-def _plan_json(found: LoadPlan) -> dict[str, Any]:
+def _plan_json(plan: LoadPlan) -> dict[str, Any]:
     return {
-        "url": found.url,
-        "step": found.step,
-        "attempt": found.attempt,
-        "fits": found.fits,
-        "nbytes_stored": found.nbytes_stored,
-        "nbytes_read": found.nbytes_read,
-        "missing": list(found.missing),
-        "unexpected": list(found.unexpected),
-        "not_asked": found.not_asked,
-        "problems": list(found.problems),
+        "url": plan.url,
+        "step": plan.step,
+        "attempt": plan.attempt,
+        "fits": plan.fits,
+        "nbytes_stored": plan.nbytes_stored,
+        "nbytes_read": plan.nbytes_read,
+        "missing": list(plan.missing),
+        "unexpected": list(plan.unexpected),
+        "not_asked": plan.not_asked,
+        "problems": list(plan.problems),
         "ranks": [
             {
                 "rank": rank.rank,
@@ -251,6 +251,6 @@ def _plan_json(found: LoadPlan) -> dict[str, Any]:
                 "requests": rank.requests,
                 "nbytes_extra": rank.nbytes_extra,
             }
-            for rank in found.ranks
+            for rank in plan.ranks
         ],
     }

@@ -71,6 +71,6 @@ def _show(report: CopyReport, seconds: float, *, as_json: bool) -> int:
     steps = ", ".join(map(str, report.steps[-8:]))
     steps = f"{len(report.steps)} steps: ... {steps}" if len(report.steps) > 8 else f"step {steps}"
     skipped = report.nbytes - report.nbytes_written
-    told = f"; {size(skipped)} were there already" if skipped > 0 else ""
-    print(f"{steps}: {report.files} files, {size(report.nbytes)} in {seconds:.1f} s{told}")
+    suffix = f"; {size(skipped)} were there already" if skipped > 0 else ""
+    print(f"{steps}: {report.files} files, {size(report.nbytes)} in {seconds:.1f} s{suffix}")
     return OK

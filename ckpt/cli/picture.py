@@ -23,57 +23,61 @@ FILE_WIDTH = 900  # pixels of the longest file's bar
 
 def show_map(checkpoint: Checkpoint, names: Sequence[str], output: str | None) -> None:
     """Print the picture, or write it to the new or old file `output`, which names a local path."""
-    found = map_of(checkpoint, names)
+    tensors_map = map_of(checkpoint, names)
     if output is None:
-        _show_in_terminal(checkpoint, found)
+        _show_in_terminal(checkpoint, tensors_map)
         return
     try:
         with open(output, "w", encoding="utf-8") as page:
-            page.writelines(page_of(checkpoint, found))
+            page.writelines(page_of(checkpoint, tensors_map))
     except OSError as error:
         raise CheckpointError(
             f"cannot write {output}: {error.strerror or error}; --output names a local file"
         ) from error
-    print(f"{output}: {len(found.tensors)} tensors, {len(found.ranks)} ranks; open it in a browser")
+    print(
+        f"{output}: {len(tensors_map.tensors)} tensors, {len(tensors_map.ranks)} ranks; "
+        "open it in a browser"
+    )
 
 
 # In the terminal -------------------------------------------------------------------------------
 
 
-def _show_in_terminal(checkpoint: Checkpoint, found: TensorsMap) -> None:
+def _show_in_terminal(checkpoint: Checkpoint, tensors_map: TensorsMap) -> None:
     header = checkpoint.manifest.header
     print(checkpoint.url)
     print(f"step {header.step}, {header.world_size} ranks, {date(header.created_unix)}")
-    per_column = -(-len(found.ranks) // max(screen_width() - 80, 16))
+    per_column = -(-len(tensors_map.ranks) // max(screen_width() - 80, 16))
     columns = [
-        range(start, min(start + per_column, len(found.ranks)))
-        for start in range(0, len(found.ranks), per_column)
+        range(start, min(start + per_column, len(tensors_map.ranks)))
+        for start in range(0, len(tensors_map.ranks), per_column)
     ]
+    ranks = tensors_map.ranks
     print(
         f"a column is {'one rank' if per_column == 1 else f'{per_column} ranks'}, "
-        f"{found.ranks[0] if found.ranks else ''} to {found.ranks[-1] if found.ranks else ''}; "
+        f"{ranks[0] if ranks else ''} to {ranks[-1] if ranks else ''}; "
         "its shade is the share of the tensor's bytes that it stored:  ░ to 1/4, ▒ to 1/2, "
         "▓ to 3/4, █ more\n"
     )
     rows = []
     wide = 2 if len(columns) <= 32 else 1
-    for tensor in found.tensors[:ROWS_IN_TERMINAL_MAX]:
+    for tensor in tensors_map.tensors[:ROWS_IN_TERMINAL_MAX]:
         shades = "".join(wide * _shade(tensor, column) for column in columns)
         info = tensor.info
         rows.append((info.fqn, shape_text(info.shape), size(info.nbytes), f"|{shades}|"))
     show_table(("name", "shape", "size", "ranks"), rows, right=("size",))
-    if len(found.tensors) > ROWS_IN_TERMINAL_MAX:
-        hidden = len(found.tensors) - ROWS_IN_TERMINAL_MAX
+    if len(tensors_map.tensors) > ROWS_IN_TERMINAL_MAX:
+        hidden = len(tensors_map.tensors) - ROWS_IN_TERMINAL_MAX
         print(f"... and {hidden} more; choose by a pattern, or see all with --output FILE.html")
     print()
-    longest = max((file.nbytes for file in found.files), default=1)
+    longest = max((file.nbytes for file in tensors_map.files), default=1)
     files = [
         (file.name, size(file.nbytes), "█" * max(1, round(40 * file.nbytes / longest)))
-        for file in found.files[:ROWS_IN_TERMINAL_MAX]
+        for file in tensors_map.files[:ROWS_IN_TERMINAL_MAX]
     ]
     show_table(("file", "size", ""), files, right=("size",))
-    if len(found.files) > ROWS_IN_TERMINAL_MAX:
-        print(f"... and {len(found.files) - ROWS_IN_TERMINAL_MAX} more files")
+    if len(tensors_map.files) > ROWS_IN_TERMINAL_MAX:
+        print(f"... and {len(tensors_map.files) - ROWS_IN_TERMINAL_MAX} more files")
 
 
 def _shade(tensor: TensorOnMap, column: range) -> str:
@@ -103,37 +107,37 @@ svg { display: block; } rect:hover { stroke: #000; stroke-width: 1.5; }
 """
 
 
-def page_of(checkpoint: Checkpoint, found: TensorsMap) -> Iterator[str]:
+def page_of(checkpoint: Checkpoint, tensors_map: TensorsMap) -> Iterator[str]:
     """The page, in pieces: ranks, tensors with the parts that each rank stored, files."""
     header = checkpoint.manifest.header
     title = page_text(f"step {header.step} of {checkpoint.store.url}")
     yield f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
     yield '<meta name="viewport" content="width=device-width, initial-scale=1">'
     yield f"<style>{STYLE}</style></head><body>\n<h1>{title}</h1>\n"
-    total = sum(file.nbytes for file in found.files)
+    total = sum(file.nbytes for file in tensors_map.files)
     yield (
         f'<p class="note">{page_text(checkpoint.url)}<br>attempt {page_text(header.attempt)}, '
         f"saved by {header.world_size} ranks on {date(header.created_unix)}, "
-        f"{len(found.tensors)} tensors, {len(found.files)} files, {size(total)}</p>\n"
+        f"{len(tensors_map.tensors)} tensors, {len(tensors_map.files)} files, {size(total)}</p>\n"
     )
-    yield from _ranks(found)
-    yield from _tensors(found)
-    yield from _files(found)
+    yield from _ranks(tensors_map)
+    yield from _tensors(tensors_map)
+    yield from _files(tensors_map)
     yield "</body></html>\n"
 
 
-def _ranks(found: TensorsMap) -> Iterator[str]:
+def _ranks(tensors_map: TensorsMap) -> Iterator[str]:
     yield "<h2>Ranks</h2>\n<div>"
-    for at, rank in enumerate(found.ranks):
-        nbytes = sum(file.nbytes for file in found.files if file.rank == at)
+    for index, rank in enumerate(tensors_map.ranks):
+        nbytes = sum(file.nbytes for file in tensors_map.files if file.rank == index)
         yield (
-            f'<span class="key"><i style="background:{_color(at, len(found.ranks))}"></i>'
+            f'<span class="key"><i style="background:{_color(index, len(tensors_map.ranks))}"></i>'
             f"{page_text(rank)}: {size(nbytes)}</span>"
         )
     yield "</div>\n"
 
 
-def _tensors(found: TensorsMap) -> Iterator[str]:
+def _tensors(tensors_map: TensorsMap) -> Iterator[str]:
     yield (
         "<h2>Tensors</h2>\n<p class='note'>Each picture is the whole tensor, dim 0 downward, all "
         "other dims to the right; a colour is the rank that stored the part. Hover for the file, "
@@ -141,9 +145,9 @@ def _tensors(found: TensorsMap) -> Iterator[str]:
         "<th>size</th><th>parts</th><th></th></tr>\n"
     )
     left = RECTANGLES_MAX
-    for tensor in found.tensors:
+    for tensor in tensors_map.tensors:
         info = tensor.info
-        picture, used = _picture(found, tensor, left)
+        picture, used = _picture(tensors_map, tensor, left)
         left -= used
         yield (
             f'<tr><td class="name">{page_text(info.fqn)}</td><td>{info.kind.name.lower()}</td>'
@@ -154,15 +158,15 @@ def _tensors(found: TensorsMap) -> Iterator[str]:
     yield "</table>\n"
 
 
-def _picture(found: TensorsMap, tensor: TensorOnMap, rectangles_max: int) -> tuple[str, int]:
+def _picture(tensors_map: TensorsMap, tensor: TensorOnMap, rectangles_max: int) -> tuple[str, int]:
     """The SVG of one tensor and how many rectangles it took; a note when there are none left."""
     if not tensor.parts:
         return '<span class="note">no elements</span>', 0
     drawn = []
     shape = tensor.info.shape
     for part in tensor.parts:
-        color = _color(part.rank, len(found.ranks))
-        about = page_text(_about(found, part))
+        color = _color(part.rank, len(tensors_map.ranks))
+        about = page_text(_about(tensors_map, part))
         for left, top, width, height in rectangles(part.region, shape):
             drawn.append(
                 f'<rect x="{left * WIDTH:.2f}" y="{top * HEIGHT:.2f}" '
@@ -174,11 +178,11 @@ def _picture(found: TensorsMap, tensor: TensorOnMap, rectangles_max: int) -> tup
     return f'<svg width="{WIDTH}" height="{HEIGHT}">{"".join(drawn)}</svg>', len(drawn)
 
 
-def _about(found: TensorsMap, part: PartOnMap) -> str:
+def _about(tensors_map: TensorsMap, part: PartOnMap) -> str:
     stop = part.byte_start + part.nbytes
     return (
-        f"rank {found.ranks[part.rank]}: {_region_text(part.region)}, {size(part.nbytes)}, "
-        f"{found.files[part.file].name} bytes {part.byte_start} to {stop}"
+        f"rank {tensors_map.ranks[part.rank]}: {_region_text(part.region)}, {size(part.nbytes)}, "
+        f"{tensors_map.files[part.file].name} bytes {part.byte_start} to {stop}"
     )
 
 
@@ -189,19 +193,19 @@ def _region_text(region: Region) -> str:
     return f"elements {region.start} to {region.stop}"
 
 
-def _files(found: TensorsMap) -> Iterator[str]:
+def _files(tensors_map: TensorsMap) -> Iterator[str]:
     yield (
         "<h2>Files</h2>\n<p class='note'>Length is size; every stripe is a part of a tensor, in "
         "the order of its bytes.</p>\n<table>"
         "<tr><th>file</th><th>rank</th><th>size</th><th>parts</th><th></th></tr>\n"
     )
     inside: dict[int, list[tuple[PartOnMap, str]]] = {}
-    for tensor in found.tensors:
+    for tensor in tensors_map.tensors:
         for part in tensor.parts:
             inside.setdefault(part.file, []).append((part, tensor.info.fqn))
-    longest = max((file.nbytes for file in found.files), default=1)
-    each_max = max(RECTANGLES_MAX // max(len(found.files), 1), 16)
-    for number, file in enumerate(found.files):
+    longest = max((file.nbytes for file in tensors_map.files), default=1)
+    each_max = max(RECTANGLES_MAX // max(len(tensors_map.files), 1), 16)
+    for number, file in enumerate(tensors_map.files):
         parts = inside.get(number, [])
         largest = sorted(parts, key=lambda item: -item[0].nbytes)[:each_max]
         largest.sort(key=lambda item: item[0].byte_start)
@@ -210,25 +214,26 @@ def _files(found: TensorsMap) -> Iterator[str]:
             f'<rect width="{max(file.nbytes * scale, 1):.2f}" height="16" fill="#bbb">'
             "<title>header, checksums, small or other parts</title></rect>"
         ]
-        for at, (part, fqn) in enumerate(largest):
-            shade = 45 + 20 * (at % 2)
+        for index, (part, fqn) in enumerate(largest):
+            shade = 45 + 20 * (index % 2)
             about = page_text(f"{fqn}: {size(part.nbytes)} from byte {part.byte_start} on")
             bars.append(
                 f'<rect x="{part.byte_start * scale:.2f}" '
                 f'width="{max(part.nbytes * scale, 0.2):.2f}" height="16" '
-                f'fill="{_color(file.rank, len(found.ranks), shade)}"><title>{about}</title></rect>'
+                f'fill="{_color(file.rank, len(tensors_map.ranks), shade)}">'
+                f"<title>{about}</title></rect>"
             )
         yield (
             f'<tr><td class="name">{page_text(file.name)}</td>'
-            f'<td class="number">{page_text(found.ranks[file.rank])}</td>'
+            f'<td class="number">{page_text(tensors_map.ranks[file.rank])}</td>'
             f'<td class="number">{size(file.nbytes)}</td><td class="number">{len(parts)}</td>'
             f'<td><svg width="{FILE_WIDTH}" height="16">{"".join(bars)}</svg></td></tr>\n'
         )
     yield "</table>\n"
 
 
-def _color(at: int, count: int, lightness: int = 52) -> str:
+def _color(index: int, count: int, lightness: int = 52) -> str:
     """A colour of its own for each rank, neighbours far apart on the wheel."""
     golden_angle = 137.508
-    hue = 360 * at / max(count, 1) if count <= 12 else at * golden_angle % 360
+    hue = 360 * index / max(count, 1) if count <= 12 else index * golden_angle % 360
     return f"hsl({hue:.0f} 62% {lightness}%)"

@@ -165,26 +165,28 @@ def rm(arguments: argparse.Namespace) -> int:
 def _chosen(store: Store, state: LogState, step: int, attempt: str) -> LiveEntry:
     """The one checkpoint that is meant. Raises NoCheckpoint, and CheckpointError for several."""
     of_it = of_step(state.live, step)
-    found = [entry for entry in of_it if attempt in ("", entry.attempt)]
-    if not found:
+    matching = [entry for entry in of_it if attempt in ("", entry.attempt)]
+    if not matching:
         steps = sorted({entry.step for entry in state.live})
-        told = [f"{entry.attempt} ({line_text(entry.line)})" for entry in of_it]
-        there = f"it has {', '.join(told)}" if told else f"the root has steps {steps[-10:]}"
+        choices = [f"{entry.attempt} ({line_text(entry.line)})" for entry in of_it]
+        there = f"it has {', '.join(choices)}" if choices else f"the root has steps {steps[-10:]}"
         wanted = f"checkpoint {attempt} of step {step}" if attempt else f"step {step}"
         raise NoCheckpoint(f"{store.url} has no {wanted}; {there}")
-    if len(found) > 1:
-        told = [f"{entry.attempt} ({line_text(entry.line)})" for entry in found]
+    if len(matching) > 1:
+        choices = [f"{entry.attempt} ({line_text(entry.line)})" for entry in matching]
         raise CheckpointError(
-            f"{store.url} has {len(found)} checkpoints of step {step}; say which one with "
-            f"--attempt: {', '.join(told)}"
+            f"{store.url} has {len(matching)} checkpoints of step {step}; say which one with "
+            f"--attempt: {', '.join(choices)}"
         )
-    return found[0]
+    return matching[0]
 
 
 def _told(state: LogState, entry: LiveEntry, nbytes: int) -> str:
     """What goes with it."""
-    told = f"{line_text(entry.line)}, {size(nbytes)}"
+    summary = f"{line_text(entry.line)}, {size(nbytes)}"
     if entry == state.latest:
         rest = [other for other in state.live if other is not entry]
-        told += f"; it is the latest: a training resumes from step {resumable(rest)[0].step} then"
-    return told
+        summary += (
+            f"; it is the latest: a training resumes from step {resumable(rest)[0].step} then"
+        )
+    return summary

@@ -70,9 +70,9 @@ td.long { white-space: normal; overflow-wrap: anywhere; min-width: 220px; }
 """
 
 
-def page_of(found: Report) -> Iterator[str]:
+def page_of(report: Report) -> Iterator[str]:
     """The page, in pieces."""
-    title = page_text(f"Checkpoints of {found.url}")
+    title = page_text(f"Checkpoints of {report.url}")
     yield f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
     yield '<meta name="viewport" content="width=device-width, initial-scale=1">'
     # Whatever slipped through could still neither run nor load anything.
@@ -82,37 +82,37 @@ def page_of(found: Report) -> Iterator[str]:
     )
     yield '<link rel="icon" href="data:,">'
     yield f"<style>{STYLE}</style></head><body><main>\n<h1>{title}</h1>\n"
-    yield f'<p class="note">as of {date(found.made_unix)}; {_about_history(found)}</p>\n'
-    yield from _tiles(found)
-    yield from _notices(found)
-    yield from _charts(found)
-    if found.slowest is not None:
-        yield from _heat_map(found.slowest, found.totals)
-    yield from _saves(found)
-    yield from _entries(found)
+    yield f'<p class="note">as of {date(report.made_unix)}; {_about_history(report)}</p>\n'
+    yield from _tiles(report)
+    yield from _notices(report)
+    yield from _charts(report)
+    if report.slowest is not None:
+        yield from _heat_map(report.slowest, report.totals)
+    yield from _saves(report)
+    yield from _entries(report)
     yield "</main></body></html>\n"
 
 
-def _about_history(found: Report) -> str:
-    jobs = f"{found.sessions} job{'s' if found.sessions != 1 else ''} wrote here"
-    return jobs if found.is_whole_history else f"{jobs} in the newest part of a long log"
+def _about_history(report: Report) -> str:
+    jobs = f"{report.sessions} job{'s' if report.sessions != 1 else ''} wrote here"
+    return jobs if report.is_whole_history else f"{jobs} in the newest part of a long log"
 
 
 # Tiles and notices -------------------------------------------------------------------------------
 
 
-def _tiles(found: Report) -> Iterator[str]:
-    totals = found.totals
-    newest = found.live[-1] if found.live else None
+def _tiles(report: Report) -> Iterator[str]:
+    totals = report.totals
+    newest = report.live[-1] if report.live else None
     tiles = [
         ("newest checkpoint", f"step {newest.step}" if newest else "none"),
-        ("saved", age(found.made_unix - newest.committed_unix) if newest else "never"),
-        ("live checkpoints", f"{len(found.live)} of {len(found.saves)}"),
-        ("in this root", size(found.usage.nbytes)),
+        ("saved", age(report.made_unix - newest.committed_unix) if newest else "never"),
+        ("live checkpoints", f"{len(report.live)} of {len(report.saves)}"),
+        ("in this root", size(report.usage.nbytes)),
         ("training blocked, median", _median(totals, lambda one: one.blocked_seconds)),
         ("duration, median", _median(totals, lambda one: one.seconds)),
         ("throughput, median", _median(totals, lambda one: one.nbytes_per_second, _rate)),
-        ("retries, failed saves", f"{sum(t.retries for t in totals)}, {len(found.failures)}"),
+        ("retries, failed saves", f"{sum(t.retries for t in totals)}, {len(report.failures)}"),
     ]
     yield '<div class="tiles">'
     for name, value in tiles:
@@ -130,11 +130,11 @@ def _median(
     return (text or _seconds)(statistics.median([number(one) for one in totals]))
 
 
-def _notices(found: Report) -> Iterator[str]:
+def _notices(report: Report) -> Iterator[str]:
     yield "<section><h2>To look at</h2>\n"
-    if not found.notices:
+    if not report.notices:
         yield '<p class="note">Nothing: no failures, no gaps, no warnings.</p>'
-    for notice in found.notices:
+    for notice in report.notices:
         yield (
             f'<div class="notice {page_text(notice.severity)}"><b>{page_text(notice.severity)}'
             f"</b>{page_text(notice.text)}</div>\n"
@@ -145,14 +145,14 @@ def _notices(found: Report) -> Iterator[str]:
 # Charts ------------------------------------------------------------------------------------------
 
 
-def _charts(found: Report) -> Iterator[str]:
-    saves = found.saves[-BARS_MAX:]
+def _charts(report: Report) -> Iterator[str]:
+    saves = report.saves[-BARS_MAX:]
     yield (
         '<section><h2>History of saves <span class="key note"><i></i>live<i class="gone"></i>'
         "retired</span></h2>\n"
     )
-    if len(found.saves) > BARS_MAX:
-        yield f'<p class="note">The newest {BARS_MAX} of {len(found.saves)}.</p>'
+    if len(report.saves) > BARS_MAX:
+        yield f'<p class="note">The newest {BARS_MAX} of {len(report.saves)}.</p>'
     if not any(save.totals for save in saves):
         yield (
             '<p class="note">How these saves went is not known: they were made without telemetry. '
@@ -185,8 +185,8 @@ def _chart(
         label = page_text(text(share * highest))
         yield f'<line class="grid" x1="{AXIS_WIDTH}" x2="{CHART_WIDTH}" y1="{y}" y2="{y}"/>'
         yield f'<text x="{AXIS_WIDTH - 6}" y="{y + 4}" text-anchor="end">{label}</text>'
-    for at, (save, value) in enumerate(zip(saves, values, strict=True)):
-        left, wide = AXIS_WIDTH + at * width, max(width - (2 if width > 5 else 0.4), 0.6)
+    for index, (save, value) in enumerate(zip(saves, values, strict=True)):
+        left, wide = AXIS_WIDTH + index * width, max(width - (2 if width > 5 else 0.4), 0.6)
         if value is None:
             about = f"step {save.step}: not known"
             yield (
@@ -201,12 +201,12 @@ def _chart(
             f'<rect class="{kind}" x="{left:.2f}" y="{bottom - high:.2f}" width="{wide:.2f}" '
             f'height="{high:.2f}"><title>{about}</title></rect>'
         )
-    for at in sorted({0, (len(saves) - 1) // 2, len(saves) - 1}):
-        x = AXIS_WIDTH + (at + 0.5) * width
-        anchor = "start" if at == 0 else "middle" if x < CHART_WIDTH - 40 else "end"
+    for index in sorted({0, (len(saves) - 1) // 2, len(saves) - 1}):
+        x = AXIS_WIDTH + (index + 0.5) * width
+        anchor = "start" if index == 0 else "middle" if x < CHART_WIDTH - 40 else "end"
         yield (
             f'<text x="{x:.1f}" y="{CHART_HEIGHT - 4}" text-anchor="{anchor}">'
-            f"{saves[at].step}</text>"
+            f"{saves[index].step}</text>"
         )
     yield "</svg></div>\n"
 
@@ -214,23 +214,23 @@ def _chart(
 # The heat map ------------------------------------------------------------------------------------
 
 
-def _heat_map(told: Telemetry, of_all: Sequence[SaveTotals]) -> Iterator[str]:
-    totals = told.totals
-    work = [sum(took) for took in told.took_us]
+def _heat_map(telemetry: Telemetry, of_all: Sequence[SaveTotals]) -> Iterator[str]:
+    totals = telemetry.totals
+    work = [sum(took) for took in telemetry.took_us]
     ranks = sorted(sorted(range(len(work)), key=lambda rank: -work[rank])[:RANKS_MAX])
-    longest = max((took for rank in ranks for took in told.took_us[rank]), default=0) or 1
+    longest = max((took for rank in ranks for took in telemetry.took_us[rank]), default=0) or 1
     yield (
         f"<section><h2>The slowest save: step {totals.step}, {_seconds(totals.seconds)}</h2>\n"
         f'<p>Slowest was <b class="slowest">rank {totals.slowest_rank}</b>, mostly in '
         f"<b>{page_text(totals.slowest_phase)}</b> ({_seconds(totals.slowest_seconds)})."
-        f"{_longest_phase(told)}{_slower_one(totals, of_all)} "
+        f"{_longest_phase(telemetry)}{_slower_one(totals, of_all)} "
         f'<span class="note">A row is a rank, a column a phase, in the order of time; in '
         "<i>wait</i> a rank is done and others are not. Hover for begin and bytes. <i>manifest</i> "
         "and <i>commit</i> are the lead's.</span></p>\n"
     )
     if len(work) > len(ranks):
         yield f'<p class="note">{len(ranks)} of {len(work)} ranks: the longest ones.</p>'
-    heads = "".join(f'<th class="number">{page_text(phase)}</th>' for phase in told.phases)
+    heads = "".join(f'<th class="number">{page_text(phase)}</th>' for phase in telemetry.phases)
     yield (
         f'<table class="heat"><tr><th class="rank">rank</th>{heads}<th class="number">blocked</th>'
         '<th class="number">retries</th></tr>\n'
@@ -238,24 +238,26 @@ def _heat_map(told: Telemetry, of_all: Sequence[SaveTotals]) -> Iterator[str]:
     for rank in ranks:
         is_slowest = rank == totals.slowest_rank
         mark = ' class="rank slowest"' if is_slowest else ' class="rank"'
-        cells = "".join(_cell(told, rank, at, longest) for at in range(len(told.phases)))
+        cells = "".join(
+            _cell(telemetry, rank, index, longest) for index in range(len(telemetry.phases))
+        )
         yield (
-            f"<tr><th{mark}>{rank}</th>{cells}<td>{_seconds(told.blocked_us[rank] / 1e6)}</td>"
-            f"<td>{told.retries[rank]}</td></tr>\n"
+            f"<tr><th{mark}>{rank}</th>{cells}<td>{_seconds(telemetry.blocked_us[rank] / 1e6)}</td>"
+            f"<td>{telemetry.retries[rank]}</td></tr>\n"
         )
     yield "</table></section>\n"
 
 
-def _longest_phase(told: Telemetry) -> str:
+def _longest_phase(telemetry: Telemetry) -> str:
     """A sentence, when no rank's own work but something of the lead took longest."""
     cells = [
         (took, rank, phase)
-        for rank, row in enumerate(told.took_us)
-        for phase, took in zip(told.phases, row, strict=True)
+        for rank, row in enumerate(telemetry.took_us)
+        for phase, took in zip(telemetry.phases, row, strict=True)
         if phase != "wait"
     ]
     took, rank, phase = max(cells, default=(0, 0, ""))
-    if took <= 1e6 * told.totals.slowest_seconds * 1.05:
+    if took <= 1e6 * telemetry.totals.slowest_seconds * 1.05:
         return ""
     text = f"longest was <b>{page_text(phase)}</b> on rank {rank} ({_seconds(took / 1e6)})"
     return f" Of all phases {text}."
@@ -269,13 +271,13 @@ def _slower_one(totals: SaveTotals, of_all: Sequence[SaveTotals]) -> str:
     return f" Step {slowest.step} took {_seconds(slowest.seconds)}, but is retired."
 
 
-def _cell(told: Telemetry, rank: int, at: int, longest_us: int) -> str:
-    took, start = told.took_us[rank][at], told.started_us[rank][at]
-    nbytes = told.nbytes[rank][at]
+def _cell(telemetry: Telemetry, rank: int, index: int, longest_us: int) -> str:
+    took, start = telemetry.took_us[rank][index], telemetry.started_us[rank][index]
+    nbytes = telemetry.nbytes[rank][index]
     if not took:
         return f"<td>{NOTHING}</td>"
     share = min(took / longest_us, 1.0)
-    about = f"rank {rank}, {told.phases[at]}: from {_seconds(start / 1e6)} on"
+    about = f"rank {rank}, {telemetry.phases[index]}: from {_seconds(start / 1e6)} on"
     about += f", {size(nbytes)} at {_rate(nbytes * 1e6 / took)}" if nbytes else ""
     ink = ";color:#fff" if share > 0.5 else ""
     return (
@@ -287,8 +289,8 @@ def _cell(told: Telemetry, rank: int, at: int, longest_us: int) -> str:
 # Tables ------------------------------------------------------------------------------------------
 
 
-def _saves(found: Report) -> Iterator[str]:
-    shown = found.saves[: -ROWS_MAX - 1 : -1]
+def _saves(report: Report) -> Iterator[str]:
+    shown = report.saves[: -ROWS_MAX - 1 : -1]
     yield (
         "<section><h2>Saves and what became of them</h2>\n<table><tr><th class='number'>step</th>"
         "<th>committed</th><th>state</th><th class='number'>blocked</th>"
@@ -309,8 +311,8 @@ def _saves(found: Report) -> Iterator[str]:
         row = "".join(f'<td class="{kind}">{text}</td>' for kind, text in cells)
         yield f"<tr>{row}</tr>\n"
     yield "</table>"
-    if len(found.saves) > len(shown):
-        yield f'<p class="note">and {len(found.saves) - len(shown)} older ones</p>'
+    if len(report.saves) > len(shown):
+        yield f'<p class="note">and {len(report.saves) - len(shown)} older ones</p>'
     yield "</section>\n"
 
 
@@ -342,16 +344,16 @@ def _state(save: ReportedSave) -> str:
     return "".join(f'<span class="tag live">{word}</span>' for word in words)
 
 
-def _entries(found: Report) -> Iterator[str]:
-    if not found.entries:
+def _entries(report: Report) -> Iterator[str]:
+    if not report.entries:
         return
-    total = sum(one.nbytes for one in found.entries) or 1
+    total = sum(one.nbytes for one in report.entries) or 1
     yield (
         f"<section><h2>What the newest checkpoint holds: {size(total)}</h2>\n<table><tr>"
         "<th>entry</th><th>kind</th><th class='number'>tensors</th><th class='number'>size</th>"
         "<th></th></tr>\n"
     )
-    for one in found.entries:
+    for one in report.entries:
         yield (
             f'<tr><td class="mono long">{page_text(one.entry)}</td><td>{page_text(one.kind)}'
             f'</td><td class="number">{one.tensors}</td><td class="number">{size(one.nbytes)}</td>'

@@ -16,42 +16,42 @@ from ckpt.tools.report import Report, report_of
 
 def report(arguments: argparse.Namespace) -> int:
     """`ckpt report`."""
-    found = report_of(arguments.url, storage_options=dict(arguments.option))
+    result = report_of(arguments.url, storage_options=dict(arguments.option))
     if arguments.json:
-        show_json(_report_json(found))
+        show_json(_report_json(result))
         return OK
     try:
         with open(arguments.output, "w", encoding="utf-8") as page:
-            page.writelines(page_of(found))
+            page.writelines(page_of(result))
     except OSError as error:
         raise CheckpointError(
             f"cannot write {arguments.output}: {error.strerror or error}; --output names a local "
             "file"
         ) from error
     print(
-        f"{arguments.output}: {len(found.saves)} saves, {len(found.live)} checkpoints, "
-        f"{len(found.notices)} notices; open it in a browser"
+        f"{arguments.output}: {len(result.saves)} saves, {len(result.live)} checkpoints, "
+        f"{len(result.notices)} notices; open it in a browser"
     )
-    for notice in found.notices:
+    for notice in result.notices:
         if notice.severity != "note":
             print(f"{notice.severity}: {notice.text}")
     return OK
 
 
-def _report_json(found: Report) -> dict[str, Any]:
+def _report_json(report: Report) -> dict[str, Any]:
     return {
-        "url": found.url,
-        "made_unix": found.made_unix,
-        "sessions": found.sessions,
-        "is_whole_history": found.is_whole_history,
-        "saves": [{**_fields(save), "totals": _totals_json(save.totals)} for save in found.saves],
-        "failures": [one.model_dump() for one in found.failures],
-        "slowest": found.slowest.model_dump() if found.slowest else None,
-        "entries": [_fields(one) for one in found.entries],
-        "nbytes": found.usage.nbytes,
-        "live_nbytes": found.usage.live_nbytes,
-        "unfinished_nbytes": found.usage.unfinished_nbytes,
-        "notices": [_fields(one) for one in found.notices],
+        "url": report.url,
+        "made_unix": report.made_unix,
+        "sessions": report.sessions,
+        "is_whole_history": report.is_whole_history,
+        "saves": [{**_fields(save), "totals": _totals_json(save.totals)} for save in report.saves],
+        "failures": [one.model_dump() for one in report.failures],
+        "slowest": report.slowest.model_dump() if report.slowest else None,
+        "entries": [_fields(one) for one in report.entries],
+        "nbytes": report.usage.nbytes,
+        "live_nbytes": report.usage.live_nbytes,
+        "unfinished_nbytes": report.usage.unfinished_nbytes,
+        "notices": [_fields(one) for one in report.notices],
     }
 
 

@@ -108,9 +108,9 @@ def export(
     """Write a checkpoint's model to `target`, on a disk or in an object store.
 
     `url` is a root or step of ours, a directory of torch.distributed.checkpoint, a file of
-    torch.save, or safetensors files. `format` is told by the name of the target: `.safetensors`, or
-    `.pt`, `.pth`, `.bin`, `.ckpt` for a file that `torch.load(weights_only=True)` reads; "dcp" is a
-    directory that `torch.distributed.checkpoint.load` reads. With `shard_nbytes_max`, tensors
+    torch.save, or safetensors files. `format` follows from the name of the target: `.safetensors`,
+    or `.pt`, `.pth`, `.bin`, `.ckpt` for a file that `torch.load(weights_only=True)` reads; "dcp"
+    is a directory that `torch.distributed.checkpoint.load` reads. With `shard_nbytes_max`, tensors
     beyond that size go to several safetensors files with an index, as Hugging Face names them.
 
     Called by all ranks of a process group (default: all, if there is one), it divides the files
@@ -246,8 +246,8 @@ def choose(
     ]
     if format == "safetensors":
         _check_dtypes(outputs)
-    told = {new_names[gone]: new_names[held] for gone, held in sorted(tied.items())}
-    return ExportSelection(outputs, told, values)
+    tied_names = {new_names[gone]: new_names[held] for gone, held in sorted(tied.items())}
+    return ExportSelection(outputs, tied_names, values)
 
 
 def _all_names(contents: SourceContents) -> list[str]:

@@ -37,8 +37,8 @@ def renamer(rename: Rename | None) -> Callable[[str], str]:
 
 
 def _rule(rule: str) -> Callable[[str], str]:
-    old, found, new = rule.rpartition("=") if rule.startswith("re:") else rule.partition("=")
-    if not found:
+    old, matched, new = rule.rpartition("=") if rule.startswith("re:") else rule.partition("=")
+    if not matched:
         raise CheckpointError(f"rename rule {rule!r}: expected old=new or re:pattern=replacement")
     if old.startswith("re:"):
         try:

@@ -74,8 +74,8 @@ class TrainerCheckpoints(TrainerCallback):
             return None
         with open_checkpoint(self.url, step, options) as checkpoint:
             step = checkpoint.step
-            told = checkpoint.per_rank[0].get(_TRAINER) if checkpoint.per_rank else None
-        if not isinstance(told, dict) or "json" not in told:
+            stored = checkpoint.per_rank[0].get(_TRAINER) if checkpoint.per_rank else None
+        if not isinstance(stored, dict) or "json" not in stored:
             raise CheckpointError(
                 f"{self.url}, step {step}: has no state of a Trainer; it was not saved by "
                 "TrainerCheckpoints. Load it with ckpt.load before training instead"
@@ -83,7 +83,7 @@ class TrainerCheckpoints(TrainerCallback):
         args = trainer.args
         directory = Path(args.output_dir or ".") / "resume" / f"rank{args.process_index}"
         directory.mkdir(parents=True, exist_ok=True)
-        (directory / _TRAINER_STATE_FILE).write_text(told["json"], encoding="utf-8")
+        (directory / _TRAINER_STATE_FILE).write_text(stored["json"], encoding="utf-8")
         # A method of the object: the trainer refuses directories without weights.
         vars(trainer)["_load_from_checkpoint"] = lambda *args, **kwargs: None
         self._trainers = [trainer]

@@ -44,7 +44,7 @@ class SaveMetrics:
     - ckpt_slowest_rank, ckpt_slowest_rank_seconds: who was at work longest in the newest save
     - ckpt_restores_total, ckpt_restore_seconds, ckpt_restore_phase_seconds{phase},
       ckpt_restore_read_bytes_total, ckpt_restored_step
-    - ckpt_ranks_missed: ranks that are silent or behind now, as this rank knows
+    - ckpt_ranks_missed: ranks that are silent or behind now, as far as this rank has noticed
     - ckpt_restore_skipped_total: damaged checkpoints that were passed over
     """
 
@@ -93,7 +93,7 @@ class SaveMetrics:
         self._restored_step = gauge("ckpt_restored_step", "Step of the newest restore.")
 
     def __call__(self, event: SaveEvent) -> None:
-        """Count what a Checkpointer tells."""
+        """Count an event of a Checkpointer."""
         if isinstance(event, SaveSucceeded):
             self._saved(event)
         elif isinstance(event, SaveFailed):

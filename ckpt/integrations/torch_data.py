@@ -3,7 +3,7 @@
     state = {"model": model, "optim": optimizer, "data": ckpt.PerRank(loader, divide_samples)}
 
 On as many ranks as saved, every rank's loader gets its own state back, whatever it is. On another
-number, `divide_samples` divides what the job has read of the epoch among the new ranks. It knows
+number, `divide_samples` divides what the job has read of the epoch among the new ranks. It reads
 map-style datasets read through a `StatefulDistributedSampler`, with and without worker processes.
 """
 
@@ -25,7 +25,7 @@ def divide_samples(
     none is left out. Raises ValueError for loaders of another kind, and for ranks that are not
     equally far.
     """
-    read = [_read(state, at) for at, state in enumerate(states)]
+    read = [_read(state, number) for number, state in enumerate(states)]
     if len({(one.samples, one.batches) for one in read}) > 1:
         raise ValueError(
             "the data loaders are not equally far: samples read on each rank are "

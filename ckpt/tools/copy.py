@@ -99,8 +99,8 @@ def copy(
             if step is not None:
                 raise ValueError("step= chooses one checkpoint; whole_root=True takes all")
             return copy_root(source, there, threads=count, progress=progress)
-        found = find_checkpoint(source, step)
-        return copy_checkpoint(source, found, there, threads=count, progress=progress)
+        located = find_checkpoint(source, step)
+        return copy_checkpoint(source, located, there, threads=count, progress=progress)
 
 
 class CopyMeter:
@@ -135,17 +135,17 @@ class CopyMeter:
 
 def copy_checkpoint(
     source: Store,
-    found: Found,
+    located: Found,
     target: Store,
     *,
     threads: int = 4,
     progress: Progress | None = None,
 ) -> CopyReport:
     """Copy an opened checkpoint into the top of `target`. Raises like `copy`."""
-    manifest = found.manifest
+    manifest = located.manifest
     meter = CopyMeter(int(manifest.file_nbytes.sum()), progress)
     if any(map(is_reference, manifest.files)):
-        checkpoint = Checkpoint(source, found)
+        checkpoint = Checkpoint(source, located)
         required = tuple(name for name in manifest.header.required if name != REFERENCES)
         header = manifest.header.model_copy(update={"required": required})
         layout = own_layout(manifest)
@@ -155,7 +155,7 @@ def copy_checkpoint(
     data = encode_manifest(manifest)
     if not _is_finished(target, MANIFEST_NAME, data):
         target.abort_unfinished("")
-        _relay_files(source, found.prefix, manifest, target, "", threads=threads, meter=meter)
+        _relay_files(source, located.prefix, manifest, target, "", threads=threads, meter=meter)
         target.sync(manifest.files)
         put_once(target, MANIFEST_NAME, data)
     return _report(source, target, manifest, meter)
@@ -225,10 +225,10 @@ def refuse_others(target: Store, expected: Iterable[str]) -> None:
 def _is_finished(target: Store, key: str, data: bytes) -> bool:
     """Whether the last object of this copy is there. Raises CheckpointError for another one."""
     try:
-        found = target.get(key)
+        existing = target.get(key)
     except KeyNotFoundError:
         return False
-    if found != data:
+    if existing != data:
         raise CheckpointError(
             f"{target.url}/{key} is there already and is of another checkpoint; nothing is ever "
             "overwritten: remove it, or give another target"
@@ -259,16 +259,16 @@ def copy_root(
     live = live_entries(source)
     if not live:
         raise NoCheckpoint(f"{source.url} has no checkpoint yet: there is nothing to copy")
-    found = [
+    copied = [
         _CheckpointToCopy(e, decode_manifest(locate(source, attempt=e.attempt).data)) for e in live
     ]
     _check_epochs(source, live)
     root = _new_root(read_format(source).root, live)
-    records = _records(root, found)
-    meter = CopyMeter(sum(manifest.own_nbytes for _, manifest in found), progress)
+    records = _records(root, copied)
+    meter = CopyMeter(sum(manifest.own_nbytes for _, manifest in copied), progress)
     files = [
         entry.prefix + name
-        for entry, manifest in found
+        for entry, manifest in copied
         for name in manifest.files
         if not is_reference(name)
     ]
@@ -278,11 +278,11 @@ def copy_root(
         manifests = [entry.prefix + MANIFEST_NAME for entry in live]
         refuse_others(target, (*files, *manifests, *log))
         target.abort_unfinished("")
-        for entry, manifest in found:
+        for entry, manifest in copied:
             prefix = entry.prefix
             _relay_files(source, prefix, manifest, target, prefix, threads=threads, meter=meter)
         target.sync(files)
-        for entry, manifest in found:
+        for entry, manifest in copied:
             put_once(target, entry.prefix + MANIFEST_NAME, encode_manifest(manifest))
         for key, data in log.items():
             put_once(target, key, data)
@@ -292,7 +292,7 @@ def copy_root(
         target=target.url,
         steps=tuple(entry.step for entry in live),
         files=len(files),
-        nbytes=sum(manifest.own_nbytes for _, manifest in found),
+        nbytes=sum(manifest.own_nbytes for _, manifest in copied),
         nbytes_written=meter.written,
     )
 
@@ -316,8 +316,8 @@ def _new_root(root: str, live: Sequence[LiveEntry]) -> str:
     return digest.hexdigest()[:32]
 
 
-def _records(root: str, found: Sequence[_CheckpointToCopy]) -> list[Record]:
-    """A log that tells of these checkpoints and of nothing else, under their own epochs."""
+def _records(root: str, copied: Sequence[_CheckpointToCopy]) -> list[Record]:
+    """A log of these checkpoints and of nothing else, under their own epochs."""
     records: list[Record] = []
     live: list[LiveEntry] = []
     lines: dict[int | None, int | None] = {None: None, FIRST_LINE: FIRST_LINE}
@@ -332,7 +332,7 @@ def _records(root: str, found: Sequence[_CheckpointToCopy]) -> list[Record]:
         records.append(record)
 
     epoch = 0
-    for entry, manifest in found:
+    for entry, manifest in copied:
         created_unix = float(manifest.header.created_unix)
         while epoch < attempt_epoch(entry.attempt):
             epoch += 1

@@ -71,7 +71,7 @@ class Amount(NamedTuple):
 class TensorChange:
     """A tensor that both checkpoints have and that differs.
 
-    `amount` is None where elements cannot be compared (other shapes), or were not asked for.
+    `amount` is None where elements cannot be compared (other shapes), or were not requested.
     """
 
     fqn: str
@@ -104,7 +104,7 @@ class DiffReport:
     """How checkpoint b differs from checkpoint a; names are sorted.
 
     `same` counts tensors with the same name, shape, dtype and bytes. `nbytes_read` are the tensor
-    bytes that were read from both. `per_rank_differs` tells of `PerRank` values.
+    bytes that were read from both. `per_rank_differs` is about `PerRank` values.
     """
 
     url_a: str
@@ -168,8 +168,8 @@ def diff(
             store = open_store(url, **(store_options or {}))
             stack.callback(store.close)
             # Bands are read by several threads, each with one request.
-            found = find_checkpoint(store, step)
-            opened.append(Checkpoint(store, found, path=ReadPath()))
+            located = find_checkpoint(store, step)
+            opened.append(Checkpoint(store, located, path=ReadPath()))
         return diff_checkpoints(opened[0], opened[1], options, progress)
 
 
@@ -208,12 +208,12 @@ def diff_checkpoints(
 
 def _renamed(a: Checkpoint, options: DiffOptions) -> dict[str, str]:
     """Names that b would have, each with the name in a."""
-    found: dict[str, str] = {}
+    renamed: dict[str, str] = {}
     for name in a:
         new = _new_name(name, options.rename)
-        if found.setdefault(new, name) != name:
-            raise ValueError(f"rename= gives {name!r} and {found[new]!r} one name, {new!r}")
-    return {new: name for new, name in found.items() if _is_selected(new, options)}
+        if renamed.setdefault(new, name) != name:
+            raise ValueError(f"rename= gives {name!r} and {renamed[new]!r} one name, {new!r}")
+    return {new: name for new, name in renamed.items() if _is_selected(new, options)}
 
 
 def _new_name(name: str, rename: Rename | None) -> str:
@@ -310,8 +310,8 @@ def _differing_spans(a: Manifest, at_a: int, b: Manifest, at_b: int) -> tuple[Sp
     return tuple(spans)
 
 
-def _boxed(manifest: Manifest, at: int) -> bool:
-    first, last = int(manifest.chunks.first[at]), int(manifest.chunks.first[at + 1])
+def _boxed(manifest: Manifest, index: int) -> bool:
+    first, last = int(manifest.chunks.first[index]), int(manifest.chunks.first[index + 1])
     return bool((manifest.chunks.box[first:last] >= 0).any())
 
 
@@ -319,25 +319,27 @@ def _same_regions(a: Manifest, at_a: int, b: Manifest, at_b: int) -> bool:
     if a.header.block_bytes != b.header.block_bytes:
         return False
     regions = []
-    for manifest, at in ((a, at_a), (b, at_b)):
-        first, last = int(manifest.chunks.first[at]), int(manifest.chunks.first[at + 1])
+    for manifest, index in ((a, at_a), (b, at_b)):
+        first, last = int(manifest.chunks.first[index]), int(manifest.chunks.first[index + 1])
         regions.append([manifest.region(chunk) for chunk in range(first, last)])
     return regions[0] == regions[1]
 
 
-def _checksums(manifest: Manifest, at: int) -> np.ndarray[Any, np.dtype[np.uint32]]:
+def _checksums(manifest: Manifest, index: int) -> np.ndarray[Any, np.dtype[np.uint32]]:
     chunks = manifest.chunks
-    first = chunks.first_block[int(chunks.first[at])]
-    last = chunks.first_block[int(chunks.first[at + 1])]
+    first = chunks.first_block[int(chunks.first[index])]
+    last = chunks.first_block[int(chunks.first[index + 1])]
     return manifest.checksums[int(first) : int(last)]
 
 
-def _block_ends(manifest: Manifest, at: int, itemsize: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+def _block_ends(
+    manifest: Manifest, index: int, itemsize: int
+) -> np.ndarray[Any, np.dtype[np.int64]]:
     """Where each block of a tensor of spans ends, in bytes of the whole tensor."""
     chunks = manifest.chunks
     block = manifest.header.block_bytes
     ends: list[np.ndarray[Any, np.dtype[np.int64]]] = [np.zeros(0, dtype=np.int64)]
-    for chunk in range(int(chunks.first[at]), int(chunks.first[at + 1])):
+    for chunk in range(int(chunks.first[index]), int(chunks.first[index + 1])):
         start = int(chunks.span_start[chunk]) * itemsize
         stop = start + int(chunks.numel[chunk]) * itemsize
         ends.append(np.append(np.arange(start + block, stop, block, dtype=np.int64), stop))
@@ -371,7 +373,7 @@ def _amounts(
     """The amount for each of `pairs` that can be compared, by the name in b; and bytes read."""
     total = sum(_nbytes(pair) for pair in pairs)
     done = 0
-    found: dict[str, Amount] = {}
+    amounts: dict[str, Amount] = {}
 
     def look(band: _ComparedSpan) -> tuple[_ComparedSpan, Amount]:
         pair, span = band
@@ -384,12 +386,12 @@ def _amounts(
 
     with ThreadPoolExecutor(threads, thread_name_prefix="ckpt-diff") as pool:
         for (pair, span), amount in in_order(pool, look, _bands(pairs), in_flight_max=2 * threads):
-            known = found.get(pair.fqn_b)
-            found[pair.fqn_b] = amount if known is None else _sum(known, amount)
+            known = amounts.get(pair.fqn_b)
+            amounts[pair.fqn_b] = amount if known is None else _sum(known, amount)
             done += span.numel * _itemsizes(pair)
             if progress is not None:
                 progress(done, total)
-    return found, total
+    return amounts, total
 
 
 def _bands(pairs: Sequence[_Pair]) -> Iterator[_ComparedSpan]:

@@ -1,8 +1,9 @@
-"""A log that is no row any more, made whole by appending: nothing in the root changes or goes.
+"""Repair a log whose records no longer follow each other, by appending: nothing is changed or
+deleted.
 
-Such a log comes from a root that was rolled back, restored in part, or merged from two copies. What
-each of its runs of records knew at its end is brought together, free slots are filled, and what a
-reader of the newest record would miss is committed again.
+Such a log comes from a root that was rolled back, restored in part, or merged from two copies. The
+checkpoints that each run of records has at its end are brought together, free slots are filled, and
+what a reader of the newest record would miss is committed again.
 """
 
 from __future__ import annotations
@@ -160,7 +161,7 @@ class _Survey:
         """
         ends = [s for s in self.records if s + 1 not in self.records or s + 1 in self.breaks]
         retired = {r.attempt for r in self.records.values() if r.kind == "RETIRE"}
-        found = {
+        entries = {
             entry.attempt: entry
             for slot in sorted(ends)
             for entry in self.records[slot].live
@@ -171,14 +172,14 @@ class _Survey:
         for _, record in sorted(self.records.items()):
             for entry in record.live:
                 times.setdefault(entry.attempt, record.time_unix)
-        whole = {name: entry for name, entry in found.items() if self._is_whole(entry)}
+        whole = {name: entry for name, entry in entries.items() if self._is_whole(entry)}
         while True:
             kept = {n: e for n, e in whole.items() if all(r in whole for r in e.references)}
             if len(kept) == len(whole):
                 break
             whole = kept
         in_order = sorted(whole.values(), key=lambda e: (times[e.attempt], e.slot))
-        return in_order, tuple(entry for name, entry in found.items() if name not in whole)
+        return in_order, tuple(entry for name, entry in entries.items() if name not in whole)
 
     def _is_whole(self, entry: LiveEntry) -> bool:
         try:

@@ -32,9 +32,9 @@ class Event:
 
     `kind` is CLAIM, COMMIT, RETIRE, PIN, UNPIN or VERIFIED. `attempt` and `step` tell which
     checkpoint it is about, None for a CLAIM; `step` is also None where the log does not tell.
-    `epoch` tells the session: every CLAIM begins a new one. `live` counts the checkpoints after it.
-    `line` is that of the checkpoint, None where it has none or `step` is None. `problem` says why
-    the record does not follow the one before it, "" where all is well.
+    `epoch` is that of the session: every CLAIM begins a new one. `live` counts the checkpoints
+    after it. `line` is that of the checkpoint, None where it has none or `step` is None.
+    `problem` says why the record does not follow the one before it, "" where all is well.
     """
 
     slot: int
@@ -66,7 +66,7 @@ def history(
         log = Log(store)
         newest = log.state().slot
         first = 0 if count is None else max(0, newest - plain_int(count) + 1)
-        # The record before the first tells the step of what the first may have retired.
+        # The record before the first has the step of what the first may have retired.
         slots = range(max(0, first - 1), newest + 1)
         with ThreadPoolExecutor(READERS, thread_name_prefix="ckpt-log") as pool:
             records = list(pool.map(lambda slot: _record(log, slot), slots))
@@ -114,7 +114,7 @@ def _event(record: Record, known: Mapping[str, LiveEntry]) -> Event:
 
 @dataclass(frozen=True, slots=True)
 class AttemptUsage:
-    """What one step directory takes. `is_live` says that the log knows it as a checkpoint.
+    """What one step directory takes. `is_live` says that the log lists it as a checkpoint.
 
     `referenced_by` are live checkpoints that need files of it besides its own.
     """
@@ -183,20 +183,20 @@ def _of_root(store: Store, live: Sequence[LiveEntry]) -> DiskUsage:
     for entry in live:
         for name in entry.references:
             users.setdefault(name, []).append(entry.attempt)
-    found: dict[tuple[int, str], list[tuple[int, float]]] = {}
+    objects_of: dict[tuple[int, str], list[tuple[int, float]]] = {}
     log = [0, 0]
     other = [0, 0]
     for info in store.list(""):
         parsed = parse_step_key(info.key)
         if parsed is not None:
-            found.setdefault(parsed[:2], []).append((info.nbytes, info.modified_unix))
+            objects_of.setdefault(parsed[:2], []).append((info.nbytes, info.modified_unix))
             continue
         is_log = info.key in (FORMAT_KEY, RESERVE_KEY) or info.key.startswith(LOG_PREFIX)
         group = log if is_log else other
         group[0] += info.nbytes
         group[1] += 1
     attempts = []
-    for (step, attempt), objects in sorted(found.items()):
+    for (step, attempt), objects in sorted(objects_of.items()):
         known = entries.get(attempt)
         is_live = known is not None and known.prefix == step_prefix(step, attempt)
         attempts.append(

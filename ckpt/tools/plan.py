@@ -2,7 +2,7 @@
 
     wanted pieces of every rank -> the plan of a load -> the requests that it would make
 
-The plan is made by the code that loads (`plan_reads`, `share_blocks`, `Reader`), so it tells what
+The plan is made by the code that loads (`plan_reads`, `share_blocks`, `Reader`), so it shows what
 would happen, and nothing but MANIFEST is read. Ranks need not be there: `plan_ranks` asks for N of
 them with an even layout.
 """
@@ -101,25 +101,25 @@ def plan_load(
     """What `ckpt.load` with these arguments would do on this rank; reads MANIFEST, changes nothing.
 
     No rank waits for another, so bytes that ranks would share count in full: `nbytes_read` is what
-    this rank needs, and a load on several ranks reads at most that. Problems are told in the plan
+    this rank needs, and a load on several ranks reads at most that. Problems are listed in the plan
     and not raised. Raises NoCheckpoint, Corrupt, UnsupportedFormat, InvalidState for a state that
     can never be loaded into, and the store's errors.
     """
     with ExitStack() as stack:
         store = open_store(url, **(storage_options or {}))
         stack.callback(store.close)
-        found = find_checkpoint(store, step)
-        manifest = found.manifest
+        located = find_checkpoint(store, step)
+        manifest = located.manifest
         ranks = _ranks()
         binding = bind_state(state, catalog_of(manifest), ranks, rename=rename, skip=skip)
         planned = _RankNeeds.of(manifest, binding.holdings)
         path = read_path(store)
         report = binding.report
         return LoadPlan(
-            url=Checkpoint(store, found).url,
+            url=Checkpoint(store, located).url,
             step=manifest.header.step,
             attempt=manifest.header.attempt,
-            ranks=(planned.alone(store, found.prefix, manifest, path, ranks.rank),),
+            ranks=(planned.alone(store, located.prefix, manifest, path, ranks.rank),),
             missing=report.missing,
             unexpected=report.unexpected,
             not_asked=report.not_asked,
@@ -161,13 +161,13 @@ def plan_ranks(
     with ExitStack() as stack:
         store = open_store(url, **(storage_options or {}))
         stack.callback(store.close)
-        found = find_checkpoint(store, step)
-        manifest = found.manifest
+        located = find_checkpoint(store, step)
+        manifest = located.manifest
         everything = wanted_of(manifest)
         names = _compared(everything, wanted or everything, manifest.aliases)
-        rank_plans = _plan_all(store, found.prefix, manifest, names.loaded, _Even(count, layout))
+        rank_plans = _plan_all(store, located.prefix, manifest, names.loaded, _Even(count, layout))
         return LoadPlan(
-            url=Checkpoint(store, found).url,
+            url=Checkpoint(store, located).url,
             step=manifest.header.step,
             attempt=manifest.header.attempt,
             ranks=rank_plans,
@@ -250,13 +250,13 @@ def entry_for(
     "" unless `like` is a bare model and the checkpoint is not; then it is the name of the
     checkpoint's only model. Raises CheckpointError where there are several.
     """
-    told = []
-    for place, at, options in ((url, step, storage_options), (like, None, like_options)):
-        source = open_source(place, SourceOptions(step=at, storage_options=options or {}))
+    sources = []
+    for place, of_step, options in ((url, step, storage_options), (like, None, like_options)):
+        source = open_source(place, SourceOptions(step=of_step, storage_options=options or {}))
         source.close()
-        told.append(source)
-    is_bare = told[1].contents.modules == ("",)
-    return default_entry(told[0]) if is_bare and "" not in told[0].contents.modules else ""
+        sources.append(source)
+    is_bare = sources[1].contents.modules == ("",)
+    return default_entry(sources[0]) if is_bare and "" not in sources[0].contents.modules else ""
 
 
 class _NameMatches(NamedTuple):
@@ -277,19 +277,21 @@ def _compared(
     missing, problems = [], []
     for fqn, entry in sorted(wanted.tensors.items()):
         stored = aliases.get(fqn, fqn)
-        found = there.tensors.get(stored)
-        if found is None:
+        stored_entry = there.tensors.get(stored)
+        if stored_entry is None:
             missing.append(fqn)
             problems.append(f"{fqn}: is not in the checkpoint")
-        elif found.shape != entry.shape:
-            problems.append(f"{fqn}: checkpoint has shape {found.shape}, state has {entry.shape}")
-        elif found.dtype is not entry.dtype:
+        elif stored_entry.shape != entry.shape:
             problems.append(
-                f"{fqn}: checkpoint has dtype {dtype_name(found.dtype)}, state has "
+                f"{fqn}: checkpoint has shape {stored_entry.shape}, state has {entry.shape}"
+            )
+        elif stored_entry.dtype is not entry.dtype:
+            problems.append(
+                f"{fqn}: checkpoint has dtype {dtype_name(stored_entry.dtype)}, state has "
                 f"{dtype_name(entry.dtype)}; a load never casts"
             )
         else:
-            loaded[stored] = found
+            loaded[stored] = stored_entry
     for fqn in sorted(wanted.values - there.values):
         missing.append(fqn)
         problems.append(f"{fqn}: is a value of the state and not in the checkpoint")

@@ -1,6 +1,6 @@
 """`ckpt report`: what saves of a root cost and what became of them, as one value. Needs no torch.
 
-The log tells which checkpoints there were, TELEMETRY of those that are live how their saves went,
+The log says which checkpoints there were, TELEMETRY of the live ones how their saves went,
 and those before them: each carries the totals of the last 200 saves.
 """
 
@@ -117,15 +117,15 @@ def report_of(
     store = open_store(url, **(storage_options or {}))
     try:
         live = latest_last(Log(store).state().live)
-        told = _telemetry_of(store, live[-TELEMETRY_MAX:])
+        telemetries = _telemetry_of(store, live[-TELEMETRY_MAX:])
         entries, problem = _entries_of(store, live)
     finally:
         store.close()
-    saves = _saves_of(events, live, _totals_of(told), usage)
-    failures = _failures_of(told)
+    saves = _saves_of(events, live, _totals_of(telemetries), usage)
+    failures = _failures_of(telemetries)
     notices = [
         *([Notice("bad", problem)] if problem else []),
-        *_notices_of(saves, failures, told, now),
+        *_notices_of(saves, failures, telemetries, now),
         *_notices_of_space(usage),
     ]
     return Report(
@@ -135,7 +135,7 @@ def report_of(
         failures=failures,
         sessions=sum(event.kind == "CLAIM" for event in events),
         is_whole_history=len(events) < RECORDS_MAX,
-        slowest=max(told, key=lambda one: one.totals.seconds, default=None),
+        slowest=max(telemetries, key=lambda one: one.totals.seconds, default=None),
         entries=entries,
         usage=usage,
         notices=tuple(sorted(notices, key=lambda one: SEVERITIES.index(one.severity))),
@@ -143,29 +143,29 @@ def report_of(
 
 
 def _telemetry_of(store: Store, live: Sequence[LiveEntry]) -> list[Telemetry]:
-    """Oldest first; of live checkpoints, as the log knows them."""
+    """Oldest first; of live checkpoints, as the log lists them."""
     with ThreadPoolExecutor(READERS, thread_name_prefix="ckpt-report") as pool:
-        found = list(pool.map(lambda entry: read_telemetry(store, entry.prefix), live))
+        telemetries = list(pool.map(lambda entry: read_telemetry(store, entry.prefix), live))
     # A copy of another directory's object, or a hostile one, must not speak for this save.
     return [
         one
-        for one, entry in zip(found, live, strict=True)
+        for one, entry in zip(telemetries, live, strict=True)
         if one is not None and one.totals.attempt == entry.attempt
     ]
 
 
-def _totals_of(told: Sequence[Telemetry]) -> dict[str, SaveTotals]:
+def _totals_of(telemetries: Sequence[Telemetry]) -> dict[str, SaveTotals]:
     known: dict[str, SaveTotals] = {}
-    for one in told:
+    for one in telemetries:
         known.update({older.attempt: older for older in one.history})
-    known.update({one.totals.attempt: one.totals for one in told})
+    known.update({one.totals.attempt: one.totals for one in telemetries})
     return known
 
 
-def _failures_of(told: Sequence[Telemetry]) -> tuple[SaveFailure, ...]:
+def _failures_of(telemetries: Sequence[Telemetry]) -> tuple[SaveFailure, ...]:
     """Each once, although every later save carries it."""
-    found = {(f.step, f.time_unix, f.error): f for one in told for f in one.failures}
-    return tuple(sorted(found.values(), key=lambda one: one.time_unix))
+    failures = {(f.step, f.time_unix, f.error): f for one in telemetries for f in one.failures}
+    return tuple(sorted(failures.values(), key=lambda one: one.time_unix))
 
 
 def _entries_of(store: Store, live: Sequence[LiveEntry]) -> tuple[tuple[EntrySize, ...], str]:
@@ -190,8 +190,8 @@ def _sizes_of(manifest: Manifest) -> tuple[EntrySize, ...]:
         size = sizes.setdefault((fqn.split(".")[0], KINDS.get(int(kind), "other")), [0, 0])
         size[0] += 1
         size[1] += numel * DTYPES[dtype].itemsize
-    found = [EntrySize(*key, *size) for key, size in sizes.items()]
-    return tuple(sorted(found, key=lambda one: (-one.nbytes, one.entry, one.kind)))
+    entries = [EntrySize(*key, *size) for key, size in sizes.items()]
+    return tuple(sorted(entries, key=lambda one: (-one.nbytes, one.entry, one.kind)))
 
 
 def _saves_of(
@@ -228,46 +228,46 @@ def _saves_of(
 def _notices_of(
     saves: Sequence[ReportedSave],
     failures: Sequence[SaveFailure],
-    told: Sequence[Telemetry],
+    telemetries: Sequence[Telemetry],
     now_unix: float,
 ) -> list[Notice]:
     live = [save for save in saves if save.is_live]
-    found = [
+    notices = [
         Notice("bad", f"the save of step {one.step} has failed {_when(one.time_unix)}: {one.error}")
         for one in failures[-10:]
     ]
     if len(failures) > 10:
-        found.append(Notice("bad", f"{len(failures) - 10} earlier saves have failed as well"))
-    for text, steps in _warnings_of(told).items():
-        found.append(Notice("warning", f"{text} ({_steps_text(steps)})"))
-    found += _notices_of_gaps(saves, now_unix)
+        notices.append(Notice("bad", f"{len(failures) - 10} earlier saves have failed as well"))
+    for text, steps in _warnings_of(telemetries).items():
+        notices.append(Notice("warning", f"{text} ({_steps_text(steps)})"))
+    notices += _notices_of_gaps(saves, now_unix)
     if not live:
-        found.append(Notice("bad", "there is no checkpoint to resume from"))
+        notices.append(Notice("bad", "there is no checkpoint to resume from"))
     elif not any(save.verified for save in live):
-        found.append(
+        notices.append(
             Notice("warning", "no live checkpoint was verified; `ckpt verify --mark` reads one")
         )
-    repeated = [one.totals for one in told if one.totals.retries]
+    repeated = [one.totals for one in telemetries if one.totals.retries]
     if repeated:
         count = sum(one.retries for one in repeated)
         steps = [one.step for one in repeated]
-        found.append(Notice("note", f"{count} requests were repeated ({_steps_text(steps)})"))
+        notices.append(Notice("note", f"{count} requests were repeated ({_steps_text(steps)})"))
     unknown = sum(save.totals is None for save in saves)
     if unknown:
-        found.append(
+        notices.append(
             Notice(
                 "note",
                 f"how they went is not known of {unknown} of {len(saves)} saves: they were made "
                 "without telemetry, or what carried it is retired",
             )
         )
-    return found
+    return notices
 
 
-def _warnings_of(told: Sequence[Telemetry]) -> dict[str, list[int]]:
+def _warnings_of(telemetries: Sequence[Telemetry]) -> dict[str, list[int]]:
     """The steps of every warning."""
     steps: dict[str, list[int]] = {}
-    for one in told:
+    for one in telemetries:
         for text in one.warnings:
             steps.setdefault(text, []).append(one.totals.step)
     return steps
@@ -281,7 +281,7 @@ def _notices_of_gaps(saves: Sequence[ReportedSave], now_unix: float) -> list[Not
     if usual <= 0:
         return []
     gaps = sorted((gap for gap in between if gap[0] > GAP * usual), key=lambda gap: -gap[0])
-    found = [
+    notices = [
         Notice(
             "warning",
             f"{_duration(seconds)} without a save between steps {a.step} and {b.step}; usual are "
@@ -292,8 +292,8 @@ def _notices_of_gaps(saves: Sequence[ReportedSave], now_unix: float) -> list[Not
     since = now_unix - saves[-1].committed_unix
     if since > GAP * usual:
         text = f"no save for {_duration(since)}; usual are {_duration(usual)}"
-        found.append(Notice("note", f"{text}; has the training ended?"))
-    return found
+        notices.append(Notice("note", f"{text}; has the training ended?"))
+    return notices
 
 
 def _notices_of_space(usage: DiskUsage) -> list[Notice]:

@@ -80,26 +80,26 @@ def reshard(
     with ExitStack() as stack:
         source = open_store(url, **(storage_options or {}))
         stack.callback(source.close)
-        found = find_checkpoint(source, step)
-        meter = CopyMeter(int(found.manifest.file_nbytes.sum()), progress)
+        located = find_checkpoint(source, step)
+        meter = CopyMeter(int(located.manifest.file_nbytes.sum()), progress)
         if target is None:
-            opened = stack.enter_context(_second_form(source, found, new))
+            opened = stack.enter_context(_second_form(source, located, new))
             if isinstance(opened, LiveEntry):
                 where = f"{source.url.rstrip('/')}/{opened.prefix}".rstrip("/")
                 return replace(
-                    _report(source, where, found.manifest, meter), attempt=opened.attempt
+                    _report(source, where, located.manifest, meter), attempt=opened.attempt
                 )
             there, header = opened.store, opened.header
         else:
             options = options_of_other(url, storage_options, target, target_options)
             there = open_store(target, **options)
             stack.callback(there.close)
-            header = new_header(found.manifest, new)
-        checkpoint = Checkpoint(source, found)
-        chunks = cut_for(found.manifest, new, header.world_size)
+            header = new_header(located.manifest, new)
+        checkpoint = Checkpoint(source, located)
+        chunks = cut_for(located.manifest, new, header.world_size)
         made = rewrite(checkpoint, header, chunks, there, threads=plain_int(threads), add=meter)
         if target is None:
-            commit_second_form(source, found, made)
+            commit_second_form(source, located, made)
     return _report(source, there.url, made, meter)
 
 
@@ -123,23 +123,25 @@ class _NewAttempt(NamedTuple):
 
 
 @contextmanager
-def _second_form(source: Store, found: Found, new: NewLayout) -> Iterator[_NewAttempt | LiveEntry]:
+def _second_form(
+    source: Store, located: Found, new: NewLayout
+) -> Iterator[_NewAttempt | LiveEntry]:
     """Where the new form of a checkpoint goes within its root, or the checkpoint of that form that
     is there.
 
     Raises CheckpointError when it is not in a root.
     """
-    if found.entry is None:
+    if located.entry is None:
         raise CheckpointError(
             f"{source.url} is one step's directory, and only a root has a place for a second form "
             "of its checkpoint; give a target for it"
         )
     state = Log(source).state()
-    told = found.manifest.header.user.get(RESHARDED, "")
-    if told.endswith(_described(new)):
-        yield found.entry
+    note = located.manifest.header.user.get(RESHARDED, "")
+    if note.endswith(_described(new)):
+        yield located.entry
         return
-    header = new_header(found.manifest, new, epoch=state.epoch)
+    header = new_header(located.manifest, new, epoch=state.epoch)
     # The name has the epoch of the run that made it, and then what it is a copy of.
     _, _, unique = header.attempt.partition("-")
     for entry in state.live:
@@ -150,14 +152,14 @@ def _second_form(source: Store, found: Found, new: NewLayout) -> Iterator[_NewAt
     yield _NewAttempt(PrefixStore(source, prefix.rstrip("/")), header)
 
 
-def commit_second_form(source: Store, found: Found, made: Manifest) -> None:
+def commit_second_form(source: Store, located: Found, made: Manifest) -> None:
     """The one write that makes the new form a checkpoint of the root. Raises CheckpointError when
     the old one was retired by now, or a session has claimed the root.
     """
     data = encode_manifest(made)
     header = made.header
     commit = Commit(header.attempt, header.step, len(data), manifest_digest(data))
-    Maintenance.open(source).commit_copy(commit, of=found.manifest.header.attempt)
+    Maintenance.open(source).commit_copy(commit, of=located.manifest.header.attempt)
 
 
 def _described(new: NewLayout) -> str:
@@ -172,14 +174,14 @@ def new_header(manifest: Manifest, new: NewLayout, *, epoch: int | None = None) 
     Values of single ranks belong to the ranks that saved; with any, their number stays.
     """
     old = manifest.header
-    told = f"{old.attempt} {_described(new)}"
-    unique = hashlib.sha256(told.encode()).digest()[:8]
+    note = f"{old.attempt} {_described(new)}"
+    unique = hashlib.sha256(note.encode()).digest()[:8]
     return old.model_copy(
         update={
             "attempt": attempt_name(_epoch(old.attempt) if epoch is None else epoch, unique),
             "world_size": old.world_size if manifest.per_rank else new.ranks,
             "required": tuple(name for name in old.required if name != REFERENCES),
-            "user": {**old.user, RESHARDED: told},
+            "user": {**old.user, RESHARDED: note},
         }
     )
 

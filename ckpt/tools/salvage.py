@@ -65,28 +65,28 @@ def salvage(store: Store, prefix: str, *, verify: bool = True) -> SalvageReport:
     """
     prefix = prefix.rstrip("/")
     names = [info for info in store.list(prefix + "/") if _is_data_file(info.key, prefix)]
-    found, problems, checked = [], [], 0
+    files, problems, checked = [], [], 0
     for info in names:
         name = info.key[len(prefix) + 1 :]
         try:
             file = _open_file(store, info.key, name, info.nbytes)
             index = file.described
             checked += _check_chunks(store, info.key, index, range(len(index.chunks)), verify)
-            found.append(file)
+            files.append(file)
         except CheckpointError as error:
             problems.append(str(error))
-    missing = _missing(found)
+    missing = _missing(files)
     shared = _Shared(store, prefix, verify)
-    found = [shared.added_to(file) for file in found]
+    files = [shared.added_to(file) for file in files]
     missing += tuple(shared.missing)
     problems += shared.problems
     checked += shared.nbytes_checked
-    problems += _contradictions(found)
+    problems += _contradictions(files)
     manifest = None
-    if found and not missing and not problems:
+    if files and not missing and not problems:
         try:
             manifest = build_manifest(
-                found[0].place.header, [_part(rank, own) for rank, own in _by_rank(found).items()]
+                files[0].place.header, [_part(rank, own) for rank, own in _by_rank(files).items()]
             )
         except (InvalidState, Corrupt) as error:
             problems.append(str(error))
@@ -199,11 +199,11 @@ def _check_chunks(store: Store, key: str, index: DataFileIndex, chunks: range, v
     end = int(index.offsets[chunks[-1]]) + index.chunks[chunks[-1]].nbytes
     window, window_start = memoryview(b""), 0
     total = 0
-    for at in chunks:
-        chunk = index.chunks[at]
-        start = int(index.offsets[at])
-        first = int(index.first_block[at])
-        for block in range(int(index.first_block[at + 1]) - first):
+    for position in chunks:
+        chunk = index.chunks[position]
+        start = int(index.offsets[position])
+        first = int(index.first_block[position])
+        for block in range(int(index.first_block[position + 1]) - first):
             low = start + block * block_bytes
             high = min(low + block_bytes, start + chunk.nbytes)
             if high > window_start + len(window):
@@ -289,12 +289,15 @@ def _chunks_between(name: str, index: DataFileIndex, start: int, stop: int) -> r
 def _some_chunks(name: str, file: _ReferencedFile, chosen: Sequence[int]) -> FileColumns:
     index = file.described
     counts = np.diff(index.first_block)[chosen]
-    sums = [index.checksums[index.first_block[at] : index.first_block[at + 1]] for at in chosen]
+    sums = [
+        index.checksums[index.first_block[position] : index.first_block[position + 1]]
+        for position in chosen
+    ]
     return FileColumns(
         name=name,
         nbytes=index.nbytes,
         data_start=len(index.header),
-        chunks=[index.chunks[at] for at in chosen],
+        chunks=[index.chunks[position] for position in chosen],
         offsets=index.offsets[chosen],
         block_counts=counts,
         checksums=np.concatenate(sums),
@@ -314,7 +317,9 @@ def _missing(files: Sequence[_SalvagedFile]) -> tuple[str, ...]:
         own = [file.place for file in by_rank.get(rank, ())]
         there = {place.file_index for place in own}
         count = max((place.file_count for place in own), default=1)
-        names = (data_file_name(rank, at) for at in range(count) if at not in there)
+        names = (
+            data_file_name(rank, position) for position in range(count) if position not in there
+        )
         missing += islice(names, MISSING_MAX - len(missing))
         if len(missing) >= MISSING_MAX:  # a crafted file can claim billions of ranks
             break
@@ -352,7 +357,7 @@ def _contradictions(files: Sequence[_SalvagedFile]) -> list[str]:
 
 
 def _part(rank: int, files: Sequence[_SalvagedFile]) -> Part:
-    """What the rank would have sent to the lead, as far as the manifest needs it."""
+    """What the rank would have sent to the coordinator, as far as the manifest needs it."""
     infos: dict[str, TensorInfo] = {}
     shared = [columns for file in files for columns in file.referenced]
     for chunks in (*(file.described.chunks for file in files), *(file.chunks for file in shared)):

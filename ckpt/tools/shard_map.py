@@ -58,7 +58,7 @@ class FileOnMap(NamedTuple):
 class TensorsMap:
     """Which rank stored which part of which tensor in which file.
 
-    `ranks` are the names of those who wrote: numbers, or file names where a name tells no rank.
+    `ranks` are the names of those who wrote: numbers, or file names where a name has no rank.
     """
 
     ranks: tuple[str, ...]
@@ -75,8 +75,8 @@ def map_of(checkpoint: Checkpoint, names: Sequence[str] | None = None) -> Tensor
     manifest = checkpoint.manifest
     writers = {name: rank_of(name) for name in manifest.files}
     ranks = sorted(set(writers.values()), key=lambda rank: (len(rank), rank))
-    place = {rank: at for at, rank in enumerate(ranks)}
-    number = {name: at for at, name in enumerate(manifest.files)}
+    place = {rank: index for index, rank in enumerate(ranks)}
+    number = {name: index for index, name in enumerate(manifest.files)}
     tensors = []
     for name in checkpoint.keys() if names is None else names:
         info = checkpoint.info(name)
@@ -104,7 +104,7 @@ def map_of(checkpoint: Checkpoint, names: Sequence[str] | None = None) -> Tensor
 
 
 def rank_of(file: str) -> str:
-    """The rank that a data file's name tells, or the name itself; files of another attempt too."""
+    """The rank in a data file's name, or the name itself; files of another attempt too."""
     match = re.match(r"rank0*(\d+)-", file.rpartition("/")[2])
     return match[1] if match else file
 
@@ -117,13 +117,13 @@ def rectangles(region: Region, shape: Shape) -> list[Rectangle]:
     if not shape:
         return [Rectangle(0.0, 0.0, 1.0, 1.0)]
     rows, columns = max(shape[0], 1), max(math.prod(shape[1:]), 1)
-    found = []
+    tensors = []
     for box in boxes_of(region, shape):
         first = last = 0
         for size, offset, extent in zip(shape[1:], box.offset[1:], box.shape[1:], strict=True):
             first = first * size + offset
             last = last * size + offset + extent - 1
-        found.append(
+        tensors.append(
             Rectangle(
                 first / columns,
                 box.offset[0] / rows,
@@ -131,4 +131,4 @@ def rectangles(region: Region, shape: Shape) -> list[Rectangle]:
                 box.shape[0] / rows,
             )
         )
-    return found
+    return tensors

@@ -80,14 +80,14 @@ def verify(
     """
     store = open_store(url, **(storage_options or {}))
     try:
-        found = find_checkpoint(store, step)
-        manifest = found.manifest
-        damage = _all_damage(store, found.prefix, manifest, plain_int(threads), progress)
+        located = find_checkpoint(store, step)
+        manifest = located.manifest
+        damage = _all_damage(store, located.prefix, manifest, plain_int(threads), progress)
         damage.sort(key=lambda entry: (entry.file, entry.start, entry.block))
     finally:
         store.close()
     return VerifyReport(
-        url=f"{store.url.rstrip('/')}/{found.prefix}".rstrip("/"),
+        url=f"{store.url.rstrip('/')}/{located.prefix}".rstrip("/"),
         step=manifest.header.step,
         attempt=manifest.header.attempt,
         files=len(manifest.files),
@@ -123,8 +123,8 @@ def _all_damage(
         # Values in files of other checkpoints are theirs: damage there is none of this one.
         extras = {DIGESTS} if is_reference(name) else None
         nbytes = int(manifest.file_nbytes[file])
-        found, usable = _file_damage(store, file_key(prefix, name), nbytes, extras)
-        damage += found
+        damaged, usable = _file_damage(store, file_key(prefix, name), nbytes, extras)
+        damage += damaged
         readable.append(usable)
     buffers: SimpleQueue[memoryview] = SimpleQueue()
     for _ in range(threads):
@@ -141,8 +141,8 @@ def _all_damage(
         checks = [pool.submit(check, run) for run in _runs(manifest) if readable[run.file]]
         try:
             for finished in as_completed(checks):
-                nbytes, found = finished.result()
-                damage += found
+                nbytes, damaged = finished.result()
+                damage += damaged
                 done += nbytes
                 if progress is not None:
                     progress(done, total)
@@ -201,16 +201,16 @@ def _runs(manifest: Manifest) -> Iterator[_BlockRun]:
     for chunk in order.tolist():
         file, start = int(chunks.file[chunk]), int(chunks.byte_start[chunk])
         end = start + manifest.chunk_nbytes(chunk)
-        for number, at in enumerate(range(start, end, block_nbytes)):
-            stop = min(at + block_nbytes, end)
+        for number, offset in enumerate(range(start, end, block_nbytes)):
+            stop = min(offset + block_nbytes, end)
             if run is not None:
-                follows = run.file == file and run.blocks[-1][3] == at
+                follows = run.file == file and run.blocks[-1][3] == offset
                 if not follows or run.nbytes >= READ_NBYTES:
                     yield run
                     run = None
             if run is None:
                 run = _BlockRun(file, [])
-            run.blocks.append((chunk, number, at, stop))
+            run.blocks.append((chunk, number, offset, stop))
     if run is not None:
         yield run
 

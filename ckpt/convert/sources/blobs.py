@@ -115,11 +115,11 @@ class _Peeks:
         self.known: list[tuple[int, bytes]] = []
         for start, stop in _ranges(blobs):
             self.known.append((start, self._get(start, stop)))
-        self.at = 0
+        self.index = 0
 
     def read(self, start: int, stop: int) -> bytes:
         """Bytes `start` to `stop` of the file."""
-        for first, data in self.known[self.at :]:
+        for first, data in self.known[self.index :]:
             if first <= start and stop <= first + len(data):
                 return data[start - first : stop - first]
             if first > stop:
@@ -127,12 +127,12 @@ class _Peeks:
         return self._get(start, stop)
 
     def advance(self, start: int) -> None:
-        """Nothing before `start` is asked for any more."""
-        while self.at < len(self.known):
-            first, data = self.known[self.at]
+        """Nothing before `start` will be requested any more."""
+        while self.index < len(self.known):
+            first, data = self.known[self.index]
             if first + len(data) > start:
                 return
-            self.at += 1
+            self.index += 1
 
     def _get(self, start: int, stop: int) -> bytes:
         try:
@@ -143,7 +143,7 @@ class _Peeks:
 
 def _ranges(blobs: Sequence[Blob]) -> list[tuple[int, int]]:
     """Heads and tails of blobs, those that meet made one."""
-    found: list[tuple[int, int]] = []
+    ranges: list[tuple[int, int]] = []
     for blob in blobs:
         if blob.stop - blob.start <= WHOLE_NBYTES_MAX:
             ends = [(blob.start, blob.stop)]
@@ -153,11 +153,11 @@ def _ranges(blobs: Sequence[Blob]) -> list[tuple[int, int]]:
                 (blob.stop - TAIL_NBYTES, blob.stop),
             ]
         for start, stop in ends:
-            if found and start <= found[-1][1]:
-                found[-1] = (found[-1][0], max(found[-1][1], stop))
+            if ranges and start <= ranges[-1][1]:
+                ranges[-1] = (ranges[-1][0], max(ranges[-1][1], stop))
             else:
-                found.append((start, stop))
-    return found
+                ranges.append((start, stop))
+    return ranges
 
 
 def _opened(peeks: _Peeks, blob: Blob) -> Opened:

@@ -146,9 +146,9 @@ def read_folder(store: Store, folder: str) -> Folder:
         leaves[key] = _value(store, key, item, chunks, infos)
     tree = nest(leaves, lambda key: metadata.paths.get(key, (key,)))
     tree.update(_rest(store, folder, tree, (chunks, infos), sizes))
-    for key, found in chunks.items():
+    for key, tensor_chunks in chunks.items():
         dtype, shape = infos[key]
-        check_chunks(SourceTensor(key, dtype, shape), found, sizes)
+        check_chunks(SourceTensor(key, dtype, shape), tensor_chunks, sizes)
     return Folder(metadata, tree, chunks, infos, sizes)
 
 
@@ -168,10 +168,10 @@ def _rest(
     except KeyNotFoundError:
         return {}
     opened = open_blob(store, Blob(name, 0, sizes[name]))
-    found = with_leaves(opened.tree, opened, name, name, into)
-    if not isinstance(found, dict):
+    entries = with_leaves(opened.tree, opened, name, name, into)
+    if not isinstance(entries, dict):
         return {}
-    return {key: item for key, item in found.items() if key not in tree}
+    return {key: item for key, item in entries.items() if key not in tree}
 
 
 def dcp_source(
@@ -187,7 +187,7 @@ def dcp_source(
             if key in trees:
                 raise UnsupportedFormat(f"{store.url}: two of its directories have {key!r}")
             trees[key] = item
-        chunks.update({where + key: found for key, found in folder.chunks.items()})
+        chunks.update({where + key: tensor_chunks for key, tensor_chunks in folder.chunks.items()})
         infos.update({where + key: info for key, info in folder.infos.items()})
     return tree_source(store, "DCP checkpoint", trees, (chunks, infos), parameter_names)
 
@@ -321,7 +321,7 @@ def _place(places: _Places, key: str, offset: Shape | None) -> StoredBlob:
         return places[key, offset]
     except KeyError:
         where = "" if offset is None else f" at {offset}"
-        raise Corrupt(f"{key}: nothing tells where its bytes{where} are") from None
+        raise Corrupt(f"{key}: no entry has the place of its bytes{where}") from None
 
 
 def _tensor(key: str, entry: PickledObject, places: _Places) -> DcpTensor:
@@ -329,7 +329,7 @@ def _tensor(key: str, entry: PickledObject, places: _Places) -> DcpTensor:
     state = properties.state if isinstance(properties, PickledObject) else None
     dtype = state[0] if isinstance(state, tuple) and state else None
     if not isinstance(dtype, Opaque):
-        raise Corrupt(f"{key}: the metadata tells no dtype of it")
+        raise Corrupt(f"{key}: the metadata has no dtype for it")
     parts = []
     chunks = entry.field("chunks")
     for chunk in chunks if isinstance(chunks, list) else ():
@@ -387,23 +387,23 @@ def _chunks(store: Store, tensors: Mapping[str, DcpTensor]) -> dict[str, list[Ch
 
 
 def _chunk(key: str, tensor: DcpTensor, part: StoredRegion, opened: Opened) -> Chunk:
-    found = opened.tree
-    if not isinstance(found, TensorRef):
-        raise Corrupt(f"{part.item.file}: {key} is said to be there, and a {found!r:.60} is")
-    if found.dtype != tensor.dtype or found.shape != part.shape:
+    view = opened.tree
+    if not isinstance(view, TensorRef):
+        raise Corrupt(f"{part.item.file}: {key} is said to be there, and a {view!r:.60} is")
+    if view.dtype != tensor.dtype or view.shape != part.shape:
         raise Corrupt(
-            f"{part.item.file}: {key} has {found.dtype} {found.shape} there, the metadata says "
+            f"{part.item.file}: {key} has {view.dtype} {view.shape} there, the metadata says "
             f"{tensor.dtype} {part.shape}"
         )
-    return chunk_of(found, opened, part.item.file, part.offset, tensor.shape)
+    return chunk_of(view, opened, part.item.file, part.offset, tensor.shape)
 
 
-def chunk_of(found: TensorRef, opened: Opened, file: str, offset: Shape, whole: Shape) -> Chunk:
+def chunk_of(view: TensorRef, opened: Opened, file: str, offset: Shape, whole: Shape) -> Chunk:
     """The region at `offset` of a tensor of shape `whole` that a blob holds."""
-    box = Box(offset, found.shape)
-    start = opened.start_of(found)
-    if not found.is_row_major:
-        return Chunk(box, file, start, found.stride)
+    box = Box(offset, view.shape)
+    start = opened.start_of(view)
+    if not view.is_row_major:
+        return Chunk(box, file, start, view.stride)
     inside = len(offset) == len(whole)
     span = span_of(box, whole) if inside else None
     return Chunk(span if span is not None else box, file, start)
@@ -444,8 +444,8 @@ def with_leaves(
                 infos[name] = (node.dtype, node.shape)
                 empty = 0 in node.shape
                 origin = (0,) * len(node.shape)
-                found = [] if empty else [chunk_of(node, opened, file, origin, node.shape)]
-                chunks[name] = found
+                tensor_chunks = [] if empty else [chunk_of(node, opened, file, origin, node.shape)]
+                chunks[name] = tensor_chunks
             return Leaf(name)
         if isinstance(node, StorageRef):
             return UnreadableTensor("it is a storage, not a tensor")

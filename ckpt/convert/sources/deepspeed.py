@@ -71,8 +71,8 @@ def zero_files(keys: Sequence[str]) -> list[str]:
 def open_deepspeed(store: Store, keys: Sequence[str]) -> FileSource:
     """The float32 weights of a ZeRO checkpoint: a tag's folder, or the folder with `latest`.
 
-    Raises UnsupportedFormat for tensor parallelism and other layouts that are not told by shapes,
-    Corrupt when files are missing or contradict each other, and the store's errors.
+    Raises UnsupportedFormat for tensor parallelism and other layouts that do not follow from
+    shapes, Corrupt when files are missing or contradict each other, and the store's errors.
     """
     folder = _folder(store, keys)
     optim = {
@@ -108,8 +108,8 @@ def _folder(store: Store, keys: Sequence[str]) -> str:
             f"{store.url} holds {len(folders)} checkpoints of DeepSpeed and no file `latest` that "
             f"tells one; name the folder of one, such as {store.url}/{min(folders)}"
         )
-    found = folders.pop()
-    return f"{found}/" if found else ""
+    folder = folders.pop()
+    return f"{folder}/" if folder else ""
 
 
 def _rank(store: Store, key: str, sizes: Mapping[str, int]) -> _Rank:
@@ -132,7 +132,7 @@ def _rank(store: Store, key: str, sizes: Mapping[str, int]) -> _Rank:
 
 
 class _ModelStates:
-    """What the file of model states tells: shapes of the parameters, buffers, shared names."""
+    """The content of the file of model states: shapes of the parameters, buffers, shared names."""
 
     def __init__(self, key: str, opened: Opened, url: str) -> None:
         self.key = key
@@ -169,9 +169,9 @@ def _source(
     place = _in_groups if ranks[0].stage in (1, 2) else _in_parts
     chunks: dict[str, list[Chunk]] = {}
     tensors: dict[str, SourceTensor] = {}
-    for name, shape, dtype, found in place(model.groups, ranks):
+    for name, shape, dtype, tensor_chunks in place(model.groups, ranks):
         tensors[name] = SourceTensor(name, dtype, shape, Kind.PARAMETER)
-        chunks[name] = found
+        chunks[name] = tensor_chunks
     refused: dict[str, Refusal] = {}
     for name in (*sorted(model.buffers), *sorted(model.frozen)):
         ref = model.module.get(name)
@@ -194,7 +194,7 @@ def _source(
         refused=refused,
         modules=("",),
     )
-    placed = {bare[name]: found for name, found in chunks.items()}
+    placed = {bare[name]: tensor_chunks for name, tensor_chunks in chunks.items()}
     return FileSource(store, "DeepSpeed ZeRO checkpoint", contents, placed)
 
 
@@ -207,16 +207,16 @@ def _in_groups(groups: Sequence[Mapping[str, Shape]], ranks: Sequence[_Rank]) ->
         raise Corrupt(f"{len(groups)} groups of parameters, other numbers of partitions")
     for number, group in enumerate(groups):
         line = [rank.flats[number] for rank in ranks]
-        at = 0
+        position = 0
         for name, shape in group.items():
             numel = math.prod(shape)
-            yield name, shape, line[0].dtype, _along(line, at, numel, 0)
-            at += numel
+            yield name, shape, line[0].dtype, _along(line, position, numel, 0)
+            position += numel
 
 
 def _in_parts(groups: Sequence[Mapping[str, Shape]], ranks: Sequence[_Rank]) -> _Placed:
     """Stage 3: each parameter has a part of the same size on every rank, the last one padded."""
-    at = 0
+    position = 0
     for name, shape in ((name, shape) for group in groups for name, shape in group.items()):
         numel = math.prod(shape)
         part = -(-numel // len(ranks))
@@ -224,22 +224,22 @@ def _in_parts(groups: Sequence[Mapping[str, Shape]], ranks: Sequence[_Rank]) -> 
         for number, rank in enumerate(ranks):
             count = min(part, numel - number * part)
             if count > 0:
-                chunks += _along(rank.flats, at, count, number * part)
+                chunks += _along(rank.flats, position, count, number * part)
         yield name, shape, ranks[0].flats[0].dtype, chunks
-        at += part
+        position += part
 
 
-def _along(line: Sequence[FlatPartition], at: int, numel: int, first: int) -> list[Chunk]:
-    """Elements `at` to `at + numel` of the flats one after the other, as a tensor's elements from
-    `first` on.
+def _along(line: Sequence[FlatPartition], position: int, numel: int, first: int) -> list[Chunk]:
+    """Elements `position` to `position + numel` of the flats one after the other, as the elements
+    of a tensor from `first` on.
     """
     chunks = []
     start = 0
     for flat in line:
-        low, high = max(at, start), min(at + numel, start + flat.numel)
+        low, high = max(position, start), min(position + numel, start + flat.numel)
         if low < high:
             byte = flat.start + (low - start) * DTYPES[flat.dtype].itemsize
-            span = Span(first + low - at, first + high - at)
+            span = Span(first + low - position, first + high - position)
             chunks.append(Chunk(span, flat.file, byte))
         start += flat.numel
     return chunks

@@ -68,12 +68,12 @@ class NativeSource(CheckpointSource):
 
 
 def _modules(manifest: Manifest) -> tuple[str, ...]:
-    """The paths of modules as the checkpoint tells them; for those that do not tell, the first
+    """The paths of modules that the checkpoint records; for checkpoints without them, the first
     parts of the names of parameters.
     """
-    told = manifest.header.user.get(MODULES)
-    if told is not None:
-        paths = {str(path) for path in json.loads(told)}
+    recorded = manifest.header.user.get(MODULES)
+    if recorded is not None:
+        paths = {str(path) for path in json.loads(recorded)}
         names = (*manifest.fqns, *manifest.aliases)
         return tuple(
             sorted(p for p in paths if not p or any(fqn.startswith(f"{p}.") for fqn in names))

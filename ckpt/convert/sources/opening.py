@@ -120,12 +120,12 @@ def _read_folder(store: Store, options: SourceOptions, keys: Sequence[str]) -> _
         return _FolderSource(open_dcp(store, parameter_names=options.parameter_names), dcp)
     if is_deepspeed(keys):
         return _FolderSource(open_deepspeed(store, keys), zero_files(keys))
-    found = sorted(key.removesuffix(METADATA) for key in keys if key.endswith(f"/{METADATA}"))
-    if found and all(folder.count("/") == 1 for folder in found):
+    folder_keys = sorted(key.removesuffix(METADATA) for key in keys if key.endswith(f"/{METADATA}"))
+    if folder_keys and all(folder.count("/") == 1 for folder in folder_keys):
         # Accelerate: pytorch_model_fsdp_0/ and optimizer_0/, one DCP directory for each.
-        folders = {folder: read_folder(store, folder) for folder in found}
+        folders = {folder: read_folder(store, folder) for folder in folder_keys}
         source = dcp_source(store, folders, options.parameter_names)
-        return _FolderSource(source, folders=tuple(found))
+        return _FolderSource(source, folders=tuple(folder_keys))
     for index in ("model.safetensors.index.json", *top):
         if index in top and index.endswith(".safetensors.index.json"):
             source = open_safetensors(store, index)

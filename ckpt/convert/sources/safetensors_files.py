@@ -43,25 +43,25 @@ def open_safetensors(store: Store, name: str) -> FileSource:
     else:
         keys = (info.key for info in store.list(""))
         names = sorted(key for key in keys if "/" not in key and key.endswith(".safetensors"))
-    found = _HeaderTable(store.url)
+    table = _HeaderTable(store.url)
     for file in names:
-        found.add(file, *_header(store, file))
-    if missing := sorted(fqn for fqn, file in held.items() if (fqn, file) not in found.places):
+        table.add(file, *_header(store, file))
+    if missing := sorted(fqn for fqn, file in held.items() if (fqn, file) not in table.places):
         raise Corrupt(f"{store.url}/{name}: {missing[0]} is not in {held[missing[0]]}")
     if not names:
         raise NoCheckpoint(f"{store.url} has no safetensors file")
-    return found.source(store)
+    return table.source(store)
 
 
 def _index(store: Store, name: str) -> dict[str, str]:
     try:
         weight_map = json.loads(store.get(name))["weight_map"]
-        found = {str(fqn): check_key(str(file)) for fqn, file in weight_map.items()}
+        files = {str(fqn): check_key(str(file)) for fqn, file in weight_map.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Corrupt(f"{store.url}/{name}: no readable index: {error!r:.100}") from error
-    if not found:
+    if not files:
         raise Corrupt(f"{store.url}/{name}: an index without tensors")
-    return found
+    return files
 
 
 def _header(store: Store, name: str) -> tuple[dict[str, Any], int, int]:
@@ -114,9 +114,9 @@ class _HeaderTable:
     def add_tensor(
         self, file: str, fqn: str, entry: Any, data_start: int, shard: Mapping[str, Any] | None
     ) -> None:
-        start, stop = (int(at) for at in entry["data_offsets"])
+        start, stop = (int(number) for number in entry["data_offsets"])
         shape = tuple(int(size) for size in entry["shape"])
-        offset = tuple(int(at) for at in shard[OFFSETS]) if shard else (0,) * len(shape)
+        offset = tuple(int(number) for number in shard[OFFSETS]) if shard else (0,) * len(shape)
         self.places.add((fqn, file))
         known = NATIVE_BY_CODE.get(str(entry["dtype"]))
         if known is None:

@@ -1,6 +1,6 @@
-"""Sources: checkpoints of any format as names, values, and tensors that are read when asked for.
+"""Sources: checkpoints of any format as names, values, and tensors that are read on request.
 
-A format tells where the elements of each tensor lie in files (`Chunk`); reading them into memory is
+A format says where the elements of each tensor lie in files (`Chunk`); reading them into memory is
 the same for all. Exports, imports and comparisons see a `CheckpointSource` and nothing of formats.
 """
 
@@ -26,7 +26,7 @@ from storage import ShortReadError, Store
 
 MIB = 1 << 20
 SCRATCH_NBYTES = 8 * MIB
-JOINED_GAP_MAX = 64 << 10  # bytes read in vain rather than asked for separately
+JOINED_GAP_MAX = 64 << 10  # bytes read in vain rather than requested separately
 JOINED_NBYTES_MAX = 8 * MIB
 JOINED_EACH_MAX = MIB
 
@@ -142,8 +142,12 @@ class FileSource(CheckpointSource):
         super().__init__(store.url, contents)
         self.format = format
         self.store = store
-        self.files = frozenset(chunk.file for found in chunks.values() for chunk in found)
-        self.chunks = {fqn: _ChunkIndex(list(found)) for fqn, found in chunks.items()}
+        self.files = frozenset(
+            chunk.file for tensor_chunks in chunks.values() for chunk in tensor_chunks
+        )
+        self.chunks = {
+            fqn: _ChunkIndex(list(tensor_chunks)) for fqn, tensor_chunks in chunks.items()
+        }
 
     def fill(self, wanted: Sequence[ReadRequest]) -> None:
         reads: list[_FileRead] = []
@@ -216,13 +220,13 @@ def _joined(reads: list[_FileRead]) -> Iterator[tuple[str, int, list[memoryview]
     """Small reads that lie near each other in a file as one, what is between them read in vain."""
     reads.sort(key=lambda read: read[:2])
     gap_buffer = memoryview(bytearray(JOINED_GAP_MAX))
-    at = 0
-    while at < len(reads):
-        file, start, buffer = reads[at]
+    index = 0
+    while index < len(reads):
+        file, start, buffer = reads[index]
         buffers, end = [buffer], start + len(buffer)
-        at += 1
-        while at < len(reads) and len(buffer) <= JOINED_EACH_MAX:
-            following = reads[at]
+        index += 1
+        while index < len(reads) and len(buffer) <= JOINED_EACH_MAX:
+            following = reads[index]
             gap = following.start - end
             stop = following.start + len(following.buffer)
             if following.file != file or not 0 <= gap <= JOINED_GAP_MAX:
@@ -233,7 +237,7 @@ def _joined(reads: list[_FileRead]) -> Iterator[tuple[str, int, list[memoryview]
                 buffers.append(gap_buffer[:gap])
             buffers.append(following.buffer)
             end = stop
-            at += 1
+            index += 1
         yield file, start, buffers
 
 
@@ -266,7 +270,7 @@ def _gathers(chunk: Chunk, copy: Run | Patch, itemsize: int) -> Iterator[_Gather
 
 
 def _dot(index: Shape, stride: Shape) -> int:
-    return sum(at * step for at, step in zip(index, stride, strict=True))
+    return sum(coordinate * step for coordinate, step in zip(index, stride, strict=True))
 
 
 def _bands(part: _Gather, extent_max: int) -> Iterator[tuple[Shape, int, int]]:
@@ -291,9 +295,9 @@ def _bands(part: _Gather, extent_max: int) -> Iterator[tuple[Shape, int, int]]:
 
 def check_chunks(tensor: SourceTensor, chunks: Iterable[Chunk], sizes: Mapping[str, int]) -> None:
     """Raise Corrupt unless `chunks` hold every element of `tensor` once, within their files."""
-    found = list(chunks)
+    listed = list(chunks)
     itemsize = DTYPES[tensor.dtype].itemsize
-    for chunk in found:
+    for chunk in listed:
         extent = chunk.region.numel
         if chunk.stride is not None and extent:
             assert isinstance(chunk.region, Box)
@@ -304,8 +308,8 @@ def check_chunks(tensor: SourceTensor, chunks: Iterable[Chunk], sizes: Mapping[s
                 f"{chunk.file}: {tensor.fqn} is said to be in bytes {chunk.start} to {stop}, the "
                 f"file has {sizes[chunk.file]}"
             )
-    if len(found) == 1 and found[0].region == Span(0, math.prod(tensor.shape)):
+    if len(listed) == 1 and listed[0].region == Span(0, math.prod(tensor.shape)):
         return
-    problem = cover_problem([chunk.region for chunk in found], tensor.shape)
+    problem = cover_problem([chunk.region for chunk in listed], tensor.shape)
     if problem is not None:
         raise Corrupt(f"{tensor.fqn}: {problem}")

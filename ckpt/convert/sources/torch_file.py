@@ -34,16 +34,18 @@ def open_torch_files(
             raise Corrupt(f"{store.url}/{name} is missing") from None
         _check_format(store, name, sizes[name])
         opened = open_blob(store, Blob(name, 0, sizes[name]))
-        found = with_leaves(opened.tree, opened, name, name, (chunks, infos))
+        entries = with_leaves(opened.tree, opened, name, name, (chunks, infos))
         if len(names) == 1:
-            tree = found
+            tree = entries
             continue
-        if not isinstance(found, dict) or (twice := sorted(tree.keys() & found.keys(), key=str)):
+        if not isinstance(entries, dict) or (
+            twice := sorted(tree.keys() & entries.keys(), key=str)
+        ):
             raise UnsupportedFormat(
                 f"{store.url}/{name}: no state dict, or one with names of another file"
-                + (f": {twice[0]!r}" if isinstance(found, dict) else "")
+                + (f": {twice[0]!r}" if isinstance(entries, dict) else "")
             )
-        tree.update(found)
+        tree.update(entries)
     for key, parts in chunks.items():
         check_chunks(SourceTensor(key, *infos[key]), parts, sizes)
     if not isinstance(tree, (dict, list, tuple)):

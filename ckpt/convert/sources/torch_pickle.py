@@ -93,8 +93,8 @@ def _storage_ref(key: Any) -> StorageRef:
 def _count(number: Any) -> int:
     if type(number) is not int or not 0 <= number < NUMEL_MAX:
         # Not the thing itself: its text may have no end.
-        told = number if type(number) is int else f"a {type(number).__name__}"
-        raise Corrupt(f"{told!s:.50} is no number of elements")
+        shown = number if type(number) is int else f"a {type(number).__name__}"
+        raise Corrupt(f"{shown!s:.50} is no number of elements")
     return number
 
 
@@ -233,7 +233,7 @@ def _emit(value: Any, out: bytearray) -> None:
         data = value.encode("utf-8", "surrogatepass")
         out += b"X" + struct.pack("<I", len(data)) + data
     elif isinstance(value, bytes):
-        # As protocol 2 knows no bytes: text of the same code points, and a call to encode it.
+        # Protocol 2 has no bytes: text of the same code points, and a call to encode it.
         out += b"c_codecs\nencode\n"
         _emit(value.decode("latin1"), out)
         _emit("latin1", out)

@@ -1,8 +1,8 @@
 """From the nested state dicts of other libraries to the names that a state of ours has.
 
 A state is any nesting of dicts and lists with tensors and values. Model state dicts keep their
-names but for the parts that wrappers add; optimizers are told by parameter names; a container
-without tensors is one value.
+names but for the parts that wrappers add; optimizer state is named after its parameters; a
+container without tensors is one value.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MODEL_ENTRIES = ("model", "state_dict", "model_state_dict", "module", "net", "ne
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """A tensor of the source, by whatever `key` the source knows it."""
+    """A tensor of the source, by the `key` that the source uses for it."""
 
     key: Any
 
@@ -144,8 +144,8 @@ class _Naming:
             }
         if isinstance(tree, (list, tuple)):
             items = [
-                self.plain(item, join(path, at), depth + 1, problems)
-                for at, item in enumerate(tree)
+                self.plain(item, join(path, index), depth + 1, problems)
+                for index, item in enumerate(tree)
             ]
             return items if isinstance(tree, list) else tuple(items)
         problems.append((path, reason_of(tree)))
@@ -158,9 +158,9 @@ class _Naming:
         if names is None:
             return
         groups = []
-        for at, group in enumerate(optimizer.groups):
+        for index, group in enumerate(optimizer.groups):
             hyper = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-            base = f"{join(path, 'param_groups')}.{at}"
+            base = f"{join(path, 'param_groups')}.{index}"
             problems: list[tuple[str, str]] = []
             value = self.plain(hyper, base, 0, problems)
             for place, reason in problems:
@@ -187,8 +187,8 @@ class _Naming:
         if len(named) == len(params):
             bare = bare_names(named)
             return {param: bare[param] for param in params}
-        told = [name for group in optimizer.groups for name in group.get("param_names") or ()]
-        names = told if len(told) == len(params) else self.parameter_names
+        listed = [name for group in optimizer.groups for name in group.get("param_names") or ()]
+        names = listed if len(listed) == len(params) else self.parameter_names
         if names is None or len(names) != len(params):
             self.refuse(
                 join(path, "param_groups"),
@@ -204,13 +204,13 @@ class _Naming:
 
     def settle_modules(self) -> None:
         """Keep as modules what optimizers train, or what is called a model, or all if none is."""
-        found = self.modules
-        trained = {path: names for path, names in found.items() if self.trained & set(names)}
-        called = {p: n for p, n in (trained or found).items() if p in MODEL_ENTRIES}
+        modules = self.modules
+        trained = {path: names for path, names in modules.items() if self.trained & set(names)}
+        called = {p: n for p, n in (trained or modules).items() if p in MODEL_ENTRIES}
         outer = {
             path: names
-            for path, names in found.items()
-            if not any(path != other and _is_below(path, other) for other in found)
+            for path, names in modules.items()
+            if not any(path != other and _is_below(path, other) for other in modules)
         }
         self.modules = called or trained or outer
         for path, names in self.modules.items():
@@ -347,7 +347,7 @@ def _with_lists(node: Any, lists: Mapping[int, Any]) -> Any:
         return node
     is_list = id(node) in lists and sorted(node, key=str) == sorted(range(len(node)), key=str)
     made = {key: _with_lists(item, lists) for key, item in node.items()}
-    return [made[at] for at in range(len(made))] if is_list else made
+    return [made[index] for index in range(len(made))] if is_list else made
 
 
 def leaves_of(named: Named) -> Iterator[tuple[str, Any, Kind]]:

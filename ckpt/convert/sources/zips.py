@@ -75,13 +75,13 @@ def data_start(entry: ZipEntry, header: bytes) -> int:
 
 def _find_directory(read: ReadBytes, nbytes: int, tail: bytes) -> tuple[int, int, int]:
     """Start, length and number of entries of the directory."""
-    at = tail.rfind(b"PK\x05\x06")
-    if at < 0:
+    position = tail.rfind(b"PK\x05\x06")
+    if position < 0:
         raise Corrupt("it does not end as a zip file does: cut off, or of another format")
-    _, _, _, _, count, length, start, _ = _END.unpack_from(tail, at)
+    _, _, _, _, count, length, start, _ = _END.unpack_from(tail, position)
     if _32 not in (length, start) and count != _16:
         return start, length, count
-    where = nbytes - len(tail) + at - _END64_LOCATOR.size
+    where = nbytes - len(tail) + position - _END64_LOCATOR.size
     if where < 0:
         raise Corrupt("its end names a directory that is not there")
     magic, _, end64_start, _ = _END64_LOCATOR.unpack(read(where, where + _END64_LOCATOR.size))
@@ -95,17 +95,17 @@ def _find_directory(read: ReadBytes, nbytes: int, tail: bytes) -> tuple[int, int
 
 def _entries(data: bytes, count: int, nbytes: int) -> dict[str, ZipEntry]:
     entries: dict[str, ZipEntry] = {}
-    at = 0
+    position = 0
     for _ in range(count):
-        fields = _ENTRY.unpack_from(data, at)
+        fields = _ENTRY.unpack_from(data, position)
         magic, flags, method, crc32, packed, size = (fields[i] for i in (0, 3, 4, 7, 8, 9))
         name_nbytes, extra_nbytes, comment_nbytes, header_start = (*fields[10:13], fields[16])
         if magic != b"PK\x01\x02":
             raise Corrupt("its directory is damaged")
-        at += _ENTRY.size
-        name = data[at : at + name_nbytes].decode()
-        extra = data[at + name_nbytes : at + name_nbytes + extra_nbytes]
-        at += name_nbytes + extra_nbytes + comment_nbytes
+        position += _ENTRY.size
+        name = data[position : position + name_nbytes].decode()
+        extra = data[position + name_nbytes : position + name_nbytes + extra_nbytes]
+        position += name_nbytes + extra_nbytes + comment_nbytes
         size, packed, header_start = _wide(extra, size, packed, header_start)
         if header_start + _LOCAL.size + packed > nbytes or name in entries:
             raise Corrupt(f"{name}: outside of the file, or twice in it")
@@ -116,15 +116,15 @@ def _entries(data: bytes, count: int, nbytes: int) -> dict[str, ZipEntry]:
 
 def _wide(extra: bytes, size: int, packed: int, header_start: int) -> tuple[int, int, int]:
     """Sizes and start, from the zip64 field of `extra` where 32 bits are too few."""
-    at = 0
-    while at + 4 <= len(extra):
-        kind, length = struct.unpack_from("<2H", extra, at)
+    position = 0
+    while position + 4 <= len(extra):
+        kind, length = struct.unpack_from("<2H", extra, position)
         if kind == 1:
-            words = iter(struct.unpack_from(f"<{length // 8}Q", extra, at + 4))
+            words = iter(struct.unpack_from(f"<{length // 8}Q", extra, position + 4))
             size = next(words, size) if size == _32 else size
             packed = next(words, packed) if packed == _32 else packed
             header_start = next(words, header_start) if header_start == _32 else header_start
-        at += 4 + length
+        position += 4 + length
     return size, packed, header_start
 
 
@@ -160,16 +160,18 @@ def lay_out(sizes: Mapping[str, int], start: int = 0) -> ZipLayout:
     is aligned there.
     """
     placed = []
-    at = start
+    position = start
     for name, nbytes in sizes.items():
-        data = at + _LOCAL.size + len(name.encode())
+        data = position + _LOCAL.size + len(name.encode())
         # A field of extra bytes has 4 at least.
         padding = -(data + 4) % ALIGNMENT
-        entry = Placed(name, nbytes, at, data + 4 + padding)
+        entry = Placed(name, nbytes, position, data + 4 + padding)
         placed.append(entry)
-        at = entry.descriptor_start + _DESCRIPTOR64.size
-    layout = ZipLayout(tuple(placed), at, 0)
-    return layout._replace(nbytes=at - start + len(directory(layout, start, [0] * len(placed))))
+        position = entry.descriptor_start + _DESCRIPTOR64.size
+    layout = ZipLayout(tuple(placed), position, 0)
+    return layout._replace(
+        nbytes=position - start + len(directory(layout, start, [0] * len(placed)))
+    )
 
 
 def local_header(entry: Placed) -> bytes:
@@ -202,10 +204,10 @@ def directory(layout: ZipLayout, start: int, checksums: Sequence[int]) -> bytes:
         )  # fmt: skip
         rows.append(row + name + extra)
     body = b"".join(rows)
-    at = layout.directory_start - start
+    position = layout.directory_start - start
     count = len(layout.entries)
-    end64 = _END64.pack(b"PK\x06\x06", 44, 45, 45, 0, 0, count, count, len(body), at)
-    locator = _END64_LOCATOR.pack(b"PK\x06\x07", 0, at + len(body), 1)
+    end64 = _END64.pack(b"PK\x06\x06", 44, 45, 45, 0, 0, count, count, len(body), position)
+    locator = _END64_LOCATOR.pack(b"PK\x06\x07", 0, position + len(body), 1)
     small = min(count, _16)
     end = _END.pack(b"PK\x05\x06", 0, 0, small, small, min(len(body), _32), _32, 0)
     return body + end64 + locator + end

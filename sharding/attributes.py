@@ -62,7 +62,7 @@ class UnitAttributes:
 
     @property
     def sharding_strategy(self) -> ShardingStrategy:
-        """The strategy in force: NO_SHARD over a group of one rank, whatever was asked for."""
+        """The strategy in force: NO_SHARD over a group of one rank, whatever was requested."""
         return self.fsdp_unit.settings.strategy
 
     @property

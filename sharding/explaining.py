@@ -147,20 +147,20 @@ def _step(facts: Sequence[UnitFacts], units: Sequence[Unit]) -> list[StepEvent]:
             held[unit] = 0
         events.append(StepEvent(what, unit, sum(held)))
 
-    with_members = [at for at, unit in enumerate(facts) if unit.members]
-    for at in with_members:
-        happens("gather", at)
-        happens("forward", at)
-        frees = units[at].schedule.frees_after_forward
-        if frees or (frees is None and at):
-            happens("free", at)
-    for at in reversed(with_members):
-        if held[at] == 0:
-            happens("gather", at)
-        happens("backward", at)
-        if units[at].reduction.shard is not None:
-            happens("free", at)
-        happens("reduce", at)
+    with_members = [index for index, unit in enumerate(facts) if unit.members]
+    for index in with_members:
+        happens("gather", index)
+        happens("forward", index)
+        frees = units[index].schedule.frees_after_forward
+        if frees or (frees is None and index):
+            happens("free", index)
+    for index in reversed(with_members):
+        if held[index] == 0:
+            happens("gather", index)
+        happens("backward", index)
+        if units[index].reduction.shard is not None:
+            happens("free", index)
+        happens("reduce", index)
     return events
 
 
@@ -170,7 +170,7 @@ def _step(facts: Sequence[UnitFacts], units: Sequence[Unit]) -> list[StepEvent]:
 def _planned_page(explanation: Explanation) -> str:
     """A table: one column for each event of the planned step."""
     step = explanation.step
-    head = "".join(f"<th>{at}</th>" for at in range(len(step)))
+    head = "".join(f"<th>{index}</th>" for index in range(len(step)))
     rows = []
     for number, unit in enumerate(explanation.units):
         cells = "".join(
@@ -206,13 +206,13 @@ def bars_of(recorded: Sequence[Noted]) -> list[Bar]:
     end_seconds = recorded[-1].at_seconds
     ends_of = {**_ENDS, "gathered": ("free",), "reduce": ()}
     bars = []
-    for at, noted in enumerate(recorded):
+    for index, noted in enumerate(recorded):
         if noted.what not in ends_of:
             continue
         end = next(
             (
                 later.at_seconds
-                for later in recorded[at + 1 :]
+                for later in recorded[index + 1 :]
                 if later.unit == noted.unit and later.what in ends_of[noted.what]
             ),
             end_seconds,

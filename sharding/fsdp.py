@@ -52,7 +52,7 @@ from sharding.flat.tree import clean_name, ignored_below, managed_below, state_n
 from sharding.flat.unit import FlatUnit, Settings
 from sharding.state_dict_methods import StatefulUnit
 from sharding.summon import SummonOptions, check_summon, summon_units
-from sharding.torch_face import hand_over
+from sharding.torch_face import redirect_static_methods
 from sharding.wrapping.init import Ignored
 from sharding.wrapping.policies import auto_wrap
 
@@ -67,7 +67,7 @@ class FullyShardedDataParallel(UnitAttributes, StatefulUnit):
     wrapper is a unit; what inner units do not hold belongs to the outer one.
 
     All arguments mean what they mean for torch's `FullyShardedDataParallel`. Differences: without
-    an accelerator it computes on the CPU without being told to; a mesh of two axes needs a hybrid
+    an accelerator it computes on the CPU by itself; a mesh of two axes needs a hybrid
     strategy; hybrid sharding with shard groups of one rank keeps its replicas equal.
 
     With FSDP_USE_FULL_PREC_IN_EVAL=1 in the environment when a model is wrapped, modules in eval
@@ -490,7 +490,7 @@ class FullyShardedDataParallel(UnitAttributes, StatefulUnit):
         store = self.fsdp_unit.store
         if store is None:
             return []
-        members = [self._describe(at) for at in range(len(store.module_params))]
+        members = [self._describe(index) for index in range(len(store.module_params))]
         local = store.flat.detach()
         owners = [owners_of(self.fsdp_groups, self.fsdp_mesh, m.inside) for m in members]
         if not store.options.use_orig_params:
@@ -504,10 +504,10 @@ class FullyShardedDataParallel(UnitAttributes, StatefulUnit):
             for param, member, over in zip(store.params, members, owners, strict=True)
         ]
 
-    def _describe(self, at: int) -> FlatMember:
+    def _describe(self, index: int) -> FlatMember:
         store = self.fsdp_unit.store
         assert store is not None
-        member, part, token = store.layout.members[at], store.parts[at], store.tokens[at]
+        member, part, token = store.layout.members[index], store.parts[index], store.tokens[index]
         fqn = clean_name(member.fqn)
         start, numel, offset = (0, 0, 0)
         if part is not None:
@@ -563,7 +563,7 @@ class FullyShardedDataParallel(UnitAttributes, StatefulUnit):
                 )
 
 
-hand_over(FullyShardedDataParallel)
+redirect_static_methods(FullyShardedDataParallel)
 
 
 def fsdp_units(module: nn.Module, *, root_only: bool = False) -> list[FullyShardedDataParallel]:

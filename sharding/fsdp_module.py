@@ -173,8 +173,8 @@ class FSDPModule(TorchUnit):
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Whether parameters are freed between forward and backward; of the root too.
 
-        False keeps them over forwards without gradients as well, as long as nobody writes to the
-        shards; after writing by `torch._foreach` functions, call `reshard()`.
+        False keeps them over forwards without gradients as well, as long as the shards are
+        not written to; after writing by `torch._foreach` functions, call `reshard()`.
         """
         if reshard_after_forward not in (True, False):
             raise ValueError(f"expected True or False here, got {reshard_after_forward!r}")
@@ -343,7 +343,7 @@ class FSDPModule(TorchUnit):
         store.adopt_values()
         me = _as_module(self)
         before = self.fsdp_group.modules[: self.fsdp_group.modules.index(me)]
-        told = {id(module) for other in before for module in other.modules()}
+        described_before = {id(module) for other in before for module in other.modules()}
         prefixes: dict[int, list[str]] = {}
         for prefix, module in me.named_modules(remove_duplicate=False):
             prefixes.setdefault(id(module), []).append(f"{prefix}." if prefix else "")
@@ -356,8 +356,10 @@ class FSDPModule(TorchUnit):
                 for place in param.module_param.places
                 for prefix in prefixes.get(id(place.module), ())
             ]
-            # What is tied to a parameter of an earlier module is told there.
-            if names and not any(id(place.module) in told for place in param.module_param.places):
+            # What is tied to a parameter of an earlier module is described there.
+            if names and not any(
+                id(place.module) in described_before for place in param.module_param.places
+            ):
                 rank = store.data.shard.rank
                 cut = None if param.axis is None else FsdpCut(param.axis, rank)
                 owned = describe_dtensor(names[0], param.param, ranks, fsdp_cut=cut)

@@ -4,9 +4,9 @@
         fully_shard(block)
     fully_shard(model)
 
-Arguments, methods and defaults are those of torch's function of that name. Nothing happens in this
-file but telling the parts: how a parameter is kept (`dtensor_param`, `dtensor_store`), what the
-module becomes (`sharded_module`), what happens when (`unit`, `runtime`, which the flat engine
+Arguments, methods and defaults are those of torch's function of that name. This file
+only calls the parts: how parameters are kept (`dtensor/param`, `dtensor/store`), what the module
+becomes (`fsdp_module`), what happens when (`engine/unit`, `engine/runtime`, which the flat engine
 shares).
 """
 
@@ -71,8 +71,8 @@ def fully_shard(
     these are the names of its axes to shard over (several count as one) and to repeat over.
     Without axes to shard over, parameters stay whole and gradients are averaged over the others.
 
-    Raises ValueError for arguments that contradict each other or the module, and what
-    `sharding.dtensor.param` says of parameters that cannot be sharded, with their names.
+    Raises ValueError for arguments that contradict each other or the module, and, with their
+    names, what `sharding.dtensor.param` raises for parameters that cannot be sharded.
     """
     modules = _outermost(module if isinstance(module, list) else [module])
     within = None

@@ -1,4 +1,4 @@
-"""The state dict half of `FullyShardedDataParallel`; it knows nothing of gathering or running.
+"""The state dict half of `FullyShardedDataParallel`; it does not gather or run anything.
 
 Model dicts: `state_dict()` and `load_state_dict()` of the wrapper or of any module around it, in
 the form that `set_state_dict_type` chose. Optimizer dicts: static methods. All are collective over
@@ -151,7 +151,7 @@ class StatefulUnit(TorchWrapper):
         form, config = model_form(_servable(self))
         state = _or_runtime_error(lambda: state_dicts.model_state_dict(self, form, config))
         prefix = given.get("prefix", "")
-        order = {name: at for at, name in enumerate(self.fsdp_names)}
+        order = {name: position for position, name in enumerate(self.fsdp_names)}
         for name in sorted(state, key=lambda name: order.get(name, len(order))):
             destination[f"{prefix}{name}"] = state[name]
         if logger.isEnabledFor(logging.INFO):
@@ -193,7 +193,7 @@ class StatefulUnit(TorchWrapper):
                 self, given, LoadRequest(strict, cast=True, every_name=True, call=_LOAD_CALL)
             )
         )
-        order = {name: at for at, name in enumerate(self.fsdp_names)}
+        order = {name: position for position, name in enumerate(self.fsdp_names)}
         missing = sorted(loaded.missing, key=lambda name: order.get(name, len(order)))
         return [name for name in missing if name not in old], list(loaded.unexpected)
 
@@ -457,8 +457,10 @@ def _to_load(
     model: nn.Module, optim: Optimizer, given: Mapping[str, Any], *, rank0_only: bool, group: Any
 ) -> dict[str, Any]:
     _check_one_mode(model)
-    asked = LoadRequest(rank0_only=rank0_only, call=_OPTIM_CALL)
-    return _or_value_error(lambda: state_dicts.optimizer_to_load(model, optim, given, asked, group))
+    request = LoadRequest(rank0_only=rank0_only, call=_OPTIM_CALL)
+    return _or_value_error(
+        lambda: state_dicts.optimizer_to_load(model, optim, given, request, group)
+    )
 
 
 def _or_value_error(call: Callable[[], Result]) -> Result:
@@ -490,7 +492,7 @@ def _warn_of_input(name: str, optim_input: Iterable[Any] | None) -> None:
 
 
 def _listed(model: nn.Module, optim_input: Iterable[Any] | None, optim: Optimizer | None) -> Any:
-    """What tells the ids: `optim_input` before `optim`, and without both the model's parameters."""
+    """What gives the ids: `optim_input` before `optim`, and without both the model's parameters."""
     if optim_input is not None:
         return ListedParams(optim_input)
     return ListedParams(model.parameters()) if optim is None else optim

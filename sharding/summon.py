@@ -80,6 +80,7 @@ def _summoned(unit: FlatUnit, store: FlatParam, options: SummonOptions) -> Itera
     store.adopt_values()
     store.adopt_gradients()
     sharded = store.options.sharded
+    # Collective, so it comes before the ranks that show nothing leave by rank0_only.
     full = store.gather_copy(store.flat)
     grads = _gathered_grads(store) if options.with_grads else None
     if options.rank0_only and store.comm.rank != 0 and sharded:
@@ -95,6 +96,7 @@ def _summoned(unit: FlatUnit, store: FlatParam, options: SummonOptions) -> Itera
         yield
         with torch.no_grad():
             _collect_writes(store, views, shown)
+            # As in torch's class, where units that are not sharded show their own memory.
             if options.writeback or not sharded:
                 store.keep_own_part(full, store.flat)
             if grads is not None and (options.writeback or not sharded):
@@ -114,12 +116,12 @@ def _show(
     is_orig = store.options.use_orig_params
     shown = tuple(
         param
-        if is_orig and store.tokens[at] is None
+        if is_orig and store.tokens[index] is None
         else nn.Parameter(
-            store.as_shown(at, view),
+            store.as_shown(index, view),
             requires_grad=param.requires_grad if is_orig else store.requires_grad,
         )
-        for at, (param, view) in enumerate(zip(store.params, views, strict=True))
+        for index, (param, view) in enumerate(zip(store.params, views, strict=True))
     )
     for item, param in zip(store.module_params, shown, strict=True):
         for place in item.places:
@@ -132,9 +134,11 @@ def _collect_writes(
     store: FlatParam, views: Sequence[torch.Tensor], shown: Sequence[nn.Parameter]
 ) -> None:
     """Copy into the gathered tensor what the user put in place of its views."""
-    for at, (item, view, param) in enumerate(zip(store.module_params, views, shown, strict=True)):
+    for index, (item, view, param) in enumerate(
+        zip(store.module_params, views, shown, strict=True)
+    ):
         current = item.places[0].current()
-        current = store.as_flattened(at, param if current is None else current)
+        current = store.as_flattened(index, param if current is None else current)
         if current.data_ptr() != view.data_ptr():
             if current.shape != view.shape:
                 raise RuntimeError(
@@ -163,7 +167,7 @@ def _hide(unit: FlatUnit, store: FlatParam) -> None:
 def _gathered_grads(store: FlatParam) -> torch.Tensor | None:
     """Everyone's sharded gradient as one tensor, with zeros for ranks that have none.
 
-    None if nobody has one.
+    None if no rank has one.
     """
     grad = store.grad
     have = store.comm.gather_objects(grad is not None) if store.options.sharded else [grad]

@@ -1,10 +1,10 @@
-"""What torch's own functions ask of its FSDP classes, answered for ours.
+"""What torch's own functions expect of its FSDP classes, provided by ours.
 
-`get_state_dict` and its relatives, and tools above them, tell FSDP1 by `isinstance` of torch's
-class, walk its units by attributes, and call its static methods with the model. So ours derives
-from torch's class and takes nothing else of it, and the static methods that would look into torch's
-own units hand models with units of ours over to our methods of the same names. For all other models
-they do what they did.
+`get_state_dict` and its relatives, and tools above them, recognize FSDP1 by `isinstance` of torch's
+class, walk its units by attributes, and call its static methods with the model. So our class
+derives from torch's and inherits nothing else from it, and those static methods of torch's class
+that look into torch's own units call our methods of the same names for models that have units of
+ours. For all other models they do what they did.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torch.distributed.fsdp import FSDPModule as TorchModule
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchClass
 from torch.distributed.fsdp import UnshardHandle as TorchHandle
 
-__all__ = ["HANDED_OVER", "TorchHandle", "TorchUnit", "TorchWrapper", "hand_over"]
+__all__ = ["REDIRECTED", "TorchHandle", "TorchUnit", "TorchWrapper", "redirect_static_methods"]
 
-HANDED_OVER = (
+REDIRECTED = (
     "flatten_sharded_optim_state_dict",
     "fsdp_modules",
     "full_optim_state_dict",
@@ -32,8 +32,8 @@ HANDED_OVER = (
     "sharded_optim_state_dict",
     "summon_full_params",
 )
-"""Static methods of torch's class that are told the model. Those that choose the form of state
-dicts are missing: they set attributes of units, ours too.
+"""Static methods of torch's class that take the model. Those that choose the form of state dicts
+are missing: they set attributes of units, which works on ours too.
 """
 
 if TYPE_CHECKING:
@@ -54,9 +54,9 @@ else:
     TorchWrapper = type("TorchWrapper", (TorchClass,), {**_plain, "__module__": __name__})
 
 
-def hand_over(ours: type[nn.Module]) -> None:
+def redirect_static_methods(ours: type[nn.Module]) -> None:
     """Let torch's static methods call those of `ours` for models that have units of that class."""
-    for name in HANDED_OVER:
+    for name in REDIRECTED:
         setattr(TorchClass, name, staticmethod(_choosing(ours, name)))
 
 

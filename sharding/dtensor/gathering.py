@@ -2,7 +2,7 @@
 
     AlongFirst    dim 0: a part is one run of the whole, so parts arrive where they belong
     AlongOther    another dim: parts arrive side by side, and are copied into place
-    ByExtension   the class of the sharded tensor says itself what is gathered, and what comes of it
+    ByExtension   the class of the sharded tensor decides what is gathered, and what is made of it
 
 A gather is `prepare` (what memory is needed), `start` (own parts into place), the collective, and
 `finish`. Extensions: a tensor with `fsdp_pre_all_gather` and `fsdp_post_all_gather`, as torch's
@@ -118,7 +118,7 @@ class AlongOther(Gathering):
 
 
 class ByExtension(Gathering):
-    """See the head of this file. `policy` is told to extensions that ask for it."""
+    """See the head of this file. `policy` is passed to extensions that take it."""
 
     def __init__(self, param: ShardedParam, policy: Any, mesh: DeviceMesh) -> None:
         super().__init__(param)

@@ -75,7 +75,7 @@ def mark_sharded(original: torch.Tensor, fqn: str) -> None:
 
 
 def sharded_before_as(param: torch.Tensor) -> str | None:
-    """The name that `mark_sharded` was told; None for a parameter that nobody has sharded."""
+    """The name that `mark_sharded` has set; None for a parameter that no unit holds."""
     name: str | None = getattr(param, "_sharded_as", None)
     return name
 

@@ -57,7 +57,7 @@ class _Smaller:
 
 @dataclass(frozen=True)
 class _UnreducedGradient:
-    """An unsharded gradient that waits for the next reduction. `is_own`: nobody else has it."""
+    """An unsharded gradient that waits for the next reduction. `is_own`: no other object has it."""
 
     grad: torch.Tensor
     is_own: bool
@@ -167,10 +167,10 @@ class DTensorStore(ParameterStore):
 
     def _with_memory(self) -> Iterator[tuple[Gathering, Sequence[torch.Tensor]]]:
         """Each parameter's gathering with its tensors in the unit's memory."""
-        at = 0
+        offset = 0
         for gathering, count in zip(self._gatherings, self._counts, strict=True):
-            yield gathering, self.memory.tensors[at : at + count]
-            at += count
+            yield gathering, self.memory.tensors[offset : offset + count]
+            offset += count
 
     def _start_smaller(self) -> PendingCollective:
         assert self._smaller_mesh is not None
@@ -187,7 +187,7 @@ class DTensorStore(ParameterStore):
         return comm.all_gather(members, pool=self.pool, tag=2 * self.tag)
 
     def finish_unshard(self) -> None:
-        """Gather if nobody has started to, and return when compute may read the parameters."""
+        """Gather unless that has been started, and return when compute may read the parameters."""
         super().finish_unshard()
         self._smaller = ()
 
@@ -243,7 +243,7 @@ class DTensorStore(ParameterStore):
         self.state = State.SHARDED_POST_FORWARD
 
     def is_current(self) -> bool:
-        """Whether nobody has written to the shards since they were gathered, one by one.
+        """Whether the shards are as they were when they were gathered.
 
         `torch._foreach` functions leave no trace: call `reshard()` after writing by them.
         """
@@ -253,20 +253,20 @@ class DTensorStore(ParameterStore):
         """Follow what the user put in place of the sharded parameters; see `ShardedParam.adopt`."""
         if self.state is not State.SHARDED:
             return
-        for at, param in enumerate(self.params):
-            if param.adopt() or self._is_extended(at):
-                self._choose_again(at)
+        for index, param in enumerate(self.params):
+            if param.adopt() or self._is_extended(index):
+                self._choose_again(index)
 
-    def _is_extended(self, at: int) -> bool:
+    def _is_extended(self, index: int) -> bool:
         """Whether an extension was put on the sharded tensor since."""
-        local = self.params[at].local_as_is
+        local = self.params[index].local_as_is
         is_plain = type(local) is torch.Tensor and not vars(local)
-        return not is_plain and not isinstance(self._gatherings[at], ByExtension)
+        return not is_plain and not isinstance(self._gatherings[index], ByExtension)
 
-    def _choose_again(self, at: int) -> None:
-        made = gathering_for(self.params[at], self._policy)
-        if isinstance(made, ByExtension) or type(made) is not type(self._gatherings[at]):
-            self._gatherings = (*self._gatherings[:at], made, *self._gatherings[at + 1 :])
+    def _choose_again(self, index: int) -> None:
+        made = gathering_for(self.params[index], self._policy)
+        if isinstance(made, ByExtension) or type(made) is not type(self._gatherings[index]):
+            self._gatherings = (*self._gatherings[:index], made, *self._gatherings[index + 1 :])
             self.drop_views()
 
     def _versions_now(self) -> tuple[int, ...]:
@@ -297,7 +297,7 @@ class DTensorStore(ParameterStore):
         Parameters without any are left out, unless `fill`.
         """
         members: list[RankParts] = []
-        at: list[int] = []
+        indices: list[int] = []
         scratch: list[torch.Tensor] = []
         for number, param in enumerate(self.params):
             grad = self._with_kept(number, None if grads is None else grads[number])
@@ -307,10 +307,10 @@ class DTensorStore(ParameterStore):
                 grad = torch.zeros(param.shape, dtype=form.dtype, device=self.device)
             parts, buffer = param.gradient_parts(grad, form)
             members.append(parts)
-            at.append(number)
+            indices.append(number)
             if buffer is not None:
                 scratch.append(buffer)
-        return Outgoing(tuple(members), tuple(at), tuple(scratch))
+        return Outgoing(tuple(members), tuple(indices), tuple(scratch))
 
     def keep_unsharded_gradients(self, grads: Gradients) -> None:
         """Add gradients up on this rank, in the dtype of reductions."""
@@ -340,9 +340,9 @@ class DTensorStore(ParameterStore):
         self, outgoing: Outgoing, new: Sequence[torch.Tensor], *, keep_dtype: bool
     ) -> None:
         """Add reduced gradients, this rank's parts, to those of the sharded parameters."""
-        for number, grad in zip(outgoing.at, new, strict=True):
+        for number, grad in zip(outgoing.member_indices, new, strict=True):
             self.params[number].add_gradient(grad, self.streams)
-        shown = [self.params[number].param for number in outgoing.at]
+        shown = [self.params[number].param for number in outgoing.member_indices]
         call_accumulate_hooks(shown, self.streams if self.keeping.offload else None)
 
     def _with_kept(self, number: int, grad: torch.Tensor | None) -> torch.Tensor | None:

@@ -182,22 +182,22 @@ class _PackedParts:
 
     def split(self, row: torch.Tensor, outs: Sequence[torch.Tensor]) -> None:
         """Copy a row into tensors as long as a rank's parts."""
-        at = 0
+        offset = 0
         for member, out in zip(self.members, outs, strict=True):
-            out.copy_(row[at : at + out.numel()])
-            at += member.part_numel
+            out.copy_(row[offset : offset + out.numel()])
+            offset += member.part_numel
 
     def give_back(self) -> None:
         """The buffer is not needed any more."""
         self._pool.give_back(self.rows.view(-1))
 
     def _slots(self, row: torch.Tensor, rank: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        at = 0
+        offset = 0
         for member in self.members:
             part = member.of(rank)
             if part.numel():
-                yield row[at : at + part.numel()], part
-            at += member.part_numel
+                yield row[offset : offset + part.numel()], part
+            offset += member.part_numel
 
 
 class _Native(Comm):
@@ -310,12 +310,12 @@ class _Pairwise(Comm):
             works += [self._send(member.of(target), target, tag) for member in direct]
 
         def add_up() -> None:
-            for at, (member, out) in enumerate(zip(direct, targets, strict=True)):
+            for index, (member, out) in enumerate(zip(direct, targets, strict=True)):
                 parts = [
-                    member.of(rank) if rank == self.rank else slots[rank][at]
+                    member.of(rank) if rank == self.rank else slots[rank][index]
                     for rank in range(self.size)
                 ]
-                _sum_in_order(parts, out)
+                _sum_in_order(parts, out)  # by rank, so that all ranks would get the same bits
             pool.give_back(received)
             if pack is not None:
                 pack.split(targets[-1], [out_of[id(member.whole)] for member in packed])
@@ -360,7 +360,7 @@ class CustomComm(_Native):
 
     As torch has them: `comm.allocate(shape, dtype=, device=)` makes the buffers, and
     `comm(output_tensor=, input_tensor=, group=, async_op=True)` fills the output and returns what
-    can be waited for, or None when it is done; a reduction is told `op=` too.
+    can be waited for, or None when it is done; a reduction gets `op=` too.
     """
 
     def __init__(self, base: Comm, all_gather: Any = None, reduce_scatter: Any = None) -> None:
@@ -479,12 +479,12 @@ def wants_details() -> bool:
 
 
 def is_group(value: object) -> bool:
-    """Whether the value does what a process group does: it tells its rank and its size."""
+    """Whether the value does what a process group does: it has a rank and a size."""
     return all(callable(getattr(value, name, None)) for name in ("rank", "size"))
 
 
 def _is_torchs(group: Group) -> bool:
-    """Whether torch has made the group, so that it knows its backend and its ranks."""
+    """Whether torch has made the group, so that its backend and its ranks are known."""
     return isinstance(group, Group)
 
 

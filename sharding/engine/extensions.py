@@ -1,8 +1,9 @@
 """Members that are not plain tensors: what of them is flattened, and how modules get them back.
 
 A unit has at most one extension. Set `fsdp_extension` in a subclass of the wrapper to have one of
-your own; without, units whose `device_mesh` is a part of a larger mesh have `TensorParallel`, which
-flattens what this rank holds of a DTensor, and shows a DTensor again while the unit is gathered.
+your own; without one, units whose `device_mesh` is a part of a larger mesh have `TensorParallel`,
+which flattens what this rank holds of a DTensor, and shows a DTensor again while the unit is
+gathered.
 """
 
 from __future__ import annotations
@@ -43,14 +44,14 @@ class Extension(ABC):
     def after_unflatten(self, tensor: torch.Tensor, token: Any) -> torch.Tensor:
         """What modules show in the place of `tensor`, a gathered member. Tracked by autograd.
 
-        The result shares the memory of `tensor`: it is kept while that comes and goes, and asked
-        for again only when the unit shows other tensors than before.
+        The result shares the memory of `tensor`: it is kept while that comes and goes, and made
+        again only when the unit shows other tensors than before.
         """
 
     def inside(self, token: Any) -> Inside | None:
         """Which part of a tensor that several ranks share was flattened; None for all of it.
 
-        Asked for checkpoints and state dicts.
+        Needed for checkpoints and state dicts.
         """
         return None
 

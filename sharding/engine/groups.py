@@ -107,14 +107,13 @@ def line_through_here(mesh: DeviceMesh, axis: int) -> list[int]:
 
 def blocks_of(world_size: int, per_node: int) -> tuple[list[list[int]], list[list[int]]]:
     """Ranks of the shard groups (inside nodes) and of the replicate groups (across them)."""
-    shard = [list(range(at, at + per_node)) for at in range(0, world_size, per_node)]
-    replicate = [list(range(at, world_size, per_node)) for at in range(per_node)]
+    shard = [list(range(first, first + per_node)) for first in range(0, world_size, per_node)]
+    replicate = [list(range(first, world_size, per_node)) for first in range(per_node)]
     return shard, replicate
 
 
 def _groups_by_node(per_node: int) -> Groups:
     world_size = dist.get_world_size()
-    default_group()
     if world_size % per_node != 0:
         raise ValueError(
             f"{world_size} ranks do not divide into nodes of {per_node} devices; pass "

@@ -27,7 +27,7 @@ class OrderCheck:
         self._comms = tuple(comms)
         self._name_of = name_of
         self._first: list[int] = []
-        self._at = 0
+        self._position = 0
         self._is_first = True
         self._has_warned = False
 
@@ -40,8 +40,8 @@ class OrderCheck:
             self._compare(unit, self._name_of(unit))
             self._first.append(unit)
             return
-        expected = self._first[self._at] if self._at < len(self._first) else None
-        self._at += 1
+        expected = self._first[self._position] if self._position < len(self._first) else None
+        self._position += 1
         if expected != unit and not self._has_warned:
             self._has_warned = True
             wanted = "no further unit" if expected is None else self._name_of(expected)
@@ -61,17 +61,19 @@ class OrderCheck:
             self._compare(_BACKWARD, "the backward")
 
     def _compare(self, what: int, name: str) -> None:
+        # First inside the shard group, then across replicas: all ranks end with the reports of all,
+        # so that all of them raise.
         everyone = [(self._comms[0].global_ranks[self._comms[0].rank], what, name)]
         for comm in self._comms:
             everyone = [one for part in comm.gather_objects(everyone) for one in part]
         if any(number != what for _, number, _ in everyone):
-            told = "; ".join(f"rank {rank}: {theirs}" for rank, _, theirs in sorted(everyone))
+            reports = "; ".join(f"rank {rank}: {theirs}" for rank, _, theirs in sorted(everyone))
             raise RuntimeError(
                 f"ranks run different units at forward {len(self._first)} of the first iteration "
-                f"({told}); all ranks must run them in one order"
+                f"({reports}); all ranks must run them in one order"
             )
 
     def end_iteration(self) -> None:
         """A backward has ended."""
         self._is_first = self._is_first and not self._first
-        self._at = 0
+        self._position = 0

@@ -1,7 +1,7 @@
 """Scratch memory that is used again instead of being freed and faulted in anew each step.
 
 Fresh memory costs a page fault for every 4 KiB on CPU, which on small steps is a good part of the
-time that a collective takes. Only buffers whose identity nobody remembers come from here; memory
+time that a collective takes. Only buffers that no other object refers to come from here; memory
 that autograd may refer to is allocated and released in place (see `sharding.engine.memory`).
 """
 
@@ -33,7 +33,7 @@ class BufferPool:
         return best[:nbytes].view(dtype)
 
     def give_back(self, buffer: torch.Tensor) -> None:
-        """Hand a buffer of `take` back; nobody may use it any more."""
+        """Return a buffer of `take`. It must not be used any more."""
         if buffer.device.type != "cpu":
             return
         whole = torch.empty(0, dtype=torch.uint8).set_(buffer.untyped_storage())

@@ -42,7 +42,7 @@ FLAT, IN_PLACE = 0, 1
 
 
 class Ranges:
-    """The ranges of one unit. `face` says whose names they have, `fqn` is the unit's own name, ""
+    """The ranges of one unit. `face` selects whose names they have, `fqn` is the unit's name, ""
     for the root.
     """
 

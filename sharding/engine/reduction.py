@@ -26,7 +26,7 @@ __all__ = ["CommHook", "Reduction", "Reductions", "divide_factors"]
 
 @dataclass(frozen=True)
 class CommHook:
-    """A user's own reduction; it divides too. `casts` says that it needs no cast from us."""
+    """A user's own reduction; it divides too. `casts`: it needs no cast from the engine."""
 
     state: Any
     hook: Callable[..., Any]
@@ -79,6 +79,7 @@ class Reductions:
 
     def start(self, store: ParameterStore, reduction: Reduction, grads: Gradients | None) -> None:
         """Start to reduce; the gradient is there after `finish`. None: of no member."""
+        # Each reduction under way holds the unsharded gradients of a unit: this bounds memory.
         while len(self._in_flight) >= self.in_flight_max:
             self._end_oldest()
         casts = reduction.hook is not None and reduction.hook.casts
@@ -134,6 +135,7 @@ class Reductions:
         members = outgoing.members
         first = members[0].whole
         sizes = [member.of(shard.rank).numel() for member in members]
+        # One tensor behind all parts, so that summing over replicas and dividing are one call each.
         out = torch.empty(sum(sizes), dtype=first.dtype, device=first.device)
         outs = torch.split(out, sizes)
         pending = shard.reduce_scatter(members, outs, pool=self._pool, tag=2 * store.tag + 1)
@@ -142,13 +144,14 @@ class Reductions:
             for buffer in outgoing.scratch:
                 self._pool.give_back(buffer)
             if reduction.replicate is not None:
+                # Sums of earlier backwards that did not go to the replicate group go with these.
                 kept = self._kept.setdefault(store.tag, {})
-                for number, part in zip(outgoing.at, outs, strict=True):
+                for number, part in zip(outgoing.member_indices, outs, strict=True):
                     before = kept.pop(number, None)
                     if before is not None:
                         part.add_(before)
                 if not reduction.all_reduces:
-                    kept.update(zip(outgoing.at, outs, strict=True))
+                    kept.update(zip(outgoing.member_indices, outs, strict=True))
                     return
             self._end_sum(reduction, out)
             store.add_gradients(outgoing, outs, keep_dtype=reduction.keep_dtype)
@@ -162,11 +165,11 @@ class Reductions:
         if not kept:
             return
         with self.streams.reducing():
-            at = tuple(sorted(kept))
-            for number in at:
+            indices = tuple(sorted(kept))
+            for number in indices:
                 self._end_sum(reduction, kept[number])
-            sums = [kept[number] for number in at]
-            store.add_gradients(Outgoing((), at), sums, keep_dtype=reduction.keep_dtype)
+            sums = [kept[number] for number in indices]
+            store.add_gradients(Outgoing((), indices), sums, keep_dtype=reduction.keep_dtype)
 
     def _end_sum(self, reduction: Reduction, out: torch.Tensor) -> None:
         """Sum over the replicate group, and divide, in place."""

@@ -40,7 +40,7 @@ class Runtime:
         """Whether the next backward's reductions are waited for at its end."""
         self.steps = StepLog()
         self.order_check: OrderCheck | None = None
-        """Set where the user asked for checks of the order."""
+        """Set where the user requested checks of the order."""
         self._forward_order: list[Unit] = []
         self._first_order: tuple[Unit, ...] = ()
         self._ended_order: list[Unit] = []
@@ -66,7 +66,9 @@ class Runtime:
         """
         self.leave_failed_backward()
         self.steps.begin()
+        # An optimizer may have written to the shards since, on the stream of compute.
         self.streams.gathers_wait_for_compute()
+        # Forward prefetching goes by the first iteration, which is over only now.
         if not self._first_order and self._forward_order:
             self._first_order = tuple(self._forward_order)
         self._forward_order = []
@@ -90,6 +92,7 @@ class Runtime:
         if self.in_backward:
             return
         self._forward_order.append(unit)
+        # Without gradients nothing is reduced, and ranks may evaluate different parts of a model.
         if self.order_check is not None and unit.store is not None and torch.is_grad_enabled():
             self.order_check.record(self.units.index(unit))
 
@@ -104,9 +107,9 @@ class Runtime:
             _gather_early(unit.forward_targets)
             return
         order = self._first_order
-        at = len(self._forward_order)
-        if 0 < at < len(order) and order[at - 1] is unit:
-            order[at].gather_early()
+        position = len(self._forward_order)
+        if 0 < position < len(order) and order[position - 1] is unit:
+            order[position].gather_early()
 
     def prefetch_backward(self, unit: Unit) -> None:
         """Start gathering what the user named, or what ran just before `unit` in this iteration."""
@@ -114,9 +117,10 @@ class Runtime:
             _gather_early(unit.backward_targets)
             return
         order = self._ended_order
-        for at in range(len(order) - 1, 0, -1):
-            if order[at] is unit:
-                target = order[at - 1]
+        # From the end: a unit that ran several times goes backward through its last forward first.
+        for position in range(len(order) - 1, 0, -1):
+            if order[position] is unit:
+                target = order[position - 1]
                 if target.phase is Phase.IDLE and target.schedule.gathers_in_backward:
                     with unit.ranges.prefetching(target.ranges):
                         target.gather_early()
@@ -178,7 +182,7 @@ class Runtime:
 
     def _abandon_backward(self) -> None:
         """A backward raised half-way: forget what it has left."""
-        self.in_backward = False
+        self.in_backward = False  # first: dropping may raise, and the next forward starts anew
         try:
             self.reductions.drop()
         finally:

@@ -69,7 +69,7 @@ class Outgoing(NamedTuple):
     """Unsharded gradients of a unit on their way to the reduction."""
 
     members: tuple[RankParts, ...]
-    at: tuple[int, ...]
+    member_indices: tuple[int, ...]
     """Which of the store's members they belong to."""
     scratch: tuple[torch.Tensor, ...] = ()
     """Buffers of the pool that hold some of them; to be given back after the reduction."""
@@ -134,7 +134,7 @@ class ParameterStore(ABC):
         self.streams = Streams()
         self.pages = PagePool()
         self.pool = BufferPool()
-        self.on_gradients: Callable[[Gradients], None] = _nobody_listens
+        self.on_gradients: Callable[[Gradients], None] = _without_unit
         """Called with the gradient of every member, None for those without, once all are there."""
         self.memory = TensorMemory(device)
         self.views: tuple[torch.Tensor, ...] = ()
@@ -259,7 +259,7 @@ class ParameterStore(ABC):
         self.state = State.GATHERING
 
     def finish_unshard(self) -> None:
-        """Gather if nobody has started to, and return when compute may read the parameters."""
+        """Gather unless that has been started, and return when compute may read the parameters."""
         self.start_unshard()
         if self.state is State.GATHERING:
             with self.ranges(RangeName.GATHERED):
@@ -270,7 +270,7 @@ class ParameterStore(ABC):
     def reshard(self) -> None:
         """Release what was gathered, and show the shards again. Harmless when there is nothing."""
         if self.state is State.GATHERING:
-            self._wait()  # nobody may write into memory that is gone, or read what is freed now
+            self._wait()  # a gather still under way would write into memory that is freed
             self.streams.compute_waits_for_gathers()
         self.hide_views()
         if self.state in (State.GATHERING, State.UNSHARDED):
@@ -338,5 +338,5 @@ def call_accumulate_hooks(showers: Sequence[torch.Tensor], offloaded: Streams | 
             hook(shower)
 
 
-def _nobody_listens(grads: Gradients) -> None:
+def _without_unit(grads: Gradients) -> None:
     raise AssertionError("gradients of parameters that belong to no unit")

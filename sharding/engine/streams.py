@@ -66,7 +66,7 @@ class Streams:
         self, tensor: torch.Tensor, *, pin: bool, into: torch.Tensor | None = None
     ) -> torch.Tensor:
         """The tensor in the host's memory, `into` or new one (pinned or not), once `finish` has
-        returned: until then nobody on the host may look at what is in it.
+        returned: until then the host must not read it.
         """
         if into is None or into is tensor:
             return tensor
@@ -86,6 +86,7 @@ class _AcceleratorStreams(Streams):
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._module: Any = torch.get_device_module(device)
+        # High priority: communication that waits behind compute does not overlap it.
         self._gather = self._module.Stream(device, priority=-1)
         self._reduce = self._module.Stream(device, priority=-1)
         self._free_events: deque[Any] = deque()
@@ -126,6 +127,7 @@ class _AcceleratorStreams(Streams):
         self._reduce.wait_stream(self._compute())
 
     def reductions_will_read(self, tensor: torch.Tensor) -> None:
+        # The allocator may give the memory to others only when this stream has read it.
         tensor.record_stream(self._reduce)
 
     def compute_waits_for_reductions(self) -> None:

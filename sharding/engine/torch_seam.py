@@ -68,7 +68,7 @@ def call_after_backward(callback: Callable[[], None]) -> None:
 
 
 NO_BACKWARD = -1
-"""What `current_backward` says outside of any."""
+"""What `current_backward` returns outside of any backward."""
 
 
 def current_backward() -> int:
@@ -78,7 +78,7 @@ def current_backward() -> int:
 
 
 def is_profiling() -> bool:
-    """Whether a profiler listens on this thread: ranges cost time for nobody otherwise."""
+    """Whether a profiler records this thread. Without one, ranges would only cost time."""
     autograd: Any = torch.autograd
     return bool(autograd._profiler_enabled())
 

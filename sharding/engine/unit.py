@@ -152,7 +152,7 @@ class Unit:
         self.number = 0
         """Where it comes in the walk over the model; given by the runtime."""
         self._backward = NO_BACKWARD
-        """Which backward pass has asked for this unit first."""
+        """The backward pass that needed this unit first."""
         self._watches_recomputes = False
         self._input_watches: list[RemovableHandle] = []
         self._has_reduced = False
@@ -175,6 +175,7 @@ class Unit:
                 "written at any time; leave that context first"
             )
         recomputes = self.recomputes
+        # A forward that is recomputed belongs to the iteration under way and begins nothing.
         if not recomputes:
             with self._at_the_root(RangeName.ROOT_PRE_FORWARD):
                 if runtime.root is self:
@@ -230,6 +231,7 @@ class Unit:
             self.store.free_after_forward()
             runtime.steps.note("free", self.number)
         else:
+            # No backward follows that could use a larger shard: all of it is freed.
             self.store.reshard()
             runtime.steps.note("free", self.number)
         return output
@@ -298,7 +300,7 @@ class Unit:
         return args, kwargs
 
     def cast_output(self, output: Any) -> Any:
-        """The output in the dtype that the user asked for."""
+        """The output in the dtype that the user requested."""
         wanted = self.casts.output_dtype
         return output if wanted is None else cast_floating(wanted, output)
 
@@ -461,7 +463,7 @@ class Unit:
 
     @property
     def is_gathering(self) -> bool:
-        """Whether a gather has been started and nobody has waited for it."""
+        """Whether a gather has been started and has not been waited for."""
         return self.store is not None and self.store.state is State.GATHERING
 
     @property

@@ -49,6 +49,7 @@ def cast_all_buffers(wrappers: Sequence[UnitAttributes], *, low: bool) -> None:
     `low`.
     """
     done: set[int] = set()
+    # Inner wrappers first: outer ones leave alone what these have cast.
     for wrapper in reversed(wrappers):
         settings = wrapper.fsdp_unit.settings
         for prefix, module in wrapper.fsdp_unit.wrapped.named_modules():

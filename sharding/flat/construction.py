@@ -44,7 +44,7 @@ __all__ = ["Values", "check_kinds", "clamped", "make_unit", "prepare_params"]
 
 
 class Values(NamedTuple):
-    """The arguments of the constructor that say how parameters get their values, and where."""
+    """The arguments of the constructor for where parameters get their values, and how."""
 
     device_id: int | str | torch.device | None
     param_init_fn: Callable[[nn.Module], None] | None
@@ -52,8 +52,9 @@ class Values(NamedTuple):
 
 
 def check_kinds(*arguments: tuple[str, object, type]) -> None:
-    """Raise TypeError for an argument that is neither None nor of the class that it has to be: the
-    name of a strategy, say, is not equal to any strategy, and would mean another one silently.
+    """Raise TypeError for an argument that is neither None nor of its class.
+
+    The name of a strategy, for example, equals no strategy, and would select another one silently.
     """
     for name, given, wanted in arguments:
         if given is not None and not isinstance(given, wanted):

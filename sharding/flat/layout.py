@@ -107,15 +107,15 @@ class FlatLayout:
     @cached_property
     def gaps(self) -> tuple[tuple[int, int], ...]:
         """Filler and padding of the padded flat tensor, ascending."""
-        found = []
-        at = 0
+        gaps = []
+        position = 0
         for member in self.members:
-            if at < member.start:
-                found.append((at, member.start))
-            at = member.stop
-        if at < self.padded_numel:
-            found.append((at, self.padded_numel))
-        return tuple(found)
+            if position < member.start:
+                gaps.append((position, member.start))
+            position = member.stop
+        if position < self.padded_numel:
+            gaps.append((position, self.padded_numel))
+        return tuple(gaps)
 
 
 def plan_flat_layout(
@@ -126,14 +126,14 @@ def plan_flat_layout(
     With `align_to` > 1 filler at the end makes the flat tensor divide by `shard_count` too.
     """
     members = []
-    at = 0
+    position = 0
     for spec in specs:
-        start = -(-at // align_to) * align_to
-        at = start + math.prod(spec.shape)
-        members.append(Member(spec.fqn, spec.shape, spec.stride, start, at))
+        start = -(-position // align_to) * align_to
+        position = start + math.prod(spec.shape)
+        members.append(Member(spec.fqn, spec.shape, spec.stride, start, position))
     if align_to > 1:
-        at = -(-at // shard_count) * shard_count
-    return FlatLayout(tuple(members), at, shard_count)
+        position = -(-position // shard_count) * shard_count
+    return FlatLayout(tuple(members), position, shard_count)
 
 
 def alignment(itemsize: int) -> int:

@@ -27,8 +27,8 @@ __all__ = [
 class FlatParameter(nn.Parameter):
     """The 1-D parameter that a unit shows instead of its members."""
 
-    # What torch's own flat parameters are told by. `ckpt` needs it too: one member of one dim may
-    # have the shape of the whole, and is still not this parameter.
+    # torch recognizes its own flat parameters by this. `ckpt` needs it too: one member of one dim
+    # may have the shape of the whole, and is still not this parameter.
     _is_flat_param = True
 
     def name_members(self, names: tuple[str, ...]) -> None:

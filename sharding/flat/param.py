@@ -84,6 +84,7 @@ class FlatParam(FlatValues):
     ) -> None:
         """Fill the padded `out` with gradients of all members times `scale`, zeros elsewhere."""
         kept = self.unsharded_grad if earlier else None
+        # Scratch is used again: filler and padding would carry old values into the sums.
         for start, stop in self.layout.gaps:
             out[start:stop].zero_()
         for member, grad in zip(self.layout.members, grads, strict=True):
@@ -122,8 +123,8 @@ class FlatParam(FlatValues):
     def drop_unsharded_gradients(self) -> None:
         """Forget what was added up without reducing."""
         if self._shows_unsharded_grad:
-            for at in self._shown_grads:
-                self._shower(at).grad = None
+            for index in self._shown_grads:
+                self._shower(index).grad = None
             self._shown_grads, self._shows_unsharded_grad = {}, False
         self.unsharded_grad = None
 
@@ -155,7 +156,7 @@ class FlatParam(FlatValues):
             self._show_gradient_slices(new)
         else:
             self._shown_grads = {-1: new}
-        showers = [self._shower(at) for at in self._shown_grads]
+        showers = [self._shower(index) for index in self._shown_grads]
         call_accumulate_hooks(showers, self.streams if offload else None)
 
     def adopt_gradients(self) -> None:
@@ -175,42 +176,42 @@ class FlatParam(FlatValues):
         shown = self._shown_grads
         if not shown:
             return
-        if all(self._shower(at).grad is None for at in shown):
+        if all(self._shower(index).grad is None for index in shown):
             self._orig_grad = self.unsharded_grad = None
             self._shown_grads = {}
             self._shows_unsharded_grad = False
             return
         if not self.options.use_orig_params:
             return
-        for at, slice_ in shown.items():
-            grad = self.params[at].grad
+        for index, slice_ in shown.items():
+            grad = self.params[index].grad
             if grad is None:
                 slice_.zero_()
             elif grad.data_ptr() != slice_.data_ptr():
-                self._copy_gradient(at, grad, slice_)
+                self._copy_gradient(index, grad, slice_)
 
     def _adopt_new_gradients(self) -> None:
         """Take over gradients that are nobody's but the user's, of parameters that show none."""
         given = [
-            at
-            for at, param in enumerate(self.params)
+            index
+            for index, param in enumerate(self.params)
             if param.grad is not None and param.requires_grad and param.numel()
         ]
         if not given:
             return
         flat = torch.zeros_like(self.flat.detach())
         slices = self.shard_views(flat)
-        for at in given:
-            grad = self.params[at].grad
+        for index in given:
+            grad = self.params[index].grad
             assert grad is not None
-            self._copy_gradient(at, grad, slices[at])
+            self._copy_gradient(index, grad, slices[index])
         self._orig_grad = flat
         self._show_gradient_slices(flat)
 
-    def _copy_gradient(self, at: int, grad: torch.Tensor, into: torch.Tensor) -> None:
+    def _copy_gradient(self, index: int, grad: torch.Tensor, into: torch.Tensor) -> None:
         if grad.numel() != into.numel():
             raise RuntimeError(
-                f"{self.module_params[at].fqn}: its gradient was replaced by a tensor of shape "
+                f"{self.module_params[index].fqn}: its gradient was replaced by a tensor of shape "
                 f"{tuple(grad.shape)}, but this rank holds {into.numel()} elements of it; write "
                 "full gradients inside summon_full_params(with_grads=True)"
             )
@@ -221,17 +222,17 @@ class FlatParam(FlatValues):
         if self._orig_grad is not None and self.options.use_orig_params:
             self._show_gradient_slices(self._orig_grad)
 
-    def _shower(self, at: int) -> torch.Tensor:
-        return self.flat if at < 0 else self.params[at]
+    def _shower(self, index: int) -> torch.Tensor:
+        return self.flat if index < 0 else self.params[index]
 
     def _show_gradient_slices(self, grad: torch.Tensor) -> None:
         self._shown_grads = {}
         slices = self.shard_views(grad)
-        for at, (param, slice_) in enumerate(zip(self.params, slices, strict=True)):
-            if param.requires_grad and (self.parts[at] is not None or not self.options.sharded):
+        for index, (param, slice_) in enumerate(zip(self.params, slices, strict=True)):
+            if param.requires_grad and (self.parts[index] is not None or not self.options.sharded):
                 assign_grad(param, slice_)
                 # Another tensor object: the user may give the one that is shown other memory.
-                self._shown_grads[at] = slice_.detach()
+                self._shown_grads[index] = slice_.detach()
             else:
                 param.grad = None
 
@@ -244,10 +245,12 @@ class FlatParam(FlatValues):
             self._shown_grads[-1] = kept[: self.layout.numel]
             assign_grad(self.flat, self._shown_grads[-1])
             return
-        for at, (param, view) in enumerate(zip(self.params, self.member_views(kept), strict=True)):
+        for index, (param, view) in enumerate(
+            zip(self.params, self.member_views(kept), strict=True)
+        ):
             if param.requires_grad:
                 assign_grad(param, view)
-                self._shown_grads[at] = view.detach()
+                self._shown_grads[index] = view.detach()
 
     # --- conversion -----------------------------------------------------------------------------
 

@@ -34,6 +34,7 @@ def wrappers_below(module: nn.Module, *, root_only: bool = False) -> list[UnitAt
     for name, inner in module.named_modules():
         if not isinstance(inner, UnitAttributes):
             continue
+        # Below the last outermost wrapper names start with its name; below "" is everything.
         if root_only and wrappers and (skipped == "" or name.startswith(f"{skipped}.")):
             continue
         wrappers.append(inner)
@@ -55,6 +56,7 @@ def state_names(module: nn.Module) -> Iterator[str]:
             continue
         base = f"{clean_name(prefix)}." if clean_name(prefix) else ""
         if isinstance(inner, UnitAttributes):
+            # Its flat parameter hides the names of its members; the wrapper has kept them.
             inside = prefix
             yield from (f"{base}{name}" for name in inner.fsdp_names)
         else:
@@ -75,7 +77,7 @@ def managed_below(module: nn.Module) -> set[int]:
 
 
 def ignored_below(module: nn.Module, modules: Any, states: Any) -> Ignored:
-    """What the arguments name, and what units below were told to leave alone."""
+    """What the arguments ignore, and what the units below ignore already."""
     ignored = find_ignored(module, modules, states, is_unit=is_wrapper)
     all_modules, params = set(ignored.modules), set(ignored.params)
     for wrapper in wrappers_below(module):
@@ -85,7 +87,7 @@ def ignored_below(module: nn.Module, modules: Any, states: Any) -> Ignored:
 
 
 def synced_below(module: nn.Module) -> set[int]:
-    """Buffers that inner units have broadcast already; not every unit was told to."""
+    """Identities of the buffers that inner units have broadcast already; not every unit does."""
     synced: set[int] = set()
     for wrapper in wrappers_below(module):
         if wrapper.syncs_states:

@@ -1,4 +1,4 @@
-"""A unit of the flat engine: what the wrapper was told, and what modules show of its parameter."""
+"""A unit of the flat engine: the wrapper's settings, and what modules show of its parameter."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _KEEPS_AFTER_FORWARD = (
 
 @dataclass(frozen=True)
 class Settings:
-    """What the constructor was told about a unit."""
+    """The arguments of the constructor that concern one unit."""
 
     strategy: ShardingStrategy
     precision: MixedPrecision

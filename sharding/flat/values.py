@@ -265,20 +265,20 @@ class FlatValues(ParameterStore):
 
     def wrap_views(self, views: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """The views, or what the extension makes of them."""
-        return tuple(self.as_shown(at, view) for at, view in enumerate(views))
+        return tuple(self.as_shown(index, view) for index, view in enumerate(views))
 
-    def as_shown(self, at: int, view: torch.Tensor) -> torch.Tensor:
+    def as_shown(self, index: int, view: torch.Tensor) -> torch.Tensor:
         """A gathered member as modules show it."""
-        token = self.tokens[at]
+        token = self.tokens[index]
         if self.extension is None or token is None:
             return view
         return self.extension.after_unflatten(view, token)
 
-    def as_flattened(self, at: int, shown: torch.Tensor) -> torch.Tensor:
+    def as_flattened(self, index: int, shown: torch.Tensor) -> torch.Tensor:
         """What was put in the place of a member, as it is flattened."""
-        if self.extension is None or self.tokens[at] is None:
+        if self.extension is None or self.tokens[index] is None:
             return shown
-        return self.extension.before_flatten(self.module_params[at].fqn, shown)[0]
+        return self.extension.before_flatten(self.module_params[index].fqn, shown)[0]
 
     def memory_identity(self) -> object:
         """Changes whenever views have to be made anew."""
@@ -337,20 +337,20 @@ class FlatValues(ParameterStore):
         itemsize = self.flat.dtype.itemsize
         base = self.flat.data_ptr()
         changed = False
-        for at, item in enumerate(self.module_params):
+        for index, item in enumerate(self.module_params):
             current = item.places[0].current()
-            param = self.params[at]
-            if current is None or (self.shows_views and current is self.views[at]):
+            param = self.params[index]
+            if current is None or (self.shows_views and current is self.views[index]):
                 current = param
-            part = self.parts[at]
-            start = self.layout.members[at].start if part is None else part.in_shard
+            part = self.parts[index]
+            start = self.layout.members[index].start if part is None else part.in_shard
             if part is None and self.options.sharded:
                 if current.numel() != 0:
-                    raise RuntimeError(self._wrong_shape(at, current, 0))
+                    raise RuntimeError(self._wrong_shape(index, current, 0))
                 continue
             if current is param and current.data_ptr() == base + start * itemsize:
                 continue
-            self._adopt_value(at, current)
+            self._adopt_value(index, current)
             changed = True
         if changed:
             # Copied by compute, maybe in the middle of a forward whose start gathers waited for.
@@ -359,25 +359,25 @@ class FlatValues(ParameterStore):
             self.put_params()
 
     def _check_sharing(self) -> None:
-        own = {id(param): at for at, param in enumerate(self.params)}
-        for at, item in enumerate(self.module_params):
+        own = {id(param): index for index, param in enumerate(self.params)}
+        for index, item in enumerate(self.module_params):
             shown = item.places[0].current()
-            is_anothers = own.get(id(shown), at) != at
+            is_anothers = own.get(id(shown), index) != index
             if is_anothers or any(place.current() is not shown for place in item.places[1:]):
                 raise NotImplementedError(
                     f"{' and '.join(item.names)}: which modules share a parameter has changed "
                     "since the module was wrapped; tie and untie parameters before wrapping"
                 )
 
-    def _adopt_value(self, at: int, current: torch.Tensor) -> None:
-        target = self.shard_views(self.flat.detach())[at]
+    def _adopt_value(self, index: int, current: torch.Tensor) -> None:
+        target = self.shard_views(self.flat.detach())[index]
         if current.shape != target.shape:
-            raise RuntimeError(self._wrong_shape(at, current, target.numel()))
+            raise RuntimeError(self._wrong_shape(index, current, target.numel()))
         target.copy_(current.detach())
 
-    def _wrong_shape(self, at: int, current: torch.Tensor, expected: int) -> str:
+    def _wrong_shape(self, index: int, current: torch.Tensor, expected: int) -> str:
         return (
-            f"{self.module_params[at].fqn}: was replaced by a tensor of shape "
+            f"{self.module_params[index].fqn}: was replaced by a tensor of shape "
             f"{tuple(current.shape)}, but this rank holds {expected} elements of it; change values "
             "inside summon_full_params(), where parameters have their full shape"
         )

@@ -24,7 +24,7 @@ Wrapper = Callable[..., nn.Module]
 
 
 class WrapRequest(NamedTuple):
-    """A module that is to become a unit, and what its wrapper is told."""
+    """A module that is to become a unit, and the arguments of its wrapper."""
 
     name: str
     module: nn.Module
@@ -81,17 +81,17 @@ def wrap_requests_of(
             for _, module in root.named_modules()
             if module in wanted
         ]
-    asking = _Asking(policy, ignored_modules, ignored_params, _apart(kwargs))
-    asking.ask(root, is_root=True)
+    walk = _PolicyWalk(policy, ignored_modules, ignored_params, _apart(kwargs))
+    walk.visit(root, is_root=True)
     return [
         WrapRequest(name, module, dict(kwargs))
         for name, module in root.named_modules()
-        if id(module) in asking.chosen
+        if id(module) in walk.chosen
     ]
 
 
-class _Asking:
-    """A policy function asked about a tree, from the leaves up."""
+class _PolicyWalk:
+    """A policy function applied to a tree, from the leaves up."""
 
     def __init__(
         self,
@@ -104,17 +104,17 @@ class _Asking:
         self.ignored_modules = ignored_modules
         self.ignored_params = ignored_params
         self.apart = apart
-        """Classes that become units whatever the policy says, see `_with_full_precision`."""
+        """Classes that become units whatever the policy decides, see `_with_full_precision`."""
         self.chosen: set[int] = set()
         self._seen: set[int] = set()
 
-    def ask(self, module: nn.Module, *, is_root: bool = False) -> int:
-        """Ask about a subtree; returns how many elements got into units."""
+    def visit(self, module: nn.Module, *, is_root: bool = False) -> int:
+        """Apply the policy to a subtree; returns how many elements got into units."""
         numel = sum(p.numel() for p in module.parameters() if p not in self.ignored_params)
         enters = self.policy(module=module, recurse=True, nonwrapped_numel=numel)
         if not enters and not self.apart:
             return 0
-        wrapped = sum(self.ask(child) for child in self._new_children(module))
+        wrapped = sum(self.visit(child) for child in self._new_children(module))
         if is_root:
             return wrapped
         if isinstance(module, self.apart):

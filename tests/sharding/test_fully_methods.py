@@ -169,8 +169,9 @@ def early_gathers_serve_the_forward() -> None:
     with torch.no_grad():
         model(ones())
     assert " ".join(log) == "g1 g0 f0 f1 g2 f2"
-    model[2].unshard()
+    handle = model[2].unshard(async_op=True)
     model[2].reshard()
+    handle.wait()  # there is nothing to wait for, and nothing is gathered anew
     assert store_of(model[2]).state is State.SHARDED
 
 

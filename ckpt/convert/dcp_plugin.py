@@ -58,8 +58,9 @@ from ckpt.format.codec import encode_values
 from ckpt.format.datafile import BLOCK_BYTES, StoredChunk, order_key
 from ckpt.format.manifest import MODULES, Header
 from ckpt.format.manifest_codec import encode_manifest
+from ckpt.format.merging import build_manifest
 from ckpt.format.metadata import data_file_name, file_extras, file_metadata
-from ckpt.format.part import TensorInfo, build_manifest, decode_part, encode_part, make_part
+from ckpt.format.part import TensorInfo, decode_part, encode_part, make_part
 from ckpt.layout.dtypes import dtype_name, refusal_reason, torch_dtype
 from ckpt.layout.memory import is_plain_memory
 from ckpt.layout.piece import Holding, Kind

@@ -140,3 +140,25 @@ def unpack_strings(data: memoryview, sizes: Ints, name: str) -> tuple[str, ...]:
         return tuple([raw[a:b].decode() for a, b in zip([0, *ends], ends, strict=False)])
     except UnicodeDecodeError as error:
         raise Corrupt(f"field {name!r}: not UTF-8: {error}") from error
+
+
+def required_field(fields: Mapping[str, memoryview], name: str) -> memoryview:
+    """The bytes of field `name`. Raises Corrupt when the map lacks it."""
+    if name not in fields:
+        raise Corrupt(f"field {name!r} is missing")
+    return fields[name]
+
+
+def as_int64s(values: Ints, name: str) -> npt.NDArray[np.int64]:
+    """`values` as int64. Raises Corrupt from 2^62 on, so that sums of two cannot overflow."""
+    if len(values) and int(values.max()) >= 1 << 62:
+        raise Corrupt(f"field {name!r}: {int(values.max())} is beyond 2^62")
+    return values.astype(np.int64)
+
+
+def unpack_indexes(fields: Mapping[str, memoryview], name: str, count: int, limit: int) -> Ints:
+    """`count` indexes of a table with `limit` rows. Raises Corrupt naming one that is too large."""
+    ids = unpack_ints(required_field(fields, name), count, name)
+    if count and int(ids.max()) >= limit:
+        raise Corrupt(f"field {name!r}: index {int(ids.max())}, there are {limit}")
+    return ids

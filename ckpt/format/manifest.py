@@ -179,10 +179,6 @@ def starts_of(counts: Ints | Sequence[int]) -> Int64s:
     return starts
 
 
-# Encoding
-
-
-# Decoding
-
-
-# Coverage
+def int64s(values: Sequence[int]) -> Int64s:
+    """`values` as a column, of the same type for no values at all."""
+    return np.array(values, dtype=np.int64)

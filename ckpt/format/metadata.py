@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from ckpt.errors import Corrupt
-from ckpt.format.datafile import DIGESTS, PER_RANK, VALUES, DataFileIndex
+from ckpt.format.datafile import DIGESTS, PER_RANK, VALUES
+from ckpt.format.datafile_index import DataFileIndex
 from ckpt.format.manifest import Header
 from ckpt.format.part import TensorInfo
 from ckpt.format.references import parse_reference

@@ -1,14 +1,13 @@
-"""Parts: what one rank contributes to a checkpoint, and how parts become the manifest.
+"""Parts: what one rank contributes to a checkpoint. `merging` makes the manifest of them.
 
-A part travels from every rank to the lead. `structure` is what repeats from save to save while only
-values change; `variable` is the rest, so that later saves can send that alone.
+Every rank sends its part to the coordinator. `structure` is what repeats from save to save while
+only values change; `variable` is the rest, so that later saves can send that alone.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -22,10 +21,8 @@ from ckpt.format.blake3 import Digests, digests_from, no_digests
 from ckpt.format.checksum import crc32c
 from ckpt.format.codec import decode_values, encode_values
 from ckpt.format.columns import Ints, pack_ints, pack_map, unpack_ints, unpack_map
-from ckpt.format.coverage import check_cover
 from ckpt.format.datafile import DataFileLayout, StoredChunk, region_start
-from ckpt.format.manifest import BoxTable, ChunkTable, Header, Int64s, Manifest, starts_of
-from ckpt.format.references import REFERENCES, is_reference, parse_reference
+from ckpt.format.manifest import BoxTable, Int64s, Manifest, int64s, starts_of
 from ckpt.layout.dtypes import DTYPES
 from ckpt.layout.region import Box, Shape, Span, span_of
 
@@ -75,7 +72,7 @@ class Part:
     block_counts: Ints
     aliases: Mapping[str, str]
     checksums: npt.NDArray[np.uint32]
-    values: bytes  # encoded {fqn: value} on the lead, empty on the others
+    values: bytes  # encoded {fqn: value} on the coordinator, empty on the others
     value_digests: Mapping[str, int]  # fqn -> crc32c of the encoded value, on every rank
     per_rank: bytes  # encoded {fqn: value} of this rank; empty when it has none
     replica_digests: Mapping[str, int]  # fqn -> crc32c of a whole tensor that several ranks hold
@@ -149,9 +146,9 @@ def make_part(
     `referenced` are files of other attempts, with those of their chunks that stand for chunks that
     this rank would have written.
 
-    `tensors` are all tensors the rank knows, those without elements included. `values` are the
-    common values as this rank has
-    them; only the lead (`keeps_values=True`) sends more than their digests.
+    `tensors` are all tensors of the rank's state, those without elements included. `values` are
+    the common values as this rank has them; only the coordinator (`keeps_values=True`) sends more
+    than their digests.
     """
     return part_of_files(
         [*map(columns_of, files), *referenced],
@@ -243,22 +240,22 @@ def part_of_files(
         raise ValueError(f"chunks of tensors that are not in `tensors`: {unknown[:5]}")
     starts, box_ids, boxes = _region_columns(chunks)
     itemsizes = {name: entry.itemsize for name, entry in DTYPES.items()}
-    nbytes = _int64s([chunk.nbytes for chunk in chunks])
+    nbytes = int64s([chunk.nbytes for chunk in chunks])
     no_sums = np.zeros(0, dtype=np.uint32)
     return Part(
         rank=rank,
         files=tuple(file.name for file in files),
-        file_nbytes=_int64s([file.nbytes for file in files]),
-        file_data_start=_int64s([file.data_start for file in files]),
+        file_nbytes=int64s([file.nbytes for file in files]),
+        file_data_start=int64s([file.data_start for file in files]),
         tensors=tuple(known),
-        chunk_tensor=_int64s([index[chunk.fqn] for chunk in chunks]),
+        chunk_tensor=int64s([index[chunk.fqn] for chunk in chunks]),
         chunk_file=np.repeat(np.arange(len(files)), [len(file.chunks) for file in files]),
-        chunk_byte_start=np.concatenate([_int64s([]), *(file.offsets for file in files)]),
-        chunk_start=_int64s(starts),
-        chunk_numel=nbytes // _int64s([itemsizes[chunk.dtype] for chunk in chunks]),
-        chunk_box=_int64s(box_ids),
+        chunk_byte_start=np.concatenate([int64s([]), *(file.offsets for file in files)]),
+        chunk_start=int64s(starts),
+        chunk_numel=nbytes // int64s([itemsizes[chunk.dtype] for chunk in chunks]),
+        chunk_box=int64s(box_ids),
         boxes=tuple(boxes),
-        block_counts=np.concatenate([_int64s([]), *(file.block_counts for file in files)]),
+        block_counts=np.concatenate([int64s([]), *(file.block_counts for file in files)]),
         checksums=np.concatenate([no_sums, *(file.checksums for file in files)]),
         digests=np.concatenate([no_digests(), *(file.digests for file in files)]),
         **texts._asdict(),
@@ -273,9 +270,9 @@ def part_again(part: Part, files: Sequence[PartFile], texts: PartTexts) -> Part:
     """
     return replace(
         part,
-        file_nbytes=_int64s([file.layout.nbytes for file in files]),
-        file_data_start=_int64s([len(file.layout.header) for file in files]),
-        chunk_byte_start=np.concatenate([_int64s([]), *(file.layout.offsets for file in files)]),
+        file_nbytes=int64s([file.layout.nbytes for file in files]),
+        file_data_start=int64s([len(file.layout.header) for file in files]),
+        chunk_byte_start=np.concatenate([int64s([]), *(file.layout.offsets for file in files)]),
         checksums=np.concatenate(
             [np.zeros(0, dtype=np.uint32), *(file.block_checksums for file in files)]
         ),
@@ -299,16 +296,12 @@ def _region_columns(chunks: Sequence[StoredChunk]) -> tuple[list[int], list[int]
     return starts, box_ids, list(boxes)
 
 
-def _int64s(values: Sequence[int]) -> Int64s:
-    return np.array(values, dtype=np.int64)
-
-
 def _json(value: Any) -> bytes:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
 
 
 def encode_part(part: Part) -> bytes:
-    """`part` as bytes for the lead."""
+    """`part` as bytes for the coordinator."""
     structure = part.structure()
     return len(structure).to_bytes(8, "little") + structure + part.variable()
 
@@ -328,7 +321,7 @@ def assemble(structure: bytes | memoryview, variable: bytes | memoryview) -> Par
     try:
         fixed, rest = unpack_map(structure), unpack_map(variable)
         if bytes(rest["structure_digest"]) != hashlib.sha256(structure).digest():
-            raise Corrupt("a rank's checksums do not belong to the structure that is known of it")
+            raise Corrupt("a rank's checksums do not belong to the structure that it sent")
         part = _assemble(fixed, rest)
     except (KeyError, ValueError, TypeError, IndexError) as error:
         raise Corrupt(f"a rank's part is not readable: {error!r:.200}") from error
@@ -383,278 +376,9 @@ def _assemble(fixed: Mapping[str, memoryview], rest: Mapping[str, memoryview]) -
     )
 
 
-# Merging
-
-
-def build_manifest(header: Header, parts: Sequence[Part]) -> Manifest:
-    """The manifest of all parts, in rank order, one per rank of `header.world_size`.
-
-    Raises InvalidState naming fqn, region and ranks when ranks contradict each other, or when the
-    chunks do
-    not cover every known tensor exactly once. Differences of replicas and values are not looked at:
-    see
-    `replica_differences` and `value_differences`.
-    """
-    ranks = [part.rank for part in parts]
-    if ranks != list(range(header.world_size)):
-        raise ValueError(
-            f"parts of ranks {ranks[:20]}, expected 0 to {header.world_size - 1} in order"
-        )
-    tensors, tensor_of = _merge_tensors(parts)
-    aliases = _merge_aliases(parts, tensors)
-    files, file_of = _merge_files(parts, header)
-    columns = _merge_chunks(parts, tensor_of, file_of)
-    order = np.lexsort((columns.start, columns.tensor))
-    chunks = _chunk_table(columns, order, len(tensors), header)
-    numels = _int64s([math.prod(tensor.shape) for tensor in tensors])
-    fqns = tuple([tensor.fqn for tensor in tensors])
-    shapes = tuple([tensor.shape for tensor in tensors])
-    if problems := check_cover(chunks, fqns, shapes, numels):
-        raise InvalidState([_with_writers(text, fqns, columns) for text in problems])
-    per_rank = tuple([part.per_rank for part in parts])
-    nothing = encode_values({})
-    return Manifest(
-        header=header,
-        files=tuple([file.name for file in files]),
-        file_nbytes=_int64s([file.nbytes for file in files]),
-        file_data_start=_int64s([file.data_start for file in files]),
-        fqns=fqns,
-        dtypes=tuple([tensor.dtype for tensor in tensors]),
-        shapes=shapes,
-        kinds=np.array([tensor.kind for tensor in tensors], dtype=np.uint8),
-        aliases=aliases,
-        chunks=chunks,
-        checksums=_reorder_runs(columns.checksums, columns.block_counts, order),
-        values=next((part.values for part in parts if part.values), nothing),
-        per_rank=tuple([data or nothing for data in per_rank]) if any(per_rank) else (),
-        digests=_merge_digests(parts, order),
-    )
-
-
-class _File(NamedTuple):
-    name: str
-    nbytes: int
-    data_start: int
-
-
-def _merge_files(parts: Sequence[Part], header: Header) -> tuple[list[_File], list[Int64s]]:
-    """All files, those of other attempts last and once, and per part the places of its files."""
-    of_part = [
-        list(map(_File, p.files, p.file_nbytes.tolist(), p.file_data_start.tolist())) for p in parts
-    ]
-    own = [file for files in of_part for file in files if not is_reference(file.name)]
-    shared = sorted({file for files in of_part for file in files if is_reference(file.name)})
-    names = [file.name for file in (*own, *shared)]
-    if len(set(names)) != len(names):
-        raise InvalidState(
-            [f"two data files have one name, or ranks differ in it: {_first_duplicate(names)}"]
-        )
-    if shared and REFERENCES not in header.required:
-        raise ValueError(f"the header must require {REFERENCES!r} for {shared[0].name}")
-    if wrong := [file.name for file in shared if parse_reference(file.name) is None]:
-        raise ValueError(f"{wrong[0]} is no data file of another attempt")
-    place = {name: at for at, name in enumerate(names)}
-    return [*own, *shared], [_int64s([place[name] for name in part.files]) for part in parts]
-
-
-def _merge_digests(parts: Sequence[Part], order: npt.NDArray[np.intp]) -> Digests:
-    """A row per chunk, or none when no part has any. Raises ValueError when only some have."""
-    digests = np.concatenate([part.digests for part in parts])
-    if len(digests) not in (0, len(order)):
-        raise ValueError("some ranks have digests of their chunks and some have not")
-    return digests[order] if len(digests) else digests
-
-
-class _Columns(NamedTuple):
-    rank: Int64s
-    tensor: Int64s
-    file: Int64s
-    byte_start: Int64s
-    start: Int64s
-    numel: Int64s
-    box: Int64s
-    boxes: tuple[Box, ...]
-    block_counts: Int64s
-    checksums: npt.NDArray[np.uint32]
-
-
-def _merge_tensors(parts: Sequence[Part]) -> tuple[list[TensorInfo], list[Int64s]]:
-    """All tensors by fqn, and per part the places of its tensors among them."""
-    first = parts[0].tensors  # sorted, each name once, as in every part
-    if all(part.tensors == first for part in parts[1:]):
-        return list(first), [np.arange(len(first))] * len(parts)
-    # Most ranks know the same tensors: each different list is looked at once, not once per rank.
-    lists: dict[tuple[TensorInfo, ...], list[int]] = {}
-    for part in parts:
-        lists.setdefault(part.tensors, []).append(part.rank)
-    merged: dict[str, tuple[TensorInfo, int]] = {}
-    problems = []
-    for infos, ranks in lists.items():
-        for info in infos:
-            known, first_rank = merged.setdefault(info.fqn, (info, ranks[0]))
-            if known != info:
-                problems.append(
-                    f"{info.fqn}: {info.dtype}{list(info.shape)} of kind {info.kind} on rank "
-                    f"{ranks[0]}, "
-                    f"{known.dtype}{list(known.shape)} of kind {known.kind} on rank {first_rank}"
-                )
-    if problems:
-        raise InvalidState(problems)
-    tensors = [info for info, _ in sorted(merged.values())]
-    places = {info.fqn: at for at, info in enumerate(tensors)}
-    by_list = {infos: _int64s([places[info.fqn] for info in infos]) for infos in lists}
-    return tensors, [by_list[part.tensors] for part in parts]
-
-
 def _conflicts(known: Sequence[TensorInfo]) -> list[str]:
     pairs = pairwise(known)
     return [f"{b.fqn}: in the state twice, as {a} and {b}" for a, b in pairs if a.fqn == b.fqn]
-
-
-def _merge_aliases(parts: Sequence[Part], tensors: Sequence[TensorInfo]) -> dict[str, str]:
-    stored = {tensor.fqn for tensor in tensors}
-    merged: dict[str, tuple[str, int]] = {}
-    problems = []
-    for part in parts:
-        for name, target in part.aliases.items():
-            first, rank = merged.setdefault(name, (target, part.rank))
-            if first != target:
-                problems.append(
-                    f"{name}: tied to {target} on rank {part.rank}, to {first} on rank {rank}"
-                )
-            if target not in stored or name in stored:
-                problems.append(
-                    f"{name}: tied to {target}, expected a stored tensor of another name"
-                )
-    if problems:
-        raise InvalidState(sorted(set(problems)))
-    return {name: target for name, (target, _) in sorted(merged.items())}
-
-
-def _merge_chunks(
-    parts: Sequence[Part], tensor_of: Sequence[Int64s], file_of: Sequence[Int64s]
-) -> _Columns:
-    boxes: dict[Box, int] = {}
-    box_columns = []
-    for part in parts:
-        ids = [boxes.setdefault(box, len(boxes)) for box in part.boxes]
-        box_columns.append(_int64s([*ids, -1])[part.chunk_box])  # index -1 is the last: a span
-    paired = list(zip(parts, tensor_of, file_of, strict=True))
-    return _Columns(
-        rank=np.repeat(_int64s([p.rank for p in parts]), [len(p.chunk_file) for p in parts]),
-        tensor=np.concatenate([places[p.chunk_tensor] for p, places, _ in paired]),
-        file=np.concatenate([files[p.chunk_file] for p, _, files in paired]),
-        byte_start=np.concatenate([p.chunk_byte_start for p in parts]),
-        start=np.concatenate([p.chunk_start for p in parts]),
-        numel=np.concatenate([p.chunk_numel for p in parts]),
-        box=np.concatenate(box_columns),
-        boxes=tuple(boxes),
-        block_counts=np.concatenate([p.block_counts for p in parts]),
-        checksums=np.concatenate([p.checksums for p in parts]),
-    )
-
-
-def _chunk_table(
-    columns: _Columns, order: npt.NDArray[np.intp], tensors: int, header: Header
-) -> ChunkTable:
-    box = columns.box[order]
-    # Boxes are numbered as they first appear in the table, whatever rank they came from.
-    used, first_at = np.unique(box[box >= 0], return_index=True)
-    renumbered = np.full(len(columns.boxes) + 1, -1, dtype=np.int64)
-    renumbered[used[np.argsort(first_at)]] = np.arange(len(used))
-    by_number = np.argsort(renumbered[used])
-    boxes = [columns.boxes[index] for index in used[by_number].tolist()]
-    return ChunkTable(
-        first=starts_of(np.bincount(columns.tensor, minlength=tensors)),
-        file=columns.file[order],
-        byte_start=columns.byte_start[order],
-        span_start=np.where(box < 0, columns.start[order], -1),
-        numel=columns.numel[order],
-        box=renumbered[box],
-        boxes=BoxTable.of(boxes),
-        first_block=starts_of(columns.block_counts[order]),
-    )
-
-
-def _reorder_runs(
-    items: npt.NDArray[np.uint32], lengths: Int64s, order: npt.NDArray[np.intp]
-) -> npt.NDArray[np.uint32]:
-    """Runs of `items` of these lengths, in another order."""
-    sources = starts_of(lengths)[:-1][order]
-    sizes = lengths[order]
-    targets = starts_of(sizes)
-    index = np.arange(int(targets[-1])) + np.repeat(sources - targets[:-1], sizes)
-    return items[index].astype(np.uint32)
-
-
-def _with_writers(problem: str, fqns: Sequence[str], columns: _Columns) -> str:
-    for at, fqn in enumerate(fqns):
-        if problem.startswith(f"{fqn}: "):
-            ranks = sorted(set(columns.rank[columns.tensor == at].tolist()))
-            text = f"{problem} (written by ranks {ranks[:20]})"
-            return f"{text}; {_TWO_MODELS}" if "overlap" in problem else text
-    return problem
-
-
-_TWO_MODELS = (
-    "they are no declared replicas of each other: give each model a name of its own in the state, "
-    "or save each with process_group= its ranks"
-)
-
-
-def _first_duplicate(names: Sequence[str]) -> str:
-    seen: set[str] = set()
-    return next(name for name in names if name in seen or seen.add(name))  # type: ignore[func-returns-value]
-
-
-def replica_differences(parts: Sequence[Part]) -> list[str]:
-    """One text per replicated tensor whose bytes are not the same on all ranks that hold it."""
-    digests = {part.rank: part.replica_digests for part in parts}
-    return [
-        f"{fqn}: replicas differ between ranks ({_groups(groups)}); one rank's copy was stored. "
-        "Synchronize it before saving, or wrap it in PerRank to keep every rank's own"
-        for fqn, groups in _differences(digests)
-    ]
-
-
-def value_differences(parts: Sequence[Part]) -> list[str]:
-    """One text per value that is not the same on all ranks of the world."""
-    digests = {part.rank: part.value_digests for part in parts}
-    return [
-        f"{fqn}: the value differs between ranks ({_groups(groups)}); wrap it in PerRank to keep "
-        f"every rank's own{_OR_GROUP if None in groups else ''}"
-        for fqn, groups in _differences(digests, everywhere=True)
-    ]
-
-
-_OR_GROUP = ", or save with process_group= the ranks that have it"
-
-
-def _differences(
-    digests: Mapping[int, Mapping[str, int]], *, everywhere: bool = False
-) -> list[tuple[str, dict[int | None, list[int]]]]:
-    """Per name with more than one digest: the ranks by digest; None where a rank lacks the name."""
-    found: dict[str, dict[int | None, list[int]]] = {}
-    for rank, own in sorted(digests.items()):
-        for fqn, digest in own.items():
-            found.setdefault(fqn, {}).setdefault(digest, []).append(rank)
-    if everywhere:
-        for groups in found.values():
-            having = {rank for ranks in groups.values() for rank in ranks}
-            if missing := [rank for rank in sorted(digests) if rank not in having]:
-                groups[None] = missing
-    return [(fqn, found[fqn]) for fqn in sorted(found) if len(found[fqn]) > 1]
-
-
-def _groups(groups: Mapping[int | None, Sequence[int]]) -> str:
-    texts = []
-    for digest, ranks in groups.items():
-        shown = ", ".join(map(str, ranks[:8])) + (
-            f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
-        )
-        label = "absent" if digest is None else f"crc32c {digest:08x}"
-        texts.append(f"{label} on {shown}")
-    return "; ".join(texts)
 
 
 def values_of(manifest: Manifest) -> dict[str, Any]:

@@ -23,7 +23,8 @@ from ckpt.errors import Fenced, InvalidState, LogDiverged, OutcomeUnknown, SaveD
 from ckpt.format.datafile import BLOCK_BYTES
 from ckpt.format.manifest import Header, Manifest
 from ckpt.format.manifest_codec import encode_manifest
-from ckpt.format.part import Part, assemble, build_manifest, replica_differences, value_differences
+from ckpt.format.merging import build_manifest, replica_differences, value_differences
+from ckpt.format.part import Part, assemble
 from ckpt.format.references import REFERENCES
 from ckpt.saving.base import NOTHING, decode_base
 from ckpt.saving.report import SaveReport

@@ -19,7 +19,8 @@ import numpy as np
 from ckpt.errors import CheckpointError, Corrupt
 from ckpt.format.checksum import crc32c
 from ckpt.format.crc_combine import joined_crc32c
-from ckpt.format.datafile import CHECKSUM_MAGIC, DataFileIndex, read_data_file_index
+from ckpt.format.datafile import CHECKSUM_MAGIC
+from ckpt.format.datafile_index import DataFileIndex, read_data_file_index
 from ckpt.format.manifest import Manifest
 from ckpt.layout.memory import aligned_buffer
 from ckpt.loading.reader import read_into

@@ -33,8 +33,9 @@ from ckpt.format.datafile import (
 )
 from ckpt.format.manifest import Header, Manifest
 from ckpt.format.manifest_codec import decode_manifest, encode_manifest
+from ckpt.format.merging import build_manifest
 from ckpt.format.metadata import data_file_name, file_extras, file_metadata
-from ckpt.format.part import FileColumns, PartTexts, TensorInfo, build_manifest, part_of_files
+from ckpt.format.part import FileColumns, PartTexts, TensorInfo, part_of_files
 from ckpt.layout.dtypes import DTYPES, torch_dtype
 from ckpt.layout.memory import aligned_buffer, tensor_over
 from ckpt.layout.region import Box, Region, Span, span_of

@@ -18,11 +18,13 @@ from ckpt.errors import CheckpointError, Corrupt, InvalidState
 from ckpt.format.blake3 import DIGEST_NBYTES, Digests, digests_from, no_digests
 from ckpt.format.checksum import crc32c
 from ckpt.format.codec import decode_values
-from ckpt.format.datafile import DIGESTS, PER_RANK, VALUES, DataFileIndex, read_data_file_index
+from ckpt.format.datafile import DIGESTS, PER_RANK, VALUES
+from ckpt.format.datafile_index import DataFileIndex, read_data_file_index
 from ckpt.format.manifest import Manifest
 from ckpt.format.manifest_codec import encode_manifest
+from ckpt.format.merging import build_manifest
 from ckpt.format.metadata import FileDescription, data_file_name, describe_file
-from ckpt.format.part import FileColumns, Part, PartTexts, TensorInfo, build_manifest, part_of_files
+from ckpt.format.part import FileColumns, Part, PartTexts, TensorInfo, part_of_files
 from ckpt.format.references import parse_reference
 from storage.errors import KeyExistsError, KeyNotFoundError
 from storage.store import ByteRange, Store

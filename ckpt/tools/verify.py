@@ -18,7 +18,8 @@ from ckpt.commit.locate import file_key
 from ckpt.commit.numbers import plain_int
 from ckpt.errors import Corrupt, UnsupportedFormat
 from ckpt.format.checksum import crc32c
-from ckpt.format.datafile import DIGESTS, read_data_file_index
+from ckpt.format.datafile import DIGESTS
+from ckpt.format.datafile_index import read_data_file_index
 from ckpt.format.manifest import Manifest
 from ckpt.format.references import is_reference
 from ckpt.layout.memory import aligned_buffer

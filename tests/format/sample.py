@@ -11,8 +11,9 @@ from ckpt.format.checksum import block_checksums
 from ckpt.format.codec import encode_values
 from ckpt.format.datafile import StoredChunk, checksum_tensor, layout_data_file, order_key
 from ckpt.format.manifest import Header, Manifest
+from ckpt.format.merging import build_manifest
 from ckpt.format.metadata import data_file_name, digest_extras, file_extras, file_metadata
-from ckpt.format.part import Part, PartFile, TensorInfo, build_manifest, make_part
+from ckpt.format.part import Part, PartFile, TensorInfo, make_part
 from ckpt.layout.dtypes import DTYPES
 from ckpt.layout.region import Box, Region, Span, boxes_of, row_major_strides, whole
 from ckpt.saving.dedup import Division, divide, known_of_part

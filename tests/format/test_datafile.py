@@ -22,9 +22,9 @@ from ckpt.format.datafile import (
     layout_data_file,
     order_key,
     parse_entry_name,
-    read_data_file_index,
     split_into_files,
 )
+from ckpt.format.datafile_index import read_data_file_index
 from ckpt.layout.dtypes import DTYPES, dtype_name, refusal_reason, torch_dtype
 from ckpt.layout.region import Box, Region, Shape, Span, whole
 from tests.format.sample import TENSORS, make_sample, region_bytes

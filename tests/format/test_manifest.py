@@ -16,16 +16,14 @@ from ckpt.errors import Corrupt, InvalidState, UnsupportedFormat
 from ckpt.format.columns import pack_ints, pack_map, unpack_map
 from ckpt.format.manifest import Manifest
 from ckpt.format.manifest_codec import MAGIC, decode_manifest, encode_manifest
+from ckpt.format.merging import build_manifest, replica_differences, value_differences
 from ckpt.format.part import (
     Part,
     TensorInfo,
     assemble,
-    build_manifest,
     decode_part,
     encode_part,
     per_rank_of,
-    replica_differences,
-    value_differences,
     values_of,
 )
 from ckpt.layout.region import Box, Span

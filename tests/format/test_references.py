@@ -18,10 +18,10 @@ from ckpt.commit.locate import file_key, file_keys
 from ckpt.commit.names import parse_step_key
 from ckpt.errors import Corrupt, NoCheckpoint
 from ckpt.format.columns import pack_ints, pack_map, pack_strings, unpack_map
-from ckpt.format.datafile import read_data_file_index
+from ckpt.format.datafile_index import read_data_file_index
 from ckpt.format.manifest_codec import decode_manifest, encode_manifest
+from ckpt.format.merging import build_manifest
 from ckpt.format.metadata import FileRange, describe_file
-from ckpt.format.part import build_manifest
 from ckpt.format.references import parse_reference, reference_to
 from ckpt.loading.checkpoint import find_checkpoint
 from ckpt.tools.salvage import _chunks_between, matches_manifest, salvage

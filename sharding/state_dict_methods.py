@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import logging
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -35,7 +34,13 @@ from ckpt.state_dict import api as state_dicts
 from ckpt.state_dict.config import FullOptimStateDictConfig, ShardedOptimStateDictConfig
 from ckpt.state_dict.config import StateDictType as Form
 from ckpt.state_dict.listed import ListedParams
-from sharding.engine.torch_seam import norm_counters
+from sharding.engine.torch_seam import (
+    norm_counters,
+    set_versions,
+    version_in,
+    versioned_dict,
+)
+from sharding.named_optimizers import by_name, by_number, own_names
 from sharding.state_dicts import (
     checked_settings,
     default_settings,
@@ -146,11 +151,12 @@ class StatefulUnit(TorchWrapper):
         names = ("destination", "prefix", "keep_vars")
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         destination = given.get("destination")
-        destination = OrderedDict() if destination is None else destination
+        destination = versioned_dict() if destination is None else destination
         _warn_of_unsharded(self)
         form, config = model_form(_servable(self))
         state = _or_runtime_error(lambda: state_dicts.model_state_dict(self, form, config))
         prefix = given.get("prefix", "")
+        set_versions(self, prefix, destination)
         order = {name: position for position, name in enumerate(self.fsdp_names)}
         for name in sorted(state, key=lambda name: order.get(name, len(order))):
             destination[f"{prefix}{name}"] = state[name]
@@ -174,7 +180,7 @@ class StatefulUnit(TorchWrapper):
         return set()
 
     def _load(self, state_dict: Mapping[str, Any], *, strict: bool) -> tuple[list[str], list[str]]:
-        metadata = getattr(state_dict, "_metadata", None) or {}
+        versioned = state_dict
         # torch's set_model_state_dict puts the model's own parameters where a full dict lacks some.
         live = self.live_shards()
         state_dict = {name: value for name, value in state_dict.items() if id(value) not in live}
@@ -185,7 +191,7 @@ class StatefulUnit(TorchWrapper):
             clean: counter
             for name, counter in norm_counters(self)
             for clean in bare_names({name: None}, self.fsdp_names)
-            if (metadata.get(clean.rpartition(".")[0]) or {}).get("version", 1) < 2
+            if version_in(versioned, (one.rpartition(".")[0] for one in (name, clean))) < 2
         }
         given = {**old, **bare_names(state_dict, self.fsdp_names)} if state_dict else state_dict
         loaded = _or_runtime_error(
@@ -234,9 +240,12 @@ class StatefulUnit(TorchWrapper):
         settings = StatefulUnit.get_state_dict_type(model) or default_settings()
         _refuse_local_with_mesh(model, settings)
         form, config = optim_form(settings)
+        given: Any = optim_state_dict
+        if given and isinstance(given.get("state"), Mapping):
+            given = by_number(given, model, optim)
         return _or_runtime_error(
             lambda: state_dicts.optimizer_state_dict(
-                model, optim, form, config, state_dict=optim_state_dict, process_group=group
+                model, optim, form, config, state_dict=given, process_group=group
             )
         )
 
@@ -251,7 +260,9 @@ class StatefulUnit(TorchWrapper):
     ) -> dict[str, Any]:
         """What `optim.load_state_dict` takes on this rank, of a dict of any form.
 
-        With `load_directly` it is loaded too. `is_named_optimizer` keeps names as keys.
+        With `load_directly` it is loaded too. With `is_named_optimizer` the keys are the names that
+        `optim.state_dict()` has, or those of `model.named_parameters()` where it has numbers.
+        Raises ValueError for what does not fit the model or the optimizer.
         """
         settings = StatefulUnit.get_state_dict_type(model) or default_settings()
         config: Any = settings.optim_state_dict_config
@@ -262,11 +273,13 @@ class StatefulUnit(TorchWrapper):
             rank0_only=bool(getattr(config, "rank0_only", False)),
             group=group,
         )
-        if load_directly:
-            optim.load_state_dict(to_load)
+        names = own_names(optim) if is_named_optimizer else set()
+        result = to_load
         if is_named_optimizer:
-            return state_dicts.rekey_optimizer_state_dict(to_load, "fqn", model, optim)
-        return to_load
+            result = _or_value_error(lambda: by_name(to_load, model, optim, names))
+        if load_directly:
+            optim.load_state_dict(result if names else to_load)
+        return result
 
     @staticmethod
     def full_optim_state_dict(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +25,9 @@ __all__ = [
     "persistent_buffers",
     "post_accumulate_hooks",
     "run_policy",
+    "set_versions",
+    "version_in",
+    "versioned_dict",
 ]
 
 
@@ -157,6 +160,28 @@ def norm_counters(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             counter = inner.num_batches_tracked
             if counter is not None:
                 yield f"{prefix}.num_batches_tracked" if prefix else "num_batches_tracked", counter
+
+
+def set_versions(module: nn.Module, prefix: str, destination: dict[str, Any]) -> None:
+    """Note in a state dict that keeps versions which one each module below has, as torch does."""
+    versions = getattr(destination, "_metadata", None)
+    if versions is not None:
+        for name, inner in module.named_modules(remove_duplicate=False):
+            versions[f"{prefix}{name}".rstrip(".")] = {"version": inner._version}
+
+
+def versioned_dict() -> dict[str, Any]:
+    """An empty state dict that keeps versions."""
+    destination: OrderedDict[str, Any] = OrderedDict()
+    destination._metadata = OrderedDict()  # type: ignore[attr-defined]
+    return destination
+
+
+def version_in(state_dict: Mapping[str, Any], names: Iterable[str]) -> int:
+    """The version that a state dict has for a module, known by one of its names; 1 without."""
+    versions: Any = getattr(state_dict, "_metadata", None) or {}
+    known = (versions[name].get("version") for name in names if name in versions)
+    return next((version for version in known if version is not None), 1)
 
 
 def persistent_buffers(module: nn.Module) -> Iterator[str]:

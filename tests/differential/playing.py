@@ -189,7 +189,7 @@ class _Player:
             self.found.append(f"{op}: our side ended out of step: {ours}; torch: {theirs}"[:1500])
             return False
         if skipped:
-            self.known.append(skipped.page or skipped.reason)
+            self.known.append(skipped.page)
             # Unless the call only reads, the sides are no longer in the same state.
             wrong = isinstance(ours, Raised) or op.name not in READING
             self.found += [f"{op}: {ours}"] if isinstance(ours, Raised) and _works(op) else []
@@ -204,8 +204,7 @@ class _Player:
         for difference in differences(theirs, ours, tolerance(self.draw), ordered=ordered):
             entry = listed(self.draw, op, difference)
             if entry is not None:
-                self.known.append(entry.page or entry.reason)
-                wrong = wrong or entry.ends
+                self.known.append(entry.page)
                 wrong = wrong or entry.ends
             else:
                 wrong = True

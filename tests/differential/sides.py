@@ -323,7 +323,10 @@ class FlatSide(Side):
             found = self.cls.optim_state_dict_to_load(
                 self.model, self.optimizer, state, load_directly=directly, is_named_optimizer=named
             )
-        if not directly and not named:
+        if named:  # optimizers that are keyed by names do not go by their order
+            for group in found["param_groups"]:
+                group["params"] = sorted(group["params"])
+        elif not directly:
             self.optimizer.load_state_dict(found)
         return {"found": found, "now": self.do_optim_local()}
 

@@ -36,7 +36,7 @@ Index: TypeAlias = int | slice | EllipsisType
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class LocatedCheckpoint:
     """A checkpoint in a store; `prefix` is its directory, "" or with a closing slash."""
 
     prefix: str
@@ -145,7 +145,7 @@ def _live_entries(store: Store) -> tuple[LiveEntry, ...]:
         raise
 
 
-def find_checkpoint(store: Store, step: SupportsIndex | None = None) -> Found:
+def find_checkpoint(store: Store, step: SupportsIndex | None = None) -> LocatedCheckpoint:
     """The checkpoint of `step` in a root, by default the latest, or the one of a step directory.
 
     Raises like `open_checkpoint`.
@@ -160,7 +160,7 @@ def find_checkpoint(store: Store, step: SupportsIndex | None = None) -> Found:
     if number is not None and manifest.header.step != number:
         raise NoCheckpoint(f"{where} is of step {manifest.header.step}; step {number} is not here")
     check_self_contained(store, located.prefix, manifest)
-    return Found(located.prefix, manifest, located.entry)
+    return LocatedCheckpoint(located.prefix, manifest, located.entry)
 
 
 class Checkpoint:
@@ -173,7 +173,9 @@ class Checkpoint:
     Tied names are in it like all others. Safe to use from several threads.
     """
 
-    def __init__(self, store: Store, found: Found, *, path: ReadPath | None = None) -> None:
+    def __init__(
+        self, store: Store, found: LocatedCheckpoint, *, path: ReadPath | None = None
+    ) -> None:
         self.store = store
         self.prefix = found.prefix
         self.manifest = found.manifest

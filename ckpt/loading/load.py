@@ -55,7 +55,7 @@ class LoadOptions:
 class LoadReport:
     """What a load did. Of the tensor bytes that this rank read, `nbytes_read` came from the store
     and `nbytes_cached` from the local copy. `spans` and `counters` are this rank's own. `warnings`
-    tell what is probably not as it was meant.
+    name what is probably a mistake.
     """
 
     step: int
@@ -79,10 +79,10 @@ def load_state(
 ) -> LoadReport:
     """Fill `state` from the checkpoint of `step`, or from the latest; collective over `world`.
 
-    With `attempt`, from that one of several checkpoints of the step. When the latest is retired
-    while it is read, the load begins anew with the one that is the latest then.
+    `attempt` selects one of several checkpoints of the step. When the latest is retired while it is
+    read, the load begins again with the one that is the latest then.
 
-    Raises Mismatch, NoCheckpoint, Corrupt or UnsupportedFormat with the state as it was, and
+    Raises Mismatch, NoCheckpoint, Corrupt or UnsupportedFormat and leaves the state unchanged, and
     LoadInterrupted when it failed half-way; then the state must be loaded again before use.
     """
     recorder = Recorder()
@@ -94,41 +94,46 @@ def load_state(
             report = _fill(state, store, world, (prefix, manifest), (options, recorder))
             return replace(report, spans=recorder.spans(), counters=recorder.counters())
         except LoadInterrupted as interrupted:
-            asked_for_it = step is not None or bool(attempt)
-            if asked_for_it or not _was_retired(store, world, manifest.header.attempt):
+            is_requested = step is not None or bool(attempt)
+            # Only the latest may be replaced by a newer one: a checkpoint that was requested by
+            # its step or attempt is either that one or an error.
+            if is_requested or not _was_retired(store, world, manifest.header.attempt):
                 raise
             last = interrupted
         except Exception as error:
             if last is None:
                 raise
-            # The state is no longer what it was, whatever is wrong with the next one.
-            raise LoadInterrupted(f"{last}\nThe one after it fails, too: {error}") from error
+            # The first try has changed the state, so this is an interrupted load even where the
+            # second try failed before it changed anything.
+            raise LoadInterrupted(
+                f"{last}\nThe load of the next one failed too: {error}"
+            ) from error
     assert last is not None
     raise last
 
 
 def _was_retired(store: Store, world: World, attempt: str) -> bool:
-    """Whether the log no longer has `attempt`; the lead looks. False when it cannot tell."""
+    """Whether the log no longer has `attempt`. The coordinator reads it; False when it cannot."""
     answer = b""
     if world.rank == 0:
         try:
             answer = b"" if any(e.attempt == attempt for e in live_entries(store)) else b"retired"
         except (CheckpointError, StorageError):
-            answer = b""  # what interrupted the load is what the caller should hear of
+            answer = b""  # the caller should see what interrupted the load, not this error
     try:
         return bool(world.broadcast("retired", answer if world.rank == 0 else None))
     except RankFailed:
-        return False  # a rank is dead, which is what interrupted the load
+        return False  # a rank is dead, and that interrupted the load
 
 
 def _fill(
     state: Any,
     store: Store,
     world: World,
-    found: tuple[str, Manifest],
+    located: tuple[str, Manifest],
     how: tuple[LoadOptions, Recorder],
 ) -> LoadReport:
-    prefix, manifest = found
+    prefix, manifest = located
     options, recorder = how
     header = manifest.header
     path = f"{store.url.rstrip('/')}/{prefix}".rstrip("/")
@@ -162,24 +167,25 @@ def _fill(
 
 
 def _manifest(store: Store, world: World, step: int | None, attempt: str) -> tuple[str, Manifest]:
-    """Read by the lead alone, decoded by every rank."""
+    """The coordinator reads the manifest and broadcasts it; every rank decodes it."""
 
     def read() -> bytes:
         located = locate(store, step, attempt=attempt)
         return b"\n".join([located.prefix.encode(), str(step).encode(), located.data])
 
     data = collectively(world, "locate", read if world.rank == 0 else lambda: b"")
-    told = world.broadcast("manifest", data if world.rank == 0 else None)
-    prefix, asked, encoded = told.split(b"\n", 2)
+    message = world.broadcast("manifest", data if world.rank == 0 else None)
+    prefix, step_of_rank0, encoded = message.split(b"\n", 2)
 
     def decode() -> Manifest:
-        if asked.decode() != str(step):
+        requested = step_of_rank0.decode()
+        if requested != str(step):
             raise Mismatch(
-                [f"step={step} was passed where rank 0 passed step={asked.decode()}; pass the same"]
+                [f"step={step} was passed where rank 0 passed step={requested}; pass the same"]
             )
         manifest = decode_manifest(encoded)
         if step is not None and manifest.header.step != step:
-            raise NoCheckpoint(f"{store.url} is step {manifest.header.step}, asked for was {step}")
+            raise NoCheckpoint(f"{store.url} is step {manifest.header.step}, not step {step}")
         check_self_contained(store, prefix.decode(), manifest)
         return manifest
 
@@ -206,14 +212,15 @@ def _bind(
 def _warnings(
     binding: Binding, manifest: Manifest, world: World, tally: Tally, where: str
 ) -> tuple[str, ...]:
-    """The warning about a state of which the checkpoint has little.
+    """The warning when the checkpoint has only a small share of the state's names.
 
-    `tally` is that of all ranks, so all of them raise Mismatch where nothing matched: a single rank
-    may hold nothing but what is new.
+    `tally` counts the names of all ranks, so all of them raise Mismatch where nothing matched; the
+    names of one rank alone would not do, because it may hold new ones only.
     """
     missing = [p for p in binding.problems if p.kind is ProblemKind.MISSING]
     if tally.is_nothing:
-        # Values that match alone (a step) do not make it a load: the model stays as it was made.
+        # Values alone (a step count) that match are not enough: every tensor would keep its
+        # initial bytes, and the training would start anew unnoticed.
         names = f"{tally.missing_tensors} tensors" if tally.matched else f"{len(missing)} names"
         nothing = (
             f"none of the {names} of the state is in the checkpoint, which is an error with "
@@ -227,7 +234,7 @@ def _warnings(
     of_all = " of all ranks" if world.size > 1 else ""
     warning = (
         f"only {tally.matched} of {tally.matched + tally.missing} names of the state{of_all} are "
-        f"in {where}; the rest was left as it was: {names}; is a rename= missing?"
+        f"in {where}; the others were left unchanged: {names}; is a rename= missing?"
     )
     if world.rank == 0:
         logger.warning("%s", warning)
@@ -242,7 +249,7 @@ def _some(names: Sequence[str], shown_max: int = 5) -> str:
 def _share(
     manifest: Manifest, runs: Ints, world: World, options: LoadOptions, tally: Tally
 ) -> tuple[Sharing, Tally]:
-    """Who reads what for whom, and how much of the state of all ranks together matches."""
+    """Which rank reads which blocks, and how much of the state of all ranks together matches."""
     if world.size == 1:
         return Sharing(runs, [], 0), tally
     need = zlib.compress(runs.astype("<i8").tobytes(), 1)
@@ -271,7 +278,9 @@ def block_line(manifest: Manifest) -> Ints:
 
 
 def _transfer(reader: Reader, sharing: Sharing, world: World, path: ReadPath) -> None:
-    """The data phase. A failure on one rank ends it on all, at the next agreement."""
+    """Read, exchange and deliver all bytes. A failure on one rank is raised on all of them by the
+    next `collectively`.
+    """
     mine: list[list[SharedRun]] = [[] for _ in range(sharing.rounds)]
     for run in sharing.shared:
         if world.rank == run.reader or world.rank in run.others:
@@ -312,13 +321,14 @@ def _exchange(
             sizes[run.reader] += reader.run_nbytes(run)
     received = [memoryview(bytearray(size)) for size in sizes]
     world.all_to_all("shared blocks", [memoryview(part) for part in send], received)
-    got = {}
+    runs_received = {}
+    # All ranks go through the runs in the same order, so the bytes need no names.
     for run in runs:
         if run.reader != world.rank:
             nbytes = reader.run_nbytes(run)
-            got[run] = received[run.reader][:nbytes]
+            runs_received[run] = received[run.reader][:nbytes]
             received[run.reader] = received[run.reader][nbytes:]
-    return got
+    return runs_received
 
 
 def catalog_of(manifest: Manifest) -> Catalog:

@@ -66,7 +66,7 @@ class Pack(NamedTuple):
     sizes: Ints
 
 
-class FileRange(NamedTuple):
+class ReadRange(NamedTuple):
     """Bytes `start` to `stop` of data file number `file`."""
 
     file: int
@@ -116,22 +116,22 @@ class Reader:
             for future in done:
                 future.result()
 
-    def private_requests(self, runs: Ints) -> list[FileRange]:
+    def private_requests(self, runs: Ints) -> list[ReadRange]:
         """What `read_private` asks the store for; nothing is read."""
         packs, rest = self._packs(runs)
         found = [
-            FileRange(pack.file, pack.byte_start, pack.byte_start + int(pack.sizes.sum()))
+            ReadRange(pack.file, pack.byte_start, pack.byte_start + int(pack.sizes.sum()))
             for pack in packs
         ]
         return found + self._ranges(self._segments(rest, straight=True))
 
-    def shared_requests(self, run: SharedRun) -> list[FileRange]:
+    def shared_requests(self, run: SharedRun) -> list[ReadRange]:
         """What `read_run` asks the store for; nothing is read."""
         return self._ranges(self._segments(np.array([[run.start, run.stop]]), straight=False))
 
-    def _ranges(self, segments: Iterator[Segment]) -> list[FileRange]:
+    def _ranges(self, segments: Iterator[Segment]) -> list[ReadRange]:
         return [
-            FileRange(
+            ReadRange(
                 request.file,
                 request.start,
                 request.start + sum(s.stop - s.start for s in request.segments),

@@ -1,8 +1,8 @@
-"""Saves in the background: one worker, at most one save in flight, and what became of it.
+"""Saves in the background: one worker, at most one save in flight, and its outcome.
 
-While a save is in flight the worker makes the rounds of its world, so whoever wants rounds of the
-same world waits first (`Background.settle`). A rank that goes no further then says so in the round
-that comes next, because the others may have heard of the failure and go on.
+While a save is in flight the worker runs the collectives of its world, so other users of the same
+world wait for it first (`Background.settle`). A rank that stops there with an error reports it in
+the next collective, because the other ranks may have seen the failure already and continue.
 
 No failure is lost: `PendingSave.result` raises it, or else the next call that saves there, or else
 it is logged when the interpreter ends.
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 WhenBusy = Literal["wait", "skip", "replace"]
 
-EXIT_SECONDS_MAX = 300.0  # an interpreter that ends waits so long for a save in flight: a guess
+EXIT_SECONDS_MAX = 300.0  # how long an ending interpreter waits for a save: an estimate
 
 
 class PendingSave:
@@ -55,7 +55,7 @@ class PendingSave:
         self._is_dropped = threading.Event()
         self._hurried_seconds = math.inf
         self._hurried: Callable[[float], object] | None = None
-        self._is_told = False
+        self._is_reported = False
         self._future: Future[SaveReport] = Future()
         self._pid = os.getpid()
 
@@ -80,13 +80,13 @@ class PendingSave:
 
     @property
     def skipped(self) -> bool:
-        """Whether `when_busy` had this save dropped; False as long as that is open."""
+        """Whether `when_busy` dropped this save; False as long as that is open."""
         return self._future.done() and isinstance(self._future.exception(), SaveDropped)
 
     def hurry(self, seconds: float = HURRIED_SECONDS) -> None:
-        """Something waits for this save: requests that have failed for `seconds` are given up.
+        """Give up requests that have failed for `seconds`, because something waits for this save.
 
-        Requests that are answered, slow ones too, go on.
+        Requests that the store answers continue, however slow they are.
         """
         self._hurried_seconds = min(self._hurried_seconds, seconds)
         shorten = self._hurried
@@ -95,7 +95,7 @@ class PendingSave:
 
     @contextlib.contextmanager
     def _patient(self, task: SaveTask) -> Iterator[None]:
-        """Repeat for as long as the task says, or less when that is asked for meanwhile."""
+        """Retry for as long as the task allows, or for less once `hurry` was called."""
         patience = task.store.patience
         with patience_for(task.store, task.session.world, task.retry_seconds_max):
             if patience is not None:
@@ -113,16 +113,18 @@ class PendingSave:
         dropped; TimeoutError when it takes longer, and then it goes on.
         """
         self.wait(timeout_seconds)
-        self._is_told = True
+        self._is_reported = True
         return self._future.result()
 
     def wait(self, timeout_seconds: float | None = None) -> None:
-        """Returns when the save is over, whatever came of it. Raises TimeoutError."""
+        """Returns when the save is over, whatever its outcome. Raises TimeoutError."""
         self._refuse_forked()
         over = threading.Event()
         self._future.add_done_callback(lambda _: over.set())
         if not over.wait(timeout_seconds):
-            raise TimeoutError(f"the save of step {self.step} is not over in {timeout_seconds} s")
+            raise TimeoutError(
+                f"the save of step {self.step} is not over after {timeout_seconds} s"
+            )
 
     def _refuse_forked(self) -> None:
         """The worker that makes this save is a thread of the process that began it."""
@@ -132,9 +134,9 @@ class PendingSave:
                 "forked from: wait for it there"
             )
 
-    def _untold(self) -> BaseException | None:
-        """The failure that nobody has heard of."""
-        if self._is_told or not self._future.done():
+    def _unreported_error(self) -> BaseException | None:
+        """The failure that was neither raised nor logged yet."""
+        if self._is_reported or not self._future.done():
             return None
         error = self._future.exception()
         return None if isinstance(error, SaveDropped) else error
@@ -158,41 +160,44 @@ class Background:
             pending.wait()
 
     def settle(self) -> None:
-        """Wait until nothing is in flight; then raise a failure that nobody has heard of.
+        """Wait until nothing is in flight; then raise a failure that was not reported yet.
 
-        Something newer is to be saved, so what is in flight does not wait long for the store.
+        A newer state is waiting to be saved, so the save in flight gives up early on a store that
+        does not answer.
         """
         for pending in self._pending:
             pending.hurry()
         self.wait()
         over, self._pending = self._pending, []
         for pending in over:
-            error = pending._untold()
+            error = pending._unreported_error()
             if error is not None:
-                pending._is_told = True
+                pending._is_reported = True
                 logger.error("the save of step %d in the background has failed", pending.step)
                 raise error
 
     def settle_before(self, task: SaveTask) -> None:
-        """`settle`, for a save that the other ranks may begin, who have heard of the failure that
-        is raised here: then they hear of it in that save, and all ranks stay in one round.
+        """`settle` before a save that the other ranks may begin, because they know of the failure.
+
+        The failure that is raised here is reported to them in that save, so that all ranks stay in
+        the same collective.
         """
         try:
             self.settle()
         except Exception as error:
-            self.refuse(task, error)._is_told = True
+            self.refuse(task, error)._is_reported = True
             raise
 
     def replace(self) -> None:
-        """Have the save in flight dropped, unless all ranks have written it already."""
+        """Drop the save in flight, unless all ranks have written it already."""
         for pending in self._pending:
             pending._is_dropped.set()
 
     def start(self, task: SaveTask, begin: Callable[[], Staged]) -> PendingSave:
-        """Stage by `begin` in this thread, everything else in the worker.
+        """Stage by `begin` in this thread, and do everything else in the worker.
 
-        Returns when `begin` has, or when everything is copied where it asks for that. What it
-        raises is told to all ranks, and raised by `result`.
+        Returns when `begin` has returned, or with `is_blocking` when everything is copied. An error
+        of `begin` is reported to all ranks and raised by `result`.
         """
         try:
             staged = begin()
@@ -206,42 +211,43 @@ class Background:
                 pending.wait_staged()
         except BaseException:  # Ctrl-C too
             if pending not in self._pending:
-                staged.release()  # the next step must not wait for a save that is not there
+                staged.release()  # the next step must not wait for a save that never runs
             elif pending is not None:
-                pending._is_dropped.set()  # what is not copied yet may change from here on
+                pending._is_dropped.set()  # bytes not copied yet may change from here on
             raise
         pending.call_seconds = task.blocked_seconds()
         return pending
 
     def refuse(self, task: SaveTask, error: Exception) -> PendingSave:
-        """A save that this rank cannot make: the others hear of `error`."""
+        """A save that this rank cannot make; `error` is reported to the other ranks."""
         gate = Gate(frozenset(), frozenset())
         gate.open()
         pending = PendingSave(task.step, gate)
 
-        def tell() -> SaveReport:
+        def report() -> SaveReport:
             task.session.world.agree("begin", error)
             raise AssertionError("agree raises when a rank has an error") from error
 
-        self._submit(pending, tell)
+        self._submit(pending, report)
         return pending
 
     def _submit(self, pending: PendingSave, run: Callable[[], SaveReport]) -> None:
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="ckpt-save")
             _exit.watch(self)
-        known = [one for one in self._pending if one._untold() or not one.done()]
+        kept = [one for one in self._pending if one._unreported_error() or not one.done()]
         try:
-            self._pending = [*known, pending]
+            # Listed before the worker can begin, so that no save runs that `settle` cannot see.
+            self._pending = [*kept, pending]
             self._pool.submit(_answer, pending._future, run)
-        except BaseException:  # Ctrl-C too: who knows whether the worker was told
-            if pending._future.cancel():  # it never begins then
-                self._pending = known
+        except BaseException:  # Ctrl-C too: the worker may or may not have received the save
+            if pending._future.cancel():  # then it never begins
+                self._pending = kept
             raise
 
     def close(self) -> None:
         """Wait for what is in flight and end the worker; failures are logged."""
-        _report_untold(self, EXIT_SECONDS_MAX)
+        _log_unreported(self, EXIT_SECONDS_MAX)
         if self._pool is not None:
             self._pool.shutdown(wait=True)
             self._pool = None
@@ -275,6 +281,7 @@ def _run(pending: PendingSave, task: SaveTask, staged: Staged) -> SaveReport:
         try:
             staged.copy()
         except Exception as caught:
+            # Raised by `agree`: the other ranks wait there, and all must end with the same error.
             error = caught
         task.session.world.agree("begin", error)
         watched = replace(task, blocked_seconds=blocked_seconds)
@@ -285,7 +292,7 @@ def _run(pending: PendingSave, task: SaveTask, staged: Staged) -> SaveReport:
 
 
 class _Exit:
-    """Waits for saves in flight when the interpreter ends, and tells of failures."""
+    """Waits for saves in flight when the interpreter ends, and logs failures."""
 
     def __init__(self) -> None:
         self._watched: weakref.WeakSet[Background] = weakref.WeakSet()
@@ -295,24 +302,25 @@ class _Exit:
         self._watched.add(background)
         if not self._is_registered:
             self._is_registered = True
-            # Pools refuse new work once the interpreter has begun to end them, and a save needs
-            # pools. There is no public way to be called before that; atexit is after.
+            # A save needs thread pools, and these refuse new work once the interpreter shuts them
+            # down. That is before `atexit`, and no public hook is called earlier.
             register = getattr(threading, "_register_atexit", atexit.register)
             register(self._at_exit)
 
     def forget_all(self) -> None:
-        """In a forked child, such as a worker of a data loader: it has no worker of ours, and must
-        neither wait for the parent's saves nor tell the other ranks that this one is gone.
+        """In a forked child, such as a worker of a data loader: the thread that saves exists in the
+        parent only. The child must neither wait for the parent's saves nor abandon its world, which
+        would tell the other ranks that this one is gone.
         """
         self._watched = weakref.WeakSet()
 
     def _at_exit(self) -> None:
         until = time.monotonic() + EXIT_SECONDS_MAX
         for background in list(self._watched):
-            _report_untold(background, max(0.0, until - time.monotonic()))
+            _log_unreported(background, max(0.0, until - time.monotonic()))
 
 
-def _report_untold(background: Background, seconds_max: float) -> None:
+def _log_unreported(background: Background, seconds_max: float) -> None:
     until = time.monotonic() + seconds_max
     for pending in background._pending:
         try:
@@ -325,13 +333,13 @@ def _report_untold(background: Background, seconds_max: float) -> None:
                 seconds_max,
             )
             background._world.abandon()
-            pending.hurry(0.0)  # its thread is waited for, without a bound
+            pending.hurry(0.0)  # the interpreter joins this thread without a deadline
             continue
-        error = pending._untold()
+        error = pending._unreported_error()
         if error is not None:
-            pending._is_told = True
+            pending._is_reported = True
             logger.error(
-                "the save of step %d has failed and nobody asked: %s: %s",
+                "the save of step %d has failed, and its result was never requested: %s: %s",
                 pending.step,
                 type(error).__name__,
                 error,

@@ -1,9 +1,9 @@
-"""What a session knows of the newest checkpoint, for saves that refer to it (`dedup=True`).
+"""What a session keeps of the newest checkpoint, for saves that refer to it (`dedup=True`).
 
-The lead looks at the log and says which attempts may be referred to; every rank then divides its
-own chunks (`ckpt.saving.dedup`). After a save, each rank remembers its own part, so that the next
-save reads nothing back. A new process has nothing to remember: its lead reads the manifest once,
-and hands it to all ranks.
+The coordinator reads the log and decides which attempts may be referred to; every rank then divides
+its own chunks (`ckpt.saving.dedup`). After a save, each rank keeps its own part, so that the next
+save reads nothing back. A new process has no part yet: its coordinator reads the manifest once and
+broadcasts it.
 """
 
 from __future__ import annotations
@@ -64,16 +64,16 @@ NOTHING = Base((), b"")
 
 def decode_base(data: bytes) -> Base:
     """The inverse of `Base.encode`."""
-    told, _, manifest = data.partition(b"\n")
-    return Base(tuple(json.loads(told)), manifest)
+    allowed, _, manifest = data.partition(b"\n")
+    return Base(tuple(json.loads(allowed)), manifest)
 
 
 @dataclass
 class Previous:
     """The newest checkpoint of one session that was saved with digests, as one rank knows it.
 
-    `held` and `nbytes` are the lead's: bytes of that checkpoint by the attempt that wrote them, and
-    bytes of whole attempts. `staging` is where saves in the background are hashed.
+    `held` and `nbytes` are filled on the coordinator only: bytes of that checkpoint by the attempt
+    that wrote them, and bytes of whole attempts. Saves in the background are hashed in `staging`.
     """
 
     attempt: str = ""
@@ -83,7 +83,9 @@ class Previous:
     staging: Staging = field(default_factory=Staging)
 
     def offer(self, session: Session, *, block_nbytes: int) -> Base:
-        """On the lead: what the next save may refer to. Raises Fenced and the store's errors."""
+        """On the coordinator: what the next save may refer to. Raises Fenced and the store's
+        errors.
+        """
         state = session.state()
         if state.latest is None:
             return NOTHING
@@ -101,15 +103,19 @@ class Previous:
         return Base(tuple(sorted(allowed)), data if allowed else b"")
 
     def known_of(self, base: Base, chunks: Sequence[StoredChunk]) -> Known:
-        """Where this rank knows the `chunks` from. That may be an older checkpoint than others
-        know: what is allowed is there, and bytes are compared.
+        """Where the bytes of `chunks` are stored, as far as this rank knows.
+
+        Ranks may know different checkpoints, and one rank an older one. That does no harm: only
+        files of allowed attempts are referred to, those are live, and bytes are compared.
         """
         if base.manifest:
             return known_of_manifest(decode_manifest(base.manifest), chunks)
         return self.known
 
     def remember(self, header: Header, part: Part, manifest: Manifest | None) -> None:
-        """This checkpoint was committed; `part` is this rank's. The lead has the manifest."""
+        """Keep a checkpoint that was committed: `part` is this rank's; only the coordinator passes
+        the manifest.
+        """
         self.attempt, self.known = header.attempt, known_of_part(part, header)
         if manifest is not None:
             self.held = nbytes_held(manifest)
@@ -117,8 +123,8 @@ class Previous:
 
     def _nbytes_of(self, store: Store, entry: LiveEntry) -> int:
         if entry.attempt not in self.nbytes:
-            found = [i.nbytes for i in store.list(entry.prefix) if i.key.endswith(".safetensors")]
-            self.nbytes[entry.attempt] = sum(found)
+            sizes = [i.nbytes for i in store.list(entry.prefix) if i.key.endswith(".safetensors")]
+            self.nbytes[entry.attempt] = sum(sizes)
         return self.nbytes[entry.attempt]
 
 
@@ -127,15 +133,17 @@ def _read(store: Store, entry: LiveEntry) -> tuple[Manifest | None, bytes]:
         data = read_manifest(store, entry)
         return decode_manifest(data), data
     except (CheckpointError, KeyNotFoundError) as error:
-        # Whoever loads it will hear of it; this save does not need it.
-        logger.warning("this save writes everything, the previous one is not readable: %s", error)
+        # A load of that checkpoint raises this error; this save can do without it.
+        logger.warning(
+            "this save writes everything, because the previous checkpoint cannot be read: %s", error
+        )
         return None, b""
 
 
 def _can_be_base(manifest: Manifest, entry: LiveEntry, block_nbytes: int) -> bool:
-    """Whether the next checkpoint may name its files: has it digests, and blocks of the same size.
+    """Whether the next checkpoint may refer to its files: it has digests and blocks of this size.
 
-    Its root does not matter: a copied root has a name of its own, its checkpoints the old one.
+    Its root is not compared: a copied root has a new name, but its checkpoints keep the old one.
     """
     header = manifest.header
     is_named_right = (header.step, header.attempt) == (entry.step, entry.attempt)
@@ -169,13 +177,13 @@ def refer(
     division = divide(
         chunks,
         digests,
-        lambda at: _checksums(sources[at], block_nbytes),
+        lambda index: _checksums(sources[index], block_nbytes),
         known=known,
         allowed=base.allowed,
     )
     return Referred(
-        [sources[at] for at in division.written],
-        tuple([digests[at] for at in division.written]),
+        [sources[index] for index in division.written],
+        tuple([digests[index] for index in division.written]),
         division,
     )
 

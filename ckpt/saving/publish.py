@@ -1,6 +1,6 @@
 """Save a state as one checkpoint: every rank writes its share, then one write makes it exist.
 
-flatten -> assign -> write data files -> (agree) -> parts to the lead -> manifest -> commit
+flatten -> assign -> write data files -> (agree) -> gather parts -> manifest -> commit
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ def publish(
 ) -> SaveReport:
     """Agree on an attempt, let every rank `write` its share, and commit what all have written.
 
-    `modules` gives the paths of the modules of the state. Raises like `save_state`. When something
-    that the attempt refers to is retired meanwhile, there is another attempt; the last refers to
-    nothing.
+    `modules` returns the paths of the modules of the state. Raises like `save_state`. When a
+    checkpoint that the attempt refers to is retired meanwhile, another attempt is made; the last
+    one refers to nothing.
     """
     task = replace(task, retries_before=task.store.retries)
     try:
@@ -71,6 +71,7 @@ def _publish_in_tries(
         except ReferenceRetired as error:
             if number == tries:
                 raise
+            # The files that this attempt refers to are gone or will be, so it cannot be committed.
             logger.warning("step %d is written again: %s", task.step, error)
     raise AssertionError("the last try returns or raises")
 
@@ -90,15 +91,16 @@ def _publish(task: SaveTask, attempt: Attempt, write: Callable[[Attempt], Part])
 
             part = collectively(session.world, "write", run)
         with task.recorder.span("parts"):
-            parts = _hand_over(part, task)
+            parts = _gather(part, task)
         report, committed = _commit(parts, task, header)
     except (Fenced, LogDiverged, OutcomeUnknown):
-        raise  # nothing is deleted in a place that is not ours, or may not be
+        # Delete nothing: the root belongs to another session now, or the commit may have happened.
+        raise
     except Exception:
         memory.sent = b""
         _discard(session, header)
         raise
-    except BaseException:  # Ctrl-C, which nobody should have to wait for
+    except BaseException:  # Ctrl-C: end at once, the next session sweeps the files
         memory.sent = b""
         if session.session is not None:
             session.session.give_up(header.attempt, step=header.step)
@@ -106,115 +108,127 @@ def _publish(task: SaveTask, attempt: Attempt, write: Callable[[Attempt], Part])
     if attempt.base is not None:
         memory.previous.remember(header, part, committed.manifest)
     if session.session is not None:
-        _tell(report, committed.told, task)
+        _record(report, committed.reports, task)
     return report
 
 
-def _tell(report: SaveReport, told: Sequence[RankReport], task: SaveTask) -> None:
-    """The lead tells how a save went that is committed, so nothing here may fail it."""
-    history, lead = task.memory.history, task.session.session
-    assert lead is not None
+def _record(report: SaveReport, reports: Sequence[RankReport], task: SaveTask) -> None:
+    """On the coordinator: log a committed save and write its telemetry.
+
+    The checkpoint exists already, so an error here is logged and does not fail the save.
+    """
+    history, session = task.memory.history, task.session.session
+    assert session is not None
     log_saved(report.totals, report.path)
     if not task.options.telemetry:
         return
     try:
-        history.recall(task.store, lambda: _others(lead, report))
-        telemetry = history.describe(report.totals, [task.told(), *told[1:]], report.warnings)
+        history.recall(task.store, lambda: _others(session, report))
+        # This rank's own report is made anew: the gathered one is from before the commit.
+        all_reports = [task.rank_report(), *reports[1:]]
+        telemetry = history.describe(report.totals, all_reports, report.warnings)
     except Exception:
-        logger.warning("step %d is saved; how it went is not kept", task.step, exc_info=True)
+        logger.warning("step %d is saved, but its telemetry is not", task.step, exc_info=True)
         return
     write_telemetry(task.store, telemetry)
     history.saved(report.totals)
 
 
-def _others(lead: Session, report: SaveReport) -> list[LiveEntry]:
-    return [entry for entry in lead.state().live if entry.attempt != report.attempt]
+def _others(session: Session, report: SaveReport) -> list[LiveEntry]:
+    return [entry for entry in session.state().live if entry.attempt != report.attempt]
 
 
 def _start(task: SaveTask, modules: Callable[[], Sequence[str]], *, may_refer: bool) -> Attempt:
-    """The lead names the attempt; every rank gets the same header, or the lead's error."""
-    lead = task.session.session
-    offered: bytes | None = None
+    """The coordinator names the attempt; all ranks return the same one or raise the same error."""
+    session = task.session.session
+    message: bytes | None = None
     error: BaseException | None = None
-    if lead is not None:
+    if session is not None:
         try:
-            header = header_of(task, lead.new_attempt(), modules())
-            base = b""
+            header = header_of(task, session.new_attempt(), modules())
+            encoded_base = b""
             if task.options.dedup:
                 previous = task.memory.previous
-                found = previous.offer(lead, block_nbytes=BLOCK_BYTES) if may_refer else NOTHING
-                if found.allowed:
+                base = previous.offer(session, block_nbytes=BLOCK_BYTES) if may_refer else NOTHING
+                if base.allowed:
                     header = header.model_copy(update={"required": (REFERENCES,)})
-                base = found.encode()
-            offered = _joined([header.model_dump_json().encode(), base])
+                encoded_base = base.encode()
+            message = _joined([header.model_dump_json().encode(), encoded_base])
         except Exception as caught:
-            # Told in the round that the others wait in, so that none of them waits for long.
-            offered, error = b"", caught
-    received = task.session.world.broadcast("attempt", offered)
+            # Broadcast nothing instead of raising here: the other ranks wait in the broadcast, and
+            # would wait until their deadline. All ranks then agree on this error.
+            message, error = b"", caught
+    received = task.session.world.broadcast("attempt", message)
     if not received:
         task.session.world.agree("attempt", error)
-    told, based = _split(received)
-    return Attempt(Header.model_validate_json(told), decode_base(based) if based else None)
+    encoded_header, encoded_base = _split(received)
+    return Attempt(
+        Header.model_validate_json(encoded_header),
+        decode_base(encoded_base) if encoded_base else None,
+    )
 
 
 def _refuse_other_task(attempt: Attempt, task: SaveTask) -> None:
-    """Rank 0 decides; who was asked for something else must not go along in silence."""
-    told = {"step": attempt.header.step, "dedup": attempt.base is not None}
-    asked = {"step": task.step, "dedup": task.options.dedup}
+    """Raises InvalidState when this rank's arguments differ from those of rank 0, which count."""
+    agreed = {"step": attempt.header.step, "dedup": attempt.base is not None}
+    passed = {"step": task.step, "dedup": task.options.dedup}
     problems = [
-        f"{name}={asked[name]} was passed where rank 0 passed {name}={told[name]}; pass the same "
-        f"{name}"
-        for name in told
-        if asked[name] != told[name]
+        f"{name}={passed[name]} was passed where rank 0 passed {name}={agreed[name]}; pass the "
+        f"same {name}"
+        for name in agreed
+        if passed[name] != agreed[name]
     ]
     if problems:
         raise InvalidState(problems)
 
 
 def _unchanged(parts: Sequence[Part]) -> list[str]:
-    """A warning when a training goes on and the same weights are saved again."""
-    told = {text for part in parts for text in (part.warnings or ("",))}
-    if UNCHANGED not in told or not told <= {UNCHANGED, NONE_HERE}:
+    """A warning when the save before had the same weights: the state may not be the trained one."""
+    warnings = {text for part in parts for text in (part.warnings or ("",))}
+    # Ranks without trainable tensors have no vote; at least one rank must have unchanged ones.
+    if UNCHANGED not in warnings or not warnings <= {UNCHANGED, NONE_HERE}:
         return []
     return [
-        "no trainable tensor has changed since the save before: is the state that is saved the one "
-        "that is trained?"
+        "no trainable tensor has changed since the save before: is the saved state the one that is "
+        "trained?"
     ]
 
 
 class _Received(NamedTuple):
-    """What all ranks have handed over, in rank order; nothing but on the lead."""
+    """The parts and reports of all ranks, in rank order; empty except on the coordinator."""
 
     parts: list[Part]
-    told: list[RankReport]
+    reports: list[RankReport]
 
 
-def _hand_over(part: Part, task: SaveTask) -> Callable[[], _Received]:
-    """A function that gives what the lead has received.
+def _gather(part: Part, task: SaveTask) -> Callable[[], _Received]:
+    """Send this rank's part to the coordinator. Returns a function that decodes what it received.
 
-    It may raise, so it is called where the others wait for the lead's answer.
+    Decoding may raise, so the function is called later, in a step in which all ranks agree: an
+    error here would leave the others waiting for the coordinator's answer.
     """
     world, memory = task.session.world, task.memory
     if world.size == 1:
-        return lambda: _Received([part], [task.told()])
+        return lambda: _Received([part], [task.rank_report()])
     structure = part.structure()
-    known = structure == memory.sent
-    payload = _joined([b"" if known else structure, part.variable()])
-    received = world.gather_to_coordinator("parts", _joined([task.told().encode(), payload]))
+    is_known = structure == memory.sent
+    payload = _joined([b"" if is_known else structure, part.variable()])
+    message = _joined([task.rank_report().encode(), payload])
+    received = world.gather_to_coordinator("parts", message)
     memory.sent = structure
     return lambda: _assembled(received or [], memory)
 
 
 def _assembled(received: Sequence[bytes], memory: PartMemory) -> _Received:
-    parts, told = [], []
+    parts, reports = [], []
     for rank, data in enumerate(received):
-        telling, payload = _split(data)
+        report, payload = _split(data)
         structure, variable = _split(payload)
         if structure:
             memory.structures[rank] = structure
         parts.append(assemble(memory.structures[rank], variable))
-        told.append(RankReport.decode(telling))
-    return _Received(parts, told)
+        reports.append(RankReport.decode(report))
+    return _Received(parts, reports)
 
 
 def _joined(parts: Sequence[bytes]) -> bytes:
@@ -227,54 +241,58 @@ def _split(data: bytes) -> tuple[bytes, bytes]:
 
 
 class _Committed(NamedTuple):
-    """What came of a commit: `answer` is for all ranks, the rest for the lead alone."""
+    """The outcome of a commit: `answer` is for all ranks, the rest for the coordinator alone."""
 
     answer: Mapping[str, Any] = {}
     manifest: Manifest | None = None
-    told: Sequence[RankReport] = ()
+    reports: Sequence[RankReport] = ()
 
 
 def _commit(
     received_of: Callable[[], _Received], task: SaveTask, header: Header
 ) -> tuple[SaveReport, _Committed]:
-    """The lead checks that the parts are one whole checkpoint, and makes it exist.
+    """The coordinator checks that the parts are one whole checkpoint and commits it.
 
-    Raises ReferenceRetired on all ranks.
+    Raises InvalidState and ReferenceRetired on all ranks.
     """
-    session, store = task.session, task.store
-    lead = session.session
+    ranked, store = task.session, task.store
+    session = ranked.session  # None on all ranks but the coordinator
 
     def run() -> _Committed:
-        return _Committed() if lead is None else _commit_parts(received_of(), task, header, lead)
+        if session is None:
+            return _Committed()
+        return _commit_parts(received_of(), task, header, session)
 
-    # The lead's own phase is the commit itself, for the others it is waiting for that.
-    with nullcontext() if lead is not None else task.recorder.span("commit"):
-        committed = collectively(session.world, "commit", run)
-        told = None if lead is None else json.dumps(committed.answer).encode()
-        report = json.loads(session.world.broadcast("report", told))
-    if "problems" in report:
-        raise InvalidState(report["problems"])
-    if "retired" in report:
-        raise ReferenceRetired(report["retired"])
-    for warning in report["warnings"] if lead is not None else ():
+    # On the coordinator `_commit_parts` records this phase; on the other ranks it is the wait.
+    with nullcontext() if session is not None else task.recorder.span("commit"):
+        committed = collectively(ranked.world, "commit", run)
+        message = None if session is None else json.dumps(committed.answer).encode()
+        answer = json.loads(ranked.world.broadcast("report", message))
+    if "problems" in answer:
+        raise InvalidState(answer["problems"])
+    if "retired" in answer:
+        raise ReferenceRetired(answer["retired"])
+    for warning in answer["warnings"] if session is not None else ():
         logger.warning("step %d: %s", header.step, warning)
-    totals = SaveTotals.model_construct(**report["totals"])
-    told_to_all = SaveReport(
+    totals = SaveTotals.model_construct(**answer["totals"])
+    report = SaveReport(
         step=header.step,
         attempt=header.attempt,
         path=f"{store.url}/{step_prefix(header.step, header.attempt)}".rstrip("/"),
         nbytes=totals.nbytes,
-        warnings=tuple(report["warnings"]),
+        warnings=tuple(answer["warnings"]),
         totals=totals,
         nbytes_referenced=totals.nbytes_referenced,
         spans=task.recorder.spans(),
         counters={**task.recorder.counters(), "retries": task.retries},
     )
-    return told_to_all, committed
+    return report, committed
 
 
-def _commit_parts(received: _Received, task: SaveTask, header: Header, lead: Session) -> _Committed:
-    parts, told = received
+def _commit_parts(
+    received: _Received, task: SaveTask, header: Header, session: Session
+) -> _Committed:
+    parts, reports = received
     warnings = replica_differences(parts)
     problems = value_differences(parts)
     problems += warnings if task.options.replicas == "strict" else []
@@ -299,16 +317,16 @@ def _commit_parts(received: _Received, task: SaveTask, header: Header, lead: Ses
     )
     nbytes = manifest.own_nbytes + len(data)
     made = CommittedSave(header.step, header.attempt, nbytes, sum(held.values()), warnings)
-    totals = totals_of(made, told, now_unix=time.time())
+    totals = totals_of(made, reports, now_unix=time.time())
     try:
         with task.recorder.span("commit"):
-            lead.commit(commit)
-            lead.confirm(commit)
+            session.commit(commit)
+            session.confirm(commit)
     except ReferenceRetired as error:
         return _Committed({"retired": str(error)})
     # From here on the checkpoint exists, so nothing may fail any more.
     answer = {"warnings": warnings, "totals": totals.ended(time.time()).model_dump()}
-    return _Committed(answer, manifest, told)
+    return _Committed(answer, manifest, reports)
 
 
 def _discard(session: RankedSession, header: Header) -> None:
@@ -319,10 +337,13 @@ def _discard(session: RankedSession, header: Header) -> None:
         session.session.discard(header.attempt, step=header.step)
     except NotRetired:
         logger.warning(
-            "step %d (%s) is committed all the same: what failed came after that",
+            "step %d (%s) is committed all the same: the failure came after the commit",
             header.step,
             header.attempt,
         )
     except Exception as error:
-        # The failure of the save itself is what the caller must hear of; the next session sweeps.
-        logger.warning("files of the failed attempt %s stay for now: %s", header.attempt, error)
+        # Do not raise: the caller must see the failure of the save itself. These files do no harm,
+        # and the next session sweeps them.
+        logger.warning(
+            "the files of the failed attempt %s could not be deleted yet: %s", header.attempt, error
+        )

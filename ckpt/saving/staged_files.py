@@ -1,11 +1,11 @@
 """The data files of one save in host memory, part by part: copied first, written later.
 
-A part is an aligned buffer with the bytes that the file has there, so it leaves this process as it
-is. Buffers are reused from save to save. When there may be fewer of them than parts, the rest is
-copied as parts become durable and free theirs.
+A part is an aligned buffer with exactly the bytes of the file at that place, so it is written as it
+is. Buffers are reused from save to save. When the budget allows fewer buffers than parts, the other
+parts are copied as written parts free their buffers.
 
 The bytes before the first tensor byte depend on the attempt, which the ranks agree on after the
-first copies are made; room is left for them.
+first copies are made; space is reserved for them.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ from ckpt.layout.memory import SideStreams, address_of, copy_bytes, tensor_over
 from ckpt.saving.write import MIB, FileTexts, Source, Staging, WritePath, copy_elements
 from storage import ObjectWriter, Store
 
-# Room in a header for what the ranks cannot know of each other: notes, paths of modules.
+# Reserved in each header for what this rank cannot know yet: rank 0's notes and paths of modules.
 HEADER_SLACK_NBYTES = 4096
 
 
-class Slot(NamedTuple):
-    """Bytes `start` to `stop` of a source go to byte `at` of a part."""
+class StagedRange(NamedTuple):
+    """Bytes `start` to `stop` of a source, which are copied to byte `offset` of a part."""
 
     source: int
     start: int
     stop: int
-    at: int
+    offset: int
 
 
 class PartPlan(NamedTuple):
     """One part of a file: what is copied into it, and which runs of bytes are checksummed.
 
-    `cuts` are the lengths of consecutive runs from the first slot on. `continues` says that the
-    first run is the rest of a block that began in the part before, `breaks_off` that the last one
-    goes on in the next.
+    `cuts` are the lengths of consecutive runs from the first range on. `continues` says that the
+    first run is the rest of a block that began in the part before; `breaks_off` says that the
+    block of the last run continues in the next part.
     """
 
-    slots: tuple[Slot, ...]
+    ranges: tuple[StagedRange, ...]
     cuts: tuple[int, ...]
     continues: bool
     breaks_off: bool
@@ -75,7 +75,7 @@ class FilePlan:
 def plan_files(
     files: Sequence[FileEntries], *, texts: FileTexts, path: WritePath, part_nbytes_min: int
 ) -> tuple[FilePlan, ...]:
-    """How `files` lie in parts. `texts` is a guess of what their headers will say.
+    """Divide `files` into parts. `texts` are an estimate of the texts of their headers.
 
     No part is smaller than `part_nbytes_min`: what follows the tensors may need a second one.
     """
@@ -101,50 +101,52 @@ def _plan_parts(
 ) -> tuple[PartPlan, ...]:
     sizes, block_nbytes = [chunk.nbytes for chunk in file.chunks], file.block_bytes
     end = data_start + file.nbytes
-    slots: list[list[Slot]] = [[] for _ in range(-(-end // part_nbytes))]
-    cuts: list[list[int]] = [[] for _ in slots]
-    goes_on = [False] * len(slots)
+    ranges: list[list[StagedRange]] = [[] for _ in range(-(-end // part_nbytes))]
+    cuts: list[list[int]] = [[] for _ in ranges]
+    breaks_off = [False] * len(ranges)
     position = data_start
     for source, nbytes in enumerate(sizes, first):
         start = 0
         while start < nbytes:
-            part, at = divmod(position, part_nbytes)
-            stop = min(nbytes, start + part_nbytes - at)
-            slots[part].append(Slot(source, start, stop, at))
+            part, offset = divmod(position, part_nbytes)
+            stop = min(nbytes, start + part_nbytes - offset)
+            ranges[part].append(StagedRange(source, start, stop, offset))
             position += stop - start
-            goes_on[part] = stop < nbytes and stop % block_nbytes != 0
+            breaks_off[part] = stop < nbytes and stop % block_nbytes != 0
+            # Blocks are counted from the start of the chunk and not of the part, so a block may
+            # lie in two parts; its checksum is then continued in the second.
             while start < stop:
                 cut = min(stop, (start // block_nbytes + 1) * block_nbytes)
                 cuts[part].append(cut - start)
                 start = cut
     return tuple(
-        PartPlan(tuple(slots[at]), tuple(cuts[at]), at > 0 and goes_on[at - 1], goes_on[at])
-        for at in range(len(slots))
+        PartPlan(tuple(ranges[i]), tuple(cuts[i]), i > 0 and breaks_off[i - 1], breaks_off[i])
+        for i in range(len(ranges))
     )
 
 
-class Division(NamedTuple):
-    """Which slots of each part are copied first, and which later; one item per part of all files.
+class CopyOrder(NamedTuple):
+    """Which ranges of each part are copied first, and which later; one item per part of all files.
 
     `devices` are the CUDA devices that some sources are on.
     """
 
-    first: tuple[tuple[Slot, ...], ...]
-    later: tuple[tuple[Slot, ...], ...]
+    first: tuple[tuple[StagedRange, ...], ...]
+    later: tuple[tuple[StagedRange, ...], ...]
     later_nbytes: int
     devices: tuple[torch.device, ...]
 
 
-def divide(
+def copy_order(
     files: Sequence[FilePlan], sources: Sequence[Source], first: Collection[int]
-) -> Division:
-    """Copy the sources with the indices `first` first, the others later."""
+) -> CopyOrder:
+    """The order that copies the sources with the indices `first` first, the others later."""
     plans = [part for file in files for part in file.parts]
-    later = [tuple(slot for slot in plan.slots if slot.source not in first) for plan in plans]
-    return Division(
-        tuple(tuple(slot for slot in plan.slots if slot.source in first) for plan in plans),
+    later = [tuple(one for one in plan.ranges if one.source not in first) for plan in plans]
+    return CopyOrder(
+        tuple(tuple(one for one in plan.ranges if one.source in first) for plan in plans),
         tuple(later),
-        sum(slot.stop - slot.start for slots in later for slot in slots),
+        sum(one.stop - one.start for ranges in later for one in ranges),
         tuple(dict.fromkeys(source.view.device for source in sources if source.view.is_cuda)),
     )
 
@@ -153,20 +155,20 @@ _NO_BUFFER = memoryview(b"")
 
 
 @dataclass(slots=True)
-class _Part:
-    """A part and its memory. `missing` has to be copied yet; an empty buffer is none."""
+class _StagedPart:
+    """A part and its memory. `missing` is still to be copied; an empty buffer means none."""
 
     plan: PartPlan
-    missing: Sequence[Slot]
+    missing: Sequence[StagedRange]
     buffer: memoryview
 
 
 class Image:
     """All files of one save, partly in memory. Used by one thread at a time.
 
-    At most `buffers_max` parts are in memory at once, two or more. `sources` and the memory that
-    they point to have to stay until everything is copied. What is to be copied first is copied by
-    the constructor; there have to be buffers for it.
+    At most `buffers_max` parts, which is at least two, are in memory at once. `sources` and the
+    memory that they point to must stay until everything is copied. The constructor copies what
+    `order` lists first; there must be buffers for it.
     """
 
     def __init__(
@@ -175,24 +177,25 @@ class Image:
         sources: Sequence[Source],
         staging: Staging,
         *,
-        division: Division,
+        order: CopyOrder,
         buffers_max: int,
     ) -> None:
         self.files = tuple(files)
         self.sources = sources
         self._staging = staging
         self._buffers_max = buffers_max
-        self._is_pinned = bool(division.devices)
-        self._side = SideStreams(division.devices)
+        self._is_pinned = bool(order.devices)
+        self._side = SideStreams(order.devices)
         self._part_nbytes = files[0].part_nbytes
         plans = [part for file in files for part in file.parts]
-        self._parts = list(map(_Part, plans, division.later, [_NO_BUFFER] * len(plans)))
-        self._unfinished = 0  # the first part that may lack something
+        self._parts = list(map(_StagedPart, plans, order.later, [_NO_BUFFER] * len(plans)))
+        self._unfinished = 0  # index of the first part that may have bytes missing
         self._taken = 0
-        for part, slots in zip(self._parts, division.first, strict=True):
-            if slots:
+        for part, ranges in zip(self._parts, order.first, strict=True):
+            if ranges:
                 assert self._has_buffer(part), "what is copied first fits"
-                self._fill(part, slots, non_blocking=False)
+                # Not in the background: training may change these bytes when the call returns.
+                self._fill(part, ranges, non_blocking=False)
 
     @property
     def is_whole(self) -> bool:
@@ -203,8 +206,9 @@ class Image:
         """Copy what is left, as far as there are buffers."""
         copied = self._unfinished
         with self._side.copying():
-            # In order, and a part of a header alone too: a part that is to be written next never
-            # waits for buffers that later parts have.
+            # In order, and including parts that hold only a header: the part that is written next
+            # must never wait for a buffer that a later part holds, because that one is written
+            # after it.
             while copied < len(self._parts) and self._has_buffer(self._parts[copied]):
                 part = self._parts[copied]
                 self._fill(part, part.missing, non_blocking=True)
@@ -221,10 +225,10 @@ class Image:
         path: WritePath,
         between_parts: Callable[[], None],
     ) -> list[PartFile]:
-        """Write all files, copying on the way what is left; durable when this returns.
+        """Write all files and copy the rest on the way; the files are durable when this returns.
 
         Calls `between_parts` often, which may raise to give up. All buffers are given back, on
-        failure too. Raises the store's errors; no file is visible then that is not whole.
+        failure too. Raises the store's errors; then no incomplete file is visible.
         """
         written = []
         try:
@@ -250,14 +254,15 @@ class Image:
         return written
 
     def staged(self) -> list[Source]:
-        """The sources, with their bytes as they are in memory here. For images that are whole, of
-        files of one part each; valid until `release`.
+        """The sources, each with its staged copy in place of live memory.
+
+        For whole images with one part per file; valid until `release`.
         """
         moved = list(self.sources)
         for part in self._parts:
-            for index, _, nbytes, at in part.plan.slots:
+            for index, _, nbytes, offset in part.plan.ranges:
                 source = self.sources[index]
-                memory, dtype = part.buffer[at : at + nbytes], source.view.dtype
+                memory, dtype = part.buffer[offset : offset + nbytes], source.view.dtype
                 view = tensor_over(memory, dtype, (nbytes // dtype.itemsize,))
                 moved[index] = Source(source.chunk, view, 0, address_of(memory))
         return moved
@@ -269,7 +274,7 @@ class Image:
 
     # memory
 
-    def _has_buffer(self, part: _Part) -> bool:
+    def _has_buffer(self, part: _StagedPart) -> bool:
         if not part.buffer:
             if self._taken >= self._buffers_max:
                 return False
@@ -277,22 +282,24 @@ class Image:
             self._taken += 1
         return True
 
-    def _free(self, part: _Part) -> None:
+    def _free(self, part: _StagedPart) -> None:
         if part.buffer:
             self._staging.give_back(part.buffer)
             part.buffer = _NO_BUFFER
             self._taken -= 1
 
-    def _fill(self, part: _Part, slots: Sequence[Slot], *, non_blocking: bool) -> None:
+    def _fill(
+        self, part: _StagedPart, ranges: Sequence[StagedRange], *, non_blocking: bool
+    ) -> None:
         base = address_of(part.buffer)
         sources = self.sources
-        for index, start, stop, at in slots:
+        for index, start, stop, offset in ranges:
             source = sources[index]
             if source.address:
-                copy_bytes(base + at, source.address + start, stop - start)
+                copy_bytes(base + offset, source.address + start, stop - start)
             else:
-                place = part.buffer[at : at + stop - start]
-                copy_elements(source, start, place, non_blocking=non_blocking)
+                target = part.buffer[offset : offset + stop - start]
+                copy_elements(source, start, target, non_blocking=non_blocking)
 
     # writing
 
@@ -309,8 +316,8 @@ class Image:
         if needed > file.data_start:
             raise InvalidState(
                 [
-                    f"user: the notes of rank 0 take {needed - file.data_start} bytes more than "
-                    "there is room for; pass the same on all ranks"
+                    f"user: the notes of rank 0 need {needed - file.data_start} bytes more than "
+                    "this rank reserved for them; pass the same notes on all ranks"
                 ]
             )
         return with_data_start(layout, file.data_start), extras
@@ -327,13 +334,15 @@ class Image:
         before = part_count(self.files[:index])
         parts = self._parts[before : before + len(self.files[index].parts)]
         sums = _Sums()
-        for at, part in enumerate(parts):
+        for index_in_file, part in enumerate(parts):
             self._make_whole(part, sender)
             between_parts()
             sums.add(part.plan, part.buffer)
-            header = layout.header[at * part_nbytes : (at + 1) * part_nbytes]
+            begin = index_in_file * part_nbytes
+            header = layout.header[begin : begin + part_nbytes]
             part.buffer[: len(header)] = header
-            if at < len(parts) - 1:
+            # The last part is sent below, because the checksums of all parts go into it.
+            if part is not parts[-1]:
                 sender.send(part.buffer, partial(self._free, part))
         checksums = sums.result()
         tail = b"".join([*extras.values(), checksum_tensor(layout, checksums, extras)])
@@ -346,11 +355,11 @@ class Image:
             sender.send(memoryview(tail[start : start + part_nbytes]), lambda: None)
         return checksums
 
-    def _make_whole(self, part: _Part, sender: _Sender) -> None:
+    def _make_whole(self, part: _StagedPart, sender: _Sender) -> None:
         sender.collect()
         while not self._has_buffer(part):
             sender.wait_for_one()
-        # As much as has room now, this part first: steps of optimizers may wait for it.
+        # Copy as much as fits now and not this part alone: steps of optimizers may wait for it.
         self.copy()
 
 
@@ -362,9 +371,9 @@ class _Sums:
         self._begun = 0
 
     def add(self, plan: PartPlan, buffer: memoryview) -> None:
-        if not plan.slots:
+        if not plan.ranges:
             return
-        data = buffer[plan.slots[0].at :]
+        data = buffer[plan.ranges[0].offset :]
         cuts = plan.cuts
         if plan.continues:
             self._sums.append(crc32c(data[: cuts[0]], self._begun))
@@ -393,7 +402,9 @@ class _Sender:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def send(self, data: memoryview, after: Callable[[], None]) -> None:
-        """Write `data` as the next part; `after` is called by a later call here, once it is."""
+        """Write `data` as the next part. A later method call here calls `after`, once it is
+        written.
+        """
         future = self._pool.submit(self._writer.write_part, self._index, [data])
         self._in_flight.append((future, after))
         self._index += 1
@@ -409,13 +420,13 @@ class _Sender:
             self.wait_for_one()
 
     def collect(self) -> None:
-        """Finish with what is written already, without waiting."""
+        """Call `after` of the parts that are written already, without waiting."""
         while self._in_flight and self._in_flight[0][0].done():
             self.wait_for_one()
 
 
 def with_data_start(layout: DataFileLayout, data_start: int) -> DataFileLayout:
-    """The same file with its tensor bytes from `data_start` on, its header padded with spaces."""
+    """The same file, its header padded with spaces so that its tensors begin at `data_start`."""
     shift = data_start - len(layout.header)
     assert shift >= 0 and data_start % ALIGNMENT == 0, "headers only grow, to whole pages"
     text = layout.header[8:].ljust(data_start - 8, b" ")
@@ -423,12 +434,12 @@ def with_data_start(layout: DataFileLayout, data_start: int) -> DataFileLayout:
         layout,
         header=(data_start - 8).to_bytes(8, "little") + text,
         offsets=layout.offsets + shift,
-        extra_offsets={name: at + shift for name, at in layout.extra_offsets.items()},
+        extra_offsets={name: start + shift for name, start in layout.extra_offsets.items()},
         checksum_offset=layout.checksum_offset + shift,
         nbytes=layout.nbytes + shift,
     )
 
 
 def part_count(files: Sequence[FilePlan]) -> int:
-    """Parts, and so buffers, of all files."""
+    """How many parts all files have together, which is how many buffers hold all of them."""
     return sum(len(file.parts) for file in files)

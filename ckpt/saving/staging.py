@@ -26,7 +26,7 @@ from ckpt.layout.plain import times_changed
 from ckpt.layout.tensor import local_tensor
 from ckpt.saving.plan import Contents, contents_of, digests_of
 from ckpt.saving.save import write_sources
-from ckpt.saving.staged_files import Division, FilePlan, Image, divide, part_count, plan_files
+from ckpt.saving.staged_files import CopyOrder, FilePlan, Image, copy_order, part_count, plan_files
 from ckpt.saving.step_gate import Gate, steps, storage_of
 from ckpt.saving.task import Attempt, SaveTask, Written, file_names, file_texts, header_of, part_of
 from ckpt.saving.write import Source, Staging, copy_elements
@@ -191,19 +191,19 @@ def stage(state: Any, task: SaveTask, options: StageOptions, staging: Staging) -
     if task.options.dedup:
         staging = task.memory.previous.staging  # for buffers of the size of files
     staging.keep(room.buffers_max)
-    division, side = split.division, memoryview(b"")
+    order, side = split.order, memoryview(b"")
     with task.recorder.span("stage", split.nbytes_now):
         if not room.fits:
-            division = divide(files, sources, ())
+            order = copy_order(files, sources, ())
         if room.is_aside:
             sources, side = _copied_aside(sources, split.now)
-        image = Image(files, sources, staging, division=division, buffers_max=room.buffers_max)
+        image = Image(files, sources, staging, order=order, buffers_max=room.buffers_max)
         digests = digests_of(split.compared_now)
     versions = _versions([contents.plan.sources[index] for index in split.later])
     gate = Gate(split.changes.storages, split.changes.parameters)
     try:
         steps.hold(gate)
-        if room.fits and not division.later_nbytes and not split.compared_later:
+        if room.fits and not order.later_nbytes and not split.compared_later:
             gate.open()
         return Staged(
             task,
@@ -213,7 +213,7 @@ def stage(state: Any, task: SaveTask, options: StageOptions, staging: Staging) -
             digests,
             split.compared_later,
             is_blocking=not (room.fits or room.is_aside),
-            nbytes_later=division.later_nbytes,
+            nbytes_later=order.later_nbytes,
             versions=versions,
             side=side,
         )
@@ -238,7 +238,7 @@ class _Split(NamedTuple):
     later: tuple[int, ...]
     nbytes_now: int
     others: tuple[Source, ...]
-    division: Division
+    order: CopyOrder
     compared_now: tuple[tuple[Holding, Piece], ...]
     compared_later: tuple[tuple[Holding, Piece], ...]
 
@@ -276,7 +276,7 @@ def _worked_out(contents: Contents, files: Sequence[FilePlan], changes: Changes)
         tuple(later),
         sum(source.chunk.nbytes for source in sources),
         tuple(sorted(others, key=lambda source: -source.chunk.nbytes)),
-        divide(files, plan.sources, set(now)),
+        copy_order(files, plan.sources, set(now)),
         tuple(one for one, waits in compared if not waits),
         tuple(one for one, waits in compared if waits),
     )

@@ -44,11 +44,12 @@ Uint32s = npt.NDArray[np.uint32]
 
 
 class PartMemory:
-    """What the lead knows of each rank's last part, so that an unchanged structure is sent once.
+    """Each rank's last part as the coordinator has it, so that an unchanged structure is sent once.
 
-    Belongs to one session. Both sides forget together: a round that fails on one rank fails on all.
-    `previous` is what a save with `dedup` may refer to, `plans` what this rank need not work out
-    again, `evidence` which optimizers wait for saves in the background, `history` how saves went.
+    Belongs to one session. Sender and coordinator forget together, because a round that fails on
+    one rank fails on all. `previous` is what a save with `dedup` may refer to, `plans` holds what
+    this rank need not compute again, `evidence` which optimizers wait for saves in the background,
+    `history` the reports of earlier saves.
     """
 
     def __init__(self) -> None:
@@ -69,11 +70,11 @@ class Attempt(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SaveTask:
-    """One save to be made: where to, of which step, and who notes what happens.
+    """One save: its step, its destination, and what records its progress.
 
-    `blocked_seconds` tells how long training stands still for it; by default all the time.
-    `retries_before` are those of the store when it began; what fails is repeated for up to
-    `retry_seconds_max`, where it is made in the background.
+    `blocked_seconds` returns how long training has been stopped for it; by default the whole time.
+    `retries_before` is the store's count of retries when the save began. A save in the background
+    repeats failed requests for up to `retry_seconds_max`.
     """
 
     session: RankedSession
@@ -95,8 +96,8 @@ class SaveTask:
         """Requests that were repeated on this rank, so far."""
         return self.store.retries - self.retries_before
 
-    def told(self) -> RankReport:
-        """What there is to tell of it on this rank, so far."""
+    def rank_report(self) -> RankReport:
+        """This rank's report on the save, so far."""
         return RankReport(self.recorder.spans(), self.blocked_seconds(), self.retries)
 
 
@@ -108,8 +109,8 @@ class Written(NamedTuple):
 
 
 def header_of(task: SaveTask, attempt: str, modules: Sequence[str]) -> Header:
-    """What all files of an attempt say of it. Raises InvalidState for a step or notes that cannot
-    be.
+    """The header that all files of an attempt share. Raises InvalidState for a step or notes that
+    cannot be saved.
     """
     step, user = task.step, task.options.user
     if type(step) is not int or not 0 <= step <= STEP_MAX:
@@ -139,7 +140,7 @@ def file_names(header: Header, task: SaveTask) -> Callable[[int], str]:
 def file_texts(
     contents: Contents, header: Header, task: SaveTask, referred: Referred | None = None
 ) -> FileTexts:
-    """What this rank's data files tell besides tensors."""
+    """What this rank's data files hold besides tensors."""
     flat, rank = contents.flat, task.session.world.rank
     values = encode_values(flat.values) if rank == 0 else b""
     per_rank = encode_values(flat.per_rank) if flat.per_rank else b""
@@ -164,10 +165,11 @@ def file_texts(
 def part_of(
     contents: Contents, written: Written, digests: Mapping[str, int], task: SaveTask
 ) -> Part:
-    """What the manifest has to know of this rank's share, once its files are durable."""
+    """What this rank contributes to the manifest, once its files are durable."""
     flat, rank = contents.flat, task.session.world.rank
     if task.options.dedup:
-        # With digests, or chunks in files of other attempts, the columns are others every time.
+        # With digests, or with chunks in files of other attempts, the columns change with every
+        # save, so nothing of the last part can be used again.
         return make_part(
             rank=rank,
             files=written.files,
@@ -201,10 +203,8 @@ def part_of(
     return part
 
 
-# What a rank may say of its trainable tensors; nothing when some have changed.
+# A rank's warning about its trainable tensors; it gives none when some have changed.
 UNCHANGED = "no trainable tensor has changed"
-
-
 NONE_HERE = "no trainable tensor is here"
 
 

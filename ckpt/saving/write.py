@@ -199,7 +199,7 @@ def write_files(
             store.create(
                 key, layout.nbytes, part_nbytes=here.part_nbytes, durable=False, direct=here.direct
             ) as writer,
-            _Parts(writer, layout.nbytes, here, pinned=pinned) as parts,
+            _PartStream(writer, layout.nbytes, here, pinned=pinned) as parts,
         ):
             parts.add(memoryview(layout.header))
             checksums = _stream(sources[here_chunks], parts, file.block_bytes)
@@ -213,7 +213,7 @@ def write_files(
     return written
 
 
-def _stream(sources: Sequence[Source], parts: _Parts, block_nbytes: int) -> np.ndarray:
+def _stream(sources: Sequence[Source], parts: _PartStream, block_nbytes: int) -> np.ndarray:
     """Pass every source's bytes to `parts`, in order; returns the crc32c of every block."""
     checksums: list[int] = []
     packed_nbytes_max = min(PACKED_NBYTES_MAX, block_nbytes)
@@ -258,7 +258,7 @@ def _pack(
     return pack
 
 
-class _Parts:
+class _PartStream:
     """The object under construction as a stream, cut into parts.
 
     A part is a list of vectors. Bytes that need a copy get it in a scratch buffer, at the place
@@ -280,7 +280,7 @@ class _Parts:
         self._filled = 0
         self._index = 0
 
-    def __enter__(self) -> _Parts:
+    def __enter__(self) -> _PartStream:
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:

@@ -36,7 +36,7 @@ from ckpt.errors import CheckpointError, Corrupt, NoCheckpoint
 from ckpt.format.manifest import Manifest
 from ckpt.format.manifest_codec import decode_manifest, encode_manifest
 from ckpt.format.references import REFERENCES, is_reference
-from ckpt.loading.checkpoint import Checkpoint, Found, find_checkpoint
+from ckpt.loading.checkpoint import Checkpoint, LocatedCheckpoint, find_checkpoint
 from ckpt.tools.relay import check_index, index_of, is_there, relay_file, tiles_of
 from ckpt.tools.rewrite import own_layout, rewrite
 from storage import KeyExistsError, KeyNotFoundError, Store, StoreLike, open_store, options_of_other
@@ -135,7 +135,7 @@ class CopyMeter:
 
 def copy_checkpoint(
     source: Store,
-    located: Found,
+    located: LocatedCheckpoint,
     target: Store,
     *,
     threads: int = 4,

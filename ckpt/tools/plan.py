@@ -32,7 +32,7 @@ from ckpt.layout.region import Box, Region, Shape, whole
 from ckpt.loading.checkpoint import Checkpoint, find_checkpoint
 from ckpt.loading.load import block_line, catalog_of
 from ckpt.loading.plan import ReadPath, ReadPlan, plan_reads
-from ckpt.loading.reader import FileRange, Reader
+from ckpt.loading.reader import Reader, ReadRange
 from ckpt.loading.shared_reads import Ints, ShareLimits, Sharing, share_blocks
 from ckpt.state.bind import bind_state
 from ckpt.state.types import TensorEntry
@@ -417,5 +417,5 @@ class _RankNeeds(NamedTuple):
         )
 
 
-def _length(request: FileRange) -> int:
+def _length(request: ReadRange) -> int:
     return request.stop - request.start

@@ -26,7 +26,7 @@ from ckpt.format.references import REFERENCES
 from ckpt.layout.even import EvenLayout, even_part
 from ckpt.layout.piece import Kind
 from ckpt.layout.region import Box, Region, Shape, Span, span_of, whole
-from ckpt.loading.checkpoint import Checkpoint, Found, find_checkpoint
+from ckpt.loading.checkpoint import Checkpoint, LocatedCheckpoint, find_checkpoint
 from ckpt.tools.copy import CopyMeter, CopyReport
 from ckpt.tools.plan import checked_ranks
 from ckpt.tools.rewrite import Layout, chunk_of, rewrite
@@ -124,7 +124,7 @@ class _NewAttempt(NamedTuple):
 
 @contextmanager
 def _second_form(
-    source: Store, located: Found, new: NewLayout
+    source: Store, located: LocatedCheckpoint, new: NewLayout
 ) -> Iterator[_NewAttempt | LiveEntry]:
     """Where the new form of a checkpoint goes within its root, or the checkpoint of that form that
     is there.
@@ -152,7 +152,7 @@ def _second_form(
     yield _NewAttempt(PrefixStore(source, prefix.rstrip("/")), header)
 
 
-def commit_second_form(source: Store, located: Found, made: Manifest) -> None:
+def commit_second_form(source: Store, located: LocatedCheckpoint, made: Manifest) -> None:
     """The one write that makes the new form a checkpoint of the root. Raises CheckpointError when
     the old one was retired by now, or a session has claimed the root.
     """

@@ -29,7 +29,7 @@ from ckpt.format.manifest import Manifest
 from ckpt.format.manifest_codec import encode_manifest
 from ckpt.layout.even import even_part
 from ckpt.layout.region import Box, Span, boxes_of
-from ckpt.loading.checkpoint import Checkpoint, Found, find_checkpoint
+from ckpt.loading.checkpoint import Checkpoint, LocatedCheckpoint, find_checkpoint
 from ckpt.tools.copy import copy_checkpoint, copy_root
 from ckpt.tools.reshard import NewLayout, commit_second_form, cut_for, new_header
 from ckpt.tools.rewrite import bands_of, own_layout, rewrite
@@ -242,7 +242,7 @@ def test_second_form_never_becomes_what_a_training_resumes(tmp_path: Path) -> No
     ckpt.save({"x": torch.ones(9)}, root, step=1)
     store = open_store(root)
 
-    def copied() -> tuple[Found, Manifest]:
+    def copied() -> tuple[LocatedCheckpoint, Manifest]:
         found = find_checkpoint(store)
         epoch = Log(store).state().epoch
         header = new_header(found.manifest, NewLayout(1), epoch=epoch)

@@ -50,7 +50,7 @@ def open_store(
     - `memory://NAME`: lives as long as this process, one per name;
     - `s3://BUCKET/PREFIX`: S3, through obstore where it is installed (`shardpoint[fast]`) and
       through s3fs. `storage_options` are those of `s3fs.S3FileSystem`, such as `endpoint_url`,
-      `key`, `secret`, `anon`, `profile`, those of `storage.s3.store.Transfer` (`fast`,
+      `key`, `secret`, `anon`, `profile`, those of `storage.s3.options.Transfer` (`fast`,
       `unsigned_payload`, `checksums`), and `spread`: the number of key prefixes over which a new
       root spreads its data files (see `storage.spread`);
     - `gs://BUCKET/PREFIX` and `az://CONTAINER/PREFIX`: with obstore (`shardpoint[fast]`), which

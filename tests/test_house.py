@@ -50,10 +50,16 @@ ALLOWED = {
 # Third-party packages that are used through the files named here, and nowhere else.
 ONE_FILE_EACH = {
     "s3fs": ("storage/s3/store.py", "storage/s3/open.py"),
-    "botocore": ("storage/s3/store.py",),
+    "botocore": ("storage/s3/store.py", "storage/s3/answers.py"),
     "aiobotocore": ("storage/s3/store.py",),
-    "fsspec": ("storage/generic.py", "storage/s3/store.py", "storage/clouds.py", "storage/url.py"),
-    "aiohttp": ("storage/s3/store.py",),
+    "fsspec": (
+        "storage/generic.py",
+        "storage/s3/store.py",
+        "storage/s3/answers.py",
+        "storage/clouds.py",
+        "storage/url.py",
+    ),
+    "aiohttp": ("storage/s3/answers.py",),
     "obstore": ("storage/s3/fast.py", "storage/clouds.py"),
     "crc32c": ("ckpt/format/checksum.py", "storage/s3/store.py"),
     "blake3": ("ckpt/format/blake3.py",),
@@ -181,7 +187,6 @@ BANS = (
         (
             "ckpt/world/torch_world.py",
             "ckpt/cli/ranks.py",
-            "storage/s3/store.py",
             "sharding/fsdp.py",
         ),
         "an argument: no environment switch below the public functions",

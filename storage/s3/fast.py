@@ -39,7 +39,9 @@ from storage.errors import (
 )
 from storage.ranges import PartLedger
 from storage.retry import RetryPolicy, Trial
-from storage.s3.store import ClientFacts, S3Store, S3Writer, Transfer, answered
+from storage.s3.answers import answered
+from storage.s3.options import Transfer
+from storage.s3.store import ClientFacts, S3Store, S3Writer
 from storage.store import check_bound
 
 _log = logging.getLogger(__name__)

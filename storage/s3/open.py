@@ -11,7 +11,8 @@ import s3fs
 from storage.errors import InvalidUrlError
 from storage.keys import check_key
 from storage.retry import RetryPolicy
-from storage.s3.store import BUCKET_PATTERN, PREFIX_NBYTES_MAX, S3Store, Transfer
+from storage.s3.options import BUCKET_PATTERN, PREFIX_NBYTES_MAX, Transfer
+from storage.s3.store import S3Store
 
 
 def open_s3(url: str, place: str, options: dict[str, Any], retry: RetryPolicy) -> S3Store:

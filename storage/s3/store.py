@@ -1,4 +1,4 @@
-"""Objects in an S3 bucket, through s3fs: the only file that uses it.
+"""Objects in an S3 bucket, through s3fs: the only file that sends requests by it.
 
 `storage.s3.fast` moves them by obstore where that is installed, and leaves the rest to this file.
 
@@ -14,8 +14,6 @@ import base64
 import contextlib
 import json
 import os
-import re
-import socket
 import struct
 import threading
 import uuid
@@ -25,103 +23,32 @@ from types import TracebackType
 from typing import Any
 from urllib.parse import urlsplit
 
-import aiohttp
 import botocore.exceptions as boto
 import crc32c
 import s3fs
 from botocore import UNSIGNED
 from botocore.credentials import RefreshableCredentials
 from fsspec.asyn import sync
-from fsspec.exceptions import FSTimeoutError
 
 from storage.errors import (
-    AccessDeniedError,
-    InvalidUrlError,
-    KeyExistsError,
     KeyNotFoundError,
-    NoSpaceError,
-    OutcomeUnknownError,
-    ShortReadError,
     StorageError,
-    TransientError,
 )
 from storage.http import HttpStore
 from storage.keys import check_key, check_prefix
 from storage.ranges import PartLedger, flat_views, part_count
 from storage.retry import RetryPolicy, run_publishing
+from storage.s3.answers import translated
+from storage.s3.options import unusual_option, with_defaults
 from storage.store import ExclusiveCreate, JointWriter, ObjectInfo, ObjectWriter, check_bound
 
 MiB = 1024 * 1024
 # https://docs.aws.amazon.com/AmazonS3/latest/userguide/qfacts.html
 _PART_NBYTES_MIN = 5 * MiB
 _PARTS_MAX = 10_000
-PREFIX_NBYTES_MAX = 255
-
-# Options that other clients of S3 can honour too, some of them because they do not touch us.
-_COMMON_OPTIONS = {
-    *("anon", "endpoint_url", "key", "secret", "token", "username", "password", "profile"),
-    *("use_ssl", "default_block_size", "default_fill_cache", "default_cache_type"),
-    *("max_concurrency", "fixed_upload_size", "asynchronous", "local_expiry_check"),
-}
-_COMMON_CLIENT_OPTIONS = {"region_name", "endpoint_url", "use_ssl"}
-_COMMON_CONFIG_OPTIONS = {
-    *("connect_timeout", "read_timeout", "max_pool_connections", "retries", "s3"),
-    *("signature_version", "region_name", "request_checksum_calculation"),
-    *("response_checksum_validation", "user_agent", "user_agent_extra"),
-}
 
 _READ_CHUNK_BYTES = MiB
 _WRITE_ID = "write-id"
-BUCKET_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._\-]{1,254}")
-
-_DENIED_CODES = {
-    "AccessDenied",
-    "AllAccessDisabled",
-    "ExpiredToken",
-    "InvalidAccessKeyId",
-    "InvalidToken",
-    "RequestTimeTooSkewed",
-    "SignatureDoesNotMatch",
-}
-# The server says that it has not even begun, so that even a conditional write may be repeated.
-_THROTTLED_CODES = {
-    "RequestLimitExceeded",
-    "SlowDown",
-    "Throttling",
-    "ThrottlingException",
-    "TooManyRequests",
-}
-_NO_SPACE_CODES = {"QuotaExceeded", "InsufficientStorage", "XMinioStorageFull"}
-_NO_CREDENTIALS = (
-    boto.NoCredentialsError,
-    boto.PartialCredentialsError,
-    boto.CredentialRetrievalError,
-    boto.ProfileNotFound,
-)
-# No connection, hence no request.
-_NEVER_SENT = (boto.EndpointConnectionError, boto.ConnectTimeoutError, boto.ProxyConnectionError)
-_LOST_ON_THE_WAY = (
-    boto.HTTPClientError,
-    boto.IncompleteReadError,
-    aiohttp.ClientError,
-    FSTimeoutError,
-    TimeoutError,
-    ConnectionError,
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Transfer:
-    """How bytes go to S3: the options that are ours and not s3fs's.
-
-    `fast`: by obstore where it is installed (None), always (True), never (False).
-    `unsigned_payload`: leave the body out of the signature; None means over https only, where TLS
-    protects it. `checksums`: send one with every object, for the server to check.
-    """
-
-    fast: bool | None = None
-    unsigned_payload: bool | None = None
-    checksums: bool = True
 
 
 class S3Store(HttpStore):
@@ -151,7 +78,7 @@ class S3Store(HttpStore):
         self._bucket = bucket
         self._prefix = prefix + "/" if prefix else ""
         self._given = options
-        self._options = _with_defaults(options)
+        self._options = with_defaults(options)
         self._keys_per_page = keys_per_page
         self._lock = threading.Lock()
         self._client: tuple[int, s3fs.S3FileSystem] | None = None
@@ -306,16 +233,7 @@ class S3Store(HttpStore):
 
     def unusual_option(self) -> str:
         """The first storage option that only s3fs can honour; "" when there is none."""
-        given = {name: value for name, value in self._given.items() if value}
-        client, config = given.pop("client_kwargs", {}), given.pop("config_kwargs", {})
-        for options, known in (
-            (given, _COMMON_OPTIONS),
-            (client, _COMMON_CLIENT_OPTIONS),
-            (config, _COMMON_CONFIG_OPTIONS),
-        ):
-            for name in sorted(set(options) - known):
-                return f"the option {name}"
-        return ""
+        return unusual_option(self._given)
 
     def client_facts(self) -> ClientFacts:
         """Where the s3fs client sends its requests and how it signs them. Sends nothing."""
@@ -326,7 +244,7 @@ class S3Store(HttpStore):
         except StorageError:
             raise
         except Exception as error:
-            raise self._translated(error, "open", "", True) from error
+            raise translated(error, self.url, "open", "", True) from error
 
     def full_key(self, key: str) -> str:
         """The key in the bucket."""
@@ -355,7 +273,7 @@ class S3Store(HttpStore):
         except StorageError:
             raise
         except Exception as error:
-            raise self._translated(error, operation, key, may_be_repeated) from error
+            raise translated(error, self.url, operation, key, may_be_repeated) from error
 
     def _run(self, operation: str, key: str, coroutine: Any, *args: Any) -> Any:
         try:
@@ -364,7 +282,7 @@ class S3Store(HttpStore):
         except StorageError:
             raise
         except Exception as error:
-            raise self._translated(error, operation, key, True) from error
+            raise translated(error, self.url, operation, key, True) from error
 
     async def _read_all(
         self, filesystem: s3fs.S3FileSystem, key: str, nbytes_max: int | None
@@ -393,65 +311,6 @@ class S3Store(HttpStore):
             if response["ContentLength"] > wanted:
                 raise StorageError(f"read {full_key} in {self.url}: the server ignored the range")
             return await _fill(body, views)
-
-    def _translated(
-        self, error: Exception, operation: str, key: str, may_be_repeated: bool
-    ) -> StorageError:
-        cause = error.__cause__ if isinstance(error.__cause__, boto.ClientError) else error
-        where = f"{operation} {key} in {self.url}" if key else f"{operation} {self.url}"
-        if isinstance(cause, boto.ClientError):
-            return answered(
-                int(cause.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)),
-                str(cause.response.get("Error", {}).get("Code", "")),
-                text=f"{where}: {cause}",
-                where=where,
-                may_be_repeated=may_be_repeated,
-            )
-        if isinstance(cause, _NO_CREDENTIALS):
-            return AccessDeniedError(
-                f"{where}: {cause}; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or a profile, "
-                "or pass anon=True"
-            )
-        if isinstance(cause, _NEVER_SENT) and not _broke_later(cause):
-            return TransientError(f"{where}: {cause}; is endpoint_url right?")
-        if isinstance(cause, (*_LOST_ON_THE_WAY, boto.EndpointConnectionError)):
-            text = f"{where}: {type(cause).__name__}: {cause}"
-            return TransientError(text) if may_be_repeated else OutcomeUnknownError(text)
-        if isinstance(cause, (boto.ParamValidationError, boto.InvalidRegionError)):
-            return InvalidUrlError(f"{where}: {cause}")
-        return StorageError(f"{where}: {type(cause).__name__}: {cause}")
-
-
-def _broke_later(error: Exception) -> bool:
-    """Whether a "could not connect" hides a connection that was made, used and lost: aiobotocore
-    has one name for both, so that only the error beneath tells.
-    """
-    beneath = getattr(error, "kwargs", {}).get("error")
-    never = (aiohttp.ClientConnectorError, socket.gaierror)
-    return beneath is not None and not isinstance(beneath, never)
-
-
-def answered(
-    status: int, code: str, *, text: str, where: str, may_be_repeated: bool
-) -> StorageError:
-    """What an answer of the server means: its HTTP status, its error code, and both as `text`."""
-    if code == "NoSuchBucket":
-        return InvalidUrlError(f"{where}: there is no such bucket; create it first")
-    if code in _NO_SPACE_CODES or status == 507:
-        return NoSpaceError(text)
-    if code in _THROTTLED_CODES or status in (409, 429):
-        return TransientError(text)
-    if status == 412 or code == "PreconditionFailed":
-        return KeyExistsError(f"{where}: exists already")
-    if status == 416 or code == "InvalidRange":
-        return ShortReadError(f"{where}: the object ends before the bytes asked for")
-    if status == 404 or code in ("NoSuchKey", "NoSuchUpload"):
-        return KeyNotFoundError(f"{where}: no such object")
-    if status in (401, 403) or code in _DENIED_CODES:
-        return AccessDeniedError(f"{text}; check the credentials and the bucket's policy")
-    if status >= 500 or code == "RequestTimeout":
-        return TransientError(text) if may_be_repeated else OutcomeUnknownError(text)
-    return StorageError(text)
 
 
 @dataclass(frozen=True)
@@ -670,23 +529,3 @@ async def _fill(body: Any, views: Sequence[memoryview]) -> int:
             position += len(chunk)
             got += len(chunk)
     return got
-
-
-def _with_defaults(options: dict[str, Any]) -> dict[str, Any]:
-    config = {
-        "connect_timeout": 10,
-        "read_timeout": 60,
-        "max_pool_connections": 32,
-        "retries": {"total_max_attempts": 1},  # storage/retry.py repeats, nobody else
-        # Our own checksums cover the data, and many servers do not know these headers.
-        "request_checksum_calculation": "when_required",
-        "response_checksum_validation": "when_required",
-        **options.get("config_kwargs", {}),
-    }
-    # Instances of one's own: what others set or cached on a shared one must not reach us.
-    return {
-        **options,
-        "config_kwargs": config,
-        "skip_instance_cache": True,
-        "use_listings_cache": False,
-    }

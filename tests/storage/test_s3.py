@@ -25,8 +25,10 @@ from storage import (
     TransientError,
 )
 from storage.retry import NO_RETRY, RetryingStore, RetryPolicy
+from storage.s3.answers import translated
 from storage.s3.fast import FastS3Store
-from storage.s3.store import S3Store, Transfer
+from storage.s3.options import Transfer
+from storage.s3.store import S3Store
 from storage.spread import SpreadStore
 from storage.testing import StoreContract, write_object
 from tests.servers import S3Server, free_port, rclone_path, rclone_server
@@ -188,8 +190,8 @@ def test_answers_of_a_server_become_errors_by_what_to_do_next(
     store = S3Store("bucket", "run", options={}, retry=QUICK)
     answer = {"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status}}
     error = boto.ClientError(answer, "Method")  # type: ignore[arg-type]
-    assert type(store._translated(error, "read", "a", True)) is expected
-    assert type(store._translated(error, "create", "a", False)) is expected_of_put
+    assert type(translated(error, store.url, "read", "a", True)) is expected
+    assert type(translated(error, store.url, "create", "a", False)) is expected_of_put
 
 
 @pytest.mark.parametrize(
@@ -207,8 +209,8 @@ def test_failures_without_an_answer_are_unknown_once_something_was_sent(
     error: Exception, expected: type[StorageError], expected_of_put: type[StorageError]
 ) -> None:
     store = S3Store("bucket", "run", options={}, retry=QUICK)
-    assert type(store._translated(error, "read", "a", True)) is expected
-    assert type(store._translated(error, "create", "a", False)) is expected_of_put
+    assert type(translated(error, store.url, "read", "a", True)) is expected
+    assert type(translated(error, store.url, "create", "a", False)) is expected_of_put
 
 
 def test_a_bucket_that_does_not_exist_is_named(moto: S3Server) -> None:

@@ -21,7 +21,8 @@ import pytest
 from storage import AccessDeniedError, open_store
 from storage.retry import NO_RETRY
 from storage.s3.fast import FastS3Store
-from storage.s3.store import S3Store, Transfer
+from storage.s3.options import Transfer
+from storage.s3.store import S3Store
 from storage.testing import write_object
 from tests.fault_proxy import fault_proxy
 from tests.servers import S3Server

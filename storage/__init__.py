@@ -1,4 +1,4 @@
-"""Bytes by key: local disk, S3, memory, whatever fsspec knows. No torch, no checkpoints."""
+"""Bytes by key: local disk, S3, memory, any filesystem of fsspec. No torch, no checkpoints."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Objects in Google Cloud Storage (gs://) and Azure Blob Storage (az://), through obstore.
 
 Both create exclusively by themselves: GCS by `x-goog-if-generation-match: 0`, Azure by
-`If-None-Match: *`. Azure is tested against Azurite; GCS against no server at all, since none that
-speaks its XML API is to be had.
+`If-None-Match: *`. Azure is tested against Azurite; GCS is not tested against any server, because
+none for its XML API is available.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _KNOWN = {
         *("skip_signature", "use_emulator"),
     ),
 }
-# As gcsfs and adlfs call them.
+# The names that gcsfs and adlfs use.
 _ALIASES = {
     "gs": {"token": "service_account", "endpoint_url": "base_url", "anon": "skip_signature"},
     "az": {"sas_token": "sas_key", "anon": "skip_signature", "endpoint_url": "endpoint"},
@@ -121,20 +121,20 @@ class CloudStore(HttpStore):
                 offset=self._prefix + after if after else None,
             )
             for page in pages:
-                for found in page:
-                    key = found["path"][len(self._prefix) :]
-                    if found["path"].startswith(wanted) and key > after:
-                        yield ObjectInfo(key, found["size"], found["last_modified"].timestamp())
+                for listed in page:
+                    key = listed["path"][len(self._prefix) :]
+                    if listed["path"].startswith(wanted) and key > after:
+                        yield ObjectInfo(key, listed["size"], listed["last_modified"].timestamp())
         except (BaseError, OSError, ValueError) as error:
             raise self.objects.translated(error, "list", prefix) from None
 
     def info(self, key: str) -> ObjectInfo:
         full_key = self.full_key(key)
         try:
-            found = obstore.head(self.objects.once, full_key)
+            head = obstore.head(self.objects.once, full_key)
         except (BaseError, OSError, ValueError) as error:
             raise self.objects.translated(error, "info", key) from None
-        return ObjectInfo(key, found["size"], found["last_modified"].timestamp())
+        return ObjectInfo(key, head["size"], head["last_modified"].timestamp())
 
     def delete(self, key: str) -> None:
         full_key = self.full_key(key)
@@ -160,10 +160,10 @@ class CloudStore(HttpStore):
     def metadata(self, key: str) -> dict[str, str]:
         """What a writer of ours noted with an object. Raises KeyNotFoundError."""
         try:
-            found = obstore.get(self.objects.once, self.full_key(key), options={"head": True})
+            head = obstore.get(self.objects.once, self.full_key(key), options={"head": True})
         except (BaseError, OSError, ValueError) as error:
             raise self.objects.translated(error, "info", key) from None
-        return dict(found.attributes)
+        return dict(head.attributes)
 
     def full_key(self, key: str) -> str:
         """The key in the bucket."""
@@ -236,10 +236,10 @@ class CloudWriter(ObjectWriter):
 
     def _is_ours(self) -> bool:
         try:
-            found = self._store.metadata(self._ledger.key)
+            metadata = self._store.metadata(self._ledger.key)
         except KeyNotFoundError:
             return False
-        return found.get(_WRITE_ID) == self._metadata[_WRITE_ID]
+        return metadata.get(_WRITE_ID) == self._metadata[_WRITE_ID]
 
 
 def _open(

@@ -16,11 +16,11 @@ class KeyExistsError(StorageError):
 
 
 class ShortReadError(StorageError):
-    """The object ends before the bytes that were asked for."""
+    """The object ends before the requested bytes."""
 
 
 class TooLargeError(StorageError):
-    """The object has more bytes than the caller is ready to take; none of them were read."""
+    """The object has more bytes than the caller accepts; none of them were read."""
 
 
 class AccessDeniedError(StorageError):

@@ -18,7 +18,7 @@ import numpy as np
 from storage.linux import allocate, start_writeback
 from storage.ranges import drop_front
 
-# What O_DIRECT asks of addresses, offsets and lengths: the largest logical block of usual disks.
+# What O_DIRECT requires of addresses, offsets and lengths: the largest usual logical block.
 ALIGNMENT_BYTES = 4096
 # O_DIRECT writes of this size reached the speed of the disk with one thread (DECISIONS.md).
 DIRECT_WRITE_BYTES = 16 * 1024 * 1024
@@ -130,7 +130,8 @@ class DirectFile:
                 refused = True
                 self._direct = self._set_direct(False)
             if done % ALIGNMENT_BYTES and self._direct:
-                # A disk that is nearly full takes part of a write; the next one tells the error.
+                # A disk that is nearly full accepts part of a write; the next write returns the
+                # error.
                 done -= done % ALIGNMENT_BYTES
 
     def _write_copied(self, views: list[memoryview], start: int) -> None:
@@ -183,11 +184,11 @@ class OpenFile:
     def __init__(self, owner: OpenFiles, path: str) -> None:
         # O_NONBLOCK: opening a named pipe that somebody left in the directory must not wait.
         self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        found = os.fstat(self.fd)
-        if not stat.S_ISREG(found.st_mode):
+        status = os.fstat(self.fd)
+        if not stat.S_ISREG(status.st_mode):
             self.close()
             raise FileNotFoundError(errno.ENOENT, "not a regular file", path)
-        self.nbytes = found.st_size
+        self.nbytes = status.st_size
         self.users = 1
         self.retired = False
         self._owner = owner

@@ -1,4 +1,4 @@
-"""Objects on any filesystem that fsspec knows. None of them creates exclusively."""
+"""Objects on any filesystem of fsspec. None of them creates exclusively."""
 
 from __future__ import annotations
 
@@ -119,24 +119,24 @@ class GenericStore(Store):
     def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
         base = check_prefix(prefix).rpartition("/")[0]
         try:
-            found = self._find(base)
+            files = self._find(base)
         except Exception as error:
             raise self._translated(error, "list", prefix) from error
-        for key in sorted(found):
+        for key in sorted(files):
             name = key.rpartition("/")[2]
             if key > after and key.startswith(prefix) and finished_name(name) is None:
-                yield _object_info(key, found[key])
+                yield _object_info(key, files[key])
 
     def info(self, key: str) -> ObjectInfo:
         path = self._path(key)
         try:
             self._fs.invalidate_cache(self._parent(path))
-            found = self._fs.info(path)
+            details = self._fs.info(path)
         except Exception as error:
             raise self._translated(error, "info", key) from error
-        if found["type"] != "file":
+        if details["type"] != "file":
             raise KeyNotFoundError(f"info {key} in {self.url}: not a file")
-        return _object_info(key, found)
+        return _object_info(key, details)
 
     def delete(self, key: str) -> None:
         path = self._path(key)
@@ -286,12 +286,12 @@ class GenericWriter(ObjectWriter):
             self._store._fs.rm_file(self._temp)
 
 
-def _object_info(key: str, found: dict[str, Any]) -> ObjectInfo:
-    """Filesystems name the time of change in many ways; without one, an age is not to be had."""
+def _object_info(key: str, details: dict[str, Any]) -> ObjectInfo:
+    """Filesystems name the modification time in many ways; 0.0 where there is none."""
     for name in ("mtime", "LastModified", "last_modified", "updated", "created"):
-        value = found.get(name)
+        value = details.get(name)
         if isinstance(value, (int, float)):
-            return ObjectInfo(key, found["size"], float(value))
+            return ObjectInfo(key, details["size"], float(value))
         if isinstance(value, datetime):
-            return ObjectInfo(key, found["size"], float(value.timestamp()))
-    return ObjectInfo(key, found["size"], 0.0)
+            return ObjectInfo(key, details["size"], float(value.timestamp()))
+    return ObjectInfo(key, details["size"], 0.0)

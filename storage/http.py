@@ -35,7 +35,7 @@ class HttpStore(Store):
             nbytes = max(0, start - self.info(key).nbytes)  # HTTP has no empty range
         if got != nbytes:
             raise ShortReadError(
-                f"read {key} in {self.url}: bytes {start} to {start + nbytes} were asked for, "
+                f"read {key} in {self.url}: bytes {start} to {start + nbytes} were requested, "
                 f"{got} of these {nbytes} came"
             )
 

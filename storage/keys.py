@@ -19,7 +19,7 @@ KEY_BYTES_MAX = 768
 
 @functools.lru_cache(maxsize=4096)  # a key is used for thousands of small reads in a row
 def check_key(key: str) -> str:
-    """`key` itself. Raises InvalidKeyError when a store must not be asked for it."""
+    """`key` itself. Raises InvalidKeyError when it must not be used in any store."""
     problem = _key_problem(key)
     if problem:
         raise InvalidKeyError(

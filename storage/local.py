@@ -5,7 +5,8 @@ Symbolic links that somebody placed below `root` are followed, for reading and f
 can place links there owns the data already, and caches of downloaded models are made of such links.
 
 An object is written aside under a name that is never a key, and published by `link`, which does not
-replace anything. A writer that dies before leaves a `.tmp-` file for `abort_unfinished`, no more.
+replace anything. A writer that dies before that leaves a `.tmp-` file at most, which
+`abort_unfinished` removes.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ from storage.store import ByteRange, ExclusiveCreate, JointWriter, ObjectInfo, O
 
 _LINK_UNSUPPORTED = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EMLINK}
 _MISSING = (FileNotFoundError, NotADirectoryError)
-# A server that lost its answer, or its file handle, may have done what it was asked to.
+# The answer of a file server, or its file handle, was lost: the request may have been carried out.
 _UNANSWERED = {errno.EIO, errno.ETIMEDOUT, errno.ESTALE, errno.EINTR}
 
 
 class LocalStore(Store):
-    """The files below the directory `root`, which is made by the first write.
+    """The files below the directory `root`, which the first write creates.
 
     `exclusive_create` becomes NONE, and nothing can be written any more, once the filesystem turns
     out to have neither `link` nor `renameat2(RENAME_NOREPLACE)`.
@@ -51,7 +52,8 @@ class LocalStore(Store):
     is_disk = True
 
     def __init__(self, root: str, *, open_files_max: int = 32) -> None:
-        # POSIX lets abspath keep two slashes at the begin, which no parent of a path ends in.
+        # POSIX lets abspath keep two leading slashes, and no parent of a path ever equals such a
+        # root.
         self._root = "/" + os.path.abspath(root).lstrip("/")
         self.url = self._root
         self.exclusive_create = ExclusiveCreate.ATOMIC
@@ -134,14 +136,14 @@ class LocalStore(Store):
     def put_if_absent(self, key: str, data: bytes) -> None:
         final = self._path(key)
         taken: FileExistsError | None = None
-        asked = published = False
+        attempted = published = False
         try:
             temp, fd = self._open_unfinished(final, 0)
             try:
                 file = BufferedFile(fd)
                 file.write([memoryview(data)] if data else [], 0)
                 file.finish(len(data), durable=True)
-                asked = True
+                attempted = True
                 self._publish(temp, final)
                 published = True
             except FileExistsError as error:
@@ -149,7 +151,8 @@ class LocalStore(Store):
             finally:
                 if not published:
                     _remove_quietly(temp)
-            # Who repeats an unknown outcome learns that it is there: then that has to last, too.
+            # Also where the object was there already: a caller that repeats a write of unknown
+            # outcome takes that for success, so it has to survive a power failure, too.
             self._sync_directories([os.path.dirname(final)])
         except OSError as error:
             if published or taken is not None:
@@ -157,7 +160,7 @@ class LocalStore(Store):
                     f"create {key} in {self.url}: it is there, but whether it survives a power "
                     f"failure is unknown, because its directory could not be synced: {error}"
                 ) from error
-            if asked and error.errno in _UNANSWERED:
+            if attempted and error.errno in _UNANSWERED:
                 raise OutcomeUnknownError(f"create {key} in {self.url}: {error}") from error
             raise self._translated(error, "create", key) from error
         if taken is not None:
@@ -172,12 +175,12 @@ class LocalStore(Store):
 
     def info(self, key: str) -> ObjectInfo:
         try:
-            found = os.stat(self._path(key))
+            status = os.stat(self._path(key))
         except OSError as error:
             raise self._translated(error, "info", key) from error
-        if not stat.S_ISREG(found.st_mode):
+        if not stat.S_ISREG(status.st_mode):
             raise KeyNotFoundError(f"info {key}: not a file, in {self.url}")
-        return ObjectInfo(key, found.st_size, found.st_mtime)
+        return ObjectInfo(key, status.st_size, status.st_mtime)
 
     def delete(self, key: str) -> None:
         path = self._path(key)
@@ -264,7 +267,7 @@ class LocalStore(Store):
         with self._open_files.acquire(path) as file:
             if start < 0 or end > file.nbytes or read_into(file.fd, start, views) < end - start:
                 raise ShortReadError(
-                    f"read {key} in {self.url}: bytes {start} to {end} were asked for, the object "
+                    f"read {key} in {self.url}: bytes {start} to {end} were requested, the object "
                     f"has {file.nbytes}"
                 )
 
@@ -290,11 +293,11 @@ class LocalStore(Store):
                     yield from self._walk(key, prefix, after, (*parents, here))
             elif key > after and key.startswith(prefix):
                 try:
-                    found = entry.stat()
+                    status = entry.stat()
                 except _MISSING:
                     continue  # deleted since the directory was read, or a dangling link
-                if stat.S_ISREG(found.st_mode):
-                    yield ObjectInfo(key, found.st_size, found.st_mtime)
+                if stat.S_ISREG(status.st_mode):
+                    yield ObjectInfo(key, status.st_size, status.st_mtime)
 
     def _open_unfinished(self, final: str, flags: int) -> tuple[str, int]:
         """A new file to be published as `final`: its path, and a descriptor open for writing."""
@@ -332,9 +335,9 @@ class LocalStore(Store):
             os.link(temp, final)
         except FileExistsError:
             # NFS repeats a request whose reply was lost, and answers the second one. The name is
-            # ours when it is a name of our file. A count of names would not tell: a backup that
-            # makes hard links (cp -al) gives `temp` others. Where a file system has no lasting
-            # identities, an own object counts as another's, which its owner tells by its bytes.
+            # ours when it is a name of our file. The number of links would not show it: a backup
+            # that makes hard links (cp -al) gives `temp` others. Where a file system has no lasting
+            # identities, our own object counts as another's; the caller recognises it by its bytes.
             if not _is_file(final, ours):
                 raise
         except OSError as error:
@@ -529,17 +532,17 @@ def _remove_quietly(path: str) -> None:
 
 
 def _identity(path: str) -> tuple[int, int]:
-    found = os.stat(path)
-    return found.st_dev, found.st_ino
+    status = os.stat(path)
+    return status.st_dev, status.st_ino
 
 
 def _is_file(path: str, identity: tuple[int, int]) -> bool:
     """Whether `path` itself, not what it may link to, is that file."""
     try:
-        found = os.lstat(path)
+        status = os.lstat(path)
     except FileNotFoundError:
         return False
-    return (found.st_dev, found.st_ino) == identity
+    return (status.st_dev, status.st_ino) == identity
 
 
 def _is_text(name: str) -> bool:

@@ -130,6 +130,9 @@ class PrefixStore(WrappedStore):
     def delete(self, key: str) -> None:
         self.inner.delete(self._full(key))
 
+    def why_not_delete(self, prefix: str) -> str:
+        return self.inner.why_not_delete(self._prefix + prefix)
+
     def sync(self, keys: Iterable[str]) -> None:
         self.inner.sync([self._full(key) for key in keys])
 

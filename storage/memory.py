@@ -109,9 +109,9 @@ class MemoryStore(Store):
         # With nothing to be after, no key of ours may be lost to `after == prefix of all keys`.
         last_seen = self._prefix + after if after else ""
         for full_key in self._bucket.keys_from(self._prefix + check_prefix(prefix), last_seen):
-            found = self._bucket.find(full_key)
-            if found is not None:
-                yield ObjectInfo(full_key[skip:], len(found[0]), found[1])
+            stored = self._bucket.find(full_key)
+            if stored is not None:
+                yield ObjectInfo(full_key[skip:], len(stored[0]), stored[1])
 
     def info(self, key: str) -> ObjectInfo:
         data, modified_unix = self._find(key, "info")
@@ -131,17 +131,17 @@ class MemoryStore(Store):
         """The bucket stays: other stores may share it."""
 
     def _find(self, key: str, operation: str) -> tuple[bytes | bytearray, float]:
-        found = self._bucket.find(self._prefix + check_key(key))
-        if found is None:
+        stored = self._bucket.find(self._prefix + check_key(key))
+        if stored is None:
             raise KeyNotFoundError(f"{operation} {key}: no such object in {self.url}")
-        return found
+        return stored
 
     def _check_length(self, key: str, nbytes: int, wanted: ByteRange) -> None:
         if wanted.start < 0 or wanted.end < wanted.start:
             raise ValueError(f"{key}: {wanted} is not a range")
         if wanted.end > nbytes:
             raise ShortReadError(
-                f"read {key} in {self.url}: bytes {wanted.start} to {wanted.end} were asked for, "
+                f"read {key} in {self.url}: bytes {wanted.start} to {wanted.end} were requested, "
                 f"the object has {nbytes}"
             )
 

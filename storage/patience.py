@@ -1,4 +1,4 @@
-"""How long what fails is tried again: a bound that may change while somebody waits."""
+"""How long failed requests are repeated: a bound that may change while a caller waits."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ LOG_SECONDS = 30.0  # between lines about one wait
 
 
 class Patience:
-    """How long what fails is tried again, and whether anything is, for all that share a policy.
+    """How long failed requests are repeated, and whether any is being repeated, for all users of
+    one retry policy.
 
-    Any thread may change it at any time: a pause that is too long by then ends at once. A wait is
-    logged at once, and every `LOG_SECONDS` while it lasts.
+    Any thread may change the bound at any time; a pause that exceeds the new one ends at once. A
+    wait is logged when it begins, and every `LOG_SECONDS` while it lasts.
     """
 
     def __init__(self) -> None:
@@ -26,34 +27,34 @@ class Patience:
         self._waiting = 0
         self._began = 0.0
         self._logged = -math.inf
-        self._is_logged = False  # whether a line tells of this wait
-        self._telling = threading.Lock()
+        self._is_logged = False  # whether a line was logged for this wait
+        self._reporting = threading.Lock()
         self._on_wait: Callable[[bool], object] | None = None
-        self._is_told = False  # what `_on_wait` was told last
+        self._reported = False  # what `_on_wait` was called with last
 
     @property
     def seconds(self) -> float:
-        """How long something may go on failing, as of now."""
+        """The bound as it is now, in seconds."""
         bound = self._seconds
         return self.usual_seconds if bound is None else bound
 
     def set(self, seconds: float | None, on_wait: Callable[[bool], object] | None = None) -> None:
-        """Give up what has failed for `seconds`; None stands for the policy's own bound.
+        """Give up requests that have failed for `seconds`; None stands for the policy's own bound.
 
-        `on_wait(True)` is called when something begins to be repeated, and `on_wait(False)` when
-        nothing is any more, from any thread; it must not raise.
+        `on_wait(True)` is called when the first request begins to be repeated, `on_wait(False)`
+        when the last one has ended, from any thread; it must not raise.
         """
         with self._changed:
             self._seconds = seconds
             self._changed.notify_all()
-        with self._telling:
-            if self._is_told and self._on_wait is not None:
+        with self._reporting:
+            if self._reported and self._on_wait is not None:
                 self._on_wait(False)
-            self._on_wait, self._is_told = on_wait, False
-        self._tell()
+            self._on_wait, self._reported = on_wait, False
+        self._report()
 
     def shorten(self, seconds: float) -> None:
-        """Give up sooner than what was set, never later."""
+        """Lower the bound that was set; never raise it."""
         with self._changed:
             if self._seconds is not None:
                 self._seconds = min(self._seconds, seconds)
@@ -65,15 +66,15 @@ class Patience:
             self._changed.wait(seconds)
 
     def begin(self, now: float) -> None:
-        """Something has failed and will be repeated."""
+        """A request has failed and will be repeated."""
         with self._changed:
             self._waiting += 1
             if self._waiting == 1:
                 self._began, self._is_logged = now, False
-        self._tell()
+        self._report()
 
     def note(self, error: object, limit: float, now: float) -> None:
-        """It has failed, for the first time or again."""
+        """A request has failed, for the first time or again."""
         with self._changed:
             if now - self._logged < LOG_SECONDS:
                 return
@@ -82,18 +83,18 @@ class Patience:
         logger.warning("%s; tried again since %.0f s, for %g s at most", error, waited, limit)
 
     def end(self, now: float, *, is_answered: bool) -> None:
-        """It was answered, or given up."""
+        """A repeated request was answered, or given up."""
         with self._changed:
             self._waiting -= 1
             is_over = is_answered and not self._waiting and self._is_logged
             waited = now - self._began
         if is_over:
             logger.warning("the store answers again, after %.1f s", waited)
-        self._tell()
+        self._report()
 
-    def _tell(self) -> None:
-        with self._telling:  # in turn, so that what is told last is what is so
+    def _report(self) -> None:
+        with self._reporting:  # one at a time, so that the last call has the newest value
             waits = self._waiting > 0
-            if waits != self._is_told and self._on_wait is not None:
-                self._is_told = waits
+            if waits != self._reported and self._on_wait is not None:
+                self._reported = waits
                 self._on_wait(waits)

@@ -1,4 +1,4 @@
-"""When and how often something is tried again: the one place where the library repeats anything."""
+"""When and how often a failed request is repeated: nothing else in the library repeats requests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class RetryTally:
-    """How often something was repeated; any thread may add to it."""
+    """How often requests were repeated; any thread may add to it."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -43,11 +43,11 @@ class RetryPolicy:
     """Attempts within `deadline_seconds`, with growing random pauses between.
 
     Time bounds them and not their number, unless `attempts_max` is given: a network that is away
-    comes back after seconds or minutes. `patience` may set another bound while one is at it. The
-    pause before attempt n+1 is uniform between 0 and min(pause_max, pause_first * 2**(n-1)), so
-    that many ranks that failed together do not come back together. No attempt starts after the
-    deadline; one that runs is not interrupted. `tally` counts the repetitions of all that use this
-    policy. `clock`, `sleep` and `uniform` are there for tests.
+    comes back after seconds or minutes. `patience` may set another bound meanwhile. The pause
+    before attempt n+1 is uniform between 0 and min(pause_max, pause_first * 2**(n-1)), so that many
+    ranks that failed together do not come back together. No attempt starts after the deadline; one
+    that runs is not interrupted. `tally` counts the repetitions of all that use this policy.
+    `clock`, `sleep` and `uniform` are there for tests.
     """
 
     attempts_max: int | None = None
@@ -85,7 +85,7 @@ class RetryPolicy:
 
 
 class Trial:
-    """One operation that is tried until it is answered, or has failed for too long."""
+    """One operation, repeated until it is answered or has failed for too long."""
 
     def __init__(self, policy: RetryPolicy) -> None:
         self._policy = policy
@@ -127,11 +127,12 @@ class Trial:
 def run_publishing(
     policy: RetryPolicy, send: Callable[[], None], is_ours: Callable[[], bool]
 ) -> None:
-    """`send`, which makes an object appear, until it is known whether it did.
+    """Repeat `send`, which publishes an object, until its outcome is known.
 
-    Of a request whose answer was lost we learn by its repetition: it is refused because the object
-    is there, or because what it was to be made of is gone, and `is_ours` tells whose it is. Raises
-    OutcomeUnknownError when no attempt was answered.
+    Repeating a request whose answer was lost shows what became of it: the repetition is refused
+    because the object exists, or because the upload it completes is gone; `is_ours` then decides
+    whether the object is the one that we sent. Raises OutcomeUnknownError when no attempt was
+    answered.
     """
     sent = 0
 
@@ -234,12 +235,12 @@ class RetryingStore(WrappedStore):
             try:
                 return next(listing, None)
             except TransientError:
-                listing = None  # a generator that raised is at its end
+                listing = None  # a generator that raised cannot be resumed
                 raise
 
-        while (found := self._policy.run(step)) is not None:
-            after = found.key
-            yield found
+        while (entry := self._policy.run(step)) is not None:
+            after = entry.key
+            yield entry
 
     def info(self, key: str) -> ObjectInfo:
         return self._policy.run(lambda: self.inner.info(key))
@@ -256,7 +257,9 @@ class RetryingStore(WrappedStore):
 
 
 class _RetryingWriter(ObjectWriter):
-    """Repeats beginning and parts. Whether publishing may be repeated only the back-end knows."""
+    """Repeats the beginning and the parts. Only the back-end can decide whether to repeat
+    publishing.
+    """
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Urls of schemes that this package has no store for: who opens them.
+"""Factories of stores for schemes that this package does not have.
 
     storage.register_store("vault", lambda url, **options: VaultStore(url, **options))
 
@@ -68,7 +68,7 @@ def registered_schemes() -> tuple[str, ...]:
 
 
 def factory_of(scheme: str) -> StoreFactory | None:
-    """Who opens urls of `scheme`, None where nobody does.
+    """The factory for urls of `scheme`, None without one.
 
     Raises InvalidUrlError when a package offers the scheme and its factory cannot be imported or
     called, or when several packages offer it.
@@ -127,10 +127,12 @@ def open_registered(
 
 
 def _check_options(shown: str, factory: StoreFactory, url: str, options: Mapping[str, Any]) -> None:
-    """Told from the signature, so that a TypeError inside of the factory is not taken for this."""
+    """Compare with the signature, so that a TypeError raised inside the factory is not mistaken for
+    an unknown option.
+    """
     try:
         signature = inspect.signature(factory)
-    except ValueError:  # built in C: the call itself will tell
+    except ValueError:  # built in C: the call itself will refuse them
         return
     try:
         signature.bind(url, **options)

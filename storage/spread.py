@@ -1,10 +1,9 @@
 """Data files under many key prefixes, for object stores that limit requests per prefix.
 
-S3 serves a few thousand requests a second for each range of keys, and all files of one step
-share a prefix. A spread root keeps `steps/DIR/FILE.safetensors` at
-`spread/HH/steps/DIR/FILE.safetensors`, where HH comes from the key alone; everything else stays at
-its place. How many prefixes there are is written once in the object `SPREAD`; who asks for keys
-and lists them never sees any of this.
+S3 serves a few thousand requests a second for each range of keys, and all files of one step share a
+prefix. A spread root keeps `steps/DIR/FILE.safetensors` at `spread/HH/steps/DIR/FILE.safetensors`,
+where HH comes from the key alone; everything else stays at its place. The number of prefixes is
+written once, in the object `SPREAD`. Callers that read and list keys see none of this.
 """
 
 from __future__ import annotations
@@ -39,10 +38,10 @@ def is_data_file(key: str) -> bool:
 class SpreadStore(WrappedStore):
     """`inner`, with the keys that `is_spread` chooses spread over `count` prefixes.
 
-    `count=None` does as the root says, 1 where it says nothing. Any other number is for a new root:
-    the first `create` records it, and raises InvalidUrlError where the root has data files already
-    or another number. Objects are found at both places, so that a process that looked before the
-    record was made does no harm.
+    `count=None` takes the number that the root records, 1 without a record. Any other number is for
+    a new root: the first `create` records it, and raises InvalidUrlError where the root has data
+    files already or another number. Objects are found at both places, so that a process that looked
+    before the record was made does no harm.
     """
 
     def __init__(
@@ -57,8 +56,8 @@ class SpreadStore(WrappedStore):
             raise InvalidUrlError(f"{inner.url}: spread={count!r}; expected 1 to {COUNT_MAX}")
         self._wanted = count
         self._is_spread = is_spread
-        self._recorded = 0  # 0: none was found so far
-        self._settled = False  # whether `create` may rest on it
+        self._recorded = 0  # 0: no record was seen so far
+        self._settled = False  # whether `create` may rely on it
         self._lock = threading.Lock()
 
     def get(self, key: str, byte_range: ByteRange | None = None) -> bytes:
@@ -97,10 +96,10 @@ class SpreadStore(WrappedStore):
             count = self._recorded or self._look()
             listings += [self._spread(number, prefix, after) for number in range(count)]
         last = ""
-        for found in heapq.merge(*listings, key=lambda entry: entry.key):
-            if found.key != last:  # at both places: it is one object all the same
-                yield found
-            last = found.key
+        for entry in heapq.merge(*listings, key=lambda entry: entry.key):
+            if entry.key != last:  # the same object at both places counts once
+                yield entry
+            last = entry.key
 
     def delete(self, key: str) -> None:
         if self._is_spread(check_key(key)) and (count := self._recorded or self._look()):
@@ -157,7 +156,7 @@ class SpreadStore(WrappedStore):
 
     def _refused(self, why: str) -> InvalidUrlError:
         return InvalidUrlError(
-            f"{self.url}: spread={self._wanted} was asked for, but {why} prefixes; leave the "
+            f"{self.url}: spread={self._wanted} was requested, but {why} prefixes; leave the "
             "option out, or begin a new root"
         )
 
@@ -180,14 +179,14 @@ class SpreadStore(WrappedStore):
         return "steps/".startswith(prefix[:6]) or self._is_spread is not is_data_file
 
     def _plain(self, prefix: str, after: str) -> Iterator[ObjectInfo]:
-        for found in self.inner.list(prefix, after=after):
-            if found.key != SPREAD_KEY and not found.key.startswith(SPREAD_PREFIX):
-                yield found
+        for entry in self.inner.list(prefix, after=after):
+            if entry.key != SPREAD_KEY and not entry.key.startswith(SPREAD_PREFIX):
+                yield entry
 
     def _spread(self, number: int, prefix: str, after: str) -> Iterator[ObjectInfo]:
         place = _spread_prefix(number)
-        for found in self.inner.list(place + prefix, after=place + after if after else ""):
-            yield found._replace(key=found.key.removeprefix(place))
+        for entry in self.inner.list(place + prefix, after=place + after if after else ""):
+            yield entry._replace(key=entry.key.removeprefix(place))
 
 
 def _spread_prefix(number: int) -> str:

@@ -30,7 +30,7 @@ class ByteRange(NamedTuple):
 
 
 class ObjectInfo(NamedTuple):
-    """What a listing knows of an object. `modified_unix` is seconds, for display and ages."""
+    """What a listing returns for an object. `modified_unix` is seconds, for display and ages."""
 
     key: str
     nbytes: int
@@ -41,8 +41,10 @@ class ExclusiveCreate(enum.Enum):
     """Whether two writers can be trusted not to both create one key."""
 
     ATOMIC = "atomic"  # guaranteed by the operating system or by construction
-    CONDITIONAL = "conditional"  # asked for with every request; a server may ignore it, so probe
-    NONE = "none"  # check-then-write at best: refused for committing
+    CONDITIONAL = (
+        "conditional"  # requested with every write; a server may ignore it, so probe first
+    )
+    NONE = "none"  # check, then write, at best: commits are refused
 
 
 class ObjectWriter(ABC):
@@ -62,9 +64,9 @@ class ObjectWriter(ABC):
 
 
 class JointWriter(ABC):
-    """One process's hand in an object that several processes write together.
+    """One process's part in writing an object that several processes write together.
 
-    `receipts` are what `Store.end_joint` wants to know of each part that was written here.
+    `receipts` are what `Store.end_joint` needs of each part that was written here.
     """
 
     receipts: dict[int, str]
@@ -114,7 +116,8 @@ class Store(ABC):
         """
 
     def get_bounded(self, key: str, nbytes_max: int) -> bytes:
-        """The object, if it has at most `nbytes_max` bytes: for what others may have written.
+        """The object, if it has at most `nbytes_max` bytes: for objects that others may have
+        written.
 
         Raises KeyNotFoundError, and TooLargeError before anything of a larger one is read.
         """

@@ -31,22 +31,22 @@ class Killed(BaseException):
 class FaultPlan:
     """Which operation goes wrong, and how. Thread-safe: the stores of all ranks may share one.
 
-    `at` counts operations from 1; 0 means none, for a dry run that fills `operations` with the name
-    and key of each. `kill` raises Killed instead of `error`, and the store that raised it is dead.
-    `mode="after"` lets the operation happen before it fails; writes that publish then raise
-    OutcomeUnknownError. With `forever`, all operations from the `at`-th on go wrong.
+    `number` is that of the operation, from 1; 0 means none, for a dry run that fills `operations`
+    with the name and key of each. `kill` raises Killed instead of `error`, and the store that
+    raised it is dead. `mode="after"` lets the operation happen before it fails; writes that publish
+    then raise OutcomeUnknownError. With `forever`, all operations from that one on go wrong.
     """
 
     def __init__(
         self,
-        at: int,
+        number: int,
         *,
         kill: bool = False,
         mode: Literal["before", "after"] = "before",
         forever: bool = False,
         error: type[StorageError] = StorageError,
     ) -> None:
-        self.at = at
+        self.number = number
         self.kill = kill
         self.mode = mode
         self.forever = forever
@@ -57,12 +57,12 @@ class FaultPlan:
     def strikes(self, operation: str, key: str) -> bool:
         with self._lock:
             self.operations.append((operation, key))
-            number = len(self.operations)
-        return self.at > 0 and (number == self.at or (self.forever and number > self.at))
+            count = len(self.operations)
+        return self.number > 0 and (count == self.number or (self.forever and count > self.number))
 
     @property
     def happened(self) -> bool:
-        return 0 < self.at <= len(self.operations)
+        return 0 < self.number <= len(self.operations)
 
 
 class FaultyStore(WrappedStore):
@@ -101,8 +101,8 @@ class FaultyStore(WrappedStore):
         self.perform("put_if_absent", key, lambda: self.inner.put_if_absent(key, data))
 
     def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
-        found = self.perform("list", prefix, lambda: self.inner.list(prefix, after=after))
-        for entry in found:
+        entries = self.perform("list", prefix, lambda: self.inner.list(prefix, after=after))
+        for entry in entries:
             self.check_alive("list", prefix)
             yield entry
 

@@ -33,7 +33,7 @@ _DENIED_CODES = {
     "RequestTimeTooSkewed",
     "SignatureDoesNotMatch",
 }
-# The server says that it has not even begun, so that even a conditional write may be repeated.
+# The server has not begun to process the request, so even a conditional write may be repeated.
 _THROTTLED_CODES = {
     "RequestLimitExceeded",
     "SlowDown",
@@ -95,7 +95,7 @@ def translated(
 
 def _broke_later(error: Exception) -> bool:
     """Whether a "could not connect" hides a connection that was made, used and lost: aiobotocore
-    has one name for both, so that only the error beneath tells.
+    has one name for both, so only the underlying error shows which it was.
     """
     beneath = getattr(error, "kwargs", {}).get("error")
     never = (aiohttp.ClientConnectorError, socket.gaierror)
@@ -115,7 +115,7 @@ def answered(
     if status == 412 or code == "PreconditionFailed":
         return KeyExistsError(f"{where}: exists already")
     if status == 416 or code == "InvalidRange":
-        return ShortReadError(f"{where}: the object ends before the bytes asked for")
+        return ShortReadError(f"{where}: the object ends before the requested bytes")
     if status == 404 or code in ("NoSuchKey", "NoSuchUpload"):
         return KeyNotFoundError(f"{where}: no such object")
     if status in (401, 403) or code in _DENIED_CODES:

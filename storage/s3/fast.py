@@ -1,9 +1,9 @@
 """Objects in S3, GCS and Azure buckets, their bytes moved by obstore: the only file that uses it.
 
-For S3 only the bytes: endpoint, region, credentials and style of addressing are asked of the s3fs
-client, which stays in charge of listings, deletions and unfinished uploads. So every option and
-environment variable means the same with both. Where obstore cannot do what an option asks
-for, the store works as if obstore were not installed, and says so at debug level.
+For S3 it moves the bytes only: endpoint, region, credentials and addressing style come from the
+s3fs client, which stays in charge of listings, deletions and unfinished uploads. So every option
+and environment variable means the same with both. Where obstore cannot honour an option, the store
+works as if obstore were not installed, and logs that at debug level.
 """
 
 from __future__ import annotations
@@ -50,10 +50,11 @@ _log = logging.getLogger(__name__)
 # interpreter's lock is not taken all the time. 256 KiB was within 5 % of the best of 0 to 8 MiB.
 _READ_CHUNK_NBYTES = 256 << 10
 _REQUEST_SECONDS_MAX = 600  # of one request with its body; a stalled one ends by the read timeout
-# Workers bound what is in flight, each waiting for its part; obstore shall not bound it once more.
+# The workers bound what is in flight, since each waits for its part; obstore's own bound must not
+# be lower.
 _PARTS_IN_FLIGHT_MAX = 64
 _TRIES_UNBOUNDED = 1 << 30
-_QUIET_SECONDS = 2.0  # an upload without an answer for so long asks whether the server is there
+_QUIET_SECONDS = 2.0  # an upload without an answer for so long checks whether the server responds
 # obstore's threads do not survive a fork, and a call in the child would panic.
 _IMPORTED_BY = os.getpid()
 
@@ -93,7 +94,7 @@ class FastS3Store(S3Store):
         self._opened: list[Objects | None] = []
 
     def objects(self) -> Objects | None:
-        """The fast client, made at first use; None where s3fs does everything."""
+        """The fast client, created at first use; None where s3fs does everything."""
         if os.getpid() != _IMPORTED_BY:
             return None
         with self._opening:
@@ -202,9 +203,9 @@ class Objects:
 
     def get(self, full_key: str, key: str, nbytes_max: int | None) -> bytes:
         try:
-            found = obstore.get(self.once, full_key)
-            check_bound(self.url, key, found.meta["size"], nbytes_max)
-            return bytes(found.bytes())
+            response = obstore.get(self.once, full_key)
+            check_bound(self.url, key, response.meta["size"], nbytes_max)
+            return bytes(response.bytes())
         except (BaseError, OSError, ValueError) as error:
             raise self.translated(error, "read", key) from None
 
@@ -213,9 +214,9 @@ class Objects:
         stop = start + sum(view.nbytes for view in views)
         got = 0
         try:
-            found = obstore.get(self.once, full_key, options={"range": (start, stop)})
+            response = obstore.get(self.once, full_key, options={"range": (start, stop)})
             targets = _Targets(views)
-            for chunk in found.stream(min_chunk_size=_READ_CHUNK_NBYTES):
+            for chunk in response.stream(min_chunk_size=_READ_CHUNK_NBYTES):
                 targets.take(memoryview(chunk))
                 got += len(chunk)
         except (BaseError, OSError, ValueError) as error:
@@ -270,7 +271,7 @@ class Objects:
         if isinstance(error, (AlreadyExistsError, PreconditionError)):
             return KeyExistsError(f"{where}: exists already")
         if "Wanted range" in first:
-            return ShortReadError(f"{where}: the object ends before the bytes asked for")
+            return ShortReadError(f"{where}: the object ends before the requested bytes")
         if "Range header" in first or "NotPartial" in details:
             return RangesRefused(f"{where}: the server ignored the range")
         status, code, message = (find.search(first) for find in (_STATUS, _CODE, _MESSAGE))
@@ -307,7 +308,9 @@ class Objects:
             text = f"{where}: no whole answer ({kind[1].lower() if kind else 'connection lost'})"
             return TransientError(text) if may_be_repeated else OutcomeUnknownError(text)
         if not may_be_repeated:
-            return OutcomeUnknownError(f"{where}: failed in a way that is not known")
+            return OutcomeUnknownError(
+                f"{where}: failed, and whether it was carried out is unknown"
+            )
         return StorageError(f"{where}: {first.partition(' - ')[0][:300]}")
 
 
@@ -322,7 +325,7 @@ class _Targets:
         """Copy `chunk` to where the last one ended. Raises ValueError when it does not fit."""
         while chunk.nbytes:
             if not self._left:
-                raise ValueError("more bytes came than were asked for")
+                raise ValueError("more bytes came than were requested")
             view = self._left.pop()
             size = min(view.nbytes, chunk.nbytes)
             view[:size] = chunk[:size]
@@ -343,7 +346,7 @@ class Upload:
     """One multi-part upload that obstore runs on fsspec's event loop while parts are fed to it.
 
     obstore cuts the bytes that it gets into parts in their order, and reads them where they are.
-    What tells that it is done with a piece of memory is the death of the view that it was given. A
+    It is done with a piece of memory when the view that it was given is garbage-collected. A
     part that comes before its turn is copied, and so is a last part that is shorter, because
     obstore keeps that one until the end.
     """
@@ -460,7 +463,8 @@ class Upload:
         """`sending`, given up where the server cannot be reached for longer than the policy has it.
 
         obstore repeats the requests of an upload by itself, in silence and with a bound that is
-        fixed before. So a server that says nothing is asked for something small.
+        fixed before. So when nothing has been answered for a while, a small request checks whether
+        the server responds.
         """
         retry, trial = self._objects.retry, None
         with contextlib.ExitStack() as waiting:
@@ -526,7 +530,7 @@ class _Feed:
             if view is _GIVE_UP:
                 raise _Abandoned
             yield view
-            del view  # its death tells the writer, who waits for it
+            del view  # the writer waits for this view to be garbage-collected
 
     def close(self) -> None:
         self._closed = True
@@ -537,7 +541,7 @@ class _Feed:
 def open_s3_objects(
     url: str, facts: ClientFacts, transfer: Transfer, retry: RetryPolicy
 ) -> Objects:
-    """The bucket that `facts` tells of. Unsigned payloads and checksums as `transfer` says."""
+    """The bucket of `facts`, with unsigned payloads and checksums as `transfer` has them."""
     is_tls = urlsplit(facts.endpoint_url).scheme == "https"
     unsigned = transfer.unsigned_payload
     config: dict[str, Any] = {
@@ -587,7 +591,8 @@ def _credentials_by(facts: ClientFacts) -> Any:
 
     def credentials() -> dict[str, Any]:
         key, secret, token, may_expire = facts.credentials()
-        # obstore asks again some minutes before; botocore renews its own well before they expire.
+        # obstore calls again some minutes before that; botocore renews its own well before they
+        # expire.
         expires_at = datetime.now(timezone.utc) + timedelta(minutes=10) if may_expire else None
         return {
             "access_key_id": key,

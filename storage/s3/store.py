@@ -54,7 +54,7 @@ _WRITE_ID = "write-id"
 class S3Store(HttpStore):
     """Objects below `prefix` of `bucket`. `options` are those of s3fs.S3FileSystem.
 
-    Exclusive creation is asked for with `If-None-Match: *`. AWS honours it for every object; Ceph
+    Exclusive creation is requested with `If-None-Match: *`. AWS honours it for every object; Ceph
     does only for those of one part; some servers ignore it altogether: probe before committing.
     `retry` is for publishing an object of `create`, which only this class knows how to repeat.
     """
@@ -124,7 +124,7 @@ class S3Store(HttpStore):
         writer = S3Writer(self, PartLedger(key, nbytes, part_nbytes), token)
         if missing := part_count(nbytes, part_nbytes) - len(receipts):
             raise ValueError(f"{key}: {missing} parts were never written; not published")
-        writer.publish_parts({index: json.loads(told) for index, told in receipts.items()})
+        writer.publish_parts({index: json.loads(receipt) for index, receipt in receipts.items()})
 
     def abort_joint(self, key: str, token: str) -> None:
         self.abort_upload(self._full(key), json.loads(token)["upload"])
@@ -145,11 +145,11 @@ class S3Store(HttpStore):
                 MaxKeys=self._keys_per_page,
                 **more,
             )
-            for found in page.get("Contents", ()):
-                key = found["Key"][len(self._prefix) :]
+            for listed in page.get("Contents", ()):
+                key = listed["Key"][len(self._prefix) :]
                 # Consoles make "directories": empty objects whose name ends with a slash.
                 if key > after and not key.endswith("/"):
-                    yield ObjectInfo(key, found["Size"], found["LastModified"].timestamp())
+                    yield ObjectInfo(key, listed["Size"], listed["LastModified"].timestamp())
             if not page.get("IsTruncated"):
                 return
             more = {"ContinuationToken": page["NextContinuationToken"]}
@@ -192,7 +192,7 @@ class S3Store(HttpStore):
                 "abort", full_key, "abort_multipart_upload", Key=full_key, UploadId=upload_id
             )
 
-    # What the fast client does in its own way:
+    # What the fast client overrides:
 
     def _fetch_all(self, key: str, nbytes_max: int | None) -> bytes:
         data: bytes = self._run("read", key, self._read_all, key, nbytes_max)
@@ -223,13 +223,15 @@ class S3Store(HttpStore):
         return S3Writer(self, ledger)
 
     def checksum_of(self, body: bytes) -> dict[str, str]:
-        """What tells the server the checksum of `body`: 15 GB/s, where Content-MD5 takes 0.6."""
+        """The request arguments that send the checksum of `body`: 15 GB/s, where Content-MD5 takes
+        0.6.
+        """
         if not self.checksums:
             return {}
         packed = struct.pack(">I", crc32c.crc32c(body))
         return {"ChecksumCRC32C": base64.b64encode(packed).decode("ascii")}
 
-    # What the fast client has to know:
+    # What the fast client needs:
 
     def unusual_option(self) -> str:
         """The first storage option that only s3fs can honour; "" when there is none."""
@@ -315,8 +317,9 @@ class S3Store(HttpStore):
 
 @dataclass(frozen=True)
 class ClientFacts:
-    """What an s3fs client knows of its bucket, for another client of the same. Never shown: it can
-    tell credentials. `problem` names what only s3fs can do; the rest is undefined then.
+    """How an s3fs client reaches its bucket, for another client of the same. Never shown in
+    messages: it gives access to credentials. `problem` names what only s3fs can do; the rest is
+    undefined then.
     """
 
     bucket: str
@@ -337,8 +340,8 @@ class ClientFacts:
 
     def credentials(self) -> tuple[str, str, str | None, bool]:
         """Access key, secret, session token, and whether they may change."""
-        found: tuple[str, str, str | None, bool] = sync(self.loop, _credentials, self.filesystem)
-        return found
+        answer: tuple[str, str, str | None, bool] = sync(self.loop, _credentials, self.filesystem)
+        return answer
 
 
 async def _ask_client(filesystem: s3fs.S3FileSystem, bucket: str) -> ClientFacts:
@@ -371,11 +374,11 @@ async def _ask_client(filesystem: s3fs.S3FileSystem, bucket: str) -> ClientFacts
 async def _credentials(filesystem: s3fs.S3FileSystem) -> tuple[str, str, str | None, bool]:
     if filesystem.key and filesystem.secret:
         return filesystem.key, filesystem.secret, filesystem.token, False
-    found = await filesystem.session.get_credentials()
-    if found is None:
+    credentials = await filesystem.session.get_credentials()
+    if credentials is None:
         raise boto.NoCredentialsError
-    frozen = await found.get_frozen_credentials()
-    may_expire = isinstance(found, RefreshableCredentials)
+    frozen = await credentials.get_frozen_credentials()
+    may_expire = isinstance(credentials, RefreshableCredentials)
     return frozen.access_key, frozen.secret_key, frozen.token, may_expire
 
 
@@ -403,7 +406,7 @@ class S3Writer(ObjectWriter):
         return json.dumps({"upload": self._upload_id, "write": self._metadata[_WRITE_ID]})
 
     def receipt(self, index: int) -> str:
-        """What publishing has to know of a part that was written."""
+        """What publishing needs of a part that was written."""
         return json.dumps(self._parts[index])
 
     def publish_parts(self, parts: dict[int, dict[str, Any]]) -> None:

@@ -146,7 +146,7 @@ def _fails_reading(scene: Scene, bad: int) -> Callable[[int], Store]:
 
     class Unreadable(FaultyStore):
         def get_into(self, key: str, start: int, buffers: Any) -> None:
-            self.plan.at = len(self.plan.operations) + 1
+            self.plan.number = len(self.plan.operations) + 1
             super().get_into(key, start, buffers)
 
     return lambda rank: Unreadable(scene.store, FaultPlan(0)) if rank == bad else scene.store

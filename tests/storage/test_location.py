@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,15 @@ class TestBorrowedStore(StoreContract):
     @pytest.fixture
     def store(self, tmp_path: Path) -> Store:
         return open_store(LocalStore(str(tmp_path)))
+
+
+def test_every_method_that_takes_keys_is_below_the_prefix() -> None:
+    """A new method of Store that is passed on unchanged would act beside the place."""
+    for name, method in vars(Store).items():
+        if callable(method) and {"key", "keys", "prefix"} & set(
+            inspect.signature(method).parameters
+        ):
+            assert name in vars(PrefixStore), name
 
 
 class Closing(MemoryStore):

@@ -24,7 +24,7 @@ from storage.http import HttpStore
 from storage.keys import check_key, check_prefix
 from storage.ranges import PartLedger, flat_views, part_count
 from storage.retry import RetryPolicy, run_publishing
-from storage.s3.fast import Objects, Upload, bounds
+from storage.s3.objects import Objects, Upload, bounds
 from storage.store import ExclusiveCreate, ObjectInfo, ObjectWriter, Store
 
 MiB = 1024 * 1024

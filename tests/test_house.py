@@ -60,7 +60,7 @@ ONE_FILE_EACH = {
         "storage/url.py",
     ),
     "aiohttp": ("storage/s3/answers.py",),
-    "obstore": ("storage/s3/fast.py", "storage/clouds.py"),
+    "obstore": ("storage/s3/fast.py", "storage/s3/objects.py", "storage/clouds.py"),
     "crc32c": ("ckpt/format/checksum.py", "storage/s3/store.py"),
     "blake3": ("ckpt/format/blake3.py",),
     "msgpack": ("ckpt/format/columns.py", "ckpt/commit/records.py"),

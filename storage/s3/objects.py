@@ -1,0 +1,412 @@
+"""The objects of one bucket through obstore, in S3, GCS and Azure: single requests, and uploads."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import threading
+import time
+import weakref
+from collections.abc import AsyncIterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from datetime import timedelta
+from queue import SimpleQueue
+from typing import Any
+
+import obstore
+from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
+
+from storage.errors import (
+    AccessDeniedError,
+    KeyExistsError,
+    OutcomeUnknownError,
+    ShortReadError,
+    StorageError,
+    TransientError,
+)
+from storage.retry import RetryPolicy, Trial
+from storage.s3.answers import answered
+from storage.store import check_bound
+
+# A chunk per crossing of the language border: small enough for a CPU's cache, large enough that the
+# interpreter's lock is not taken all the time. 256 KiB was within 5 % of the best of 0 to 8 MiB.
+_READ_CHUNK_NBYTES = 256 << 10
+REQUEST_SECONDS_MAX = 600  # of one request with its body; a stalled one ends by the read timeout
+# The workers bound what is in flight, since each waits for its part; obstore's own bound must not
+# be lower.
+_PARTS_IN_FLIGHT_MAX = 64
+_TRIES_UNBOUNDED = 1 << 30
+_QUIET_SECONDS = 2.0  # an upload without an answer for so long checks whether the server responds
+
+_STATUS = re.compile(r"status code: ([0-9]{3})")
+_CODE = re.compile(r"<Code>([A-Za-z]{1,60})</Code>")
+_MESSAGE = re.compile(r"<Message>([^<]{1,300})</Message>")
+_KIND = re.compile(r"kind: ([A-Z][a-z]+)")
+
+
+class RangesRefused(StorageError):
+    """The server answered a ranged read in a way that obstore does not take."""
+
+
+@dataclass(frozen=True)
+class Objects:
+    """The objects of one bucket by their whole keys. Every call is one request, sent once.
+
+    `once` repeats nothing; `patient` repeats requests of uploads as the store's policy says, since
+    nobody else can: an upload is one call. `url` is for messages.
+    """
+
+    url: str
+    once: Any
+    patient: Any
+    retry: RetryPolicy
+    loop: asyncio.AbstractEventLoop
+
+    def get(self, full_key: str, key: str, nbytes_max: int | None) -> bytes:
+        try:
+            response = obstore.get(self.once, full_key)
+            check_bound(self.url, key, response.meta["size"], nbytes_max)
+            return bytes(response.bytes())
+        except (BaseError, OSError, ValueError) as error:
+            raise self.translated(error, "read", key) from None
+
+    def fill(self, full_key: str, key: str, start: int, views: Sequence[memoryview]) -> int:
+        """Fill `views` from byte `start` on; how many bytes came."""
+        stop = start + sum(view.nbytes for view in views)
+        got = 0
+        try:
+            response = obstore.get(self.once, full_key, options={"range": (start, stop)})
+            targets = _Targets(views)
+            for chunk in response.stream(min_chunk_size=_READ_CHUNK_NBYTES):
+                targets.take(memoryview(chunk))
+                got += len(chunk)
+        except (BaseError, OSError, ValueError) as error:
+            raise self.translated(error, "read", key) from None
+        return got
+
+    async def probe(self, full_key: str, key: str) -> TransientError | None:
+        """Why the server cannot be reached; None when it answers, whatever it says."""
+        try:
+            await obstore.head_async(self.once, full_key)
+        except (BaseError, OSError, ValueError) as error:
+            failed = self.translated(error, "create", key)
+            return failed if isinstance(failed, TransientError) else None
+        return None
+
+    def put_new(
+        self,
+        full_key: str,
+        key: str,
+        body: bytes,
+        metadata: Mapping[str, str],
+        *,
+        may_be_repeated: bool,
+    ) -> None:
+        """One PUT that the server refuses when the key is there."""
+        try:
+            obstore.put(
+                self.once,
+                full_key,
+                memoryview(body),
+                mode="create",
+                attributes=dict(metadata),
+                use_multipart=False,
+            )
+        except (BaseError, OSError, ValueError) as error:
+            raise self.translated(error, "create", key, may_be_repeated=may_be_repeated) from None
+
+    def upload(
+        self, full_key: str, key: str, part_nbytes: int, metadata: Mapping[str, str]
+    ) -> Upload:
+        """A new object in several parts, begun."""
+        return Upload(self, full_key, key, part_nbytes, metadata)
+
+    def translated(
+        self, error: Exception, operation: str, key: str, *, may_be_repeated: bool = True
+    ) -> StorageError:
+        """What to do next. Only the error code and message of an answer are kept: a server may
+        repeat the whole request in it, session token included.
+        """
+        where = f"{operation} {key} in {self.url}"
+        first, _, details = str(error).partition("\n\nDebug source")
+        if isinstance(error, (AlreadyExistsError, PreconditionError)):
+            return KeyExistsError(f"{where}: exists already")
+        if "Wanted range" in first:
+            return ShortReadError(f"{where}: the object ends before the requested bytes")
+        if "Range header" in first or "NotPartial" in details:
+            return RangesRefused(f"{where}: the server ignored the range")
+        status, code, message = (find.search(first) for find in (_STATUS, _CODE, _MESSAGE))
+        if status is not None or isinstance(error, FileNotFoundError):
+            text = f"{where}: {status[1] if status else 404}"
+            text += f" {code[1]}" if code else ""
+            text += f": {message[1]}" if message else ""
+            return answered(
+                int(status[1]) if status else 404,
+                code[1] if code else "",
+                text=text,
+                where=where,
+                may_be_repeated=may_be_repeated,
+            )
+        return self._without_answer(first, details, where, may_be_repeated)
+
+    def _without_answer(
+        self, first: str, details: str, where: str, may_be_repeated: bool
+    ) -> StorageError:
+        if "redentials" in first or "redentials" in details:
+            return AccessDeniedError(
+                f"{where}: no usable credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY "
+                "or a profile, or pass anon=True"
+            )
+        if "redirect without LOCATION" in first:
+            return StorageError(
+                f"{where}: the bucket is in another region; pass "
+                "client_kwargs={'region_name': ...}"
+            )
+        kind = _KIND.search(details)
+        if kind is not None and kind[1] == "Connect":
+            return TransientError(f"{where}: no connection to the server; is endpoint_url right?")
+        if kind is not None or "HTTP error" in first or "error decoding" in first:
+            text = f"{where}: no whole answer ({kind[1].lower() if kind else 'connection lost'})"
+            return TransientError(text) if may_be_repeated else OutcomeUnknownError(text)
+        if not may_be_repeated:
+            return OutcomeUnknownError(
+                f"{where}: failed, and whether it was carried out is unknown"
+            )
+        return StorageError(f"{where}: {first.partition(' - ')[0][:300]}")
+
+
+class _Targets:
+    """Buffers filled one after the other."""
+
+    def __init__(self, views: Sequence[memoryview]) -> None:
+        self._left = list(views)
+        self._left.reverse()
+
+    def take(self, chunk: memoryview) -> None:
+        """Copy `chunk` to where the last one ended. Raises ValueError when it does not fit."""
+        while chunk.nbytes:
+            if not self._left:
+                raise ValueError("more bytes came than were requested")
+            view = self._left.pop()
+            size = min(view.nbytes, chunk.nbytes)
+            view[:size] = chunk[:size]
+            chunk = chunk[size:]
+            if size < view.nbytes:
+                self._left.append(view[size:])
+
+
+class _Abandoned(Exception):
+    """The writer gave up; obstore removes the upload when it meets this."""
+
+
+_END = memoryview(b"end")
+_GIVE_UP = memoryview(b"give up")
+
+
+class Upload:
+    """One multi-part upload that obstore runs on fsspec's event loop while parts are fed to it.
+
+    obstore cuts the bytes that it gets into parts in their order, and reads them where they are.
+    It is done with a piece of memory when the view that it was given is garbage-collected. A
+    part that comes before its turn is copied, and so is a last part that is shorter, because
+    obstore keeps that one until the end.
+    """
+
+    def __init__(
+        self,
+        objects: Objects,
+        full_key: str,
+        key: str,
+        part_nbytes: int,
+        metadata: Mapping[str, str],
+    ) -> None:
+        self._objects = objects
+        self._key = key
+        self._part_nbytes = part_nbytes
+        self._feed = _Feed()
+        self._lock = threading.Lock()
+        self._counting = threading.Lock()
+        self._early: dict[int, memoryview] = {}
+        self._next_index = 0
+        self._part_failed = False
+        self._lent = 0  # pieces of memory that obstore reads
+        self._moved = time.monotonic()  # when one was lent or given back
+        running = self._run(full_key, dict(metadata))
+        self._result: Future[None] = asyncio.run_coroutine_threadsafe(running, objects.loop)
+
+    def write(self, index: int, views: Sequence[memoryview]) -> None:
+        """Returns when the memory of `views` may change. Raises when the upload has failed."""
+        released: SimpleQueue[object] = SimpleQueue()
+        watched: list[weakref.ref[memoryview]] = []
+        nbytes = sum(view.nbytes for view in views)
+        with self._lock:
+            if index != self._next_index or nbytes < self._part_nbytes:
+                self._early[index] = memoryview(b"".join(views))
+            else:
+                for view in views:
+                    lent = view[:]
+                    watched.append(weakref.ref(lent, released.put))
+                    self._count(1)
+                    self._send(lent)
+                    del lent
+                self._next_index += 1
+            while self._next_index in self._early:
+                self._send(self._early.pop(self._next_index))
+                self._next_index += 1
+        # Also after a failure: a request that is being cancelled may still read the memory.
+        for _ in watched:
+            released.get()
+            self._count(-1)
+        if self._result.done():
+            self._outcome()
+
+    def finish(self) -> None:
+        """Complete the upload. Raises OutcomeUnknownError when that request got no answer, and
+        KeyNotFoundError when the upload is gone, as it is when an earlier one did succeed.
+        """
+        self._send(_END)
+        self._outcome()
+
+    def abort(self) -> None:
+        """Remove the upload. Never raises for what became of it."""
+        self._send(_GIVE_UP)
+        with contextlib.suppress(StorageError, _Abandoned):
+            self._outcome()
+
+    def _count(self, more: int) -> None:
+        with self._counting:
+            self._lent += more
+            self._moved = time.monotonic()
+
+    def _send(self, view: memoryview) -> None:
+        self._objects.loop.call_soon_threadsafe(self._feed.push, view)
+
+    def _outcome(self) -> None:
+        try:
+            self._result.result()
+        except TransientError as error:
+            if self._feed.was_ended and not self._part_failed:
+                raise OutcomeUnknownError(f"{error}; the object may exist") from error
+            raise
+
+    async def _run(self, full_key: str, metadata: dict[str, str]) -> None:
+        """A beginning whose answer was cut short is tried again; obstore does not repeat that."""
+
+        async def attempt() -> None:
+            try:
+                await self._watched(full_key, asyncio.ensure_future(self._put(full_key, metadata)))
+            except (BaseError, OSError, ValueError) as error:
+                self._part_failed = "Error performing PUT" in str(error)
+                failed = self._objects.translated(error, "create", self._key)
+                if self._feed.was_begun and isinstance(failed, TransientError):
+                    raise _Spent(failed) from None
+                raise failed from None
+
+        try:
+            await self._objects.retry.run_async(attempt)
+        except _Spent as spent:
+            raise spent.failed from None
+        finally:
+            self._feed.close()
+
+    async def _put(self, full_key: str, metadata: dict[str, str]) -> None:
+        await obstore.put_async(
+            self._objects.patient,
+            full_key,
+            self._feed.chunks(),
+            attributes=metadata,
+            use_multipart=True,
+            chunk_size=self._part_nbytes,
+            max_concurrency=_PARTS_IN_FLIGHT_MAX,
+        )
+
+    async def _watched(self, full_key: str, sending: asyncio.Task[None]) -> None:
+        """`sending`, given up where the server cannot be reached for longer than the policy has it.
+
+        obstore repeats the requests of an upload by itself, in silence and with a bound that is
+        fixed before. So when nothing has been answered for a while, a small request checks whether
+        the server responds.
+        """
+        retry, trial = self._objects.retry, None
+        with contextlib.ExitStack() as waiting:
+            while True:
+                await asyncio.wait([sending], timeout=_QUIET_SECONDS)
+                if sending.done():
+                    if trial is not None:
+                        trial.answered(None)
+                    return sending.result()
+                quiet = self._quiet_seconds() >= _QUIET_SECONDS
+                failed = await self._objects.probe(full_key, self._key) if quiet else None
+                if failed is None:
+                    if trial is not None:
+                        trial.answered(None)
+                    waiting.close()
+                    trial = None
+                    continue
+                trial = trial or waiting.enter_context(Trial(retry))
+                try:
+                    trial.pause_after(failed)
+                except TransientError as given_up:
+                    sending.cancel()
+                    await asyncio.wait([sending])
+                    self._part_failed = not self._feed.was_ended
+                    raise _Spent(given_up) from None
+
+    def _quiet_seconds(self) -> float:
+        """How long nothing was heard of what obstore was given; 0 when it waits for us."""
+        if self._lent == 0 and not self._feed.is_last_said:
+            return 0.0
+        return time.monotonic() - self._moved
+
+
+class _Spent(Exception):
+    """Memory was given back that a repetition would need."""
+
+    def __init__(self, failed: TransientError) -> None:
+        self.failed = failed
+
+
+class _Feed:
+    """Views on their way to obstore; all methods run on the event loop."""
+
+    def __init__(self) -> None:
+        self._views: asyncio.Queue[memoryview] = asyncio.Queue()
+        self._closed = False
+        self.was_begun = False
+        self.was_ended = False
+        self.is_last_said = False  # obstore has all it gets, and is to finish or to give up
+
+    def push(self, view: memoryview) -> None:
+        if not self._closed:
+            self._views.put_nowait(view)
+
+    async def chunks(self) -> AsyncIterator[memoryview]:
+        while True:
+            view = await self._views.get()
+            self.was_begun = True
+            self.is_last_said = view is _END or view is _GIVE_UP
+            if view is _END:
+                self.was_ended = True
+                return
+            if view is _GIVE_UP:
+                raise _Abandoned
+            yield view
+            del view  # the writer waits for this view to be garbage-collected
+
+    def close(self) -> None:
+        self._closed = True
+        while not self._views.empty():
+            self._views.get_nowait()
+
+
+def bounds(attempts_max: int | None, retry: RetryPolicy) -> Any:
+    """How often and how long obstore repeats a request of an upload by itself, at most.
+
+    The policy's bound may change while an upload is under way, and these cannot: `Upload` watches
+    the policy's where the server is away. Answers such as 503 are repeated up to this one.
+    """
+    tries = _TRIES_UNBOUNDED if attempts_max is None else attempts_max
+    seconds = max(retry.deadline_seconds, REQUEST_SECONDS_MAX)
+    return {"max_retries": tries - 1, "retry_timeout": timedelta(seconds=seconds)}

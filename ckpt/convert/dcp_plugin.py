@@ -60,7 +60,7 @@ from ckpt.format.manifest import MODULES, Header
 from ckpt.format.manifest_codec import encode_manifest
 from ckpt.format.merging import build_manifest
 from ckpt.format.metadata import data_file_name, file_extras, file_metadata
-from ckpt.format.part import TensorInfo, decode_part, encode_part, make_part
+from ckpt.format.part import TensorRecord, decode_part, encode_part, make_part
 from ckpt.layout.dtypes import dtype_name, refusal_reason, torch_dtype
 from ckpt.layout.memory import is_plain_memory
 from ckpt.layout.piece import Holding, Kind
@@ -161,7 +161,7 @@ class DcpWriter(StorageWriter):
             user={**self.user, MODULES: json.dumps(_modules(plans, paths))},
         )
         self._header[:] = [header]
-        told = header.model_dump_json()
+        header_json = header.model_dump_json()
         moved = [
             item
             for plan in plans
@@ -172,7 +172,7 @@ class DcpWriter(StorageWriter):
         new_plans = []
         for rank, plan in enumerate(plans):
             items = [item for item in plan.items if id(item) not in here]
-            note = {"header": told, "rank": rank, "paths": paths if rank == 0 else {}}
+            note = {"header": header_json, "rank": rank, "paths": paths if rank == 0 else {}}
             new_plans.append(
                 replace(plan, items=items + (moved if rank == 0 else []), storage_data=note)
             )
@@ -265,9 +265,9 @@ def _write(plan: SavePlan, planner: SavePlanner, store: Store, header: Header, r
     return encode_part(part)
 
 
-def _tensors(plan: SavePlan, planner: SavePlanner) -> tuple[dict[str, TensorInfo], list[Source]]:
+def _tensors(plan: SavePlan, planner: SavePlanner) -> tuple[dict[str, TensorRecord], list[Source]]:
     """All tensors of a plan, and where the bytes of their regions are now."""
-    infos: dict[str, TensorInfo] = {}
+    infos: dict[str, TensorRecord] = {}
     sources: list[Source] = []
     problems: list[str] = []
     for item in plan.items:
@@ -279,7 +279,7 @@ def _tensors(plan: SavePlan, planner: SavePlanner) -> tuple[dict[str, TensorInfo
             problems.append(f"{fqn}: {reason}")
             continue
         shape = tuple(data.size)
-        infos[fqn] = TensorInfo(fqn, dtype_name(dtype), shape, int(Kind.OTHER))
+        infos[fqn] = TensorRecord(fqn, dtype_name(dtype), shape, int(Kind.OTHER))
         box = Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
         if not box.numel:
             continue
@@ -304,7 +304,7 @@ def _values(
     Rank 0 keeps DCP's flat keys beside them, so that a reader can give them back exactly.
     """
     problems: list[str] = []
-    found = {
+    plain_values = {
         item.index.fqn: _plain(item, planner, problems)
         for item in plan.items
         if item.type == WriteItemType.BYTE_IO
@@ -312,16 +312,16 @@ def _values(
     if problems:
         raise InvalidState(problems)
     if rank != 0:
-        return {}, found
+        return {}, plain_values
     paths: Mapping[str, Any] = plan.storage_data["paths"]
-    leaves: dict[str, Any] = dict(found)
+    leaves: dict[str, Any] = dict(plain_values)
     for item in plan.items:
         if item.type != WriteItemType.BYTE_IO:
             leaves[item.index.fqn] = Leaf(item.index.fqn)
     for key in paths:
         leaves.setdefault(key, Leaf(key))
     named = name_tree(nest(leaves, lambda key: paths.get(key, (key,))))
-    record = {"values": found, "paths": {key: list(path) for key, path in paths.items()}}
+    record = {"values": plain_values, "paths": {key: list(path) for key, path in paths.items()}}
     return {**named.values, DCP_RECORD: record}, {}
 
 

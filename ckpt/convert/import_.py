@@ -44,7 +44,7 @@ from ckpt.format.datafile import (
 )
 from ckpt.format.manifest import Header
 from ckpt.format.metadata import data_file_name, file_extras, file_metadata
-from ckpt.format.part import Part, PartFile, TensorInfo, make_part
+from ckpt.format.part import Part, PartFile, TensorRecord, make_part
 from ckpt.layout.dtypes import DTYPES
 from ckpt.layout.memory import aligned_buffer, tensor_over
 from ckpt.layout.region import Region, Span
@@ -143,7 +143,7 @@ def import_checkpoint(
 
 
 def _imported(writing: _Importing, task: SaveTask, *, verify: bool) -> ImportReport:
-    """Write and commit, and read it back when `verify` says so."""
+    """Write and commit, and read it back if `verify` is set."""
     world, chosen = task.session.world, writing.chosen
     report = publish(
         task,
@@ -292,7 +292,7 @@ def _is_groups(fqn: str, value: Any) -> bool:
 
 
 def _param_name(param: str, names: Mapping[str, str], moved: Mapping[str, str]) -> str:
-    """What a parameter is called in its module now; `moved` says where modules stand now."""
+    """What a parameter is called in its module now; `moved` maps modules to their new paths."""
     for path, new_path in moved.items():
         full = join(path, param)
         if full in names:
@@ -308,7 +308,7 @@ def _param_name(param: str, names: Mapping[str, str], moved: Mapping[str, str]) 
 def share_of(tensors: Mapping[str, SourceTensor], rank: int, size: int) -> list[StoredChunk]:
     """What `rank` of `size` writes: a run of the line of all bytes, in the order of names."""
     total = sum(info.nbytes for info in tensors.values())
-    low, high = (total * at // size for at in (rank, rank + 1))
+    low, high = (total * share // size for share in (rank, rank + 1))
     chunks = []
     at = 0
     for fqn in sorted(tensors):
@@ -341,10 +341,10 @@ class _Importing:
     progress: Progress | None
 
     def write(self, attempt: Attempt, rank: int, size: int) -> Part:
-        """This rank's share, durable in the store, and what the manifest has to know of it."""
+        """This rank's share, durable in the store, and its part of the manifest."""
         header, contents = attempt.header, self.chosen.contents
         infos = [
-            TensorInfo(t.fqn, t.dtype, t.shape, int(t.kind)) for t in contents.tensors.values()
+            TensorRecord(t.fqn, t.dtype, t.shape, int(t.kind)) for t in contents.tensors.values()
         ]
         chunks = share_of(contents.tensors, rank, size)
         groups = split_into_files(chunks, FILE_NBYTES_MAX)
@@ -503,10 +503,10 @@ class _Verifying:
                 assert isinstance(chunk.region, Span)
                 for start, stop in _bands(chunk):
                     nbytes = (stop - start) * DTYPES[chunk.dtype].itemsize
-                    found = checkpoint.read(chunk.fqn, Span(start, stop))
-                    target = tensor_over(ours[:nbytes], found.dtype, (stop - start,))
-                    target.copy_(found)
-                    expected = tensor_over(theirs[:nbytes], found.dtype, (stop - start,))
+                    read_back = checkpoint.read(chunk.fqn, Span(start, stop))
+                    target = tensor_over(ours[:nbytes], read_back.dtype, (stop - start,))
+                    target.copy_(read_back)
+                    expected = tensor_over(theirs[:nbytes], read_back.dtype, (stop - start,))
                     origin = self.chosen.origin[chunk.fqn]
                     self.source.fill([ReadRequest(origin, Span(start, stop), expected)])
                     if crc32c(ours[:nbytes]) != crc32c(theirs[:nbytes]):

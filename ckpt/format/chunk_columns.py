@@ -242,7 +242,7 @@ def _check_inside_files(
 def _decode_first_block(numels: Ints, itemsizes: Ints, block_bytes: int, counts: Counts) -> Ints:
     small = counts.blocks < 1 << 31
     first_block: Ints = np.zeros(counts.chunks + 1, dtype=np.int32 if small else np.int64)
-    at = 0
+    last = 0
     step = 1 << 14
     for start in range(0, counts.chunks, step):
         part = slice(start, start + step)
@@ -250,13 +250,13 @@ def _decode_first_block(numels: Ints, itemsizes: Ints, block_bytes: int, counts:
         blocks += block_bytes - 1
         blocks //= block_bytes
         np.cumsum(blocks, out=blocks)
-        blocks += at
-        at = int(blocks[-1])
-        if at > counts.blocks:
+        blocks += last
+        last = int(blocks[-1])
+        if last > counts.blocks:
             break
         first_block[start + 1 : start + 1 + len(blocks)] = blocks
-    if at != counts.blocks:
-        raise Corrupt(f"field 'checksums': {counts.blocks}, expected {at}")
+    if last != counts.blocks:
+        raise Corrupt(f"field 'checksums': {counts.blocks}, expected {last}")
     return first_block
 
 
@@ -305,8 +305,8 @@ def _decode_span_starts(
             if np.any(skips[part][box[part] >= 0]):
                 raise Corrupt("field 'chunk_skips': not zero for a box")
         starts = np.cumsum(lengths + skips[part].astype(np.int64))
-        at = first[low:high] - part.start
-        base = np.where(at > 0, starts[np.maximum(at, 1) - 1], 0)
+        offset = first[low:high] - part.start
+        base = np.where(offset > 0, starts[np.maximum(offset, 1) - 1], 0)
         starts -= np.repeat(base, counts[low:high])
         if np.any(starts > np.repeat(bounds.numels[low:high], counts[low:high])):
             raise Corrupt("field 'chunk_numels': a span ends behind its tensor")

@@ -33,49 +33,49 @@ def unpack_map(data: bytes | memoryview) -> dict[str, memoryview]:
     Raises Corrupt for any other msgpack, duplicate names and superfluous bytes.
     """
     view = memoryview(data).cast("B")
-    count, at = _map_header(view)
+    count, position = _map_header(view)
     fields: dict[str, memoryview] = {}
     for _ in range(count):
-        name, at = _short_string(view, at)
+        name, position = _short_string(view, position)
         if name in fields:
             raise Corrupt(f"field {name!r} appears twice")
-        fields[name], at = _binary(view, at, name)
-    if at != len(view):
-        raise Corrupt(f"{len(view) - at} bytes behind the last field")
+        fields[name], position = _binary(view, position, name)
+    if position != len(view):
+        raise Corrupt(f"{len(view) - position} bytes behind the last field")
     return fields
 
 
 def _map_header(view: memoryview) -> tuple[int, int]:
-    lead = view[0] if len(view) else 0
-    if 0x80 <= lead <= 0x8F:
-        return lead & 0x0F, 1
-    if lead == 0xDE and len(view) >= 3:
+    first_byte = view[0] if len(view) else 0
+    if 0x80 <= first_byte <= 0x8F:
+        return first_byte & 0x0F, 1
+    if first_byte == 0xDE and len(view) >= 3:
         count = int.from_bytes(view[1:3], "big")
         if count <= _FIELDS_MAX:
             return count, 3
     raise Corrupt("not a msgpack map of at most 256 fields")
 
 
-def _short_string(view: memoryview, at: int) -> tuple[str, int]:
-    lead = view[at] if at < len(view) else 0
-    if 0xA0 <= lead <= 0xBF:
-        start, size = at + 1, lead & 0x1F
-    elif lead == 0xD9 and at + 1 < len(view):
-        start, size = at + 2, view[at + 1]
+def _short_string(view: memoryview, position: int) -> tuple[str, int]:
+    first_byte = view[position] if position < len(view) else 0
+    if 0xA0 <= first_byte <= 0xBF:
+        start, size = position + 1, first_byte & 0x1F
+    elif first_byte == 0xD9 and position + 1 < len(view):
+        start, size = position + 2, view[position + 1]
     else:
-        raise Corrupt(f"no field name at byte {at}")
+        raise Corrupt(f"no field name at byte {position}")
     raw = bytes(view[start : start + size])
     if len(raw) != size or not raw.isascii():
-        raise Corrupt(f"field name at byte {at} is cut short or not ASCII")
+        raise Corrupt(f"field name at byte {position} is cut short or not ASCII")
     return raw.decode("ascii"), start + size
 
 
-def _binary(view: memoryview, at: int, name: str) -> tuple[memoryview, int]:
-    width = {0xC4: 1, 0xC5: 2, 0xC6: 4}.get(view[at] if at < len(view) else 0)
-    if width is None or at + 1 + width > len(view):
-        raise Corrupt(f"field {name!r}: no binary at byte {at}")
-    start = at + 1 + width
-    size = int.from_bytes(view[at + 1 : start], "big")
+def _binary(view: memoryview, position: int, name: str) -> tuple[memoryview, int]:
+    width = {0xC4: 1, 0xC5: 2, 0xC6: 4}.get(view[position] if position < len(view) else 0)
+    if width is None or position + 1 + width > len(view):
+        raise Corrupt(f"field {name!r}: no binary at byte {position}")
+    start = position + 1 + width
+    size = int.from_bytes(view[position + 1 : start], "big")
     if start + size > len(view):
         raise Corrupt(f"field {name!r}: {size} bytes announced, {len(view) - start} are left")
     return view[start : start + size], start + size

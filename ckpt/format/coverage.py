@@ -76,8 +76,8 @@ class _Cutter:
                 return f"regions {what} within {room}"
             if len(boxes) == 1:
                 continue  # inside of the room and as large: it is the room
-            dim, at = _face(boxes, room)
-            low, high = _halves(room, dim, at)
+            dim, face = _face(boxes, room)
+            low, high = _halves(room, dim, face)
             todo.append(([part for box in boxes if (part := intersect(box, low))], low))
             todo.append(([part for box in boxes if (part := intersect(box, high))], high))
         return None
@@ -118,10 +118,10 @@ def _best_face(
     return int(cuts[chosen]), int(balance[chosen]), int(faces[chosen])
 
 
-def _halves(room: Box, dim: int, at: int) -> tuple[Box, Box]:
-    cut = at - room.offset[dim]
+def _halves(room: Box, dim: int, face: int) -> tuple[Box, Box]:
+    cut = face - room.offset[dim]
     low_shape = (*room.shape[:dim], cut, *room.shape[dim + 1 :])
-    high_offset = (*room.offset[:dim], at, *room.offset[dim + 1 :])
+    high_offset = (*room.offset[:dim], face, *room.offset[dim + 1 :])
     high_shape = (*room.shape[:dim], room.shape[dim] - cut, *room.shape[dim + 1 :])
     return Box(room.offset, low_shape), Box(high_offset, high_shape)
 
@@ -136,7 +136,7 @@ def check_cover(
 
     Chunks of a tensor are in the table's order. Spans are checked in one pass over all tensors,
     boxes by
-    patterns: tensors of one shape cut in one way are looked at once.
+    patterns: tensors of one shape cut in one way are checked once.
     """
     boxed = np.zeros(len(fqns), dtype=bool)
     if len(chunks.boxes):
@@ -189,17 +189,17 @@ def _badly_spanned(chunks: ChunkTable, numels: Int64s) -> npt.NDArray[np.bool_]:
 
 
 def _span_problem(chunks: ChunkTable, tensor: int, shape: Shape) -> str:
-    at = 0
+    expected = 0
     for index in range(int(chunks.first[tensor]), int(chunks.first[tensor + 1])):
         start = int(chunks.span_start[index])
         stop = start + int(chunks.numel[index])
-        if start != at:
-            what = "overlap" if start < at else "are missing"
-            return f"elements {min(at, start)} to {max(at, start)} {what}"
-        at = stop
+        if start != expected:
+            what = "overlap" if start < expected else "are missing"
+            return f"elements {min(expected, start)} to {max(expected, start)} {what}"
+        expected = stop
     numel = math.prod(shape)
-    what = "are missing" if at < numel else "do not exist"
-    return f"elements {min(at, numel)} to {max(at, numel)} {what}"
+    what = "are missing" if expected < numel else "do not exist"
+    return f"elements {min(expected, numel)} to {max(expected, numel)} {what}"
 
 
 def _boxed_problem(chunks: ChunkTable, part: slice, shape: Shape) -> str | None:

@@ -43,7 +43,7 @@ def joined_crc32(first: int, second: int, second_nbytes: int) -> int:
 
 @lru_cache(maxsize=256)
 def _table(nbytes: int) -> Table:
-    """What `nbytes` more bytes make of a checksum, told for each of its four bytes."""
+    """The effect of `nbytes` more bytes on a checksum, as a table for each of its four bytes."""
     factor = _power(nbytes, CRC32C)
     bits = [_times(factor, 1 << bit, CRC32C) for bit in range(32)]
     return tuple(

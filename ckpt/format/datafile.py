@@ -71,7 +71,7 @@ def order_key(chunk: StoredChunk) -> tuple[bool, int, str, int, Region]:
     """Sorts chunks into the order of a file: large even ones first, then widest elements, then
     name.
 
-    So all elements are aligned, the large chunks to cache lines, and the small ones are neighbours.
+    All elements are then aligned, the large chunks to cache lines, and the small ones lie together.
     """
     shape, region = chunk.global_shape, chunk.region
     itemsize = DTYPES[chunk.dtype].itemsize
@@ -80,7 +80,7 @@ def order_key(chunk: StoredChunk) -> tuple[bool, int, str, int, Region]:
 
 
 def is_small_or_uneven(nbytes: int) -> bool:
-    """Whether a chunk comes behind those that keep each other aligned to cache lines."""
+    """Whether a chunk goes behind the large even ones, which keep each other on cache lines."""
     return nbytes <= SMALL_NBYTES_MAX or nbytes % CACHE_LINE_NBYTES != 0
 
 
@@ -98,7 +98,7 @@ def region_start(region: Region, shape: Shape) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FileEntries:
-    """What of a file's layout follows from its chunks alone; see `file_entries`."""
+    """The part of a file's layout that depends on its chunks alone; see `file_entries`."""
 
     chunks: Sequence[StoredChunk]
     block_bytes: int
@@ -148,15 +148,15 @@ def layout_data_file(
 ) -> DataFileLayout:
     """Plan one file of `chunks`, in that order (see `order_key`), none of them empty.
 
-    `metadata` is stored as it is (see `ckpt.format.metadata.file_metadata`); `extra` maps names of
-    reserved U8 tensors to
-    their sizes. Raises InvalidState naming the fqns when a chunk cannot be stored.
+    `metadata` is stored unchanged (see `ckpt.format.metadata.file_metadata`); `extra` maps names of
+    reserved U8 tensors to their sizes in bytes. Raises InvalidState naming the fqns when a chunk
+    cannot be stored.
     """
     if not isinstance(chunks, FileEntries):
         chunks = file_entries(chunks, block_bytes)
     extra = dict(extra or {})
     words = 3 + len(extra) + int(chunks.block_counts.sum())
-    at = chunks.nbytes
+    position = chunks.nbytes
     text = []
     extra_starts = {}
     for name, nbytes in [*extra.items(), (CHECKSUMS, 4 * words)]:
@@ -166,10 +166,10 @@ def layout_data_file(
             )
         text.append(
             f'{encode_basestring(name)}:{{"dtype":"U8","shape":[{nbytes}],'
-            f'"data_offsets":[{at},{at + nbytes}]}}'
+            f'"data_offsets":[{position},{position + nbytes}]}}'
         )
-        extra_starts[name] = at
-        at += nbytes
+        extra_starts[name] = position
+        position += nbytes
     if clash := chunks.metadata.keys() & metadata.keys():
         raise ValueError(f"metadata keys {sorted(clash)} are set by the layout itself")
     header = _header(chunks.text, text, {**chunks.metadata, **metadata})
@@ -182,7 +182,7 @@ def layout_data_file(
         block_bytes=chunks.block_bytes,
         extra_offsets={name: start + base for name, start in extra_starts.items()},
         checksum_offset=checksum_start + base,
-        nbytes=at + base,
+        nbytes=position + base,
     )
 
 
@@ -375,8 +375,8 @@ def _chunk_metadata(
 
 
 def _header(entries: bytes, reserved: Sequence[str], metadata: Mapping[str, str]) -> bytes:
-    told = json.dumps(metadata, ensure_ascii=False, separators=(",", ":"))
-    first, last = _utf8(['{"__metadata__":', told, ","]), _utf8([",".join(reserved), "}"])
+    metadata_json = json.dumps(metadata, ensure_ascii=False, separators=(",", ":"))
+    first, last = _utf8(['{"__metadata__":', metadata_json, ","]), _utf8([",".join(reserved), "}"])
     data = b"".join([first, entries, last])
     padded = -(-(8 + len(data)) // ALIGNMENT) * ALIGNMENT
     if padded > HEADER_BYTES_MAX:

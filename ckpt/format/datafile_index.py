@@ -34,8 +34,8 @@ from ckpt.layout.region import Shape, whole
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DataFileIndex:
-    """What a data file says of itself, validated against its length; its checksums are not yet
-    compared.
+    """What the header of a data file states, validated against the file's length. The checksums
+    are read, not yet compared with the bytes.
     """
 
     metadata: Mapping[str, str]
@@ -54,12 +54,11 @@ class DataFileIndex:
 def read_data_file_index(
     read: Callable[[int, int], bytes], nbytes: int, *, name: str = "data file"
 ) -> DataFileIndex:
-    """What the file of `nbytes` says of itself; `read(start, stop)` gives its bytes.
+    """The index of the file of `nbytes`; `read(start, stop)` returns its bytes.
 
-    Raises Corrupt naming the file and the field when anything contradicts anything,
-    UnsupportedFormat when a
-    newer version wrote it. The checksums of header and checksum tensor are compared; those of
-    chunks and extras are not.
+    Raises Corrupt naming the file and the field when fields contradict each other or the length,
+    UnsupportedFormat when a newer version wrote it. The checksums of the header and of the checksum
+    tensor are compared; those of chunks and extras are not.
     """
     try:
         return _read_index(read, nbytes)
@@ -135,8 +134,8 @@ def _read_exact(read: Callable[[int, int], bytes], start: int, stop: int) -> byt
 
 def _parse_header(header: bytes, data_nbytes: int) -> tuple[dict[str, str], list[_Entry]]:
     """Metadata and entries in file order. The entries cover the `data_nbytes` bytes without gap."""
-    # An entry takes 50 bytes and three containers. A header of "[],[],..." would be 1.7 GB in
-    # memory.
+    # Counted before parsing: a real entry has three brackets in 50 bytes, but 100 MB of "[],[],..."
+    # would become 1.7 GB of Python lists.
     containers = header.count(b"[") + header.count(b"{")
     if containers > max(len(header) // 8, 1 << 17):
         raise Corrupt(f"header of {len(header)} bytes has {containers} brackets")
@@ -150,13 +149,15 @@ def _parse_header(header: bytes, data_nbytes: int) -> tuple[dict[str, str], list
     if not all(isinstance(value, str) for value in metadata.values()):
         raise Corrupt("__metadata__ has a value that is not a string")
     entries = sorted((_entry(name, value) for name, value in parsed.items()), key=lambda e: e.start)
-    at = 0
+    expected = 0
     for entry in entries:
-        if entry.start != at:
-            raise Corrupt(f"{entry.name!r:.200}: starts at {entry.start}, expected {at}")
-        at = entry.stop
-    if at != data_nbytes:
-        raise Corrupt(f"entries take {at} bytes, the file has {data_nbytes} behind its header")
+        if entry.start != expected:
+            raise Corrupt(f"{entry.name!r:.200}: starts at {entry.start}, expected {expected}")
+        expected = entry.stop
+    if expected != data_nbytes:
+        raise Corrupt(
+            f"entries take {expected} bytes, the file has {data_nbytes} behind its header"
+        )
     return metadata, entries
 
 
@@ -179,7 +180,7 @@ def _entry(name: str, value: Any) -> _Entry:
     code, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     native = NATIVE_BY_CODE.get(code) if isinstance(code, str) else None
     if native is None:
-        raise Corrupt(f"{name!r:.200}: dtype {code!r:.50} is none that this library writes")
+        raise Corrupt(f"{name!r:.200}: dtype {code!r:.50} is not one that this library writes")
     if not _is_sizes(shape) or len(shape) > NDIM_MAX + 1:
         raise Corrupt(f"{name!r:.200}: shape {shape!r:.100} is not a list of sizes")
     if not _is_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
@@ -245,7 +246,11 @@ def _parse_shape(text: str) -> Shape:
 
 
 def _stored_chunk(entry: _Entry, kind: int, shape: Shape, dtype: str) -> StoredChunk:
-    """The chunk behind an entry. The writer's own text for it must be the entry, to the letter."""
+    """The chunk that an entry describes.
+
+    Writing the chunk again must give the same entry, letter by letter: so no second spelling of
+    a name, region or shape is ever accepted.
+    """
     fqn, region = parse_entry_name(entry.name)
     name = dtype or NATIVE_BY_CODE[entry.code].name
     bounded_numel(shape)
@@ -256,8 +261,7 @@ def _stored_chunk(entry: _Entry, kind: int, shape: Shape, dtype: str) -> StoredC
     if not is_same or entry_name(fqn, region, shape) != entry.name:
         raise Corrupt(
             f"{entry.name!r:.200}: {entry.code}{list(entry.shape)!r:.100} is not {region!r:.200} "
-            f"of a "
-            f"{name!r:.50} tensor of shape {shape!r:.100}"
+            f"of a {name!r:.50} tensor of shape {shape!r:.100}"
         )
     return StoredChunk(fqn, name, shape, region, nbytes, kind)
 

@@ -23,7 +23,7 @@ from ckpt.layout.dtypes import DTYPES
 from ckpt.layout.region import Box, Region, Shape, Span
 
 VERSION = 1
-# Names that `required` may hold and this version knows.
+# The names in `required` that this version can read.
 FEATURES: frozenset[str] = frozenset({REFERENCES})
 # Far beyond any checkpoint; sums of element and byte counts below it cannot wrap around.
 NUMEL_MAX = 1 << 58
@@ -49,7 +49,7 @@ class Header(BaseModel):
 
 
 class BoxTable:
-    """Unique boxes as columns; an item is made when asked for."""
+    """Unique boxes as columns; a Box is created on access."""
 
     __slots__ = ("first", "offsets", "sizes")
 
@@ -78,8 +78,8 @@ class ChunkTable:
     """All chunks, sorted by tensor, then by the row-major index of their first element.
 
     Columns may be read-only, of any integer type, and views of stride zero. Contiguous regions are
-    spans
-    always: `box` is -1 for them. For the others `span_start` is -1 and `boxes[box]` is the region.
+    always spans: `box` is -1 for them. For the others `span_start` is -1 and `boxes[box]` is the
+    region.
     """
 
     first: Int64s  # [tensors + 1] chunks of tensor t are first[t]:first[t + 1]
@@ -135,13 +135,13 @@ class Manifest:
 
     def nbytes_referenced(self) -> dict[str, int]:
         """Bytes of this checkpoint's chunks that lie in files of other attempts, by attempt."""
-        found = [parse_reference(name) for name in self.files]
-        if not any(found):
+        parsed_names = [parse_reference(name) for name in self.files]
+        if not any(parsed_names):
             return {}
         itemsizes = np.array([DTYPES[name].itemsize for name in self.dtypes], dtype=np.int64)
         nbytes = self.chunks.numel * np.repeat(itemsizes, np.diff(self.chunks.first))
         held: dict[str, int] = {}
-        for file, reference in enumerate(found):
+        for file, reference in enumerate(parsed_names):
             if reference is not None:
                 here = int(nbytes[self.chunks.file == file].sum())
                 held[reference.attempt] = held.get(reference.attempt, 0) + here
@@ -149,10 +149,10 @@ class Manifest:
 
     def index(self, fqn: str) -> int:
         """The position of a stored tensor (not of an alias). Raises KeyError."""
-        at = bisect_left(self.fqns, fqn)
-        if at == len(self.fqns) or self.fqns[at] != fqn:
+        position = bisect_left(self.fqns, fqn)
+        if position == len(self.fqns) or self.fqns[position] != fqn:
             raise KeyError(fqn)
-        return at
+        return position
 
     def tensor_of(self, chunk: int) -> int:
         """The position of the tensor that `chunk` is a region of."""

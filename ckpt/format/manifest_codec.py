@@ -101,10 +101,9 @@ def _fields_of_tensors(m: Manifest) -> dict[str, bytes]:
 def decode_manifest(data: bytes | memoryview) -> Manifest:
     """The manifest that `data` encodes; its columns may be views of `data`.
 
-    Raises UnsupportedFormat when a newer version is needed, Corrupt naming the field for anything
-    else that is not
-    a complete and consistent manifest: every tensor is covered exactly once, every chunk lies in
-    its file.
+    Raises UnsupportedFormat when a newer version is needed, and Corrupt naming the field unless the
+    manifest is complete and consistent: every tensor is covered exactly once, and every chunk lies
+    inside its file.
     """
     body = _open_envelope(memoryview(data).cast("B"))
     fields = unpack_map(body)
@@ -191,7 +190,7 @@ def _decode_header(data: memoryview) -> Header:
 
 
 def check_required(header: Header) -> None:
-    """Raises UnsupportedFormat when the checkpoint needs what this version does not know."""
+    """Raises UnsupportedFormat when the checkpoint requires a feature of a newer version."""
     unknown = sorted(set(header.required) - FEATURES)
     if unknown:
         raise UnsupportedFormat(
@@ -201,8 +200,10 @@ def check_required(header: Header) -> None:
 
 
 def _decode_counts(fields: Mapping[str, memoryview], header: Header) -> Counts:
-    """How long columns are. Everything is bounded by bytes that are there, before anything is
-    allocated.
+    """The lengths of all columns.
+
+    Each is bounded by bytes that are present before anything is allocated: a hostile count must
+    not reserve memory.
     """
     raw = required_field(fields, "counts")
     if len(raw) != 8 * len(Counts._fields):
@@ -241,8 +242,8 @@ def _check_file_names(files: Sequence[str], header: Header) -> None:
     for name in own:
         if not is_data_file_name(name):
             raise Corrupt(f"field 'file_names': {name!r:.250} is no name of a data file")
-    # A name that is anything but a data file of another step's directory would lead out of the
-    # root, or back into this directory under a second name.
+    # Names are joined to the step's directory: any other form could point outside of the root, or
+    # back into this directory under a second name.
     inside = reference_to(header.step, header.attempt, "")
     for name in references:
         if parse_reference(name) is None or name.startswith(inside):
@@ -256,7 +257,10 @@ def _check_file_names(files: Sequence[str], header: Header) -> None:
 
 
 def _check_references_used(files: Sequence[str], chunks: ChunkTable) -> None:
-    """Whoever keeps a file of another attempt alive must need it."""
+    """Raises Corrupt for a file of another attempt without chunks of this checkpoint.
+
+    Deletion keeps every file that a manifest names, so an unused name would keep it for ever.
+    """
     if not any(map(is_reference, files)):
         return
     used = np.bincount(chunks.file, minlength=len(files)).tolist()

@@ -14,7 +14,7 @@ from ckpt.format.blake3 import Digests
 from ckpt.format.codec import encode_values
 from ckpt.format.coverage import check_cover
 from ckpt.format.manifest import BoxTable, ChunkTable, Header, Int64s, Manifest, int64s, starts_of
-from ckpt.format.part import Part, TensorInfo
+from ckpt.format.part import Part, TensorRecord
 from ckpt.format.references import REFERENCES, is_reference, parse_reference
 from ckpt.layout.region import Box
 
@@ -23,9 +23,7 @@ def build_manifest(header: Header, parts: Sequence[Part]) -> Manifest:
     """The manifest of all parts, in rank order, one per rank of `header.world_size`.
 
     Raises InvalidState naming fqn, region and ranks when ranks contradict each other, or when the
-    chunks do
-    not cover every known tensor exactly once. Differences of replicas and values are not looked at:
-    see
+    chunks do not cover every tensor exactly once. It does not compare replicas and values: see
     `replica_differences` and `value_differences`.
     """
     ranks = [part.rank for part in parts]
@@ -71,7 +69,7 @@ class _File(NamedTuple):
 
 
 def _merge_files(parts: Sequence[Part], header: Header) -> tuple[list[_File], list[Int64s]]:
-    """All files, those of other attempts last and once, and per part the places of its files."""
+    """All files, those of other attempts last and once, and per part the indexes of its files."""
     of_part = [
         list(map(_File, p.files, p.file_nbytes.tolist(), p.file_data_start.tolist())) for p in parts
     ]
@@ -85,8 +83,8 @@ def _merge_files(parts: Sequence[Part], header: Header) -> tuple[list[_File], li
     if shared and REFERENCES not in header.required:
         raise ValueError(f"the header must require {REFERENCES!r} for {shared[0].name}")
     if wrong := [file.name for file in shared if parse_reference(file.name) is None]:
-        raise ValueError(f"{wrong[0]} is no data file of another attempt")
-    place = {name: at for at, name in enumerate(names)}
+        raise ValueError(f"{wrong[0]} is not a data file of another attempt")
+    place = {name: position for position, name in enumerate(names)}
     return [*own, *shared], [int64s([place[name] for name in part.files]) for part in parts]
 
 
@@ -111,16 +109,16 @@ class _Columns(NamedTuple):
     checksums: npt.NDArray[np.uint32]
 
 
-def _merge_tensors(parts: Sequence[Part]) -> tuple[list[TensorInfo], list[Int64s]]:
-    """All tensors by fqn, and per part the places of its tensors among them."""
+def _merge_tensors(parts: Sequence[Part]) -> tuple[list[TensorRecord], list[Int64s]]:
+    """All tensors by fqn, and per part the indexes of its tensors among them."""
     first = parts[0].tensors  # sorted, each name once, as in every part
     if all(part.tensors == first for part in parts[1:]):
         return list(first), [np.arange(len(first))] * len(parts)
-    # Most ranks know the same tensors: each different list is looked at once, not once per rank.
-    lists: dict[tuple[TensorInfo, ...], list[int]] = {}
+    # Most ranks have the same tensors: each distinct list is merged once, not once per rank.
+    lists: dict[tuple[TensorRecord, ...], list[int]] = {}
     for part in parts:
         lists.setdefault(part.tensors, []).append(part.rank)
-    merged: dict[str, tuple[TensorInfo, int]] = {}
+    merged: dict[str, tuple[TensorRecord, int]] = {}
     problems = []
     for infos, ranks in lists.items():
         for info in infos:
@@ -134,12 +132,12 @@ def _merge_tensors(parts: Sequence[Part]) -> tuple[list[TensorInfo], list[Int64s
     if problems:
         raise InvalidState(problems)
     tensors = [info for info, _ in sorted(merged.values())]
-    places = {info.fqn: at for at, info in enumerate(tensors)}
+    places = {info.fqn: position for position, info in enumerate(tensors)}
     by_list = {infos: int64s([places[info.fqn] for info in infos]) for infos in lists}
     return tensors, [by_list[part.tensors] for part in parts]
 
 
-def _merge_aliases(parts: Sequence[Part], tensors: Sequence[TensorInfo]) -> dict[str, str]:
+def _merge_aliases(parts: Sequence[Part], tensors: Sequence[TensorRecord]) -> dict[str, str]:
     stored = {tensor.fqn for tensor in tensors}
     merged: dict[str, tuple[str, int]] = {}
     problems = []
@@ -216,9 +214,9 @@ def _reorder_runs(
 
 
 def _with_writers(problem: str, fqns: Sequence[str], columns: _Columns) -> str:
-    for at, fqn in enumerate(fqns):
+    for position, fqn in enumerate(fqns):
         if problem.startswith(f"{fqn}: "):
-            ranks = sorted(set(columns.rank[columns.tensor == at].tolist()))
+            ranks = sorted(set(columns.rank[columns.tensor == position].tolist()))
             text = f"{problem} (written by ranks {ranks[:20]})"
             return f"{text}; {_TWO_MODELS}" if "overlap" in problem else text
     return problem
@@ -262,16 +260,20 @@ def _differences(
     digests: Mapping[int, Mapping[str, int]], *, everywhere: bool = False
 ) -> list[tuple[str, dict[int | None, list[int]]]]:
     """Per name with more than one digest: the ranks by digest; None where a rank lacks the name."""
-    found: dict[str, dict[int | None, list[int]]] = {}
+    ranks_by_digest: dict[str, dict[int | None, list[int]]] = {}
     for rank, own in sorted(digests.items()):
         for fqn, digest in own.items():
-            found.setdefault(fqn, {}).setdefault(digest, []).append(rank)
+            ranks_by_digest.setdefault(fqn, {}).setdefault(digest, []).append(rank)
     if everywhere:
-        for groups in found.values():
+        for groups in ranks_by_digest.values():
             having = {rank for ranks in groups.values() for rank in ranks}
             if missing := [rank for rank in sorted(digests) if rank not in having]:
                 groups[None] = missing
-    return [(fqn, found[fqn]) for fqn in sorted(found) if len(found[fqn]) > 1]
+    return [
+        (fqn, ranks_by_digest[fqn])
+        for fqn in sorted(ranks_by_digest)
+        if len(ranks_by_digest[fqn]) > 1
+    ]
 
 
 def _groups(groups: Mapping[int | None, Sequence[int]]) -> str:

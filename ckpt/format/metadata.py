@@ -1,4 +1,4 @@
-"""What a data file says of its place in the checkpoint, so that a lost manifest can be rebuilt.
+"""The place of a data file in its checkpoint, stored in it, so that a lost manifest can be rebuilt.
 
 Every rank writes at least one data file. Its first one carries the tensors without elements and the
 aliases that the rank knows, and its per-rank values; the first file of rank 0 also the common
@@ -17,7 +17,7 @@ from ckpt.errors import Corrupt
 from ckpt.format.datafile import DIGESTS, PER_RANK, VALUES
 from ckpt.format.datafile_index import DataFileIndex
 from ckpt.format.manifest import Header
-from ckpt.format.part import TensorInfo
+from ckpt.format.part import TensorRecord
 from ckpt.format.references import parse_reference
 
 
@@ -43,7 +43,7 @@ def file_metadata(
     rank: int,
     index: int,
     count: int,
-    empty_tensors: Sequence[TensorInfo] = (),
+    empty_tensors: Sequence[TensorRecord] = (),
     aliases: Mapping[str, str] | None = None,
     references: Sequence[FileRange] = (),
 ) -> dict[str, str]:
@@ -69,7 +69,7 @@ def file_metadata(
 def file_extras(*, values: bytes, per_rank: bytes) -> dict[str, bytes]:
     """The reserved tensors of a rank's first file; empty ones are left out.
 
-    `values` are the encoded common values on the lead and empty on other ranks. Files of a
+    `values` are the encoded common values on the coordinator and empty on other ranks. Files of a
     checkpoint with digests have one more each: see `digest_extras`.
     """
     return {name: data for name, data in ((VALUES, values), (PER_RANK, per_rank)) if data}
@@ -87,17 +87,19 @@ class FileDescription(NamedTuple):
     rank: int
     file_index: int
     file_count: int
-    empty_tensors: tuple[TensorInfo, ...]
+    empty_tensors: tuple[TensorRecord, ...]
     aliases: dict[str, str]
     references: tuple[FileRange, ...]
 
 
 def describe_file(index: DataFileIndex) -> FileDescription:
-    """What a data file says of its place in the checkpoint. Raises Corrupt naming the field."""
+    """What a data file states about its place in its checkpoint. Raises Corrupt naming the
+    field.
+    """
     metadata = index.metadata
     try:
         header = Header.model_validate_json(metadata["ckpt.header"])
-        at, count = (int(number) for number in metadata["ckpt.file"].split("/"))
+        index_in_rank, count = (int(number) for number in metadata["ckpt.file"].split("/"))
         rank = int(metadata["ckpt.rank"])
         empty = [_tensor_info(row) for row in json.loads(metadata.get("ckpt.empty", "[]"))]
         aliases = json.loads(metadata.get("ckpt.aliases", "{}"))
@@ -105,19 +107,19 @@ def describe_file(index: DataFileIndex) -> FileDescription:
     except (KeyError, TypeError, ValueError, RecursionError, ValidationError) as error:
         raise Corrupt(f"__metadata__ of a data file is not readable: {error!r:.200}") from error
     strings = isinstance(aliases, dict) and all(isinstance(name, str) for name in aliases.values())
-    if not (0 <= at < count and 0 <= rank < header.world_size and strings):
-        raise Corrupt(f"__metadata__: file {at} of {count} of rank {rank} cannot be")
-    return FileDescription(header, rank, at, count, tuple(empty), aliases, tuple(ranges))
+    if not (0 <= index_in_rank < count and 0 <= rank < header.world_size and strings):
+        raise Corrupt(f"__metadata__: file {index_in_rank} of {count} of rank {rank} cannot be")
+    return FileDescription(header, rank, index_in_rank, count, tuple(empty), aliases, tuple(ranges))
 
 
-def _tensor_info(row: Any) -> TensorInfo:
+def _tensor_info(row: Any) -> TensorRecord:
     fqn, dtype, shape, kind = row
     sizes = all(type(size) is int and 0 <= size < 1 << 62 for size in shape)
     if not (isinstance(fqn, str) and isinstance(dtype, str) and sizes and 0 in shape):
         raise ValueError(f"{row!r:.100} is no tensor without elements")
     if type(kind) is not int or not 0 <= kind <= 15:
         raise ValueError(f"{kind!r:.20} is no kind")
-    return TensorInfo(fqn, dtype, tuple(shape), kind)
+    return TensorRecord(fqn, dtype, tuple(shape), kind)
 
 
 def _file_range(row: Any) -> FileRange:

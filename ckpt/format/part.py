@@ -27,9 +27,9 @@ from ckpt.layout.dtypes import DTYPES
 from ckpt.layout.region import Box, Shape, Span, span_of
 
 
-class TensorInfo(NamedTuple):
-    """A tensor as a rank knows it, whether or not it writes any of it. `dtype` is the canonical
-    name.
+class TensorRecord(NamedTuple):
+    """A tensor of a rank's state, whether or not the rank writes any of it. `dtype` is the
+    canonical name.
     """
 
     fqn: str
@@ -61,7 +61,7 @@ class Part:
     files: tuple[str, ...]
     file_nbytes: Int64s
     file_data_start: Int64s
-    tensors: tuple[TensorInfo, ...]
+    tensors: tuple[TensorRecord, ...]
     chunk_tensor: Ints  # index into tensors
     chunk_file: Ints  # index into files
     chunk_byte_start: Ints
@@ -132,7 +132,7 @@ def make_part(
     *,
     rank: int,
     files: Sequence[PartFile],
-    tensors: Sequence[TensorInfo],
+    tensors: Sequence[TensorRecord],
     aliases: Mapping[str, str],
     values: Mapping[str, Any],
     keeps_values: bool,
@@ -174,7 +174,7 @@ def part_texts(
     replica_digests: Mapping[str, int],
     warnings: Sequence[str] = (),
 ) -> PartTexts:
-    """What a part says besides tensors; arguments as of `make_part`."""
+    """The contents of a part besides tensors; arguments as of `make_part`."""
     return PartTexts(
         aliases=dict(aliases),
         values=encode_values(dict(values)) if keeps_values else b"",
@@ -186,8 +186,9 @@ def part_texts(
 
 
 class FileColumns(NamedTuple):
-    """A data file as its writer or a reader of its header knows it; columns have one item per
-    chunk. Of a file of another attempt (`../<step directory>/<name>`), some chunks only.
+    """A data file as columns, from its writer or from its header; one item per chunk.
+
+    Of a file of another attempt (`../<step directory>/<name>`), some chunks only.
     """
 
     name: str
@@ -215,7 +216,7 @@ def columns_of(file: PartFile) -> FileColumns:
 
 
 class PartTexts(NamedTuple):
-    """What a part says besides tensors; see `Part`."""
+    """The contents of a part besides tensors; see `Part`."""
 
     aliases: Mapping[str, str]
     values: bytes
@@ -226,13 +227,13 @@ class PartTexts(NamedTuple):
 
 
 def part_of_files(
-    files: Sequence[FileColumns], *, rank: int, tensors: Sequence[TensorInfo], texts: PartTexts
+    files: Sequence[FileColumns], *, rank: int, tensors: Sequence[TensorRecord], texts: PartTexts
 ) -> Part:
     """The part of `rank` from its files. Raises InvalidState when a tensor is described in two
     ways.
     """
     known = sorted(tensors)
-    index = {tensor.fqn: at for at, tensor in enumerate(known)}
+    index = {tensor.fqn: position for position, tensor in enumerate(known)}
     if len(index) != len(known):
         raise InvalidState(_conflicts(known))
     chunks = [chunk for file in files for chunk in file.chunks]
@@ -356,7 +357,7 @@ def _assemble(fixed: Mapping[str, memoryview], rest: Mapping[str, memoryview]) -
         files=tuple(files),
         file_nbytes=ints("file_nbytes", len(files)).astype(np.int64),
         file_data_start=ints("file_data_starts", len(files)).astype(np.int64),
-        tensors=tuple(map(TensorInfo, fqns, dtypes, shapes, kinds)),
+        tensors=tuple(map(TensorRecord, fqns, dtypes, shapes, kinds)),
         chunk_tensor=ints("chunk_tensors", chunks).astype(np.int64),
         chunk_file=ints("chunk_files", chunks).astype(np.int64),
         chunk_byte_start=ints("chunk_byte_starts", chunks).astype(np.int64),
@@ -376,7 +377,7 @@ def _assemble(fixed: Mapping[str, memoryview], rest: Mapping[str, memoryview]) -
     )
 
 
-def _conflicts(known: Sequence[TensorInfo]) -> list[str]:
+def _conflicts(known: Sequence[TensorRecord]) -> list[str]:
     pairs = pairwise(known)
     return [f"{b.fqn}: in the state twice, as {a} and {b}" for a, b in pairs if a.fqn == b.fqn]
 

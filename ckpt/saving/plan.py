@@ -19,7 +19,7 @@ from torch import nn
 
 from ckpt.format.checksum import block_count, crc32c
 from ckpt.format.datafile import BLOCK_BYTES, FileEntries, StoredChunk
-from ckpt.format.part import TensorInfo
+from ckpt.format.part import TensorRecord
 from ckpt.layout.assign import Assignment, assign
 from ckpt.layout.dtypes import dtype_name
 from ckpt.layout.fingerprint import Fingerprint
@@ -67,7 +67,7 @@ class SavePlan:
     follows from the chunks alone, `of_memory` what follows from where they lie as well.
     """
 
-    tensors: tuple[TensorInfo, ...]
+    tensors: tuple[TensorRecord, ...]
     assignment: Assignment
     sources: tuple[Source, ...]
     trainable: frozenset[int]
@@ -92,7 +92,7 @@ class SavePlan:
         return np.flatnonzero(np.repeat(is_trainable, counts))
 
     @property
-    def empty_tensors(self) -> tuple[TensorInfo, ...]:
+    def empty_tensors(self) -> tuple[TensorRecord, ...]:
         """Those without elements."""
         return self.of_chunks.once("empty", lambda: tuple(t for t in self.tensors if 0 in t.shape))
 
@@ -171,7 +171,11 @@ class PlanMemory:
 
     def __init__(self) -> None:
         self._kept: _Kept | None = None
-        self._chunks: tuple[Sequence[StoredChunk], tuple[TensorInfo, ...], Memo] = ((), (), Memo())
+        self._chunks: tuple[Sequence[StoredChunk], tuple[TensorRecord, ...], Memo] = (
+            (),
+            (),
+            Memo(),
+        )
 
     @property
     def is_empty(self) -> bool:
@@ -191,7 +195,7 @@ class PlanMemory:
         """Remember a plan as long as all objects of the state live."""
         self._kept = _Kept(Remembered(fingerprint, self._forget), structure, others, plan)
 
-    def memo_of(self, chunks: Sequence[StoredChunk], tensors: tuple[TensorInfo, ...]) -> Memo:
+    def memo_of(self, chunks: Sequence[StoredChunk], tensors: tuple[TensorRecord, ...]) -> Memo:
         """What is known of these chunks, wherever they lie."""
         if self._chunks[0] != chunks or self._chunks[1] != tensors:
             self._chunks = (chunks, tensors, Memo())
@@ -205,15 +209,15 @@ class PlanMemory:
         self._kept = None
 
 
-def _tensors_of(flat: FlatState) -> list[TensorInfo]:
+def _tensors_of(flat: FlatState) -> list[TensorRecord]:
     """Every tensor that this rank knows, once; those that it holds no element of too."""
     names: dict[torch.dtype, str] = {}
-    seen: dict[str, TensorInfo] = {}
+    seen: dict[str, TensorRecord] = {}
     for _, pieces, kind, *_ in flat.holdings:
         for fqn, shape, dtype, _, _, _ in pieces:
             if fqn not in seen:
                 name = names.get(dtype) or names.setdefault(dtype, dtype_name(dtype))
-                seen[fqn] = TensorInfo(fqn, name, shape, int(kind))
+                seen[fqn] = TensorRecord(fqn, name, shape, int(kind))
     return list(seen.values())
 
 

@@ -1,7 +1,7 @@
 """Objects from one store to another, every byte compared with its checksum on the way.
 
-A data file tells the checksums of all its bytes: header, blocks, reserved tensors. The parts of a
-large file travel by several threads; a block that two of them share is checked by joining the
+A data file holds the checksums of all its bytes: header, blocks, reserved tensors. Several threads
+copy the parts of a large file; a block that two of them share is checked by joining the
 checksums of its pieces. A file appears in the target whole and checked, or not at all.
 """
 
@@ -50,7 +50,7 @@ class Fragment(NamedTuple):
 
 
 def index_of(store: Store, key: str, nbytes: int) -> DataFileIndex:
-    """What a data file says of itself. Raises Corrupt, UnsupportedFormat, the store's errors."""
+    """The index in a data file's header. Raises Corrupt, UnsupportedFormat, the store's errors."""
 
     def read(start: int, stop: int) -> bytes:
         data = bytearray(stop - start)
@@ -64,10 +64,12 @@ def index_of(store: Store, key: str, nbytes: int) -> DataFileIndex:
 def check_index(index: DataFileIndex, manifest: Manifest, file: int, key: str) -> None:
     """Raises Corrupt unless a file and the manifest agree on every checksum of file `file`."""
     chunks = manifest.chunks
-    place = {start: at for at, start in enumerate(index.offsets.tolist())}
+    place = {start: position for position, start in enumerate(index.offsets.tolist())}
     for chunk in np.flatnonzero(chunks.file == file).tolist():
-        at = place.get(int(chunks.byte_start[chunk]), -1)
-        first, last = (0, 0) if at < 0 else index.first_block[at : at + 2].tolist()
+        position = place.get(int(chunks.byte_start[chunk]), -1)
+        first, last = (
+            (0, 0) if position < 0 else index.first_block[position : position + 2].tolist()
+        )
         if not np.array_equal(index.checksums[first:last], manifest.chunk_checksums(chunk)):
             fqn = manifest.fqns[manifest.tensor_of(chunk)]
             raise Corrupt(
@@ -80,9 +82,9 @@ def tiles_of(index: DataFileIndex) -> list[Tile]:
     """All bytes of a file, each in one tile, ascending."""
     header = index.header
     tiles = [Tile(0, len(header), crc32c(header), "the header")]
-    for at, chunk in enumerate(index.chunks):
-        start = int(index.offsets[at])
-        first = int(index.first_block[at])
+    for position, chunk in enumerate(index.chunks):
+        start = int(index.offsets[position])
+        first = int(index.first_block[position])
         for number, low in enumerate(range(start, start + chunk.nbytes, index.block_bytes)):
             high = min(low + index.block_bytes, start + chunk.nbytes)
             checksum = int(index.checksums[first + number])
@@ -134,16 +136,16 @@ def relay_file(
             try:
                 part = buffer[: min(part_nbytes, nbytes - start)]
                 read_into(source, source_key, start, [part])
-                found = _fragments(tiles, starts, start, part)
+                part_fragments = _fragments(tiles, starts, start, part)
                 writer.write_part(index, [part])
-                return len(part), found
+                return len(part), part_fragments
             finally:
                 buffers.put(buffer)
 
-        for written, found in in_order(pool, relay, range(count), in_flight_max=threads):
-            fragments += found
+        for written, part_fragments in in_order(pool, relay, range(count), in_flight_max=threads):
+            fragments += part_fragments
             add(written)
-        # Before the block ends: what does not match is never published.
+        # Inside of the block: leaving it publishes the file, and a damaged one must never appear.
         _check(tiles, fragments, f"{source.url}/{source_key}")
 
 
@@ -151,24 +153,24 @@ def _fragments(
     tiles: Sequence[Tile], starts: Sequence[int], start: int, part: memoryview
 ) -> list[Fragment]:
     """Checksums of what a part, which begins at byte `start`, holds of each tile."""
-    found = []
+    fragments = []
     stop = start + len(part)
     number = bisect_right(starts, start) - 1
     while number < len(tiles) and tiles[number].start < stop:
         low, high = max(tiles[number].start, start), min(tiles[number].stop, stop)
-        found.append(Fragment(number, crc32c(part[low - start : high - start]), high - low))
+        fragments.append(Fragment(number, crc32c(part[low - start : high - start]), high - low))
         number += 1
-    return found
+    return fragments
 
 
 def _check(tiles: Sequence[Tile], fragments: Sequence[Fragment], where: str) -> None:
     """Raises Corrupt for the first tile whose fragments, in file order, do not give its sum."""
-    at = 0
+    position = 0
     for number, tile in enumerate(tiles):
         own = []
-        while at < len(fragments) and fragments[at].tile == number:
-            own.append(fragments[at])
-            at += 1
+        while position < len(fragments) and fragments[position].tile == number:
+            own.append(fragments[position])
+            position += 1
         if joined_crc32c([f.checksum for f in own], [f.nbytes for f in own]) != tile.checksum:
             raise Corrupt(
                 f"{where}: {tile.what} (bytes {tile.start} to {tile.stop}) does not match its "
@@ -177,7 +179,7 @@ def _check(tiles: Sequence[Tile], fragments: Sequence[Fragment], where: str) -> 
 
 
 def is_there(target: Store, key: str, header: bytes, nbytes: int) -> DataFileIndex | None:
-    """What a file at `key` says of itself when a finished run has put it there; None when none is.
+    """The index of the file at `key` that an earlier run has finished; None when there is none.
 
     Files appear whole and checked. On a disk they may have lost bytes since, when the power failed
     before they were synced: they are read once more, and removed when they are damaged. Raises
@@ -197,13 +199,13 @@ def is_there(target: Store, key: str, header: bytes, nbytes: int) -> DataFileInd
         is_disk = target.part_nbytes_min == 1
         if not is_disk or _is_intact(target, key, tiles_of(index)):
             return index
-    # Its header says that it is ours.
+    # Only a damaged file of our own comes here: its header is byte for byte the one to be written.
     target.delete(key)
     return None
 
 
 def _is_intact(store: Store, key: str, tiles: Sequence[Tile]) -> bool:
-    """Whether all bytes of a file give the checksums that it tells."""
+    """Whether all bytes of a file match the checksums of its tiles."""
     buffer = aligned_buffer(PART_NBYTES)
     fragments: list[Fragment] = []
     starts = [tile.start for tile in tiles]

@@ -1,9 +1,9 @@
-"""Write a checkpoint anew in other files: its chunks cut and placed as a layout says.
+"""Rewrite a checkpoint into other files, its chunks cut and placed by a layout.
 
     layout -> files (headers planned) -> stream tensors band by band -> manifest -> MANIFEST
 
 Everything but the checksums follows from the source's manifest and the layout, so that a run that
-died is repeated: files that are there are recognised by their headers and kept. Memory is a few
+died can be repeated: files that are there are recognised by their headers and kept. Memory is a few
 bands and one part of a file per thread, whatever the size of the checkpoint.
 """
 
@@ -35,7 +35,7 @@ from ckpt.format.manifest import Header, Manifest
 from ckpt.format.manifest_codec import decode_manifest, encode_manifest
 from ckpt.format.merging import build_manifest
 from ckpt.format.metadata import data_file_name, file_extras, file_metadata
-from ckpt.format.part import FileColumns, PartTexts, TensorInfo, part_of_files
+from ckpt.format.part import FileColumns, PartTexts, TensorRecord, part_of_files
 from ckpt.layout.dtypes import DTYPES, torch_dtype
 from ckpt.layout.memory import aligned_buffer, tensor_over
 from ckpt.layout.region import Box, Region, Span, span_of
@@ -117,7 +117,7 @@ def rewrite(
     threads: int,
     add: Counter,
 ) -> Manifest:
-    """Write the checkpoint into the top of `target`, cut as `layout` says; returns its manifest.
+    """Write the checkpoint into the top of `target`, cut by `layout`; returns its manifest.
 
     MANIFEST comes last: before it the target is no checkpoint. Raises CheckpointError when
     something else is at the target, Corrupt when stored bytes were changed, and the stores' errors;
@@ -163,9 +163,9 @@ def _plan(manifest: Manifest, header: Header, layout: Layout) -> list[_NewFile]:
             for file in split_into_files(sorted(chunks, key=order_key), FILE_NBYTES_MAX)
         ]
         for index, group in enumerate(groups):
-            is_lead = rank == 0 and index == 0
+            is_first_file = rank == 0 and index == 0
             extras = file_extras(
-                values=manifest.values if is_lead else b"",
+                values=manifest.values if is_first_file else b"",
                 per_rank=_per_rank(manifest, rank) if index == 0 else b"",
             )
             metadata = file_metadata(
@@ -173,8 +173,8 @@ def _plan(manifest: Manifest, header: Header, layout: Layout) -> list[_NewFile]:
                 rank=rank,
                 index=index,
                 count=len(groups),
-                empty_tensors=empty if is_lead else (),
-                aliases=manifest.aliases if is_lead else None,
+                empty_tensors=empty if is_first_file else (),
+                aliases=manifest.aliases if is_first_file else None,
             )
             planned.append(
                 _NewFile(
@@ -193,9 +193,9 @@ def _plan(manifest: Manifest, header: Header, layout: Layout) -> list[_NewFile]:
     return planned
 
 
-def _empty_tensors(manifest: Manifest) -> list[TensorInfo]:
+def _empty_tensors(manifest: Manifest) -> list[TensorRecord]:
     return [
-        TensorInfo(fqn, dtype, shape, kind)
+        TensorRecord(fqn, dtype, shape, kind)
         for fqn, dtype, shape, kind in zip(
             manifest.fqns, manifest.dtypes, manifest.shapes, manifest.kinds.tolist(), strict=True
         )
@@ -223,18 +223,20 @@ def _refuse_others(target: Store, files: Sequence[_NewFile]) -> None:
 
 
 def _finished(target: Store, header: Header, files: Sequence[_NewFile]) -> Manifest | None:
-    """The manifest that an earlier run has put there. Raises CheckpointError for another one's."""
+    """The manifest that an earlier run of this rewrite stored, or None. Raises CheckpointError for
+    one of another checkpoint.
+    """
     try:
-        found = decode_manifest(target.get(MANIFEST_NAME))
+        manifest = decode_manifest(target.get(MANIFEST_NAME))
     except KeyNotFoundError:
         return None
     except Corrupt:
-        found = None
+        manifest = None
     names = tuple(file.name for file in files)
     sizes = [file.layout.nbytes for file in files]
-    is_same = found is not None and (found.header, found.files) == (header, names)
-    if found is not None and is_same and found.file_nbytes.tolist() == sizes:
-        return found
+    is_same = manifest is not None and (manifest.header, manifest.files) == (header, names)
+    if manifest is not None and is_same and manifest.file_nbytes.tolist() == sizes:
+        return manifest
     raise CheckpointError(
         f"{target.url}/{MANIFEST_NAME} is there already and is of another checkpoint; nothing is "
         "ever overwritten: remove it, or give another target"
@@ -248,7 +250,7 @@ def _manifest(
     columns: Sequence[FileColumns],
 ) -> Manifest:
     infos = {
-        fqn: TensorInfo(fqn, dtype, shape, kind)
+        fqn: TensorRecord(fqn, dtype, shape, kind)
         for fqn, dtype, shape, kind in zip(
             old.fqns, old.dtypes, old.shapes, old.kinds.tolist(), strict=True
         )
@@ -256,7 +258,7 @@ def _manifest(
     parts = []
     for rank in range(header.world_size):
         own = [column for file, column in zip(files, columns, strict=True) if file.rank == rank]
-        # All tensors are known to rank 0, as those without elements are to nobody else.
+        # Rank 0 lists all tensors: one without elements has no chunk, so no other rank would.
         names = {chunk.fqn for column in own for chunk in column.chunks}
         texts = PartTexts(
             aliases=old.aliases if rank == 0 else {},
@@ -414,7 +416,7 @@ def _rows(box: Box, dim: int, numel_max: int) -> Iterator[Box]:
 
 
 class _Stream:
-    """Bytes one behind the other, handed to the writer in parts; one buffer."""
+    """Consecutive bytes, written in parts through one buffer."""
 
     def __init__(self, writer: ObjectWriter, part_nbytes: int, add: Counter) -> None:
         self._writer = writer
@@ -424,17 +426,17 @@ class _Stream:
         self._add = add
 
     def push(self, data: memoryview) -> None:
-        at = 0
-        while at < len(data):
-            stop = min(len(data), at + len(self._buffer) - self._filled)
-            self._buffer[self._filled : self._filled + stop - at] = data[at:stop]
-            self._filled += stop - at
-            at = stop
+        position = 0
+        while position < len(data):
+            stop = min(len(data), position + len(self._buffer) - self._filled)
+            self._buffer[self._filled : self._filled + stop - position] = data[position:stop]
+            self._filled += stop - position
+            position = stop
             if self._filled == len(self._buffer):
                 self.end()
 
     def end(self) -> None:
-        """Hand over what is left."""
+        """Write what is left in the buffer."""
         if self._filled:
             self._writer.write_part(self._index, [self._buffer[: self._filled]])
             self._add.add(self._filled)

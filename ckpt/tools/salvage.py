@@ -24,7 +24,7 @@ from ckpt.format.manifest import Manifest
 from ckpt.format.manifest_codec import encode_manifest
 from ckpt.format.merging import build_manifest
 from ckpt.format.metadata import FileDescription, data_file_name, describe_file
-from ckpt.format.part import FileColumns, Part, PartTexts, TensorInfo, part_of_files
+from ckpt.format.part import FileColumns, Part, PartTexts, TensorRecord, part_of_files
 from ckpt.format.references import parse_reference
 from storage.errors import KeyExistsError, KeyNotFoundError
 from storage.store import ByteRange, Store
@@ -360,11 +360,11 @@ def _contradictions(files: Sequence[_SalvagedFile]) -> list[str]:
 
 def _part(rank: int, files: Sequence[_SalvagedFile]) -> Part:
     """What the rank would have sent to the coordinator, as far as the manifest needs it."""
-    infos: dict[str, TensorInfo] = {}
+    infos: dict[str, TensorRecord] = {}
     shared = [columns for file in files for columns in file.referenced]
     for chunks in (*(file.described.chunks for file in files), *(file.chunks for file in shared)):
         for chunk in chunks:
-            info = TensorInfo(chunk.fqn, chunk.dtype, chunk.global_shape, chunk.kind)
+            info = TensorRecord(chunk.fqn, chunk.dtype, chunk.global_shape, chunk.kind)
             if infos.setdefault(chunk.fqn, info) != info:
                 raise Corrupt(f"{chunk.fqn}: described as {info} and as {infos[chunk.fqn]}")
     for info in files[0].place.empty_tensors:

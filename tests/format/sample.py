@@ -13,7 +13,7 @@ from ckpt.format.datafile import StoredChunk, checksum_tensor, layout_data_file,
 from ckpt.format.manifest import Header, Manifest
 from ckpt.format.merging import build_manifest
 from ckpt.format.metadata import data_file_name, digest_extras, file_extras, file_metadata
-from ckpt.format.part import Part, PartFile, TensorInfo, make_part
+from ckpt.format.part import Part, PartFile, TensorRecord, make_part
 from ckpt.layout.dtypes import DTYPES
 from ckpt.layout.region import Box, Region, Span, boxes_of, row_major_strides, whole
 from ckpt.saving.dedup import Division, divide, known_of_part
@@ -42,12 +42,12 @@ INCREMENTS = tuple(
 )
 TRAINED = ("phase", "weight.columns")  # what changes from one increment to the next
 TENSORS = (
-    TensorInfo("empty", "float16", (0, 3), 2),
-    TensorInfo("phase", "complex128", (), 3),
-    TensorInfo("steps@seen", "int64", (), 1),
-    TensorInfo("weight", "float32", (6, 8), 0),
-    TensorInfo("weight.columns", "bfloat16", (4, 6), 0),
-    TensorInfo("weight.momentum", "float32", (6, 8), 1),
+    TensorRecord("empty", "float16", (0, 3), 2),
+    TensorRecord("phase", "complex128", (), 3),
+    TensorRecord("steps@seen", "int64", (), 1),
+    TensorRecord("weight", "float32", (6, 8), 0),
+    TensorRecord("weight.columns", "bfloat16", (4, 6), 0),
+    TensorRecord("weight.momentum", "float32", (6, 8), 1),
 )
 ALIASES = {"tied": "weight"}
 VALUES: dict[str, Any] = {"groups": [{"lr": 0.1, "betas": (0.9, 0.999)}], "seed": 2**70, "ü": None}
@@ -74,7 +74,7 @@ class Sample(NamedTuple):
     manifest: Manifest
 
 
-def tensor_bytes(info: TensorInfo, trained: int = 0) -> bytes:
+def tensor_bytes(info: TensorRecord, trained: int = 0) -> bytes:
     """The whole tensor's bytes: a count up, different per tensor; `trained` adds to two of them."""
     numel = int(np.prod(info.shape, dtype=np.int64))
     nbytes = numel * DTYPES[info.dtype].itemsize
@@ -82,7 +82,7 @@ def tensor_bytes(info: TensorInfo, trained: int = 0) -> bytes:
     return ((np.arange(nbytes) * 7 + base) % 256).astype(np.uint8).tobytes()
 
 
-def region_bytes(info: TensorInfo, region: Region, trained: int = 0) -> bytes:
+def region_bytes(info: TensorRecord, region: Region, trained: int = 0) -> bytes:
     itemsize = DTYPES[info.dtype].itemsize
     data = np.frombuffer(tensor_bytes(info, trained), dtype=np.uint8).reshape(-1, itemsize)
     strides = row_major_strides(info.shape)

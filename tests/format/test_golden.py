@@ -16,7 +16,7 @@ from ckpt.commit.locate import file_key
 from ckpt.format.blake3 import digest_of
 from ckpt.format.columns import unpack_map
 from ckpt.format.manifest_codec import decode_manifest, encode_manifest
-from ckpt.format.part import TensorInfo, per_rank_of, values_of
+from ckpt.format.part import TensorRecord, per_rank_of, values_of
 from ckpt.tools.salvage import matches_manifest, salvage
 from storage import open_store
 from tests.format.sample import (
@@ -46,7 +46,7 @@ def test_golden_checkpoint_decodes_to_the_values_it_was_made_of() -> None:
     assert manifest.header == HEADER and manifest.aliases == ALIASES
     assert values_of(manifest) == VALUES and per_rank_of(manifest) == PER_RANK
     infos = zip(manifest.fqns, manifest.dtypes, manifest.shapes, manifest.kinds, strict=True)
-    assert [TensorInfo(f, d, s, int(k)) for f, d, s, k in infos] == list(TENSORS)
+    assert [TensorRecord(f, d, s, int(k)) for f, d, s, k in infos] == list(TENSORS)
     for i in range(len(manifest.chunks)):
         data = (step / manifest.files[int(manifest.chunks.file[i])]).read_bytes()
         start = int(manifest.chunks.byte_start[i])

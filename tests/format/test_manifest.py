@@ -19,7 +19,7 @@ from ckpt.format.manifest_codec import MAGIC, decode_manifest, encode_manifest
 from ckpt.format.merging import build_manifest, replica_differences, value_differences
 from ckpt.format.part import (
     Part,
-    TensorInfo,
+    TensorRecord,
     assemble,
     decode_part,
     encode_part,
@@ -65,7 +65,7 @@ def test_everything_comes_back() -> None:
     assert manifest.header == HEADER and manifest.aliases == ALIASES
     assert values_of(manifest) == VALUES and per_rank_of(manifest) == PER_RANK
     infos = zip(manifest.fqns, manifest.dtypes, manifest.shapes, manifest.kinds, strict=True)
-    assert [TensorInfo(f, d, s, int(k)) for f, d, s, k in infos] == list(TENSORS)
+    assert [TensorRecord(f, d, s, int(k)) for f, d, s, k in infos] == list(TENSORS)
     for t, info in enumerate(TENSORS):
         assert manifest.index(info.fqn) == t
         for i in range(int(manifest.chunks.first[t]), int(manifest.chunks.first[t + 1])):

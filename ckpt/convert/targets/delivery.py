@@ -1,9 +1,9 @@
-"""Planned files to a store: by all ranks, resumable, and read back when asked.
+"""Write planned files to a store: by all ranks, resumable, and read back on request.
 
-While files are on their way, a note beside them (`<name>.unfinished`) says of what export they are.
-Each file appears whole or not at all, so that an export which finds a note of its own goes on
-after the files that are there. The last file, which makes several files one thing, is written when
-all others are durable, by the lead; then the note goes.
+While files are being written, a note beside them (`<name>.unfinished`) identifies the export. Each
+file appears whole or not at all, so an export that finds its own note continues after the files
+that are there. When all others are durable, the coordinator writes the last file, which turns
+several files into one checkpoint, and removes the note.
 """
 
 from __future__ import annotations
@@ -103,12 +103,12 @@ class _Job:
         self.note = _digest(source, files).encode()
 
     @property
-    def is_lead(self) -> bool:
+    def is_coordinator(self) -> bool:
         return self.world.rank == 0
 
     @property
     def data_files(self) -> Sequence[PlannedFile]:
-        """All files, but for the last of several: that one makes them one thing."""
+        """All files except the last of several: that one completes them."""
         return self.files[:-1] if len(self.files) > 1 else self.files
 
     def begin(self) -> set[str]:
@@ -116,38 +116,40 @@ class _Job:
 
         Raises CheckpointError when there is anything else.
         """
-        told = collectively(self.world, "look at the target", self._look)
-        return set(json.loads(self.world.broadcast("target", told if self.is_lead else None)))
+        finished = collectively(self.world, "look at the target", self._look)
+        return set(
+            json.loads(self.world.broadcast("target", finished if self.is_coordinator else None))
+        )
 
     def _look(self) -> bytes:
-        if not self.is_lead:
+        if not self.is_coordinator:
             return b""
-        there = [file.key for file in self.files if self._is_there(file)]
-        found = self._found_note()
-        if found is not None and found != self.note:
+        present = [file.key for file in self.files if self._is_there(file)]
+        stored_note = self._stored_note()
+        if stored_note is not None and stored_note != self.note:
             raise CheckpointError(
-                f"{self.store.url}/{self.note_key} is of another export, which did not end; run "
-                "that one again, or remove this file and what it has written"
+                f"{self.store.url}/{self.note_key} is the note of another export that did not "
+                "finish; run that one again, or remove this file and what it has written"
             )
         last = self.files[-1].key
-        if there and (found is None or last in there):
-            if found is not None and len(there) == len(self.files):
-                return json.dumps(there).encode()  # killed between the last file and the note
+        if present and (stored_note is None or last in present):
+            if stored_note is not None and len(present) == len(self.files):
+                return json.dumps(present).encode()  # killed between the last file and the note
             raise CheckpointError(
-                f"{self.store.url}/{there[0]} is there already and nothing is ever overwritten; "
+                f"{self.store.url}/{present[0]} is there already and nothing is ever overwritten; "
                 "remove it, or export to another name"
             )
-        if found is None:
+        if stored_note is None:
             try:
                 self.store.put_if_absent(self.note_key, self.note)
             except KeyExistsError as error:
                 raise CheckpointError(
-                    f"{self.store.url}/{self.note_key}: another export began just now"
+                    f"{self.store.url}/{self.note_key}: another export has just begun"
                 ) from error
         else:
             for file in self.files:
                 self.store.abort_unfinished(file.key)
-        return json.dumps(there).encode()
+        return json.dumps(present).encode()
 
     def _is_there(self, file: PlannedFile) -> bool:
         try:
@@ -156,7 +158,7 @@ class _Job:
             return False
         return True
 
-    def _found_note(self) -> bytes | None:
+    def _stored_note(self) -> bytes | None:
         try:
             return self.store.get(self.note_key)
         except KeyNotFoundError:
@@ -204,11 +206,15 @@ class _Job:
         try:
             collectively(self.world, "write", run)
             if large:
-                told = self.world.gather_to_coordinator("receipts", json.dumps(receipts).encode())
-                collectively(self.world, "join", lambda: self.join(writing, large, tokens, told))
+                gathered = self.world.gather_to_coordinator(
+                    "receipts", json.dumps(receipts).encode()
+                )
+                collectively(
+                    self.world, "join", lambda: self.join(writing, large, tokens, gathered)
+                )
         except BaseException:
             for key, token in tokens.items():
-                if self.is_lead:
+                if self.is_coordinator:
                     self.store.abort_joint(key, token)
             raise
 
@@ -226,29 +232,29 @@ class _Job:
         writing = Writing(self.source, self.store, 1, part_nbytes)
 
         def run() -> bytes:
-            for file in self.data_files if self.is_lead else ():
+            for file in self.data_files if self.is_coordinator else ():
                 if self.is_joint(file) and file.key not in there:
                     size = part_nbytes_of(writing, file)
                     token = self.store.begin_joint(file.key, file.nbytes, part_nbytes=size)
                     tokens.update({file.key: token} if token else {})
             return json.dumps(tokens).encode()
 
-        told = collectively(self.world, "begin", run)
-        found: dict[str, str] = json.loads(
-            self.world.broadcast("tokens", told if self.is_lead else None)
+        encoded = collectively(self.world, "begin", run)
+        agreed: dict[str, str] = json.loads(
+            self.world.broadcast("tokens", encoded if self.is_coordinator else None)
         )
-        return found
+        return agreed
 
     def join(
         self,
         writing: Writing,
         files: Sequence[PlannedFile],
         tokens: Mapping[str, str],
-        told: Sequence[bytes] | None,
+        gathered: Sequence[bytes] | None,
     ) -> None:
-        """The lead publishes what all ranks have written."""
-        by_rank = [json.loads(data) for data in told or ()]
-        for file in files if self.is_lead else ():
+        """The coordinator publishes what all ranks have written."""
+        by_rank = [json.loads(data) for data in gathered or ()]
+        for file in files if self.is_coordinator else ():
             receipts = {int(n): r for own in by_rank for n, r in own[file.key].items()}
             self.store.end_joint(
                 file.key,
@@ -259,10 +265,10 @@ class _Job:
             )
 
     def end(self, there: set[str]) -> None:
-        """The last file makes the others one thing; then nothing tells of the work any more."""
+        """Write the last file, which completes the others, then remove the note of the export."""
 
         def run() -> None:
-            if not self.is_lead:
+            if not self.is_coordinator:
                 return
             for last in self.files[len(self.data_files) :]:
                 assert all(isinstance(piece, Fixed) for piece in last.pieces)
@@ -275,7 +281,7 @@ class _Job:
 
     def undo(self) -> None:
         """Remove what was written, the last file first: then the rest is no checkpoint."""
-        if not self.is_lead:
+        if not self.is_coordinator:
             return
         for file in reversed(self.files):
             self.store.delete(file.key)
@@ -283,7 +289,7 @@ class _Job:
 
 
 def _digest(source: CheckpointSource, files: Sequence[PlannedFile]) -> str:
-    """What tells one export from another: the source, and every byte that is known beforehand."""
+    """A digest that identifies an export: of its source, and of every byte known in advance."""
     digest = hashlib.sha256(f"{source.url} {source.contents.step}".encode())
     for file in files:
         digest.update(f"\n{file.key} {file.nbytes}".encode())

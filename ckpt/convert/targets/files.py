@@ -42,7 +42,7 @@ class Output(NamedTuple):
 
 
 class Fixed(NamedTuple):
-    """Bytes that are known, from `start` on."""
+    """Bytes that are known in advance, from `start` on."""
 
     start: int
     data: bytes
@@ -132,23 +132,23 @@ def _safetensors_file(key: str, outputs: Sequence[Output], tied: Mapping[str, st
     ordered = sorted(outputs, key=lambda output: (-output.dtype.itemsize, output.name))
     # "format" is what Hugging Face's loaders ask for; tied names stand as `save_model` notes them.
     head: dict[str, Any] = {"__metadata__": {"format": "pt", **tied}}
-    at = 0
+    position = 0
     for output in ordered:
         head[output.name] = {
             "dtype": output.dtype.code,
             "shape": list(output.tensor.shape),
-            "data_offsets": [at, at + output.nbytes],
+            "data_offsets": [position, position + output.nbytes],
         }
-        at += output.nbytes
+        position += output.nbytes
     text = json.dumps(head, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
     padded = -(-(8 + len(text)) // HEADER_ALIGNMENT) * HEADER_ALIGNMENT
     header = (padded - 8).to_bytes(8, "little") + text.ljust(padded - 8, b" ")
     pieces: list[FilePiece] = [Fixed(0, header)]
-    at = padded
+    position = padded
     for output in ordered:
-        pieces.append(Data(at, output.nbytes, output, _all_of(output)))
-        at += output.nbytes
-    return PlannedFile(key, at, tuple(pieces))
+        pieces.append(Data(position, output.nbytes, output, _all_of(output)))
+        position += output.nbytes
+    return PlannedFile(key, position, tuple(pieces))
 
 
 def _all_of(output: Output) -> Span:
@@ -173,7 +173,7 @@ def blob_of(value: Any) -> bytes:
     """A value as torch.save would have written it."""
     building = ZipBuilding()
     building.add(write_tree(value), [])
-    made = bytearray(building.at)
+    made = bytearray(building.nbytes)
     for piece in building.pieces:
         assert not isinstance(piece, Data)
         data = piece.data if isinstance(piece, Fixed) else piece.make([])
@@ -186,12 +186,12 @@ class ZipBuilding:
 
     def __init__(self) -> None:
         self.pieces: list[FilePiece] = []
-        self.at = 0
+        self.nbytes = 0
         self.checksums = 0
 
     def add(self, pickle: bytes, data: Sequence[tuple[str, Output, Span]]) -> tuple[int, int]:
         """Append a blob of a tree and its storages by key; returns its start and its length."""
-        start = self.at
+        start = self.nbytes
         known = {"data.pkl": pickle, "byteorder": b"little"}
         stored = {f"data/{key}": (output, span) for key, output, span in data}
         sizes = {f"{ARCHIVE}/{name}": len(content) for name, content in known.items()}
@@ -219,12 +219,12 @@ class ZipBuilding:
                 self.pieces.append(_late_descriptor(entry, self.checksums))
                 self.checksums += 1
         self.pieces.append(_late_directory(layout, start, sums))
-        self.at = start + layout.nbytes
+        self.nbytes = start + layout.nbytes
         return start, layout.nbytes
 
     def file(self, key: str) -> PlannedFile:
         """The file of all that was added."""
-        return PlannedFile(key, self.at, tuple(self.pieces), self.checksums)
+        return PlannedFile(key, self.nbytes, tuple(self.pieces), self.checksums)
 
 
 class _Sum(NamedTuple):
@@ -244,8 +244,8 @@ def _late_descriptor(entry: Placed, number: int) -> Late:
 
 def _late_directory(layout: ZipLayout, start: int, sums: Sequence[_Sum]) -> Late:
     def make(checksums: Sequence[int]) -> bytes:
-        found = [s.known if s.number < 0 else checksums[s.number] for s in sums]
-        return directory(layout, start, found)
+        crc32s = [s.known if s.number < 0 else checksums[s.number] for s in sums]
+        return directory(layout, start, crc32s)
 
     stop = start + layout.nbytes
     return Late(layout.directory_start, stop - layout.directory_start, make)

@@ -56,7 +56,7 @@ def nested_files(
     return Nested(_dcp_files(entries, outputs, values, paths), left_out)
 
 
-class FlatState(NamedTuple):
+class FlatCheckpoint(NamedTuple):
     """A checkpoint by the keys that DCP has for a nested state: values, the fqn of each tensor, and
     the path of each key.
     """
@@ -66,16 +66,16 @@ class FlatState(NamedTuple):
     paths: dict[str, PathOf]
 
 
-def flat_state(source: NativeSource) -> FlatState:
+def flat_state(source: NativeSource) -> FlatCheckpoint:
     """What DCP's planner would have made of the state of a checkpoint of ours."""
     contents, record = source.contents, source.checkpoint.values.get(DCP_RECORD)
     if record is not None:
         values = {key: value for own in contents.per_rank for key, value in own.items()}
         recorded = {key: tuple(path) for key, path in record["paths"].items()}
         names = {fqn: fqn for fqn in contents.tensors}
-        return FlatState({**values, **record["values"]}, names, recorded)
+        return FlatCheckpoint({**values, **record["values"]}, names, recorded)
     paths = _Paths(contents)
-    flat = FlatState({}, {}, {})
+    flat = FlatCheckpoint({}, {}, {})
     places = {name: paths.of(name) for name in (*contents.tensors, *contents.aliases)}
     numbers = _numbers(source, list(contents.tensors.values()))
     for name, value in {**contents.values, **numbers}.items():
@@ -94,13 +94,13 @@ def flat_state(source: NativeSource) -> FlatState:
 
 def _numbers(source: CheckpointSource, tensors: Sequence[SourceTensor]) -> dict[str, Any]:
     """Numbers that we keep as 0-dim tensors of marked names, as the numbers that they were."""
-    found = {}
+    numbers = {}
     for tensor in tensors:
         mark = tensor.fqn.find("~")
         suffix = tensor.fqn[mark:] if mark >= 0 else ""
         if suffix in NUMBER_OF_SUFFIX and tensor.shape == ():
-            found[tensor.fqn] = NUMBER_OF_SUFFIX[suffix](source.read(tensor.fqn).item())
-    return found
+            numbers[tensor.fqn] = NUMBER_OF_SUFFIX[suffix](source.read(tensor.fqn).item())
+    return numbers
 
 
 class _Paths:
@@ -183,7 +183,7 @@ def _dcp_files(
     building = _DcpBuilding()
     parts = [building.add_tensor(output) for output in outputs]
     by_name = {output.name: number for number, output in enumerate(outputs)}
-    found: list[DcpEntry] = []
+    tensor_entries: list[DcpEntry] = []
     places = dict[int, list[PathOf]]()
     for path, number in entries:
         places.setdefault(number, []).append(path)
@@ -197,9 +197,11 @@ def _dcp_files(
                 leaves.append((leaf_path, leaf))
     for number, output in enumerate(outputs):
         for path in places.get(number, ()):
-            found.append(DcpEntry(path, output.dtype.name, output.tensor.shape, parts[number]))
-    told = [DcpValue(path, building.add_value(leaf)) for path, leaf in leaves]
-    metadata = encode_metadata(found, told)
+            tensor_entries.append(
+                DcpEntry(path, output.dtype.name, output.tensor.shape, parts[number])
+            )
+    value_entries = [DcpValue(path, building.add_value(leaf)) for path, leaf in leaves]
+    metadata = encode_metadata(tensor_entries, value_entries)
     return [*building.files(), known_file(".metadata", metadata)]
 
 
@@ -211,8 +213,8 @@ def _leaves(path: PathOf, value: Any) -> Iterator[tuple[PathOf, Any]]:
         for key, item in value.items():
             yield from _leaves((*path, str(key)), item)
     elif isinstance(value, list) and not _is_leaf(value):
-        for at, item in enumerate(value):
-            yield from _leaves((*path, at), item)
+        for index, item in enumerate(value):
+            yield from _leaves((*path, index), item)
     else:
         yield path, value
 
@@ -268,10 +270,10 @@ class _DcpBuilding:
         return self._done
 
     def _room(self, nbytes: int) -> None:
-        if self._open.at and self._open.at + nbytes > DCP_FILE_NBYTES:
+        if self._open.nbytes and self._open.nbytes + nbytes > DCP_FILE_NBYTES:
             self._close()
 
     def _close(self) -> None:
-        if self._open.at:
+        if self._open.nbytes:
             self._done.append(self._open.file(self._name))
             self._open = ZipBuilding()

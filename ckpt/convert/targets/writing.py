@@ -35,7 +35,7 @@ Progress: TypeAlias = Callable[[int, int], None]
 
 
 class Meter:
-    """Adds up what is done and tells the caller; used from one thread."""
+    """Adds up the bytes done and reports them to the caller; used from one thread."""
 
     def __init__(self, total: int, progress: Progress | None) -> None:
         self.done, self.total, self.progress = 0, total, progress
@@ -106,7 +106,7 @@ def write_share(
 
 
 def part_nbytes_of(writing: Writing, file: PlannedFile) -> int:
-    """The size of the parts of a file: larger than asked where there would be too many."""
+    """The size of the parts of a file: larger than requested where there would be too many."""
     needed = -(-file.nbytes // PARTS_MAX)
     return writing.part_nbytes if needed <= writing.part_nbytes else -(-needed // MIB) * MIB
 
@@ -212,8 +212,8 @@ def fill_part(
     stop = start + len(part)
     direct: list[ReadRequest] = []
     counted: list[tuple[int, memoryview]] = []
-    at = max(bisect_right(file.pieces, start, key=lambda piece: piece.start) - 1, 0)
-    for piece in islice(file.pieces, at, None):
+    first = max(bisect_right(file.pieces, start, key=lambda piece: piece.start) - 1, 0)
+    for piece in islice(file.pieces, first, None):
         if piece.start >= stop:
             break
         low, high = max(piece.start, start), min(piece.start + piece.nbytes, stop)

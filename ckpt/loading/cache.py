@@ -1,9 +1,9 @@
 """A local copy of what loads have read, for the next load on this machine.
 
-One sparse file per data file, with every block at the place that it has there. Nothing says which
-blocks are present or right: whoever reads them checks them against the manifest, and writes what he
-had to fetch instead. So a cache may be shared, damaged, cut short or of someone else: bytes that
-match are used, all others are read from the store again.
+One sparse file per data file, with every block at its offset in that file. Nothing records which
+blocks are present or correct: the reader checks them against the manifest, fetches those that do
+not match, and writes them back. So a cache may be shared, damaged, truncated or from another run:
+bytes that match are used, all others are read from the store again.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _VECTORS_MAX = 512  # of one system call; Linux takes 1024
 class BlockCache:
     """Bytes of data files below `directory`, at most about `nbytes_max` of them on the disk.
 
-    When it is full, files that were not used for longest go, but none that this object used: what
-    does not fit besides them is not kept. Ranks and processes may share a directory. Failures of
-    the disk are logged once and make the cache useless, never wrong.
+    When it is full, the least recently used files are deleted, but none that this object used: what
+    does not fit beside those is not kept. Ranks and processes may share a directory. Disk failures
+    are logged once and make the cache useless, never wrong.
     """
 
     def __init__(self, directory: str | os.PathLike[str], nbytes_max: int | None = None) -> None:
@@ -44,10 +44,10 @@ class BlockCache:
         self._lock = threading.Lock()
 
     def fill(self, root: str, key: str, start: int, buffers: Sequence[memoryview]) -> bool:
-        """Fill `buffers` with bytes `start` and on of a data file, as far as anybody knows.
+        """Fill `buffers` with the bytes of a data file from `start` on; the caller must check them.
 
-        `root` is the identity of the checkpoint's root. False when they are not here; the buffers
-        hold undefined bytes then. The caller checks them.
+        `root` is the identity of the checkpoint's root. False when the cache does not have them;
+        then the buffers hold undefined bytes.
         """
         path = self._path(root, key)
         try:
@@ -65,7 +65,7 @@ class BlockCache:
             os.close(fd)
 
     def keep(self, root: str, key: str, start: int, buffers: Sequence[memoryview]) -> None:
-        """Remember bytes `start` and on of a data file. Never raises for what a disk can do."""
+        """Keep the bytes of a data file from `start` on. Disk errors are logged and not raised."""
         path = self._path(root, key)
         nbytes = sum(buffer.nbytes for buffer in buffers)
         try:
@@ -93,7 +93,7 @@ class BlockCache:
         with self._lock:
             if path.name not in self._used:
                 self._used.add(path.name)
-                os.utime(path)  # what goes first is found by this time
+                os.utime(path)  # files are deleted in the order of this time
 
     def _make_room(self, nbytes: int) -> bool:
         if self._nbytes_max is None:
@@ -110,7 +110,7 @@ class BlockCache:
         return True
 
     def _drop_unused(self, nbytes: int) -> None:
-        for path, entry in sorted(self._files(), key=lambda found: found[1].st_mtime_ns):
+        for path, entry in sorted(self._files(), key=lambda file: file[1].st_mtime_ns):
             if nbytes <= 0:
                 return
             if path.name in self._used:
@@ -120,16 +120,16 @@ class BlockCache:
             nbytes -= entry.st_blocks * 512
 
     def _files(self) -> list[tuple[Path, os.stat_result]]:
-        found = []
+        files = []
         for path in self._directory.iterdir():
             if _OURS.fullmatch(path.name):
                 with contextlib.suppress(FileNotFoundError):  # another process was faster
-                    found.append((path, path.lstat()))
-        return found
+                    files.append((path, path.lstat()))
+        return files
 
 
 def _starts_in_hole(fd: int, start: int) -> bool:
-    """Whether there is certainly nothing at `start`, so that reading it would be in vain."""
+    """Whether the file has certainly no data at `start`, so that reading it is useless."""
     seek_data = getattr(os, "SEEK_DATA", None)  # Linux
     if seek_data is None:
         return False
@@ -159,8 +159,8 @@ def _write_all(fd: int, start: int, buffers: Sequence[memoryview]) -> None:
 
 
 def _rest(buffers: list[memoryview], nbytes: int) -> list[memoryview]:
-    for at, buffer in enumerate(buffers):
+    for index, buffer in enumerate(buffers):
         if nbytes < buffer.nbytes:
-            return [buffer[nbytes:], *buffers[at + 1 :]]
+            return [buffer[nbytes:], *buffers[index + 1 :]]
         nbytes -= buffer.nbytes
     return []

@@ -1,6 +1,6 @@
 """Look into a checkpoint without a process group: names, shapes, one tensor, or one region of it.
 
-`open_checkpoint` reads the manifest and nothing else; tensors are read when asked for, in whole
+`open_checkpoint` reads the manifest and nothing else; tensors are read when requested, in whole
 blocks, each checked against its checksum.
 """
 
@@ -58,7 +58,7 @@ class StoredPart(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """What a checkpoint says of one tensor. `alias_of` names the stored tensor of a tied one."""
+    """One tensor of a checkpoint. `alias_of` names the stored tensor of a tied one."""
 
     fqn: str
     dtype: torch.dtype
@@ -174,12 +174,12 @@ class Checkpoint:
     """
 
     def __init__(
-        self, store: Store, found: LocatedCheckpoint, *, path: ReadPath | None = None
+        self, store: Store, located: LocatedCheckpoint, *, path: ReadPath | None = None
     ) -> None:
         self.store = store
-        self.prefix = found.prefix
-        self.manifest = found.manifest
-        self.entry = found.entry
+        self.prefix = located.prefix
+        self.manifest = located.manifest
+        self.entry = located.entry
         self._path = path or ReadPath(readers=4)
 
     @property
@@ -351,7 +351,7 @@ def fill(
 
 
 def _kind(number: int) -> Kind:
-    """Kinds of later versions are other tensors to this one."""
+    """A kind that a later version added reads as `OTHER`, so that its checkpoints stay readable."""
     try:
         return Kind(number)
     except ValueError:
@@ -373,8 +373,8 @@ def _box_of(
     """The smallest box with all elements of `tensor[index]`, and the index into that box."""
     items = list(index) if isinstance(index, tuple) else [index]
     if Ellipsis in items:
-        at = items.index(Ellipsis)
-        items[at : at + 1] = [slice(None)] * (len(shape) - len(items) + 1)
+        position = items.index(Ellipsis)
+        items[position : position + 1] = [slice(None)] * (len(shape) - len(items) + 1)
     items += [slice(None)] * (len(shape) - len(items))
     if len(items) > len(shape):
         raise IndexError(f"{fqn}: {len(items)} indices for shape {shape}")

@@ -36,9 +36,9 @@ PACK_NBYTES_MAX = MIB  # of one such read: what is copied is still in the CPU's 
 class ReadPath:
     """Bounds of reading: bytes of one request, and how many requests are in flight at once.
 
-    With several readers, blocks that other ranks wait for are read ahead of their turn, as far as
-    `read_ahead_nbytes_max` bytes that were read and not handed over yet. What `cache` has is not
-    read from the store.
+    With several readers, blocks for other ranks are read ahead of their round, up to
+    `read_ahead_nbytes_max` bytes that are read and not sent yet. What `cache` has is not read from
+    the store.
     """
 
     request_nbytes_max: int = 8 * MIB
@@ -63,7 +63,7 @@ class Scatter(NamedTuple):
 
 
 class Need(NamedTuple):
-    """What this rank wants of one chunk: ascending runs of its blocks, and where bytes go.
+    """What this rank reads of one chunk: ascending runs of its blocks, and where bytes go.
 
     The chunk has `nbytes` bytes from `byte_start` of file `file` on; its first block has the number
     `first_block` on the block line.
@@ -79,7 +79,7 @@ class Need(NamedTuple):
 
 
 class ReadPlan(NamedTuple):
-    """Everything that one rank wants, by chunk. The holdings keep the target memory alive.
+    """Everything that one rank reads, by chunk. The holdings keep the target memory alive.
 
     `packed` are chunks of one small block that are wanted once, whole, at an address. There can be
     thousands of them, so that is all that is noted.
@@ -127,11 +127,11 @@ def plan_reads(manifest: Manifest, holdings: Sequence[Holding]) -> ReadPlan:
         address = view.data_ptr() if is_plain_memory(view) else 0
         if address and chunks.put_whole(piece, address, needs):
             continue
-        for chunk, found in chunks.meeting(piece):
+        for chunk, chunk_copies in chunks.meeting(piece):
             need = needs.get(chunk)
             if need is None:
                 need = needs[chunk] = chunks.need(chunk, piece.dtype.itemsize)
-            for copy in found:
+            for copy in chunk_copies:
                 _add_copy(need, copy, view, address, block_nbytes)
     return ReadPlan(needs, packed, holdings)
 
@@ -141,8 +141,8 @@ def _pack(
 ) -> tuple[dict[int, int], list[tuple[Piece, torch.Tensor]]]:
     """The packed chunks of a plan, and the pieces that are something else, with their memory.
 
-    A chunk that is wanted a second time takes all of the book-keeping, and is in `needs` in the
-    end; it is never in both.
+    A chunk that is wanted a second time cannot be packed, because it has two targets: it moves to
+    `needs`, and is never in both.
     """
     packed: dict[int, int] = {}
     rest: list[tuple[Piece, torch.Tensor]] = []
@@ -194,7 +194,7 @@ def _packable(manifest: Manifest) -> dict[str, int]:
 
 
 class _Chunks:
-    """The chunks of a manifest, found by piece. Columns are lists where most of them are wanted."""
+    """The chunks of a manifest, looked up by piece. Columns are lists where most are wanted."""
 
     def __init__(self, manifest: Manifest, *, wanted: int) -> None:
         table = manifest.chunks
@@ -207,7 +207,7 @@ class _Chunks:
         if len(table) <= 8 * wanted:
             # An item of a list costs a fifth of an item of an array, and a dict beats bisection.
             columns = [column.tolist() for column in columns]
-            self._index = {fqn: at for at, fqn in enumerate(manifest.fqns)}.__getitem__
+            self._index = {fqn: index for index, fqn in enumerate(manifest.fqns)}.__getitem__
         self._file, self._byte_start, self._first_block, *rest = columns
         self._span_start, self._numel, self._box, self._first = rest
 
@@ -222,8 +222,8 @@ class _Chunks:
         if isinstance(wanted, Box):
             wanted = span_of(wanted, shape) or wanted
         for chunk in near:
-            if found := copies(self._region(chunk), wanted, shape):
-                yield chunk, found
+            if chunk_copies := copies(self._region(chunk), wanted, shape):
+                yield chunk, chunk_copies
 
     def put_whole(self, piece: Piece, address: int, needs: dict[int, Need]) -> bool:
         """The short way for the common case: one chunk is all of a tensor, and so is the piece."""
@@ -264,8 +264,8 @@ class _Chunks:
         start = table.span_start[first:last]
         stop = start + table.numel[first:last].astype(np.int64)
         is_near = ((start < high) & (stop > low)) | (table.box[first:last] >= 0)
-        found: list[int] = (np.flatnonzero(is_near) + first).tolist()
-        return found
+        overlapping: list[int] = (np.flatnonzero(is_near) + first).tolist()
+        return overlapping
 
 
 def _extent(box: Box, shape: Shape) -> tuple[int, int]:
@@ -301,7 +301,7 @@ def _region_of(view: torch.Tensor, patch: Patch) -> torch.Tensor:
 
 
 def _scattered(run: Run, view: torch.Tensor) -> Iterator[Scatter]:
-    """A run for memory that is strided or on a device, told as boxes of `view`."""
+    """A run for memory that is strided or on a device, as boxes of `view`."""
     if view.is_contiguous():
         view = view.view(-1)
     source = run.source

@@ -12,7 +12,7 @@ from ckpt.loading.shared_reads import SharedRun
 
 
 class ReadAhead:
-    """This rank's shared runs, read by threads before they are asked for, in the order of `runs`.
+    """This rank's shared runs, read by threads before they are requested, in the order of `runs`.
 
     A context manager: leaving it waits for what is being read and drops it.
     """
@@ -34,7 +34,7 @@ class ReadAhead:
             self._pool.shutdown(wait=True, cancel_futures=True)
 
     def take(self, runs: Sequence[SharedRun]) -> dict[SharedRun, memoryview]:
-        """The checked bytes of the next runs, which must be asked for in order."""
+        """The checked bytes of the next runs, which must be requested in order."""
         if self._pool is None:
             return {run: self._reader.read_run(run) for run in runs}
         for run in runs:

@@ -91,7 +91,7 @@ class Reader:
         self._packed = plan.packed
         self._path = path
         self._block_nbytes = manifest.header.block_bytes
-        # By the checkpoint's own name, whatever path it was opened by.
+        # By the checkpoint's own name and not by its path, so that a copy of it shares the cache.
         header = manifest.header
         self._cache_keys = file_keys(f"{header.step:08d}-{header.attempt}/", manifest)
         self._counting = threading.Lock()
@@ -117,16 +117,16 @@ class Reader:
                 future.result()
 
     def private_requests(self, runs: Ints) -> list[ReadRange]:
-        """What `read_private` asks the store for; nothing is read."""
+        """The ranges that `read_private` requests from the store; nothing is read."""
         packs, rest = self._packs(runs)
-        found = [
+        ranges = [
             ReadRange(pack.file, pack.byte_start, pack.byte_start + int(pack.sizes.sum()))
             for pack in packs
         ]
-        return found + self._ranges(self._segments(rest, straight=True))
+        return ranges + self._ranges(self._segments(rest, straight=True))
 
     def shared_requests(self, run: SharedRun) -> list[ReadRange]:
-        """What `read_run` asks the store for; nothing is read."""
+        """The ranges that `read_run` requests from the store; nothing is read."""
         return self._ranges(self._segments(np.array([[run.start, run.stop]]), straight=False))
 
     def _ranges(self, segments: Iterator[Segment]) -> list[ReadRange]:
@@ -156,8 +156,8 @@ class Reader:
                 continue
             count = -(-int(sizes[group].sum()) // PACK_NBYTES_MAX)
             for part in np.array_split(group, count):
-                at = part[0]
-                packs.append(Pack(int(file[at]), int(start[at]), chunks[part], sizes[part]))
+                head = part[0]
+                packs.append(Pack(int(file[head]), int(start[head]), chunks[part], sizes[part]))
         taken = [table.first_block[pack.chunks] for pack in packs]
         rest = blocks[~np.isin(blocks, np.concatenate(taken))] if taken else blocks
         return packs, joined(np.stack([rest, rest + 1], axis=1))
@@ -173,8 +173,8 @@ class Reader:
         expected = self._manifest.checksums[self._manifest.chunks.first_block[pack.chunks]]
 
         def check() -> None:
-            found = np.array(crc32c_of_each(data, sizes), dtype=np.uint32)
-            if len(bad := np.flatnonzero(found != expected)):
+            actual = np.array(crc32c_of_each(data, sizes), dtype=np.uint32)
+            if len(bad := np.flatnonzero(actual != expected)):
                 raise corrupt_block(self._manifest, self._directory, int(pack.chunks[bad[0]]), 0)
 
         self._get(pack.file, pack.byte_start, [data], check)
@@ -220,6 +220,7 @@ class Reader:
         for segment in request.segments:
             if segment.address:
                 need = self._need(segment.chunk)
+                # The request has put the bytes into their only target already.
                 if len(need.directs) == 1 and not need.scatters:
                     continue
                 self._deliver(segment, bytes_at(segment.address, segment.stop - segment.start))
@@ -253,6 +254,7 @@ class Reader:
         cache, root = self._path.cache, self._manifest.header.root
         nbytes = sum(buffer.nbytes for buffer in buffers)
         if cache is not None and cache.fill(root, self._cache_keys[file], start, buffers):
+            # Bytes of a cache that do not match are no damage of the checkpoint: read the store.
             with contextlib.suppress(Corrupt):
                 check()
                 with self._counting:
@@ -269,13 +271,13 @@ class Reader:
         block_nbytes = self._block_nbytes
         first = self._need(segment.chunk).first_block + segment.start // block_nbytes
         for block, start in enumerate(range(0, len(data), block_nbytes), first):
-            found = crc32c(data[start : start + block_nbytes])
-            if found != self._manifest.checksums[block]:
+            actual = crc32c(data[start : start + block_nbytes])
+            if actual != self._manifest.checksums[block]:
                 number = (segment.start + start) // block_nbytes
                 raise corrupt_block(self._manifest, self._directory, segment.chunk, number)
 
     def _deliver(self, segment: Segment, data: memoryview) -> None:
-        """Copy the bytes of a segment to everything that wants them and does not have them."""
+        """Copy the bytes of a segment to every target that does not have them yet."""
         need = self._need(segment.chunk)
         for direct in need.directs:
             start, stop = max(direct.start, segment.start), min(direct.stop, segment.stop)
@@ -355,23 +357,22 @@ class Reader:
         file, start, end, joined = -1, 0, 0, list[Segment]()
         for segment in segments:
             need = self._need(segment.chunk)
-            at_file = need.file
-            at = need.byte_start + segment.start
+            position = need.byte_start + segment.start
             nbytes = segment.stop - segment.start
             too_long = end + nbytes - start > self._path.request_nbytes_max
-            if joined and (at_file != file or at != end or too_long):
+            if joined and (need.file != file or position != end or too_long):
                 yield Request(file, start, joined)
                 joined = []
             if not joined:
-                file, start = at_file, at
+                file, start = need.file, position
             joined.append(segment)
-            end = at + nbytes
+            end = position + nbytes
         if joined:
             yield Request(file, start, joined)
 
 
 def read_into(store: Store, key: str, start: int, buffers: Sequence[memoryview]) -> None:
-    """`get_into` of a data file, which is Corrupt when it ends too early."""
+    """`get_into` of a data file. Raises Corrupt when the file ends too early."""
     try:
         store.get_into(key, start, buffers)
     except ShortReadError as error:
@@ -381,7 +382,9 @@ def read_into(store: Store, key: str, start: int, buffers: Sequence[memoryview])
 
 
 def _may_write(tensor: torch.Tensor) -> contextlib.AbstractContextManager[None]:
-    """Tensors of inference mode take no operation in place outside of it."""
+    """The context in which `tensor` may be changed: torch refuses in-place operations on inference
+    tensors outside of inference mode.
+    """
     return torch.inference_mode() if tensor.is_inference() else contextlib.nullcontext()
 
 

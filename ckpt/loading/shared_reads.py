@@ -1,4 +1,4 @@
-"""Blocks that several ranks need: who reads each of them, and in which round it changes hands.
+"""Blocks that several ranks need: which rank reads each of them, and in which round it is sent.
 
 Pure arithmetic on the block line: all blocks of all chunks of a manifest, numbered in order. Every
 rank computes the same answer from the same needs.
@@ -16,7 +16,7 @@ Ints = npt.NDArray[np.int64]
 
 
 class SharedRun(NamedTuple):
-    """Blocks `start` to `stop` of the block line, read by `reader`, handed to `others`."""
+    """Blocks `start` to `stop` of the block line, read by `reader` and sent to `others`."""
 
     start: int
     stop: int
@@ -37,9 +37,9 @@ class ShareLimits(NamedTuple):
     """One run is at most `run_nbytes_max` long, or one block. In one round no rank reads or
     receives more than `round_nbytes_max` bytes of shared blocks.
 
-    Stretches below `repeated_nbytes_max`, like the step counters of an optimizer, are read by
-    everyone who needs them, if that adds at most one part in `repeated_part` to all bytes: a round
-    of exchange costs more than they do.
+    Runs below `repeated_nbytes_max`, like the step counters of an optimizer, are read by every rank
+    that needs them, if that adds at most one part in `repeated_part` to all bytes: a round of
+    all-to-all costs more than reading them.
     """
 
     run_nbytes_max: int = 4 << 20
@@ -64,12 +64,14 @@ def share_blocks(needs: Sequence[Ints], line: Ints, rank: int, limits: ShareLimi
     for (start, stop), needers in zip(segments.tolist(), members, strict=True):
         for low, high in _cut(start, stop, line, limits.run_nbytes_max):
             nbytes = int(line[high] - line[low])
+            # The rank with the fewest bytes so far; by number on a tie, because every rank must
+            # come to the same answer.
             reader = min(needers, key=lambda r: (loads[r], r))
             loads[reader] += nbytes
-            at = _round_for(needers, nbytes, clocks, limits.round_nbytes_max)
-            rounds = max(rounds, at + 1)
+            round_number = _round_for(needers, nbytes, clocks, limits.round_nbytes_max)
+            rounds = max(rounds, round_number + 1)
             others = tuple(r for r in needers if r != reader)
-            shared.append(SharedRun(low, high, reader, others, at))
+            shared.append(SharedRun(low, high, reader, others, round_number))
     return Sharing(private, shared, rounds)
 
 
@@ -83,14 +85,14 @@ def _shared_segments(needs: Sequence[Ints]) -> tuple[Ints, list[tuple[int, ...]]
         change[np.searchsorted(points, need[:, 0])] += 1
         change[np.searchsorted(points, need[:, 1])] -= 1
     wanted_twice = np.flatnonzero(np.cumsum(change) >= 2)
-    slot = np.full(len(points), -1, dtype=np.int64)
-    slot[wanted_twice] = np.arange(len(wanted_twice))
+    set_of_point = np.full(len(points), -1, dtype=np.int64)
+    set_of_point[wanted_twice] = np.arange(len(wanted_twice))
     sets: list[list[int]] = [[] for _ in range(len(wanted_twice))]
     for rank, need in enumerate(needs):
-        at = slot[
+        set_numbers = set_of_point[
             expanded(np.searchsorted(points, need[:, 0]), np.searchsorted(points, need[:, 1]))
         ]
-        for shared in at[at >= 0].tolist():
+        for shared in set_numbers[set_numbers >= 0].tolist():
             sets[shared].append(rank)
     segments = np.stack([points[wanted_twice], points[wanted_twice + 1]], axis=1)
     return segments, [tuple(ranks) for ranks in sets]
@@ -115,7 +117,7 @@ def _worth_sharing(
     if repeated * limits.repeated_part > unique:
         return segments, members
     kept = np.flatnonzero(~is_short)
-    return segments[kept], [members[at] for at in kept.tolist()]
+    return segments[kept], [members[index] for index in kept.tolist()]
 
 
 def expanded(first: npt.NDArray[np.integer], last: npt.NDArray[np.integer]) -> Ints:
@@ -134,8 +136,8 @@ def _without(need: Ints, segments: Ints) -> Ints:
     starts = segments[:, 0]
     for start, stop in need.tolist():
         position = start
-        for at in range(int(np.searchsorted(starts, start)), len(segments)):
-            low, high = int(segments[at, 0]), int(segments[at, 1])
+        for index in range(int(np.searchsorted(starts, start)), len(segments)):
+            low, high = int(segments[index, 0]), int(segments[index, 1])
             if low >= stop:
                 break
             if position < low:
@@ -160,10 +162,12 @@ def _round_for(
     ranks: Sequence[int], nbytes: int, clocks: list[tuple[int, int]], nbytes_max: int
 ) -> int:
     """The first round in which all of `ranks` have room; notes the bytes there."""
-    at = max(clocks[rank][0] for rank in ranks)
-    if any(clocks[rank][0] == at and clocks[rank][1] + nbytes > nbytes_max for rank in ranks):
-        at += 1
+    round_number = max(clocks[rank][0] for rank in ranks)
+    if any(
+        clocks[rank][0] == round_number and clocks[rank][1] + nbytes > nbytes_max for rank in ranks
+    ):
+        round_number += 1
     for rank in ranks:
         current, filled = clocks[rank]
-        clocks[rank] = (at, filled + nbytes if current == at else nbytes)
-    return at
+        clocks[rank] = (round_number, filled + nbytes if current == round_number else nbytes)
+    return round_number

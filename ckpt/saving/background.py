@@ -110,7 +110,7 @@ class PendingSave:
         """Waits for the checkpoint to be committed, and returns its report.
 
         Raises the save's own error, the same on all ranks; SaveDropped when `when_busy` had it
-        dropped; TimeoutError when it takes longer, and then it goes on.
+        dropped; TimeoutError when it takes longer; the save continues then.
         """
         self.wait(timeout_seconds)
         self._is_reported = True
@@ -310,7 +310,7 @@ class _Exit:
     def forget_all(self) -> None:
         """In a forked child, such as a worker of a data loader: the thread that saves exists in the
         parent only. The child must neither wait for the parent's saves nor abandon its world, which
-        would tell the other ranks that this one is gone.
+        would report to the other ranks that this one is gone.
         """
         self._watched = weakref.WeakSet()
 

@@ -3,9 +3,9 @@
     chunks with digests x chunks of the previous checkpoint -> chunks to write, files to refer to
 
 Pure. A chunk is recognised by tensor, dtype, shape, kind and region, and by the BLAKE3 digest and
-the block checksums of its bytes; nothing is taken on trust, no version counter, no flag of a
-parameter. A reference names the attempt that wrote the bytes, never one that refers to them itself,
-so nothing is ever followed twice.
+the block checksums of its bytes; version counters and flags of parameters are not trusted. A
+reference names the attempt that wrote the bytes, never one that refers to them itself, so a reader
+follows one reference at most.
 
 Note "growth": what a live checkpoint refers to is live, and so is what that one refers to.
 Training that changes a little of everything would keep every checkpoint alive for ever. So a save
@@ -111,11 +111,11 @@ def known_of_part(part: Part, header: Header) -> dict[Identity, KnownChunk]:
         part.chunk_box.tolist(),
         strict=True,
     )
-    for at, (tensor, file, byte_start, start, numel, box) in enumerate(rows):
+    for number, (tensor, file, byte_start, start, numel, box) in enumerate(rows):
         fqn, dtype, shape, kind = part.tensors[tensor]
         region: Region = part.boxes[box] if box >= 0 else Span(start, start + numel)
-        sums = part.checksums[first_block[at] : first_block[at + 1]]
-        chunk = KnownChunk(files[file], byte_start, part.digests[at].tobytes(), sums)
+        sums = part.checksums[first_block[number] : first_block[number + 1]]
+        chunk = KnownChunk(files[file], byte_start, part.digests[number].tobytes(), sums)
         known[Identity(fqn, dtype, shape, kind, region)] = chunk
     return known
 
@@ -135,13 +135,13 @@ def known_of_manifest(
     files = [_shared_file(manifest.header, *file) for file in sizes]
     known = {}
     for chunk in map(identity, wanted):
-        at = _find(manifest, chunk)
-        if at >= 0:
+        number = _find(manifest, chunk)
+        if number >= 0:
             known[chunk] = KnownChunk(
-                files[int(manifest.chunks.file[at])],
-                int(manifest.chunks.byte_start[at]),
-                manifest.digests[at].tobytes(),
-                manifest.chunk_checksums(at),
+                files[int(manifest.chunks.file[number])],
+                int(manifest.chunks.byte_start[number]),
+                manifest.digests[number].tobytes(),
+                manifest.chunk_checksums(number),
             )
     return known
 
@@ -171,7 +171,7 @@ def _find(manifest: Manifest, chunk: Identity) -> int:
         is_there = table.box[first:last] >= 0
     is_there &= table.numel[first:last] == chunk.region.numel
     rows = (np.flatnonzero(is_there) + first).tolist()
-    return next((at for at in rows if table.region(at) == chunk.region), -1)
+    return next((row for row in rows if table.region(row) == chunk.region), -1)
 
 
 # What to write ------------------------------------------------------------------------------------
@@ -180,7 +180,7 @@ def _find(manifest: Manifest, chunk: Identity) -> int:
 class Division(NamedTuple):
     """A rank's chunks, divided: indexes of those to write, and what stands for the others.
 
-    `ranges` tell the same of `referenced` as a data file's metadata does.
+    `ranges` are the bytes of `referenced`, as the metadata of a data file lists them.
     """
 
     written: tuple[int, ...]
@@ -198,29 +198,29 @@ def divide(
 ) -> Division:
     """Refer to every chunk that is `known` with the same bytes in an attempt that is `allowed`.
 
-    `checksums_of(index)` gives the block checksums of a chunk's bytes as they are now; it is asked
-    for chunks of equal digest only. Checksums that differ (bytes that changed between being hashed
-    and being written, once) mean that the chunk is written. So does everything when what is known
-    is so scattered that telling its places would take too long a header.
+    `checksums_of(index)` returns the block checksums of a chunk's bytes as they are now; it is
+    called for chunks of equal digest only. A chunk whose checksums differ is written: its stored
+    bytes had changed between being hashed and being written. All chunks are written when the known
+    ones are so scattered that listing their ranges would take too long a header.
     """
     written: list[int] = []
-    found: dict[SharedFile, list[tuple[int, KnownChunk]]] = {}
-    for at, (chunk, digest) in enumerate(zip(chunks, digests, strict=True)):
+    references: dict[SharedFile, list[tuple[int, KnownChunk]]] = {}
+    for index, (chunk, digest) in enumerate(zip(chunks, digests, strict=True)):
         there = known.get(identity(chunk))
         if (
             there is not None
             and there.file.attempt in allowed
             and there.digest == digest
-            and np.array_equal(checksums_of(at), there.checksums)
+            and np.array_equal(checksums_of(index), there.checksums)
         ):
-            found.setdefault(there.file, []).append((at, there))
+            references.setdefault(there.file, []).append((index, there))
         else:
-            written.append(at)
+            written.append(index)
     columns: list[FileColumns] = []
     ranges: list[FileRange] = []
-    for file in sorted(found):
-        rows = sorted(found[file], key=lambda row: row[1].byte_start)
-        here = [(chunks[at], there) for at, there in rows]
+    for file in sorted(references):
+        rows = sorted(references[file], key=lambda row: row[1].byte_start)
+        here = [(chunks[index], there) for index, there in rows]
         columns.append(_columns(file, here))
         ranges += _ranges(file, here)
     if len(ranges) > RANGES_MAX:
@@ -268,14 +268,14 @@ def nbytes_held(manifest: Manifest) -> dict[str, int]:
 def kept_alive(attempts: Iterable[str], live: Sequence[LiveEntry]) -> set[str]:
     """`attempts`, everything that these refer to, and so on. All of them are live."""
     references = {entry.attempt: entry.references for entry in live}
-    found: set[str] = set()
+    kept: set[str] = set()
     todo = list(attempts)
     while todo:
         name = todo.pop()
-        if name not in found:
-            found.add(name)
+        if name not in kept:
+            kept.add(name)
             todo += references.get(name, ())
-    return found
+    return kept
 
 
 def references_allowed(

@@ -39,19 +39,19 @@ Int64s = npt.NDArray[np.int64]
 
 
 class Memo:
-    """Results that are worked out once for each name."""
+    """Results that are computed once for each key."""
 
     def __init__(self) -> None:
         self._results: dict[Any, Any] = {}
 
     def once(self, key: Any, work_out: Callable[[], _Result]) -> _Result:
-        """What `work_out` gave when it was called for `key` first."""
+        """The result of the first call of `work_out` for `key`."""
         if key not in self._results:
             self._results[key] = work_out()
         return cast(_Result, self._results[key])
 
     def last(self, key: Any) -> Any:
-        """What `keep` was given last for `key`, or None."""
+        """The last result that `keep` was given for `key`, or None."""
         return self._results.get(key)
 
     def keep(self, key: Any, result: Any) -> None:
@@ -125,7 +125,8 @@ def contents_of(state: Any, ranks: Ranks, memory: PlanMemory) -> Contents:
     if kept is not None and _lie_alike(kept.others, others):
         return Contents(flat, kept.plan, modules)
     plan = _plan_of(flat, ranks, memory)
-    # Bare parameters are held by the structure itself, so they would never be seen to go away.
+    # A plan is dropped when an object of the state dies. The structure itself holds bare
+    # parameters, so these would never die, and their memory would be kept.
     if fingerprint is not None and not any(isinstance(t, nn.Parameter) for _, t in leaves.tensors):
         memory.keep(fingerprint, structure, others, plan)
     return Contents(flat, plan, modules)
@@ -147,8 +148,8 @@ def _plan_of(flat: FlatState, ranks: Ranks, memory: PlanMemory) -> SavePlan:
 
 
 def _lie_alike(old: Sequence[Holding], new: Sequence[Holding]) -> bool:
-    """Whether tensors that are looked at every time are in the same memory. The old ones are held
-    on to, so the same address is the same memory.
+    """Whether the tensors outside of the fingerprint are in the same memory as before. `old` keeps
+    its memory alive, so an equal address means the same memory.
     """
     return len(old) == len(new) and all(
         a[1:] == b[1:]
@@ -196,13 +197,13 @@ class PlanMemory:
         self._kept = _Kept(Remembered(fingerprint, self._forget), structure, others, plan)
 
     def memo_of(self, chunks: Sequence[StoredChunk], tensors: tuple[TensorRecord, ...]) -> Memo:
-        """What is known of these chunks, wherever they lie."""
+        """The results for these chunks, which hold wherever they lie in memory."""
         if self._chunks[0] != chunks or self._chunks[1] != tensors:
             self._chunks = (chunks, tensors, Memo())
         return self._chunks[2]
 
     def forget_part(self) -> None:
-        """The save came to nothing: the next one is not to be compared with it."""
+        """After a failed save: the next one must not be compared with its part."""
         self._chunks[2].keep("part", None)
 
     def _forget(self) -> None:
@@ -210,7 +211,7 @@ class PlanMemory:
 
 
 def _tensors_of(flat: FlatState) -> list[TensorRecord]:
-    """Every tensor that this rank knows, once; those that it holds no element of too."""
+    """Every tensor of this rank's state, once, including those of which it holds no element."""
     names: dict[torch.dtype, str] = {}
     seen: dict[str, TensorRecord] = {}
     for _, pieces, kind, *_ in flat.holdings:

@@ -29,7 +29,7 @@ def save_state(
 
     Raises the same error on all ranks, and then this step was not committed: InvalidState, Fenced,
     RankFailed. OutcomeUnknown leaves that open, and the next save settles it; so does RankFailed
-    for a rank that dies when the others are told of the commit.
+    for a rank that dies while the commit is reported to the others.
     """
     task = SaveTask(session, store, memory, step, options)
     contents: Contents | Exception
@@ -37,7 +37,8 @@ def save_state(
         with task.recorder.span("flatten"):
             contents = contents_of(state, task.ranks, memory.plans)
     except Exception as error:
-        contents = error  # raised in the round that all ranks agree in
+        # Raised in `write`, where all ranks agree: the others wait there for this rank.
+        contents = error
 
     def write(attempt: Attempt) -> Part:
         if isinstance(contents, Exception):

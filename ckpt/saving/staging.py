@@ -92,9 +92,9 @@ def _shaped_like(shape: torch.Size, state: Iterable[Any]) -> Iterable[int]:
 
 @dataclass
 class Staged:
-    """A state of which a part is copied already, and the rest is before the next step.
+    """A state that is partly copied; the rest is copied before the next step of an optimizer.
 
-    `is_blocking` says that the call may return only when everything is copied.
+    With `is_blocking`, the call may return only when everything is copied.
     """
 
     task: SaveTask
@@ -119,7 +119,7 @@ class Staged:
         self._let_steps_pass()
 
     def write(self, attempt: Attempt, give_up: Callable[[], None]) -> Part:
-        """Write the files of this rank; copies the rest on the way. Calls `give_up` often.
+        """Write the files of this rank and copy the rest on the way. Calls `give_up` often.
 
         A save with `dedup` is copied as a whole before, and may be written several times.
         """
@@ -146,7 +146,7 @@ class Staged:
         return part_of(self.contents, Written(files), self.digests, task)
 
     def _let_steps_pass(self) -> None:
-        """When all is copied, and is what it was at the call."""
+        """Open the gate once all is copied. Raises CheckpointError when something has changed."""
         if self.gate.opened.is_set() or not self.image.is_whole:
             return
         changed = [one for one, times in self.versions if times_changed(one.view) != times]
@@ -160,10 +160,10 @@ class Staged:
         self.gate.open()
 
     def release(self) -> None:
-        """Let go of everything: steps pass, buffers are free."""
+        """Let steps pass and give all buffers back."""
         self.gate.open()
         self.image.release()
-        self.side = memoryview(b"")  # who keeps the error of a save keeps its frames, and this
+        self.side = memoryview(b"")  # a kept exception keeps its frames, and so this buffer
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,9 +228,9 @@ def _versions(sources: Iterable[Source]) -> list[tuple[Source, int | None]]:
 
 
 class _Split(NamedTuple):
-    """What of a state is copied when: `now` and `later` are indices of sources.
+    """Which sources of a state are copied `now` and which `later`, by index.
 
-    `others` are sources that have to be copied now although they are no parameters, largest first.
+    `others` are sources that are copied now and are no parameters, largest first.
     """
 
     changes: Changes
@@ -249,10 +249,11 @@ def _split(
     snapshot: Snapshot,
     optimizers: Sequence[torch.optim.Optimizer],
 ) -> _Split:
-    """Worked out once for a state and the `optimizers` that are known to wait."""
+    """The split, computed once for a state and the `optimizers` that are known to wait."""
     if snapshot == "now":
         optimizers = ()
-    # Ids may be given anew, but not without a new optimizer.
+    # Python may use an id again after an optimizer died, but its successor then increases
+    # `steps.known`, so the key changes all the same.
     key = ("split", id(files), snapshot, frozenset(map(id, optimizers)), steps.known)
     return contents.plan.of_memory.once(
         key, lambda: _worked_out(contents, files, changed_by_steps(contents.flat, optimizers))
@@ -264,7 +265,8 @@ def _worked_out(contents: Contents, files: Sequence[FilePlan], changes: Changes)
     now = [i for i, s in enumerate(plan.sources) if storage_of(s.view) not in changes.storages]
     later = sorted(set(range(len(plan.sources))).difference(now))
     sources = [plan.sources[index] for index in now]
-    # Until an optimizer was seen, its state cannot be told from what it does not change.
+    # As long as no optimizer was seen to step these parameters, the state of its optimizer cannot
+    # be distinguished from tensors that no step changes, so nobody is warned about it.
     usual = (Kind.PARAMETER, Kind.OPTIMIZER) if changes.unowned else (Kind.PARAMETER,)
     others = [source for source in sources if source.chunk.kind not in usual]
     compared = [
@@ -287,7 +289,8 @@ def _plan(contents: Contents, task: SaveTask) -> tuple[FilePlan, ...]:
     header = header_of(task, attempt_name(task.session.epoch, bytes(8)), contents.modules)
     path, least = task.options.path, task.store.part_nbytes_min
     if task.options.dedup:
-        # What is to be written is known when all is hashed, so a file is not laid out for that.
+        # Which chunks are written is known only when all are hashed, so parts cannot be laid out
+        # as the files will have them; each file is staged as one part.
         path = replace(path, part_nbytes=WHOLE_FILE)
     entries = contents.plan.entries(path.file_nbytes_max, header.block_bytes)
     # The slack in headers covers what differs from save to save: digits of steps and seconds.
@@ -304,7 +307,7 @@ def _plan(contents: Contents, task: SaveTask) -> tuple[FilePlan, ...]:
 
 
 def _report(split: _Split, snapshot: Snapshot, task: SaveTask) -> None:
-    """Tell of tensors that stop training, because only what an optimizer changes can wait."""
+    """Log which tensors stop training: only what an optimizer changes can be copied later."""
     task.recorder.count("blocking_bytes", split.nbytes_now)
     if snapshot == "now":
         return
@@ -378,14 +381,14 @@ def _copied_aside(
     """`sources`, those `wanted` copied to memory of their own, which the caller keeps."""
     side = aligned_buffer(sum(sources[index].chunk.nbytes for index in wanted))
     moved = list(sources)
-    at = 0
+    offset = 0
     for index in wanted:
         source = sources[index]
-        target = side[at : at + source.chunk.nbytes]
+        target = side[offset : offset + source.chunk.nbytes]
         if source.address:
             copy_bytes(address_of(target), source.address, len(target))
         else:
             copy_elements(source, 0, target)
         moved[index] = source._replace(address=address_of(target))
-        at += len(target)
+        offset += len(target)
     return moved, side

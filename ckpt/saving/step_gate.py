@@ -6,9 +6,9 @@ copied.
 
 Only what passes through the hook can be held back. Note "seen": an optimizer counts as one that
 waits if a step of it was seen here since the save before; otherwise its parameters are copied
-before `async_save` returns. So a step that goes round the hook, compiled or written by hand, is
-told by its absence. A step inside of a captured CUDA graph never comes through again, so an
-optimizer that was seen capturing does not count any more.
+before `async_save` returns. So a step that bypasses the hook, compiled or written by hand, is
+recognised by its absence. Replays of a captured CUDA graph never call the hook, so an optimizer
+that was seen in a capture does not count any more.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def storage_of(tensor: torch.Tensor) -> int:
 class Gate:
     """Holds back steps of optimizers over `storages`, or over `parameters`, until it is opened.
 
-    Both are needed: an engine may show a parameter whose memory is at the moment another one.
-    `parameters` are ids of objects that the save holds on to. `waited_seconds` is the time that
-    steps were held back for.
+    Both are needed: an engine may expose a parameter whose memory is a different one at the moment.
+    `parameters` are ids of objects that the save keeps alive. `waited_seconds` is the time for
+    which steps were held back.
     """
 
     storages: frozenset[int]
@@ -68,7 +68,7 @@ class Gate:
 
 
 class Steps:
-    """The optimizers of this process whose steps wait, and the gates they wait at.
+    """The optimizers of this process whose steps wait, and the gates that hold them back.
 
     `known` grows with every optimizer that is seen for the first time.
     """

@@ -93,8 +93,8 @@ class WritePath:
     staging: Staging = field(default_factory=lambda: Staging())
 
     def for_file(self, nbytes: int) -> WritePath:
-        """The path of a file of `nbytes`: a small one is not worth threads or going round the
-        cache.
+        """The path of a file of `nbytes`. Small files are written by the caller's thread and
+        through the page cache: threads and direct writes would cost more than they save.
         """
         if not self.direct or nbytes >= self.direct_nbytes_min:
             return self
@@ -102,7 +102,7 @@ class WritePath:
 
 
 class Source(NamedTuple):
-    """One chunk to be, and where its bytes are: at `address` in host memory, or (address 0) in
+    """A chunk to write, and where its bytes are: at `address` in host memory, or (address 0) in
     `view`, which is on a device or strided and is copied from its element `start` on.
     """
 
@@ -113,7 +113,7 @@ class Source(NamedTuple):
 
 
 class FileTexts(NamedTuple):
-    """What data files tell of themselves besides their tensors.
+    """The metadata and reserved tensors of data files, besides the tensors of the state.
 
     `metadata(index, count)` is for file `index` of `count`; `extras` go into the first file.
     `digests` are those of all chunks in order; None for files without digests.
@@ -178,15 +178,15 @@ def write_files(
 ) -> list[PartFile]:
     """Write `sources` as `files` with the keys `names(0)`, ...; durable when this returns.
 
-    Raises the store's errors; no file is visible then that is not whole. The names in the result
-    are the keys' last parts.
+    Raises the store's errors; then no incomplete file is visible. The names in the result are the
+    last parts of the keys.
     """
     pinned = any(source.view.is_cuda for source in sources)
     written = []
-    at = 0
+    first_chunk = 0
     for index, file in enumerate(files):
         key = names(index)
-        here_chunks = slice(at, at + len(file.chunks))
+        here_chunks = slice(first_chunk, first_chunk + len(file.chunks))
         extras = texts.extras_of(index, here_chunks)
         layout = layout_data_file(
             file,
@@ -208,7 +208,7 @@ def write_files(
             parts.add(memoryview(checksum_tensor(layout, checksums, extras)))
         name, digests = key.rpartition("/")[2], texts.digests_of(here_chunks)
         written.append(PartFile(name, layout, file.chunks, checksums, digests))
-        at += len(file.chunks)
+        first_chunk += len(file.chunks)
     store.sync([names(index) for index in range(len(files))])
     return written
 
@@ -217,17 +217,17 @@ def _stream(sources: Sequence[Source], parts: _PartStream, block_nbytes: int) ->
     """Pass every source's bytes to `parts`, in order; returns the crc32c of every block."""
     checksums: list[int] = []
     packed_nbytes_max = min(PACKED_NBYTES_MAX, block_nbytes)
-    at = 0
-    while at < len(sources):
-        if sources[at].chunk.nbytes <= packed_nbytes_max:
-            pack = _pack(sources, at, parts.room, packed_nbytes_max)
+    index = 0
+    while index < len(sources):
+        if sources[index].chunk.nbytes <= packed_nbytes_max:
+            pack = _pack(sources, index, parts.room, packed_nbytes_max)
             if pack:
                 sizes = [source.chunk.nbytes for source in pack]
                 checksums += crc32c_of_each(parts.push_pack(pack, sum(sizes)), sizes)
-                at += len(pack)
+                index += len(pack)
                 continue
-        source = sources[at]
-        at += 1
+        source = sources[index]
+        index += 1
         nbytes = source.chunk.nbytes
         position = 0
         while position < nbytes:

@@ -10,10 +10,12 @@ import ast
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from vulture import Vulture  # type: ignore[import-untyped]
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("storage", "ckpt", "sharding")
@@ -383,6 +385,120 @@ def long_functions(source: Source, lines_max: int = 60) -> list[str]:
     return found
 
 
+def long_module(source: Source, lines_max: int = 600) -> list[str]:
+    """A file that has more lines is two subjects."""
+    lines = source.tree.body[-1].end_lineno or 0 if source.tree.body else 0
+    if lines <= lines_max:
+        return []
+    return [f"{source.path}: {lines} lines, at most {lines_max}; split it where a seam has a name"]
+
+
+def classes_of_one_name(all_sources: Iterable[Source]) -> list[str]:
+    """Names of classes that stand for two things; a leading underscore makes no other name."""
+    paths: dict[str, list[str]] = {}
+    for source in all_sources:
+        for node in source.tree.body:
+            if isinstance(node, ast.ClassDef):
+                paths.setdefault(node.name.lstrip("_"), []).append(source.path)
+    return [
+        f"class {name} in {' and '.join(found)}; give each a name of its own"
+        for name, found in sorted(paths.items())
+        if len(found) > 1
+    ]
+
+
+# Words that were retired, and what replaced them: see the glossary in ARCHITECTURE.md.
+RETIRED = {
+    "told": "reported, notified, or the name of what is sent",
+    "telling": "history, report",
+    "glance": "fingerprint",
+    "council": "agreement",
+    "wish": "proposal, request",
+    "twin": "duplicate",
+    "lead": "coordinator",
+    "seat": "membership, or the name of what it holds",
+    "weighing": "nbytes_of",
+    "relaying": "relay",
+}
+
+
+def retired_words(source: Source) -> list[str]:
+    """Identifiers that have a retired word in them."""
+    found = set()
+    for node in ast.walk(source.tree):
+        names = []
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names = [node.name]
+        elif isinstance(node, ast.arg):
+            names = [node.arg]
+        elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            names = [node.id if isinstance(node, ast.Name) else node.attr]
+        for name in names:
+            words = re.sub(r"([a-z])([A-Z])", r"\1_\2", name).lower().split("_")
+            for word in {*words} & RETIRED.keys():
+                line = getattr(node, "lineno", 0)
+                found.add(f"{source.path}:{line}: {name}: {word} is now {RETIRED[word]}")
+    return sorted(found)
+
+
+def test_a_class_name_has_one_meaning() -> None:
+    found = classes_of_one_name(sources(*PACKAGES))
+    assert not found, "\n" + "\n".join(found)
+
+
+def test_planted_second_meaning_is_found() -> None:
+    a = Source("ckpt/x.py", ast.parse("class A: ..."))
+    b = Source("ckpt/y.py", ast.parse("class _A: ..."))
+    assert classes_of_one_name([a, b]) == [
+        "class A in ckpt/x.py and ckpt/y.py; give each a name of its own"
+    ]
+
+
+# Dead code ---------------------------------------------------------------------------------------
+
+# What vulture cannot see the use of: file, names, and who uses them.
+USED_FROM_OUTSIDE = (
+    ("ckpt/__init__.py", "__dir__", "the interpreter"),
+    ("ckpt/cli/", "*", "the table of commands names functions as strings"),
+    ("ckpt/convert/dcp_plugin.py", "*", "torch calls planners and storages by these names"),
+    ("ckpt/integrations/", "*", "trainers of other libraries call hooks by these names"),
+    ("ckpt/service/checkpointer.py", "is_preempted costs", "training loops"),
+    ("ckpt/telemetry/record.py", "_check_shapes", "pydantic"),
+    ("sharding/attributes.py", "*", "torch's functions and scripts read them off the wrapper"),
+    ("sharding/fsdp_module.py", "set_*", "training scripts, as torch names them"),
+    ("sharding/", "_load_from_state_dict local_metadata error_msgs", "torch's Module"),
+    ("storage/testing", "test_*", "pytest, in classes that inherit the contract"),
+)
+
+
+def dead_code(folders: Sequence[str], users: Sequence[str]) -> list[str]:
+    """Functions, classes and names in `folders` that neither they nor `users` mention."""
+    vulture = Vulture()
+    vulture.scavenge([str(ROOT / folder) for folder in (*folders, *users)])
+    found = []
+    for item in vulture.get_unused_code(min_confidence=60):
+        path = Path(item.filename).relative_to(ROOT).as_posix()
+        is_ours = path.split("/")[0] in folders and item.typ != "attribute"
+        if is_ours and not _is_used_from_outside(path, item.name):
+            found.append(
+                f"{path}:{item.first_lineno}: {item.typ} {item.name} has no user; delete it, or "
+                f"name its user in {Path(__file__).name}"
+            )
+    return sorted(found)
+
+
+def _is_used_from_outside(path: str, name: str) -> bool:
+    return any(
+        path.startswith(place) and any(fnmatchcase(name, pattern) for pattern in names.split())
+        for place, names, _ in USED_FROM_OUTSIDE
+    )
+
+
+def test_no_dead_code() -> None:
+    found = dead_code(PACKAGES, ("tests", "examples", "benchmarks"))
+    assert not found, "\n" + "\n".join(found)
+
+
 # Documentation -----------------------------------------------------------------------------------
 
 
@@ -414,7 +530,15 @@ def missing_paths(document: str, text: str) -> list[str]:
 
 @pytest.mark.parametrize(
     "rule",
-    [bad_imports, banned_names, foreign_privates, undocumented, long_functions],
+    [
+        bad_imports,
+        banned_names,
+        foreign_privates,
+        undocumented,
+        long_functions,
+        long_module,
+        retired_words,
+    ],
     ids=lambda rule: rule.__name__,
 )
 def test_sources_keep(rule: Callable[[Source], list[str]]) -> None:
@@ -499,6 +623,9 @@ def test_packages_say_that_they_are_typed() -> None:
         (foreign_privates, "ckpt/x.py", "t._local_tensor", "_local_tensor"),
         (undocumented, "ckpt/x.py", '"""Doc."""\ndef f(): ...', "f is public"),
         (undocumented, "ckpt/x.py", "x = 1", "the module says nothing"),
+        (long_module, "ckpt/x.py", "x = 1\n" * 601, "601 lines"),
+        (retired_words, "ckpt/x.py", "def _gather_told(): ...", "told is now reported"),
+        (retired_words, "ckpt/x.py", "class StepCouncil: ...", "council is now agreement"),
         (long_functions, "ckpt/x.py", "def f():\n" + "    x = 1\n" * 61, "f has 61 lines"),
     ],
 )

@@ -5,6 +5,8 @@ INSTALLED ?= $(VENV)/.installed
 BIN := $(VENV)/bin
 URL ?=
 PYTEST_ARGS ?=
+# Tests wait for ranks, stores and disks about half of their time: two files at once fit two cores.
+WORKERS ?= 2
 CEPH ?= $(CURDIR)/.ceph
 
 SHELL := /bin/bash
@@ -41,13 +43,13 @@ demo: $(INSTALLED)
 	$(BIN)/python -m examples.demo $(if $(URL),--url $(URL))
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 quick: $(INSTALLED)
-	$(BIN)/python -m pytest -m "not ranks and not server" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not ranks and not server" -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 soak: $(INSTALLED)
-	$(BIN)/python -m pytest --soak --timeout=7200 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --soak --timeout=7200 -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks

@@ -467,7 +467,7 @@ USED_FROM_OUTSIDE = (
     ("sharding/attributes.py", "*", "torch's functions and scripts read them off the wrapper"),
     ("sharding/fsdp_module.py", "set_*", "training scripts, as torch names them"),
     ("sharding/", "_load_from_state_dict local_metadata error_msgs", "torch's Module"),
-    ("storage/testing", "test_*", "pytest, in classes that inherit the contract"),
+    ("storage/contract.py", "test_*", "pytest, in classes that inherit the contract"),
 )
 
 

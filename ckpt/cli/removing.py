@@ -143,7 +143,9 @@ def rm(arguments: argparse.Namespace) -> int:
             show_json({"would_delete": _entries_json([entry]), "nbytes": nbytes})
             return OK
         file = sys.stderr if arguments.json else sys.stdout
-        print(f"step {entry.step} ({entry.attempt}), {_told(state, entry, nbytes)}", file=file)
+        print(
+            f"step {entry.step} ({entry.attempt}), {_consequences(state, entry, nbytes)}", file=file
+        )
         if arguments.dry_run:
             print(DELETED_NOTHING)
             return OK
@@ -181,8 +183,8 @@ def _chosen(store: Store, state: LogState, step: int, attempt: str) -> LiveEntry
     return matching[0]
 
 
-def _told(state: LogState, entry: LiveEntry, nbytes: int) -> str:
-    """What goes with it."""
+def _consequences(state: LogState, entry: LiveEntry, nbytes: int) -> str:
+    """Line and size of a checkpoint, and what a training resumes from when it is gone."""
     summary = f"{line_text(entry.line)}, {size(nbytes)}"
     if entry == state.latest:
         rest = [other for other in state.live if other is not entry]

@@ -55,12 +55,12 @@ def redistribute(
     Raises Mismatch on all ranks, before anything is written, when the regions that are held do not
     make up a tensor that is wanted.
     """
-    wishes = gather_table(world, "wanted", wanted)
-    plan = _plan(known, wishes)
+    requests = gather_table(world, "wanted", wanted)
+    plan = _plan(known, requests)
 
     def prepare() -> tuple[_Here, list[_Batch]]:
         here = _Here(world, held, wanted)
-        return here, [_Batch(batch, known, wishes, here) for batch in [plan.local, *plan.batches]]
+        return here, [_Batch(batch, known, requests, here) for batch in [plan.local, *plan.batches]]
 
     here, (local, *batches) = collectively(world, "plan", prepare)
     local.copy_own()
@@ -87,19 +87,21 @@ class _Plan(NamedTuple):
     batches: list[list[_BatchPart]]
 
 
-def _plan(known: Table, wishes: Table) -> _Plan:
+def _plan(known: Table, requests: Table) -> _Plan:
     plan = _Plan([], [])
     filled = packed = 0
     problems: list[str] = []
-    for fqn, wish in wishes.items():
+    for fqn, request in requests.items():
         entry = known.get(fqn)
-        if entry is None or (entry.shape, entry.dtype) != (wish.shape, wish.dtype):
-            problems.append(f"{fqn}: is wanted as {wish.shape}, {wish.dtype}; nobody has that")
+        if entry is None or (entry.shape, entry.dtype) != (request.shape, request.dtype):
+            problems.append(
+                f"{fqn}: is wanted as {request.shape}, {request.dtype}; nobody has that"
+            )
             continue
-        if not wish.at:
+        if not request.at:
             continue
-        routes = Routes(entry, wish)
-        if all(_has(entry, rank, regions) for rank, regions in wish.at.items()):
+        routes = Routes(entry, request)
+        if all(_has(entry, rank, regions) for rank, regions in request.at.items()):
             plan.local.append(_BatchPart(fqn, None, routes))
             continue
         problem = routes.problem(fqn)
@@ -236,13 +238,13 @@ class _Here:
         self.world = world
         self.sources = {(slot.fqn, slot.region): slot.local for slot in region_memories(held)}
         self.targets: dict[tuple[str, Region], _Flat] = {}
-        self.twins: list[tuple[_Flat, torch.Tensor]] = []
+        self.duplicates: list[tuple[_Flat, torch.Tensor]] = []
         for slot in region_memories(wanted):
             key = (slot.fqn, slot.region)
             if not slot.region.numel:
                 continue
             if key in self.targets:
-                self.twins.append((self.targets[key], slot.local))
+                self.duplicates.append((self.targets[key], slot.local))
             else:
                 self.targets[key] = _Flat(slot.local, fill=False)
         self.staging = _PackedBuffers()
@@ -251,8 +253,8 @@ class _Here:
         """All bytes are here: bring them to where the slots themselves are."""
         for flat in self.targets.values():
             flat.write_back()
-        for first, twin in self.twins:
-            twin.copy_(first.memory.view(twin.shape))
+        for first, duplicate in self.duplicates:
+            duplicate.copy_(first.memory.view(duplicate.shape))
 
 
 _Source = tuple[tuple[str, Region], _End]
@@ -262,7 +264,7 @@ class _Batch:
     """What this rank copies, sends and receives for some tensors, in the order all ranks share."""
 
     def __init__(
-        self, parts: Sequence[_BatchPart], known: Table, wishes: Table, here: _Here
+        self, parts: Sequence[_BatchPart], known: Table, requests: Table, here: _Here
     ) -> None:
         size = here.world.size
         self.here = here
@@ -271,19 +273,19 @@ class _Batch:
         self.recv: list[list[tuple[_Flat, _End]]] = [[] for _ in range(size)]
         for part in parts:
             for region, holders in known[part.fqn].holders().items():
-                self.add(part, region, holders, wishes[part.fqn])
+                self.add(part, region, holders, requests[part.fqn])
 
-    def add(self, part: _BatchPart, region: Region, holders: Sequence[int], wish: Known) -> None:
+    def add(self, part: _BatchPart, region: Region, holders: Sequence[int], request: Known) -> None:
         """Everything that moves from `region` of a tensor and concerns this rank."""
         fqn, window, routes = part
         me, size = self.here.world.rank, self.here.world.size
         key = (fqn, region)
-        for taker in wish.at if me in holders else (me,) if me in wish.at else ():
+        for taker in request.at if me in holders else (me,) if me in request.at else ():
             giver = routes.giver(holders, taker, size)
             if giver is None or me not in (giver, taker):
                 continue
-            for wanted in dict.fromkeys(wish.at.get(taker, ())):
-                for start, stop in _ends(region, wanted, wish.shape, window):
+            for wanted in dict.fromkeys(request.at.get(taker, ())):
+                for start, stop in _ends(region, wanted, request.shape, window):
                     if taker != me:
                         self.send[taker].append((key, start))
                     elif giver != me:

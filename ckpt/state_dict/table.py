@@ -156,9 +156,11 @@ def _decoded(part: bytes) -> _RankTable:
 class Routes:
     """From whom each rank takes what it wants of one tensor. The same on all ranks."""
 
-    def __init__(self, entry: Known, wish: Known) -> None:
+    def __init__(self, entry: Known, request: Known) -> None:
         self._entry = entry
-        self._sources = {rank: entry.sources(rank, wish.owners.get(rank, ())) for rank in wish.at}
+        self._sources = {
+            rank: entry.sources(rank, request.owners.get(rank, ())) for rank in request.at
+        }
 
     def giver(self, holders: Sequence[int], taker: int, size: int) -> int | None:
         """Which of the holders of a region gives it to `taker`: itself, or a neighbour of its own;

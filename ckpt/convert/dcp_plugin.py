@@ -1,4 +1,4 @@
-"""Our storage behind torch's `dcp.save` and `dcp.load`: one argument, and code stays as it is.
+"""Our storage under torch's `dcp.save` and `dcp.load`: one argument, no other change of code.
 
     dcp.save(state_dict, storage_writer=ckpt.DcpWriter("s3://bucket/run", step=100))
     dcp.load(state_dict, storage_reader=ckpt.DcpReader("s3://bucket/run"))
@@ -76,7 +76,7 @@ PART = "ckpt.part"
 
 
 class DcpWriter(StorageWriter):
-    """Saves what `dcp.save` hands over as the checkpoint of `step` below `url`.
+    """Saves what `dcp.save` passes to it as the checkpoint of `step` below `url`.
 
     Values besides tensors have to be plain (None, bool, int, float, str, bytes, list, tuple, dict):
     others are refused by name, since nothing here stores pickled code. A save that failed on any

@@ -185,7 +185,7 @@ def _decode_byte_starts(
 ) -> Ints:
     gaps = unpack_ints(required_field(fields, "chunk_gaps"), counts.chunks, "chunk_gaps")
     if np.any(bounds.data_start > bounds.file_nbytes):
-        raise Corrupt("field 'file_data_starts': data would start behind the end of a file")
+        raise Corrupt("field 'file_data_starts': data would start after the end of a file")
     if not counts.chunks:
         return np.zeros(0, dtype=np.int64)
     largest = int(bounds.file_nbytes.max())
@@ -228,7 +228,7 @@ def _check_inside_files(
         raise Corrupt("field 'chunk_gaps': a chunk starts outside of its file")
     ends = starts + nbytes
     if np.any(np.maximum.reduceat(ends, firsts[:-1]) > limits):
-        raise Corrupt("field 'chunk_gaps': a chunk ends behind its file")
+        raise Corrupt("field 'chunk_gaps': a chunk ends after the end of its file")
     overlap = starts[1:] < ends[:-1]
     overlap[firsts[1:-1] - 1] = False  # neighbours of different files
     if overlap.any():
@@ -309,7 +309,7 @@ def _decode_span_starts(
         base = np.where(offset > 0, starts[np.maximum(offset, 1) - 1], 0)
         starts -= np.repeat(base, counts[low:high])
         if np.any(starts > np.repeat(bounds.numels[low:high], counts[low:high])):
-            raise Corrupt("field 'chunk_numels': a span ends behind its tensor")
+            raise Corrupt("field 'chunk_numels': a span ends after the end of its tensor")
         starts -= lengths
         if has_boxes:
             starts[box[part] >= 0] = -1

@@ -20,11 +20,10 @@ _FLOAT = struct.Struct("<d")
 
 
 def encode_values(value: Any) -> bytes:
-    """`value` as bytes; the order of dicts is kept and counts.
+    """`value` as bytes. Two dicts in different orders are different values.
 
     Raises TypeError naming the path of the first leaf that cannot be stored, ValueError when the
-    value
-    is nested deeper than DEPTH_MAX (or in itself) or has more than CONTAINERS_MAX containers.
+    value is nested deeper than DEPTH_MAX (or in itself) or has more than CONTAINERS_MAX containers.
     """
     out = bytearray([VERSION])
     _Encoder(out).put(value, (), 0)
@@ -34,7 +33,7 @@ def encode_values(value: Any) -> bytes:
 def decode_values(data: bytes) -> Any:
     """The value that `data` was encoded from, equal and of the same types throughout.
 
-    Raises Corrupt when `data` is anything else than the one encoding of a value.
+    Raises Corrupt unless `data` is exactly what `encode_values` returns for a value.
     """
     decoder = _Decoder(bytes(data))
     version = decoder.take(1)[0]
@@ -163,7 +162,7 @@ class _Decoder:
             )
         count = self.varint()
         if count * (2 if tag == b"d" else 1) > len(self.data) - self.at:
-            raise Corrupt(f"encoded values: {count} items do not fit behind byte {self.at}")
+            raise Corrupt(f"encoded values: {count} items do not fit after byte {self.at}")
         if tag == b"d":
             return self.mapping(count, depth)
         items = [self.get(depth + 1) for _ in range(count)]

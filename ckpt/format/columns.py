@@ -41,7 +41,7 @@ def unpack_map(data: bytes | memoryview) -> dict[str, memoryview]:
             raise Corrupt(f"field {name!r} appears twice")
         fields[name], position = _binary(view, position, name)
     if position != len(view):
-        raise Corrupt(f"{len(view) - position} bytes behind the last field")
+        raise Corrupt(f"{len(view) - position} bytes after the last field")
     return fields
 
 

@@ -12,15 +12,14 @@ from ckpt.format.datafile import region_start
 from ckpt.format.manifest import ChunkTable, Int64s
 from ckpt.layout.region import Box, Region, Shape, boxes_of, intersect, is_inside, span_of, whole
 
-# Grids of any size are checked in one pass. Anything else is cut recursively, which visits a
-# box once per
-# level (17 for 100,000 boxes) and more often where cuts go through boxes. Only crafted regions
-# reach this.
+# Grids of any size are checked in one pass. Anything else is cut recursively, which visits a box
+# once per level (17 for 100,000 boxes) and more often where cuts go through boxes. Only crafted
+# regions reach the limit.
 VISITS_PER_BOX_MAX = 64
 
 
 def cover_problem(regions: Sequence[Region], shape: Shape) -> str | None:
-    """What is wrong with `regions` as a partition of a tensor of `shape`; None when nothing is."""
+    """Why `regions` are not a partition of a tensor of `shape`; None when they are."""
     for region in regions:
         if not is_inside(region, shape):
             return f"{region} is not inside of shape {shape}"
@@ -84,9 +83,7 @@ class _Cutter:
 
 
 def _face(boxes: Sequence[Box], room: Box) -> tuple[int, int]:
-    """The dim and place to cut at: where fewest boxes are cut, then nearest to the middle of the
-    faces.
-    """
+    """The dim and the index to cut at: the face that cuts fewest boxes, then the middle one."""
     best: tuple[float, int, int, int] | None = None
     for dim in range(len(room.shape)):
         starts = np.array([box.offset[dim] for box in boxes], dtype=np.int64)
@@ -100,9 +97,8 @@ def _face(boxes: Sequence[Box], room: Box) -> tuple[int, int]:
         candidate = (best_here[0], best_here[1], dim, best_here[2])
         if best is None or candidate < best:
             best = candidate
-    # Boxes of the room's volume, more than one, without an inner face: they are all the room
-    # itself,
-    # and their volumes would be a multiple of it.
+    # Without an inner face every box would be the whole room, and two or more of them would have a
+    # multiple of its volume; the caller has ruled that out.
     assert best is not None
     return best[2], best[3]
 

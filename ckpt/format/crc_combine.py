@@ -1,6 +1,6 @@
 """The checksum of bytes that follow each other, from the checksum of each: no byte is read again.
 
-A checksum is a remainder modulo a polynomial over GF(2); bytes behind it multiply it by a power of
+A checksum is a remainder modulo a polynomial over GF(2); bytes after it multiply it by a power of
 x. Powers are found by squaring (the method of zlib's `crc32_combine`, Mark Adler).
 """
 
@@ -19,7 +19,7 @@ Table = tuple[tuple[int, ...], ...]
 
 
 def joined_crc32c(checksums: Sequence[int], sizes: Sequence[int]) -> int:
-    """The crc32c of parts one behind the other, from theirs and their lengths in bytes.
+    """The crc32c of consecutive parts, from theirs and their lengths in bytes.
 
     Of one part it is that part's; of none it is 0.
     """
@@ -37,7 +37,7 @@ def joined_crc32c(checksums: Sequence[int], sizes: Sequence[int]) -> int:
 
 
 def joined_crc32(first: int, second: int, second_nbytes: int) -> int:
-    """The crc32 of a run of bytes and another behind it, from the crc32 of each."""
+    """The crc32 of a run of bytes and the run after it, from the crc32 of each."""
     return _times(_power(second_nbytes, CRC32), first, CRC32) ^ second
 
 

@@ -80,7 +80,7 @@ def order_key(chunk: StoredChunk) -> tuple[bool, int, str, int, Region]:
 
 
 def is_small_or_uneven(nbytes: int) -> bool:
-    """Whether a chunk goes behind the large even ones, which keep each other on cache lines."""
+    """Whether a chunk goes after the large even ones, which keep each other on cache lines."""
     return nbytes <= SMALL_NBYTES_MAX or nbytes % CACHE_LINE_NBYTES != 0
 
 
@@ -102,7 +102,7 @@ class FileEntries:
 
     chunks: Sequence[StoredChunk]
     block_bytes: int
-    text: bytes  # the JSON entries of the chunks, with a comma behind each
+    text: bytes  # the JSON entries of the chunks, with a comma after each
     metadata: Mapping[str, str]
     ends: npt.NDArray[np.int64]  # [chunks], from the first tensor byte on
     block_counts: npt.NDArray[np.int64]  # [chunks]
@@ -162,7 +162,7 @@ def layout_data_file(
     for name, nbytes in [*extra.items(), (CHECKSUMS, 4 * words)]:
         if not name.startswith("__ckpt_") or name in extra_starts:
             raise ValueError(
-                f"{name!r} is no name for an extra tensor: expected `__ckpt_...__`, once"
+                f"{name!r} is not a name for an extra tensor: expected `__ckpt_...__`, once"
             )
         text.append(
             f'{encode_basestring(name)}:{{"dtype":"U8","shape":[{nbytes}],'

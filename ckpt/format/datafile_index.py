@@ -84,7 +84,7 @@ def _read_index(read: Callable[[int, int], bytes], nbytes: int) -> DataFileIndex
         raise UnsupportedFormat(f"format version {version}, this library reads up to {VERSION}")
     block_bytes = _decimal(metadata.get("ckpt.block_bytes", ""), "ckpt.block_bytes")
     if version < 1 or block_bytes <= 0 or block_bytes % 16 or block_bytes >= 1 << 31:
-        raise Corrupt(f"ckpt.format {version} with ckpt.block_bytes {block_bytes} cannot be")
+        raise Corrupt(f"ckpt.format {version} with ckpt.block_bytes {block_bytes} is not possible")
     reserved = [entry for entry in entries if entry.name.startswith("__ckpt_")]
     stored = [entry for entry in entries if not entry.name.startswith("__ckpt_")]
     if entries[: len(stored)] != stored or not reserved or reserved[-1].name != CHECKSUMS:
@@ -142,9 +142,9 @@ def _parse_header(header: bytes, data_nbytes: int) -> tuple[dict[str, str], list
     try:
         parsed = json.loads(header[8:], object_pairs_hook=_no_duplicates, parse_int=_small_int)
     except (ValueError, RecursionError) as error:
-        raise Corrupt(f"header is not the JSON it should be: {error!s:.200}") from error
+        raise Corrupt(f"header is not valid JSON of its kind: {error!s:.200}") from error
     if not isinstance(parsed, dict) or not isinstance(parsed.get("__metadata__"), dict):
-        raise Corrupt("header is no JSON object with __metadata__: not a file of this library")
+        raise Corrupt("header is not a JSON object with __metadata__: not a file of this library")
     metadata = parsed.pop("__metadata__")
     if not all(isinstance(value, str) for value in metadata.values()):
         raise Corrupt("__metadata__ has a value that is not a string")
@@ -155,9 +155,7 @@ def _parse_header(header: bytes, data_nbytes: int) -> tuple[dict[str, str], list
             raise Corrupt(f"{entry.name!r:.200}: starts at {entry.start}, expected {expected}")
         expected = entry.stop
     if expected != data_nbytes:
-        raise Corrupt(
-            f"entries take {expected} bytes, the file has {data_nbytes} behind its header"
-        )
+        raise Corrupt(f"entries take {expected} bytes, the file has {data_nbytes} after its header")
     return metadata, entries
 
 

@@ -241,13 +241,15 @@ def _check_file_names(files: Sequence[str], header: Header) -> None:
     references = files[len(own) :]
     for name in own:
         if not is_data_file_name(name):
-            raise Corrupt(f"field 'file_names': {name!r:.250} is no name of a data file")
+            raise Corrupt(f"field 'file_names': {name!r:.250} is not a name of a data file")
     # Names are joined to the step's directory: any other form could point outside of the root, or
     # back into this directory under a second name.
     inside = reference_to(header.step, header.attempt, "")
     for name in references:
         if parse_reference(name) is None or name.startswith(inside):
-            raise Corrupt(f"field 'file_names': {name!r:.300} is no data file of another attempt")
+            raise Corrupt(
+                f"field 'file_names': {name!r:.300} is not a data file of another attempt"
+            )
     if len(set(own)) != len(own):
         raise Corrupt("field 'file_names': a name appears twice")
     if any(a >= b for a, b in pairwise(references)):

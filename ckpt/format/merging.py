@@ -84,8 +84,8 @@ def _merge_files(parts: Sequence[Part], header: Header) -> tuple[list[_File], li
         raise ValueError(f"the header must require {REFERENCES!r} for {shared[0].name}")
     if wrong := [file.name for file in shared if parse_reference(file.name) is None]:
         raise ValueError(f"{wrong[0]} is not a data file of another attempt")
-    place = {name: position for position, name in enumerate(names)}
-    return [*own, *shared], [int64s([place[name] for name in part.files]) for part in parts]
+    index = {name: position for position, name in enumerate(names)}
+    return [*own, *shared], [int64s([index[name] for name in part.files]) for part in parts]
 
 
 def _merge_digests(parts: Sequence[Part], order: npt.NDArray[np.intp]) -> Digests:
@@ -132,8 +132,8 @@ def _merge_tensors(parts: Sequence[Part]) -> tuple[list[TensorRecord], list[Int6
     if problems:
         raise InvalidState(problems)
     tensors = [info for info, _ in sorted(merged.values())]
-    places = {info.fqn: position for position, info in enumerate(tensors)}
-    by_list = {infos: int64s([places[info.fqn] for info in infos]) for infos in lists}
+    positions = {info.fqn: position for position, info in enumerate(tensors)}
+    by_list = {infos: int64s([positions[info.fqn] for info in infos]) for infos in lists}
     return tensors, [by_list[part.tensors] for part in parts]
 
 
@@ -168,7 +168,7 @@ def _merge_chunks(
     paired = list(zip(parts, tensor_of, file_of, strict=True))
     return _Columns(
         rank=np.repeat(int64s([p.rank for p in parts]), [len(p.chunk_file) for p in parts]),
-        tensor=np.concatenate([places[p.chunk_tensor] for p, places, _ in paired]),
+        tensor=np.concatenate([tensors[p.chunk_tensor] for p, tensors, _ in paired]),
         file=np.concatenate([files[p.chunk_file] for p, _, files in paired]),
         byte_start=np.concatenate([p.chunk_byte_start for p in parts]),
         start=np.concatenate([p.chunk_start for p in parts]),
@@ -184,7 +184,8 @@ def _chunk_table(
     columns: _Columns, order: npt.NDArray[np.intp], tensors: int, header: Header
 ) -> ChunkTable:
     box = columns.box[order]
-    # Boxes are numbered as they first appear in the table, whatever rank they came from.
+    # Boxes are numbered as they first appear in the table, whatever rank they came from: the bytes
+    # of a manifest must not depend on which rank wrote what.
     used, first_at = np.unique(box[box >= 0], return_index=True)
     renumbered = np.full(len(columns.boxes) + 1, -1, dtype=np.int64)
     renumbered[used[np.argsort(first_at)]] = np.arange(len(used))
@@ -205,7 +206,10 @@ def _chunk_table(
 def _reorder_runs(
     items: npt.NDArray[np.uint32], lengths: Int64s, order: npt.NDArray[np.intp]
 ) -> npt.NDArray[np.uint32]:
-    """Runs of `items` of these lengths, in another order."""
+    """Runs of `items` of these lengths, in another order.
+
+    Vectorized over items: a checkpoint has millions of block checksums.
+    """
     sources = starts_of(lengths)[:-1][order]
     sizes = lengths[order]
     targets = starts_of(sizes)

@@ -108,7 +108,9 @@ def describe_file(index: DataFileIndex) -> FileDescription:
         raise Corrupt(f"__metadata__ of a data file is not readable: {error!r:.200}") from error
     strings = isinstance(aliases, dict) and all(isinstance(name, str) for name in aliases.values())
     if not (0 <= index_in_rank < count and 0 <= rank < header.world_size and strings):
-        raise Corrupt(f"__metadata__: file {index_in_rank} of {count} of rank {rank} cannot be")
+        raise Corrupt(
+            f"__metadata__: file {index_in_rank} of {count} of rank {rank} is not possible"
+        )
     return FileDescription(header, rank, index_in_rank, count, tuple(empty), aliases, tuple(ranges))
 
 
@@ -116,18 +118,18 @@ def _tensor_info(row: Any) -> TensorRecord:
     fqn, dtype, shape, kind = row
     sizes = all(type(size) is int and 0 <= size < 1 << 62 for size in shape)
     if not (isinstance(fqn, str) and isinstance(dtype, str) and sizes and 0 in shape):
-        raise ValueError(f"{row!r:.100} is no tensor without elements")
+        raise ValueError(f"{row!r:.100} is not a tensor without elements")
     if type(kind) is not int or not 0 <= kind <= 15:
-        raise ValueError(f"{kind!r:.20} is no kind")
+        raise ValueError(f"{kind!r:.20} is not a kind")
     return TensorRecord(fqn, dtype, tuple(shape), kind)
 
 
 def _file_range(row: Any) -> FileRange:
     file, start, stop = row
     if not isinstance(file, str) or parse_reference(file) is None:
-        raise ValueError(f"{file!r:.200} is no data file of another attempt")
+        raise ValueError(f"{file!r:.200} is not a data file of another attempt")
     if type(start) is not int or type(stop) is not int or not 0 <= start < stop < 1 << 62:
-        raise ValueError(f"{start!r:.30} to {stop!r:.30} is no range of bytes")
+        raise ValueError(f"{start!r:.30} to {stop!r:.30} is not a range of bytes")
     return FileRange(file, start, stop)
 
 

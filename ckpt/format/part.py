@@ -54,7 +54,7 @@ class PartFile(NamedTuple):
 class Part:
     """What one rank contributes. Columns have one item per chunk, in the order of its files.
 
-    Files of other attempts, with the chunks that this rank would have written, come behind its own.
+    Files of other attempts, with the chunks that this rank would have written, come after its own.
     """
 
     rank: int

@@ -76,8 +76,8 @@ class _NewFile(NamedTuple):
 
 
 def own_layout(manifest: Manifest) -> Layout:
-    """The chunks as they are, by the rank that wrote them; those in files of others, by the rank
-    that wrote them there, or by rank 0 where there is none of that number.
+    """The chunks unchanged, by the rank that wrote them; those in files of other attempts, by the
+    rank that wrote them there, or by rank 0 where this world has no such rank.
     """
     ranks: list[list[StoredChunk]] = [[] for _ in range(manifest.header.world_size)]
     number = [_rank_of(name, len(ranks)) for name in manifest.files]
@@ -119,7 +119,7 @@ def rewrite(
 ) -> Manifest:
     """Write the checkpoint into the top of `target`, cut by `layout`; returns its manifest.
 
-    MANIFEST comes last: before it the target is no checkpoint. Raises CheckpointError when
+    MANIFEST is written last: until then the target is not a checkpoint. Raises CheckpointError when
     something else is at the target, Corrupt when stored bytes were changed, and the stores' errors;
     running again goes on.
     """

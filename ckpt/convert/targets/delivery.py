@@ -172,6 +172,7 @@ class _Job:
 
     def mine(self, there: set[str]) -> list[PlannedFile]:
         """This rank's files: the largest first, each to the rank that has the least so far."""
+        # Every rank computes the same division from the same list, so no round is needed.
         load = [0] * self.world.size
         chosen = []
         todo = [file for file in self.data_files if file.key not in there]
@@ -280,7 +281,9 @@ class _Job:
         collectively(self.world, "end", run)
 
     def undo(self) -> None:
-        """Remove what was written, the last file first: then the rest is no checkpoint."""
+        """Remove what was written, the last file first: without it nobody takes the rest for a
+        checkpoint.
+        """
         if not self.is_coordinator:
             return
         for file in reversed(self.files):

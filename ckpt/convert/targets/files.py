@@ -33,7 +33,7 @@ ARCHIVE = "archive"
 
 
 class Output(NamedTuple):
-    """A tensor of the export: its name there, what it is in the source, its type and size there."""
+    """A tensor of the export: its name, its source tensor, and its dtype and size in the target."""
 
     name: str
     tensor: SourceTensor
@@ -53,7 +53,7 @@ class Fixed(NamedTuple):
 
 
 class Data(NamedTuple):
-    """Elements `span` of an output from byte `start` on. `number` tells its crc32 from others'."""
+    """Elements `span` of an output from byte `start` on. `number` is the index of its crc32."""
 
     start: int
     nbytes: int
@@ -128,7 +128,7 @@ def _groups(outputs: Sequence[Output], nbytes_max: int | None) -> list[list[Outp
 
 
 def _safetensors_file(key: str, outputs: Sequence[Output], tied: Mapping[str, str]) -> PlannedFile:
-    # Widest first, as safetensors' own writer does: then every tensor is aligned to its elements.
+    # Widest first, as safetensors' own writer does: every tensor is then aligned to its elements.
     ordered = sorted(outputs, key=lambda output: (-output.dtype.itemsize, output.name))
     # "format" is what Hugging Face's loaders ask for; tied names stand as `save_model` notes them.
     head: dict[str, Any] = {"__metadata__": {"format": "pt", **tied}}
@@ -228,7 +228,7 @@ class ZipBuilding:
 
 
 class _Sum(NamedTuple):
-    """A crc32 that is known, or the number of the data whose crc32 it will be."""
+    """A crc32 that is known, or (`number` >= 0) the index of the data that it is taken of."""
 
     known: int
     number: int

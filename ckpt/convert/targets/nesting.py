@@ -1,7 +1,7 @@
 """Formats that keep nested states: files of torch.save, and DCP directories.
 
-A state of ours has flat names; here they become the nested dicts that torch's own functions make
-and take: `{"model": {name: tensor}, "optim": {"state": {parameter: {...}}, "param_groups": ...}}`.
+Our states have flat names; here they become the nested dicts that torch's own functions use:
+`{"model": {name: tensor}, "optim": {"state": {parameter: {...}}, "param_groups": ...}}`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def nested_files(
 
 
 class FlatCheckpoint(NamedTuple):
-    """A checkpoint by the keys that DCP has for a nested state: values, the fqn of each tensor, and
+    """A checkpoint under the keys that DCP has for a nested state: values by key, and the fqn and
     the path of each key.
     """
 

@@ -14,7 +14,7 @@ from storage import Store
 
 
 def verify_files(source: CheckpointSource, store: Store, files: Sequence[PlannedFile]) -> None:
-    """Raise Corrupt naming every tensor whose bytes in the files are not those of the source.
+    """Raise Corrupt naming every tensor whose bytes in the files differ from the source.
 
     Both are read anew, in memory bounded by two parts.
     """

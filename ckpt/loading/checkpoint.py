@@ -164,7 +164,7 @@ def find_checkpoint(store: Store, step: SupportsIndex | None = None) -> LocatedC
 
 
 class Checkpoint:
-    """One checkpoint, opened for reading: a mapping from fqn to tensor that reads when asked.
+    """One checkpoint, opened for reading: a mapping from fqn to tensor that reads on request.
 
         with ckpt.open("s3://bucket/run") as ck:
             weight = ck["model.layers.0.weight"]

@@ -285,6 +285,7 @@ def _transfer(reader: Reader, sharing: Sharing, world: World, path: ReadPath) ->
     for run in sharing.shared:
         if world.rank == run.reader or world.rank in run.others:
             mine[run.round].append(run)
+    # Private blocks first: a damaged one ends the load before any bytes are sent between ranks.
     collectively(world, "read", lambda: reader.read_private(sharing.private))
     own = [run for runs in mine for run in runs if run.reader == world.rank]
     with ReadAhead(reader, own, path) as ahead:

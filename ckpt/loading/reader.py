@@ -110,6 +110,7 @@ class Reader:
             return
         with ThreadPoolExecutor(self._path.readers) as pool:
             running = [pool.submit(read) for read in reads]
+            # After the first error the rest need not be read: the load fails anyway.
             done, waiting = wait(running, return_when=FIRST_EXCEPTION)
             for future in waiting:
                 future.cancel()

@@ -1,4 +1,4 @@
-"""What a save is asked to do, and what it reports."""
+"""The options of a save, and its report."""
 
 from __future__ import annotations
 

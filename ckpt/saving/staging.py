@@ -1,4 +1,4 @@
-"""What a save in the background copies before its call returns, and what while training goes on.
+"""What a save in the background copies before its call returns, and what after it.
 
 state -> contents -> sources -> image: copied now, or copied before the next step
 
@@ -217,7 +217,7 @@ def stage(state: Any, task: SaveTask, options: StageOptions, staging: Staging) -
             versions=versions,
             side=side,
         )
-    except BaseException:  # Ctrl-C too: no step must wait for what nobody will copy
+    except BaseException:  # Ctrl-C too: no step may wait for a copy that is never made
         gate.open()
         raise
 
@@ -334,7 +334,7 @@ def _report(split: _Split, snapshot: Snapshot, task: SaveTask) -> None:
 
 
 class _Room(NamedTuple):
-    """How the state goes into the budget: all at once, or in waves of `buffers_max` parts.
+    """How the state fits the budget: all at once, or in waves of `buffers_max` parts.
 
     With `is_aside`, what may change is copied aside first, so that the call can return.
     """

@@ -209,6 +209,7 @@ def write_files(
         name, digests = key.rpartition("/")[2], texts.digests_of(here_chunks)
         written.append(PartFile(name, layout, file.chunks, checksums, digests))
         first_chunk += len(file.chunks)
+    # One sync for all files: each one on its own would wait for the disk once per file.
     store.sync([names(index) for index in range(len(files))])
     return written
 
@@ -231,6 +232,8 @@ def _stream(sources: Sequence[Source], parts: _PartStream, block_nbytes: int) ->
         nbytes = source.chunk.nbytes
         position = 0
         while position < nbytes:
+            # Checksums are taken as bytes pass, while they are in the CPU's cache: a pass of its
+            # own would read all memory a second time. A block may lie in two parts.
             block_end = min(position + block_nbytes, nbytes)
             crc = 0
             while position < block_end:
@@ -366,6 +369,7 @@ class _PartStream:
             if scratch is not None:
                 self._staging.give_back(scratch)
             return
+        # Wait before submitting: parts hold their buffers, so this bounds the memory in flight.
         self._wait(self._in_flight_max - 1)
         self._in_flight.append(
             (self._pool.submit(self._writer.write_part, index, vectors), scratch)

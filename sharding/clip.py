@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Sequence
 
 import torch
-from torch import nn
 
 from sharding.engine.collectives import Comm
 
@@ -59,19 +58,10 @@ def _local_norm(
     # A new tensor each time: it is reduced in place.
     if not grads:
         return torch.zeros((), dtype=torch.float32, device=device)
-    norms = [
-        torch.linalg.vector_norm(grad.detach(), norm_type, dtype=torch.float32).to(device)
-        for grad in grads
-    ]
+    norms = []
+    for grad in grads:
+        wide = torch.promote_types(grad.dtype, torch.float32)
+        norm = torch.linalg.vector_norm(grad.detach(), norm_type, dtype=wide)
+        norms.append(norm.to(device=device, dtype=torch.float32))
     total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     return total
-
-
-def check_dtypes(what: str, params: Sequence[nn.Parameter]) -> None:
-    """Raise ValueError when gradients of one kind have several dtypes."""
-    dtypes = {param.grad.dtype for param in params if param.grad is not None}
-    if len(dtypes) > 1:
-        raise ValueError(
-            f"clip_grad_norm_: {what} gradients have several dtypes: "
-            f"{', '.join(sorted(map(str, dtypes)))}; use one mixed precision setting"
-        )

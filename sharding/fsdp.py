@@ -26,7 +26,7 @@ from ckpt.layout.flat import FlatMember, flat_views, member_as_param, memory_ord
 from ckpt.layout.piece import Owned
 from ckpt.layout.sharded_tensor import UnitSharding
 from sharding.attributes import CHILD, UnitAttributes
-from sharding.clip import check_dtypes, clip_sharded
+from sharding.clip import clip_sharded
 from sharding.comm_hooks import hook_of
 from sharding.dtensor.seam import mark_sharded
 from sharding.engine.collectives import wants_details
@@ -335,8 +335,6 @@ class FullyShardedDataParallel(UnitAttributes, StatefulUnit):
                 "clip_grad_norm_ does not know the norm over tensor parallel members: clip with a "
                 "norm of your own, or shard with fully_shard and torch's clip_grad_norm_"
             )
-        check_dtypes("sharded", sharded)
-        check_dtypes("unsharded", repeated)
         if not any(unit.settings.is_sharded for unit in units if unit.store is not None):
             return nn.utils.clip_grad_norm_(repeated, max_norm, norm_type)
         return clip_sharded(

@@ -305,9 +305,9 @@ class StatefulUnit(TorchWrapper):
     def sharded_optim_state_dict(
         model: nn.Module, optim: Optimizer, group: Any = None
     ) -> dict[str, Any]:
-        """Deprecated: the sharded dict, on the CPU."""
+        """Deprecated: the sharded dict, on the CPU, of ShardedTensors even on a mesh."""
         _legacy("sharded_optim_state_dict", "optim_state_dict", None)
-        config = ShardedOptimStateDictConfig(True)
+        config = ShardedOptimStateDictConfig(True, use_dtensor=False)
         return _or_runtime_error(
             lambda: state_dicts.optimizer_state_dict(
                 model, optim, Form.SHARDED, config, process_group=group

@@ -83,7 +83,8 @@ def _summoned(unit: FlatUnit, store: FlatParam, options: SummonOptions) -> Itera
     # Collective, so it comes before the ranks that show nothing leave by rank0_only.
     full = store.gather_copy(store.flat)
     grads = _gathered_grads(store) if options.with_grads else None
-    if options.rank0_only and store.comm.rank != 0 and sharded:
+    hides = sharded or not store.options.use_orig_params  # else what it has is full anyway
+    if options.rank0_only and store.comm.rank != 0 and hides:
         yield
         return
     if options.offload_to_cpu:
@@ -167,11 +168,12 @@ def _hide(unit: FlatUnit, store: FlatParam) -> None:
 def _gathered_grads(store: FlatParam) -> torch.Tensor | None:
     """Everyone's sharded gradient as one tensor, with zeros for ranks that have none.
 
-    None if no rank has one.
+    None if no rank shows one. A rank whose part is of frozen members or empty shows none, so it
+    does not see when users set gradients to None: what it holds does not count.
     """
     grad = store.grad
-    have = store.comm.gather_objects(grad is not None) if store.options.sharded else [grad]
-    if not any(one is not None and one is not False for one in have):
+    shows = store.shows_reduced_gradients
+    if not any(store.comm.gather_objects(shows) if store.options.sharded else [shows]):
         return None
     return store.gather_copy(torch.zeros_like(store.flat) if grad is None else grad)
 

@@ -120,6 +120,11 @@ class FlatParam(FlatValues):
         """Whether gradients wait for the next reduction."""
         return self.unsharded_grad is not None
 
+    @property
+    def shows_reduced_gradients(self) -> bool:
+        """Whether a reduced gradient is at `.grad` of any parameter."""
+        return self.grad is not None and bool(self._shown_grads)
+
     def drop_unsharded_gradients(self) -> None:
         """Forget what was added up without reducing."""
         if self._shows_unsharded_grad:

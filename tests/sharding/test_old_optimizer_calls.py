@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as Theirs
 
 from sharding import FullyShardedDataParallel as Ours
@@ -83,6 +84,24 @@ def inputs() -> None:
 
 def test_what_tells_the_parameters_is_optional() -> None:
     run_ranks(2, inputs)
+
+
+def by_mesh(name: str, engine: Any, orig: bool) -> list[Any]:
+    mesh = init_device_mesh("cpu", (2,))
+    model = wrapped(name, build("uneven"), use_orig_params=orig, device_mesh=mesh)
+    optimizer = adam(model.parameters())
+    sharded = quiet(engine.sharded_optim_state_dict, model, optimizer)
+    assert type(sharded["state"]["0.weight"]["exp_avg"]).__name__ == "ShardedTensor", name
+    taken = quiet(engine.flatten_sharded_optim_state_dict, sharded, model, optimizer)
+    return [sharded, taken]
+
+
+def meshes() -> None:
+    same_outcomes(by_mesh)
+
+
+def test_sharded_dicts_of_models_on_a_mesh_are_of_sharded_tensors() -> None:
+    run_ranks(2, meshes)
 
 
 def by_order(name: str, engine: Any, orig: bool) -> list[Any]:

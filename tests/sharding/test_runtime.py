@@ -7,6 +7,7 @@ unsharded replica as reference.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
 import math
@@ -630,15 +631,74 @@ def mixed_clipping() -> None:
         bare[1].register_forward_hook(lambda module, args, out: out.float())
         model = Ours(bare, use_orig_params=orig)
         model(mine).float().square().mean().backward()
-        with pytest.raises(ValueError, match=r"several dtypes.*bfloat16.*float32"):
-            model.clip_grad_norm_(1.0)
+        grads = [param.grad for param in model.parameters() if param.grad is not None]
+        assert {grad.dtype for grad in grads} == {torch.float32, low}
+        square = sum((grad.float() ** 2).sum() for grad in grads)
+        assert isinstance(square, torch.Tensor)
+        dist.all_reduce(square)
+        norm = model.clip_grad_norm_(1e-3)
+        assert norm.dtype == torch.float32
+        torch.testing.assert_close(norm, square.sqrt())
 
 
-def test_clipping_promotes_dtypes_and_refuses_a_mixture() -> None:
+def double_clipping() -> None:
+    bare = build("uneven").double()
+    _, mine = next(batches(1))
+    for orig in (False, True):
+        model = wrapped("ours", copy.deepcopy(bare), use_orig_params=orig)
+        plain = copy.deepcopy(bare)
+        for one in (model, plain):  # the same on all ranks, so that the mean is every rank's own
+            one(torch.ones_like(mine).double()).square().mean().backward()
+        wanted = nn.utils.clip_grad_norm_(plain.parameters(), 1e-3)
+        norm = model.clip_grad_norm_(1e-3)
+        assert norm.dtype == torch.float64
+        torch.testing.assert_close(norm, wanted, rtol=1e-6, atol=0.0)
+
+
+def test_clipping_takes_gradients_in_float64() -> None:
+    run_ranks(2, double_clipping)
+
+
+def test_clipping_promotes_dtypes_and_takes_a_mixture() -> None:
     run_ranks(2, mixed_clipping)
 
 
 # C23 to C29 --------------------------------------------------------------------------------------
+
+
+def summoned_without_gradients() -> None:
+    # Rank 0 has 18 of the 28 elements of the frozen weight, and nothing of the bias.
+    model = nn.Linear(4, 7)
+    model.weight.requires_grad_(False)
+    model = Ours(model, use_orig_params=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(torch.ones(3, 4)).square().mean().backward()
+        with Ours.summon_full_params(model, with_grads=True):
+            assert model.bias.grad is not None
+        optimizer.zero_grad()
+        with Ours.summon_full_params(model, with_grads=True):
+            assert model.bias.grad is None
+        assert all(param.grad is None for param in model.parameters())
+
+
+def test_summoning_shows_no_gradients_where_a_rank_has_only_frozen_members() -> None:
+    run_ranks(2, summoned_without_gradients)
+
+
+def summoned_on_the_first_rank() -> None:
+    for name in ENGINES:
+        strategy = ShardingStrategy.NO_SHARD
+        model = wrapped(name, uneven(), use_orig_params=False, sharding_strategy=strategy)
+        with engine(name).summon_full_params(model, writeback=False, rank0_only=True):
+            names = [bare for bare, _ in model.named_parameters()]
+        is_flat = [bare.endswith("_flat_param") for bare in names]
+        assert is_flat and all(flat == bool(dist.get_rank()) for flat in is_flat), (name, names)
+        assert all(bare.endswith("_flat_param") for bare, _ in model.named_parameters())
+
+
+def test_summoning_on_the_first_rank_leaves_flat_parameters_of_others_also_unsharded() -> None:
+    run_ranks(2, summoned_on_the_first_rank)
 
 
 def summoned() -> None:

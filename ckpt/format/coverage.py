@@ -83,7 +83,9 @@ class _Cutter:
 
 
 def _face(boxes: Sequence[Box], room: Box) -> tuple[int, int]:
-    """The dim and the index to cut at: the face that cuts fewest boxes, then the middle one."""
+    """The dim and the index to cut at: the face that cuts the fewest boxes; of several, the one
+    that divides the boxes most evenly.
+    """
     best: tuple[float, int, int, int] | None = None
     for dim in range(len(room.shape)):
         starts = np.array([box.offset[dim] for box in boxes], dtype=np.int64)

@@ -184,8 +184,8 @@ def _chunk_table(
     columns: _Columns, order: npt.NDArray[np.intp], tensors: int, header: Header
 ) -> ChunkTable:
     box = columns.box[order]
-    # Boxes are numbered as they first appear in the table, whatever rank they came from: the bytes
-    # of a manifest must not depend on which rank wrote what.
+    # Boxes are numbered as they first appear in the table, whatever rank they came from: a
+    # manifest has one encoding, so the numbers must not depend on the order of the ranks.
     used, first_at = np.unique(box[box >= 0], return_index=True)
     renumbered = np.full(len(columns.boxes) + 1, -1, dtype=np.int64)
     renumbered[used[np.argsort(first_at)]] = np.arange(len(used))

@@ -90,7 +90,7 @@ def test_only_data_files_of_other_attempts_can_be_named(name: str) -> None:
 @pytest.mark.parametrize(
     ("names", "problem"),
     [
-        ([SHARED[0], *OWN, SHARED[1]], "no data file of another|no name of a data file"),
+        ([SHARED[0], *OWN, SHARED[1]], "not a data file of another|not a name of a data file"),
         ([*OWN, SHARED[1], SHARED[0]], "not sorted"),
         ([*OWN, SHARED[0], SHARED[0]], "named twice"),
     ],

@@ -165,6 +165,15 @@ def _next_reads(draw: Draw, written: Op, op: Op) -> bool:
     return next((one for one in draw.ops[at + 1 :] if one.name in reading), None) is op
 
 
+def _adds_to_one_element(draw: Draw, op: Op, difference: Difference) -> bool:
+    """torch tells sharded from unsharded gradients by their size, which is the same here."""
+    is_grad = re.search(r"^\.local\.params.*\[2\]$", difference.where) is not None
+    is_one = re.match(r"tensor\(\[[^,]*\]", str(difference.torch)) is not None
+    sharded = draw.face == "flat" and draw.strategy != "NO_SHARD"
+    adds = op.name == "backward" and difference.what == "value"
+    return sharded and adds and is_grad and is_one
+
+
 def _has_no_state(draw: Draw, op: Op, difference: Difference) -> bool:
     """Before any optimizer state exists torch's dict keeps its names."""
     groups = difference.where.startswith(".gave.param_groups")
@@ -251,6 +260,12 @@ LISTED: Sequence[Listed] = (
         "a write into parameters after a backward in `no_sync` under SHARD_GRAD_OP",
         "torch does not gather again",
         matches=_wrote_after_no_sync,
+        ends=True,
+    ),
+    Listed(
+        "gradients of a unit of one element, added up by several backwards",
+        "torch reduces the earlier one again, which divides it by the ranks",
+        matches=_adds_to_one_element,
         ends=True,
     ),
     Listed(

@@ -187,7 +187,7 @@ def _full_root(*, reserve: bool) -> tuple[_FullStore, History, Session]:
     if reserve:
         keep_reserve(store)
     for step in (1, 2, 3):
-        history.told_ok.append(_save(session, step).attempt)
+        history.acknowledged.append(_save(session, step).attempt)
     store.left = 0
     return store, history, session
 
@@ -215,7 +215,7 @@ def test_what_dead_jobs_left_goes_before_the_reserve() -> None:
     later = Session.claim(store)
     store.left = 0
     assert later.retire(later.state().live[0].attempt) is not None
-    deleted = [event.key for event in history.events if event.op == "delete"]
+    deleted = [event.key for event in history.changes if event.op == "delete"]
     assert deleted[0] == orphan and RESERVE_KEY not in deleted
 
 

@@ -17,7 +17,13 @@ from pathlib import Path
 
 import pytest
 
-from ckpt.commit.invariants import History, RecordingStore, check_all, check_fresh_session
+from ckpt.commit.invariants import (
+    History,
+    RecordingStore,
+    check_all,
+    check_epochs,
+    check_fresh_session,
+)
 from ckpt.commit.log import Log
 from ckpt.commit.ranked import SessionRegistry
 from ckpt.commit.session import Session
@@ -29,6 +35,7 @@ from tests.conftest import Scale
 from tests.protocol import explore as explorer
 from tests.protocol.explore import explore
 from tests.protocol.test_explore import LIMITS, Scenario, save
+from tests.protocol.test_session import NO_PAUSE
 
 
 class _Outside(Scenario):
@@ -87,8 +94,8 @@ class _Outside(Scenario):
             self.bucket.remove(key)
         for key, data in self.backup.items():
             self.bucket.add(key, data)
-        self.history.events[:] = self.then.events
-        self.history.told_ok[:] = self.then.told_ok
+        self.history.changes[:] = self.then.changes
+        self.history.acknowledged[:] = self.then.acknowledged
         self.is_over = True
 
     def _copy(self) -> None:
@@ -119,12 +126,14 @@ class _Outside(Scenario):
             Session.claim(store, sources=self.sources())
         except Corrupt:
             there = {Log(store).record(slot).attempt for slot in slots}
-            return [f"I2: {name} was lost" for name in self.history.told_ok if name not in there]
+            return [
+                f"I2: {name} was lost" for name in self.history.acknowledged if name not in there
+            ]
         return ["I5: a log with a hole was claimed"]
 
     def _was_told_off(self, violation: str) -> bool:
         """A commit into a restored root whose files the restoring took: its job got an error."""
-        told = any(attempt in violation for attempt in self.history.told_ok)
+        told = any(attempt in violation for attempt in self.history.acknowledged)
         return self.is_over and violation.startswith("I1") and not told
 
 
@@ -169,15 +178,15 @@ class _Linked:
     def make(self) -> Store:
         self.root = self.parent / f"root{next(self.numbers)}"
         self.is_over = False
-        self.history = History()
-        store = RecordingStore(LocalStore(str(self.root)), self.history)
+        self.epochs: list[int] = []
+        store = LocalStore(str(self.root))
         Session.claim(store)
         return store
 
     def claims(self) -> Callable[[Store], None]:
         def run(store: Store) -> None:
             try:
-                Session.claim(store, limits=LIMITS)
+                self.epochs.append(Session.claim(store, sources=NO_PAUSE, limits=LIMITS).epoch)
             except OutcomeUnknown:
                 return
 
@@ -195,9 +204,12 @@ class _Linked:
 
     def check(self, store: Store) -> list[str]:
         try:
-            return check_all(store, self.history)
+            found = check_epochs(store)
         except CheckpointError as error:
             return [f"I5: {error}"]
+        if len(set(self.epochs)) < len(self.epochs):
+            found.append(f"I4: two jobs won one slot: their epochs are {self.epochs}")
+        return found
 
 
 def _explore_links(

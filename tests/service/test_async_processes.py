@@ -26,7 +26,7 @@ pytestmark = pytest.mark.ranks
 
 SAVE_AND_END = """
 import sys, torch, ckpt
-from ckpt.image import Image
+from ckpt.saving.staged_files import Image
 def failing(self, *args, **kwargs):
     self.release()
     raise OSError("planted: the disk is gone")
@@ -38,7 +38,7 @@ ckpt.async_save(state, sys.argv[1], step=7)
 
 FORK_WHILE_SAVING = """
 import multiprocessing, sys, threading, torch, ckpt
-from ckpt.image import Image
+from ckpt.saving.staged_files import Image
 child_is_over, write = threading.Event(), Image.write
 def waiting(self, *args, **kwargs):
     child_is_over.wait()
@@ -56,7 +56,7 @@ print(pending.result().step)
 
 BEAT_AND_END = """
 import torch.distributed as dist
-from ckpt.world import Deadlines, TorchWorld
+from ckpt.world.torch_world import Deadlines, TorchWorld
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 world = TorchWorld(deadlines=Deadlines(heartbeat_seconds=0.0001))
 world.agree("here", None)

@@ -129,7 +129,6 @@ class Appender:
         """Append what `build` returns for the newest state, called anew after every lost race for a
         slot.
 
-
         None when `build` has nothing to do. Raises what `build` raises (nothing was sent then),
         OutcomeUnknown when the record may stand or not: it stays pending.
         """

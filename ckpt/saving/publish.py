@@ -100,7 +100,7 @@ def _publish(task: SaveTask, attempt: Attempt, write: Callable[[Attempt], Part])
         memory.sent = b""
         _discard(session, header)
         raise
-    except BaseException:  # Ctrl-C: end at once, the next session sweeps the files
+    except BaseException:  # Ctrl-C: end at once; the next save of this process sweeps the files
         memory.sent = b""
         if session.session is not None:
             session.session.give_up(header.attempt, step=header.step)

@@ -208,7 +208,7 @@ def write_telemetry(store: Store, telemetry: Telemetry) -> None:
         with store.create(key, len(data), part_nbytes=len(data), durable=False) as writer:
             writer.write_part(0, [memoryview(data)])
     except (CheckpointError, StorageError, OSError, ValueError) as error:
-        logger.warning("step %d is saved; how it went is not kept: %s", totals.step, error)
+        logger.warning("step %d is saved, but its telemetry is not: %s", totals.step, error)
 
 
 def read_telemetry(store: Store, prefix: str) -> Telemetry | None:

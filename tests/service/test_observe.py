@@ -187,7 +187,7 @@ def test_failure_to_keep_it_is_a_warning(caplog: pytest.LogCaptureFixture) -> No
     trained([NoTelemetry(inner)], 2)
     assert [entry.step for entry in Log(inner).state().live] == [1, 2]
     assert telemetry_of(inner) == []
-    assert caplog.text.count("is saved; how it went is not kept") == 2
+    assert caplog.text.count("is saved, but its telemetry is not") == 2
 
 
 def test_mistake_of_ours_after_the_commit_is_a_warning(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 
 import numpy as np
 import pytest
@@ -85,16 +84,15 @@ def test_spans_and_boxes_mix() -> None:
     assert cover_problem([*regions, Span(5, 6)], (4, 4)) is not None
 
 
-def test_many_regions_are_checked_in_bounded_time() -> None:
-    """10,000 irregular strips: 50 million pairs would take minutes."""
+def test_many_regions_are_checked_within_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """10,000 irregular strips: comparing all pairs would be 5,000 visits per box."""
+    monkeypatch.setattr(coverage, "VISITS_PER_BOX_MAX", 16)
     rng = random.Random(1)
     strips: list[Region] = []
     for row in range(5_000):
         cut = rng.randrange(1, 1000)
         strips += [Box((row, 0), (1, cut)), Box((row, cut), (1, 1000 - cut))]
-    start = time.process_time()
     assert cover_problem(strips, (5_000, 1000)) is None
-    assert time.process_time() - start < 20
 
 
 def test_a_cost_beyond_the_budget_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

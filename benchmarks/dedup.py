@@ -88,8 +88,8 @@ def _state(mib: int) -> dict[str, dict[str, torch.Tensor]]:
     layers = max(1, mib * 95 // 100 // 8)
     adapters = max(1, mib * MIB * 5 // 100 // (64 << 10))
     return {
-        "frozen": {f"layer{at:03d}.weight": torch.randn(2048, 1024) for at in range(layers)},
-        "adapters": {f"layer{at:03d}.lora": torch.randn(16, 1024) for at in range(adapters)},
+        "frozen": {f"layer{layer:03d}.weight": torch.randn(2048, 1024) for layer in range(layers)},
+        "adapters": {f"layer{layer:03d}.lora": torch.randn(16, 1024) for layer in range(adapters)},
     }
 
 

@@ -86,14 +86,14 @@ class Raw:
 
         def fetch(start: int, target: memoryview) -> None:
             if not chunk_nbytes:
-                found = obstore.get_range(self.store, key, start=start, length=len(target))
-                target[:] = memoryview(found)
+                content = obstore.get_range(self.store, key, start=start, length=len(target))
+                target[:] = memoryview(content)
                 return
             options: Any = {"range": (start, start + len(target))}
-            at = 0
+            offset = 0
             for chunk in obstore.get(self.store, key, options=options).stream(chunk_nbytes):
-                target[at : at + len(chunk)] = memoryview(chunk)
-                at += len(chunk)
+                target[offset : offset + len(chunk)] = memoryview(chunk)
+                offset += len(chunk)
 
         requests = []
         position = 0
@@ -110,7 +110,7 @@ def measure(name: str, server: S3Server, *, mib: int, rounds: int) -> None:
     """Interleaved rounds of everything, and one report."""
     bucket = server.make_bucket()
     tensors = [torch.randn(4 * MIB) for _ in range(max(1, mib // 16))]
-    state = {f"layer{at}.weight": tensor for at, tensor in enumerate(tensors)}
+    state = {f"layer{layer}.weight": tensor for layer, tensor in enumerate(tensors)}
     raw = Raw(server, bucket)
     fsspec_options = {**server.options, "skip_instance_cache": True}
     options = {**server.options, "unsigned_payload": True}

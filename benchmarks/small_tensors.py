@@ -24,7 +24,7 @@ def main() -> None:
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    state = {f"layer{at:04d}.weight": torch.randn(256) for at in range(4000)}
+    state = {f"layer{layer:04d}.weight": torch.randn(256) for layer in range(4000)}
     steps = iter(range(1 << 30))
     with tempfile.TemporaryDirectory(dir=arguments.directory) as name:
         ours, theirs = Path(name) / "ours", Path(name) / "dcp"

@@ -151,12 +151,12 @@ def main() -> None:
                 context.Process(target=serve, args=job, daemon=True).start()
                 pipes[name].append(ours)
         rounds: dict[str, list[Any]] = {name: [] for name in names}
-        for at in range(args.rounds + 1):  # the first one warms up
+        for round_index in range(args.rounds + 1):  # the first one warms up
             for name in names:
                 for pipe in pipes[name]:
                     pipe.send(True)
                 answers = [pipe.recv() for pipe in pipes[name]]
-                if at:
+                if round_index:
                     rounds[name].append(answers)
         for name in names:
             for pipe in pipes[name]:

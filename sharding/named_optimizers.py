@@ -39,13 +39,13 @@ def by_number(
         for name in names.get(id(param), ())
     }
     state = {number_of.get(key, key): value for key, value in state_dict["state"].items()}
-    found: dict[str, Any] = {**state_dict, "state": state}
+    numbered: dict[str, Any] = {**state_dict, "state": state}
     if "param_groups" in state_dict:
-        found["param_groups"] = [
+        numbered["param_groups"] = [
             {**group, "params": [number_of.get(key, key) for key in group["params"]]}
             for group in state_dict["param_groups"]
         ]
-    return found
+    return numbered
 
 
 def by_name(
@@ -85,13 +85,13 @@ def by_name(
         own = optimizer.state.get(param)
         if own and not param.numel() and names[number] not in state:
             state[names[number]] = copy.deepcopy(own)
-    found: dict[str, Any] = {**to_load, "state": state}
+    named: dict[str, Any] = {**to_load, "state": state}
     if "param_groups" in to_load:
-        found["param_groups"] = [
+        named["param_groups"] = [
             {**group, "params": [names[number] for number in group["params"]]}
             for group in to_load["param_groups"]
         ]
-    return found
+    return named
 
 
 def _params(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -104,6 +104,6 @@ def _names(model: nn.Module) -> dict[int, list[str]]:
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(param), []).append(name)
     return {
-        key: list(dict.fromkeys([*found, *(bare_name(name, ()) for name in found)]))
-        for key, found in names.items()
+        key: list(dict.fromkeys([*spelled, *(bare_name(name, ()) for name in spelled)]))
+        for key, spelled in names.items()
     }

@@ -40,8 +40,8 @@ def decode_values(data: bytes) -> Any:
     if version != VERSION:
         raise Corrupt(f"encoded values have version {version}, expected {VERSION}")
     value = decoder.get(0)
-    if decoder.at != len(decoder.data):
-        raise Corrupt(f"encoded values end at byte {decoder.at} of {len(decoder.data)}")
+    if decoder.offset != len(decoder.data):
+        raise Corrupt(f"encoded values end at byte {decoder.offset} of {len(decoder.data)}")
     return value
 
 
@@ -99,14 +99,14 @@ class _Encoder:
 class _Decoder:
     def __init__(self, data: bytes) -> None:
         self.data = data
-        self.at = 0
+        self.offset = 0
         self.containers = 0
 
     def take(self, nbytes: int) -> bytes:
-        taken = self.data[self.at : self.at + nbytes]
+        taken = self.data[self.offset : self.offset + nbytes]
         if len(taken) != nbytes:
             raise Corrupt(f"encoded values are cut short at byte {len(self.data)}")
-        self.at += nbytes
+        self.offset += nbytes
         return taken
 
     def varint(self) -> int:
@@ -118,9 +118,9 @@ class _Decoder:
             if byte < 0x80:
                 break
             if shift > 56:
-                raise Corrupt(f"encoded values: length beyond 2^63 at byte {self.at}")
+                raise Corrupt(f"encoded values: length beyond 2^63 at byte {self.offset}")
         if shift > 7 and byte == 0:
-            raise Corrupt(f"encoded values: overlong length at byte {self.at}")
+            raise Corrupt(f"encoded values: overlong length at byte {self.offset}")
         return number
 
     def get(self, depth: int) -> Any:
@@ -139,30 +139,30 @@ class _Decoder:
             return self.take(self.varint())
         if tag in b"ltd":
             return self.container(tag, depth)
-        raise Corrupt(f"encoded values: unknown tag 0x{tag.hex()} at byte {self.at - 1}")
+        raise Corrupt(f"encoded values: unknown tag 0x{tag.hex()} at byte {self.offset - 1}")
 
     def integer(self) -> int:
         payload = self.take(self.varint())
         number = int.from_bytes(payload, "little", signed=True)
         if _int_bytes(number) != payload:
-            raise Corrupt(f"encoded values: overlong integer before byte {self.at}")
+            raise Corrupt(f"encoded values: overlong integer before byte {self.offset}")
         return number
 
     def text(self) -> str:
         try:
             return self.take(self.varint()).decode("utf-8")
         except UnicodeDecodeError as error:
-            raise Corrupt(f"encoded values: string before byte {self.at}: {error}") from error
+            raise Corrupt(f"encoded values: string before byte {self.offset}: {error}") from error
 
     def container(self, tag: bytes, depth: int) -> Any:
         self.containers += 1
         if depth >= DEPTH_MAX or self.containers > CONTAINERS_MAX:
             raise Corrupt(
-                f"encoded values: nested too deeply, or too many lists, at byte {self.at}"
+                f"encoded values: nested too deeply, or too many lists, at byte {self.offset}"
             )
         count = self.varint()
-        if count * (2 if tag == b"d" else 1) > len(self.data) - self.at:
-            raise Corrupt(f"encoded values: {count} items do not fit after byte {self.at}")
+        if count * (2 if tag == b"d" else 1) > len(self.data) - self.offset:
+            raise Corrupt(f"encoded values: {count} items do not fit after byte {self.offset}")
         if tag == b"d":
             return self.mapping(count, depth)
         items = [self.get(depth + 1) for _ in range(count)]
@@ -174,10 +174,10 @@ class _Decoder:
             key = self.get(depth + 1)
             if not _is_key(key):
                 raise Corrupt(
-                    f"encoded values: a {type(key).__name__} as key before byte {self.at}"
+                    f"encoded values: a {type(key).__name__} as key before byte {self.offset}"
                 )
             if key in result:
-                raise Corrupt(f"encoded values: key {key!r:.100} twice, before byte {self.at}")
+                raise Corrupt(f"encoded values: key {key!r:.100} twice, before byte {self.offset}")
             result[key] = self.get(depth + 1)
         return result
 

@@ -173,10 +173,10 @@ def _badly_spanned(chunks: ChunkTable, numels: Int64s) -> npt.NDArray[np.bool_]:
     heads = first[~is_empty]
     bad[~is_empty] |= starts[heads] != 0
     step = 1 << 14
-    for at in range(0, len(chunks) - 1, step):
-        stop = min(at + step, len(chunks) - 1)
-        ends = starts[at:stop].astype(np.int64) + chunks.numel[at:stop].astype(np.int64)
-        broken = np.flatnonzero(starts[at + 1 : stop + 1] != ends) + at + 1
+    for start in range(0, len(chunks) - 1, step):
+        stop = min(start + step, len(chunks) - 1)
+        ends = starts[start:stop].astype(np.int64) + chunks.numel[start:stop].astype(np.int64)
+        broken = np.flatnonzero(starts[start + 1 : stop + 1] != ends) + start + 1
         tensor = np.searchsorted(chunks.first, broken, side="right") - 1
         bad[tensor[chunks.first[tensor] != broken]] = True
     tail = last[~is_empty]

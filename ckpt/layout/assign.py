@@ -69,8 +69,8 @@ def _share_of(members: list[tuple[Holding, Piece]], index: int, count: int) -> l
         nbytes = piece.local_region.numel * piece.dtype.itemsize
         items.append(Item(nbytes, _unit_nbytes(piece) if holding.synchronized else 0))
     mine = []
-    for at, start, stop in share_evenly(items, count)[index]:
-        holding, piece = members[at]
+    for index_of_item, start, stop in share_evenly(items, count)[index]:
+        holding, piece = members[index_of_item]
         itemsize = piece.dtype.itemsize
         first, last = start // itemsize, stop // itemsize
         mine.append(Share(holding, piece, first, last, part_of(piece, first, last)))
@@ -122,11 +122,13 @@ def share_evenly(items: Sequence[Item], count: int) -> list[list[tuple[int, int,
     """
     bins: list[list[tuple[int, int, int]]] = [[] for _ in range(count)]
     loads = [0] * count
-    by_size = sorted(range(len(items)), key=lambda at: (-items[at].nbytes, at))
-    large = [at for at in by_size if items[at].nbytes >= 2 * MIB]
-    cuttable = [at for at in large if 0 < items[at].unit_nbytes <= items[at].nbytes // 2]
+    by_size = sorted(range(len(items)), key=lambda index: (-items[index].nbytes, index))
+    large = [index for index in by_size if items[index].nbytes >= 2 * MIB]
+    cuttable = [
+        index for index in large if 0 < items[index].unit_nbytes <= items[index].nbytes // 2
+    ]
     poured = set(cuttable)
-    _place_largest_first([at for at in large if at not in poured], items, bins, loads)
+    _place_largest_first([index for index in large if index not in poured], items, bins, loads)
     _pour(cuttable, items, bins, loads, mean=sum(item.nbytes for item in items) / count)
     _place_largest_first(by_size[len(large) :], items, bins, loads)
     return bins
@@ -138,12 +140,12 @@ def _place_largest_first(
     bins: list[list[tuple[int, int, int]]],
     loads: list[int],
 ) -> None:
-    heap = [(load, at) for at, load in enumerate(loads)]
+    heap = [(load, index) for index, load in enumerate(loads)]
     heapify(heap)
-    for at in order:
+    for index in order:
         load, emptiest = heap[0]
-        bins[emptiest].append((at, 0, items[at].nbytes))
-        loads[emptiest] = load + items[at].nbytes
+        bins[emptiest].append((index, 0, items[index].nbytes))
+        loads[emptiest] = load + items[index].nbytes
         heapreplace(heap, (loads[emptiest], emptiest))
 
 
@@ -155,23 +157,23 @@ def _pour(
     *,
     mean: float,
 ) -> None:
-    to_fill = [at for at in range(len(bins)) if loads[at] < mean] or list(range(len(bins)))
+    to_fill = [index for index in range(len(bins)) if loads[index] < mean] or list(range(len(bins)))
     current = 0
     owed = 0.0  # what cuts at units took from the bins so far, for the next one to make up
-    for at in order:
-        nbytes, unit = items[at]
+    for index in order:
+        nbytes, unit = items[index]
         start = 0
         while start < nbytes:
-            bin_at = to_fill[current]
+            bin_index = to_fill[current]
             is_last = current == len(to_fill) - 1
-            room = mean + owed - loads[bin_at]
+            room = mean + owed - loads[bin_index]
             stop = nbytes if is_last else start + max(0, round(room / unit)) * unit
             if stop >= nbytes:
                 stop = nbytes
             if stop > start:
-                bins[bin_at].append((at, start, stop))
-                loads[bin_at] += stop - start
-            if stop < nbytes or (loads[bin_at] >= mean + owed and not is_last):
-                owed += mean - loads[bin_at]
+                bins[bin_index].append((index, start, stop))
+                loads[bin_index] += stop - start
+            if stop < nbytes or (loads[bin_index] >= mean + owed and not is_last):
+                owed += mean - loads[bin_index]
                 current += 1
             start = stop

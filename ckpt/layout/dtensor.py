@@ -69,15 +69,15 @@ def _chunks(run: IndexRun, count: int) -> list[IndexRun]:
 
 def _positions(runs: Sequence[IndexRun], start: int, stop: int) -> list[IndexRun]:
     """Positions `start` to `stop` of the concatenation of `runs`, as runs of the dim."""
-    found = []
+    positions = []
     before = 0
     for run in runs:
         length = run.stop - run.start
         first, last = max(start - before, 0), min(stop - before, length)
         if first < last:
-            found.append(IndexRun(run.start + first, run.start + last))
+            positions.append(IndexRun(run.start + first, run.start + last))
         before += length
-    return found
+    return positions
 
 
 def _joined(runs: Sequence[IndexRun]) -> list[IndexRun]:
@@ -115,7 +115,12 @@ def boxes_kept(shape: Shape, cuts: Sequence[Cut]) -> tuple[Shape, list[tuple[Box
     for combination in itertools.product(*per_dim):
         size_of = tuple(run.stop - run.start for run, _ in combination)
         offset = tuple(run.start for run, _ in combination)
-        boxes.append((Box(offset, size_of), Box(tuple(at for _, at in combination), size_of)))
+        boxes.append(
+            (
+                Box(offset, size_of),
+                Box(tuple(local_start for _, local_start in combination), size_of),
+            )
+        )
     return tuple(local_shape), boxes
 
 
@@ -245,11 +250,11 @@ def _holders(
     """Ranks with the same part: those along the axes that repeat the tensor."""
     if not any(placement.is_replicate() for placement in placements):
         return (ranks.rank,)  # the usual case; the mesh takes long to list its ranks
-    at = tuple(
+    along = tuple(
         slice(None) if placement.is_replicate() else index
         for placement, index in zip(placements, coordinate, strict=True)
     )
-    return ranks.indices_of(mesh.mesh[at].flatten().tolist())
+    return ranks.indices_of(mesh.mesh[along].flatten().tolist())
 
 
 def _owners(mesh: Any, ranks: Ranks) -> tuple[int, ...]:
@@ -284,8 +289,8 @@ def repeated_over_wider_meshes(owned: Sequence[Owned], ranks: Ranks) -> list[Own
 
 def _widest(names: tuple[str, ...], meshes: dict[tuple[str, ...], Any]) -> Any:
     """The mesh with the most axes that has all axes `names` and more; None when there is none."""
-    found = [other for other in meshes if names and set(names) < set(other)]
-    return meshes[max(found, key=len)] if found else None
+    wider = [other for other in meshes if names and set(names) < set(other)]
+    return meshes[max(wider, key=len)] if wider else None
 
 
 def _repeated(owned: Owned, wider_of: dict[tuple[str, ...], Any], ranks: Ranks) -> Owned:
@@ -302,11 +307,11 @@ def _repeated(owned: Owned, wider_of: dict[tuple[str, ...], Any], ranks: Ranks) 
         for name, placement in zip(names, param.placements, strict=True)
         if not placement.is_replicate()
     }
-    at = tuple(
+    along = tuple(
         index if name in cut_names else slice(None)
         for name, index in zip(wider.mesh_dim_names, coordinate, strict=True)
     )
-    holders = ranks.indices_of(wider.mesh[at].flatten().tolist())
+    holders = ranks.indices_of(wider.mesh[along].flatten().tolist())
     views = tuple(
         view._replace(pieces=tuple(piece._replace(holders=holders) for piece in view.pieces))
         for view in owned.views

@@ -68,10 +68,10 @@ def torch_dtype(name: str) -> torch.dtype:
     """
     import torch
 
-    found = getattr(torch, name, None) if name in DTYPES else None
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, name, None) if name in DTYPES else None
+    if not isinstance(dtype, torch.dtype):
         raise ValueError(f"torch {torch.__version__} has no dtype {name!r}")
-    return found
+    return dtype
 
 
 def refusal_reason(dtype: torch.dtype) -> str | None:

@@ -313,14 +313,14 @@ def _managed_places(visits: Iterable[_Visit]) -> dict[int, dict[str, _MemberOf]]
     for visit in visits:
         if not visit.is_first_unit:
             continue
-        found: Iterable[torch_fsdp.Managed] = ()
+        params: Iterable[torch_fsdp.Managed] = ()
         if torch_fsdp.is_fsdp1(visit.module):
-            found = torch_fsdp.fsdp1_params(visit.module)
+            params = torch_fsdp.fsdp1_params(visit.module)
         elif torch_fsdp.is_fsdp2(visit.module):
-            found = torch_fsdp.fsdp2_params(visit.module)
-        for managed in found:
-            for member, at in enumerate(managed.members):
-                for place in at:
+            params = torch_fsdp.fsdp2_params(visit.module)
+        for managed in params:
+            for member, places_of_member in enumerate(managed.members):
+                for place in places_of_member:
                     by_name = places.setdefault(id(place.module), {})
                     by_name[place.name] = _MemberOf(managed, member)
     return places
@@ -380,8 +380,10 @@ def _add_managed(builder: _LayoutBuilder, places: Mapping[int, Mapping[str, _Mem
         for managed, _ in by_name.values():
             units.setdefault(id(managed), managed)
     for unit_id, managed in units.items():
-        fqns = [builder.name_of_member.get((unit_id, at)) for at in range(len(managed.members))]
-        missing = [managed.members[at][0].name for at, fqn in enumerate(fqns) if fqn is None]
+        fqns = [
+            builder.name_of_member.get((unit_id, index)) for index in range(len(managed.members))
+        ]
+        missing = [managed.members[index][0].name for index, fqn in enumerate(fqns) if fqn is None]
         if missing:
             builder.problems.append(
                 f"{', '.join(missing)}: managed by an FSDP unit, but no longer in the module tree; "
@@ -468,13 +470,13 @@ def _add_foreign(builder: _LayoutBuilder, visit: _Visit) -> None:
                 builder.covered.add(again)
                 builder.aliases[again] = fqn
         return
-    found = [_renamed(owned, visit.name, builder.ranks) for owned in module.__ckpt_pieces__()]
-    builder.foreign[id(module)] = (visit.name, found)
+    all_owned = [_renamed(owned, visit.name, builder.ranks) for owned in module.__ckpt_pieces__()]
+    builder.foreign[id(module)] = (visit.name, all_owned)
     if hasattr(module, "__ckpt_aliases__"):
         for other, fqn in module.__ckpt_aliases__().items():
             builder.aliases[_joined(visit.name, other)] = _joined(visit.name, fqn)
             builder.covered.add(_joined(visit.name, other))
-    for owned in found:
+    for owned in all_owned:
         builder.params.append(owned)
         builder.owned_by_param[id(owned.param)] = owned
         builder.covered.update(owned.fqns)

@@ -44,8 +44,8 @@ class Ranks(NamedTuple):
         The world's own global ranks give `everyone`.
         """
         index_of = _index_of(self.global_ranks)
-        found = {index_of[rank] for rank in global_ranks if rank in index_of}
-        return tuple(sorted(found | {self.rank}))
+        indices = {index_of[rank] for rank in global_ranks if rank in index_of}
+        return tuple(sorted(indices | {self.rank}))
 
     def known_of(self, global_ranks: Iterable[int]) -> tuple[int, ...]:
         """Indices of those `global_ranks` that are in the world, ascending."""

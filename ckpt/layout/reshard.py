@@ -61,7 +61,7 @@ def copies(stored: Region, wanted: Region, shape: Shape) -> list[Copy]:
 
 
 def _box_copies(stored: Region, wanted: Region, shape: Shape) -> list[Copy]:
-    found: list[Copy] = []
+    copies: list[Copy] = []
     wanted_boxes = _numbered(wanted, shape)
     for source_base, source in _numbered(stored, shape):
         for target_base, target in wanted_boxes:
@@ -73,16 +73,16 @@ def _box_copies(stored: Region, wanted: Region, shape: Shape) -> list[Copy]:
             from_span = span_of(source_box, source.shape)
             to_span = span_of(target_box, target.shape)
             if from_span is not None and to_span is not None:
-                found.append(
+                copies.append(
                     Run(source_base + from_span.start, target_base + to_span.start, common.numel)
                 )
             else:
-                found.append(
+                copies.append(
                     Patch(
                         source_base, source.shape, source_box, target_base, target.shape, target_box
                     )
                 )
-    return found
+    return copies
 
 
 def _numbered(region: Region, shape: Shape) -> list[tuple[int, Box]]:
@@ -152,15 +152,15 @@ def _rows(patch: Patch, unit: int) -> list[tuple[int, int]]:
         if step * max(extent - 1, 1) < unit:
             # Fewer elements than a unit lie between neighbours here: take first to last as one row.
             return _merged_rows(rows, patch, dim, step)
-        rows = [row + (offset + at) * step for row in rows for at in range(extent)]
+        rows = [row + (offset + index) * step for row in rows for index in range(extent)]
     return [(row, row + 1) for row in rows]
 
 
 def _merged_rows(rows: list[int], patch: Patch, dim: int, step: int) -> list[tuple[int, int]]:
     low = high = 0
-    for at in range(dim, len(patch.source_shape)):
-        low += patch.source_box.offset[at] * step
-        high += (patch.source_box.offset[at] + patch.source_box.shape[at] - 1) * step
-        if at + 1 < len(patch.source_shape):
-            step //= patch.source_shape[at + 1]
+    for inner in range(dim, len(patch.source_shape)):
+        low += patch.source_box.offset[inner] * step
+        high += (patch.source_box.offset[inner] + patch.source_box.shape[inner] - 1) * step
+        if inner + 1 < len(patch.source_shape):
+            step //= patch.source_shape[inner + 1]
     return [(row + low, row + high + 1) for row in rows]

@@ -64,7 +64,7 @@ def describe_sharded_tensor(fqn: str, value: Any, ranks: Ranks, shape: Shape | N
     is_flat = shape is not None and size != shape and size == (numel,)
     group = getattr(value, "_process_group", None) or dist.group.WORLD
     owners = ranks.known_of(dist.get_process_group_ranks(group))
-    found = []
+    all_owned = []
     for shard in value.local_shards():
         local = shard.tensor.detach()
         refuse_unstorable(fqn, local)
@@ -80,13 +80,13 @@ def describe_sharded_tensor(fqn: str, value: Any, ranks: Ranks, shape: Shape | N
             Span(0, local.numel()) if is_flat else whole(tuple(local.shape)),
             (ranks.rank,),
         )
-        found.append(Owned(local, local, (View((piece,)),), True, owners))
-    if not found:
+        all_owned.append(Owned(local, local, (View((piece,)),), True, owners))
+    if not all_owned:
         empty = torch.empty(0, dtype=metadata.tensor_properties.dtype)
         global_shape = shape if is_flat and shape is not None else size
         piece = Piece(fqn, global_shape, empty.dtype, Span(0, 0), Span(0, 0), (ranks.rank,))
-        found.append(Owned(empty, empty, (View((piece,)),), True, owners))
-    return found
+        all_owned.append(Owned(empty, empty, (View((piece,)),), True, owners))
+    return all_owned
 
 
 def make_sharded_tensor(

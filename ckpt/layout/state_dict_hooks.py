@@ -70,9 +70,9 @@ def _function_of(hook: Any) -> Any:
 
 def overrides(kind: type, names: Iterable[str]) -> tuple[str, ...]:
     """Methods of the state dict that the user's own classes replace."""
-    found = []
+    overridden = []
     for name in names:
         method = getattr(kind, name)
         if not str(getattr(method, "__module__", "")).startswith(_HARMLESS):
-            found.append(f"method {getattr(method, '__qualname__', name)}")
-    return tuple(found)
+            overridden.append(f"method {getattr(method, '__qualname__', name)}")
+    return tuple(overridden)

@@ -149,14 +149,14 @@ def fsdp1_params(wrapper: nn.Module) -> Iterator[Managed]:
         return
     flat = handle.flat_param
     members = [[AttributeRef(info.module, info.param_name)] for info in flat._param_infos]
-    index_of = {(id(at[0].module), at[0].name): index for index, at in enumerate(members)}
+    index_of = {(id(refs[0].module), refs[0].name): index for index, refs in enumerate(members)}
     tied = []
     for number, shared in enumerate(flat._shared_param_infos):
         index = index_of[id(shared.prim_module), shared.prim_param_name]
         members[index].append(AttributeRef(shared.module, shared.param_name))
         if flat._params is not None:
             tied.append((flat._shared_params[number], flat._params[index]))
-    places = tuple(tuple(at) for at in members)
+    places = tuple(tuple(refs) for refs in members)
     yield Managed(places, partial(_describe_fsdp1, wrapper, handle), tuple(tied))
 
 
@@ -171,26 +171,26 @@ def _describe_fsdp1(wrapper: Any, handle: Any, fqns: Sequence[str], ranks: Ranks
     holders = _fsdp1_holders(wrapper, handle, ranks)
     owners = _fsdp1_owners(wrapper, handle, ranks)
     refuse_unstorable(fqns[0], local)
-    members = [_member(flat, at, fqn, holders) for at, fqn in enumerate(fqns)]
+    members = [_member(flat, index, fqn, holders) for index, fqn in enumerate(fqns)]
     if flat._params is None:
         return [Owned(flat, local, flat_views(members, local.dtype, base=0), True, owners)]
     return [
         member_as_param(
-            flat._params[at], local, member, owners, whole_here=not handle.uses_sharded_strategy
+            flat._params[index], local, member, owners, whole_here=not handle.uses_sharded_strategy
         )
-        for at, member in enumerate(members)
+        for index, member in enumerate(members)
     ]
 
 
-def _member(flat: Any, at: int, fqn: str, holders: tuple[int, ...]) -> FlatMember:
-    if flat._param_extensions[at] is not None:
+def _member(flat: Any, index: int, fqn: str, holders: tuple[int, ...]) -> FlatMember:
+    if flat._param_extensions[index] is not None:
         raise UnsupportedTensor(
             f"{fqn}: FSDP1 around tensor parallel parameters is not supported; "
             "use torch's fully_shard, or save the unwrapped model"
         )
-    shape = tuple(flat._shapes[at])
-    order = memory_order(fqn, shape, tuple(flat._strides[at]))
-    info = flat._shard_param_infos[at]
+    shape = tuple(flat._shapes[index])
+    order = memory_order(fqn, shape, tuple(flat._strides[index]))
+    info = flat._shard_param_infos[index]
     if not info.in_shard or math.prod(shape) == 0:
         return FlatMember(fqn, shape, order, 0, 0, 0, holders)
     return FlatMember(
@@ -283,5 +283,5 @@ def _speaks(module: nn.Module) -> bool:
 def loaded_class(module_name: str, class_name: str) -> type | None:
     """A class of torch, if anybody has imported its module; if nobody has, it has no instances."""
     module = sys.modules.get(module_name)
-    found = getattr(module, class_name, None)
-    return found if isinstance(found, type) else None
+    candidate = getattr(module, class_name, None)
+    return candidate if isinstance(candidate, type) else None

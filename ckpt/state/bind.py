@@ -131,7 +131,7 @@ class _Binder:
 
     def add_tensors(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
         names = self.names
-        found = []
+        bound = []
         unchanged = names.unchanged_tensors()
         for fqn, tensor in tensors:
             # Thousands of tensors stand under their own names as they are: a short way for them.
@@ -151,8 +151,8 @@ class _Binder:
                 )
                 continue
             names.loaded_tensors.append(fqn)
-            found.append((saved, tensor))
-        holdings, _, others = plain_holdings(found, self.ranks, kept=False)
+            bound.append((saved, tensor))
+        holdings, _, others = plain_holdings(bound, self.ranks, kept=False)
         self.holdings += holdings
         for saved, tensor in others:
             try:
@@ -205,10 +205,10 @@ class _Binder:
 
     def add_tree(self, fqn: str, read: Callable[[], Any], install: Callable[[Any], Any]) -> None:
         names = self.names
-        if names.skip(fqn) or (found := names.value(fqn)) is None:
+        if names.skip(fqn) or (saved := names.value(fqn)) is None:
             return
         live = read()
-        tree = bind_tree(*found, live, names, self.ranks)
+        tree = bind_tree(*saved, live, names, self.ranks)
         names.loaded_values.append(fqn)
         self.holdings += tree.holdings
         self.steps.append(lambda: _installed(install, tree.build()))
@@ -217,9 +217,9 @@ class _Binder:
         names = self.names
         fixed = _fixed_tuples(leaves)
         for slot in leaves.values:
-            if names.skip(slot.fqn) or (found := names.value(slot.fqn)) is None:
+            if names.skip(slot.fqn) or (saved := names.value(slot.fqn)) is None:
                 continue
-            if references(found[1]):
+            if references(saved[1]):
                 names.report(
                     ProblemKind.VALUE,
                     slot.fqn,
@@ -228,7 +228,7 @@ class _Binder:
                 )
             elif self.is_replaceable(slot, fixed):
                 names.loaded_values.append(slot.fqn)
-                self.steps.append(self.value_step(slot, found[1]))
+                self.steps.append(self.value_step(slot, saved[1]))
         for slot in leaves.per_rank:
             if self.is_replaceable(slot, fixed):
                 self.add_per_rank(slot)
@@ -268,9 +268,9 @@ class _Binder:
         name = names.rename(fqn)
         all_values = [own[name] for own in names.catalog.per_rank if name in own]
         if not all_values:
-            if (found := names.value(fqn)) is None:
+            if (saved := names.value(fqn)) is None:
                 return
-            value = found[1]  # saved without a mark: one value for all ranks
+            value = saved[1]  # saved without a mark: one value for all ranks
         else:
             names.used.add(name)
             own = self.own_of(fqn, all_values, marked)

@@ -65,7 +65,7 @@ def describe_modules(leaves: Leaves, ranks: Ranks, *, loading: bool) -> Describe
         layout = describe_module(module, ranks)
         described.layouts.append(layout)
         hooks = layout.load_hooks if loading else layout.save_hooks
-        described.problems.extend(_at(path, problem) for problem in (*layout.problems, *hooks))
+        described.problems.extend(_below(path, problem) for problem in (*layout.problems, *hooks))
         _add_module(described, path, layout)
     return described
 
@@ -92,11 +92,13 @@ def _add_module(described: Described, path: str, layout: ModuleLayout) -> None:
             described.aliases[join(path, fqn)] = first
 
 
-def _add_once(described: Described, found: list[DescribedTensor], source: DescribedTensor) -> None:
+def _add_once(
+    described: Described, tensors: list[DescribedTensor], source: DescribedTensor
+) -> None:
     """Add what is new; a module that is in the state twice, or a part of another one, is not."""
     known = described.by_param.setdefault(id(source.owned.param), source)
     if known is source:
-        found.append(source)
+        tensors.append(source)
         return
     for again, first in zip(source.fqns, known.fqns, strict=True):
         if again != first:
@@ -127,7 +129,7 @@ def members_of(owned: Owned) -> tuple[LogicalTensor, ...]:
     return tuple(dict.fromkeys(LogicalTensor(p.fqn, p.global_shape, p.dtype) for p in pieces))
 
 
-def _at(path: str, problem: str) -> str:
+def _below(path: str, problem: str) -> str:
     if not path:
         return problem
     return f"{path}{problem[10:]}" if problem.startswith("the module") else f"{path}.{problem}"

@@ -217,9 +217,9 @@ def _places(node: Any, path: str, name: str, shown: str) -> Iterator[str]:
         yield shown
         return
     for key, child in items:
-        at = f"{path}.{key}" if path else str(key)
-        if at == name or name.startswith(f"{at}."):
-            yield from _places(child, at, name, f"{shown}[{key!r}]")
+        child_path = f"{path}.{key}" if path else str(key)
+        if child_path == name or name.startswith(f"{child_path}."):
+            yield from _places(child, child_path, name, f"{shown}[{key!r}]")
 
 
 def nbytes_of(state: Any, world: World) -> int:

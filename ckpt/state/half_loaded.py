@@ -55,8 +55,8 @@ def _mark(state: Any, what: str) -> None:
         _marked[id(item)] = (weakref.ref(item, partial(_forget, id(item))), text)
 
 
-def _forget(at: int, _: object) -> None:
-    _marked.pop(at, None)
+def _forget(item_id: int, _: object) -> None:
+    _marked.pop(item_id, None)
 
 
 def refuse_interrupted(state: Any) -> None:
@@ -80,9 +80,9 @@ def _objects_of(state: Any) -> Iterator[Any]:
 
 
 def _refuse(item: Any) -> None:
-    found = _marked.get(id(item))
-    if found is not None and found[0]() is item:
-        raise LoadInterrupted(found[1])
+    mark = _marked.get(id(item))
+    if mark is not None and mark[0]() is item:
+        raise LoadInterrupted(mark[1])
 
 
 def _refuse_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

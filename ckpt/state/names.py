@@ -195,11 +195,11 @@ def _skipper(skip: Skip) -> Callable[[str], bool]:
 
 def _starts_with(fqn: str, prefixes: Collection[str]) -> bool:
     """Whether `fqn`, or its part before one of its dots, is among `prefixes`."""
-    at = len(fqn)
-    while at > 0:
-        if fqn[:at] in prefixes:
+    length = len(fqn)
+    while length > 0:
+        if fqn[:length] in prefixes:
             return True
-        at = fqn.rfind(".", 0, at)
+        length = fqn.rfind(".", 0, length)
     return False
 
 

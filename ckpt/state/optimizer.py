@@ -200,9 +200,9 @@ class _Saving:
     def add_groups(self, optimizer: torch.optim.Optimizer, groups: list[list[str]]) -> None:
         fqn = f"{self.path}.param_groups"
         stored = []
-        for at, (group, names) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
+        for index, (group, names) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
             hyper = {key: item for key, item in group.items() if key not in NAME_KEYS}
-            value, tensors = split_tree(hyper, f"{fqn}.{at}", self.flat.problems)
+            value, tensors = split_tree(hyper, f"{fqn}.{index}", self.flat.problems)
             stored.append({"params": list(names), **value})
             for name, tensor in tensors:
                 self.add_whole(name, tensor, Kind.OTHER)

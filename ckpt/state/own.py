@@ -82,13 +82,13 @@ def declared(optimizer: object) -> Mapping[str, StateDeclaration]:
 
 
 def own_state(
-    fqn: str, param: str, name: str, split: tuple[Any, list[tuple[str, torch.Tensor]]], at: Ranks
+    fqn: str, param: str, name: str, split: tuple[Any, list[tuple[str, torch.Tensor]]], ranks: Ranks
 ) -> PerRankState:
     """State `name` of `param`, called `fqn`, split into a value and tensors; without a layout."""
     value, tensors = split
-    suffix = f"~rank{at.rank}"
+    suffix = f"~rank{ranks.rank}"
     renamed = join_tree(value, lambda inside: {TENSOR_KEY: inside + suffix})
-    entry = {"rank": at.rank, "world_size": len(at.global_ranks), "value": renamed}
+    entry = {"rank": ranks.rank, "world_size": len(ranks.global_ranks), "value": renamed}
     return PerRankState(param, name, entry, {inside + suffix: tensor for inside, tensor in tensors})
 
 
@@ -104,12 +104,12 @@ def tensors_of(entries: Iterable[Mapping[str, Any]]) -> set[str]:
 
 def own_entries(per_rank: Sequence[Mapping[str, Any]], prefix: str) -> dict[str, OwnEntries]:
     """The state that ranks had for themselves, by name and then by rank."""
-    found: dict[str, OwnEntries] = {}
+    own: dict[str, OwnEntries] = {}
     for values in per_rank:
         for fqn, entry in values.items():
             if fqn.startswith(prefix) and is_own_state(entry):
-                found.setdefault(fqn, {})[entry["rank"]] = entry
-    return found
+                own.setdefault(fqn, {})[entry["rank"]] = entry
+    return own
 
 
 def why_not(entries: OwnEntries, mine: Mapping[str, Any] | None, size: int, layout: str) -> str:

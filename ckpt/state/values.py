@@ -50,7 +50,9 @@ def join_tree(value: Any, tensor_of: Callable[[str], Any], like: Any = None) -> 
         joined = {key: join_tree(item, tensor_of, live.get(key)) for key, item in value.items()}
         return _with_type_of(like, joined)
     if isinstance(value, (list, tuple)):
-        items = [join_tree(item, tensor_of, _at(like, index)) for index, item in enumerate(value)]
+        items = [
+            join_tree(item, tensor_of, _item_like(like, index)) for index, item in enumerate(value)
+        ]
         return items if isinstance(value, list) else tuple(items)
     return value
 
@@ -99,7 +101,9 @@ class _Splitter:
         if kind in DICTS:
             return self.split_dict(tree, path, depth)
         if kind is list or kind is tuple:
-            items = [self.split(item, f"{path}.{at}", depth + 1) for at, item in enumerate(tree)]
+            items = [
+                self.split(item, f"{path}.{index}", depth + 1) for index, item in enumerate(tree)
+            ]
             return items if kind is list else tuple(items)
         self.problems.append(f"{path}: {why_not_storable(tree)}")
         return None
@@ -137,7 +141,7 @@ def _with_type_of(like: Any, joined: dict[Any, Any]) -> dict[Any, Any]:
     return joined
 
 
-def _at(like: Any, index: int) -> Any:
+def _item_like(like: Any, index: int) -> Any:
     return like[index] if isinstance(like, (list, tuple)) and index < len(like) else None
 
 

@@ -114,11 +114,11 @@ class _Taking:
     def is_whole_everywhere(self, entry: Known) -> bool:
         """Whether all ranks that share the tensor have all of it, or it is this rank's own."""
         me = self.ranks.rank
-        if entry.owners.get(me) == () and entry.at.get(me):
+        if entry.owners.get(me) == () and entry.regions.get(me):
             return True
         sources = entry.sources(me)
         ranks = self.ranks.everyone if sources is None else sorted(sources)
-        held = {tuple(entry.at.get(rank, ())) for rank in ranks}
+        held = {tuple(entry.regions.get(rank, ())) for rank in ranks}
         return len(held) == 1 and held != {()}
 
     def device(self, fqn: str, entry: Known) -> torch.device:
@@ -180,8 +180,8 @@ class _Taking:
         group, members = self.group_of(fqn)
         boxes = [
             (rank, box)
-            for at, rank in enumerate(members)
-            if (box := chunk_of(entry.shape, len(members), at)).numel
+            for index, rank in enumerate(members)
+            if (box := chunk_of(entry.shape, len(members), index)).numel
         ]
         mine = dict(boxes).get(self.ranks.global_ranks[self.ranks.rank])
         like = torch.empty(
@@ -221,8 +221,10 @@ class _Taking:
         if self.is_whole_everywhere(entry):
             return _Made(None, lambda: own[0].view(entry.shape))
         group, members = self.group_of(fqn)
-        index_of = {rank: at for at, rank in enumerate(self.ranks.global_ranks)}
-        held = [(rank, region) for rank in members for region in entry.at.get(index_of[rank], ())]
+        index_of = {rank: index for index, rank in enumerate(self.ranks.global_ranks)}
+        held = [
+            (rank, region) for rank in members for region in entry.regions.get(index_of[rank], ())
+        ]
         is_flat = all(isinstance(region, Span) for _, region in held)
         shape = (whole(entry.shape).numel,) if is_flat else entry.shape
         boxes = [

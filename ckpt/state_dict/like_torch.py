@@ -107,14 +107,14 @@ def get_model_state_dict(
     """
     chosen = _checked(model, options)
     prefixes = _prefixes(model, submodules)
-    found = model_state_dict(model, *_model_form(chosen))
+    state_dict = model_state_dict(model, *_model_form(chosen))
     if chosen.ignore_frozen_params:
         frozen = _frozen(model)
-        found = {name: value for name, value in found.items() if name not in frozen}
+        state_dict = {name: value for name, value in state_dict.items() if name not in frozen}
     if prefixes is None:
-        return found
+        return state_dict
     kept = {}
-    for name, value in found.items():
+    for name, value in state_dict.items():
         for prefix in prefixes:
             if name.startswith(prefix):
                 kept[name if chosen.keep_submodule_prefixes else name[len(prefix) :]] = value
@@ -139,8 +139,8 @@ def get_optimizer_state_dict(
     if not several:
         raise RuntimeError("get_optimizer_state_dict needs an optimizer, got none; pass it")
     with _with_state(several):
-        found = optimizer_state_dict(model, several, *_optimizer_form(chosen))
-    return _flattened(found) if chosen.flatten_optimizer_state_dict else found
+        state_dict = optimizer_state_dict(model, several, *_optimizer_form(chosen))
+    return _flattened(state_dict) if chosen.flatten_optimizer_state_dict else state_dict
 
 
 def get_state_dict(
@@ -152,10 +152,10 @@ def get_state_dict(
 ) -> tuple[dict[str, ValueType], OptimizerStateType]:
     """Both dicts; ({...}, {}) without optimizers. See the functions for each."""
     several = _several(optimizers)
-    found = get_model_state_dict(model, submodules=submodules, options=options)
+    model_dict = get_model_state_dict(model, submodules=submodules, options=options)
     if not several:
-        return found, {}
-    return found, get_optimizer_state_dict(model, several, options=options)
+        return model_dict, {}
+    return model_dict, get_optimizer_state_dict(model, several, options=options)
 
 
 def set_model_state_dict(
@@ -297,13 +297,13 @@ def _module_name(model: nn.Module, wanted: nn.Module) -> str:
 def _frozen(model: nn.Module) -> set[str]:
     """Names of parameters that need no gradient, tied ones too."""
     described = describe_model(model, Ranks.alone(), loading=False)
-    found = {
+    frozen = {
         fqn
         for source in described.params
         if not source.owned.param.requires_grad
         for fqn in source.fqns
     }
-    return found | {tied for tied, stored in described.aliases.items() if stored in found}
+    return frozen | {tied for tied, stored in described.aliases.items() if stored in frozen}
 
 
 # --- optimizers ----------------------------------------------------------------------------------
@@ -352,23 +352,23 @@ def _step_in_place(optimizer: Optimizer) -> None:
 
 def _flattened(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Levels joined by dots: "state.FQN.exp_avg", "param_groups.FQN.lr"."""
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for fqn, state in state_dict.get("state", {}).items():
-        _join(f"state.{fqn}", state, found)
+        _join(f"state.{fqn}", state, flat)
     for group in state_dict.get("param_groups", ()):
         for fqn in group["params"]:
             for key, value in group.items():
                 if key != "params":
-                    found[f"param_groups.{fqn}.{key}"] = value
-    return found
+                    flat[f"param_groups.{fqn}.{key}"] = value
+    return flat
 
 
-def _join(path: str, value: Any, found: dict[str, Any]) -> None:
+def _join(path: str, value: Any, flat: dict[str, Any]) -> None:
     if isinstance(value, Mapping):
         for key, inner in value.items():
-            _join(f"{path}.{key}", inner, found)
+            _join(f"{path}.{key}", inner, flat)
     elif isinstance(value, int | float | torch.Tensor) or hasattr(value, "local_shards"):
-        found[path] = value
+        flat[path] = value
     else:
         raise NotImplementedError(
             f"{path}: is a {type(value).__name__}; only tensors and numbers can be flattened; "

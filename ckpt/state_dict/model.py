@@ -33,13 +33,13 @@ def take_model(model: nn.Module, output: DictForm, world: World, ranks: Ranks) -
     tensors = take_out(live, output, world, ranks)
     if not output.is_wanted:
         return {}
-    found = {name: tensors[name] for name in names_of(described) if name in tensors}
+    state_dict = {name: tensors[name] for name in names_of(described) if name in tensors}
     for fqn, module in described.extra_states:
-        found[fqn] = module.get_extra_state()
+        state_dict[fqn] = module.get_extra_state()
     for tied, stored in described.aliases.items():
-        if stored in found:
-            found[tied] = found[stored]
-    return found
+        if stored in state_dict:
+            state_dict[tied] = state_dict[stored]
+    return state_dict
 
 
 def describe_live(
@@ -90,15 +90,15 @@ def shardings(described: Described, names: Iterable[str]) -> dict[str, UnitShard
     by_path = _unit_shardings(described)
     if not by_path:
         return {}
-    found = {}
+    sharding_of = {}
     for name in names:
         path = name
         while path:
             path = path.rpartition(".")[0]
             if path in by_path:
-                found[name] = by_path[path]
+                sharding_of[name] = by_path[path]
                 break
-    return found
+    return sharding_of
 
 
 def buffer_dtypes(described: Described, buffers: Iterable[str]) -> dict[str, torch.dtype]:

@@ -98,10 +98,10 @@ def _plan(known: Table, requests: Table) -> _Plan:
                 f"{fqn}: is wanted as {request.shape}, {request.dtype}; nobody has that"
             )
             continue
-        if not request.at:
+        if not request.regions:
             continue
         routes = Routes(entry, request)
-        if all(_has(entry, rank, regions) for rank, regions in request.at.items()):
+        if all(_has(entry, rank, regions) for rank, regions in request.regions.items()):
             plan.local.append(_BatchPart(fqn, None, routes))
             continue
         problem = routes.problem(fqn)
@@ -127,7 +127,7 @@ def _plan(known: Table, requests: Table) -> _Plan:
 
 def _has(entry: Known, rank: int, regions: Sequence[Region]) -> bool:
     """Whether `rank` has every one of `regions` itself."""
-    own = entry.at.get(rank)
+    own = entry.regions.get(rank)
     if own is None:
         return False
     if all(region in own for region in regions):
@@ -169,29 +169,29 @@ def _ends(source: Region, target: Region, shape: Shape, window: Window) -> list[
                 _End(start - target.start, run.shape, run),
             )
         ]
-    found = []
+    ends = []
     for from_base, outer in _numbered(source, shape):
         for to_base, inner in _numbered(target, shape):
             common = intersect(outer, inner)
             if common is None:
                 continue
             for part in [common] if window is None else _clipped(common, window):
-                found.append(
+                ends.append(
                     (
-                        _End(from_base, outer.shape, part.relative_to(_at(outer, part))),
-                        _End(to_base, inner.shape, part.relative_to(_at(inner, part))),
+                        _End(from_base, outer.shape, part.relative_to(_origin(outer, part))),
+                        _End(to_base, inner.shape, part.relative_to(_origin(inner, part))),
                     )
                 )
-    return found
+    return ends
 
 
-def _at(outer: Box, part: Box) -> Box:
+def _origin(outer: Box, part: Box) -> Box:
     """A box that starts where `outer` does, of the shape of `part`."""
     return Box(outer.offset, part.shape)
 
 
 def _clipped(box: Box, window: Sequence[Box]) -> list[Box]:
-    return [part for at in window if (part := intersect(box, at)) is not None]
+    return [part for pane in window if (part := intersect(box, pane)) is not None]
 
 
 def _numbered(region: Region, shape: Shape) -> list[tuple[int, Box]]:
@@ -280,11 +280,11 @@ class _Batch:
         fqn, window, routes = part
         me, size = self.here.world.rank, self.here.world.size
         key = (fqn, region)
-        for taker in request.at if me in holders else (me,) if me in request.at else ():
+        for taker in request.regions if me in holders else (me,) if me in request.regions else ():
             giver = routes.giver(holders, taker, size)
             if giver is None or me not in (giver, taker):
                 continue
-            for wanted in dict.fromkeys(request.at.get(taker, ())):
+            for wanted in dict.fromkeys(request.regions.get(taker, ())):
                 for start, stop in _ends(region, wanted, request.shape, window):
                     if taker != me:
                         self.send[taker].append((key, start))
@@ -331,10 +331,10 @@ class _Batch:
         buffers = []
         if small:
             buffer = self.here.staging.take(sum(_aligned(view.nbytes) for view in small))
-            at = 0
+            offset = 0
             for view in small:
-                _part(buffer, at, view).copy_(view)
-                at += _aligned(view.nbytes)
+                _part(buffer, offset, view).copy_(view)
+                offset += _aligned(view.nbytes)
             buffers.append(host_bytes(buffer))
         for view in views:
             if _is_large(view):
@@ -357,10 +357,10 @@ class _Batch:
         buffers = []
         if small:
             buffer = self.here.staging.take(sum(_aligned(view.nbytes) for view in small))
-            at = 0
+            offset = 0
             for view in small:
-                arrivals.append((view, _part(buffer, at, view)))
-                at += _aligned(view.nbytes)
+                arrivals.append((view, _part(buffer, offset, view)))
+                offset += _aligned(view.nbytes)
             buffers.append(host_bytes(buffer))
         for view in views:
             if _is_large(view):

@@ -29,7 +29,7 @@ Ranks = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """A tensor as all ranks know it: `at[r]` are the regions that rank r has of it, none empty.
+    """A tensor as all ranks know it: `regions[r]` are those that rank r has of it, none empty.
 
     `replicas[r][region]` are the ranks that r says have the same there, `owners[r]` those that r
     says the tensor is laid out over (see `Owned`), missing where r says nothing.
@@ -37,14 +37,14 @@ class Known:
 
     shape: Shape
     dtype: torch.dtype
-    at: dict[int, list[Region]] = field(default_factory=dict)
+    regions: dict[int, list[Region]] = field(default_factory=dict)
     replicas: dict[int, dict[Region, Ranks]] = field(default_factory=dict)
     owners: dict[int, Ranks] = field(default_factory=dict)
 
     def holders(self) -> dict[Region, list[int]]:
         """The ranks that have each of the regions, in one order on all ranks."""
         holders: dict[Region, list[int]] = {}
-        for rank, regions in self.at.items():
+        for rank, regions in self.regions.items():
             for region in dict.fromkeys(regions):
                 holders.setdefault(region, []).append(rank)
         return holders
@@ -61,7 +61,7 @@ class Known:
         around = {group for group in groups if rank in group}
         if len(around) == 1:
             return frozenset(around.pop())
-        near = frozenset(rank for rank in owners if rank in self.at)
+        near = frozenset(rank for rank in owners if rank in self.regions)
         return near if near and not groups else None
 
     def is_own(self, rank: int) -> bool:
@@ -99,7 +99,7 @@ def gather_table(world: World, phase: str, holdings: Sequence[Holding]) -> Table
             if owners is not None:
                 entry.owners[rank] = owners
         for fqn, region, replicas in table.regions:
-            known[fqn].at.setdefault(rank, []).append(region)
+            known[fqn].regions.setdefault(rank, []).append(region)
             known[fqn].replicas.setdefault(rank, {})[region] = replicas
     if problems:
         raise Mismatch(problems)
@@ -159,7 +159,7 @@ class Routes:
     def __init__(self, entry: Known, request: Known) -> None:
         self._entry = entry
         self._sources = {
-            rank: entry.sources(rank, request.owners.get(rank, ())) for rank in request.at
+            rank: entry.sources(rank, request.owners.get(rank, ())) for rank in request.regions
         }
 
     def giver(self, holders: Sequence[int], taker: int, size: int) -> int | None:
@@ -178,7 +178,7 @@ class Routes:
         holders = self._entry.holders()
         checked = set()
         for taker, sources in self._sources.items():
-            group = frozenset(self._entry.at) if sources is None else sources | {taker}
+            group = frozenset(self._entry.regions) if sources is None else sources | {taker}
             if group in checked:
                 continue
             checked.add(group)
@@ -211,8 +211,8 @@ def _problem(
     if problem is None:
         return None
     return (
-        f"{fqn}: the ranks {sorted(group & entry.at.keys())} that have parts of it do not have all "
-        f"of it once: {problem}; pass the dicts of all ranks"
+        f"{fqn}: the ranks {sorted(group & entry.regions.keys())} that have parts of it do not "
+        f"have all of it once: {problem}; pass the dicts of all ranks"
     )
 
 

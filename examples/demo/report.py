@@ -113,17 +113,17 @@ def _parts_chart(infos: Sequence[TensorInfo]) -> str:
         top = number * row
         label = html.escape(info.fqn)
         marks.append(f'<text x="{left - 8}" y="{top + 12}" text-anchor="end">{label}</text>')
-        at = float(left)
+        x = float(left)
         bar = max((WIDTH - left) * info.nbytes / longest, BAR_MIN)
         for part in info.parts:
             wide = bar * part.nbytes / info.nbytes
             rank = _rank_of(part.file)
             title = html.escape(f"rank {rank}: {part.nbytes} bytes in {part.file}, {part.region}")
             marks.append(
-                f'<rect x="{at:.2f}" y="{top + 2}" width="{wide:.2f}" height="{row - 4}" '
+                f'<rect x="{x:.2f}" y="{top + 2}" width="{wide:.2f}" height="{row - 4}" '
                 f'fill="{RANK_COLORS[rank % len(RANK_COLORS)]}"><title>{title}</title></rect>'
             )
-            at += wide
+            x += wide
     return f'<svg viewBox="0 0 {WIDTH} {len(shown) * row}">{"".join(marks)}</svg>'
 
 

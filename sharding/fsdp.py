@@ -257,7 +257,7 @@ class FullyShardedDataParallel(UnitAttributes, StatefulUnit):
         device = self.fsdp_unit.settings.device
         runtime = Runtime(self.fsdp_unit, units, streams_for(device))
         if wants_details():
-            comms = [comm for comm in self.fsdp_groups if comm is not None]
+            comms = self.fsdp_groups.comms
             runtime.order_check = OrderCheck(comms, lambda number: members_text(units[number]))
         cast_all_buffers(wrappers, low=True)
         return runtime

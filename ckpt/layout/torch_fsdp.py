@@ -220,12 +220,22 @@ def _fsdp1_holders(wrapper: Any, handle: Any, ranks: Ranks) -> tuple[int, ...]:
 
 
 def _fsdp1_owners(wrapper: Any, handle: Any, ranks: Ranks) -> tuple[int, ...] | None:
-    """The ranks that the unit is sharded and repeated over; None when they are not all known."""
-    if getattr(wrapper, "_inter_node_pg", None) is None:
-        group = torch.distributed.get_process_group_ranks(handle.process_group)
+    """The ranks that the unit is sharded and repeated over; None when they are not all known.
+
+    Without a mesh a rank knows its own two groups only, but not those of the ranks in them.
+    """
+    group = torch.distributed.get_process_group_ranks(handle.process_group)
+    replicas = getattr(wrapper, "_inter_node_pg", None)
+    if replicas is None:
         return ranks.known_of(group)
     mesh = getattr(wrapper, "_device_mesh", None)
-    return None if mesh is None else ranks.known_of(mesh.mesh.flatten().tolist())
+    if mesh is not None:
+        return ranks.known_of(mesh.mesh.flatten().tolist())
+    repeated = torch.distributed.get_process_group_ranks(replicas)
+    if len(group) == 1 or len(repeated) == 1:
+        return ranks.known_of({*group, *repeated})
+    world_size = torch.distributed.get_world_size()
+    return ranks.known_of(range(world_size)) if len(group) * len(repeated) == world_size else None
 
 
 def fsdp1_sharding(

@@ -250,7 +250,7 @@ class _Place(NamedTuple):
 
 
 def _taking_place(model: nn.Module, group: dist.ProcessGroup | None) -> _Place:
-    members = _members(model, group)
+    members = _members(model, group, "describe")
     if members:
         world = world_of_members(members)
     elif members is None:
@@ -262,15 +262,20 @@ def _taking_place(model: nn.Module, group: dist.ProcessGroup | None) -> _Place:
 
 
 def _loading_world(model: nn.Module, group: dist.ProcessGroup | None) -> World:
-    members = _members(model, group)
+    members = _members(model, group, "read")
     return world_of_members(members) if members else world_of(group)
 
 
-def _members(model: nn.Module, group: dist.ProcessGroup | None) -> tuple[int, ...] | None:
-    """The ranks that share `model`; None where `group` says it, or there are no other ranks."""
+def _members(
+    model: nn.Module, group: dist.ProcessGroup | None, phase: str
+) -> tuple[int, ...] | None:
+    """The ranks that share `model`; None where `group` says it, or there are no other ranks.
+
+    `phase` is the first that these ranks agree on.
+    """
     if group is not None or not (dist.is_available() and dist.is_initialized()):
         return None
-    return ranks_that_share(model)
+    return ranks_that_share(model, phase)
 
 
 def _several(optimizer: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:

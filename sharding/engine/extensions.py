@@ -178,11 +178,7 @@ def owners_of(
     """
     cut_over = () if inside is None else inside.cut_over
     if not cut_over:
-        if groups.replicate is None:
-            return tuple(sorted(groups.shard.global_ranks))
-        if mesh is None:
-            return None
-        return tuple(sorted(int(rank) for rank in mesh.mesh.flatten()))
+        return groups.members
     root = None if mesh is None else larger_mesh(mesh)
     if root is None:
         return None

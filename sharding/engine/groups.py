@@ -19,6 +19,13 @@ class Groups(NamedTuple):
 
     shard: Comm
     replicate: Comm | None
+    members: tuple[int, ...]
+    """Global ranks of all shard groups together, ascending: those that have the unit."""
+
+    @property
+    def comms(self) -> tuple[Comm, ...]:
+        """The groups that there are."""
+        return (self.shard,) if self.replicate is None else (self.shard, self.replicate)
 
     @property
     def argument(self) -> Any:
@@ -42,12 +49,13 @@ def resolve_groups(
 ) -> Groups:
     """The groups that the arguments mean. Raises ValueError when they contradict each other.
 
-    Creates groups, a collective, only for a hybrid strategy without group and mesh.
+    Collective only for a hybrid strategy without a mesh: without groups it creates them; with
+    groups over a part of the world their ranks tell each other which ranks these are.
     """
     if process_group is not None and device_mesh is not None:
         raise ValueError("pass process_group or device_mesh, not both")
     if strategy not in HYBRID:
-        return Groups(comm_of(_single_group(process_group, device_mesh, strategy)), None)
+        return _sharded_only(comm_of(_single_group(process_group, device_mesh, strategy)))
     if device_mesh is not None:
         if device_mesh.ndim != 2:
             raise ValueError(
@@ -68,13 +76,37 @@ def resolve_groups(
             f"{strategy.name} needs process_group=(shard group, replicate group), got "
             f"{type(process_group).__name__}"
         )
-    return Groups(comm_of(pair[0]), comm_of(pair[1]))
+    shard, replicate = comm_of(pair[0]), comm_of(pair[1])
+    return Groups(shard, replicate, _members_of(shard, replicate))
 
 
 def groups_of(mesh: DeviceMesh) -> Groups:
     """The groups of a mesh of one axis (shard), or two (replicate, shard)."""
-    replicate = comm_of(mesh.get_group(0)) if mesh.ndim == 2 else None
-    return Groups(comm_of(mesh.get_group(mesh.ndim - 1)), replicate)
+    shard = comm_of(mesh.get_group(mesh.ndim - 1))
+    if mesh.ndim != 2:
+        return _sharded_only(shard)
+    members = tuple(sorted(int(rank) for rank in mesh.mesh.flatten()))
+    return Groups(shard, comm_of(mesh.get_group(0)), members)
+
+
+def _sharded_only(shard: Comm) -> Groups:
+    return Groups(shard, None, tuple(sorted(shard.global_ranks)))
+
+
+def _members_of(shard: Comm, replicate: Comm) -> tuple[int, ...]:
+    """Ranks of the shard groups of all ranks of `replicate`.
+
+    A rank knows its own groups only. Where they cannot but cover the world, or one of them is this
+    rank alone, nobody is asked; what only acts as a group has nobody to ask.
+    """
+    if replicate.size == 1 or not isinstance(replicate.group, Group):
+        return tuple(sorted(shard.global_ranks))
+    if shard.size == 1:
+        return tuple(sorted(replicate.global_ranks))
+    if shard.size * replicate.size == dist.get_world_size():
+        return tuple(range(dist.get_world_size()))
+    everyone = replicate.gather_objects(shard.global_ranks)
+    return tuple(sorted({rank for ranks in everyone for rank in ranks}))
 
 
 def _single_group(
@@ -120,7 +152,8 @@ def _groups_by_node(per_node: int) -> Groups:
             "process_group=(shard, replicate) or device_mesh"
         )
     shard, replicate = blocks_of(world_size, per_node)
-    return Groups(comm_of(new_groups(shard)), comm_of(new_groups(replicate)))
+    everyone = tuple(range(world_size))
+    return Groups(comm_of(new_groups(shard)), comm_of(new_groups(replicate)), everyone)
 
 
 # Torch's own name of it has an underscore.

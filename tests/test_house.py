@@ -88,22 +88,24 @@ def imported_roots(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 
 def bad_imports(source: Source) -> list[str]:
-    found = []
+    problems = []
     for line, name in imported_roots(source.tree):
         where = f"{source.path}:{line}"
         if name == source.package or name in sys.stdlib_module_names:
             continue
         if name == "(relative)":
-            found.append(f"{where}: relative import; write the full name")
+            problems.append(f"{where}: relative import; write the full name")
         elif name in ONE_FILE_EACH:
             if source.path not in ONE_FILE_EACH[name]:
-                found.append(f"{where}: {name}; call what {ONE_FILE_EACH[name][0]} offers instead")
+                problems.append(
+                    f"{where}: {name}; call what {ONE_FILE_EACH[name][0]} offers instead"
+                )
         elif name not in ALLOWED[source.package]:
-            found.append(
+            problems.append(
                 f"{where}: {source.package} may not import {name}; imports go downward only "
                 "(storage <- ckpt <- sharding), so move the code up or pass the value in"
             )
-    return found
+    return problems
 
 
 # Names -------------------------------------------------------------------------------------------
@@ -226,18 +228,18 @@ def dotted_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 
 def banned_names(source: Source) -> list[str]:
-    found = set()
+    problems = set()
     for line, name in dotted_names(source.tree):
         for ban in BANS:
             if ban.matches(name) and source.path not in ban.allowed:
-                found.add(f"{source.path}:{line}: {name}; use {ban.instead}")
-    return sorted(found)
+                problems.add(f"{source.path}:{line}: {name}; use {ban.instead}")
+    return sorted(problems)
 
 
 def foreign_privates(source: Source) -> list[str]:
     """Private attributes of objects whose class is not in this file: torch hides state in them."""
     own = {name for node in ast.walk(source.tree) for name in _defined_privates(node)}
-    found = []
+    problems = []
     for node in ast.walk(source.tree):
         if not isinstance(node, ast.Attribute) or not re.match(r"_[^_]", node.attr):
             continue
@@ -245,8 +247,8 @@ def foreign_privates(source: Source) -> list[str]:
             continue
         if node.attr in own or node.attr in ("_replace", "_asdict", "_fields", "_make"):
             continue
-        found.append(f"{source.path}:{node.lineno}: .{node.attr}; call something public instead")
-    return found
+        problems.append(f"{source.path}:{node.lineno}: .{node.attr}; call something public instead")
+    return problems
 
 
 def _defined_privates(node: ast.AST) -> Iterator[str]:
@@ -296,7 +298,7 @@ def module_path(module: str, paths: frozenset[str]) -> str | None:
 
 def arrows(all_sources: Sequence[Source]) -> list[Arrow]:
     paths = frozenset(source.path for source in all_sources)
-    found = set()
+    all_arrows = set()
     for source in all_sources:
         for node in ast.walk(source.tree):
             names: list[str] = []
@@ -306,8 +308,8 @@ def arrows(all_sources: Sequence[Source]) -> list[Arrow]:
                 inner = (f"{node.module}.{alias.name}" for alias in node.names)
                 names = [name if module_path(name, paths) else node.module or "" for name in inner]
             used = {module_path(name, paths) for name in names} - {None, source.path}
-            found |= {Arrow(source.path, path) for path in used if path is not None}
-    return sorted(found)
+            all_arrows |= {Arrow(source.path, path) for path in used if path is not None}
+    return sorted(all_arrows)
 
 
 def room_of(path: str) -> str:
@@ -315,10 +317,10 @@ def room_of(path: str) -> str:
     return "/".join([first, rest[0]]) if first == "ckpt" else first
 
 
-def circles(found: Iterable[Arrow]) -> list[list[str]]:
+def circles(all_arrows: Iterable[Arrow]) -> list[list[str]]:
     """Files that import each other in a loop, by Tarjan's algorithm without recursion."""
     uses: dict[str, list[str]] = {}
-    for arrow in found:
+    for arrow in all_arrows:
         uses.setdefault(arrow.user, []).append(arrow.used)
     order = list(_postorder(uses))
     users: dict[str, list[str]] = {}
@@ -353,9 +355,9 @@ def _postorder(uses: Mapping[str, Sequence[str]]) -> Iterator[str]:
                 todo += [(used, False) for used in uses.get(node, ())]
 
 
-def climbing(found: Iterable[Arrow]) -> list[str]:
+def climbing(all_arrows: Iterable[Arrow]) -> list[str]:
     problems = []
-    for user, used in found:
+    for user, used in all_arrows:
         rooms = room_of(user), room_of(used)
         for room in rooms:
             if room not in FLOORS:
@@ -371,18 +373,18 @@ def climbing(found: Iterable[Arrow]) -> list[str]:
 
 def long_functions(source: Source, lines_max: int = 60) -> list[str]:
     """Functions whose body has more lines; signature and docstring are for the caller."""
-    found = []
+    problems = []
     for node in ast.walk(source.tree):
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         body = node.body[1:] if ast.get_docstring(node) is not None else node.body
         lines = (node.end_lineno or 0) - body[0].lineno + 1 if body else 0
         if lines > lines_max:
-            found.append(
+            problems.append(
                 f"{source.path}:{node.lineno}: {node.name} has {lines} lines, "
                 f"at most {lines_max}; split it"
             )
-    return found
+    return problems
 
 
 def long_module(source: Source, lines_max: int = 600) -> list[str]:
@@ -401,9 +403,9 @@ def classes_of_one_name(all_sources: Iterable[Source]) -> list[str]:
             if isinstance(node, ast.ClassDef):
                 paths.setdefault(node.name.lstrip("_"), []).append(source.path)
     return [
-        f"class {name} in {' and '.join(found)}; give each a name of its own"
-        for name, found in sorted(paths.items())
-        if len(found) > 1
+        f"class {name} in {' and '.join(places)}; give each a name of its own"
+        for name, places in sorted(paths.items())
+        if len(places) > 1
     ]
 
 
@@ -424,7 +426,7 @@ RETIRED = {
 
 def retired_words(source: Source) -> list[str]:
     """Identifiers that have a retired word in them."""
-    found = set()
+    problems = set()
     for node in ast.walk(source.tree):
         names = []
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -437,13 +439,13 @@ def retired_words(source: Source) -> list[str]:
             words = re.sub(r"([a-z])([A-Z])", r"\1_\2", name).lower().split("_")
             for word in {*words} & RETIRED.keys():
                 line = getattr(node, "lineno", 0)
-                found.add(f"{source.path}:{line}: {name}: {word} is now {RETIRED[word]}")
-    return sorted(found)
+                problems.add(f"{source.path}:{line}: {name}: {word} is now {RETIRED[word]}")
+    return sorted(problems)
 
 
 def test_a_class_name_has_one_meaning() -> None:
-    found = classes_of_one_name(sources(*PACKAGES))
-    assert not found, "\n" + "\n".join(found)
+    problems = classes_of_one_name(sources(*PACKAGES))
+    assert not problems, "\n" + "\n".join(problems)
 
 
 def test_planted_second_meaning_is_found() -> None:
@@ -475,16 +477,16 @@ def dead_code(folders: Sequence[str], users: Sequence[str]) -> list[str]:
     """Functions, classes and names in `folders` that neither they nor `users` mention."""
     vulture = Vulture()
     vulture.scavenge([str(ROOT / folder) for folder in (*folders, *users)])
-    found = []
+    problems = []
     for item in vulture.get_unused_code(min_confidence=60):
         path = Path(item.filename).relative_to(ROOT).as_posix()
         is_ours = path.split("/")[0] in folders and item.typ != "attribute"
         if is_ours and not _is_used_from_outside(path, item.name):
-            found.append(
+            problems.append(
                 f"{path}:{item.first_lineno}: {item.typ} {item.name} has no user; delete it, or "
                 f"name its user in {Path(__file__).name}"
             )
-    return sorted(found)
+    return sorted(problems)
 
 
 def _is_used_from_outside(path: str, name: str) -> bool:
@@ -495,23 +497,25 @@ def _is_used_from_outside(path: str, name: str) -> bool:
 
 
 def test_no_dead_code() -> None:
-    found = dead_code(PACKAGES, ("tests", "examples", "benchmarks"))
-    assert not found, "\n" + "\n".join(found)
+    problems = dead_code(PACKAGES, ("tests", "examples", "benchmarks"))
+    assert not problems, "\n" + "\n".join(problems)
 
 
 # Documentation -----------------------------------------------------------------------------------
 
 
 def undocumented(source: Source) -> list[str]:
-    found = []
+    problems = []
     if source.tree.body and ast.get_docstring(source.tree) is None:
-        found.append(f"{source.path}:1: the module says nothing; open it with one sentence")
+        problems.append(f"{source.path}:1: the module says nothing; open it with one sentence")
     for node in source.tree.body:
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             continue
         if not node.name.startswith("_") and ast.get_docstring(node) is None:
-            found.append(f"{source.path}:{node.lineno}: {node.name} is public; document or hide it")
-    return found
+            problems.append(
+                f"{source.path}:{node.lineno}: {node.name} is public; document or hide it"
+            )
+    return problems
 
 
 def missing_paths(document: str, text: str) -> list[str]:
@@ -546,13 +550,13 @@ def test_sources_keep(rule: Callable[[Source], list[str]]) -> None:
     exempt = (
         (*ADAPTERS, "storage/s3/store.py", "storage/generic.py") if rule is foreign_privates else ()
     )
-    found = [
+    problems = [
         problem
         for source in sources(*PACKAGES)
         if source.path not in exempt
         for problem in rule(source)
     ]
-    assert not found, "\n" + "\n".join(found)
+    assert not problems, "\n" + "\n".join(problems)
 
 
 def test_no_file_imports_itself_around_a_corner() -> None:
@@ -560,8 +564,8 @@ def test_no_file_imports_itself_around_a_corner() -> None:
 
 
 def test_imports_go_down_the_ladder() -> None:
-    found = climbing(arrows(sources(*PACKAGES)))
-    assert not found, "\n" + "\n".join(found)
+    problems = climbing(arrows(sources(*PACKAGES)))
+    assert not problems, "\n" + "\n".join(problems)
 
 
 def test_planted_circles_and_climbs_are_found() -> None:
@@ -569,9 +573,9 @@ def test_planted_circles_and_climbs_are_found() -> None:
     b = Source("ckpt/world/base.py", ast.parse("from ckpt.process import x\nimport ckpt.errors"))
     c = Source("ckpt/process.py", ast.parse("import ckpt.api"))
     d = Source("ckpt/errors.py", ast.parse("from storage.url import y"))
-    found = arrows([a, b, c, d])
-    assert circles(found) == [["ckpt/api.py", "ckpt/process.py", "ckpt/world/base.py"]]
-    assert [problem.split(",")[0] for problem in climbing(found)] == [
+    planted = arrows([a, b, c, d])
+    assert circles(planted) == [["ckpt/api.py", "ckpt/process.py", "ckpt/world/base.py"]]
+    assert [problem.split(",")[0] for problem in climbing(planted)] == [
         "ckpt/process.py imports ckpt/api.py",
         "ckpt/world/base.py imports ckpt/process.py",
     ]
@@ -580,22 +584,22 @@ def test_planted_circles_and_climbs_are_found() -> None:
 
 
 def test_tests_and_examples_use_no_pickle() -> None:
-    found = [
+    problems = [
         problem
         for source in sources("examples")
         for problem in banned_names(source)
         if "pickle" in problem or "torch.load" in problem or "torch.save" in problem
     ]
-    assert not found, "\n" + "\n".join(found)
+    assert not problems, "\n" + "\n".join(problems)
 
 
 def test_documents_name_no_missing_file() -> None:
-    found = [
+    problems = [
         problem
         for path in sorted(ROOT.glob("*.md"))
         for problem in missing_paths(path.name, path.read_text(encoding="utf-8"))
     ]
-    assert not found, "\n" + "\n".join(found)
+    assert not problems, "\n" + "\n".join(problems)
 
 
 def test_packages_say_that_they_are_typed() -> None:
@@ -632,14 +636,14 @@ def test_packages_say_that_they_are_typed() -> None:
 def test_rule_finds_planted_violation(
     rule: Callable[[Source], list[str]], path: str, code: str, expected: str
 ) -> None:
-    found = rule(Source(path, ast.parse(code)))
-    assert found and expected in found[0]
+    problems = rule(Source(path, ast.parse(code)))
+    assert problems and expected in problems[0]
 
 
 def test_rule_for_documents_finds_planted_violation() -> None:
     text = "See `ckpt/nowhere.py`, [this](docs/none.md) and `README.md` and `ckpt/errors.py`."
-    found = missing_paths("X.md", text)
-    assert [problem for problem in found if "README" not in problem] == [
+    problems = missing_paths("X.md", text)
+    assert [problem for problem in problems if "README" not in problem] == [
         "X.md: names ckpt/nowhere.py, which is not there",
         "X.md: names docs/none.md, which is not there",
     ]

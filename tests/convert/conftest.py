@@ -20,7 +20,7 @@ class Saved(NamedTuple):
 @pytest.fixture(scope="session")
 def by_torch(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, str], Saved]:
     """Checkpoints by number of ranks and engine."""
-    found = {}
+    saved = {}
     for size in (1, 2, 3, 4):
         folder = tmp_path_factory.mktemp(f"dcp{size}")
         if size == 1:
@@ -28,5 +28,5 @@ def by_torch(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, str], 
         else:
             full = run_ranks(size, save_all, str(folder), timeout_seconds=120)[0]
         for name, state in full.items():
-            found[size, name] = Saved(f"{folder}/{name}", state)
-    return found
+            saved[size, name] = Saved(f"{folder}/{name}", state)
+    return saved

@@ -161,9 +161,9 @@ def full_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any
     options = StateDictOptions(full_state_dict=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found, optim = get_state_dict(model, optimizer, options=options)
+        model_dict, optim = get_state_dict(model, optimizer, options=options)
     cloned: dict[str, Any] = tree_map_only(
-        torch.Tensor, torch.clone, {"model": found, "optim": optim}
+        torch.Tensor, torch.clone, {"model": model_dict, "optim": optim}
     )
     return cloned
 
@@ -181,11 +181,16 @@ def save_all(folder: str) -> dict[str, dict[str, Any]]:
                 with FullyShardedDataParallel.state_dict_type(
                     model, StateDictType.SHARDED_STATE_DICT
                 ):
-                    found = model.state_dict()
+                    model_dict = model.state_dict()
                     optim = FullyShardedDataParallel.optim_state_dict(model, optimizer)
             else:
-                found, optim = get_state_dict(model, optimizer)
-            state = {"model": found, "optim": optim, "step": 2, "note": {"a": [1, 2.5], "b": None}}
+                model_dict, optim = get_state_dict(model, optimizer)
+            state = {
+                "model": model_dict,
+                "optim": optim,
+                "step": 2,
+                "note": {"a": [1, 2.5], "b": None},
+            }
             dcp.save(state, checkpoint_id=f"{folder}/{name}")
         full[name] = full_of(model, optimizer)
     return full
@@ -193,20 +198,20 @@ def save_all(folder: str) -> dict[str, dict[str, Any]]:
 
 def load_all(roots: dict[str, str], engines: list[str]) -> dict[tuple[str, str], dict[str, Any]]:
     """Every root loaded on every engine: full states by (root's name, engine)."""
-    found = {}
+    loaded = {}
     for saved, root in roots.items():
         for name in engines:
             model, optimizer = ENGINES[name]()
             state = {"model": model, "optim": optimizer, "step": 0, "note": {}}
             ckpt.load(state, root)
             assert state["step"] == 2 and state["note"] == {"a": [1, 2.5], "b": None}
-            found[saved, name] = full_of(model, optimizer)
-    return found
+            loaded[saved, name] = full_of(model, optimizer)
+    return loaded
 
 
 def dcp_load_all(folders: list[str], engines: list[str]) -> list[dict[str, Any]]:
     """Every DCP directory loaded by torch on every engine."""
-    found = []
+    loaded = []
     for folder in folders:
         for name in engines:
             model, optimizer = ENGINES[name]()
@@ -222,26 +227,26 @@ def dcp_load_all(folders: list[str], engines: list[str]) -> list[dict[str, Any]]
                     optim_state_dict=state["optim"],
                 )
             assert state["step"] == 2
-            found.append(full_of(model, optimizer))
-    return found
+            loaded.append(full_of(model, optimizer))
+    return loaded
 
 
-def assert_same(found: Any, expected: Any, path: str = "") -> None:
+def assert_same(got: Any, expected: Any, path: str = "") -> None:
     """Bit-equal trees: keys, types of leaves, dtypes, bytes. Order of dicts does not count."""
     if isinstance(expected, dict):
-        assert isinstance(found, dict) and set(found) == set(expected), path
+        assert isinstance(got, dict) and set(got) == set(expected), path
         for key in expected:
-            assert_same(found[key], expected[key], f"{path}.{key}")
+            assert_same(got[key], expected[key], f"{path}.{key}")
     elif isinstance(expected, (list, tuple)):
-        assert len(found) == len(expected), path
-        for at, item in enumerate(expected):
-            assert_same(found[at], item, f"{path}.{at}")
+        assert len(got) == len(expected), path
+        for index, item in enumerate(expected):
+            assert_same(got[index], item, f"{path}.{index}")
     elif isinstance(expected, torch.Tensor):
-        assert found.dtype == expected.dtype and found.shape == expected.shape, path
-        same = found.contiguous().view(-1).view(torch.uint8)
+        assert got.dtype == expected.dtype and got.shape == expected.shape, path
+        same = got.contiguous().view(-1).view(torch.uint8)
         assert torch.equal(same, expected.contiguous().view(-1).view(torch.uint8)), path
     else:
-        assert type(found) is type(expected) and found == expected, (path, found, expected)
+        assert type(got) is type(expected) and got == expected, (path, got, expected)
 
 
 def saved_here(folder: Path) -> dict[str, dict[str, Any]]:

@@ -60,10 +60,10 @@ def test_one_line_from_dcp_to_a_file_for_everybody(
     assert_same(torch.load(tmp_path / "model.pt", weights_only=True), saved.full["model"])
     whole = ckpt.Selection(optimizer=True)
     ckpt.export(saved.folder, str(tmp_path / "all.pt"), selection=whole, verify=True)
-    found = torch.load(tmp_path / "all.pt", weights_only=True)
-    assert found["step"] == 2 and found["note"] == {"a": [1, 2.5], "b": None}
-    assert_same(found["model"], saved.full["model"])
-    assert_same(found["optim"]["state"], saved.full["optim"]["state"])
+    exported = torch.load(tmp_path / "all.pt", weights_only=True)
+    assert exported["step"] == 2 and exported["note"] == {"a": [1, 2.5], "b": None}
+    assert_same(exported["model"], saved.full["model"])
+    assert_same(exported["optim"]["state"], saved.full["optim"]["state"])
 
 
 def test_an_import_loads_on_any_layout(
@@ -74,9 +74,9 @@ def test_an_import_loads_on_any_layout(
         roots[f"{size}-{engine}"] = str(tmp_path / f"{size}-{engine}")
         expected[f"{size}-{engine}"] = by_torch[size, engine].full
         ckpt.import_checkpoint(by_torch[size, engine].folder, roots[f"{size}-{engine}"])
-    found = run_ranks(2, load_all, roots, ["fsdp1", "fsdp2", "tp", "ddp"], timeout_seconds=120)[0]
-    assert len(found) == 16
-    for (saved, _), full in found.items():
+    loaded = run_ranks(2, load_all, roots, ["fsdp1", "fsdp2", "tp", "ddp"], timeout_seconds=120)[0]
+    assert len(loaded) == 16
+    for (saved, _), full in loaded.items():
         assert_same(full, expected[saved])
 
 
@@ -93,6 +93,6 @@ def test_ours_goes_to_dcp_and_dcp_load_reads_it(
         ckpt.export(root, target, format="dcp", selection=whole, verify=True)
         folders.append(target)
         expected += [by_torch[size, engine].full] * 2
-    found = run_ranks(2, dcp_load_all, folders, ["fsdp2", "tp"], timeout_seconds=120)[0]
-    for full, wanted in zip(found, expected, strict=True):
+    loaded = run_ranks(2, dcp_load_all, folders, ["fsdp2", "tp"], timeout_seconds=120)[0]
+    for full, wanted in zip(loaded, expected, strict=True):
         assert_same(full, wanted)

@@ -33,8 +33,14 @@ def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
 
 def save_by_dcp(root: str, step: int = 1, extra: dict[str, Any] | None = None) -> dict[str, Any]:
     model, optimizer = trained()
-    found, optim = get_state_dict(model, optimizer)
-    state = {"model": found, "optim": optim, "step": 7, "words": ["a", {"b": 1}], **(extra or {})}
+    model_dict, optim = get_state_dict(model, optimizer)
+    state = {
+        "model": model_dict,
+        "optim": optim,
+        "step": 7,
+        "words": ["a", {"b": 1}],
+        **(extra or {}),
+    }
     dcp.save(state, storage_writer=ckpt.DcpWriter(root, step=step, user={"by": "dcp"}))
     return full_of(model, optimizer)
 
@@ -66,11 +72,11 @@ def test_dcp_load_reads_checkpoints_of_ours(tmp_path: Path, saved_by: str) -> No
         ckpt.save(state, root, step=1)
     model = fresh()
     optimizer = optimizer_of(model)
-    found, optim = get_state_dict(model, optimizer)
-    wanted = {"model": found, "optim": optim, "step": 0, "words": ["", {"b": 0}]}
+    model_dict, optim = get_state_dict(model, optimizer)
+    wanted = {"model": model_dict, "optim": optim, "step": 0, "words": ["", {"b": 0}]}
     dcp.load(wanted, storage_reader=ckpt.DcpReader(root))
     assert wanted["step"] == 7 and wanted["words"] == ["a", {"b": 1}]
-    set_state_dict(model, optimizer, model_state_dict=found, optim_state_dict=wanted["optim"])
+    set_state_dict(model, optimizer, model_state_dict=model_dict, optim_state_dict=wanted["optim"])
     assert_same(full_of(model, optimizer), full)
 
 
@@ -90,15 +96,17 @@ def save_and_load(root: str, saved: str, loaded: str) -> list[dict[str, Any]]:
         warnings.simplefilter("ignore")
         model, optimizer = ENGINES[saved]()
         train(model, optimizer)
-        found, optim = get_state_dict(model, optimizer)
-        state = {"model": found, "optim": optim, "step": 2}
+        model_dict, optim = get_state_dict(model, optimizer)
+        state = {"model": model_dict, "optim": optim, "step": 2}
         dcp.save(state, storage_writer=ckpt.DcpWriter(root, step=1))
         before = full_of(model, optimizer)
         model, optimizer = ENGINES[loaded]()
-        found, optim = get_state_dict(model, optimizer)
-        state = {"model": found, "optim": optim, "step": 0}
+        model_dict, optim = get_state_dict(model, optimizer)
+        state = {"model": model_dict, "optim": optim, "step": 0}
         dcp.load(state, storage_reader=ckpt.DcpReader(root))
-        set_state_dict(model, optimizer, model_state_dict=found, optim_state_dict=state["optim"])
+        set_state_dict(
+            model, optimizer, model_state_dict=model_dict, optim_state_dict=state["optim"]
+        )
         assert state["step"] == 2
         ckpt.load({"model": model, "optim": optimizer, "step": 0}, root)
         return [before, full_of(model, optimizer)]
@@ -124,5 +132,5 @@ def test_ranks_save_and_load_through_us(tmp_path: Path, saved: str, loaded: str)
 
 @pytest.mark.ranks
 def test_values_that_one_rank_has_come_back_to_it(tmp_path: Path) -> None:
-    found = run_ranks(3, own_value_per_rank, str(tmp_path / "run"))
-    assert found == [{f"rank{rank}": {"at": rank * 10}} for rank in range(3)]
+    own_values = run_ranks(3, own_value_per_rank, str(tmp_path / "run"))
+    assert own_values == [{f"rank{rank}": {"at": rank * 10}} for rank in range(3)]

@@ -107,10 +107,10 @@ def test_weights_of_all_stages(tmp_path: Path, stage: int, size: int) -> None:
     ckpt.import_checkpoint(
         str(tmp_path / "ds" / "global_step12"), str(tmp_path / "run"), rename=["=model"]
     )
-    with ckpt.open(str(tmp_path / "run")) as found:
-        assert_same({name: found[f"model.{name}"] for name in expected}, expected)
-        assert dict(found.aliases) == {"model.tied.weight": "model.embed.weight"}
-        assert found.values == {"model.global_steps": 12}
+    with ckpt.open(str(tmp_path / "run")) as opened:
+        assert_same({name: opened[f"model.{name}"] for name in expected}, expected)
+        assert dict(opened.aliases) == {"model.tied.weight": "model.embed.weight"}
+        assert opened.values == {"model.global_steps": 12}
 
 
 def test_what_is_missing_is_told(tmp_path: Path) -> None:

@@ -68,8 +68,8 @@ def test_dcp_has_all_dtypes(tmp_path: Path) -> None:
     dcp.save(dict(state), checkpoint_id=tmp_path / "in")
     assert_same(opened(str(tmp_path / "in")), state)
     ckpt.import_checkpoint(str(tmp_path / "in"), str(tmp_path / "run"), verify=True)
-    with ckpt.open(str(tmp_path / "run")) as found:
-        assert_same({name: found[name] for name in found}, state)
+    with ckpt.open(str(tmp_path / "run")) as checkpoint:
+        assert_same({name: checkpoint[name] for name in checkpoint}, state)
     ckpt.export(str(tmp_path / "run"), str(tmp_path / "out"), format="dcp", verify=True)
     wanted = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
     dcp.load(wanted, checkpoint_id=tmp_path / "out")
@@ -124,8 +124,8 @@ def test_tied_weights_are_stored_once_and_have_all_names(tmp_path: Path) -> None
     net[1].weight = net[0].weight
     torch.save({"model": net.state_dict()}, tmp_path / "in.pt")
     ckpt.import_checkpoint(str(tmp_path / "in.pt"), str(tmp_path / "run"))
-    with ckpt.open(str(tmp_path / "run")) as found:
-        assert dict(found.aliases) == {"model.1.weight": "model.0.weight"}
+    with ckpt.open(str(tmp_path / "run")) as opened:
+        assert dict(opened.aliases) == {"model.1.weight": "model.0.weight"}
     ckpt.export(str(tmp_path / "run"), str(tmp_path / "out.pt"))
     loaded = torch.load(tmp_path / "out.pt", weights_only=True)
     assert loaded["0.weight"].data_ptr() == loaded["1.weight"].data_ptr()
@@ -170,10 +170,10 @@ def test_optimizers_that_tell_names_need_no_help(tmp_path: Path) -> None:
     new_model = fresh()
     new_optimizer = optimizer_of(new_model)
     ckpt.load({"model": new_model, "optim": new_optimizer}, str(tmp_path / "run"))
-    found, expected = full_of(new_model, new_optimizer), full_of(model, optimizer)
+    got, expected = full_of(new_model, new_optimizer), full_of(model, optimizer)
     for group in expected["optim"]["param_groups"]:
         del group["param_names"]
-    assert_same(found, expected)
+    assert_same(got, expected)
 
 
 def test_full_optimizer_dicts_by_name_as_fsdp_gathers_them(tmp_path: Path) -> None:
@@ -191,8 +191,8 @@ def test_flattened_optimizers_as_torchtitan_saves_them(tmp_path: Path) -> None:
     """The model's names at the top, the optimizer flattened under one key."""
     model, optimizer = trained()
     options = StateDictOptions(flatten_optimizer_state_dict=True)
-    found, optim = get_state_dict(model, optimizer, options=options)
-    state = {**found, "optimizer": optim, "train_state": {"step": 5}}
+    model_dict, optim = get_state_dict(model, optimizer, options=options)
+    state = {**model_dict, "optimizer": optim, "train_state": {"step": 5}}
     dcp.save(state, checkpoint_id=tmp_path / "in")
     report = ckpt.import_checkpoint(
         str(tmp_path / "in"),
@@ -212,8 +212,8 @@ def test_flattened_optimizers_as_torchtitan_saves_them(tmp_path: Path) -> None:
 
 def test_two_directories_as_accelerate_saves_them(tmp_path: Path) -> None:
     model, optimizer = trained()
-    found, optim = get_state_dict(model, optimizer)
-    dcp.save({"model": found}, checkpoint_id=tmp_path / "in" / "pytorch_model_fsdp_0")
+    model_dict, optim = get_state_dict(model, optimizer)
+    dcp.save({"model": model_dict}, checkpoint_id=tmp_path / "in" / "pytorch_model_fsdp_0")
     dcp.save({"optimizer": optim}, checkpoint_id=tmp_path / "in" / "optimizer_0")
     ckpt.import_checkpoint(str(tmp_path / "in"), str(tmp_path / "run"))
     new_model = fresh()
@@ -224,8 +224,8 @@ def test_two_directories_as_accelerate_saves_them(tmp_path: Path) -> None:
 
 def test_the_file_that_lightning_keeps_beside(tmp_path: Path) -> None:
     model, optimizer = trained()
-    found, optim = get_state_dict(model, optimizer)
-    dcp.save({"model": found, "optimizer_0": optim}, checkpoint_id=tmp_path / "in")
+    model_dict, optim = get_state_dict(model, optimizer)
+    dcp.save({"model": model_dict, "optimizer_0": optim}, checkpoint_id=tmp_path / "in")
     rest = {"epoch": 2, "global_step": 40, "loops": {"fit": {"done": 3}}, "callbacks": {"x": {1}}}
     torch.save(rest, tmp_path / "in" / "meta.pt")
     with pytest.raises(InvalidState, match=r"callbacks\.x: "):
@@ -287,8 +287,8 @@ def test_names_are_chosen_by_globs_and_expressions_and_changed_by_rules(tmp_path
     target = str(tmp_path / "m.safetensors")
     report = ckpt.export(str(tmp_path / "m.pt"), target, selection=selection, verify=True)
     assert report.tensors == ("net.decoder.weight", "net.encoder.0.weight")
-    found = load_file(target)
-    assert torch.equal(found["net.encoder.0.weight"], model.first.weight.bfloat16())
+    exported = load_file(target)
+    assert torch.equal(exported["net.encoder.0.weight"], model.first.weight.bfloat16())
     with pytest.raises(CheckpointError, match="expected old=new"):
         bad = ckpt.Selection(rename=["nothing"])
         ckpt.export(str(tmp_path / "m.pt"), str(tmp_path / "n.safetensors"), selection=bad)
@@ -299,11 +299,11 @@ def test_renamed_models_keep_their_optimizer(tmp_path: Path) -> None:
     torch.save(full_of(model, optimizer), tmp_path / "m.pt")
     rules = ["model=net", "re:\\bfirst\\.=primary.", "optim=opt"]
     ckpt.import_checkpoint(str(tmp_path / "m.pt"), str(tmp_path / "run"), rename=rules)
-    with ckpt.open(str(tmp_path / "run")) as found:
-        names = {name for group in found.values["opt.param_groups"] for name in group["params"]}
+    with ckpt.open(str(tmp_path / "run")) as opened:
+        names = {name for group in opened.values["opt.param_groups"] for name in group["params"]}
         assert "primary.weight" in names and "first.weight" not in names
-        assert all(f"net.{name}" in found for name in names)
-        assert all(f"opt.state.{name}.exp_avg" in found for name in names)
+        assert all(f"net.{name}" in opened for name in names)
+        assert all(f"opt.state.{name}.exp_avg" in opened for name in names)
 
 
 @pytest.mark.parametrize(

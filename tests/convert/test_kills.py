@@ -101,11 +101,11 @@ def test_killed_exports_are_absent_or_whole_and_end_when_run_again(
 
 
 def _compare(url: str) -> None:
-    found = open_source(url)
+    opened = open_source(url)
     try:
-        assert_same({name: found.read(name) for name in found.contents.tensors}, tensors())
+        assert_same({name: opened.read(name) for name in opened.contents.tensors}, tensors())
     finally:
-        found.close()
+        opened.close()
 
 
 def test_killed_imports_leave_the_root_as_it_was(
@@ -129,9 +129,9 @@ def test_killed_imports_leave_the_root_as_it_was(
                 assert ckpt.verify(info.url).ok
             monkeypatch.setattr(ckpt.process, "this_process", ckpt.process.ProcessMemory())
             ckpt.import_checkpoint(source, url, step=3, verify=True)
-        with ckpt.open(url) as found:
-            assert_same({name: found["model." + name] for name in tensors()}, tensors())
-            assert found.values == {"step": 3}
+        with ckpt.open(url) as opened:
+            assert_same({name: opened["model." + name] for name in tensors()}, tensors())
+            assert opened.values == {"step": 3}
         return plan.happened
 
     _for_every_operation(run, scale.count(12, 10_000), rng)

@@ -85,9 +85,9 @@ def test_four_ranks_make_what_one_makes(source: str, tmp_path: Path) -> None:
     assert all(nbytes < 0.25 * total + 5 * MIB for nbytes, _ in results)
     assert sum(nbytes for nbytes, _ in results) < 1.1 * total + MIB
     assert len({str(reports[1:]) for _, reports in results}) == 1
-    with ckpt.open(str(tmp_path / "run")) as found:
-        assert found.world_size == 4
-        assert_same({name: found[f"model.{name}"] for name in expected}, expected)
+    with ckpt.open(str(tmp_path / "run")) as opened:
+        assert opened.world_size == 4
+        assert_same({name: opened[f"model.{name}"] for name in expected}, expected)
     assert ckpt.verify(str(tmp_path / "run")).ok
     shards = sorted((tmp_path / "hf").glob("*.safetensors"))
     assert len(shards) > 4

@@ -56,9 +56,9 @@ def test_dcp_in_a_bucket_becomes_a_root_in_it(server: S3Server, bucket: str) -> 
         source_options=server.options,
         storage_options=server.options,
     )
-    with ckpt.open(root, storage_options=server.options) as found:
-        assert_same({name: found[f"model.{name}"] for name in state()}, state())
-        assert found.values == {"step": 4}
+    with ckpt.open(root, storage_options=server.options) as opened:
+        assert_same({name: opened[f"model.{name}"] for name in state()}, state())
+        assert opened.values == {"step": 4}
 
 
 def test_dcp_in_a_bucket_becomes_one_file_there(server: S3Server, bucket: str) -> None:
@@ -67,8 +67,8 @@ def test_dcp_in_a_bucket_becomes_one_file_there(server: S3Server, bucket: str) -
         ckpt.export(f"s3://{bucket}/dcp", url, verify=True, storage_options=server.options)
     store = open_store(f"s3://{bucket}/out", **server.options)
     assert_same(load(store.get("model.safetensors")), state())
-    found = torch.load(io.BytesIO(store.get("model.pt")), weights_only=True)
-    assert_same(found, state())
+    exported = torch.load(io.BytesIO(store.get("model.pt")), weights_only=True)
+    assert_same(exported, state())
     assert sorted(info.key for info in store.list("")) == ["model.pt", "model.safetensors"]
 
 

@@ -52,8 +52,8 @@ def test_files_beyond_4_gib_are_read_by_torch_and_by_us(tmp_path: Path) -> None:
                 os.pwrite(out.fileno(), piece.make(sums), piece.start)
     loaded = torch.load(path, weights_only=True, mmap=True)
     assert loaded["large"].shape == large and torch.equal(loaded["small"], last)
-    with zipfile.ZipFile(path) as found:
-        assert found.read("archive/data/1") == last.numpy().tobytes()
+    with zipfile.ZipFile(path) as archive:
+        assert archive.read("archive/data/1") == last.numpy().tobytes()
     source = open_source(str(path))
     assert source.contents.tensors["large"].shape == large
     assert torch.equal(source.read("small"), last)

@@ -114,8 +114,8 @@ def differences(
     elif isinstance(theirs, list):
         if len(theirs) != len(ours):
             yield Difference(where, "kind", _brief(theirs), _brief(ours))
-        for at, (a, b) in enumerate(zip(theirs, ours, strict=False)):
-            yield from differences(a, b, tolerance, f"{where}[{at}]", ordered=ordered)
+        for index, (a, b) in enumerate(zip(theirs, ours, strict=False)):
+            yield from differences(a, b, tolerance, f"{where}[{index}]", ordered=ordered)
     elif theirs is not ours and theirs != ours:
         yield Difference(where, "value", _brief(theirs), _brief(ours))
 

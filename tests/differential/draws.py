@@ -70,7 +70,7 @@ class Draw:
             f"precision {self.precision}, ignored {self.ignored}, {self.optimizer} with "
             f"{self.param_groups} group(s)\n  model {self.tree}"
         )
-        return "\n  ".join([head, *(f"{at}: {op}" for at, op in enumerate(self.ops))])
+        return "\n  ".join([head, *(f"{index}: {op}" for index, op in enumerate(self.ops))])
 
 
 def drawn(seed: int, world: int) -> Draw:
@@ -128,10 +128,10 @@ def _paths(tree: Tree, prefix: str = "") -> list[str]:
     """Dotted paths of everything below the model, outer ones first."""
     if isinstance(tree, Part):
         return []
-    found = []
-    for at, child in enumerate(tree):
-        found += [f"{prefix}{at}", *_paths(child, f"{prefix}{at}.")]
-    return found
+    paths = []
+    for index, child in enumerate(tree):
+        paths += [f"{prefix}{index}", *_paths(child, f"{prefix}{index}.")]
+    return paths
 
 
 def _wrapping(rng: random.Random, tree: Tree, face: str) -> Any:
@@ -195,7 +195,7 @@ def _summon(rng: random.Random) -> Op:
             "offload_to_cpu": rng.random() < 0.1,
             "with_grads": rng.random() < 0.2,
             "change": rng.random() < 0.6,
-            "at": rng.random() < 0.15,
+            "inner": rng.random() < 0.15,
         },
     )
 

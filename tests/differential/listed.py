@@ -132,7 +132,7 @@ def _is_for_one_rank(draw: Draw, op: Op, difference: Difference) -> bool:
 
 def _evaluated(draw: Draw, op: Op, difference: Difference) -> bool:
     """torch goes on using what it gathered for a forward without gradients."""
-    before = draw.ops[: next((at for at, one in enumerate(draw.ops) if one is op), 0)]
+    before = draw.ops[: next((index for index, one in enumerate(draw.ops) if one is op), 0)]
     names = [one.name for one in before]
     if "evaluate" not in names or difference.what != "value":
         return False
@@ -160,9 +160,11 @@ def _wrote_after_no_sync(draw: Draw, op: Op, difference: Difference) -> bool:
 
 def _next_reads(draw: Draw, written: Op, op: Op) -> bool:
     """Whether `op` is the first after `written` that may read what is gathered."""
-    at = next(at for at, one in enumerate(draw.ops) if one is written)
+    written_index = next(
+        written_index for written_index, one in enumerate(draw.ops) if one is written
+    )
     reading = ("train", "backward", "evaluate", "state", "load", "summon", "full", "apply")
-    return next((one for one in draw.ops[at + 1 :] if one.name in reading), None) is op
+    return next((one for one in draw.ops[written_index + 1 :] if one.name in reading), None) is op
 
 
 def _adds_to_one_element(draw: Draw, op: Op, difference: Difference) -> bool:
@@ -197,7 +199,7 @@ def _refuses_dtype(draw: Draw, op: Op, difference: Difference) -> bool:
 
 
 def _casts_buffers_early(draw: Draw, op: Op, difference: Difference) -> bool:
-    before = draw.ops[: next((at for at, one in enumerate(draw.ops) if one is op), 0)]
+    before = draw.ops[: next((index for index, one in enumerate(draw.ops) if one is op), 0)]
     ran = any(one.name in ("train", "backward", "evaluate") for one in before)
     is_buffer = difference.where.startswith(".local.buffers") and difference.what == "about"
     return draw.precision == "buffers" and not ran and is_buffer
@@ -229,8 +231,8 @@ LISTED: Sequence[Listed] = (
             )
             and op.name != "set_type"
         ),
-        matches=lambda draw, op, found: (
-            draw.group == "sub" and "does not exist in input process group" in str(found.torch)
+        matches=lambda draw, op, differing: (
+            draw.group == "sub" and "does not exist in input process group" in str(differing.torch)
         ),
     ),
     Listed(

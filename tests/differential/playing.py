@@ -84,12 +84,12 @@ def play(world: int, seeds: Iterable[int], *, verbose: bool = False) -> list[Out
         except RanksFailed as error:
             failure = str(error)
         try:
-            found = _read(folder, world, failure)
+            played = _read(folder, world, failure)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-        outcomes += found
-        assert found, failure
-        left = left[len(found) :]
+        outcomes += played
+        assert played, failure
+        left = left[len(played) :]
     return outcomes
 
 
@@ -131,17 +131,21 @@ def _play_here(seeds: Sequence[int], folder: str, verbose: bool) -> None:
     control = dist.new_group(timeout=timedelta(seconds=3 * CALL_SECONDS_MAX))
     groups = Groups()
     with open(f"{folder}/{rank}", "w", buffering=1) as log:
-        for at, seed in enumerate(seeds):
+        for index, seed in enumerate(seeds):
             log.write(json.dumps({"seed": seed}) + "\n")
             player = _Player(drawn(seed, world), control, groups, verbose=verbose)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 player.play()
-            found = {"calls": player.calls, "known": player.known, "differences": player.found}
-            log.write(json.dumps({"seed": seed, **found}) + "\n")
+            result = {
+                "calls": player.calls,
+                "known": player.known,
+                "differences": player.differences,
+            }
+            log.write(json.dumps({"seed": seed, **result}) + "\n")
             if player.is_broken:
                 break
-            if at % 20 == 19:
+            if index % 20 == 19:
                 gc.collect()
     _together(control, False)
     # Not dist.destroy_process_group: collectives that a failed call left behind may be waiting.
@@ -162,7 +166,7 @@ class _Player:
         self.verbose = verbose
         self.calls = 0
         self.known: list[str] = []
-        self.found: list[str] = []
+        self.differences: list[str] = []
         self.is_broken = False
         self.sides: dict[str, Side] = {}
 
@@ -179,20 +183,22 @@ class _Player:
         skipped = unplayable(self.draw, op)
         theirs = None if skipped else self._attempt("torch", op)
         if self.is_broken:
-            self.found.append(f"{op}: torch's side ended out of step: {theirs}")
+            self.differences.append(f"{op}: torch's side ended out of step: {theirs}")
             return False
         ours = self._attempt("ours", op)
         if self.verbose and dist.get_rank() == 0:
             print(f"{op}: torch {theirs if isinstance(theirs, Raised) else 'ok'}, ", end="")
             print(f"ours {ours if isinstance(ours, Raised) else 'ok'}", flush=True)
         if self.is_broken:
-            self.found.append(f"{op}: our side ended out of step: {ours}; torch: {theirs}"[:1500])
+            self.differences.append(
+                f"{op}: our side ended out of step: {ours}; torch: {theirs}"[:1500]
+            )
             return False
         if skipped:
             self.known.append(skipped.page)
             # Unless the call only reads, the sides are no longer in the same state.
             wrong = isinstance(ours, Raised) or op.name not in READING
-            self.found += [f"{op}: {ours}"] if isinstance(ours, Raised) and _works(op) else []
+            self.differences += [f"{op}: {ours}"] if isinstance(ours, Raised) and _works(op) else []
         else:
             wrong = self._compare(op, theirs, ours)
         raises = isinstance(theirs, Raised) or isinstance(ours, Raised)
@@ -208,8 +214,8 @@ class _Player:
                 wrong = wrong or entry.ends
             else:
                 wrong = True
-                if len(self.found) < 6:
-                    self.found.append(f"{op}{difference}")
+                if len(self.differences) < 6:
+                    self.differences.append(f"{op}{difference}")
         return wrong
 
     def _attempt(self, engine: str, op: Op) -> Any:

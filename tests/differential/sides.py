@@ -68,8 +68,8 @@ def _built(tree: Any) -> nn.Module:
     if not isinstance(tree, Part):
         return nn.Sequential(*(_built(child) for child in tree))
     module = KINDS[tree.kind](tree.size)
-    for at, param in enumerate(module.parameters()):
-        if tree.frozen == "all" or (tree.frozen == "first" and at == 0):
+    for index, param in enumerate(module.parameters()):
+        if tree.frozen == "all" or (tree.frozen == "first" and index == 0):
             param.requires_grad_(False)
     return module
 
@@ -108,7 +108,7 @@ class Side:
             "adagrad": torch.optim.Adagrad,
             "rmsprop": torch.optim.RMSprop,
         }
-        groups = [{"params": params[at :: self.draw.param_groups]} for at in (0, 1)]
+        groups = [{"params": params[first :: self.draw.param_groups]} for first in (0, 1)]
         groups = [group for group in groups[: self.draw.param_groups] if group["params"]]
         if len(groups) > 1:
             groups[1]["lr"] = 0.001
@@ -240,8 +240,8 @@ class FlatSide(Side):
 
     # --- full parameters ------------------------------------------------------------------------
 
-    def do_summon(self, change: bool, at: bool, **kwargs: Any) -> Any:
-        module = self.inner() if at else self.model
+    def do_summon(self, change: bool, inner: bool, **kwargs: Any) -> Any:
+        module = self.inner() if inner else self.model
         self.model.check_is_root()  # an inner unit that comes first would be a root of its own
         with self.cls.summon_full_params(module, **kwargs):
             seen = {
@@ -307,8 +307,8 @@ class FlatSide(Side):
     def do_load(self, change: str, strict: bool, form: str, **config: bool) -> Any:
         with self.cls.state_dict_type(self.model, *self.configs(form, **config)):
             state = changed(self.model.state_dict(), change)
-            found = self.model.load_state_dict(state, strict=strict)
-        return {"missing": found.missing_keys, "unexpected": found.unexpected_keys}
+            keys = self.model.load_state_dict(state, strict=strict)
+        return {"missing": keys.missing_keys, "unexpected": keys.unexpected_keys}
 
     def do_optim_state(self, form: str, given: Any, **config: bool) -> Any:
         own = self.optimizer.state_dict() if given == "own" else None
@@ -320,15 +320,15 @@ class FlatSide(Side):
     ) -> Any:
         with self.cls.state_dict_type(self.model, *self.configs(form, **config)):
             state = changed_optimizer(self.cls.optim_state_dict(self.model, self.optimizer), change)
-            found = self.cls.optim_state_dict_to_load(
+            to_load = self.cls.optim_state_dict_to_load(
                 self.model, self.optimizer, state, load_directly=directly, is_named_optimizer=named
             )
         if named:  # optimizers that are keyed by names do not go by their order
-            for group in found["param_groups"]:
+            for group in to_load["param_groups"]:
                 group["params"] = sorted(group["params"])
         elif not directly:
-            self.optimizer.load_state_dict(found)
-        return {"found": found, "now": self.do_optim_local()}
+            self.optimizer.load_state_dict(to_load)
+        return {"found": to_load, "now": self.do_optim_local()}
 
     def do_legacy(self, kind: str) -> Any:
         model, optimizer, cls = self.model, self.optimizer, self.cls
@@ -377,14 +377,14 @@ class FullySide(Side):
     def do_backward(self, sync: bool, forwards: int) -> Any:
         self.model.set_requires_gradient_sync(sync)
         if forwards == 1:
-            found: Any = self.forward_backward()
+            result: Any = self.forward_backward()
         else:
             first, second = self.model(self.batch()), self.model(self.batch())
             loss = (first.float() * second.float()).sum()
             loss.backward()
-            found = loss.detach()
+            result = loss.detach()
         self.model.set_requires_gradient_sync(True)
-        return found
+        return result
 
     # Parameters are compared where both sides give the sharded ones.
 
@@ -402,16 +402,16 @@ class FullySide(Side):
 
     def do_clip(self, max_norm: float, norm: float) -> Any:
         self.do_reshard()
-        found = nn.utils.clip_grad_norm_(self.model.parameters(), max_norm, float(norm))
-        return found.full_tensor() if hasattr(found, "full_tensor") else found
+        total_norm = nn.utils.clip_grad_norm_(self.model.parameters(), max_norm, float(norm))
+        return total_norm.full_tensor() if hasattr(total_norm, "full_tensor") else total_norm
 
     def do_module_state(self) -> Any:
         return self.model.state_dict()
 
     def do_module_load(self, change: str) -> Any:
         state = changed(copy.deepcopy(self.model.state_dict()), change)
-        found = self.model.load_state_dict(state, strict=change not in ("drop", "add"))
-        return {"missing": found.missing_keys, "unexpected": found.unexpected_keys}
+        keys = self.model.load_state_dict(state, strict=change not in ("drop", "add"))
+        return {"missing": keys.missing_keys, "unexpected": keys.unexpected_keys}
 
     def do_reduces(self, on: bool, recurse: bool) -> Any:
         self.model.set_requires_gradient_sync(on, recurse=recurse)
@@ -427,9 +427,9 @@ class FullySide(Side):
 
     def do_unshard(self) -> Any:
         self.model.unshard()
-        found = {name: param.detach().clone() for name, param in self.model.named_parameters()}
+        params = {name: param.detach().clone() for name, param in self.model.named_parameters()}
         self.model.reshard()
-        return found
+        return params
 
     def do_reshard(self) -> Any:
         for module in self.model.modules():
@@ -501,9 +501,12 @@ def _policy(name: str) -> Any:
     return policies.ModuleWrapPolicy({classes[name]})
 
 
-def _settings(found: Any) -> Any:
-    configs = (found.state_dict_config, found.optim_state_dict_config)
-    return (found.state_dict_type, *((type(config).__name__, vars(config)) for config in configs))
+def _settings(settings: Any) -> Any:
+    configs = (settings.state_dict_config, settings.optim_state_dict_config)
+    return (
+        settings.state_dict_type,
+        *((type(config).__name__, vars(config)) for config in configs),
+    )
 
 
 def changed(state: dict[str, Any], how: str) -> dict[str, Any]:

@@ -64,8 +64,8 @@ def test_differences_are_seen() -> None:
         ({"b": [1]}, "kind"),
         ({"b": None}, "kind"),
     ):
-        found = differences(frozen(ones), frozen({**ones, **change}), 1e-6)
-        assert [one.what for one in found] == [what]
+        seen = differences(frozen(ones), frozen({**ones, **change}), 1e-6)
+        assert [one.what for one in seen] == [what]
     assert not list(differences(frozen(ones), frozen(ones), 0.0))
     errors = raised(ValueError("a")), raised(KeyError("a"))
     assert [one.what for one in differences(*errors, 0.0)] == ["raised"]

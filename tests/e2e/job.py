@@ -123,7 +123,7 @@ class Job:
 def tensors_at(step: int, names: int = 3) -> dict[str, torch.Tensor]:
     """Small tensors whose every element depends on the step."""
     generator = torch.Generator().manual_seed(step)
-    return {f"t{at}": torch.randn(5 + at, 7, generator=generator) for at in range(names)}
+    return {f"t{index}": torch.randn(5 + index, 7, generator=generator) for index in range(names)}
 
 
 def state_at(step: int, rank: int, size: int) -> dict[str, Any]:

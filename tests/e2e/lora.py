@@ -20,8 +20,8 @@ def full_at(step: int, rows: int = 20) -> dict[str, torch.Tensor]:
     """All tensors at `step`, whole; frozen ones are the same at every step."""
     generator = torch.Generator().manual_seed(7)
     tensors = {
-        f"frozen.{at}": torch.randn(4 * rows, 19, generator=generator).bfloat16()
-        for at in range(20)
+        f"frozen.{index}": torch.randn(4 * rows, 19, generator=generator).bfloat16()
+        for index in range(20)
     }
     for name in ADAPTERS:
         tensors[name] = torch.randn(rows // 2, 19, generator=generator) + step
@@ -33,8 +33,8 @@ def lora_at(step: int, rank: int = 0, size: int = 1, rows: int = 20) -> dict[str
     full = full_at(step, rows)
     replica = full.pop("frozen.0")
     state: dict[str, Any] = {
-        name: Sharded(tensor, rank, size, dim=None if at % 3 == 0 else 0)
-        for at, (name, tensor) in enumerate(full.items())
+        name: Sharded(tensor, rank, size, dim=None if index % 3 == 0 else 0)
+        for index, (name, tensor) in enumerate(full.items())
     }
     return {"weights": state, "replica": replica, "step": step, "lr": 0.1 / step if step else 0.0}
 

@@ -67,9 +67,9 @@ def _refused(
     return caught.value
 
 
-def _damage(path: Path, at: int = -1) -> None:
+def _damage(path: Path, offset: int = -1) -> None:
     data = bytearray(path.read_bytes())
-    data[at] ^= 0x10
+    data[offset] ^= 0x10
     path.chmod(0o600)
     path.write_bytes(data)
 

@@ -204,7 +204,7 @@ def test_a_death_in_the_last_round_leaves_a_checkpoint_and_the_log_says_so(
 
 def test_ranks_that_see_different_roots_are_refused(request: pytest.FixtureRequest) -> None:
     """Rank 1 looks at an empty place, then at another root."""
-    names = [f"memory://{request.node.name}-{at}" for at in range(2)]
+    names = [f"memory://{request.node.name}-{place}" for place in range(2)]
     here, there = (open_store(name) for name in names)
     job = Job(SIZE, lambda rank: there if rank == 1 else here)
     for seen in ("no root", "root"):
@@ -243,8 +243,8 @@ def test_on_other_world_sizes_on_reshard_decides(store: Store, size: int) -> Non
 
 
 def test_on_other_world_sizes_without_on_reshard_nothing_is_touched(store: Store) -> None:
-    def state_of(at: int) -> dict[str, Any]:
-        return {"data": PerRank({"at": at}), "t": torch.full((4,), float(at))}
+    def state_of(rank: int) -> dict[str, Any]:
+        return {"data": PerRank({"at": rank}), "t": torch.full((4,), float(rank))}
 
     Job(SIZE, lambda rank: store).save(state_of, step=1)
     states = [state_of(7) for _ in range(2)]
@@ -358,12 +358,12 @@ def _die_in_a_save(root: str, victim: int, phase: str) -> tuple[str, str]:
 
 def _go_on(root: str) -> int:
     state = _state(0)
-    found = ckpt.load(state, root).step
-    assert torch.equal(state["t"], _state(found)["t"])
+    step = ckpt.load(state, root).step
+    assert torch.equal(state["t"], _state(step)["t"])
     ckpt.save(_state(3), root, step=3)
     ckpt.load(state, root)
     assert state["value"] == 3
-    return found
+    return step
 
 
 @pytest.mark.ranks
@@ -407,10 +407,10 @@ def _half_loaded(engine: Engine, root: str) -> tuple[str, str]:
     ckpt.load(other.state, root, step=1)
     first = build(engine, "adamw")
     first.step(1)
-    found = full_model(other)
+    loaded = full_model(other)
     for name, tensor in full_model(first).items():
         if "running" not in name:  # BatchNorm's statistics are one rank's
-            assert torch.equal(found[name], tensor), name
+            assert torch.equal(loaded[name], tensor), name
     assert other.step(4) == first.step(4)
     ckpt.save(other.state, root, step=3)
     return told

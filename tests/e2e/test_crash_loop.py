@@ -97,14 +97,14 @@ def test_nothing_promised_is_lost_and_the_next_save_works(
     # On the disk of the default run, a third of the operations under each fault.
     count = total if in_memory else scale.count(total // 3, total)
     struck = 0
-    for at in sorted(rng.sample(range(1, total + 1), count)):
+    for nth in sorted(rng.sample(range(1, total + 1), count)):
         kill = fault != "fails"
-        plan = FaultPlan(at, kill=kill, mode=mode, forever=forever)  # type: ignore[arg-type]
+        plan = FaultPlan(nth, kill=kill, mode=mode, forever=forever)  # type: ignore[arg-type]
         store = new_store()
         promised = _save_under_fault(store, plan, whole_job=fault == "kills-job")
         struck += plan.happened
-        what = plan.operations[at - 1] if plan.happened else "nothing"
-        _check_recovery(store, promised, f"operation {at} of {total}: {what}")
+        what = plan.operations[nth - 1] if plan.happened else "nothing"
+        _check_recovery(store, promised, f"operation {nth} of {total}: {what}")
     assert struck >= count - 3  # ranks race, so a run may end a few operations early
 
 
@@ -116,12 +116,12 @@ def test_a_power_loss_at_any_operation_takes_nothing_that_was_promised(
     name = request.node.name
     total = len(_operations(open_store(f"memory://{name}-dry")))
     lost = 0
-    for at in range(1, total + 1):
-        disk = PowerLossStore(open_store(f"memory://{name}-{at}"))
-        plan = FaultPlan(at, kill=True, mode=mode)  # type: ignore[arg-type]
+    for nth in range(1, total + 1):
+        disk = PowerLossStore(open_store(f"memory://{name}-{nth}"))
+        plan = FaultPlan(nth, kill=True, mode=mode)  # type: ignore[arg-type]
         promised = _save_under_fault(disk, plan, whole_job=True)
         lost += len(disk.lose_power())
-        _check_recovery(disk, promised, f"operation {at} of {total}")
+        _check_recovery(disk, promised, f"operation {nth} of {total}")
     assert lost, "no operation left anything volatile: the test has lost its teeth"
 
 

@@ -128,10 +128,10 @@ def _nccl(base: str) -> None:
     for x, y in zip(first, second, strict=True):
         assert torch.equal(x.full_tensor(), y.full_tensor())
         for key, value in states[0]["optim"].state[x].items():
-            found = states[1]["optim"].state[y][key]
+            loaded = states[1]["optim"].state[y][key]
             if hasattr(value, "full_tensor"):
-                value, found = value.full_tensor(), found.full_tensor()
-            assert torch.equal(value, found), key
+                value, loaded = value.full_tensor(), loaded.full_tensor()
+            assert torch.equal(value, loaded), key
     dist.destroy_process_group()
 
 

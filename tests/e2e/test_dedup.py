@@ -141,9 +141,9 @@ def test_after_a_change_of_layout_only_regions_that_stayed_are_referred_to(store
     assert moved > 0.8 * nbytes_at()
     manifest = _manifest(store, live_entries(store)[-1])
     referenced = {
-        manifest.fqns[manifest.tensor_of(at)]
-        for at in range(len(manifest.chunks))
-        if manifest.files[int(manifest.chunks.file[at])].startswith("../")
+        manifest.fqns[manifest.tensor_of(chunk)]
+        for chunk in range(len(manifest.chunks))
+        if manifest.files[int(manifest.chunks.file[chunk])].startswith("../")
     }
     assert referenced == {"replica"}
     again = _save(three, 3)
@@ -340,7 +340,7 @@ def test_a_long_training_that_changes_a_little_of_everything_stays_small(store: 
     number of checkpoints nor their bytes grow with the number of saves, and the last one loads."""
     generator = torch.Generator().manual_seed(3)
     # 18 MB: less than 16 MiB is kept alive whatever it is.
-    tensors = {f"t{at:02}": torch.randn(500, 300, generator=generator) for at in range(30)}
+    tensors = {f"t{index:02}": torch.randn(500, 300, generator=generator) for index in range(30)}
     total = sum(tensor.nbytes for tensor in tensors.values())
     job = _job(1, store)
     stayed = []
@@ -459,17 +459,17 @@ def test_damage_in_a_referenced_file_is_found_by_load_and_verify(root: Path, dam
     store = open_store(str(root))
     first, _, last = live_entries(store)
     manifest = _manifest(store, last)
-    at = int(manifest.chunks.file.argmax())
-    name = manifest.files[int(manifest.chunks.file[at])].removeprefix("../")
+    chunk = int(manifest.chunks.file.argmax())
+    name = manifest.files[int(manifest.chunks.file[chunk])].removeprefix("../")
     path = root / "steps" / name
     data = bytearray(path.read_bytes())
-    data[int(manifest.chunks.byte_start[at])] ^= 1
+    data[int(manifest.chunks.byte_start[chunk])] ^= 1
     path.unlink()
     if damage != "gone":
         path.write_bytes(data if damage == "flip" else data[:4200])
     assert first.prefix in f"steps/{name}"
-    found = ckpt.verify(str(root)).damage
-    assert found and all(one.file == f"steps/{name}" for one in found)
+    reported = ckpt.verify(str(root)).damage
+    assert reported and all(one.file == f"steps/{name}" for one in reported)
     state = lora_at(0)
     with pytest.raises((CheckpointError, StorageError), match=name.replace(".", r"\.")):
         ckpt.load(state, str(root))

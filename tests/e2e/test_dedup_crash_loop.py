@@ -98,14 +98,14 @@ def test_nothing_promised_or_referred_to_is_lost(
     cases = list(itertools.product(range(1, total + 1), faults, (False, True), ("before", "after")))
     chosen = rng.sample(cases, scale.count(20, len(cases)))
     struck = 0
-    for number, (at, fault, forever, mode) in enumerate(chosen):
+    for number, (nth, fault, forever, mode) in enumerate(chosen):
         history = History()
         store = RecordingStore(open_store(f"memory://{name}-{number}"), history)
-        plan = FaultPlan(at, kill=fault != "fails", mode=mode, forever=forever)  # type: ignore[arg-type]
+        plan = FaultPlan(nth, kill=fault != "fails", mode=mode, forever=forever)  # type: ignore[arg-type]
         promised = _save_under_fault(store, plan, whole_job=fault == "kills-job")
         struck += plan.happened
-        what = plan.operations[at - 1] if plan.happened else "nothing"
-        label = f"operation {at} of {total} {fault} {mode}, for ever: {forever}: {what}"
+        what = plan.operations[nth - 1] if plan.happened else "nothing"
+        label = f"operation {nth} of {total} {fault} {mode}, for ever: {forever}: {what}"
         _check_recovery(store, history, promised, label)
     assert struck >= 0.9 * len(chosen)  # ranks race, so a run may end a few operations early
 
@@ -117,9 +117,9 @@ def test_a_power_loss_takes_nothing_that_was_promised_or_referred_to(
     total = _operations(open_store(f"memory://{name}-dry"))
     cases = list(itertools.product(range(1, total + 1), ("before", "after")))
     lost = 0
-    for at, mode in rng.sample(cases, scale.count(8, len(cases))):
-        disk = PowerLossStore(open_store(f"memory://{name}-{at}-{mode}"))
-        plan = FaultPlan(at, kill=True, mode=mode)  # type: ignore[arg-type]
+    for nth, mode in rng.sample(cases, scale.count(8, len(cases))):
+        disk = PowerLossStore(open_store(f"memory://{name}-{nth}-{mode}"))
+        plan = FaultPlan(nth, kill=True, mode=mode)  # type: ignore[arg-type]
         promised = _save_under_fault(disk, plan, whole_job=True)
         lost += len(disk.lose_power())
         newest = live_entries(disk)[-1].step

@@ -46,10 +46,10 @@ def test_every_flipped_bit_of_what_is_referred_to_is_refused_or_harmless(
     ]
     chunks = manifest.chunks
     needed: dict[str, list[range]] = {}
-    for at in range(len(chunks)):
-        start = int(chunks.byte_start[at])
-        place = range(start, start + manifest.chunk_nbytes(at))
-        needed.setdefault(keys[int(chunks.file[at])], []).append(place)
+    for chunk in range(len(chunks)):
+        start = int(chunks.byte_start[chunk])
+        place = range(start, start + manifest.chunk_nbytes(chunk))
+        needed.setdefault(keys[int(chunks.file[chunk])], []).append(place)
     refused = 0
     for key, bit in rng.sample(bits, scale.count(80, 20_000)):
         state = lora_at(0)

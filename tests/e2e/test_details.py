@@ -159,8 +159,8 @@ def _same(a: Any, b: Any, where: str = "") -> None:
             _same(a[key], b[key], f"{where}.{key}")
     elif isinstance(a, list):
         assert len(a) == len(b), where
-        for at, (x, y) in enumerate(zip(a, b, strict=True)):
-            _same(x, y, f"{where}.{at}")
+        for index, (x, y) in enumerate(zip(a, b, strict=True)):
+            _same(x, y, f"{where}.{index}")
     else:
         assert a == b, where
 
@@ -305,10 +305,10 @@ def _fp32_momentum(base: str) -> None:
         assert _local(loaded).dtype == torch.bfloat16
         assert torch.equal(_local(saved), _local(loaded))
         wanted = trainings[0]["optim"].state[saved]["momentum_buffer"]
-        found = trainings[1]["optim"].state[loaded]["momentum_buffer"]
-        assert found.dtype == torch.float32
-        assert isinstance(found, DTensor)
-        assert torch.equal(_local(wanted), _local(found))
+        loaded_momentum = trainings[1]["optim"].state[loaded]["momentum_buffer"]
+        assert loaded_momentum.dtype == torch.float32
+        assert isinstance(loaded_momentum, DTensor)
+        assert torch.equal(_local(wanted), _local(loaded_momentum))
 
 
 def _batch_norm(base: str) -> list[str]:

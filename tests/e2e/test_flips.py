@@ -36,7 +36,7 @@ class FlippedStore(WrappedStore):
 
     def __init__(self, inner: Store, key: str, bit: int) -> None:
         super().__init__(inner)
-        self.key, self.at, self.mask = key, bit // 8, 1 << bit % 8
+        self.key, self.offset, self.mask = key, bit // 8, 1 << bit % 8
 
     def get(self, key: str, byte_range: ByteRange | None = None) -> bytes:
         data = self.inner.get(key, byte_range)
@@ -53,8 +53,8 @@ class FlippedStore(WrappedStore):
             start += len(buffer)
 
     def _flip(self, data: memoryview, start: int) -> None:
-        if start <= self.at < start + len(data):
-            data[self.at - start] ^= self.mask
+        if start <= self.offset < start + len(data):
+            data[self.offset - start] ^= self.mask
 
 
 def _full(seed: int) -> dict[str, torch.Tensor]:
@@ -118,15 +118,15 @@ def _outcome(store: Store, state: dict[str, Any]) -> Exception | None:
     return None
 
 
-def _expected_block(saved: Saved, key: str, at: int) -> str | None:
+def _expected_block(saved: Saved, key: str, offset: int) -> str | None:
     """What the error for a changed byte of a data file must say; None outside of all tensors."""
     chunks = saved.manifest.chunks
     for chunk in range(len(chunks)):
         name = saved.manifest.files[int(chunks.file[chunk])]
         start = int(chunks.byte_start[chunk])
-        if key.endswith(name) and start <= at < start + saved.manifest.chunk_nbytes(chunk):
+        if key.endswith(name) and start <= offset < start + saved.manifest.chunk_nbytes(chunk):
             fqn = saved.manifest.fqns[saved.manifest.tensor_of(chunk)]
-            return f"{key}: block {(at - start) // BLOCK_NBYTES} of {fqn!r}"
+            return f"{key}: block {(offset - start) // BLOCK_NBYTES} of {fqn!r}"
     return None
 
 
@@ -172,10 +172,10 @@ def test_every_byte_of_every_tensor_is_covered_by_a_checksum(saved: Saved) -> No
         name = saved.manifest.files[int(chunks.file[chunk])]
         (key,) = (k for k in saved.nbytes if k.endswith(name))
         start, nbytes = int(chunks.byte_start[chunk]), saved.manifest.chunk_nbytes(chunk)
-        for at in {*range(start, start + nbytes, BLOCK_NBYTES), start + nbytes - 1}:
-            error = _outcome(FlippedStore(saved.store, key, 8 * at + 7), _state(5))
+        for offset in {*range(start, start + nbytes, BLOCK_NBYTES), start + nbytes - 1}:
+            error = _outcome(FlippedStore(saved.store, key, 8 * offset + 7), _state(5))
             assert isinstance(error, LoadInterrupted)
-            assert str(_expected_block(saved, key, at)) in str(error)
+            assert str(_expected_block(saved, key, offset)) in str(error)
             count += 1
     assert count > 50
 
@@ -188,11 +188,11 @@ def test_every_block_is_checked_by_loads_of_parts_and_of_shared_blocks(saved: Sa
         name = saved.manifest.files[int(chunks.file[chunk])]
         (key,) = (k for k in saved.nbytes if k.endswith(name))
         start, nbytes = int(chunks.byte_start[chunk]), saved.manifest.chunk_nbytes(chunk)
-        for at in range(start, start + nbytes, BLOCK_NBYTES):
-            flipped = FlippedStore(saved.store, key, 8 * at + 3)
+        for offset in range(start, start + nbytes, BLOCK_NBYTES):
+            flipped = FlippedStore(saved.store, key, 8 * offset + 3)
             states = [_state(5, rank, size) for rank in range(size)]
             with pytest.raises(RanksFailed) as caught:
                 Job(size, lambda rank, s=flipped: s).load(states.__getitem__)  # type: ignore[misc]
             errors = list(caught.value.errors.values())
             assert {type(error) for error in errors} == {LoadInterrupted} and len(errors) == size
-            assert str(_expected_block(saved, key, at)) in str(errors[0])
+            assert str(_expected_block(saved, key, offset)) in str(errors[0])

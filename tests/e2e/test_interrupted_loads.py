@@ -123,11 +123,11 @@ def scene(request: pytest.FixtureRequest) -> Scene:
     return _scene(request.node.name)
 
 
-def _change(store: Store, part: str, at: int) -> str:
+def _change(store: Store, part: str, offset: int) -> str:
     """Flip a bit in the object whose key has `part`; returns the key."""
     key = max(info.key for info in store.list("") if part in info.key)
     data = bytearray(store.get(key))
-    data[at] ^= 4
+    data[offset] ^= 4
     store.delete(key)
     store.put_if_absent(key, bytes(data))
     return key
@@ -285,19 +285,19 @@ def test_states_that_do_not_fit_are_left_alone(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize(
-    ("part", "at", "kind"),
+    ("part", "offset", "kind"),
     [("MANIFEST", 30, Corrupt), ("log/", 30, Corrupt), ("FORMAT", 30, Corrupt)],
     ids=["manifest", "log", "format"],
 )
 def test_damage_that_shows_before_the_data_leaves_the_state_alone(
-    scene: Scene, part: str, at: int, kind: type[CheckpointError]
+    scene: Scene, part: str, offset: int, kind: type[CheckpointError]
 ) -> None:
-    key = _change(scene.store, part, at)
+    key = _change(scene.store, part, offset)
     error = scene.failure()
     assert type(error) is kind
     assert key in str(error)
     assert scene.is_untouched()
-    _change(scene.store, part, at)
+    _change(scene.store, part, offset)
     scene.load_in_peace()
 
 
@@ -334,10 +334,10 @@ def test_every_operation_of_a_load_may_fail(
     total = _operations(_scene(request.node.name))
     assert total >= 8
     interrupted = untouched = 0
-    for at in range(1, total + 1):
+    for nth in range(1, total + 1):
         scene = _scene(request.node.name)
         kill = fault == "kills-rank"
-        plan = FaultPlan(at, kill=kill, mode=mode, forever=fault == "fails-for-ever")
+        plan = FaultPlan(nth, kill=kill, mode=mode, forever=fault == "fails-for-ever")
         stores = [FaultyStore(scene.store, plan) for _ in range(SIZE)]
         try:
             scene.load(stores.__getitem__)
@@ -346,7 +346,7 @@ def test_every_operation_of_a_load_may_fail(
         else:
             # A look at a log slot that is still free has failed already: nothing to inject after.
             assert mode == "after"
-            assert plan.operations[at - 1][1].startswith("log/")
+            assert plan.operations[nth - 1][1].startswith("log/")
             assert [_bits(state) for state in scene.states] == scene.good
             continue
         alive = [error for error in errors.values() if not isinstance(error, Killed)]
@@ -361,7 +361,7 @@ def test_every_operation_of_a_load_may_fail(
                     scene.states[rank]["optim"].step()
         else:
             untouched += 1
-            assert scene.is_untouched(), f"operation {at} of {total}: {plan.operations[at - 1]}"
+            assert scene.is_untouched(), f"operation {nth} of {total}: {plan.operations[nth - 1]}"
         if not kill:
             assert "injected into" in str(alive[0])
         scene.load_in_peace()

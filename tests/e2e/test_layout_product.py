@@ -44,9 +44,9 @@ def _chunk(length: int, size: int, rank: int) -> slice:
 
 def _along(dim: int) -> Layout:
     def layout(shape: tuple[int, ...], size: int, rank: int) -> Part:
-        at = min(dim, len(shape) - 1)
+        cut_dim = min(dim, len(shape) - 1)
         cut = [slice(0, n) for n in shape]
-        cut[at] = _chunk(shape[at], size, rank)
+        cut[cut_dim] = _chunk(shape[cut_dim], size, rank)
         return Part(tuple(cut), (rank,))
 
     return layout
@@ -59,7 +59,7 @@ def _flat(shape: tuple[int, ...], size: int, rank: int) -> Part:
 def _lopsided(shape: tuple[int, ...], size: int, rank: int) -> Part:
     """Runs of very different lengths, as members of one flat parameter get them."""
     numel = torch.Size(shape).numel()
-    cuts = [0, *(numel * (at + 1) ** 2 // (size + 1) ** 2 for at in range(size - 1)), numel]
+    cuts = [0, *(numel * (index + 1) ** 2 // (size + 1) ** 2 for index in range(size - 1)), numel]
     return Part(slice(cuts[rank], cuts[rank + 1]), (rank,))
 
 
@@ -139,7 +139,10 @@ def _regions(part: Part, local: tuple[int, ...]) -> list[tuple[Box | Span, Box]]
     if not part.slices:
         return [(Box((0,) * len(local), local), whole(local))]
     row, rest = (1, *local[1:]), (0,) * (len(local) - 1)
-    return [(Box((at, *rest), row), Box((i, *rest), row)) for i, at in enumerate(part.slices)]
+    return [
+        (Box((row_index, *rest), row), Box((i, *rest), row))
+        for i, row_index in enumerate(part.slices)
+    ]
 
 
 class Plain(nn.Module):
@@ -171,14 +174,14 @@ def _state(layout: str, size: int, rank: int, seed: int, *, stepped: bool = True
 
 def _expect(state: dict[str, Any], good: dict[str, Any]) -> None:
     assert state["step"] == good["step"]
-    found, wanted = state["optim"], good["optim"]
-    assert found.param_groups[0]["lr"] == wanted.param_groups[0]["lr"]
+    loaded, wanted = state["optim"], good["optim"]
+    assert loaded.param_groups[0]["lr"] == wanted.param_groups[0]["lr"]
     for name in SHAPES:
         parameter, expected = state["model"].get_parameter(name), good["model"].get_parameter(name)
         assert torch.equal(parameter, expected), name
         if parameter.numel() == 0:
             continue  # a rank that holds nothing needs no state
-        entries = found.state[parameter], wanted.state[expected]
+        entries = loaded.state[parameter], wanted.state[expected]
         assert entries[0].keys() == entries[1].keys() == {"step", "exp_avg", "exp_avg_sq"}
         for key, value in entries[1].items():
             assert value.dtype == entries[0][key].dtype
@@ -201,8 +204,8 @@ def test_what_a_layout_saves_every_layout_loads(
     for n in SIZES:
         store = open_store(f"memory://{request.node.name}-{n}")
         _saved(layout, n, store)
-        for at, (target, m) in enumerate(CASES):
-            states = [_state(target, m, rank, seed=5, stepped=bool(at % 3)) for rank in range(m)]
+        for index, (target, m) in enumerate(CASES):
+            states = [_state(target, m, rank, seed=5, stepped=bool(index % 3)) for rank in range(m)]
             Job(m, lambda rank, store=store: store).load(lambda r, states=states: states[r])
             for rank, state in enumerate(states):
                 _expect(state, _state(target, m, rank, seed=3))

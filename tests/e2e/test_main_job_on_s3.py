@@ -109,8 +109,8 @@ def test_save_on_three_load_on_two_and_export(server: S3Server, url: str, tmp_pa
             good["optim"].state_dict()["state"].values(),
             strict=True,
         )
-        for found, wanted in pairs:
-            assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+        for moments, wanted in pairs:
+            assert all(torch.equal(moments[name], wanted[name]) for name in wanted)
     assert [info.step for info in ckpt.list_steps(url, storage_options=options)] == [1, 2]
     assert ckpt.verify(url, storage_options=options).ok
     target = tmp_path / "model.safetensors"
@@ -163,11 +163,11 @@ def test_a_crash_at_any_operation_loses_nothing_that_was_promised(
         job.save(lambda rank: state_at(2, rank, SIZE), step=2)
     total = len(dry.operations)
     modes: tuple[Literal["before", "after"], ...] = ("before", "after")
-    every = [(at, kill, mode) for at in range(1, total + 1) for kill in (0, 1) for mode in modes]
-    for at, kill, mode in rng.sample(every, scale.count(5, len(every))):
-        url = f"s3://{bucket}/{at}-{kill}-{mode}"
-        plan = FaultPlan(at, kill=bool(kill), mode=mode)
-        label = f"operation {at} of {total}, kill={kill}, {mode}"
+    every = [(nth, kill, mode) for nth in range(1, total + 1) for kill in (0, 1) for mode in modes]
+    for nth, kill, mode in rng.sample(every, scale.count(5, len(every))):
+        url = f"s3://{bucket}/{nth}-{kill}-{mode}"
+        plan = FaultPlan(nth, kill=bool(kill), mode=mode)
+        label = f"operation {nth} of {total}, kill={kill}, {mode}"
         with Stores(server, url) as stores:
             promised = _save_under_fault(stores, plan)
             newest = live_entries(stores(0))[-1].step

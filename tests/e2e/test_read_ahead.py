@@ -41,7 +41,9 @@ class CountingReader:
 
 
 def _runs(rounds: int, nbytes: int) -> list[SharedRun]:
-    return [SharedRun(at * nbytes, (at + 1) * nbytes, 0, (1,), at) for at in range(rounds)]
+    return [
+        SharedRun(index * nbytes, (index + 1) * nbytes, 0, (1,), index) for index in range(rounds)
+    ]
 
 
 @pytest.mark.parametrize("budget", [0, 25, 100, 10_000])

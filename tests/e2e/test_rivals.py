@@ -69,10 +69,10 @@ def _check_root(store: Store, steps: list[int]) -> None:
 
 
 class AtOperation(FaultPlan):
-    """Runs `action` when the `at`-th operation is about to happen, then lets it happen."""
+    """Runs `action` when the `nth` operation is about to happen, then lets it happen."""
 
-    def __init__(self, at: int, action: Callable[[], None]) -> None:
-        super().__init__(at)
+    def __init__(self, nth: int, action: Callable[[], None]) -> None:
+        super().__init__(nth)
         self.action = action
 
     def strikes(self, operation: str, key: str) -> bool:
@@ -122,22 +122,22 @@ def test_a_zombie_that_wakes_up_anywhere_in_its_save_mixes_nothing(
         if operation[0] == "put_if_absent" and operation[1].startswith("log/")
     )
     assert commit > 10
-    for at in range(1, total + 1):
+    for nth in range(1, total + 1):
         history = History()
-        store = RecordingStore(open_store(f"memory://{name}-{at}"), history)
+        store = RecordingStore(open_store(f"memory://{name}-{nth}"), history)
         asleep = FaultyStore(store, FaultPlan(0))
         older = Job(SIZE, lambda rank, asleep=asleep: asleep)
         rival = Job(3, lambda rank, store=store: store)
         _save(older, 1)
-        asleep.plan = AtOperation(at, lambda rival=rival: _save(rival, 9))
-        if at <= commit:
-            assert _errors(older, 2) == {Fenced}, dry.operations[at - 1]
+        asleep.plan = AtOperation(nth, lambda rival=rival: _save(rival, 9))
+        if nth <= commit:
+            assert _errors(older, 2) == {Fenced}, dry.operations[nth - 1]
         else:
             # What follows the commit only looks once more at what was written: it stands.
             _save(older, 2)
         assert _errors(older, 3) == {Fenced}
         _save(rival, 10)
-        _check_root(store, [1, 9, 10] if at <= commit else [1, 2, 9, 10])
+        _check_root(store, [1, 9, 10] if nth <= commit else [1, 2, 9, 10])
         assert check_written_once(store, history) == []
 
 

@@ -123,7 +123,7 @@ def make_increments() -> list[Sample]:
             division = divide(
                 chunks,
                 [digest_of([data]) for data in stored],
-                lambda at, stored=stored: block_checksums(stored[at], BLOCK_BYTES),
+                lambda index, stored=stored: block_checksums(stored[index], BLOCK_BYTES),
                 known=known[rank] if known else {},
                 allowed=[attempt.attempt for attempt in INCREMENTS],
             )
@@ -157,7 +157,7 @@ def _rank(
 ) -> tuple[str, bytes, Part]:
     chunks = _chunks(writes)
     if division is not None:
-        chunks = [chunks[at] for at in division.written]
+        chunks = [chunks[index] for index in division.written]
     stored = [region_bytes(_INFOS[chunk.fqn], chunk.region, trained) for chunk in chunks]
     digests = no_digests()
     values = encode_values(VALUES) if rank == 0 else b""

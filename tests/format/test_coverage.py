@@ -44,15 +44,15 @@ def test_partitions_are_accepted_and_damaged_ones_refused(seed: int) -> None:
     assert cover_problem(regions, shape) is None and covers(regions, shape)
     for _ in range(10):
         damaged = list(boxes)
-        at = rng.randrange(len(damaged))
-        box = damaged[at]
+        index = rng.randrange(len(damaged))
+        box = damaged[index]
         dim = rng.randrange(len(shape))
         offset = list(box.offset)
         offset[dim] = rng.randrange(0, shape[dim] - box.shape[dim] + 1)
-        damaged[at] = Box(tuple(offset), box.shape)
+        damaged[index] = Box(tuple(offset), box.shape)
         if rng.random() < 0.3:
             other = rng.randrange(len(damaged))
-            damaged[other] = damaged[at]
+            damaged[other] = damaged[index]
         assert (cover_problem(list(damaged), shape) is None) == covers(list(damaged), shape)
 
 
@@ -63,7 +63,7 @@ def test_overlap_with_a_gap_of_the_same_size_is_found() -> None:
 
 
 def test_a_grid_with_one_cell_twice_is_found() -> None:
-    cells: list[Region] = [Box(at, (1, 1)) for at in ((0, 0), (0, 0), (0, 1), (1, 1))]
+    cells: list[Region] = [Box(offset, (1, 1)) for offset in ((0, 0), (0, 0), (0, 1), (1, 1))]
     assert cover_problem(cells, (2, 2)) is not None
 
 

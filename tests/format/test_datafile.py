@@ -93,11 +93,11 @@ def test_large_chunks_are_aligned_to_cache_lines_and_small_ones_are_neighbours()
     """A step counter between the moments of a parameter does not shift what comes behind it."""
     kinds = {"uint8": (40_000, 1), "float32": (8192, 1), "bfloat16": (20_001, 33), "int64": (3, 1)}
     chunks = []
-    for at in range(5):
+    for index in range(5):
         for dtype, (rows, columns) in kinds.items():
             shape = (rows, columns)
             nbytes = rows * columns * DTYPES[dtype].itemsize
-            chunks.append(StoredChunk(f"{at}.{dtype}", dtype, shape, whole(shape), nbytes, 0))
+            chunks.append(StoredChunk(f"{index}.{dtype}", dtype, shape, whole(shape), nbytes, 0))
     chunks.sort(key=order_key)
     layout = layout_data_file(chunks, block_bytes=1 << 20, metadata={})
     offsets = layout.offsets.tolist()
@@ -209,10 +209,10 @@ def test_every_flipped_bit_of_header_or_checksums_raises() -> None:
     text_end = len(data[:4096].rstrip()) if len(index.header) == 4096 else len(index.header)
     places = [*range(text_end + 8), *range(text_end + 8, len(index.header), 97)]
     places += range(index.checksum_offset, len(data))
-    for at in places:
+    for offset in places:
         for bit in range(8):
             flipped = bytearray(data)
-            flipped[at] ^= 1 << bit
+            flipped[offset] ^= 1 << bit
             with pytest.raises((Corrupt, UnsupportedFormat)):
                 index_of(bytes(flipped))
 

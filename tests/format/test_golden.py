@@ -74,14 +74,14 @@ def test_golden_increments_have_the_bytes_that_were_saved_in_whatever_directory(
         manifest = decode_manifest((GOLDEN_REFERENCES / prefix / "MANIFEST").read_bytes())
         assert manifest.header == header
         assert manifest.references == ((INCREMENTS[0].attempt,) if trained else ())
-        for at in range(len(manifest.chunks)):
-            key = file_key(prefix, manifest.files[int(manifest.chunks.file[at])])
+        for chunk in range(len(manifest.chunks)):
+            key = file_key(prefix, manifest.files[int(manifest.chunks.file[chunk])])
             data = (GOLDEN_REFERENCES / key).read_bytes()
-            start = int(manifest.chunks.byte_start[at])
-            stored = data[start : start + manifest.chunk_nbytes(at)]
-            info = TENSORS[manifest.tensor_of(at)]
-            assert stored == region_bytes(info, manifest.region(at), trained)
-            assert manifest.digests[at].tobytes() == digest_of([stored])
+            start = int(manifest.chunks.byte_start[chunk])
+            stored = data[start : start + manifest.chunk_nbytes(chunk)]
+            info = TENSORS[manifest.tensor_of(chunk)]
+            assert stored == region_bytes(info, manifest.region(chunk), trained)
+            assert manifest.digests[chunk].tobytes() == digest_of([stored])
 
 
 def test_encoders_still_write_the_golden_increments() -> None:
@@ -102,10 +102,10 @@ def test_golden_increments_can_be_salvaged() -> None:
 def dump(data: bytes, base: int = 0) -> str:
     """Hex lines as FORMAT.md shows them."""
     lines = []
-    for at in range(0, len(data), 16):
-        row = data[at : at + 16]
+    for offset in range(0, len(data), 16):
+        row = data[offset : offset + 16]
         text = "".join(chr(byte) if 32 <= byte < 127 else "." for byte in row)
-        lines.append(f"{base + at:06x}  {row.hex(' '):47}  {text}".rstrip())
+        lines.append(f"{base + offset:06x}  {row.hex(' '):47}  {text}".rstrip())
     return "\n".join(lines)
 
 
@@ -139,9 +139,9 @@ def _wrapped(names: bytes) -> str:
 def test_worked_example_of_the_specification_is_true(name: str) -> None:
     """FORMAT.md's listings, byte for byte, are what the encoders write for the sample."""
     pattern = rf"<!-- example:{name} -->\n+```\n(.*?)\n```"
-    found = re.search(pattern, FORMAT_MD.read_text(encoding="utf-8"), re.DOTALL)
-    assert found is not None, f"FORMAT.md has no listing {name!r}"
-    shown = found[1]
+    listing = re.search(pattern, FORMAT_MD.read_text(encoding="utf-8"), re.DOTALL)
+    assert listing is not None, f"FORMAT.md has no listing {name!r}"
+    shown = listing[1]
     if name == "header":
         shown = shown.replace("\n", "")
         assert shown.encode("utf-8").decode("latin-1") == documented_dumps()[name]

@@ -93,10 +93,10 @@ def test_body_is_plain_msgpack() -> None:
 
 def test_every_flipped_bit_raises() -> None:
     """All bits of a small manifest: none decodes."""
-    for at in range(len(ENCODED)):
+    for offset in range(len(ENCODED)):
         for bit in range(8):
             flipped = bytearray(ENCODED)
-            flipped[at] ^= 1 << bit
+            flipped[offset] ^= 1 << bit
             with pytest.raises((Corrupt, UnsupportedFormat)):
                 decode_manifest(bytes(flipped))
 
@@ -114,10 +114,10 @@ def test_forged_bits_raise_or_decode_to_a_consistent_manifest() -> None:
     tensors.
     """
     body = ENCODED[24:-32]
-    for at in range(len(body)):
-        for bit in {at % 8, (at + 3) % 8}:
+    for offset in range(len(body)):
+        for bit in {offset % 8, (offset + 3) % 8}:
             flipped = bytearray(body)
-            flipped[at] ^= 1 << bit
+            flipped[offset] ^= 1 << bit
             try:
                 manifest = decode_manifest(envelope(bytes(flipped)))
             except (Corrupt, UnsupportedFormat):
@@ -282,9 +282,9 @@ def edited(rank: int, **changes: Any) -> list[Part]:
     return [replace(part, **changes) if part.rank == rank else part for part in SAMPLE.parts]
 
 
-def chunk_changed(name: str, at: int, value: int) -> list[Part]:
+def chunk_changed(name: str, chunk: int, value: int) -> list[Part]:
     values = getattr(SAMPLE.parts[1], name).copy()
-    values[at] = value
+    values[chunk] = value
     return edited(1, **{name: values})
 
 

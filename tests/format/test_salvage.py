@@ -50,10 +50,10 @@ def test_any_damaged_byte_is_found() -> None:
     """Every 13th byte of a file changed: the report names the file, and no manifest comes out."""
     name = NAMES[0]
     data = SAMPLE.files[name]
-    for at in [*range(0, 900, 13), *range(4096, len(data), 7)]:
+    for offset in [*range(0, 900, 13), *range(4096, len(data), 7)]:
         damaged = bytearray(data)
-        damaged[at] ^= 0x10
-        store = store_of(f"damaged-{at}", {**SAMPLE.files, name: bytes(damaged)})
+        damaged[offset] ^= 0x10
+        store = store_of(f"damaged-{offset}", {**SAMPLE.files, name: bytes(damaged)})
         report = salvage(store, STEP_DIR)
         assert report.manifest is None and name in " ".join(report.problems)
 

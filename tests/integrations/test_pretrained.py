@@ -123,7 +123,7 @@ def test_a_pretrained_model_goes_in_and_comes_out_fine_tuned(tmp_path: Path) -> 
     optimizer = torch.optim.AdamW(twin.parameters(), lr=RATE)
     train(twin, optimizer, batch, SHARDED_STEPS + RESUMED_STEPS)
     with torch.no_grad():
-        expected, found = embeddings(twin, batch), embeddings(exported.eval(), batch)
-    torch.testing.assert_close(found, expected, rtol=0, atol=2e-6)
+        expected, got = embeddings(twin, batch), embeddings(exported.eval(), batch)
+    torch.testing.assert_close(got, expected, rtol=0, atol=2e-6)
     assert (expected - untrained).abs().max() > 1e-2, "the training should show"
-    assert json.loads((target / "config.json").read_text())["hidden_size"] == found.shape[1]
+    assert json.loads((target / "config.json").read_text())["hidden_size"] == got.shape[1]

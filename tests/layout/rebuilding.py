@@ -34,15 +34,15 @@ def rebuilt(layout: ModuleLayout) -> dict[str, torch.Tensor]:
 def held(owned: Owned) -> list[tuple[Piece, torch.Tensor]]:
     """The pieces of `owned` with their elements, in the order of each region, flat."""
     assert not owned.local.requires_grad
-    found = []
+    pieces = []
     for view in owned.views:
         window = seen_through(owned.local, view.window)
         for piece in view.pieces:
             assert is_inside(piece.region, piece.global_shape), piece
             assert is_inside(piece.local_region, tuple(window.shape)), piece
             assert piece.region.numel == piece.local_region.numel, piece
-            found.append((piece, taken(window, piece.local_region).clone()))
-    return found
+            pieces.append((piece, taken(window, piece.local_region).clone()))
+    return pieces
 
 
 def seen_through(local: torch.Tensor, window: Window | None) -> torch.Tensor:
@@ -92,15 +92,15 @@ def assembled(gathered: list[list[tuple[Piece, torch.Tensor]]]) -> dict[str, tor
                 holders_of[piece.fqn] = torch.zeros(math.prod(shape), dtype=torch.int64)
             target = full[piece.fqn]
             assert target.shape == shape and target.dtype == piece.dtype == flat.dtype
-            at = _element_numbers(piece.region, shape)
+            numbers = _element_numbers(piece.region, shape)
             bits = holders_of[piece.fqn]
-            assert not (bits[at] >> rank & 1).any(), f"{piece.fqn}: held twice by rank {rank}"
-            bits[at] |= 1 << rank
-            target.view(-1)[at] = flat
-            claims.append((piece, at))
-    for piece, at in claims:
+            assert not (bits[numbers] >> rank & 1).any(), f"{piece.fqn}: held twice by rank {rank}"
+            bits[numbers] |= 1 << rank
+            target.view(-1)[numbers] = flat
+            claims.append((piece, numbers))
+    for piece, numbers in claims:
         claimed = sum(1 << rank for rank in piece.holders)
-        assert (holders_of[piece.fqn][at] == claimed).all(), f"{piece}: other ranks hold it"
+        assert (holders_of[piece.fqn][numbers] == claimed).all(), f"{piece}: other ranks hold it"
     for fqn, bits in holders_of.items():
         assert (bits != 0).all(), f"{fqn}: elements that nobody holds"
     return full

@@ -24,9 +24,9 @@ STRIDED = _StridedShard(0, split_factor=2)
 
 
 def _torch_keeps(
-    numbers: torch.Tensor, placements: list[Placement], mesh: Shape, at: Shape
+    numbers: torch.Tensor, placements: list[Placement], mesh: Shape, coordinate: Shape
 ) -> torch.Tensor:
-    for placement, count, index in zip(placements, mesh, at, strict=True):
+    for placement, count, index in zip(placements, mesh, coordinate, strict=True):
         if isinstance(placement, Shard | _StridedShard):
             parts, _ = placement._split_tensor(numbers, count, with_padding=False, contiguous=False)
             numbers = parts[index]
@@ -34,10 +34,10 @@ def _torch_keeps(
 
 
 def _we_keep(
-    numbers: torch.Tensor, placements: list[Placement], mesh: Shape, at: Shape
+    numbers: torch.Tensor, placements: list[Placement], mesh: Shape, coordinate: Shape
 ) -> torch.Tensor:
     shape = tuple(numbers.shape)
-    local_shape, boxes = boxes_kept(shape, cuts_of("t", placements, mesh, at))
+    local_shape, boxes = boxes_kept(shape, cuts_of("t", placements, mesh, coordinate))
     local = torch.full(local_shape, -1)
     for region, local_region in boxes:
         taken_here = taken(numbers, region).view(region.shape)
@@ -80,11 +80,11 @@ def test_cuts_are_those_of_torch(placements: list[Placement], mesh: Shape) -> No
         if even_only and not _is_even((rows, columns), placements, mesh):
             continue
         numbers = torch.arange(rows * columns).view(rows, columns)
-        for at in itertools.product(*map(range, mesh)):
-            theirs = _torch_keeps(numbers, placements, mesh, at)
-            ours = _we_keep(numbers, placements, mesh, at)
-            assert ours.numel() == theirs.numel(), (rows, columns, at)
-            assert torch.equal(ours.flatten(), theirs.flatten()), (rows, columns, at)
+        for coordinate in itertools.product(*map(range, mesh)):
+            theirs = _torch_keeps(numbers, placements, mesh, coordinate)
+            ours = _we_keep(numbers, placements, mesh, coordinate)
+            assert ours.numel() == theirs.numel(), (rows, columns, coordinate)
+            assert torch.equal(ours.flatten(), theirs.flatten()), (rows, columns, coordinate)
 
 
 @needs_uneven_strided_shards
@@ -94,15 +94,15 @@ def test_fsdp2_cuts_what_tensor_parallel_has_left(fsdp: int, tp: int) -> None:
     differs = False
     for rows in range(20):
         numbers = torch.arange(rows)
-        for at in itertools.product(range(fsdp), range(tp)):
+        for coordinate in itertools.product(range(fsdp), range(tp)):
             placements = [_StridedShard(0, split_factor=tp), S0]
-            cuts = cuts_of("t", placements, (fsdp, tp), at)
+            cuts = cuts_of("t", placements, (fsdp, tp), coordinate)
             _, boxes = boxes_kept((rows,), outermost_last(cuts))
             ours = torch.cat([taken(numbers, region) for region, _ in boxes])
             shards = Shard._custom_chunk(numbers, tp, dim=0)
-            theirs = Shard._custom_chunk(shards[at[1]], fsdp, dim=0)[at[0]]
+            theirs = Shard._custom_chunk(shards[coordinate[1]], fsdp, dim=0)[coordinate[0]]
             assert torch.equal(ours, theirs)
-            by_definition = _torch_keeps(numbers, placements, (fsdp, tp), at)
+            by_definition = _torch_keeps(numbers, placements, (fsdp, tp), coordinate)
             even = rows % (fsdp * tp) == 0
             assert not even or torch.equal(ours, by_definition)
             differs |= not torch.equal(ours, by_definition)

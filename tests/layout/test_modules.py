@@ -48,8 +48,8 @@ def test_names_are_those_of_the_state_dict() -> None:
     module.register_buffer("scratch", torch.ones(2), persistent=False)
     layout = describe_module(module, ALONE)
     assert clean(layout)
-    found = {*names(layout.params), *names(layout.buffers), *layout.aliases}
-    assert found == set(module.state_dict())
+    described = {*names(layout.params), *names(layout.buffers), *layout.aliases}
+    assert described == set(module.state_dict())
     assert names(layout.params) == [name for name, _ in module.named_parameters()]
     assert layout.aliases == {"head.weight": "embed.weight"}
     assert set(layout.owned_by_param) == {id(param) for param in module.parameters()}

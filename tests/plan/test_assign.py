@@ -26,11 +26,11 @@ def test_every_byte_goes_to_exactly_one_bin_and_cuts_are_at_units() -> None:
         items = _random_items(random_)
         taken = defaultdict(list)
         for bin_ in share_evenly(items, random_.randint(1, 9)):
-            for at, start, stop in bin_:
-                taken[at].append((start, stop))
-        for at, item in enumerate(items):
+            for index, start, stop in bin_:
+                taken[index].append((start, stop))
+        for index, item in enumerate(items):
             position = 0
-            for start, stop in sorted(taken[at]):
+            for start, stop in sorted(taken[index]):
                 assert start == position
                 assert stop == item.nbytes or stop % MIB == 0
                 position = stop

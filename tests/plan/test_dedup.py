@@ -58,7 +58,7 @@ def is_referenced(
     allowed: tuple[str, ...] = (BASE,),
 ) -> bool:
     before = known(chunk())
-    division = divide([now], [digest], lambda at: sums, known=before, allowed=allowed)
+    division = divide([now], [digest], lambda index: sums, known=before, allowed=allowed)
     assert bool(division.written) != bool(division.referenced)
     return not division.written
 
@@ -105,8 +105,8 @@ def test_a_box_that_is_one_run_is_the_span_that_it_is() -> None:
 def test_checksums_are_asked_for_only_where_digests_agree() -> None:
     asked: list[int] = []
 
-    def checksums_of(at: int) -> np.ndarray:
-        asked.append(at)
+    def checksums_of(index: int) -> np.ndarray:
+        asked.append(index)
         return SUMS
 
     chunks = [chunk(), chunk(fqn="v"), chunk(dtype="int32")]
@@ -120,7 +120,7 @@ def test_neighbours_are_one_range_and_strangers_are_not() -> None:
     before: dict[Identity, KnownChunk] = {}
     for entry, start in zip(chunks, (4192, 4096, 4144, 4296), strict=True):
         before |= known(entry, byte_start=start)
-    division = divide(chunks, [b"d" * 32] * 4, lambda at: SUMS, known=before, allowed=[BASE])
+    division = divide(chunks, [b"d" * 32] * 4, lambda index: SUMS, known=before, allowed=[BASE])
     assert division.ranges == (FileRange(FILE.name, 4096, 4240), FileRange(FILE.name, 4296, 4344))
     (columns,) = division.referenced
     assert [entry.fqn for entry in columns.chunks] == ["b", "c", "a", "d"]
@@ -135,9 +135,9 @@ def test_what_is_too_scattered_is_written(monkeypatch: pytest.MonkeyPatch) -> No
         before |= known(entry_, byte_start=start)
     monkeypatch.setattr(dedup, "RANGES_MAX", 2)
     digests = [b"d" * 32] * 3
-    division = divide(chunks, digests, lambda at: SUMS, known=before, allowed=[BASE])
+    division = divide(chunks, digests, lambda index: SUMS, known=before, allowed=[BASE])
     assert division == ((0, 1, 2), (), ())
-    division = divide(chunks[:2], digests[:2], lambda at: SUMS, known=before, allowed=[BASE])
+    division = divide(chunks[:2], digests[:2], lambda index: SUMS, known=before, allowed=[BASE])
     assert division.written == () and len(division.ranges) == 2
 
 
@@ -197,8 +197,8 @@ class Training:
         allowed = _allowed(held, self.live, lambda e: self.nbytes[e.attempt])
         before = self.holders or [""] * len(self.sizes)
         self.holders = [
-            holder if holder in allowed and not is_changed(at) else attempt
-            for at, holder in enumerate(before)
+            holder if holder in allowed and not is_changed(index) else attempt
+            for index, holder in enumerate(before)
         ]
         own = sum(s for s, h in zip(self.sizes, self.holders, strict=True) if h == attempt)
         references = tuple(set(self.holders) - {attempt})
@@ -222,7 +222,7 @@ def test_frozen_weights_stay_in_the_first_checkpoint_for_ever() -> None:
     """95 % frozen, 1,000 saves: no save but the first writes more than the rest."""
     training = Training([1] * 100, keep=3)
     for _ in range(1000):
-        training.save(lambda at: at >= 95)
+        training.save(lambda index: index >= 95)
     assert training.written[0] == 100 and set(training.written[1:]) == {5}
     assert len(training.live) == 4 and training.on_disk == 100 + 3 * 5
 
@@ -232,7 +232,7 @@ def test_a_few_adapters_that_rest_now_and_then_cost_no_full_save(rng: random.Ran
     without touching the frozen rest."""
     training = Training([1] * 1000, keep=3)
     for _ in range(500):
-        training.save(lambda at: at >= 950 and rng.random() < 2 / 3)
+        training.save(lambda index: index >= 950 and rng.random() < 2 / 3)
     assert max(training.written[1:]) <= 50
     assert len(training.live) <= 3 + ATTEMPTS_MAX + 1
 
@@ -244,7 +244,7 @@ def test_disk_use_is_bounded_whatever_changes(
     """Every chunk changes with the same probability at every save, the worst for references."""
     training = Training([rng.randrange(1, 9) for _ in range(200)], keep=2)
     for _ in range(scale.count(150, 5000)):
-        training.save(lambda at: rng.random() < part)
+        training.save(lambda index: rng.random() < part)
         others = kept_alive([training.live[-1].attempt], training.live)
         others.remove(training.live[-1].attempt)
         assert len(others) <= ATTEMPTS_MAX

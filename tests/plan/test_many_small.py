@@ -20,13 +20,13 @@ def _small(count: int = 40) -> dict[str, torch.Tensor]:
     """Small tensors of several dtypes and shapes, some of them strided, between larger ones."""
     torch.manual_seed(0)
     state: dict[str, torch.Tensor] = {}
-    for at in range(count):
-        state[f"a{at:03d}"] = torch.randn(7, 3)
-        state[f"b{at:03d}"] = torch.randn(5, 9).t()
-        state[f"c{at:03d}"] = torch.randint(0, 100, (11,), dtype=torch.int64)[::2]
-        state[f"d{at:03d}"] = torch.tensor(at)
-        state[f"e{at:03d}"] = torch.randn(3, dtype=torch.bfloat16)
-        state[f"f{at:03d}"] = torch.randn(4, dtype=torch.complex64).conj()
+    for index in range(count):
+        state[f"a{index:03d}"] = torch.randn(7, 3)
+        state[f"b{index:03d}"] = torch.randn(5, 9).t()
+        state[f"c{index:03d}"] = torch.randint(0, 100, (11,), dtype=torch.int64)[::2]
+        state[f"d{index:03d}"] = torch.tensor(index)
+        state[f"e{index:03d}"] = torch.randn(3, dtype=torch.bfloat16)
+        state[f"f{index:03d}"] = torch.randn(4, dtype=torch.complex64).conj()
     state["a020.large"] = torch.randn(50_000)
     state["empty"] = torch.empty(0, 3)
     return state
@@ -89,8 +89,8 @@ def test_a_changed_bit_in_a_small_tensor_is_found_and_named(tmp_path: Path) -> N
     report = ckpt.save(state, str(tmp_path / "run"), step=0)
     file = next(Path(report.path).glob("*.safetensors"))
     data = bytearray(file.read_bytes())
-    at = data.find(state["a013"].numpy().tobytes())
-    data[at] ^= 1
+    offset = data.find(state["a013"].numpy().tobytes())
+    data[offset] ^= 1
     file.chmod(0o644)
     file.write_bytes(data)
     with pytest.raises(ckpt.LoadInterrupted, match="a013"):
@@ -101,8 +101,8 @@ def test_small_tensors_between_large_ones_are_read_by_one_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a rank does that needs all step counters of another rank's file, and no more of it."""
-    moments = {f"p{at:03d}.exp_avg": torch.randn(1 << 14) for at in range(100)}
-    steps = {f"p{at:03d}.step": torch.tensor(float(at)) for at in range(100)}
+    moments = {f"p{index:03d}.exp_avg": torch.randn(1 << 14) for index in range(100)}
+    steps = {f"p{index:03d}.step": torch.tensor(float(index)) for index in range(100)}
     url = str(tmp_path / "run")
     ckpt.save(moments | steps, url, step=0)
     requests = []

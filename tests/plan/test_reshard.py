@@ -73,7 +73,7 @@ def test_touched_units_are_exactly_those_with_a_wanted_element(shape: Shape, uni
             numbers = np.arange(math.prod(patch.source_shape)).reshape(patch.source_shape)
             elements = numbers[_slices(patch.source_box)].ravel() + patch.source_base
             runs = touched(patch, unit)
-            units = [at for first, last in runs for at in range(first, last)]
+            units = [unit_index for first, last in runs for unit_index in range(first, last)]
             assert units == sorted(set((elements // unit).tolist()))
             assert all(a[1] < b[0] for a, b in itertools.pairwise(runs))
 

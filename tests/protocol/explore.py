@@ -43,8 +43,8 @@ class Choices:
     def choose(self, options: list[tuple[str, int]]) -> str:
         """One of the (label, cost) options that the budget allows; the first one costs nothing."""
         allowed = [option for option in options if option[1] <= self.budget]
-        at = len(self.made)
-        index = self.prefix[at] if at < len(self.prefix) else 0
+        depth = len(self.made)
+        index = self.prefix[depth] if depth < len(self.prefix) else 0
         self.made.append((index, len(allowed)))
         label, cost = allowed[index]
         self.budget -= cost
@@ -212,9 +212,9 @@ def explore(
             run = Run(store, choices, pool, outside)
             run.go(actors())
             runs += 1
-            found = run.errors + check(store)
-            if found:
-                return runs, [*found, "choices: " + "; ".join(choices.told)]
+            problems = run.errors + check(store)
+            if problems:
+                return runs, [*problems, "choices: " + "; ".join(choices.told)]
             following = choices.next_prefix()
             if following is None:
                 return runs, []

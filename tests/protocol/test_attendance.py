@@ -69,8 +69,8 @@ class Ranks:
                     if turn == rank % 3:
                         ledger.update()
                     if turn == (rank + 1) % 3:
-                        found = ledger.concerns()
-                        self.said[rank] = {(one.rank, one.kind): one for one in found}
+                        concerns = ledger.concerns()
+                        self.said[rank] = {(one.rank, one.kind): one for one in concerns}
 
     def step(self) -> None:
         for rank in range(len(self.calls)):
@@ -159,8 +159,8 @@ def test_a_board_that_does_not_answer_is_noticed_by_who_does_not_wait_for_it() -
     ledger._asked, ledger._is_asking = ranks.now, True  # in a request that never returns
     for _ in range(round((SILENT_SECONDS + 3) / PERIOD_SECONDS)):
         ranks.now += PERIOD_SECONDS
-        found = ledger.concerns()
-    assert [(one.rank, one.kind) for one in found] == [(0, "silent")]
+        concerns = ledger.concerns()
+    assert [(one.rank, one.kind) for one in concerns] == [(0, "silent")]
 
 
 def test_it_costs_two_requests_a_rank_and_period() -> None:

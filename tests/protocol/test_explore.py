@@ -75,8 +75,8 @@ class Scenario:
             return
 
     def check(self, store: Store) -> list[str]:
-        found = check_all(store, self.history)
-        return found or check_fresh_session(store)
+        problems = check_all(store, self.history)
+        return problems or check_fresh_session(store)
 
 
 def save(session: Session, store: Store, step: int, history: History) -> None:
@@ -105,13 +105,13 @@ CASES: dict[str, Callable[[Scenario], dict[str, Callable[[Store], None]]]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_every_schedule_and_fault_keeps_the_promises(case: str, scale: Scale) -> None:
     scenario = Scenario()
-    runs, found = explore(
+    runs, problems = explore(
         scenario.make,
         lambda: CASES[case](scenario),
         scenario.check,
         budget=scale.count(1 if len(CASES[case](scenario)) > 2 else 2, 3),
     )
-    assert not found, f"run {runs}: " + "\n".join(found)
+    assert not problems, f"run {runs}: " + "\n".join(problems)
     assert runs > 50
 
 
@@ -144,5 +144,5 @@ def test_search_finds_planted_bug(
         except CheckpointError as error:
             return [f"I: {error}"]
 
-    _, found = explore(scenario.make, lambda: CASES["two jobs"](scenario), check, budget=2)
-    assert found and found[0].startswith(promise), found
+    _, problems = explore(scenario.make, lambda: CASES["two jobs"](scenario), check, budget=2)
+    assert problems and problems[0].startswith(promise), problems

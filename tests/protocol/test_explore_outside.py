@@ -111,12 +111,12 @@ class _Outside(Scenario):
         if self.is_over and slots != list(range(len(slots))):
             return self._broken(store, slots)
         try:
-            found = [text for text in super().check(store) if not self._was_told_off(text)]
-            if not found and self.copy is not None and self.then is not None:
-                found = check_all(self.copy, self.then) or check_fresh_session(self.copy)
+            problems = [text for text in super().check(store) if not self._was_told_off(text)]
+            if not problems and self.copy is not None and self.then is not None:
+                problems = check_all(self.copy, self.then) or check_fresh_session(self.copy)
         except CheckpointError as error:
             return [f"I9: {error}"]
-        return found
+        return problems
 
     def _broken(self, store: Store, slots: list[int]) -> list[str]:
         """Of a log that has a hole, because a record was sent while the backup was restored: nobody
@@ -154,8 +154,8 @@ def test_no_moment_of_a_copy_or_a_rollback_breaks_a_promise(
     name: str, budget: int, scale: Scale
 ) -> None:
     scenario = _Outside()
-    runs, found = _explore(scenario, getattr(scenario, name), scale.count(budget, budget + 1))
-    assert not found, f"run {runs}: " + "\n".join(found)
+    runs, problems = _explore(scenario, getattr(scenario, name), scale.count(budget, budget + 1))
+    assert not problems, f"run {runs}: " + "\n".join(problems)
     assert runs > 10
 
 
@@ -204,12 +204,12 @@ class _Linked:
 
     def check(self, store: Store) -> list[str]:
         try:
-            found = check_epochs(store)
+            problems = check_epochs(store)
         except CheckpointError as error:
             return [f"I5: {error}"]
         if len(set(self.epochs)) < len(self.epochs):
-            found.append(f"I4: two jobs won one slot: their epochs are {self.epochs}")
-        return found
+            problems.append(f"I4: two jobs won one slot: their epochs are {self.epochs}")
+        return problems
 
 
 def _explore_links(
@@ -246,8 +246,8 @@ def _explore_links(
 def test_hard_links_of_others_let_no_two_writers_win(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runs, found = _explore_links(_Linked(tmp_path), monkeypatch, 2)
-    assert not found, f"run {runs}: " + "\n".join(found)
+    runs, problems = _explore_links(_Linked(tmp_path), monkeypatch, 2)
+    assert not problems, f"run {runs}: " + "\n".join(problems)
     assert runs > 50
 
 

@@ -21,10 +21,10 @@ def _directories(root: Path) -> list[int]:
     return sorted(int(path.name.split("-")[0]) for path in (root / "steps").iterdir())
 
 
-@pytest.mark.parametrize("at", ["safetensors", "MANIFEST", "log/"])
+@pytest.mark.parametrize("written_key", ["safetensors", "MANIFEST", "log/"])
 @pytest.mark.parametrize("is_done", [False, True])
 def test_an_interrupted_save_is_swept_by_the_next_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str, is_done: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written_key: str, is_done: bool
 ) -> None:
     root = tmp_path / "run"
     ckpt.save(_state(1), str(root), step=1)
@@ -33,7 +33,7 @@ def test_an_interrupted_save_is_swept_by_the_next_one(
         real = getattr(LocalStore, name)
 
         def call(self: LocalStore, key: str, *args: Any, **kwargs: Any) -> Any:
-            if at not in key:
+            if written_key not in key:
                 return real(self, key, *args, **kwargs)
             if is_done:
                 made = real(self, key, *args, **kwargs)
@@ -51,7 +51,8 @@ def test_an_interrupted_save_is_swept_by_the_next_one(
         with pytest.raises(KeyboardInterrupt):
             ckpt.save(_state(2), str(root), step=2)
     ckpt.save(_state(3), str(root), step=3)
-    landed = at == "log/"  # sent or not, its outcome was open, and the next save has settled it
+    # Sent or not, the outcome of the record was open, and the next save has settled it.
+    landed = written_key == "log/"
     assert _directories(root) == ([1, 2, 3] if landed else [1, 3])
     assert [step.step for step in ckpt.list_steps(str(root))] == _directories(root)
     assert not list(root.rglob(".tmp-*"))

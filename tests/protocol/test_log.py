@@ -53,8 +53,8 @@ def sealed(body: Any) -> bytes:
 
 
 def fields_of(data: bytes) -> dict[str, Any]:
-    found: dict[str, Any] = msgpack.unpackb(data[len(RECORD_MAGIC) : -4])
-    return found
+    fields: dict[str, Any] = msgpack.unpackb(data[len(RECORD_MAGIC) : -4])
+    return fields
 
 
 def test_record_comes_back_equal() -> None:

@@ -469,9 +469,9 @@ def test_read_only_root_is_an_error_of_the_store() -> None:
 class Power(WrappedStore):
     """Ends the process at its n-th operation: before it, or after it was applied; or fails it."""
 
-    def __init__(self, inner: Store, at: int, how: str) -> None:
+    def __init__(self, inner: Store, nth: int, how: str) -> None:
         super().__init__(inner)
-        self.left, self.how, self.used = at, how, 0
+        self.left, self.how, self.used = nth, how, 0
 
     def _step(self, apply: Callable[[], object]) -> object:
         self.used += 1
@@ -521,16 +521,16 @@ def life(store: Store, history: History) -> None:
 def test_every_operation_of_a_life_may_fail_or_kill(
     how: str, back_end: str, tmp_path: Path
 ) -> None:
-    for at in range(1, 1000):
+    for nth in range(1, 1000):
         history = History()
-        inner = MemoryStore() if back_end == "memory" else open_store(str(tmp_path / str(at)))
+        inner = MemoryStore() if back_end == "memory" else open_store(str(tmp_path / str(nth)))
         bottom = RecordingStore(inner, history)
         history.acknowledged.append(save(claim(bottom), 1).attempt)
-        power = Power(bottom, at, how)
+        power = Power(bottom, nth, how)
         with contextlib.suppress(Gone, StorageError, OutcomeUnknown):
             life(power, history)
-        found = check_all(bottom, history) + check_fresh_session(bottom)
-        assert not found, f"operation {at} {how}: " + "\n".join(found)
+        problems = check_all(bottom, history) + check_fresh_session(bottom)
+        assert not problems, f"operation {nth} {how}: " + "\n".join(problems)
         if power.left > 0:  # this life ended before its turn came
             break
-    assert 20 < at < 999
+    assert 20 < nth < 999

@@ -132,10 +132,10 @@ class UploadingStore(WrappedStore):
 
     def abort_unfinished(self, prefix: str) -> int:
         with self._lock:
-            found = [upload for upload, key in self.uploads.items() if key.startswith(prefix)]
-            for upload in found:
+            unfinished = [upload for upload, key in self.uploads.items() if key.startswith(prefix)]
+            for upload in unfinished:
                 del self.uploads[upload]
-        return len(found)
+        return len(unfinished)
 
 
 class ThreadTarget(Target):

@@ -62,7 +62,7 @@ def wrong_pieces(
 
 
 def save_under_every_engine(directory: str) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
+    problems: dict[str, list[str]] = {}
     for engine in ENGINES:
         training = built(engine)
         url = os.path.join(directory, engine)
@@ -78,16 +78,16 @@ def save_under_every_engine(directory: str) -> dict[str, list[str]]:
             report = pending.result(60)
         # BatchNorm statistics and step counts; a little for each.
         assert report.counters["blocking_bytes"] < 1000, (engine, report.counters)
-        found[engine] = [
+        problems[engine] = [
             problem for problem in wrong_pieces(url, 1, expected) if "running" not in problem
         ]
         assert ckpt.verify(url, 1).ok if dist.get_rank() == 0 else True
-    return found
+    return problems
 
 
 def test_every_engine_stores_the_state_of_the_call(tmp_path: Path) -> None:
-    for found in run_ranks(2, save_under_every_engine, str(tmp_path), timeout_seconds=150):
-        assert found == {engine: [] for engine in ENGINES}
+    for problems in run_ranks(2, save_under_every_engine, str(tmp_path), timeout_seconds=150):
+        assert problems == {engine: [] for engine in ENGINES}
 
 
 def save_replicas_and_step(directory: str) -> list[str]:

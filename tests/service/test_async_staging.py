@@ -111,7 +111,7 @@ def optimizer_in_backward() -> Run:
     def train() -> None:
         model(torch.randn(16, 8)).square().mean().backward()
 
-    state = {f"optim{at}": one for at, one in enumerate(optimizers.values())}
+    state = {f"optim{index}": one for index, one in enumerate(optimizers.values())}
     return Run({"model": model, **state}, train)
 
 

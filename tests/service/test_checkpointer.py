@@ -350,8 +350,8 @@ def _data_start(data: bytes) -> int:
     return 8 + int.from_bytes(data[:8], "little")
 
 
-def _flipped(data: bytes, at: int) -> bytes:
-    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+def _flipped(data: bytes, offset: int) -> bytes:
+    return data[:offset] + bytes([data[offset] ^ 1]) + data[offset + 1 :]
 
 
 @pytest.fixture

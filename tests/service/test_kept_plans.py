@@ -189,7 +189,7 @@ def test_a_state_that_is_gone_is_not_kept_alive() -> None:
 
 def test_tensors_that_are_gone_are_not_kept_alive() -> None:
     """Without a module: a plan goes with the first of its tensors."""
-    state = {f"t{at}": torch.zeros(4) for at in range(3)}
+    state = {f"t{index}": torch.zeros(4) for index in range(3)}
     ckpt.save(state, f"{URL}-bare", step=0)
     plans = open_root(f"{URL}-bare").memory.plans
     assert not plans.is_empty

@@ -83,8 +83,8 @@ class Slow(WrappedStore):
 
 
 def telemetry_of(store: Store) -> list[Telemetry]:
-    found = [read_telemetry(store, entry.prefix) for entry in Log(store).state().live]
-    return [one for one in found if one is not None]
+    telemetry = [read_telemetry(store, entry.prefix) for entry in Log(store).state().live]
+    return [one for one in telemetry if one is not None]
 
 
 # What is told -------------------------------------------------------------------------------------
@@ -291,7 +291,9 @@ def test_history_is_bounded_and_so_is_what_is_kept_of_texts() -> None:
 
 
 def test_a_thousand_ranks_take_little_room() -> None:
-    spans = tuple(PhaseSpan(phase, 1e9 + at, 1.5, 1 << 33) for at, phase in enumerate("abcdefgh"))
+    spans = tuple(
+        PhaseSpan(phase, 1e9 + index, 1.5, 1 << 33) for index, phase in enumerate("abcdefgh")
+    )
     told = [RankReport(spans, 0.01, 3)] * 1000
     made = SaveHistory().describe(totals_at(1), told, ())
     assert len(encode_telemetry(made)) < 400_000 and len(told[0].encode()) < 600
@@ -303,8 +305,8 @@ def test_a_thousand_ranks_take_little_room() -> None:
 def good() -> dict[str, Any]:
     spans = (PhaseSpan("write", 100.0, 1.0, 10),)
     made = SaveHistory().describe(totals_at(1), [RankReport(spans, 0.0, 0)] * 2, ["w"])
-    found: dict[str, Any] = json.loads(encode_telemetry(made))
-    return found
+    fields: dict[str, Any] = json.loads(encode_telemetry(made))
+    return fields
 
 
 @pytest.mark.parametrize(
@@ -341,10 +343,14 @@ def test_hostile_telemetry_is_refused(path: tuple[Any, ...], value: Any) -> None
 
 @settings(max_examples=100, deadline=None)
 @given(st.binary(max_size=200), st.integers(0, 10_000))
-def test_any_bytes_are_telemetry_or_corrupt(noise: bytes, at: int) -> None:
+def test_any_bytes_are_telemetry_or_corrupt(noise: bytes, offset: int) -> None:
     data = json.dumps(good()).encode()
-    at %= len(data)
-    for hostile in (noise, data[:at] + noise + data[at + len(noise) :], b"[" * 10_000 + noise):
+    offset %= len(data)
+    for hostile in (
+        noise,
+        data[:offset] + noise + data[offset + len(noise) :],
+        b"[" * 10_000 + noise,
+    ):
         with suppress(Corrupt):
             decode_telemetry(hostile)
 
@@ -353,8 +359,8 @@ def test_any_bytes_are_telemetry_or_corrupt(noise: bytes, at: int) -> None:
 
 
 def lines(caplog: pytest.LogCaptureFixture, event: str) -> list[dict[str, Any]]:
-    found = [json.loads(JsonLines().format(record)) for record in caplog.records]
-    return [line for line in found if line.get("event") == event]
+    logged = [json.loads(JsonLines().format(record)) for record in caplog.records]
+    return [line for line in logged if line.get("event") == event]
 
 
 def test_one_line_for_each_save_and_restore(caplog: pytest.LogCaptureFixture) -> None:
@@ -404,9 +410,9 @@ def test_metrics_for_prometheus() -> None:
     metrics(SaveFailed(9, ValueError("planted")))
 
     def value(name: str, **labels: str) -> float:
-        found = registry.get_sample_value(name, labels)
-        assert found is not None, name
-        return found
+        sample = registry.get_sample_value(name, labels)
+        assert sample is not None, name
+        return sample
 
     saved = [event for event in events if isinstance(event, SaveSucceeded)]
     assert [type(event) for event in events] == [Restored] + [SaveSucceeded] * 3

@@ -34,7 +34,7 @@ NUMEL = 40_000  # four tensors of 160 kB: long enough to be retired in the middl
 
 
 def state_of(step: int) -> dict[str, Any]:
-    return {**{f"t{at}": torch.full((NUMEL,), float(step)) for at in range(4)}, "step": step}
+    return {**{f"t{index}": torch.full((NUMEL,), float(step)) for index in range(4)}, "step": step}
 
 
 def is_of_one_step(state: dict[str, Any]) -> bool:
@@ -52,13 +52,13 @@ def _quiet() -> Iterator[None]:
 class RetiredWhileRead(WrappedStore):
     """Calls `retire` before the n-th ranged read of a data file, once for each number."""
 
-    def __init__(self, inner: Store, at: set[int], retire: Callable[[], None]) -> None:
+    def __init__(self, inner: Store, reads: set[int], retire: Callable[[], None]) -> None:
         super().__init__(inner)
-        self._at, self._retire, self._reads = at, retire, 0
+        self._retire_at, self._retire, self._reads = reads, retire, 0
 
     def get_into(self, key: str, start: int, buffers: Any) -> None:
         self._reads += 1
-        if self._reads in self._at:
+        if self._reads in self._retire_at:
             self._retire()
         self.inner.get_into(key, start, buffers)
 
@@ -81,16 +81,18 @@ def _writer_over(store: Store) -> Callable[[], None]:
     return advance
 
 
-@pytest.mark.parametrize("at", [{1}, {2}, {3}, {1, 2, 3, 4, 5, 6, 7}])
-def test_a_load_of_the_latest_begins_anew_when_it_is_retired(tmp_path: Path, at: set[int]) -> None:
+@pytest.mark.parametrize("reads", [{1}, {2}, {3}, {1, 2, 3, 4, 5, 6, 7}])
+def test_a_load_of_the_latest_begins_anew_when_it_is_retired(
+    tmp_path: Path, reads: set[int]
+) -> None:
     """On a disk, so that the files are really gone; reads are small, so that there are several."""
     advance = _writer_over(open_store(str(tmp_path)))
     advance()
-    store = RetiredWhileRead(open_store(str(tmp_path)), at, advance)
+    store = RetiredWhileRead(open_store(str(tmp_path)), reads, advance)
     state = state_of(-1)
     options = LoadOptions(path=ReadPath(request_nbytes_max=1 << 17))
     report = load_state(state, store=store, world=SoloWorld(), step=None, options=options)
-    assert report.step == state["step"] == 1 + len(at)
+    assert report.step == state["step"] == 1 + len(reads)
     assert is_of_one_step(state)
 
 
@@ -151,10 +153,10 @@ def _look(url: str, until: float, stop: threading.Event) -> tuple[int, int]:
     looks = gone = 0
     while time.monotonic() < until and not stop.is_set():
         try:
-            with ckpt.open(url) as found:
-                step = found.values["step"]
-                assert found.step == step
-                assert torch.equal(found["t2"], torch.full((NUMEL,), float(step)))
+            with ckpt.open(url) as opened:
+                step = opened.values["step"]
+                assert opened.step == step
+                assert torch.equal(opened["t2"], torch.full((NUMEL,), float(step)))
             looks += 1
         except (KeyNotFoundError, NoCheckpoint):
             gone += 1  # said clearly: whoever holds a checkpoint open opens the next one

@@ -55,8 +55,8 @@ def entry(slot: int, step: int | None = None, **changes: object) -> LiveEntry:
 
 def plan(entries: list[LiveEntry], rule: KeepRule, ages: dict[int, float] | None = None):
     known = ages or {}
-    found = [LiveCheckpoint(one, NOW - known.get(one.slot, 0.0)) for one in entries]
-    return plan_retention(found, rule, now_unix=NOW)
+    candidates = [LiveCheckpoint(one, NOW - known.get(one.slot, 0.0)) for one in entries]
+    return plan_retention(candidates, rule, now_unix=NOW)
 
 
 def kept(planned: RetentionPlan) -> list[int]:
@@ -270,8 +270,8 @@ def root_with(steps: int, clock: list[float]) -> tuple[MemoryStore, Session]:
 def test_a_plan_is_carried_out_and_only_then_anything_is_deleted() -> None:
     store, session = root_with(5, [100.0])
     before = [info.key for info in store.list("")]
-    found = candidates_of(session.log, session.state(), KeepLatest(2), {})
-    planned = plan_retention(found, KeepLatest(2), now_unix=0.0)
+    candidates = candidates_of(session.log, session.state(), KeepLatest(2), {})
+    planned = plan_retention(candidates, KeepLatest(2), now_unix=0.0)
     assert planned.describe().splitlines()[0].startswith("retire step 1 (e000001-")
     assert [info.key for info in store.list("")] == before
     gone, stayed = carry_out(planned, session.retire)
@@ -282,17 +282,17 @@ def test_a_plan_is_carried_out_and_only_then_anything_is_deleted() -> None:
 
 def test_what_was_pinned_after_the_plan_was_made_stays() -> None:
     store, session = root_with(4, [100.0])
-    found = candidates_of(session.log, session.state(), KeepLatest(1), {})
-    planned = plan_retention(found, KeepLatest(1), now_unix=0.0)
-    Maintenance.open(store).pin(found[1].entry.attempt)
+    candidates = candidates_of(session.log, session.state(), KeepLatest(1), {})
+    planned = plan_retention(candidates, KeepLatest(1), now_unix=0.0)
+    Maintenance.open(store).pin(candidates[1].entry.attempt)
     gone, stayed = carry_out(planned, session.retire)
     assert [one.step for one in gone] == [3, 1] and "pinned" in stayed[0]
 
 
 def test_carrying_out_stops_when_told_to() -> None:
     _, session = root_with(4, [100.0])
-    found = candidates_of(session.log, session.state(), KeepLatest(1), {})
-    planned = plan_retention(found, KeepLatest(1), now_unix=0.0)
+    candidates = candidates_of(session.log, session.state(), KeepLatest(1), {})
+    planned = plan_retention(candidates, KeepLatest(1), now_unix=0.0)
     answers = iter([False, True])
     gone, _ = carry_out(planned, session.retire, stop=lambda: next(answers))
     assert [one.step for one in gone] == [3]
@@ -303,9 +303,9 @@ def test_ages_are_read_from_the_log_once_and_only_where_they_matter() -> None:
     log = Log(store)
     assert [c for _, c in candidates_of(log, session.state(), KeepLatest(1), {})] == [0.0] * 3
     rule = KeepLatest(1) | KeepYounger(5.0)
-    found = candidates_of(log, session.state(), rule, {})
-    assert [committed for _, committed in found] == [110.0, 120.0, 130.0]
-    known = {one.attempt: 7.0 for one, _ in found}
+    candidates = candidates_of(log, session.state(), rule, {})
+    assert [committed for _, committed in candidates] == [110.0, 120.0, 130.0]
+    known = {one.attempt: 7.0 for one, _ in candidates}
     assert [c for _, c in candidates_of(log, session.state(), rule, known)] == [7.0] * 3
 
 

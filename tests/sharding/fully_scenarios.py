@@ -63,13 +63,13 @@ class _Run:
 
 
 def _run_here(module: str, names: Sequence[str]) -> None:
-    found = importlib.import_module(module)
+    scenarios = importlib.import_module(module)
     for name in names:
         dist.barrier()
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                getattr(found, name)()
+                getattr(scenarios, name)()
         except BaseException as error:
             raise AssertionError(f"{name}: {type(error).__name__}: {error}") from error
 
@@ -117,12 +117,12 @@ def train(model: Any, *, steps: int = 4, optimizer: Any = None, clip: float = 0.
 
 def values(model: nn.Module) -> dict[str, torch.Tensor]:
     """The full parameters by bare name, gathered by torch's DTensor."""
-    found = {}
+    by_name = {}
     for name, param in model.named_parameters():
         bare = name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
         whole: Any = param.detach()
-        found[bare] = whole.full_tensor().clone() if hasattr(whole, "full_tensor") else whole
-    return found
+        by_name[bare] = whole.full_tensor().clone() if hasattr(whole, "full_tensor") else whole
+    return by_name
 
 
 def reference(

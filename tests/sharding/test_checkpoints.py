@@ -80,10 +80,10 @@ def load_and_save(
         training.step(99)
     state = {**training.state, "steps": 0}
     ckpt.load(state, source)
-    found = gathered(training)
+    loaded = gathered(training)
     ckpt.save(state, target, step=3)
     training.step(5)  # what was loaded can be trained
-    return found
+    return loaded
 
 
 def plain(optimizer: str, root: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:

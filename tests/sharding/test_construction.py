@@ -403,9 +403,9 @@ def synced(hybrid: bool) -> tuple[list[list[float]], list[float]]:
 @ranks
 @pytest.mark.parametrize("hybrid", [False, True])
 def test_states_of_the_first_rank_reach_all(hybrid: bool) -> None:
-    found = run_ranks(4, synced, hybrid)
-    assert all(values == found[0][0] for values, _ in found)
-    assert len({tuple(own) for _, own in found}) == 4
+    results = run_ranks(4, synced, hybrid)
+    assert all(values == results[0][0] for values, _ in results)
+    assert len({tuple(own) for _, own in results}) == 4
 
 
 # B17 to B21 --------------------------------------------------------------------------------------

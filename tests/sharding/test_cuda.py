@@ -80,8 +80,8 @@ def forced(device: str) -> None:
             device_id=torch.device(device, 0) if device == "cuda" else torch.device("cpu"),
         )
         assert model.fsdp_unit.settings.is_sharded
-        found = train(model, device)
-        torch.testing.assert_close(torch.tensor(found), torch.tensor(wanted))
+        losses = train(model, device)
+        torch.testing.assert_close(torch.tensor(losses), torch.tensor(wanted))
         for unit in Ours.fsdp_modules(model):
             store = unit.fsdp_unit.store
             assert store is None or store.gathered_nbytes == 0

@@ -153,18 +153,18 @@ def trained_in_parallel(root: str) -> None:
         step_all(model, optimizer, dist.get_rank() // 2)
         with full(model) as params:
             assert isinstance(params["0.up.weight"], DTensor)
-            found = whole(params)
+            trained = whole(params)
         for name, value in values.items():
-            torch.testing.assert_close(found[name], value, msg=f"{orig} {strategy} {name}")
+            torch.testing.assert_close(trained[name], value, msg=f"{orig} {strategy} {name}")
         # Full dicts have the tensors of the model that is not parallel.
-        assert_same(dict(model.state_dict()), found)
+        assert_same(dict(model.state_dict()), trained)
         for form in (StateDictType.SHARDED_STATE_DICT, StateDictType.FULL_STATE_DICT):
             with Ours.state_dict_type(model, form):
                 state = model.state_dict()
             other = parallel(not orig, strategy, seed=2)
             other.load_state_dict(state)
             with full(other) as params:
-                assert_same(whole(params), found)
+                assert_same(whole(params), trained)
         taken = Ours.optim_state_dict(model, optimizer)
         assert taken["state"]["0.up.weight"]["exp_avg"].shape == (8, 6)
         with pytest.raises(NotImplementedError, match="tensor parallel"):
@@ -175,7 +175,7 @@ def trained_in_parallel(root: str) -> None:
         again = torch.optim.Adam(other.parameters(), lr=0.5)
         ckpt.load({"model": other, "optimizer": again}, url)
         with full(other) as params:
-            assert_same(whole(params), found)
+            assert_same(whole(params), trained)
         assert_same(Ours.optim_state_dict(other, again)["state"], taken["state"])
 
 

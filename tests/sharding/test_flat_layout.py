@@ -39,11 +39,11 @@ def check(layout: FlatLayout, sizes: tuple[int, ...], align_to: int) -> None:
     owner = ["filler"] * layout.padded_numel
     for member, size in zip(layout.members, sizes, strict=True):
         assert member.start % align_to == 0 and member.numel == size
-        for at in range(member.start, member.stop):
-            assert owner[at] == "filler"
-            owner[at] = member.fqn
-    gaps = [at for start, stop in layout.gaps for at in range(start, stop)]
-    assert gaps == [at for at, name in enumerate(owner) if name == "filler"]
+        for index in range(member.start, member.stop):
+            assert owner[index] == "filler"
+            owner[index] = member.fqn
+    gaps = [index for start, stop in layout.gaps for index in range(start, stop)]
+    assert gaps == [index for index, name in enumerate(owner) if name == "filler"]
     if align_to > 1:
         assert layout.padded_numel == layout.numel
     chunks = torch.arange(layout.numel).chunk(layout.shard_count) if layout.numel else ()
@@ -61,7 +61,7 @@ def check(layout: FlatLayout, sizes: tuple[int, ...], align_to: int) -> None:
             assert part.numel == len(inside) > 0
             assert start + part.in_shard == member.start + part.in_member == inside[0]
             seen += list(inside)
-    assert sorted(seen) == [at for at, name in enumerate(owner) if name != "filler"]
+    assert sorted(seen) == [index for index, name in enumerate(owner) if name != "filler"]
 
 
 def test_example_35_7_21_3_on_two_ranks() -> None:

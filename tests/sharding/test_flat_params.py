@@ -134,12 +134,12 @@ def test_members_come_back_bit_for_bit_with_their_strides() -> None:
 
 
 def five_on_four() -> tuple[Any, ...]:
-    found = []
+    flats = []
     for wrap in each_engine():
         model = nn.Linear(5, 1, bias=False)
         model.weight.data = torch.arange(1.0, 6.0).view(1, 5)
-        found.append(flat_of(wrap(model)).detach().tolist())
-    return tuple(found)
+        flats.append(flat_of(wrap(model)).detach().tolist())
+    return tuple(flats)
 
 
 def test_five_elements_on_four_ranks_are_padded_with_zeros() -> None:
@@ -195,11 +195,11 @@ class Four(nn.Module):
 
 
 def aligned() -> list[list[int]]:
-    found = []
+    numels = []
     for wrap in each_engine():
         model = wrap(Four(), use_orig_params=True)
-        found.append([param.numel() for param in model.parameters()])
-    return found
+        numels.append([param.numel() for param in model.parameters()])
+    return numels
 
 
 def test_members_start_at_sixteen_bytes() -> None:
@@ -405,7 +405,7 @@ def test_gathered_memory_is_released_outside_of_computing() -> None:
 
 
 def shapes_between() -> list[Any]:
-    found = []
+    shapes = []
     for wrap in each_engine():
         torch.manual_seed(0)
         model = wrap(
@@ -414,8 +414,8 @@ def shapes_between() -> list[Any]:
         out = model(torch.ones(2, 4))
         between = [tuple(p.shape) for p in model.parameters()]
         out.sum().backward()
-        found.append((between, [tuple(p.shape) for p in model.parameters()]))
-    return found
+        shapes.append((between, [tuple(p.shape) for p in model.parameters()]))
+    return shapes
 
 
 def test_kept_parameters_have_full_shapes_between_forward_and_backward() -> None:

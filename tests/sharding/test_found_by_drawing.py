@@ -41,18 +41,18 @@ class Scale(nn.Module):
 
 def state(model: Any, form: str = "FULL_STATE_DICT") -> dict[str, Any]:
     type(model).set_state_dict_type(model, StateDictType[form])
-    found: dict[str, Any] = model.state_dict()
-    return found
+    state_dict: dict[str, Any] = model.state_dict()
+    return state_dict
 
 
 def loads(model: Any, given: dict[str, Any], *, strict: bool = True) -> Any:
     """The missing and unexpected keys, or the name of the exception."""
     type(model).set_state_dict_type(model, StateDictType.FULL_STATE_DICT)
     try:
-        found = model.load_state_dict(given, strict=strict)
+        keys = model.load_state_dict(given, strict=strict)
     except Exception as error:
         return type(error).__name__
-    return found.missing_keys, found.unexpected_keys
+    return keys.missing_keys, keys.unexpected_keys
 
 
 def a_unit_around_one_vector_names_it_in_state_dicts() -> None:
@@ -96,45 +96,45 @@ def a_weight_tied_across_units_is_refused_where_it_is_wrapped() -> None:
 
 def a_wrong_shape_under_a_tied_name_is_refused() -> None:
     for key, strict in itertools.product(("1.first.weight", "1.second.weight"), (True, False)):
-        found = []
+        outcomes = []
         for name in BOTH:
             model = wrapped(name, build("tied"))
             given = {**state(model), key: torch.ones(9, 9)}
-            found.append(loads(model, given, strict=strict))
-        assert found == ["RuntimeError", "RuntimeError"], (key, strict, found)
+            outcomes.append(loads(model, given, strict=strict))
+        assert outcomes == ["RuntimeError", "RuntimeError"], (key, strict, outcomes)
 
 
 def every_name_of_a_tied_weight_is_wanted() -> None:
     for key, strict in itertools.product(("1.first.weight", "1.second.weight"), (True, False)):
-        found = []
+        outcomes = []
         for name in BOTH:
             model = wrapped(name, build("tied"))
             given = state(model)
             value = given[key] + 1.0
             given = {k: v + 1.0 for k, v in given.items() if k != key}
-            found.append(loads(model, given, strict=strict))
+            outcomes.append(loads(model, given, strict=strict))
             if not strict:  # the other name gave it its value
                 kept = full_copies(model)["1.first.weight"]
                 torch.testing.assert_close(kept, value, msg=f"{name} {key}")
         wanted = "RuntimeError" if strict else ([key], [])
-        assert found == [wanted, wanted], (key, found)
+        assert outcomes == [wanted, wanted], (key, outcomes)
 
 
 def missing_keys_come_in_the_order_of_the_model() -> None:
     for kind in ("tied", "batch_norm", "uneven"):
-        found = []
+        outcomes = []
         for name in BOTH:
             model = wrapped(name, build(kind))
             given = state(model)
             last = list(given)[-1]
-            found.append(loads(model, {last: given[last]}, strict=False))
-        assert found[0] == found[1], (kind, found)
-        assert len(found[0][0]) > 4, found
+            outcomes.append(loads(model, {last: given[last]}, strict=False))
+        assert outcomes[0] == outcomes[1], (kind, outcomes)
+        assert len(outcomes[0][0]) > 4, outcomes
 
 
 def dicts_without_norm_counters_load_as_norms_load_them() -> None:
     for has_metadata, strict in itertools.product((False, True), (False, True)):
-        found, counted = [], []
+        outcomes, counted = [], []
         for name in BOTH:
             model = wrapped(name, build("batch_norm"))
             model(torch.ones(3, WIDTH) * torch.arange(3.0).unsqueeze(1))
@@ -142,12 +142,12 @@ def dicts_without_norm_counters_load_as_norms_load_them() -> None:
             (counter,) = [key for key in given if key.endswith("num_batches_tracked")]
             del given[counter]
             given = given if has_metadata else dict(given)
-            found.append(loads(model, given, strict=strict))
+            outcomes.append(loads(model, given, strict=strict))
             counted.append(int(state(model)[counter]))
-        assert found[0] == found[1], (has_metadata, strict, found)
+        assert outcomes[0] == outcomes[1], (has_metadata, strict, outcomes)
         assert counted[0] == counted[1] == 1, counted
         lacks = "RuntimeError" if strict else ([counter], [])
-        assert found[0] == (lacks if has_metadata else ([], [])), found
+        assert outcomes[0] == (lacks if has_metadata else ([], [])), outcomes
 
 
 def how(strategy: str) -> ShardingStrategy:
@@ -167,8 +167,8 @@ def shown(model: Any) -> list[Any]:
 
 def optimizers_find_their_parameters_after_a_backward_in_no_sync() -> None:
     for strategy, orig in itertools.product(("SHARD_GRAD_OP", "NO_SHARD"), (False, True)):
-        found = [shown_after_no_sync(name, strategy, use_orig_params=orig) for name in BOTH]
-        assert found[0] == found[1], (strategy, orig, found)
+        both = [shown_after_no_sync(name, strategy, use_orig_params=orig) for name in BOTH]
+        assert both[0] == both[1], (strategy, orig, both)
         # torch's class fails here with original parameters: held against those of a fresh model.
         low: Any = {"use_orig_params": orig, "mixed_precision": MixedPrecision(param_dtype=BF16)}
         ours = shown_after_no_sync("ours", strategy, **low)
@@ -195,40 +195,40 @@ def policies_by_size_leave_out_norms_that_become_units_themselves() -> None:
     for kind in (nn.BatchNorm1d, nn.LayerNorm, nn.Identity):
         counts = []
         for precision in (None, MixedPrecision(param_dtype=BF16)):
-            found = [units_by_size(name, kind, precision) for name in BOTH]
-            assert found[0] == found[1], (kind, precision, found)
-            counts.append(found[1])
+            units = [units_by_size(name, kind, precision) for name in BOTH]
+            assert units[0] == units[1], (kind, precision, units)
+            counts.append(units[1])
         if kind is nn.BatchNorm1d:
             assert counts[0] != counts[1], counts
 
 
 def names_are_bare_in_summon_under_a_root_without_parameters() -> None:
     for orig in (False, True):
-        found = []
+        names = []
         for name in BOTH:
             model: Any = nn.Sequential(nn.Linear(WIDTH, WIDTH), build("uneven"))
-            for at in (0, 1):
-                model[at] = engine(name)(model[at], use_orig_params=orig)
+            for index in (0, 1):
+                model[index] = engine(name)(model[index], use_orig_params=orig)
             root = engine(name)(model, use_orig_params=orig)
             with type(root).summon_full_params(root):
-                found.append([key for key, _ in root.named_parameters()])
+                names.append([key for key, _ in root.named_parameters()])
             # Only there: outside the names are those of the wrappers, or bare in both.
-            found.append([key for key, _ in root.named_parameters()])
-        assert found[:2] == found[2:], (orig, found)
-        assert found[0][0] == "0.weight", found
+            names.append([key for key, _ in root.named_parameters()])
+        assert names[:2] == names[2:], (orig, names)
+        assert names[0][0] == "0.weight", names
 
 
 def state_dicts_cast_back_only_buffers_that_mixed_precision_casts() -> None:
     precisions = (None, MixedPrecision(param_dtype=BF16), MixedPrecision(buffer_dtype=BF16))
     for precision, to in itertools.product(precisions, (None, torch.float64)):
-        found: list[Any] = []
+        dtypes: list[Any] = []
         for name in BOTH:
             model = wrapped(name, build("batch_norm"), mixed_precision=precision)
             if to is not None:
                 model.to(to)
-            found.append({key: value.dtype for key, value in state(model).items()})
-        assert found[0] == found[1], (precision, to, found)
-    assert found[1]["1.1.running_mean"] is torch.float32, found
+            dtypes.append({key: value.dtype for key, value in state(model).items()})
+        assert dtypes[0] == dtypes[1], (precision, to, dtypes)
+    assert dtypes[1]["1.1.running_mean"] is torch.float32, dtypes
     converted: Callable[[], Any] = lambda: wrapped("ours", build("batch_norm")).to(torch.float64)  # noqa: E731
     assert state(converted())["1.1.running_mean"].dtype is torch.float64
 
@@ -282,13 +282,13 @@ def optimizers_keyed_by_names_go_out_and_in_by_the_names_they_use() -> None:
         given = copy.deepcopy(optimizer.state_dict())
         taken = cls.optim_state_dict(model, optimizer, given)
         assert taken["state"].keys() == build("uneven").state_dict().keys(), where
-        found = cls.optim_state_dict_to_load(model, optimizer, taken, is_named_optimizer=True)
+        to_load = cls.optim_state_dict_to_load(model, optimizer, taken, is_named_optimizer=True)
         # Also members without elements here: such optimizers want an entry for each.
-        assert found["state"].keys() == given["state"].keys() == set(names), where
+        assert to_load["state"].keys() == given["state"].keys() == set(names), where
         for key, value in given["state"].items():
-            kept = found["state"][key]["momentum_buffer"]
+            kept = to_load["state"][key]["momentum_buffer"]
             assert torch.equal(kept, value["momentum_buffer"]), (where, key)
-        assert {*found["param_groups"][0]["params"]} == set(names), where
+        assert {*to_load["param_groups"][0]["params"]} == set(names), where
         if name == "ours":
             for value in optimizer.state.values():
                 value["momentum_buffer"].zero_()
@@ -314,8 +314,8 @@ def names_that_are_no_parameters_are_refused() -> None:
     model(torch.ones(2, WIDTH)).sum().backward()
     plain.step()
     taken = Ours.optim_state_dict(model, plain)
-    found = Ours.optim_state_dict_to_load(model, plain, taken, is_named_optimizer=True)
-    assert {*found["param_groups"][0]["params"]} == {key for key, _ in model.named_parameters()}
+    to_load = Ours.optim_state_dict_to_load(model, plain, taken, is_named_optimizer=True)
+    assert {*to_load["param_groups"][0]["params"]} == {key for key, _ in model.named_parameters()}
 
 
 test_on_two_ranks = claims(

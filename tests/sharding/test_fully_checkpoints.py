@@ -67,9 +67,9 @@ def build(engine: str, seed: int = 0, optimizer: str = "adamw") -> Training:
 
 def shared_folder() -> Path:
     """A new folder, the same on all ranks; the first one's to remove."""
-    found = [tempfile.mkdtemp(prefix="fully-") if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(found)
-    return Path(str(found[0]))
+    folder = [tempfile.mkdtemp(prefix="fully-") if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder)
+    return Path(str(folder[0]))
 
 
 def continues(saver: str, loader: str, *, optimizer: str = "adamw") -> None:
@@ -83,9 +83,9 @@ def continues(saver: str, loader: str, *, optimizer: str = "adamw") -> None:
     if loader.startswith("fully"):
         second.step(99)  # somewhere in the middle of training
     ckpt.load({**second.state, "steps": 0}, str(root))
-    found = [second.step(seed) for seed in (2, 3)]
+    losses = [second.step(seed) for seed in (2, 3)]
     torch.testing.assert_close(
-        torch.tensor(found), torch.tensor(wanted), rtol=1e-5, atol=0.0, msg=f"{saver} {loader}"
+        torch.tensor(losses), torch.tensor(wanted), rtol=1e-5, atol=0.0, msg=f"{saver} {loader}"
     )
     dist.barrier()
     if dist.get_rank() == 0:
@@ -96,13 +96,13 @@ OTHERS = ("fsdp1-flat", "fsdp1-orig", "fsdp2", "ours-flat", "ours-orig", "ddp")
 
 
 def checkpoints_of_other_engines_continue_here() -> None:
-    for at, other in enumerate(OTHERS):
-        continues(other, "fully", optimizer=("adamw", "sgd")[at % 2])
+    for index, other in enumerate(OTHERS):
+        continues(other, "fully", optimizer=("adamw", "sgd")[index % 2])
 
 
 def our_checkpoints_continue_under_other_engines() -> None:
-    for at, other in enumerate(OTHERS):
-        continues("fully", other, optimizer=("sgd", "adamw")[at % 2])
+    for index, other in enumerate(OTHERS):
+        continues("fully", other, optimizer=("sgd", "adamw")[index % 2])
 
 
 def state_dicts_move_between_torchs_fully_shard_and_ours() -> None:
@@ -122,11 +122,11 @@ def full_dicts_come_and_go_by_our_functions_and_by_torchs() -> None:
 
     training, plain = build("fully"), engines.build("plain", "adamw")
     training.step(0)
-    found = state_dicts.model_state_dict(training.model)
+    model_dict = state_dicts.model_state_dict(training.model)
     wanted = full_model(training)
     if dist.get_rank() == 0:
         assert_close(
-            {k: v for k, v in found.items() if v.is_floating_point()},
+            {k: v for k, v in model_dict.items() if v.is_floating_point()},
             {k: v for k, v in wanted.items() if v.is_floating_point()},
             "full",
         )
@@ -233,9 +233,9 @@ def save(engine: str, root: str) -> dict[str, torch.Tensor]:
 def load(engine: str, root: str) -> dict[str, torch.Tensor]:
     training = build(engine, seed=3)
     ckpt.load({**training.state, "steps": 0}, root)
-    found = full_model(training)
+    loaded = full_model(training)
     training.step(1)
-    return found
+    return loaded
 
 
 def test_a_checkpoint_moves_to_other_numbers_of_ranks(tmp_path: Path) -> None:
@@ -245,5 +245,5 @@ def test_a_checkpoint_moves_to_other_numbers_of_ranks(tmp_path: Path) -> None:
         saved = run_ranks(4, save, "fully+tp", root)[0]
         loaded = run_ranks(3, load, "fully", root)
     names = dict(Net().named_parameters())
-    for found in loaded:
-        assert_equal({k: found[k] for k in names}, {k: saved[k] for k in names}, "moved")
+    for model_dict in loaded:
+        assert_equal({k: model_dict[k] for k in names}, {k: saved[k] for k in names}, "moved")

@@ -27,15 +27,15 @@ def comms() -> tuple[Comm, ...]:
 
 def random_sizes(rng: random.Random, size: int) -> list[tuple[int, int]]:
     """Elements of the whole and of a part, for some members; above 64 KiB they are sent alone."""
-    found = []
+    sizes = []
     for _ in range(rng.randint(1, 6)):
         part = rng.choice([0, 1, 3, rng.randint(2, 50), rng.randint(20_000, 40_000)])
         whole = rng.choice([size * part, rng.randint(0, size * part) if part else 0])
         if whole > (size - 1) * part or rng.random() < 0.5:
-            found.append((whole, part))
+            sizes.append((whole, part))
         else:
-            found.append((whole, -(-whole // size)))  # as `torch.chunk` cuts
-    return found
+            sizes.append((whole, -(-whole // size)))  # as `torch.chunk` cuts
+    return sizes
 
 
 def values_of(rank: int, member: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -51,8 +51,8 @@ def everyone_gets_everyones_parts() -> None:
         dtypes = [rng.choice(DTYPES) for _ in sizes]
         for comm in comms():
             members, wanted = [], []
-            for at, ((numel, part), dtype) in enumerate(zip(sizes, dtypes, strict=True)):
-                whole = values_of(0, at, numel, dtype)
+            for index, ((numel, part), dtype) in enumerate(zip(sizes, dtypes, strict=True)):
+                whole = values_of(0, index, numel, dtype)
                 parts = RankParts(torch.full_like(whole, 99), part)
                 parts.of(rank).copy_(RankParts(whole, part).of(rank))
                 members.append(parts)
@@ -72,13 +72,13 @@ def everyone_gets_the_sum_of_its_parts() -> None:
         dtype = rng.choice((torch.float32, torch.bfloat16))
         for comm in comms():
             members = [
-                RankParts(values_of(rank, at, numel, dtype), part)
-                for at, (numel, part) in enumerate(sizes)
+                RankParts(values_of(rank, index, numel, dtype), part)
+                for index, (numel, part) in enumerate(sizes)
             ]
             outs = [torch.full_like(parts.of(rank), 99) for parts in members]
             comm.reduce_scatter(members, outs, pool=BufferPool(), tag=seed).wait()
-            for at, (out, (numel, part)) in enumerate(zip(outs, sizes, strict=True)):
-                whole = torch.stack([values_of(r, at, numel, dtype) for r in range(size)]).sum(0)
+            for index, (out, (numel, part)) in enumerate(zip(outs, sizes, strict=True)):
+                whole = torch.stack([values_of(r, index, numel, dtype) for r in range(size)]).sum(0)
                 assert torch.equal(out, RankParts(whole, part).of(rank)), f"{seed} {type(comm)}"
 
 

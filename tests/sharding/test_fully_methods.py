@@ -47,8 +47,8 @@ def test_every_public_method_of_torch_is_there() -> None:
 @pytest.mark.parametrize("name", sorted(public_methods(torch_fsdp.FSDPModule)))
 def test_methods_take_what_torchs_take(name: str) -> None:
     def shape(kind: type) -> list[tuple[str, Any, Any]]:
-        found = inspect.signature(getattr(kind, name)).parameters.values()
-        return [(one.name, one.kind, one.default) for one in found]
+        params = inspect.signature(getattr(kind, name)).parameters.values()
+        return [(one.name, one.kind, one.default) for one in params]
 
     assert shape(FSDPModule) == shape(torch_fsdp.FSDPModule)
 

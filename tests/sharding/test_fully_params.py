@@ -471,9 +471,9 @@ def state_dicts_show_shards_in_every_state() -> None:
             out = model(ones())
         elif moment == "unsharded":
             model.unshard()
-        found = model.state_dict()
-        assert all(isinstance(value, DTensor) for value in found.values()), moment
-        assert_close({k: v.full_tensor() for k, v in found.items()}, wanted, moment)
+        state_dict = model.state_dict()
+        assert all(isinstance(value, DTensor) for value in state_dict.values()), moment
+        assert_close({k: v.full_tensor() for k, v in state_dict.items()}, wanted, moment)
         if moment == "between":
             out.sum().backward()
 

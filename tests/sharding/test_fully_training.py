@@ -48,13 +48,13 @@ KINDS = ("even", "uneven", "tied", "frozen", "partly_frozen", "recomputed", "con
 
 def same_as_torch(kind: str, *, steps: int = 3, clip: float = 0.0, **kwargs: Any) -> Any:
     """Train under both engines; returns our model."""
-    found = {}
+    results = {}
     model: Any = None
     for engine in ("torch", "ours"):
         model = sharded(engine, build_contiguous(kind), **kwargs)
-        found[engine] = (train(model, steps=steps, clip=clip), values(model))
-    assert found["ours"][0] == found["torch"][0], f"{kind} {kwargs}"
-    assert_equal(found["ours"][1], found["torch"][1], f"{kind} {kwargs}")
+        results[engine] = (train(model, steps=steps, clip=clip), values(model))
+    assert results["ours"][0] == results["torch"][0], f"{kind} {kwargs}"
+    assert_equal(results["ours"][1], results["torch"][1], f"{kind} {kwargs}")
     return model
 
 
@@ -115,13 +115,13 @@ def foreach_and_fused_optimizers() -> None:
         (torch.optim.AdamW, {"fused": True}),  # torch has no fused SGD for DTensors
     ]
     for make, options in cases:
-        found = []
+        results = []
         for engine in ("torch", "ours"):
             model = sharded(engine, build("even"))
             optimizer = make(model.parameters(), lr=0.1, **options)
-            found.append((train(model, optimizer=optimizer), values(model)))
-        assert found[0][0] == found[1][0], f"{options} {make}"
-        assert_equal(found[1][1], found[0][1], f"{options} {make}")
+            results.append((train(model, optimizer=optimizer), values(model)))
+        assert results[0][0] == results[1][0], f"{options} {make}"
+        assert_equal(results[1][1], results[0][1], f"{options} {make}")
 
 
 def accumulated(engine: str, **kwargs: Any) -> dict[str, torch.Tensor]:
@@ -173,7 +173,7 @@ def gradients_that_are_one_tensor_for_two_parameters_add_up_apart() -> None:
 
 
 def keeping_parameters_over_the_backwards_of_a_step() -> None:
-    found = []
+    results = []
     for engine in ("torch", "ours"):
         model = sharded(engine, build("uneven"))
         optimizer = sgd(model)
@@ -186,8 +186,8 @@ def keeping_parameters_over_the_backwards_of_a_step() -> None:
             if last:
                 optimizer.step()
                 optimizer.zero_grad()
-        found.append(values(model))
-    assert_equal(found[1], found[0], "kept")
+        results.append(values(model))
+    assert_equal(results[1], results[0], "kept")
 
 
 def reductions_that_are_not_waited_for_add_up() -> None:
@@ -250,9 +250,9 @@ def several_forwards_and_then_their_backwards() -> None:
         for whole, mine in batches(3):
             ours.append(loss_of(model, mine))
             theirs.append(loss_of(plain, whole))
-        for at in (0, 2, 1):
-            ours[at].backward()
-            theirs[at].backward()
+        for index in (0, 2, 1):
+            ours[index].backward()
+            theirs[index].backward()
         for (name, param), wanted in zip(model.named_parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(param.grad.full_tensor(), wanted.grad, msg=name)
 
@@ -292,7 +292,7 @@ def steps_inside_the_backward() -> None:
 
 
 def gradient_scaling() -> None:
-    found = []
+    results = []
     for engine in ("torch", "ours"):
         model = sharded(engine, build("even"))
         optimizer = sgd(model)
@@ -308,9 +308,9 @@ def gradient_scaling() -> None:
             optimizer.zero_grad()
             losses.append(loss.item())
         assert scaler.get_scale() == 2.0**9  # one step was skipped
-        found.append((losses, values(model)))
-    assert found[0][0] == found[1][0]
-    assert_equal(found[1][1], found[0][1], "scaled")
+        results.append((losses, values(model)))
+    assert results[0][0] == results[1][0]
+    assert_equal(results[1][1], results[0][1], "scaled")
 
 
 class Block(nn.Module):
@@ -339,15 +339,15 @@ def compiled_blocks() -> None:
         torch._dynamo.reset()
         graphs = CompileCounterWithBackend(backend)
         model = of_blocks()
-        for at in (0, 1):
+        for index in (0, 1):
             if where == "before":
-                model[at] = sharding.fully_shard(torch.compile(model[at], backend=graphs))
+                model[index] = sharding.fully_shard(torch.compile(model[index], backend=graphs))
             else:
-                sharding.fully_shard(model[at])
+                sharding.fully_shard(model[index])
                 if where == "after":
-                    model[at] = torch.compile(model[at], backend=graphs)
+                    model[index] = torch.compile(model[index], backend=graphs)
                 else:
-                    model[at].compile(backend=graphs)
+                    model[index].compile(backend=graphs)
         sharding.fully_shard(model)
         train(model)
         assert_close(values(model), wanted, f"{backend} {where}")
@@ -432,13 +432,13 @@ def four_ranks_equal_the_unsharded_model_and_torch() -> None:
     for kind, frees in itertools.product(
         ("even", "uneven", "tied", "partly_frozen"), (None, False)
     ):
-        found = {}
+        results = {}
         for engine in ("torch", "ours"):
             model = sharded(engine, build(kind), reshard_after_forward=frees)
             train(model)
-            found[engine] = values(model)
-        assert_close(found["ours"], reference(kind), f"{kind} {frees}")
-        assert_close(found["ours"], found["torch"], f"{kind} {frees}")
+            results[engine] = values(model)
+        assert_close(results["ours"], reference(kind), f"{kind} {frees}")
+        assert_close(results["ours"], results["torch"], f"{kind} {frees}")
 
 
 def hybrid_mesh() -> DeviceMesh:
@@ -483,7 +483,7 @@ def tensor_parallel_model(mesh: DeviceMesh, hidden: int) -> nn.Sequential:
 def with_tensor_parallelism_2x2() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     for hidden in (8, 12):
-        found = {}
+        results = {}
         for engine in ("torch", "ours"):
             model = tensor_parallel_model(mesh["tp"], hidden)
             sharded(engine, model, mesh=mesh["dp"])
@@ -494,14 +494,14 @@ def with_tensor_parallelism_2x2() -> None:
                 loss_of(model, torch.randn(4, WIDTH, generator=generator)).backward()
                 optimizer.step()
                 optimizer.zero_grad()
-            found[engine] = values(model)
+            results[engine] = values(model)
             for name, param in model.named_parameters():
-                wanted = found["torch"][name]
+                wanted = results["torch"][name]
                 if name == "1.0.weight":
                     assert isinstance(param, DTensor) and param.device_mesh.ndim == 2
                     assert "StridedShard" in str(param.placements)
                 torch.testing.assert_close(param.full_tensor(), wanted)
-        assert_equal(found["ours"], found["torch"], f"hidden {hidden}")
+        assert_equal(results["ours"], results["torch"], f"hidden {hidden}")
         torch.manual_seed(0)
         plain = nn.Sequential(
             nn.Linear(WIDTH, 8),
@@ -517,14 +517,14 @@ def with_tensor_parallelism_2x2() -> None:
             loss_of(plain, torch.cat(whole)).backward()
             optimizer.step()
             optimizer.zero_grad()
-        assert_close(found["ours"], values(plain), f"hidden {hidden}")
+        assert_close(results["ours"], values(plain), f"hidden {hidden}")
 
 
 def hybrid_sharding_with_tensor_parallelism() -> None:
     names = ("replicate", "shard", "tp")
     for shape in ((2, 1, 2), (1, 2, 2)):
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-        found = {}
+        results = {}
         for engine in ("torch", "ours"):
             model = tensor_parallel_model(mesh["tp"], 8)
             sharded(engine, model, mesh=mesh["replicate", "shard"])
@@ -534,11 +534,11 @@ def hybrid_sharding_with_tensor_parallelism() -> None:
                 loss_of(model, torch.randn(4, WIDTH, generator=generator)).backward()
                 optimizer.step()
                 optimizer.zero_grad()
-            found[engine] = values(model)
+            results[engine] = values(model)
             placements = [str(p.placements) for p in model.parameters()]
-            found[engine + " placements"] = placements  # type: ignore[assignment]
-        assert found["ours placements"] == found["torch placements"]
-        assert_equal(found["ours"], found["torch"], f"{shape}")
+            results[engine + " placements"] = placements  # type: ignore[assignment]
+        assert results["ours placements"] == results["torch placements"]
+        assert_equal(results["ours"], results["torch"], f"{shape}")
 
 
 def resharding_over_fewer_ranks_after_the_forward() -> None:
@@ -546,13 +546,13 @@ def resharding_over_fewer_ranks_after_the_forward() -> None:
         ("uneven", MixedPrecisionPolicy()),
         ("even", MixedPrecisionPolicy(torch.bfloat16, torch.float32)),
     ):
-        found = []
+        results = []
         for frees in (2, True):
             model = sharded("ours", build(kind), reshard_after_forward=frees, mp_policy=precision)
             losses = train(model)
-            found.append((losses, values(model)))
-        assert found[0][0] == found[1][0]
-        assert_equal(found[0][1], found[1][1], kind)
+            results.append((losses, values(model)))
+        assert results[0][0] == results[1][0]
+        assert_equal(results[0][1], results[1][1], kind)
 
 
 test_on_four_ranks = claims(

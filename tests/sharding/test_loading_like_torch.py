@@ -32,8 +32,8 @@ def set_form(model: Any, form: str) -> None:
 
 def taken(model: Any, form: str) -> dict[str, Any]:
     set_form(model, form)
-    found: dict[str, Any] = model.state_dict()
-    return found
+    state_dict: dict[str, Any] = model.state_dict()
+    return state_dict
 
 
 def other_values(name: str, form: str, dtype: torch.dtype, orig: bool) -> dict[str, Any]:
@@ -48,15 +48,15 @@ def other_dtypes_are_cast_as_copy_does() -> None:
     ):
         if form == "LOCAL_STATE_DICT" and orig:
             continue  # not sound in torch's class
-        found = []
+        loaded = []
         for name in BOTH:
             model = wrapped(name, build("batch_norm"), use_orig_params=orig)
             set_form(model, form)
             model.load_state_dict(other_values(name, form, dtype, orig))
             params = full_copies(model)
             buffers = {n: b.clone() for n, b in model.named_buffers()}
-            found.append((params, buffers))
-        for ours, torchs in zip(found[1], found[0], strict=True):
+            loaded.append((params, buffers))
+        for ours, torchs in zip(loaded[1], loaded[0], strict=True):
             assert ours.keys() == torchs.keys()
             for key, value in torchs.items():
                 assert ours[key].dtype is value.dtype is not dtype, (form, orig, dtype, key)

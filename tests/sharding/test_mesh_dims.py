@@ -37,10 +37,10 @@ def distributed(mesh: DeviceMesh) -> nn.Module:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
     names = mesh.mesh_dim_names or ()
-    for at, dim in ((0, 0), (2, 1)):
-        layer: Any = model[at]
+    for index, dim in ((0, 0), (2, 1)):
+        layer: Any = model[index]
         for name, param in list(layer.named_parameters()):
-            cut = dim if name == "weight" or at == 0 else None
+            cut = dim if name == "weight" or index == 0 else None
             placements = [
                 Shard(cut) if axis == "tp" and cut is not None else Replicate() for axis in names
             ]
@@ -76,14 +76,14 @@ def _both(dims: str) -> list[str]:
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     ours = trained(sharding.fully_shard, mesh, chosen)
     theirs = trained(torch_fully_shard, mesh, chosen)
-    found = differences(ours[0], theirs[0])
-    return found if ours[1] == theirs[1] else [*found, f"losses {ours[1]}, torch {theirs[1]}"]
+    problems = differences(ours[0], theirs[0])
+    return problems if ours[1] == theirs[1] else [*problems, f"losses {ours[1]}, torch {theirs[1]}"]
 
 
 @pytest.mark.parametrize("dims", DIMS)
 def test_training_over_named_axes_is_that_of_torch(dims: str) -> None:
-    for rank, found in enumerate(run_ranks(4, _both, dims)):
-        assert not found, (rank, found)
+    for rank, problems in enumerate(run_ranks(4, _both, dims)):
+        assert not problems, (rank, problems)
 
 
 def _saved(url: str) -> list[str]:
@@ -106,8 +106,8 @@ def _saved(url: str) -> list[str]:
 
 
 def test_repeated_parameters_are_saved_once_and_load_into_torchs(tmp_path: Path) -> None:
-    for found in run_ranks(4, _saved, tmp_path.as_uri()):
-        assert not found, found
+    for problems in run_ranks(4, _saved, tmp_path.as_uri()):
+        assert not problems, problems
 
 
 def _refused() -> list[str]:

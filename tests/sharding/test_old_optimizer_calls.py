@@ -47,35 +47,35 @@ def same_outcomes(case: Callable[[str, Any, bool], list[Any]]) -> None:
     for orig in (False, True):
         theirs, ours = (case(name, engine, orig) for name, engine in BOTH)
         assert len(theirs) == len(ours)
-        for at, (wanted, got) in enumerate(zip(theirs, ours, strict=True)):
-            assert_same(got, wanted, f"{orig} {at}")
+        for index, (wanted, got) in enumerate(zip(theirs, ours, strict=True)):
+            assert_same(got, wanted, f"{orig} {index}")
 
 
 def by_input(name: str, engine: Any, orig: bool) -> list[Any]:
     model = wrapped(name, build("uneven"), use_orig_params=orig)
     params = list(model.parameters())
     groups = [{"params": params[1:]}, {"params": params[:1], "lr": 0.5}]
-    found = []
+    outcomes = []
     for given in (params, groups):
         optimizer = adam(given)
         full = quiet(engine.full_optim_state_dict, model, optimizer, given, rank0_only=False)
         assert_same(full, quiet(engine.full_optim_state_dict, model, optimizer, rank0_only=False))
-        found.append(full)
+        outcomes.append(full)
         for told in ({"optim_input": given}, {"optim": optimizer}, {}):
-            found.append(quiet(engine.shard_full_optim_state_dict, full, model, **told))
+            outcomes.append(quiet(engine.shard_full_optim_state_dict, full, model, **told))
             lead = full if dist.get_rank() == 0 else None
-            found.append(quiet(engine.scatter_full_optim_state_dict, lead, model, **told))
+            outcomes.append(quiet(engine.scatter_full_optim_state_dict, lead, model, **told))
         for bad in ([], [params[0], {"params": params}], 3, ["a"]):
-            found.append(outcome(engine.shard_full_optim_state_dict, full, model, bad))
+            outcomes.append(outcome(engine.shard_full_optim_state_dict, full, model, bad))
         bare = build("uneven")
         twin = list(bare.parameters())
         for told in ({}, {"optim_input": twin[::-1]}, {"optim": torch.optim.SGD(twin)}):
-            found.append(quiet(engine.rekey_optim_state_dict, full, ID, bare, **told))
-            back = quiet(engine.rekey_optim_state_dict, found[-1], NAME, bare, **told)
-            found.append(back)
+            outcomes.append(quiet(engine.rekey_optim_state_dict, full, ID, bare, **told))
+            back = quiet(engine.rekey_optim_state_dict, outcomes[-1], NAME, bare, **told)
+            outcomes.append(back)
     with pytest.warns(FutureWarning, match="optim_input"):
         engine.rekey_optim_state_dict(full, ID, bare, twin)
-    return found
+    return outcomes
 
 
 def inputs() -> None:
@@ -109,14 +109,14 @@ def by_order(name: str, engine: Any, orig: bool) -> list[Any]:
     model = wrapped(name, build("uneven"), use_orig_params=orig)
     turn = slice(None, None, -1 if dist.get_rank() else 1)
     params = list(model.parameters())[turn]
-    found = []
+    outcomes = []
     for given in (params, [{"params": params[:1]}, {"params": params[1:]}]):
         if isinstance(given[0], dict) and dist.get_rank():
             given = [{"params": params[:-1]}, {"params": params[-1:]}][::-1]
         optimizer = adam(given)
         full = quiet(engine.full_optim_state_dict, model, optimizer, rank0_only=False)
         sharded = quiet(engine.sharded_optim_state_dict, model, optimizer)
-        found += [full, sharded]
+        outcomes += [full, sharded]
         fresh = torch.optim.Adam(given)
         for taken in (
             quiet(engine.shard_full_optim_state_dict, full, model, optim=fresh),
@@ -126,7 +126,7 @@ def by_order(name: str, engine: Any, orig: bool) -> list[Any]:
             fresh.load_state_dict(taken)
             again = quiet(engine.full_optim_state_dict, model, fresh, rank0_only=False)
             assert_same(again["state"], full["state"])
-    return found
+    return outcomes
 
 
 def orders() -> None:

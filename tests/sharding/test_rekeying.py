@@ -48,8 +48,8 @@ def tree(draw: random.Random, depth: int) -> Node:
 
 def wrap(model: nn.Module, draw: random.Random, orig: bool) -> nn.Module:
     for name, child in model.named_children():
-        for at, below in enumerate(child) if isinstance(child, nn.ModuleList) else ():
-            child[at] = wrap(below, draw, orig)
+        for index, below in enumerate(child) if isinstance(child, nn.ModuleList) else ():
+            child[index] = wrap(below, draw, orig)
         if name == "own" and draw.random() < 0.3:
             model.own = made(child, orig)
     return made(model, orig) if draw.random() < 0.6 else model
@@ -60,7 +60,7 @@ def made(module: nn.Module, orig: bool) -> nn.Module:
 
 
 def adam(groups: list[list[nn.Parameter]]) -> torch.optim.Optimizer:
-    return torch.optim.Adam([{"params": g, "lr": 0.1 * at} for at, g in enumerate(groups, 1)])
+    return torch.optim.Adam([{"params": g, "lr": 0.1 * index} for index, g in enumerate(groups, 1)])
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
@@ -93,7 +93,7 @@ def both_ways(seed: int) -> None:
     parts = [[n for n in named if n in part] for part in map(set, members(wrapped, groups))]
     order = draw.sample(range(len(parts)), len(parts))
     twin = torch.optim.Adam(
-        [{"params": [named[n] for n in parts[at]], "lr": 0.1 * (at + 1)} for at in order]
+        [{"params": [named[n] for n in parts[index]], "lr": 0.1 * (index + 1)} for index in order]
     )
     step(wrapped, optimizer, seed)
     full = quiet(Ours.full_optim_state_dict, wrapped, optimizer, rank0_only=False)
@@ -101,7 +101,7 @@ def both_ways(seed: int) -> None:
     assert all(group["params"] == sorted(group["params"]) for group in ids["param_groups"])
     twin.load_state_dict(ids)
     assert_same(by_name(bare, twin), full["state"], f"{seed}: to the bare model")
-    assert [group["lr"] for group in twin.param_groups] == [0.1 * (at + 1) for at in order]
+    assert [group["lr"] for group in twin.param_groups] == [0.1 * (index + 1) for index in order]
 
     step(bare, twin, seed + 1)
     names = Ours.rekey_optim_state_dict(
@@ -113,7 +113,7 @@ def both_ways(seed: int) -> None:
     full = quiet(Ours.full_optim_state_dict, wrapped, optimizer, rank0_only=False)
     assert_same(full["state"], by_name(bare, twin), f"{seed}: from the bare model")
     assert [group["lr"] for group in optimizer.param_groups] == [
-        0.1 * at for at in range(1, len(groups) + 1)
+        0.1 * index for index in range(1, len(groups) + 1)
     ]
 
 
@@ -121,7 +121,7 @@ def parted(params: list[nn.Parameter], draw: random.Random) -> list[list[nn.Para
     """One to three groups, each in an order of its own."""
     params = draw.sample(params, len(params))
     count = min(draw.randint(1, 3), len(params))
-    return [params[at::count] for at in range(count)]
+    return [params[index::count] for index in range(count)]
 
 
 def draws() -> None:

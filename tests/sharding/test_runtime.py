@@ -106,26 +106,26 @@ def counted(**kwargs: Any) -> list[str]:
 
 
 def prefetch_order() -> dict[str, str]:
-    found = {}
+    orders = {}
     for name, backward in (
         ("pre", BackwardPrefetch.BACKWARD_PRE),
         ("post", BackwardPrefetch.BACKWARD_POST),
         ("none", None),
     ):
-        found[name] = " ".join(counted(backward_prefetch=backward))
-    found["forward"] = " ".join(counted(forward_prefetch=True, backward_prefetch=None))
-    found["kept"] = " ".join(counted(sharding_strategy=ShardingStrategy.SHARD_GRAD_OP))
-    return found
+        orders[name] = " ".join(counted(backward_prefetch=backward))
+    orders["forward"] = " ".join(counted(forward_prefetch=True, backward_prefetch=None))
+    orders["kept"] = " ".join(counted(sharding_strategy=ShardingStrategy.SHARD_GRAD_OP))
+    return orders
 
 
 def test_gathers_come_when_the_strategy_and_the_prefetch_say() -> None:
-    found = run_ranks(2, prefetch_order)[0]
+    orders = run_ranks(2, prefetch_order)[0]
     step = "g1 f1 g2 f2 g3 f3 "
-    assert found["none"].startswith(step + "g3 b3 g2 b2 g1 b1 | ")
-    assert found["pre"].startswith(step + "g3 g2 b3 g1 b2 b1 | ")
-    assert found["post"].startswith(step + "g3 b3 g2 b2 g1 b1 | ")
-    assert found["kept"].startswith(step + "b3 b2 b1 | ")
-    assert found["forward"].endswith("| g1 g2 f1 g3 f2 f3 g3 b3 g2 b2 g1 b1")
+    assert orders["none"].startswith(step + "g3 b3 g2 b2 g1 b1 | ")
+    assert orders["pre"].startswith(step + "g3 g2 b3 g1 b2 b1 | ")
+    assert orders["post"].startswith(step + "g3 b3 g2 b2 g1 b1 | ")
+    assert orders["kept"].startswith(step + "b3 b2 b1 | ")
+    assert orders["forward"].endswith("| g1 g2 f1 g3 f2 f3 g3 b3 g2 b2 g1 b1")
 
 
 def kept_in_no_sync() -> None:

@@ -37,26 +37,26 @@ def loads(state_dict: Any) -> bool:
     torch.save(state_dict, file)
     file.seek(0)
     try:
-        found = torch.load(file, weights_only=True)
+        loaded = torch.load(file, weights_only=True)
     except Exception:
         return False
-    return list(found) == list(state_dict)
+    return list(loaded) == list(state_dict)
 
 
 def what_is_saved_loads_with_weights_alone() -> None:
     for orig, mesh in itertools.product((False, True), (None, whole_mesh())):
         for form in (StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT):
-            found = []
+            results = []
             for name in BOTH:
                 model = wrapped(name, build("batch_norm"), use_orig_params=orig, device_mesh=mesh)
                 optimizer = stepped(model)
                 kit = type(model)
                 kit.set_state_dict_type(model, form)
                 taken, state = model.state_dict(), kit.optim_state_dict(model, optimizer)
-                found.append((type(taken), loads(taken), loads(state)))
-            assert found[0] == found[1], (orig, mesh, form, found)
+                results.append((type(taken), loads(taken), loads(state)))
+            assert results[0] == results[1], (orig, mesh, form, results)
             if form is StateDictType.FULL_STATE_DICT or mesh is not None:
-                assert found[1][1:] == (True, True), (orig, mesh, form)
+                assert results[1][1:] == (True, True), (orig, mesh, form)
     for name in BOTH:
         bare: Any = build("batch_norm")
         KITS[name].fully_shard(bare[1], mesh=whole_mesh())
@@ -89,15 +89,15 @@ def parts_below(name: str, orig: bool, low: bool, ignores: bool) -> list[Any]:
     model[1] = engine(name)(inner, **options, **ignored)
     root: Any = engine(name)(model, **options)
     outer = nn.ModuleDict({"deep": nn.ModuleDict({"er": root})})
-    found = []
+    parts = []
     for form in (StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT):
         type(root).set_state_dict_type(outer, form)
         if form is StateDictType.FULL_STATE_DICT:
             optimizer = stepped(root)
         state = type(root).optim_state_dict(root, optimizer)["state"]
-        found.append({key: parts_of(value) for key, value in outer.state_dict().items()})
-        found.append({key: {k: parts_of(v) for k, v in one.items()} for key, one in state.items()})
-    return found
+        parts.append({key: parts_of(value) for key, value in outer.state_dict().items()})
+        parts.append({key: {k: parts_of(v) for k, v in one.items()} for key, one in state.items()})
+    return parts
 
 
 def shards_have_the_sizes_of_torchs() -> None:
@@ -120,21 +120,21 @@ def train_twice(model: Any) -> None:
 
 def profilers_see_the_ranges_of_torchs_classes() -> None:
     for prefetch in (*BackwardPrefetch, None):
-        found = []
+        ranges = []
         for name in BOTH:
             model = wrapped(name, build("uneven"), backward_prefetch=prefetch)
             sgd(model)
-            found.append(ranges_seen(lambda model=model: train_twice(model)))
-        missing = found[0] - found[1]
-        assert len(found[0]) > 8 and not missing, (prefetch, missing)
-        assert found[1] == found[0], (prefetch, found[1] - found[0])
-    found = []
+            ranges.append(ranges_seen(lambda model=model: train_twice(model)))
+        missing = ranges[0] - ranges[1]
+        assert len(ranges[0]) > 8 and not missing, (prefetch, missing)
+        assert ranges[1] == ranges[0], (prefetch, ranges[1] - ranges[0])
+    ranges = []
     for name in BOTH:
         bare: Any = build("uneven")
         KITS[name].fully_shard(bare[1], mesh=whole_mesh())
         KITS[name].fully_shard(bare, mesh=whole_mesh())
-        found.append(ranges_seen(lambda bare=bare: train_twice(bare)))
-    assert len(found[0]) > 8 and found[1] == found[0], found[0] ^ found[1]
+        ranges.append(ranges_seen(lambda bare=bare: train_twice(bare)))
+    assert len(ranges[0]) > 8 and ranges[1] == ranges[0], ranges[0] ^ ranges[1]
 
 
 test_on_two_ranks = claims(

@@ -80,9 +80,9 @@ def first_rank_only() -> tuple[list[str], list[str]]:
 
 def test_rank0_only_is_the_first_of_all_ranks_and_leaves_parents_their_own() -> None:
     names = [name for name, _ in uneven().named_parameters()]
-    found = run_ranks(4, first_rank_only)
-    assert found[0] == (names, ["scale", *(f"unit.{name}" for name in names)])
-    assert found[1:] == [([], ["scale"])] * 3
+    keys = run_ranks(4, first_rank_only)
+    assert keys[0] == (names, ["scale", *(f"unit.{name}" for name in names)])
+    assert keys[1:] == [([], ["scale"])] * 3
 
 
 def offloaded() -> None:
@@ -114,7 +114,7 @@ def test_dicts_can_be_offloaded_on_cpu_too() -> None:
 
 
 def local_dicts() -> list[Any]:
-    found = []
+    dicts = []
     for orig in (False, True):
         model = Ours(five(), use_orig_params=orig)
         with in_form(model, LOCAL):
@@ -123,7 +123,7 @@ def local_dicts() -> list[Any]:
         sharded = state["weight"]
         assert isinstance(sharded, ShardedTensor) and sharded.metadata().size == (5,)
         parts = [(s.metadata.shard_offsets, s.tensor.tolist()) for s in sharded.local_shards()]
-        found.append(parts)
+        dicts.append(parts)
         for shard in sharded.local_shards():  # an alias of live memory
             shard.tensor.add_(10.0)
         assert torch.equal(full_copies(model)["weight"], torch.arange(11.0, 16.0).view(1, 5))
@@ -135,7 +135,7 @@ def local_dicts() -> list[Any]:
         for wrong in ({"weight": [1.0]}, {}):
             with pytest.raises(RuntimeError, match="weight"):
                 target.load_state_dict(wrong)
-    return found
+    return dicts
 
 
 def test_local_dicts_alias_shards_without_padding_in_both_modes() -> None:
@@ -184,19 +184,19 @@ def test_local_dicts_of_two_ranks_can_be_cut_for_four() -> None:
 
 
 def chunks() -> list[list[Any]]:
-    found = []
+    chunks = []
     for name in ENGINES:
         bare = nn.Sequential(nn.Linear(5, 7, bias=False), nn.Linear(7, 3, bias=False))
         model = engine(name)(bare)
         with in_form(model, SHARDED):
             state = quiet(model.state_dict)
-        found.append(
+        chunks.append(
             [
                 [tuple(shard.tensor.shape) for shard in state[key].local_shards()]
                 for key in ("0.weight", "1.weight")
             ]
         )
-    return found
+    return chunks
 
 
 def test_sharded_dicts_have_the_chunks_of_dim_0() -> None:
@@ -227,7 +227,7 @@ def test_names_that_a_sharded_dict_lacks_keep_their_values() -> None:
 def hybrid_dicts() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     for orig in (False, True):
-        found = []
+        dicts = []
         for name in ENGINES:
             model = wrapped(
                 name,
@@ -239,7 +239,7 @@ def hybrid_dicts() -> None:
             with in_form(model, SHARDED):
                 state = quiet(model.state_dict)
             assert all(v.placements == (Replicate(), Shard(0)) for v in state.values())
-            found.append(state)
+            dicts.append(state)
             target = wrapped(
                 name,
                 build("uneven", seed=3),
@@ -250,7 +250,7 @@ def hybrid_dicts() -> None:
             with in_form(target, SHARDED):
                 quiet(target.load_state_dict, state)
             assert_same(full_copies(target), dict(build("uneven").state_dict()))
-        assert_same(*found)
+        assert_same(*dicts)
 
 
 def test_hybrid_dicts_have_the_placements_of_torch() -> None:

@@ -76,7 +76,7 @@ def flat_gradients_arrive_before_hooks_look_at_them() -> None:
 
 def check_flat(strategy: ShardingStrategy, orig: bool, low: bool) -> None:
     precision = MixedPrecision(reduce_dtype=torch.bfloat16) if low else None
-    found = []
+    gradients = []
     for offload in (False, True):
         wrapped = engine("ours")(
             model(),
@@ -103,13 +103,13 @@ def check_flat(strategy: ShardingStrategy, orig: bool, low: bool) -> None:
             first = seam.log.index("hook")
             assert seam.log[first - 1] == "finish" and "copy" in seam.log[:first], seam.log
             assert "back" in seam.log  # what is added is added on the device
-        found.append([*seen, *(p.grad for p in wrapped.parameters() if p.grad is not None)])
-    for one, other in zip(*found, strict=True):
+        gradients.append([*seen, *(p.grad for p in wrapped.parameters() if p.grad is not None)])
+    for one, other in zip(*gradients, strict=True):
         assert torch.equal(one, other), (strategy, orig, low, one, other)
 
 
 def gradients_of_fully_shard_arrive_before_hooks_look_at_them() -> None:
-    found = []
+    gradients = []
     for policy in (sharding.OffloadPolicy(), sharding.CPUOffloadPolicy(pin_memory=False)):
         wrapped: Any = sharding.fully_shard(model(), offload_policy=policy)
         seam = Late()
@@ -128,8 +128,8 @@ def gradients_of_fully_shard_arrive_before_hooks_look_at_them() -> None:
             first = seam.log.index("hook")
             assert seam.log[first - 1] == "finish" and "copy" in seam.log[:first], seam.log
             assert "back" in seam.log  # what is added is added on the device
-        found.append([*seen, *(p.grad.to_local() for p in wrapped.parameters())])
-    for one, other in zip(*found, strict=True):
+        gradients.append([*seen, *(p.grad.to_local() for p in wrapped.parameters())])
+    for one, other in zip(*gradients, strict=True):
         assert torch.equal(one, other)
 
 
@@ -216,9 +216,9 @@ class Watching(TorchDispatchMode):
         clock = seam.clocks[seam.now]
         clock[seam.now] += 1
         mutable = [
-            args[at]
-            for at, one in enumerate(func._schema.arguments)
-            if at < len(args) and one.alias_info is not None and one.alias_info.is_write
+            args[index]
+            for index, one in enumerate(func._schema.arguments)
+            if index < len(args) and one.alias_info is not None and one.alias_info.is_write
         ]
         written = [*addresses(mutable), *(set(addresses(result)) - read)]
         for address in written:

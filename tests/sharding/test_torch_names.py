@@ -101,7 +101,7 @@ READ = (
 def _attributes(flat: bool) -> list[str]:
     """What differs between the attributes of torch's wrapper and of ours, made alike."""
     warnings.simplefilter("ignore", FutureWarning)
-    found = []
+    problems = []
     kinds: tuple[Any, Any] = (
         sharding.FullyShardedDataParallel,
         torch_fsdp.FullyShardedDataParallel,
@@ -123,28 +123,28 @@ def _attributes(flat: bool) -> list[str]:
     for name in READ:
         a, b = getattr(ours, name), getattr(theirs, name)
         if a != b or type(a) is not type(b):
-            found.append(f"{name}: {a!r}, torch {b!r}")
+            problems.append(f"{name}: {a!r}, torch {b!r}")
     if dist.get_process_group_ranks(ours.process_group) != [0, 1]:
-        found.append("process_group")
+        problems.append("process_group")
     if [p.shape for p in ours.params] != [p.shape for p in theirs.params]:
-        found.append(f"params: {ours.params}")
+        problems.append(f"params: {ours.params}")
     with kinds[0].summon_full_params(ours), kinds[1].summon_full_params(theirs):
         if ours.training_state != theirs.training_state:
-            found.append(f"training_state: {ours.training_state} inside")
+            problems.append(f"training_state: {ours.training_state} inside")
     checks = {
         "isinstance": isinstance(ours, kinds[1]),
         "fsdp_modules": kinds[1].fsdp_modules(ours) == [ours, ours[1]],
         "roots": kinds[1].fsdp_modules(ours, root_only=True) == [ours],
         "torch's own": kinds[1].fsdp_modules(theirs) == [theirs, theirs[1]],
     }
-    return found + [name for name, holds in checks.items() if not holds]
+    return problems + [name for name, holds in checks.items() if not holds]
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("flat", [True, False])
 def test_a_wrapper_shows_what_torchs_wrapper_shows(flat: bool) -> None:
-    for found in run_ranks(2, _attributes, flat):
-        assert not found, found
+    for problems in run_ranks(2, _attributes, flat):
+        assert not problems, problems
 
 
 def _modules() -> list[str]:
@@ -168,7 +168,7 @@ def _modules() -> list[str]:
     stage.set_requires_gradient_sync(True)
     told: Any = torch_fsdp.fully_shard
     told.state(model)._root_post_backward_final_callback()
-    found = [
+    problems = [
         name
         for (name, own), param in zip(twin.named_parameters(), model.parameters(), strict=True)
         if not torch.allclose(own.grad, param.grad.full_tensor())
@@ -181,13 +181,13 @@ def _modules() -> list[str]:
         "slices are plain": type(model[:1]) is nn.Sequential,
         "casts": next(model.to(torch.float64).parameters()).dtype is torch.float64,
     }
-    return found + [name for name, holds in checks.items() if not holds]
+    return problems + [name for name, holds in checks.items() if not holds]
 
 
 @pytest.mark.ranks
 def test_a_sharded_module_is_what_torch_knows_as_one() -> None:
-    for found in run_ranks(2, _modules):
-        assert not found, found
+    for problems in run_ranks(2, _modules):
+        assert not problems, problems
 
 
 def test_no_module_of_the_package_has_the_name_of_what_it_offers() -> None:

@@ -117,19 +117,19 @@ def _resumed(face: str, folder: str) -> list[str]:
     result = set_state_dict(
         other, other_optimizer, model_state_dict=model_dict, optim_state_dict=optim_dict
     )
-    found = [] if not any(result) else [f"keys: {result}"]
+    problems = [] if not any(result) else [f"keys: {result}"]
     if train(other, other_optimizer, range(2, 4)) != train(model, optimizer, range(2, 4)):
-        found.append("losses differ after resuming")
+        problems.append("losses differ after resuming")
     full = StateDictOptions(full_state_dict=True)
     resumed = get_state_dict(other, other_optimizer, options=full)
     ended = get_state_dict(model, optimizer, options=full)
-    return found + differences(resumed[0], ended[0]) + differences(resumed[1], ended[1])
+    return problems + differences(resumed[0], ended[0]) + differences(resumed[1], ended[1])
 
 
 @pytest.mark.parametrize("face", FACES)
 def test_a_run_resumed_through_dcp_goes_on_bit_for_bit(face: str, tmp_path: Path) -> None:
-    for rank, found in enumerate(run_ranks(2, _resumed, face, str(tmp_path / "checkpoint"))):
-        assert not found, (rank, found)
+    for rank, problems in enumerate(run_ranks(2, _resumed, face, str(tmp_path / "checkpoint"))):
+        assert not problems, (rank, problems)
 
 
 # --- modules that rename keys --------------------------------------------------------------------
@@ -164,7 +164,7 @@ class Renaming(nn.Module):
 
 
 def _renaming() -> list[str]:
-    found = []
+    problems = []
     torch.manual_seed(0)
     wrapped = sharding.FullyShardedDataParallel(
         nn.Sequential(Renaming(), nn.Linear(4, 2)), use_orig_params=True
@@ -183,7 +183,7 @@ def _renaming() -> list[str]:
         with pytest.raises(RuntimeError, match=r"0: hook Renaming\.(strip|put_back) changes"):
             call()
         after = [param.detach() for param in wrapped.parameters()]
-        found += [] if all(map(torch.equal, before, after)) else [f"{name}: has written"]
+        problems += [] if all(map(torch.equal, before, after)) else [f"{name}: has written"]
     dicts = []
     for engine in (sharding.fully_shard, torch_fully_shard):
         torch.manual_seed(0)
@@ -196,12 +196,12 @@ def _renaming() -> list[str]:
         set_model_state_dict(module, dict(full), options=options)
         dicts.append((doubled, get_model_state_dict(module)))
     assert dicts[0][0].keys() == shapes.keys()
-    return found + [text for one in (0, 1) for text in differences(dicts[0][one], dicts[1][one])]
+    return problems + [text for one in (0, 1) for text in differences(dicts[0][one], dicts[1][one])]
 
 
 def test_modules_that_rename_keys_are_refused_or_served_as_torch_does() -> None:
-    for rank, found in enumerate(run_ranks(2, _renaming)):
-        assert not found, (rank, found)
+    for rank, problems in enumerate(run_ranks(2, _renaming)):
+        assert not problems, (rank, problems)
 
 
 # --- what comes out ------------------------------------------------------------------------------
@@ -229,7 +229,7 @@ def outcome(call: Callable[[], Any]) -> Any:
 def taken(face: str, engine: str, frozen: bool) -> dict[str, Any]:
     """What torch's functions give for one engine, by option."""
     model, optimizer = ready(face, engine, frozen)
-    found: dict[str, Any] = {}
+    outcomes: dict[str, Any] = {}
     for name, options in GET.items():
         if engine == "torch" and face != "fully" and name == "full on the first":
             continue  # on the CPU torch's class frees there what it still needs, and dies
@@ -241,9 +241,9 @@ def taken(face: str, engine: str, frozen: bool) -> dict[str, Any]:
         def of_optimizer(options: Any = options) -> Any:
             return get_optimizer_state_dict(model, optimizer, options=options)
 
-        found[f"{name}: model"] = outcome(of_model)
-        found[f"{name}: optimizer"] = outcome(of_optimizer)
-    return found
+        outcomes[f"{name}: model"] = outcome(of_model)
+        outcomes[f"{name}: optimizer"] = outcome(of_optimizer)
+    return outcomes
 
 
 def _unlike_torch(face: str, frozen: bool) -> list[str]:
@@ -256,17 +256,17 @@ def _unlike_torch(face: str, frozen: bool) -> list[str]:
     first = dist.get_rank() == 0
     theirs.setdefault("full on the first: model", theirs["full: model"] if first else {})
     theirs.setdefault("full on the first: optimizer", theirs["full: optimizer"] if first else {})
-    found = []
+    problems = []
     for name in theirs:
-        found += differences({"": ours[name]}, {"": theirs[name]}, name)
-    return found
+        problems += differences({"": ours[name]}, {"": theirs[name]}, name)
+    return problems
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["", "frozen"])
 @pytest.mark.parametrize("face", FACES)
 def test_every_option_gives_what_torch_gives_for_its_own_class(face: str, frozen: bool) -> None:
-    for rank, found in enumerate(run_ranks(2, _unlike_torch, face, frozen)):
-        assert not found, (rank, found)
+    for rank, problems in enumerate(run_ranks(2, _unlike_torch, face, frozen)):
+        assert not problems, (rank, problems)
 
 
 # --- what goes in --------------------------------------------------------------------------------
@@ -305,16 +305,16 @@ def _put_one(face: str, name: str, model: nn.Module, optimizer: torch.optim.Opti
     other_optimizer = adam(other)
     set_model_state_dict(other, model_dict, options=options)
     set_optimizer_state_dict(other, other_optimizer, optim_dict, options=options)
-    found = differences(model_state_dict(other), model_state_dict(model), name)
-    return found + differences(
+    problems = differences(model_state_dict(other), model_state_dict(model), name)
+    return problems + differences(
         optimizer_state_dict(other, other_optimizer), optimizer_state_dict(model, optimizer), name
     )
 
 
 @pytest.mark.parametrize("face", FACES)
 def test_every_option_puts_back_what_was_taken(face: str) -> None:
-    for rank, found in enumerate(run_ranks(2, _put, face)):
-        assert not found, (rank, found)
+    for rank, problems in enumerate(run_ranks(2, _put, face)):
+        assert not problems, (rank, problems)
 
 
 PARTIAL = {
@@ -400,5 +400,5 @@ def _resumed_as(kind: str, folder: str) -> list[str]:
 @pytest.mark.parametrize("kind", ["hybrid", "not sharded", "plain root"])
 def test_other_wrappings_resume_bit_for_bit(kind: str, tmp_path: Path) -> None:
     ranks = 4 if kind == "hybrid" else 2
-    for rank, found in enumerate(run_ranks(ranks, _resumed_as, kind, str(tmp_path / "saved"))):
-        assert not found, (rank, found)
+    for rank, problems in enumerate(run_ranks(ranks, _resumed_as, kind, str(tmp_path / "saved"))):
+        assert not problems, (rank, problems)

@@ -72,14 +72,14 @@ def inner_units_that_have_run_are_refused_as_torch_does() -> None:
     }
     for orig in (False, True):
         for what, use in uses.items():
-            found = []
+            outcomes = []
             for name in BOTH:
                 model = build("uneven")
                 model[1] = engine(name)(model[1], use_orig_params=orig)
                 use(model[1])
                 root: Any = engine(name)(model, use_orig_params=orig)
-                found.append(outcome(lambda root=root: root(torch.ones(2, 6)).sum().backward()))
-            assert found[0] == found[1], (what, orig, found)
+                outcomes.append(outcome(lambda root=root: root(torch.ones(2, 6)).sum().backward()))
+            assert outcomes[0] == outcomes[1], (what, orig, outcomes)
     # The outer unit was not taken for the root of what it cannot have.
     for name in BOTH:
         bare: Any = build("uneven")
@@ -212,7 +212,7 @@ def gradients_of_another_size_are_refused_by_name() -> None:
 
 
 def gradient_writes_of_unsharded_units_persist() -> None:
-    found = []
+    results = []
     for name in BOTH:
         kept = []
         for writeback in (True, False):
@@ -228,8 +228,8 @@ def gradient_writes_of_unsharded_units_persist() -> None:
                     param.grad.fill_(5.0)
                     param.data.fill_(3.0)
             kept += [(param.detach().clone(), param.grad.clone()) for param in model.parameters()]
-        found.append(kept)
-    for ours, torchs in zip(found[1], found[0], strict=True):
+        results.append(kept)
+    for ours, torchs in zip(results[1], results[0], strict=True):
         assert torch.equal(ours[0], torchs[0]) and torch.equal(ours[1], torchs[1])
 
 
@@ -269,7 +269,7 @@ def a_rank_with_fewer_forwards_fails_on_all_ranks_at_once() -> None:
 
 
 def settings_of_the_root_hold_for_inner_units() -> None:
-    found = []
+    settings = []
     for name in BOTH:
         kit = type(wrapped(name, build("uneven")))
         model = wrapped(name, build("uneven"))
@@ -282,8 +282,8 @@ def settings_of_the_root_hold_for_inner_units() -> None:
         kit.set_state_dict_type(model.module[1], StateDictType.SHARDED_STATE_DICT)
         form = StateDictType.FULL_STATE_DICT
         told.append(outcome(functools.partial(kit.set_state_dict_type, model, form)))
-        found.append(told)
-    assert found[0] == found[1], found
+        settings.append(told)
+    assert settings[0] == settings[1], settings
 
 
 def unsharded_units_warn_that_they_give_full_dicts() -> None:

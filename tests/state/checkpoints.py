@@ -139,12 +139,12 @@ def put(tensor: torch.Tensor, region: Region, content: torch.Tensor) -> None:
     if not tensor.shape:
         tensor.copy_(content.reshape(()))
         return
-    at = 0
+    offset = 0
     for box in boxes_of(region, tuple(tensor.shape)):
         index = tuple(slice(o, o + s) for o, s in zip(box.offset, box.shape, strict=True))
-        tensor[index] = content[at : at + box.numel].reshape(box.shape)
-        at += box.numel
-    assert at == content.numel()
+        tensor[index] = content[offset : offset + box.numel].reshape(box.shape)
+        offset += box.numel
+    assert offset == content.numel()
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

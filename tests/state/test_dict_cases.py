@@ -532,7 +532,7 @@ class Counting(torch.optim.Optimizer):
 
 
 def _numbers() -> list[str]:
-    found = []
+    problems = []
     for use_orig_params in (True, False):
         module = _flat(use_orig_params)
         optimizer = stepped(module, Counting)
@@ -541,15 +541,15 @@ def _numbers() -> list[str]:
         taken = optimizer_state_dict(module, optimizer)
         for name, state in taken["state"].items():
             if (type(state["count"]), state["count"], state["share"]) != (int, 2, 2.1):
-                found.append(f"{name}: {state}")
+                problems.append(f"{name}: {state}")
         other = _flat(use_orig_params)
         other_optimizer = Counting(other.parameters())
         load_optimizer_state_dict(other, other_optimizer, taken)
-        found += differences(optimizer_state_dict(other, other_optimizer), taken)
+        problems += differences(optimizer_state_dict(other, other_optimizer), taken)
         load_optimizer_state_dict(bare, fresh := Counting(bare.parameters()), taken)
-        found += differences(optimizer_state_dict(bare, fresh)["state"], taken["state"])
-        found += [] if expected["state"] == {} else ["state before a step"]
-    return found
+        problems += differences(optimizer_state_dict(bare, fresh)["state"], taken["state"])
+        problems += [] if expected["state"] == {} else ["state before a step"]
+    return problems
 
 
 def _buffers() -> dict[str, Any]:
@@ -648,9 +648,9 @@ def test_cases_under_engines() -> None:
 
 @pytest.mark.ranks
 def test_chunks_are_those_of_torch_chunk() -> None:
-    found = run_ranks(4, _chunks)
-    assert [first for first, _ in found] == [[(2, 5)], [(2, 5)], [(2, 5)], [(1, 5)]]
-    assert [second for _, second in found] == [[(1, 7)], [(1, 7)], [(1, 7)], []]
+    chunks = run_ranks(4, _chunks)
+    assert [first for first, _ in chunks] == [[(2, 5)], [(2, 5)], [(2, 5)], [(1, 5)]]
+    assert [second for _, second in chunks] == [[(1, 7)], [(1, 7)], [(1, 7)], []]
 
 
 def _factored(use_orig_params: bool) -> list[Any]:

@@ -75,18 +75,18 @@ def _moves(source: str, optimizer: str) -> list[str]:
                 )
                 loaded[f"{form.name} to {target} by torch's own loading"] = (other, other_opt)
     expected = train(module, opt, AFTER)
-    found = []
+    problems = []
     for name, (to, to_opt) in loaded.items():
         losses = train(to, to_opt, AFTER)
         if not torch.allclose(torch.tensor(losses), torch.tensor(expected), rtol=1e-6, atol=0):
-            found.append(f"{name}: losses {losses}, expected {expected}")
-    return found
+            problems.append(f"{name}: losses {losses}, expected {expected}")
+    return problems
 
 
 @pytest.mark.parametrize("source", NAMES)
 def test_training_goes_on_after_every_move(source: str) -> None:
-    for found in run_ranks(2, _moves, source, "amsgrad", timeout_seconds=120):
-        assert not found
+    for problems in run_ranks(2, _moves, source, "amsgrad", timeout_seconds=120):
+        assert not problems
 
 
 # --- between numbers of ranks --------------------------------------------------------------------
@@ -178,28 +178,28 @@ def _lead_alone(engine: str) -> list[str]:
     full, full_opt = model_state_dict(module), optimizer_state_dict(module, opt)
     lean = model_state_dict(module, FULL, FullStateDictConfig(True, rank0_only=True))
     lean_opt = optimizer_state_dict(module, opt, FULL, FullOptimStateDictConfig(rank0_only=True))
-    found = differences(lean, full if rank == 0 else {}, "model")
-    found += differences(lean_opt, full_opt if rank == 0 else {}, "optim")
+    problems = differences(lean, full if rank == 0 else {}, "model")
+    problems += differences(lean_opt, full_opt if rank == 0 else {}, "optim")
     junk: Any = {"junk": torch.ones(3)} if rank else lean
     junk_opt: Any = {"state": {"junk": 1}} if rank else lean_opt
     to, to_opt = made(engine, 9)
     load_model_state_dict(to, junk, rank0_only=True)
     load_optimizer_state_dict(to, to_opt, junk_opt, rank0_only=True)
-    found += differences(model_state_dict(to), full, "loaded model")
-    found += differences(optimizer_state_dict(to, to_opt), full_opt, "loaded optim")
+    problems += differences(model_state_dict(to), full, "loaded model")
+    problems += differences(optimizer_state_dict(to, to_opt), full_opt, "loaded optim")
     scattered = optimizer_state_dict_to_load(to, to_opt, junk_opt, rank0_only=True)
-    found += differences(
+    problems += differences(
         shard_optimizer_state_dict(to, to_opt, full_opt), scattered, "without communication"
     )
     given = optimizer_state_dict(to, to_opt, state_dict=scattered)
-    found += differences(given, full_opt, "from a dict")
-    return found
+    problems += differences(given, full_opt, "from a dict")
+    return problems
 
 
 @pytest.mark.parametrize("engine", [name for name in ENGINES if not name.startswith("bare")])
 def test_the_lead_alone_can_take_and_give(engine: str) -> None:
-    for found in run_ranks(4, _lead_alone, engine):
-        assert not found
+    for problems in run_ranks(4, _lead_alone, engine):
+        assert not problems
 
 
 def test_local_dicts_alias_live_memory_without_padding() -> None:
@@ -218,5 +218,7 @@ def _local_shards() -> tuple[int, list[tuple[int, int]]]:
     (shard,) = value.local_shards()
     flat = next(module.parameters())
     assert shard.tensor.data_ptr() == flat.data_ptr()
-    places = [(at.shard_offsets[0], at.shard_sizes[0]) for at in value.metadata().shards_metadata]
+    places = [
+        (one.shard_offsets[0], one.shard_sizes[0]) for one in value.metadata().shards_metadata
+    ]
     return math.prod(value.metadata().size), places

@@ -73,8 +73,8 @@ def fsdp1(strategy: str, use_orig_params: bool) -> nn.Module:
     else:
         chosen = ShardingStrategy[strategy]
         if chosen is ShardingStrategy.HYBRID_SHARD:
-            shards = [dist.new_group([at, at + 1]) for at in range(0, size, 2)]
-            replicas = [dist.new_group(list(range(at, size, 2))) for at in (0, 1)]
+            shards = [dist.new_group([rank, rank + 1]) for rank in range(0, size, 2)]
+            replicas = [dist.new_group(list(range(rank, size, 2))) for rank in (0, 1)]
             group = (shards[dist.get_rank() // 2], replicas[dist.get_rank() % 2])
 
     def unit(part: nn.Module) -> nn.Module:
@@ -179,30 +179,30 @@ def _fsdp1_differences(strategy: str, use_orig_params: bool) -> list[str]:
     module = fsdp1(strategy, use_orig_params)
     optimizer = adamw(module)
     train(module, optimizer, range(3))
-    found = []
+    problems = []
     sharded, full = StateDictType.SHARDED, StateDictType.FULL
     their_model, their_optim = torch_fsdp1(module, optimizer, sharded=False)
     twin_model, twin_optim = twin_dicts()
-    found += differences(model_state_dict(module, full), their_model, "full model")
-    found += differences(model_state_dict(module, full), twin_model, "twin model")
+    problems += differences(model_state_dict(module, full), their_model, "full model")
+    problems += differences(model_state_dict(module, full), twin_model, "twin model")
     ours = optimizer_state_dict(module, optimizer, full)
-    found += differences(ours, twin_optim, "twin optim")
+    problems += differences(ours, twin_optim, "twin optim")
     if not use_orig_params:
-        found += differences(ours, their_optim, "full optim")
+        problems += differences(ours, their_optim, "full optim")
     their_model, their_optim = torch_fsdp1(module, optimizer, sharded=True)
-    found += differences(model_state_dict(module, sharded), their_model, "sharded model")
+    problems += differences(model_state_dict(module, sharded), their_model, "sharded model")
     # torch cuts the state of unsharded flat parameters, though not these themselves.
     if strategy != "NO_SHARD":
         ours = optimizer_state_dict(module, optimizer, sharded)
-        found += differences(ours, their_optim, "sharded optim")
-    return found
+        problems += differences(ours, their_optim, "sharded optim")
+    return problems
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_fsdp1_dicts_are_those_of_torch(strategy: str, use_orig_params: bool) -> None:
-    for rank, found in enumerate(run_ranks(4, _fsdp1_differences, strategy, use_orig_params)):
-        assert not found, (rank, found)
+    for rank, problems in enumerate(run_ranks(4, _fsdp1_differences, strategy, use_orig_params)):
+        assert not problems, (rank, problems)
 
 
 def _torch_takes(
@@ -223,16 +223,16 @@ def _dcp_differences(engine: str) -> list[str]:
     module = model(engine)
     optimizer = adamw(module)
     train(module, optimizer, range(3))
-    found = []
+    problems = []
     for form in (StateDictType.FULL, StateDictType.SHARDED):
         options = StateDictOptions(full_state_dict=form is StateDictType.FULL)
         their_model = get_model_state_dict(module, options=options)
         their_optim = get_optimizer_state_dict(module, optimizer, options=options)
         our_model = model_state_dict(module, form)
         our_optim = optimizer_state_dict(module, optimizer, form)
-        found += differences(our_model, their_model, f"{form} model")
+        problems += differences(our_model, their_model, f"{form} model")
         if engine != "fsdp1_orig":
-            found += differences(our_optim, their_optim, f"{form} optim")
+            problems += differences(our_optim, their_optim, f"{form} optim")
         flat = get_optimizer_state_dict(
             module,
             optimizer,
@@ -252,21 +252,21 @@ def _dcp_differences(engine: str) -> list[str]:
             other = model(engine, seed=7)
             other_optimizer = adamw(other)
             take(other, other_optimizer)
-            found += differences(
+            problems += differences(
                 model_state_dict(other), model_state_dict(module), f"{form} {name}: model"
             )
-            found += differences(
+            problems += differences(
                 optimizer_state_dict(other, other_optimizer),
                 optimizer_state_dict(module, optimizer),
                 f"{form} {name}: optim",
             )
-    return found
+    return problems
 
 
 @pytest.mark.parametrize("engine", [name for name in ENGINES if not name.startswith("bare")])
 def test_dicts_change_hands_with_torch(engine: str) -> None:
-    for rank, found in enumerate(run_ranks(4, _dcp_differences, engine)):
-        assert not found, (rank, found)
+    for rank, problems in enumerate(run_ranks(4, _dcp_differences, engine)):
+        assert not problems, (rank, problems)
 
 
 # --- meshes and groups ---------------------------------------------------------------------------
@@ -292,27 +292,27 @@ def _tensor_parallel_differences() -> list[str]:
         loss: Any = module(torch.full((4, 5), step + 1.0)).square().mean()
         loss.backward()
         optimizer.step()
-    found = []
+    problems = []
     for form in (StateDictType.FULL, StateDictType.SHARDED):
         options = StateDictOptions(full_state_dict=form is StateDictType.FULL)
         our_model = model_state_dict(module, form)
         our_optim = optimizer_state_dict(module, optimizer, form)
         theirs = get_optimizer_state_dict(module, optimizer, options=options)
-        found += differences(our_model, get_model_state_dict(module, options=options), "model")
-        found += differences(our_optim, theirs, "optim")
+        problems += differences(our_model, get_model_state_dict(module, options=options), "model")
+        problems += differences(our_optim, theirs, "optim")
         other = tensor_parallel(1)
         other_optimizer = adamw(other)
         load_model_state_dict(other, our_model)
         load_optimizer_state_dict(other, other_optimizer, our_optim)
-        found += differences(model_state_dict(other, form), our_model, "loaded model")
+        problems += differences(model_state_dict(other, form), our_model, "loaded model")
         again = optimizer_state_dict(other, other_optimizer, form)
-        found += differences(again, our_optim, "loaded optim")
-    return found
+        problems += differences(again, our_optim, "loaded optim")
+    return problems
 
 
 def test_tensor_parallel_dicts_are_those_of_torch() -> None:
-    for rank, found in enumerate(run_ranks(4, _tensor_parallel_differences)):
-        assert not found, (rank, found)
+    for rank, problems in enumerate(run_ranks(4, _tensor_parallel_differences)):
+        assert not problems, (rank, problems)
 
 
 def _groups() -> tuple[list[str], list[str], list[str]]:
@@ -330,12 +330,12 @@ def _groups() -> tuple[list[str], list[str], list[str]]:
     torch.manual_seed(half)
     expected = nn.Linear(3, 5).state_dict()
     own = model_state_dict(apart, process_group=group)
-    found = differences(own, expected)
+    problems = differences(own, expected)
     with torch.no_grad():
         next(apart.parameters()).zero_()
     load_model_state_dict(apart, own, process_group=group)
-    found += differences(model_state_dict(apart, process_group=group), expected)
-    return sorted(whole), sorted(by_group), found
+    problems += differences(model_state_dict(apart, process_group=group), expected)
+    return sorted(whole), sorted(by_group), problems
 
 
 def test_the_first_rank_of_the_group_gets_the_dict() -> None:
@@ -343,4 +343,4 @@ def test_the_first_rank_of_the_group_gets_the_dict() -> None:
     assert [bool(whole) for whole, _, _ in results] == [True, False, False, False]
     assert [bool(by_group) for _, by_group, _ in results] == [True, False, True, False]
     assert results[0][0] == results[0][1] == results[2][1]
-    assert not any(found for _, _, found in results)
+    assert not any(problems for _, _, problems in results)

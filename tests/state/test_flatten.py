@@ -84,19 +84,21 @@ def test_holdings_are_the_live_memory_and_have_their_kinds() -> None:
     loss.backward()
     optimizer.step()
     ema = torch.zeros(3)
-    found = {
+    holding_of = {
         holding.pieces[0].fqn: holding
         for holding in flat({"m": module, "o": optimizer, "ema": ema}).holdings
     }
-    assert found["m.weight"].local.data_ptr() == module.weight.data_ptr()
-    assert found["ema"].local.data_ptr() == ema.data_ptr()
-    kinds = {fqn: found[fqn].kind for fqn in ("m.weight", "m.running_var", "o.state.weight.step")}
+    assert holding_of["m.weight"].local.data_ptr() == module.weight.data_ptr()
+    assert holding_of["ema"].local.data_ptr() == ema.data_ptr()
+    kinds = {
+        fqn: holding_of[fqn].kind for fqn in ("m.weight", "m.running_var", "o.state.weight.step")
+    }
     assert kinds == {
         "m.weight": Kind.PARAMETER,
         "m.running_var": Kind.BUFFER,
         "o.state.weight.step": Kind.OPTIMIZER,
     }
-    assert not any(holding.local.requires_grad for holding in found.values())
+    assert not any(holding.local.requires_grad for holding in holding_of.values())
 
 
 def test_tied_tensors_are_held_once_under_the_first_name() -> None:
@@ -118,12 +120,12 @@ def test_param_groups_name_parameters_and_hold_hyperparameters() -> None:
     module = nn.Linear(4, 2)
     groups: Any = [{"params": [module.bias], "lr": 0.5}, {"params": [module.weight]}]
     optimizer = torch.optim.AdamW(groups, lr=torch.tensor(0.25), betas=(0.8, 0.9), foreach=False)
-    found = flat({"m": module, "o": optimizer})
-    first, second = found.values["o.param_groups"]
+    flattened = flat({"m": module, "o": optimizer})
+    first, second = flattened.values["o.param_groups"]
     assert (first["params"], second["params"]) == (["bias"], ["weight"])
     assert (first["lr"], first["betas"]) == (0.5, (0.8, 0.9))
     assert second["lr"] == {"$tensor": "o.param_groups.1.lr"}
-    (lr,) = [h for h in found.holdings if h.pieces[0].fqn == "o.param_groups.1.lr"]
+    (lr,) = [h for h in flattened.holdings if h.pieces[0].fqn == "o.param_groups.1.lr"]
     assert (lr.kind, lr.local.item()) == (Kind.OTHER, 0.25)
 
 
@@ -157,11 +159,11 @@ def test_optimizer_state_keeps_its_dtype() -> None:
     for param in module.parameters():
         optimizer.state[param]["momentum"] = torch.zeros_like(param, dtype=torch.float32)
         optimizer.state[param]["count"] = 3
-    found = flat({"m": module, "o": optimizer})
-    dtypes = {h.pieces[0].fqn: h.pieces[0].dtype for h in found.holdings}
+    flattened = flat({"m": module, "o": optimizer})
+    dtypes = {h.pieces[0].fqn: h.pieces[0].dtype for h in flattened.holdings}
     assert dtypes["o.state.weight.momentum"] is torch.float32
     assert dtypes["m.weight"] is torch.bfloat16
-    assert found.values["o.state.bias.count"] == 3
+    assert flattened.values["o.state.bias.count"] == 3
 
 
 @pytest.mark.parametrize(
@@ -198,8 +200,8 @@ def test_objects_give_their_state_with_tensors_beside() -> None:
 
         def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
-    found = flat({"thing": Thing()})
-    assert found.values["thing"] == {
+    flattened = flat({"thing": Thing()})
+    assert flattened.values["thing"] == {
         "mean": {"$tensor": "thing.mean"},
         "n": [1, {"$tensor": "thing.n.1"}],
     }
@@ -220,17 +222,17 @@ class WithExtra(nn.Module):
 
 def test_extra_state_is_taken_from_modules() -> None:
     module = nn.Sequential(WithExtra({"scale": torch.ones(1), "n": 2}))
-    found = flat({"m": module})
-    assert found.values == {
+    flattened = flat({"m": module})
+    assert flattened.values == {
         "m.0._extra_state": {"scale": {"$tensor": "m.0._extra_state.scale"}, "n": 2}
     }
 
 
 def test_per_rank_values_are_kept_apart_and_random_states_are_values() -> None:
-    found = flat({"pos": PerRank([1, 2]), "rng": rng_state()})
-    assert found.values == {}
-    assert found.per_rank["pos"] == [1, 2]
-    encode_values(found.per_rank)
+    flattened = flat({"pos": PerRank([1, 2]), "rng": rng_state()})
+    assert flattened.values == {}
+    assert flattened.per_rank["pos"] == [1, 2]
+    encode_values(flattened.per_rank)
 
 
 def test_flattening_draws_no_random_number_and_changes_nothing() -> None:
@@ -303,10 +305,10 @@ def itself() -> list[Any]:
     ids=lambda case: "-".join(case)[:30] if isinstance(case, list) else "",
 )
 def test_what_cannot_be_saved_is_named_with_the_next_move(state: Any, said: list[str]) -> None:
-    found = problems(state)
-    assert len(found) == 1
+    texts = problems(state)
+    assert len(texts) == 1
     for part in said:
-        assert part in found[0]
+        assert part in texts[0]
 
 
 def test_wrappers_of_optimizers_are_refused_when_there_are_several_ranks() -> None:

@@ -47,7 +47,7 @@ def _taken(engine: str) -> list[str]:
         next(module.parameters()).requires_grad_(False)
     optimizer = adamw(module)
     train(module, optimizer, range(2))
-    found = []
+    problems = []
     for name, options in GET.items():
         told: list[Any] = []
         for side in (ours, theirs):
@@ -64,14 +64,14 @@ def _taken(engine: str) -> list[str]:
                     ),
                 }
             )
-        found += differences(*told, name)
-    return found
+        problems += differences(*told, name)
+    return problems
 
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp1_flat", "fsdp2"])
 def test_every_option_gives_what_torchs_function_gives(engine: str) -> None:
-    for rank, found in enumerate(run_ranks(2, _taken, engine)):
-        assert not found, (rank, found)
+    for rank, problems in enumerate(run_ranks(2, _taken, engine)):
+        assert not problems, (rank, problems)
 
 
 SET: dict[str, dict[str, bool]] = {
@@ -88,7 +88,7 @@ def _put(engine: str) -> list[str]:
     module = model(engine)
     optimizer = adamw(module)
     train(module, optimizer, range(2))
-    found = []
+    problems = []
     for name, chosen in SET.items():
         options = ours.StateDictOptions(**chosen)
         taken = ours.get_state_dict(
@@ -102,7 +102,7 @@ def _put(engine: str) -> list[str]:
         other_optimizer = adamw(other)
         template = ours.get_optimizer_state_dict(other, other_optimizer)
         if other_optimizer.state or not template["state"]:
-            found.append(f"{name}: a look at a fresh optimizer left state, or saw none")
+            problems.append(f"{name}: a look at a fresh optimizer left state, or saw none")
         keys = ours.set_state_dict(
             other,
             other_optimizer,
@@ -110,26 +110,26 @@ def _put(engine: str) -> list[str]:
             optim_state_dict=taken[1],
             options=options,
         )
-        found += [f"{name}: {keys}"] if any(keys) else []
-        found += differences(model_state_dict(other), model_state_dict(module), name)
-        found += differences(
+        problems += [f"{name}: {keys}"] if any(keys) else []
+        problems += differences(model_state_dict(other), model_state_dict(module), name)
+        problems += differences(
             optimizer_state_dict(other, other_optimizer),
             optimizer_state_dict(module, optimizer),
             name,
         )
-    return found
+    return problems
 
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp1_orig", "fsdp2"])
 def test_every_option_puts_back_what_was_taken(engine: str) -> None:
-    for rank, found in enumerate(run_ranks(2, _put, engine)):
-        assert not found, (rank, found)
+    for rank, problems in enumerate(run_ranks(2, _put, engine)):
+        assert not problems, (rank, problems)
 
 
 def test_modules_as_keys_and_modules_that_rename() -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     other = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    by_module = {other[at]: module[at].state_dict() for at in (0, 1)}
+    by_module = {other[index]: module[index].state_dict() for index in (0, 1)}
     ours.set_model_state_dict(other, by_module)
     assert not differences(other.state_dict(), module.state_dict())
     renaming: Any = other[0]

@@ -56,10 +56,10 @@ class Odd(torch.optim.SGD):
     """Works on local tensors, and has state of its own kind beside what it makes of them."""
 
     def step(self, closure: Any = None) -> None:
-        for at, param in enumerate(self.param_groups[0]["params"]):
+        for index, param in enumerate(self.param_groups[0]["params"]):
             local = local_tensor(param)
             if local.numel():
-                tag = 100.0 * (dist.get_rank() if dist.is_initialized() else 0) + 10 * at
+                tag = 100.0 * (dist.get_rank() if dist.is_initialized() else 0) + 10 * index
                 state = self.state[param]
                 state["moment"] = torch.zeros_like(local.detach()) + tag + 1
                 state["like_shard"] = torch.full((2, 4), tag + 2)
@@ -86,7 +86,10 @@ def same(a: Any, b: Any) -> bool:
 
 
 def state_of(optimizer: Odd) -> dict[str, Any]:
-    return {str(at): optimizer.state[p] for at, p in enumerate(optimizer.param_groups[0]["params"])}
+    return {
+        str(index): optimizer.state[p]
+        for index, p in enumerate(optimizer.param_groups[0]["params"])
+    }
 
 
 # --- the same layout -----------------------------------------------------------------------------
@@ -105,8 +108,8 @@ def back(root: str) -> None:
     for source, target in MOVES:
         model, optimizer = made(source)
         optimizer.step()
-        at = f"{root}/{source}"
-        ckpt.save({"model": model, "optim": optimizer}, at, step=1)
+        url = f"{root}/{source}"
+        ckpt.save({"model": model, "optim": optimizer}, url, step=1)
         for stepped in (False, True):
             other, its = made(target)
             if stepped:
@@ -114,7 +117,7 @@ def back(root: str) -> None:
                 [live] = state_of(its).values()
                 for content in (live["like_shard"], live["factors"][0]):
                     content.zero_()
-            ckpt.load({"model": other, "optim": its}, at)
+            ckpt.load({"model": other, "optim": its}, url)
             assert same(state_of(its), state_of(optimizer)), (source, target, stepped)
 
 

@@ -41,8 +41,8 @@ def cut(rng: random.Random, shape: Shape, ranks: int) -> list[list[Region]]:
     if kind == "whole":
         return [[whole(shape)] for _ in range(ranks)]
     if kind == "one" or not shape:
-        at = rng.randrange(ranks)
-        return [[whole(shape)] if rank == at else [] for rank in range(ranks)]
+        holder = rng.randrange(ranks)
+        return [[whole(shape)] if rank == holder else [] for rank in range(ranks)]
     if kind in ("spans", "twice"):
         groups = max(ranks // 2, 1) if kind == "twice" else ranks
         ends = sorted(rng.randint(0, numel) for _ in range(groups - 1))
@@ -89,11 +89,11 @@ def test_what_arrives_is_what_was_there(
     for _ in range(scale.count(30, 1000)):
         ranks = rng.choice([1, 2, 3, 4])
         cases = []
-        for at in range(rng.randint(1, 5)):
+        for index in range(rng.randint(1, 5)):
             least = 0 if rng.random() < 0.1 else 1
             shape = tuple(rng.randint(least, 7) for _ in range(rng.randint(0, 3)))
-            tensor = a_tensor(shape, rng.choice(DTYPES), at)
-            cases.append((f"t{at}", tensor, cut(rng, shape, ranks), cut(rng, shape, ranks)))
+            tensor = a_tensor(shape, rng.choice(DTYPES), index)
+            cases.append((f"t{index}", tensor, cut(rng, shape, ranks), cut(rng, shape, ranks)))
 
         def run(world: World, cases: Any = cases, odd: bool = rng.random() < 0.5) -> list[str]:
             held, wanted = [], []

@@ -61,7 +61,7 @@ def twin(seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
     model, optimizer = trained(bare(seed), seed)
     names = [name for name, _ in model.named_parameters()]
     states = optimizer.state_dict()["state"]
-    return dict(model.state_dict()), {names[at]: state for at, state in states.items()}
+    return dict(model.state_dict()), {names[index]: state for index, state in states.items()}
 
 
 def flat(engine: Any, orig: bool) -> Callable[[int, list[int], Any], nn.Module]:
@@ -120,11 +120,11 @@ def whole(value: Any) -> torch.Tensor | None:
     return value if type(value) in (torch.Tensor, nn.Parameter) else None
 
 
-def differences(found: Any, expected: Any, where: str) -> list[str]:
-    if set(found) != set(expected):
-        return [f"{where}: has {sorted(found)}, expected {sorted(expected)}"]
+def differences(got: Any, expected: Any, where: str) -> list[str]:
+    if set(got) != set(expected):
+        return [f"{where}: has {sorted(got)}, expected {sorted(expected)}"]
     problems = []
-    for name, value in found.items():
+    for name, value in got.items():
         if isinstance(value, dict):
             problems += differences(value, expected[name], f"{where} {name}")
         elif (tensor := whole(value)) is not None and not torch.allclose(
@@ -242,8 +242,8 @@ def unshared(groups: Groups) -> list[str]:
     problems = differences(state_dicts.model_state_dict(model), expected, "bare")
     pair = groups.of([1, 3])
     for group in (None, pair):
-        found = state_dicts.optimizer_state_dict(model, optimizer, process_group=group)
-        problems += differences(found["state"], states, f"bare optimizer {group is pair}")
+        state_dict = state_dicts.optimizer_state_dict(model, optimizer, process_group=group)
+        problems += differences(state_dict["state"], states, f"bare optimizer {group is pair}")
     return problems
 
 
@@ -309,41 +309,43 @@ def rows_of_a_mesh(_: Groups, root: str) -> list[str]:
 def run_all(root: str) -> dict[str, list[str]]:
     warnings.simplefilter("ignore")
     groups = Groups()
-    found: dict[str, list[str]] = {}
+    problems: dict[str, list[str]] = {}
     for engine in ENGINES:
         for case in (two_models, some_ranks_only, overlapping, one_each):
             try:
-                found[f"{case.__name__} {engine}"] = case(groups, engine)
+                problems[f"{case.__name__} {engine}"] = case(groups, engine)
             except Exception:
-                found[f"{case.__name__} {engine}"] = [traceback.format_exc()]
-    found["unshared"] = unshared(groups)
-    found["saved under one name"] = saved_under_one_name(groups, f"{root}/two")
-    found["rows of a mesh"] = rows_of_a_mesh(groups, f"{root}/mesh")
-    found["saved by some"] = saved_by_some(groups, f"{root}/some")
-    return found
+                problems[f"{case.__name__} {engine}"] = [traceback.format_exc()]
+    problems["unshared"] = unshared(groups)
+    problems["saved under one name"] = saved_under_one_name(groups, f"{root}/two")
+    problems["rows of a mesh"] = rows_of_a_mesh(groups, f"{root}/mesh")
+    problems["saved by some"] = saved_by_some(groups, f"{root}/some")
+    return problems
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[str]]]:
+def problems_by_case(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[str]]]:
     return run_ranks(4, run_all, str(tmp_path_factory.mktemp("roots")), timeout_seconds=170)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("case", ["two_models", "some_ranks_only", "overlapping", "one_each"])
 def test_each_rank_gets_its_own_model(
-    found: list[dict[str, list[str]]], case: str, engine: str
+    problems_by_case: list[dict[str, list[str]]], case: str, engine: str
 ) -> None:
-    assert [rank[f"{case} {engine}"] for rank in found] == [[]] * 4
+    assert [rank[f"{case} {engine}"] for rank in problems_by_case] == [[]] * 4
 
 
-def test_a_model_that_no_engine_shares_is_its_ranks_own(found: list[dict[str, list[str]]]) -> None:
-    assert [rank["unshared"] for rank in found] == [[]] * 4
+def test_a_model_that_no_engine_shares_is_its_ranks_own(
+    problems_by_case: list[dict[str, list[str]]],
+) -> None:
+    assert [rank["unshared"] for rank in problems_by_case] == [[]] * 4
 
 
 def test_two_models_saved_under_one_name_are_an_error_that_names_the_ranks(
-    found: list[dict[str, list[str]]],
+    problems_by_case: list[dict[str, list[str]]],
 ) -> None:
-    texts = [rank["saved under one name"] for rank in found]
+    texts = [rank["saved under one name"] for rank in problems_by_case]
     assert texts[1:] == texts[:1] * 3 and len(texts[0]) == len(SAVED)
     for text in texts[0]:
         assert "model.0.weight: elements" in text and "written by ranks [" in text
@@ -351,10 +353,12 @@ def test_two_models_saved_under_one_name_are_an_error_that_names_the_ranks(
 
 
 def test_ranks_without_the_model_save_and_load_beside_those_that_have_it(
-    found: list[dict[str, list[str]]],
+    problems_by_case: list[dict[str, list[str]]],
 ) -> None:
-    assert [rank["saved by some"] for rank in found] == [[]] * 4
+    assert [rank["saved by some"] for rank in problems_by_case] == [[]] * 4
 
 
-def test_models_on_rows_of_one_mesh_are_no_replicas(found: list[dict[str, list[str]]]) -> None:
-    assert [rank["rows of a mesh"] for rank in found] == [[]] * 4
+def test_models_on_rows_of_one_mesh_are_no_replicas(
+    problems_by_case: list[dict[str, list[str]]],
+) -> None:
+    assert [rank["rows of a mesh"] for rank in problems_by_case] == [[]] * 4

@@ -33,7 +33,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Open:
 
 
 def parts_of(data: bytes) -> list[memoryview]:
-    return [memoryview(data)[at : at + PART] for at in range(0, len(data), PART)]
+    return [memoryview(data)[start : start + PART] for start in range(0, len(data), PART)]
 
 
 DATA = bytes(range(256)) * (11 << 12)  # 11 MiB: two parts and a shorter one

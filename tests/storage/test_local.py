@@ -195,7 +195,9 @@ def test_short_direct_writes_are_continued(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(
         file_io_module.os,
         "pwrite",
-        lambda fd, data, at: real_pwrite(fd, data[:8192], at) - (100 if len(data) > 8192 else 0),
+        lambda fd, data, offset: (
+            real_pwrite(fd, data[:8192], offset) - (100 if len(data) > 8192 else 0)
+        ),
     )
     data = aligned(64 * KiB)
     file = DirectFile(os.open(tmp_path / "a", os.O_CREAT | os.O_RDWR), data.nbytes)
@@ -214,8 +216,12 @@ def test_short_writes_and_reads_are_continued(
     """System calls that move 1000 bytes at most, across the borders of buffers."""
     real_pwritev, real_preadv = os.pwritev, os.preadv
     patched = file_io_module.os
-    monkeypatch.setattr(patched, "pwritev", lambda fd, v, at: real_pwritev(fd, [v[0][:1000]], at))
-    monkeypatch.setattr(patched, "preadv", lambda fd, v, at: real_preadv(fd, [v[0][:1000]], at))
+    monkeypatch.setattr(
+        patched, "pwritev", lambda fd, v, offset: real_pwritev(fd, [v[0][:1000]], offset)
+    )
+    monkeypatch.setattr(
+        patched, "preadv", lambda fd, v, offset: real_preadv(fd, [v[0][:1000]], offset)
+    )
     data = bytes(range(256)) * 20
     view = memoryview(data)
     with store.create("a", len(data), part_nbytes=len(data)) as writer:

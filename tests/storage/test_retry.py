@@ -95,13 +95,13 @@ def all_operations(store: Store) -> tuple[bytes, list[ObjectInfo]]:
     write_object(store, "d/a", b"12345678", part_nbytes=4)
     store.put_if_absent("d/b", b"x")
     store.sync(["d/a"])
-    found = [entry._replace(modified_unix=0) for entry in store.list("d/")]
+    listed = [entry._replace(modified_unix=0) for entry in store.list("d/")]
     target = memoryview(bytearray(4))
     store.get_into("d/a", 2, [target])
     assert store.info("d/a").nbytes == 8
     store.delete("d/b")
     store.abort_unfinished("d/")
-    return store.get("d/a") + bytes(target), found
+    return store.get("d/a") + bytes(target), listed
 
 
 def test_one_transient_failure_of_any_operation_goes_unnoticed() -> None:
@@ -111,10 +111,10 @@ def test_one_transient_failure_of_any_operation_goes_unnoticed() -> None:
     """
     dry = FaultPlan(0)
     expected = all_operations(FaultyStore(MemoryStore(), dry))
-    for at, (operation, _) in enumerate(dry.operations, 1):
+    for nth, (operation, _) in enumerate(dry.operations, 1):
         if operation == "publish":
             continue
-        inner = FaultyStore(MemoryStore(), FaultPlan(at, error=TransientError))
+        inner = FaultyStore(MemoryStore(), FaultPlan(nth, error=TransientError))
         assert all_operations(RetryingStore(inner, policy(Time()))) == expected
 
 

@@ -179,8 +179,8 @@ def test_what_is_acknowledged_is_there_under_a_fifth_of_failures(
         with ThreadPoolExecutor(8) as pool:
             written = list(pool.map(work, range(scale.count(24, 1000))))
         proxy.pause()
-        for found in filter(None, written):
-            assert store.get(found[0]) == found[1]
+        for pair in filter(None, written):
+            assert store.get(pair[0]) == pair[1]
         store.abort_unfinished("")
         assert store.abort_unfinished("") == 0
         assert all(proxy.counts[kind] for kind in KINDS) or not scale.soak

@@ -44,9 +44,9 @@ def forget_schemes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def offer(monkeypatch: pytest.MonkeyPatch, *offers: tuple[str, str]) -> None:
     """Entry points as installed packages would have them."""
-    found = [EntryPoint(name, value, schemes.ENTRY_POINTS) for name, value in offers]
+    points = [EntryPoint(name, value, schemes.ENTRY_POINTS) for name, value in offers]
     monkeypatch.setattr(
-        schemes, "entry_points", lambda *, group: found if group == "shardpoint.stores" else []
+        schemes, "entry_points", lambda *, group: points if group == "shardpoint.stores" else []
     )
 
 

@@ -15,7 +15,7 @@ from storage.memory import MemoryStore
 from storage.spread import SpreadStore
 from storage.testing import CountingStore, StoreContract, write_object
 
-FILES = [f"steps/00000001-e000001-{at:016x}/rank00000.safetensors" for at in range(40)]
+FILES = [f"steps/00000001-e000001-{index:016x}/rank00000.safetensors" for index in range(40)]
 
 
 class TestSpreadStore(StoreContract):
@@ -107,7 +107,7 @@ def test_a_checkpoint_in_a_spread_root_is_saved_verified_loaded_and_listed(
 
     inner = MemoryStore()
     monkeypatch.setattr(url_module, "_open_memory", lambda *_: SpreadStore(inner, 16))
-    state = {f"w{at}": torch.arange(10_000.0) + at for at in range(4)}
+    state = {f"w{index}": torch.arange(10_000.0) + index for index in range(4)}
     for step in (1, 2):
         ckpt.save(state, "memory://spread-root", step=step)
     monkeypatch.setattr(url_module, "_open_memory", lambda *_: SpreadStore(inner))

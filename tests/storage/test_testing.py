@@ -54,27 +54,27 @@ def test_a_dry_run_names_every_operation() -> None:
     assert not plan.happened
 
 
-@pytest.mark.parametrize("at", range(1, len(OPERATIONS) + 1))
+@pytest.mark.parametrize("nth", range(1, len(OPERATIONS) + 1))
 @pytest.mark.parametrize("mode", ["before", "after"])
 @pytest.mark.parametrize("kill", [False, True])
 def test_the_nth_operation_fails_and_only_the_right_ones_happened(
-    tmp_path: Path, at: int, mode: str, kill: bool
+    tmp_path: Path, nth: int, mode: str, kill: bool
 ) -> None:
     """For every n: what was published before is there, and `after` publishes the n-th as well."""
-    plan = FaultPlan(at, mode=mode, kill=kill)  # type: ignore[arg-type]
+    plan = FaultPlan(nth, mode=mode, kill=kill)  # type: ignore[arg-type]
     disk = LocalStore(str(tmp_path))
     store = FaultyStore(disk, plan)
     with pytest.raises(Killed if kill else StorageError) as caught:
         run(store)
     assert plan.happened
-    happened = at if mode == "after" else at - 1
+    happened = nth if mode == "after" else nth - 1
     expected = [key for key, number in (("a", 4), ("b", 5)) if number <= happened]
     assert [entry.key for entry in disk.list("")] == expected
-    unknown = not kill and mode == "after" and OPERATIONS[at - 1] in ("publish", "put_if_absent")
+    unknown = not kill and mode == "after" and OPERATIONS[nth - 1] in ("publish", "put_if_absent")
     assert isinstance(caught.value, OutcomeUnknownError) is unknown
     left_behind = any(path.name.startswith(".tmp-") for path in tmp_path.iterdir())
-    dies_within = ["create", "write_part", "publish"].count(OPERATIONS[at - 1]) and not (
-        (at == 1 and mode == "before") or (at == 4 and mode == "after")
+    dies_within = ["create", "write_part", "publish"].count(OPERATIONS[nth - 1]) and not (
+        (nth == 1 and mode == "before") or (nth == 4 and mode == "after")
     )
     assert left_behind is bool(kill and dies_within)
     if kill:

@@ -243,10 +243,10 @@ def test_second_form_never_becomes_what_a_training_resumes(tmp_path: Path) -> No
     store = open_store(root)
 
     def copied() -> tuple[LocatedCheckpoint, Manifest]:
-        found = find_checkpoint(store)
+        source = find_checkpoint(store)
         epoch = Log(store).state().epoch
-        header = new_header(found.manifest, NewLayout(1), epoch=epoch)
-        return found, replace(found.manifest, header=header)
+        header = new_header(source.manifest, NewLayout(1), epoch=epoch)
+        return source, replace(source.manifest, header=header)
 
     copy = copied()
     ckpt.save({"x": torch.ones(9)}, root, step=2)
@@ -279,12 +279,12 @@ def test_resharding_in_a_root_leaves_the_latest_loadable_at_every_death(
 
     dry = FaultPlan(0)
     run(0, dry)
-    for at in range(1, len(dry.operations) + 1):
-        url = run(at, FaultPlan(at, kill=True, mode=mode))  # type: ignore[arg-type]
+    for nth in range(1, len(dry.operations) + 1):
+        url = run(nth, FaultPlan(nth, kill=True, mode=mode))  # type: ignore[arg-type]
         state = {"x": torch.zeros(300), "n": 0}
         ckpt.load(state, url)
         assert torch.equal(state["x"], torch.arange(300.0) * 2)
-        run(at, FaultPlan(0))
+        run(nth, FaultPlan(0))
         assert [info.step for info in ckpt.list_steps(url)] == [2, 2]
         assert ckpt.verify(url).ok and ckpt.diff(url, url, step_a=2).identical
 
@@ -313,9 +313,9 @@ def test_copy_of_a_checkpoint_that_shares_files_needs_no_other(
         assert_same(str(moved), copy)
         with ckpt.open(copy) as ck:
             assert not ck.manifest.references and not ck.manifest.header.required
-    found = salvage(open_store(str(target.parent)), "copy")
-    assert found.manifest is not None, found.problems
-    assert encode_manifest(found.manifest) == (target / "MANIFEST").read_bytes()
+    salvaged = salvage(open_store(str(target.parent)), "copy")
+    assert salvaged.manifest is not None, salvaged.problems
+    assert encode_manifest(salvaged.manifest) == (target / "MANIFEST").read_bytes()
     assert ckpt.copy(str(moved), str(target), step=2).nbytes_written == 0
 
 
@@ -338,15 +338,15 @@ def test_changed_bytes_are_never_published(plain_root: str, tmp_path: Path) -> N
     shutil.copytree(plain_root, root)
     path = data_files(str(root))[-1]
     size = path.stat().st_size
-    for at in (20, 5000, size // 2, size - 2, size - 200):
+    for offset in (20, 5000, size // 2, size - 2, size - 200):
         data = bytearray(path.read_bytes())
-        data[at] ^= 1
+        data[offset] ^= 1
         path.write_bytes(data)
         with pytest.raises(Corrupt, match=path.name):
             ckpt.copy(str(root), str(tmp_path / "copy"))
         assert not (tmp_path / "copy" / "MANIFEST").exists()
         assert not (tmp_path / "copy" / path.name).exists()
-        data[at] ^= 1
+        data[offset] ^= 1
         path.write_bytes(data)
     ckpt.copy(str(root), str(tmp_path / "copy"))
     assert ckpt.verify(str(tmp_path / "copy")).ok
@@ -427,8 +427,8 @@ def is_absent(bucket: MemoryBucket) -> bool:
 
 def check_whole(bucket: MemoryBucket) -> None:
     store = MemoryStore(bucket)
-    found = Checkpoint(store, find_checkpoint(store))
-    assert torch.equal(found["x"], torch.arange(300.0) * 2) and found.values["n"] == 2
+    opened = Checkpoint(store, find_checkpoint(store))
+    assert torch.equal(opened["x"], torch.arange(300.0) * 2) and opened.values["n"] == 2
 
 
 @pytest.mark.parametrize("work", [copied_one, copied_root, resharded])
@@ -447,9 +447,9 @@ def test_target_is_absent_or_whole_and_running_again_finishes(
     work(source, FaultyStore(MemoryStore(), dry))
     total = len(dry.operations)
     assert total > 5
-    for at in range(1, total + 1):
+    for nth in range(1, total + 1):
         bucket = MemoryBucket()
-        plan = FaultPlan(at, kill=kill, mode=mode)  # type: ignore[arg-type]
+        plan = FaultPlan(nth, kill=kill, mode=mode)  # type: ignore[arg-type]
         disk = PowerLossStore(MemoryStore(bucket))
         try:
             work(source, FaultyStore(disk, plan))
@@ -471,10 +471,10 @@ def test_failing_reads_leave_the_target_absent(work: Callable[[Store, Store], No
     source = small_root()
     dry = FaultPlan(0)
     work(FaultyStore(source, dry), MemoryStore())
-    for at in range(1, len(dry.operations) + 1):
+    for nth in range(1, len(dry.operations) + 1):
         bucket = MemoryBucket()
         with pytest.raises(StorageError, match="injected"):
-            work(FaultyStore(source, FaultPlan(at)), MemoryStore(bucket))
+            work(FaultyStore(source, FaultPlan(nth)), MemoryStore(bucket))
         assert is_absent(bucket)
 
 
@@ -500,16 +500,16 @@ def test_file_that_lost_bytes_in_a_power_failure_is_written_again(
 def test_killed_run_is_gone_on_with_not_begun_anew(sliced_root: str) -> None:
     """Three files; the run dies in the third: the first two are not written again."""
     source = open_store(sliced_root)
-    found = find_checkpoint(source)
+    checkpoint = find_checkpoint(source)
     dry = FaultPlan(0)
-    copy_checkpoint(source, found, FaultyStore(MemoryStore(), dry), threads=1)
+    copy_checkpoint(source, checkpoint, FaultyStore(MemoryStore(), dry), threads=1)
     third = [n for n, (what, _) in enumerate(dry.operations, 1) if what == "publish"][2]
     bucket = MemoryBucket()
     with pytest.raises(Killed):
         store = FaultyStore(MemoryStore(bucket), FaultPlan(third, kill=True))
-        copy_checkpoint(source, found, store, threads=1)
-    report = copy_checkpoint(source, found, MemoryStore(bucket))
-    assert report.nbytes_written == int(found.manifest.file_nbytes[2])
+        copy_checkpoint(source, checkpoint, store, threads=1)
+    report = copy_checkpoint(source, checkpoint, MemoryStore(bucket))
+    assert report.nbytes_written == int(checkpoint.manifest.file_nbytes[2])
 
 
 @pytest.mark.ranks
@@ -518,7 +518,7 @@ def test_command_killed_by_the_system_is_gone_on_with(tmp_path: Path, command: l
     """SIGKILL as soon as something is at the target; a file under construction counts."""
     root, target = str(tmp_path / "run"), tmp_path / "copy"
     torch.manual_seed(0)
-    ckpt.save({f"x{at}": torch.randn(4 << 20) for at in range(3)}, root, step=1)
+    ckpt.save({f"x{index}": torch.randn(4 << 20) for index in range(3)}, root, step=1)
     line = [sys.executable, "-m", "ckpt", *command, root, str(target)]
     running = subprocess.Popen(line, stdout=subprocess.DEVNULL)
     while not (target.exists() and os.listdir(target)):

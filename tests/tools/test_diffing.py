@@ -185,9 +185,9 @@ def test_command_tells_by_its_exit_code(
     out = capsys.readouterr().out
     assert "a: step 5" in out and "b: step 10" in out and "value epoch: 5 -> 10" in out
     assert main(["diff", plain_root, "--step-b", "5", "--json", "--sort", "amount"]) == 3
-    found = json.loads(capsys.readouterr().out)
-    assert not found["identical"] and found["b"]["step"] == 5
-    big = next(change for change in found["changed"] if change["name"] == "model.big")
+    printed = json.loads(capsys.readouterr().out)
+    assert not printed["identical"] and printed["b"]["step"] == 5
+    big = next(change for change in printed["changed"] if change["name"] == "model.big")
     assert big["amount"]["changed"] > 0 and big["amount"]["relative_norm"] > 0
 
 

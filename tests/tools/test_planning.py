@@ -34,7 +34,7 @@ from tests.tools.conftest import make_net, sliced_net, stepped
 
 def small_state() -> dict[str, Any]:
     torch.manual_seed(1)
-    state: dict[str, Any] = {f"t{at}": torch.randn(20 + at, 7) for at in range(30)}
+    state: dict[str, Any] = {f"t{index}": torch.randn(20 + index, 7) for index in range(30)}
     state["large"] = torch.randn(900, 1000)
     state["epoch"] = 1
     return state

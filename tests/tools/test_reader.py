@@ -24,8 +24,8 @@ def test_tensors_come_back_under_all_their_names(plain_root: str) -> None:
         assert set(ck.keys()) == set(ck) and len(ck) == len(ck.keys())
         for name, tensor in expected.items():
             assert f"model.{name}" in ck
-            found = ck[f"model.{name}"]
-            assert found.dtype == tensor.dtype and torch.equal(found, tensor)
+            value = ck[f"model.{name}"]
+            assert value.dtype == tensor.dtype and torch.equal(value, tensor)
         assert ck.values["epoch"] == 10
 
 
@@ -83,8 +83,8 @@ def test_regions_and_indices_are_those_of_the_tensor(sliced_root: str, rng: rand
 )
 def test_index_means_what_torch_means(sliced_root: str, index: object) -> None:
     with ckpt.open(sliced_root) as ck:
-        found = ck.read("model.0.weight", index)  # type: ignore[arg-type]
-        assert torch.equal(found, sliced_net()[0].weight[index])
+        value = ck.read("model.0.weight", index)  # type: ignore[arg-type]
+        assert torch.equal(value, sliced_net()[0].weight[index])
 
 
 @pytest.mark.parametrize(

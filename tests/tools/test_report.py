@@ -98,21 +98,21 @@ class Page(HTMLParser):
         self.text += data
 
 
-def text_of(found: Report) -> str:
-    return Page("".join(page_of(found))).text
+def text_of(report: Report) -> str:
+    return Page("".join(page_of(report))).text
 
 
 def test_report_tells_all_saves_and_what_became_of_them(root: str) -> None:
-    found = report_of(root)
+    report = report_of(root)
     steps = [step for step in range(1, STEPS + 1) if step != BROKEN]
-    assert [save.step for save in found.saves] == steps
-    assert [save.step for save in found.live] == steps[-KEPT:]
-    assert [save.pinned for save in found.live] == [True] + [False] * (KEPT - 1)
-    assert all((save.retired_unix is None) == save.is_live for save in found.saves)
-    assert [save.metric for save in found.saves] == [1 / step for step in steps]
-    assert found.sessions == 1 and found.is_whole_history
+    assert [save.step for save in report.saves] == steps
+    assert [save.step for save in report.live] == steps[-KEPT:]
+    assert [save.pinned for save in report.live] == [True] + [False] * (KEPT - 1)
+    assert all((save.retired_unix is None) == save.is_live for save in report.saves)
+    assert [save.metric for save in report.saves] == [1 / step for step in steps]
+    assert report.sessions == 1 and report.is_whole_history
     stored = {attempt.attempt: attempt.nbytes for attempt in ckpt.disk_usage(root).attempts}
-    for save in found.live:
+    for save in report.live:
         assert save.totals is not None and save.nbytes_stored == stored[save.attempt]
         kept = Path(root) / f"steps/{save.step:08d}-{save.attempt}" / TELEMETRY_NAME
         assert save.totals.nbytes == stored[save.attempt] - kept.stat().st_size
@@ -125,19 +125,19 @@ def test_retired_saves_are_told_by_those_after_them(root: str) -> None:
 
 
 def test_slow_rank_is_named_and_failures_are_told_once(root: str) -> None:
-    found = report_of(root)
-    assert found.slowest is not None
-    assert found.slowest.totals.slowest_rank == SLOW
-    assert found.slowest.totals.slowest_phase == "write"
-    wait, write = (found.slowest.phases.index(phase) for phase in ("wait", "write"))
-    took = found.slowest.took_us
+    report = report_of(root)
+    assert report.slowest is not None
+    assert report.slowest.totals.slowest_rank == SLOW
+    assert report.slowest.totals.slowest_phase == "write"
+    wait, write = (report.slowest.phases.index(phase) for phase in ("wait", "write"))
+    took = report.slowest.took_us
     assert max(range(RANKS), key=lambda rank: took[rank][write]) == SLOW
     assert min(range(RANKS), key=lambda rank: took[rank][wait]) == SLOW
-    assert [one.step for one in found.failures] == [BROKEN]
-    assert "full" in found.failures[0].error
-    told = [notice.text for notice in found.notices if notice.severity == "bad"]
+    assert [one.step for one in report.failures] == [BROKEN]
+    assert "full" in report.failures[0].error
+    told = [notice.text for notice in report.notices if notice.severity == "bad"]
     assert len(told) == 1 and f"step {BROKEN} has failed" in told[0]
-    assert any("verify --mark" in notice.text for notice in found.notices)
+    assert any("verify --mark" in notice.text for notice in report.notices)
 
 
 def test_entries_have_the_sizes_of_the_state(root: str) -> None:
@@ -165,9 +165,9 @@ def test_root_without_telemetry_and_a_place_that_is_no_root(tmp_path: Path) -> N
     url = str(tmp_path / "plain")
     for step in (1, 2):
         ckpt.save({"x": torch.ones(8)}, url, step=step)
-    found = report_of(url)
-    assert [save.totals for save in found.saves] == [None, None] and found.slowest is None
-    assert "is not known of 2 of 2 saves" in text_of(found)
+    report = report_of(url)
+    assert [save.totals for save in report.saves] == [None, None] and report.slowest is None
+    assert "is not known of 2 of 2 saves" in text_of(report)
     with pytest.raises(NoCheckpoint):
         report_of(str(tmp_path / "nothing"))
 
@@ -181,10 +181,10 @@ def test_damaged_or_foreign_telemetry_is_left_out(tmp_path: Path) -> None:
     data = json.loads((second / TELEMETRY_NAME).read_bytes())
     data["totals"]["attempt"] = "e000001-ffffffffffffffff"
     (second / TELEMETRY_NAME).write_text(json.dumps(data))
-    found = report_of(url)
+    report = report_of(url)
     # The third one still tells how those before it went.
-    assert found.slowest is not None and found.slowest.totals.step == 3
-    assert [save.totals is not None for save in found.saves] == [True, True, True]
+    assert report.slowest is not None and report.slowest.totals.step == 3
+    assert [save.totals is not None for save in report.saves] == [True, True, True]
     assert ckpt.verify(url, step=1).ok
     ckpt.load({"x": torch.zeros(8)}, url, step=1)
 
@@ -207,21 +207,21 @@ def test_command_writes_the_page_or_json(
 EVIL = '<script>alert(1)</script><img src=x onerror="alert(2)">\'"&'
 
 
-def evil(found: Report) -> Report:
+def evil(report: Report) -> Report:
     """The same report, with hostile texts wherever storage could have brought them."""
-    assert found.slowest is not None
-    totals = found.slowest.totals.model_copy(update={"slowest_phase": EVIL, "attempt": EVIL})
-    slowest = found.slowest.model_copy(
-        update={"phases": [EVIL] * len(found.slowest.phases), "totals": totals}
+    assert report.slowest is not None
+    totals = report.slowest.totals.model_copy(update={"slowest_phase": EVIL, "attempt": EVIL})
+    slowest = report.slowest.model_copy(
+        update={"phases": [EVIL] * len(report.slowest.phases), "totals": totals}
     )
     return replace(
-        found,
+        report,
         url=EVIL,
         slowest=slowest,
-        saves=tuple(replace(save, attempt=EVIL, totals=totals) for save in found.saves),
+        saves=tuple(replace(save, attempt=EVIL, totals=totals) for save in report.saves),
         failures=(SaveFailure(step=1, time_unix=0.0, error=EVIL),),
-        notices=tuple(replace(notice, text=EVIL, severity=EVIL) for notice in found.notices),
-        entries=tuple(replace(entry, entry=EVIL, kind=EVIL) for entry in found.entries),
+        notices=tuple(replace(notice, text=EVIL, severity=EVIL) for notice in report.notices),
+        entries=tuple(replace(entry, entry=EVIL, kind=EVIL) for entry in report.entries),
     )
 
 
@@ -251,16 +251,16 @@ def shown(page: Path, profile: Path, *more: str) -> tuple[str, str]:
 @pytest.mark.server
 @pytest.mark.skipif(CHROMIUM is None, reason="no browser here")
 def test_browser_shows_the_numbers_without_complaint(root: str, tmp_path: Path) -> None:
-    found = report_of(root)
+    report = report_of(root)
     page = tmp_path / "report.html"
-    page.write_text("".join(page_of(found)), encoding="utf-8")
+    page.write_text("".join(page_of(report)), encoding="utf-8")
     dom, console = shown(page, tmp_path / "profile", "--dump-dom")
     assert console == ""
     assert f"rank {SLOW}" in dom and f'Slowest was <b class="slowest">rank {SLOW}</b>' in dom
-    assert dom.count('<rect class="bar') == 4 * len(found.saves)
+    assert dom.count('<rect class="bar') == 4 * len(report.saves)
     cells = re.findall(r'<td style="background:rgba', dom)
     assert len(cells) >= RANKS * 4
-    for save in found.saves:
+    for save in report.saves:
         assert save.attempt in dom and save.totals is not None
         assert size(save.totals.nbytes) in dom
     picture = tmp_path / "report.png"
@@ -286,39 +286,39 @@ def test_browser_runs_nothing_of_a_hostile_page(root: str, tmp_path: Path) -> No
 
 
 def test_page_tells_what_took_longest_when_that_was_the_lead(root: str) -> None:
-    found = report_of(root)
-    assert found.slowest is not None
-    took = [list(row) for row in found.slowest.took_us]
-    took[0][found.slowest.phases.index("manifest")] = 90_000_000
-    slowest = found.slowest.model_copy(update={"took_us": took})
-    told = text_of(replace(found, slowest=slowest))
+    report = report_of(root)
+    assert report.slowest is not None
+    took = [list(row) for row in report.slowest.took_us]
+    took[0][report.slowest.phases.index("manifest")] = 90_000_000
+    slowest = report.slowest.model_copy(update={"took_us": took})
+    told = text_of(replace(report, slowest=slowest))
     assert "Of all phases longest was manifest on rank 0 (90 s)" in told
 
 
 def test_page_tells_of_a_retired_save_that_was_slower(root: str) -> None:
-    found = report_of(root)
-    first, *others = found.saves
+    report = report_of(root)
+    first, *others = report.saves
     assert first.totals is not None and not first.is_live
     slower = first.totals.model_copy(update={"seconds": 500.0})
-    told = text_of(replace(found, saves=(replace(first, totals=slower), *others)))
+    told = text_of(replace(report, saves=(replace(first, totals=slower), *others)))
     assert "Step 1 took 500 s, but is retired" in told
 
 
 def test_telemetry_of_many_ranks_is_bounded_in_the_page(root: str) -> None:
-    found = report_of(root)
-    assert found.slowest is not None
+    report = report_of(root)
+    assert report.slowest is not None
     many = 1000
     slowest = Telemetry.model_validate(
         {
-            **found.slowest.model_dump(),
-            "started_us": found.slowest.started_us[:1] * many,
-            "took_us": found.slowest.took_us[:1] * many,
-            "nbytes": found.slowest.nbytes[:1] * many,
+            **report.slowest.model_dump(),
+            "started_us": report.slowest.started_us[:1] * many,
+            "took_us": report.slowest.took_us[:1] * many,
+            "nbytes": report.slowest.nbytes[:1] * many,
             "blocked_us": [0] * many,
             "retries": [0] * many,
         }
     )
-    assert "128 of 1000 ranks" in text_of(replace(found, slowest=slowest))
+    assert "128 of 1000 ranks" in text_of(replace(report, slowest=slowest))
 
 
 def test_page_cannot_be_made_of_a_damaged_log(tmp_path: Path) -> None:

@@ -20,9 +20,9 @@ def root(sliced_root: str, tmp_path: Path) -> str:
     return str(tmp_path / "run")
 
 
-def _flip(path: Path, at: int, mask: int = 1) -> None:
+def _flip(path: Path, offset: int, mask: int = 1) -> None:
     data = bytearray(path.read_bytes())
-    data[at] ^= mask
+    data[offset] ^= mask
     path.write_bytes(data)
 
 
@@ -40,12 +40,12 @@ def test_any_flipped_bit_of_a_data_file_is_found(
     """Headers, padding, tensor bytes, values and checksum tensors alike."""
     for _ in range(scale.count(40, 2000)):
         path = rng.choice(data_files(root))
-        at, mask = rng.randrange(path.stat().st_size), 1 << rng.randrange(8)
-        _flip(path, at, mask)
+        offset, mask = rng.randrange(path.stat().st_size), 1 << rng.randrange(8)
+        _flip(path, offset, mask)
         report = ckpt.verify(root)
-        assert not report.ok, f"{path.name}: byte {at}"
+        assert not report.ok, f"{path.name}: byte {offset}"
         assert all(damage.file.endswith(path.name) for damage in report.damage)
-        _flip(path, at, mask)
+        _flip(path, offset, mask)
     assert ckpt.verify(root).ok
 
 
@@ -70,14 +70,14 @@ def test_values_and_the_last_bytes_of_a_chunk_are_checked(tmp_path: Path) -> Non
     (path,) = data_files(root)
     with ckpt.open(root) as ck:
         part = ck.info("x").parts[0]
-    for at, what in (
+    for offset, what in (
         (path.read_bytes().index(b"remember"), "__ckpt_values__"),
         (part.byte_start + part.nbytes - 1, "block 1 of 'x'"),
     ):
-        _flip(path, at)
+        _flip(path, offset)
         (damage,) = ckpt.verify(root).damage
         assert what in damage.text
-        _flip(path, at)
+        _flip(path, offset)
 
 
 def test_missing_and_cut_files_are_reported_beside_others(root: str) -> None:

@@ -8,13 +8,15 @@ PYTEST_ARGS ?=
 # Tests wait for ranks, stores and disks about half of their time: two files at once fit two cores.
 WORKERS ?= 2
 CEPH ?= $(CURDIR)/.ceph
+ROOMS ?= ckpt/commit ckpt/format ckpt/layout ckpt/loading ckpt/saving
+MUTANTS ?= 60
 
 SHELL := /bin/bash
 
 # The tests and the demo run several ranks on few cores: more threads per rank only slow them down.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test quick soak bench check format test-ceph examples docs dist clean
+.PHONY: help demo test quick soak mutants bench check format test-ceph examples docs dist clean
 .DEFAULT_GOAL := help
 
 help:
@@ -22,6 +24,7 @@ help:
 	@echo "                 make demo URL=s3://bucket/prefix runs it against S3"
 	@echo "make test        all tests          make quick   those without processes and servers"
 	@echo "make soak        full counts        make bench   benchmarks"
+	@echo "make mutants     mutation testing: a sample of small wrong changes, and those that no test sees"
 	@echo "make check       ruff, ruff format, mypy --strict"
 	@echo "make test-ceph   the S3 tests against a real Ceph RADOS gateway (installs Debian packages)"
 	@echo "make examples    run examples/      make format  rewrite files as ruff format wants them"
@@ -50,6 +53,9 @@ quick: $(INSTALLED)
 
 soak: $(INSTALLED)
 	$(BIN)/python -m pytest --soak --timeout=7200 -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
+
+mutants: $(INSTALLED)
+	$(BIN)/python -m tests.mutation $(ROOMS) --count $(MUTANTS)
 
 bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks

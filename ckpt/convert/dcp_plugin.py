@@ -54,13 +54,19 @@ from ckpt.convert.sources.tree import Leaf, name_tree, nest
 from ckpt.convert.targets.files import blob_of
 from ckpt.convert.targets.nesting import flat_state
 from ckpt.errors import CheckpointError, InvalidState
-from ckpt.format.codec import encode_values
 from ckpt.format.datafile import BLOCK_BYTES, StoredChunk, order_key
 from ckpt.format.manifest import MODULES, Header
 from ckpt.format.manifest_codec import encode_manifest
 from ckpt.format.merging import build_manifest
-from ckpt.format.metadata import data_file_name, file_extras, file_metadata
-from ckpt.format.part import TensorRecord, decode_part, encode_part, make_part
+from ckpt.format.part import (
+    TensorRecord,
+    columns_of,
+    decode_part,
+    encode_part,
+    part_of_files,
+    part_texts,
+)
+from ckpt.format.rank_files import RankContents, rank_files
 from ckpt.layout.dtypes import dtype_name, refusal_reason, torch_dtype
 from ckpt.layout.memory import is_plain_memory
 from ckpt.layout.piece import Holding, Kind
@@ -68,7 +74,7 @@ from ckpt.layout.region import Box
 from ckpt.loading.checkpoint import StoredTensor, fill, piece_of
 from ckpt.loading.plan import ReadPath
 from ckpt.process import claimed
-from ckpt.saving.write import FileTexts, Source, WritePath, entries_of, write_files
+from ckpt.saving.write import Source, WritePath, entries_of, write_files
 from storage import Store, StoreLike, open_store
 from storage.location import url_of
 
@@ -235,34 +241,22 @@ def _write(plan: SavePlan, planner: SavePlanner, store: Store, header: Header, r
     tensors, sources = _tensors(plan, planner)
     values, per_rank = _values(plan, planner, rank)
     infos = sorted(tensors.values())
-    encoded = encode_values(values) if rank == 0 else b""
-    own = encode_values(per_rank) if per_rank else b""
-
-    def metadata(index: int, count: int) -> Mapping[str, str]:
-        empty = [info for info in infos if 0 in info.shape] if index == 0 else []
-        return file_metadata(header, rank=rank, index=index, count=count, empty_tensors=empty)
-
-    directory = step_prefix(header.step, header.attempt)
+    texts = part_texts(
+        aliases={}, values=values, keeps_values=rank == 0, per_rank=per_rank, replica_digests={}
+    )
     path = WritePath()
+    entries = entries_of(sources, path.file_nbytes_max, header.block_bytes)
+    empty = [info for info in infos if 0 in info.shape]
     files = write_files(
         store,
-        lambda index: directory + data_file_name(rank, index),
+        step_prefix(header.step, header.attempt),
         sources,
-        files=entries_of(sources, path.file_nbytes_max, header.block_bytes),
-        texts=FileTexts(metadata, file_extras(values=encoded, per_rank=own)),
+        files=rank_files(entries, RankContents(header, rank, texts, empty)),
         path=path,
     )
-    part = make_part(
-        rank=rank,
-        files=files,
-        tensors=infos,
-        aliases={},
-        values=values,
-        keeps_values=rank == 0,
-        per_rank=per_rank,
-        replica_digests={},
+    return encode_part(
+        part_of_files([*map(columns_of, files)], rank=rank, tensors=infos, texts=texts)
     )
-    return encode_part(part)
 
 
 def _tensors(plan: SavePlan, planner: SavePlanner) -> tuple[dict[str, TensorRecord], list[Source]]:

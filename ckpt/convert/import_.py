@@ -33,18 +33,22 @@ from ckpt.convert.targets.writing import (
 )
 from ckpt.errors import Corrupt, InvalidState, UnsupportedFormat
 from ckpt.format.checksum import crc32c
-from ckpt.format.codec import encode_values
 from ckpt.format.datafile import (
-    DataFileLayout,
     StoredChunk,
     checksum_tensor,
-    layout_data_file,
+    file_entries,
     order_key,
     split_into_files,
 )
-from ckpt.format.manifest import Header
-from ckpt.format.metadata import data_file_name, file_extras, file_metadata
-from ckpt.format.part import Part, PartFile, TensorRecord, make_part
+from ckpt.format.part import (
+    Part,
+    PartFile,
+    TensorRecord,
+    columns_of,
+    part_of_files,
+    part_texts,
+)
+from ckpt.format.rank_files import DataFile, RankContents, rank_files
 from ckpt.layout.dtypes import DTYPES
 from ckpt.layout.memory import aligned_buffer, tensor_over
 from ckpt.layout.region import Region, Span
@@ -346,45 +350,32 @@ class _Importing:
         infos = [
             TensorRecord(t.fqn, t.dtype, t.shape, int(t.kind)) for t in contents.tensors.values()
         ]
-        chunks = share_of(contents.tensors, rank, size)
-        groups = split_into_files(chunks, FILE_NBYTES_MAX)
-        values = encode_values(dict(contents.values)) if rank == 0 else b""
-        meter = Meter(sum(chunk.nbytes for chunk in chunks), self.progress)
-        directory = step_prefix(header.step, header.attempt)
-        files, keys = [], []
-        for index, group in enumerate(groups):
-            metadata = file_metadata(
-                header,
-                rank=rank,
-                index=index,
-                count=len(groups),
-                empty_tensors=[t for t in infos if 0 in t.shape] if index == 0 else (),
-                aliases=contents.aliases if index == 0 else None,
-            )
-            extras = file_extras(values=values, per_rank=b"") if index == 0 else {}
-            name = data_file_name(rank, index)
-            keys.append(directory + name)
-            planned = _Planned(keys[-1], group, header, metadata, extras)
-            files.append(self.write_file(planned, name, meter))
-        self.store.sync(keys)
-        return make_part(
-            rank=rank,
-            files=files,
-            tensors=infos,
+        texts = part_texts(
             aliases=contents.aliases,
             values=contents.values,
             keeps_values=rank == 0,
             per_rank={},
             replica_digests={},
         )
+        chunks = share_of(contents.tensors, rank, size)
+        groups = split_into_files(chunks, FILE_NBYTES_MAX)
+        entries = [file_entries(group, header.block_bytes) for group in groups]
+        empty = [t for t in infos if 0 in t.shape]
+        planned = rank_files(entries, RankContents(header, rank, texts, empty))
+        meter = Meter(sum(chunk.nbytes for chunk in chunks), self.progress)
+        directory = step_prefix(header.step, header.attempt)
+        files = [self.write_file(file, directory, meter) for file in planned]
+        self.store.sync([directory + file.name for file in planned])
+        columns = [columns_of(file) for file in files]
+        return part_of_files(columns, rank=rank, tensors=infos, texts=texts)
 
-    def write_file(self, planned: _Planned, name: str, meter: Meter) -> PartFile:
-        layout = planned.layout
+    def write_file(self, planned: DataFile, directory: str, meter: Meter) -> PartFile:
+        layout, key = planned.layout, directory + planned.name
         finishing = _Blocks(planned)
-        file = planned.file(self.chosen, finishing)
+        file = _pieces_of(planned, key, self.chosen, finishing)
         part_nbytes = min(PART_NBYTES, max(layout.nbytes, 1))
         with self.store.create(
-            planned.key,
+            key,
             layout.nbytes,
             part_nbytes=part_nbytes,
             durable=False,
@@ -397,53 +388,32 @@ class _Importing:
                 write=lambda index, part: writer.write_part(index, [part]),
                 meter=meter,
             )
-        return PartFile(name, layout, planned.chunks, finishing.checksums())
+        return PartFile(planned.name, layout, planned.entries.chunks, finishing.checksums())
 
 
-class _Planned:
-    """A data file to be written."""
-
-    def __init__(
-        self,
-        key: str,
-        chunks: Sequence[StoredChunk],
-        header: Header,
-        metadata: Mapping[str, str],
-        extras: Mapping[str, bytes],
-    ) -> None:
-        self.key = key
-        self.chunks = chunks
-        self.extras = extras
-        self.layout: DataFileLayout = layout_data_file(
-            chunks,
-            block_bytes=header.block_bytes,
-            metadata=metadata,
-            extra={name: len(data) for name, data in extras.items()},
-        )
-
-    def file(self, chosen: Chosen, blocks: _Blocks) -> PlannedFile:
-        """The file as pieces: data under the source's names, checksums when all has passed."""
-        layout = self.layout
-        pieces: list[FilePiece] = [Fixed(0, layout.header)]
-        for chunk, start in zip(self.chunks, layout.offsets.tolist(), strict=True):
-            info = chosen.contents.tensors[chunk.fqn]
-            origin = info._replace(fqn=chosen.origin[chunk.fqn])
-            output = Output(chunk.fqn, origin, DTYPES[chunk.dtype], info.nbytes)
-            assert isinstance(chunk.region, Span)
-            pieces.append(Data(start, chunk.nbytes, output, chunk.region))
-        for name, data in self.extras.items():
-            pieces.append(Fixed(layout.extra_offsets[name], data))
-        end = layout.checksum_offset
-        pieces.append(Late(end, layout.nbytes - end, lambda _: blocks.checksum_tensor()))
-        file = PlannedFile(self.key, layout.nbytes, tuple(pieces))
-        blocks.finishing = Finishing(file)
-        return file
+def _pieces_of(planned: DataFile, key: str, chosen: Chosen, blocks: _Blocks) -> PlannedFile:
+    """The file as pieces: data under the source's names, checksums when all has passed."""
+    layout = planned.layout
+    pieces: list[FilePiece] = [Fixed(0, layout.header)]
+    for chunk, start in zip(planned.entries.chunks, layout.offsets.tolist(), strict=True):
+        info = chosen.contents.tensors[chunk.fqn]
+        origin = info._replace(fqn=chosen.origin[chunk.fqn])
+        output = Output(chunk.fqn, origin, DTYPES[chunk.dtype], info.nbytes)
+        assert isinstance(chunk.region, Span)
+        pieces.append(Data(start, chunk.nbytes, output, chunk.region))
+    for name, data in planned.extras.items():
+        pieces.append(Fixed(layout.extra_offsets[name], data))
+    end = layout.checksum_offset
+    pieces.append(Late(end, layout.nbytes - end, lambda _: blocks.checksum_tensor()))
+    file = PlannedFile(key, layout.nbytes, tuple(pieces))
+    blocks.finishing = Finishing(file)
+    return file
 
 
 class _Blocks:
     """Takes the crc32c of every block as the parts of a file pass, in order."""
 
-    def __init__(self, planned: _Planned) -> None:
+    def __init__(self, planned: DataFile) -> None:
         self.planned = planned
         self.finishing: Finishing
         self._sums: list[int] = []
@@ -453,7 +423,7 @@ class _Blocks:
 
     def finish(self, start: int, part: memoryview) -> None:
         """The next part of the file, from byte `start` on."""
-        layout, chunks = self.planned.layout, self.planned.chunks
+        layout, chunks = self.planned.layout, self.planned.entries.chunks
         stop = start + len(part)
         while self._chunk < len(chunks):
             first, nbytes = int(layout.offsets[self._chunk]), chunks[self._chunk].nbytes

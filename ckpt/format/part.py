@@ -216,14 +216,14 @@ def columns_of(file: PartFile) -> FileColumns:
 
 
 class PartTexts(NamedTuple):
-    """The contents of a part besides tensors; see `Part`."""
+    """The contents of a part besides tensors; see `Part`. What is not given is not there."""
 
     aliases: Mapping[str, str]
-    values: bytes
-    value_digests: Mapping[str, int]
-    per_rank: bytes
-    replica_digests: Mapping[str, int]
-    warnings: tuple[str, ...]
+    values: bytes = b""
+    value_digests: Mapping[str, int] = {}
+    per_rank: bytes = b""
+    replica_digests: Mapping[str, int] = {}
+    warnings: tuple[str, ...] = ()
 
 
 def part_of_files(

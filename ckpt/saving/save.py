@@ -5,13 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ckpt.commit.names import step_prefix
 from ckpt.commit.ranked import RankedSession
 from ckpt.format.part import Part
+from ckpt.format.rank_files import rank_files
 from ckpt.saving.base import everything, refer
 from ckpt.saving.plan import Contents, contents_of, digests_of
 from ckpt.saving.publish import publish
 from ckpt.saving.report import SaveOptions, SaveReport
-from ckpt.saving.task import Attempt, PartMemory, SaveTask, Written, file_names, file_texts, part_of
+from ckpt.saving.task import (
+    Attempt,
+    PartMemory,
+    SaveTask,
+    Written,
+    part_of,
+    rank_contents,
+    texts_of,
+)
 from ckpt.saving.write import Source, entries_of, write_files
 from storage import Store
 
@@ -63,12 +73,12 @@ def write_sources(
             referred = refer(sources, attempt.base, previous, block_nbytes=header.block_bytes)
         entries = entries_of(referred.sources, path.file_nbytes_max, header.block_bytes)
     with recorder.span("write", sum(file.nbytes for file in entries)):
+        texts = texts_of(contents, task)
         files = write_files(
             task.store,
-            file_names(header, task),
+            step_prefix(header.step, header.attempt),
             referred.sources,
-            files=entries,
-            texts=file_texts(contents, header, task, referred),
+            files=rank_files(entries, rank_contents(contents, texts, header, task, referred)),
             path=path,
         )
-    return Written(files, referred.division.referenced)
+    return Written(files, texts, referred.division.referenced)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -22,16 +22,11 @@ import torch
 
 from ckpt.errors import InvalidState
 from ckpt.format.checksum import crc32c, crc32c_of_each
-from ckpt.format.datafile import (
-    ALIGNMENT,
-    DataFileLayout,
-    FileEntries,
-    checksum_tensor,
-    layout_data_file,
-)
+from ckpt.format.datafile import FileEntries, checksum_tensor
 from ckpt.format.part import PartFile
+from ckpt.format.rank_files import DataFile, RankContents, rank_files
 from ckpt.layout.memory import SideStreams, address_of, copy_bytes, tensor_over
-from ckpt.saving.write import MIB, FileTexts, Source, Staging, WritePath, copy_elements
+from ckpt.saving.write import MIB, Source, Staging, WritePath, copy_elements
 from storage import ObjectWriter, Store
 
 # Reserved in each header for what this rank cannot know yet: rank 0's notes and paths of modules.
@@ -73,17 +68,14 @@ class FilePlan:
 
 
 def plan_files(
-    files: Sequence[FileEntries], *, texts: FileTexts, path: WritePath, part_nbytes_min: int
+    files: Sequence[FileEntries], *, contents: RankContents, path: WritePath, part_nbytes_min: int
 ) -> tuple[FilePlan, ...]:
-    """Divide `files` into parts. `texts` are an estimate of the texts of their headers.
+    """Divide `files` into parts. Of `contents`, only what makes headers long need be right.
 
     No part is smaller than `part_nbytes_min`: what follows the tensors may need a second one.
     """
-    starts = []
-    for index, file in enumerate(files):
-        metadata = texts.metadata(index, len(files))
-        guess = layout_data_file(file, block_bytes=file.block_bytes, metadata=metadata)
-        starts.append(len(guess.header) + HEADER_SLACK_NBYTES)
+    planned = rank_files(files, contents)
+    starts = [len(file.layout.header) + HEADER_SLACK_NBYTES for file in planned]
     largest = max(start + file.nbytes for start, file in zip(starts, files, strict=True))
     # Whole MiB and the same for all files, so that any buffer serves any part of any save.
     part_nbytes = min(path.part_nbytes, -(-max(largest, part_nbytes_min) // MIB) * MIB)
@@ -219,24 +211,26 @@ class Image:
     def write(
         self,
         store: Store,
-        names: Callable[[int], str],
+        directory: str,
         *,
-        texts: FileTexts,
+        contents: RankContents,
         path: WritePath,
         between_parts: Callable[[], None],
     ) -> list[PartFile]:
-        """Write all files and copy the rest on the way; the files are durable when this returns.
+        """Write all files below `directory`, which ends with a `/`, and copy the rest on the way.
 
+        The files are durable when this returns.
         Calls `between_parts` often, which may raise to give up. All buffers are given back, on
         failure too. Raises the store's errors; then no incomplete file is visible.
         """
         written = []
         try:
-            for index, file in enumerate(self.files):
-                layout, extras = self._layout(index, texts)
+            files = self._planned(contents)
+            for index, file in enumerate(files):
+                layout = file.layout
                 with (
                     store.create(
-                        names(index),
+                        directory + file.name,
                         layout.nbytes,
                         part_nbytes=self._part_nbytes,
                         durable=False,
@@ -244,11 +238,10 @@ class Image:
                     ) as writer,
                     _Sender(writer, max(1, path.writers)) as sender,
                 ):
-                    checksums = self._write_file(index, layout, extras, sender, between_parts)
+                    checksums = self._write_file(index, file, sender, between_parts)
                     sender.wait_for_all()
-                name = names(index).rpartition("/")[2]
-                written.append(PartFile(name, layout, file.entries.chunks, checksums))
-            store.sync([names(index) for index in range(len(self.files))])
+                written.append(PartFile(file.name, layout, file.entries.chunks, checksums))
+            store.sync([directory + file.name for file in files])
         finally:
             self.release()
         return written
@@ -303,34 +296,31 @@ class Image:
 
     # writing
 
-    def _layout(self, index: int, texts: FileTexts) -> tuple[DataFileLayout, dict[str, bytes]]:
-        file = self.files[index]
-        extras = dict(texts.extras) if index == 0 else {}
-        layout = layout_data_file(
-            file.entries,
-            block_bytes=file.entries.block_bytes,
-            metadata=texts.metadata(index, len(self.files)),
-            extra={name: len(value) for name, value in extras.items()},
-        )
-        needed = len(layout.header)
-        if needed > file.data_start:
-            raise InvalidState(
-                [
-                    f"user: the notes of rank 0 need {needed - file.data_start} bytes more than "
-                    "this rank reserved for them; pass the same notes on all ranks"
-                ]
-            )
-        return with_data_start(layout, file.data_start), extras
+    def _planned(self, contents: RankContents) -> list[DataFile]:
+        """The files, each with its chunks where they were copied to."""
+        planned = rank_files([file.entries for file in self.files], contents)
+        for file, place in zip(planned, self.files, strict=True):
+            missing = len(file.layout.header) - place.data_start
+            if missing > 0:
+                raise InvalidState(
+                    [
+                        f"user: the notes of rank 0 need {missing} bytes more than this rank "
+                        "reserved for them; pass the same notes on all ranks"
+                    ]
+                )
+        return [
+            file.with_data_start(place.data_start)
+            for file, place in zip(planned, self.files, strict=True)
+        ]
 
     def _write_file(
         self,
         index: int,
-        layout: DataFileLayout,
-        extras: dict[str, bytes],
+        file: DataFile,
         sender: _Sender,
         between_parts: Callable[[], None],
     ) -> npt.NDArray[np.uint32]:
-        part_nbytes = self._part_nbytes
+        layout, extras, part_nbytes = file.layout, file.extras, self._part_nbytes
         before = part_count(self.files[:index])
         parts = self._parts[before : before + len(self.files[index].parts)]
         sums = _Sums()
@@ -423,21 +413,6 @@ class _Sender:
         """Call `after` of the parts that are written already, without waiting."""
         while self._in_flight and self._in_flight[0][0].done():
             self.wait_for_one()
-
-
-def with_data_start(layout: DataFileLayout, data_start: int) -> DataFileLayout:
-    """The same file, its header padded with spaces so that its tensors begin at `data_start`."""
-    shift = data_start - len(layout.header)
-    assert shift >= 0 and data_start % ALIGNMENT == 0, "headers only grow, to whole pages"
-    text = layout.header[8:].ljust(data_start - 8, b" ")
-    return replace(
-        layout,
-        header=(data_start - 8).to_bytes(8, "little") + text,
-        offsets=layout.offsets + shift,
-        extra_offsets={name: start + shift for name, start in layout.extra_offsets.items()},
-        checksum_offset=layout.checksum_offset + shift,
-        nbytes=layout.nbytes + shift,
-    )
 
 
 def part_count(files: Sequence[FilePlan]) -> int:

@@ -17,9 +17,9 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from ckpt.commit.names import attempt_name
+from ckpt.commit.names import attempt_name, step_prefix
 from ckpt.errors import CheckpointError
-from ckpt.format.part import Part
+from ckpt.format.part import Part, PartTexts
 from ckpt.layout.memory import address_of, aligned_buffer, copy_bytes
 from ckpt.layout.piece import Holding, Kind, Piece
 from ckpt.layout.plain import times_changed
@@ -28,7 +28,15 @@ from ckpt.saving.plan import Contents, contents_of, digests_of
 from ckpt.saving.save import write_sources
 from ckpt.saving.staged_files import CopyOrder, FilePlan, Image, copy_order, part_count, plan_files
 from ckpt.saving.step_gate import Gate, steps, storage_of
-from ckpt.saving.task import Attempt, SaveTask, Written, file_names, file_texts, header_of, part_of
+from ckpt.saving.task import (
+    Attempt,
+    SaveTask,
+    Written,
+    header_of,
+    part_of,
+    rank_contents,
+    texts_of,
+)
 from ckpt.saving.write import Source, Staging, copy_elements
 from ckpt.state.types import FlatState
 
@@ -135,15 +143,16 @@ class Staged:
             give_up()
 
         with task.recorder.span("write", sum(file.entries.nbytes for file in self.image.files)):
+            texts = texts_of(self.contents, task)
             files = self.image.write(
                 task.store,
-                file_names(header, task),
-                texts=file_texts(self.contents, header, task),
+                step_prefix(header.step, header.attempt),
+                contents=rank_contents(self.contents, texts, header, task),
                 path=task.options.path,
                 between_parts=between_parts,
             )
         task.recorder.count("step_wait_seconds", self.gate.waited_seconds)
-        return part_of(self.contents, Written(files), self.digests, task)
+        return part_of(self.contents, Written(files, texts), self.digests, task)
 
     def _let_steps_pass(self) -> None:
         """Open the gate once all is copied. Raises CheckpointError when something has changed."""
@@ -299,7 +308,7 @@ def _plan(contents: Contents, task: SaveTask) -> tuple[FilePlan, ...]:
         key,
         lambda: plan_files(
             entries,
-            texts=file_texts(contents, header, task),
+            contents=rank_contents(contents, PartTexts(contents.flat.aliases), header, task),
             path=path,
             part_nbytes_min=least,
         ),

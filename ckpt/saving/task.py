@@ -11,31 +11,28 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ckpt.commit.names import step_prefix
 from ckpt.commit.patience import BACKGROUND_SECONDS
 from ckpt.commit.ranked import RankedSession
 from ckpt.commit.records import STEP_MAX
 from ckpt.errors import InvalidState
-from ckpt.format.codec import encode_values
 from ckpt.format.datafile import BLOCK_BYTES
 from ckpt.format.manifest import MODULES, Header
-from ckpt.format.metadata import data_file_name, file_extras, file_metadata
 from ckpt.format.part import (
     FileColumns,
     Part,
     PartFile,
+    PartTexts,
     columns_of,
-    make_part,
     part_again,
     part_of_files,
     part_texts,
 )
+from ckpt.format.rank_files import RankContents
 from ckpt.layout.plain import Ranks
 from ckpt.saving.base import Base, Previous, Referred
 from ckpt.saving.plan import Contents, PlanMemory, SavePlan
 from ckpt.saving.report import SaveOptions
 from ckpt.saving.step_gate import Evidence
-from ckpt.saving.write import FileTexts
 from ckpt.telemetry.history import RankReport, SaveHistory
 from ckpt.telemetry.recorder import Recorder, stopwatch
 from storage import Store
@@ -105,6 +102,7 @@ class Written(NamedTuple):
     """This rank's files, and files of other attempts with chunks that it did not write."""
 
     files: Sequence[PartFile]
+    texts: PartTexts
     referenced: Sequence[FileColumns] = ()
 
 
@@ -130,72 +128,58 @@ def header_of(task: SaveTask, attempt: str, modules: Sequence[str]) -> Header:
     )
 
 
-def file_names(header: Header, task: SaveTask) -> Callable[[int], str]:
-    """The keys of this rank's data files by their index."""
-    directory = step_prefix(header.step, header.attempt)
-    rank = task.session.world.rank
-    return lambda index: directory + data_file_name(rank, index)
+def texts_of(contents: Contents, task: SaveTask) -> PartTexts:
+    """What this rank's files and its part hold besides tensors."""
+    return part_texts(
+        aliases=contents.flat.aliases,
+        values=contents.flat.values,
+        keeps_values=task.session.world.rank == 0,
+        per_rank=contents.flat.per_rank,
+        replica_digests={},
+    )
 
 
-def file_texts(
-    contents: Contents, header: Header, task: SaveTask, referred: Referred | None = None
-) -> FileTexts:
-    """What this rank's data files hold besides tensors."""
-    flat, rank = contents.flat, task.session.world.rank
-    values = encode_values(flat.values) if rank == 0 else b""
-    per_rank = encode_values(flat.per_rank) if flat.per_rank else b""
-    empty = contents.plan.empty_tensors
-
-    def metadata(index: int, count: int) -> Mapping[str, str]:
-        first = index == 0
-        return file_metadata(
-            header,
-            rank=rank,
-            index=index,
-            count=count,
-            empty_tensors=empty if first else (),
-            aliases=flat.aliases if first else None,
-            references=referred.division.ranges if first and referred else (),
-        )
-
-    extras = file_extras(values=values, per_rank=per_rank)
-    return FileTexts(metadata, extras, referred.digests if referred else None)
+def rank_contents(
+    contents: Contents,
+    texts: PartTexts,
+    header: Header,
+    task: SaveTask,
+    referred: Referred | None = None,
+) -> RankContents:
+    """What this rank's data files hold besides the bytes of chunks."""
+    return RankContents(
+        header,
+        task.session.world.rank,
+        texts,
+        contents.plan.empty_tensors,
+        references=referred.division.ranges if referred else (),
+        digests=referred.digests if referred else None,
+    )
 
 
 def part_of(
     contents: Contents, written: Written, digests: Mapping[str, int], task: SaveTask
 ) -> Part:
-    """What this rank contributes to the manifest, once its files are durable."""
-    flat, rank = contents.flat, task.session.world.rank
-    if task.options.dedup:
-        # With digests, or with chunks in files of other attempts, the columns change with every
-        # save, so nothing of the last part can be used again.
-        return make_part(
-            rank=rank,
-            files=written.files,
-            referenced=written.referenced,
-            tensors=contents.plan.tensors,
-            aliases=flat.aliases,
-            values=flat.values,
-            keeps_values=rank == 0,
-            per_rank=flat.per_rank,
-            replica_digests=digests,
-        )
-    last = contents.plan.of_chunks.last("part")
-    texts = part_texts(
-        aliases=flat.aliases,
-        values=flat.values,
-        keeps_values=rank == 0,
-        per_rank=flat.per_rank,
-        replica_digests=digests,
-    )
-    if last is None:
-        part = part_of_files(
-            [columns_of(file) for file in written.files],
-            rank=rank,
+    """What this rank contributes to the manifest, once its files are durable. `digests` are those
+    of whole tensors that several ranks hold.
+    """
+    texts = written.texts._replace(replica_digests=dict(digests))
+
+    def anew() -> Part:
+        return part_of_files(
+            [*map(columns_of, written.files), *written.referenced],
+            rank=task.session.world.rank,
             tensors=contents.plan.tensors,
             texts=texts,
         )
+
+    if task.options.dedup:
+        # With digests, or with chunks in files of other attempts, the columns change with every
+        # save, so nothing of the last part can be used again.
+        return anew()
+    last = contents.plan.of_chunks.last("part")
+    if last is None:
+        part = anew()
     else:
         part = part_again(last, written.files, texts)
         part = replace(part, warnings=_trained(contents.plan, last.checksums, part.checksums))

@@ -5,7 +5,7 @@ shares -> sources -> files -> parts (vectors of live memory, or one aligned buff
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -14,7 +14,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ckpt.format.blake3 import Digests, digests_from, no_digests
 from ckpt.format.checksum import crc32c, crc32c_of_each
 from ckpt.format.datafile import (
     FileEntries,
@@ -22,12 +21,11 @@ from ckpt.format.datafile import (
     checksum_tensor,
     file_entries,
     is_small_or_uneven,
-    layout_data_file,
     region_start,
     split_into_files,
 )
-from ckpt.format.metadata import digest_extras
 from ckpt.format.part import PartFile
+from ckpt.format.rank_files import DataFile
 from ckpt.layout.assign import Share
 from ckpt.layout.dtypes import dtype_name
 from ckpt.layout.memory import (
@@ -112,29 +110,6 @@ class Source(NamedTuple):
     address: int
 
 
-class FileTexts(NamedTuple):
-    """The metadata and reserved tensors of data files, besides the tensors of the state.
-
-    `metadata(index, count)` is for file `index` of `count`; `extras` go into the first file.
-    `digests` are those of all chunks in order; None for files without digests.
-    """
-
-    metadata: Callable[[int, int], Mapping[str, str]]
-    extras: Mapping[str, bytes]
-    digests: Sequence[bytes] | None = None
-
-    def extras_of(self, index: int, chunks: slice) -> dict[str, bytes]:
-        """The reserved tensors of file `index`, which holds these of all chunks."""
-        extras = dict(self.extras) if index == 0 else {}
-        if self.digests is not None:
-            extras |= digest_extras(b"".join(self.digests[chunks]))
-        return extras
-
-    def digests_of(self, chunks: slice) -> Digests:
-        """A row for each of these chunks, or no rows."""
-        return digests_from(b"".join(self.digests[chunks])) if self.digests else no_digests()
-
-
 def sources_of(shares: Sequence[Share]) -> list[Source]:
     """Where the bytes of every share are now, in the canonical order of a data file."""
     keys: list[tuple[bool, int, str, int, Region, int]] = []
@@ -169,48 +144,42 @@ def entries_of(
 
 def write_files(
     store: Store,
-    names: Callable[[int], str],
+    directory: str,
     sources: Sequence[Source],
     *,
-    files: Sequence[FileEntries],
-    texts: FileTexts,
+    files: Sequence[DataFile],
     path: WritePath,
 ) -> list[PartFile]:
-    """Write `sources` as `files` with the keys `names(0)`, ...; durable when this returns.
+    """Write `sources` as `files` below `directory`, "" or with a `/` at its end.
 
-    Raises the store's errors; then no incomplete file is visible. The names in the result are the
-    last parts of the keys.
+    Durable when this returns. Raises the store's errors; then no incomplete file is visible.
     """
     pinned = any(source.view.is_cuda for source in sources)
     written = []
-    first_chunk = 0
-    for index, file in enumerate(files):
-        key = names(index)
-        here_chunks = slice(first_chunk, first_chunk + len(file.chunks))
-        extras = texts.extras_of(index, here_chunks)
-        layout = layout_data_file(
-            file,
-            block_bytes=file.block_bytes,
-            metadata=texts.metadata(index, len(files)),
-            extra={name: len(value) for name, value in extras.items()},
-        )
+    first = 0
+    for file in files:
+        layout, chunks = file.layout, file.entries.chunks
+        own = sources[first : first + len(chunks)]
+        first += len(chunks)
         here = path.for_file(layout.nbytes)
         with (
             store.create(
-                key, layout.nbytes, part_nbytes=here.part_nbytes, durable=False, direct=here.direct
+                directory + file.name,
+                layout.nbytes,
+                part_nbytes=here.part_nbytes,
+                durable=False,
+                direct=here.direct,
             ) as writer,
             _PartStream(writer, layout.nbytes, here, pinned=pinned) as parts,
         ):
             parts.add(memoryview(layout.header))
-            checksums = _stream(sources[here_chunks], parts, file.block_bytes)
-            for value in extras.values():
+            checksums = _stream(own, parts, layout.block_bytes)
+            for value in file.extras.values():
                 parts.add(memoryview(value))
-            parts.add(memoryview(checksum_tensor(layout, checksums, extras)))
-        name, digests = key.rpartition("/")[2], texts.digests_of(here_chunks)
-        written.append(PartFile(name, layout, file.chunks, checksums, digests))
-        first_chunk += len(file.chunks)
+            parts.add(memoryview(checksum_tensor(layout, checksums, file.extras)))
+        written.append(PartFile(file.name, layout, chunks, checksums, file.digests))
     # One sync for all files: each one on its own would wait for the disk once per file.
-    store.sync([names(index) for index in range(len(files))])
+    store.sync([directory + file.name for file in files])
     return written
 
 

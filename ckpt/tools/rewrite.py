@@ -10,7 +10,7 @@ bands and one part of a file per thread, whatever the size of the checkpoint.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from queue import SimpleQueue
@@ -24,18 +24,24 @@ from ckpt.commit.names import MANIFEST_NAME
 from ckpt.errors import CheckpointError, Corrupt
 from ckpt.format.checksum import crc32c
 from ckpt.format.datafile import (
-    DataFileLayout,
     StoredChunk,
     checksum_tensor,
-    layout_data_file,
+    file_entries,
     order_key,
     split_into_files,
 )
 from ckpt.format.manifest import Header, Manifest
 from ckpt.format.manifest_codec import decode_manifest, encode_manifest
 from ckpt.format.merging import build_manifest
-from ckpt.format.metadata import data_file_name, file_extras, file_metadata
-from ckpt.format.part import FileColumns, PartTexts, TensorRecord, part_of_files
+from ckpt.format.part import (
+    FileColumns,
+    PartFile,
+    PartTexts,
+    TensorRecord,
+    columns_of,
+    part_of_files,
+)
+from ckpt.format.rank_files import DataFile, RankContents, rank_files
 from ckpt.layout.dtypes import DTYPES, torch_dtype
 from ckpt.layout.memory import aligned_buffer, tensor_over
 from ckpt.layout.region import Box, Region, Span, span_of
@@ -65,14 +71,6 @@ class Counter(Protocol):
 
     def skip(self, nbytes: int) -> None:
         """Bytes that were there."""
-
-
-class _NewFile(NamedTuple):
-    rank: int
-    name: str
-    layout: DataFileLayout
-    chunks: Sequence[StoredChunk]
-    extras: Mapping[str, bytes]
 
 
 def own_layout(manifest: Manifest) -> Layout:
@@ -130,7 +128,7 @@ def rewrite(
         return finished
     target.abort_unfinished("")
     with ThreadPoolExecutor(threads, thread_name_prefix="ckpt-rewrite") as pool:
-        columns = list(
+        written = list(
             in_order(
                 pool,
                 lambda file: _written(checkpoint, target, file, add),
@@ -139,7 +137,7 @@ def rewrite(
             )
         )
     target.sync([file.name for file in files])
-    manifest = _manifest(checkpoint.manifest, header, files, columns)
+    manifest = _manifest(checkpoint.manifest, header, files, written)
     data = encode_manifest(manifest)
     try:
         target.put_if_absent(MANIFEST_NAME, data)
@@ -152,45 +150,27 @@ def rewrite(
 # What is written where ----------------------------------------------------------------------
 
 
-def _plan(manifest: Manifest, header: Header, layout: Layout) -> list[_NewFile]:
+def _plan(manifest: Manifest, header: Header, layout: Layout) -> list[DataFile]:
     """The files of all ranks, in the order of ranks and indexes. Every rank has one at least."""
     empty = _empty_tensors(manifest)
-    planned = []
+    planned: list[DataFile] = []
     for rank in range(header.world_size):
-        groups = [
-            file
-            for chunks in [group for group in layout[rank] if group] or [[]]
-            for file in split_into_files(sorted(chunks, key=order_key), FILE_NBYTES_MAX)
+        files = [
+            file_entries(chunks, header.block_bytes)
+            for group in [group for group in layout[rank] if group] or [[]]
+            for chunks in split_into_files(sorted(group, key=order_key), FILE_NBYTES_MAX)
         ]
-        for index, group in enumerate(groups):
-            is_first_file = rank == 0 and index == 0
-            extras = file_extras(
-                values=manifest.values if is_first_file else b"",
-                per_rank=_per_rank(manifest, rank) if index == 0 else b"",
-            )
-            metadata = file_metadata(
-                header,
-                rank=rank,
-                index=index,
-                count=len(groups),
-                empty_tensors=empty if is_first_file else (),
-                aliases=manifest.aliases if is_first_file else None,
-            )
-            planned.append(
-                _NewFile(
-                    rank,
-                    data_file_name(rank, index),
-                    layout_data_file(
-                        group,
-                        block_bytes=header.block_bytes,
-                        metadata=metadata,
-                        extra={name: len(value) for name, value in extras.items()},
-                    ),
-                    group,
-                    extras,
-                )
-            )
+        texts = _texts(manifest, rank)
+        planned += rank_files(files, RankContents(header, rank, texts, empty if rank == 0 else ()))
     return planned
+
+
+def _texts(manifest: Manifest, rank: int) -> PartTexts:
+    """What a rank's files hold besides tensors; what is common to all ranks is in rank 0's."""
+    per_rank = manifest.per_rank[rank] if manifest.per_rank else b""
+    if rank:
+        return PartTexts({}, per_rank=per_rank)
+    return PartTexts(manifest.aliases, values=manifest.values, per_rank=per_rank)
 
 
 def _empty_tensors(manifest: Manifest) -> list[TensorRecord]:
@@ -203,11 +183,7 @@ def _empty_tensors(manifest: Manifest) -> list[TensorRecord]:
     ]
 
 
-def _per_rank(manifest: Manifest, rank: int) -> bytes:
-    return manifest.per_rank[rank] if manifest.per_rank else b""
-
-
-def _refuse_others(target: Store, files: Sequence[_NewFile]) -> None:
+def _refuse_others(target: Store, files: Sequence[DataFile]) -> None:
     known = {MANIFEST_NAME, *(file.name for file in files)}
     for info in islice(target.list(""), LOOKED_AT_MAX):
         if info.key == FORMAT_KEY:
@@ -222,7 +198,7 @@ def _refuse_others(target: Store, files: Sequence[_NewFile]) -> None:
             )
 
 
-def _finished(target: Store, header: Header, files: Sequence[_NewFile]) -> Manifest | None:
+def _finished(target: Store, header: Header, files: Sequence[DataFile]) -> Manifest | None:
     """The manifest that an earlier run of this rewrite stored, or None. Raises CheckpointError for
     one of another checkpoint.
     """
@@ -244,10 +220,7 @@ def _finished(target: Store, header: Header, files: Sequence[_NewFile]) -> Manif
 
 
 def _manifest(
-    old: Manifest,
-    header: Header,
-    files: Sequence[_NewFile],
-    columns: Sequence[FileColumns],
+    old: Manifest, header: Header, files: Sequence[DataFile], written: Sequence[PartFile]
 ) -> Manifest:
     infos = {
         fqn: TensorRecord(fqn, dtype, shape, kind)
@@ -255,28 +228,22 @@ def _manifest(
             old.fqns, old.dtypes, old.shapes, old.kinds.tolist(), strict=True
         )
     }
+    by_rank: list[list[FileColumns]] = [[] for _ in range(header.world_size)]
+    for file, result in zip(files, written, strict=True):
+        by_rank[file.rank].append(columns_of(result))
     parts = []
-    for rank in range(header.world_size):
-        own = [column for file, column in zip(files, columns, strict=True) if file.rank == rank]
+    for rank, own in enumerate(by_rank):
         # Rank 0 lists all tensors: one without elements has no chunk, so no other rank would.
         names = {chunk.fqn for column in own for chunk in column.chunks}
-        texts = PartTexts(
-            aliases=old.aliases if rank == 0 else {},
-            values=old.values if rank == 0 else b"",
-            value_digests={},
-            per_rank=_per_rank(old, rank),
-            replica_digests={},
-            warnings=(),
-        )
         tensors = [info for fqn, info in infos.items() if rank == 0 or fqn in names]
-        parts.append(part_of_files(own, rank=rank, tensors=tensors, texts=texts))
+        parts.append(part_of_files(own, rank=rank, tensors=tensors, texts=_texts(old, rank)))
     return build_manifest(header, parts)
 
 
 # Writing one file ---------------------------------------------------------------------------
 
 
-def _written(checkpoint: Checkpoint, target: Store, file: _NewFile, add: Counter) -> FileColumns:
+def _written(checkpoint: Checkpoint, target: Store, file: DataFile, add: Counter) -> PartFile:
     layout = file.layout
     there = is_there(target, file.name, layout.header, layout.nbytes)
     if there is not None:
@@ -284,19 +251,11 @@ def _written(checkpoint: Checkpoint, target: Store, file: _NewFile, add: Counter
         checksums = there.checksums
     else:
         checksums = _write(checkpoint, target, file, add)
-    return FileColumns(
-        name=file.name,
-        nbytes=file.layout.nbytes,
-        data_start=len(file.layout.header),
-        chunks=file.chunks,
-        offsets=file.layout.offsets,
-        block_counts=file.layout.block_counts,
-        checksums=checksums,
-    )
+    return PartFile(file.name, layout, file.entries.chunks, checksums)
 
 
 def _write(
-    checkpoint: Checkpoint, target: Store, file: _NewFile, add: Counter
+    checkpoint: Checkpoint, target: Store, file: DataFile, add: Counter
 ) -> npt.NDArray[np.uint32]:
     layout = file.layout
     part_nbytes = max(PART_NBYTES, -(-layout.nbytes // (PARTS_MAX * MIB)) * MIB)
@@ -312,7 +271,9 @@ def _write(
     ):
         stream = _Stream(writer, min(part_nbytes, layout.nbytes), add)
         stream.push(memoryview(layout.header))
-        checksums = _stream_chunks(checkpoint, file.chunks, stream, pool, layout.block_bytes)
+        checksums = _stream_chunks(
+            checkpoint, file.entries.chunks, stream, pool, layout.block_bytes
+        )
         for value in file.extras.values():
             stream.push(memoryview(value))
         stream.push(memoryview(checksum_tensor(layout, checksums, file.extras)))

@@ -382,12 +382,5 @@ def _part(rank: int, files: Sequence[_SalvagedFile]) -> Part:
         )
         for file in files
     ]
-    texts = PartTexts(
-        aliases=files[0].place.aliases,
-        values=files[0].values,
-        value_digests={},
-        per_rank=files[0].per_rank,
-        replica_digests={},
-        warnings=(),
-    )
+    texts = PartTexts(files[0].place.aliases, files[0].values, per_rank=files[0].per_rank)
     return part_of_files([*columns, *shared], rank=rank, tensors=list(infos.values()), texts=texts)

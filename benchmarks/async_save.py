@@ -239,8 +239,8 @@ def measure_cpu(training: Training, rounds: int) -> list[str]:
             training.clear()
         if number:
             ratios.append(spent["ours"] / spent["dcp"])
-    told = f"{statistics.median(ratios):.2f}x"
-    return [row("CPU seconds of DCP's with a stager kept", told, "<= 0.5x")]
+    shown = f"{statistics.median(ratios):.2f}x"
+    return [row("CPU seconds of DCP's with a stager kept", shown, "<= 0.5x")]
 
 
 def measure_memory(gib: float, directory: str) -> None:
@@ -258,8 +258,8 @@ def measure_memory(gib: float, directory: str) -> None:
         )
         # Buffers of the smaller budget are there already when the larger one is used.
         kept = 0 if run == 0 else 64 << 20
-        told = f"{(most_of(extra) + kept) / budget:.2f}x"
-        rows.append(row(f"memory of host_bytes_max={budget >> 20} MiB", told, "<= 1.05x"))
+        shown = f"{(most_of(extra) + kept) / budget:.2f}x"
+        rows.append(row(f"memory of host_bytes_max={budget >> 20} MiB", shown, "<= 1.05x"))
     report(f"memory of a save in the background, {gib:g} GiB on 2 ranks", rows)
     clear(Path(directory))
 

@@ -99,11 +99,11 @@ def main() -> None:
     parser.add_argument("--directory", default=None, help="on the disk to measure")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
-        told = run_ranks(
+        results = run_ranks(
             arguments.ranks, blocks, directory, arguments.blocks, timeout_seconds=3600.0
         )
         kept = ckpt.list_steps(str(Path(directory) / "run"))
-    samples, inside = told[0]
+    samples, inside = results[0]
     assert len(kept) == 2 and all(len(kind) == arguments.blocks for kind in samples.values())
     wall = [
         a.wall_seconds / b.wall_seconds - 1

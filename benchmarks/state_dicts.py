@@ -86,7 +86,7 @@ def ours_full(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
     return model_state_dict(model), optimizer_state_dict(model, optimizer)
 
 
-def ours_on_the_lead(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+def ours_on_the_coordinator(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
     """Ours, on rank 0 alone."""
     return (
         model_state_dict(model, StateDictType.FULL, FullStateDictConfig(rank0_only=True)),
@@ -132,8 +132,8 @@ def rank_main(engine: str, params: int, rounds: int) -> None:
         between=lambda name: (gc.collect(), None)[1],
     )
     got = received(lambda: ours_full(model, optimizer))
-    got_alone = received(lambda: ours_on_the_lead(model, optimizer))
-    growth = extra_memory(lambda: ours_on_the_lead(model, optimizer))
+    got_alone = received(lambda: ours_on_the_coordinator(model, optimizer))
+    growth = extra_memory(lambda: ours_on_the_coordinator(model, optimizer))
     size, rank = dist.get_world_size(), dist.get_rank()
     padding = 16 * 4 * size * len(list(model.parameters()))
     assert abs(got - whole * (size - 1) / size) <= padding, (got, whole)

@@ -33,7 +33,7 @@ def write_report(
     """Write the page. `stored` are checkpoints with the tensors to draw, `events` what happened at
     which step.
     """
-    told = "; ".join(f"step {step}: {event}" for step, event in sorted(events.items()))
+    story = "; ".join(f"step {step}: {event}" for step, event in sorted(events.items()))
     parts = "".join(
         f"<h2>Who stored what: step {checkpoint.step}, saved by {checkpoint.world_size} ranks</h2>"
         f"{_legend(checkpoint.world_size)}{_parts_chart(infos)}"
@@ -49,7 +49,7 @@ pre {{ background: #f4f4f4; padding: 1em; overflow: auto; }}
 .key {{ display: inline-block; width: 1em; height: 1em; margin: 0 .3em 0 1em; }}
 </style></head><body>
 <h1>A training that was killed while saving</h1>
-<p>A byte-level transformer on the sources of Python's standard library. {told}.</p>
+<p>A byte-level transformer on the sources of Python's standard library. {story}.</p>
 {_loss_chart(runs, events)}
 {parts}
 <h2>What the exported model writes</h2>

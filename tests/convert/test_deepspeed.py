@@ -113,7 +113,7 @@ def test_weights_of_all_stages(tmp_path: Path, stage: int, size: int) -> None:
         assert opened.values == {"model.global_steps": 12}
 
 
-def test_what_is_missing_is_told(tmp_path: Path) -> None:
+def test_what_is_missing_is_reported(tmp_path: Path) -> None:
     make(tmp_path / "ds", 2, 3)
     tag = tmp_path / "ds" / "global_step12"
     (tag / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()

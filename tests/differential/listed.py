@@ -119,8 +119,8 @@ def _is_unsharded_in_sharded(draw: Draw, op: Op, difference: Difference) -> bool
 
 def _lacks_state(draw: Draw, op: Op, difference: Difference) -> bool:
     named = op.name in ("optim_state", "optim_load", "legacy", "rekey") and draw.orig
-    told = str(difference.torch)
-    return named and ("is not in the optimizer state" in told or "KeyError: Parameter" in told)
+    text = str(difference.torch)
+    return named and ("is not in the optimizer state" in text or "KeyError: Parameter" in text)
 
 
 def _is_for_one_rank(draw: Draw, op: Op, difference: Difference) -> bool:
@@ -183,8 +183,8 @@ def _has_no_state(draw: Draw, op: Op, difference: Difference) -> bool:
 
 
 def _clips_doubles(draw: Draw, op: Op, difference: Difference) -> bool:
-    told = "(Double) should be convertible without narrowing" in str(difference.torch)
-    return op.name == "clip" and draw.face == "flat" and told
+    is_mixed = "(Double) should be convertible without narrowing" in str(difference.torch)
+    return op.name == "clip" and draw.face == "flat" and is_mixed
 
 
 def _is_of_another_model(draw: Draw, op: Op, difference: Difference) -> bool:
@@ -194,8 +194,8 @@ def _is_of_another_model(draw: Draw, op: Op, difference: Difference) -> bool:
 
 
 def _refuses_dtype(draw: Draw, op: Op, difference: Difference) -> bool:
-    told = "attempting to assign a gradient with dtype" in str(difference.torch)
-    return draw.face == "flat" and draw.orig and told
+    is_refused = "attempting to assign a gradient with dtype" in str(difference.torch)
+    return draw.face == "flat" and draw.orig and is_refused
 
 
 def _casts_buffers_early(draw: Draw, op: Op, difference: Difference) -> bool:

@@ -347,12 +347,14 @@ class FlatSide(Side):
     def do_rekey(self, to: str, rank0: bool) -> Any:
         bare = built(self.draw)
         kinds = self.module.OptimStateKeyType
-        twin = torch.optim.SGD(bare.parameters(), lr=0.1)
+        bare_optimizer = torch.optim.SGD(bare.parameters(), lr=0.1)
         state = self.cls.full_optim_state_dict(self.model, self.optimizer, rank0_only=rank0)
         if to == "id":
-            return self.cls.rekey_optim_state_dict(state, kinds.PARAM_ID, bare, optim=twin)
-        ids = self.cls.rekey_optim_state_dict(state, kinds.PARAM_ID, bare, optim=twin)
-        return self.cls.rekey_optim_state_dict(ids, kinds.PARAM_NAME, bare, optim=twin)
+            return self.cls.rekey_optim_state_dict(
+                state, kinds.PARAM_ID, bare, optim=bare_optimizer
+            )
+        ids = self.cls.rekey_optim_state_dict(state, kinds.PARAM_ID, bare, optim=bare_optimizer)
+        return self.cls.rekey_optim_state_dict(ids, kinds.PARAM_NAME, bare, optim=bare_optimizer)
 
 
 class FullySide(Side):

@@ -99,8 +99,8 @@ def make_runs(folder: str) -> None:
 def test_page_runs(page: str, prepared: Prepared, tmp_path: Path) -> None:
     folder = tmp_path / "reader"
     shutil.copytree(prepared.folder, folder)
-    told = (page, str(folder), prepared.environment)
-    run_ranks(1, run_page, *told, group=False, timeout_seconds=150)
+    printed = (page, str(folder), prepared.environment)
+    run_ranks(1, run_page, *printed, group=False, timeout_seconds=150)
 
 
 def run_page(page: str, folder: str, environment: dict[str, str]) -> None:
@@ -145,13 +145,15 @@ def run_ckpt(words: list[str], where: str) -> None:
     """0 is well; 3 says no, which is an answer too."""
     from ckpt.cli import main
 
-    told = io.StringIO()
-    with contextlib.redirect_stdout(told), contextlib.redirect_stderr(told):
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
         try:
             code = main(words)
         except SystemExit as end:
             code = int(end.code or 0)
-    assert code in (0, 3), f"{where}: ckpt {' '.join(words)}: exit code {code}\n{told.getvalue()}"
+    assert code in (0, 3), (
+        f"{where}: ckpt {' '.join(words)}: exit code {code}\n{printed.getvalue()}"
+    )
 
 
 def assert_exists(words: list[str], where: str) -> None:

@@ -47,10 +47,10 @@ def _state(seed: int = 0, *, width: int = 5, dtype: torch.dtype = torch.float32)
 def _bits(state: dict[str, Any]) -> list[Any]:
     """Everything that a load could have changed."""
     model, optimizer = state["model"], state["optim"]
-    told: list[Any] = [state["epoch"], repr(optimizer.state_dict()["param_groups"])]
+    values: list[Any] = [state["epoch"], repr(optimizer.state_dict()["param_groups"])]
     tensors = list(model.parameters())
     tensors += [state[name] for state in optimizer.state.values() for name in sorted(state)]
-    return told + [t.detach().flatten().view(torch.uint8).tolist() for t in tensors]
+    return values + [t.detach().flatten().view(torch.uint8).tolist() for t in tensors]
 
 
 def _refused(
@@ -92,13 +92,13 @@ def newest(root: Path) -> Path:
 # --- urls -----------------------------------------------------------------------------------------
 
 
-def test_a_url_that_does_not_exist_is_told_and_not_created(tmp_path: Path) -> None:
+def test_a_url_that_does_not_exist_is_reported_and_not_created(tmp_path: Path) -> None:
     missing = tmp_path / "no" / "such"
     _refused(NoCheckpoint, str(missing), url=missing)
     assert not missing.parent.exists()
 
 
-def test_a_directory_that_is_no_checkpoint_is_told(tmp_path: Path) -> None:
+def test_a_directory_that_is_no_checkpoint_is_reported(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("hello")
     _refused(NoCheckpoint, str(tmp_path), url=tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
@@ -112,11 +112,11 @@ def test_a_file_is_no_root(tmp_path: Path) -> None:
         ckpt.save(_state(), str(file), step=1)
 
 
-def test_a_step_that_was_never_saved_is_told_with_those_that_were(root: Path) -> None:
+def test_a_step_that_was_never_saved_is_reported_with_those_that_were(root: Path) -> None:
     _refused(NoCheckpoint, "no step 3; it has 2 steps: 1, 2", url=root, step=3)
 
 
-def test_another_step_than_that_of_a_step_directory_is_told(newest: Path) -> None:
+def test_another_step_than_that_of_a_step_directory_is_reported(newest: Path) -> None:
     _refused(NoCheckpoint, "is step 2", "not step 1", url=newest, step=1)
 
 
@@ -132,7 +132,7 @@ def test_a_step_directory_loads_by_its_own_path_copied_anywhere(
 # --- damaged objects ------------------------------------------------------------------------------
 
 
-def test_a_damaged_log_record_is_told_and_steps_still_load_by_their_path(
+def test_a_damaged_log_record_is_reported_and_steps_still_load_by_their_path(
     root: Path, newest: Path
 ) -> None:
     record = max((root / "log").iterdir())
@@ -146,7 +146,7 @@ def test_a_damaged_log_record_is_told_and_steps_still_load_by_their_path(
 
 
 @pytest.mark.parametrize("cut", [False, True], ids=["flipped", "cut"])
-def test_a_damaged_manifest_is_told_and_the_older_step_loads(
+def test_a_damaged_manifest_is_reported_and_the_older_step_loads(
     root: Path, newest: Path, cut: bool
 ) -> None:
     manifest = newest / "MANIFEST"
@@ -161,7 +161,7 @@ def test_a_damaged_manifest_is_told_and_the_older_step_loads(
     assert _bits(state) == _bits(_state(1))
 
 
-def test_a_missing_manifest_is_told(root: Path, newest: Path) -> None:
+def test_a_missing_manifest_is_reported(root: Path, newest: Path) -> None:
     (newest / "MANIFEST").unlink()
     _refused(Corrupt, "MANIFEST", "missing", "salvage", url=root)
 
@@ -171,7 +171,9 @@ def _data_file(newest: Path) -> Path:
     return file
 
 
-def test_a_damaged_data_file_is_told_with_file_block_and_tensor(root: Path, newest: Path) -> None:
+def test_a_damaged_data_file_is_reported_with_file_block_and_tensor(
+    root: Path, newest: Path
+) -> None:
     file = _data_file(newest)
     _damage(file, 4096)  # the first tensor byte
     state = _state(7)
@@ -182,7 +184,7 @@ def test_a_damaged_data_file_is_told_with_file_block_and_tensor(root: Path, newe
 
 
 @pytest.mark.parametrize("how", ["cut", "missing"])
-def test_a_cut_or_missing_data_file_is_told(root: Path, newest: Path, how: str) -> None:
+def test_a_cut_or_missing_data_file_is_reported(root: Path, newest: Path, how: str) -> None:
     file = _data_file(newest)
     if how == "cut":
         file.write_bytes(file.read_bytes()[:4100])
@@ -197,15 +199,15 @@ def test_readers_and_copies_say_of_a_cut_data_file_what_to_do(
 ) -> None:
     file = _data_file(newest)
     file.write_bytes(file.read_bytes()[:4100])
-    told = f"{file.name}.*the file was cut. Load an older step, or restore"
-    with ckpt.open(str(root)) as checkpoint, pytest.raises(Corrupt, match=told):
+    text = f"{file.name}.*the file was cut. Load an older step, or restore"
+    with ckpt.open(str(root)) as checkpoint, pytest.raises(Corrupt, match=text):
         for fqn in checkpoint:
             _ = checkpoint[fqn]
-    with pytest.raises(Corrupt, match=told):
+    with pytest.raises(Corrupt, match=text):
         ckpt.copy(str(root), str(tmp_path / "copy"))
 
 
-def test_a_newer_version_of_the_format_is_told(root: Path) -> None:
+def test_a_newer_version_of_the_format_is_reported(root: Path) -> None:
     text = (root / "FORMAT").read_text()
     (root / "FORMAT").write_text(text.replace(" 1 ", " 2 ", 1))
     _refused(UnsupportedFormat, "FORMAT", "version 2", "upgrade", url=root)
@@ -249,7 +251,7 @@ def test_a_link_out_of_the_root_is_not_followed_by_writing(root: Path, tmp_path:
 # --- states that do not fit -----------------------------------------------------------------------
 
 
-def test_other_names_are_all_told_at_once(root: Path) -> None:
+def test_other_names_are_all_reported_at_once(root: Path) -> None:
     torch.manual_seed(7)
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2, bias=False), nn.Linear(2, 2))
     state = {"model": model, "optim": torch.optim.AdamW(model.parameters()), "epoch": 0}
@@ -262,7 +264,7 @@ def test_other_names_are_all_told_at_once(root: Path) -> None:
 @pytest.mark.parametrize(
     ("saved", "asked"), [("model", "modle"), ("", "model"), ("module", ""), ("a", "b")]
 )
-def test_a_missing_name_is_told_with_the_one_that_differs_in_its_first_part(
+def test_a_missing_name_is_reported_with_the_one_that_differs_in_its_first_part(
     tmp_path: Path, saved: str, asked: str
 ) -> None:
     names = [f"{first}.0.weight".lstrip(".") for first in (saved, asked)]
@@ -271,7 +273,7 @@ def test_a_missing_name_is_told_with_the_one_that_differs_in_its_first_part(
         ckpt.load({names[1]: torch.ones(2)}, str(tmp_path / "run"))
 
 
-def test_other_shapes_are_all_told_at_once_with_both_sides(root: Path) -> None:
+def test_other_shapes_are_all_reported_at_once_with_both_sides(root: Path) -> None:
     texts = ["model.0.weight", "model.0.bias", "model.2.weight", "(5, 4)", "(6, 4)"]
     _refused(Mismatch, *texts, url=root, state=_state(7, width=6))
 
@@ -280,13 +282,13 @@ def test_shapes_are_not_forgiven_without_strict(root: Path) -> None:
     _refused(Mismatch, "model.0.weight", url=root, state=_state(7, width=6), strict=False)
 
 
-def test_another_dtype_is_told_and_never_cast(root: Path) -> None:
+def test_another_dtype_is_reported_and_never_cast(root: Path) -> None:
     state = _state(7, dtype=torch.float64)
     _refused(Mismatch, "model.0.weight", "float32", "float64", url=root, state=state)
 
 
 @pytest.mark.parametrize("step", [-1, 1.0, "1", None, 1 << 64], ids=repr)
-def test_a_step_that_is_no_step_is_told_before_anything_is_written(
+def test_a_step_that_is_no_step_is_reported_before_anything_is_written(
     tmp_path: Path, step: Any
 ) -> None:
     with pytest.raises(InvalidState, match="step="):
@@ -294,13 +296,13 @@ def test_a_step_that_is_no_step_is_told_before_anything_is_written(
     assert not list(tmp_path.rglob("*.safetensors"))
 
 
-def test_notes_that_are_no_text_are_told(tmp_path: Path) -> None:
+def test_notes_that_are_no_text_are_reported(tmp_path: Path) -> None:
     with pytest.raises(InvalidState, match="user"):
         ckpt.save(_state(), str(tmp_path / "run"), step=1, user={"lr": 0.1})  # type: ignore[dict-item]
 
 
 @pytest.mark.parametrize("option", [{"replicas": "never"}, {"io": "fast"}], ids=["replicas", "io"])
-def test_an_option_that_does_not_exist_is_told(tmp_path: Path, option: dict[str, Any]) -> None:
+def test_an_option_that_does_not_exist_is_reported(tmp_path: Path, option: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(option))}=.*expected"):
         ckpt.save(_state(), str(tmp_path / "run"), step=1, **option)
 
@@ -395,7 +397,7 @@ def mount(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
         libc.umount2(bytes(target), 2)
 
 
-def test_a_full_disk_is_told_and_holds_nothing_of_the_failed_save(
+def test_a_full_disk_is_reported_and_keeps_nothing_of_the_failed_save(
     mount: Callable[[int], Path],
 ) -> None:
     root = mount(1 << 20) / "run"
@@ -431,7 +433,7 @@ def test_spellings_of_one_place_are_one_root(
 
 
 @pytest.mark.parametrize("made_anew", [False, True], ids=["gone", "another"])
-def test_a_root_that_was_removed_under_a_running_job_is_told(
+def test_a_root_that_was_removed_under_a_running_job_is_reported(
     tmp_path: Path, made_anew: bool
 ) -> None:
     """A save there would be one that nobody finds, or would mix two roots."""

@@ -272,7 +272,7 @@ def _state(value: int) -> dict[str, Any]:
     return {"t": torch.full((257,), float(value)), "value": value}
 
 
-def _with_broken_lead(call: Callable[[], object]) -> None:
+def _with_broken_coordinator(call: Callable[[], object]) -> None:
     """`call`, while the lead cannot read what the others send it."""
     from ckpt.saving import publish
 
@@ -289,33 +289,35 @@ def _disagree(base: str) -> dict[str, Any]:
     """Everything that ranks can disagree about, one after the other, in one group."""
     rank = dist.get_rank()
     root = f"{base}/run"
-    told: dict[str, Any] = {}
+    outcomes: dict[str, Any] = {}
     ckpt.save(_state(1), root, step=1)
-    told["steps"] = _raised(lambda: ckpt.save(_state(2), root, step=2 + rank))
-    told["values"] = _raised(lambda: ckpt.save(_state(2 + rank), root, step=2))
+    outcomes["steps"] = _raised(lambda: ckpt.save(_state(2), root, step=2 + rank))
+    outcomes["values"] = _raised(lambda: ckpt.save(_state(2 + rank), root, step=2))
     mine = f"{base}/rank{rank}"
-    told["roots"] = _raised(lambda: ckpt.save(_state(2), mine, step=2))
+    outcomes["roots"] = _raised(lambda: ckpt.save(_state(2), mine, step=2))
     file = f"{base}/a-file"
     Path(file).touch()
     dist.barrier()
-    told["urls"] = _raised(lambda: ckpt.save(_state(2), file if rank == 1 else root, step=2))
-    told["load urls"] = _raised(lambda: ckpt.load(_state(2), file if rank == 1 else root))
-    told["step"] = _raised(lambda: ckpt.save(_state(2), root, step=-1))
-    told["load steps"] = _raised(lambda: ckpt.load(_state(2), root, step=1 if rank else 9))
+    outcomes["urls"] = _raised(lambda: ckpt.save(_state(2), file if rank == 1 else root, step=2))
+    outcomes["load urls"] = _raised(lambda: ckpt.load(_state(2), file if rank == 1 else root))
+    outcomes["step"] = _raised(lambda: ckpt.save(_state(2), root, step=-1))
+    outcomes["load steps"] = _raised(lambda: ckpt.load(_state(2), root, step=1 if rank else 9))
     state = {**_state(0), "only here": 1} if rank == 1 else _state(0)
-    told["names"] = _raised(lambda: ckpt.load(state, root))
-    told["untouched"] = torch.equal(state["t"], torch.zeros(257)) and state["value"] == 0
-    told["parts"] = _raised(lambda: _with_broken_lead(lambda: ckpt.save(_state(2), root, step=2)))
+    outcomes["names"] = _raised(lambda: ckpt.load(state, root))
+    outcomes["untouched"] = torch.equal(state["t"], torch.zeros(257)) and state["value"] == 0
+    outcomes["parts"] = _raised(
+        lambda: _with_broken_coordinator(lambda: ckpt.save(_state(2), root, step=2))
+    )
     ckpt.save(_state(5), root, step=5)
     state = _state(0)
-    told["loaded"] = ckpt.load(state, root).step
+    outcomes["loaded"] = ckpt.load(state, root).step
     assert torch.equal(state["t"], _state(5)["t"])
-    return told
+    return outcomes
 
 
 @pytest.mark.ranks
 def test_ranks_that_disagree_get_one_error_and_go_on(tmp_path: Path) -> None:
-    told = run_ranks(3, _disagree, str(tmp_path), timeout_seconds=50)
+    outcomes = run_ranks(3, _disagree, str(tmp_path), timeout_seconds=50)
     expected = {
         "steps": ("InvalidState", "rank 1: step=3 was passed where rank 0 passed step=2"),
         "values": ("InvalidState", "value"),
@@ -328,11 +330,11 @@ def test_ranks_that_disagree_get_one_error_and_go_on(tmp_path: Path) -> None:
         "parts": ("RankFailed", "no room for the parts"),
     }
     for what, (kind, text) in expected.items():
-        answers = {answer[what] for answer in told}
+        answers = {answer[what] for answer in outcomes}
         assert len(answers) == 1, answers
         assert answers.pop()[0] == kind, (what, answers)
-        assert text in told[0][what][1]
-    assert all(answer["untouched"] and answer["loaded"] == 5 for answer in told)
+        assert text in outcomes[0][what][1]
+    assert all(answer["untouched"] and answer["loaded"] == 5 for answer in outcomes)
     assert [info.step for info in ckpt.list_steps(str(tmp_path / "run"))] == [1, 5]
 
 
@@ -374,9 +376,9 @@ def test_a_killed_rank_is_named_and_the_next_job_goes_on(
     tmp_path: Path, victim: int, phase: str
 ) -> None:
     root = str(tmp_path / "run")
-    told = run_ranks(3, _die_in_a_save, root, victim, phase, allow_dead=[victim])
-    assert told[victim] is None
-    for answer in told[:victim] + told[victim + 1 :]:
+    outcomes = run_ranks(3, _die_in_a_save, root, victim, phase, allow_dead=[victim])
+    assert outcomes[victim] is None
+    for answer in outcomes[:victim] + outcomes[victim + 1 :]:
         kind, text = answer
         assert kind == RankFailed.__name__
         if victim:
@@ -401,7 +403,7 @@ def _half_loaded(engine: Engine, root: str) -> tuple[str, str]:
     dist.barrier()
     other = build(engine, "adamw", seed=5)
     other.step(3)
-    told = _raised(lambda: ckpt.load(other.state, root))
+    outcome = _raised(lambda: ckpt.load(other.state, root))
     for use in (lambda: other.step(4), lambda: ckpt.save(other.state, root, step=3)):
         assert _raised(use)[0] == "LoadInterrupted"
     ckpt.load(other.state, root, step=1)
@@ -413,7 +415,7 @@ def _half_loaded(engine: Engine, root: str) -> tuple[str, str]:
             assert torch.equal(loaded[name], tensor), name
     assert other.step(4) == first.step(4)
     ckpt.save(other.state, root, step=3)
-    return told
+    return outcome
 
 
 @pytest.mark.ranks
@@ -421,9 +423,9 @@ def _half_loaded(engine: Engine, root: str) -> tuple[str, str]:
 def test_a_damaged_block_marks_the_training_on_all_real_ranks(
     tmp_path: Path, engine: Engine
 ) -> None:
-    told = run_ranks(3, _half_loaded, engine, str(tmp_path / "run"))
-    assert len(set(told)) == 1
-    kind, text = told[0]
+    outcomes = run_ranks(3, _half_loaded, engine, str(tmp_path / "run"))
+    assert len(set(outcomes)) == 1
+    kind, text = outcomes[0]
     assert kind == "LoadInterrupted"
     assert "rank00001" in text
     assert "block 0" in text

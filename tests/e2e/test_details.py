@@ -136,16 +136,16 @@ def _facts(training: Training) -> dict[str, Any]:
     """Everything that a load has to bring, as this rank holds it."""
     model, optimizer = training["model"], training["optim"]
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    told: dict[str, Any] = {name: _local(p).clone() for name, p in model.named_parameters()}
+    values: dict[str, Any] = {name: _local(p).clone() for name, p in model.named_parameters()}
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
-            told[f"{names[id(parameter)]}/{key}"] = _local(value).clone()
+            values[f"{names[id(parameter)]}/{key}"] = _local(value).clone()
     groups = optimizer.param_groups
-    told["groups"] = [{k: v for k, v in group.items() if k != "params"} for group in groups]
-    told["scheduler"] = training["scheduler"].state_dict()
-    told["buffers"] = {name: _local(b).clone() for name, b in model.named_buffers()}
+    values["groups"] = [{k: v for k, v in group.items() if k != "params"} for group in groups]
+    values["scheduler"] = training["scheduler"].state_dict()
+    values["buffers"] = {name: _local(b).clone() for name, b in model.named_buffers()}
     counters = [module.seen for module in model.modules() if isinstance(module, Counter)]
-    return {**told, "extra": counters}
+    return {**values, "extra": counters}
 
 
 def _same(a: Any, b: Any, where: str = "") -> None:
@@ -337,9 +337,9 @@ def _rare_all(base: str) -> list[str]:
 
 
 def test_rare_tensors_momentum_dtypes_and_batch_norm(tmp_path: Path) -> None:
-    told = run_ranks(3, _rare_all, str(tmp_path))
-    assert told[0] == told[1] == told[2]
-    named = "\n".join(told[0])
+    texts = run_ranks(3, _rare_all, str(tmp_path))
+    assert texts[0] == texts[1] == texts[2]
+    named = "\n".join(texts[0])
     for name in ("model.1.running_mean", "model.1.running_var"):
         assert name in named
     assert "weight" not in named

@@ -69,8 +69,8 @@ def _bits(state: dict[str, Any]) -> list[Any]:
     for parameter in model.parameters():
         entry = optimizer.state[parameter]
         tensors += [entry[name] for name in sorted(entry)]
-    told = [t.detach().clone().contiguous().flatten().view(torch.uint8).tolist() for t in tensors]
-    return [*told, state["epoch"], copy.deepcopy(optimizer.state_dict()["param_groups"])]
+    values = [t.detach().clone().contiguous().flatten().view(torch.uint8).tolist() for t in tensors]
+    return [*values, state["epoch"], copy.deepcopy(optimizer.state_dict()["param_groups"])]
 
 
 class Scene(NamedTuple):

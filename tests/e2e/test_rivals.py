@@ -244,7 +244,7 @@ def _two_jobs(root: str) -> list[str]:
     """Ranks 0 and 1 are the older job, 2 and 3 its rival; they take turns at one root."""
     rank = dist.get_rank()
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    mine, told = rank // 2, []
+    mine, outcomes = rank // 2, []
     turns = [(0, 1), (1, 2), (0, 3), (1, 4), (0, 5)]
     for job, step in turns:
         dist.barrier()
@@ -253,24 +253,24 @@ def _two_jobs(root: str) -> list[str]:
         try:
             state = {"t": torch.full((1000,), float(step)), "step": step}
             ckpt.save(state, root, step=step, process_group=groups[mine])
-            told.append("saved")
+            outcomes.append("saved")
         except Fenced as error:
-            told.append(f"Fenced: {error}")
+            outcomes.append(f"Fenced: {error}")
     dist.barrier()
     state = {"t": torch.zeros(1000), "step": 0}
     ckpt.load(state, root, process_group=groups[mine])
     assert state["step"] == 4
     assert torch.equal(state["t"], torch.full((1000,), 4.0))
-    return told
+    return outcomes
 
 
 @pytest.mark.ranks
 def test_of_two_jobs_of_real_processes_the_older_is_fenced(tmp_path: Path) -> None:
-    told: list[Any] = run_ranks(4, _two_jobs, str(tmp_path / "run"))
-    for older in told[:2]:
+    outcomes: list[Any] = run_ranks(4, _two_jobs, str(tmp_path / "run"))
+    for older in outcomes[:2]:
         assert older[0] == "saved"
         assert all("claimed by a newer session" in text for text in older[1:])
         assert len(older) == 3
-    assert told[0] == told[1]
-    assert told[2:] == [["saved", "saved"]] * 2
+    assert outcomes[0] == outcomes[1]
+    assert outcomes[2:] == [["saved", "saved"]] * 2
     assert [info.step for info in ckpt.list_steps(str(tmp_path / "run"))] == [1, 2, 4]

@@ -94,7 +94,7 @@ def test_a_stopped_training_ends_with_the_same_bits(tmp_path: Path) -> None:
     assert [info.step for info in ckpt.list_steps(url)] == [12, 15]
 
 
-def test_what_cannot_be_resumed_is_told(tmp_path: Path) -> None:
+def test_what_cannot_be_resumed_is_reported(tmp_path: Path) -> None:
     url = str(tmp_path / "run")
     ckpt.save({"model": torch.nn.Linear(2, 2)}, url, step=1)
     saves = TrainerCheckpoints(url)

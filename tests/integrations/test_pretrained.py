@@ -112,18 +112,20 @@ def test_a_pretrained_model_goes_in_and_comes_out_fine_tuned(tmp_path: Path) -> 
     target = tmp_path / "exported"
     shutil.copytree(source, target, ignore=shutil.ignore_patterns("model.safetensors"))
     ckpt.export(root, str(target / "model.safetensors"), verify=True)
-    exported, told = transformers.AutoModel.from_pretrained(str(target), output_loading_info=True)
-    assert not told["missing_keys"]
-    assert not told["unexpected_keys"]
+    exported, loading_info = transformers.AutoModel.from_pretrained(
+        str(target), output_loading_info=True
+    )
+    assert not loading_info["missing_keys"]
+    assert not loading_info["unexpected_keys"]
 
-    twin = transformers.AutoModel.from_pretrained(str(source)).eval()
+    untouched = transformers.AutoModel.from_pretrained(str(source)).eval()
     batch = tokens()
     with torch.no_grad():
-        untrained = embeddings(twin, batch)
-    optimizer = torch.optim.AdamW(twin.parameters(), lr=RATE)
-    train(twin, optimizer, batch, SHARDED_STEPS + RESUMED_STEPS)
+        untrained = embeddings(untouched, batch)
+    optimizer = torch.optim.AdamW(untouched.parameters(), lr=RATE)
+    train(untouched, optimizer, batch, SHARDED_STEPS + RESUMED_STEPS)
     with torch.no_grad():
-        expected, got = embeddings(twin, batch), embeddings(exported.eval(), batch)
+        expected, got = embeddings(untouched, batch), embeddings(exported.eval(), batch)
     torch.testing.assert_close(got, expected, rtol=0, atol=2e-6)
     assert (expected - untrained).abs().max() > 1e-2, "the training should show"
     assert json.loads((target / "config.json").read_text())["hidden_size"] == got.shape[1]

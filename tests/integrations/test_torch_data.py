@@ -72,15 +72,15 @@ def test_worker_processes_make_no_difference() -> None:
         read(one, 4)
         expected.append(one.state_dict())
     rest = []
-    for told in (states, expected):
-        one = loader(1, 4, workers=0 if told is expected else 1)
-        one.load_state_dict(divide_samples(told, 1, 4))
+    for saved in (states, expected):
+        one = loader(1, 4, workers=0 if saved is expected else 1)
+        one.load_state_dict(divide_samples(saved, 1, 4))
         rest.append(read(one))
     assert rest[0] == rest[1]
     assert len(rest[0]) == 8
 
 
-def test_loaders_that_cannot_be_divided_are_told() -> None:
+def test_loaders_that_cannot_be_divided_are_reported() -> None:
     with pytest.raises(ValueError, match="StatefulDistributedSampler"):
         divide_samples([{"position": 3}], 0, 2)
     one, other = loader(0, 2), loader(1, 2)

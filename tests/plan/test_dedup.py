@@ -151,11 +151,13 @@ def test_a_rank_remembers_of_its_part_what_the_manifest_would_tell_it() -> None:
             StoredChunk(fqn, dtype, shape, region, -1, kind)
             for fqn, dtype, shape, kind, region in together
         ]
-        told = known_of_manifest(sample.manifest, wanted)
-        assert told.keys() == together.keys() and len(told) == len(sample.manifest.chunks)
+        known_here = known_of_manifest(sample.manifest, wanted)
+        assert known_here.keys() == together.keys() and len(known_here) == len(
+            sample.manifest.chunks
+        )
         for key, there in together.items():
-            assert told[key][:3] == there[:3]
-            assert np.array_equal(told[key].checksums, there.checksums)
+            assert known_here[key][:3] == there[:3]
+            assert np.array_equal(known_here[key].checksums, there.checksums)
             attempt = header.attempt if key.fqn in ("phase", "weight.columns") else None
             assert there.file.attempt == (attempt or INCREMENTS[0].attempt)
         absent = [one._replace(fqn="no such") for one in wanted]

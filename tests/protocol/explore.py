@@ -38,7 +38,7 @@ class Choices:
     prefix: list[int]
     budget: int
     made: list[tuple[int, int]] = field(default_factory=list)
-    told: list[str] = field(default_factory=list)
+    labels: list[str] = field(default_factory=list)
 
     def choose(self, options: list[tuple[str, int]]) -> str:
         """One of the (label, cost) options that the budget allows; the first one costs nothing."""
@@ -49,7 +49,7 @@ class Choices:
         label, cost = allowed[index]
         self.budget -= cost
         if cost or len(allowed) > 1:
-            self.told.append(label)
+            self.labels.append(label)
         return label
 
     def next_prefix(self) -> list[int] | None:
@@ -214,7 +214,7 @@ def explore(
             runs += 1
             problems = run.errors + check(store)
             if problems:
-                return runs, [*problems, "choices: " + "; ".join(choices.told)]
+                return runs, [*problems, "choices: " + "; ".join(choices.labels)]
             following = choices.next_prefix()
             if following is None:
                 return runs, []

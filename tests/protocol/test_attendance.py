@@ -176,13 +176,13 @@ def test_it_costs_two_requests_a_rank_and_period() -> None:
 
 def _train(scratch: str, victim: int, silence_seconds_max: float | None) -> Any:
     """The victim stops itself in step 3 and all others wait for it, as in a collective."""
-    rank, told = dist.get_rank(), []
+    rank, notices = dist.get_rank(), []
     pids = Path(scratch)
     (pids / f"{rank}").write_text(str(os.getpid()))
 
     def observe(event: Any) -> None:
         if isinstance(event, RankMissed | RankHeard):
-            told.append((type(event).__name__, event.concern))
+            notices.append((type(event).__name__, event.concern))
 
     with ckpt.Checkpointer(
         f"{scratch}/root",
@@ -199,7 +199,7 @@ def _train(scratch: str, victim: int, silence_seconds_max: float | None) -> Any:
             os.kill(os.getpid(), signal.SIGSTOP)
             time.sleep(4.0)  # woken: its heart beats again before it goes on
         elif silence_seconds_max is None:
-            while not told:
+            while not notices:
                 time.sleep(0.1)
             (pids / f"heard{rank}").touch()
             heard = [pids / f"heard{other}" for other in range(3) if other != victim]
@@ -213,20 +213,20 @@ def _train(scratch: str, victim: int, silence_seconds_max: float | None) -> Any:
         dist.barrier()
         checkpointer.step(4)
         until = time.monotonic() + 30
-        while rank != victim and len(told) < 2 and time.monotonic() < until:
+        while rank != victim and len(notices) < 2 and time.monotonic() < until:
             time.sleep(0.1)
         dist.barrier()
-    return told
+    return notices
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_stopped_process_is_named_to_observers_and_withdrawn(victim: int, tmp_path: Path) -> None:
     results = run_ranks(3, _train, str(tmp_path), victim, None)
-    for rank, told in enumerate(results):
+    for rank, notices in enumerate(results):
         if rank == victim:
             continue
-        (name, concern), (again, heard) = told
+        (name, concern), (again, heard) = notices
         assert (name, again) == ("RankMissed", "RankHeard") and heard.rank == victim
         assert concern.kind == "silent" and concern.rank == victim
         assert concern.host == socket.gethostname() and concern.step == 3

@@ -111,7 +111,7 @@ class _Outside(Scenario):
         if self.is_over and slots != list(range(len(slots))):
             return self._broken(store, slots)
         try:
-            problems = [text for text in super().check(store) if not self._was_told_off(text)]
+            problems = [text for text in super().check(store) if not self._got_an_error(text)]
             if not problems and self.copy is not None and self.then is not None:
                 problems = check_all(self.copy, self.then) or check_fresh_session(self.copy)
         except CheckpointError as error:
@@ -131,10 +131,10 @@ class _Outside(Scenario):
             ]
         return ["I5: a log with a hole was claimed"]
 
-    def _was_told_off(self, violation: str) -> bool:
+    def _got_an_error(self, violation: str) -> bool:
         """A commit into a restored root whose files the restoring took: its job got an error."""
-        told = any(attempt in violation for attempt in self.history.acknowledged)
-        return self.is_over and violation.startswith("I1") and not told
+        acknowledged = any(attempt in violation for attempt in self.history.acknowledged)
+        return self.is_over and violation.startswith("I1") and not acknowledged
 
 
 def _explore(

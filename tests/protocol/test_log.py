@@ -73,8 +73,8 @@ def test_each_record_has_the_digest_of_the_one_before() -> None:
     for _ in range(3):
         Session.claim(store)
     raw = [store.get(record_key(slot)) for slot in range(3)]
-    told = [record.previous for record in Log(store).history()]
-    assert told == [None, record_digest(raw[0]), record_digest(raw[1])]
+    digests = [record.previous for record in Log(store).history()]
+    assert digests == [None, record_digest(raw[0]), record_digest(raw[1])]
 
 
 def test_every_changed_byte_of_a_record_is_detected() -> None:

@@ -199,7 +199,7 @@ def test_no_moment_of_a_rollback_leads_to_a_lost_commit_that_was_acknowledged(ke
     raise AssertionError("an append ends within twenty requests")
 
 
-def test_a_session_of_the_same_epoch_in_a_restored_root_is_told_from_our_own() -> None:
+def test_a_session_of_the_same_epoch_in_a_restored_root_is_not_taken_for_our_own() -> None:
     """Epochs repeat after a rollback, so they do not tell the two sessions apart."""
     bucket = MemoryBucket()
     save(claim(MemoryStore(bucket)), 1)
@@ -256,7 +256,7 @@ def test_mend_makes_a_log_with_a_hole_one_row_and_loses_nothing(
     with pytest.raises(Corrupt, match="slot 3"):
         claim(open_store(url))
     assert main(["log", url]) == 1
-    assert "slot 3" in (told := capsys.readouterr().err) or "00003" in told
+    assert "slot 3" in (printed := capsys.readouterr().err) or "00003" in printed
     assert main(["mend", url]) == 0
     assert {p.name: p.read_bytes() for p in _slots(url).iterdir() if p.name in before} == before
     assert main(["log", url]) == 0

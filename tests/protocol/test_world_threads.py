@@ -25,11 +25,11 @@ def failing(errors: dict[int, BaseException]) -> dict[int, BaseException]:
 def test_gather_and_share_give_every_rank_the_same() -> None:
     def rank(world: World) -> tuple[list[bytes], list[bytes] | None, bytes]:
         mine = b"%d" % world.rank
-        lead_only = b"hello" if world.rank == 0 else None
+        coordinator_only = b"hello" if world.rank == 0 else None
         return (
             world.gather("a", mine),
             world.gather_to_coordinator("b", mine),
-            world.broadcast("c", lead_only),
+            world.broadcast("c", coordinator_only),
         )
 
     results = run_ranks(3, rank)
@@ -80,7 +80,7 @@ def test_problem_of_all_ranks_names_none() -> None:
 
 
 @pytest.mark.parametrize("cls", [Fenced, OutcomeUnknown])
-def test_outcome_of_the_lead_is_the_outcome_of_all(cls: type[Exception]) -> None:
+def test_outcome_of_the_coordinator_is_the_outcome_of_all(cls: type[Exception]) -> None:
     assert {type(e) for e in failing({0: cls("text")}).values()} == {cls}
 
 
@@ -169,7 +169,7 @@ def test_hanging_rank_is_named_at_the_deadline() -> None:
         run_ranks(2, rank, deadline_seconds=0.05)
 
 
-def test_a_flag_of_one_rank_is_seen_by_all_and_a_twin_has_its_own() -> None:
+def test_a_flag_of_one_rank_is_seen_by_all_and_a_duplicate_has_its_own() -> None:
     def rank(world: World) -> tuple[bool, bool, bool]:
         before = world.flag_is_up("stop")
         world.gather("looked", b"")
@@ -181,7 +181,7 @@ def test_a_flag_of_one_rank_is_seen_by_all_and_a_twin_has_its_own() -> None:
     assert run_ranks(3, rank) == [(False, True, False)] * 3
 
 
-def test_a_twin_talks_beside_its_world() -> None:
+def test_a_duplicate_talks_beside_its_world() -> None:
     def rank(world: World) -> list[list[bytes]]:
         first, second = world.duplicate(), world.duplicate()
         mine = b"%d" % world.rank
@@ -190,7 +190,7 @@ def test_a_twin_talks_beside_its_world() -> None:
     assert run_ranks(2, rank) == [[[b"0", b"1"]] * 3] * 2
 
 
-def test_looking_tells_of_a_dead_rank_without_waiting_in_twins_too() -> None:
+def test_looking_reports_a_dead_rank_without_waiting_in_duplicates_too() -> None:
     def rank(world: World) -> tuple[int, str]:
         duplicate = world.duplicate()
         duplicate.check_neighbour("before")

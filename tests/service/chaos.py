@@ -192,7 +192,7 @@ class ThreadTarget(Target):
         raise NotImplementedError("these tests give time enough")
 
 
-class Told(NamedTuple):
+class Acknowledged(NamedTuple):
     """What the ranks of a life were told: checkpoints that exist, and from where it began."""
 
     saved: dict[str, int]  # step by attempt

@@ -38,7 +38,7 @@ class Arrivals:
         return self.left
 
 
-def test_a_wish_travels_as_it_is() -> None:
+def test_a_proposal_travels_as_it_is() -> None:
     proposal = Proposal(7, (15, 10), 2.5, ("every 5 s",), 3, True, False)
     assert Proposal.decode(proposal.encode()) == proposal
     assert Proposal.decode(Proposal(1).encode()) == Proposal(1)
@@ -62,7 +62,7 @@ def test_decisions_of_one_call_are_done_together() -> None:
     assert merged([], 1).is_empty
 
 
-def test_alone_a_wish_is_done_at_the_next_call() -> None:
+def test_alone_a_proposal_is_done_at_the_next_call() -> None:
     arrivals = Arrivals()
     agreement = StepAgreement(SoloWorld(), arrivals, clock=lambda: 50.0)
     assert agreement.turn() is None
@@ -76,7 +76,7 @@ def test_alone_a_wish_is_done_at_the_next_call() -> None:
 Script = Callable[[StepAgreement, Arrivals, int, int], None]
 
 
-def _told(
+def _decisions(
     size: int, turns: int, script: Script, *, seed: int = 0, kill: dict[int, int] | None = None
 ) -> list[list[tuple[int, Any]]]:
     """What every rank was told, by call; call `turns + 1` is the close."""
@@ -86,21 +86,21 @@ def _told(
         arrivals = Arrivals()
         agreement = StepAgreement(world.duplicate(), arrivals, pace=QUICK)
         pause = threading.Event()
-        told: list[tuple[int, Any]] = []
+        decisions: list[tuple[int, Any]] = []
         try:
             for turn in range(1, turns + 1):
                 script(agreement, arrivals, world.rank, turn)
                 decision = agreement.turn()
                 if decision is not None:
-                    told.append((turn, _same_everywhere(decision)))
+                    decisions.append((turn, _same_everywhere(decision)))
                 if rng.random() < 0.3:
                     pause.wait(rng.choice([0.0, 0.001, 0.005]))
                 if turn % 10 == 0:
                     world.gather("collective of the training", b"")
             decision = agreement.close()
             if decision is not None:
-                told.append((turns + 1, _same_everywhere(decision)))
-            return told
+                decisions.append((turns + 1, _same_everywhere(decision)))
+            return decisions
         finally:
             agreement.leave()
 
@@ -117,13 +117,13 @@ def test_one_ranks_signal_reaches_all_at_the_same_call(asker: int) -> None:
         if rank == asker and turn == 7:
             arrivals.waiting.append(15)
 
-    told = _told(3, 300, script)
-    assert told[0] == told[1] == told[2]
-    ((turn, decision),) = told[0]
+    decisions = _decisions(3, 300, script)
+    assert decisions[0] == decisions[1] == decisions[2]
+    ((turn, decision),) = decisions[0]
     assert turn >= 7 and decision[1] == {15}
 
 
-def test_random_wishes_of_all_ranks_reach_all_at_the_same_calls(scale: Scale, seed: int) -> None:
+def test_random_proposals_of_all_ranks_reach_all_at_the_same_calls(scale: Scale, seed: int) -> None:
     for number in range(scale.count(6, 200)):
         rng = random.Random(seed + number)
         size, turns = rng.choice([2, 3, 5]), rng.randint(1, 120)
@@ -143,9 +143,9 @@ def test_random_wishes_of_all_ranks_reach_all_at_the_same_calls(scale: Scale, se
             if rank == 0 and turn in asks:
                 agreement.propose(reasons=(f"asked at {turn}",))
 
-        told = _told(size, turns, script, seed=seed + number)
-        assert all(one == told[0] for one in told), (seed, number)
-        heard = [decision for _, decision in told[0]]
+        decisions = _decisions(size, turns, script, seed=seed + number)
+        assert all(one == decisions[0] for one in decisions), (seed, number)
+        heard = [decision for _, decision in decisions[0]]
         assert {n for d in heard for n in d[1]} == {10 + rank for rank, _ in signals}
         assert {text for d in heard for text in d[2]} == {f"asked at {turn}" for turn in asks}
 

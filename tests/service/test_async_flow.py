@@ -410,12 +410,12 @@ def outcome(pending: PendingSave) -> str:
 def test_ranks_save_together() -> None:
     def main(world: World) -> list[str]:
         rank = Rank(world, "flow-together")
-        told = []
+        outcomes = []
         for step in (1, 2, 3):
             rank.background.settle()
-            told.append(outcome(rank.start(step)))
+            outcomes.append(outcome(rank.start(step)))
         rank.background.close()
-        return told
+        return outcomes
 
     assert run_ranks(3, main) == [["saved 1", "saved 2", "saved 3"]] * 3
     assert steps_at("memory://flow-together") == [1, 2, 3]
@@ -430,15 +430,15 @@ def test_a_save_that_one_rank_skips_is_skipped_on_all() -> None:
             second = rank.background.refuse(rank.task(1), ckpt.SaveDropped("busy"))
         else:
             second = rank.start(1)
-        told = [outcome(second)]
+        outcomes = [outcome(second)]
         rank.background.settle()
-        told.append(outcome(rank.start(2)))
+        outcomes.append(outcome(rank.start(2)))
         rank.background.close()
-        return told
+        return outcomes
 
-    told = run_ranks(3, main)
-    assert told[0] == told[1] == told[2]
-    assert told[0][0].startswith("SaveDropped") and told[0][1] == "saved 2"
+    outcomes = run_ranks(3, main)
+    assert outcomes[0] == outcomes[1] == outcomes[2]
+    assert outcomes[0][0].startswith("SaveDropped") and outcomes[0][1] == "saved 2"
     assert steps_at("memory://flow-skip") == [2]
 
 
@@ -456,17 +456,17 @@ def test_a_failure_on_one_rank_is_the_same_on_all(monkeypatch: pytest.MonkeyPatc
 
     def main(world: World) -> list[str]:
         rank = Rank(world, "flow-fail")
-        told = [outcome(rank.start(1))]
+        outcomes = [outcome(rank.start(1))]
         world.gather("all heard", b"")
         failing.clear()
-        told.append(outcome(rank.start(2)))
+        outcomes.append(outcome(rank.start(2)))
         rank.background.close()
-        return told
+        return outcomes
 
-    told = run_ranks(3, main)
-    assert told[0] == told[1] == told[2]
-    assert told[0][0] == "RankFailed: rank 2 failed in phase 'write': OSError: planted"
-    assert told[0][1] == "saved 2"
+    outcomes = run_ranks(3, main)
+    assert outcomes[0] == outcomes[1] == outcomes[2]
+    assert outcomes[0][0] == "RankFailed: rank 2 failed in phase 'write': OSError: planted"
+    assert outcomes[0][1] == "saved 2"
 
 
 def test_a_failure_that_one_rank_has_not_heard_of_keeps_no_rank_out_of_step(
@@ -490,21 +490,21 @@ def test_a_failure_that_one_rank_has_not_heard_of_keeps_no_rank_out_of_step(
         rank = Rank(world, "flow-untold")
         first = rank.start(1)
         first.wait(30)
-        told = [outcome(first)] if world.rank == 0 else []
+        outcomes = [outcome(first)] if world.rank == 0 else []
         world.gather("first is over", b"")
         failing.clear()
         try:
             rank.background.settle_before(rank.task(2))
-            told.append(outcome(rank.start(2)))
+            outcomes.append(outcome(rank.start(2)))
         except ckpt.RankFailed as error:
-            told.append(f"at once: {error}")
+            outcomes.append(f"at once: {error}")
         rank.background.settle()
-        told.append(outcome(rank.start(3)))
+        outcomes.append(outcome(rank.start(3)))
         rank.background.close()
-        return told
+        return outcomes
 
-    told = run_ranks(3, main)
-    assert [ended[-1] for ended in told] == ["saved 3"] * 3
-    assert [ended[-2].startswith("at once") for ended in told] == [False, True, True]
-    assert all("planted" in ended[-2] for ended in told)
+    outcomes = run_ranks(3, main)
+    assert [ended[-1] for ended in outcomes] == ["saved 3"] * 3
+    assert [ended[-2].startswith("at once") for ended in outcomes] == [False, True, True]
+    assert all("planted" in ended[-2] for ended in outcomes)
     assert steps_at("memory://flow-untold") == [3]

@@ -81,7 +81,7 @@ def test_the_end_of_the_interpreter_waits_for_the_save(tmp_path: Path) -> None:
     assert ckpt.verify(str(tmp_path / "run"), 7).ok
 
 
-def test_a_failure_at_the_end_of_the_interpreter_is_told(tmp_path: Path) -> None:
+def test_a_failure_at_the_end_of_the_interpreter_is_reported(tmp_path: Path) -> None:
     ended = run_script(SAVE_AND_END, str(tmp_path / "run"), "failing")
     assert "the save of step 7 has failed" in ended.stderr
     assert "planted: the disk is gone" in ended.stderr
@@ -113,18 +113,18 @@ def _save_while_one_dies(directory: str) -> tuple[str, float, list[int]]:
     pending = ckpt.async_save(state, directory, step=2)
     try:
         pending.result(60)
-        told = "saved"
+        outcome = "saved"
     except ckpt.RankFailed as error:
-        told = f"rank {error.rank}: {error}"
-    return told, [s.step for s in ckpt.list_steps(directory)]
+        outcome = f"rank {error.rank}: {error}"
+    return outcome, [s.step for s in ckpt.list_steps(directory)]
 
 
 def test_a_rank_that_dies_is_named_by_the_others(tmp_path: Path) -> None:
     answers = run_ranks(
         3, _save_while_one_dies, str(tmp_path / "run"), allow_dead=(2,), timeout_seconds=120
     )
-    for told, steps in answers[:2]:
-        assert told.startswith("rank 2: rank 2 has died")
+    for outcome, steps in answers[:2]:
+        assert outcome.startswith("rank 2: rank 2 has died")
         assert steps == [1]
 
 
@@ -138,7 +138,7 @@ def _ask_on_rank_0_alone(directory: str) -> list[str]:
     def failing(self: Staged, *args: Any) -> Any:
         raise OSError("planted")
 
-    told = []
+    outcomes = []
     ckpt.async_save(state, directory, step=1).result()
     for step, save in ((2, ckpt.save), (5, ckpt.async_save)):
         if dist.get_rank() == 1:
@@ -154,15 +154,15 @@ def _ask_on_rank_0_alone(directory: str) -> list[str]:
             pending: Any = save(state, directory, step=step + 1)
             if isinstance(pending, ckpt.PendingSave):
                 pending.result()
-            told.append("saved")
+            outcomes.append("saved")
         except (ckpt.RankFailed, OSError) as error:
-            told.append(str(error))
-        told.append(f"saved {ckpt.save(state, directory, step=step + 2).step}")
-    return told
+            outcomes.append(str(error))
+        outcomes.append(f"saved {ckpt.save(state, directory, step=step + 2).step}")
+    return outcomes
 
 
 def test_a_failure_that_only_some_ranks_heard_of_is_raised_on_all(tmp_path: Path) -> None:
-    for told in run_ranks(2, _ask_on_rank_0_alone, str(tmp_path / "run")):
-        assert "planted" in told[0] and "planted" in told[2]
-        assert told[1::2] == ["saved 4", "saved 7"]
+    for outcomes in run_ranks(2, _ask_on_rank_0_alone, str(tmp_path / "run")):
+        assert "planted" in outcomes[0] and "planted" in outcomes[2]
+        assert outcomes[1::2] == ["saved 4", "saved 7"]
     assert [info.step for info in ckpt.list_steps(str(tmp_path / "run"))] == [1, 4, 7]

@@ -101,8 +101,8 @@ def test_saves_to_s3_under_faults_and_deaths_lose_nothing(
             _check(direct, acknowledged)
             assert lives < 20 + wanted, "lives end before they save anything"
         counts = {kind: count for kind, count in proxy.counts.items() if kind}
-    told = f"{begun} saves, {len(acknowledged)} acknowledged, {failed} failed"
-    print(f"{told}, {lives} lives, {killed} killed, faults {counts}")
+    counted = f"{begun} saves, {len(acknowledged)} acknowledged, {failed} failed"
+    print(f"{counted}, {lives} lives, {killed} killed, faults {counts}")
     assert acknowledged and sum(counts.values()) > begun
     session = Session.claim(direct, sources=NO_WAITING)
     session.sweep_unfinished()

@@ -195,8 +195,8 @@ def test_a_failed_save_is_logged_and_the_next_one_works_without_help(
         saved = checkpointer.last_saved
         assert saved is not None and saved.step == 4
     assert [entry.step for entry in live_entries(store)] == [1, 4]
-    told = [r.getMessage() for r in caplog.records if r.levelno == logging.ERROR]
-    assert "save of step 3 has failed, 2 in a row (StorageError)" in told[-1]
+    texts = [r.getMessage() for r in caplog.records if r.levelno == logging.ERROR]
+    assert "save of step 3 has failed, 2 in a row (StorageError)" in texts[-1]
 
 
 def test_what_failed_saves_left_is_swept_after_the_next_commit() -> None:
@@ -313,9 +313,9 @@ def test_ranks_hear_of_an_alarm_at_the_same_step() -> None:
             return reached, str(failed)
         raise AssertionError("no alarm")
 
-    told = run_ranks(3, rank)
-    assert len(set(told)) == 1, told
-    assert "rank 2 failed in phase 'write'" in told[0][1]
+    texts = run_ranks(3, rank)
+    assert len(set(texts)) == 1, texts
+    assert "rank 2 failed in phase 'write'" in texts[0][1]
 
 
 # --- restoring ------------------------------------------------------------------------------------
@@ -366,7 +366,7 @@ def quiet() -> Iterator[None]:
     "how",
     ["flipped", "short", "missing", "flipped manifest", "short manifest", "missing manifest"],
 )
-def test_a_damaged_checkpoint_is_passed_over_and_told(how: str) -> None:
+def test_a_damaged_checkpoint_is_passed_over_and_reported(how: str) -> None:
     store = MemoryStore()
     saved_steps(store, 1, 2, 3, 4)
     damage(store, 4, how)

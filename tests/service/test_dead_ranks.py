@@ -90,8 +90,8 @@ def _train(url: str, phase: str, victim: int) -> tuple[int, str, list[str]]:
                         _die()
                     checkpointer.close()
     except RankFailed as error:
-        told = [str(failure.error) for failure in checkpointer.failures]
-        return error.rank, str(error), told
+        texts = [str(failure.error) for failure in checkpointer.failures]
+        return error.rank, str(error), texts
     finally:
         checkpointer.__exit__(RankFailed, None, None)
     raise AssertionError(f"rank {rank} noticed nothing")
@@ -116,8 +116,8 @@ def test_a_killed_rank_is_named_in_every_phase(
         url = str(tmp_path / f"root-{number}")
         if phase == "restore":
             ckpt.save({"model": nn.Linear(64, 64), "optimizer": {}, "step": 1}, url, step=1)
-        told = run_ranks(3, _train, url, phase, victim, allow_dead=[victim])
-        for rank, heard in enumerate(told):
+        results = run_ranks(3, _train, url, phase, victim, allow_dead=[victim])
+        for rank, heard in enumerate(results):
             if rank == victim:
                 continue
             named, text, failures = heard

@@ -93,24 +93,24 @@ def telemetry_of(store: Store) -> list[Telemetry]:
 def test_every_rank_tells_its_phases_and_the_slowest_is_named() -> None:
     inner = MemoryStore()
     trained([Slow(inner) if rank == SLOW else inner for rank in range(RANKS)], 2)
-    for number, told in enumerate(telemetry_of(inner)):
-        assert told.totals.step == number + 1 and told.totals.ranks == RANKS
-        assert told.totals.slowest_rank == SLOW and told.totals.slowest_phase == "write"
+    for number, telemetry in enumerate(telemetry_of(inner)):
+        assert telemetry.totals.step == number + 1 and telemetry.totals.ranks == RANKS
+        assert telemetry.totals.slowest_rank == SLOW and telemetry.totals.slowest_phase == "write"
         expected = ["attempt", "flatten", "stage", "write", "wait", "parts", "manifest", "commit"]
-        assert told.phases == expected
-        write = told.phases.index("write")
-        assert all(row[write] > 0 for row in told.took_us)
-        assert told.took_us[SLOW][write] / 1e6 == pytest.approx(
-            told.totals.slowest_seconds, abs=1e-5
+        assert telemetry.phases == expected
+        write = telemetry.phases.index("write")
+        assert all(row[write] > 0 for row in telemetry.took_us)
+        assert telemetry.took_us[SLOW][write] / 1e6 == pytest.approx(
+            telemetry.totals.slowest_seconds, abs=1e-5
         )
         # Only the lead makes the manifest and commits.
-        assert all(row[-1] == 0 for row in told.took_us[1:]) and told.took_us[0][-1] > 0
-        assert sum(row[write] for row in told.nbytes) <= told.totals.nbytes
-        assert told.totals.blocked_seconds <= told.totals.seconds + 1
-        assert [one.step for one in told.history] == list(range(1, number + 1))
+        assert all(row[-1] == 0 for row in telemetry.took_us[1:]) and telemetry.took_us[0][-1] > 0
+        assert sum(row[write] for row in telemetry.nbytes) <= telemetry.totals.nbytes
+        assert telemetry.totals.blocked_seconds <= telemetry.totals.seconds + 1
+        assert [one.step for one in telemetry.history] == list(range(1, number + 1))
 
 
-def test_all_ranks_are_told_the_same_totals() -> None:
+def test_all_ranks_get_the_same_totals() -> None:
     inner = MemoryStore()
     events: list[list[SaveEvent]] = [[] for _ in range(RANKS)]
     trained([inner] * RANKS, 1, observers=lambda rank: [events[rank].append])
@@ -121,7 +121,7 @@ def test_all_ranks_are_told_the_same_totals() -> None:
 
 
 def test_totals_are_sums_and_maxima() -> None:
-    told = [
+    reports = [
         RankReport(
             (PhaseSpan("stage", 100.0, 0.5, 10), PhaseSpan("write", 100.5, 1.0, 10)), 0.2, 1
         ),
@@ -130,9 +130,9 @@ def test_totals_are_sums_and_maxima() -> None:
         ),
         RankReport((PhaseSpan("wait", 100.0, 9.0, 0),), 0.0, 0),
     ]
-    assert [RankReport.decode(one.encode()) for one in told] == told
+    assert [RankReport.decode(one.encode()) for one in reports] == reports
     made = CommittedSave(7, "e000001-0000000000000000", 1000, 5, ("odd",))
-    totals = totals_of(made, told, now_unix=104.0)
+    totals = totals_of(made, reports, now_unix=104.0)
     assert (totals.seconds, totals.blocked_seconds, totals.retries) == (4.0, 0.7, 3)
     assert (totals.slowest_rank, totals.slowest_phase, totals.slowest_seconds) == (1, "write", 2.0)
     assert (totals.staged_nbytes, totals.nbytes_per_second, totals.warnings) == (30, 250.0, 1)
@@ -166,9 +166,9 @@ def test_repeated_requests_are_counted() -> None:
 
     events: list[SaveEvent] = []
     trained([store(), store()], 2, observers=lambda rank: [events.append] if rank else [])
-    for told in telemetry_of(inner):
+    for telemetry in telemetry_of(inner):
         # A data file on each rank; on the lead the manifest, too, after the parts.
-        assert told.retries == [2, 1] and told.totals.retries == 2
+        assert telemetry.retries == [2, 1] and telemetry.totals.retries == 2
     assert [e.report.counters["retries"] for e in events if isinstance(e, SaveSucceeded)] == [1, 1]
 
 
@@ -222,7 +222,7 @@ def test_plain_saves_keep_none_unless_asked(tmp_path: Path) -> None:
         assert not SaveOptions().telemetry
 
 
-def test_checkpointer_keeps_it_unless_told_not_to(tmp_path: Path) -> None:
+def test_checkpointer_keeps_telemetry_by_default(tmp_path: Path) -> None:
     for wanted in (False, True):
         url = str(tmp_path / str(wanted))
         with Checkpointer(
@@ -284,19 +284,19 @@ def test_history_is_bounded_and_so_is_what_is_kept_of_texts() -> None:
         history.saved(totals_at(step))
         history.failed(step, ValueError("x" * 10_000))
     now = totals_at(1000)
-    told = history.describe(now, [RankReport((), 0.0, 0)], ["y" * 10_000] * 1000)
-    assert [one.step for one in told.history] == list(range(50, HISTORY_MAX + 50))
-    assert decode_telemetry(encode_telemetry(told)) == told
-    assert len(encode_telemetry(told)) < 200_000
+    telemetry = history.describe(now, [RankReport((), 0.0, 0)], ["y" * 10_000] * 1000)
+    assert [one.step for one in telemetry.history] == list(range(50, HISTORY_MAX + 50))
+    assert decode_telemetry(encode_telemetry(telemetry)) == telemetry
+    assert len(encode_telemetry(telemetry)) < 200_000
 
 
 def test_a_thousand_ranks_take_little_room() -> None:
     spans = tuple(
         PhaseSpan(phase, 1e9 + index, 1.5, 1 << 33) for index, phase in enumerate("abcdefgh")
     )
-    told = [RankReport(spans, 0.01, 3)] * 1000
-    made = SaveHistory().describe(totals_at(1), told, ())
-    assert len(encode_telemetry(made)) < 400_000 and len(told[0].encode()) < 600
+    reports = [RankReport(spans, 0.01, 3)] * 1000
+    made = SaveHistory().describe(totals_at(1), reports, ())
+    assert len(encode_telemetry(made)) < 400_000 and len(reports[0].encode()) < 600
 
 
 # Hostile objects ----------------------------------------------------------------------------------
@@ -370,11 +370,11 @@ def test_one_line_for_each_save_and_restore(caplog: pytest.LogCaptureFixture) ->
     trained([inner, inner], 1, first=3)
     saved = lines(caplog, "saved")
     assert [line["step"] for line in saved] == [1, 2, 3]
-    for line, told in zip(saved, telemetry_of(inner), strict=True):
+    for line, telemetry in zip(saved, telemetry_of(inner), strict=True):
         assert line["level"] == "info" and line["logger"] == "ckpt.telemetry.history"
         assert line["message"].startswith(f"saved step {line['step']} in ")
         assert f"slowest rank {line['slowest_rank']} " in line["message"]
-        assert told.totals.model_dump(exclude={"warnings"}).items() <= line.items()
+        assert telemetry.totals.model_dump(exclude={"warnings"}).items() <= line.items()
     (restored,) = lines(caplog, "restored")
     assert restored["step"] == 2 and restored["nbytes_read"] > 0
     assert set(restored["phase_seconds"]) == {"manifest", "bind", "plan", "read", "finish"}
@@ -389,9 +389,9 @@ def test_json_lines_tell_exceptions_and_what_json_lacks() -> None:
         )
     record.ckpt = {"path": Path("/a"), "message": "must not win"}
     text = JsonLines().format(record)
-    told = json.loads(text)
-    assert "\n" not in text and told["message"] == "it is over" and told["path"] == "/a"
-    assert "planted" in told["exception"]
+    fields = json.loads(text)
+    assert "\n" not in text and fields["message"] == "it is over" and fields["path"] == "/a"
+    assert "planted" in fields["exception"]
 
 
 # Prometheus ---------------------------------------------------------------------------------------
@@ -436,7 +436,7 @@ def test_metrics_for_prometheus() -> None:
     assert "# HELP ckpt_save_blocked_seconds How long training stood still" in text
 
 
-def test_report_of_what_observers_were_told(tmp_path: Path) -> None:
+def test_report_of_what_observers_received(tmp_path: Path) -> None:
     """The same numbers on all ways."""
     url = str(tmp_path / "run")
     events: list[SaveEvent] = []
@@ -445,5 +445,5 @@ def test_report_of_what_observers_were_told(tmp_path: Path) -> None:
     ) as checkpointer:
         for step in (1, 2):
             checkpointer.step(step)
-    told = [event.report.totals for event in events if isinstance(event, SaveSucceeded)]
-    assert [save.totals for save in report_of(url).saves] == told and len(told) == 2
+    totals = [event.report.totals for event in events if isinstance(event, SaveSucceeded)]
+    assert [save.totals for save in report_of(url).saves] == totals and len(totals) == 2

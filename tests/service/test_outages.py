@@ -178,5 +178,5 @@ def test_a_real_server_that_is_away_for_two_seconds_costs_no_save(
         assert len(until) == 2
         with ckpt.open(url, 3, storage_options=options) as stored:
             assert torch.equal(stored["x"], state["x"])
-    told = [r.getMessage() for r in caplog.records if "tried again" in r.getMessage()]
-    assert told
+    texts = [r.getMessage() for r in caplog.records if "tried again" in r.getMessage()]
+    assert texts

@@ -243,8 +243,8 @@ def test_a_forked_worker_still_ends_by_sigterm() -> None:
 # --- whole jobs -----------------------------------------------------------------------------------
 
 
-def _rank(url: str, meeting_point: str, rank: int, size: int, told: Connection) -> None:
-    train(url, meeting_point, rank, size, told.send)
+def _rank(url: str, meeting_point: str, rank: int, size: int, progress: Connection) -> None:
+    train(url, meeting_point, rank, size, progress.send)
 
 
 class Job:
@@ -330,13 +330,13 @@ def test_an_interpreter_that_is_preempted_exits_with_0(tmp_path: Path) -> None:
             assert process.stdout is not None
             assert process.stdout.readline() == "ready\n"
         processes[1].send_signal(signal.SIGTERM)
-        told = [process.communicate(timeout=60)[0] for process in processes]
+        printed = [process.communicate(timeout=60)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()
             process.wait()
     assert [process.returncode for process in processes] == [0, 0]
-    assert told[0] == told[1] and len(set(told[0].split())) == 1
+    assert printed[0] == printed[1] and len(set(printed[0].split())) == 1
 
 
 def _forgets_to_close(url: str, meeting_point: str, rank: int, size: int) -> None:

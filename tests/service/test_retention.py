@@ -133,7 +133,7 @@ def test_rule_that_matches_nothing_beside_one_that_does_is_carried_out() -> None
     assert kept(planned) == [9, 10] and not planned.refused
 
 
-def test_what_no_training_saved_takes_no_seat_and_stays() -> None:
+def test_what_no_training_saved_is_not_counted_and_stays() -> None:
     entries = [entry(1), entry(2), entry(3, 0, line=None), entry(4), entry(5, 40, line=None)]
     for rule in (KeepLatest(1), KeepEvery(1000) & KeepLatest(4), KeepYounger(1.0) | KeepLatest(1)):
         planned = plan(entries, rule, dict.fromkeys(range(1, 6), 9e9))
@@ -289,7 +289,7 @@ def test_what_was_pinned_after_the_plan_was_made_stays() -> None:
     assert [one.step for one in gone] == [3, 1] and "pinned" in stayed[0]
 
 
-def test_carrying_out_stops_when_told_to() -> None:
+def test_carrying_out_stops_on_request() -> None:
     _, session = root_with(4, [100.0])
     candidates = candidates_of(session.log, session.state(), KeepLatest(1), {})
     planned = plan_retention(candidates, KeepLatest(1), now_unix=0.0)
@@ -337,5 +337,5 @@ def test_a_training_without_metrics_loses_nothing_and_hears_of_it(
         planned = checkpointer.retention_plan()
         assert planned is not None and "has a metric" in planned.refused
     assert [info.step for info in ckpt.list_steps(url)] == [1, 2, 3, 4]
-    told = [record.getMessage() for record in caplog.records if "metric" in record.getMessage()]
-    assert len(told) == 1 and "no checkpoint is retired for now" in told[0]
+    texts = [record.getMessage() for record in caplog.records if "metric" in record.getMessage()]
+    assert len(texts) == 1 and "no checkpoint is retired for now" in texts[0]

@@ -405,7 +405,7 @@ def several_roots_share_streams() -> None:
         sharding.share_comm_ctx([nn.Linear(1, 1)])
 
 
-def inner_modules_that_ran_as_roots_are_told() -> None:
+def inner_modules_that_ran_as_roots_are_reported() -> None:
     model = sharded("ours", build("even"))
     model[1](torch.ones(2, 8))
     with pytest.raises(RuntimeError, match=r"FSDPSequential was used as a root"):
@@ -469,7 +469,7 @@ test_on_two_ranks = claims(
         an_iteration_that_raised_can_be_left_behind,
         other_methods_gather_as_the_forward_does,
         several_roots_share_streams,
-        inner_modules_that_ran_as_roots_are_told,
+        inner_modules_that_ran_as_roots_are_reported,
         events_and_flags_are_taken,
         ignored_parameters_are_left_alone,
     ],

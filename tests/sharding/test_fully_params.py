@@ -348,7 +348,7 @@ class Halved(Boxed):
         return full, (full,)
 
 
-class Told(Halved):
+class HalvedWithContext(Halved):
     """The same, which asks for everything there is."""
 
     def fsdp_pre_all_gather(  # type: ignore[override]
@@ -363,7 +363,7 @@ calls: list[str] = []
 
 def extensions_say_what_is_gathered_and_what_comes_of_it() -> None:
     size = dist.get_world_size()
-    for kind in (Halved, Told):
+    for kind in (Halved, HalvedWithContext):
         calls.clear()
         module: Any = Plain(2 * size, 3)
         module.weight = nn.Parameter(kind(module.weight.detach()), requires_grad=True)

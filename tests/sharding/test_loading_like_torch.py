@@ -73,7 +73,7 @@ def old_scalars_of_one_element_are_taken() -> None:
         assert int(taken(model, "FULL_STATE_DICT")[counter]) == 5, name
 
 
-def public_loads_cast_only_where_they_are_told_to() -> None:
+def public_loads_cast_only_on_request() -> None:
     model = wrapped("ours", build("uneven"))
     low = {key: value.bfloat16() for key, value in model_state_dict(model).items()}
     with pytest.raises(Mismatch, match=r"pass cast=True") as failed:
@@ -159,7 +159,7 @@ test_on_two_ranks = claims(
     [
         other_dtypes_are_cast_as_copy_does,
         old_scalars_of_one_element_are_taken,
-        public_loads_cast_only_where_they_are_told_to,
+        public_loads_cast_only_on_request,
         errors_advise_only_what_the_method_has,
         arguments_of_another_class_are_refused,
     ],

@@ -113,7 +113,7 @@ def test_repeated_parameters_are_saved_once_and_load_into_torchs(tmp_path: Path)
 def _refused() -> list[str]:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
     dims = DataParallelMeshDims(shard="dp")
-    told = []
+    texts = []
     for args in (
         {"mesh": mesh, "dp_mesh_dims": DataParallelMeshDims(shard="cp")},
         {"mesh": mesh, "dp_mesh_dims": dims},
@@ -122,11 +122,11 @@ def _refused() -> list[str]:
     ):
         with pytest.raises((ValueError, NotImplementedError)) as caught:
             sharding.fully_shard(nn.Linear(2, 2), **args)  # type: ignore[arg-type]
-        told.append(str(caught.value))
-    return told
+        texts.append(str(caught.value))
+    return texts
 
 
 def test_what_cannot_be_is_refused_with_the_name() -> None:
-    for told in run_ranks(2, _refused):
+    for texts in run_ranks(2, _refused):
         expected = ("cp", "weight: with dp_mesh_dims", "names no axis", "reshard_after_forward")
-        assert all(part in text for part, text in zip(expected, told, strict=True)), told
+        assert all(part in text for part, text in zip(expected, texts, strict=True)), texts

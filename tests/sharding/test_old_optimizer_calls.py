@@ -61,20 +61,26 @@ def by_input(name: str, engine: Any, orig: bool) -> list[Any]:
         full = quiet(engine.full_optim_state_dict, model, optimizer, given, rank0_only=False)
         assert_same(full, quiet(engine.full_optim_state_dict, model, optimizer, rank0_only=False))
         outcomes.append(full)
-        for told in ({"optim_input": given}, {"optim": optimizer}, {}):
-            outcomes.append(quiet(engine.shard_full_optim_state_dict, full, model, **told))
-            lead = full if dist.get_rank() == 0 else None
-            outcomes.append(quiet(engine.scatter_full_optim_state_dict, lead, model, **told))
+        for chosen in ({"optim_input": given}, {"optim": optimizer}, {}):
+            outcomes.append(quiet(engine.shard_full_optim_state_dict, full, model, **chosen))
+            given_full = full if dist.get_rank() == 0 else None
+            outcomes.append(
+                quiet(engine.scatter_full_optim_state_dict, given_full, model, **chosen)
+            )
         for bad in ([], [params[0], {"params": params}], 3, ["a"]):
             outcomes.append(outcome(engine.shard_full_optim_state_dict, full, model, bad))
         bare = build("uneven")
-        twin = list(bare.parameters())
-        for told in ({}, {"optim_input": twin[::-1]}, {"optim": torch.optim.SGD(twin)}):
-            outcomes.append(quiet(engine.rekey_optim_state_dict, full, ID, bare, **told))
-            back = quiet(engine.rekey_optim_state_dict, outcomes[-1], NAME, bare, **told)
+        bare_params = list(bare.parameters())
+        for chosen in (
+            {},
+            {"optim_input": bare_params[::-1]},
+            {"optim": torch.optim.SGD(bare_params)},
+        ):
+            outcomes.append(quiet(engine.rekey_optim_state_dict, full, ID, bare, **chosen))
+            back = quiet(engine.rekey_optim_state_dict, outcomes[-1], NAME, bare, **chosen)
             outcomes.append(back)
     with pytest.warns(FutureWarning, match="optim_input"):
-        engine.rekey_optim_state_dict(full, ID, bare, twin)
+        engine.rekey_optim_state_dict(full, ID, bare, bare_params)
     return outcomes
 
 

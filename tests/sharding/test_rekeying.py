@@ -76,8 +76,8 @@ def by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any
 
 def members(model: nn.Module, groups: list[list[nn.Parameter]]) -> Iterator[list[str]]:
     """The bare names of each group, whatever is flat; told by the dict of a fresh optimizer."""
-    told = quiet(Ours.full_optim_state_dict, model, adam(groups), rank0_only=False)
-    for group in told["param_groups"]:
+    full_dict = quiet(Ours.full_optim_state_dict, model, adam(groups), rank0_only=False)
+    for group in full_dict["param_groups"]:
         yield group["params"]
 
 
@@ -92,26 +92,30 @@ def both_ways(seed: int) -> None:
     named = dict(bare.named_parameters())
     parts = [[n for n in named if n in part] for part in map(set, members(wrapped, groups))]
     order = draw.sample(range(len(parts)), len(parts))
-    twin = torch.optim.Adam(
+    bare_optimizer = torch.optim.Adam(
         [{"params": [named[n] for n in parts[index]], "lr": 0.1 * (index + 1)} for index in order]
     )
     step(wrapped, optimizer, seed)
     full = quiet(Ours.full_optim_state_dict, wrapped, optimizer, rank0_only=False)
-    ids = quiet(Ours.rekey_optim_state_dict, full, OptimStateKeyType.PARAM_ID, bare, optim=twin)
+    ids = quiet(
+        Ours.rekey_optim_state_dict, full, OptimStateKeyType.PARAM_ID, bare, optim=bare_optimizer
+    )
     assert all(group["params"] == sorted(group["params"]) for group in ids["param_groups"])
-    twin.load_state_dict(ids)
-    assert_same(by_name(bare, twin), full["state"], f"{seed}: to the bare model")
-    assert [group["lr"] for group in twin.param_groups] == [0.1 * (index + 1) for index in order]
+    bare_optimizer.load_state_dict(ids)
+    assert_same(by_name(bare, bare_optimizer), full["state"], f"{seed}: to the bare model")
+    assert [group["lr"] for group in bare_optimizer.param_groups] == [
+        0.1 * (index + 1) for index in order
+    ]
 
-    step(bare, twin, seed + 1)
+    step(bare, bare_optimizer, seed + 1)
     names = Ours.rekey_optim_state_dict(
-        twin.state_dict(), OptimStateKeyType.PARAM_NAME, bare, optim=twin
+        bare_optimizer.state_dict(), OptimStateKeyType.PARAM_NAME, bare, optim=bare_optimizer
     )
     optimizer.load_state_dict(
         quiet(Ours.shard_full_optim_state_dict, names, wrapped, optim=optimizer)
     )
     full = quiet(Ours.full_optim_state_dict, wrapped, optimizer, rank0_only=False)
-    assert_same(full["state"], by_name(bare, twin), f"{seed}: from the bare model")
+    assert_same(full["state"], by_name(bare, bare_optimizer), f"{seed}: from the bare model")
     assert [group["lr"] for group in optimizer.param_groups] == [
         0.1 * index for index in range(1, len(groups) + 1)
     ]

@@ -361,7 +361,7 @@ def input_casts() -> None:
             assert inner.seen == [wanted, wanted, torch.long]
 
 
-def test_inputs_are_cast_by_the_root_and_by_units_as_told() -> None:
+def test_inputs_are_cast_by_the_root_and_by_units_as_configured() -> None:
     run_ranks(2, input_casts)
 
 

@@ -424,7 +424,7 @@ def frozen_and_partial() -> None:
         Ours.optim_state_dict(model, own)
 
 
-def test_frozen_members_have_no_state_and_other_optimizers_are_told() -> None:
+def test_frozen_members_have_no_state_and_other_optimizers_are_reported() -> None:
     run_ranks(2, frozen_and_partial)
 
 

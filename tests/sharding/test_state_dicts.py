@@ -260,10 +260,10 @@ def optimizers_back() -> None:
         Ours.optim_state_dict_to_load(other, target, full, load_directly=True)
         assert_state(Ours.optim_state_dict(other, target), full)
         with pytest.warns(FutureWarning):
-            lead = Ours.full_optim_state_dict(model, optimizer)
-        assert bool(lead) is (dist.get_rank() == 0)
+            full_on_coordinator = Ours.full_optim_state_dict(model, optimizer)
+        assert bool(full_on_coordinator) is (dist.get_rank() == 0)
         for taken in (
-            quiet(Ours.scatter_full_optim_state_dict, lead, other, optim=target),
+            quiet(Ours.scatter_full_optim_state_dict, full_on_coordinator, other, optim=target),
             quiet(Ours.shard_full_optim_state_dict, full, other, optim=target),
             quiet(
                 Ours.flatten_sharded_optim_state_dict,

@@ -150,9 +150,9 @@ def test_a_wrapper_shows_what_torchs_wrapper_shows(flat: bool) -> None:
 def _modules() -> list[str]:
     """`fully_shard`ed modules as torch's pipelines and `replicate` see them."""
     model = sharding.fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)))
-    twin = copy.deepcopy(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)))
+    unsharded = copy.deepcopy(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)))
     with torch.no_grad():
-        for own, param in zip(twin.parameters(), model.parameters(), strict=True):
+        for own, param in zip(unsharded.parameters(), model.parameters(), strict=True):
             own.copy_(param.full_tensor())
     stage: Any = model
     stage.set_is_last_backward(False)
@@ -162,15 +162,15 @@ def _modules() -> list[str]:
         torch.manual_seed(step)
         batch = torch.randn(3, 4)
         model(batch).sum().backward()
-        twin(batch).sum().backward()
+        unsharded(batch).sum().backward()
     stage.set_is_last_backward(True)
     stage.set_reshard_after_backward(True)
     stage.set_requires_gradient_sync(True)
-    told: Any = torch_fsdp.fully_shard
-    told.state(model)._root_post_backward_final_callback()
+    entry_point: Any = torch_fsdp.fully_shard
+    entry_point.state(model)._root_post_backward_final_callback()
     problems = [
         name
-        for (name, own), param in zip(twin.named_parameters(), model.parameters(), strict=True)
+        for (name, own), param in zip(unsharded.named_parameters(), model.parameters(), strict=True)
         if not torch.allclose(own.grad, param.grad.full_tensor())
     ]
     with pytest.raises(RuntimeError, match="fully_shard"):

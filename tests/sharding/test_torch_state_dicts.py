@@ -329,7 +329,7 @@ def _partial(face: str) -> dict[str, Any]:
     warnings.simplefilter("ignore", FutureWarning)
     lacking = "1.0.weight"
     model, _ = ready(face, "ours")
-    told: dict[str, Any] = {}
+    checks: dict[str, Any] = {}
     for name, options in PARTIAL.items():
         get = StateDictOptions(full_state_dict=options.full_state_dict)
         for strict in (True, False):
@@ -344,18 +344,18 @@ def _partial(face: str) -> dict[str, Any]:
             after, expected = model_state_dict(other), {**model_state_dict(model)}
             expected[lacking] = before[lacking]
             if strict:
-                told[f"{name}, strict"] = isinstance(raised, str)
-                told[f"{name}, untouched"] = not differences(after, before)
+                checks[f"{name}, strict"] = isinstance(raised, str)
+                checks[f"{name}, untouched"] = not differences(after, before)
             else:
-                told[f"{name}, tolerant"] = not isinstance(raised, str)
-                told[f"{name}, loaded"] = not differences(after, expected)
-    return told
+                checks[f"{name}, tolerant"] = not isinstance(raised, str)
+                checks[f"{name}, loaded"] = not differences(after, expected)
+    return checks
 
 
 @pytest.mark.parametrize("face", ["flat", "orig mesh"])
 def test_a_dict_that_lacks_a_name_is_refused_or_loaded_but_for_that(face: str) -> None:
-    for told in run_ranks(2, _partial, face):
-        assert all(told.values()), told
+    for checks in run_ranks(2, _partial, face):
+        assert all(checks.values()), checks
 
 
 # --- other wrappings -----------------------------------------------------------------------------

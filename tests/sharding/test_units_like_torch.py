@@ -276,13 +276,13 @@ def settings_of_the_root_hold_for_inner_units() -> None:
         kit.set_state_dict_type(
             model.module[1], StateDictType.FULL_STATE_DICT, FullStateDictConfig(rank0_only=True)
         )
-        told = [outcome(functools.partial(kit.get_state_dict_type, model))]
+        answers = [outcome(functools.partial(kit.get_state_dict_type, model))]
         before = kit.set_state_dict_type(model, StateDictType.FULL_STATE_DICT)
-        told += [before, kit.get_state_dict_type(model), len(model.state_dict())]
+        answers += [before, kit.get_state_dict_type(model), len(model.state_dict())]
         kit.set_state_dict_type(model.module[1], StateDictType.SHARDED_STATE_DICT)
         form = StateDictType.FULL_STATE_DICT
-        told.append(outcome(functools.partial(kit.set_state_dict_type, model, form)))
-        settings.append(told)
+        answers.append(outcome(functools.partial(kit.set_state_dict_type, model, form)))
+        settings.append(answers)
     assert settings[0] == settings[1], settings
 
 

@@ -315,7 +315,7 @@ def test_tied_names_load_either_way() -> None:
     assert torch.equal(target[0].weight, source[0].weight)
 
 
-def test_what_does_not_fit_is_told_all_together() -> None:
+def test_what_does_not_fit_is_reported_all_together() -> None:
     state = {
         "m": nn.Linear(4, 3),
         "missing": torch.zeros(1),
@@ -460,7 +460,7 @@ def test_per_rank_values_of_other_world_sizes_need_a_rule() -> None:
     assert "KeyError('no rule')" in said
 
 
-def test_per_rank_and_common_values_are_told_apart() -> None:
+def test_per_rank_and_common_values_are_not_confused() -> None:
     (said,) = texts({"p": 3}, per_rank([1]))
     assert "PerRank" in said
     state = {"p": PerRank(0)}

@@ -612,8 +612,8 @@ def _frozen_and_extra() -> list[str]:
     optimizer = stepped(module)
     first: Any = inner[0]
     first.version = ("lead", dist.get_rank())
-    lead = model_state_dict(module, FULL, FullStateDictConfig(rank0_only=True))
-    load_model_state_dict(module, lead, rank0_only=True)
+    on_coordinator = model_state_dict(module, FULL, FullStateDictConfig(rank0_only=True))
+    load_model_state_dict(module, on_coordinator, rank0_only=True)
     taken = optimizer_state_dict(module, optimizer)
     load_optimizer_state_dict(module, optimizer, taken)
     return [str(inner[0].version), *sorted(taken["state"])]
@@ -720,7 +720,7 @@ def _growth() -> int:
 @pytest.mark.ranks
 def test_ranks_that_get_nothing_need_no_memory_for_it() -> None:
     """48 MiB in units of 4 MiB on two ranks; the lead grows by the dict and at most one unit."""
-    lead, other = run_ranks(2, _growth)
+    on_coordinator, other = run_ranks(2, _growth)
     unit, slack = 4 << 20, 2 << 20
     assert other <= unit, other
-    assert lead <= 12 * unit + unit + slack, lead
+    assert on_coordinator <= 12 * unit + unit + slack, on_coordinator

@@ -116,17 +116,17 @@ def _take(engine: str, form: StateDictType) -> tuple[bytes, list[float]]:
     return data, train(module, opt, AFTER)
 
 
-def _load_elsewhere(target: str, saved: list[bytes], only_lead: bool) -> list[float]:
+def _load_elsewhere(target: str, saved: list[bytes], coordinator_only: bool) -> list[float]:
     rank = dist.get_rank()
     module, opt = made(target, 9, "adamw")
     mine: dict[str, Any] = {"m": {}, "o": {}}
-    if rank < len(saved) and (not only_lead or rank == 0):
+    if rank < len(saved) and (not coordinator_only or rank == 0):
         mine = torch.load(io.BytesIO(saved[rank]), weights_only=False)
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     mine = {key: sharded_again(mine[key], [part[key] for part in everyone]) for key in mine}
-    load_model_state_dict(module, mine["m"], rank0_only=only_lead)
-    load_optimizer_state_dict(module, opt, mine["o"], rank0_only=only_lead)
+    load_model_state_dict(module, mine["m"], rank0_only=coordinator_only)
+    load_optimizer_state_dict(module, opt, mine["o"], rank0_only=coordinator_only)
     return train(module, opt, AFTER)
 
 
@@ -160,10 +160,10 @@ def sharded_again(value: Any, everyone: list[Any]) -> Any:
     ],
 )
 def test_dicts_of_two_ranks_are_loaded_by_four(
-    source: str, form: StateDictType, target: str, only_lead: bool
+    source: str, form: StateDictType, target: str, coordinator_only: bool
 ) -> None:
     saved = run_ranks(2, _take, source, form)
-    loaded = run_ranks(4, _load_elsewhere, target, [data for data, _ in saved], only_lead)
+    loaded = run_ranks(4, _load_elsewhere, target, [data for data, _ in saved], coordinator_only)
     for losses in loaded:
         torch.testing.assert_close(losses, saved[0][1], rtol=1e-5, atol=1e-6)
 
@@ -171,7 +171,7 @@ def test_dicts_of_two_ranks_are_loaded_by_four(
 # --- rank 0 alone --------------------------------------------------------------------------------
 
 
-def _lead_alone(engine: str) -> list[str]:
+def _coordinator_alone(engine: str) -> list[str]:
     module, opt = made(engine, 0)
     train(module, opt, BEFORE)
     rank = dist.get_rank()
@@ -197,8 +197,8 @@ def _lead_alone(engine: str) -> list[str]:
 
 
 @pytest.mark.parametrize("engine", [name for name in ENGINES if not name.startswith("bare")])
-def test_the_lead_alone_can_take_and_give(engine: str) -> None:
-    for problems in run_ranks(4, _lead_alone, engine):
+def test_the_coordinator_alone_can_take_and_give(engine: str) -> None:
+    for problems in run_ranks(4, _coordinator_alone, engine):
         assert not problems
 
 

@@ -166,7 +166,7 @@ def torch_fsdp1(module: nn.Module, optimizer: Any, sharded: bool) -> tuple[Dict,
         return module.state_dict(), FullyShardedDataParallel.optim_state_dict(module, optimizer)
 
 
-def twin_dicts() -> tuple[Dict, Dict]:
+def unsharded_dicts() -> tuple[Dict, Dict]:
     """The dicts of an unsharded model that saw the same data."""
     module = awkward(0, channels_last=False)
     optimizer = adamw(module)
@@ -182,11 +182,11 @@ def _fsdp1_differences(strategy: str, use_orig_params: bool) -> list[str]:
     problems = []
     sharded, full = StateDictType.SHARDED, StateDictType.FULL
     their_model, their_optim = torch_fsdp1(module, optimizer, sharded=False)
-    twin_model, twin_optim = twin_dicts()
+    unsharded_model, unsharded_optim = unsharded_dicts()
     problems += differences(model_state_dict(module, full), their_model, "full model")
-    problems += differences(model_state_dict(module, full), twin_model, "twin model")
+    problems += differences(model_state_dict(module, full), unsharded_model, "twin model")
     ours = optimizer_state_dict(module, optimizer, full)
-    problems += differences(ours, twin_optim, "twin optim")
+    problems += differences(ours, unsharded_optim, "twin optim")
     if not use_orig_params:
         problems += differences(ours, their_optim, "full optim")
     their_model, their_optim = torch_fsdp1(module, optimizer, sharded=True)
@@ -317,11 +317,11 @@ def test_tensor_parallel_dicts_are_those_of_torch() -> None:
 
 def _groups() -> tuple[list[str], list[str], list[str]]:
     """Which names each rank gets: hybrid sharding as a whole and by shard group, two models."""
-    lead = OurFullConfig(rank0_only=True)
+    coordinator_only = OurFullConfig(rank0_only=True)
     module = fsdp1("HYBRID_SHARD", False)
-    whole = model_state_dict(module, StateDictType.FULL, lead)
+    whole = model_state_dict(module, StateDictType.FULL, coordinator_only)
     group: Any = module.process_group
-    by_group = model_state_dict(module, StateDictType.FULL, lead, process_group=group)
+    by_group = model_state_dict(module, StateDictType.FULL, coordinator_only, process_group=group)
     half = group.size() * (dist.get_rank() // group.size())
     torch.manual_seed(half)
     apart = FullyShardedDataParallel(

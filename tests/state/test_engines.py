@@ -32,7 +32,7 @@ def saved(engine: str, optimizer: str, ranks: int) -> tuple[Checkpoint, list[flo
     return assembled([part for part, _ in results]), results[0][1]
 
 
-def twin(engine: str, optimizer: str) -> Checkpoint:
+def unsharded(engine: str, optimizer: str) -> Checkpoint:
     """The checkpoint of an unsharded model in this process."""
     state = State("bare_plain" if engine in PLAIN_STRIDES else "bare", optimizer)
     state.train(FIRST)
@@ -55,9 +55,9 @@ def _load(engine: str, optimizer: str, checkpoint: Checkpoint, stepped: bool) ->
     [(engine, "adamw") for engine in ENGINES]
     + [(engine, name) for engine in ("fsdp1_flat", "fsdp1_orig", "fsdp2") for name in OPTIMIZERS],
 )
-def test_what_ranks_flatten_is_the_state_of_an_unsharded_twin(engine: str, optimizer: str) -> None:
+def test_what_ranks_flatten_is_the_state_of_an_unsharded_model(engine: str, optimizer: str) -> None:
     checkpoint, _ = saved(engine, optimizer, 1 if engine.startswith("bare") else 4)
-    expected = twin(engine, optimizer)
+    expected = unsharded(engine, optimizer)
     for one in (checkpoint, expected):  # FSDP1 has another order of units, and so of parameters
         for group in one.catalog.values["optim.param_groups"]:
             group["params"].sort()

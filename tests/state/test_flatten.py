@@ -49,7 +49,7 @@ class Pair(NamedTuple):
     right: Any
 
 
-def test_leaves_are_named_by_the_keys_that_lead_to_them() -> None:
+def test_leaves_are_named_by_the_keys_on_their_path() -> None:
     zero = torch.zeros
     state = {"a": {"b": [zero(1), {"c": zero(2)}], 3: zero(3)}, "p": Pair(zero(4), 5)}
     assert names(state) == ["a.b.0", "a.b.1.c", "a.3", "p.0"]
@@ -325,7 +325,7 @@ def test_wrappers_of_optimizers_are_refused_when_there_are_several_ranks() -> No
         flatten_state({"o": Wrapper()}, Ranks(0, (0, 1)))
 
 
-def test_all_problems_are_told_together() -> None:
+def test_all_problems_are_reported_together() -> None:
     assert len(problems({"a": Odd(), "b": {"c": np.int64(1)}, "m": hooked_module()})) == 3
 
 

@@ -49,12 +49,12 @@ def _taken(engine: str) -> list[str]:
     train(module, optimizer, range(2))
     problems = []
     for name, options in GET.items():
-        told: list[Any] = []
+        both: list[Any] = []
         for side in (ours, theirs):
             chosen: Any = side.StateDictOptions(**options)
             below = {m for n, m in module.named_modules() if n.endswith("body")}
             inner = below if name == "below" else None
-            told.append(
+            both.append(
                 {
                     "model": outcome(
                         partial(side.get_model_state_dict, module, submodules=inner, options=chosen)
@@ -64,7 +64,7 @@ def _taken(engine: str) -> list[str]:
                     ),
                 }
             )
-        problems += differences(*told, name)
+        problems += differences(*both, name)
     return problems
 
 

@@ -145,38 +145,38 @@ def run_all() -> dict[str, list[str]]:
         cases[f"chained {engine}"] = lambda e=engine: chained(e, first, second)
         cases[f"crossed {engine}"] = lambda e=engine: crossed(e, rows, columns)
     cases["linked"] = lambda: linked(first, second, whole)
-    found = {}
+    outcomes = {}
     for name, case in cases.items():
         try:
-            found[name] = case()
+            outcomes[name] = case()
         except Exception:
-            found[name] = [traceback.format_exc()]
-    return found
+            outcomes[name] = [traceback.format_exc()]
+    return outcomes
 
 
 @pytest.fixture(scope="module")
-def found() -> list[dict[str, list[str]]]:
+def outcomes_by_case() -> list[dict[str, list[str]]]:
     return run_ranks(5, run_all, timeout_seconds=120)
 
 
 @pytest.mark.parametrize("engine", [f"{e} {k}" for e in ENGINES for k in ("flat", "orig")])
 def test_hybrid_units_by_two_groups_wait_for_their_own_ranks_only(
-    found: list[dict[str, list[str]]], engine: str
+    outcomes_by_case: list[dict[str, list[str]]], engine: str
 ) -> None:
-    assert [rank[f"hybrid {engine}"] for rank in found] == [[]] * 5
+    assert [rank[f"hybrid {engine}"] for rank in outcomes_by_case] == [[]] * 5
 
 
 def test_hybrid_units_by_two_groups_declare_all_their_ranks(
-    found: list[dict[str, list[str]]],
+    outcomes_by_case: list[dict[str, list[str]]],
 ) -> None:
-    assert [rank["declared"] for rank in found] == [[]] * 5
+    assert [rank["declared"] for rank in outcomes_by_case] == [[]] * 5
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_overlapping_groups_are_an_error_that_names_both_on_all_their_ranks(
-    found: list[dict[str, list[str]]], engine: str
+    outcomes_by_case: list[dict[str, list[str]]], engine: str
 ) -> None:
-    texts = [rank[f"chained {engine}"] for rank in found]
+    texts = [rank[f"chained {engine}"] for rank in outcomes_by_case]
     assert texts[3:] == [[], []] and all(len(of_rank) == 4 for of_rank in texts[:3])
     for text in [one for of_rank in texts for one in of_rank]:
         assert "over ranks [0, 1] and" in text and "over ranks [1, 2]" in text
@@ -185,16 +185,16 @@ def test_overlapping_groups_are_an_error_that_names_both_on_all_their_ranks(
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_crossing_groups_are_an_error_on_all_ranks(
-    found: list[dict[str, list[str]]], engine: str
+    outcomes_by_case: list[dict[str, list[str]]], engine: str
 ) -> None:
-    texts = [rank[f"crossed {engine}"] for rank in found[:4]]
+    texts = [rank[f"crossed {engine}"] for rank in outcomes_by_case[:4]]
     assert all(len(of_rank) == 4 for of_rank in texts)
     assert all("over ranks [0, 1] and" in text for text in texts[0] + texts[1])
     assert all("over ranks [2, 3]" in text for text in texts[2] + texts[3])
 
 
 def test_overlapping_groups_under_a_unit_over_both_are_served(
-    found: list[dict[str, list[str]]],
+    outcomes_by_case: list[dict[str, list[str]]],
 ) -> None:
     for rank, names in ((0, "0a"), (1, "0ab"), (2, "0b")):
-        assert {key[0] for key in found[rank]["linked"]} == set(names)
+        assert {key[0] for key in outcomes_by_case[rank]["linked"]} == set(names)

@@ -189,11 +189,11 @@ def of_the_first() -> None:
     model, optimizer = made("fully")
     optimizer.step()
     config = FullOptimStateDictConfig(True, True)
-    lead = ckpt.optimizer_state_dict(model, optimizer, StateDictType.FULL, config)
+    on_coordinator = ckpt.optimizer_state_dict(model, optimizer, StateDictType.FULL, config)
     other, its = made("fully")
     with pytest.raises(ckpt.Mismatch, match=r"like_shard: .* only that of ranks \[0\] is given"):
-        ckpt.load_optimizer_state_dict(other, its, lead, rank0_only=True)
-    copies = [lead]
+        ckpt.load_optimizer_state_dict(other, its, on_coordinator, rank0_only=True)
+    copies = [on_coordinator]
     dist.broadcast_object_list(copies)
     with pytest.raises(ckpt.Mismatch, match=r"like_shard: .* only that of ranks \[0\] is given"):
         ckpt.load_optimizer_state_dict(other, its, copies[0])

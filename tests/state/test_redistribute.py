@@ -200,7 +200,7 @@ def test_replicas_are_asked_in_turn_and_own_memory_first() -> None:
     assert run_ranks(4, run) == [64] * 4  # 50 bytes, rounded up to 16
 
 
-def test_gaps_overlaps_and_disagreement_are_told_on_all_ranks() -> None:
+def test_gaps_overlaps_and_disagreement_are_reported_on_all_ranks() -> None:
     def run(world: World, spans: Any, shape: Shape) -> None:
         held = [holding("a.b", shape, spans[world.rank], None, like=torch.uint8, odd=False)]
         wanted = [holding("a.b", shape, Span(0, shape[0]), None, like=torch.uint8, odd=False)]

@@ -39,7 +39,7 @@ def test_ids_become_names_and_back() -> None:
     assert rekey_optimizer_state_dict(by_id, "id", module, optimizer) == by_id
 
 
-def test_names_lead_to_the_ids_of_another_order_of_parameters() -> None:
+def test_names_give_the_ids_of_another_order_of_parameters() -> None:
     module, optimizer = trained(0)
     other, reversed_optimizer = trained(1, reverse=True)
     by_name = rekey_optimizer_state_dict(optimizer.state_dict(), "fqn", module, optimizer)

@@ -79,9 +79,7 @@ def _odd_shape(engine: str, content: str) -> list[str]:
         ("fsdp1_orig", "text", "a str in the state"),
     ],
 )
-def test_state_that_cannot_be_told_apart_is_refused_by_name(
-    engine: str, content: str, said: str
-) -> None:
+def test_ambiguous_state_is_refused_by_name(engine: str, content: str, said: str) -> None:
     for problems in run_ranks(2, _odd_shape, engine, content):
         assert problems and all(said in problem for problem in problems)
         assert any(problem.startswith("optim.state.conv.weight.odd") for problem in problems)

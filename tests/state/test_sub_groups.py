@@ -56,7 +56,7 @@ def trained(model: nn.Module, seed: int) -> Trained:
 
 
 @cache
-def twin(seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
+def unsharded(seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """The model's and the optimizer's dicts of a model that no engine shares."""
     model, optimizer = trained(bare(seed), seed)
     names = [name for name, _ in model.named_parameters()]
@@ -136,7 +136,7 @@ def differences(got: Any, expected: Any, where: str) -> list[str]:
 
 def check_model(one: Trained, seed: int, group: Any, where: str) -> list[str]:
     """All that is taken of a model, and taken again from a model that it was loaded into."""
-    expected, states = twin(seed)
+    expected, states = unsharded(seed)
     problems = []
     for form in FORMS:
         if form is Form.LOCAL and "fully_shard" in where:
@@ -165,9 +165,9 @@ def check_model(one: Trained, seed: int, group: Any, where: str) -> list[str]:
     return problems
 
 
-def check_lead(one: Trained, seed: int, is_first: bool, where: str) -> list[str]:
+def check_coordinator(one: Trained, seed: int, is_first: bool, where: str) -> list[str]:
     """The first rank of the model's own has the dict, and gives it back to the others."""
-    expected, states = twin(seed)
+    expected, states = unsharded(seed)
     taken = state_dicts.model_state_dict(one.model, config=FullStateDictConfig(rank0_only=True))
     state = state_dicts.optimizer_state_dict(
         one.model, one.optimizer, config=FullOptimStateDictConfig(rank0_only=True)
@@ -202,7 +202,7 @@ def two_models(groups: Groups, engine: str) -> list[str]:
     return [
         *check_model(one, seed, None, engine),
         *check_model(one, seed, dist.group.WORLD, f"{engine}, world"),
-        *check_lead(one, seed, me < 2, engine),
+        *check_coordinator(one, seed, me < 2, engine),
     ]
 
 
@@ -211,7 +211,10 @@ def some_ranks_only(groups: Groups, engine: str) -> list[str]:
     if dist.get_rank() > 1:
         return []
     one = build(engine, groups, 5, [0, 1])
-    return [*check_model(one, 5, None, engine), *check_lead(one, 5, not dist.get_rank(), engine)]
+    return [
+        *check_model(one, 5, None, engine),
+        *check_coordinator(one, 5, not dist.get_rank(), engine),
+    ]
 
 
 def overlapping(groups: Groups, engine: str) -> list[str]:
@@ -226,7 +229,10 @@ def one_each(groups: Groups, engine: str) -> list[str]:
     """Every rank has a model of its own, in a group of its own."""
     me = dist.get_rank()
     one = build(engine, groups, 10 + me, [me])
-    return [*check_model(one, 10 + me, None, engine), *check_lead(one, 10 + me, True, engine)]
+    return [
+        *check_model(one, 10 + me, None, engine),
+        *check_coordinator(one, 10 + me, True, engine),
+    ]
 
 
 def unshared(groups: Groups) -> list[str]:
@@ -235,7 +241,7 @@ def unshared(groups: Groups) -> list[str]:
     if me % 2 == 0:
         return []
     model, optimizer = trained(bare(me), me)
-    expected, states = twin(me)
+    expected, states = unsharded(me)
     if me == 3:
         optimizer.state.clear()
         states = {}

@@ -66,7 +66,7 @@ def test_the_top_of_the_tree_ends_every_way_up(root: str) -> None:
     assert [*store._lineage(os.path.dirname(store._path("log/0")))] == ["/log", "/"]
 
 
-def test_a_file_in_the_way_is_told(store: LocalStore, tmp_path: Path) -> None:
+def test_a_file_in_the_way_is_reported(store: LocalStore, tmp_path: Path) -> None:
     (tmp_path / "root").write_bytes(b"")
     with pytest.raises(StorageError, match="a part of this path is a file; use another place"):
         store.put_if_absent("a/b", b"x")

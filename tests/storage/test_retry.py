@@ -161,19 +161,19 @@ def test_a_wait_is_logged_at_once_and_every_30_seconds_and_its_end(
 ) -> None:
     time = Time()
     usual = RetryPolicy(clock=lambda: time.now, sleep=time.sleep, deadline_seconds=600.0)
-    told: list[tuple[float, str]] = []
+    logged: list[tuple[float, str]] = []
 
     def attempt() -> None:
-        told.extend((time.now - 100, record.getMessage()) for record in caplog.records)
+        logged.extend((time.now - 100, record.getMessage()) for record in caplog.records)
         caplog.clear()
         if time.now < 200:
             raise TransientError("no connection")
 
     usual.run(attempt)
-    times = [when for when, _ in told]
+    times = [when for when, _ in logged]
     assert 3 <= len(times) <= 4 and times[0] <= usual.pause_first_seconds
     assert all(abs(b - a - 30) <= 2 * usual.pause_max_seconds for a, b in itertools.pairwise(times))
-    assert "no connection" in told[0][1] and "600 s at most" in told[0][1]
+    assert "no connection" in logged[0][1] and "600 s at most" in logged[0][1]
     assert "answers again" in caplog.records[-1].getMessage()
 
 

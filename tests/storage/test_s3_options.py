@@ -69,7 +69,7 @@ def test_environment_variables_alone(moto: S3Server, monkeypatch: pytest.MonkeyP
 def test_a_profile_with_a_process_that_gives_credentials(moto: S3Server, tmp_path: Path) -> None:
     """Which expire: they are asked for again, by s3fs's own session."""
     later = datetime.datetime.now(datetime.timezone.utc) + datetime.timedelta(hours=1)
-    told = {
+    credentials = {
         "Version": 1,
         "AccessKeyId": "from-process",
         "SecretAccessKey": "s",
@@ -77,7 +77,7 @@ def test_a_profile_with_a_process_that_gives_credentials(moto: S3Server, tmp_pat
         "Expiration": later.isoformat(),
     }
     program = tmp_path / "give.py"
-    program.write_text(f"print({json.dumps(told)!r})")
+    program.write_text(f"print({json.dumps(credentials)!r})")
     command = shlex.join([sys.executable, str(program)])
     (tmp_path / "config").write_text(
         f"[profile train]\nregion = eu-west-3\nendpoint_url = {moto.endpoint_url}\n"

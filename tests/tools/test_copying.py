@@ -564,7 +564,7 @@ def test_commands_say_what_they_did(
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
-def test_mistakes_are_told_in_one_line(
+def test_mistakes_are_reported_in_one_line(
     plain_root: str,
     tmp_path: Path,
     arguments: list[str],
@@ -579,7 +579,7 @@ def test_mistakes_are_told_in_one_line(
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_target_without_permission_is_told(
+def test_target_without_permission_is_reported(
     plain_root: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "closed").mkdir(mode=0o500)

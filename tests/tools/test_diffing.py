@@ -63,7 +63,7 @@ def test_equal_checkpoints_are_identical_and_nothing_is_read(tmp_path: Path) -> 
     assert report.identical and report.same == 8 and report.nbytes_read == 0
 
 
-def test_every_kind_of_change_is_told(tmp_path: Path) -> None:
+def test_every_kind_of_change_is_reported(tmp_path: Path) -> None:
     other = state()
     other["w"][3, 5] += 0.5
     other["half"][:] = 0

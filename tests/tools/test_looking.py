@@ -120,8 +120,8 @@ def test_usage_counts_every_byte_once(root: str) -> None:
 
 
 def test_du_command(root: str, capsys: pytest.CaptureFixture[str]) -> None:
-    told = as_json(capsys, "du", root)
-    assert told["nbytes"] == ckpt.disk_usage(root).nbytes and len(told["attempts"]) == 2
+    printed = as_json(capsys, "du", root)
+    assert printed["nbytes"] == ckpt.disk_usage(root).nbytes and len(printed["attempts"]) == 2
     assert main(["du", root]) == 0
     assert "FORMAT and log" in capsys.readouterr().out
     directory = ckpt.list_steps(root)[0].url
@@ -213,7 +213,7 @@ def test_map_in_the_terminal_shows_who_has_what(
     assert "rank00002-000.safetensors" in out
 
 
-def test_page_that_cannot_be_written_is_told(
+def test_page_that_cannot_be_written_is_reported(
     plain_root: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["show", plain_root, "--map", "--output", str(tmp_path / "no" / "x.html")]) == 1

@@ -137,7 +137,7 @@ def test_planning_reads_no_tensor(root: str, monkeypatch: pytest.MonkeyPatch) ->
     assert all(store.stats.bytes_read < 50_000 for store in opened)
 
 
-def test_names_that_do_not_fit_are_told_before_anything_is_read(plain_root: str) -> None:
+def test_names_that_do_not_fit_are_reported_before_anything_is_read(plain_root: str) -> None:
     state = {"model": make_net(), "epoch": 0, "more": torch.zeros(2)}
     state["model"].register_buffer("extra", torch.zeros(1))
     del state["model"].flags
@@ -151,7 +151,7 @@ def test_names_that_do_not_fit_are_told_before_anything_is_read(plain_root: str)
     assert tuple(refused.value.problems) == plan.problems
 
 
-def test_state_can_be_told_by_a_safetensors_file(plain_root: str, tmp_path: Path) -> None:
+def test_a_safetensors_file_can_describe_the_state(plain_root: str, tmp_path: Path) -> None:
     tensors = {n: t.clone() for n, t in stepped(10).state_dict().items() if n != "head.weight"}
     tensors.pop("scalar")
     tensors["big"] = tensors["big"][:, :-1].contiguous()
@@ -160,10 +160,10 @@ def test_state_can_be_told_by_a_safetensors_file(plain_root: str, tmp_path: Path
     save_file(tensors, tmp_path / "m.safetensors")
     wanted = wanted_like(str(tmp_path / "m.safetensors"), entry="model")
     plan = plan_ranks(plain_root, ranks=2, wanted=wanted)
-    told = "\n".join(plan.problems)
+    text = "\n".join(plan.problems)
     assert plan.missing == ("model.new",) and plan.unexpected == ("model.scalar",)
-    assert "model.big: checkpoint has shape (3, 500000)" in told
-    assert "model.low: checkpoint has dtype bfloat16, state has float32" in told
+    assert "model.big: checkpoint has shape (3, 500000)" in text
+    assert "model.low: checkpoint has dtype bfloat16, state has float32" in text
     assert len(plan.problems) == 4
 
 

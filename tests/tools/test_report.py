@@ -118,13 +118,13 @@ def test_report_tells_all_saves_and_what_became_of_them(root: str) -> None:
         assert save.totals.nbytes == stored[save.attempt] - kept.stat().st_size
 
 
-def test_retired_saves_are_told_by_those_after_them(root: str) -> None:
+def test_later_saves_keep_the_history_of_retired_ones(root: str) -> None:
     retired = [save for save in report_of(root).saves if not save.is_live]
     assert retired and all(save.totals is not None for save in retired)
     assert [save.totals.step for save in retired if save.totals] == [s.step for s in retired]
 
 
-def test_slow_rank_is_named_and_failures_are_told_once(root: str) -> None:
+def test_slow_rank_is_named_and_failures_are_reported_once(root: str) -> None:
     report = report_of(root)
     assert report.slowest is not None
     assert report.slowest.totals.slowest_rank == SLOW
@@ -135,8 +135,8 @@ def test_slow_rank_is_named_and_failures_are_told_once(root: str) -> None:
     assert min(range(RANKS), key=lambda rank: took[rank][wait]) == SLOW
     assert [one.step for one in report.failures] == [BROKEN]
     assert "full" in report.failures[0].error
-    told = [notice.text for notice in report.notices if notice.severity == "bad"]
-    assert len(told) == 1 and f"step {BROKEN} has failed" in told[0]
+    shown = [notice.text for notice in report.notices if notice.severity == "bad"]
+    assert len(shown) == 1 and f"step {BROKEN} has failed" in shown[0]
     assert any("verify --mark" in notice.text for notice in report.notices)
 
 
@@ -150,7 +150,7 @@ def test_entries_have_the_sizes_of_the_state(root: str) -> None:
     )
 
 
-def test_gaps_between_saves_are_told(root: str) -> None:
+def test_gaps_between_saves_are_reported(root: str) -> None:
     from ckpt.tools.report import _notices_of_gaps
 
     saves = report_of(root).saves[:5]
@@ -197,9 +197,9 @@ def test_command_writes_the_page_or_json(
     out = capsys.readouterr().out
     assert f"{STEPS - 1} saves, {KEPT} checkpoints" in out and "bad: the save of step" in out
     assert main(["report", root, "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert [save["step"] for save in told["saves"]] == [s.step for s in report_of(root).saves]
-    assert told["slowest"]["totals"]["slowest_rank"] == SLOW
+    shown = json.loads(capsys.readouterr().out)
+    assert [save["step"] for save in shown["saves"]] == [s.step for s in report_of(root).saves]
+    assert shown["slowest"]["totals"]["slowest_rank"] == SLOW
     assert main(["report", root, "--output", str(tmp_path / "no" / "x.html")]) == 1
     assert "--output names a local file" in capsys.readouterr().err
 
@@ -285,14 +285,14 @@ def test_browser_runs_nothing_of_a_hostile_page(root: str, tmp_path: Path) -> No
     assert "<title>owned" not in dom and "Content Security Policy" in console
 
 
-def test_page_tells_what_took_longest_when_that_was_the_lead(root: str) -> None:
+def test_page_says_what_took_longest_when_that_was_the_coordinator(root: str) -> None:
     report = report_of(root)
     assert report.slowest is not None
     took = [list(row) for row in report.slowest.took_us]
     took[0][report.slowest.phases.index("manifest")] = 90_000_000
     slowest = report.slowest.model_copy(update={"took_us": took})
-    told = text_of(replace(report, slowest=slowest))
-    assert "Of all phases longest was manifest on rank 0 (90 s)" in told
+    shown = text_of(replace(report, slowest=slowest))
+    assert "Of all phases longest was manifest on rank 0 (90 s)" in shown
 
 
 def test_page_tells_of_a_retired_save_that_was_slower(root: str) -> None:
@@ -300,8 +300,8 @@ def test_page_tells_of_a_retired_save_that_was_slower(root: str) -> None:
     first, *others = report.saves
     assert first.totals is not None and not first.is_live
     slower = first.totals.model_copy(update={"seconds": 500.0})
-    told = text_of(replace(report, saves=(replace(first, totals=slower), *others)))
-    assert "Step 1 took 500 s, but is retired" in told
+    shown = text_of(replace(report, saves=(replace(first, totals=slower), *others)))
+    assert "Step 1 took 500 s, but is retired" in shown
 
 
 def test_telemetry_of_many_ranks_is_bounded_in_the_page(root: str) -> None:

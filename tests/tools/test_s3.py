@@ -110,7 +110,7 @@ def test_spread_roots_are_copied_to_plain_ones_and_to_others_spread(
     assert files and all(key.startswith("other/spread/") for key in files)
 
 
-def test_missing_bucket_is_told_in_one_line(
+def test_missing_bucket_is_reported_in_one_line(
     server: S3Server, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = ["-o", f"endpoint_url={server.endpoint_url}", "-o", "key=k", "-o", "secret=s"]

@@ -80,11 +80,11 @@ def test_no_command_prints_what_steers_a_terminal(
                 code = main([*call, *more])
             except SystemExit as ended:
                 code = int(ended.code or 0)
-            told = capsys.readouterr()
-            where = f"{call} {more}: {(told.out + told.err)!r:.300}"
-            assert not bad(told.out) and not bad(told.err), where
-            if more and code in (0, 1, 3) and told.out:
-                json.loads(told.out)
+            printed = capsys.readouterr()
+            where = f"{call} {more}: {(printed.out + printed.err)!r:.300}"
+            assert not bad(printed.out) and not bad(printed.err), where
+            if more and code in (0, 1, 3) and printed.out:
+                json.loads(printed.out)
     for path in (page, other):
         text = Path(path).read_text()
         assert not bad(text), path
@@ -98,13 +98,13 @@ def test_log_lines_and_unexpected_errors_are_shown_too(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def told(store: object) -> None:
+    def hostile(store: object) -> None:
         print(HOSTILE)
         logging.StreamHandler().handle(logging.makeLogRecord({"msg": HOSTILE}))
         raise ckpt.CheckpointError(HOSTILE)
 
-    monkeypatch.setattr("ckpt.cli.looking.live_entries", told, raising=False)
-    monkeypatch.setattr("ckpt.cli.looking.open_store", lambda *_, **__: told(None))
+    monkeypatch.setattr("ckpt.cli.looking.live_entries", hostile, raising=False)
+    monkeypatch.setattr("ckpt.cli.looking.open_store", lambda *_, **__: hostile(None))
     assert main(["ls", str(roots[0])]) == 1
     captured = capsys.readouterr()
     assert "\\x1b[2J" in captured.out and captured.err.count("\\x1b[2J") == 2

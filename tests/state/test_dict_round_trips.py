@@ -150,7 +150,7 @@ def sharded_again(value: Any, everyone: list[Any]) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("source", "form", "target", "only_lead"),
+    ("source", "form", "target", "coordinator_only"),
     [
         ("fsdp1_flat", LOCAL, "fsdp1_flat", False),
         ("fsdp1_orig", LOCAL, "fsdp2", False),

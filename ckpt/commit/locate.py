@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from ckpt.commit.lines import of_step
-from ckpt.commit.log import Log, latest_of, read_format
+from ckpt.commit.log import Log, read_format
 from ckpt.commit.names import MANIFEST_NAME
 from ckpt.commit.records import LiveEntry, manifest_digest
 from ckpt.errors import Corrupt, NoCheckpoint
@@ -99,10 +99,8 @@ def _by_path(store: Store, step: int | None, no_root: NoCheckpoint) -> Located:
 def _choose(store: Store, live: tuple[LiveEntry, ...], step: int | None, attempt: str) -> LiveEntry:
     if not live:
         raise NoCheckpoint(f"{store.url} has no checkpoint yet: nothing was committed")
-    latest = latest_of(live)
-    matches = [latest] if step is None and not attempt else of_step(live, step)
-    for entry in matches:
-        if entry is not None and attempt in ("", entry.attempt):
+    for entry in of_step(live, step):
+        if attempt in ("", entry.attempt):
             return entry
     steps = sorted({entry.step for entry in live})
     shown = ("... " if len(steps) > 10 else "") + ", ".join(map(str, steps[-10:]))

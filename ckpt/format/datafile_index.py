@@ -181,7 +181,7 @@ def _entry(name: str, value: Any) -> _Entry:
         raise Corrupt(f"{name!r:.200}: dtype {code!r:.50} is not one that this library writes")
     if not _is_sizes(shape) or len(shape) > NDIM_MAX + 1:
         raise Corrupt(f"{name!r:.200}: shape {shape!r:.100} is not a list of sizes")
-    if not _is_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+    if not _is_sizes(offsets) or len(offsets) != 2:
         raise Corrupt(f"{name!r:.200}: data_offsets {offsets!r:.100} are not a range")
     if bounded_numel(shape) * native.itemsize != offsets[1] - offsets[0]:
         raise Corrupt(f"{name!r:.200}: {code} of shape {shape!r:.100} in {offsets} does not fit")

@@ -81,6 +81,30 @@ def test_encoding_is_the_documented_bytes() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("count", "length"),
+    [(127, "7f"), (128, "8001"), (16_383, "ff7f"), (16_384, "808001"), (300_000, "e0a712")],
+)
+def test_lengths_are_written_in_groups_of_seven_bits(count: int, length: str) -> None:
+    data = bytes.fromhex("0162" + length) + b"x" * count
+    assert encode_values(b"x" * count) == data
+    assert decode_values(data) == b"x" * count
+
+
+@pytest.mark.parametrize("wrap", [lambda x: [x], lambda x: (x,), lambda x: {"k": x}])
+def test_values_nest_to_the_limit_and_no_deeper(wrap: Any) -> None:
+    value: Any = None
+    for _ in range(DEPTH_MAX):
+        value = wrap(value)
+    data = encode_values(value)
+    assert same(decode_values(data), value)
+    with pytest.raises(ValueError, match="nested deeper"):
+        encode_values(wrap(value))
+    one_more = b"\x01" + encode_values(wrap(None))[1:-1] + data[1:]
+    with pytest.raises(Corrupt, match="too deeply"):
+        decode_values(one_more)
+
+
 def test_nan_payload_and_negative_zero_survive() -> None:
     nan = struct.unpack("<d", bytes.fromhex("010000000000f87f"))[0]
     assert struct.pack("<d", decode_values(encode_values(nan))).hex() == "010000000000f87f"

@@ -67,6 +67,37 @@ def test_a_grid_with_one_cell_twice_is_found() -> None:
     assert cover_problem(cells, (2, 2)) is not None
 
 
+def test_a_grid_is_checked_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No budget for cutting: only the check of grids can accept it."""
+    monkeypatch.setattr(coverage, "VISITS_PER_BOX_MAX", 0)
+    cells: list[Region] = [
+        Box((2 * x, 3 * y, z), (2, 3, 2 - z // 2))
+        for z in (0, 2)
+        for x in range(2)
+        for y in range(3)
+    ]
+    assert cover_problem(cells, (4, 9, 3)) is None
+    assert cover_problem([*cells[1:], cells[0]], (4, 9, 3)) is None
+
+
+@pytest.mark.parametrize("mirrored", [False, True])
+def test_what_is_wrong_is_said_with_where_it_is(mirrored: bool) -> None:
+    """Columns 0 to 2 twice in one row, and a gap of the same size in the other."""
+    low, high = (1, 0) if mirrored else (0, 1)
+    boxes: list[Region] = [Box((low, 0), (1, 4)), Box((low, 1), (1, 2)), Box((high, 0), (1, 2))]
+    row = (1, 0)
+    what = "overlap" if low == 1 else "leave a gap"
+    assert cover_problem(boxes, (2, 4)) == f"regions {what} within {Box(row, (1, 4))}"
+
+
+def test_regions_outside_of_the_tensor_are_named() -> None:
+    outside = Box((1, 0), (2, 2))
+    assert cover_problem([outside], (2, 2)) == f"{outside} is not inside of shape (2, 2)"
+    assert cover_problem([Span(0, 2)], (3,)) == "regions have 2 of 3 elements"
+    twice = "regions overlap: 4 elements for a tensor of 3"
+    assert cover_problem([Span(0, 2), Span(1, 3)], (3,)) == twice
+
+
 def test_pinwheel_which_no_straight_cut_separates_is_accepted() -> None:
     wheel: list[Region] = [
         Box((0, 0), (1, 2)),

@@ -16,6 +16,7 @@ from ckpt.errors import Corrupt, InvalidState, UnsupportedFormat
 from ckpt.format.checksum import crc32c
 from ckpt.format.datafile import (
     CHECKSUMS,
+    DIGESTS,
     StoredChunk,
     checksum_tensor,
     entry_name,
@@ -151,6 +152,20 @@ def test_any_name_and_region_come_back(fqn: str, shape: Shape, region: Region) -
     assert index_of(write([chunk], bytes(chunk.nbytes))).chunks == (chunk,)
 
 
+def test_the_name_of_a_span_is_that_of_the_tensor_only_where_it_is_all_of_it() -> None:
+    spans = [Span(0, 6), Span(1, 6), Span(0, 5)]
+    assert [entry_name("w", span, (2, 3)) for span in spans] == ["w", "w@span:1:6", "w@span:0:5"]
+
+
+def test_a_reserved_tensor_may_have_no_bytes() -> None:
+    """A rank that writes no chunk has no digests, and says so."""
+    layout = layout_data_file([], block_bytes=64, metadata={}, extra={DIGESTS: 0})
+    index = index_of(
+        layout.header + checksum_tensor(layout, np.zeros(0, dtype=np.uint32), {DIGESTS: b""})
+    )
+    assert index.extras == {DIGESTS: (len(layout.header), 0)}
+
+
 def test_header_is_the_documented_bytes() -> None:
     """A file of one chunk against the literal header."""
     chunk = StoredChunk("w", "float32", (4, 2), Box((0, 1), (4, 1)), 16, 1)
@@ -192,6 +207,18 @@ def test_files_are_split_before_their_limits() -> None:
     assert all(len(file) <= 2 for file in by_header)
     assert [c for file in by_header for c in file] == chunks
     assert split_into_files([], 30) == [[]]
+
+
+def test_files_are_split_by_what_their_names_take_in_the_header() -> None:
+    """No file has a larger header than allowed, and a name of 1,000 characters fills one."""
+    shape = (1,) * 8
+    names = ["n" * 1000, "ü" * 500, "\0" * 200, *(f"w{i}" for i in range(10))]
+    chunks = [StoredChunk(name, "int8", shape, whole(shape), 1, 0) for name in names]
+    files = split_into_files(chunks, 1 << 30, 7500)
+    assert [c for file in files for c in file] == chunks
+    assert [len(file) for file in files][:3] == [1, 1, 6]
+    for file in files:
+        assert len(layout_data_file(file, block_bytes=64, metadata={}).header.rstrip()) <= 7500
 
 
 def test_truncation_at_every_byte_raises() -> None:

@@ -14,15 +14,18 @@ import pytest
 
 from ckpt.errors import Corrupt, InvalidState, UnsupportedFormat
 from ckpt.format.columns import pack_ints, pack_map, unpack_map
+from ckpt.format.datafile import StoredChunk, layout_data_file
 from ckpt.format.manifest import Manifest
 from ckpt.format.manifest_codec import MAGIC, decode_manifest, encode_manifest
 from ckpt.format.merging import build_manifest, replica_differences, value_differences
 from ckpt.format.part import (
     Part,
+    PartFile,
     TensorRecord,
     assemble,
     decode_part,
     encode_part,
+    make_part,
     per_rank_of,
     values_of,
 )
@@ -45,8 +48,9 @@ def body_of(data: bytes) -> dict[str, bytes]:
     return {name: bytes(view) for name, view in unpack_map(data[24:-32]).items()}
 
 
-def envelope(body: bytes, version: int = 1) -> bytes:
-    head = MAGIC + version.to_bytes(4, "little") + bytes(4) + len(body).to_bytes(8, "little")
+def envelope(body: bytes, version: int = 1, reserved: int = 0) -> bytes:
+    head = MAGIC + version.to_bytes(4, "little") + reserved.to_bytes(4, "little")
+    head += len(body).to_bytes(8, "little")
     return head + body + hashlib.sha256(head + body).digest()
 
 
@@ -128,6 +132,22 @@ def test_forged_bits_raise_or_decode_to_a_consistent_manifest() -> None:
 def test_newer_version_says_which_is_needed() -> None:
     with pytest.raises(UnsupportedFormat, match="version 2"):
         decode_manifest(envelope(b"whatever", version=2))
+
+
+@pytest.mark.parametrize("change", [{"version": 0}, {"reserved": 1}, {"reserved": 1 << 24}])
+def test_an_envelope_that_no_writer_makes_is_refused(change: dict[str, int]) -> None:
+    body = ENCODED[24:-32]
+    assert envelope(body) == ENCODED
+    with pytest.raises(Corrupt, match="manifest envelope"):
+        decode_manifest(envelope(body, **change))
+
+
+def test_a_map_has_at_most_256_fields() -> None:
+    fields = {f"field {number}": bytes([number % 256]) for number in range(257)}
+    most = dict(list(fields.items())[:256])
+    assert {name: bytes(view) for name, view in unpack_map(pack_map(most)).items()} == most
+    with pytest.raises(Corrupt, match="at most 256"):
+        unpack_map(pack_map(fields))
 
 
 def test_unknown_required_feature_is_refused_and_unknown_fields_are_ignored() -> None:
@@ -367,6 +387,62 @@ def test_chunks_take_at_most_16_bytes() -> None:
         data = encode_manifest(manifest)
         assert len(data) - 4 * len(manifest.checksums) <= 8 * len(manifest.chunks)
         assert encode_manifest(decode_manifest(data)) == data
+
+
+@pytest.mark.parametrize("numel", [2**31 - 1, 2**31, 2**32 + 3])
+def test_tensors_and_files_may_be_larger_than_32_bits_count(numel: int) -> None:
+    """No bytes of them are needed: two runs of a huge tensor, and a small one behind them."""
+    big = [Span(0, numel - 5), Span(numel - 5, numel)]
+    chunks = [StoredChunk("big", "int8", (numel,), span, span.numel, 0) for span in big]
+    chunks.append(StoredChunk("small", "int8", (2,), Span(0, 2), 2, 0))
+    layout = layout_data_file(chunks, block_bytes=1 << 20, metadata={})
+    sums = np.arange(layout.block_counts.sum(), dtype=np.uint32)
+    tensors = [TensorRecord("big", "int8", (numel,), 0), TensorRecord("small", "int8", (2,), 0)]
+    part = make_part(
+        rank=0,
+        files=[PartFile("rank00000-000.safetensors", layout, chunks, sums)],
+        tensors=tensors,
+        aliases={},
+        values={},
+        keeps_values=True,
+        per_rank={},
+        replica_digests={},
+    )
+    one = HEADER.model_copy(update={"world_size": 1, "block_bytes": 1 << 20})
+    manifest = decode_manifest(
+        encode_manifest(build_manifest(one, [decode_part(encode_part(part))]))
+    )
+    assert [manifest.region(chunk) for chunk in range(3)] == [*big, Span(0, 2)]
+    assert manifest.chunks.byte_start.tolist() == layout.offsets.tolist()
+    assert [len(manifest.chunk_checksums(chunk)) for chunk in range(3)] == [
+        -(-(numel - 5) // (1 << 20)),
+        1,
+        1,
+    ]
+    assert manifest.chunk_checksums(2).tolist() == sums[-1:].tolist()
+
+
+@pytest.mark.parametrize(("ndim", "is_taken"), [(64, True), (65, False)])
+def test_a_tensor_has_at_most_64_dims(ndim: int, is_taken: bool) -> None:
+    """As torch's own have. Of a part nobody checks it again: only a manifest is from outside."""
+    shape = (1,) * ndim
+    part = make_part(
+        rank=0,
+        files=[],
+        tensors=[TensorRecord("w", "int8", (0, *shape[1:]), 0)],
+        aliases={},
+        values={},
+        keeps_values=True,
+        per_rank={},
+        replica_digests={},
+    )
+    one = HEADER.model_copy(update={"world_size": 1})
+    data = encode_manifest(build_manifest(one, [part]))
+    if is_taken:
+        assert decode_manifest(data).shapes == ((0, *shape[1:]),)
+        return
+    with pytest.raises(Corrupt, match="65 dims, at most 64"):
+        decode_manifest(data)
 
 
 def grid_manifest(tensors: int, ranks: int, **options: bool) -> Manifest:

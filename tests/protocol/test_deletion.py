@@ -26,12 +26,12 @@ from ckpt.commit.names import MANIFEST_NAME, RESERVE_KEY, step_prefix
 from ckpt.commit.records import LiveEntry, manifest_digest
 from ckpt.commit.reserve import RESERVE_NBYTES, keep_reserve
 from ckpt.commit.session import Session
-from ckpt.commit.sweep import NotRetired
+from ckpt.commit.sweep import NotRetired, delete_attempt
 from ckpt.commit.writer import Commit
 from ckpt.errors import CheckpointError
 from ckpt.format.manifest_codec import decode_manifest, encode_manifest
 from storage import open_store
-from storage.errors import NoSpaceError
+from storage.errors import AccessDeniedError, NoSpaceError
 from storage.local import LocalStore
 from storage.memory import MemoryStore
 from storage.store import Store
@@ -80,6 +80,26 @@ def test_files_that_the_manifest_lists_go_whatever_their_names(tmp_path: Path) -
     assert _names(first) == ["adapter.safetensors"]
 
 
+def test_the_manifest_is_read_only_where_a_name_is_not_ours() -> None:
+    """Each deletion would else cost one more request, of megabytes for a large model."""
+
+    class Counting(WrappedStore):
+        got: list[str]
+
+        def get(self, key: str) -> bytes:
+            self.got.append(key)
+            return super().get(key)
+
+    store = Counting(MemoryStore())
+    manifest = step_prefix(1, "e000001-00000000000000aa") + MANIFEST_NAME
+    for foreign, read in ((None, []), ("adapter.safetensors", [manifest])):
+        store.got = []
+        for name in filter(None, (MANIFEST_NAME, "rank00000-000.safetensors", foreign)):
+            store.put_if_absent(manifest.removesuffix(MANIFEST_NAME) + name, b"x")
+        assert delete_attempt(store, step=1, attempt="e000001-00000000000000aa") == 2
+        assert store.got == read
+
+
 def test_a_damaged_manifest_lists_nothing(tmp_path: Path) -> None:
     root = tmp_path / "run"
     first, _ = _saved(root, 1, 2)
@@ -119,6 +139,17 @@ def test_a_step_behind_a_link_is_not_retired(
 
 def _records(root: Path) -> list[Any]:
     return list(Log(LocalStore(str(root))).history())
+
+
+def test_a_failed_attempt_behind_a_link_stays(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    session = Session.claim(LocalStore(root))
+    attempt = session.new_attempt()
+    session.store.put_if_absent(step_prefix(1, attempt) + MANIFEST_NAME, b"x")
+    elsewhere = _linked(root, root / step_prefix(1, attempt))
+    with pytest.raises(AccessDeniedError, match="link"):
+        session.discard(attempt, step=1)
+    assert _names(elsewhere) == [MANIFEST_NAME]
 
 
 def test_a_sweep_goes_round_a_linked_directory(

@@ -24,6 +24,7 @@ from ckpt.commit.records import (
     decode_record,
     encode_record,
     record_digest,
+    record_problem,
 )
 from ckpt.commit.session import Session
 from ckpt.commit.writer import Commit
@@ -142,12 +143,27 @@ def test_live_entry_that_makes_no_sense_is_refused(change: dict[str, Any]) -> No
         decode_record(sealed(body), slot=7, where="log/7")
 
 
+def test_a_record_knows_of_no_commit_after_it() -> None:
+    live = (entry(A, 10, 1), entry(B, 20, 9))
+    for slot, is_refused in ((8, True), (10, False)):
+        pin = Record("PIN", slot, 2, b"w" * 16, 1.5e9, B, live, b"p" * 32)
+        problem = "live set is not ascending and unique" if is_refused else None
+        assert record_problem(pin, slot=slot) == problem
+
+
 def test_bytes_that_are_not_canonical_are_refused() -> None:
     body = fields_of(encode_record(commit_record()))
     shuffled = dict(sorted(body.items()))
     doubled = RECORD_MAGIC + b"\x89" + msgpack.packb(body)[1:] + msgpack.packb("slot") + b"\x07"
     doubled += struct.pack("<I", crc32c(doubled))
-    for data in (sealed(shuffled), doubled, sealed([1]), sealed(7), sealed({b"\xff": 1})):
+    for data in (
+        sealed(shuffled),
+        doubled,
+        sealed([1]),
+        sealed(7),
+        sealed({b"\xff": 1}),
+        sealed({**body, 7: 1}),
+    ):
         with pytest.raises(Corrupt):
             decode_record(data, slot=7, where="log/7")
 

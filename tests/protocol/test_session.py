@@ -190,6 +190,32 @@ def test_definite_failure_after_an_unanswered_try_settles_nothing() -> None:
     assert session.unsettled is not None
 
 
+def test_a_taken_slot_that_cannot_be_read_stays_unsettled() -> None:
+    """Our own record may be in it: its reply was lost."""
+
+    class Unreadable(Scripted):
+        fails = False
+
+        def get_bounded(self, key: str, nbytes_max: int) -> bytes:
+            if self.fails and key.startswith("log/"):
+                raise TransientError("throttled")
+            return super().get_bounded(key, nbytes_max)
+
+        def put_if_absent(self, key: str, data: bytes) -> None:
+            self.fails = self.script == ["done"]
+            super().put_if_absent(key, data)
+
+    store = Unreadable(MemoryStore())
+    session = claim(store)
+    store.script = ["applied", "done"]
+    with pytest.raises(OutcomeUnknown, match="COMMIT of"):
+        save(session, 1)
+    store.fails = False
+    settled = session.settle()
+    assert settled is not None and settled.landed
+    assert [e.step for e in Log(store).state().live] == [1]
+
+
 def test_interrupted_write_stays_unsettled() -> None:
     class Interrupted(WrappedStore):
         armed = False
@@ -290,6 +316,17 @@ def test_save_under_way_is_not_deleted_as_retired() -> None:
     with pytest.raises(NotRetired, match="under way"):
         Maintenance.open(store).delete_retired(attempt, step=2)
     assert Maintenance.open(claim(store).store).delete_retired(attempt, step=2) == 1
+
+
+def test_files_of_a_live_checkpoint_are_deleted_by_nobody() -> None:
+    store = MemoryStore()
+    session = claim(store)
+    entry = save(session, 1)
+    with pytest.raises(NotRetired, match="is live or needed"):
+        session.discard(entry.attempt, step=1)
+    with pytest.raises(NotRetired, match="is live or needed"):
+        claim(store).delete_retired(entry.attempt, step=1)
+    assert len(keys(store, entry.prefix)) == 2
 
 
 def test_interrupted_deletion_of_a_retired_checkpoint_can_be_repeated() -> None:

@@ -135,6 +135,8 @@ class Appender:
         self.settle()
         for _ in range(self._limits.races_max):
             state = self.log.state()
+            # After the read and not before it: a log that is exchanged in between would pass
+            # unseen.
             self.prove()
             self._known = self.log.newest
             draft = build(state)
@@ -192,6 +194,8 @@ class Appender:
         "pending".
         """
         data = encode_record(record)
+        # Noted before the first byte is sent: a Ctrl-C in the request leaves a record that may
+        # stand.
         self._pending = record
         cause: StorageError | None = None
         maybe_sent = sent_before
@@ -202,6 +206,7 @@ class Appender:
                 return self._own(record, data)
             except OutcomeUnknownError as error:
                 cause, maybe_sent = error, True
+            # This try stored nothing. It does not clear `maybe_sent`: an earlier one may have.
             except TransientError as error:
                 cause = error
             except StorageError as error:
@@ -211,6 +216,7 @@ class Appender:
             else:
                 return self._stands(record, data)
         assert cause is not None
+        # No try can have reached the store, so there is nothing to settle.
         if not maybe_sent:
             self._pending = None
             raise cause

@@ -15,11 +15,13 @@ def root_id(store: Store, *, sources: Sources, limits: Limits) -> str:
     try:
         return read_format(store).root
     except NoCheckpoint:
+        # A new FORMAT would give the records of the old log another identity.
         if next(iter(store.list(LOG_PREFIX)), None) is not None:
             raise Corrupt(
                 f"{store.url} has a log but no {FORMAT_KEY} object: it was removed or the copy is "
                 "incomplete; save to a new url, load steps by their own paths"
             ) from None
+    # Read back: of two sessions that come first, one has created it.
     _create_format(store, encode_format(sources.random_bytes(16).hex()), sources, limits)
     return read_format(store).root
 

@@ -109,6 +109,7 @@ class RecordingStore(WrappedStore):
             self._note("delete", key, None)
 
     def _note(self, op: Literal["create", "delete"], key: str, data: bytes | None) -> None:
+        # Only records are read back by the checks; data files would fill the memory.
         kept = bytes(data) if data is not None and key.startswith(LOG_PREFIX) else None
         self.history.changes.append(StoreChange(op, key, kept))
 

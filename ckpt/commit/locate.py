@@ -71,6 +71,7 @@ def read_manifest(store: Store, entry: LiveEntry) -> bytes:
     where = f"{store.url}/{entry.prefix}{MANIFEST_NAME}"
     mended = f"`ckpt salvage --step {entry.step}` can rebuild it from the data files"
     try:
+        # Bounded by what was committed: an object that was put there instead may have any size.
         data = store.get_bounded(entry.prefix + MANIFEST_NAME, entry.manifest_nbytes)
     except TooLargeError as error:
         raise Corrupt(f"{where} was changed: {error}; {mended}") from None

@@ -106,6 +106,7 @@ def decode_format(data: bytes, *, where: str) -> RootFormat:
     """Parse a FORMAT object. Raises UnsupportedFormat for a newer version, Corrupt for a damaged
     one.
     """
+    # The version first: what a newer one has after its number is not known here, and is no damage.
     start = _FORMAT_START.match(data)
     if start is not None and int(start[1]) > FORMAT_VERSION:
         raise UnsupportedFormat(
@@ -146,6 +147,7 @@ def read_format(store: Store) -> RootFormat:
 
 def _no_checkpoint(store: Store, looked_at_max: int = 1000) -> NoCheckpoint:
     """Say that there is no root here, and look once at what is here instead."""
+    # One page: the url may be a bucket with millions of objects of somebody else.
     keys = [info.key for info in itertools.islice(store.list(""), looked_at_max)]
     below = sorted({key[: -len("/FORMAT")] for key in keys if key.endswith("/FORMAT")})
     message = f"{store.url} has no shardpoint checkpoint: no {FORMAT_KEY} object"
@@ -268,6 +270,7 @@ class Log:
 
     def saw(self, record: Record) -> None:
         """Remember a record that is known to stand in the log, as an appender does with its own."""
+        # Never backwards: another thread may have seen a newer record meanwhile.
         if self._newest is None or record.slot > self._newest.slot:
             self._newest = record
 

@@ -65,6 +65,7 @@ class Maintenance(LogWriter):
                     f"{self.store.url} was claimed by a new session while {of} was copied; begin "
                     "again"
                 )
+            # A copy has all bytes in files of its own, so it keeps no other checkpoint alive.
             copied = commit._replace(metric=original.metric, references=())
             entry = copied.entry(line=None)
             return RecordDraft("COMMIT", state.epoch, commit.attempt, state.live, entry)

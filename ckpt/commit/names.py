@@ -28,6 +28,8 @@ _STEP_DIR = re.compile(r"([0-9]{8,18})-(e[0-9]{6,18}-[0-9a-f]{16})")
 
 _FILE_NAME = re.compile(r"MANIFEST|TELEMETRY|[A-Za-z0-9][A-Za-z0-9._-]{0,199}\.safetensors")
 
+# Narrower than what readers accept: files that another writer named go only if the manifest lists
+# them.
 _OUR_NAME = re.compile(r"MANIFEST|TELEMETRY|rank[0-9]{5,}-[0-9]{3,}\.safetensors")
 
 
@@ -52,6 +54,7 @@ def attempt_name(epoch: int, unique: bytes) -> str:
 def attempt_epoch(attempt: str) -> int:
     """The epoch in an attempt's name. Raises ValueError for anything that is no attempt name."""
     match = _ATTEMPT.fullmatch(attempt)
+    # With free padding, two names would stand for one epoch and sort differently.
     if match is None or f"{int(match[1]):06d}" != match[1] or int(match[1]) < 1:
         raise ValueError(f"not an attempt name: {attempt!r}")
     return int(match[1])

@@ -44,7 +44,11 @@ def tries(
     try:
         for number in itertools.count():
             if number:
+                # The exponent is bounded because a float overflows at 1024, which hours of tries
+                # reach.
                 seconds = min(first_pause_seconds * 2.0 ** min(number - 1, 64), PAUSE_SECONDS_MAX)
+                # The pauses count by themselves as well: a caller's `pause` need not take real
+                # time.
                 waited = max(time.monotonic() - began, waited + seconds)
                 if number >= tries_max if patience is None else waited >= patience.seconds:
                     return

@@ -62,6 +62,8 @@ class SessionRegistry:
                 sources=sources,
                 limits=limits,
             )
+            # Kept before anything else can fail: the CLAIM stands, and a second one would fence
+            # ourselves.
             self._sessions[store.place] = session
             if (restored := self._restored.get(store.place)) is not None:
                 session.restored(restored)
@@ -136,6 +138,7 @@ class RankedSession:
         error: BaseException | None = None
         try:
             if self.session is not None:
+                # Caught and not raised: the other ranks wait for this one in `agree`.
                 self.session.settle()
                 self.session.check_root()
                 _sweep_failed(self.session)
@@ -167,6 +170,8 @@ def open_session(
             )
             payload = json.dumps({"root": session.root, "epoch": session.epoch}).encode()
         except Exception as caught:
+            # The other ranks wait in this broadcast; they learn of the error by the agreement after
+            # it.
             error, payload = caught, b"{}"
     shared = json.loads(world.broadcast("session", payload))
     if world.rank != 0 and shared:

@@ -142,6 +142,7 @@ def decode_record(data: bytes, *, slot: int, where: str) -> Record:
         corrupt_record(where, f"{len(data)} bytes, at most {RECORD_NBYTES_MAX} are allowed")
     if len(data) < len(RECORD_MAGIC) + 4 or not data.startswith(RECORD_MAGIC):
         corrupt_record(where, f"no record starts with {data[:8]!r}")
+    # Before the parser, which then only sees what some writer has made: damage is named as damage.
     (stored,) = struct.unpack("<I", data[-4:])
     if crc32c(data[:-4]) != stored:
         corrupt_record(where, f"checksum is {crc32c(data[:-4]):08x}, {stored:08x} was written")
@@ -152,6 +153,7 @@ def decode_record(data: bytes, *, slot: int, where: str) -> Record:
     except Exception as error:  # msgpack raises a dozen classes for bad input
         corrupt_record(where, f"not msgpack ({type(error).__name__})")
     record = _record_of(body, slot=slot, where=where)
+    # One encoding for a record: the digest in the next one must not depend on who wrote it.
     if encode_record(record) != data:
         corrupt_record(where, "not in canonical form")
     return record
@@ -272,6 +274,7 @@ def _typed(body: Any, cls: type, where: str) -> dict[str, Any]:
 
 
 def _checked(value: Any, cls: type, where: str, name: str) -> Any:
+    # Not isinstance: True is an int too, and would be written back as 1.
     if type(value) is not cls:
         corrupt_record(where, f"{name} is {type(value).__name__}, expected {cls.__name__}")
     return value

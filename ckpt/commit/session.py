@@ -87,6 +87,8 @@ class Session(LogWriter):
         """
         appender, root = _opened(store, unsafe_single_writer, sources, limits)
         state = appender.log.state()
+        # Without a checkpoint there is no training to fence, and a claim lets what a killed import
+        # left be swept.
         if state.live:
             return cls(appender, root=root, epoch=state.epoch)
         return cls.claim(
@@ -140,6 +142,8 @@ class Session(LogWriter):
 
         def build(state: LogState) -> RecordDraft:
             epoch = self._epoch_for(state)
+            # Checked on the state that this record will follow: a RETIRE may land after any earlier
+            # look.
             gone = [name for name in commit.references if state.find(name) is None]
             if gone:
                 raise ReferenceRetired(
@@ -150,6 +154,7 @@ class Session(LogWriter):
             return RecordDraft("COMMIT", epoch, commit.attempt, state.live, commit.entry(line=line))
 
         with self._lock:
+            # The files of an attempt that was given up may be deleted at any moment.
             if commit.attempt in self._given_up or attempt_epoch(commit.attempt) != self.epoch:
                 raise CheckpointError(f"{commit.attempt} is not an open attempt of this session")
             record = self._append(build)
@@ -185,6 +190,7 @@ class Session(LogWriter):
         with self._lock:
             if attempt_epoch(attempt) != self.epoch:
                 raise CheckpointError(f"{attempt} is not an attempt of this session")
+            # First of all: from here on no other thread can commit what is about to be deleted.
             self.give_up(attempt, step=step)
             self.settle()
             refuse_needed(self.state(), attempt)
@@ -212,6 +218,7 @@ class Session(LogWriter):
             for attempt in [name for name in self._leftovers if state.find(name) is not None]:
                 del self._leftovers[attempt]  # its commit was unknown, and landed
             leftovers = dict(self._leftovers)
+        # Not under the lock: a commit would wait for thousands of deletions.
         for attempt, step in leftovers.items():
             self._delete_leftovers(attempt, step)
         return list(leftovers)
@@ -237,6 +244,7 @@ class Session(LogWriter):
         with self._lock:
             self.settle()
             state = self.state()
+            # The live set of an exchanged log does not name what the checkpoints of ours need.
             self._appender.prove()
         return delete_orphans(self.store, state, before_epoch=self.epoch)
 
@@ -246,6 +254,8 @@ class Session(LogWriter):
         Call it right after `claim`, before the first attempt: it cannot tell whose they are.
         """
         with self._lock:
+            # Raises Fenced: half-written objects may be those of the session that superseded this
+            # one.
             self.state()
             return self.store.abort_unfinished(STEPS_PREFIX)
 
@@ -264,6 +274,7 @@ class Session(LogWriter):
             self._fenced_by = state.epoch
         if self._fenced_by is not None:
             raise self._fenced_error(self._fenced_by)
+        # Epochs only grow, so our own CLAIM is gone from this log.
         if state.epoch < self.epoch:
             raise diverged(self.store.url, state.slot)
         return self.epoch

@@ -69,12 +69,14 @@ def delete_attempt(store: Store, *, step: int, attempt: str, parallel_max: int =
     if manifest in keys:
         store.delete(manifest)
     rest = [key for key in keys if key != manifest]
+    # Threads pay off only where several requests can overlap.
     if len(rest) < 4:
         for key in rest:
             store.delete(key)
     else:
         with ThreadPoolExecutor(parallel_max, thread_name_prefix="ckpt-delete") as pool:
             _all_results(pool.submit(store.delete, key).result for key in rest)
+    # Uploads that never ended are in no listing, but take space and are paid for.
     store.abort_unfinished(prefix)
     return len(keys)
 

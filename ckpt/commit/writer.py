@@ -108,6 +108,8 @@ class LogWriter:
         """
         with self._lock:
             victim = self._appender.log.state().find(attempt)
+            # Before the RETIRE: files that nobody may delete would be left without a record of
+            # them.
             if victim is not None:
                 self._refuse_undeletable(victim)
             record = self._append_retire(attempt)
@@ -144,6 +146,7 @@ class LogWriter:
                 raise NotRetired(f"{attempt} may be a save under way; nothing was deleted")
         # Not under the lock, where a commit would wait for it: what was retired never comes back.
         deleted = delete_attempt(self.store, step=step, attempt=attempt)
+        # Only now is there space for it again.
         if self._gave_up_reserve:
             keep_reserve(self.store)
             self._gave_up_reserve = False
@@ -160,6 +163,7 @@ class LogWriter:
                     f"{', '.join(e.attempt for e in state.live[-5:]) or 'none'}"
                 )
             changed = change(entry)
+            # Records are never removed, so none is spent on what is so already.
             if changed == entry:
                 return None
             live = tuple(changed if e is entry else e for e in state.live)
@@ -179,6 +183,8 @@ class LogWriter:
         def build(state: LogState) -> RecordDraft | None:
             return self._draft_retire(state, attempt)
 
+        # What dead jobs left is no loss, so it goes first; the reserve is for disks where there is
+        # none.
         for make_space in (self._sweep_dead, self._use_reserve):
             try:
                 return self._append(build)

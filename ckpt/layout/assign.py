@@ -63,10 +63,12 @@ def assign(holdings: Iterable[Holding], rank: int) -> Assignment:
 
 
 def _share_of(members: list[tuple[Holding, Piece]], index: int, count: int) -> list[Share]:
+    # All holders must come to the same order, however each of them has walked its state.
     members.sort(key=lambda member: (member[1].fqn, member[1].region))
     items = []
     for holding, piece in members:
         nbytes = piece.local_region.numel * piece.dtype.itemsize
+        # Replicas that may differ are not cut: halves of two of them are a tensor that nobody had.
         items.append(Item(nbytes, _unit_nbytes(piece) if holding.synchronized else 0))
     mine = []
     for index_of_item, start, stop in share_evenly(items, count)[index]:
@@ -157,6 +159,7 @@ def _pour(
     *,
     mean: float,
 ) -> None:
+    # No bin is below the mean only where the mean itself was rounded.
     to_fill = [index for index in range(len(bins)) if loads[index] < mean] or list(range(len(bins)))
     current = 0
     owed = 0.0  # what cuts at units took from the bins so far, for the next one to make up

@@ -163,6 +163,7 @@ def describe_dtensor(
     shape: Shape = tuple(tensor.shape)
     coordinate = mesh.get_coordinate()
     if coordinate is None:
+        # A rank outside of the mesh has an empty piece, so that all ranks know the same names.
         empty = Box((0,) * len(shape), (0,) * len(shape))
         nothing = _within(Box((0,), (0,)), local.dim())
         owners = ranks.known_of(mesh.mesh.flatten().tolist())
@@ -205,6 +206,7 @@ def _boxes_of(layout: _Layout) -> tuple[tuple[Box, Box], ...]:
         orders = [outermost_last(cuts)] if is_fsdp else [cuts, outermost_last(cuts)]
     for order in orders:
         local_shape, boxes = boxes_kept(shape, order)
+        # torch gives shards without elements shapes of its own, such as one dim of size 0.
         if local_shape == wanted_shape or (0 in wanted_shape and 0 in local_shape):
             ndim = len(wanted_shape)
             return tuple((region, _within(local_region, ndim)) for region, local_region in boxes)

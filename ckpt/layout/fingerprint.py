@@ -55,8 +55,10 @@ def add_module(root: nn.Module, fingerprint: Fingerprint) -> None:
         kind = type(module)
         params, buffers, children = module._parameters, module._buffers, module._modules
         marks.append(kind)
+        # A hook that was added since may refuse the state.
         marks.append(len(module._state_dict_hooks) + len(module._state_dict_pre_hooks))
         if params:
+            # The names: a list takes the keys of a dict.
             marks += params
             tensors += [tensor for tensor in params.values() if tensor is not None]
         if buffers:

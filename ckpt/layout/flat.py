@@ -64,6 +64,7 @@ def memory_order(fqn: str, shape: Shape, strides: Shape) -> tuple[int, ...]:
             f"{fqn}: was flattened with strides {strides} of shape {shape}, which leave gaps or "
             "overlap; make it contiguous() before wrapping it"
         )
+    # Dims of size 1 lie anywhere, so row-major order is kept where the others allow it.
     if others == sorted(others):
         return tuple(dims)
     return (*ones, *others)
@@ -86,6 +87,7 @@ def flat_views(members: Sequence[FlatMember], dtype: torch.dtype, *, base: int) 
             plain.append(Piece(member.fqn, shape, dtype, span, here, member.holders))
         else:
             if plain:
+                # Closed here and not at the end: names come in the order of the members.
                 views.append(View(tuple(plain)))
                 plain = []
             views += _permuted_views(member, dtype, offset)

@@ -35,6 +35,7 @@ def holdings_of(
         for piece in view.pieces:
             fqn = name_of(piece.fqn)
             if fqn is not None:
+                # Not `_replace`, which takes 2.5 times as long: there are thousands of pieces.
                 pieces.append(
                     Piece(
                         fqn,
@@ -121,6 +122,7 @@ def plain_holdings(
             shape = tuple(size)
             known = regions[size] = (shape, whole(shape))
         shape, box = known
+        # The address finds candidates; a view that begins where its base does is another tensor.
         first_fqn, first = by_address.setdefault(tensor.data_ptr(), (fqn, tensor))
         if first is not tensor and tensor.numel() and _same_elements(first, tensor):
             aliases[fqn] = first_fqn

@@ -43,7 +43,9 @@ def host_bytes(tensor: torch.Tensor) -> memoryview:
 def bytes_at(address: int, nbytes: int) -> memoryview:
     """`nbytes` of this process's memory from `address` on."""
     if nbytes == 0:
+        # Tensors without elements have the address 0.
         return memoryview(bytearray())
+    # Views of ctypes arrays have a format of their own that can neither be indexed nor assigned.
     return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
 
 
@@ -85,6 +87,7 @@ def narrowed(tensor: torch.Tensor, box: Box) -> torch.Tensor:
 
 def tensor_over(buffer: memoryview, dtype: torch.dtype, shape: Shape) -> torch.Tensor:
     """`buffer`, writable, seen as a tensor. The buffer's length must be that of the tensor."""
+    # torch refuses to make a tensor over a buffer without bytes.
     if len(buffer) == 0:
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(buffer, dtype=dtype).view(shape)

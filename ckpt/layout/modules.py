@@ -93,11 +93,13 @@ def describe_module(module: nn.Module, ranks: Ranks) -> ModuleLayout:
     builder = _LayoutBuilder(ranks)
     managed = _managed_places(visits)
     for visit in visits:
+        # Engines first: what they describe is left out by the walk over plain attributes.
         _add_foreign(builder, visit)
         _add_params(builder, visit, managed.get(id(visit.module), {}))
         _add_buffers(builder, visit)
         _add_extra_state(builder, visit)
         _add_hooks(builder, visit)
+    # After the walk: a member is called by the first of its names, which may come late.
     _add_managed(builder, managed)
     _settle_holders(builder)
     return ModuleLayout(
@@ -220,6 +222,7 @@ def _visits(root: nn.Module, ranks: Ranks) -> Iterator[_Visit]:
             replicas = _ddp_replicas(module, name, ranks)
         yield _Visit(name, module, traits, replicas, id(module) not in seen)
         seen.add(id(module))
+        # A stack turns the order around, and names are to come in that of `named_modules`.
         for child_name, child in reversed(module._modules.items()):
             if child is None:
                 continue
@@ -294,7 +297,7 @@ class _LayoutBuilder:
     name_of: dict[int, str] = field(default_factory=dict)
     name_of_member: dict[tuple[int, int], str] = field(default_factory=dict)
     extra_state_of: dict[int, str] = field(default_factory=dict)
-    # Told by foreign engines: names they cover, objects that are no parameters, answers by module.
+    # From foreign engines: names they cover, objects that are no parameters, answers by module.
     covered: set[str] = field(default_factory=set)
     hidden: set[int] = field(default_factory=set)
     foreign: dict[int, tuple[str, list[Owned]]] = field(default_factory=dict)
@@ -415,6 +418,7 @@ def _settle_holders(builder: _LayoutBuilder) -> None:
     changed = {
         id(old): new for old, new in zip(before, builder.params, strict=True) if old is not new
     }
+    # Optimizers are looked up there, and must find what the module's own description says.
     if changed:
         for key, owned in builder.owned_by_param.items():
             builder.owned_by_param[key] = changed.get(id(owned), owned)

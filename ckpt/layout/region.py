@@ -77,6 +77,7 @@ def span_of(box: Box, shape: Shape) -> Span | None:
     for dim in range(len(shape) - 1, -1, -1):
         size = box.shape[dim]
         if not contiguous and size != 1:
+            # Without elements it is a run of none, wherever it lies.
             return None if box.numel else Span(0, 0)
         if size != shape[dim]:
             contiguous = False
@@ -107,6 +108,7 @@ def _split(start: int, stop: int, shape: Shape) -> list[tuple[Shape, Shape]]:
     if first == last and not (head == 0 and tail == row):
         return _prefixed(first, _split(head, tail, shape[1:]))
     parts = []
+    # A part of a row at either end is split further; the whole rows between them are one box.
     if head:
         parts += _prefixed(first, _split(head, row, shape[1:]))
         first += 1

@@ -55,6 +55,8 @@ def copies(stored: Region, wanted: Region, shape: Shape) -> list[Copy]:
         if start >= stop:
             return []
         return [Run(start - stored_span.start, start - wanted_span.start, stop - start)]
+    # Equal boxes are one run even where the tensor's order has several: both sides have the box's
+    # own.
     if stored == wanted:
         return [Run(0, 0, stored.numel)]
     return _box_copies(stored, wanted, shape)
@@ -111,6 +113,7 @@ def clip_patch(patch: Patch, start: int, stop: int) -> list[Patch]:
     for box in boxes_of(Span(low, high), patch.source_shape):
         common = intersect(box, patch.source_box)
         if common is not None:
+            # Where it begins within the patch is the same on both sides.
             moved = common.relative_to(Box(patch.source_box.offset, common.shape))
             offset = tuple(
                 a + b for a, b in zip(moved.offset, patch.target_box.offset, strict=True)

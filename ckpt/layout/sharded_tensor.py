@@ -81,6 +81,7 @@ def describe_sharded_tensor(fqn: str, value: Any, ranks: Ranks, shape: Shape | N
             (ranks.rank,),
         )
         all_owned.append(Owned(local, local, (View((piece,)),), True, owners))
+    # A rank without a shard has an empty piece, so that all ranks know the same names.
     if not all_owned:
         empty = torch.empty(0, dtype=metadata.tensor_properties.dtype)
         global_shape = shape if is_flat and shape is not None else size

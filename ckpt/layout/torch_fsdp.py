@@ -232,9 +232,11 @@ def _fsdp1_owners(wrapper: Any, handle: Any, ranks: Ranks) -> tuple[int, ...] | 
     if mesh is not None:
         return ranks.known_of(mesh.mesh.flatten().tolist())
     repeated = torch.distributed.get_process_group_ranks(replicas)
+    # The two groups are a row and a column of a grid of ranks; one of them alone may be all of it.
     if len(group) == 1 or len(repeated) == 1:
         return ranks.known_of({*group, *repeated})
     world_size = torch.distributed.get_world_size()
+    # A grid with as many cells as there are ranks is the world.
     return ranks.known_of(range(world_size)) if len(group) * len(repeated) == world_size else None
 
 
@@ -268,6 +270,7 @@ def fsdp1_memory(wrapper: nn.Module) -> Iterator[tuple[torch.Tensor, torch.Tenso
     """Each object that optimizers know of the unit of `wrapper`, with the unit's own memory."""
     handle: Any = wrapper._handle
     if handle is not None:
+        # Before the first forward the flat parameter is the shard.
         shard = getattr(handle.flat_param, "_local_shard", handle.flat_param)
         for param in handle.flat_param._params or (handle.flat_param,):
             yield param, shard

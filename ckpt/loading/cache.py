@@ -51,6 +51,8 @@ class BlockCache:
         """
         path = self._path(root, key)
         try:
+            # Others may write to the directory: a link is not followed, and a pipe does not make us
+            # wait.
             fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError:
             return False
@@ -101,6 +103,7 @@ class BlockCache:
         self._uncounted_nbytes += nbytes
         if self._uncounted_nbytes >= _RECOUNT_NBYTES:
             self._uncounted_nbytes = 0
+            # By blocks on the disk and not by length, since the files have holes.
             self._filled_nbytes = sum(entry.st_blocks * 512 for _, entry in self._files())
         if self._filled_nbytes + nbytes > self._nbytes_max:
             self._drop_unused(self._filled_nbytes + nbytes - self._nbytes_max)

@@ -149,6 +149,8 @@ def _fill(
         warnings = _warnings(binding, manifest, world, tally, where)
         reader = Reader(store, prefix, manifest, plan, options.path)
     collectively(world, "prepare", binding.prepare)
+    # Everything that can be refused was refused: from here on a failure leaves a state of two
+    # checkpoints.
     with filling(state, f"step {manifest.header.step} ({manifest.header.attempt})"):
         with recorder.span("read"):
             _transfer(reader, sharing, world, options.path)
@@ -171,6 +173,7 @@ def _manifest(store: Store, world: World, step: int | None, attempt: str) -> tup
 
     def read() -> bytes:
         located = locate(store, step, attempt=attempt)
+        # The step travels along: a rank that passed another one must not load this one unnoticed.
         return b"\n".join([located.prefix.encode(), str(step).encode(), located.data])
 
     data = collectively(world, "locate", read if world.rank == 0 else lambda: b"")
@@ -252,6 +255,7 @@ def _share(
     """Which rank reads which blocks, and how much of the state of all ranks together matches."""
     if world.size == 1:
         return Sharing(runs, [], 0), tally
+    # Every rank gets the runs of all ranks; they are mostly regular, and shrink to a fraction.
     need = zlib.compress(runs.astype("<i8").tobytes(), 1)
     needs = world.gather("needs", _TALLY.pack(*tally) + need)
     sharing = share_blocks(
@@ -273,6 +277,7 @@ def block_line(manifest: Manifest) -> Ints:
     itemsizes = np.array([DTYPES[name].itemsize for name in manifest.dtypes], dtype=np.int64)
     nbytes = manifest.chunks.numel * np.repeat(itemsizes, np.diff(manifest.chunks.first))
     counts = np.diff(first_block)
+    # All blocks are full but the last one of each chunk.
     sizes[first_block[1:] - 1] = nbytes - (counts - 1) * manifest.header.block_bytes
     return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(sizes)])
 

@@ -216,10 +216,12 @@ class _Chunks:
         tensor = self._index(piece.fqn)
         first, last = int(self._first[tensor]), int(self._first[tensor + 1])
         near: Iterable[int] = range(first, last)
+        # With fewer chunks, comparing all extents at once costs more than it spares.
         if last - first > 4:
             near = self._overlapping(piece, first, last)
         shape, wanted = piece.global_shape, piece.region
         if isinstance(wanted, Box):
+            # Here once, instead of in `copies` for every chunk.
             wanted = span_of(wanted, shape) or wanted
         for chunk in near:
             if chunk_copies := copies(self._region(chunk), wanted, shape):

@@ -31,6 +31,7 @@ class ReadAhead:
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         if self._pool is not None:
+            # Waits: a thread that still reads must not outlive the store.
             self._pool.shutdown(wait=True, cancel_futures=True)
 
     def take(self, runs: Sequence[SharedRun]) -> dict[SharedRun, memoryview]:
@@ -38,6 +39,8 @@ class ReadAhead:
         if self._pool is None:
             return {run: self._reader.read_run(run) for run in runs}
         for run in runs:
+            # What the budget did not allow to read ahead, at the least a run that is larger than
+            # the budget.
             if run not in self._running:
                 self._start(self._waiting.popleft())
         return {run: self._running.pop(run).result() for run in runs}

@@ -145,6 +145,7 @@ class Reader:
         chunks = np.fromiter(self._packed, np.int64, len(self._packed))
         blocks = expanded(runs[:, 0], runs[:, 1])
         table = self._manifest.chunks
+        # Packed chunks that other ranks need, too, are read as shared runs.
         chunks = chunks[np.isin(table.first_block[chunks], blocks)]
         file, start = table.file[chunks], table.byte_start[chunks].astype(np.int64)
         order = np.lexsort((start, file))
@@ -266,6 +267,8 @@ class Reader:
         read_into(self._store, self._keys[file], start, buffers)
         check()
         if cache is not None:
+            # After the check: nothing is gained by keeping what every load would have to read
+            # again.
             cache.keep(root, self._cache_keys[file], start, buffers)
 
     def _check(self, segment: Segment, data: memoryview) -> None:
@@ -321,10 +324,12 @@ class Reader:
                         first, chunk = first + 1, chunk + 1
                         continue
                 yield from self._cut(chunk, start, stop, straight)
+                # One past the last block of the chunk: a run may continue in the next chunk.
                 first = need.first_block - (-need.nbytes // block_nbytes)
                 chunk += 1
 
     def _cut(self, chunk: int, start: int, stop: int, straight: bool) -> Iterator[Segment]:
+        # Whole blocks in every request, since a checksum covers no less.
         size_max = max(self._path.request_nbytes_max, self._block_nbytes)
         size_max -= size_max % self._block_nbytes
         for low, high, address in self._straight(chunk, start, stop, straight):
@@ -343,6 +348,8 @@ class Reader:
         block = self._block_nbytes
         end = self._need(chunk).nbytes
         for direct in sorted(self._need(chunk).directs) if straight else ():
+            # Only whole blocks are read in place: the rest of a partial one would land on the
+            # memory beside the target.
             low = max(-(-direct.start // block) * block, start)
             high = min(direct.stop if direct.stop == end else direct.stop // block * block, stop)
             if low < high:

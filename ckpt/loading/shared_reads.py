@@ -82,6 +82,8 @@ def _shared_segments(needs: Sequence[Ints]) -> tuple[Ints, list[tuple[int, ...]]
         return np.empty((0, 2), dtype=np.int64), []
     change = np.zeros(len(points), dtype=np.int64)
     for need in needs:
+        # A sweep over all ends of runs: the sum so far is how many ranks need the blocks that
+        # follow.
         change[np.searchsorted(points, need[:, 0])] += 1
         change[np.searchsorted(points, need[:, 1])] -= 1
     wanted_twice = np.flatnonzero(np.cumsum(change) >= 2)
@@ -162,6 +164,8 @@ def _round_for(
     ranks: Sequence[int], nbytes: int, clocks: list[tuple[int, int]], nbytes_max: int
 ) -> int:
     """The first round in which all of `ranks` have room; notes the bytes there."""
+    # Never an earlier round than one of them has reached: each rank sends and receives its runs in
+    # order.
     round_number = max(clocks[rank][0] for rank in ranks)
     if any(
         clocks[rank][0] == round_number and clocks[rank][1] + nbytes > nbytes_max for rank in ranks

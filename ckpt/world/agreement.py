@@ -67,6 +67,7 @@ def agreed_error(phase: str, answers: Sequence[bytes]) -> CheckpointError | None
 
 def _rank_failed(phase: str, failed: dict[int, Any], shown_max: int = 8) -> RankFailed:
     first_rank, first = next(iter(failed.items()))
+    # All saw the same rank die: that is one failure, and it was not theirs.
     if "failed" in first and all(body.get("failed") == first["failed"] for body in failed.values()):
         return RankFailed(first["message"], rank=first["failed"][0], phase=first["failed"][1])
     texts = [

@@ -137,6 +137,7 @@ class Ledger:
     def update(self) -> None:
         """Post the status of this rank, read the sheet, and write it if this rank keeps it."""
         with self._lock:
+            # Noted before the requests, which may never return: the other thread goes by it.
             self._requested, self._is_requesting = self._clock(), True
         self._count += 1
         mine = self._status()
@@ -167,6 +168,8 @@ class Ledger:
         if keeper >= self._rank:
             return True  # a rank before this one took it back, or will
         quiet = now - self._changed
+        # Staggered, so that not all ranks take over together; bounded, or rank 1,000 would wait 4
+        # minutes.
         return quiet > SILENT_SECONDS + min(4.0, TAKEOVER_SECONDS * self._rank)
 
     def _keep(self, mine: Status) -> None:

@@ -254,6 +254,8 @@ class TorchWorld(World):
             self._break(blamed)
             raise blamed from error
         except BaseException as error:
+            # Ctrl-C, too: the other ranks are in this round and would wait for us until its
+            # deadline.
             text = f"rank {self.rank} left phase {name!r}: {type(error).__name__}: {error}"
             self._break(RankFailed(text, rank=self.rank, phase=name))
             raise
@@ -365,6 +367,8 @@ class TorchWorld(World):
         """Who caused a failed transfer: a rank that is found dead within seconds, else this
         rank.
         """
+        # gloo says that a connection broke and not who broke it; a rank that died shows by its
+        # process.
         until = time.monotonic() + self._grace
         others = [rank for rank in range(self.size) if rank != self.rank]
         cause = f"{type(error).__name__}: {error}"
@@ -443,6 +447,8 @@ class TorchWorld(World):
         waiter = _Waiter(works)
         while not waiter.done.wait(0.5):
             self._check_ranks(name, others, waited=0.0)
+            # The round's deadline is for ranks that never came; for those that did, gloo has its
+            # own.
             absent = [rank for rank in others if not self._store.check([f"{key}/here/{rank}"])]
             self._check_ranks(name, absent, waited=time.monotonic() - started)
         if waiter.error is not None:

@@ -110,6 +110,8 @@ def answered(
         return InvalidUrlError(f"{where}: there is no such bucket; create it first")
     if code in _NO_SPACE_CODES or status == 507:
         return NoSpaceError(text)
+    # 409 is S3's answer while another conditional write to the key is under way: nobody has won
+    # yet.
     if code in _THROTTLED_CODES or status in (409, 429):
         return TransientError(text)
     if status == 412 or code == "PreconditionFailed":

@@ -101,6 +101,7 @@ class FastS3Store(S3Store):
             with contextlib.suppress(RangesRefused):
                 return objects.fill(self.full_key(key), key, start, views)
             _log.debug("%s: a ranged read was answered by 200, not 206: reading by s3fs", self.url)
+            # For good: a server that ignores a range does so each time.
             self._opened[:] = [None]
         return super()._fetch_range(key, start, views)
 
@@ -141,6 +142,9 @@ class FastS3Writer(S3Writer):
             return
         store, key = self._store, self._ledger.key
         with contextlib.suppress(KeyNotFoundError):
+            # obstore has no conditional completion. The window between this look and the end is
+            # harmless for data files, whose names are unique, and the record that commits is one
+            # PUT.
             store.retry.run(lambda: store.info(key))
             raise KeyExistsError(f"create {key} in {store.url}: exists already")
         try:

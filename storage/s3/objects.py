@@ -67,6 +67,7 @@ class Objects:
     def get(self, full_key: str, key: str, nbytes_max: int | None) -> bytes:
         try:
             response = obstore.get(self.once, full_key)
+            # Only the head has come so far; the body follows when it is asked for its bytes.
             check_bound(self.url, key, response.meta["size"], nbytes_max)
             return bytes(response.bytes())
         except (BaseError, OSError, ValueError) as error:
@@ -287,6 +288,8 @@ class Upload:
         try:
             self._result.result()
         except TransientError as error:
+            # All parts were taken, so the request without an answer is the one that completes the
+            # object.
             if self._feed.was_ended and not self._part_failed:
                 raise OutcomeUnknownError(f"{error}; the object may exist") from error
             raise
@@ -298,6 +301,8 @@ class Upload:
             try:
                 await self._watched(full_key, asyncio.ensure_future(self._put(full_key, metadata)))
             except (BaseError, OSError, ValueError) as error:
+                # obstore has one error for all requests of an upload, and only its text tells them
+                # apart: parts are sent by PUT, the end by POST.
                 self._part_failed = "Error performing PUT" in str(error)
                 failed = self._objects.translated(error, "create", self._key)
                 if self._feed.was_begun and isinstance(failed, TransientError):
@@ -350,6 +355,7 @@ class Upload:
                     trial.pause_after(failed)
                 except TransientError as given_up:
                     sending.cancel()
+                    # Until it has ended it may read memory that the caller is about to use again.
                     await asyncio.wait([sending])
                     self._part_failed = not self._feed.was_ended
                     raise _Spent(given_up) from None

@@ -291,6 +291,7 @@ class S3Store(HttpStore):
     ) -> bytes:
         response = await filesystem._call_s3("get_object", Bucket=self._bucket, Key=self._full(key))
         async with response["Body"] as body:
+            # Before the body is read: a hostile object may be of any size.
             check_bound(self.url, key, response["ContentLength"], nbytes_max)
             return bytes(await body.read())
 

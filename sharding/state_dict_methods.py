@@ -29,7 +29,7 @@ from ckpt.errors import InvalidState, Mismatch
 from ckpt.layout.sharded_tensor import is_sharded_tensor
 from ckpt.layout.tensor import local_tensor
 from ckpt.state.names import bare_names
-from ckpt.state.requested import STATE_DICT, LoadRequest
+from ckpt.state.requested import STATE_DICT, LoadRequest, Unshared
 from ckpt.state_dict import api as state_dicts
 from ckpt.state_dict.config import FullOptimStateDictConfig, ShardedOptimStateDictConfig
 from ckpt.state_dict.config import StateDictType as Form
@@ -57,6 +57,7 @@ logger = logging.getLogger(__name__)
 # What `load_state_dict` and `optim_state_dict_to_load` of torch's class have of our arguments.
 _LOAD_CALL = STATE_DICT._replace(rank0_only=False, cast=False)
 _OPTIM_CALL = _LOAD_CALL._replace(strict=False)
+_OWN = Unshared.OWN
 Optimizer = torch.optim.Optimizer
 Result = TypeVar("Result")
 # The class of what `load_state_dict` returns has no public name.
@@ -243,10 +244,9 @@ class StatefulUnit(TorchWrapper):
         given: Any = optim_state_dict
         if given and isinstance(given.get("state"), Mapping):
             given = by_number(given, model, optim)
+        request = state_dicts.TakeRequest(form, config, given, _beside(model))
         return _or_runtime_error(
-            lambda: state_dicts.optimizer_state_dict(
-                model, optim, form, config, state_dict=given, process_group=group
-            )
+            lambda: state_dicts.take_optimizer_dict(model, optim, request, group)
         )
 
     @staticmethod
@@ -295,10 +295,9 @@ class StatefulUnit(TorchWrapper):
         config = FullOptimStateDictConfig(True, rank0_only)
         listed: Any = optim if optim_input is None else ListedParams(optim_input)
         state = None if optim_input is None else optim.state_dict()
+        request = state_dicts.TakeRequest(Form.FULL, config, state, _beside(model))
         return _or_runtime_error(
-            lambda: state_dicts.optimizer_state_dict(
-                model, listed, Form.FULL, config, state_dict=state, process_group=group
-            )
+            lambda: state_dicts.take_optimizer_dict(model, listed, request, group)
         )
 
     @staticmethod
@@ -308,10 +307,9 @@ class StatefulUnit(TorchWrapper):
         """Deprecated: the sharded dict, on the CPU, of ShardedTensors even on a mesh."""
         _legacy("sharded_optim_state_dict", "optim_state_dict", None)
         config = ShardedOptimStateDictConfig(True, use_dtensor=False)
+        request = state_dicts.TakeRequest(Form.SHARDED, config, None, _beside(model))
         return _or_runtime_error(
-            lambda: state_dicts.optimizer_state_dict(
-                model, optim, Form.SHARDED, config, process_group=group
-            )
+            lambda: state_dicts.take_optimizer_dict(model, optim, request, group)
         )
 
     @staticmethod
@@ -326,7 +324,9 @@ class StatefulUnit(TorchWrapper):
         optimizer = _listed(model, optim_input, optim)
         _check_one_mode(model)
         return _or_value_error(
-            lambda: state_dicts.shard_optimizer_state_dict(model, optimizer, full_optim_state_dict)
+            lambda: state_dicts.shard_optimizer(
+                model, optimizer, full_optim_state_dict, LoadRequest(call=_OPTIM_CALL, beside=_OWN)
+            )
         )
 
     @staticmethod
@@ -466,11 +466,17 @@ def _check_one_mode(model: nn.Module) -> None:
         )
 
 
+def _beside(model: nn.Module) -> Unshared:
+    """torch's class takes the first rank's names for all where it shows flat parameters."""
+    shows_original = any(unit.shows_original_params for unit in _units(model))
+    return Unshared.OWN if shows_original else Unshared.OWN_BY_FIRST
+
+
 def _to_load(
     model: nn.Module, optim: Optimizer, given: Mapping[str, Any], *, rank0_only: bool, group: Any
 ) -> dict[str, Any]:
     _check_one_mode(model)
-    request = LoadRequest(rank0_only=rank0_only, call=_OPTIM_CALL)
+    request = LoadRequest(rank0_only=rank0_only, call=_OPTIM_CALL, beside=_OWN)
     return _or_value_error(
         lambda: state_dicts.optimizer_to_load(model, optim, given, request, group)
     )

@@ -6,9 +6,24 @@ must not be advised to pass it.
 
 from __future__ import annotations
 
+import enum
 from typing import NamedTuple
 
-__all__ = ["CHECKPOINT", "STATE_DICT", "CallArguments", "LoadRequest"]
+__all__ = ["CHECKPOINT", "STATE_DICT", "CallArguments", "LoadRequest", "Unshared"]
+
+
+class Unshared(enum.Enum):
+    """Whose are, in an optimizer's state dict, the parameters that no engine shares with another
+    rank, and the options of the groups.
+
+    COMPARED: the same on all ranks, or they are refused. OWN: each rank's own, whatever the others
+    have; and a dict may lack what the optimizer has. OWN_BY_FIRST: the same, but a dict that is
+    taken has state of those parameters alone of which the first rank has state.
+    """
+
+    COMPARED = enum.auto()
+    OWN = enum.auto()
+    OWN_BY_FIRST = enum.auto()
 
 
 class CallArguments(NamedTuple):
@@ -53,3 +68,4 @@ class LoadRequest(NamedTuple):
     cast: bool = False
     every_name: bool = False
     call: CallArguments = STATE_DICT
+    beside: Unshared = Unshared.COMPARED

@@ -21,7 +21,7 @@ from ckpt.layout.memory import gc_paused
 from ckpt.layout.plain import Ranks
 from ckpt.process import world_of, world_of_members
 from ckpt.state.half_loaded import filling
-from ckpt.state.requested import STATE_DICT, LoadRequest
+from ckpt.state.requested import STATE_DICT, LoadRequest, Unshared
 from ckpt.state.types import Loaded
 from ckpt.state_dict.config import (
     FullOptimStateDictConfig,
@@ -129,12 +129,33 @@ def optimizer_state_dict(
     left out. `state_dict`, as `optimizer.state_dict()` gives it, takes the place of the live state.
     Raises InvalidState for state that belongs to no parameter, or that differs between ranks.
     """
-    config = optim_config(type, config)
+    request = TakeRequest(type, config, state_dict)
+    return take_optimizer_dict(model, optimizer, request, process_group)
+
+
+class TakeRequest(NamedTuple):
+    """What state dict of an optimizer is wanted, see `optimizer_state_dict`."""
+
+    type: StateDictType
+    config: OptimStateDictConfig | None
+    state_dict: Mapping[str, Any] | None = None
+    beside: Unshared = Unshared.COMPARED
+
+
+def take_optimizer_dict(
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer],
+    request: TakeRequest,
+    process_group: dist.ProcessGroup | None = None,
+) -> dict[str, Any]:
+    """`optimizer_state_dict` for a caller to whom ranks may have parameters of their own."""
+    config = optim_config(request.type, request.config)
     place = _taking_place(model, process_group)
-    world, output = place.world, place.output(type, config)
+    world, output = place.world, place.output(request.type, config)
+    output = output._replace(beside=request.beside)
     with gc_paused():
         return take_optimizer(
-            model, _several(optimizer), output, world, _ranks(world), state_dict=state_dict
+            model, _several(optimizer), output, world, _ranks(world), state_dict=request.state_dict
         )
 
 
@@ -193,7 +214,9 @@ def optimizer_to_load(
     world = _loading_world(model, process_group)
     ranks = _ranks(world)
     with gc_paused():
-        target = OptimizerTarget(model, [optimizer], world, ranks, fresh=True, call=request.call)
+        target = OptimizerTarget(
+            model, [optimizer], world, ranks, True, request.call, request.beside
+        )
         return _to_load(target, state_dict, strict=request.strict, rank0_only=request.rank0_only)
 
 
@@ -208,14 +231,27 @@ def shard_optimizer_state_dict(
 
     Errors are then each rank's own.
     """
+    call = STATE_DICT._replace(strict=False, rank0_only=False)
+    return shard_optimizer(model, optimizer, state_dict, LoadRequest(call=call), process_group)
+
+
+def shard_optimizer(
+    model: nn.Module,
+    optimizer: Optimizer,
+    state_dict: Mapping[str, Any],
+    request: LoadRequest,
+    process_group: dist.ProcessGroup | None = None,
+) -> dict[str, Any]:
+    """`shard_optimizer_state_dict` for a caller with arguments of its own."""
     ranks = Ranks.alone()
     if dist.is_available() and dist.is_initialized():
         members = dist.get_process_group_ranks(process_group or dist.group.WORLD)
         ranks = Ranks(dist.get_rank(process_group), tuple(members))
     world = SoloWorld(ranks.global_ranks[ranks.rank])
     with gc_paused():
-        call = STATE_DICT._replace(strict=False, rank0_only=False)
-        target = OptimizerTarget(model, [optimizer], world, ranks, fresh=True, call=call)
+        target = OptimizerTarget(
+            model, [optimizer], world, ranks, True, request.call, request.beside
+        )
         return _to_load(target, state_dict, strict=True, rank0_only=False)
 
 

@@ -21,6 +21,7 @@ from ckpt.layout.sharded_tensor import (
     make_dtensor,
     make_sharded_tensor,
 )
+from ckpt.state.requested import Unshared
 from ckpt.state_dict.config import StateDictType
 from ckpt.state_dict.redistribute import redistribute
 from ckpt.state_dict.table import Known, Table, gather_table
@@ -32,7 +33,8 @@ Make = Callable[[], Any]
 class DictForm(NamedTuple):
     """What a state dict shall be: its form, where its tensors are, and whether this rank gets any.
 
-    `group` are the ranks of the world as torch knows them, None for all.
+    `group` are the ranks of the world as torch knows them, None for all. `beside` is for
+    optimizers.
     """
 
     form: StateDictType
@@ -40,6 +42,7 @@ class DictForm(NamedTuple):
     is_wanted: bool
     use_dtensor: bool | None
     group: dist.ProcessGroup | None
+    beside: Unshared = Unshared.COMPARED
 
 
 @dataclass(frozen=True, slots=True)

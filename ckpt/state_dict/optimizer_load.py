@@ -18,8 +18,9 @@ from ckpt.state.describe import Described
 from ckpt.state.names import Names
 from ckpt.state.optimizer import named_groups, refusals
 from ckpt.state.own import declared, tensors_of
-from ckpt.state.requested import STATE_DICT, CallArguments
+from ckpt.state.requested import STATE_DICT, CallArguments, Unshared
 from ckpt.state.types import Catalog, Loaded, ProblemKind, TensorEntry
+from ckpt.state_dict.beside import is_beside
 from ckpt.state_dict.listed import ListedParams
 from ckpt.state_dict.model import check_names, describe_model, share_values
 from ckpt.state_dict.optimizer_reading import DictReader, GivenState, live_names
@@ -50,6 +51,7 @@ class OptimizerTarget(NamedTuple):
     ranks: Ranks
     fresh: bool
     call: CallArguments = STATE_DICT
+    beside: Unshared = Unshared.COMPARED
 
 
 def prepare_load(
@@ -63,10 +65,15 @@ def prepare_load(
     """All that can be known before a byte moves. Collective; raises Mismatch on all ranks."""
     world, ranks, call = target.world, target.ranks, target.call._replace(cast=False)
     dict_here = {} if rank0_only and ranks.rank else state_dict
+    keeps_own = target.beside is not Unshared.COMPARED and not rank0_only
+    if keeps_own:
+        # A rank without a dict takes all of it from the others: then nothing is a rank's own.
+        keeps_own = all(world.gather("dicts", b"given" if dict_here else b""))
 
     def read() -> tuple[Described, GivenState]:
         described = describe_model(target.model, ranks, loading=True)
-        return described, DictReader(target.optimizers, described, ranks).read(dict_here)
+        reader = DictReader(target.optimizers, described, ranks, keeps_own=keeps_own)
+        return described, reader.read(dict_here)
 
     described, given = collectively(world, "read", read)
     own = _share_own(world, ranks, given, gives=bool(dict_here))
@@ -74,9 +81,13 @@ def prepare_load(
     names = {holding.pieces[0].fqn for holding in given.held} | set(given.values)
     names -= tensors_of(given.own.values())
     givers = check_names(world, sorted(names), bool(dict_here), call)
-    shared = share_values(world, {"values": given.values, "user": given.user}, givers)
-    given.values, given.user = shared["values"], shared["user"]
-    check_values(world, in_one_order(given.values))
+    if givers and len(givers) < world.size:
+        # As bytes: references to tensors stand among the values.
+        tree = {"values": encode_values(given.values), "user": given.user}
+        shared = share_values(world, tree, givers)
+        given.values, given.user = decode_values(shared["values"]), shared["user"]
+    common = {fqn: v for fqn, v in given.values.items() if fqn != GROUPS or not keeps_own}
+    check_values(world, in_one_order(common))
     if needs_groups and GROUPS not in given.values:
         raise Mismatch([_NO_GROUPS + (_WITHOUT_GROUPS if call.strict else "")])
     loading = OptimizerLoad(target._replace(call=call), described, given, own, known)
@@ -121,6 +132,7 @@ class OptimizerLoad:
         self.world = target.world
         self.ranks = target.ranks
         self.call = target.call
+        self.may_lack = target.beside is not Unshared.COMPARED
         self.optimizers = target.optimizers
         self.targets: list[Any] = (
             [_Fresh(one) for one in target.optimizers] if target.fresh else [*target.optimizers]
@@ -137,6 +149,8 @@ class OptimizerLoad:
         """Find the memory to fill. Raises Mismatch with everything that does not fit."""
         problems: list[str] = []
         live = live_names(self.optimizers, self.described)
+        if self.may_lack and self.groups is not None:
+            self.groups = self.completed(self.groups)
         listed = {name for group in self.groups or () for name in group["params"]}
         with_state = {param for param, _, _ in by_parameter(self.known, listed | live)}
         with_state |= {param for param, _, _ in by_parameter(self.given.values, listed | live)}
@@ -203,21 +217,68 @@ class OptimizerLoad:
         ]
 
     def leave_out(self, target: _Fresh) -> None:
-        """Take out of `target` the parameters beside the units that the dict does not have.
+        """Take out of `target` the parameters that the dict may lack and does not have: those
+        beside the units, which the engine does not manage, or any.
 
-        The engine does not manage them, so a dict of what it manages may lack them. What is made
-        for `optimizer.load_state_dict` lacks them too, and that refuses what does not fit it.
+        What is made for `optimizer.load_state_dict` lacks them too, and that refuses what does not
+        fit it.
         """
-        if all(source.owned.is_whole for source in self.described.params):
+        if not self.may_lack and all(source.owned.is_whole for source in self.described.params):
             return
         listed = {name for group in self.groups or () for name in group["params"]}
+        kept, empty = [], sum(not group["params"] for group in self.groups or ())
         for group in target.param_groups:
-            group["params"] = [
+            params = [
                 param
                 for param in group["params"]
-                if not self.described.by_param[id(param)].owned.is_whole
-                or not listed.isdisjoint(self.names_of(param))
+                if not (self.may_lack or self.described.by_param[id(param)].owned.is_whole)
+                or not listed.isdisjoint(self.spellings_of(param))
             ]
+            empty -= not params
+            if params or empty >= 0:  # a group that is left empty is one that the dict has empty
+                kept.append({**group, "params": params})
+        target.param_groups = kept
+
+    def completed(self, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """`groups`, in which members of a flat parameter stand if one of them does.
+
+        What units manage and no group lists is named in the log.
+        """
+        found = [{**group, "params": [*group["params"]]} for group in groups]
+        listed = {name for group in found for name in group["params"]}
+        for source in self.described.params:
+            param = source.owned.param
+            absent = [m.fqn for m in source.members if listed.isdisjoint(self.spellings(m.fqn))]
+            if not absent or is_beside(source) or not self.is_optimized(param):
+                continue
+            spelled = set(self.spellings_of(param))
+            home = next((group for group in found if not spelled.isdisjoint(group["params"])), None)
+            if home is not None:
+                home["params"] += absent
+            logger.warning(
+                "%s: not in the dict, which leaves %s; take it from the same model, or load it "
+                "with ckpt.load_optimizer_state_dict, which refuses it",
+                ", ".join(absent),
+                "out what the optimizer has of it" if home is None else "zeros in its place",
+            )
+        return found
+
+    def is_optimized(self, param: torch.Tensor) -> bool:
+        """Whether an optimizer has this parameter."""
+        return any(
+            param is one
+            for optimizer in self.optimizers
+            for group in optimizer.param_groups
+            for one in group["params"]
+        )
+
+    def spellings(self, name: str) -> list[str]:
+        """A parameter's name, and those of what it is tied to."""
+        return [name, *(tied for tied, stored in self.described.aliases.items() if stored == name)]
+
+    def spellings_of(self, param: torch.Tensor) -> list[str]:
+        """All names that a parameter object goes by."""
+        return [spelled for name in self.names_of(param) for spelled in self.spellings(name)]
 
     def names_of(self, param: torch.Tensor) -> list[str]:
         """The bare names that a parameter object stands for; none where it is not the model's."""
@@ -262,6 +323,10 @@ class OptimizerLoad:
         state: dict[Any, Any] = {
             id_of[id(param)]: found for param in params if (found := target.state.get(param))
         }
+        for param in params:
+            for name in self.names_of(param):
+                if found := self.given.beside.get(name):
+                    state[id_of[id(param)]] = found
         state.update(self.given.user)
         result: dict[str, Any] = {"state": state}
         if self.groups is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -14,12 +15,14 @@ from ckpt.layout.holdings import form_holdings
 from ckpt.layout.piece import Holding, Kind
 from ckpt.layout.plain import Ranks, UnsupportedTensor
 from ckpt.layout.region import Shape
-from ckpt.layout.sharded_tensor import is_tensor
+from ckpt.layout.sharded_tensor import is_sharded_tensor, is_tensor
+from ckpt.layout.tensor import is_dtensor
 from ckpt.state.describe import Described
 from ckpt.state.names import bare_name
 from ckpt.state.optimizer import NAME_KEYS, named_groups
 from ckpt.state.own import own_state
 from ckpt.state.values import split_tree
+from ckpt.state_dict.beside import copied, is_beside
 from ckpt.state_dict.model import names_of
 from ckpt.state_dict.optimizer_keys import check_keys, nested
 from ckpt.state_dict.optimizers import GROUPS, OWN, OWN_KEYS, STATE, Optimizers
@@ -32,7 +35,8 @@ class GivenState:
     """What one rank's dict has: tensors as holdings, values, the user's own state.
 
     `own` is what the rank had for itself, `odd` has digests of plain tensors of another shape than
-    their parameter, whose shards nobody knows.
+    their parameter, whose shards nobody knows, `beside` is the state of parameters that no engine
+    shares.
     """
 
     held: list[Holding] = field(default_factory=list)
@@ -40,16 +44,24 @@ class GivenState:
     user: dict[str, Any] = field(default_factory=dict)
     own: dict[str, Any] = field(default_factory=dict)
     odd: dict[str, bytes] = field(default_factory=dict)
+    beside: dict[str, dict[Any, Any]] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
 
 class DictReader:
-    """Reads a state dict for `optimizers` of a model that is `described`."""
+    """Reads a state dict for `optimizers` of a model that is `described`.
 
-    def __init__(self, optimizers: Optimizers, described: Described, ranks: Ranks) -> None:
+    With `keeps_own`, state of parameters that no engine shares, and the options of groups, are not
+    held for others: they are this rank's own.
+    """
+
+    def __init__(
+        self, optimizers: Optimizers, described: Described, ranks: Ranks, *, keeps_own: bool
+    ) -> None:
         self.optimizers = optimizers
         self.described = described
         self.ranks = ranks
+        self.keeps_own = keeps_own
 
     def read(self, state_dict: Mapping[str, Any]) -> GivenState:
         """The dict of this rank. Raises Mismatch with everything that cannot be read."""
@@ -73,10 +85,14 @@ class DictReader:
         listed = {name for group in groups for name in group["params"]} | known
         shapes = self.shapes()
         description = {bare_name(key, known): own for key, own in state_dict.get(OWN, {}).items()}
+        beside = self.names_beside() & names if self.keeps_own else set()
         for key, state in state_dict["state"].items():
             name = key_of.get(key, key)
             if name in listed and isinstance(state, Mapping):
                 own = description.get(name, {})
+                if name in beside and not own and not any(map(_tells_layout, state.values())):
+                    read.beside[name] = copied(state)
+                    continue
                 for part, content in state.items():
                     if part in own:
                         self.read_own(read, name, str(part), content, own[part])
@@ -118,10 +134,12 @@ class DictReader:
         self, at: int, group: Mapping[str, Any], key_of: Mapping[Any, str], read: GivenState
     ) -> dict[str, Any]:
         hyper = {key: item for key, item in group.items() if key not in NAME_KEYS}
+        params = [key_of[key] for key in group["params"] if key in key_of]
+        if self.keeps_own:
+            return {"params": params, **copy.deepcopy(hyper)}
         value, tensors = split_tree(hyper, f"{GROUPS}.{at}", read.problems)
         for fqn, tensor in tensors:
             self.hold(read, fqn, tensor, None)
-        params = [key_of[key] for key in group["params"] if key in key_of]
         return {"params": params, **(value or {})}
 
     def read_state(
@@ -163,6 +181,15 @@ class DictReader:
         read.held += holdings
         return holdings
 
+    def names_beside(self) -> set[str]:
+        """The parameters that no engine shares with another rank."""
+        return {
+            member.fqn
+            for source in self.described.params
+            if is_beside(source)
+            for member in source.members
+        }
+
     def shapes(self) -> dict[str, Shape]:
         return {
             member.fqn: member.global_shape
@@ -180,6 +207,10 @@ def live_names(optimizers: Optimizers, described: Described) -> set[str]:
         for named in group
         for name in named.names
     }
+
+
+def _tells_layout(content: Any) -> bool:
+    return is_sharded_tensor(content) or is_dtensor(content)
 
 
 def _digest(tensor: torch.Tensor) -> bytes:

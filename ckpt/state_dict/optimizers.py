@@ -32,7 +32,9 @@ from ckpt.state.optimizer import (
 )
 from ckpt.state.optimizer_kinds import NUMBER_OF_SUFFIX, StateKind, kind_of, number_suffix
 from ckpt.state.own import PerRankState, StateDeclaration, declared
+from ckpt.state.requested import Unshared
 from ckpt.state.values import join_tree, references
+from ckpt.state_dict.beside import Rest, separate
 from ckpt.state_dict.forms import DictForm, LiveTensors, take_out
 from ckpt.state_dict.model import describe_model, names_of, shardings
 from ckpt.state_dict.optimizer_keys import check_keys
@@ -111,6 +113,7 @@ class _Taken:
     user: dict[str, Any]
     has_groups: bool
     own: Mapping[str, PerRankState]
+    rest: Rest | None
 
 
 def take_optimizer(
@@ -125,16 +128,26 @@ def take_optimizer(
     """The state dict of `optimizers`; collective over `world`.
 
     Raises InvalidState or Mismatch, the same on all ranks, for state that cannot be named by
-    parameter, and for values that differ between ranks.
+    parameter, and for values that differ between ranks; `output.beside` says which may differ.
     """
-    taken = collectively(world, "describe", lambda: _taken(model, optimizers, ranks, state_dict))
+    is_compared = output.beside is Unshared.COMPARED
+    taken = collectively(
+        world,
+        "describe",
+        lambda: _taken(model, optimizers, ranks, state_dict, is_compared=is_compared),
+    )
     check_values(world, in_one_order(taken.values))
+    if taken.rest is not None and output.beside is Unshared.OWN_BY_FIRST:
+        taken.rest.keep_those_of_first(world)
     tensors = take_out(taken.live, output, world, ranks)
     if not output.is_wanted:
         return {}
     groups = taken.values[GROUPS]
     names = [name for group in groups for name in group["params"]]
     found: dict[str, Any] = {"state": _state(names, tensors, taken.values)}
+    if taken.rest is not None:
+        to_cpu = output.offload_to_cpu
+        found["state"] = taken.rest.added_to(found["state"], to_cpu=to_cpu)
     for key, value in taken.user.items():
         logger.warning("state %r belongs to no parameter; it is handed on as it is", key)
         found["state"][key] = value
@@ -145,7 +158,9 @@ def take_optimizer(
         found["state"].setdefault(own.param, {})[own.name] = content
         described_as = {key: own.entry[key] for key in OWN_KEYS}
         found[OWN].setdefault(own.param, {})[own.name] = described_as
-    if taken.has_groups:
+    if taken.has_groups and taken.rest is not None:
+        found["param_groups"] = taken.rest.copied_groups()
+    elif taken.has_groups:
         found["param_groups"] = [
             {**join_tree(group, tensors.__getitem__), "params": list(group["params"])}
             for group in groups
@@ -158,6 +173,8 @@ def _taken(
     optimizers: Optimizers,
     ranks: Ranks,
     state_dict: Mapping[str, Any] | None,
+    *,
+    is_compared: bool,
 ) -> _Taken:
     described = describe_model(model, ranks, loading=False)
     problems = [p for one in optimizers for p in refusals(PATH, one, described, ranks)]
@@ -170,12 +187,13 @@ def _taken(
     user = user_state(view.state)
     for key in user:  # goes into the dict as it is, whatever it is
         del view.state[key]
+    rest = None if is_compared else separate(view, described)
     flat = flatten_optimizer(PATH, view, described, ranks)
     if not flat.problems:
-        rest = flatten_groups(PATH, view, flat.groups, ranks)
-        flat.holdings.extend(rest.holdings)
-        flat.values.update(rest.values)
-        flat.problems.extend(rest.problems)
+        options = flatten_groups(PATH, view, flat.groups, ranks)
+        flat.holdings.extend(options.holdings)
+        flat.values.update(options.values)
+        flat.problems.extend(options.problems)
     if flat.problems:
         raise InvalidState(flat.problems)
     live = LiveTensors(
@@ -185,7 +203,7 @@ def _taken(
         {},
     )
     has_groups = state_dict is None or "param_groups" in state_dict
-    return _Taken(live, flat.values, user, has_groups, flat.own)
+    return _Taken(live, flat.values, user, has_groups, flat.own, rest)
 
 
 def _templates(view: Any, described: Described, ranks: Ranks) -> dict[str, torch.Tensor]:

@@ -1,11 +1,14 @@
 """The old calls for optimizer dicts, held against torch's class on the same ranks: what they return
 and whether they raise, with `optim_input`, with nothing that tells the parameters, with another
-order on each rank, with None in the state.
+order on each rank, with None in the state, with parameters beside the units that are each rank's
+own, and with dicts that lack some.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as Theirs
 
+from ckpt import CheckpointError, load_optimizer_state_dict
 from sharding import FullyShardedDataParallel as Ours
 from sharding import OptimStateKeyType
 from tests.ranks import run_ranks
@@ -39,7 +43,7 @@ def adam(params: Any, lr: float = 0.1) -> torch.optim.Optimizer:
 def outcome(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     try:
         return quiet(call, *args, **kwargs)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RuntimeError) as error:
         return type(error).__name__
 
 
@@ -190,3 +194,184 @@ def rests() -> None:
 
 def test_a_dict_may_lack_what_stands_beside_the_units() -> None:
     run_ranks(2, rests)
+
+
+def around(name: str, kind: str, *, orig: bool) -> Any:
+    """A model with a wrapped part, and parameters beside it that differ between ranks by `kind`."""
+    rank = dist.get_rank()
+    model: Any = torch.nn.Module()
+    model.inner = wrapped(name, build("uneven"), use_orig_params=orig)
+    torch.manual_seed(7)
+    model.head = torch.nn.Linear(2, 2 + (rank if kind == "shapes" else 0))
+    if kind == f"only on {rank}":
+        model.extra = torch.nn.Linear(1, 1)
+    return model
+
+
+def differing(model: Any, kind: str) -> torch.optim.Optimizer:
+    """An optimizer with state of its own on each rank for what stands beside the unit."""
+    rank = dist.get_rank()
+    rate: Any = torch.tensor if kind == "rates in tensors" else float
+    params = list(model.parameters())
+    groups = [{"params": params[:1], "lr": rate(0.1)}, {"params": params[1:], "lr": rate(0.2)}]
+    optimizer = adam(groups[:: -1 if rank else 1], lr=0.1)
+    if kind == "rates":
+        optimizer.param_groups[0]["lr"] = 0.5 + rank
+    for param in (param for part in ("head", "extra") for param in params_of(model, part)):
+        state = optimizer.state[param]
+        state["step"] = torch.tensor(3.0 + rank)
+        state["exp_avg"] = param.detach() + 2 + rank
+        if kind == "values":
+            state["note"] = [rank, torch.full((rank + 1,), 2.0)]
+            state["number"] = 1.5 + rank
+            if rank:
+                state["nothing"] = None
+    return optimizer
+
+
+def params_of(model: Any, part: str) -> list[Any]:
+    return list(getattr(model, part).parameters()) if hasattr(model, part) else []
+
+
+KINDS = ("shapes", "only on 0", "only on 1", "values", "rates", "rates in tensors")
+
+
+def by_rank(name: str, engine: Any, orig: bool) -> list[Any]:
+    found = []
+    for kind in KINDS:
+        model = around(name, kind, orig=orig)
+        optimizer = differing(model, kind)
+        takes = {
+            "full": lambda m, o: engine.full_optim_state_dict(m, o, rank0_only=False),
+            "first": engine.full_optim_state_dict,
+            "sharded": engine.sharded_optim_state_dict,
+            "set": engine.optim_state_dict,
+            "given": lambda m, o: engine.optim_state_dict(m, o, o.state_dict()),
+        }
+        taken = {call: outcome(take, model, optimizer) for call, take in takes.items()}
+        found.append((kind, taken))
+        if not isinstance(taken["full"], dict):
+            continue
+        fresh = torch.optim.Adam([{"params": g["params"]} for g in optimizer.param_groups])
+        full, flat = taken["full"], engine.flatten_sharded_optim_state_dict
+        scatter = engine.scatter_full_optim_state_dict
+        loads: dict[str, Callable[[], Any]] = {
+            "shard": partial(engine.shard_full_optim_state_dict, full, model, optim=fresh),
+            "flatten": partial(flat, taken["sharded"], model, fresh),
+            "load": partial(engine.optim_state_dict_to_load, model, fresh, full),
+        }
+        if "rates" in kind:  # torch hangs, or gives the values to others, where ranks differ
+            loads["scatter"] = partial(scatter, taken["first"], model, optim=fresh)
+        for call, load in loads.items():
+            ready = outcome(load)
+            if call == "scatter":  # torch has the groups in the first rank's order
+                ready = {**ready, "param_groups": by_params(ready)}
+                found.append((kind, call, ready))
+                continue
+            found.append((kind, call, ready))
+            fresh.load_state_dict(ready)
+            again = outcome(takes["full"], model, fresh)
+            assert_same(again, taken["full"], f"{orig} {kind} {call}")
+    return found
+
+
+def by_params(state: Any) -> list[Any]:
+    return sorted(state["param_groups"], key=lambda group: list(group["params"]))
+
+
+def own_state() -> None:
+    same_outcomes(by_rank)
+
+
+def test_what_stands_beside_the_units_is_each_ranks_own() -> None:
+    run_ranks(2, own_state, timeout_seconds=300.0)
+
+
+def without(state: dict[str, Any], names: list[str]) -> dict[str, Any]:
+    """A dict that lacks these parameters, state and group."""
+    return {
+        "state": {key: one for key, one in state["state"].items() if key not in names},
+        "param_groups": [
+            {**group, "params": [key for key in group["params"] if key not in names]}
+            for group in state["param_groups"]
+        ],
+    }
+
+
+def by_lack(name: str, engine: Any, orig: bool) -> list[Any]:
+    """Dicts that lack what a unit manages: all of the inner unit, or of both, or a group."""
+    found = []
+    model = wrapped(name, build("uneven"), use_orig_params=orig)
+    params = list(model.parameters())
+    inner = ["1.0.weight", "1.0.bias", "1.2.weight", "1.2.bias"]
+    for given in (params, [{"params": params[:-1]}, {"params": params[-1:]}]):
+        optimizer = adam(given)
+        full = quiet(engine.full_optim_state_dict, model, optimizer, rank0_only=False)
+        last = full["param_groups"][-1]["params"]
+        for names in (inner, last, sorted(full["state"]), ["1.0.bias"] if orig else inner):
+            lacking = without(full, names)
+            if len(full["param_groups"]) > 1 and names is last:
+                lacking["param_groups"].pop()
+            shard, scatter = (
+                engine.shard_full_optim_state_dict,
+                engine.scatter_full_optim_state_dict,
+            )
+            for call in (
+                partial(scatter, lacking, model, optim=optimizer),
+                partial(engine.optim_state_dict_to_load, model, optimizer, lacking),
+                partial(shard, lacking, model, optim_input=given),
+            ):
+                found.append((names, outcome(call)))
+    return found
+
+
+def lacks() -> None:
+    same_outcomes(by_lack)
+
+
+def test_a_dict_may_lack_what_units_manage() -> None:
+    run_ranks(2, lacks, timeout_seconds=300.0)
+
+
+def partly(caught: Any) -> None:
+    """What is lacking is named; members of a flat parameter that lack get zeros."""
+    for orig in (False, True):
+        model = wrapped("ours", build("uneven"), use_orig_params=orig)
+        optimizer = adam(model.parameters())
+        full = quiet(Ours.full_optim_state_dict, model, optimizer, rank0_only=False)
+        lacking = without(full, ["1.0.bias"])
+        caught.clear()
+        ready = quiet(Ours.optim_state_dict_to_load, model, optimizer, lacking)
+        (message,) = caught
+        assert "1.0.bias" in message and "ckpt.load_optimizer_state_dict" in message
+        assert "1.0.weight" not in message
+        with pytest.raises(CheckpointError, match=r"no parameter 1\.0\.bias"):
+            load_optimizer_state_dict(model, optimizer, lacking)
+        if orig:
+            with pytest.raises(ValueError, match="size"):
+                optimizer.load_state_dict(ready)
+            continue
+        optimizer.load_state_dict(ready)
+        again = quiet(Ours.full_optim_state_dict, model, optimizer, rank0_only=False)
+        filled = again["state"].pop("1.0.bias")
+        assert not filled["exp_avg"].any() and filled["step"] == 3
+        assert_same(again["state"], lacking["state"])
+
+
+class Caught(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+def partly_on_a_rank() -> None:
+    handler = Caught()
+    logging.getLogger("ckpt").addHandler(handler)
+    partly(handler.messages)
+
+
+def test_what_a_dict_lacks_is_named() -> None:
+    run_ranks(2, partly_on_a_rank)

@@ -129,8 +129,12 @@ def test_gathers_come_when_the_strategy_and_the_prefetch_say() -> None:
 
 
 def kept_in_no_sync() -> None:
-    for strategy, kept in (("FULL_SHARD", False), ("SHARD_GRAD_OP", True)):
-        model = wrapped("ours", uneven(), sharding_strategy=ShardingStrategy[strategy])
+    """What is not sharded is taken again for nothing: its copy in low precision is not kept."""
+    low = MixedPrecision(param_dtype=torch.bfloat16)
+    cases = (("FULL_SHARD", False, None), ("SHARD_GRAD_OP", True, None), ("NO_SHARD", False, low))
+    for strategy, kept, precision in cases:
+        how: Any = {"sharding_strategy": ShardingStrategy[strategy], "mixed_precision": precision}
+        model = wrapped("ours", uneven(), **how)
         with model.no_sync():
             model(torch.ones(2, 6)).sum().backward()
             assert all((store.gathered_nbytes > 0) is kept for store in stores(model))

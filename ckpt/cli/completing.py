@@ -7,7 +7,8 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ckpt.cli.commandline import OK, Command, all_commands
+from ckpt.cli.commandline import OK, all_commands
+from ckpt.cli.parsers.arguments import Command
 
 
 class Flag(NamedTuple):

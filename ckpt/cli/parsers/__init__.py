@@ -1,0 +1,1 @@
+"""The arguments of each command, one module for each group of commands."""

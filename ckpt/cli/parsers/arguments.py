@@ -1,0 +1,173 @@
+"""What the parsers of commands are made of: a command, arguments that several have, their types.
+
+A command is given as "module:function"; its module is imported when it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from typing import Any
+
+
+class Command:
+    """One command: its parser, and what was added to it, for help and for completion."""
+
+    def __init__(self, name: str, text: str, parser: argparse.ArgumentParser) -> None:
+        self.name = name
+        self.text = text
+        self.parser = parser
+        self.actions: list[argparse.Action] = []
+
+    def add_argument(self, *names: str, **how: Any) -> None:
+        """As of argparse."""
+        self.actions.append(self.parser.add_argument(*names, **how))
+
+
+class Commands:
+    """All commands in the order in which help shows them."""
+
+    def __init__(self, parsers: Any) -> None:
+        self._parsers = parsers
+        self.all: list[Command] = []
+
+    def add(self, name: str, text: str, **how: Any) -> Command:
+        """A new command with the help `text`."""
+        self.all.append(Command(name, text, self._parsers.add_parser(name, help=text, **how)))
+        return self.all[-1]
+
+
+def add_command(commands: Commands, name: str, run: str, text: str, examples: str) -> Command:
+    """A new command that calls `run`, a "module:function" below `ckpt.cli`; `text` is its help."""
+    command = commands.add(
+        name,
+        text,
+        description=f"{text[0].upper()}{text[1:]}.",
+        epilog="examples:\n" + "\n".join(f"  {line}" for line in examples.splitlines()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.parser.set_defaults(
+        command=f"ckpt.cli.{run}",
+        after_interrupt="nothing half-done was published",
+        check=lambda arguments: "",
+    )
+    return command
+
+
+def add_url(parser: Command, help: str = "") -> None:
+    """The url, by default of a root or a step, and options of its store."""
+    about = "a path, s3://bucket/prefix, or any url of fsspec"
+    parser.add_argument("url", help=help or f"{about}; a root, or one step's directory")
+    add_options(parser, "--option", "of the store", short="-o")
+
+
+def add_options(parser: Command, name: str, whose: str, *, short: str = "") -> None:
+    """Repeatable options of a store, `KEY=VALUE` each."""
+    parser.add_argument(
+        *([short] if short else []),
+        name,
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        type=_key_value,
+        help=f"an option {whose}, such as endpoint_url=http://localhost:9000; repeatable",
+    )
+
+
+def add_step(parser: Command) -> None:
+    """`--step`: which checkpoint, by default the latest."""
+    parser.add_argument("--step", type=int, help="default: the latest")
+
+
+def add_json(parser: Command) -> None:
+    """`--json`: output for programs."""
+    parser.add_argument("--json", action="store_true", help="for programs")
+
+
+def add_rename(parser: Command, help: str) -> None:
+    """`--rename REGEX=TEXT`, repeatable."""
+    parser.add_argument(
+        "--rename",
+        action="append",
+        default=[],
+        metavar="REGEX=TEXT",
+        type=_substitution,
+        help=help,
+    )
+
+
+def add_layout(parser: Command) -> None:
+    """`--layout`: how the ranks that load hold tensors."""
+    parser.add_argument(
+        "--layout",
+        choices=("fsdp2", "flat", "replicated"),
+        default="fsdp2",
+        help="fsdp2: rows, as fully_shard cuts (default); flat: even runs, as FSDP1; replicated",
+    )
+
+
+# Types of arguments ----------------------------------------------------------------------------
+
+
+def _key_value(text: str) -> tuple[str, Any]:
+    key, equals, value = text.partition("=")
+    if not key or not equals:
+        raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE")
+    try:
+        return key, json.loads(value)  # numbers, true, {"nested": "options"}
+    except ValueError:
+        return key, value
+
+
+def _substitution(text: str) -> tuple[re.Pattern[str], str]:
+    """The argument REGEX=TEXT. The last "=" counts, so that the expression may hold some."""
+    pattern, equals, replacement = text.rpartition("=")
+    if not equals or not pattern:
+        raise argparse.ArgumentTypeError(f"{text!r} is not REGEX=TEXT")
+    try:
+        return re.compile(pattern), replacement
+    except re.error as error:
+        raise argparse.ArgumentTypeError(
+            f"{pattern!r} is no regular expression: {error}"
+        ) from error
+
+
+def nbytes(text: str) -> int:
+    """The argument SIZE, such as 5GB."""
+    from ckpt.convert.export import parse_nbytes  # slow to import, and seldom needed
+
+    try:
+        return parse_nbytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def count(text: str) -> int:
+    """The argument N: at least 1."""
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
+    return int(text)
+
+
+def count_or_all(text: str) -> int:
+    """The argument N: at least 0, which stands for all."""
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0")
+    return int(text)
+
+
+def best(text: str) -> tuple[int, str]:
+    """The argument N[:min|max]: how many, and which are the best."""
+    number, _, mode = text.partition(":")
+    if mode not in ("", "min", "max"):
+        raise argparse.ArgumentTypeError(f"{text!r}: write N, N:min or N:max")
+    return count(number), mode or "min"
+
+
+def seconds(text: str) -> float:
+    """The argument AGE, such as 90m, in seconds."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text)
+    if match is None or not float(match[1]):
+        raise argparse.ArgumentTypeError(f"{text!r} is no age; write e.g. 90m, 12h or 7d")
+    return float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]

@@ -1,0 +1,128 @@
+"""Commands that keep a root sound and small: verify, salvage, mend, prune, rm."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ckpt.cli.parsers.arguments import (
+    Command,
+    Commands,
+    add_command,
+    add_json,
+    add_step,
+    add_url,
+    best,
+    count,
+    seconds,
+)
+
+
+def add_verify(commands: Commands) -> None:
+    """`ckpt verify`."""
+    parser = add_command(
+        commands,
+        "verify",
+        "keeping:verify_checkpoint",
+        "read a whole checkpoint and report every changed byte",
+        "ckpt verify s3://bucket/run --step 1200\nckpt verify runs/7b --mark",
+    )
+    add_url(parser)
+    add_step(parser)
+    parser.add_argument("--mark", action="store_true", help="note success in the log")
+    add_json(parser)
+
+
+def add_salvage(commands: Commands) -> None:
+    """`ckpt salvage`."""
+    parser = add_command(
+        commands,
+        "salvage",
+        "keeping:salvage_checkpoint",
+        "rebuild a lost MANIFEST from the data files, reading and checking all of them",
+        "ckpt salvage runs/7b/steps/00001200-e000001-0123456789abcdef\nckpt salvage runs/7b",
+    )
+    add_url(parser)
+    parser.add_argument("--step", type=int, help="of a root; default: all without a MANIFEST")
+    parser.add_argument("--dry-run", action="store_true", help="check only, write no MANIFEST")
+    add_json(parser)
+
+
+def add_mend(commands: Commands) -> None:
+    """`ckpt mend`."""
+    parser = add_command(
+        commands,
+        "mend",
+        "keeping:mend_log",
+        "make a log whole that was rolled back, restored in part or merged; nothing is removed",
+        "ckpt mend runs/7b --dry-run\nckpt mend runs/7b",
+    )
+    add_url(parser, "a root: a path, s3://bucket/prefix, or any url of fsspec")
+    parser.add_argument("--dry-run", action="store_true", help="look only, append nothing")
+    add_json(parser)
+
+
+def add_prune(commands: Commands) -> None:
+    """`ckpt prune`."""
+    parser = add_command(
+        commands,
+        "prune",
+        "removing:prune",
+        "retire and delete old checkpoints; a running training is not disturbed",
+        "ckpt prune runs/7b --keep-last 3 --dry-run\n"
+        "ckpt prune runs/7b --keep-last 3 --yes            in a script, where nobody can answer\n"
+        "ckpt prune runs/7b --keep-last 2 --keep-every 10000 --keep-best 1:min\n"
+        "kept is what any rule keeps, and always: the latest, the last verified one, pinned ones,\n"
+        "those whose files a kept one needs, and what no training saved (imports; see `ckpt rm`)",
+    )
+    add_url(parser)
+    parser.add_argument("--keep-last", type=count, metavar="N", help="the N newest")
+    parser.add_argument(
+        "--keep-every", type=count, metavar="STEPS", help="the first at or after each multiple"
+    )
+    parser.add_argument(
+        "--keep-best", type=best, metavar="N[:min|max]", help="by metric; default: the lowest"
+    )
+    parser.add_argument(
+        "--keep-younger", type=seconds, metavar="AGE", help="younger than e.g. 90m, 12h, 7d"
+    )
+    parser.add_argument(
+        "--retire-unmeasured",
+        action="store_true",
+        help="with --keep-best: checkpoints without a metric go, too; default: they stay",
+    )
+    _add_consent(parser)
+    add_json(parser)
+    parser.parser.set_defaults(check=_some_rule)
+
+
+def add_rm(commands: Commands) -> None:
+    """`ckpt rm`."""
+    parser = add_command(
+        commands,
+        "rm",
+        "removing:rm",
+        "delete one checkpoint, unless another one needs it or it is the last",
+        "ckpt rm runs/7b 1200\nckpt rm runs/7b 0 --attempt e000002-0123456789abcdef --yes",
+    )
+    add_url(parser, "a root: a path, s3://bucket/prefix, or any url of fsspec")
+    parser.add_argument("step", type=int, help="its step, as `ckpt ls` shows it")
+    parser.add_argument(
+        "--attempt", default="", help="which one, where the root has several of that step"
+    )
+    _add_consent(parser)
+    add_json(parser)
+
+
+def _add_consent(parser: Command) -> None:
+    parser.add_argument("--dry-run", action="store_true", help="say what would go, delete nothing")
+    parser.add_argument("--yes", "-y", action="store_true", help="delete without asking")
+    parser.parser.set_defaults(after_interrupt="what was not told to be deleted is there")
+
+
+def _some_rule(arguments: Any) -> str:
+    if arguments.retire_unmeasured and arguments.keep_best is None:
+        return "--retire-unmeasured is about --keep-best: give both"
+    rules = ("keep_last", "keep_every", "keep_best", "keep_younger")
+    if any(getattr(arguments, rule) is not None for rule in rules):
+        return ""
+    return "prune needs a rule: --keep-last, --keep-every, --keep-best or --keep-younger"

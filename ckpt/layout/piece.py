@@ -39,6 +39,16 @@ class Kind(enum.IntEnum):
     BUFFER = 2
     OTHER = 3  # any other tensor in the state
 
+    @classmethod
+    def of(cls, number: int) -> Kind:
+        """The kind with that number. One that a later version added counts as `OTHER`, so that its
+        checkpoints stay readable.
+        """
+        return cls(number) if number in _KIND_NUMBERS else cls.OTHER
+
+
+_KIND_NUMBERS = frozenset(int(kind) for kind in Kind)
+
 
 class Holding(NamedTuple):
     """Local memory together with the pieces that lie in it.

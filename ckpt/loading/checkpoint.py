@@ -265,7 +265,7 @@ class Checkpoint:
             fqn=fqn,
             dtype=torch_dtype(entry.dtype),
             shape=entry.shape,
-            kind=_kind(int(self.manifest.kinds[entry.number])),
+            kind=Kind.of(int(self.manifest.kinds[entry.number])),
             nbytes=math.prod(entry.shape) * DTYPES[entry.dtype].itemsize,
             parts=tuple(self._parts(entry.number)),
             alias_of=self.aliases.get(fqn),
@@ -348,14 +348,6 @@ def fill(
     plan = plan_reads(manifest, holdings)
     runs = plan.runs(manifest.chunks.first_block)
     Reader(store, prefix, manifest, plan, path).read_private(runs)
-
-
-def _kind(number: int) -> Kind:
-    """A kind that a later version added reads as `OTHER`, so that its checkpoints stay readable."""
-    try:
-        return Kind(number)
-    except ValueError:
-        return Kind.OTHER
 
 
 def _hint(fqn: str, names: Sequence[str]) -> str:

@@ -340,8 +340,8 @@ def _exchange(
 def catalog_of(manifest: Manifest) -> Catalog:
     """Names, shapes, dtypes and values of a checkpoint, without its tensors' bytes."""
     dtypes = {name: torch_dtype(name) for name in set(manifest.dtypes)}
-    known_kinds = {int(kind): kind for kind in Kind}
-    kinds = [known_kinds[kind] for kind in manifest.kinds.tolist()]
+    kind_of = {number: Kind.of(number) for number in set(manifest.kinds.tolist())}
+    kinds = [kind_of[number] for number in manifest.kinds.tolist()]
     tensors = {
         fqn: TensorEntry(dtypes[dtype], shape, kind)
         for fqn, dtype, shape, kind in zip(

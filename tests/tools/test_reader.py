@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import random
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 import ckpt
+from ckpt.format.manifest import Manifest
+from ckpt.format.manifest_codec import decode_manifest
+from ckpt.layout.piece import Kind
 from ckpt.layout.region import Box, Span
 from ckpt.loading.checkpoint import Checkpoint, find_checkpoint
 from storage import open_store
@@ -164,3 +169,22 @@ def test_damaged_manifest_is_named(plain_root: str, tmp_path: Path) -> None:
         ckpt.open(str(root))
     with pytest.raises(ckpt.errors.Corrupt, match="MANIFEST"):
         ckpt.open(str(path.parent))
+
+
+def test_a_kind_of_a_later_version_is_loaded_and_shown_as_any_other_tensor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FORMAT.md, section 4: kinds 4 to 15 are for later versions."""
+    ckpt.save({"x": torch.arange(5.0)}, str(tmp_path), step=1)
+
+    def of_a_later_version(data: bytes) -> Manifest:
+        manifest = decode_manifest(data)
+        return replace(manifest, kinds=np.full_like(manifest.kinds, 9))
+
+    monkeypatch.setattr("ckpt.loading.load.decode_manifest", of_a_later_version)
+    monkeypatch.setattr("ckpt.loading.checkpoint.decode_manifest", of_a_later_version)
+    state = {"x": torch.zeros(5)}
+    ckpt.load(state, str(tmp_path))
+    assert torch.equal(state["x"], torch.arange(5.0))
+    with ckpt.open(str(tmp_path)) as checkpoint:
+        assert checkpoint.info("x").kind is Kind.OTHER

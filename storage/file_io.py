@@ -8,13 +8,13 @@ import fcntl
 import mmap
 import os
 import stat
-import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from types import TracebackType
 
 import numpy as np
 
+from storage.forks import ForkSafeLock
 from storage.linux import allocate, start_writeback
 from storage.ranges import drop_front
 
@@ -226,7 +226,7 @@ class OpenFiles:
     def __init__(self, count_max: int) -> None:
         self._count_max = count_max
         self._files: OrderedDict[str, OpenFile] = OrderedDict()
-        self._lock = threading.Lock()
+        self._lock = ForkSafeLock()
 
     def uncached(self, path: str) -> OpenFile:
         """For one read of a whole file: opened now, closed at the end of the `with` block."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 
 from storage.buffered import BufferedWriter
 from storage.errors import KeyExistsError, KeyNotFoundError, ShortReadError
+from storage.forks import ForkSafeLock
 from storage.keys import check_key, check_prefix
 from storage.ranges import flat_views
 from storage.store import ByteRange, ExclusiveCreate, ObjectInfo, Store
@@ -20,7 +20,7 @@ class MemoryBucket:
     def __init__(self) -> None:
         self._objects: dict[str, tuple[bytes | bytearray, float]] = {}
         self._sorted_keys: list[str] | None = []
-        self._lock = threading.Lock()
+        self._lock = ForkSafeLock()
 
     def find(self, key: str) -> tuple[bytes | bytearray, float] | None:
         return self._objects.get(key)

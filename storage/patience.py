@@ -7,6 +7,8 @@ import math
 import threading
 from collections.abc import Callable
 
+from storage.forks import ForkSafeLock
+
 logger = logging.getLogger(__name__)
 
 LOG_SECONDS = 30.0  # between lines about one wait
@@ -22,13 +24,13 @@ class Patience:
 
     def __init__(self) -> None:
         self.usual_seconds = 0.0  # the policy's own bound
-        self._changed = threading.Condition()
+        self._changed = threading.Condition(ForkSafeLock())  # type: ignore[arg-type]
         self._seconds: float | None = None
         self._waiting = 0
         self._began = 0.0
         self._logged = -math.inf
         self._is_logged = False  # whether a line was logged for this wait
-        self._reporting = threading.Lock()
+        self._reporting = ForkSafeLock()
         self._on_wait: Callable[[bool], object] | None = None
         self._reported = False  # what `_on_wait` was called with last
 

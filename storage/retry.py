@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import threading
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -13,6 +12,7 @@ from types import TracebackType
 from typing import TypeVar
 
 from storage.errors import KeyExistsError, KeyNotFoundError, OutcomeUnknownError, TransientError
+from storage.forks import ForkSafeLock
 from storage.patience import Patience
 from storage.store import ByteRange, JointWriter, ObjectInfo, ObjectWriter, Store
 from storage.wrap import WrappedStore
@@ -25,7 +25,7 @@ class RetryTally:
 
     def __init__(self) -> None:
         self._count = 0
-        self._lock = threading.Lock()
+        self._lock = ForkSafeLock()
 
     @property
     def count(self) -> int:

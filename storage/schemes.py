@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import inspect
 import re
-import threading
 from collections.abc import Callable, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from storage.errors import InvalidUrlError, StorageError
+from storage.forks import ForkSafeLock
 from storage.keys import redacted
 from storage.store import Store
 
@@ -28,7 +28,7 @@ BUILT_IN = frozenset({"file", "local", "memory", "s3", "s3a", "gs", "az", "fsspe
 _SCHEME = re.compile(r"[a-z][a-z0-9.\-]*")
 
 _factories: dict[str, StoreFactory] = {}
-_lock = threading.Lock()
+_lock = ForkSafeLock()
 
 
 def register_store(scheme: str, factory: StoreFactory) -> None:

@@ -11,13 +11,13 @@ from __future__ import annotations
 import contextlib
 import heapq
 import re
-import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TypeVar
 
 from storage.errors import InvalidUrlError, KeyExistsError, KeyNotFoundError, StorageError
+from storage.forks import ForkSafeLock
 from storage.keys import check_key, check_prefix
 from storage.store import ByteRange, ObjectInfo, ObjectWriter, Store
 from storage.wrap import WrappedStore
@@ -58,7 +58,7 @@ class SpreadStore(WrappedStore):
         self._is_spread = is_spread
         self._recorded = 0  # 0: no record was seen so far
         self._settled = False  # whether `create` may rely on it
-        self._lock = threading.Lock()
+        self._lock = ForkSafeLock()
 
     def get(self, key: str, byte_range: ByteRange | None = None) -> bytes:
         return self._find(key, lambda place: self.inner.get(place, byte_range))

@@ -14,9 +14,10 @@ import logging
 import os
 import re
 import stat
-import threading
 from collections.abc import Sequence
 from pathlib import Path
+
+from storage.forks import ForkSafeLock
 
 _log = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ class BlockCache:
         self._filled_nbytes = 0
         self._uncounted_nbytes = _RECOUNT_NBYTES
         self._is_broken = False
-        self._lock = threading.Lock()
+        self._lock = ForkSafeLock()
 
     def fill(self, root: str, key: str, start: int, buffers: Sequence[memoryview]) -> bool:
         """Fill `buffers` with the bytes of a data file from `start` on; the caller must check them.

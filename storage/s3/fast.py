@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import threading
 from collections.abc import Sequence
 from datetime import datetime, timedelta, timezone
 from typing import Any
@@ -24,6 +23,7 @@ from storage.errors import (
     KeyNotFoundError,
     OutcomeUnknownError,
 )
+from storage.forks import ForkSafeLock
 from storage.ranges import PartLedger
 from storage.retry import RetryPolicy
 from storage.s3.objects import REQUEST_SECONDS_MAX, Objects, RangesRefused, bounds
@@ -62,7 +62,7 @@ class FastS3Store(S3Store):
             keys_per_page=keys_per_page,
         )
         self._transfer = transfer
-        self._opening = threading.Lock()
+        self._opening = ForkSafeLock()
         self._opened: list[Objects | None] = []
 
     def objects(self) -> Objects | None:

@@ -15,7 +15,6 @@ import contextlib
 import json
 import os
 import struct
-import threading
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,6 +33,7 @@ from storage.errors import (
     KeyNotFoundError,
     StorageError,
 )
+from storage.forks import ForkSafeLock
 from storage.http import HttpStore
 from storage.keys import check_key, check_prefix
 from storage.ranges import PartLedger, flat_views, part_count
@@ -80,7 +80,7 @@ class S3Store(HttpStore):
         self._given = options
         self._options = with_defaults(options)
         self._keys_per_page = keys_per_page
-        self._lock = threading.Lock()
+        self._lock = ForkSafeLock()
         self._client: tuple[int, s3fs.S3FileSystem] | None = None
 
     @property

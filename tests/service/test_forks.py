@@ -35,7 +35,7 @@ ckpt.async_save({"w": weight, "o": optimizer}, url, step=2).result()
 step()
 background._run = held
 pending = ckpt.async_save({"w": weight, "o": optimizer}, url, step=3)
-def told(call):
+def outcome(call):
     try:
         return repr(call())
     except ckpt.CheckpointError as error:
@@ -43,7 +43,7 @@ def told(call):
 def in_child(call):
     def run():
         background._run = run_before
-        print(told(call), flush=True)
+        print(outcome(call), flush=True)
     run_before = run_original
     child = multiprocessing.get_context("fork").Process(target=run)
     child.start()
@@ -59,7 +59,7 @@ in_child(lambda: ckpt.async_save({"x": torch.ones(3)}, url + "-own", step=2).res
 in_child(lambda: ckpt.save({"x": 1}, url, step=9).step)
 in_child(lambda: ckpt.load({"x": torch.zeros(8)}, url, step=1).step)
 may_go.set()
-print(told(lambda: pending.result().step))
+print(outcome(lambda: pending.result().step))
 """
 
 INHERITED = """
@@ -68,7 +68,7 @@ in_child(lambda: pending.wait_staged())
 in_child(step)
 in_child(lambda: [batch.tolist() for batch in DataLoader([1.0, 2.0], num_workers=1)])
 may_go.set()
-print(told(lambda: pending.result().step))
+print(outcome(lambda: pending.result().step))
 """
 
 CHECKPOINTER = """
@@ -82,6 +82,53 @@ with ckpt.Checkpointer(url + "-service", {"w": weight}, save=every) as checkpoin
     in_child(checkpointer.close)
     checkpointer.step(2)
 print([step.step for step in ckpt.list_steps(url + "-service")])
+"""
+
+READERS = """
+import gc, threading, types
+from collections import deque
+may_go.set()
+pending.result()
+ckpt.save({"x": torch.arange(4096.0), "y": torch.ones(7)}, url + "-read", step=1)
+reader = ckpt.open(url + "-read")
+assert float(reader["x"][5]) == 5.0
+reader.values, reader.keys()
+LOCKS = (type(threading.Lock()), type(threading.RLock()))
+def locks_behind(thing):
+    seen, left, locks = {id(thing)}, deque([thing]), []
+    while left:
+        for inner in gc.get_referents(left.popleft()):
+            if isinstance(inner, (type, types.ModuleType, types.FunctionType)) or id(inner) in seen:
+                continue
+            seen.add(id(inner))
+            left.append(inner)
+            locks += [inner] if isinstance(inner, LOCKS) else []
+    return locks
+def check():
+    for number in range(20):
+        assert torch.equal(reader.read("x", slice(number, 4096)), torch.arange(4096.0)[number:])
+    return float(reader["y"].sum())
+held, may_end = threading.Event(), threading.Event()
+def hold():
+    taken = [lock for lock in locks_behind(reader) if lock.acquire(False)]
+    held.set()
+    may_end.wait()
+    for lock in taken:
+        lock.release()
+    print("held", len(taken) > 0)
+holder = threading.Thread(target=hold)
+holder.start()
+held.wait()
+in_child(check)
+in_child(lambda: float(ckpt.open(url + "-read")["x"].sum()))
+may_end.set()
+holder.join()
+busy = threading.Thread(target=lambda: [check() for _ in range(20)])
+busy.start()
+for _ in range(3):
+    in_child(check)
+busy.join()
+print(check())
 """
 
 RANK = """
@@ -141,6 +188,17 @@ def test_a_checkpointer_is_not_carried_over(tmp_path: Path) -> None:
     assert lines[0].startswith("Forked: this Checkpointer belongs to process ")
     assert lines[1:4] == ["exit 0", "None", "exit 0"]
     assert lines[4] == "[1, 2]"
+
+
+def test_a_reader_of_the_parent_reads_in_the_child_whatever_the_parents_threads_hold(
+    tmp_path: Path,
+) -> None:
+    lines = run_script(PARENT + READERS, tmp_path / "run")
+    whole = str(float(sum(range(4096))))
+    assert lines[:4] == ["7.0", "exit 0", whole, "exit 0"]
+    assert lines[4] == "held True", "the parent's thread held no lock: nothing was shown"
+    assert lines[5:11] == ["7.0", "exit 0"] * 3
+    assert lines[11] == "7.0"
 
 
 def test_a_process_forked_from_a_rank_is_no_member_of_its_group(tmp_path: Path) -> None:

@@ -296,8 +296,8 @@ def _add_copy(need: Need, copy: Copy, view: torch.Tensor, address: int, block_nb
 
 def _region_of(view: torch.Tensor, patch: Patch) -> torch.Tensor:
     """The elements of `view` that `patch.target_shape` describes, sharing memory."""
-    if tuple(view.shape) == patch.target_shape and patch.target_base == 0:
-        return view
+    if tuple(view.shape) == patch.target_shape:
+        return view  # all of it, so from its first element on
     numel = whole(patch.target_shape).numel
     return view.view(-1)[patch.target_base : patch.target_base + numel].view(patch.target_shape)
 

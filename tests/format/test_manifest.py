@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 
 from ckpt.errors import Corrupt, InvalidState, UnsupportedFormat
+from ckpt.format import coverage
 from ckpt.format.columns import pack_ints, pack_map, unpack_map
+from ckpt.format.coverage import cover_problem
 from ckpt.format.datafile import StoredChunk, layout_data_file
 from ckpt.format.manifest import Manifest
 from ckpt.format.manifest_codec import MAGIC, decode_manifest, encode_manifest
@@ -29,7 +31,7 @@ from ckpt.format.part import (
     per_rank_of,
     values_of,
 )
-from ckpt.layout.region import Box, Span
+from ckpt.layout.region import Box, Region, Shape, Span
 from tests.format.sample import (
     ALIASES,
     HEADER,
@@ -389,15 +391,10 @@ def test_chunks_take_at_most_16_bytes() -> None:
         assert encode_manifest(decode_manifest(data)) == data
 
 
-@pytest.mark.parametrize("numel", [2**31 - 1, 2**31, 2**32 + 3])
-def test_tensors_and_files_may_be_larger_than_32_bits_count(numel: int) -> None:
-    """No bytes of them are needed: two runs of a huge tensor, and a small one behind them."""
-    big = [Span(0, numel - 5), Span(numel - 5, numel)]
-    chunks = [StoredChunk("big", "int8", (numel,), span, span.numel, 0) for span in big]
-    chunks.append(StoredChunk("small", "int8", (2,), Span(0, 2), 2, 0))
+def manifest_of(chunks: list[StoredChunk], tensors: list[TensorRecord]) -> Manifest:
+    """The manifest of one file of one rank, which came over the wire. The file has no bytes."""
     layout = layout_data_file(chunks, block_bytes=1 << 20, metadata={})
     sums = np.arange(layout.block_counts.sum(), dtype=np.uint32)
-    tensors = [TensorRecord("big", "int8", (numel,), 0), TensorRecord("small", "int8", (2,), 0)]
     part = make_part(
         rank=0,
         files=[PartFile("rank00000-000.safetensors", layout, chunks, sums)],
@@ -409,40 +406,55 @@ def test_tensors_and_files_may_be_larger_than_32_bits_count(numel: int) -> None:
         replica_digests={},
     )
     one = HEADER.model_copy(update={"world_size": 1, "block_bytes": 1 << 20})
-    manifest = decode_manifest(
-        encode_manifest(build_manifest(one, [decode_part(encode_part(part))]))
-    )
-    assert [manifest.region(chunk) for chunk in range(3)] == [*big, Span(0, 2)]
-    assert manifest.chunks.byte_start.tolist() == layout.offsets.tolist()
-    assert [len(manifest.chunk_checksums(chunk)) for chunk in range(3)] == [
-        -(-(numel - 5) // (1 << 20)),
-        1,
-        1,
-    ]
-    assert manifest.chunk_checksums(2).tolist() == sums[-1:].tolist()
+    return build_manifest(one, [decode_part(encode_part(part))])
+
+
+@pytest.mark.parametrize("numel", [2**31 - 1, 2**31, 2**32 + 3])
+def test_tensors_and_files_may_be_larger_than_32_bits_count(numel: int) -> None:
+    """Two runs of a huge tensor, and a small one behind them in the file."""
+    runs = [Span(0, numel - 5), Span(numel - 5, numel)]
+    chunks = [StoredChunk("big", "int8", (numel,), span, span.numel, 0) for span in runs]
+    chunks.append(StoredChunk("small", "int8", (2,), Span(0, 2), 2, 0))
+    tensors = [TensorRecord("big", "int8", (numel,), 0), TensorRecord("small", "int8", (2,), 0)]
+    manifest = decode_manifest(encode_manifest(manifest_of(chunks, tensors)))
+    assert [manifest.region(chunk) for chunk in range(3)] == [*runs, Span(0, 2)]
+    starts = (manifest.chunks.byte_start - int(manifest.file_data_start[0])).tolist()
+    assert starts == [0, numel - 5, numel]
+    blocks = -(-(numel - 5) // (1 << 20))
+    sums = [manifest.chunk_checksums(chunk).tolist() for chunk in range(3)]
+    assert sums == [list(range(blocks)), [blocks], [blocks + 1]]
 
 
 @pytest.mark.parametrize(("ndim", "is_taken"), [(64, True), (65, False)])
 def test_a_tensor_has_at_most_64_dims(ndim: int, is_taken: bool) -> None:
-    """As torch's own have. Of a part nobody checks it again: only a manifest is from outside."""
-    shape = (1,) * ndim
-    part = make_part(
-        rank=0,
-        files=[],
-        tensors=[TensorRecord("w", "int8", (0, *shape[1:]), 0)],
-        aliases={},
-        values={},
-        keeps_values=True,
-        per_rank={},
-        replica_digests={},
-    )
-    one = HEADER.model_copy(update={"world_size": 1})
-    data = encode_manifest(build_manifest(one, [part]))
+    """As torch's own have."""
+    shape = (0, *(1,) * (ndim - 1))
+    data = encode_manifest(manifest_of([], [TensorRecord("w", "int8", shape, 0)]))
     if is_taken:
-        assert decode_manifest(data).shapes == ((0, *shape[1:]),)
+        assert decode_manifest(data).shapes == (shape,)
         return
     with pytest.raises(Corrupt, match="65 dims, at most 64"):
         decode_manifest(data)
+
+
+def test_tensors_of_one_shape_that_are_cut_alike_are_checked_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A model has thousands of them, and each check takes a millisecond."""
+    checked = []
+
+    def counting(regions: list[Region], shape: Shape) -> str | None:
+        checked.append(shape)
+        return cover_problem(regions, shape)
+
+    monkeypatch.setattr(coverage, "cover_problem", counting)
+    chunks, tensors = [], []
+    for number, at in enumerate((3, 3, 2, 3)):
+        halves = [Box((0, 0), (4, at)), Box((0, at), (4, 6 - at))]
+        tensors.append(TensorRecord(f"w{number}", "int8", (4, 6), 0))
+        chunks += [StoredChunk(f"w{number}", "int8", (4, 6), h, h.numel, 0) for h in halves]
+    manifest_of(chunks, tensors)
+    assert checked == [(4, 6), (4, 6)]
 
 
 def grid_manifest(tensors: int, ranks: int, **options: bool) -> Manifest:

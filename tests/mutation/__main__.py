@@ -51,7 +51,7 @@ class Reach:
     def __init__(self, path: Path) -> None:
         self.path = path
         kept = json.loads(path.read_text()) if path.exists() else {"seconds": {}, "lines": {}}
-        self.seconds: dict[str, float] = kept["seconds"]  # None where it fails without a change
+        self.seconds: dict[str, float] = kept["seconds"]
         self.lines: dict[str, dict[str, list[int]]] = kept["lines"]  # test: file: lines
 
     def keep(self) -> None:
@@ -128,7 +128,8 @@ class Mutating:
                         name = str(Path(path).relative_to(ROOT))
                         lines[test].setdefault(name, []).append(line)
         failed = sorted(outcomes.failed)
-        seconds = {test: outcomes.seconds[test] for test in tests}
+        # Those that failed are run again by the next call: the machine may have been too busy.
+        seconds = {test: outcomes.seconds[test] for test in tests if test not in failed}
         answer.write_text(json.dumps({"seconds": seconds, "lines": lines, "failed": failed}))
         return 0
 

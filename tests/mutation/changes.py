@@ -172,6 +172,8 @@ def _is_left_alone(parent: ast.AST, field: str, child: ast.AST) -> bool:
         return True
     if field in ("annotation", "returns", "decorator_list"):
         return True
+    if isinstance(parent, ast.keyword) and parent.arg == "strict":
+        return True  # of zip: an assert
     return isinstance(parent, ast.Raise) or (_is_logging(parent) and field == "args")
 
 

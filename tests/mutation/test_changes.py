@@ -30,6 +30,7 @@ def afters(folder: Path, body: str) -> list[str]:
         ("return a.get(b, 'x')", ["return None", "return a.get('x', b)", "return a.get(b)"]),
         ("return max(a, key=b)", ["return None", "return max(a)"]),
         ("return [x for x in a if x]", ["return None", "return [x for x in a if True]"]),
+        ("return zip(a, strict=True)", ["return None"]),
         ("a(b)", ["pass"]),
         ("a.x = b", ["pass"]),
         ("x = b", []),

@@ -282,6 +282,19 @@ def test_maintenance_does_not_disturb_a_running_session() -> None:
     assert new.slot == Log(store).state().slot
 
 
+def test_a_copy_whose_commit_got_no_answer_is_committed_once() -> None:
+    store = Scripted(MemoryStore())
+    original = save(claim(store), 1)
+    keeper = Maintenance.open(store, sources=NO_PAUSE, limits=Limits(tries_max=1))
+    copy = Commit("e000001-00000000000000cc", 1, 3, b"d" * 32)
+    store.script = ["applied"]
+    with pytest.raises(OutcomeUnknown):
+        keeper.commit_copy(copy, of=original.attempt)
+    entry = keeper.commit_copy(copy, of=original.attempt)
+    assert (entry.attempt, entry.line) == (copy.attempt, None)
+    assert [r.kind for r in Log(store).history()] == ["CLAIM", "COMMIT", "COMMIT"]
+
+
 def test_last_checkpoint_and_unknown_ones_are_not_retired() -> None:
     store = MemoryStore()
     only = save(claim(store), 1)

@@ -78,8 +78,6 @@ def share_blocks(needs: Sequence[Ints], line: Ints, rank: int, limits: ShareLimi
 def _shared_segments(needs: Sequence[Ints]) -> tuple[Ints, list[tuple[int, ...]]]:
     """The maximal runs that one and the same set of two or more ranks needs, and these sets."""
     points = np.unique(np.concatenate([need.reshape(-1) for need in needs]))
-    if len(points) == 0:
-        return np.empty((0, 2), dtype=np.int64), []
     change = np.zeros(len(points), dtype=np.int64)
     for need in needs:
         # A sweep over all ends of runs: the sum so far is how many ranks need the blocks that

@@ -157,6 +157,52 @@ def test_a_cache_that_cannot_be_written_is_only_slow(
     assert cached.load() >= NBYTES
 
 
+def test_a_broken_cache_is_named_once_and_not_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = BlockCache(tmp_path / "cache")
+    data = [memoryview(bytes(100))]
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "open", _no_space)
+        for key in "abc":
+            cache.keep("root", key, 0, data)
+    cache.keep("root", "d", 0, data)
+    assert [record.message for record in caplog.records] == [
+        f"the cache {tmp_path / 'cache'} cannot be written: [Errno 28] No space left on device"
+    ]
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def _no_space(*_: object) -> int:
+    raise OSError(28, "No space left on device")
+
+
+def test_no_more_is_dropped_than_is_needed_and_the_oldest_first(tmp_path: Path) -> None:
+    """Three files of others, used long ago; a fourth and a fifth of our own take their place."""
+    data = [memoryview(os.urandom(MIB))]
+    for age, key in ((20, "b"), (30, "a"), (10, "c")):
+        BlockCache(tmp_path).keep("root", key, 0, data)
+        (path,) = (file for file in tmp_path.iterdir() if file.stat().st_mtime > 1000)
+        os.utime(path, (100 - age, 100 - age))
+    limit = sum(file.stat().st_blocks * 512 for file in tmp_path.iterdir()) + MIB // 2
+    cache = BlockCache(tmp_path, limit)
+
+    def there() -> str:
+        other, got = BlockCache(tmp_path), [memoryview(bytearray(MIB))]
+        return "".join(key for key in "abcdefg" if other.fill("root", key, 0, got))
+
+    ages = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    assert there() == "abc"
+    for path, age in ages.items():
+        os.utime(path, ns=(age, age))
+    cache.keep("root", "d", 0, data)
+    assert len(list(tmp_path.iterdir())) == 3
+    cache.keep("root", "e", 0, data)
+    cache.keep("root", "f", 0, data)
+    cache.keep("root", "g", 0, data)  # has no room beside those that this object uses
+    assert there() == "def"
+
+
 def test_the_public_load_takes_a_cache_directory(tmp_path: Path) -> None:
     state = {"w": torch.arange(300_000.0)}
     url = str(tmp_path / "root")

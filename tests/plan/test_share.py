@@ -93,6 +93,21 @@ def test_a_few_bytes_that_everybody_needs_are_not_worth_an_exchange() -> None:
     assert sharing.private.tolist() == [[0, 2]]
 
 
+def test_reading_twice_is_next_to_nothing_up_to_one_part_in_100_of_all_bytes() -> None:
+    """100 bytes that both ranks need, beside so many bytes of their own that all are `total`."""
+    needs = [np.array([[0, 2]], dtype=np.int64), np.array([[1, 3]], dtype=np.int64)]
+    for total, is_shared in ((9_999, True), (10_000, False), (10_001, False)):
+        line = np.array([0, 4_000, 4_100, total], dtype=np.int64)
+        shared = share_blocks(needs, line, 0, ShareLimits()).shared
+        assert [(run.start, run.stop) for run in shared] == ([(1, 2)] if is_shared else [])
+
+
+def test_ranks_that_need_nothing_share_nothing() -> None:
+    nothing = np.empty((0, 2), dtype=np.int64)
+    sharing = share_blocks([nothing, nothing], np.zeros(1, dtype=np.int64), 0, ShareLimits())
+    assert sharing.private.tolist() == [] and (sharing.shared, sharing.rounds) == ([], 0)
+
+
 def test_small_blocks_are_exchanged_when_they_are_all_there_is() -> None:
     line = np.arange(0, 11 * 1024, 1024, dtype=np.int64)
     needs = [np.array([[0, 10]], dtype=np.int64)] * 3

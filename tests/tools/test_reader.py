@@ -83,7 +83,17 @@ def test_regions_and_indices_are_those_of_the_tensor(sliced_root: str, rng: rand
 
 @pytest.mark.parametrize(
     "index",
-    [3, -1, (2, 5), (slice(None), -2), (..., slice(1, 30, 4)), slice(4, 4), (slice(30, None, 7),)],
+    [
+        3,
+        -1,
+        (2, 5),
+        (slice(None), -2),
+        (..., slice(1, 30, 4)),
+        (slice(2, 5), ..., -1),
+        (7, ...),
+        slice(4, 4),
+        (slice(30, None, 7),),
+    ],
     ids=str,
 )
 def test_index_means_what_torch_means(sliced_root: str, index: object) -> None:

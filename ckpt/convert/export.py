@@ -99,6 +99,7 @@ def export(
     format: Format | None = None,
     shard_nbytes_max: SupportsIndex | None = None,
     threads: int = 3,
+    memory_nbytes_max: SupportsIndex | None = None,
     verify: bool = False,
     progress: Progress | None = None,
     process_group: dist.ProcessGroup | None = None,
@@ -117,8 +118,9 @@ def export(
     among them. What a killed export had finished is not written again by the next with the same
     arguments. `verify=True` reads all files back and compares every tensor with the source.
     A `Store` as the target gets `model.safetensors`, or `pytorch_model.bin` with `format="torch"`.
-    `target_options` are for the target's store, by default those of the source when both have the
-    same protocol. `progress(done, total)` counts bytes of the new files.
+    `memory_nbytes_max` is as in `ckpt.import_checkpoint`. `target_options` are for the target's
+    store, by default those of the source when both have the same protocol. `progress(done, total)`
+    counts bytes of the new files.
 
     Raises CheckpointError when the selection is empty or ambiguous or the target exists,
     InvalidState for what the format has no form for, Corrupt when stored bytes were changed, and
@@ -128,7 +130,9 @@ def export(
     kind = format or _format_of(target)
     folder, name = split_target(target, kind)
     target_options = options_of_other(url, storage_options, target, target_options)
-    options = SourceOptions(step, selection.parameter_names, dict(storage_options or {}))
+    options = SourceOptions(
+        step, selection.parameter_names, plain_int(memory_nbytes_max), dict(storage_options or {})
+    )
     world = world_of(process_group)
     delivery = Delivery(folder, name, target_options, threads, PART_NBYTES, verify, world)
     source = collectively(world, "open source", lambda: open_source(url, options, open_store))

@@ -98,6 +98,7 @@ def import_checkpoint(
     rename: Rename | None = None,
     skip: Sequence[str] = (),
     parameter_names: Sequence[str] | None = None,
+    memory_nbytes_max: SupportsIndex | None = None,
     verify: bool = False,
     threads: int = 3,
     progress: Progress | None = None,
@@ -111,9 +112,11 @@ def import_checkpoint(
 
     `source` is a directory of torch.distributed.checkpoint (also those of Accelerate, Lightning and
     torchtitan), a file of torch.save, or safetensors files with or without an index, local or in an
-    object store. Nothing in it is executed. Tensors are streamed, so memory is bounded by `threads`
-    parts of 16 MiB; names are those of the nested state: what was saved as `{"model": ..., "optim":
-    ...}` is loaded into such a state.
+    object store. Nothing in it is executed. Tensors are streamed through a part of 16 MiB for each
+    of `threads`. With three, a file of torch.save or a directory of DCP takes at most 64 MiB of
+    memory, or `memory_nbytes_max`, beside as many bytes as its tensors have there: it is refused
+    when what describes them, and its other values, need more. Names are those of the nested state:
+    what was saved as `{"model": ..., "optim": ...}` is loaded into such a state.
 
     `rename` gives names new ones (see `Rename`), `skip` are names, dotted beginnings of names, or
     shell patterns to leave out. `parameter_names` are needed where an optimizer numbers its
@@ -126,7 +129,9 @@ def import_checkpoint(
     `ckpt.save`.
     """
     world = world_of(process_group)
-    options = SourceOptions(None, parameter_names, dict(source_options or {}))
+    options = SourceOptions(
+        None, parameter_names, plain_int(memory_nbytes_max), dict(source_options or {})
+    )
     opened = collectively(world, "open source", lambda: open_source(source, options, open_store))
     try:
         chosen = collectively(world, "names", lambda: _chosen(opened, rename, skip))

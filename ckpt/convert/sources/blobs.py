@@ -6,17 +6,18 @@ its tensors are never read to find out where they are.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from itertools import islice
 from typing import Any, NamedTuple
 
+from ckpt.convert.sources.budget import FIXED_NBYTES, Account, MemoryBudget
 from ckpt.convert.sources.torch_pickle import StorageRef, TensorRef, read_tree
 from ckpt.convert.sources.zips import ZipEntry, data_start, read_directory
 from ckpt.errors import Corrupt, UnsupportedFormat
 from ckpt.layout.dtypes import DTYPES
-from storage import ByteRange, ShortReadError, Store
+from storage import ShortReadError, Store
 
 HEAD_NBYTES = 2048
 TAIL_NBYTES = 1024
@@ -25,6 +26,7 @@ BATCH_NBYTES = 4 << 20
 READERS = 4
 PICKLE_NBYTES_MAX = 1 << 30
 SAME_NBYTES_MAX = 1024
+SAME_MEMORY_NBYTES_MAX = 1 << 20
 
 
 class Blob(NamedTuple):
@@ -36,10 +38,21 @@ class Blob(NamedTuple):
 
 
 class Opened(NamedTuple):
-    """What a blob holds: a tree with `TensorRef`s, and where in the file each storage begins."""
+    """What a blob holds: a tree with `TensorRef`s, and where in the file each storage begins.
+
+    `account` is what the tree was charged to, and `directory` the rest; who does not keep one of
+    them closes it.
+    """
 
     tree: Any
     storages: dict[str, tuple[int, int]]  # key -> first byte in the file, nbytes
+    account: Account
+    directory: Account
+
+    def close(self) -> None:
+        """Nothing of it is kept."""
+        self.account.close()
+        self.directory.close()
 
     def start_of(self, tensor: TensorRef) -> int:
         """The byte of the file where the tensor's first element is.
@@ -53,22 +66,30 @@ class Opened(NamedTuple):
         return start + tensor.offset * DTYPES[tensor.dtype].itemsize
 
 
-def open_blobs(store: Store, blobs: Sequence[Blob]) -> Iterator[tuple[Blob, Opened]]:
+def open_blobs(
+    store: Store, blobs: Sequence[Blob], budget: MemoryBudget
+) -> Iterator[tuple[Blob, Opened]]:
     """Every blob with its content, in the order of files.
 
     Raises Corrupt or UnsupportedFormat naming file and bytes, and the store's errors.
     """
     batches = _batches(sorted(set(blobs)))
     with ThreadPoolExecutor(READERS, thread_name_prefix="ckpt-open") as pool:
-        running = [pool.submit(_open_batch, store, batch) for batch in islice(batches, 2 * READERS)]
+        opening = (pool.submit(_open_batch, store, batch, budget) for batch in batches)
+        running = list(islice(opening, 2 * READERS))
         while running:
             yield from running.pop(0).result()
-            running += [pool.submit(_open_batch, store, batch) for batch in islice(batches, 1)]
+            running += islice(opening, 1)
 
 
-def open_blob(store: Store, blob: Blob) -> Opened:
-    """One blob. Raises like `open_blobs`."""
-    return _opened(_Peeks(store, blob.file, [blob]), blob)
+def open_blob(
+    store: Store, blob: Blob, budget: MemoryBudget, *, is_outermost: bool = False
+) -> Opened:
+    """One blob. Raises like `open_blobs`.
+
+    `is_outermost` says that nobody has counted its tensors' bytes yet: its records are, then.
+    """
+    return _opened(_Peeks(store, blob.file, [blob]), blob, budget, is_outermost)
 
 
 class _InMemory:
@@ -83,8 +104,8 @@ class _InMemory:
 
 def blob_in_memory(data: bytes) -> Opened:
     """What a blob of torch.save holds that is here already. Raises Corrupt, UnsupportedFormat."""
-    reader = _InMemory(data)
-    return _content(reader, Blob("", 0, len(data)), read_directory(reader.read, len(data)))
+    blob = Blob("", 0, len(data))
+    return _content(_InMemory(data), blob, MemoryBudget(), is_outermost=True)
 
 
 def _batches(blobs: Sequence[Blob]) -> Iterator[list[Blob]]:
@@ -96,14 +117,15 @@ def _batches(blobs: Sequence[Blob]) -> Iterator[list[Blob]]:
             yield batch
             batch, nbytes = [], 0
         batch.append(blob)
-        nbytes += min(blob.stop - blob.start, HEAD_NBYTES + TAIL_NBYTES)
+        is_whole = blob.stop - blob.start <= WHOLE_NBYTES_MAX
+        nbytes += blob.stop - blob.start if is_whole else HEAD_NBYTES + TAIL_NBYTES
     if batch:
         yield batch
 
 
-def _open_batch(store: Store, batch: list[Blob]) -> list[tuple[Blob, Opened]]:
+def _open_batch(store: Store, batch: list[Blob], budget: MemoryBudget) -> list[tuple[Blob, Opened]]:
     peeks = _Peeks(store, batch[0].file, batch)
-    return [(blob, _opened(peeks, blob)) for blob in batch]
+    return [(blob, _opened(peeks, blob, budget, False)) for blob in batch]
 
 
 class _Peeks:
@@ -112,12 +134,12 @@ class _Peeks:
     def __init__(self, store: Store, file: str, blobs: Sequence[Blob]) -> None:
         self.store = store
         self.file = file
-        self.known: list[tuple[int, bytes]] = []
+        self.known: list[tuple[int, bytearray]] = []
         for start, stop in _ranges(blobs):
             self.known.append((start, self._get(start, stop)))
         self.index = 0
 
-    def read(self, start: int, stop: int) -> bytes:
+    def read(self, start: int, stop: int) -> bytes | bytearray:
         """Bytes `start` to `stop` of the file."""
         for first, data in self.known[self.index :]:
             if first <= start and stop <= first + len(data):
@@ -134,11 +156,13 @@ class _Peeks:
                 return
             self.index += 1
 
-    def _get(self, start: int, stop: int) -> bytes:
+    def _get(self, start: int, stop: int) -> bytearray:
+        data = bytearray(stop - start)
         try:
-            return self.store.get(self.file, ByteRange(start, stop))
+            self.store.get_into(self.file, start, [memoryview(data)] if data else [])
         except ShortReadError as error:
             raise Corrupt(f"{self.store.url}/{self.file}: it is cut off") from error
+        return data
 
 
 def _ranges(blobs: Sequence[Blob]) -> list[tuple[int, int]]:
@@ -160,41 +184,62 @@ def _ranges(blobs: Sequence[Blob]) -> list[tuple[int, int]]:
     return ranges
 
 
-def _opened(peeks: _Peeks, blob: Blob) -> Opened:
+def _opened(peeks: _Peeks, blob: Blob, budget: MemoryBudget, is_outermost: bool) -> Opened:
     peeks.advance(blob.start)
     try:
-        entries = read_directory(
-            lambda start, stop: peeks.read(blob.start + start, blob.start + stop),
-            blob.stop - blob.start,
-        )
-        return _content(peeks, blob, entries)
+        return _content(peeks, blob, budget, is_outermost=is_outermost)
     except (Corrupt, UnsupportedFormat) as error:
         where = f"{peeks.store.url}/{blob.file}, bytes {blob.start} to {blob.stop}"
         raise type(error)(f"{where}: {error}") from error
 
 
-def _tree_of(data: bytes) -> Any:
+def _tree_of(data: bytes | bytearray, account: Account) -> Any:
     """The tree of a pickle. Tensors of one shape and dtype have the same, byte for byte."""
-    if len(data) > SAME_NBYTES_MAX:
-        return read_tree(data)
-    tensor = _tensor_of(data)
-    return read_tree(data) if tensor is None else tensor
+    tensor = _tensor_of(bytes(data)) if len(data) <= SAME_NBYTES_MAX else None
+    return read_tree(data, account) if tensor is None else tensor
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=512)
 def _tensor_of(data: bytes) -> TensorRef | None:
-    """The tensor that a pickle is; None when it is anything else, which might be changed."""
-    tree = read_tree(data)
+    """The tensor that a pickle is; None when it is anything else, which might be changed, or has to
+    be charged to a budget.
+    """
+    budget = MemoryBudget(FIXED_NBYTES + SAME_MEMORY_NBYTES_MAX)
+    try:
+        tree = read_tree(data, Account(budget))
+    except UnsupportedFormat:
+        return None
     return tree if isinstance(tree, TensorRef) else None
 
 
-def _content(peeks: _Peeks | _InMemory, blob: Blob, entries: dict[str, ZipEntry]) -> Opened:
+def _content(
+    peeks: _Peeks | _InMemory, blob: Blob, budget: MemoryBudget, *, is_outermost: bool
+) -> Opened:
+    account, directory = Account(budget), Account(budget)
+    nbytes, allowed = blob.stop - blob.start, 0
+
+    def found(entry: ZipEntry) -> None:
+        nonlocal allowed
+        if is_outermost and entry.is_stored and "/data/" in entry.name:
+            more = min(entry.nbytes, nbytes - allowed)
+            budget.allow(more)
+            allowed += more
+
+    entries = read_directory(
+        lambda start, stop: peeks.read(blob.start + start, blob.start + stop),
+        nbytes,
+        directory.charge,
+        found,
+    )
     pickle = next((name for name in entries if name.endswith("/data.pkl")), None)
     if pickle is None:
         raise UnsupportedFormat("a zip file that torch.save did not write: it has no data.pkl")
     folder = pickle.removesuffix("data.pkl")
-    if "constants.pkl" in {name.removeprefix(folder) for name in entries}:
+    if f"{folder}constants.pkl" in entries:
         raise UnsupportedFormat("a TorchScript archive; save the module's state dict instead")
+    data = f"{folder}data/"
+    if is_outermost:
+        budget.allow(_tensor_nbytes(entries, data, nbytes) - allowed)
 
     def start_of(entry: ZipEntry) -> int:
         header = blob.start + entry.header_start
@@ -203,20 +248,34 @@ def _content(peeks: _Peeks | _InMemory, blob: Blob, entries: dict[str, ZipEntry]
             raise Corrupt(f"{entry.name}: it lies outside of the file")
         return start
 
-    def bytes_of(entry: ZipEntry) -> bytes:
-        if entry.nbytes > PICKLE_NBYTES_MAX:
-            raise UnsupportedFormat(f"{entry.name} has {entry.nbytes} bytes")
-        start = start_of(entry)
-        return peeks.read(start, start + entry.nbytes)
-
     order = entries.get(f"{folder}byteorder")
-    if order is not None and bytes_of(order) != b"little":
-        raise UnsupportedFormat("it was written on a big-endian machine")
-    tree = _tree_of(bytes_of(entries[pickle]))
-    data = f"{folder}data/"
+    if order is not None:
+        start = start_of(order)
+        if peeks.read(start, start + min(order.nbytes, 16)) != b"little":
+            raise UnsupportedFormat("it was written on a big-endian machine")
+    program = entries[pickle]
+    if program.nbytes > PICKLE_NBYTES_MAX:
+        raise UnsupportedFormat(f"{pickle} has {program.nbytes} bytes")
+    start = start_of(program)
+    account.charge(program.nbytes)
+    tree = _tree_of(peeks.read(start, start + program.nbytes), account)
+    account.release(program.nbytes)
     storages = {
         name.removeprefix(data): (start_of(entry), entry.nbytes)
         for name, entry in entries.items()
         if name.startswith(data)
     }
-    return Opened(tree, storages)
+    return Opened(tree, storages, account, directory)
+
+
+def _tensor_nbytes(entries: Mapping[str, ZipEntry], folder: str, blob_nbytes: int) -> int:
+    """Bytes of storages that are in the blob. Entries may lie over each other: what they say counts
+    up to the length of the blob without its pickle.
+    """
+    stored, others = 0, 0
+    for name, entry in entries.items():
+        if name.startswith(folder):
+            stored += entry.nbytes if entry.is_stored else 0
+        else:
+            others += entry.nbytes
+    return max(0, min(stored, blob_nbytes - others))

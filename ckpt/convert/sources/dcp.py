@@ -10,11 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, NamedTuple
 
 from ckpt.convert.sources.blobs import Blob, Opened, open_blob, open_blobs
+from ckpt.convert.sources.budget import Account, MemoryBudget
 from ckpt.convert.sources.pickles import Maker, Opaque, PickledObject, read_pickle
 from ckpt.convert.sources.source import (
+    SCRATCH_NBYTES,
     Chunk,
     FileSource,
     SourceContents,
@@ -22,7 +25,7 @@ from ckpt.convert.sources.source import (
     check_chunks,
 )
 from ckpt.convert.sources.torch_pickle import KNOWN, StorageRef, TensorRef, UnreadableTensor
-from ckpt.convert.sources.tree import Leaf, leaves_of, name_tree, nest
+from ckpt.convert.sources.tree import Leaf, leaves_of, mapped, name_tree, nest
 from ckpt.errors import Corrupt, NoCheckpoint, UnsupportedFormat
 from ckpt.layout.dtypes import DTYPES
 from ckpt.layout.region import Box, Shape, span_of
@@ -35,6 +38,10 @@ LIGHTNING_REST = "meta.pt"
 METADATA_NBYTES_MAX = 1 << 30
 VALUE_NBYTES_MAX = 256 << 20
 PATH_PARTS_MAX = 100
+DATA_SUFFIX = ".distcp"
+FILES_MAX = 10_000  # of a folder, whose lengths are looked at
+IMPORT_THREADS = 3  # of an import, by default; each has a part of 16 MiB in memory
+BUFFERS_NBYTES = IMPORT_THREADS * 16 << 20
 
 _CLASSES = "torch.distributed.checkpoint.metadata."
 _TENSOR = f"{_CLASSES}TensorStorageMetadata"
@@ -103,15 +110,29 @@ class DcpMetadata:
     paths: dict[str, tuple[Any, ...]] = field(default_factory=dict)
 
 
+class TreeData(NamedTuple):
+    """Of the tensors of nested states, by the keys of their leaves: where they lie, dtypes and
+    shapes; and the budget for all of it.
+    """
+
+    chunks: dict[str, list[Chunk]]
+    infos: dict[str, tuple[str, Shape]]
+    budget: MemoryBudget
+
+
 def open_dcp(
-    store: Store, *, folder: str = "", parameter_names: Sequence[str] | None = None
+    store: Store,
+    budget: MemoryBudget,
+    *,
+    folder: str = "",
+    parameter_names: Sequence[str] | None = None,
 ) -> FileSource:
     """The DCP checkpoint in `folder` ("" or with a closing slash) of `store`.
 
     Raises NoCheckpoint when there is none, Corrupt when it contradicts itself, UnsupportedFormat
     for what cannot be read, and the store's errors. Reads no tensor.
     """
-    return dcp_source(store, {"": read_folder(store, folder)}, parameter_names)
+    return dcp_source(store, {"": read_folder(store, folder, budget)}, budget, parameter_names)
 
 
 class Folder(NamedTuple):
@@ -119,17 +140,18 @@ class Folder(NamedTuple):
 
     metadata: DcpMetadata
     tree: Any
-    chunks: dict[str, list[Chunk]]
-    infos: dict[str, tuple[str, Shape]]  # key -> dtype and shape
+    data: TreeData
     sizes: dict[str, int]
 
 
-def read_folder(store: Store, folder: str) -> Folder:
+def read_folder(store: Store, folder: str, budget: MemoryBudget) -> Folder:
     """Everything of a DCP directory but its tensors. Raises like `open_dcp`."""
-    metadata = read_metadata(store, folder)
+    # How much of the files is tensors is known from the metadata, which has to be read for that.
+    files = islice(store.list(folder), FILES_MAX)
+    budget.allow(sum(info.nbytes for info in files if info.key.endswith(DATA_SUFFIX)))
+    metadata = read_metadata(store, folder, budget)
     sizes = _sizes(store, metadata)
-    chunks: dict[str, list[Chunk]] = {}
-    infos: dict[str, tuple[str, Shape]] = {}
+    data = TreeData({}, {}, budget)
     leaves: dict[str, Any] = {}
     usable = {}
     for key, tensor in metadata.tensors.items():
@@ -139,24 +161,24 @@ def read_folder(store: Store, folder: str) -> Folder:
             )
             continue
         usable[key] = tensor
-        infos[key] = (tensor.dtype, tensor.shape)
+        data.infos[key] = (tensor.dtype, tensor.shape)
         leaves[key] = Leaf(key)
-    chunks.update(_chunks(store, usable))
+    data.chunks.update(_chunks(store, usable, budget))
     for key, item in metadata.items.items():
-        leaves[key] = _value(store, key, item, chunks, infos)
+        leaves[key] = _value(store, key, item, data)
     tree = nest(leaves, lambda key: metadata.paths.get(key, (key,)))
-    tree.update(_rest(store, folder, tree, (chunks, infos), sizes))
-    for key, tensor_chunks in chunks.items():
-        dtype, shape = infos[key]
+    tree.update(_rest(store, folder, tree, data, sizes))
+    for key, tensor_chunks in data.chunks.items():
+        dtype, shape = data.infos[key]
         check_chunks(SourceTensor(key, dtype, shape), tensor_chunks, sizes)
-    return Folder(metadata, tree, chunks, infos, sizes)
+    return Folder(metadata, tree, data, sizes)
 
 
 def _rest(
     store: Store,
     folder: str,
     tree: Mapping[Any, Any],
-    into: tuple[dict[str, list[Chunk]], dict[str, tuple[str, Shape]]],
+    into: TreeData,
     sizes: dict[str, int],
 ) -> dict[Any, Any]:
     """What Lightning keeps beside a DCP checkpoint, in a file of torch.save: all but the sharded
@@ -167,43 +189,44 @@ def _rest(
         sizes[name] = store.info(name).nbytes
     except KeyNotFoundError:
         return {}
-    opened = open_blob(store, Blob(name, 0, sizes[name]))
-    entries = with_leaves(opened.tree, opened, name, name, into)
+    entries = leaves_of_blob(store, Blob(name, 0, sizes[name]), name, into, is_outermost=True)
     if not isinstance(entries, dict):
         return {}
     return {key: item for key, item in entries.items() if key not in tree}
 
 
 def dcp_source(
-    store: Store, folders: Mapping[str, Folder], parameter_names: Sequence[str] | None
+    store: Store,
+    folders: Mapping[str, Folder],
+    budget: MemoryBudget,
+    parameter_names: Sequence[str] | None,
 ) -> FileSource:
     """Several DCP directories as one source; the state of each stands at its top level."""
     trees: dict[Any, Any] = {}
-    chunks: dict[str, list[Chunk]] = {}
-    infos: dict[str, tuple[str, Shape]] = {}
+    data = TreeData({}, {}, budget)
     for where, folder in folders.items():
         moved = _moved(folder.tree, where)
         for key, item in moved.items():
             if key in trees:
                 raise UnsupportedFormat(f"{store.url}: two of its directories have {key!r}")
             trees[key] = item
-        chunks.update({where + key: tensor_chunks for key, tensor_chunks in folder.chunks.items()})
-        infos.update({where + key: info for key, info in folder.infos.items()})
-    return tree_source(store, "DCP checkpoint", trees, (chunks, infos), parameter_names)
+        data.chunks.update({where + key: found for key, found in folder.data.chunks.items()})
+        data.infos.update({where + key: info for key, info in folder.data.infos.items()})
+    return tree_source(store, "DCP checkpoint", trees, data, parameter_names)
 
 
 def tree_source(
     store: Store,
     format: str,
     tree: Any,
-    data: tuple[Mapping[str, list[Chunk]], Mapping[str, tuple[str, Shape]]],
+    data: TreeData,
     parameter_names: Sequence[str] | None,
 ) -> FileSource:
-    """The source of a nested state: `data` are chunks, and dtypes and shapes, by the leaves' keys.
+    """The source of a nested state.
 
     A key that several leaves have is a tied tensor, stored under the first of its names.
     """
-    chunks, infos = data
+    chunks, infos, budget = data
     named = name_tree(tree, parameter_names)
     tensors: dict[str, SourceTensor] = {}
     aliases: dict[str, str] = {}
@@ -221,29 +244,32 @@ def tree_source(
         refused=named.refused,
         modules=named.modules,
     )
-    return FileSource(store, format, contents, {fqn: chunks[key] for key, fqn in first.items()})
+    placed = {fqn: chunks[key] for key, fqn in first.items()}
+    budget.charge(_uncovered_nbytes(contents, placed, budget.tensor_nbytes))
+    return FileSource(store, format, contents, placed)
 
 
-def _moved(tree: Any, where: str, seen: dict[int, Any] | None = None) -> Any:
-    """`tree` with `where` in front of the keys of its leaves; shared parts stay shared."""
-    seen = {} if seen is None else seen
-    if isinstance(tree, Leaf) and where:
-        return Leaf(where + tree.key)
-    if not where or not isinstance(tree, (dict, list, tuple)):
-        return tree
-    if id(tree) not in seen:
-        if isinstance(tree, dict):
-            seen[id(tree)] = {key: _moved(item, where, seen) for key, item in tree.items()}
-        else:
-            items = [_moved(item, where, seen) for item in tree]
-            seen[id(tree)] = items if isinstance(tree, list) else tuple(items)
-    return seen[id(tree)]
+def _uncovered_nbytes(
+    contents: SourceContents, placed: Mapping[str, list[Chunk]], stored_nbytes: int
+) -> int:
+    """What the buffers of an import take beyond the bytes that are there: a tensor may show few
+    stored elements many times.
+    """
+    nbytes = min(sum(info.nbytes for info in contents.tensors.values()), BUFFERS_NBYTES)
+    if any(chunk.stride is not None for chunks in placed.values() for chunk in chunks):
+        nbytes += min(IMPORT_THREADS * SCRATCH_NBYTES, stored_nbytes)
+    return max(0, nbytes - stored_nbytes)
+
+
+def _moved(tree: Any, where: str) -> Any:
+    """`tree` with `where` in front of the keys of its leaves."""
+    return mapped(tree, lambda leaf: Leaf(where + leaf.key) if isinstance(leaf, Leaf) else leaf)
 
 
 # The metadata ---------------------------------------------------------------------------------
 
 
-def read_metadata(store: Store, folder: str = "") -> DcpMetadata:
+def read_metadata(store: Store, folder: str, budget: MemoryBudget) -> DcpMetadata:
     """What `.metadata` says, without running anything of it."""
     where = f"{store.url}/{folder}{METADATA}"
     try:
@@ -255,7 +281,12 @@ def read_metadata(store: Store, folder: str = "") -> DcpMetadata:
     if nbytes > METADATA_NBYTES_MAX:
         raise UnsupportedFormat(f"{where} has {nbytes} bytes; at most {METADATA_NBYTES_MAX}")
     try:
-        root = read_pickle(store.get(folder + METADATA), _NAMES)
+        account = Account(budget)
+        account.charge(nbytes)
+        data = bytearray(nbytes)
+        store.get_into(folder + METADATA, 0, [memoryview(data)] if data else [])
+        root = read_pickle(data, _NAMES, account=account)
+        account.release(nbytes)
         return _metadata(root, folder)
     except (Corrupt, UnsupportedFormat) as error:
         raise type(error)(f"{where}: {error}") from error
@@ -370,7 +401,9 @@ def _sizes(store: Store, metadata: DcpMetadata) -> dict[str, int]:
     return sizes
 
 
-def _chunks(store: Store, tensors: Mapping[str, DcpTensor]) -> dict[str, list[Chunk]]:
+def _chunks(
+    store: Store, tensors: Mapping[str, DcpTensor], budget: MemoryBudget
+) -> dict[str, list[Chunk]]:
     """Where the elements of every stored region are."""
     wanted: dict[Blob, list[tuple[str, StoredRegion]]] = {}
     chunks: dict[str, list[Chunk]] = {key: [] for key in tensors}
@@ -380,9 +413,10 @@ def _chunks(store: Store, tensors: Mapping[str, DcpTensor]) -> dict[str, list[Ch
                 item = part.item
                 blob = Blob(item.file, item.start, item.start + item.nbytes)
                 wanted.setdefault(blob, []).append((key, part))
-    for blob, opened in open_blobs(store, list(wanted)):
+    for blob, opened in open_blobs(store, list(wanted), budget):
         for key, part in wanted[blob]:
             chunks[key].append(_chunk(key, tensors[key], part, opened))
+        opened.close()
     return chunks
 
 
@@ -409,55 +443,39 @@ def chunk_of(view: TensorRef, opened: Opened, file: str, offset: Shape, whole: S
     return Chunk(span if span is not None else box, file, start)
 
 
-def _value(
-    store: Store,
-    key: str,
-    item: StoredBlob,
-    chunks: dict[str, list[Chunk]],
-    infos: dict[str, tuple[str, Shape]],
-) -> Any:
+def _value(store: Store, key: str, item: StoredBlob, into: TreeData) -> Any:
     """The tree that a value is; tensors in it get chunks of their own."""
     if item.nbytes > VALUE_NBYTES_MAX:
         return UnreadableTensor(f"a value of {item.nbytes} bytes; at most {VALUE_NBYTES_MAX}")
-    opened = open_blob(store, Blob(item.file, item.start, item.start + item.nbytes))
-    return with_leaves(opened.tree, opened, item.file, key, (chunks, infos))
+    blob = Blob(item.file, item.start, item.start + item.nbytes)
+    return leaves_of_blob(store, blob, key, into)
 
 
-def with_leaves(
-    tree: Any,
-    opened: Opened,
-    file: str,
-    key: str,
-    into: tuple[dict[str, list[Chunk]], dict[str, tuple[str, Shape]]],
+def leaves_of_blob(
+    store: Store, blob: Blob, key: str, into: TreeData, *, is_outermost: bool = False
 ) -> Any:
-    """`tree` with a `Leaf` for each tensor; their chunks, dtypes and shapes go `into` two dicts.
+    """The tree in a blob with a `Leaf` for each tensor, whose chunks, dtypes and shapes go `into`
+    the data of the source. Raises like `open_blob`, which says what `is_outermost` is.
 
     Equal views of one storage are one tensor, whatever parts of the tree they stand in.
     """
-    chunks, infos = into
-    seen: dict[int, Any] = {}
+    opened = open_blob(store, blob, into.budget, is_outermost=is_outermost)
 
-    def walk(node: Any, depth: int) -> Any:
-        if isinstance(node, TensorRef):
-            name = f"{key}@{node.storage.key}:{node.offset}:{node.shape}:{node.stride}{node.dtype}"
-            if name not in chunks:
-                infos[name] = (node.dtype, node.shape)
-                empty = 0 in node.shape
-                origin = (0,) * len(node.shape)
-                tensor_chunks = [] if empty else [chunk_of(node, opened, file, origin, node.shape)]
-                chunks[name] = tensor_chunks
-            return Leaf(name)
-        if isinstance(node, StorageRef):
+    def leaf_of(item: Any) -> Any:
+        if isinstance(item, StorageRef):
             return UnreadableTensor("it is a storage, not a tensor")
-        if depth > PATH_PARTS_MAX or not isinstance(node, (dict, list, tuple)):
-            return node
-        if id(node) not in seen:
-            if isinstance(node, dict):
-                made: Any = {k: walk(item, depth + 1) for k, item in node.items()}
-            else:
-                items = [walk(item, depth + 1) for item in node]
-                made = items if isinstance(node, list) else tuple(items)
-            seen[id(node)] = made
-        return seen[id(node)]
+        if not isinstance(item, TensorRef):
+            return item
+        name = f"{key}@{item.storage.key}:{item.offset}:{item.shape}:{item.stride}{item.dtype}"
+        if name not in into.chunks:
+            into.infos[name] = (item.dtype, item.shape)
+            origin = (0,) * len(item.shape)
+            made = (
+                [] if 0 in item.shape else [chunk_of(item, opened, blob.file, origin, item.shape)]
+            )
+            into.chunks[name] = made
+        return Leaf(name)
 
-    return walk(tree, 0)
+    tree = mapped(opened.tree, leaf_of)
+    opened.directory.close()
+    return tree

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ckpt.convert.sources.blobs import Blob, Opened, open_blob
+from ckpt.convert.sources.budget import MemoryBudget
 from ckpt.convert.sources.source import (
     Chunk,
     FileSource,
@@ -68,7 +69,7 @@ def zero_files(keys: Sequence[str]) -> list[str]:
     return [key for key in keys if MODEL.fullmatch(key) or key == "latest"]
 
 
-def open_deepspeed(store: Store, keys: Sequence[str]) -> FileSource:
+def open_deepspeed(store: Store, keys: Sequence[str], budget: MemoryBudget) -> FileSource:
     """The float32 weights of a ZeRO checkpoint: a tag's folder, or the folder with `latest`.
 
     Raises UnsupportedFormat for tensor parallelism and other layouts that do not follow from
@@ -91,8 +92,8 @@ def open_deepspeed(store: Store, keys: Sequence[str]) -> FileSource:
     if not models:
         raise Corrupt(f"{store.url}: no mp_rank_00_model_states.pt beside the optimizer files")
     sizes = {key: store.info(key).nbytes for key in (*optim.values(), models[0])}
-    ranks = [_rank(store, optim[rank], sizes) for rank in range(len(optim))]
-    opened = open_blob(store, Blob(models[0], 0, sizes[models[0]]))
+    ranks = [_rank(store, optim[rank], sizes, budget) for rank in range(len(optim))]
+    opened = open_blob(store, Blob(models[0], 0, sizes[models[0]]), budget, is_outermost=True)
     return _source(store, _ModelStates(models[0], opened, store.url), ranks, sizes)
 
 
@@ -112,8 +113,8 @@ def _folder(store: Store, keys: Sequence[str]) -> str:
     return f"{folder}/" if folder else ""
 
 
-def _rank(store: Store, key: str, sizes: Mapping[str, int]) -> _Rank:
-    opened = open_blob(store, Blob(key, 0, sizes[key]))
+def _rank(store: Store, key: str, sizes: Mapping[str, int], budget: MemoryBudget) -> _Rank:
+    opened = open_blob(store, Blob(key, 0, sizes[key]), budget, is_outermost=True)
     state = opened.tree.get("optimizer_state_dict") if isinstance(opened.tree, dict) else None
     stage = state.get("zero_stage") if isinstance(state, dict) else None
     if not isinstance(state, dict) or stage not in (1, 2, 3):
@@ -128,6 +129,7 @@ def _rank(store: Store, key: str, sizes: Mapping[str, int]) -> _Rank:
             raise UnsupportedFormat(f"{store.url}/{key}: a flat tensor with gaps")
         numel = math.prod(group.shape)
         flats.append(FlatPartition(key, opened.start_of(group), group.dtype, numel))
+    opened.close()
     return _Rank(int(stage), tuple(flats))
 
 

@@ -11,7 +11,15 @@ from typing import Any, NamedTuple, SupportsIndex
 
 from ckpt.commit.log import FORMAT_KEY
 from ckpt.commit.names import MANIFEST_NAME
-from ckpt.convert.sources.dcp import LIGHTNING_REST, METADATA, dcp_source, open_dcp, read_folder
+from ckpt.convert.sources.budget import MemoryBudget
+from ckpt.convert.sources.dcp import (
+    DATA_SUFFIX,
+    LIGHTNING_REST,
+    METADATA,
+    dcp_source,
+    open_dcp,
+    read_folder,
+)
 from ckpt.convert.sources.deepspeed import is_deepspeed, open_deepspeed, zero_files
 from ckpt.convert.sources.native import native_source
 from ckpt.convert.sources.safetensors_files import open_safetensors
@@ -28,7 +36,6 @@ FORMATS = (
 )
 
 LISTED_MAX = 10_000  # files of a folder that are looked at
-DCP_DATA = ".distcp"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +43,13 @@ class SourceOptions:
     """How to look at a source. `step` is for roots of ours.
 
     `parameter_names` are the names of the parameters of optimizers that only number them, in the
-    optimizer's order.
+    optimizer's order. `memory_nbytes_max` is how much memory what describes the tensors may take,
+    beside the bytes of tensors that are there (None: 64 MiB); of pickles alone.
     """
 
     step: SupportsIndex | None = None
     parameter_names: Sequence[str] | None = None
+    memory_nbytes_max: int | None = None
     storage_options: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -80,14 +89,15 @@ def is_file_name(name: str) -> bool:
 
 
 def _open_file(store: Store, name: str, options: SourceOptions) -> CheckpointSource:
+    budget, names = MemoryBudget(options.memory_nbytes_max), options.parameter_names
     if not _is_there(store, name):
         if _is_there(store, f"{name}/{METADATA}"):
-            return open_dcp(store, folder=f"{name}/", parameter_names=options.parameter_names)
+            return open_dcp(store, budget, folder=f"{name}/", parameter_names=names)
         if _is_there(store, f"{name}.index.json"):
             return open_safetensors(store, f"{name}.index.json")
         raise NoCheckpoint(f"{store.url}/{name} is not there")
     if name.endswith(SUFFIXES):
-        return open_torch_files(store, [name], options.parameter_names)
+        return open_torch_files(store, [name], budget, names)
     return open_safetensors(store, name)
 
 
@@ -114,17 +124,18 @@ def _open_folder(store: Store, options: SourceOptions) -> CheckpointSource:
 
 def _read_folder(store: Store, options: SourceOptions, keys: Sequence[str]) -> _FolderSource:
     """The source of what is in a folder of others. Raises like `open_source`."""
+    budget, names = MemoryBudget(options.memory_nbytes_max), options.parameter_names
     top = [key for key in keys if "/" not in key]
     if _is_there(store, METADATA):
-        dcp = [key for key in top if key.endswith(DCP_DATA) or key in (METADATA, LIGHTNING_REST)]
-        return _FolderSource(open_dcp(store, parameter_names=options.parameter_names), dcp)
+        dcp = [key for key in top if key.endswith(DATA_SUFFIX) or key in (METADATA, LIGHTNING_REST)]
+        return _FolderSource(open_dcp(store, budget, parameter_names=names), dcp)
     if is_deepspeed(keys):
-        return _FolderSource(open_deepspeed(store, keys), zero_files(keys))
+        return _FolderSource(open_deepspeed(store, keys, budget), zero_files(keys))
     folder_keys = sorted(key.removesuffix(METADATA) for key in keys if key.endswith(f"/{METADATA}"))
     if folder_keys and all(folder.count("/") == 1 for folder in folder_keys):
         # Accelerate: pytorch_model_fsdp_0/ and optimizer_0/, one DCP directory for each.
-        folders = {folder: read_folder(store, folder) for folder in folder_keys}
-        source = dcp_source(store, folders, options.parameter_names)
+        folders = {folder: read_folder(store, folder, budget) for folder in folder_keys}
+        source = dcp_source(store, folders, budget, names)
         return _FolderSource(source, folders=tuple(folder_keys))
     for index in ("model.safetensors.index.json", *top):
         if index in top and index.endswith(".safetensors.index.json"):
@@ -137,11 +148,11 @@ def _read_folder(store: Store, options: SourceOptions, keys: Sequence[str]) -> _
     if "pytorch_model.bin.index.json" in top:
         weight_map = json.loads(store.get("pytorch_model.bin.index.json")).get("weight_map", {})
         files = sorted(set(weight_map.values()))
-        source = open_torch_files(store, files, options.parameter_names)
+        source = open_torch_files(store, files, budget, names)
         return _FolderSource(source, {"pytorch_model.bin.index.json", *files})
     if "pytorch_model.bin" in top:
         files = ["pytorch_model.bin"]
-        return _FolderSource(open_torch_files(store, files, options.parameter_names), files)
+        return _FolderSource(open_torch_files(store, files, budget, names), files)
     _refuse(store, keys, top)
     raise NoCheckpoint(
         f"{store.url}: no checkpoint of a known format; known are {FORMATS}. It has "

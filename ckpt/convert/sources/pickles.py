@@ -6,9 +6,9 @@ class of anybody is made, no method called. What the table does not know becomes
 only remembers its name, so that one strange entry does not cost the others.
 
 Memory is bounded: every object that an instruction makes is charged to a budget before the next
-instruction runs (`BUILT_MAX`). A tree whose parts are shared so often that walking it would cost
-far more is refused. The module `pickle` is not used: its C machine allocates memory by numbers that
-the program contains.
+instruction runs, and what it costs to work on what was built is charged before anything walks it.
+A tree whose parts are shared so often that walking it would cost far more is refused. The module
+`pickle` is not used: its C machine allocates memory by numbers that the program contains.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias
 
+from ckpt.convert.sources.budget import Account, MemoryBudget
 from ckpt.convert.sources.extent import check_extent
 from ckpt.errors import Corrupt, UnsupportedFormat
 
@@ -28,26 +29,30 @@ LONG_TEXT_NBYTES = 1 << 20
 KEY_DEPTH_MAX = 4
 KEY_ITEMS_MAX = 64  # of one key, with those of the tuples in it
 
-# What a program may build, in bytes: BUILT_MAX, or BUILT_PER_BYTE for each of its own bytes where
-# that is more. A fixed bound for all lengths would refuse honest files: as counted here, a large
-# .metadata of DCP builds 11 to 13 bytes for each of its own, the state dict of an optimizer 9, a
-# list of small dicts 16.
-BUILT_MAX = 24 << 20
-BUILT_PER_BYTE = 20
-# Entries of stack and memo, 8 bytes each, are counted apart: charging them costs too much time.
-# Pickles have at most one memo entry for 6 bytes or so, and a stack of a few thousand.
-SLOTS_MAX = 1 << 20
-BYTES_PER_SLOT = 4
+# The machine takes from its budget this much at once, and counts in it by itself.
+GRANT_NBYTES = 1 << 17
+# Entries of stack and memo are charged so many at once: each by itself would cost too much time.
+# An entry takes 8 bytes, 9 with room to grow; what is taken off the stack is there twice.
+SLOTS_STEP = 1 << 13
+SLOT_NBYTES = 18
 
 # About what CPython takes for them.
 LIST_NBYTES = 64
 LIST_FILLED_NBYTES = 40  # more, once it has an item
 LIST_ITEM_NBYTES = 10
 DICT_NBYTES = 72
-DICT_FILLED_NBYTES = 100
-DICT_ITEM_NBYTES = 40
+DICT_FILLED_NBYTES = 120
+DICT_ITEM_NBYTES = 48
 OBJECT_NBYTES = 72
+HEADER_NBYTES = 16  # of a container, for the garbage collector; and what is lost to alignment
+RESULT_NBYTES = 320  # of a call of a function of ours, which makes no more than a view of a tensor
 MEMO_ENTRY_NBYTES = 120  # of an index out of order
+# A container that grows is there twice for a moment, which counts only where it is a large one; and
+# the table of a dict has room for thrice its entries then.
+LARGE_ITEMS = 1000
+LARGE_LIST_ITEM_NBYTES = 20
+LARGE_DICT_ITEM_NBYTES = 96
+ARGUMENTS_MAX = 64  # of a function of ours
 
 Maker: TypeAlias = Callable[..., Any]
 
@@ -83,23 +88,39 @@ class PickledObject:
 
 
 def read_pickle(
-    data: bytes | memoryview,
+    data: bytes | bytearray,
     known: Mapping[str, Maker | str],
     persistent: Callable[[Any], Any] | None = None,
+    account: Account | None = None,
 ) -> Any:
     """The value that the pickle `data` builds.
 
     `known` maps dotted names to functions of ours, which get the arguments that the pickle has for
     the class or function of that name, or to a str: then a `PickledObject` of that name is made.
-    `persistent` turns the ids of what is stored outside of the pickle into values. Raises Corrupt
+    `persistent` turns the ids of what is stored outside of the pickle into values. What the value
+    costs until it is stored is charged to `account`, by default to one of its own. Raises Corrupt
     when `data` is no pickle, UnsupportedFormat for one of a protocol below 2 or beyond the limits:
-    nested too deep, containing itself, or building far more than a program of its length should.
+    nested too deep, containing itself, or building more than the budget of `account` has left.
     """
     if len(data) > PICKLE_NBYTES_MAX:
         raise UnsupportedFormat(f"a pickle of {len(data)} bytes; at most {PICKLE_NBYTES_MAX}")
-    machine = _Machine(memoryview(data), known, persistent)
+    account = Account(MemoryBudget()) if account is None else account
+    value = _built(memoryview(data), known, persistent, account)
+    check_extent(value, _parts, len(data), account)
+    return value
+
+
+def _built(
+    data: memoryview,
+    known: Mapping[str, Maker | str],
+    persistent: Callable[[Any], Any] | None,
+    account: Account,
+) -> Any:
+    """What the program builds; stack, memo and what was built in vain are free again."""
+    building = Account(account.budget)
+    machine = _Machine(data, known, persistent, building)
     try:
-        value = machine.run()
+        return machine.run()
     except (
         IndexError,
         ValueError,
@@ -112,8 +133,8 @@ def read_pickle(
         raise Corrupt(
             f"no readable pickle: {type(error).__name__} {error!s:.200} at byte {machine.position}"
         ) from error
-    check_extent(value, _parts, len(data))
-    return value
+    finally:
+        building.close()
 
 
 def _parts(thing: Any) -> Iterator[tuple[Any, Any]] | None:
@@ -124,7 +145,7 @@ def _parts(thing: Any) -> Iterator[tuple[Any, Any]] | None:
         return enumerate(thing) if type(thing) in (list, tuple) else None
     if isinstance(thing, PickledObject):
         return enumerate((thing.args, thing.state))
-    return None
+    return iter(()) if isinstance(thing, Opaque) else None
 
 
 class _Mark:
@@ -135,9 +156,15 @@ _MARK = _Mark()
 
 
 class _Name(str):
-    """A name of the table, as it stands on the stack before it is called."""
+    """A name of the table, as it stands on the stack before it is called.
 
-    __slots__ = ()
+    `opaque` is what it is as a value, one for all mentions of it.
+    """
+
+    __slots__ = ("opaque",)
+
+    def __init__(self, text: str) -> None:
+        self.opaque = Opaque(text)
 
 
 class _Machine:
@@ -146,13 +173,15 @@ class _Machine:
         data: memoryview,
         known: Mapping[str, Maker | str],
         persistent: Callable[[Any], Any] | None,
+        account: Account,
     ) -> None:
         self.data = data
         self.known = known
         self.persistent = persistent
+        self.account = account
         self.position = 0
-        self.bytes_left = max(BUILT_MAX, BUILT_PER_BYTE * len(data))
-        self.slots_max = SLOTS_MAX + len(data) // BYTES_PER_SLOT
+        self.bytes_left = 0  # of what was charged to the account
+        self.slots_max = 0
         self.stack: list[Any] = []
         # Indexes follow each other in what picklers write: a list takes a tenth of a dict.
         self.memo: list[Any] = []
@@ -169,10 +198,8 @@ class _Machine:
             position = self.position
             code = data[position]
             if len(stack) + len(memo) > self.slots_max:
-                raise UnsupportedFormat(
-                    f"a pickle of {len(data)} bytes that keeps {len(stack) + len(memo)} things at "
-                    "once"
-                )
+                self.account.charge(SLOTS_STEP * SLOT_NBYTES)
+                self.slots_max += SLOTS_STEP
             # The commonest first, without a call each: they are two thirds of most programs.
             if code == 0x94:  # MEMOIZE
                 memo.append(stack[-1])
@@ -198,7 +225,7 @@ class _Machine:
         value = self.pop()
         if isinstance(value, _Mark):
             raise ValueError("nothing was built")
-        return Opaque(str(value)) if isinstance(value, _Name) else value
+        return _settled(value)
 
     # Reading the program
 
@@ -254,7 +281,9 @@ class _Machine:
                 raise ValueError("no mark on the stack")
         pushed = stack[mark + 1 :]
         del stack[mark:]
-        return [_settled(item) for item in pushed]
+        if any(type(item) is _Name for item in pushed):
+            pushed = [_settled(item) for item in pushed]
+        return pushed
 
     def charge(self, nbytes: int) -> None:
         """Count memory that the program makes us take. Raises UnsupportedFormat beyond the
@@ -262,14 +291,16 @@ class _Machine:
         """
         self.bytes_left -= nbytes
         if self.bytes_left < 0:
-            raise UnsupportedFormat(f"a pickle of {len(self.data)} bytes that builds far more")
+            granted = GRANT_NBYTES - self.bytes_left
+            self.account.charge(granted)
+            self.bytes_left += granted
 
     def push_made(self, value: Any, nbytes: int) -> None:
         self.charge(nbytes)
         self.stack.append(value)
 
     def push_scalar(self, value: Any) -> None:
-        self.push_made(value, sys.getsizeof(value))
+        self.push_made(value, sys.getsizeof(value) + HEADER_NBYTES // 2)
 
     # Names and calls
 
@@ -279,19 +310,24 @@ class _Machine:
         # Both may be long texts from the memo, joined anew by each instruction of one byte.
         if len(module) + len(name) > NAME_LENGTH_MAX:
             raise ValueError(f"a name of {len(module) + len(name)} characters")
-        self.push_scalar(_Name(f"{module}.{name}"))
+        # With an attribute and an `Opaque` of its own.
+        self.charge(2 * (len(module) + len(name)) + 5 * OBJECT_NBYTES)
+        self.stack.append(_Name(f"{module}.{name}"))
 
     def call(self, callee: Any, args: Any) -> Any:
-        self.charge(OBJECT_NBYTES + _copied_nbytes(args))
         if isinstance(callee, Opaque):
-            return Opaque(callee.name)
+            return callee
         if not isinstance(callee, _Name) or not isinstance(args, tuple):
             raise ValueError("a call of what is no name")
         maker = self.known.get(callee)
         if maker is None:
-            return Opaque(str(callee))
+            return callee.opaque
         if isinstance(maker, str):
+            self.charge(OBJECT_NBYTES)
             return PickledObject(maker, args)
+        if len(args) > ARGUMENTS_MAX:
+            raise ValueError(f"{len(args)} arguments for {callee}")
+        self.charge(RESULT_NBYTES + _copied_nbytes(args))
         return maker(*args)
 
     def build(self, target: Any, state: Any) -> None:
@@ -313,18 +349,20 @@ def _copied_nbytes(args: Any) -> int:
         elif isinstance(one, tuple):
             nbytes += LIST_ITEM_NBYTES * len(one)
         elif isinstance(one, (dict, list)) and one:
-            nbytes += DICT_FILLED_NBYTES + DICT_ITEM_NBYTES * len(one)
+            nbytes += DICT_FILLED_NBYTES + LARGE_DICT_ITEM_NBYTES * len(one)
     return nbytes
 
 
 def _settled(value: Any) -> Any:
     """A name that is not called stands for a class or a function: `Opaque` as a value."""
-    return Opaque(str(value)) if isinstance(value, _Name) else value
+    return value.opaque if type(value) is _Name else value
 
 
 def _extend(machine: _Machine, target: Any, items: list[Any]) -> None:
     if isinstance(target, list):
-        machine.charge(LIST_ITEM_NBYTES * len(items) + (0 if target else LIST_FILLED_NBYTES))
+        is_large = len(target) + len(items) > LARGE_ITEMS
+        item_nbytes = LARGE_LIST_ITEM_NBYTES if is_large else LIST_ITEM_NBYTES
+        machine.charge(item_nbytes * len(items) + (0 if target else LIST_FILLED_NBYTES))
         target.extend(items)
     elif not isinstance(target, Opaque):
         raise ValueError(f"items for a {type(target).__name__}")
@@ -335,8 +373,11 @@ def _set_items(machine: _Machine, target: Any, items: list[Any]) -> None:
         return
     if not isinstance(target, dict) or len(items) % 2:
         raise ValueError(f"pairs for a {type(target).__name__}")
-    machine.charge(DICT_ITEM_NBYTES * len(items) // 2 + (0 if target else DICT_FILLED_NBYTES))
-    for key, value in zip(items[::2], items[1::2], strict=True):
+    count = len(items) // 2
+    item_nbytes = LARGE_DICT_ITEM_NBYTES if len(target) + count > LARGE_ITEMS else DICT_ITEM_NBYTES
+    machine.charge(item_nbytes * count + (0 if target else DICT_FILLED_NBYTES))
+    each = iter(items)
+    for key, value in zip(each, each, strict=True):
         _check_key(key)
         target[key] = value
 
@@ -373,12 +414,16 @@ def _text(machine: _Machine, width: int) -> None:
     nbytes = machine.number(width)
     data = machine.take(nbytes)
     # One wide character makes all others 4 bytes wide: a long text is charged before it exists.
-    machine.charge(4 * nbytes if nbytes > LONG_TEXT_NBYTES else 0)
-    machine.push_scalar(bytes(data).decode("utf-8", "surrogatepass"))
+    is_long = nbytes > LONG_TEXT_NBYTES
+    machine.charge(5 * nbytes if is_long else 0)
+    machine.push_scalar(str(data, "utf-8", "surrogatepass"))
+    machine.charge(-5 * nbytes if is_long else 0)
 
 
 def _blob(machine: _Machine, width: int) -> None:
-    machine.push_scalar(bytes(machine.take(machine.number(width))))
+    data = machine.take(machine.number(width))
+    machine.charge(len(data))
+    machine.push_made(bytes(data), OBJECT_NBYTES)
 
 
 def _frozen(machine: _Machine) -> None:
@@ -392,7 +437,7 @@ def _tuple(machine: _Machine, count: int) -> None:
         raise ValueError("too few items on the stack")
     items = tuple(_settled(item) for item in stack[len(stack) - count :])
     del stack[len(stack) - count :]
-    machine.push_made(items, sys.getsizeof(items))
+    machine.push_made(items, sys.getsizeof(items) + HEADER_NBYTES)
 
 
 def _reduce(machine: _Machine) -> None:
@@ -403,7 +448,7 @@ def _reduce(machine: _Machine) -> None:
 def _new_with_names(machine: _Machine) -> None:
     names, args, callee = machine.pop(), machine.pop(), machine.pop()
     made = machine.call(callee, args)
-    machine.push(made if not names else Opaque(str(callee)))
+    machine.push(made if not names else _settled(callee))
 
 
 def _build(machine: _Machine) -> None:
@@ -434,7 +479,7 @@ def _set_many(machine: _Machine) -> None:
 def _persistent(machine: _Machine) -> None:
     if machine.persistent is None:
         raise Corrupt("a pickle that refers to storage outside of it, where there is none")
-    machine.push_made(machine.persistent(machine.pop()), OBJECT_NBYTES)
+    machine.push_made(machine.persistent(machine.pop()), RESULT_NBYTES)
 
 
 def _stack_name(machine: _Machine) -> None:
@@ -444,7 +489,7 @@ def _stack_name(machine: _Machine) -> None:
 
 def _tuple_of_items(machine: _Machine) -> None:
     items = tuple(machine.items())
-    machine.push_made(items, sys.getsizeof(items))
+    machine.push_made(items, sys.getsizeof(items) + HEADER_NBYTES)
 
 
 def _pop_mark(machine: _Machine) -> None:

@@ -18,7 +18,7 @@ import torch
 from ckpt.errors import Corrupt
 from ckpt.format.coverage import cover_problem
 from ckpt.layout.dtypes import DTYPES
-from ckpt.layout.memory import host_bytes
+from ckpt.layout.memory import aligned_buffer, host_bytes, tensor_over
 from ckpt.layout.piece import Kind
 from ckpt.layout.region import Box, Region, Shape, Span, boxes_of, row_major_strides
 from ckpt.layout.reshard import Patch, Run, copies
@@ -172,11 +172,13 @@ class FileSource(CheckpointSource):
     def _gather(self, file: str, part: _Gather, target: torch.Tensor) -> None:
         """Read a box whose elements do not follow each other here and there, band by band."""
         itemsize = target.element_size()
+        # Mapped, and for all bands: blocks of this size from the allocator stay with the threads.
+        scratch = aligned_buffer(min(_extent(part.box, part.stride) * itemsize, SCRATCH_NBYTES))
         for box, source, into in _bands(part, SCRATCH_NBYTES // itemsize):
-            extent = 1 + sum((n - 1) * s for n, s in zip(box, part.stride, strict=True))
-            scratch = torch.empty(extent, dtype=target.dtype)
-            self._read(file, part.start + source * itemsize, [host_bytes(scratch)])
-            view = scratch.as_strided(box, part.stride)
+            extent = _extent(box, part.stride)
+            here = scratch[: extent * itemsize]
+            self._read(file, part.start + source * itemsize, [here])
+            view = tensor_over(here, target.dtype, (extent,)).as_strided(box, part.stride)
             target.as_strided(box, part.target_stride, target.storage_offset() + into).copy_(view)
 
     def close(self) -> None:
@@ -269,6 +271,11 @@ def _gathers(chunk: Chunk, copy: Run | Patch, itemsize: int) -> Iterator[_Gather
         into += box.numel
 
 
+def _extent(box: Shape, stride: Shape) -> int:
+    """How many elements of a file a box lies over, from its first to its last."""
+    return 1 + sum((n - 1) * step for n, step in zip(box, stride, strict=True))
+
+
 def _dot(index: Shape, stride: Shape) -> int:
     return sum(coordinate * step for coordinate, step in zip(index, stride, strict=True))
 
@@ -280,7 +287,7 @@ def _bands(part: _Gather, extent_max: int) -> Iterator[tuple[Shape, int, int]]:
     pending = [(part.box, 0, part.into)]
     while pending:
         box, source, into = pending.pop()
-        extent = 1 + sum((n - 1) * s for n, s in zip(box, part.stride, strict=True))
+        extent = _extent(box, part.stride)
         widest = max(range(len(box)), key=lambda d: part.stride[d] if box[d] > 1 else -1, default=0)
         if extent <= extent_max or not box or box[widest] == 1:
             yield box, source, into

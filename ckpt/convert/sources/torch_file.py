@@ -5,26 +5,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ckpt.convert.sources.blobs import Blob, open_blob
-from ckpt.convert.sources.dcp import tree_source, with_leaves
-from ckpt.convert.sources.source import Chunk, FileSource, SourceTensor, check_chunks
+from ckpt.convert.sources.blobs import Blob
+from ckpt.convert.sources.budget import MemoryBudget
+from ckpt.convert.sources.dcp import TreeData, leaves_of_blob, tree_source
+from ckpt.convert.sources.source import FileSource, SourceTensor, check_chunks
 from ckpt.errors import Corrupt, UnsupportedFormat
-from ckpt.layout.region import Shape
 from storage import ByteRange, KeyNotFoundError, Store
 
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 
 
 def open_torch_files(
-    store: Store, names: Sequence[str], parameter_names: Sequence[str] | None = None
+    store: Store,
+    names: Sequence[str],
+    budget: MemoryBudget,
+    parameter_names: Sequence[str] | None = None,
 ) -> FileSource:
     """The files of torch.save `names` of `store`; the trees of several are joined at their tops.
 
     Raises UnsupportedFormat for what torch wrote before version 1.6 and for TorchScript, Corrupt
     for what is no such file, and the store's errors.
     """
-    chunks: dict[str, list[Chunk]] = {}
-    infos: dict[str, tuple[str, Shape]] = {}
+    data = TreeData({}, {}, budget)
     sizes: dict[str, int] = {}
     tree: Any = {}
     for name in names:
@@ -33,8 +35,8 @@ def open_torch_files(
         except KeyNotFoundError:
             raise Corrupt(f"{store.url}/{name} is missing") from None
         _check_format(store, name, sizes[name])
-        opened = open_blob(store, Blob(name, 0, sizes[name]))
-        entries = with_leaves(opened.tree, opened, name, name, (chunks, infos))
+        blob = Blob(name, 0, sizes[name])
+        entries = leaves_of_blob(store, blob, name, data, is_outermost=True)
         if len(names) == 1:
             tree = entries
             continue
@@ -46,11 +48,11 @@ def open_torch_files(
                 + (f": {twice[0]!r}" if isinstance(entries, dict) else "")
             )
         tree.update(entries)
-    for key, parts in chunks.items():
-        check_chunks(SourceTensor(key, *infos[key]), parts, sizes)
+    for key, parts in data.chunks.items():
+        check_chunks(SourceTensor(key, *data.infos[key]), parts, sizes)
     if not isinstance(tree, (dict, list, tuple)):
         tree = {"value": tree}
-    return tree_source(store, "file of torch.save", tree, (chunks, infos), parameter_names)
+    return tree_source(store, "file of torch.save", tree, data, parameter_names)
 
 
 def _check_format(store: Store, name: str, nbytes: int) -> None:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from ckpt.convert.sources.budget import Account
 from ckpt.convert.sources.pickles import Maker, Opaque, read_pickle
 from ckpt.errors import Corrupt
 from ckpt.format.datafile import NDIM_MAX
@@ -34,6 +35,7 @@ _STORAGES = {
 }
 _STORAGE_OF = {dtype: name for name, dtype in _STORAGES.items()}
 NUMEL_MAX = 1 << 58
+NAME_SHOWN_MAX = 60  # of an unknown name in each tensor that has it
 
 
 class StorageRef(NamedTuple):
@@ -70,12 +72,12 @@ class UnreadableTensor:
     reason: str
 
 
-def read_tree(data: bytes | memoryview, more: Mapping[str, Maker | str] | None = None) -> Any:
+def read_tree(data: bytes | bytearray, account: Account | None = None) -> Any:
     """The tree of a pickle of torch.save: values, `TensorRef`, `UnreadableTensor` and `Opaque`.
 
-    `more` are further names, as in `read_pickle`. Raises like it.
+    Charges `account` and raises like `read_pickle`.
     """
-    return read_pickle(data, {**KNOWN, **(more or {})}, _storage_ref)
+    return read_pickle(data, KNOWN, _storage_ref, account)
 
 
 def _storage_ref(key: Any) -> StorageRef:
@@ -85,7 +87,7 @@ def _storage_ref(key: Any) -> StorageRef:
     class_name = storage.name.rpartition(".")[2]
     dtype = _STORAGES.get(class_name, "")
     if not dtype and class_name != "UntypedStorage":
-        dtype = f"?{storage.name}"
+        dtype = f"?{storage.name[:NAME_SHOWN_MAX]}"
     itemsize = DTYPES[dtype].itemsize if dtype in DTYPES else 1
     return StorageRef(name, dtype, _count(numel) * itemsize)
 
@@ -104,7 +106,7 @@ def _tensor(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> An
 
 def _tensor_of_dtype(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> Any:
     dtype = rest[2] if len(rest) > 2 else None
-    name = dtype.name.removeprefix("torch.") if isinstance(dtype, Opaque) else "?"
+    name = dtype.name[:NAME_SHOWN_MAX].removeprefix("torch.") if isinstance(dtype, Opaque) else "?"
     return _view(storage, name, offset, size, stride, rest[3:])
 
 

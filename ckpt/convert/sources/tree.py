@@ -138,16 +138,19 @@ class _Naming:
             if bad := [key for key in tree if not is_key(key) or key == TENSOR_KEY]:
                 problems.append((path, f"the key {bad[0]!r:.60} cannot be stored"))
                 return None
-            return {
+            made: Any = {
                 key: self.plain(item, join(path, key), depth + 1, problems)
                 for key, item in tree.items()
             }
+            return tree if all(made[key] is item for key, item in tree.items()) else made
         if isinstance(tree, (list, tuple)):
-            items = [
+            made = [
                 self.plain(item, join(path, index), depth + 1, problems)
                 for index, item in enumerate(tree)
             ]
-            return items if isinstance(tree, list) else tuple(items)
+            if all(new is item for new, item in zip(made, tree, strict=True)):
+                return tree
+            return made if isinstance(tree, list) else tuple(made)
         problems.append((path, reason_of(tree)))
         return None
 
@@ -226,17 +229,26 @@ def _is_below(path: str, other: str) -> bool:
     return not other or path.startswith(f"{other}.")
 
 
+def mapped(tree: Any, leaf_of: Callable[[Any], Any]) -> Any:
+    """`tree` with what `leaf_of` makes of each leaf. Containers in which nothing changes are the
+    same objects: most of a large state may be values.
+    """
+    if type(tree) is dict:
+        made: Any = {key: mapped(item, leaf_of) for key, item in tree.items()}
+        return tree if all(made[key] is item for key, item in tree.items()) else made
+    if type(tree) in (list, tuple):
+        made = [mapped(item, leaf_of) for item in tree]
+        if all(new is item for new, item in zip(made, tree, strict=True)):
+            return tree
+        return made if type(tree) is list else tuple(made)
+    return leaf_of(tree)
+
+
 def has_tensors(node: Any) -> bool:
     """Whether a container has a tensor, or what stands for one that is refused, in it."""
-    pending, seen = [node], set()
-    while pending:
-        item = pending.pop()
-        if isinstance(item, (Leaf, UnreadableTensor)):
-            return True
-        if isinstance(item, (dict, list, tuple)) and id(item) not in seen:
-            seen.add(id(item))
-            pending.extend(item.values() if isinstance(item, dict) else item)
-    return False
+    if isinstance(node, (dict, list, tuple)):
+        return any(map(has_tensors, node.values() if isinstance(node, dict) else node))
+    return isinstance(node, (Leaf, UnreadableTensor))
 
 
 def _is_state_dict(node: Mapping[Any, Any]) -> bool:
@@ -319,7 +331,7 @@ def reason_of(thing: Any) -> str:
     if isinstance(thing, UnreadableTensor):
         return thing.reason
     if isinstance(thing, (Opaque, PickledObject)):
-        return f"it is a {thing.name}, which is code of somebody's, not a plain value"
+        return f"it is a {thing.name:.100}, which is code of somebody's, not a plain value"
     return f"it is a {type(thing).__name__}, not a plain value"
 
 

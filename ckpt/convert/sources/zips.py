@@ -7,12 +7,13 @@ Writing lays a zip file out before its data is there, since only the sizes are n
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from ckpt.errors import Corrupt, UnsupportedFormat
 
-ReadBytes = Callable[[int, int], bytes]  # (start, stop) of the file
+ReadBytes = Callable[[int, int], bytes | bytearray]  # (start, stop) of the file
+ENTRY_NBYTES = 1000  # of memory, with the place of its data
 DIRECTORY_NBYTES_MAX = 1 << 28
 TAIL_NBYTES = 1024
 ALIGNMENT = 64  # of the data of each entry, as torch.save aligns it
@@ -28,7 +29,7 @@ _16 = 0xFFFF
 
 
 class ZipEntry(NamedTuple):
-    """An entry of a directory: where its local header is, and its data's size and crc32."""
+    """An entry of a directory: where its local header is, its bytes in the file, and its crc32."""
 
     name: str
     header_start: int
@@ -37,27 +38,42 @@ class ZipEntry(NamedTuple):
     is_stored: bool = True  # neither compressed nor encrypted
 
 
-def read_directory(read: ReadBytes, nbytes: int) -> dict[str, ZipEntry]:
+def read_directory(
+    read: ReadBytes,
+    nbytes: int,
+    charge: Callable[[int], None],
+    found: Callable[[ZipEntry], None] = lambda entry: None,
+) -> dict[str, ZipEntry]:
     """The entries of the zip file of `nbytes`, by name.
 
-    Raises Corrupt when it is no readable zip file.
+    `charge` is called with bytes of memory before they are taken, `found` with each entry before
+    that is charged. Raises Corrupt when it is no readable zip file, and what `charge` raises.
     """
     tail = read(max(0, nbytes - TAIL_NBYTES), nbytes)
     try:
         start, length, count = _find_directory(read, nbytes, tail)
         if length > DIRECTORY_NBYTES_MAX or start + length > nbytes:
             raise Corrupt(f"its directory has {length} bytes from {start} on, the file {nbytes}")
+        charge(length)
         first = nbytes - len(tail)
         if start >= first:
             data = tail[start - first : start - first + length]
         else:
             data = read(start, start + length)
-        return _entries(data, count, nbytes)
+        entries: dict[str, ZipEntry] = {}
+        for entry in _entries(data, count):
+            if entry.header_start + _LOCAL.size + entry.nbytes > nbytes or entry.name in entries:
+                raise Corrupt(f"{entry.name}: outside of the file, or twice in it")
+            found(entry)
+            charge(ENTRY_NBYTES + 4 * len(entry.name))
+            entries[entry.name] = entry
+        charge(-length)
+        return entries
     except (struct.error, UnicodeDecodeError, IndexError) as error:
         raise Corrupt(f"no readable zip file: {error}") from error
 
 
-def data_start(entry: ZipEntry, header: bytes) -> int:
+def data_start(entry: ZipEntry, header: bytes | bytearray) -> int:
     """Where the data of `entry` begins, from (at least) the first 30 bytes of its local header.
 
     Raises Corrupt when there is none, UnsupportedFormat when the data is compressed or encrypted.
@@ -73,7 +89,7 @@ def data_start(entry: ZipEntry, header: bytes) -> int:
     return entry.header_start + _LOCAL.size + int(name_nbytes) + int(extra_nbytes)
 
 
-def _find_directory(read: ReadBytes, nbytes: int, tail: bytes) -> tuple[int, int, int]:
+def _find_directory(read: ReadBytes, nbytes: int, tail: bytes | bytearray) -> tuple[int, int, int]:
     """Start, length and number of entries of the directory."""
     position = tail.rfind(b"PK\x05\x06")
     if position < 0:
@@ -93,8 +109,7 @@ def _find_directory(read: ReadBytes, nbytes: int, tail: bytes) -> tuple[int, int
     return end64[9], end64[8], end64[7]
 
 
-def _entries(data: bytes, count: int, nbytes: int) -> dict[str, ZipEntry]:
-    entries: dict[str, ZipEntry] = {}
+def _entries(data: bytes | bytearray, count: int) -> Iterator[ZipEntry]:
     position = 0
     for _ in range(count):
         fields = _ENTRY.unpack_from(data, position)
@@ -107,14 +122,13 @@ def _entries(data: bytes, count: int, nbytes: int) -> dict[str, ZipEntry]:
         extra = data[position + name_nbytes : position + name_nbytes + extra_nbytes]
         position += name_nbytes + extra_nbytes + comment_nbytes
         size, packed, header_start = _wide(extra, size, packed, header_start)
-        if header_start + _LOCAL.size + packed > nbytes or name in entries:
-            raise Corrupt(f"{name}: outside of the file, or twice in it")
         is_stored = method == 0 and packed == size and not flags & 1
-        entries[name] = ZipEntry(name, header_start, size, crc32, is_stored)
-    return entries
+        yield ZipEntry(name, header_start, size if is_stored else packed, crc32, is_stored)
 
 
-def _wide(extra: bytes, size: int, packed: int, header_start: int) -> tuple[int, int, int]:
+def _wide(
+    extra: bytes | bytearray, size: int, packed: int, header_start: int
+) -> tuple[int, int, int]:
     """Sizes and start, from the zip64 field of `extra` where 32 bits are too few."""
     position = 0
     while position + 4 <= len(extra):

@@ -1,0 +1,261 @@
+"""An import takes at most 64 MiB of memory beside the bytes of tensors that are in the file.
+
+Method: peak resident memory of a forked child for each file, above what it had after the import of
+a tiny file. Honest files of many shapes are read or refused by name; crafted ones, from 500 bytes
+to 20 MB, are refused. Soak runs take every size.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import pickle
+import struct
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckpt
+from ckpt.cli import main
+from ckpt.convert.sources.blobs import _tensor_nbytes
+from ckpt.convert.sources.budget import MEMORY_NBYTES_MAX
+from ckpt.convert.sources.opening import SourceOptions, open_source
+from ckpt.convert.sources.zips import ZipEntry
+from ckpt.errors import UnsupportedFormat
+from tests.conftest import Scale
+
+MIB = 1 << 20
+SIZES = (500, 100_000, 1_200_000, 5_000_000, 20_000_000)
+TIMEOUT = 1200  # a guard against hanging
+
+# Forks a child for each file, whose peak is above that of nothing but a tiny import.
+MEASURE = """
+import gc, json, os, sys, ckpt
+from ckpt.errors import CheckpointError
+def status(field):
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) << 10 for line in file if line.startswith(field))
+def measure(path, root):
+    ckpt.import_checkpoint(sys.argv[1], root + "-warm")
+    gc.collect()
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
+    before = status("VmRSS")
+    try:
+        ckpt.import_checkpoint(path, root)
+        outcome = "read"
+    except CheckpointError as error:
+        outcome = f"{type(error).__name__}: {error}"[-1000:]
+    return status("VmHWM") - before, outcome
+ckpt.import_checkpoint(sys.argv[1], sys.argv[1] + "-first")
+for path in sys.argv[2:]:
+    ours, theirs = os.pipe()
+    if os.fork() == 0:
+        try:
+            os.write(theirs, json.dumps(measure(path, path + "-root")).encode())
+        finally:
+            os._exit(0)
+    os.close(theirs)
+    with os.fdopen(ours) as answer:
+        print(answer.read() or '[-1, "died"]')
+    os.wait()
+"""
+
+
+def measured(tmp_path: Path, paths: list[Path]) -> list[tuple[int, str]]:
+    """Peak memory of an import of each file, in bytes, and what came of it."""
+    if not os.access("/proc/self/clear_refs", os.W_OK):
+        pytest.skip("peak memory cannot be reset here")
+    tiny = tmp_path / "tiny.pt"
+    torch.save({"w": torch.ones(2), "n": [1, {"a": 2}]}, tiny)
+    made = subprocess.run(
+        [sys.executable, "-c", MEASURE, str(tiny), *map(str, paths)],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+        check=True,
+    )
+    return [
+        (int(peak), str(outcome)) for peak, outcome in map(json.loads, made.stdout.split("\n")[:-1])
+    ]
+
+
+def put(path: Path, program: bytes, *records: bytes) -> Path:
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("archive/data.pkl", program)
+        for number, record in enumerate(records):
+            file.writestr(f"archive/data/{number}", record)
+    return path
+
+
+# --- honest files ---
+
+
+def _records(count: int) -> list[Any]:
+    return [{"a": n, "b": n * 1.5, "c": f"record {n}"} for n in range(count)]
+
+
+def _tensors(count: int, numel: int) -> dict[str, Any]:
+    return {f"model.layers.{n}.weight": torch.zeros(numel) for n in range(count)}
+
+
+HONEST: dict[str, Callable[[], Any]] = {
+    "1,000 tensors": lambda: _tensors(1000, 4096),
+    "8,000 tiny tensors": lambda: _tensors(8000, 1),
+    "strided": lambda: {"w": torch.zeros(2048, 2048).t()},
+    "expanded": lambda: {"w": torch.zeros(1).expand(64 << 20)},
+    "records": lambda: {"x": _records(40_000)},
+    "numbers": lambda: {"x": list(range(1000, 300_000))},
+    "text": lambda: {"x": "x" * (4 << 20), "y": "\xe4" * 100_000, "z": b"z" * 1_000_000},
+}
+HONEST_SOAK: dict[str, Callable[[], Any]] = {
+    "100,000 tensors": lambda: _tensors(100_000, 4096),
+    "100,000 tiny tensors": lambda: _tensors(100_000, 1),
+    "many records": lambda: {"x": _records(400_000)},
+    "many numbers": lambda: {"x": list(range(3_000_000))},
+    "long text": lambda: {"x": "x" * (40 << 20)},
+}
+READ = {*HONEST, "100,000 tensors"}
+
+
+def test_honest_files_take_64_mib_and_their_tensors(tmp_path: Path, scale: Scale) -> None:
+    states = {**HONEST, **(HONEST_SOAK if scale.soak else {})}
+    paths, stored = [], []
+    for number, make in enumerate(states.values()):
+        paths.append(tmp_path / f"{number}.pt")
+        torch.save(make(), paths[-1])
+        with zipfile.ZipFile(paths[-1]) as file:
+            stored.append(sum(i.file_size for i in file.infolist() if "/data/" in i.filename))
+    for name, nbytes, (peak, outcome) in zip(
+        states, stored, measured(tmp_path, paths), strict=True
+    ):
+        assert 0 <= peak < MEMORY_NBYTES_MAX + nbytes, f"{name}: {peak / MIB:.1f} MiB: {outcome}"
+        assert outcome == "read" if name in READ else "memory_nbytes_max=" in outcome, name
+
+
+def test_what_a_file_may_take_is_an_argument(tmp_path: Path) -> None:
+    path = tmp_path / "m.pt"
+    torch.save({"x": list(range(100_000))}, path)
+    with pytest.raises(UnsupportedFormat, match=r"m\.pt.* at most 1048576 .* memory_nbytes_max="):
+        ckpt.import_checkpoint(str(path), str(tmp_path / "root"), memory_nbytes_max=MIB)
+    assert main(["import", str(path), str(tmp_path / "root"), "--memory-max", "4MiB"]) == 1
+    assert not (tmp_path / "root").exists()
+    assert main(["import", str(path), str(tmp_path / "root"), "--memory-max", "64MiB"]) == 0
+    torch.save({"w": torch.ones(3), "x": list(range(100_000))}, path)
+    with pytest.raises(UnsupportedFormat, match="memory_nbytes_max="):
+        ckpt.export(str(path), str(tmp_path / "m.safetensors"), memory_nbytes_max=MIB)
+
+
+def test_bytes_of_tensors_that_are_there_count_and_no_others(tmp_path: Path) -> None:
+    """Records that lie over each other, are compressed, or are claimed by the pickle are no room
+    for objects.
+    """
+    options = SourceOptions(memory_nbytes_max=4 * MIB)
+    program = pickle.dumps({"x": list(range(1000, 31_000))}, 2)
+    open_source(str(put(tmp_path / "room.pt", program, bytes(8 * MIB))), options).close()
+    compressed, lying = tmp_path / "compressed.pt", put(tmp_path / "lying.pt", program, b"1234")
+    with zipfile.ZipFile(compressed, "w") as file:
+        file.writestr("archive/data.pkl", program)
+        file.writestr("archive/data/0", bytes(8 * MIB), zipfile.ZIP_DEFLATED)
+    data = lying.read_bytes()
+    at = data.rindex(b"PK\x01\x02")
+    lying.write_bytes(data[: at + 20] + struct.pack("<2I", 8 * MIB, 8 * MIB) + data[at + 28 :])
+    for path in (put(tmp_path / "none.pt", program), compressed, lying):
+        with pytest.raises(ckpt.CheckpointError, match=r"memory_nbytes_max=|outside of the file"):
+            open_source(str(path), options)
+    entries = [ZipEntry(f"a/data/{n}", 0, 900, 0) for n in range(50)]
+    entries.append(ZipEntry("a/data.pkl", 900, 50, 0))
+    assert _tensor_nbytes({e.name: e for e in entries}, "a/data/", 1000) == 950
+
+
+# --- crafted files ---
+
+HEAD = (
+    b"\x80\x04X\xe8\x03\x00\x00" + b"n" * 1000 + b"\x94"  # 0: a long text
+    b"(" + b"K\x01" * 60 + b"t\x94"  # 1: a tuple
+    b"}(" + b"".join(b"K%cN" % n for n in range(60)) + b"u\x94"  # 2: a dict
+    b"ctorch\nFloatStorage\n\x94"  # 3
+    b"(X\x07\x00\x00\x00storageh\x03X\x01\x00\x00\x000X\x03\x00\x00\x00cpuJ\xff\xff\xff\x7ft\x94"
+    b"c" + b"a" * 400 + b"\n" + b"b" * 400 + b"\n\x94"  # 5: a long name
+    b"ctorch._utils\n_rebuild_tensor_v2\n\x94"  # 6
+)
+STORAGE = b"h\x04Q"
+WORDS = {
+    "marks": b"(",
+    "memo entries": b"\x94",
+    "memo out of order": b"r%c%c%c\x7f",
+    "fetched": b"h\x00",
+    "lists": b"]",
+    "lists with an item": b"]Na",
+    "dicts": b"}",
+    "dicts with an item": b"}K\x01Ns",
+    "tuples": b"N\x85",
+    "sets": b"\x8f",
+    "integers": b"M\xff\xff",
+    "long integers": b"\x8a\xf0" + b"\x7f" * 240,
+    "floats": b"G" + b"\x01" * 8,
+    "texts": b"\x8c\x01a",
+    "wide texts": b"\x8c\x54" + b"a" * 80 + "\U0001f600".encode(),
+    "bytes": b"C\x01a",
+    "names": b"ca\nb\n",
+    "names of long parts": b"h\x00h\x00\x93",
+    "calls of a long name": b"h\x05)R",
+    "a long name as items": b"]h\x05a",
+    "storages": STORAGE,
+    "tensors": b"h\x06(" + STORAGE + b"K\x00K\x01\x85K\x01\x85\x89NtR",
+    "sizes": b"ctorch\nSize\nh\x01\x85R",
+    "mappings": b"ccollections\nOrderedDict\nh\x02\x85R",
+    "states": b"ca\nb\n)R}b",
+    "shared": b"h\x01h\x01\x86q\x01",
+}
+WRAPS = {
+    "left on the stack": (b"(", b"."),
+    "in a list": (b"](", b"e."),
+    "in a tuple": (b"(", b"t."),
+    "in a dict": (b"}X\x01\x00\x00\x00xX\x01\x00\x00\x00y](", b"es."),
+}
+
+
+def program(word: bytes, nbytes: int, wrap: str) -> bytes:
+    before, after = WRAPS[wrap]
+    count = max(1, (nbytes - len(HEAD) - 20) // len(word))
+    if b"%c" in word:
+        body = b"".join(b"r" + (n + 1000).to_bytes(3, "little") + b"\x7f" for n in range(count))
+    else:
+        body = word * count
+    return HEAD + before + body + after
+
+
+def crafted(scale: Scale, folder: Path) -> list[Path]:
+    usual = 300_000
+    forms = {(usual, "in a list")}
+    if scale.soak:
+        forms |= {(usual, wrap) for wrap in WRAPS} | {(nbytes, "in a list") for nbytes in SIZES}
+    paths = []
+    for (name, word), (nbytes, wrap) in itertools.product(WORDS.items(), sorted(forms)):
+        path = folder / f"{name}, {wrap}, {nbytes}.pt"
+        paths.append(put(path, program(word, nbytes, wrap), b"1234"))
+    return paths
+
+
+def test_crafted_files_take_64_mib_whatever_their_length(tmp_path: Path, scale: Scale) -> None:
+    paths = crafted(scale, tmp_path)
+    worst = 0
+    for path, (peak, outcome) in zip(paths, measured(tmp_path, paths), strict=True):
+        worst = max(worst, peak)
+        assert 0 <= peak < MEMORY_NBYTES_MAX, f"{path.stem}: {peak / MIB:.1f} MiB: {outcome}"
+    print(f"{len(paths)} files, at most {worst / MIB:.1f} MiB")
+
+
+def test_a_directory_of_empty_records_takes_64_mib(tmp_path: Path, scale: Scale) -> None:
+    path = tmp_path / "m.pt"
+    put(path, b"\x80\x02}.", *[b""] * scale.count(60_000, 150_000))
+    ((peak, outcome),) = measured(tmp_path, [path])
+    assert 0 <= peak < MEMORY_NBYTES_MAX, f"{peak / MIB:.1f} MiB: {outcome}"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import crc32c as _crc32c
 import numpy as np
@@ -23,6 +24,41 @@ def crc32c_of_each(data: memoryview, sizes: Sequence[int]) -> list[int]:
     ends = accumulate(sizes)
     checksum = _crc32c.crc32c
     return [checksum(data[end - size : end]) for size, end in zip(sizes, ends, strict=True)]
+
+
+class BlockChecksums:
+    """The crc32c of every block of consecutive chunks, from their bytes in runs of any length.
+
+    `ends` are the ends of all blocks, ascending, counted from the first byte of the first chunk.
+    """
+
+    def __init__(self, ends: Sequence[int]) -> None:
+        self._ends = ends
+        self._checksums: list[int] = []
+        self._position = 0
+        self._begun = 0  # the crc32c of what has passed of the next block
+
+    def add(self, data: memoryview) -> None:
+        """The next bytes. A block may begin in one run and end in a later one."""
+        begin, stop = self._position, self._position + len(data)
+        first = len(self._checksums)
+        last = bisect_right(self._ends, stop, first)
+        if first < last:
+            end = self._ends[first]
+            self._checksums.append(crc32c(data[: end - begin], self._begun))
+            sizes = [b - a for a, b in pairwise(self._ends[first:last])]
+            self._checksums += crc32c_of_each(data[end - begin :], sizes)
+            begin, self._begun = self._ends[last - 1], 0
+        if begin < stop:
+            self._begun = crc32c(data[begin - self._position :], self._begun)
+        self._position = stop
+
+    def result(self) -> npt.NDArray[np.uint32]:
+        """One per block. Raises ValueError unless exactly all bytes have passed."""
+        expected = self._ends[-1] if self._ends else 0
+        if self._position != expected:
+            raise ValueError(f"{self._position} bytes of chunks have passed, expected {expected}")
+        return np.array(self._checksums, dtype="<u4")
 
 
 def block_count(nbytes: int, block_bytes: int) -> int:

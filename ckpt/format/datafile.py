@@ -106,6 +106,7 @@ class FileEntries:
     metadata: Mapping[str, str]
     ends: npt.NDArray[np.int64]  # [chunks], from the first tensor byte on
     block_counts: npt.NDArray[np.int64]  # [chunks]
+    block_ends: Sequence[int]  # [blocks], from the first tensor byte on
 
     @property
     def nbytes(self) -> int:
@@ -124,6 +125,7 @@ def file_entries(chunks: Sequence[StoredChunk], block_bytes: int) -> FileEntries
     entries, shapes, dtypes = _entries(chunks)
     sizes = np.fromiter((chunk.nbytes for chunk in chunks), np.int64, len(chunks))
     ends = np.cumsum(sizes)
+    counts = -(-sizes // block_bytes)
     starts = [0, *ends.tolist()]
     text = [
         f'{name}"data_offsets":[{start},{stop}]}},'
@@ -135,8 +137,22 @@ def file_entries(chunks: Sequence[StoredChunk], block_bytes: int) -> FileEntries
         text=_utf8(text),
         metadata=_chunk_metadata(block_bytes, chunks, shapes, dtypes),
         ends=ends,
-        block_counts=-(-sizes // block_bytes),
+        block_counts=counts,
+        block_ends=_block_ends(ends - sizes, ends, counts, block_bytes),
     )
+
+
+def _block_ends(
+    starts: npt.NDArray[np.int64],
+    ends: npt.NDArray[np.int64],
+    counts: npt.NDArray[np.int64],
+    block_bytes: int,
+) -> list[int]:
+    """Where each block of each chunk ends; blocks are counted from the start of the chunk."""
+    number = np.arange(1, counts.sum() + 1) - np.repeat(np.cumsum(counts) - counts, counts)
+    whole_ends = np.repeat(starts, counts) + number * block_bytes
+    result: list[int] = np.minimum(whole_ends, np.repeat(ends, counts)).tolist()
+    return result
 
 
 def layout_data_file(

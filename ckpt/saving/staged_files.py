@@ -11,23 +11,21 @@ first copies are made; space is reserved for them.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from ckpt.errors import InvalidState
-from ckpt.format.checksum import crc32c, crc32c_of_each
-from ckpt.format.datafile import FileEntries, checksum_tensor
+from ckpt.format.datafile import FileEntries
+from ckpt.format.datafile_builder import DataFileBuilder
+from ckpt.format.object_parts import PartSender, part_nbytes_for, sending
 from ckpt.format.part import PartFile
 from ckpt.format.rank_files import DataFile, RankContents, rank_files
 from ckpt.layout.memory import SideStreams, address_of, copy_bytes, tensor_over
 from ckpt.saving.write import MIB, Source, Staging, WritePath, copy_elements
-from storage import ObjectWriter, Store
+from storage import Store
 
 # Reserved in each header for what this rank cannot know yet: rank 0's notes and paths of modules.
 HEADER_SLACK_NBYTES = 4096
@@ -42,29 +40,17 @@ class StagedRange(NamedTuple):
     offset: int
 
 
-class PartPlan(NamedTuple):
-    """One part of a file: what is copied into it, and which runs of bytes are checksummed.
-
-    `cuts` are the lengths of consecutive runs from the first range on. `continues` says that the
-    first run is the rest of a block that began in the part before; `breaks_off` says that the
-    block of the last run continues in the next part.
-    """
-
-    ranges: tuple[StagedRange, ...]
-    cuts: tuple[int, ...]
-    continues: bool
-    breaks_off: bool
-
-
 @dataclass(frozen=True, slots=True)
 class FilePlan:
-    """One file: its sources are those from `first` on, its tensor bytes start at `data_start`."""
+    """One file: its sources are those from `first` on, its tensor bytes start at `data_start`, and
+    `parts` are what is copied into each of its parts.
+    """
 
     entries: FileEntries
     first: int
     data_start: int
     part_nbytes: int
-    parts: tuple[PartPlan, ...]
+    parts: tuple[tuple[StagedRange, ...], ...]
 
 
 def plan_files(
@@ -77,8 +63,10 @@ def plan_files(
     planned = rank_files(files, contents)
     starts = [len(file.layout.header) + HEADER_SLACK_NBYTES for file in planned]
     largest = max(start + file.nbytes for start, file in zip(starts, files, strict=True))
+    # An eighth more, for values and checksums: the parts are cut before their sizes are known.
+    part_nbytes = part_nbytes_for(largest + largest // 8, path.part_nbytes)
     # Whole MiB and the same for all files, so that any buffer serves any part of any save.
-    part_nbytes = min(path.part_nbytes, -(-max(largest, part_nbytes_min) // MIB) * MIB)
+    part_nbytes = min(part_nbytes, -(-max(largest, part_nbytes_min) // MIB) * MIB)
     plans = []
     first = 0
     for start, file in zip(starts, files, strict=True):
@@ -90,31 +78,20 @@ def plan_files(
 
 def _plan_parts(
     file: FileEntries, first: int, data_start: int, part_nbytes: int
-) -> tuple[PartPlan, ...]:
-    sizes, block_nbytes = [chunk.nbytes for chunk in file.chunks], file.block_bytes
-    end = data_start + file.nbytes
-    ranges: list[list[StagedRange]] = [[] for _ in range(-(-end // part_nbytes))]
-    cuts: list[list[int]] = [[] for _ in ranges]
-    breaks_off = [False] * len(ranges)
+) -> tuple[tuple[StagedRange, ...], ...]:
+    parts: list[list[StagedRange]] = [
+        [] for _ in range(-(-(data_start + file.nbytes) // part_nbytes))
+    ]
     position = data_start
-    for source, nbytes in enumerate(sizes, first):
+    for source, chunk in enumerate(file.chunks, first):
         start = 0
-        while start < nbytes:
+        while start < chunk.nbytes:
             part, offset = divmod(position, part_nbytes)
-            stop = min(nbytes, start + part_nbytes - offset)
-            ranges[part].append(StagedRange(source, start, stop, offset))
+            stop = min(chunk.nbytes, start + part_nbytes - offset)
+            parts[part].append(StagedRange(source, start, stop, offset))
             position += stop - start
-            breaks_off[part] = stop < nbytes and stop % block_nbytes != 0
-            # Blocks are counted from the start of the chunk and not of the part, so a block may
-            # lie in two parts; its checksum is then continued in the second.
-            while start < stop:
-                cut = min(stop, (start // block_nbytes + 1) * block_nbytes)
-                cuts[part].append(cut - start)
-                start = cut
-    return tuple(
-        PartPlan(tuple(ranges[i]), tuple(cuts[i]), i > 0 and breaks_off[i - 1], breaks_off[i])
-        for i in range(len(ranges))
-    )
+            start = stop
+    return tuple(map(tuple, parts))
 
 
 class CopyOrder(NamedTuple):
@@ -134,9 +111,9 @@ def copy_order(
 ) -> CopyOrder:
     """The order that copies the sources with the indices `first` first, the others later."""
     plans = [part for file in files for part in file.parts]
-    later = [tuple(one for one in plan.ranges if one.source not in first) for plan in plans]
+    later = [tuple(one for one in plan if one.source not in first) for plan in plans]
     return CopyOrder(
-        tuple(tuple(one for one in plan.ranges if one.source in first) for plan in plans),
+        tuple(tuple(one for one in plan if one.source in first) for plan in plans),
         tuple(later),
         sum(one.stop - one.start for ranges in later for one in ranges),
         tuple(dict.fromkeys(source.view.device for source in sources if source.view.is_cuda)),
@@ -150,7 +127,7 @@ _NO_BUFFER = memoryview(b"")
 class _StagedPart:
     """A part and its memory. `missing` is still to be copied; an empty buffer means none."""
 
-    plan: PartPlan
+    ranges: Sequence[StagedRange]
     missing: Sequence[StagedRange]
     buffer: memoryview
 
@@ -227,20 +204,17 @@ class Image:
         try:
             files = self._planned(contents)
             for index, file in enumerate(files):
-                layout = file.layout
-                with (
-                    store.create(
-                        directory + file.name,
-                        layout.nbytes,
-                        part_nbytes=self._part_nbytes,
-                        durable=False,
-                        direct=path.for_file(layout.nbytes).direct,
-                    ) as writer,
-                    _Sender(writer, max(1, path.writers)) as sender,
-                ):
-                    checksums = self._write_file(index, file, sender, between_parts)
-                    sender.wait_for_all()
-                written.append(PartFile(file.name, layout, file.entries.chunks, checksums))
+                nbytes = file.layout.nbytes
+                with sending(
+                    store,
+                    directory + file.name,
+                    nbytes,
+                    part_nbytes=self._part_nbytes,
+                    threads=max(1, path.writers),
+                    direct=path.for_file(nbytes).direct,
+                ) as sender:
+                    assert sender.part_nbytes == self._part_nbytes, "planned for any store"
+                    written.append(self._write_file(index, file, sender, between_parts))
             store.sync([directory + file.name for file in files])
         finally:
             self.release()
@@ -253,7 +227,7 @@ class Image:
         """
         moved = list(self.sources)
         for part in self._parts:
-            for index, _, nbytes, offset in part.plan.ranges:
+            for index, _, nbytes, offset in part.ranges:
                 source = self.sources[index]
                 memory, dtype = part.buffer[offset : offset + nbytes], source.view.dtype
                 view = tensor_over(memory, dtype, (nbytes // dtype.itemsize,))
@@ -317,102 +291,32 @@ class Image:
         self,
         index: int,
         file: DataFile,
-        sender: _Sender,
+        sender: PartSender,
         between_parts: Callable[[], None],
-    ) -> npt.NDArray[np.uint32]:
-        layout, extras, part_nbytes = file.layout, file.extras, self._part_nbytes
+    ) -> PartFile:
+        builder, nbytes, part_nbytes = DataFileBuilder(file), file.layout.nbytes, self._part_nbytes
         before = part_count(self.files[:index])
-        parts = self._parts[before : before + len(self.files[index].parts)]
-        sums = _Sums()
-        for index_in_file, part in enumerate(parts):
+        start = 0
+        for part in self._parts[before : before + len(self.files[index].parts)]:
             self._make_whole(part, sender)
             between_parts()
-            sums.add(part.plan, part.buffer)
-            begin = index_in_file * part_nbytes
-            header = layout.header[begin : begin + part_nbytes]
-            part.buffer[: len(header)] = header
-            # The last part is sent below, because the checksums of all parts go into it.
-            if part is not parts[-1]:
-                sender.send(part.buffer, partial(self._free, part))
-        checksums = sums.result()
-        tail = b"".join([*extras.values(), checksum_tensor(layout, checksums, extras)])
-        last = parts[-1]
-        used = layout.nbytes - len(tail) - (len(parts) - 1) * part_nbytes
-        here = tail[: part_nbytes - used]
-        last.buffer[used : used + len(here)] = here
-        sender.send(last.buffer[: used + len(here)], partial(self._free, last))
-        for start in range(len(here), len(tail), part_nbytes):
-            sender.send(memoryview(tail[start : start + part_nbytes]), lambda: None)
-        return checksums
+            memory = part.buffer[: min(part_nbytes, nbytes - start)]
+            builder.complete(start, memory)
+            sender.send([memory], partial(self._free, part))
+            start += part_nbytes
+        # Values and checksums may need more parts than the chunks, which have no buffers.
+        for first in range(start, nbytes, part_nbytes):
+            memory = memoryview(bytearray(min(part_nbytes, nbytes - first)))
+            builder.complete(first, memory)
+            sender.send([memory])
+        return builder.result()
 
-    def _make_whole(self, part: _StagedPart, sender: _Sender) -> None:
+    def _make_whole(self, part: _StagedPart, sender: PartSender) -> None:
         sender.collect()
         while not self._has_buffer(part):
             sender.wait_for_one()
         # Copy as much as fits now and not this part alone: steps of optimizers may wait for it.
         self.copy()
-
-
-class _Sums:
-    """Checksums of blocks, from the parts that the blocks lie in, in order."""
-
-    def __init__(self) -> None:
-        self._sums: list[int] = []
-        self._begun = 0
-
-    def add(self, plan: PartPlan, buffer: memoryview) -> None:
-        if not plan.ranges:
-            return
-        data = buffer[plan.ranges[0].offset :]
-        cuts = plan.cuts
-        if plan.continues:
-            self._sums.append(crc32c(data[: cuts[0]], self._begun))
-            data, cuts = data[cuts[0] :], cuts[1:]
-        self._sums += crc32c_of_each(data, cuts)
-        if plan.breaks_off:
-            self._begun = self._sums.pop()
-
-    def result(self) -> npt.NDArray[np.uint32]:
-        return np.array(self._sums, dtype="<u4")
-
-
-class _Sender:
-    """Writes parts in order of `send`, some at once, while the next one is prepared."""
-
-    def __init__(self, writer: ObjectWriter, writers: int) -> None:
-        self._writer = writer
-        self._pool = ThreadPoolExecutor(writers, thread_name_prefix="ckpt-write")
-        self._in_flight: list[tuple[Future[None], Callable[[], None]]] = []
-        self._index = 0
-
-    def __enter__(self) -> _Sender:
-        return self
-
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        self._pool.shutdown(wait=True, cancel_futures=True)
-
-    def send(self, data: memoryview, after: Callable[[], None]) -> None:
-        """Write `data` as the next part. A later method call here calls `after`, once it is
-        written.
-        """
-        future = self._pool.submit(self._writer.write_part, self._index, [data])
-        self._in_flight.append((future, after))
-        self._index += 1
-
-    def wait_for_one(self) -> None:
-        """Returns when the oldest part in flight is written."""
-        future, after = self._in_flight.pop(0)
-        future.result()
-        after()
-
-    def wait_for_all(self) -> None:
-        while self._in_flight:
-            self.wait_for_one()
-
-    def collect(self) -> None:
-        """Call `after` of the parts that are written already, without waiting."""
-        while self._in_flight and self._in_flight[0][0].done():
-            self.wait_for_one()
 
 
 def part_count(files: Sequence[FilePlan]) -> int:

@@ -6,24 +6,23 @@ shares -> sources -> files -> parts (vectors of live memory, or one aligned buff
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
-from ckpt.format.checksum import crc32c, crc32c_of_each
 from ckpt.format.datafile import (
     FileEntries,
     StoredChunk,
-    checksum_tensor,
     file_entries,
     is_small_or_uneven,
     region_start,
     split_into_files,
 )
+from ckpt.format.datafile_builder import DataFileBuilder
+from ckpt.format.object_parts import PartSender, sending
 from ckpt.format.part import PartFile
 from ckpt.format.rank_files import DataFile
 from ckpt.layout.assign import Share
@@ -39,7 +38,7 @@ from ckpt.layout.memory import (
     tensor_over,
 )
 from ckpt.layout.region import Region, Span, boxes_of
-from storage import ObjectWriter, Store
+from storage import Store
 
 MIB = 1 << 20
 PACKED_NBYTES_MAX = 16 << 10  # chunks up to this size are copied together, many in one call
@@ -158,42 +157,42 @@ def write_files(
     written = []
     first = 0
     for file in files:
-        layout, chunks = file.layout, file.entries.chunks
-        own = sources[first : first + len(chunks)]
-        first += len(chunks)
-        here = path.for_file(layout.nbytes)
+        own = sources[first : first + len(file.entries.chunks)]
+        first += len(own)
+        nbytes = file.layout.nbytes
+        here = path.for_file(nbytes)
+        builder = DataFileBuilder(file)
         with (
-            store.create(
+            sending(
+                store,
                 directory + file.name,
-                layout.nbytes,
+                nbytes,
                 part_nbytes=here.part_nbytes,
-                durable=False,
+                threads=here.writers,
                 direct=here.direct,
-            ) as writer,
-            _PartStream(writer, layout.nbytes, here, pinned=pinned) as parts,
+            ) as sender,
+            PartStream(sender, path.staging, gathers=here.direct, pinned=pinned) as parts,
         ):
-            parts.add(memoryview(layout.header))
-            checksums = _stream(own, parts, layout.block_bytes)
-            for value in file.extras.values():
-                parts.add(memoryview(value))
-            parts.add(memoryview(checksum_tensor(layout, checksums, file.extras)))
-        written.append(PartFile(file.name, layout, chunks, checksums, file.digests))
+            parts.add(builder.header)
+            _stream(own, parts, builder, file.entries.block_bytes)
+            parts.add(builder.tail)
+        written.append(builder.result())
     # One sync for all files: each one on its own would wait for the disk once per file.
     store.sync([directory + file.name for file in files])
     return written
 
 
-def _stream(sources: Sequence[Source], parts: _PartStream, block_nbytes: int) -> np.ndarray:
-    """Pass every source's bytes to `parts`, in order; returns the crc32c of every block."""
-    checksums: list[int] = []
+def _stream(
+    sources: Sequence[Source], parts: PartStream, builder: DataFileBuilder, block_nbytes: int
+) -> None:
+    """Pass every source's bytes to `parts` and `builder`, in order."""
     packed_nbytes_max = min(PACKED_NBYTES_MAX, block_nbytes)
     index = 0
     while index < len(sources):
         if sources[index].chunk.nbytes <= packed_nbytes_max:
             pack = _pack(sources, index, parts.room, packed_nbytes_max)
             if pack:
-                sizes = [source.chunk.nbytes for source in pack]
-                checksums += crc32c_of_each(parts.push_pack(pack, sum(sizes)), sizes)
+                builder.add(parts.push_pack(pack, sum([one.chunk.nbytes for one in pack])))
                 index += len(pack)
                 continue
         source = sources[index]
@@ -202,15 +201,11 @@ def _stream(sources: Sequence[Source], parts: _PartStream, block_nbytes: int) ->
         position = 0
         while position < nbytes:
             # Checksums are taken as bytes pass, while they are in the CPU's cache: a pass of its
-            # own would read all memory a second time. A block may lie in two parts.
-            block_end = min(position + block_nbytes, nbytes)
-            crc = 0
-            while position < block_end:
-                stop = min(block_end, position + parts.room)
-                crc = crc32c(parts.push(source, position, stop), crc)
-                position = stop
-            checksums.append(crc)
-    return np.array(checksums, dtype="<u4")
+            # own would read all memory a second time. So no run is longer than a block.
+            block_end = (position // block_nbytes + 1) * block_nbytes
+            stop = min(nbytes, block_end, position + parts.room)
+            builder.add(parts.push(source, position, stop))
+            position = stop
 
 
 def _pack(
@@ -230,40 +225,32 @@ def _pack(
     return pack
 
 
-class _PartStream:
-    """The object under construction as a stream, cut into parts.
+class PartStream:
+    """The object under construction as a stream, cut into parts for `sender`.
 
     A part is a list of vectors. Bytes that need a copy get it in a scratch buffer, at the place
-    that they have in the part; in direct mode all bytes do, so that the part is one aligned buffer.
+    that they have in the part; with `gathers` all bytes do, so that the part is one aligned buffer.
     """
 
-    def __init__(self, writer: ObjectWriter, nbytes: int, path: WritePath, *, pinned: bool) -> None:
-        self._writer = writer
+    def __init__(
+        self, sender: PartSender, staging: Staging, *, gathers: bool, pinned: bool = False
+    ) -> None:
+        self._sender = sender
+        self._staging = staging
+        self._gathers = gathers
         self._pinned = pinned
-        self._part_nbytes = min(path.part_nbytes, nbytes)
-        self._direct = path.direct
-        self._pool = ThreadPoolExecutor(path.writers) if path.writers else None
-        self._in_flight: list[tuple[Future[None], memoryview | None]] = []
-        self._in_flight_max = path.writers
-        self._staging = path.staging
+        self._part_nbytes = min(sender.part_nbytes, sender.nbytes)
         self._scratch: memoryview | None = None
         self._scratch_address = 0
         self._vectors: list[memoryview] = []
         self._filled = 0
-        self._index = 0
 
-    def __enter__(self) -> _PartStream:
+    def __enter__(self) -> PartStream:
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        try:
-            if kind is None:
-                if self._filled:
-                    self._emit()
-                self._wait(0)
-        finally:
-            if self._pool is not None:
-                self._pool.shutdown(wait=True, cancel_futures=True)
+        if kind is None and self._filled:
+            self._emit()
 
     @property
     def room(self) -> int:
@@ -271,11 +258,13 @@ class _PartStream:
         return self._part_nbytes - self._filled
 
     def add(self, data: memoryview) -> None:
-        """Append bytes of any length that stay alive and unchanged until the `with` block ends."""
+        """Append bytes of any length. Unless they are gathered, they stay alive and unchanged until
+        the sender's `with` block ends.
+        """
         position = 0
         while position < len(data):
             stop = min(len(data), position + self.room)
-            if self._direct:
+            if self._gathers:
                 self._place(stop - position)[:] = data[position:stop]
             else:
                 self._vectors.append(data[position:stop])
@@ -287,7 +276,7 @@ class _PartStream:
         written.
         """
         nbytes = stop - start
-        if source.address and not self._direct:
+        if source.address and not self._gathers:
             vector = bytes_at(source.address + start, nbytes)
             self._vectors.append(vector)
         else:
@@ -317,7 +306,7 @@ class _PartStream:
             self._scratch = self._staging.take(whole_mib, pinned=self._pinned)
             self._scratch_address = address_of(self._scratch)
         place = self._scratch[self._filled : self._filled + nbytes]
-        if not self._direct:
+        if not self._gathers:
             self._vectors.append(place)
         return place
 
@@ -327,29 +316,18 @@ class _PartStream:
             self._emit()
 
     def _emit(self) -> None:
-        index, vectors, scratch = self._index, self._vectors, self._scratch
-        if self._direct:
-            assert scratch is not None, "in direct mode every byte was placed"
+        vectors, scratch = self._vectors, self._scratch
+        if self._gathers:
+            assert scratch is not None, "in this mode every byte was placed"
             vectors = [scratch[: self._filled]]
-        self._index += 1
         self._vectors, self._scratch, self._filled = [], None, 0
-        if self._pool is None:
-            self._writer.write_part(index, vectors)
-            if scratch is not None:
-                self._staging.give_back(scratch)
-            return
-        # Wait before submitting: parts hold their buffers, so this bounds the memory in flight.
-        self._wait(self._in_flight_max - 1)
-        self._in_flight.append(
-            (self._pool.submit(self._writer.write_part, index, vectors), scratch)
-        )
-
-    def _wait(self, in_flight_max: int) -> None:
-        while len(self._in_flight) > in_flight_max:
-            done, scratch = self._in_flight.pop(0)
-            done.result()
-            if scratch is not None:
-                self._staging.give_back(scratch)
+        # Wait before sending: parts hold their buffers, so this bounds the memory in flight.
+        while self._sender.is_busy:
+            self._sender.wait_for_one()
+        if scratch is None:
+            self._sender.send(vectors)
+        else:
+            self._sender.send(vectors, partial(self._staging.give_back, scratch))
 
 
 def copy_elements(

@@ -1,0 +1,175 @@
+"""Objects written in parts: whole or not at all, in order where order counts, never too many parts.
+
+Method: a store in memory that fails at a chosen part; and tensors of more bytes than any machine
+has, whose save is ended when it has said how it would cut its object.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckpt
+from ckpt.format.datafile import BLOCK_BYTES, StoredChunk, file_entries
+from ckpt.format.object_parts import PARTS_MAX, fill_and_send, part_nbytes_for, sending
+from ckpt.format.part import PartTexts
+from ckpt.format.rank_files import RankContents
+from ckpt.layout.region import Span
+from ckpt.saving.staged_files import plan_files
+from ckpt.saving.write import WritePath
+from storage import Store, open_store
+from storage.memory import MemoryStore
+from tests.format.sample import HEADER
+
+MIB = 1 << 20
+NBYTES, PART_NBYTES = 1000, 64
+EXPECTED = bytes(number % 251 for number in range(NBYTES))
+
+
+def fill(start: int, part: memoryview) -> int:
+    part[:] = EXPECTED[start : start + len(part)]
+    return start
+
+
+@pytest.fixture
+def store(request: pytest.FixtureRequest) -> Store:
+    return open_store(f"memory://parts-{request.node.name}")
+
+
+@pytest.mark.parametrize("threads", [0, 1, 3, 50])
+def test_parts_are_finished_in_order_and_counted_once_they_are_written(
+    store: Store, threads: int
+) -> None:
+    finished: list[int] = []
+    counted: list[int] = []
+    with sending(
+        store, "k", NBYTES, part_nbytes=PART_NBYTES, threads=threads, add=counted.append
+    ) as sender:
+        fill_and_send(sender, fill=fill, finish=lambda start, part, filled: finished.append(filled))
+        assert sum(counted) == NBYTES
+    assert finished == list(range(0, NBYTES, PART_NBYTES))
+    assert store.get("k") == EXPECTED
+
+
+@pytest.mark.parametrize("where", ["fill", "finish", "write", "after the parts"])
+def test_nothing_is_visible_and_no_thread_writes_after_a_failure(
+    store: Store, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At a part in the middle, while others are in flight."""
+    running: list[str] = []
+
+    def failing_at(name: str, start: int) -> None:
+        running.append(threading.current_thread().name)
+        if name == where and start == 5 * PART_NBYTES:
+            raise OSError("planned")
+
+    def filling(start: int, part: memoryview) -> int:
+        failing_at("fill", start)
+        return fill(start, part)
+
+    created = MemoryStore.create
+
+    def create(self: MemoryStore, *args: Any, **how: Any) -> Any:
+        writer = created(self, *args, **how)
+        write_part = writer.write_part
+
+        def write(index: int, buffers: Any) -> None:
+            failing_at("write", index * PART_NBYTES)
+            write_part(index, buffers)
+
+        monkeypatch.setattr(writer, "write_part", write)
+        return writer
+
+    monkeypatch.setattr(MemoryStore, "create", create)
+    with (
+        pytest.raises(OSError, match="planned"),
+        sending(store, "k", NBYTES, part_nbytes=PART_NBYTES, threads=2) as sender,
+    ):
+        fill_and_send(
+            sender,
+            fill=filling,
+            finish=lambda start, part, filled: failing_at("finish", start),
+        )
+        failing_at("after the parts", 5 * PART_NBYTES)
+    assert list(store.list("")) == []
+    names = {thread.name for thread in threading.enumerate()}
+    assert running and names.isdisjoint(set(running) - {threading.current_thread().name})
+
+
+def test_the_end_of_the_block_waits_for_parts_and_raises_what_failed(store: Store) -> None:
+    """The last of them are in flight then: a part that is too short is refused by the writer."""
+    with (
+        pytest.raises(ValueError, match=r"part 15 has 40 bytes, got 39"),
+        sending(store, "k", NBYTES, part_nbytes=PART_NBYTES, threads=3) as sender,
+    ):
+        for start in range(0, NBYTES, PART_NBYTES):
+            sender.send([memoryview(EXPECTED[start : min(start + PART_NBYTES, NBYTES - 1)])])
+    assert list(store.list("")) == []
+
+
+def test_parts_grow_where_there_would_be_too_many() -> None:
+    limit = PARTS_MAX * 8 * MIB
+    assert part_nbytes_for(limit, 8 * MIB) == 8 * MIB
+    assert part_nbytes_for(limit + 1, 8 * MIB) == 9 * MIB
+    assert part_nbytes_for(0, 8 * MIB) == 8 * MIB
+    for nbytes in (limit + 1, 10 * limit, 10 * limit + 1):
+        assert math.ceil(nbytes / part_nbytes_for(nbytes, 8 * MIB)) <= PARTS_MAX
+
+
+class Seen(Exception):
+    """The object would have been written now."""
+
+
+@pytest.mark.parametrize("way", ["save", "async_save", "import"])
+def test_a_tensor_of_any_size_is_cut_into_as_many_parts_as_object_stores_take(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts: list[int] = []
+
+    def create(self: MemoryStore, key: str, nbytes: int, *, part_nbytes: int, **how: Any) -> Any:
+        assert nbytes > 90 << 30
+        counts.append(math.ceil(nbytes / part_nbytes))
+        raise Seen
+
+    monkeypatch.setattr(MemoryStore, "create", create)
+    url = f"memory://parts-huge-{way}"
+    # No memory of that size: one element, as often as the shape says.
+    state = {"t": torch.zeros(1, dtype=torch.uint8).expand(90 << 30)}
+    with pytest.raises(Seen):
+        if way == "save":
+            ckpt.save(state, url, step=1)
+        elif way == "async_save":
+            ckpt.async_save(state, url, step=1, host_bytes_max=32 * MIB, snapshot="now").result()
+        else:
+            ckpt.import_checkpoint(str(sparse_file(tmp_path, 170 << 30)), url)
+    (count,) = counts
+    assert count <= PARTS_MAX
+
+
+def test_a_staged_file_is_planned_in_as_many_parts_as_object_stores_take() -> None:
+    """Its parts are cut when it is copied, before the object is begun."""
+    nbytes = 90 << 30
+    entries = file_entries(
+        [StoredChunk("t", "uint8", (nbytes,), Span(0, nbytes), nbytes, 0)], BLOCK_BYTES
+    )
+    contents = RankContents(HEADER, 0, PartTexts({}))
+    (plan,) = plan_files([entries], contents=contents, path=WritePath(), part_nbytes_min=1)
+    assert len(plan.parts) <= PARTS_MAX
+    assert plan.part_nbytes == part_nbytes_for(nbytes, plan.part_nbytes)
+
+
+def sparse_file(folder: Path, nbytes: int) -> Path:
+    """A safetensors file of one tensor that occupies no space on the disk."""
+    entry = {"t": {"dtype": "U8", "shape": [nbytes], "data_offsets": [0, nbytes]}}
+    header = json.dumps(entry).encode()
+    path = folder / "huge.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+    os.truncate(path, 8 + len(header) + nbytes)
+    return path

@@ -13,7 +13,6 @@ from fnmatch import fnmatchcase
 from itertools import pairwise
 from typing import Any, NamedTuple, SupportsIndex
 
-import numpy as np
 import torch.distributed as dist
 
 from ckpt.commit.names import step_prefix
@@ -21,25 +20,18 @@ from ckpt.commit.numbers import plain_int
 from ckpt.convert.naming import Rename, renamed, renamer
 from ckpt.convert.sources.opening import SourceOptions, open_source
 from ckpt.convert.sources.source import CheckpointSource, ReadRequest, SourceContents, SourceTensor
-from ckpt.convert.targets.files import Data, FilePiece, Fixed, Late, Output, PlannedFile
-from ckpt.convert.targets.writing import (
-    PART_NBYTES,
-    Finishing,
-    Meter,
-    Parts,
-    Progress,
-    fill_part,
-    in_order,
-)
+from ckpt.convert.targets.files import Data, Output
+from ckpt.convert.targets.writing import PART_NBYTES, Meter, Progress, fill_part
 from ckpt.errors import Corrupt, InvalidState, UnsupportedFormat
 from ckpt.format.checksum import crc32c
 from ckpt.format.datafile import (
     StoredChunk,
-    checksum_tensor,
     file_entries,
     order_key,
     split_into_files,
 )
+from ckpt.format.datafile_builder import DataFileBuilder
+from ckpt.format.object_parts import fill_and_send, sending
 from ckpt.format.part import (
     Part,
     PartFile,
@@ -374,88 +366,36 @@ class _Importing:
         columns = [columns_of(file) for file in files]
         return part_of_files(columns, rank=rank, tensors=infos, texts=texts)
 
-    def write_file(self, planned: DataFile, directory: str, meter: Meter) -> PartFile:
-        layout, key = planned.layout, directory + planned.name
-        finishing = _Blocks(planned)
-        file = _pieces_of(planned, key, self.chosen, finishing)
-        part_nbytes = min(PART_NBYTES, max(layout.nbytes, 1))
-        with self.store.create(
-            key,
-            layout.nbytes,
-            part_nbytes=part_nbytes,
-            durable=False,
-            direct=layout.nbytes >= PART_NBYTES,
-        ) as writer:
-            in_order(
-                Parts(layout.nbytes, part_nbytes, self.threads),
-                fill=lambda start, part: fill_part(self.source, file, start, part),
-                finish=lambda start, part, counted: finishing.finish(start, part),
-                write=lambda index, part: writer.write_part(index, [part]),
-                meter=meter,
+    def write_file(self, file: DataFile, directory: str, meter: Meter) -> PartFile:
+        """One data file, read from the source part by part."""
+        nbytes, pieces = file.layout.nbytes, self.pieces_of(file)
+        builder = DataFileBuilder(file)
+        with sending(
+            self.store,
+            directory + file.name,
+            nbytes,
+            part_nbytes=PART_NBYTES,
+            threads=max(1, self.threads),
+            direct=nbytes >= PART_NBYTES,
+            add=meter.add,
+        ) as sender:
+            fill_and_send(
+                sender,
+                fill=lambda start, part: fill_part(self.source, pieces, start, part),
+                finish=lambda start, part, _: builder.complete(start, part),
             )
-        return PartFile(planned.name, layout, planned.entries.chunks, finishing.checksums())
+        return builder.result()
 
-
-def _pieces_of(planned: DataFile, key: str, chosen: Chosen, blocks: _Blocks) -> PlannedFile:
-    """The file as pieces: data under the source's names, checksums when all has passed."""
-    layout = planned.layout
-    pieces: list[FilePiece] = [Fixed(0, layout.header)]
-    for chunk, start in zip(planned.entries.chunks, layout.offsets.tolist(), strict=True):
-        info = chosen.contents.tensors[chunk.fqn]
-        origin = info._replace(fqn=chosen.origin[chunk.fqn])
-        output = Output(chunk.fqn, origin, DTYPES[chunk.dtype], info.nbytes)
-        assert isinstance(chunk.region, Span)
-        pieces.append(Data(start, chunk.nbytes, output, chunk.region))
-    for name, data in planned.extras.items():
-        pieces.append(Fixed(layout.extra_offsets[name], data))
-    end = layout.checksum_offset
-    pieces.append(Late(end, layout.nbytes - end, lambda _: blocks.checksum_tensor()))
-    file = PlannedFile(key, layout.nbytes, tuple(pieces))
-    blocks.finishing = Finishing(file)
-    return file
-
-
-class _Blocks:
-    """Takes the crc32c of every block as the parts of a file pass, in order."""
-
-    def __init__(self, planned: DataFile) -> None:
-        self.planned = planned
-        self.finishing: Finishing
-        self._sums: list[int] = []
-        self._chunk = 0
-        self._at = 0  # bytes of the chunk that have passed
-        self._crc = 0
-
-    def finish(self, start: int, part: memoryview) -> None:
-        """The next part of the file, from byte `start` on."""
-        layout, chunks = self.planned.layout, self.planned.entries.chunks
-        stop = start + len(part)
-        while self._chunk < len(chunks):
-            first, nbytes = int(layout.offsets[self._chunk]), chunks[self._chunk].nbytes
-            while self._at < nbytes and first + self._at < stop:
-                block_end = min((self._at // layout.block_bytes + 1) * layout.block_bytes, nbytes)
-                upto = min(block_end, stop - first)
-                data = part[first + self._at - start : first + upto - start]
-                self._crc = crc32c(data, self._crc)
-                self._at = upto
-                if upto == block_end:
-                    self._sums.append(self._crc)
-                    self._crc = 0
-            if self._at < nbytes:
-                break
-            self._chunk, self._at = self._chunk + 1, 0
-        self.finishing.finish(start, part, [])
-
-    def checksums(self) -> np.ndarray:
-        """One per block."""
-        return np.array(self._sums, dtype="<u4")
-
-    def checksum_tensor(self) -> bytes:
-        """The last tensor of the file; zeros while blocks are missing."""
-        layout = self.planned.layout
-        if len(self._sums) != int(layout.block_counts.sum()):
-            return bytes(layout.nbytes - layout.checksum_offset)
-        return checksum_tensor(layout, self.checksums(), dict(self.planned.extras))
+    def pieces_of(self, file: DataFile) -> list[Data]:
+        """The chunks of a file, under the source's names."""
+        pieces = []
+        for chunk, start in zip(file.entries.chunks, file.layout.offsets.tolist(), strict=True):
+            info = self.chosen.contents.tensors[chunk.fqn]
+            origin = info._replace(fqn=self.chosen.origin[chunk.fqn])
+            output = Output(chunk.fqn, origin, DTYPES[chunk.dtype], info.nbytes)
+            assert isinstance(chunk.region, Span)
+            pieces.append(Data(start, chunk.nbytes, output, chunk.region))
+        return pieces
 
 
 # Verification -------------------------------------------------------------------------------

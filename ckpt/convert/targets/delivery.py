@@ -20,11 +20,11 @@ from ckpt.convert.targets.writing import (
     Meter,
     Progress,
     Writing,
-    part_nbytes_of,
     write_file,
     write_share,
 )
 from ckpt.errors import CheckpointError
+from ckpt.format.object_parts import part_nbytes_for
 from ckpt.world.base import World, collectively
 from storage import KeyExistsError, KeyNotFoundError, Store, StoreLike
 
@@ -170,6 +170,10 @@ class _Job:
         """
         return self.world.size > 1 and not file.checksums and file.nbytes >= JOINT_NBYTES_MIN
 
+    def part_nbytes_of(self, file: PlannedFile) -> int:
+        """The size of the parts of a file that all ranks write together."""
+        return part_nbytes_for(file.nbytes, self.delivery.part_nbytes)
+
     def mine(self, there: set[str]) -> list[PlannedFile]:
         """This rank's files: the largest first, each to the rank that has the least so far."""
         # Every rank computes the same division from the same list, so no round is needed.
@@ -199,7 +203,7 @@ class _Job:
             for file in mine:
                 write_file(writing, file, meter)
             for file in large:
-                count = -(-file.nbytes // part_nbytes_of(writing, file))
+                count = -(-file.nbytes // self.part_nbytes_of(file))
                 first, stop = (count * at // self.world.size for at in self.edges)
                 token = tokens[file.key]
                 receipts[file.key] = write_share(writing, file, token, (first, stop), meter)
@@ -210,9 +214,7 @@ class _Job:
                 gathered = self.world.gather_to_coordinator(
                     "receipts", json.dumps(receipts).encode()
                 )
-                collectively(
-                    self.world, "join", lambda: self.join(writing, large, tokens, gathered)
-                )
+                collectively(self.world, "join", lambda: self.join(large, tokens, gathered))
         except BaseException:
             for key, token in tokens.items():
                 if self.is_coordinator:
@@ -229,14 +231,13 @@ class _Job:
         if self.world.size == 1:
             return {}
         tokens: dict[str, str] = {}
-        part_nbytes = self.delivery.part_nbytes
-        writing = Writing(self.source, self.store, 1, part_nbytes)
 
         def run() -> bytes:
             for file in self.data_files if self.is_coordinator else ():
                 if self.is_joint(file) and file.key not in there:
-                    size = part_nbytes_of(writing, file)
-                    token = self.store.begin_joint(file.key, file.nbytes, part_nbytes=size)
+                    token = self.store.begin_joint(
+                        file.key, file.nbytes, part_nbytes=self.part_nbytes_of(file)
+                    )
                     tokens.update({file.key: token} if token else {})
             return json.dumps(tokens).encode()
 
@@ -248,7 +249,6 @@ class _Job:
 
     def join(
         self,
-        writing: Writing,
         files: Sequence[PlannedFile],
         tokens: Mapping[str, str],
         gathered: Sequence[bytes] | None,
@@ -260,7 +260,7 @@ class _Job:
             self.store.end_joint(
                 file.key,
                 file.nbytes,
-                part_nbytes=part_nbytes_of(writing, file),
+                part_nbytes=self.part_nbytes_of(file),
                 token=tokens[file.key],
                 receipts=receipts,
             )

@@ -23,7 +23,7 @@ def verify_files(source: CheckpointSource, store: Store, files: Sequence[Planned
     for file in files:
         for start in range(0, file.nbytes, PART_NBYTES):
             nbytes = min(PART_NBYTES, file.nbytes - start)
-            fill_part(source, file, start, ours[:nbytes])
+            fill_part(source, file.pieces, start, ours[:nbytes])
             store.get_into(file.key, start, [theirs[:nbytes]])
             for piece, low, high in _data_in(file, start, start + nbytes):
                 inside = slice(low - start, high - start)

@@ -1,34 +1,32 @@
-"""Write planned files: parts are filled by several threads, finished in order, written at once.
+"""Write planned files of any format: what fills and finishes their parts.
 
-    fill (read, cast, checksum) -> finish (late bytes, which need the checksums before) -> write
+    fill (read, cast, checksum) -> finish (late bytes, which need the checksums before) -> send
 
 A part is filled by reading straight into its buffer, so memory is bounded by the number of threads,
-whatever the size of the files. A file appears whole or not at all.
+whatever the size of the files. `ckpt.format.object_parts` has the threads and the store.
 """
 
 from __future__ import annotations
 
 import zlib
 from bisect import bisect_right
-from collections import deque
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from itertools import islice
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import NamedTuple, TypeAlias
 
 import torch
 
 from ckpt.convert.sources.source import CheckpointSource, ReadRequest
-from ckpt.convert.targets.files import Data, Fixed, Late, PlannedFile
+from ckpt.convert.targets.files import Data, FilePiece, Fixed, Late, PlannedFile
 from ckpt.format.crc_combine import joined_crc32
+from ckpt.format.object_parts import PartSender, fill_and_send, part_nbytes_for, sending
 from ckpt.layout.dtypes import torch_dtype
-from ckpt.layout.memory import aligned_buffer, tensor_over
+from ckpt.layout.memory import tensor_over
 from ckpt.layout.region import Span
 from storage import Store
 
 MIB = 1 << 20
 PART_NBYTES = 16 * MIB
-PARTS_MAX = 10_000  # S3's limit for one object
 CAST_SCRATCH_NBYTES = 8 * MIB
 
 Progress: TypeAlias = Callable[[int, int], None]
@@ -69,19 +67,22 @@ def write_file(writing: Writing, file: PlannedFile, meter: Meter) -> None:
     if file.nbytes == 0:
         writing.store.put_if_absent(file.key, b"")
         return
-    part_nbytes = part_nbytes_of(writing, file)
     finishing = Finishing(file)
-    # Around the page cache: a third of the CPU seconds, and what others have cached stays.
-    is_large = file.nbytes >= PART_NBYTES
-    with writing.store.create(
-        file.key, file.nbytes, part_nbytes=part_nbytes, direct=is_large
-    ) as writer:
-        in_order(
-            Parts(file.nbytes, part_nbytes, writing.threads),
-            fill=lambda start, part: fill_part(writing.source, file, start, part),
+    with sending(
+        writing.store,
+        file.key,
+        file.nbytes,
+        part_nbytes=writing.part_nbytes,
+        threads=max(1, writing.threads),
+        durable=True,
+        # Around the page cache: a third of the CPU seconds, and what others have cached stays.
+        direct=file.nbytes >= PART_NBYTES,
+        add=meter.add,
+    ) as sender:
+        fill_and_send(
+            sender,
+            fill=lambda start, part: fill_part(writing.source, file.pieces, start, part),
             finish=finishing.finish,
-            write=lambda index, part: writer.write_part(index, [part]),
-            meter=meter,
         )
 
 
@@ -89,87 +90,23 @@ def write_share(
     writing: Writing, file: PlannedFile, token: str, share: tuple[int, int], meter: Meter
 ) -> dict[int, str]:
     """Write parts `share` of a file that others write with us; returns the receipts of them."""
-    part_nbytes = part_nbytes_of(writing, file)
+    first, stop = share
+    part_nbytes = part_nbytes_for(file.nbytes, writing.part_nbytes)
     writer = writing.store.joint(file.key, file.nbytes, part_nbytes=part_nbytes, token=token)
+    threads = max(1, writing.threads)
     try:
-        if share[0] < share[1]:
-            in_order(
-                Parts(file.nbytes, part_nbytes, writing.threads, *share),
-                fill=lambda start, part: fill_part(writing.source, file, start, part),
+        with PartSender(
+            writer, file.nbytes, part_nbytes, threads=threads, add=meter.add, first=first
+        ) as sender:
+            fill_and_send(
+                sender,
+                fill=lambda start, part: fill_part(writing.source, file.pieces, start, part),
                 finish=lambda start, part, counted: None,
-                write=lambda index, part: writer.write_part(index, [part]),
-                meter=meter,
+                stop=stop,
             )
     finally:
         writer.close()
     return writer.receipts
-
-
-def part_nbytes_of(writing: Writing, file: PlannedFile) -> int:
-    """The size of the parts of a file: larger than requested where there would be too many."""
-    needed = -(-file.nbytes // PARTS_MAX)
-    return writing.part_nbytes if needed <= writing.part_nbytes else -(-needed // MIB) * MIB
-
-
-class Parts(NamedTuple):
-    """`nbytes` in parts of `part_nbytes`, `threads` of them in memory at once."""
-
-    nbytes: int
-    part_nbytes: int
-    threads: int
-    first: int = 0
-    stop: int = -1  # one past the last part; -1 for all
-
-
-T = TypeVar("T")
-
-
-def in_order(
-    parts: Parts,
-    *,
-    fill: Callable[[int, memoryview], T],
-    finish: Callable[[int, memoryview, T], None],
-    write: Callable[[int, memoryview], None],
-    meter: Meter,
-) -> None:
-    """Fill and write all parts in threads, and finish each between, in order, in this thread.
-
-    `fill` and `finish` get the part's first byte and its memory, `write` its index. The first error
-    of any of them is raised when all threads are done.
-    """
-    nbytes, part_nbytes, threads, following, count = parts
-    if count < 0:
-        count = -(-nbytes // part_nbytes)
-    threads = max(1, min(threads, count - following))
-    # Buffers are used again for every part: fresh memory costs more than the copy. They are given
-    # out here, in the order of the parts, so that no part waits for a later one.
-    free = [aligned_buffer(min(part_nbytes, nbytes)) for _ in range(threads)]
-    filling: deque[tuple[int, memoryview, Future[T]]] = deque()
-    writing: deque[tuple[memoryview, Future[None]]] = deque()
-    with (
-        ThreadPoolExecutor(threads, thread_name_prefix="ckpt-fill") as fillers,
-        ThreadPoolExecutor(threads, thread_name_prefix="ckpt-write") as writers,
-    ):
-        while following < count or filling or writing:
-            while writing and (writing[0][1].done() or not (free or filling)):
-                buffer, done = writing.popleft()
-                done.result()
-                free.append(buffer)
-            while free and following < count:
-                buffer, start = free.pop(), following * part_nbytes
-                part = buffer[: min(part_nbytes, nbytes - start)]
-                filling.append((following, buffer, fillers.submit(fill, start, part)))
-                following += 1
-            if filling:
-                index, buffer, filled = filling.popleft()
-                found = filled.result()
-                start = index * part_nbytes
-                part = buffer[: min(part_nbytes, nbytes - start)]
-                finish(start, part, found)
-                writing.append((buffer, writers.submit(write, index, part)))
-                meter.add(len(part))
-            elif following == count and writing:
-                writing.popleft()[1].result()
 
 
 class Finishing:
@@ -203,17 +140,17 @@ class Finishing:
 
 
 def fill_part(
-    source: CheckpointSource, file: PlannedFile, start: int, part: memoryview
+    source: CheckpointSource, pieces: Sequence[FilePiece], start: int, part: memoryview
 ) -> list[Counted]:
-    """Fill `part` with the bytes of `file` from `start` on, but for late ones.
+    """Fill `part`, which begins at byte `start` of a file, with its `pieces`, but for late ones.
 
     Returns the crc32 of the data in it, where the file needs them.
     """
     stop = start + len(part)
     direct: list[ReadRequest] = []
     counted: list[tuple[int, memoryview]] = []
-    first = max(bisect_right(file.pieces, start, key=lambda piece: piece.start) - 1, 0)
-    for piece in islice(file.pieces, first, None):
+    first = max(bisect_right(pieces, start, key=lambda piece: piece.start) - 1, 0)
+    for piece in islice(pieces, first, None):
         if piece.start >= stop:
             break
         low, high = max(piece.start, start), min(piece.start + piece.nbytes, stop)

@@ -10,8 +10,6 @@ from __future__ import annotations
 import contextlib
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from queue import SimpleQueue
 from typing import NamedTuple
 
 import numpy as np
@@ -22,14 +20,12 @@ from ckpt.format.crc_combine import joined_crc32c
 from ckpt.format.datafile import CHECKSUM_MAGIC
 from ckpt.format.datafile_index import DataFileIndex, read_data_file_index
 from ckpt.format.manifest import Manifest
+from ckpt.format.object_parts import fill_and_send, sending
 from ckpt.layout.memory import aligned_buffer
 from ckpt.loading.reader import read_into
-from ckpt.tools.pipeline import in_order
 from storage import ByteRange, KeyNotFoundError, Store
 
-MIB = 1 << 20
-PART_NBYTES = 16 * MIB
-PARTS_MAX = 10_000  # S3's limit for one object
+PART_NBYTES = 16 << 20
 
 
 class Tile(NamedTuple):
@@ -114,37 +110,23 @@ def relay_file(
     stores' errors; the target has no such file then.
     """
     nbytes = tiles[-1].stop
-    part_nbytes = max(PART_NBYTES, -(-nbytes // (PARTS_MAX * MIB)) * MIB)
-    count = -(-nbytes // part_nbytes)
-    threads = min(threads, count)
     starts = [tile.start for tile in tiles]
-    buffers: SimpleQueue[memoryview] = SimpleQueue()
-    for _ in range(threads):
-        buffers.put(aligned_buffer(min(part_nbytes, nbytes)))
     fragments: list[Fragment] = []
-    is_large = nbytes >= PART_NBYTES
-    with (
-        target.create(
-            target_key, nbytes, part_nbytes=part_nbytes, durable=False, direct=is_large
-        ) as writer,
-        ThreadPoolExecutor(threads, thread_name_prefix="ckpt-copy") as pool,
-    ):
 
-        def relay(index: int) -> tuple[int, list[Fragment]]:
-            start = index * part_nbytes
-            buffer = buffers.get()
-            try:
-                part = buffer[: min(part_nbytes, nbytes - start)]
-                read_into(source, source_key, start, [part])
-                part_fragments = _fragments(tiles, starts, start, part)
-                writer.write_part(index, [part])
-                return len(part), part_fragments
-            finally:
-                buffers.put(buffer)
+    def fill(start: int, part: memoryview) -> list[Fragment]:
+        read_into(source, source_key, start, [part])
+        return _fragments(tiles, starts, start, part)
 
-        for written, part_fragments in in_order(pool, relay, range(count), in_flight_max=threads):
-            fragments += part_fragments
-            add(written)
+    with sending(
+        target,
+        target_key,
+        nbytes,
+        part_nbytes=PART_NBYTES,
+        threads=threads,
+        direct=nbytes >= PART_NBYTES,
+        add=add,
+    ) as sender:
+        fill_and_send(sender, fill=fill, finish=lambda start, part, own: fragments.extend(own))
         # Inside of the block: leaving it publishes the file, and a damaged one must never appear.
         _check(tiles, fragments, f"{source.url}/{source_key}")
 

@@ -16,23 +16,15 @@ from itertools import islice
 from queue import SimpleQueue
 from typing import NamedTuple, Protocol
 
-import numpy as np
-import numpy.typing as npt
-
 from ckpt.commit.log import FORMAT_KEY
 from ckpt.commit.names import MANIFEST_NAME
 from ckpt.errors import CheckpointError, Corrupt
-from ckpt.format.checksum import crc32c
-from ckpt.format.datafile import (
-    StoredChunk,
-    checksum_tensor,
-    file_entries,
-    order_key,
-    split_into_files,
-)
+from ckpt.format.datafile import StoredChunk, file_entries, order_key, split_into_files
+from ckpt.format.datafile_builder import DataFileBuilder
 from ckpt.format.manifest import Header, Manifest
 from ckpt.format.manifest_codec import decode_manifest, encode_manifest
 from ckpt.format.merging import build_manifest
+from ckpt.format.object_parts import sending
 from ckpt.format.part import (
     FileColumns,
     PartFile,
@@ -47,15 +39,15 @@ from ckpt.layout.memory import aligned_buffer, tensor_over
 from ckpt.layout.region import Box, Region, Span, span_of
 from ckpt.loading.checkpoint import Checkpoint, StoredTensor, fill, piece_of
 from ckpt.loading.plan import ReadPath
+from ckpt.saving.write import PartStream, Staging
 from ckpt.tools.pipeline import in_order
 from ckpt.tools.relay import is_there
-from storage import KeyExistsError, KeyNotFoundError, ObjectWriter, Store
+from storage import KeyExistsError, KeyNotFoundError, Store
 
 MIB = 1 << 20
 BAND_NBYTES = 4 * MIB
 BANDS_AHEAD = 3
 PART_NBYTES = 16 * MIB
-PARTS_MAX = 10_000  # S3's limit for one object
 FILE_NBYTES_MAX = 4 << 30
 LOOKED_AT_MAX = 100_000  # keys at the target that are looked at before anything is written
 
@@ -246,39 +238,33 @@ def _manifest(
 def _written(checkpoint: Checkpoint, target: Store, file: DataFile, add: Counter) -> PartFile:
     layout = file.layout
     there = is_there(target, file.name, layout.header, layout.nbytes)
-    if there is not None:
-        add.skip(layout.nbytes)
-        checksums = there.checksums
-    else:
-        checksums = _write(checkpoint, target, file, add)
-    return PartFile(file.name, layout, file.entries.chunks, checksums)
+    if there is None:
+        return _write(checkpoint, target, file, add)
+    add.skip(layout.nbytes)
+    return PartFile(file.name, layout, file.entries.chunks, there.checksums)
 
 
-def _write(
-    checkpoint: Checkpoint, target: Store, file: DataFile, add: Counter
-) -> npt.NDArray[np.uint32]:
-    layout = file.layout
-    part_nbytes = max(PART_NBYTES, -(-layout.nbytes // (PARTS_MAX * MIB)) * MIB)
+def _write(checkpoint: Checkpoint, target: Store, file: DataFile, add: Counter) -> PartFile:
+    builder, nbytes = DataFileBuilder(file), file.layout.nbytes
     with (
-        target.create(
+        sending(
+            target,
             file.name,
-            layout.nbytes,
-            part_nbytes=part_nbytes,
-            durable=False,
-            direct=layout.nbytes >= PART_NBYTES,
-        ) as writer,
+            nbytes,
+            part_nbytes=PART_NBYTES,
+            direct=nbytes >= PART_NBYTES,
+            add=add.add,
+        ) as sender,
+        # Gathered, because the memory of a band is filled again as soon as it was passed on.
+        PartStream(sender, Staging(), gathers=True) as stream,
         ThreadPoolExecutor(BANDS_AHEAD, thread_name_prefix="ckpt-read") as pool,
     ):
-        stream = _Stream(writer, min(part_nbytes, layout.nbytes), add)
-        stream.push(memoryview(layout.header))
-        checksums = _stream_chunks(
-            checkpoint, file.entries.chunks, stream, pool, layout.block_bytes
-        )
-        for value in file.extras.values():
-            stream.push(memoryview(value))
-        stream.push(memoryview(checksum_tensor(layout, checksums, file.extras)))
-        stream.end()
-    return checksums
+        stream.add(builder.header)
+        for data in _bytes_of(checkpoint, file.entries.chunks, pool):
+            builder.add(data)
+            stream.add(data)
+        stream.add(builder.tail)
+    return builder.result()
 
 
 class _Band(NamedTuple):
@@ -286,14 +272,10 @@ class _Band(NamedTuple):
     region: Region
 
 
-def _stream_chunks(
-    checkpoint: Checkpoint,
-    chunks: Sequence[StoredChunk],
-    stream: _Stream,
-    pool: ThreadPoolExecutor,
-    block_bytes: int,
-) -> npt.NDArray[np.uint32]:
-    """Pass all chunks to `stream`, in order; returns the crc32c of every block."""
+def _bytes_of(
+    checkpoint: Checkpoint, chunks: Sequence[StoredChunk], pool: ThreadPoolExecutor
+) -> Iterator[memoryview]:
+    """The bytes of all chunks, in order; each run of them is valid until the next is taken."""
 
     def read(band: _Band) -> tuple[_Band, memoryview]:
         buffer = buffers.get()
@@ -312,29 +294,9 @@ def _stream_chunks(
     buffers: SimpleQueue[memoryview] = SimpleQueue()
     for _ in range(BANDS_AHEAD + 1):
         buffers.put(aligned_buffer(BAND_NBYTES))
-    checksums: list[int] = []
-    current, filled, crc = -1, 0, 0
     for band, buffer in in_order(pool, read, _bands(chunks), in_flight_max=BANDS_AHEAD):
-        chunk = band.chunk
-        data = buffer[: band.region.numel * DTYPES[chunks[chunk].dtype].itemsize]
-        if chunk != current:
-            if filled:
-                checksums.append(crc)
-            current, filled, crc = chunk, 0, 0
-        at = 0
-        while at < len(data):
-            stop = min(len(data), at + block_bytes - filled)
-            crc = crc32c(data[at:stop], crc)
-            filled += stop - at
-            at = stop
-            if filled == block_bytes:
-                checksums.append(crc)
-                filled, crc = 0, 0
-        stream.push(data)
+        yield buffer[: band.region.numel * DTYPES[chunks[band.chunk].dtype].itemsize]
         buffers.put(buffer)
-    if filled:
-        checksums.append(crc)
-    return np.array(checksums, dtype=np.uint32)
 
 
 def _bands(chunks: Sequence[StoredChunk]) -> Iterator[_Band]:
@@ -374,32 +336,3 @@ def _rows(box: Box, dim: int, numel_max: int) -> Iterator[Box]:
             yield part
         else:
             yield from _rows(part, dim + 1, numel_max)
-
-
-class _Stream:
-    """Consecutive bytes, written in parts through one buffer."""
-
-    def __init__(self, writer: ObjectWriter, part_nbytes: int, add: Counter) -> None:
-        self._writer = writer
-        self._buffer = aligned_buffer(part_nbytes)
-        self._filled = 0
-        self._index = 0
-        self._add = add
-
-    def push(self, data: memoryview) -> None:
-        position = 0
-        while position < len(data):
-            stop = min(len(data), position + len(self._buffer) - self._filled)
-            self._buffer[self._filled : self._filled + stop - position] = data[position:stop]
-            self._filled += stop - position
-            position = stop
-            if self._filled == len(self._buffer):
-                self.end()
-
-    def end(self) -> None:
-        """Write what is left in the buffer."""
-        if self._filled:
-            self._writer.write_part(self._index, [self._buffer[: self._filled]])
-            self._add.add(self._filled)
-            self._index += 1
-            self._filled = 0

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain
 from typing import Any, NamedTuple, SupportsIndex, TypeAlias
 
 import numpy as np
@@ -32,16 +32,15 @@ from ckpt.commit.records import (
     record_digest,
     record_problem,
 )
-from ckpt.errors import CheckpointError, Corrupt, NoCheckpoint
+from ckpt.errors import Corrupt, NoCheckpoint
 from ckpt.format.manifest import Manifest
 from ckpt.format.manifest_codec import decode_manifest, encode_manifest
 from ckpt.format.references import REFERENCES, is_reference
 from ckpt.loading.checkpoint import Checkpoint, LocatedCheckpoint, find_checkpoint
+from ckpt.saving.resumable import begin, end
 from ckpt.tools.relay import check_index, index_of, is_there, relay_file, tiles_of
 from ckpt.tools.rewrite import own_layout, rewrite
-from storage import KeyExistsError, KeyNotFoundError, Store, StoreLike, open_store, options_of_other
-
-LOOKED_AT_MAX = 100_000  # keys at the target that are looked at before anything is written
+from storage import Store, StoreLike, open_store, options_of_other
 
 Progress: TypeAlias = Callable[[int, int], None]
 
@@ -151,13 +150,10 @@ def copy_checkpoint(
         layout = own_layout(manifest)
         made = rewrite(checkpoint, header, layout, target, threads=threads, add=meter)
         return _report(source, target, made, meter)
-    refuse_others(target, (*manifest.files, MANIFEST_NAME))
-    data = encode_manifest(manifest)
-    if not _is_finished(target, MANIFEST_NAME, data):
-        target.abort_unfinished("")
+    data, files = encode_manifest(manifest), manifest.files
+    if begin(target, others=files, last=MANIFEST_NAME, is_ours=lambda old: old == data) is None:
         _relay_files(source, located.prefix, manifest, target, "", threads=threads, meter=meter)
-        target.sync(manifest.files)
-        put_once(target, MANIFEST_NAME, data)
+        end(target, files, [(MANIFEST_NAME, data)])
     return _report(source, target, manifest, meter)
 
 
@@ -205,45 +201,6 @@ def _relay_files(
         )
 
 
-def refuse_others(target: Store, expected: Iterable[str]) -> None:
-    """Raises CheckpointError when `target` holds what an unfinished copy of ours does not."""
-    known = set(expected)
-    for info in islice(target.list(""), LOOKED_AT_MAX):
-        if info.key == FORMAT_KEY:
-            raise CheckpointError(
-                f"{target.url} is the root of a run, and a copy needs a directory of its own; give "
-                "another target, such as a new directory beside it"
-            )
-        if info.key not in known:
-            what = "another checkpoint" if info.key == MANIFEST_NAME else "other things"
-            raise CheckpointError(
-                f"{target.url} holds {what} (such as {info.key!r}); nothing is ever overwritten: "
-                "give an empty or new directory"
-            )
-
-
-def _is_finished(target: Store, key: str, data: bytes) -> bool:
-    """Whether the last object of this copy is there. Raises CheckpointError for another one."""
-    try:
-        existing = target.get(key)
-    except KeyNotFoundError:
-        return False
-    if existing != data:
-        raise CheckpointError(
-            f"{target.url}/{key} is there already and is of another checkpoint; nothing is ever "
-            "overwritten: remove it, or give another target"
-        )
-    return True
-
-
-def put_once(target: Store, key: str, data: bytes) -> None:
-    """`key` is there with these bytes on return, by us or by an earlier try of the same copy."""
-    try:
-        target.put_if_absent(key, data)
-    except KeyExistsError:
-        _is_finished(target, key, data)
-
-
 # A whole root -------------------------------------------------------------------------------
 
 
@@ -272,21 +229,17 @@ def copy_root(
         for name in manifest.files
         if not is_reference(name)
     ]
-    format_line = encode_format(root)
-    if not _is_finished(target, FORMAT_KEY, format_line):
-        log = {record_key(record.slot): encode_record(record) for record in records}
-        manifests = [entry.prefix + MANIFEST_NAME for entry in live]
-        refuse_others(target, (*files, *manifests, *log))
-        target.abort_unfinished("")
+    log = [(record_key(record.slot), encode_record(record)) for record in records]
+    last = encode_format(root)
+    others = (*files, *(entry.prefix + MANIFEST_NAME for entry in live), *(key for key, _ in log))
+    if begin(target, others=others, last=FORMAT_KEY, is_ours=lambda old: old == last) is None:
         for entry, manifest in copied:
             prefix = entry.prefix
             _relay_files(source, prefix, manifest, target, prefix, threads=threads, meter=meter)
-        target.sync(files)
-        for entry, manifest in copied:
-            put_once(target, entry.prefix + MANIFEST_NAME, encode_manifest(manifest))
-        for key, data in log.items():
-            put_once(target, key, data)
-        put_once(target, FORMAT_KEY, format_line)
+        manifests = (
+            (entry.prefix + MANIFEST_NAME, encode_manifest(manifest)) for entry, manifest in copied
+        )
+        end(target, files, chain(manifests, log, [(FORMAT_KEY, last)]))
     return CopyReport(
         source=source.url,
         target=target.url,

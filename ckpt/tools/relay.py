@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ckpt.errors import CheckpointError, Corrupt
+from ckpt.errors import Corrupt
 from ckpt.format.checksum import crc32c
 from ckpt.format.crc_combine import joined_crc32c
 from ckpt.format.datafile import CHECKSUM_MAGIC
@@ -23,7 +23,8 @@ from ckpt.format.manifest import Manifest
 from ckpt.format.object_parts import fill_and_send, sending
 from ckpt.layout.memory import aligned_buffer
 from ckpt.loading.reader import read_into
-from storage import ByteRange, KeyNotFoundError, Store
+from ckpt.saving.resumable import is_written
+from storage import Store
 
 PART_NBYTES = 16 << 20
 
@@ -167,15 +168,8 @@ def is_there(target: Store, key: str, header: bytes, nbytes: int) -> DataFileInd
     before they were synced: they are read once more, and removed when they are damaged. Raises
     CheckpointError when a file with another header is there.
     """
-    try:
-        found_nbytes = target.info(key).nbytes
-    except KeyNotFoundError:
+    if not is_written(target, key, nbytes, header):
         return None
-    if found_nbytes != nbytes or target.get(key, ByteRange(0, len(header))) != header:
-        raise CheckpointError(
-            f"{target.url}/{key} is there already and is not the file to be written; nothing is "
-            "ever overwritten: remove it, or choose another target"
-        )
     with contextlib.suppress(Corrupt):
         index = index_of(target, key, nbytes)
         is_disk = target.part_nbytes_min == 1

@@ -12,13 +12,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import islice
 from queue import SimpleQueue
 from typing import NamedTuple, Protocol
 
-from ckpt.commit.log import FORMAT_KEY
 from ckpt.commit.names import MANIFEST_NAME
-from ckpt.errors import CheckpointError, Corrupt
+from ckpt.errors import Corrupt
 from ckpt.format.datafile import StoredChunk, file_entries, order_key, split_into_files
 from ckpt.format.datafile_builder import DataFileBuilder
 from ckpt.format.manifest import Header, Manifest
@@ -39,17 +37,17 @@ from ckpt.layout.memory import aligned_buffer, tensor_over
 from ckpt.layout.region import Box, Region, Span, span_of
 from ckpt.loading.checkpoint import Checkpoint, StoredTensor, fill, piece_of
 from ckpt.loading.plan import ReadPath
+from ckpt.saving.resumable import begin, end
 from ckpt.saving.write import PartStream, Staging
 from ckpt.tools.pipeline import in_order
 from ckpt.tools.relay import is_there
-from storage import KeyExistsError, KeyNotFoundError, Store
+from storage import Store
 
 MIB = 1 << 20
 BAND_NBYTES = 4 * MIB
 BANDS_AHEAD = 3
 PART_NBYTES = 16 * MIB
 FILE_NBYTES_MAX = 4 << 30
-LOOKED_AT_MAX = 100_000  # keys at the target that are looked at before anything is written
 
 # By rank of the new checkpoint: groups of chunks that go to files of their own, in any order.
 Layout = Sequence[Sequence[Sequence[StoredChunk]]]
@@ -114,11 +112,15 @@ def rewrite(
     running again goes on.
     """
     files = _plan(checkpoint.manifest, header, layout)
-    _refuse_others(target, files)
-    finished = _finished(target, header, files)
-    if finished is not None:
-        return finished
-    target.abort_unfinished("")
+    names = [file.name for file in files]
+    ended = begin(
+        target,
+        others=names,
+        last=MANIFEST_NAME,
+        is_ours=lambda data: _is_same(data, header, files),
+    )
+    if ended is not None:
+        return decode_manifest(ended)
     with ThreadPoolExecutor(threads, thread_name_prefix="ckpt-rewrite") as pool:
         written = list(
             in_order(
@@ -128,14 +130,8 @@ def rewrite(
                 in_flight_max=threads,
             )
         )
-    target.sync([file.name for file in files])
     manifest = _manifest(checkpoint.manifest, header, files, written)
-    data = encode_manifest(manifest)
-    try:
-        target.put_if_absent(MANIFEST_NAME, data)
-    except KeyExistsError:
-        if target.get(MANIFEST_NAME) != data:
-            raise
+    end(target, names, [(MANIFEST_NAME, encode_manifest(manifest))])
     return manifest
 
 
@@ -175,40 +171,15 @@ def _empty_tensors(manifest: Manifest) -> list[TensorRecord]:
     ]
 
 
-def _refuse_others(target: Store, files: Sequence[DataFile]) -> None:
-    known = {MANIFEST_NAME, *(file.name for file in files)}
-    for info in islice(target.list(""), LOOKED_AT_MAX):
-        if info.key == FORMAT_KEY:
-            raise CheckpointError(
-                f"{target.url} is the root of a run, and a copy needs a directory of its own; give "
-                "another target, such as a new directory beside it"
-            )
-        if info.key not in known:
-            raise CheckpointError(
-                f"{target.url} holds other things (such as {info.key!r}); nothing is ever "
-                "overwritten: give an empty or new directory"
-            )
-
-
-def _finished(target: Store, header: Header, files: Sequence[DataFile]) -> Manifest | None:
-    """The manifest that an earlier run of this rewrite stored, or None. Raises CheckpointError for
-    one of another checkpoint.
-    """
+def _is_same(data: bytes, header: Header, files: Sequence[DataFile]) -> bool:
+    """Whether a manifest is one that this rewrite would store. Its checksums are not known yet."""
     try:
-        manifest = decode_manifest(target.get(MANIFEST_NAME))
-    except KeyNotFoundError:
-        return None
+        manifest = decode_manifest(data)
     except Corrupt:
-        manifest = None
-    names = tuple(file.name for file in files)
-    sizes = [file.layout.nbytes for file in files]
-    is_same = manifest is not None and (manifest.header, manifest.files) == (header, names)
-    if manifest is not None and is_same and manifest.file_nbytes.tolist() == sizes:
-        return manifest
-    raise CheckpointError(
-        f"{target.url}/{MANIFEST_NAME} is there already and is of another checkpoint; nothing is "
-        "ever overwritten: remove it, or give another target"
-    )
+        return False
+    names, sizes = tuple(file.name for file in files), [file.layout.nbytes for file in files]
+    is_same = (manifest.header, manifest.files) == (header, names)
+    return is_same and manifest.file_nbytes.tolist() == sizes
 
 
 def _manifest(

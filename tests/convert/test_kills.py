@@ -20,7 +20,9 @@ import ckpt
 import ckpt.api
 import ckpt.convert.export
 from ckpt.convert.sources.opening import open_source
-from storage import StorageError, Store, open_store
+from ckpt.errors import RankFailed
+from ckpt.world.base import SoloWorld
+from storage import KeyExistsError, StorageError, Store, open_store
 from storage.testing import FaultPlan, FaultyStore, Killed
 from tests.conftest import Scale
 from tests.convert.jobs import assert_same
@@ -157,10 +159,8 @@ def _for_every_operation(run: Callable[[int], bool], most: int, rng: random.Rand
         run(number)
 
 
-def test_another_export_does_not_go_on_after_a_killed_one(
-    source: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    base = f"memory://other-{tmp_path.name}"
+def killed_export(source: str, base: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An export to `base` that dies when it publishes its second file."""
     plan = FaultPlan(0)
 
     def faulty(url: str, **options: Any) -> Store:
@@ -174,11 +174,77 @@ def test_another_export_does_not_go_on_after_a_killed_one(
     with pytest.raises(Killed):
         ckpt.export(source, f"{base}/m.safetensors", shard_nbytes_max=10_000)
     monkeypatch.setattr(ckpt.convert.export, "open_store", open_store)
+
+
+def test_another_export_does_not_go_on_after_a_killed_one(
+    source: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    base = f"memory://other-{tmp_path.name}"
+    killed_export(source, base, monkeypatch)
     half = ckpt.Selection(dtype="bfloat16")
     with pytest.raises(ckpt.errors.CheckpointError, match="of another export"):
         ckpt.export(source, f"{base}/m.safetensors", shard_nbytes_max=10_000, selection=half)
     report = ckpt.export(source, f"{base}/m.safetensors", shard_nbytes_max=10_000, verify=True)
     assert report.resumed == 1
+
+
+@pytest.mark.parametrize("nbytes", [None, 8])
+def test_a_killed_export_goes_on_with_its_own_files_alone(
+    source: str, nbytes: int | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Another file was put in the place of one that was finished: of the same size, or not."""
+    base = f"memory://replaced-{tmp_path.name}-{nbytes}"
+    killed_export(source, base, monkeypatch)
+    store = open_store(base)
+    (done,) = (info for info in store.list("") if info.key.endswith(".safetensors"))
+    store.delete(done.key)
+    store.put_if_absent(done.key, bytes(nbytes or done.nbytes))
+    with pytest.raises(ckpt.errors.CheckpointError, match="is not the file to be written"):
+        ckpt.export(source, f"{base}/m.safetensors", shard_nbytes_max=10_000)
+    assert store.get(done.key) == bytes(nbytes or done.nbytes)
+    store.delete(done.key)
+    ckpt.export(source, f"{base}/m.safetensors", shard_nbytes_max=10_000, verify=True)
+
+
+def test_a_failed_export_removes_no_file_of_another(source: str, tmp_path: Path) -> None:
+    """Somebody creates the very file while it is being written: theirs stays, ours goes."""
+    target = tmp_path / "m.safetensors"
+
+    def progress(done: int, total: int) -> None:
+        target.write_bytes(b"theirs")
+
+    with pytest.raises(KeyExistsError):
+        ckpt.export(source, str(target), progress=progress)
+    assert target.read_bytes() == b"theirs"
+    assert [path.name for path in tmp_path.iterdir()] == ["m.safetensors"]
+
+
+class LosesRank(SoloWorld):
+    """A world in which another rank is found dead when all files but the last are written."""
+
+    dead: RankFailed | None = None
+
+    @property
+    def failure(self) -> RankFailed | None:
+        return self.dead
+
+    def agree(self, phase: str, error: BaseException | None) -> None:
+        if phase == "write":
+            self.dead = RankFailed("rank 1 died", rank=1, phase=phase)
+            raise self.dead
+        super().agree(phase, error)
+
+
+def test_an_export_that_lost_a_rank_is_gone_on_with(
+    source: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What the dead rank has written is known to nobody, so nothing is removed."""
+    target = str(tmp_path / "m.safetensors")
+    with monkeypatch.context() as patch:
+        patch.setattr(ckpt.convert.export, "world_of", lambda group: LosesRank())
+        with pytest.raises(RankFailed):
+            ckpt.export(source, target, shard_nbytes_max=10_000)
+    assert ckpt.export(source, target, shard_nbytes_max=10_000, verify=True).resumed > 1
 
 
 def test_a_failed_export_leaves_nothing(

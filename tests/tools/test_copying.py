@@ -366,6 +366,24 @@ def test_damaged_source_is_not_resharded(plain_root: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("command", ["copy", "reshard"])
+def test_a_copy_that_has_ended_can_be_repeated_whatever_else_is_there(
+    plain_root: str, tmp_path: Path, command: str
+) -> None:
+    def run() -> ckpt.CopyReport:
+        if command == "copy":
+            return ckpt.copy(plain_root, str(tmp_path / "copy"))
+        return ckpt.reshard(plain_root, str(tmp_path / "copy"), ranks=2)
+
+    first = run()
+    (tmp_path / "copy" / "notes.txt").write_text("mine")
+    again = run()
+    assert again.nbytes_written == 0 and again.attempt == first.attempt
+    (tmp_path / "copy" / "MANIFEST").unlink()
+    with pytest.raises(CheckpointError, match=r"notes\.txt"):
+        run()
+
+
+@pytest.mark.parametrize("command", ["copy", "reshard"])
 def test_nothing_that_exists_is_overwritten(plain_root: str, tmp_path: Path, command: str) -> None:
     def run(target: Path) -> None:
         if command == "copy":

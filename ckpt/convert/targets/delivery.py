@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from ckpt.convert.sources.source import CheckpointSource
@@ -25,8 +27,11 @@ from ckpt.convert.targets.writing import (
 )
 from ckpt.errors import CheckpointError
 from ckpt.format.object_parts import part_nbytes_for
+from ckpt.saving.resumable import is_written, stored
 from ckpt.world.base import World, collectively
-from storage import KeyExistsError, KeyNotFoundError, Store, StoreLike
+from storage import KeyExistsError, StorageError, Store, StoreLike
+
+logger = logging.getLogger(__name__)
 
 NOTE_SUFFIX = ".unfinished"
 JOINT_NBYTES_MIN = 64 << 20  # smaller files are not worth the rounds that writing together takes
@@ -59,7 +64,8 @@ def deliver(
 ) -> Delivered:
     """Write all files; collective over the ranks. Raises the same error on all of them.
 
-    After an error nothing is left of what was written; after a kill the next call goes on.
+    After an error nothing is left of what was written; after a kill, also of one rank, the next
+    call goes on.
     """
     world = delivery.world
     store = collectively(
@@ -101,6 +107,7 @@ class _Job:
         self.delivery = delivery
         self.note_key = f"{delivery.name or '.export'}{NOTE_SUFFIX}"
         self.note = _digest(source, files).encode()
+        self.own: set[str] = set()  # what this rank may have created, or found from an earlier run
 
     @property
     def is_coordinator(self) -> bool:
@@ -117,29 +124,35 @@ class _Job:
         Raises CheckpointError when there is anything else.
         """
         finished = collectively(self.world, "look at the target", self._look)
-        return set(
+        there = set(
             json.loads(self.world.broadcast("target", finished if self.is_coordinator else None))
         )
+        if self.is_coordinator:
+            self.own |= there
+        return there
 
     def _look(self) -> bytes:
         if not self.is_coordinator:
             return b""
-        present = [file.key for file in self.files if self._is_there(file)]
-        stored_note = self._stored_note()
-        if stored_note is not None and stored_note != self.note:
+        note = stored(self.store, self.note_key)
+        if note is not None and note != self.note:
             raise CheckpointError(
                 f"{self.store.url}/{self.note_key} is the note of another export that did not "
                 "finish; run that one again, or remove this file and what it has written"
             )
-        last = self.files[-1].key
-        if present and (stored_note is None or last in present):
-            if stored_note is not None and len(present) == len(self.files):
-                return json.dumps(present).encode()  # killed between the last file and the note
+        present = [
+            file.key
+            for file in self.files
+            if is_written(self.store, file.key, file.nbytes, _head_of(file))
+        ]
+        if note is not None and len(present) == len(self.files):
+            return json.dumps(present).encode()  # killed between the last file and the note
+        if present and (note is None or self.files[-1].key in present):
             raise CheckpointError(
                 f"{self.store.url}/{present[0]} is there already and nothing is ever overwritten; "
                 "remove it, or export to another name"
             )
-        if stored_note is None:
+        if note is None:
             try:
                 self.store.put_if_absent(self.note_key, self.note)
             except KeyExistsError as error:
@@ -150,19 +163,6 @@ class _Job:
             for file in self.files:
                 self.store.abort_unfinished(file.key)
         return json.dumps(present).encode()
-
-    def _is_there(self, file: PlannedFile) -> bool:
-        try:
-            self.store.info(file.key)
-        except KeyNotFoundError:
-            return False
-        return True
-
-    def _stored_note(self) -> bytes | None:
-        try:
-            return self.store.get(self.note_key)
-        except KeyNotFoundError:
-            return None
 
     def is_joint(self, file: PlannedFile) -> bool:
         """Whether all ranks write this file together. Files with checksums of their data in them
@@ -201,7 +201,7 @@ class _Job:
 
         def run() -> None:
             for file in mine:
-                write_file(writing, file, meter)
+                self.create(file, partial(write_file, writing, file, meter))
             for file in large:
                 count = -(-file.nbytes // self.part_nbytes_of(file))
                 first, stop = (count * at // self.world.size for at in self.edges)
@@ -257,13 +257,15 @@ class _Job:
         by_rank = [json.loads(data) for data in gathered or ()]
         for file in files if self.is_coordinator else ():
             receipts = {int(n): r for own in by_rank for n, r in own[file.key].items()}
-            self.store.end_joint(
+            end_joint = partial(
+                self.store.end_joint,
                 file.key,
                 file.nbytes,
                 part_nbytes=self.part_nbytes_of(file),
                 token=tokens[file.key],
                 receipts=receipts,
             )
+            self.create(file, end_joint)
 
     def end(self, there: set[str]) -> None:
         """Write the last file, which completes the others, then remove the note of the export."""
@@ -275,20 +277,41 @@ class _Job:
                 assert all(isinstance(piece, Fixed) for piece in last.pieces)
                 if last.key not in there:
                     data = b"".join(p.data for p in last.pieces if isinstance(p, Fixed))
-                    self.store.put_if_absent(last.key, data)
+                    self.create(last, partial(self.store.put_if_absent, last.key, data))
             self.store.delete(self.note_key)
 
         collectively(self.world, "end", run)
 
-    def undo(self) -> None:
-        """Remove what was written, the last file first: without it nobody takes the rest for a
-        checkpoint.
+    def create(self, file: PlannedFile, write: Callable[[], None]) -> None:
+        """Run `write`, which creates `file`. After a failure it is ours to remove, since its
+        outcome may be unknown, unless another one was there.
         """
-        if not self.is_coordinator:
+        self.own.add(file.key)
+        try:
+            write()
+        except KeyExistsError:
+            self.own.discard(file.key)
+            raise
+
+    def undo(self) -> None:
+        """Remove what this rank has written, the last file first: without it nobody takes the rest
+        for a checkpoint. After the death of a rank all stays, for the next export to go on with.
+        """
+        if self.world.failure is not None:
             return
-        for file in reversed(self.files):
-            self.store.delete(file.key)
-        self.store.delete(self.note_key)
+        gone = [file.key for file in reversed(self.files) if file.key in self.own]
+        for key in [*gone, self.note_key] if self.is_coordinator else gone:
+            try:
+                self.store.delete(key)
+            except StorageError as error:
+                # The failure that led here is what the caller has to know.
+                logger.warning("%s/%s is left of a failed export: %s", self.store.url, key, error)
+
+
+def _head_of(file: PlannedFile) -> bytes:
+    """The bytes that a file is known to begin with."""
+    first = file.pieces[0] if file.pieces else None
+    return first.data if isinstance(first, Fixed) else b""
 
 
 def _digest(source: CheckpointSource, files: Sequence[PlannedFile]) -> str:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 # Families by which exceptions are compared, most special first.
 FAMILIES = (
@@ -25,10 +26,14 @@ class Raised:
 
 
 class Tensor(NamedTuple):
-    """A tensor, or the part of one that this rank holds; `about` has all but the values."""
+    """A tensor, or the part of one that this rank holds; `about` has all but the values.
+
+    `offset` is where `value` begins in the tensor of which it is a part.
+    """
 
     about: tuple[Any, ...]
     value: torch.Tensor
+    offset: tuple[int, ...] = ()
 
 
 class Difference(NamedTuple):
@@ -39,6 +44,8 @@ class Difference(NamedTuple):
     """"value", "keys", "order", "shape", "dtype", "kind", "raised" or "about"."""
     torch: Any
     ours: Any
+    values: tuple[Any, Any] = (None, None)
+    """torch's and ours as they are, for those who look closer."""
 
     def __str__(self) -> str:
         return f"{self.where}: {self.what}: torch {self.torch}, ours {self.ours}"
@@ -57,7 +64,11 @@ def frozen(value: Any) -> Any:
     if isinstance(value, DTensor):
         placements = tuple(str(placement) for placement in value.placements)
         about = ("DTensor", tuple(value.shape), placements, tuple(value.device_mesh.shape))
-        return Tensor((*about, value.dtype), value.to_local().detach().clone())
+        _, offset = compute_local_shape_and_global_offset(
+            value.shape, value.device_mesh, value.placements
+        )
+        local = value.to_local().detach().clone()
+        return Tensor((*about, value.dtype), local, tuple(offset) if local.numel() else ())
     if hasattr(value, "local_shards"):
         metadata = value.metadata()
         chunks = [(m.shard_offsets, m.shard_sizes) for m in metadata.shards_metadata]
@@ -96,28 +107,33 @@ def differences(
     if isinstance(theirs, Raised) or isinstance(ours, Raised):
         families = [one.family if isinstance(one, Raised) else None for one in (theirs, ours)]
         if families[0] != families[1]:
-            yield Difference(where, "raised", *(_brief(one) for one in (theirs, ours)))
+            yield _difference(where, "raised", theirs, ours)
     elif type(theirs) is not type(ours):
-        yield Difference(where, "kind", _brief(theirs), _brief(ours))
+        yield _difference(where, "kind", theirs, ours)
     elif isinstance(theirs, Tensor):
         yield from _of_tensors(theirs, ours, tolerance, where)
     elif isinstance(theirs, dict):
         if set(theirs) != set(ours):
             only = [[key for key in a if key not in b] for a, b in _both_ways(theirs, ours)]
-            yield Difference(where, "keys", f"has {only[0]}", f"has {only[1]}")
+            both = (list(theirs), list(ours))
+            yield Difference(where, "keys", f"has {only[0]}", f"has {only[1]}", both)
         elif ordered and list(theirs) != list(ours):
-            yield Difference(where, "order", list(theirs), list(ours))
+            yield _difference(where, "order", list(theirs), list(ours))
         for key in theirs:
             if key in ours:
                 path = f"{where}.{key}"
                 yield from differences(theirs[key], ours[key], tolerance, path, ordered=ordered)
     elif isinstance(theirs, list):
         if len(theirs) != len(ours):
-            yield Difference(where, "kind", _brief(theirs), _brief(ours))
+            yield _difference(where, "kind", theirs, ours)
         for index, (a, b) in enumerate(zip(theirs, ours, strict=False)):
             yield from differences(a, b, tolerance, f"{where}[{index}]", ordered=ordered)
     elif theirs is not ours and theirs != ours:
-        yield Difference(where, "value", _brief(theirs), _brief(ours))
+        yield _difference(where, "value", theirs, ours)
+
+
+def _difference(where: str, what: str, theirs: Any, ours: Any) -> Difference:
+    return Difference(where, what, _brief(theirs), _brief(ours), (theirs, ours))
 
 
 def _both_ways(a: Any, b: Any) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
@@ -129,16 +145,17 @@ def _of_tensors(theirs: Tensor, ours: Tensor, tolerance: float, where: str) -> I
         what = "about"
         if theirs.about[0] == ours.about[0]:
             what = "shape" if theirs.about[1] != ours.about[1] else "about"
-        yield Difference(where, what, theirs.about, ours.about)
+        yield Difference(where, what, theirs.about, ours.about, (theirs, ours))
         return
     a, b = theirs.value, ours.value
     if a.shape != b.shape:
-        yield Difference(where, "shape", tuple(a.shape), tuple(b.shape))
-    elif not _close(a, b, tolerance):
-        yield Difference(where, "value", _brief(a), _brief(b))
+        yield Difference(where, "shape", tuple(a.shape), tuple(b.shape), (theirs, ours))
+    elif not are_close(a, b, tolerance):
+        yield Difference(where, "value", _brief(a), _brief(b), (theirs, ours))
 
 
-def _close(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> bool:
+def are_close(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> bool:
+    """Whether values are apart by at most `tolerance` times the largest; equal NaNs are equal."""
     if a.numel() == 0 or torch.equal(a, b):
         return True
     if not a.is_floating_point():

@@ -15,6 +15,9 @@ from typing import Any
 Tree = Any
 STRATEGIES = ("FULL_SHARD", "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
 DTYPES = ("float32",) * 5 + ("float64",) * 3 + ("bfloat16",)
+EXTRAS = ("offload", "sync", "hook", "meta", "states")
+"""CPU offload, `sync_module_states` over unequal ranks, a user's own reduction, initialisation from
+the meta device, ignored parameters instead of an ignored module."""
 KINDS = ("linear", "linear", "mlp", "mlp", "tied", "scaled", "norm", "batch", "half", "conv")
 
 
@@ -49,7 +52,8 @@ class Draw:
     tree: Tree
     dtype: str
     group: str
-    """"world", "sub" (two models side by side), "pair", "mesh" or "mesh2" (both 2x2)."""
+    """"world", "sub" (two models side by side), "pair", "mesh", "mesh2" (both 2x2), or "tensor"
+    (2x2 too, with tensor-parallel members along its second axis)."""
     strategy: str
     reshard: Any
     wrapping: Any
@@ -60,6 +64,8 @@ class Draw:
     optimizer: str
     param_groups: int
     prefetch: bool
+    extra: str
+    """One of `EXTRAS`, or ""."""
     ops: tuple[Op, ...]
 
     def __str__(self) -> str:
@@ -68,7 +74,7 @@ class Draw:
             f"{self.strategy if self.face == 'flat' else f'reshard={self.reshard}'}, "
             f"wrapping {self.wrapping}, orig={self.orig}, {self.dtype}, "
             f"precision {self.precision}, ignored {self.ignored}, {self.optimizer} with "
-            f"{self.param_groups} group(s)\n  model {self.tree}"
+            f"{self.param_groups} group(s), extra {self.extra!r}\n  model {self.tree}"
         )
         return "\n  ".join([head, *(f"{index}: {op}" for index, op in enumerate(self.ops))])
 
@@ -81,7 +87,7 @@ def drawn(seed: int, world: int) -> Draw:
     tree = _tree(rng, may_freeze=may_freeze)
     groups = {"flat": ("world", "world", "mesh"), "fully": ("world", "mesh")}[face]
     if world == 4:
-        groups += ("sub", "mesh2", "pair") if face == "flat" else ("mesh2",)
+        groups += ("sub", "mesh2", "pair", "tensor") if face == "flat" else ("mesh2", "tensor")
     group = rng.choice(groups)
     strategy = rng.choice(STRATEGIES)
     if group in ("pair", "mesh2"):
@@ -103,8 +109,15 @@ def drawn(seed: int, world: int) -> Draw:
         optimizer=rng.choice(("sgd", "adam", "adamw", "foreach", "adagrad", "rmsprop")),
         param_groups=rng.choice((1, 1, 2)),
         prefetch=rng.random() < 0.3,
+        extra=rng.choice(EXTRAS) if rng.random() < 0.3 else "",
         ops=_ops(rng, face),
     )
+    if group == "tensor":
+        draw = dataclasses.replace(draw, tree=_even(tree), ignored=None, extra="")
+    if draw.extra == "hook" and (group in ("pair", "mesh2") or draw.precision != "none"):
+        draw = dataclasses.replace(draw, extra="")  # not offered, or torch's own business
+    if draw.extra == "meta" and "'tied'" in str(tree):
+        draw = dataclasses.replace(draw, extra="")  # to_empty() cuts ties
     if draw.precision == "keep" and face == "flat":
         # Others refuse gradients of another dtype than their state.
         draw = dataclasses.replace(draw, optimizer="sgd")
@@ -122,6 +135,21 @@ def _tree(rng: random.Random, *, may_freeze: bool, depth: int = 0) -> Tree:
         nested = _tree(rng, may_freeze=may_freeze, depth=depth + 1) if nests else part()
         children.append(nested)
     return tuple(children)
+
+
+def _even(tree: Tree) -> Tree:
+    """With sizes that two ranks can share evenly."""
+    if isinstance(tree, Part):
+        return dataclasses.replace(tree, size=2 * tree.size) if tree.kind == "mlp" else tree
+    return tuple(_even(child) for child in tree)
+
+
+def paths_of(tree: Tree, kind: str, prefix: str = "") -> list[str]:
+    """Dotted paths of all parts of a kind."""
+    if isinstance(tree, Part):
+        return [prefix] if tree.kind == kind else []
+    dot = f"{prefix}." if prefix else ""
+    return [path for at, one in enumerate(tree) for path in paths_of(one, kind, f"{dot}{at}")]
 
 
 def _paths(tree: Tree, prefix: str = "") -> list[str]:

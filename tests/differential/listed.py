@@ -6,7 +6,9 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tests.differential.comparing import Difference
+import torch
+
+from tests.differential.comparing import Difference, Tensor
 from tests.differential.draws import Draw, Op, Part
 
 __all__ = ["LISTED", "Listed", "listed", "unplayable"]
@@ -50,17 +52,47 @@ def _offloads_on_cpu(draw: Draw, op: Op) -> bool:
 
 
 def _is_local(draw: Draw, op: Op, difference: Difference) -> bool:
-    is_model = op.name in ("state", "load")
-    return is_model and op.args["form"] == "LOCAL" and draw.strategy != "NO_SHARD"
+    """Which names lack, when the dict lost or gained one; what was loaded is compared.
+
+    With original parameters torch does not know its own flat ones again.
+    """
+    if op.name != "load" or op.args["form"] != "LOCAL" or draw.strategy == "NO_SHARD":
+        return False
+    refused = difference.what == "raised" or difference.where == ".gave.unexpected"
+    if draw.orig and refused and "_flat_param" in str(difference.torch):
+        return True
+    about_keys = op.args["change"] in ("drop", "add", "shape", "drop_all")
+    return about_keys and (difference.what == "raised" or difference.where.startswith(".gave"))
 
 
 def _shows_unsharded(draw: Draw, op: Op, difference: Difference) -> bool:
+    """Gathered, or sharded over fewer ranks between a forward and its backward; of equal values."""
     if draw.face != "fully" or not difference.where.startswith(".local.params"):
-        return draw.face == "fully" and op.name in ("unshard", "names")
-    if difference.where.endswith("[0]"):
-        # Gathered, or sharded over fewer ranks between a forward and its backward.
-        return difference.what == "about"
-    return difference.where.endswith("[2]") and difference.what in ("kind", "about")
+        return False
+    theirs, ours = difference.values
+    if difference.where.endswith("[2]"):
+        # Of the gathered one: none, or that of this rank. The reduced one is not shown.
+        return theirs is None or bool(theirs.about[0] == "Tensor")
+    return difference.what == "about" and _overlap_equally(theirs, ours)
+
+
+def _overlap_equally(theirs: Tensor, ours: Tensor) -> bool:
+    """Whether two parts of one tensor have the same values where both have any; torch's may be
+    those that mixed precision computes with.
+    """
+    if theirs.about[1] != ours.about[1]:
+        return False
+    if not theirs.value.numel() or not ours.value.numel():
+        return True
+    starts = [part.offset or (0,) * part.value.ndim for part in (theirs, ours)]
+    common = [slice(None)] * ours.value.ndim, [slice(None)] * ours.value.ndim
+    for dim, sizes in enumerate(zip(theirs.value.shape, ours.value.shape, strict=True)):
+        first = max(start[dim] for start in starts)
+        last = min(start[dim] + size for start, size in zip(starts, sizes, strict=True))
+        for at, start in enumerate(starts):
+            common[at][dim] = slice(first - start[dim], max(first, last) - start[dim])
+    same = ours.value[tuple(common[1])].to(theirs.value.dtype)
+    return bool(torch.equal(theirs.value[tuple(common[0])], same))
 
 
 def _parts(tree: object) -> list[Part]:
@@ -80,15 +112,21 @@ def _ties_units(draw: Draw, op: Op, difference: Difference) -> bool:
 
 
 def _is_frozen_unsharded(draw: Draw, op: Op, difference: Difference) -> bool:
-    frozen = any(part.frozen for part in _parts(draw.tree))
-    missing = difference.what == "keys" and difference.torch == "has []"
-    lost = missing and difference.where == ".local.params"
-    place = "[1][1]" if op.name == "summon" else "[2]"
-    shown = difference.where.endswith(place) and difference.ours == "None"
+    if draw.face != "flat" or not any(part.frozen for part in _parts(draw.tree)):
+        return False
     if draw.strategy == "NO_SHARD" and draw.orig:
-        lost |= op.name == "names" or "FSDP assumes" in str(difference.torch)
-        lost |= "as_params=True" in str(difference.torch)
-    return draw.face == "flat" and frozen and (lost or shown)
+        refused = str(difference.torch)
+        if "FSDP assumes" in refused or "as_params=True" in refused:
+            return True
+        if op.name == "names" and difference.what == "kind":
+            theirs, ours = difference.values
+            return set(theirs) < set(ours)
+    if difference.what == "keys" and difference.where == ".local.params":
+        return bool(difference.torch == "has []")
+    if draw.group == "tensor" and difference.where.endswith("[1]"):
+        return difference.values == (True, False)  # trainable in torch's, though it was frozen
+    place = "[1][1]" if op.name == "summon" else "[2]"
+    return difference.where.endswith(place) and difference.ours == "None"
 
 
 def _is_kept_gradient(draw: Draw, op: Op, difference: Difference) -> bool:
@@ -130,50 +168,60 @@ def _is_for_one_rank(draw: Draw, op: Op, difference: Difference) -> bool:
     return draw.group == "sub" and whole and difference.where == ".gave"
 
 
+# Calls that change parameters behind what is gathered, and calls that read what is gathered.
+WRITING = ("write_params", "step", "apply", "load", "summon")
+GATHERING = ("train", "backward", "evaluate", "state", "load", "summon", "full", "apply")
+
+
+def _reads_stale(draw: Draw, op: Op, difference: Difference, unfreed: Callable[[Op], bool]) -> bool:
+    """Whether `op` may read what torch gathered before parameters were written.
+
+    `unfreed` are calls after which torch keeps what is gathered; until the next backward.
+    """
+    keeps = wrote = False
+    for one in draw.ops:
+        if one is op:
+            break
+        if unfreed(one):
+            keeps = True
+        elif one.name in ("train", "backward"):
+            keeps = wrote = False
+        wrote |= keeps and one.name in WRITING
+    else:
+        return False
+    if not wrote or difference.what != "value" or op.name not in GATHERING:
+        return False
+    changes = op.name in ("train", "backward", "load", "summon", "apply")
+    return changes or difference.where.startswith(".gave")
+
+
 def _evaluated(draw: Draw, op: Op, difference: Difference) -> bool:
     """torch goes on using what it gathered for a forward without gradients."""
-    before = draw.ops[: next((index for index, one in enumerate(draw.ops) if one is op), 0)]
-    names = [one.name for one in before]
-    if "evaluate" not in names or difference.what != "value":
-        return False
-    after = names[names.index("evaluate") :]
-    return "write_params" in after or "summon" in after or "step" in after
+    return _reads_stale(draw, op, difference, lambda one: one.name == "evaluate")
 
 
 def _wrote_after_no_sync(draw: Draw, op: Op, difference: Difference) -> bool:
     """Under these strategies torch keeps what is gathered after a backward in `no_sync`."""
-    if draw.strategy not in ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2") or difference.what != "value":
+    if draw.strategy not in ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2"):
         return False
-    unsynced = False
-    for one in draw.ops:
-        if one is op:
-            return False
-        if one.name in ("train", "backward"):
-            unsynced = not one.args.get("sync", True)
-        elif unsynced and (
-            one.name in ("write_params", "step", "apply", "load")
-            or (one.name == "summon" and one.args["change"])
-        ):
-            return _next_reads(draw, one, op)
-    return False
-
-
-def _next_reads(draw: Draw, written: Op, op: Op) -> bool:
-    """Whether `op` is the first after `written` that may read what is gathered."""
-    written_index = next(
-        written_index for written_index, one in enumerate(draw.ops) if one is written
+    return _reads_stale(
+        draw, op, difference, lambda one: one.name == "backward" and not one.args["sync"]
     )
-    reading = ("train", "backward", "evaluate", "state", "load", "summon", "full", "apply")
-    return next((one for one in draw.ops[written_index + 1 :] if one.name in reading), None) is op
 
 
 def _adds_to_one_element(draw: Draw, op: Op, difference: Difference) -> bool:
     """torch tells sharded from unsharded gradients by their size, which is the same here."""
-    is_grad = re.search(r"^\.local\.params.*\[2\]$", difference.where) is not None
+    if draw.face != "flat" or draw.strategy == "NO_SHARD" or difference.what != "value":
+        return False
+    if not any(part.kind == "scaled" and part.size == 1 for part in _parts(draw.tree)):
+        return False
+    before = draw.ops[: next((at for at, one in enumerate(draw.ops) if one is op), 0)]
+    names = [one.name for one in before if one.name in ("backward", "train", "zero")]
+    if names[-1:] != ["backward"]:
+        return False
     is_one = re.match(r"tensor\(\[[^,]*\]", str(difference.torch)) is not None
-    sharded = draw.face == "flat" and draw.strategy != "NO_SHARD"
-    adds = op.name == "backward" and difference.what == "value"
-    return sharded and adds and is_grad and is_one
+    is_grad = re.search(r"^\.local\.params.*\[2\]$", difference.where) is not None
+    return (op.name == "backward" and is_one and is_grad) or op.name == "train"
 
 
 def _has_no_state(draw: Draw, op: Op, difference: Difference) -> bool:
@@ -199,10 +247,29 @@ def _refuses_dtype(draw: Draw, op: Op, difference: Difference) -> bool:
 
 
 def _casts_buffers_early(draw: Draw, op: Op, difference: Difference) -> bool:
-    before = draw.ops[: next((index for index, one in enumerate(draw.ops) if one is op), 0)]
+    """Until the first forward torch's buffers are ours, cast; also where a dict has cast back."""
+    before = draw.ops[: next((at for at, one in enumerate(draw.ops) if one is op), 0)]
     ran = any(one.name in ("train", "backward", "evaluate") for one in before)
-    is_buffer = difference.where.startswith(".local.buffers") and difference.what == "about"
-    return draw.precision == "buffers" and not ran and is_buffer
+    if draw.precision != "buffers" or ran or difference.what not in ("about", "value"):
+        return False
+    is_buffer = difference.where.startswith(".local.buffers") or op.name in ("state", "load")
+    theirs, ours = difference.values
+    if not is_buffer or not isinstance(ours, Tensor) or not ours.value.is_floating_point():
+        return False
+    low = ours.value.to(torch.bfloat16)
+    return bool(torch.equal(theirs.value.to(torch.float64), low.to(torch.float64)))
+
+
+def _lacks_members(draw: Draw, op: Op, difference: Difference) -> bool:
+    """Our side itself checks what it loads of such a dict (`FlatSide.kept_states`).
+
+    With original parameters only named optimizers differ: where this rank has no elements of a
+    parameter, its empty state stays.
+    """
+    if op.name != "optim_load" or op.args["change"][:4] != "drop":
+        return False
+    is_named = op.args["named"] and difference.where == ".gave.found.state"
+    return not draw.orig or (is_named and difference.torch == "has []")
 
 
 def _casts_for_norm(draw: Draw, op: Op, difference: Difference) -> bool:
@@ -219,7 +286,66 @@ def _is_of_another_kind(draw: Draw, op: Op, difference: Difference) -> bool:
     return loads and difference.what == "raised" and "RuntimeError" in str(difference.ours)
 
 
+def _is_parallel(draw: Draw) -> bool:
+    """Whether a wrapper may have tensor-parallel members."""
+    return draw.face == "flat" and draw.group == "tensor"
+
+
+def _lies_on_one_mesh(draw: Draw, op: Op, difference: Difference) -> bool:
+    """Two layouts of one tensor, with equal values where a rank has the same of it in both."""
+    theirs, ours = difference.values
+    named = op.name in ("state", "load") and op.args["form"] == "SHARDED"
+    if not (_is_parallel(draw) and named and difference.what == "about"):
+        return False
+    if not isinstance(theirs, Tensor) or theirs.about[0] != "DTensor":
+        return False
+    placements = theirs.about[2]
+    # Such a one lies elsewhere than it says.
+    is_cut_twice = len(placements) == 2 and placements[0] == placements[1]
+    same = theirs.about[1] == ours.about[1] and theirs.value.dtype == ours.value.dtype
+    return same and (is_cut_twice or _overlap_equally(theirs, ours))
+
+
+def _keeps_dtensors(draw: Draw, op: Op, difference: Difference) -> bool:
+    """The same local tensor, as a DTensor or not."""
+    theirs, ours = difference.values
+    if not (_is_parallel(draw) and draw.strategy == "NO_SHARD" and draw.orig):
+        return False
+    if difference.what == "raised":
+        return "Cannot writeback when the parameter shape changes" in str(difference.torch)
+    if difference.what != "about" or theirs.about[0] != "DTensor" or ours.about[0] != "Tensor":
+        return False
+    return bool(torch.equal(theirs.value, ours.value))
+
+
+def _parallel_optimizer(draw: Draw, op: Op) -> bool:
+    """Our side itself checks that what it takes is what it loads (`FlatSide.kept_states`)."""
+    return _is_parallel(draw) and op.name in ("optim_state", "optim_load", "legacy", "rekey")
+
+
 LISTED: Sequence[Listed] = (
+    Listed(
+        "SHARDED dicts of a wrapper over tensor-parallel members",
+        "one rule for all units: dicts are cut over the unit's own mesh",
+        matches=_lies_on_one_mesh,
+    ),
+    Listed(
+        "optimizer dicts of a wrapper over tensor-parallel members",
+        "torch knows nothing of tensor parallelism there",
+        skips=_parallel_optimizer,
+    ),
+    Listed(
+        "tensor-parallel members of a `NO_SHARD` wrapper with original parameters",
+        "one rule for all strategies",
+        matches=_keeps_dtensors,
+    ),
+    Listed(
+        "`clip_grad_norm_` of a wrapper over tensor-parallel members",
+        "a norm of a part of the model is none",
+        matches=lambda draw, op, found: (
+            _is_parallel(draw) and op.name == "clip" and "tensor parallel" in str(found.ours)
+        ),
+    ),
     Listed(
         "sharded dicts of units over part of the ranks",
         "torch takes ranks of the group for ranks of the world",
@@ -343,7 +469,7 @@ LISTED: Sequence[Listed] = (
     Listed(
         "an optimizer dict that lacks some members of a flat parameter",
         "optimizers have no state of unused parameters, and their dicts should load",
-        matches=lambda draw, op, _: op.name == "optim_load" and op.args["change"][:4] == "drop",
+        matches=_lacks_members,
         ends=True,
     ),
     Listed(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -16,67 +15,35 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy, ShardingStrategy
-from torch.distributed.fsdp import wrap as policies
+from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 import sharding
-from tests.differential.draws import Draw, Part
-from tests.differential.models import KINDS, WIDTH, Mlp
+from tests.differential.building import (
+    Groups,
+    built,
+    clean,
+    filled,
+    is_unit,
+    mean_hook,
+    parent_of,
+    policy,
+    policy_of_precision,
+    precision,
+    states_of,
+    values_for,
+)
+from tests.differential.changing import changed, changed_optimizer
+from tests.differential.draws import Draw, paths_of
+from tests.differential.models import WIDTH
 
 ENGINES: dict[str, Any] = {"torch": torch_fsdp, "ours": sharding}
-BF16 = torch.bfloat16
-
-
-class Groups:
-    """Process groups and meshes that draws use, made once for all draws of a process."""
-
-    def __init__(self) -> None:
-        world = dist.get_world_size()
-        rank = dist.get_rank()
-        self._meshes: dict[str, DeviceMesh] = {"mesh": init_device_mesh("cpu", (world,))}
-        self._mine: dict[str, Any] = {}
-        if world == 4:
-            self._meshes["mesh2"] = init_device_mesh(
-                "cpu", (2, 2), mesh_dim_names=("replicate", "shard")
-            )
-            for name, pairs in {"rows": ((0, 1), (2, 3)), "columns": ((0, 2), (1, 3))}.items():
-                groups = [dist.new_group(list(pair)) for pair in pairs]
-                self._mine[name] = groups[0 if rank in pairs[0] else 1]
-
-    def arguments(self, draw: Draw) -> dict[str, Any]:
-        """Of the wrapper, for this draw."""
-        if draw.group in self._meshes:
-            return {"device_mesh": self._meshes[draw.group]}
-        if draw.group == "pair":
-            return {"process_group": (self._mine["rows"], self._mine["columns"])}
-        if draw.group == "sub":
-            return {"process_group": self._mine[("rows", "columns")[draw.seed % 2]]}
-        return {}
-
-
-# Models ------------------------------------------------------------------------------------------
-
-
-def built(draw: Draw) -> nn.Module:
-    """The bare model, with equal values on all ranks."""
-    torch.manual_seed(draw.seed)
-    return _built(draw.tree).to(getattr(torch, draw.dtype))
-
-
-def _built(tree: Any) -> nn.Module:
-    if not isinstance(tree, Part):
-        return nn.Sequential(*(_built(child) for child in tree))
-    module = KINDS[tree.kind](tree.size)
-    for index, param in enumerate(module.parameters()):
-        if tree.frozen == "all" or (tree.frozen == "first" and index == 0):
-            param.requires_grad_(False)
-    return module
-
-
-def parent_of(model: nn.Module, path: str) -> tuple[nn.Module, str]:
-    above, _, name = path.rpartition(".")
-    return model.get_submodule(above), name
+EPS = 2.0**-4
 
 
 # Sides -------------------------------------------------------------------------------------------
@@ -91,6 +58,7 @@ class Side:
         self.module = ENGINES[engine]
         self.groups = groups
         self.batches = 0
+        self._wrong: list[str] = []
         self.dtype = getattr(torch, draw.dtype)
         self.model: Any = self.wrapped()
         self.optimizer = self.made_optimizer()
@@ -98,15 +66,34 @@ class Side:
     def wrapped(self) -> nn.Module:
         raise NotImplementedError
 
+    def bare(self) -> nn.Module:
+        """The model before it is wrapped."""
+        draw = self.draw
+        with torch.device("meta" if draw.extra == "meta" else "cpu"):
+            model = built(draw)
+        if draw.group == "tensor":
+            plan: dict[str, Any] = {}
+            for path in paths_of(draw.tree, "mlp"):
+                plan |= {f"{path}.up": ColwiseParallel(), f"{path}.down": RowwiseParallel()}
+            parallelize_module(model, self.groups.tensor_axis, plan)
+        return model
+
+    def taken_wrong(self) -> list[str]:
+        """What this side itself finds wrong in its last call, where torch's side shows nothing."""
+        wrong, self._wrong = self._wrong, []
+        return wrong
+
     def made_optimizer(self) -> torch.optim.Optimizer:
         params = list(self.model.parameters())
+        # An update is at most lr / eps times a gradient: noise where gradients should be zero, as
+        # before a norm over the batch, stays noise.
         kinds: dict[str, Any] = {
             "sgd": functools.partial(torch.optim.SGD, momentum=0.9),
-            "adam": torch.optim.Adam,
-            "adamw": functools.partial(torch.optim.AdamW, weight_decay=0.1),
-            "foreach": functools.partial(torch.optim.AdamW, foreach=True),
-            "adagrad": torch.optim.Adagrad,
-            "rmsprop": torch.optim.RMSprop,
+            "adam": functools.partial(torch.optim.Adam, eps=EPS),
+            "adamw": functools.partial(torch.optim.AdamW, weight_decay=0.1, eps=EPS),
+            "foreach": functools.partial(torch.optim.AdamW, foreach=True, eps=EPS),
+            "adagrad": functools.partial(torch.optim.Adagrad, eps=EPS),
+            "rmsprop": functools.partial(torch.optim.RMSprop, eps=EPS),
         }
         groups = [{"params": params[first :: self.draw.param_groups]} for first in (0, 1)]
         groups = [group for group in groups[: self.draw.param_groups] if group["params"]]
@@ -116,7 +103,9 @@ class Side:
 
     def batch(self) -> torch.Tensor:
         self.batches += 1
-        seed = (self.draw.seed * 1000 + self.batches) * 8 + dist.get_rank()
+        # Ranks along an axis of tensor parallelism have one batch.
+        here = dist.get_rank() // 2 if self.draw.group == "tensor" else dist.get_rank()
+        seed = (self.draw.seed * 1000 + self.batches) * 8 + here
         generator = torch.Generator().manual_seed(seed)
         return torch.randn(3, WIDTH, generator=generator).to(self.dtype)
 
@@ -186,12 +175,13 @@ class FlatSide(Side):
 
     def wrapped(self) -> nn.Module:
         draw = self.draw
-        model = built(draw)
+        model = self.bare()
         kwargs: dict[str, Any] = {
             **self.groups.arguments(draw),
+            **self.extras(),
             "sharding_strategy": ShardingStrategy[draw.strategy],
             "use_orig_params": draw.orig,
-            "mixed_precision": _precision(draw.precision),
+            "mixed_precision": precision(draw.precision),
             "forward_prefetch": draw.prefetch,
             "backward_prefetch": torch_fsdp.BackwardPrefetch.BACKWARD_POST
             if draw.prefetch
@@ -199,15 +189,56 @@ class FlatSide(Side):
             "device_id": torch.device("cpu"),
         }
         if draw.ignored is not None:
-            kwargs["ignored_modules"] = [model.get_submodule(draw.ignored)]
+            ignored = model.get_submodule(draw.ignored)
+            if draw.extra == "states":
+                kwargs["ignored_states"] = list(ignored.parameters())
+            else:
+                kwargs["ignored_modules"] = [ignored]
+        wrapped = self.units(model, kwargs)
+        if draw.extra == "hook":
+            wrapped.register_comm_hook(self.groups.reducing(draw), mean_hook)
+        return wrapped
+
+    def extras(self) -> dict[str, Any]:
+        """Arguments of the wrapper. torch's class can neither offload nor synchronise on the CPU:
+        that it computes the same without is what is compared.
+        """
+        if self.draw.extra == "meta":
+            return {"param_init_fn": filled}
+        if self.engine == "ours" and self.draw.extra == "offload":
+            return {"cpu_offload": torch_fsdp.CPUOffload(offload_params=True)}
+        if self.engine == "ours" and self.draw.extra == "sync":
+            return {"sync_module_states": True}
+        return {}
+
+    def bare(self) -> nn.Module:
+        model = super().bare()
+        if self.engine == "ours" and self.draw.extra == "sync":
+            place = dist.get_rank()
+            if self.draw.group == "sub":
+                place = dist.get_rank(self.groups.reducing(self.draw))
+            alone = set() if self.draw.ignored is None else states_of(model, self.draw.ignored)
+            with torch.no_grad():
+                for tensor in (*model.parameters(), *model.buffers()):
+                    if id(tensor) not in alone:
+                        tensor.add_(place)
+        return model
+
+    def units(self, model: nn.Module, kwargs: dict[str, Any]) -> nn.Module:
+        """The model with its wrappers."""
+        draw = self.draw
         if draw.wrapping and draw.wrapping[0] == "policy":
-            return self.cls(model, auto_wrap_policy=_policy(draw.wrapping[1]), **kwargs)
+            wrapped: nn.Module = self.cls(
+                model, auto_wrap_policy=policy(draw.wrapping[1]), **kwargs
+            )
+            return wrapped
         for path in sorted(draw.wrapping, key=lambda path: -path.count(".")):
             if draw.ignored is not None and f"{path}.".startswith(f"{draw.ignored}."):
                 continue
             parent, name = parent_of(model, path)
             setattr(parent, name, self.cls(getattr(parent, name), **kwargs))
-        return self.cls(model, **kwargs)
+        outer: nn.Module = self.cls(model, **kwargs)
+        return outer
 
     def inner(self) -> Any:
         """The last unit, or the root where there is no other."""
@@ -302,7 +333,36 @@ class FlatSide(Side):
 
     def do_state(self, form: str, prefix: str, **config: bool) -> Any:
         with self.cls.state_dict_type(self.model, *self.configs(form, **config)):
-            return self.model.state_dict(prefix=prefix)
+            state = self.model.state_dict(prefix=prefix)
+        return self.by_member(state, prefix) if form == "LOCAL" else state
+
+    def by_member(self, state: dict[str, Any], prefix: str) -> dict[str, Any]:
+        """A LOCAL dict as what it holds of each member: where its run begins, and the run."""
+        parts: dict[str, Any] = {}
+        for key, value in state.items():
+            if not hasattr(value, "local_shards"):
+                parts.setdefault(key, value)
+            elif self.engine == "ours":
+                for shard in value.local_shards():
+                    parts[key] = [shard.metadata.shard_offsets[0], shard.tensor.reshape(-1)]
+            else:
+                parts.update(self.members_of(key, value, prefix))
+        # Beside the flat parameter torch's has original ones, on ranks without a part of them too.
+        return {key: parts[key] for key in sorted(parts) if parts[key] is not None}
+
+    def members_of(self, key: str, value: Any, prefix: str) -> dict[str, Any]:
+        """The parts of members in the shard of a flat parameter of torch's class."""
+        below = key.removeprefix(prefix).rpartition("_flat_param")[0]
+        units = {clean(name): unit for name, unit in self.model.named_modules() if is_unit(unit)}
+        flat = units[below.removesuffix(".")]._handle.flat_param
+        (shard,) = value.local_shards()
+        local = shard.tensor.detach().reshape(-1)
+        parts: dict[str, Any] = {f"{prefix}{below}{fqn}": None for fqn in flat._fqns}
+        for name, info in zip(list(parts), flat._shard_param_infos, strict=True):
+            if info.in_shard and info.numel_in_shard:
+                run = local[info.offset_in_shard :][: info.numel_in_shard]
+                parts[name] = [info.intra_param_start_idx, run]
+        return parts
 
     def do_load(self, change: str, strict: bool, form: str, **config: bool) -> Any:
         with self.cls.state_dict_type(self.model, *self.configs(form, **config)):
@@ -328,7 +388,30 @@ class FlatSide(Side):
                 group["params"] = sorted(group["params"])
         elif not directly:
             self.optimizer.load_state_dict(to_load)
+        if change != "groups" and self.engine == "ours" and not named:
+            self._wrong += self.kept_states(state)
         return {"found": to_load, "now": self.do_optim_local()}
+
+    def kept_states(self, given: dict[str, Any]) -> list[str]:
+        """Where the optimizer differs from a dict that was loaded into it; entries may lack."""
+        form = self.configs("FULL", offload=False, rank0=False, config=True)
+        full = given.get("state", {})
+        with self.cls.state_dict_type(self.model, *form):
+            now = self.cls.optim_state_dict(self.model, self.optimizer)["state"]
+        if not full:
+            return []  # the dict was the first rank's
+        problems = [f"lost {name}" for name in full if name not in now]
+        for name, state in now.items():
+            for key, value in state.items():
+                if not isinstance(value, torch.Tensor):
+                    continue
+                if name not in full:
+                    is_as_meant = value.ndim == 0 or not value.any()
+                else:
+                    expected = full[name][key]
+                    is_as_meant = type(expected) is not torch.Tensor or expected.equal(value)
+                problems += [] if is_as_meant else [f"{name} {key} is {value}"]
+        return problems
 
     def do_legacy(self, kind: str) -> Any:
         model, optimizer, cls = self.model, self.optimizer, self.cls
@@ -362,19 +445,35 @@ class FullySide(Side):
 
     def wrapped(self) -> nn.Module:
         draw = self.draw
-        model = built(draw)
+        model = self.bare()
         mesh = self.groups.arguments(draw).get("device_mesh")
         kwargs: dict[str, Any] = {
             "mesh": mesh,
             "reshard_after_forward": draw.reshard,
-            "mp_policy": _policy_of_precision(draw.precision),
+            "mp_policy": policy_of_precision(draw.precision),
         }
         if draw.ignored is not None:
             kwargs["ignored_params"] = set(model.get_submodule(draw.ignored).parameters())
+        if draw.extra == "offload":
+            kwargs["offload_policy"] = torch_fsdp.CPUOffloadPolicy(pin_memory=False)
         for path in sorted(draw.wrapping, key=lambda path: -path.count(".")):
             self.module.fully_shard(model.get_submodule(path), **kwargs)
         self.module.fully_shard(model, **kwargs)
+        if draw.extra == "hook":
+            model.set_all_reduce_hook(lambda total: total.mul_(0.75))
+        if draw.extra == "meta":
+            self.fill(model)
         return model
+
+    def fill(self, model: nn.Module) -> None:
+        """Values for what came from the meta device."""
+        model.to_empty(device="cpu")
+        with torch.no_grad():
+            for tensor in (*model.parameters(), *model.buffers()):
+                values = values_for(tuple(tensor.shape)).to(tensor.dtype)
+                if isinstance(tensor, DTensor):
+                    values = distribute_tensor(values, tensor.device_mesh, tensor.placements)
+                tensor.copy_(values)
 
     def do_backward(self, sync: bool, forwards: int) -> Any:
         self.model.set_requires_gradient_sync(sync)
@@ -429,9 +528,13 @@ class FullySide(Side):
 
     def do_unshard(self) -> Any:
         self.model.unshard()
-        params = {name: param.detach().clone() for name, param in self.model.named_parameters()}
+        # What modules compute with; parameters() gives something else on the two sides.
+        seen = {}
+        for name, _ in self.model.named_parameters():
+            module, attribute = parent_of(self.model, name)
+            seen[name] = getattr(module, attribute).detach().clone()
         self.model.reshard()
-        return params
+        return seen
 
     def do_reshard(self) -> Any:
         for module in self.model.modules():
@@ -468,93 +571,9 @@ def side(draw: Draw, engine: str, groups: Groups) -> Side:
 # Arguments ---------------------------------------------------------------------------------------
 
 
-def _precision(name: str) -> MixedPrecision | None:
-    return {
-        "none": None,
-        "bf16": MixedPrecision(param_dtype=BF16),
-        "bf16/f32": MixedPrecision(param_dtype=BF16, reduce_dtype=torch.float32),
-        "reduce": MixedPrecision(reduce_dtype=BF16),
-        "buffers": MixedPrecision(param_dtype=BF16, buffer_dtype=BF16),
-        "keep": MixedPrecision(param_dtype=BF16, keep_low_precision_grads=True),
-    }[name]
-
-
-def _policy_of_precision(name: str) -> MixedPrecisionPolicy:
-    return {
-        "none": MixedPrecisionPolicy(),
-        "bf16": MixedPrecisionPolicy(param_dtype=BF16),
-        "bf16/f32": MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32),
-        "reduce": MixedPrecisionPolicy(reduce_dtype=BF16),
-        "buffers": MixedPrecisionPolicy(param_dtype=BF16, output_dtype=torch.float32),
-        "keep": MixedPrecisionPolicy(param_dtype=BF16, cast_forward_inputs=False),
-    }[name]
-
-
-def _policy(name: str) -> Any:
-    if name == "size":
-        return functools.partial(policies.size_based_auto_wrap_policy, min_num_params=30)
-    if name == "always":
-        return policies.always_wrap_policy
-    if name == "custom":
-        return policies.CustomPolicy(
-            lambda module: {"forward_prefetch": True} if isinstance(module, Mlp) else False
-        )
-    classes = {"linear": nn.Linear, "sequential": nn.Sequential, "mlp": Mlp}
-    return policies.ModuleWrapPolicy({classes[name]})
-
-
 def _settings(settings: Any) -> Any:
     configs = (settings.state_dict_config, settings.optim_state_dict_config)
     return (
         settings.state_dict_type,
         *((type(config).__name__, vars(config)) for config in configs),
     )
-
-
-def changed(state: dict[str, Any], how: str) -> dict[str, Any]:
-    """A state dict that lost, gained or garbled an entry."""
-    state = dict(state)
-    keys = list(state)
-    if how == "add":
-        state["not.there"] = torch.ones(2)
-    elif how == "drop_all":
-        state = {}
-    elif keys and how == "drop":
-        del state[keys[0]]
-    elif keys and how == "shape":
-        state[keys[-1]] = torch.ones(9, 9)
-    elif how == "plus":
-        state = {key: _plus(value) for key, value in state.items()}
-    return state
-
-
-def _plus(value: Any) -> Any:
-    if hasattr(value, "local_shards"):
-        value = copy.deepcopy(value)
-        for shard in value.local_shards():
-            shard.tensor.add_(1)
-        return value
-    return value + 1
-
-
-def changed_optimizer(state: dict[str, Any], how: str) -> dict[str, Any]:
-    """An optimizer dict that lost an entry or whose values are others."""
-    if not state.get("state"):
-        return state
-    state = {**state, "state": dict(state["state"])}
-    names = list(_sorted(state["state"]))
-    if how in ("drop_first", "drop_last"):
-        del state["state"][names[0 if how == "drop_first" else -1]]
-    elif how == "groups":
-        state["param_groups"] = [{**group, "lr": 0.5} for group in state["param_groups"]]
-    elif how == "scale":
-        for name in names:
-            state["state"][name] = {
-                key: value * 2 if type(value) is torch.Tensor and value.ndim else value
-                for key, value in state["state"][name].items()
-            }
-    return state
-
-
-def _sorted(state: dict[Any, Any]) -> Iterator[Any]:
-    yield from sorted(state, key=str)

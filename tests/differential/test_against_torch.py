@@ -8,15 +8,18 @@ replays one draw.
 
 from __future__ import annotations
 
+import functools
 import random
 import re
+from collections.abc import Callable
 
 import pytest
 
 from tests.conftest import Scale
 from tests.differential.comparing import differences, frozen, raised
-from tests.differential.draws import drawn
+from tests.differential.draws import Draw, drawn
 from tests.differential.listed import LISTED, Listed
+from tests.differential.planting import PLANTS
 from tests.differential.playing import Outcome, play
 from tests.test_house import ROOT
 
@@ -38,6 +41,52 @@ def test_draws_have_no_difference_that_is_not_listed(
     first = random.Random(seed).randrange(10**9)
     wrong = [one for one in play(ranks, range(first, first + count)) if one.differences]
     assert not wrong, "\n\n".join(map(str, wrong[:10]))
+
+
+def _is_low(draw: Draw) -> bool:
+    # torch's mixed precision fails around norms over the batch and ignored modules.
+    casts = draw.precision != "none" and "'batch'" not in str(draw.tree) and draw.ignored is None
+    return casts or (draw.dtype == "bfloat16" and draw.precision == "none")
+
+
+def _is_noisy(draw: Draw) -> bool:
+    divides = draw.optimizer != "sgd" and draw.dtype != "bfloat16" and draw.precision == "none"
+    return divides and "'batch'" in str(draw.tree)
+
+
+def _confuses(draw: Draw, names: tuple[str, ...]) -> bool:
+    """Whether one of these calls has a whole dict with parameters of one shape."""
+    calls = [op for op in draw.ops if op.name in names and op.args["form"] == "FULL"]
+    whole = [op for op in calls if not op.args["rank0"] and not op.args["offload"]]
+    return str(draw.tree).count("'norm'") > 1 and bool(whole)
+
+
+TAKING = functools.partial(_confuses, names=("state", "optim_state"))
+LOADING = functools.partial(_confuses, names=("load", "optim_load"))
+PLANTED: tuple[tuple[str, int, Callable[[Draw], bool]], ...] = (
+    ("gradients 1 % too large", 4, _is_low),
+    ("gradients 1 % too large", 4, _is_noisy),
+    ("one rank's gradients dropped", 4, _is_noisy),
+    ("members swapped in dicts", 2, TAKING),
+    ("another tensor of the shape loaded", 2, LOADING),
+)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("plant", "ranks", "is_kind"), PLANTED)
+def test_a_planted_error_is_found(plant: str, ranks: int, is_kind: Callable[[Draw], bool]) -> None:
+    """In draws of low precision, and of norms over the batch under optimizers that divide by
+    gradients, where rounding could hide it; or with parameters that could be confused.
+    """
+    candidates = [drawn(seed, ranks) for seed in range(20000, 21000)]
+    plain = [one for one in candidates if one.ops[0].name == "train" and one.precision != "keep"]
+    seeds = [draw.seed for draw in plain if is_kind(draw)][:3]
+    found = [bool(outcome.differences) for outcome in play(ranks, seeds, plant=plant)]
+    assert len(found) == 3 and (all(found) if "gradients" in plant else any(found))
+
+
+def test_every_plant_is_tried() -> None:
+    assert {plant for plant, _, _ in PLANTED} == set(PLANTS)
 
 
 @pytest.mark.parametrize("entry", LISTED, ids=lambda entry: entry.reason)

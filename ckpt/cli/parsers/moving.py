@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ckpt.cli.parsers.arguments import (
+    Command,
     Commands,
     add_command,
     add_json,
@@ -95,6 +96,7 @@ def add_export(commands: Commands) -> None:
         metavar="SIZE",
         help="cut into files of at most this size, e.g. 5GB, with an index",
     )
+    _add_memory_max(parser)
     parser.add_argument("--keep-tied", action="store_true", help="write every tied name")
     parser.add_argument(
         "--optimizer", action="store_true", help="the whole state; for torch files and DCP"
@@ -104,6 +106,11 @@ def add_export(commands: Commands) -> None:
     )
     add_options(parser, "--target-option", "of the target's store (default: the source's)")
     add_json(parser)
+
+
+def _add_memory_max(parser: Command) -> None:
+    text = "memory to take beside the bytes of tensors in torch or DCP files; default: 64MiB"
+    parser.add_argument("--memory-max", type=nbytes, metavar="SIZE", help=text)
 
 
 def add_import(commands: Commands) -> None:
@@ -126,6 +133,7 @@ def add_import(commands: Commands) -> None:
     parser.add_argument(
         "--skip", action="append", default=[], metavar="PATTERN", help="leave out; repeatable"
     )
+    _add_memory_max(parser)
     parser.add_argument(
         "--verify", action="store_true", help="read it back and compare with the source"
     )

@@ -104,7 +104,7 @@ def memory(field: str) -> int:
 
 
 def serve(name: str, rank: int, ranks: int, rendezvous: str, pipe: Any, steps: int) -> None:
-    """One rank of one engine: runs a round of steps whenever it is told to."""
+    """One rank of one engine: runs a round of steps at each message on `pipe`."""
     warnings.simplefilter("ignore")
     import torch
     import torch.distributed as dist

@@ -121,7 +121,7 @@ def async_save(
     unsafe_single_writer: bool = False,
     io: Io = "auto",
 ) -> PendingSave:
-    """Save `state` like `save`, in the background; training goes on when this returns.
+    """Save `state` like `save`, in the background; the training continues when this returns.
 
     The checkpoint has the state as it is at the call. What only a step of an optimizer changes
     (trainable parameters, state shaped like them) is copied while the next forward and backward
@@ -203,9 +203,9 @@ def load(
 
     The latest is the newest that a training has saved there. Imports and copies in another layout
     are not, unless there is nothing else; `attempt` names one of them, or one of several
-    checkpoints of a step. What this process saves there from now on goes on with the line of what
-    was loaded; when that was an older one, by its `step` or `attempt`, it begins a new line, which
-    is the latest from then on (see `ckpt.commit.lines`).
+    checkpoints of a step. Later saves of this process continue the line of what was loaded. Where
+    that was an older one, named by its `step` or `attempt`, they begin a new line, which is the
+    latest from then on (see `ckpt.commit.lines`).
 
     `cache` is a local directory that keeps what was read, at most about `cache_bytes_max` bytes,
     for the next load on this machine: what matches its checksum there is not read from `url` again.

@@ -240,7 +240,7 @@ class ProcessMemory:
         return self._registry.session(store, unsafe_single_writer=unsafe_single_writer)
 
     def restored(self, store: Store, attempt: str, *, on_purpose: bool) -> None:
-        """What this process saves to that root goes on from there; see `ckpt.commit.lines`."""
+        """Later saves of this process to that root continue from there; see `ckpt.commit.lines`."""
         self._registry.restored(store, ResumePoint(attempt, on_purpose))
 
     def forget(self, store: Store) -> None:

@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer with checkpoints of this library: stop it, run it again, it goes on.
+"""Hugging Face's Trainer with checkpoints of this library: stop it, run it again, and it continues.
 
 python examples/huggingface_trainer.py runs/trainer      (pip install '.[huggingface]')
 """

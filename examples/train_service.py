@@ -1,5 +1,5 @@
 """A training to leave running: it saves in the background, keeps the best, ends cleanly on SIGTERM,
-and goes on where it was, on any number of ranks.
+and continues where it was, on any number of ranks.
 
 torchrun --nproc-per-node 2 examples/train_service.py runs/service
 """

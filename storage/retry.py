@@ -129,7 +129,7 @@ def run_publishing(
 ) -> None:
     """Repeat `send`, which publishes an object, until its outcome is known.
 
-    Repeating a request whose answer was lost shows what became of it: the repetition is refused
+    Repeating a request whose answer was lost shows its outcome: the repetition is refused
     because the object exists, or because the upload it completes is gone; `is_ours` then decides
     whether the object is the one that we sent. Raises OutcomeUnknownError when no attempt was
     answered.
@@ -225,7 +225,7 @@ class RetryingStore(WrappedStore):
         self._policy.run(lambda: self.inner.put_if_absent(key, data))
 
     def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
-        """Goes on after the last object seen; every step has attempts and a deadline of its own."""
+        """Resumes after the last object seen; every step has attempts and a deadline of its own."""
         listing: Iterator[ObjectInfo] | None = None
 
         def step() -> ObjectInfo | None:

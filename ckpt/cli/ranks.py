@@ -13,7 +13,7 @@ import torch.distributed as dist
 def ranks_of_launcher() -> Iterator[int]:
     """This process's rank; with several, a gloo process group exists within the block.
 
-    Launchers tell by the environment: RANK and WORLD_SIZE, as `torchrun` sets them.
+    Launchers set RANK and WORLD_SIZE in the environment, as `torchrun` does.
     """
     world_size = os.environ.get("WORLD_SIZE", "1")
     if not world_size.isdigit() or int(world_size) < 2 or "RANK" not in os.environ:

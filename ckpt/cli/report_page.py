@@ -226,7 +226,7 @@ def _heat_map(telemetry: Telemetry, of_all: Sequence[SaveTotals]) -> Iterator[st
         f"{_longest_phase(telemetry)}{_slower_one(totals, of_all)} "
         f'<span class="note">A row is a rank, a column a phase, in the order of time; in '
         "<i>wait</i> a rank is done and others are not. Hover for begin and bytes. <i>manifest</i> "
-        "and <i>commit</i> are the lead's.</span></p>\n"
+        "and <i>commit</i> are the coordinator's.</span></p>\n"
     )
     if len(work) > len(ranks):
         yield f'<p class="note">{len(ranks)} of {len(work)} ranks: the longest ones.</p>'
@@ -249,7 +249,7 @@ def _heat_map(telemetry: Telemetry, of_all: Sequence[SaveTotals]) -> Iterator[st
 
 
 def _longest_phase(telemetry: Telemetry) -> str:
-    """A sentence, when no rank's own work but something of the lead took longest."""
+    """A sentence, when a phase of the coordinator took longer than any rank's own work."""
     cells = [
         (took, rank, phase)
         for rank, row in enumerate(telemetry.took_us)
@@ -264,7 +264,7 @@ def _longest_phase(telemetry: Telemetry) -> str:
 
 
 def _slower_one(totals: SaveTotals, of_all: Sequence[SaveTotals]) -> str:
-    """A sentence, when a retired save took longer: of those only totals are kept."""
+    """A sentence, when a retired save took longer; only totals are kept of those."""
     slowest = max(of_all, key=lambda one: one.seconds)
     if slowest.seconds <= totals.seconds:
         return ""
@@ -292,7 +292,7 @@ def _cell(telemetry: Telemetry, rank: int, index: int, longest_us: int) -> str:
 def _saves(report: Report) -> Iterator[str]:
     shown = report.saves[: -ROWS_MAX - 1 : -1]
     yield (
-        "<section><h2>Saves and what became of them</h2>\n<table><tr><th class='number'>step</th>"
+        "<section><h2>Saves and their outcomes</h2>\n<table><tr><th class='number'>step</th>"
         "<th>committed</th><th>state</th><th class='number'>blocked</th>"
         "<th class='number'>duration</th><th class='number'>written</th>"
         "<th class='number'>referenced</th><th class='number'>rate</th>"

@@ -88,7 +88,7 @@ def read_manifest(store: Store, entry: LiveEntry) -> bytes:
 
 
 def _by_path(store: Store, step: int | None, no_root: NoCheckpoint) -> Located:
-    """A step directory opened by its own path. It has one step: a wish for another is refused
+    """A step directory opened by its own path. It has one step: a request for another is refused
     later.
     """
     try:

@@ -165,7 +165,7 @@ class Session(LogWriter):
         """Raise LogDiverged when the MANIFEST of what was just committed is gone: a backup was
         restored whose log ends where ours did, which no record shows.
 
-        To be called before anybody is told of success. Not for what was retired meanwhile.
+        Call it before a success is reported. It does not raise for what was retired meanwhile.
         """
         key = step_prefix(commit.step, commit.attempt) + MANIFEST_NAME
         try:
@@ -251,7 +251,7 @@ class Session(LogWriter):
     def sweep_unfinished(self) -> int:
         """Remove objects that dead writers left half written; returns how many.
 
-        Call it right after `claim`, before the first attempt: it cannot tell whose they are.
+        Call it right after `claim`, before the first attempt: nothing says whose they are.
         """
         with self._lock:
             # Raises Fenced: half-written objects may be those of the session that superseded this

@@ -101,7 +101,7 @@ def _files_listed(store: Store, prefix: str) -> frozenset[str]:
         return frozenset(decode_manifest(store.get(prefix + MANIFEST_NAME)).files)
     except (Corrupt, UnsupportedFormat, KeyNotFoundError) as error:
         logger.warning(
-            "%s/%s: its MANIFEST does not tell which files are its own (%s); files that this "
+            "%s/%s: its MANIFEST does not say which files are its own (%s); files that this "
             "library has not named stay there",
             store.url,
             prefix,

@@ -61,7 +61,7 @@ class TrainerCheckpoints(TrainerCallback):
         """What `trainer.train(resume_from_checkpoint=...)` needs to go on from `step`, or from the
         latest checkpoint; None when there is none yet.
 
-        The path has the trainer's own state alone. `trainer` is told not to look for weights in it:
+        The path has the trainer's own state alone. `trainer` is set not to look for weights in it:
         they are restored, sharded as they are, when the training begins. Raises NoCheckpoint when
         `step` was not saved, CheckpointError when the checkpoint is not a Trainer's.
         """
@@ -103,7 +103,7 @@ class TrainerCheckpoints(TrainerCallback):
         step = self._resume_steps.pop()
         if step != state.global_step:
             raise CheckpointError(
-                f"the trainer goes on from step {state.global_step}, the checkpoint is of step "
+                f"the trainer continues from step {state.global_step}, the checkpoint is of step "
                 f"{step}: pass resume_from()'s answer to train(resume_from_checkpoint=...)"
             )
         self.checkpointer.restore(step)
@@ -119,7 +119,7 @@ class TrainerCheckpoints(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Save if it is time. Raises ckpt.Preempted when the job was told to end."""
+        """Save if it is time. Raises ckpt.Preempted when the job has to end."""
         self.checkpointer.step(state.global_step)
 
     def on_train_end(

@@ -196,7 +196,7 @@ def _without_wrapper(thing: Any) -> Any:
 
 
 class _Tree:
-    """A tree of values and tensors as an object with state, so that it needs no live twin."""
+    """A tree of values and tensors as an object with state, loadable without a live one."""
 
     def __init__(self, content: dict[str, Any]) -> None:
         self.content = content

@@ -95,9 +95,9 @@ class Owned(NamedTuple):
     the same). `views` says which pieces lie where in `local`, and by that in every optimizer state
     tensor of the shape of `local`. Names are relative to the module whose method it is.
 
-    `owners` are the ranks that together have the tensor: of a group, of a mesh. Only among them are
-    its bytes exchanged. Empty: this rank's own, which no engine shares with any other. None: nobody
-    told, all ranks of the world may have parts of it.
+    `owners` are the ranks that together have the tensor: of a group, of a mesh. Its bytes are
+    exchanged only among them. Empty: this rank's own, which no engine shares with any other. None:
+    not known, so all ranks of the world may have parts of it.
     """
 
     param: torch.Tensor

@@ -104,7 +104,7 @@ class WrapsChild(Protocol):
 class NeutralHook(Protocol):
     """A hook for state dicts that an engine registers on modules, and that changes nothing in them.
 
-    Other hooks are refused at a save, because nobody can tell what they would have changed.
+    Other hooks are refused at a save, because nobody knows what they would have changed.
     """
 
     __ckpt_neutral__: bool

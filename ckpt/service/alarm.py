@@ -52,8 +52,8 @@ class Alarm:
     """What happens after `after` failed saves in a row, and after each further one, when nothing
     was saved for `unsaved_seconds` either.
 
-    `call` is called with the failures in a row, on every rank, and the training goes on. Without it
-    the same call of `step` raises SavesFailed on all ranks. Single failures are logged.
+    `call` is called with the failures in a row, on every rank, and the training continues. Without
+    it the same call of `step` raises SavesFailed on all ranks. Single failures are logged.
 
     `unsaved_seconds` counts from the last save that succeeded, or from the beginning, by the
     coordinator's clock. It keeps an outage of minutes from ending a training that saves often; with
@@ -117,7 +117,9 @@ class FailedSaves:
                 step,
                 len(self._in_a_row),
                 type(error).__name__,
-                "this does not go away, so it is raised" if is_lasting else "the training goes on",
+                "this does not go away, so it is raised"
+                if is_lasting
+                else "the training continues",
                 error,
                 extra={"ckpt": {"event": "failed", "step": step, "error": str(error)}},
             )

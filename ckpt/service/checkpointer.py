@@ -84,7 +84,7 @@ class Checkpointer:
       `process_group`, `storage_options` and `unsafe_single_writer` are those of `ckpt.async_save`.
       They go with a url; a `Target` saves in its own way.
 
-    Errors: a save that fails is logged and the training goes on; `alarm` says when it should not.
+    Errors: a save that fails is logged and the training continues; `alarm` says when it should not.
     InvalidState, Fenced and StoreRefused do not go away, so they are raised by the next call of
     `step` that all ranks agreed on. Once a rank was found dead, the next call raises RankFailed
     naming it.

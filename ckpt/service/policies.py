@@ -4,7 +4,7 @@ here.
     save=EverySteps(1000) | EverySeconds(1800) | OnSignal() | OnPreemption(grace_seconds=30)
 
 `|` saves when either side wants to, `&` when both do. Note "who decides": ranks see different
-clocks and signals, so each alternative of a policy is decided by who has the facts. Every rank
+clocks and signals, so each alternative of a policy is decided where its facts are known. Every rank
 decides by itself what follows from the step alone, with the same result. The coordinator decides
 what needs a clock or a measurement; a signal counts on whichever rank it arrived. Ranks agree on
 these two in the background, and they take effect at a call of `step` that lies a little ahead
@@ -217,7 +217,7 @@ class Adaptive(SavePolicy):
 
 @dataclass(frozen=True, slots=True)
 class OnSignal(SavePolicy):
-    """When one of `signals` arrived on any rank; the training goes on. For "save now" by hand."""
+    """When one of `signals` arrived on any rank; the training continues. For "save now" by hand."""
 
     signals: tuple[int, ...] = (signal.SIGUSR1,)
 

@@ -82,7 +82,7 @@ class Target(ABC):
         """Fill `state` from that attempt."""
 
     def resumed(self, attempt: str) -> None:
-        """What was loaded from `attempt` was the newest that is whole: the training goes on there.
+        """What was loaded from `attempt` was the newest that is whole: training continues there.
 
         Every rank calls it. A target that keeps no lines has nothing to do.
         """

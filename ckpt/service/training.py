@@ -32,7 +32,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Training:
-    """One training on one rank: its state, where that is saved, and who is notified of it."""
+    """One training on one rank: its state, where it is saved, and the observers of its saves."""
 
     target: Target
     state: Any

@@ -96,7 +96,7 @@ class Watcher:
                 "rank %d on %s is %s",
                 one.rank,
                 one.host,
-                "heard again" if one.kind == "silent" else "not behind any more",
+                "back" if one.kind == "silent" else "not behind any more",
                 extra={"ckpt": {"event": "rank heard", "rank": one.rank, "host": one.host}},
             )
             notify(self._observers, RankHeard(one))

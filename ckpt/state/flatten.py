@@ -167,7 +167,7 @@ class _Building:
                 # Its tensors may be shards, and would be stored as if all ranks had the same.
                 self.problems.append(
                     f"{fqn}: a {type(thing).__qualname__} has param_groups and is no "
-                    "torch.optim.Optimizer, so its state cannot be told by parameter; put the "
+                    "torch.optim.Optimizer, so its state cannot be assigned to parameters; put the "
                     "optimizer that it wraps into the state"
                 )
                 continue

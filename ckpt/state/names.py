@@ -111,7 +111,7 @@ class Names:
         return False
 
     def report(self, kind: ProblemKind, fqn: str, text: str) -> None:
-        """Note that `fqn` cannot be loaded; `text` goes on after its name."""
+        """Note that `fqn` cannot be loaded; `text` follows its name in the message."""
         self.problems.append(Problem(kind, fqn, f"{fqn}: {text}"))
 
     def report_missing(self, fqn: str, name: str) -> None:

@@ -125,7 +125,7 @@ def refusals(
     if "ZeroRedundancyOptimizer" in {kind.__name__ for kind in type(optimizer).__mro__}:
         problems.append(
             f"{path}: ZeroRedundancyOptimizer keeps the state of each parameter on one rank and "
-            "does not tell which; shard the model with fully_shard, or use the optimizer that it "
+            "does not say which; shard the model with fully_shard, or use the optimizer that it "
             "wraps"
         )
     strangers = [

@@ -101,7 +101,7 @@ def _visit(node: Any, fqn: str, place: Location, leaves: Leaves, depth: int) -> 
         leaves.values.append(LocatedValue(fqn, node, place))
     elif hasattr(type(node), "local_shards"):
         leaves.problems.append(
-            f"{fqn}: a {type(node).__qualname__} does not tell where its memory lies; put the "
+            f"{fqn}: a {type(node).__qualname__} does not say where its memory lies; put the "
             "module it is from into the state, or convert it to a DTensor"
         )
     elif isinstance(node, torch.Tensor):

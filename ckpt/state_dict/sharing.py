@@ -25,9 +25,8 @@ def ranks_that_share(model: nn.Module, phase: str) -> tuple[int, ...]:
     """torch's numbers of the ranks over which units, meshes and DDP lay out `model`, ascending.
 
     Empty for a model that no engine shares with another rank, all ranks where an engine does not
-    say. All ranks that share the model find the same, and no other rank is asked; but where a unit
-    is repeated over ranks and knows the shard group of this rank only, these ranks tell each other
-    theirs.
+    say. All ranks that share the model find the same without a round; but where a unit is
+    repeated over ranks and knows the shard group of this rank only, these ranks exchange theirs.
 
     Raises InvalidState where groups of units overlap and no unit is laid out over both: then the
     ranks would wait for different ones. The ranks of those groups get the error in `phase`, the

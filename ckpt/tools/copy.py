@@ -84,8 +84,8 @@ def copy(
     to `storage_options` when both urls have the same protocol.
 
     Raises NoCheckpoint, Corrupt when stored bytes were changed, CheckpointError when something else
-    is at the target, and the stores' errors. The target then opens as it did before, and running
-    again goes on.
+    is at the target, and the stores' errors. The target then opens as it did before, and another
+    run continues the copy.
     """
     count = plain_int(threads)
     target_options = options_of_other(url, storage_options, target, target_options)

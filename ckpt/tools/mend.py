@@ -223,7 +223,7 @@ def broken_link(before: Record | None, record: Record, digests: Mapping[int, byt
     if before is None:
         return "the record before it is missing or damaged"
     if record.previous is None and before.previous is not None:
-        return "it does not tell which record it builds on"
+        return "it does not say which record it builds on"
     if record.previous is not None and record.previous != digests[record.slot - 1]:
         return "it builds on another record than is before it"
     return "the epoch went back" if record.epoch < before.epoch else ""

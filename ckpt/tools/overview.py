@@ -30,8 +30,8 @@ READERS = 8
 class Event:
     """One record of a root's log. `time_unix` is the writer's clock, for display only.
 
-    `kind` is CLAIM, COMMIT, RETIRE, PIN, UNPIN or VERIFIED. `attempt` and `step` tell which
-    checkpoint it is about, None for a CLAIM; `step` is also None where the log does not tell.
+    `kind` is CLAIM, COMMIT, RETIRE, PIN, UNPIN or VERIFIED. `attempt` and `step` name
+    the checkpoint, None for a CLAIM; `step` is also None where the log does not have it.
     `epoch` is that of the session: every CLAIM begins a new one. `live` counts the checkpoints
     after it. `line` is that of the checkpoint, None where it has none or `step` is None.
     `problem` says why the record does not follow the one before it, "" where all is well.
@@ -92,7 +92,7 @@ def _record(log: Log, slot: int) -> Record:
         return log.record(slot)
     except KeyNotFoundError:
         raise Corrupt(
-            f"{log.store.url}/{record_key(slot)} was removed; the newest record still tells which "
+            f"{log.store.url}/{record_key(slot)} was removed; the newest record still says which "
             f"checkpoints exist: `ckpt ls`. `ckpt mend {log.store.url}` makes the log whole"
         ) from None
 
@@ -215,7 +215,7 @@ def _of_root(store: Store, live: Sequence[LiveEntry]) -> DiskUsage:
 
 
 def _of_directory(store: Store, no_root: NoCheckpoint) -> DiskUsage:
-    """One step's directory by itself; its manifest tells which."""
+    """One step's directory by itself; its manifest says of which step."""
     from ckpt.format.manifest_codec import decode_manifest
 
     try:

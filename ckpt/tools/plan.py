@@ -3,7 +3,7 @@
     wanted pieces of every rank -> the plan of a load -> the requests that it would make
 
 The plan is made by the code that loads (`plan_reads`, `share_blocks`, `Reader`), so it shows what
-would happen, and nothing but MANIFEST is read. Ranks need not be there: `plan_ranks` asks for N of
+would happen, and nothing but MANIFEST is read. No rank has to exist: `plan_ranks` plans for N of
 them with an even layout.
 """
 
@@ -60,11 +60,11 @@ class RankPlan:
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """What a load would do on the ranks that were asked about.
+    """What a load would do on the given ranks.
 
     `missing` are names that are wanted and not there, `unexpected` names that are there, below an
     entry that is wanted, and that nobody wants; `not_asked` counts those below other entries.
-    `problems` tell in words what a strict load would refuse, `missing` and `unexpected` included.
+    `problems` say what a strict load would refuse, `missing` and `unexpected` included.
     `nbytes_stored` are all tensor bytes of the checkpoint.
     """
 

@@ -1,4 +1,4 @@
-"""`ckpt report`: what saves of a root cost and what became of them, as one value. Needs no torch.
+"""`ckpt report`: what the saves of a root cost and how they ended, as one value. Needs no torch.
 
 The log says which checkpoints there were, TELEMETRY of the live ones how their saves went,
 and those before them: each carries the totals of the last 200 saves.
@@ -75,7 +75,7 @@ class Notice:
 class Report:
     """What is known of a root. `saves` are in the order of their commits, oldest first.
 
-    `slowest` has the save that took longest of those that are told in full, None when none is.
+    `slowest` is the slowest of the saves whose phases are known; None when there is none.
     """
 
     url: str

@@ -72,7 +72,7 @@ def reshard(
     no line, so nothing else loads it, and a training that runs or resumes is not disturbed. When a
     new job begins to save there meanwhile, nothing is committed and this raises.
 
-    Every byte is checked on the way; a run that died is gone on with by running again. Raises like
+    Every byte is checked on the way. After a run that died, run it again: it continues. Raises like
     `ckpt.copy`, and ValueError for no ranks or an unknown layout.
     """
     count = checked_ranks(ranks, layout)

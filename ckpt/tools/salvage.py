@@ -40,8 +40,7 @@ class SalvageReport:
     """What was found below a step's prefix.
 
     `manifest` is there only when every file is there, every checksum matches and every tensor is
-    covered; otherwise
-    `missing` and `problems` tell why not.
+    covered; otherwise `missing` and `problems` say why not.
     """
 
     prefix: str
@@ -115,7 +114,7 @@ def write_manifest(store: Store, report: SalvageReport) -> bytes:
     except KeyExistsError:
         if store.get(key) != data:
             raise Corrupt(
-                f"{key} exists and differs from what the data files tell: move it away, then repeat"
+                f"{key} exists and differs from what the data files say: move it away, then repeat"
             ) from None
     return data
 
@@ -308,9 +307,7 @@ def _some_chunks(name: str, file: _ReferencedFile, chosen: Sequence[int]) -> Fil
 
 
 def _missing(files: Sequence[_SalvagedFile]) -> tuple[str, ...]:
-    """Names of files that other files tell of. A rank of which nothing is there lacks its first
-    file.
-    """
+    """Names of files that other files refer to. A rank without any file lacks its first one."""
     if not files:
         return ()
     by_rank = _by_rank(files)

@@ -182,7 +182,7 @@ def train_and_preempt(demo: Demo) -> Run:
 
 
 def say(text: str) -> None:
-    """Tell the person who watches."""
+    """Print a line for the person who watches."""
     print(text, flush=True)
 
 

@@ -67,7 +67,7 @@ class Objects:
     def get(self, full_key: str, key: str, nbytes_max: int | None) -> bytes:
         try:
             response = obstore.get(self.once, full_key)
-            # Only the head has come so far; the body follows when it is asked for its bytes.
+            # Only the head has come so far; the body follows with `bytes()`.
             check_bound(self.url, key, response.meta["size"], nbytes_max)
             return bytes(response.bytes())
         except (BaseError, OSError, ValueError) as error:
@@ -271,7 +271,7 @@ class Upload:
         self._outcome()
 
     def abort(self) -> None:
-        """Remove the upload. Never raises for what became of it."""
+        """Remove the upload. Never raises, whatever its outcome."""
         self._send(_GIVE_UP)
         with contextlib.suppress(StorageError, _Abandoned):
             self._outcome()
@@ -361,7 +361,7 @@ class Upload:
                     raise _Spent(given_up) from None
 
     def _quiet_seconds(self) -> float:
-        """How long nothing was heard of what obstore was given; 0 when it waits for us."""
+        """How long obstore has finished nothing of what it was given; 0 when it waits for us."""
         if self._lent == 0 and not self._feed.is_last_said:
             return 0.0
         return time.monotonic() - self._moved

@@ -21,7 +21,7 @@ def add_diff(commands: Commands) -> None:
         commands,
         "diff",
         "comparing:diff_checkpoints",
-        "tell which tensors and values differ between two checkpoints, and by how much",
+        "show which tensors and values differ between two checkpoints, and by how much",
         "ckpt diff runs/7b                         the newest against the one before it\n"
         "ckpt diff runs/7b --step-a 100 --step-b 900\n"
         "ckpt diff runs/7b s3://bucket/run --include 'model.*' --quick",
@@ -49,7 +49,7 @@ def add_plan(commands: Commands) -> None:
         commands,
         "plan",
         "comparing:plan",
-        "tell what a load would read, per rank, and which names would not fit; reads no tensor",
+        "show what a load would read, per rank, and which names would not fit; reads no tensor",
         "ckpt plan runs/7b --ranks 8 --layout fsdp2\n"
         "ckpt plan runs/7b --ranks 8 --like other/run      does its state fit?\n"
         "ckpt plan runs/7b --like model.safetensors --entry model",

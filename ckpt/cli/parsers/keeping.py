@@ -116,7 +116,7 @@ def add_rm(commands: Commands) -> None:
 def _add_consent(parser: Command) -> None:
     parser.add_argument("--dry-run", action="store_true", help="say what would go, delete nothing")
     parser.add_argument("--yes", "-y", action="store_true", help="delete without asking")
-    parser.parser.set_defaults(after_interrupt="what was not told to be deleted is there")
+    parser.parser.set_defaults(after_interrupt="what was not confirmed is still there")
 
 
 def _some_rule(arguments: Any) -> str:

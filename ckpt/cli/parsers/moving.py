@@ -25,7 +25,7 @@ def add_cp(commands: Commands) -> None:
         "moving:cp",
         "copy a checkpoint, or a whole root, to another place or store; every byte is verified",
         "ckpt cp /nvme/run s3://bucket/release-1200 --step 1200\n"
-        "ckpt cp --root /nvme/run s3://bucket/run      all checkpoints, as a root to go on with\n"
+        "ckpt cp --root /nvme/run s3://bucket/run      all checkpoints, as a root to save to\n"
         "when it was interrupted: run it again, what is there is not sent again",
     )
     add_url(parser)
@@ -37,7 +37,7 @@ def add_cp(commands: Commands) -> None:
     parser.add_argument("--threads", type=count, default=4, metavar="N", help="default: 4")
     add_options(parser, "--target-option", "of the target's store (default: the source's)")
     add_json(parser)
-    parser.parser.set_defaults(after_interrupt="the target is as it was; run again to go on")
+    parser.parser.set_defaults(after_interrupt="the target is as it was; run again to continue")
 
 
 def add_reshard(commands: Commands) -> None:
@@ -64,7 +64,7 @@ def add_reshard(commands: Commands) -> None:
     parser.add_argument("--threads", type=count, default=3, metavar="N", help="default: 3")
     add_options(parser, "--target-option", "of the target's store (default: the source's)")
     add_json(parser)
-    parser.parser.set_defaults(after_interrupt="the target is as it was; run again to go on")
+    parser.parser.set_defaults(after_interrupt="the target is as it was; run again to continue")
 
 
 def add_export(commands: Commands) -> None:

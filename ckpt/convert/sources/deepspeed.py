@@ -61,7 +61,7 @@ def is_deepspeed(keys: Sequence[str]) -> bool:
 
 
 def zero_files(keys: Sequence[str]) -> list[str]:
-    """Those of `keys` that `open_deepspeed` takes something of, or that tell where to look.
+    """Those of `keys` that `open_deepspeed` reads, or that say where to look.
 
     The optimizer's files are not among them, though their weights are taken: what an optimizer has
     beside those is left out.

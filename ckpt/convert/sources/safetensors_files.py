@@ -136,7 +136,7 @@ class _HeaderTable:
     def source(self, store: Store) -> FileSource:
         tensors, chunks = {}, {}
         for fqn, (dtype, parts) in sorted(self.tensors.items()):
-            # Parts tell where they begin; together they reach to the tensor's end.
+            # Parts say where they begin; together they reach to the tensor's end.
             ends = zip(*([o + n for o, n in zip(p[0], p[1], strict=True)] for p in parts))  # noqa: B905
             shape = tuple(max(end) for end in ends)
             tensors[fqn] = SourceTensor(fqn, dtype, shape, Kind.PARAMETER)

@@ -77,7 +77,7 @@ def run_ranks(
 ) -> list[Any]:
     """Run `fn(*args)` on ranks 0 to n-1 of a fresh gloo group; return their results in rank order.
 
-    `torch.distributed.get_rank()` tells a rank who it is. Raises `RanksFailed` when a rank raises
+    `torch.distributed.get_rank()` gives a rank its number. Raises `RanksFailed` when a rank raises
     or dies, or at the deadline; then no process is left. `group=False` starts no process group
     (RANK and WORLD_SIZE are set in the environment). Ranks in `allow_dead` may die; their result
     is None.

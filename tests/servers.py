@@ -122,7 +122,7 @@ def _running(command: list[str], endpoint_url: str, deadline_seconds: float = 60
                 raise RuntimeError(f"{command[:4]} ended with {process.returncode}")
             if time.monotonic() > give_up:
                 raise TimeoutError(f"{command[:4]} did not answer in {deadline_seconds} s")
-            time.sleep(0.05)  # nothing tells when another process listens
+            time.sleep(0.05)  # no event says that another process listens
         yield endpoint_url
     finally:
         process.kill()
@@ -153,7 +153,7 @@ def _stay() -> None:
         if process.poll() is not None or time.monotonic() > give_up:
             process.kill()
             sys.exit("the server did not start")
-        time.sleep(0.05)  # nothing tells when another process listens
+        time.sleep(0.05)  # no event says that another process listens
     server.make_bucket("demo")
     for name, value in {**server.environment, "TEST_S3_SERVER": str(process.pid)}.items():
         print(f"export {name}={value}")

@@ -85,7 +85,7 @@ def test_nothing_runs_anywhere(tmp_path: Path) -> None:
 
 
 def test_code_beside_tensors_costs_only_itself(tmp_path: Path) -> None:
-    """Tensors are exported; an import says what it cannot take, and goes on with skip=."""
+    """Tensors are exported; an import says what it cannot take, and continues with skip=."""
     canary = tmp_path / "canary"
     torch.save({"w": torch.ones(3), "bad": Runs(canary), "fine": 5}, tmp_path / "m.pt")
     ckpt.export(str(tmp_path / "m.pt"), str(tmp_path / "m.safetensors"))

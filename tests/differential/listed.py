@@ -196,7 +196,7 @@ def _reads_stale(draw: Draw, op: Op, difference: Difference, unfreed: Callable[[
 
 
 def _evaluated(draw: Draw, op: Op, difference: Difference) -> bool:
-    """torch goes on using what it gathered for a forward without gradients."""
+    """torch keeps using what it gathered for a forward without gradients."""
     return _reads_stale(draw, op, difference, lambda one: one.name == "evaluate")
 
 
@@ -210,12 +210,12 @@ def _wrote_after_no_sync(draw: Draw, op: Op, difference: Difference) -> bool:
 
 
 def _adds_to_one_element(draw: Draw, op: Op, difference: Difference) -> bool:
-    """torch tells sharded from unsharded gradients by their size, which is the same here."""
+    """torch distinguishes sharded from unsharded gradients by size, which is the same here."""
     if draw.face != "flat" or draw.strategy == "NO_SHARD" or difference.what != "value":
         return False
     if not any(part.kind == "scaled" and part.size == 1 for part in _parts(draw.tree)):
         return False
-    before = draw.ops[: next((at for at, one in enumerate(draw.ops) if one is op), 0)]
+    before = draw.ops[: next((index for index, one in enumerate(draw.ops) if one is op), 0)]
     names = [one.name for one in before if one.name in ("backward", "train", "zero")]
     if names[-1:] != ["backward"]:
         return False
@@ -248,7 +248,7 @@ def _refuses_dtype(draw: Draw, op: Op, difference: Difference) -> bool:
 
 def _casts_buffers_early(draw: Draw, op: Op, difference: Difference) -> bool:
     """Until the first forward torch's buffers are ours, cast; also where a dict has cast back."""
-    before = draw.ops[: next((at for at, one in enumerate(draw.ops) if one is op), 0)]
+    before = draw.ops[: next((index for index, one in enumerate(draw.ops) if one is op), 0)]
     ran = any(one.name in ("train", "backward", "evaluate") for one in before)
     if draw.precision != "buffers" or ran or difference.what not in ("about", "value"):
         return False

@@ -1,7 +1,7 @@
 """Draws played on ranks: both sides of a draw call by call, compared after each.
 
-All ranks play the same draws in the same order. After each call of a side the ranks tell each
-other, over a group of their own, whether it raised: a draw ends with the first call that raises,
+All ranks play the same draws in the same order. After each call of a side the ranks
+exchange, over a group of their own, whether it raised: a draw ends with the first call that raises,
 and a process with the first that did so on some ranks only, because the others may have been left
 in a collective. No call outlives `CALL_SECONDS_MAX`: it is the deadline of every collective.
 """
@@ -48,7 +48,7 @@ READING = ("state", "optim_state", "legacy", "rekey", "names", "look", "full")
 
 @dataclasses.dataclass
 class Outcome:
-    """What came of one draw, on all ranks."""
+    """The outcome of one draw, on all ranks."""
 
     seed: int
     world: int
@@ -183,7 +183,7 @@ class _Player:
                 return
 
     def _both(self, op: Op) -> bool:
-        """Play a call on both sides and compare; whether the draw goes on."""
+        """Play a call on both sides and compare; whether the draw continues."""
         self.calls += 1
         skipped = unplayable(self.draw, op)
         theirs = None if skipped else self._attempt("torch", op)

@@ -1,6 +1,6 @@
 """A training of which little changes: frozen weights, and adapters with their optimizer state.
 
-Of the bytes, 95 % are frozen. Every tensor's every element tells which step it is of.
+Of the bytes, 95 % are frozen. Every element of every tensor says of which step it is.
 """
 
 from __future__ import annotations

@@ -164,7 +164,7 @@ def test_ranks_that_ask_for_other_steps_get_one_error(
         assert_is_step(state, 0, rank, SIZE)
 
 
-def test_a_step_that_is_no_step_is_heard_by_all(store: Store) -> None:
+def test_a_step_that_is_no_step_is_reported_on_all_ranks(store: Store) -> None:
     job = Job(SIZE, lambda rank: store)
     job.save(lambda rank: state_at(1, rank, SIZE), step=1)
     assert isinstance(
@@ -176,7 +176,7 @@ def test_a_step_that_is_no_step_is_heard_by_all(store: Store) -> None:
 def test_a_death_in_the_last_round_leaves_a_checkpoint_and_the_log_says_so(
     store: Store, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Rank 1 dies at each call in turn: wherever rank 0 raises, it says what came of the step."""
+    """Rank 1 dies at each call in turn: wherever rank 0 raises, it says how the step ended."""
     outcomes = set()
     for call in range(1, 9):
         place = open_store(f"{store.url}/{call}")
@@ -273,7 +273,7 @@ def _state(value: int) -> dict[str, Any]:
 
 
 def _with_broken_coordinator(call: Callable[[], object]) -> None:
-    """`call`, while the lead cannot read what the others send it."""
+    """`call`, while the coordinator cannot read what the others send it."""
     from ckpt.saving import publish
 
     def fails(structure: bytes, variable: bytes) -> Any:

@@ -66,7 +66,7 @@ def _save_under_fault(store: Store, plan: FaultPlan, *, whole_job: bool) -> int:
         for error in failed.errors.values():
             if isinstance(error, OutcomeUnknown):
                 return 1
-        # A rank that heard of success keeps the promise for all.
+        # One rank that reported success counts as a promise of all.
         return 2 if failed.results else 1
     return 2
 

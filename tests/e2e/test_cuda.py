@@ -57,7 +57,7 @@ def test_a_state_moves_between_devices(tmp_path: Path, saved: str, loaded: str) 
 
 
 def test_tensors_larger_than_any_staging_buffer(tmp_path: Path) -> None:
-    """Pieces of many blocks, contiguous and not, written while the device goes on working."""
+    """Pieces of many blocks, contiguous and not, written while the device continues to work."""
     torch.manual_seed(0)
     base = torch.randn(6000, 5003, device="cuda")  # 114 MiB, no multiple of a block
     state = {"whole": base, "turned": base.t(), "half": base.half()[:, 1:4000]}
@@ -85,7 +85,7 @@ def test_writes_see_what_the_device_had_queued(tmp_path: Path) -> None:
 def test_a_save_in_the_background_stores_the_state_of_the_call(
     tmp_path: Path, host_bytes_max: int | None
 ) -> None:
-    """Training goes on at once; copies go over a side stream into pinned memory."""
+    """Training continues at once; copies go over a side stream into pinned memory."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(2000, 2000), nn.BatchNorm1d(2000), nn.Linear(2000, 2000)).cuda()
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, fused=True)

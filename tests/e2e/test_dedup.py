@@ -227,7 +227,7 @@ def test_views_that_are_no_plain_memory_are_recognised_too(store: Store) -> None
 def test_bytes_that_change_between_being_hashed_and_written_are_never_trusted(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A digest of bytes that were not the written ones: the checksums tell, and the chunk is
+    """A digest of bytes that were not the written ones: the checksums differ, and the chunk is
     written. Here all digests of a save are those of another state."""
     job = _job(1, store)
     state = {"w": torch.zeros(4096)}

@@ -1,6 +1,6 @@
 """Every layout on 1 to 4 ranks saved, and loaded under every layout on 1 to 4 ranks: same bits.
 
-Method: no processes. A layout is a function from world size and rank to regions, told through
+Method: no processes. A layout is a function from world size and rank to regions, declared through
 `__ckpt_pieces__`; ranks are threads, the store is memory. The state is a module of several tensors
 with AdamW over it, stepped once, so that every tensor has optimizer state with its regions. What a
 layout loads is compared with the same regions cut out of the whole tensors by numpy-like slicing

@@ -48,7 +48,7 @@ def _runs(rounds: int, nbytes: int) -> list[SharedRun]:
 
 @pytest.mark.parametrize("budget", [0, 25, 100, 10_000])
 def test_never_more_is_read_ahead_than_the_budget_allows(budget: int) -> None:
-    """At any time: at most what was given back, plus the budget, plus the one that is asked for."""
+    """At any time: at most what was given back, plus the budget, plus the one that is requested."""
     reader: Any = CountingReader()
     runs = _runs(40, 10)
     path = ReadPath(readers=3, read_ahead_nbytes_max=budget)

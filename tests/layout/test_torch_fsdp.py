@@ -294,7 +294,7 @@ def _check_inner(engine: str) -> tuple[str, ...]:
 
 @pytest.mark.parametrize("engine", ["fsdp1_orig", "fsdp2"])
 def test_a_part_of_a_unit_is_refused(engine: str) -> None:
-    """The module inside a wrapper cannot tell where its shards are; its parameters may be whole."""
+    """The module inside a wrapper does not say where its shards are; they may be whole."""
     (problem, *_) = run_ranks(2, _check_inner, engine)[0]
     assert "pass the whole wrapped model" in problem
 

@@ -7,7 +7,7 @@ of one process that has imported everything, where the code of one function is e
 written to the sources, and one mutant costs about a second.
 
 What was found is kept in FOLDER, so a run that was interrupted, or one with a higher count or
-budget, goes on where the last one ended, as long as the sources of the packages are the same.
+budget, continues where the last one ended, as long as the sources of the packages are the same.
 `--again` repeats the mutants that survived, for tests that were added since.
 
 Tests that start processes are left out: the change would not be in those. A survivor may be known

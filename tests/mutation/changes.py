@@ -14,7 +14,7 @@ from pathlib import Path
 from types import CodeType
 from typing import Any, NamedTuple
 
-# How names of code objects and their first lines tell functions of one file apart.
+# Functions of one file differ by the names of their code objects and by their first lines.
 FunctionKey = tuple[str, int]
 
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {

@@ -128,7 +128,7 @@ def test_neighbours_are_one_range_and_strangers_are_not() -> None:
 
 
 def test_what_is_too_scattered_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two ranges are told, three would make too long a header."""
+    """Two ranges are listed, three would make too long a header."""
     chunks = [chunk(fqn=name) for name in "abc"]
     before: dict[Identity, KnownChunk] = {}
     for entry_, start in zip(chunks, (4096, 5000, 6000), strict=True):

@@ -121,7 +121,7 @@ def _forget_pending(self: Appender) -> None:
 
 
 def _any_epoch(self: LogWriter, state: LogState) -> int:
-    """Bug: a session that was superseded goes on under its own epoch."""
+    """Bug: a session that was superseded keeps writing under its own epoch."""
     return self.epoch if isinstance(self, Session) else state.epoch
 
 

@@ -1,8 +1,8 @@
 """Every moment at which somebody else copies a root, restores a backup of it, or links its files.
 
 Method: jobs run for real while the explorer lets others act on the objects between any two of their
-requests. What a job was told of a save before a backup was restored is lost with the restored
-backup; what it is told afterwards is there, or it gets a typed error. Deletions are not part of it:
+requests. What was acknowledged before a backup was restored is lost with the restored backup; what
+is acknowledged afterwards is there, or the job gets a typed error. Deletions are not part of it:
 whoever restores a backup while a prune deletes has to look at what is there.
 """
 
@@ -120,7 +120,7 @@ class _Outside(Scenario):
 
     def _broken(self, store: Store, slots: list[int]) -> list[str]:
         """Of a log that has a hole, because a record was sent while the backup was restored: nobody
-        goes on with it in silence, and what was acknowledged is in it.
+        continues with it in silence, and what was acknowledged is in it.
         """
         try:
             Session.claim(store, sources=self.sources())

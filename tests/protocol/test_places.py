@@ -200,7 +200,7 @@ def test_no_moment_of_a_rollback_leads_to_a_lost_commit_that_was_acknowledged(ke
 
 
 def test_a_session_of_the_same_epoch_in_a_restored_root_is_not_taken_for_our_own() -> None:
-    """Epochs repeat after a rollback, so they do not tell the two sessions apart."""
+    """Epochs repeat after a rollback, so they do not distinguish the two sessions."""
     bucket = MemoryBucket()
     save(claim(MemoryStore(bucket)), 1)
     backup = _objects(bucket)

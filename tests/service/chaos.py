@@ -193,7 +193,7 @@ class ThreadTarget(Target):
 
 
 class Acknowledged(NamedTuple):
-    """What the ranks of a life were told: checkpoints that exist, and from where it began."""
+    """What a life has acknowledged: checkpoints that exist, and from where it began."""
 
     saved: dict[str, int]  # step by attempt
     restored: int | None

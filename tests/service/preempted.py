@@ -1,4 +1,4 @@
-"""A training that is told to end: one rank of it, as a process that exits by itself.
+"""One rank of a training that gets a signal to end, as a process that exits by itself.
 
     python -m tests.service.preempted URL PORT_FILE RANK WORLD_SIZE
 
@@ -29,7 +29,7 @@ SAVE_EVERY = 25
 
 
 def train(url: str, meeting_point: str, rank: int, size: int, say: Callable[[str], object]) -> None:
-    """Train until a signal ends it. The weight counts the steps, so that a checkpoint tells."""
+    """Train until a signal ends it. The weight counts the steps, so that a checkpoint shows it."""
     torch.set_num_threads(1)
     faulthandler.register(signal.SIGUSR2, all_threads=True)  # what a rank that stays was doing
     if size > 1:
@@ -72,7 +72,7 @@ def _meet(port_file: Path, rank: int, size: int) -> dist.Store:
         aside.rename(port_file)
         return store
     while not port_file.exists():
-        time.sleep(0.01)  # nothing tells when another process has written a file
+        time.sleep(0.01)  # no event says that another process has written a file
     return dist.TCPStore("127.0.0.1", int(port_file.read_text()), size, False, timeout=TIMEOUT)
 
 

@@ -1,7 +1,7 @@
-"""All ranks do what was agreed at one and the same call of `step`, whoever asked and when.
+"""All ranks do what was agreed at one and the same call of `step`, whichever proposed it and when.
 
-Method: ranks are threads that make calls at their own, random pace, held together or not; what each
-rank was told, and at which call, must be the same on all. Nothing is timed but by the watchers.
+Method: ranks are threads that make calls at their own, random pace, held together or not; what is
+decided, and at which call, must be the same on all. Nothing is timed but by the watchers.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ Script = Callable[[StepAgreement, Arrivals, int, int], None]
 def _decisions(
     size: int, turns: int, script: Script, *, seed: int = 0, kill: dict[int, int] | None = None
 ) -> list[list[tuple[int, Any]]]:
-    """What every rank was told, by call; call `turns + 1` is the close."""
+    """What every rank decided, by call; call `turns + 1` is the close."""
 
     def rank(world: World) -> list[tuple[int, Any]]:
         rng = random.Random(seed * 100 + world.rank)

@@ -129,7 +129,7 @@ def test_a_failure_that_nobody_asked_about_is_raised_by_the_next_save(
         ckpt.async_save(state, url, step=1)
         with pytest.raises(OSError, match="planted"):
             getattr(ckpt, again)(state, url, step=2)
-    report = getattr(ckpt, again)(state, url, step=3)  # told once
+    report = getattr(ckpt, again)(state, url, step=3)  # reported once
     if isinstance(report, PendingSave):
         report.result()
     assert steps_at(url) == [3]
@@ -216,7 +216,7 @@ class Interrupted:
 def test_an_interrupted_call_leaves_nothing_that_anybody_waits_for(
     place: str, when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ctrl-C where a step begins to wait for the copy, and where the worker is told of it."""
+    """Ctrl-C where a step begins to wait for the copy, and where the worker is notified."""
     url = f"{URL}-interrupted-{place}-{when}"
     state, train = trained()
     ckpt.async_save(state, url, step=0).result()
@@ -365,7 +365,7 @@ def test_weights_are_not_compared_with_a_save_that_failed(
 
 
 def test_buffers_that_are_not_filled_anew_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted: buffers of the save before are written again as they are. The warning tells."""
+    """Planted: buffers of the save before are written again as they are. The warning says so."""
     state, train = trained()
     ckpt.async_save(state, f"{URL}-stale", step=0).result()
     train()
@@ -469,7 +469,7 @@ def test_a_failure_on_one_rank_is_the_same_on_all(monkeypatch: pytest.MonkeyPatc
     assert outcomes[0][1] == "saved 2"
 
 
-def test_a_failure_that_one_rank_has_not_heard_of_keeps_no_rank_out_of_step(
+def test_a_failure_that_one_rank_does_not_know_of_yet_keeps_no_rank_out_of_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Only rank 0 asks how the first save went. The second fails on all ranks, at once where the

@@ -161,7 +161,7 @@ def _ask_on_rank_0_alone(directory: str) -> list[str]:
     return outcomes
 
 
-def test_a_failure_that_only_some_ranks_heard_of_is_raised_on_all(tmp_path: Path) -> None:
+def test_a_failure_that_only_some_ranks_know_of_is_raised_on_all(tmp_path: Path) -> None:
     for outcomes in run_ranks(2, _ask_on_rank_0_alone, str(tmp_path / "run")):
         assert "planted" in outcomes[0] and "planted" in outcomes[2]
         assert outcomes[1::2] == ["saved 4", "saved 7"]

@@ -1,9 +1,9 @@
 """`async_save` stores the state of the moment of its call, whatever training does afterwards.
 
 Method: one step is trained, so that the optimizer is known to wait; all tensors are cloned; then
-`async_save` is called and training goes on, while the background is kept from copying until a step
-is held back. The checkpoint must equal the clones. With the wait taken out it must not: that is how
-we know that these tests would notice.
+`async_save` is called and training continues, while the background is kept from copying until a
+step is held back. The checkpoint must equal the clones. With the wait taken out it must not, which
+shows that these tests would notice.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Saves under injected faults, with ranks and whole jobs killed: nothing acknowledged is ever lost.
 
 Method: lives of one job follow each other on one root. 20 % of all storage operations fail, in five
-ways; a life may lose a rank, or all of them, at a random operation. What any rank was told exists
-is written down. After every life, a fresh process without faults must find all of it in the log,
-and every live checkpoint whole and bit for bit the state of its step; it must be able to save, and
-to sweep all orphans and unfinished uploads. At the end the promises of the protocol are checked
+ways; a life may lose a rank, or all of them, at a random operation. What is acknowledged to any
+rank is written down. After every life, a fresh process without faults must find all of it in the
+log, and every live checkpoint whole and bit for bit the state of its step; it must be able to save,
+and to sweep all orphans and unfinished uploads. At the end the promises of the protocol are checked
 over the whole history. A life that hangs fails by its deadline.
 """
 

@@ -1,4 +1,4 @@
-"""The Checkpointer: when it saves, what it restores, and how failures of saves are heard of.
+"""The Checkpointer: when it saves, what it restores, and how failures of saves are reported.
 
 Method: trainings of one process over stores in memory, whose operations fail as scripted, and of
 several ranks that are threads. Clocks are numbers.

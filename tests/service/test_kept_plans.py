@@ -1,7 +1,7 @@
 """Plans that are kept from save to save: every change of a state is seen, nothing is kept alive.
 
-Method: a table of changes that a training may make to a state. After each of them a glance must
-tell the state from what it was, or what is saved next must be right all the same; after a step of
+Method: a table of changes that a training may make to a state. After each of them the fingerprint
+must differ, or what is saved next must be right all the same; after a step of
 training, which changes values only, the plan must be used again. Saved tensors are compared with
 the live ones each time.
 """

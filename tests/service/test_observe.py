@@ -1,8 +1,8 @@
-"""How saves went is told by every rank, in the log, to observers and beside the checkpoint, and
-telling never fails a save.
+"""Every rank reports how saves went, in the log, to observers and beside the checkpoint, and
+a failing report never fails a save.
 
-Method: ranks that are threads, one of them slowed down, over stores that fail as scripted; what is
-told is compared with what was done.
+Method: ranks that are threads, one of them slowed down, over stores that fail as scripted; the
+reports are compared with what was done.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def telemetry_of(store: Store) -> list[Telemetry]:
     return [one for one in telemetry if one is not None]
 
 
-# What is told -------------------------------------------------------------------------------------
+# What is reported ---------------------------------------------------------------------------------
 
 
 def test_every_rank_tells_its_phases_and_the_slowest_is_named() -> None:
@@ -103,7 +103,7 @@ def test_every_rank_tells_its_phases_and_the_slowest_is_named() -> None:
         assert telemetry.took_us[SLOW][write] / 1e6 == pytest.approx(
             telemetry.totals.slowest_seconds, abs=1e-5
         )
-        # Only the lead makes the manifest and commits.
+        # Only the coordinator makes the manifest and commits.
         assert all(row[-1] == 0 for row in telemetry.took_us[1:]) and telemetry.took_us[0][-1] > 0
         assert sum(row[write] for row in telemetry.nbytes) <= telemetry.totals.nbytes
         assert telemetry.totals.blocked_seconds <= telemetry.totals.seconds + 1
@@ -153,7 +153,7 @@ class Hiccup(WrappedStore):
     def _failing_once(self, key: str, nbytes: int, how: Any) -> Iterator[ObjectWriter]:
         if key not in self.seen:
             self.seen.add(key)
-            raise TransientError(f"create {key}: told to")
+            raise TransientError(f"create {key}: planted")
         with self.inner.create(key, nbytes, **how) as writer:
             yield writer
 
@@ -167,7 +167,7 @@ def test_repeated_requests_are_counted() -> None:
     events: list[SaveEvent] = []
     trained([store(), store()], 2, observers=lambda rank: [events.append] if rank else [])
     for telemetry in telemetry_of(inner):
-        # A data file on each rank; on the lead the manifest, too, after the parts.
+        # A data file on each rank; on the coordinator the manifest, too, after the parts.
         assert telemetry.retries == [2, 1] and telemetry.totals.retries == 2
     assert [e.report.counters["retries"] for e in events if isinstance(e, SaveSucceeded)] == [1, 1]
 
@@ -178,7 +178,7 @@ def test_repeated_requests_are_counted() -> None:
 class NoTelemetry(WrappedStore):
     def create(self, key: str, nbytes: int, **how: Any) -> AbstractContextManager[ObjectWriter]:
         if key.endswith(TELEMETRY_NAME):
-            raise StorageError(f"create {key}: told to fail")
+            raise StorageError(f"create {key}: planted failure")
         return self.inner.create(key, nbytes, **how)
 
 

@@ -1,4 +1,4 @@
-"""A store that is away: the training goes on, whatever it was told to do about it.
+"""A store that is away: the training continues, whatever the settings for outages are.
 
 Method: a training of one rank whose clock runs a thousand times faster, so that ten minutes are
 0.6 s. Nothing is repeated by anybody but the usual policy with that clock.

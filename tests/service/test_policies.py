@@ -100,7 +100,7 @@ def test_reasons_name_every_part_that_is_due() -> None:
 
 
 def test_each_alternative_is_decided_where_it_is_known() -> None:
-    """Steps and signals by all ranks, clocks by the lead; what needs both, by the lead."""
+    """Steps and signals by all ranks; clocks, and what needs both, by the coordinator."""
     policy = EverySteps(5) | EverySeconds(60) & EverySteps(2) | OnSignal() | Adaptive() | AtExit()
     assert [type(p) for p in by_all(policy).alternatives()] == [EverySteps, OnSignal, AtExit]
     assert [p.needs_clock for p in by_coordinator(policy).alternatives()] == [True, True]

@@ -1,8 +1,8 @@
-"""A job that is told to end saves its last step and exits with 0, whoever got the signal and when.
+"""A job that gets a signal to end saves its last step and exits with 0, on whichever rank and when.
 
 Method: plans for the time that is left are pure and tabled. Real processes train without end; at a
 random moment a random part of the ranks gets SIGTERM, and after the grace time SIGKILL, as by a
-scheduler. Each job goes on from the checkpoint of the one before.
+scheduler. Each job continues from the checkpoint of the one before.
 """
 
 from __future__ import annotations
@@ -248,7 +248,7 @@ def _rank(url: str, meeting_point: str, rank: int, size: int, progress: Connecti
 
 
 class Job:
-    """Processes that train until they are told to end. Their exits are real ones."""
+    """Processes that train until a signal ends them. Their exits are real ones."""
 
     def __init__(self, root: Path, size: int, meeting_point: Path) -> None:
         context = _fork_server()

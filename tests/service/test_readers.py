@@ -2,7 +2,7 @@
 
 Method: a writer keeps one checkpoint only and deletes the others at once, so that readers lose what
 they read all the time. A reader that loads the latest begins anew by itself when that happens; what
-it gets is bit for bit one step. One that holds a checkpoint open is told, and opens again.
+it gets is bit for bit one step. One that holds a checkpoint open gets an error, and opens again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Spans and counters: what a recorder keeps, and which phases saves and loads tell of."""
+"""Spans and counters: what a recorder keeps, and which phases saves and loads report."""
 
 from __future__ import annotations
 

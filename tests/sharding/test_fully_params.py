@@ -453,7 +453,7 @@ def loads_and_conversions_are_followed() -> None:
     model.double()
     assert aliases(model) and aliases(model[1])
     assert all(p.dtype is torch.float64 for p in model.parameters())
-    # Through a module in the middle, of which nobody tells us.
+    # Through a module in the middle, which no hook sees.
     model[1][0].float()
     model[1][2].float()
     model[1].unshard()

@@ -1,5 +1,5 @@
 """The old calls for optimizer dicts, held against torch's class on the same ranks: what they return
-and whether they raise, with `optim_input`, with nothing that tells the parameters, with another
+and whether they raise, with `optim_input`, with nothing that names the parameters, with another
 order on each rank, with None in the state, with parameters beside the units that are each rank's
 own, and with dicts that lack some.
 """

@@ -1,7 +1,7 @@
 """Optimizer dicts go from wrapped models to bare ones and back: torch's own loading is the judge.
 
 All layers have one shape, so that a moment under the wrong id is loaded without a complaint; only
-values tell. Wrappings, groups and their order are drawn from a seed.
+values show it. Wrappings, groups and their order are drawn from a seed.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any
 
 
 def members(model: nn.Module, groups: list[list[nn.Parameter]]) -> Iterator[list[str]]:
-    """The bare names of each group, whatever is flat; told by the dict of a fresh optimizer."""
+    """The bare names of each group, whatever is flat, from the dict of a fresh optimizer."""
     full_dict = quiet(Ours.full_optim_state_dict, model, adam(groups), rank0_only=False)
     for group in full_dict["param_groups"]:
         yield group["params"]

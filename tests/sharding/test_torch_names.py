@@ -1,4 +1,4 @@
-"""Every public name and argument of torch's modules is here, told by looking at torch's."""
+"""Every public name and argument of torch's modules is here; the lists are torch's own."""
 
 from __future__ import annotations
 

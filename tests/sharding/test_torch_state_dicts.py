@@ -136,7 +136,7 @@ def test_a_run_resumed_through_dcp_goes_on_bit_for_bit(face: str, tmp_path: Path
 
 
 class Renaming(nn.Module):
-    """Keys lack the name of the inner module, by hooks; told as `dsd_fqn_modifiers` wants it."""
+    """Keys lack the name of the inner module, by hooks; declared as `dsd_fqn_modifiers` wants."""
 
     def __init__(self) -> None:
         super().__init__()

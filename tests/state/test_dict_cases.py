@@ -436,7 +436,7 @@ def raised(run: Callable[[], Any]) -> str:
 
 
 def _partial_states() -> dict[str, Any]:
-    """E7, E8, E9 and E13 of the behaviour that is asked for, under flat parameters."""
+    """State that is partly there, of other shapes or scalars, under flat parameters."""
     module = _flat(False)
     optimizer = stepped(module)
     full = optimizer_state_dict(module, optimizer)
@@ -604,7 +604,7 @@ def _chunks() -> list[Any]:
 
 
 def _frozen_and_extra() -> list[str]:
-    """rank0_only under a unit with a frozen member and an extra state that the lead alone has."""
+    """rank0_only under a unit with a frozen member, and extra state of the coordinator alone."""
     warnings.simplefilter("ignore")
     inner = nn.Sequential(WithExtra(3, 5), nn.Linear(5, 2))
     inner[0].weight.requires_grad_(False)
@@ -719,7 +719,7 @@ def _growth() -> int:
 
 @pytest.mark.ranks
 def test_ranks_that_get_nothing_need_no_memory_for_it() -> None:
-    """48 MiB in units of 4 MiB on two ranks; the lead grows by the dict and at most one unit."""
+    """48 MiB in units of 4 MiB on two ranks; the coordinator grows by the dict and one unit."""
     on_coordinator, other = run_ranks(2, _growth)
     unit, slack = 4 << 20, 2 << 20
     assert other <= unit, other

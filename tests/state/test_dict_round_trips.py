@@ -1,4 +1,4 @@
-"""A model and its optimizer move between all engines by state dict, and training goes on unchanged.
+"""A model and its optimizer move between all engines by state dict, and train on unchanged.
 
 Real ranks, one start per source. The source trains, its dicts are taken in each form, and loaded
 into a fresh model of every engine, which then trains on: the losses are those of the source itself

@@ -4,7 +4,7 @@ Real ranks. A model is trained under every engine and strategy, then its dicts a
 by torch and compared: names, dtypes, shapes, bits, and for sharded ones each rank's chunk and its
 place. torch refuses channels-last weights in sharded dicts, so there are none here. torch's full
 optimizer dict under `use_orig_params=True` is wrong on the CPU (two states in one memory), so there
-an unsharded twin that saw the same data is the judge.
+an unsharded model that saw the same data decides.
 """
 
 from __future__ import annotations
@@ -184,9 +184,9 @@ def _fsdp1_differences(strategy: str, use_orig_params: bool) -> list[str]:
     their_model, their_optim = torch_fsdp1(module, optimizer, sharded=False)
     unsharded_model, unsharded_optim = unsharded_dicts()
     problems += differences(model_state_dict(module, full), their_model, "full model")
-    problems += differences(model_state_dict(module, full), unsharded_model, "twin model")
+    problems += differences(model_state_dict(module, full), unsharded_model, "unsharded model")
     ours = optimizer_state_dict(module, optimizer, full)
-    problems += differences(ours, unsharded_optim, "twin optim")
+    problems += differences(ours, unsharded_optim, "unsharded optim")
     if not use_orig_params:
         problems += differences(ours, their_optim, "full optim")
     their_model, their_optim = torch_fsdp1(module, optimizer, sharded=True)

@@ -1,7 +1,7 @@
-"""A state moves between all ways of holding it, bit for bit, and training goes on as if it had not.
+"""A state moves between all ways of holding it, bit for bit, and trains on as if it had not.
 
 Real ranks. A state is trained and flattened on n ranks; the parts are put together and compared
-with the flattened state of an unsharded twin that saw the same data. Then a fresh state of another
+with the flattened state of an unsharded model that saw the same data. Then a fresh state of another
 engine on m ranks is bound and filled, flattened again, compared, and trained on.
 """
 

@@ -1,7 +1,7 @@
 """State dicts of models that share a world: every rank gets its own model's, whoever else calls.
 
 Four gloo ranks run all cases in one go and return what they found wrong. Models are of equal shapes
-and other values, so that a byte from the other model shows. Values are held against a twin without
+and other values, so that a byte from the other model shows. Values are compared with one without
 any engine that starts alike and trains on the same batch.
 """
 

@@ -1,4 +1,4 @@
-"""Azure and Google stores: the contract against Azurite, and what can be told without a server.
+"""Azure and Google stores: the contract against Azurite, and what can be tested without a server.
 
 Azurite is a Node program (`npm install azurite`); without it these tests are skipped. There is no
 server for GCS to test against: what is tested is that nothing is sent by opening one.

@@ -119,7 +119,7 @@ def test_a_file_size_limit_is_no_space(store: LocalStore, tmp_path: Path) -> Non
 
 
 def test_a_read_only_disk_denies_access(small_disk: Path) -> None:
-    """Remount read-only; writing is denied with the next move, reading goes on."""
+    """Remount read-only; writing is denied with the next move, reading still works."""
     store = LocalStore(str(small_disk))
     store.put_if_absent("a", b"x")
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)

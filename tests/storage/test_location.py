@@ -95,7 +95,7 @@ def test_places_below_urls_paths_and_stores() -> None:
     own = MemoryStore(name="x")
     below = child_of(own, "steps/1")
     assert isinstance(below, Store) and url_of(below) == "memory://x/steps/1"
-    # By place two open stores are told apart, so different places must not be equal.
+    # Open stores are known by their places, so different places must not be equal.
     assert len({own.place, below.place, PrefixStore(own, "steps/10").place}) == 3
     with pytest.raises(InvalidKeyError):
         PrefixStore(own, "../outside")

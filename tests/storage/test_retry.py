@@ -51,7 +51,7 @@ def failing(times: int, error: type[StorageError]) -> Callable[[], str]:
 
     def attempt() -> str:
         if next(calls, None) is not None:
-            raise error("told to")
+            raise error("planted")
         return "done"
 
     return attempt
@@ -65,7 +65,7 @@ def test_transient_errors_are_repeated_with_growing_bounded_pauses() -> None:
 
 def test_attempts_are_bounded_and_the_error_says_so() -> None:
     time = Time()
-    with pytest.raises(TransientError, match=r"told to.*attempt 4"):
+    with pytest.raises(TransientError, match=r"planted.*attempt 4"):
         policy(time).run(failing(99, TransientError))
     assert len(time.pauses) == 3
 

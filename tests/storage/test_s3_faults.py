@@ -100,7 +100,7 @@ def test_an_upload_survives_a_failure_of_every_kind_in_every_request(
     store: Store, proxy: FaultProxy, rng: random.Random, scale: Scale
 ) -> None:
     """Beginning, a part, completion: each fails once. The object is whole, and no upload is left
-    but one whose beginning was not heard of.
+    but one whose beginning got no answer.
     """
     data = rng.randbytes(10 * MiB + 5)
     every = [(kind, what) for kind in KINDS for what in ("?uploads", "partNumber=", "uploadId=")]
@@ -145,7 +145,7 @@ def test_an_upload_that_cannot_be_finished_leaves_nothing(store: Store, proxy: F
     assert store.abort_unfinished("") == 0
 
 
-def test_a_completion_that_is_never_heard_is_unknown(store: Store, proxy: FaultProxy) -> None:
+def test_a_completion_without_an_answer_is_unknown(store: Store, proxy: FaultProxy) -> None:
     proxy.rule = failing(10**6, "error500", "POST", "uploadId")
     with pytest.raises(OutcomeUnknownError):
         write_object(store, "a", bytes(10 * MiB + 5), part_nbytes=5 * MiB)
@@ -156,7 +156,7 @@ def test_a_completion_that_is_never_heard_is_unknown(store: Store, proxy: FaultP
 def test_what_is_acknowledged_is_there_under_a_fifth_of_failures(
     moto: S3Server, client: str, seed: int, scale: Scale
 ) -> None:
-    """Many threads write and read through 20 % of every kind of failure; the server tells after."""
+    """Many threads write and read through 20 % of every kind of failure."""
     with fault_proxy(moto.endpoint_url, rate=0.2, seed=seed, held_seconds=2) as proxy:
         bucket = moto.make_bucket()
         server = S3Server(proxy.endpoint_url)
@@ -211,7 +211,7 @@ def usual_store(client: str, moto: S3Server, proxy: FaultProxy) -> RetryingStore
 def test_an_upload_goes_on_when_the_server_is_back(
     moto: S3Server, proxy: FaultProxy, client: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It was away for longer than any number of quick repetitions takes, and that was told."""
+    """It was away for longer than any number of quick repetitions takes, and that was logged."""
     store = usual_store(client, moto, proxy)
     data = random.Random(1).randbytes(10 * MiB + 5)
     proxy.rule = away(3.5)

@@ -1,7 +1,7 @@
 """Options and environment mean the same with both clients; what obstore cannot do, s3fs does.
 
-Method: stores opened by every way to tell endpoint, region and credentials, against a moto server;
-and what the fast client was told is read from it.
+Method: stores opened by every way to give endpoint, region and credentials, against a moto server;
+and the settings of the fast client are read from it.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def test_environment_variables_alone(moto: S3Server, monkeypatch: pytest.MonkeyP
 
 
 def test_a_profile_with_a_process_that_gives_credentials(moto: S3Server, tmp_path: Path) -> None:
-    """Which expire: they are asked for again, by s3fs's own session."""
+    """Which expire: s3fs's own session requests them again."""
     later = datetime.datetime.now(datetime.timezone.utc) + datetime.timedelta(hours=1)
     credentials = {
         "Version": 1,

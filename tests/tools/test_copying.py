@@ -148,7 +148,7 @@ def test_values_of_single_ranks_stay_with_their_ranks(tmp_path: Path) -> None:
 def test_manifest_of_a_resharded_checkpoint_can_be_salvaged(
     sliced_root: str, tmp_path: Path
 ) -> None:
-    """The data files tell everything that MANIFEST tells, to the byte."""
+    """The data files have everything that MANIFEST has, to the byte."""
     target = tmp_path / "new" / "copy"
     ckpt.reshard(sliced_root, str(target), ranks=2)
     report = salvage(open_store(str(target.parent)), "copy")

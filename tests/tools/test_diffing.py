@@ -133,7 +133,7 @@ def test_only_blocks_that_differ_are_read(tmp_path: Path) -> None:
 
 @pytest.mark.ranks
 def test_other_layouts_of_the_same_bytes_are_the_same(sliced_root: str, tmp_path: Path) -> None:
-    """Rows, which are spans, are told by checksums alone; columns have to be read."""
+    """Rows, which are spans, are compared by checksums alone; columns have to be read."""
     alone = saved(tmp_path, "alone", {"model": sliced_net()})
     report = ckpt.diff(sliced_root, alone)
     assert report.identical and report.same == 5

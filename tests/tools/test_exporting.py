@@ -52,7 +52,7 @@ def test_parts_smaller_than_tensors_and_unaligned_chunks(
 
 
 def test_tied_names_follow_the_rule_of_save_model(plain_root: str, tmp_path: Path) -> None:
-    """The first name is kept and the file tells of the other, so that load_model is satisfied."""
+    """The first name is kept and the file notes the other, so that load_model is satisfied."""
     target = tmp_path / "model.safetensors"
     with pytest.raises(ckpt.errors.CheckpointError, match="nothing to export"):
         ckpt.export(plain_root, str(target), selection=ckpt.Selection(entry="nope"))

@@ -1,4 +1,4 @@
-"""log, du, the map, completion and help tell the truth, quickly, to people and to programs.
+"""log, du, the map, completion and help are right and quick, for people and for programs.
 
 What is printed as JSON is compared with what is on the disk; scripts for shells are run in these
 shells where they are installed; the page is looked at by a parser, and by a browser if any is here.

@@ -1,4 +1,4 @@
-"""A plan tells what a load then does: bytes, requests, names; and it reads no tensor.
+"""A plan says what a load then does: bytes, requests, names; and it reads no tensor.
 
 Loads run over a store that counts, on one rank and on ranks as threads, and are compared with what
 the plan said.

@@ -1,4 +1,4 @@
-"""`ckpt report` tells what happened, shows it in a real browser, and trusts nothing that it reads.
+"""`ckpt report` says what happened, shows it in a real browser, and trusts nothing that it reads.
 
 Four ranks that are threads train under a Checkpointer over a local root, one of them slow, one save
 failing. What the report says is compared with what the log, the disk and the ranks say; the page is
@@ -182,7 +182,7 @@ def test_damaged_or_foreign_telemetry_is_left_out(tmp_path: Path) -> None:
     data["totals"]["attempt"] = "e000001-ffffffffffffffff"
     (second / TELEMETRY_NAME).write_text(json.dumps(data))
     report = report_of(url)
-    # The third one still tells how those before it went.
+    # The third one still has the history of those before it.
     assert report.slowest is not None and report.slowest.totals.step == 3
     assert [save.totals is not None for save in report.saves] == [True, True, True]
     assert ckpt.verify(url, step=1).ok

@@ -81,7 +81,7 @@ def test_copies_go_to_a_bucket_and_back_and_are_gone_on_with(
 def test_spread_roots_are_copied_to_plain_ones_and_to_others_spread(
     server: S3Server, tmp_path: Path
 ) -> None:
-    """Where files lie is the affair of each root; a copy goes on as it was asked to spread."""
+    """Where files lie is the affair of each root; a copy is spread as it was requested."""
     name = server.make_bucket()
     spread, other = f"s3://{name}/spread", f"s3://{name}/other"
     state = {"model": make_net()}

@@ -127,8 +127,7 @@ class Ledger:
         self._count = 0
         self._raw = b""
         self._sheet: _Sheet | None = None
-        self._changed = self._updated = self._judged = self._requested = clock()
-        self._is_requesting = False
+        self._changed = self._updated = self._judged = clock()
         self._posts: dict[int, tuple[bytes, float]] = {}  # the newest of each rank, and since when
         self._known: dict[int, Status] = {}
 
@@ -136,16 +135,12 @@ class Ledger:
 
     def update(self) -> None:
         """Post the status of this rank, read the sheet, and write it if this rank keeps it."""
-        with self._lock:
-            # Noted before the requests, which may never return: the other thread goes by it.
-            self._requested, self._is_requesting = self._clock(), True
         self._count += 1
         mine = self._status()
         self._board.post(f"status/{self._rank}", json.dumps([self._count, *mine]).encode())
         (raw,) = self._board.read(["sheet"])
         now = self._clock()
         with self._lock:
-            self._is_requesting = False
             if now - self._updated > 3 * PERIOD_SECONDS:
                 self._posts.clear()  # see note "own absence"
                 self._changed = now
@@ -211,16 +206,15 @@ class Ledger:
         with self._lock:
             now = self._clock()
             if now - self._judged > 3 * PERIOD_SECONDS:
-                self._changed = self._requested = now  # see note "own absence"
+                self._changed = now  # see note "own absence"
             self._judged = now
             if self._sheet is None:
                 return []
             concerns = {c.rank: c for c in self._sheet.concerns if c.rank != self._rank}
+            # A request of `update` that never returns leaves the sheet as old as a silent keeper
+            # does, who may host the store: then no other rank could report it.
             quiet = now - self._changed
-            if self._is_requesting and now - self._requested > SILENT_SECONDS:
-                quiet = max(quiet, now - self._requested)
             keeper = self._sheet.keeper
-            # A silent keeper may host the store too: then no other rank could report it.
             if keeper != self._rank and quiet > SILENT_SECONDS:
                 concerns[keeper] = _concern(keeper, "silent", self._sheet.status, quiet)
             return list(concerns.values())

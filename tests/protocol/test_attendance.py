@@ -156,7 +156,7 @@ def test_a_board_that_does_not_answer_is_noticed_by_who_does_not_wait_for_it() -
     ranks = Ranks(2)
     ranks.run(10.0)
     ledger = ranks.ledgers[1]
-    ledger._asked, ledger._is_asking = ranks.now, True  # in a request that never returns
+    # No `update` returns from here on, as in a request to a host that is stopped.
     for _ in range(round((SILENT_SECONDS + 3) / PERIOD_SECONDS)):
         ranks.now += PERIOD_SECONDS
         concerns = ledger.concerns()

@@ -30,7 +30,7 @@ def _plus(value: Any) -> Any:
     if hasattr(value, "local_shards"):
         value = copy.deepcopy(value)
         for shard in value.local_shards():
-            shard.tensor.add_(1)
+            shard.tensor.detach().add_(1)
         return value
     return value + 1
 

@@ -362,6 +362,10 @@ class FlatSide(Side):
             if info.in_shard and info.numel_in_shard:
                 run = local[info.offset_in_shard :][: info.numel_in_shard]
                 parts[name] = [info.intra_param_start_idx, run]
+        for tied in flat._shared_param_infos:
+            first = ".".join(filter(None, (tied.prim_module_name, tied.prim_param_name)))
+            other = ".".join(filter(None, (tied.module_name, tied.param_name)))
+            parts[f"{prefix}{below}{other}"] = parts[f"{prefix}{below}{clean(first)}"]
         return parts
 
     def do_load(self, change: str, strict: bool, form: str, **config: bool) -> Any:

@@ -11,6 +11,7 @@ import gc
 import mmap
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 
@@ -99,36 +100,62 @@ def aligned_buffer(nbytes: int) -> memoryview:
 
 
 def staging_buffer(nbytes: int, *, pinned: bool) -> memoryview:
-    """Writable memory that starts at a page boundary; pinned for fast copies from a CUDA device."""
+    """Writable memory that starts at a page boundary; pinned for fast copies from a device."""
     if not pinned:
         return aligned_buffer(nbytes)
     # The array keeps the tensor alive, and the view keeps the array alive.
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy().data
 
 
-class SideStreams:
-    """Copies from CUDA devices beside the work of the training that is queued there.
+def is_accelerator(device: torch.device) -> bool:
+    """Whether the device works beside the host: what is copied from it without blocking is there
+    only when the host has waited.
+    """
+    if device.type == "cpu" or not torch.accelerator.is_available():
+        return False
+    current = torch.accelerator.current_accelerator()
+    return current is not None and device.type == current.type
 
-    Made in the thread that trains: the copies see what that thread had queued before, and nothing
-    later has to wait for them.
+
+def devices_of(tensors: Iterable[torch.Tensor]) -> tuple[torch.device, ...]:
+    """The devices that work beside the host and have any of the tensors, each once."""
+    found = dict.fromkeys(tensor.device for tensor in tensors)
+    return tuple(device for device in found if is_accelerator(device))
+
+
+class SideStreams:
+    """Reads device memory beside the work of the training that is queued there.
+
+    Made in the thread that trains: what is read later, in any thread, is what that thread had
+    queued before, on whatever stream of its own, and nothing later has to wait for it.
     """
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
-        self._streams = []
+        self._modules: list[Any] = []
+        self._streams: list[Any] = []
         for device in devices:
-            stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            stream.wait_stream(torch.cuda.current_stream(device))
-            self._streams.append(stream)
+            module: Any = torch.get_device_module(device)
+            self._modules.append(module)
+            if hasattr(module, "Stream"):  # MPS has one queue for all
+                stream = module.Stream(device)
+                stream.wait_stream(module.current_stream(device))
+                self._streams.append((module, stream))
 
     @contextmanager
     def copying(self) -> Iterator[None]:
         """Copies that are started in the block go over the side; they are finished at its end."""
         with ExitStack() as stack:
-            for stream in self._streams:
-                stack.enter_context(torch.cuda.stream(stream))
-            yield
-        for stream in self._streams:
-            stream.synchronize()
+            for module, stream in self._streams:
+                stack.enter_context(module.stream(stream))
+            try:
+                yield
+            finally:
+                # After a failure too: who gets the buffers next would have them overwritten.
+                for _, stream in self._streams:
+                    stream.synchronize()
+                if not self._streams:
+                    for module in self._modules:
+                        module.synchronize()
 
 
 def address_of(buffer: memoryview) -> int:

@@ -23,7 +23,7 @@ from ckpt.format.datafile_builder import DataFileBuilder
 from ckpt.format.object_parts import PartSender, part_nbytes_for, sending
 from ckpt.format.part import PartFile
 from ckpt.format.rank_files import DataFile, RankContents, rank_files
-from ckpt.layout.memory import SideStreams, address_of, copy_bytes, tensor_over
+from ckpt.layout.memory import SideStreams, address_of, copy_bytes, devices_of, tensor_over
 from ckpt.saving.write import MIB, Source, Staging, WritePath, copy_elements
 from storage import Store
 
@@ -97,7 +97,7 @@ def _plan_parts(
 class CopyOrder(NamedTuple):
     """Which ranges of each part are copied first, and which later; one item per part of all files.
 
-    `devices` are the CUDA devices that some sources are on.
+    `devices` are those with streams of their own that some sources are on.
     """
 
     first: tuple[tuple[StagedRange, ...], ...]
@@ -116,7 +116,7 @@ def copy_order(
         tuple(tuple(one for one in plan if one.source in first) for plan in plans),
         tuple(later),
         sum(one.stop - one.start for ranges in later for one in ranges),
-        tuple(dict.fromkeys(source.view.device for source in sources if source.view.is_cuda)),
+        devices_of(source.view for source in sources),
     )
 
 

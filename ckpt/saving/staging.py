@@ -20,7 +20,13 @@ import torch
 from ckpt.commit.names import attempt_name, step_prefix
 from ckpt.errors import CheckpointError
 from ckpt.format.part import Part, PartTexts
-from ckpt.layout.memory import address_of, aligned_buffer, copy_bytes
+from ckpt.layout.memory import (
+    SideStreams,
+    address_of,
+    aligned_buffer,
+    copy_bytes,
+    devices_of,
+)
 from ckpt.layout.piece import Holding, Kind, Piece
 from ckpt.layout.plain import times_changed
 from ckpt.layout.tensor import local_tensor
@@ -115,6 +121,8 @@ class Staged:
     nbytes_later: int
     versions: Sequence[tuple[Source, int | None]] = ()
     side: memoryview = field(default_factory=lambda: memoryview(b""))
+    reading: SideStreams = field(default_factory=lambda: SideStreams(()))
+    """Made where the training runs: another thread's current stream knows nothing of it."""
 
     def copy(self) -> None:
         """Copy the rest, as far as there is room for it.
@@ -122,7 +130,8 @@ class Staged:
         Raises CheckpointError when something else than an optimizer has changed it meanwhile.
         """
         with self.task.recorder.span("stage", self.nbytes_later):
-            self.digests.update(digests_of(self.compared_later))
+            with self.reading.copying():
+                self.digests.update(digests_of(self.compared_later))
             self.image.copy()
         self._let_steps_pass()
 
@@ -208,6 +217,7 @@ def stage(state: Any, task: SaveTask, options: StageOptions, staging: Staging) -
             sources, side = _copied_aside(sources, split.now)
         image = Image(files, sources, staging, order=order, buffers_max=room.buffers_max)
         digests = digests_of(split.compared_now)
+    reading = SideStreams(devices_of(holding.local for holding, _ in split.compared_later))
     versions = _versions([contents.plan.sources[index] for index in split.later])
     gate = Gate(split.changes.storages, split.changes.parameters)
     try:
@@ -225,6 +235,7 @@ def stage(state: Any, task: SaveTask, options: StageOptions, staging: Staging) -
             nbytes_later=order.later_nbytes,
             versions=versions,
             side=side,
+            reading=reading,
         )
     except BaseException:  # Ctrl-C too: no step may wait for a copy that is never made
         gate.open()

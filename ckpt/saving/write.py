@@ -31,6 +31,7 @@ from ckpt.layout.memory import (
     address_of,
     bytes_at,
     copy_bytes,
+    devices_of,
     is_plain_memory,
     local_view,
     narrowed,
@@ -153,7 +154,7 @@ def write_files(
 
     Durable when this returns. Raises the store's errors; then no incomplete file is visible.
     """
-    pinned = any(source.view.is_cuda for source in sources)
+    pinned = bool(devices_of(source.view for source in sources))
     written = []
     first = 0
     for file in files:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tests.streams.clocks import Access, Agent, Finding, Moment
+from tests.streams.clocks import Access, Agent, Finding
 
 __all__ = ["Allocator", "Block"]
 
@@ -53,7 +53,7 @@ class Allocator:
         self._report = report
         self._next = 1 << 20
         self._free: dict[Agent, list[Block]] = {}
-        self._waiting: list[tuple[Block, list[Moment]]] = []
+        self._waiting: list[tuple[Block, list[tuple[Agent, int]]]] = []
         self.live_bytes = self.live_peak_bytes = 0
         self.reserved_bytes = 0
 
@@ -91,22 +91,17 @@ class Allocator:
         self.live_bytes -= block.size
         others = [user for user in block.users if user is not block.pool]
         if others:
-            self._waiting.append((block, [{user: user.time} for user in others]))
+            self._waiting.append((block, [(user, user.step()) for user in others]))
         else:
             self._give_back(block)
 
     def _end_waiting(self) -> None:
         still = []
-        for block, moments in self._waiting:
-            known = all(
-                self._host.has_seen(agent, time)
-                for moment in moments
-                for agent, time in moment.items()
-            )
-            if known:
+        for block, marks in self._waiting:
+            if all(self._host.has_seen(agent, time) for agent, time in marks):
                 self._give_back(block)
             else:
-                still.append((block, moments))
+                still.append((block, marks))
         self._waiting = still
 
     def _check_reuse(self, block: Block, stream: Agent) -> None:

@@ -104,6 +104,8 @@ class Device:
         self.host = Agent("the host")
         self.findings: list[Finding] = []
         self.is_over = False
+        self.modes: tuple[Any, ...] = ()
+        """What watches operations; a thread of its own has to enter them."""
         self.counts: Counter[str] = Counter()
         """Operations by name, and "kernels", "copies", "collectives", "host waits"."""
         self.host_waits_by: Counter[str] = Counter()
@@ -157,12 +159,9 @@ class Device:
     def current(self) -> Stream:
         """Where operations of this thread go: in a backward, to the stream of the forward."""
         backward = self.backwards[-1] if self.backwards else None
-        inside = backward is not None and threading.get_ident() != backward.thread
-        if self._stack:
-            return self._stack[-1]
-        if inside and backward is not None:
-            return backward.stream_of(_current_node(), self)
-        return self.streams[0]
+        if backward is None or len(self._stack) > backward.depth:
+            return self._stack[-1] if self._stack else self.streams[0]
+        return backward.stream_of(_current_node(), self)
 
     def note_forward(self) -> None:
         """Nodes of the graph from here on belong to the current stream."""
@@ -175,7 +174,7 @@ class Device:
     @contextmanager
     def backward(self) -> Iterator[None]:
         """A backward pass, called by this thread, runs inside."""
-        running = Backward(self.current())
+        running = Backward(self.current(), len(self._stack))
         self.backwards.append(running)
         try:
             yield
@@ -188,11 +187,13 @@ class Backward:
     """One backward pass: autograd runs each node on the stream of its forward, lets it wait for the
     nodes before it, and lets the caller's stream wait for all at the end.
 
-    Here a node waits for everything that ran before it in the pass.
+    Here a node waits for everything that ran before it in the pass, and all run in the caller's
+    thread: an exception in a hook would end the process in a thread of torch's for this device.
     """
 
-    def __init__(self, caller: Stream) -> None:
-        self.thread = threading.get_ident()
+    def __init__(self, caller: Stream, depth: int) -> None:
+        self.depth = depth
+        """How many streams the caller had entered."""
         self._caller = caller
         self._last = caller
         self._used = [caller]

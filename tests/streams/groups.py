@@ -22,10 +22,11 @@ from tests.streams.watching import Watching, tensors_in
 __all__ = ["agent_of_name", "simulated_groups", "world"]
 
 
-class Work:
+class Work(distributed_c10d.Work):
     """A collective under way."""
 
     def __init__(self, agent: Agent, tensors: list[torch.Tensor]) -> None:
+        super().__init__()
         self._moment = agent.moment()
         self._tensors = tensors
 

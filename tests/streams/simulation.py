@@ -34,8 +34,10 @@ def simulated() -> Iterator[Device]:
         for owner, name, value in _replacements(watching, made):
             stack.enter_context(replaced(owner, name, value))
         stack.enter_context(simulated_groups(watching))
-        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        stack.enter_context(watching)
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+        made.modes = (FakeTensorMode(allow_non_fake_inputs=True), watching)
+        for mode in made.modes:
+            stack.enter_context(mode)
         yield made
 
 

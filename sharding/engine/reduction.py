@@ -10,7 +10,7 @@ the parts leave the range of a low-precision dtype.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -143,7 +143,11 @@ class Reductions:
         def end() -> None:
             for buffer in outgoing.scratch:
                 self._pool.give_back(buffer)
-            if reduction.replicate is not None:
+            if reduction.replicate is None:
+                self._end_shard(store, reduction, outgoing, out, outs)
+                return
+            self.streams.repeats_will_use(out)
+            with self.streams.repeating():
                 # Sums of earlier backwards that did not go to the replicate group go with these.
                 kept = self._kept.setdefault(store.tag, {})
                 for number, part in zip(outgoing.member_indices, outs, strict=True):
@@ -153,18 +157,31 @@ class Reductions:
                 if not reduction.all_reduces:
                     kept.update(zip(outgoing.member_indices, outs, strict=True))
                     return
-            self._end_sum(reduction, out)
-            store.add_gradients(outgoing, outs, keep_dtype=reduction.keep_dtype)
-            self.reduce_kept(store, reduction)
+                self._end_shard(store, reduction, outgoing, out, outs)
 
         return _ReductionInFlight(pending, end)
+
+    def _end_shard(
+        self,
+        store: ParameterStore,
+        reduction: Reduction,
+        outgoing: Outgoing,
+        out: torch.Tensor,
+        outs: Sequence[torch.Tensor],
+    ) -> None:
+        """From the sum over the shard group, all of it or by members, to the gradient."""
+        self._end_sum(reduction, out)
+        store.add_gradients(outgoing, outs, keep_dtype=reduction.keep_dtype)
+        self.reduce_kept(store, reduction)
 
     def reduce_kept(self, store: ParameterStore, reduction: Reduction) -> None:
         """Sum over the replicate group what waits for that, of members without new gradients."""
         kept = self._kept.pop(store.tag, {}) if reduction.all_reduces else {}
         if not kept:
             return
-        with self.streams.reducing():
+        # The gradients that they are added to may have been changed by compute since.
+        self.streams.reductions_wait_for_compute()
+        with self.streams.repeating():
             indices = tuple(sorted(kept))
             for number in indices:
                 self._end_sum(reduction, kept[number])

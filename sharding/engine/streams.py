@@ -28,6 +28,13 @@ class Streams:
         """Work inside goes to the stream of reductions."""
         return nullcontext()
 
+    def repeating(self) -> AbstractContextManager[Any]:
+        """Work inside goes to the stream of all-reduces, after all that reductions were given."""
+        return nullcontext()
+
+    def repeats_will_use(self, tensor: torch.Tensor) -> None:
+        """`tensor`, of the stream of reductions, is used by that of all-reduces too."""
+
     def gathers_wait_for_compute(self) -> None:
         """Gathers from now on see what compute has done so far (an optimizer step)."""
 
@@ -89,6 +96,8 @@ class _AcceleratorStreams(Streams):
         # High priority: communication that waits behind compute does not overlap it.
         self._gather = self._module.Stream(device, priority=-1)
         self._reduce = self._module.Stream(device, priority=-1)
+        # Of its own, so that the next unit's reduction need not wait for an all-reduce.
+        self._repeat = self._module.Stream(device, priority=-1)
         self._free_events: deque[Any] = deque()
         self._post_step: list[torch.Event] = []
 
@@ -102,6 +111,14 @@ class _AcceleratorStreams(Streams):
     def reducing(self) -> AbstractContextManager[Any]:
         context: AbstractContextManager[Any] = self._module.stream(self._reduce)
         return context
+
+    def repeating(self) -> AbstractContextManager[Any]:
+        self._repeat.wait_stream(self._reduce)
+        context: AbstractContextManager[Any] = self._module.stream(self._repeat)
+        return context
+
+    def repeats_will_use(self, tensor: torch.Tensor) -> None:
+        tensor.record_stream(self._repeat)
 
     def gathers_wait_for_compute(self) -> None:
         if self._post_step:
@@ -132,6 +149,7 @@ class _AcceleratorStreams(Streams):
 
     def compute_waits_for_reductions(self) -> None:
         self._compute().wait_stream(self._reduce)
+        self._compute().wait_stream(self._repeat)
 
     def will_free(self, tensor: torch.Tensor) -> None:
         tensor.record_stream(self._compute())
@@ -157,6 +175,7 @@ class _AcceleratorStreams(Streams):
 
     def finish(self) -> None:
         self._reduce.synchronize()
+        self._repeat.synchronize()
         self._gather.synchronize()
 
 

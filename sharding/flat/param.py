@@ -266,7 +266,9 @@ class FlatParam(FlatValues):
         """
         grad = self.grad
         trainable = self.flat.requires_grad
-        self.flat.data = fn(self.flat.detach())
+        converted = fn(self.flat.detach())
+        is_on_host = self._pins and converted.device.type == "cpu"
+        self.flat.data = converted.pin_memory() if is_on_host else converted
         self.flat.requires_grad_(trainable)
         self._full = torch.empty(0, dtype=self.compute_dtype, device=self.options.device)
         self.memory.forget()

@@ -385,7 +385,13 @@ class FlatValues(ParameterStore):
     def _flatten(self) -> torch.Tensor:
         first = self.params[0]
         device = torch.device("cpu") if self.options.offload else first.device
-        flat = torch.zeros(self.layout.shard_numel, dtype=first.dtype, device=device)
+        flat = torch.zeros(
+            self.layout.shard_numel,
+            dtype=first.dtype,
+            device=device,
+            # Each gather copies it to the device, and the host would wait for every such copy.
+            pin_memory=self._pins,
+        )
         for param, member, part in zip(self.params, self.layout.members, self.parts, strict=True):
             if part is not None:
                 values = in_memory_order(param.detach(), member)
@@ -393,6 +399,11 @@ class FlatValues(ParameterStore):
                     values[part.in_member : part.in_member + part.numel]
                 )
         return flat
+
+    @property
+    def _pins(self) -> bool:
+        """Whether the shard lies in pinned memory."""
+        return self.options.offload and self.options.device.type != "cpu"
 
     def _any_trainable(self) -> bool:
         return any(param.requires_grad for param in self.params)

@@ -1,0 +1,787 @@
+"""What trainings do: each function is a scenario, for the surfaces that its line in the table has.
+
+run_one("plain", "ours", "fully") -> Report
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    checkpoint_wrapper,
+)
+from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy
+from torch.utils.checkpoint import checkpoint
+
+from tests.streams.device import NAME, Stream, using
+from tests.streams.training import SURFACES, WIDTH, Block, Net, Run, batch
+
+__all__ = ["SCENARIOS", "Scenario"]
+
+BF16, FP32 = torch.bfloat16, torch.float32
+FULLY, FLAT = ("fully",), ("flat", "orig")
+
+
+class Scenario(NamedTuple):
+    """One scenario. `torchs`: on which surfaces torch's own class is run as a control.
+
+    Of torch's wrapper these are a few: others it does not survive here, or has races in (it gathers
+    by hand without waiting for the step of the optimizer).
+    """
+
+    name: str
+    body: Callable[[Run], None]
+    surfaces: tuple[str, ...]
+    torchs: tuple[str, ...]
+    world: int
+
+
+SCENARIOS: dict[str, Scenario] = {}
+
+
+def scenario(
+    surfaces: tuple[str, ...] = SURFACES, *, torchs: tuple[str, ...] | None = None, world: int = 8
+) -> Callable[[Callable[[Run], None]], Callable[[Run], None]]:
+    """Put a function into the table."""
+
+    def add(body: Callable[[Run], None]) -> Callable[[Run], None]:
+        name = body.__name__
+        controls = tuple(one for one in FULLY if one in surfaces) if torchs is None else torchs
+        SCENARIOS[name] = Scenario(name, body, surfaces, controls, world)
+        return body
+
+    return add
+
+
+# --- what is sharded, and how --------------------------------------------------------------------
+
+
+@scenario(torchs=SURFACES)
+def plain(run: Run) -> None:
+    run.train(run.wrap(run.net(blocks=4)), steps=3)
+
+
+@scenario(torchs=SURFACES)
+def frozen_units(run: Run) -> None:
+    model = run.net()
+    model.blocks[1].requires_grad_(False)
+    run.train(run.wrap(model))
+
+
+@scenario(("fully", "orig"))
+def frozen_members(run: Run) -> None:
+    model = run.net()
+    model.blocks[1].up.weight.requires_grad_(False)
+    model.first.requires_grad_(False)
+    run.train(run.wrap(model))
+
+
+@scenario(torchs=SURFACES)
+def shared_modules(run: Run) -> None:
+    model = run.net()
+    model.blocks.append(model.blocks[0])
+    run.train(run.wrap(model, inner=["blocks.1"]))
+
+
+@scenario(torchs=SURFACES)
+def tied_parameters(run: Run) -> None:
+    model = run.net()
+    model.blocks[0].down.weight = nn.Parameter(model.blocks[0].up.weight.detach().t().contiguous())
+    tied = model.blocks[0]
+    tied.again = nn.Linear(WIDTH, 23, device=NAME)
+    tied.again.weight = tied.up.weight
+    run.train(run.wrap(model))
+
+
+class Twice(Net):
+    """Calls its first block twice, at once: the second gather waits for nothing else."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.blocks[1](self.blocks[0](self.blocks[0](self.first(x)))))
+
+
+@scenario(torchs=SURFACES)
+def a_module_called_twice(run: Run) -> None:
+    run.train(run.wrap(run.net(Twice, blocks=2)))
+
+
+@scenario(FLAT)
+def every_strategy(run: Run) -> None:
+    for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"):
+        run.train(run.wrap(run.net(), sharding_strategy=ShardingStrategy[strategy]))
+
+
+@scenario(FLAT)
+def no_shard_in_low_precision(run: Run) -> None:
+    kind = ShardingStrategy.NO_SHARD
+    run.train(run.wrap(run.net(), sharding_strategy=kind, low=(BF16, FP32, None)))
+
+
+@scenario(torchs=SURFACES)
+def repeated_over_an_axis(run: Run) -> None:
+    run.train(run.wrap(run.net(), mesh=(2, 4)), steps=3)
+
+
+@scenario(FLAT)
+def hybrid_that_keeps_parameters(run: Run) -> None:
+    kind = ShardingStrategy._HYBRID_SHARD_ZERO2
+    run.train(run.wrap(run.net(), mesh=(2, 4), sharding_strategy=kind))
+
+
+@scenario(FULLY)
+def kept_after_forward(run: Run) -> None:
+    run.train(run.wrap(run.net(), reshard_after_forward=False))
+
+
+@scenario(FULLY)
+def freed_after_forward(run: Run) -> None:
+    run.train(run.wrap(run.net(), reshard_after_forward=True))
+
+
+@scenario(FULLY)
+def smaller_shards_after_forward(run: Run) -> None:
+    run.train(run.wrap(run.net(), reshard_after_forward=2), steps=3)
+
+
+@scenario(FULLY)
+def smaller_shards_of_a_module_called_twice(run: Run) -> None:
+    run.train(run.wrap(run.net(Twice, blocks=2), reshard_after_forward=2))
+
+
+@scenario(FULLY)
+def cut_along_another_dim(run: Run) -> None:
+    from torch.distributed.tensor import Shard
+
+    model = run.net()
+    for block in model.blocks:
+        block.up = nn.Linear(WIDTH, 24, device=NAME)
+        block.down = nn.Linear(24, WIDTH, device=NAME)
+    run.train(
+        run.wrap(
+            model,
+            shard_placement_fn=lambda p: Shard(1 if p.shape[-1] % 8 == 0 and p.dim() == 2 else 0),
+        )
+    )
+
+
+@scenario(world=1)
+def one_rank_alone(run: Run) -> None:
+    run.train(run.wrap(run.net(), mesh=(1,), low=(BF16, FP32, None)), steps=3)
+
+
+# --- precision, offload --------------------------------------------------------------------------
+
+
+@scenario(torchs=SURFACES)
+def low_precision_parameters(run: Run) -> None:
+    run.train(run.wrap(run.net(), low=(BF16, FP32, None)), steps=3)
+
+
+@scenario()
+def low_precision_and_accumulation_over_an_axis(run: Run) -> None:
+    model = run.wrap(run.net(), mesh=(2, 4), low=(BF16, BF16, None))
+    optimizer = run.sgd(model)
+    for _ in range(2):
+        model(batch()).sum().backward()
+        model(batch()).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@scenario()
+def low_precision_everywhere(run: Run) -> None:
+    run.train(run.wrap(run.net(), low=(BF16, BF16, BF16)))
+
+
+@scenario()
+def low_precision_reductions(run: Run) -> None:
+    run.train(run.wrap(run.net(), low=(None, BF16, None)))
+
+
+@scenario(FLAT)
+def low_precision_gradients_kept(run: Run) -> None:
+    from torch.distributed.fsdp import MixedPrecision
+
+    precision = MixedPrecision(BF16, BF16, keep_low_precision_grads=True)
+    model = run.wrap(run.net(), mixed_precision=precision)
+    for _ in range(2):
+        model(batch()).sum().backward()
+        model(batch()).sum().backward()
+        model.zero_grad()
+
+
+@scenario(torchs=SURFACES)
+def shards_in_the_hosts_memory(run: Run) -> None:
+    run.train(run.wrap(run.net(), offload=True), steps=3)
+
+
+@scenario()
+def offload_in_low_precision(run: Run) -> None:
+    run.train(run.wrap(run.net(), offload=True, low=(BF16, FP32, None)), steps=3)
+
+
+@scenario()
+def offload_with_accumulation(run: Run) -> None:
+    model = run.wrap(run.net(), offload=True)
+    optimizer = run.sgd(model)
+    for _ in range(2):
+        model(batch()).sum().backward()
+        model(batch()).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@scenario(("fully", "orig"))
+def offload_and_hooks_that_look_at_gradients(run: Run) -> None:
+    model = run.wrap(run.net(), offload=True)
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(0.5))
+    run.train(model)
+
+
+# Of torch's classes only the user may make the host wait for what the forward still copies.
+@scenario(torchs=())
+def offload_and_evaluation(run: Run) -> None:
+    model = run.wrap(run.net(), offload=True)
+    for _ in range(2):
+        with torch.no_grad():
+            model(batch())
+            for param in model.parameters():
+                param.mul_(0.5)  # by the host
+        run.train(model, steps=1)
+
+
+# --- gradients -----------------------------------------------------------------------------------
+
+
+@scenario(torchs=SURFACES)
+def accumulation(run: Run) -> None:
+    model = run.wrap(run.net())
+    optimizer = run.sgd(model)
+    for _ in range(2):
+        for _ in range(3):
+            model(batch()).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _without_reduction(run: Run, model: Any) -> Any:
+    if run.is_flat:
+        return model.no_sync()
+    stack = contextlib.ExitStack()
+    model.set_requires_gradient_sync(False)
+    stack.callback(model.set_requires_gradient_sync, True)
+    return stack
+
+
+@scenario()
+def accumulation_without_reduction(run: Run) -> None:
+    model = run.wrap(run.net(), low=(BF16, FP32, None))
+    optimizer = run.sgd(model)
+    for _ in range(2):
+        with _without_reduction(run, model):
+            model(batch()).sum().backward()
+            model(batch()).sum().backward()
+        model(batch()).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@scenario()
+def accumulation_before_a_backward_that_misses_units(run: Run) -> None:
+    class Skipping(Net):
+        skips = False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.first(x)
+            for number, block in enumerate(self.blocks):
+                x = x if number == 1 and self.skips else block(x)
+            return self.last(x)
+
+    bare = run.net(Skipping)
+    model = run.wrap(bare)
+    optimizer = run.sgd(model)
+    for _ in range(2):
+        with _without_reduction(run, model):
+            model(batch()).sum().backward()
+        bare.skips = True
+        model(batch()).sum().backward()
+        bare.skips = False
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@scenario(FULLY)
+def sums_that_wait_for_the_replicas(run: Run) -> None:
+    model = run.wrap(run.net(), mesh=(2, 4))
+    optimizer = run.sgd(model)
+    for _ in range(2):
+        model.set_requires_all_reduce(False)
+        model(batch()).sum().backward()
+        model.set_requires_all_reduce(True)
+        model(batch()).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@scenario(FULLY)
+def sums_reduced_by_a_backward_that_misses_the_unit(run: Run) -> None:
+    class Skipping(Net):
+        skips = False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(self.first(x) if self.skips else self.blocks[0](self.first(x)))
+
+    bare = run.net(Skipping)
+    bare.first.requires_grad_(False)
+    bare.last.requires_grad_(False)
+    model = run.wrap(bare, mesh=(2, 4))
+    for _ in range(2):
+        model(batch()).sum().backward()
+        model.set_requires_all_reduce(False)
+        model(batch()).sum().backward()
+        model.set_requires_all_reduce(True)
+        with torch.no_grad():
+            for param in model.parameters():
+                if param.grad is not None:
+                    param.grad.mul_(0.5)
+        bare.skips = True
+        model(batch().requires_grad_()).sum().backward()  # nothing else is reduced
+        bare.skips = False
+
+
+@scenario(FULLY)
+def values_assigned_by_a_load(run: Run) -> None:
+    model = run.wrap(run.net())
+    for _ in range(2):
+        run.train(model, steps=1)
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+        model.load_state_dict(state, assign=True)
+
+
+@scenario(FULLY)
+def several_backwards_before_reductions_are_waited_for(run: Run) -> None:
+    model = run.wrap(run.net())
+    optimizer = run.sgd(model)
+    for _ in range(2):
+        model.set_is_last_backward(False)
+        model(batch()).sum().backward()
+        model.set_is_last_backward(True)
+        model(batch()).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@scenario(FULLY)
+def unused_parameters_reduced_as_zeros(run: Run) -> None:
+    class Unused(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(self.blocks[0](self.first(x)))
+
+    model = run.wrap(run.net(Unused))
+    model.set_reduce_scatter_unused_params(True)
+    run.train(model)
+
+
+@scenario()
+def clipping(run: Run) -> None:
+    model = run.wrap(run.net())
+    optimizer = run.sgd(model)
+    for _ in range(2):
+        model(batch()).sum().backward()
+        if run.is_flat:
+            model.clip_grad_norm_(1.0)
+        else:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@scenario()
+def clipping_with_offload(run: Run) -> None:
+    model = run.wrap(run.net(), offload=True)
+    optimizer = run.sgd(model)
+    for _ in range(2):
+        model(batch()).sum().backward()
+        if run.is_flat:
+            model.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@scenario(("fully", "orig"))
+def the_optimizer_in_the_backward(run: Run) -> None:
+    model = run.wrap(run.net())
+    optimizers = {param: torch.optim.SGD([param], lr=0.1) for param in model.parameters()}
+
+    def step(param: nn.Parameter) -> None:
+        optimizers[param].step()
+        optimizers[param].zero_grad()
+
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(step)
+    for _ in range(3):
+        model(batch()).sum().backward()
+
+
+@scenario(FLAT)
+def comm_hooks(run: Run) -> None:
+    from torch.distributed.algorithms._comm_hooks import default_hooks
+
+    for strategy in ("FULL_SHARD", "NO_SHARD"):
+        model = run.wrap(run.net(), sharding_strategy=ShardingStrategy[strategy])
+        state = default_hooks.LowPrecisionState(torch.distributed.group.WORLD)
+        model.register_comm_hook(state, default_hooks.bf16_compress_hook)
+        run.train(model)
+
+
+@scenario(FULLY)
+def a_group_of_its_own_for_reductions(run: Run) -> None:
+    model = run.wrap(run.net(blocks=4))
+    model.set_separate_reduce_scatter_group()
+    run.train(model)
+
+
+@scenario(FULLY)
+def a_hook_on_sums(run: Run) -> None:
+    model = run.wrap(run.net(), mesh=(2, 4))
+    for unit in run.units(model):
+        unit.set_all_reduce_hook(lambda sums: sums.mul_(0.5))
+    run.train(model)
+
+
+# --- when parameters are gathered ----------------------------------------------------------------
+
+
+@scenario(FLAT)
+def prefetch_of_every_kind(run: Run) -> None:
+    for backward in (BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST, None):
+        for forward in (False, True):
+            options = {"backward_prefetch": backward, "forward_prefetch": forward}
+            run.train(run.wrap(run.net(blocks=3), **options), steps=3)
+
+
+@scenario(FULLY)
+def explicit_prefetch(run: Run) -> None:
+    model = run.wrap(run.net(blocks=3))
+    first, second, third = model.blocks
+    first.set_modules_to_forward_prefetch([second, third])
+    third.set_modules_to_backward_prefetch([second, first])
+    run.train(model, steps=3)
+
+
+@scenario(FLAT)
+def no_limit_to_gathers(run: Run) -> None:
+    run.train(run.wrap(run.net(), limit_all_gathers=False), steps=3)
+
+
+def _unshard(run: Run, unit: Any) -> Any:
+    return unit._unshard(async_op=True) if run.is_flat else unit.unshard(async_op=True)
+
+
+@scenario()
+def unshard_early(run: Run) -> None:
+    model = run.wrap(run.net())
+    optimizer = run.sgd(model)
+    run.train(model, steps=1, optimizer=optimizer)
+    for waits in (True, False):
+        handles = [_unshard(run, unit) for unit in run.units(model)[1:]]
+        if waits:
+            for handle in handles:
+                handle.wait()
+        run.train(model, steps=1, optimizer=optimizer)
+
+
+@scenario()
+def one_rank_on_an_axis(run: Run) -> None:
+    model = run.wrap(run.net(), mesh=(8, 1), low=(BF16, FP32, None))
+    optimizer = run.sgd(model)
+    run.train(model, steps=1, optimizer=optimizer)
+    for _ in range(2):
+        for unit in run.units(model):
+            _unshard(run, unit)
+        run.train(model, steps=1, optimizer=optimizer)
+
+
+@scenario(("fully",))
+def offload_over_an_axis(run: Run) -> None:
+    run.train(run.wrap(run.net(), mesh=(2, 4), offload=True), steps=3)
+
+
+@scenario(world=1)
+def unshard_early_on_one_rank(run: Run) -> None:
+    model = run.wrap(run.net(), mesh=(1,), low=(BF16, FP32, None))
+    optimizer = run.sgd(model)
+    for waits in (True, False, True):
+        handles = [_unshard(run, unit) for unit in run.units(model)]
+        if waits:
+            for handle in handles:
+                handle.wait()
+        run.train(model, steps=1, optimizer=optimizer)
+
+
+@scenario()
+def unshard_before_values_are_written(run: Run) -> None:
+    model = run.wrap(run.net())
+    run.train(model, steps=1)
+    for _ in range(2):
+        with torch.no_grad():
+            for param in model.parameters():
+                param.mul_(0.5)
+        _unshard(run, run.units(model)[1])
+        run.train(model, steps=1)
+
+
+@scenario(FULLY)
+def unshard_late(run: Run) -> None:
+    class Late(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.first(x)
+            handles = [block.unshard(async_op=True) for block in self.blocks]
+            for block, handle in zip(self.blocks, handles, strict=True):
+                handle.wait()
+                x = block(x)
+            return self.last(x)
+
+    run.train(run.wrap(run.net(Late)), steps=3)
+
+
+@scenario(FULLY)
+def unshard_and_reshard_without_use(run: Run) -> None:
+    model = run.wrap(run.net())
+    for _ in range(2):
+        for block in model.blocks:
+            block.unshard(async_op=True)
+            block.reshard()
+        run.train(model, steps=1)
+
+
+@scenario(FULLY)
+def kept_after_backward(run: Run) -> None:
+    model = run.wrap(run.net())
+    optimizer = run.sgd(model)
+    for _ in range(2):
+        model.set_reshard_after_backward(False)
+        model(batch()).sum().backward()
+        model.set_reshard_after_backward(True)
+        run.train(model, steps=1, optimizer=optimizer)
+
+
+@scenario(FLAT)
+def full_parameters_summoned(run: Run) -> None:
+    kind = run.module.FullyShardedDataParallel
+    model = run.wrap(run.net())
+    optimizer = run.sgd(model)
+    for writeback in (True, False):
+        model(batch()).sum().backward()
+        optimizer.step()
+        with kind.summon_full_params(model, writeback=writeback), torch.no_grad():
+            for param in model.parameters():
+                param.add_(1.0)
+        optimizer.zero_grad()
+        run.train(model, steps=1, optimizer=optimizer)
+
+
+@scenario(("orig",))
+def full_gradients_summoned(run: Run) -> None:
+    kind = run.module.FullyShardedDataParallel
+    model = run.wrap(run.net())
+    optimizer = run.sgd(model)
+    for _ in range(2):
+        model(batch()).sum().backward()
+        with kind.summon_full_params(model, with_grads=True), torch.no_grad():
+            for param in model.parameters():
+                param.grad.mul_(0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+# --- recomputing, order, streams of the user -----------------------------------------------------
+
+
+@scenario()
+def activation_checkpointing(run: Run) -> None:
+    model = run.net()
+    for number, block in enumerate(model.blocks):
+        model.blocks[number] = checkpoint_wrapper(
+            block, checkpoint_impl=CheckpointImpl.NO_REENTRANT, preserve_rng_state=False
+        )
+    run.train(run.wrap(model))
+
+
+class Reentrant(Block):
+    """Runs reentrant checkpoints inside."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = super().forward
+        return checkpoint(inner, x, use_reentrant=True, preserve_rng_state=False)
+
+
+@scenario()
+def reentrant_checkpointing(run: Run) -> None:
+    model = run.net()
+    for number in range(len(model.blocks)):
+        model.blocks[number] = run.net(Reentrant)
+    run.train(run.wrap(model))
+
+
+@scenario()
+def two_roots(run: Run) -> None:
+    models = [run.wrap(run.net()), run.wrap(run.net())]
+    optimizers = [run.sgd(model) for model in models]
+    for _ in range(2):
+        for model in models:
+            model(batch()).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@scenario()
+def everything_on_a_stream_of_the_user(run: Run) -> None:
+    model = run.wrap(run.net())
+    side = Stream(name="the user's stream")
+    side.wait_stream(using().current())
+    with side:
+        run.train(model, steps=3)
+
+
+@scenario()
+def a_step_on_a_side_stream(run: Run) -> None:
+    model = run.wrap(run.net())
+    optimizer = run.sgd(model)
+    side = Stream(name="the user's stream")
+    for _ in range(3):
+        model(batch()).sum().backward()
+        side.wait_stream(using().current())
+        with side:
+            optimizer.step()
+        using().current().wait_stream(side)
+        optimizer.zero_grad()
+
+
+@scenario(FULLY)
+def gathers_wait_for_the_step_alone(run: Run) -> None:
+    for zeroes in (False, True):
+        model = run.wrap(run.net())
+        optimizer = run.sgd(model)
+        side = Stream(name="the user's stream")
+        for _ in range(3):
+            model(batch()).sum().backward()
+            side.wait_stream(using().current())
+            with side:
+                optimizer.step()
+            model.set_post_optim_event(side.record_event())
+            if zeroes:
+                optimizer.zero_grad()
+
+
+@scenario()
+def evaluation_then_training(run: Run) -> None:
+    model = run.wrap(run.net())
+    optimizer = run.sgd(model)
+    for _ in range(2):
+        with torch.no_grad():
+            model(batch())
+            model(batch())
+        run.train(model, steps=1, optimizer=optimizer)
+
+
+@scenario()
+def a_forward_that_raises(run: Run) -> None:
+    model = run.wrap(run.net())
+    optimizer = run.sgd(model)
+    block = model.blocks[1]
+    for _ in range(2):
+        handle = block.register_forward_pre_hook(_fail)
+        with contextlib.suppress(ValueError):
+            model(batch()).sum().backward()
+        handle.remove()
+        run.train(model, steps=1, optimizer=optimizer)
+
+
+class ByTheHost(Net):
+    """Passes through the host's memory, where the backward raises at will.
+
+    In an operation of the device torch ends the process instead: between a hook that raises and the
+    caller is its guard of streams, which for a device of Python's does not survive that.
+    """
+
+    raises = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.blocks[0](self.first(x)).to("cpu")
+        if self.raises:
+            x.register_hook(_fail)  # type: ignore[no-untyped-call]
+        return self.last(self.blocks[1](x.to(NAME)))
+
+
+def _fail(*args: Any) -> None:
+    raise ValueError("planted")
+
+
+@scenario(torchs=())
+def a_backward_that_raises(run: Run) -> None:
+    bare = run.net(ByTheHost)
+    model = run.wrap(bare)
+    optimizer = run.sgd(model)
+    for _ in range(2):
+        bare.raises = True
+        with contextlib.suppress(ValueError):
+            model(batch()).sum().backward()
+        bare.raises = False
+        if not run.is_flat:
+            model.reset_iter_state()
+        optimizer.zero_grad()
+        run.train(model, steps=1, optimizer=optimizer)
+
+
+@scenario()
+def values_loaded_between_steps(run: Run) -> None:
+    model = run.wrap(run.net())
+    optimizer = run.sgd(model)
+    for _ in range(2):
+        run.train(model, steps=1, optimizer=optimizer)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.copy_(torch.zeros_like(param))
+
+
+@scenario(("orig",))
+def values_put_in_place_of_parameters(run: Run) -> None:
+    model = run.wrap(run.net())
+    optimizer = run.sgd(model)
+    for _ in range(2):
+        for param in model.parameters():
+            param.data = param.data * 0.5
+        run.train(model, steps=1, optimizer=optimizer)
+
+
+@scenario()
+def losses_looked_at(run: Run) -> None:
+    model = run.wrap(run.net())
+    optimizer = run.sgd(model)
+    for _ in range(2):
+        loss = model(batch()).sum()
+        loss.backward()
+        loss.item()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@scenario(FULLY)
+def roots_that_share_streams(run: Run) -> None:
+    from torch.distributed import fsdp
+
+    models = [run.wrap(run.net()), run.wrap(run.net())]
+    share = run.module.share_comm_ctx if run.who == "ours" else fsdp.share_comm_ctx
+    share([*run.units(models[0]), *run.units(models[1])])
+    optimizers = [run.sgd(model) for model in models]
+    for _ in range(2):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            run.train(model, steps=1, optimizer=optimizer)

@@ -116,8 +116,9 @@ def drawn(seed: int, world: int) -> Draw:
         draw = dataclasses.replace(draw, tree=_even(tree), ignored=None, extra="")
     if draw.extra == "hook" and (group in ("pair", "mesh2") or draw.precision != "none"):
         draw = dataclasses.replace(draw, extra="")  # not offered, or torch's own business
-    if draw.extra == "meta" and "'tied'" in str(tree):
-        draw = dataclasses.replace(draw, extra="")  # to_empty() cuts ties
+    if draw.extra == "meta" and ("'tied'" in str(tree) or draw.ignored is not None):
+        # to_empty() cuts ties; what is ignored stays on the meta device.
+        draw = dataclasses.replace(draw, extra="")
     if draw.precision == "keep" and face == "flat":
         # Others refuse gradients of another dtype than their state.
         draw = dataclasses.replace(draw, optimizer="sgd")

@@ -320,7 +320,8 @@ def _keeps_dtensors(draw: Draw, op: Op, difference: Difference) -> bool:
 
 def _parallel_optimizer(draw: Draw, op: Op) -> bool:
     """Our side itself checks that what it takes is what it loads (`FlatSide.kept_states`)."""
-    return _is_parallel(draw) and op.name in ("optim_state", "optim_load", "legacy", "rekey")
+    named = op.name in ("optim_state", "optim_load", "legacy", "rekey")
+    return _is_parallel(draw) and named and op.args.get("form") != "LOCAL"  # both refuse that
 
 
 LISTED: Sequence[Listed] = (

@@ -61,7 +61,8 @@ def save(
     `state_dict()`, tensors and values. Collective over `process_group` (default: all ranks), or
     without torch.distributed on this process alone. Nothing that exists is overwritten.
 
-    Replicas of buffers that differ between ranks are warned of, or refused (`replicas="strict"`).
+    Replicas of buffers and plain tensors that differ between ranks are warned of, or refused
+    (`replicas="strict"`); steps and small plain state of optimizers that differ are always refused.
     `user` are notes to keep with the checkpoint, `metric` is how good it is. With `telemetry=True`,
     how the save went on every rank is kept for `ckpt report`. A store that cannot refuse a second
     writer is used only with `unsafe_single_writer=True`. `io="buffered"` writes local files through

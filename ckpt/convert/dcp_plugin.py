@@ -241,9 +241,7 @@ def _write(plan: SavePlan, planner: SavePlanner, store: Store, header: Header, r
     tensors, sources = _tensors(plan, planner)
     values, per_rank = _values(plan, planner, rank)
     infos = sorted(tensors.values())
-    texts = part_texts(
-        aliases={}, values=values, keeps_values=rank == 0, per_rank=per_rank, replica_digests={}
-    )
+    texts = part_texts(aliases={}, values=values, keeps_values=rank == 0, per_rank=per_rank)
     path = WritePath()
     entries = entries_of(sources, path.file_nbytes_max, header.block_bytes)
     empty = [info for info in infos if 0 in info.shape]

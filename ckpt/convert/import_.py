@@ -352,7 +352,6 @@ class _Importing:
             values=contents.values,
             keeps_values=rank == 0,
             per_rank={},
-            replica_digests={},
         )
         chunks = share_of(contents.tensors, rank, size)
         groups = split_into_files(chunks, FILE_NBYTES_MAX)

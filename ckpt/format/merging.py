@@ -237,14 +237,99 @@ def _first_duplicate(names: Sequence[str]) -> str:
     return next(name for name in names if name in seen or seen.add(name))  # type: ignore[func-returns-value]
 
 
-def replica_differences(parts: Sequence[Part]) -> list[str]:
-    """One text per replicated tensor whose bytes are not the same on all ranks that hold it."""
-    digests = {part.rank: part.replica_digests for part in parts}
-    return [
-        f"{fqn}: replicas differ between ranks ({_groups(groups)}); one rank's copy was stored. "
-        "Synchronize it before saving, or wrap it in PerRank to keep every rank's own"
-        for fqn, groups in _differences(digests)
-    ]
+class ReplicaDifferences(NamedTuple):
+    """One text per tensor, or region, whose bytes are not the same on all ranks that have it.
+
+    `failures` are those on which the ranks must agree.
+    """
+
+    failures: list[str]
+    warnings: list[str]
+
+
+def replica_differences(parts: Sequence[Part]) -> ReplicaDifferences:
+    """Where ranks have different bytes of what a checkpoint stores once.
+
+    Works on columns: a thousand ranks have a million digests.
+    """
+    regions, ids = _numbered_replicas(parts)
+    ranks = np.repeat([part.rank for part in parts], [len(p.replicas.tensor) for p in parts])
+    digests = np.concatenate([part.replicas.digests for part in parts])
+    must_agree = np.concatenate([part.replicas.must_agree for part in parts])
+    order = np.lexsort((ranks, ids))
+    ids, ranks, digests, must_agree = (c[order] for c in (ids, ranks, digests, must_agree))
+    firsts = np.searchsorted(ids, np.arange(len(regions) + 1))
+    differing = digests != digests[firsts[ids]]  # from the first rank that has it
+    failures, warnings = {}, {}
+    for number in np.unique(ids[differing]).tolist():
+        those = slice(*firsts[number : number + 2].tolist())
+        groups: dict[int | None, list[int]] = {}
+        for rank, digest in zip(ranks[those].tolist(), digests[those].tolist(), strict=True):
+            groups.setdefault(digest, []).append(rank)
+        region = regions[number]
+        if must_agree[those].any():
+            failures[region] = _disagreement(region, _groups(groups))
+        else:
+            warnings[region] = _unsynchronized(region, _groups(groups))
+    return ReplicaDifferences(
+        [failures[region] for region in sorted(failures)],
+        [warnings[region] for region in sorted(warnings)],
+    )
+
+
+_ReplicaRegion = tuple[str, int]  # the name of a tensor, and the first element of a region of it
+
+
+def _numbered_replicas(parts: Sequence[Part]) -> tuple[list[_ReplicaRegion], Int64s]:
+    """All regions, and the number of each item of all parts' replicas among them."""
+    numbers: dict[_ReplicaRegion, int] = {}
+    # Most ranks have the same replicas: each distinct list is numbered once, not once per rank.
+    known: dict[tuple[tuple[str, ...], bytes], Int64s] = {}
+    ids = []
+    for part in parts:
+        fqns = tuple([part.tensors[index].fqn for index in part.replicas.tensor.tolist()])
+        starts = np.asarray(part.replicas.start, dtype=np.int64)
+        key = (fqns, starts.tobytes())
+        if key not in known:
+            regions = zip(fqns, starts.tolist(), strict=True)
+            known[key] = int64s([numbers.setdefault(region, len(numbers)) for region in regions])
+        ids.append(known[key])
+    return list(numbers), np.concatenate(ids)
+
+
+def _disagreement(region: _ReplicaRegion, groups: str) -> str:
+    text = (
+        f"{_region_name(region)}: the ranks have different values of it ({groups}), and a "
+        "checkpoint stores one for all; make it equal on all ranks before the save"
+    )
+    _, is_state, name = region[0].rpartition(".state.")
+    if not is_state:
+        return text
+    key = _key_of(name)
+    return (
+        f"{text}, or say that each rank keeps its own: "
+        f'declare_optimizer_state(optimizer, {{"{key}": PerRank(None, on_reshard)}})'
+    )
+
+
+def _key_of(name: str) -> str:
+    """The optimizer's own name of a state, from its full name in a checkpoint."""
+    parts = name.split("~")[0].split(".")
+    while len(parts) > 1 and parts[-1].isdecimal():  # an item of a list that the state is
+        parts.pop()
+    return parts[-1]
+
+
+def _unsynchronized(region: _ReplicaRegion, groups: str) -> str:
+    return (
+        f"{_region_name(region)}: replicas differ between ranks ({groups}); one rank's copy "
+        "was stored. Synchronize it before saving, or wrap it in PerRank to keep every rank's own"
+    )
+
+
+def _region_name(region: _ReplicaRegion) -> str:
+    fqn, start = region
+    return f"{fqn} from element {start} on" if start else fqn
 
 
 def value_differences(parts: Sequence[Part]) -> list[str]:
@@ -253,7 +338,7 @@ def value_differences(parts: Sequence[Part]) -> list[str]:
     return [
         f"{fqn}: the value differs between ranks ({_groups(groups)}); wrap it in PerRank to keep "
         f"every rank's own{_OR_GROUP if None in groups else ''}"
-        for fqn, groups in _differences(digests, everywhere=True)
+        for fqn, groups in _differences(digests)
     ]
 
 
@@ -261,18 +346,17 @@ _OR_GROUP = ", or save with process_group= the ranks that have it"
 
 
 def _differences(
-    digests: Mapping[int, Mapping[str, int]], *, everywhere: bool = False
+    digests: Mapping[int, Mapping[str, int]],
 ) -> list[tuple[str, dict[int | None, list[int]]]]:
     """Per name with more than one digest: the ranks by digest; None where a rank lacks the name."""
     ranks_by_digest: dict[str, dict[int | None, list[int]]] = {}
     for rank, own in sorted(digests.items()):
         for fqn, digest in own.items():
             ranks_by_digest.setdefault(fqn, {}).setdefault(digest, []).append(rank)
-    if everywhere:
-        for groups in ranks_by_digest.values():
-            having = {rank for ranks in groups.values() for rank in ranks}
-            if missing := [rank for rank in sorted(digests) if rank not in having]:
-                groups[None] = missing
+    for groups in ranks_by_digest.values():
+        having = {rank for ranks in groups.values() for rank in ranks}
+        if missing := [rank for rank in sorted(digests) if rank not in having]:
+            groups[None] = missing
     return [
         (fqn, ranks_by_digest[fqn])
         for fqn in sorted(ranks_by_digest)

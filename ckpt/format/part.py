@@ -50,6 +50,22 @@ class PartFile(NamedTuple):
     digests: Digests = no_digests()
 
 
+class ReplicaColumns(NamedTuple):
+    """Tensors, or regions of them, that other ranks may have as well: one item each.
+
+    `tensor` are indexes into the part's tensors, `start` the regions' row-major first elements,
+    `must_agree` is 1 where a difference fails the save, and `digests` are the crc32c of the bytes.
+    """
+
+    tensor: Ints
+    start: Ints
+    must_agree: Ints
+    digests: npt.NDArray[np.uint32]
+
+
+NO_REPLICAS = ReplicaColumns(int64s([]), int64s([]), int64s([]), np.zeros(0, dtype=np.uint32))
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
     """What one rank contributes. Columns have one item per chunk, in the order of its files.
@@ -75,7 +91,7 @@ class Part:
     values: bytes  # encoded {fqn: value} on the coordinator, empty on the others
     value_digests: Mapping[str, int]  # fqn -> crc32c of the encoded value, on every rank
     per_rank: bytes  # encoded {fqn: value} of this rank; empty when it has none
-    replica_digests: Mapping[str, int]  # fqn -> crc32c of a whole tensor that several ranks hold
+    replicas: ReplicaColumns = NO_REPLICAS
     warnings: tuple[str, ...] = field(default=())
     digests: Digests = field(default_factory=no_digests)  # a row per chunk, or no rows
 
@@ -95,7 +111,7 @@ class Part:
                 "kinds": pack_ints([tensor.kind for tensor in self.tensors]),
                 "ndims": pack_ints([len(tensor.shape) for tensor in self.tensors]),
                 "dims": pack_ints([size for tensor in self.tensors for size in tensor.shape]),
-                "counts": np.array([len(self.chunk_file), len(self.boxes)], dtype="<u8").tobytes(),
+                "counts": np.array(self._counts, dtype="<u8").tobytes(),
                 "chunk_tensors": pack_ints(self.chunk_tensor),
                 "chunk_files": pack_ints(self.chunk_file),
                 "chunk_byte_starts": pack_ints(self.chunk_byte_start),
@@ -106,8 +122,15 @@ class Part:
                 "box_ndims": pack_ints(np.diff(boxes.first)),
                 "box_offsets": pack_ints(boxes.offsets),
                 "box_sizes": pack_ints(boxes.sizes),
+                "replica_tensors": pack_ints(self.replicas.tensor),
+                "replica_starts": pack_ints(self.replicas.start),
+                "replica_must_agree": pack_ints(self.replicas.must_agree),
             }
         )
+
+    @property
+    def _counts(self) -> tuple[int, int, int]:
+        return len(self.chunk_file), len(self.boxes), len(self.replicas.tensor)
 
     def structure_digest(self) -> bytes:
         """sha256 of `structure()`: 32 bytes."""
@@ -115,7 +138,7 @@ class Part:
 
     def variable(self) -> bytes:
         """What differs from save to save, encoded."""
-        texts = [dict(self.value_digests), dict(self.replica_digests), list(self.warnings)]
+        texts = [dict(self.value_digests), list(self.warnings)]
         return pack_map(
             {
                 "structure_digest": self.structure_digest(),
@@ -123,6 +146,7 @@ class Part:
                 "values": self.values,
                 "per_rank": self.per_rank,
                 "digests": self.digests.tobytes(),
+                "replica_digests": self.replicas.digests.astype("<u4").tobytes(),
                 "texts": _json(texts),
             }
         )
@@ -137,7 +161,7 @@ def make_part(
     values: Mapping[str, Any],
     keeps_values: bool,
     per_rank: Mapping[str, Any],
-    replica_digests: Mapping[str, int],
+    replicas: ReplicaColumns = NO_REPLICAS,
     warnings: Sequence[str] = (),
     referenced: Sequence[FileColumns] = (),
 ) -> Part:
@@ -159,7 +183,7 @@ def make_part(
             values=values,
             keeps_values=keeps_values,
             per_rank=per_rank,
-            replica_digests=replica_digests,
+            replicas=replicas,
             warnings=warnings,
         ),
     )
@@ -171,7 +195,7 @@ def part_texts(
     values: Mapping[str, Any],
     keeps_values: bool,
     per_rank: Mapping[str, Any],
-    replica_digests: Mapping[str, int],
+    replicas: ReplicaColumns = NO_REPLICAS,
     warnings: Sequence[str] = (),
 ) -> PartTexts:
     """The contents of a part besides tensors; arguments as of `make_part`."""
@@ -180,7 +204,7 @@ def part_texts(
         values=encode_values(dict(values)) if keeps_values else b"",
         value_digests={k: crc32c(encode_values(values[k])) for k in sorted(values)},
         per_rank=encode_values(dict(per_rank)) if per_rank else b"",
-        replica_digests=dict(replica_digests),
+        replicas=replicas,
         warnings=tuple(warnings),
     )
 
@@ -222,7 +246,7 @@ class PartTexts(NamedTuple):
     values: bytes = b""
     value_digests: Mapping[str, int] = {}
     per_rank: bytes = b""
-    replica_digests: Mapping[str, int] = {}
+    replicas: ReplicaColumns = NO_REPLICAS
     warnings: tuple[str, ...] = ()
 
 
@@ -328,6 +352,11 @@ def assemble(structure: bytes | memoryview, variable: bytes | memoryview) -> Par
         raise Corrupt(f"a rank's part is not readable: {error!r:.200}") from error
     if int(np.sum(part.block_counts, dtype=np.int64)) != len(part.checksums):
         raise Corrupt(f"rank {part.rank}: {len(part.checksums)} checksums are not one per block")
+    replicas = part.replicas
+    if len(replicas.tensor) and int(replicas.tensor.max()) >= len(part.tensors):
+        raise Corrupt(f"rank {part.rank}: a replica of tensor {int(replicas.tensor.max())}")
+    if len(replicas.digests) != len(replicas.tensor):
+        raise Corrupt(f"rank {part.rank}: {len(replicas.digests)} digests are not one per replica")
     if len(part.digests) not in (0, len(part.chunk_file)):
         raise Corrupt(f"rank {part.rank}: {len(part.digests)} digests are not one per chunk")
     return part
@@ -335,8 +364,8 @@ def assemble(structure: bytes | memoryview, variable: bytes | memoryview) -> Par
 
 def _assemble(fixed: Mapping[str, memoryview], rest: Mapping[str, memoryview]) -> Part:
     rank, files, dtype_names, fqns, aliases = json.loads(bytes(fixed["texts"]))
-    value_digests, replica_digests, warnings = json.loads(bytes(rest["texts"]))
-    chunks, box_count = np.frombuffer(fixed["counts"], dtype="<u8").tolist()
+    value_digests, warnings = json.loads(bytes(rest["texts"]))
+    chunks, box_count, replicas = np.frombuffer(fixed["counts"], dtype="<u8").tolist()
 
     def ints(name: str, count: int) -> Ints:
         return unpack_ints(fixed[name], count, name)
@@ -371,7 +400,12 @@ def _assemble(fixed: Mapping[str, memoryview], rest: Mapping[str, memoryview]) -
         values=bytes(rest["values"]),
         value_digests=value_digests,
         per_rank=bytes(rest["per_rank"]),
-        replica_digests=replica_digests,
+        replicas=ReplicaColumns(
+            ints("replica_tensors", replicas).astype(np.int64),
+            ints("replica_starts", replicas).astype(np.int64),
+            ints("replica_must_agree", replicas).astype(np.int64),
+            np.frombuffer(rest["replica_digests"], dtype="<u4"),
+        ),
         warnings=tuple(warnings),
         digests=digests_from(rest["digests"]),
     )

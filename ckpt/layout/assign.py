@@ -15,6 +15,10 @@ from ckpt.layout.piece import Holding, Piece
 from ckpt.layout.region import Box, Region, Span, span_of
 
 MIB = 1 << 20
+# Optimizer state beside parameters that an engine keeps equal is compared up to this size: counts
+# and the few numbers per parameter that nobody synchronizes. Digests of more would read a state
+# twice that follows from equal parameters and gradients.
+COMPARED_NBYTES_MAX = 4 << 10
 
 
 class Share(NamedTuple):
@@ -31,10 +35,10 @@ class Share(NamedTuple):
 
 
 class Assignment(NamedTuple):
-    """What one rank writes, and which replicas it holds without being trusted to be equal.
+    """What one rank writes, and what it holds that is not trusted to be equal on other ranks.
 
-    `compared` lists whole pieces that several ranks hold and no engine keeps equal; each holder
-    reports a digest of them, the writer included.
+    `compared` lists pieces that several ranks hold and no engine keeps equal, and small ones on
+    which the ranks must agree; each rank reports a digest of them, the writer included.
     """
 
     shares: list[Share]
@@ -49,17 +53,25 @@ def assign(holdings: Iterable[Holding], rank: int) -> Assignment:
     for holding in holdings:
         for piece in holding.pieces:
             numel = piece.local_region.numel
-            if len(piece.holders) == 1:
-                if numel:
-                    shares.append(Share(holding, piece, 0, numel, piece.region))
+            if not numel:
                 continue
-            if numel:
+            if len(piece.holders) == 1:
+                shares.append(Share(holding, piece, 0, numel, piece.region))
+            else:
                 groups[piece.holders].append((holding, piece))
-                if not holding.synchronized:
-                    compared.append((holding, piece))
+            if _is_compared(holding, piece):
+                compared.append((holding, piece))
     for holders, members in sorted(groups.items()):
         shares += _share_of(members, holders.index(rank), len(holders))
     return Assignment(shares, compared)
+
+
+def _is_compared(holding: Holding, piece: Piece) -> bool:
+    # Other ranks may have what only one holds for storing: the step of a sharded parameter.
+    nbytes = piece.local_region.numel * piece.dtype.itemsize
+    if holding.must_agree and nbytes <= COMPARED_NBYTES_MAX:
+        return True
+    return len(piece.holders) > 1 and not holding.synchronized
 
 
 def _share_of(members: list[tuple[Holding, Piece]], index: int, count: int) -> list[Share]:

@@ -23,6 +23,7 @@ def holdings_of(
     name_of: Callable[[str], str | None],
     *,
     kind: Kind,
+    must_agree: bool = False,
 ) -> Iterator[Holding]:
     """`local`, laid out like `owned.local`, as holdings of its own dtype.
 
@@ -48,7 +49,7 @@ def holdings_of(
                 )
         if pieces:
             shown = _seen_through(view, local)
-            yield Holding(shown, tuple(pieces), kind, owned.synchronized, owned.owners)
+            yield Holding(shown, tuple(pieces), kind, owned.synchronized, owned.owners, must_agree)
 
 
 def _seen_through(view: View, local: torch.Tensor) -> torch.Tensor:
@@ -60,11 +61,18 @@ def _seen_through(view: View, local: torch.Tensor) -> torch.Tensor:
 
 
 def tensor_holdings(
-    fqn: str, tensor: torch.Tensor, kind: Kind, ranks: Ranks, *, like: Owned | None = None
+    fqn: str,
+    tensor: torch.Tensor,
+    kind: Kind,
+    ranks: Ranks,
+    *,
+    like: Owned | None = None,
+    must_agree: bool = False,
 ) -> list[Holding]:
     """Any tensor as holdings under one name; a plain one is held by whoever holds `like`.
 
-    Raises UnsupportedTensor, with the name, when it cannot take part.
+    `must_agree` is for plain ones alone: others say by themselves who has the same. Raises
+    UnsupportedTensor, with the name, when it cannot take part.
     """
     if like is None:
         owned = describe_tensor(fqn, tensor, ranks)
@@ -77,7 +85,9 @@ def tensor_holdings(
             synchronized=like.synchronized,
             owners=like.owners or (),
         )
-    return list(holdings_of(owned, owned.local, lambda name: name, kind=kind))
+    must_agree = must_agree and is_plain(tensor)
+    names = owned, owned.local, lambda name: name
+    return list(holdings_of(*names, kind=kind, must_agree=must_agree))
 
 
 def form_holdings(

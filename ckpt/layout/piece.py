@@ -57,6 +57,7 @@ class Holding(NamedTuple):
     copy. `synchronized` says that the engine keeps replicas bit-equal, so holders may share the
     writing of one region; otherwise one holder writes all of it and all holders compare digests.
     `owners` are the ranks of the world that the tensor is laid out over, as in `Owned`.
+    `must_agree`: no engine keeps the tensor equal, and a save fails when ranks differ in it.
     """
 
     local: torch.Tensor
@@ -64,6 +65,7 @@ class Holding(NamedTuple):
     kind: Kind
     synchronized: bool
     owners: tuple[int, ...] | None = None
+    must_agree: bool = False
 
     @property
     def is_unshared(self) -> bool:

@@ -8,7 +8,7 @@ memory. A plan dies with the first object of the state that dies: it keeps no me
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -17,13 +17,13 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from ckpt.format.checksum import block_count, crc32c
-from ckpt.format.datafile import BLOCK_BYTES, FileEntries, StoredChunk
+from ckpt.format.checksum import block_count
+from ckpt.format.datafile import BLOCK_BYTES, FileEntries, StoredChunk, region_start
+from ckpt.format.manifest import int64s
 from ckpt.format.part import TensorRecord
 from ckpt.layout.assign import Assignment, assign
 from ckpt.layout.dtypes import dtype_name
 from ckpt.layout.fingerprint import Fingerprint
-from ckpt.layout.memory import host_bytes, is_plain_memory, local_view
 from ckpt.layout.piece import Holding, Piece
 from ckpt.layout.plain import Ranks
 from ckpt.saving.step_gate import storage_of
@@ -63,12 +63,14 @@ class Memo:
 class SavePlan:
     """Which tensors a state has and which parts of them this rank writes, from which memory.
 
-    `trainable` are the addresses of the memory of trainable parameters. `of_chunks` has what
-    follows from the chunks alone, `of_memory` what follows from where they lie as well.
+    `compared` are the pieces of which every save reports digests, as no engine keeps them equal on
+    all ranks. `trainable` are the addresses of the memory of trainable parameters. `of_chunks` has
+    what follows from the chunks alone, `of_memory` what follows from where they lie as well.
     """
 
     tensors: tuple[TensorRecord, ...]
     assignment: Assignment
+    compared: tuple[tuple[Holding, Piece], ...]
     sources: tuple[Source, ...]
     trainable: frozenset[int]
     of_chunks: Memo = field(default_factory=Memo)
@@ -79,6 +81,21 @@ class SavePlan:
         key = ("entries", file_nbytes_max, block_nbytes)
         return self.of_chunks.once(
             key, lambda: entries_of(self.sources, file_nbytes_max, block_nbytes)
+        )
+
+    @property
+    def compared_columns(self) -> tuple[Int64s, Int64s, Int64s]:
+        """Of the pieces that are compared: their tensors, by index in sorted order, their first
+        elements, and 1 where the ranks must agree.
+        """
+        return self.of_memory.once("compared", self._compared_columns)
+
+    def _compared_columns(self) -> tuple[Int64s, Int64s, Int64s]:
+        index = {tensor.fqn: at for at, tensor in enumerate(sorted(self.tensors))}
+        return (
+            int64s([index[piece.fqn] for _, piece in self.compared]),
+            int64s([region_start(piece.region, piece.global_shape) for _, piece in self.compared]),
+            int64s([holding.must_agree for holding, _ in self.compared]),
         )
 
     @property
@@ -136,6 +153,8 @@ def _plan_of(flat: FlatState, ranks: Ranks, memory: PlanMemory) -> SavePlan:
     assignment = assign(flat.holdings, ranks.rank)
     sources = tuple(sources_of(assignment.shares))
     tensors = tuple(_tensors_of(flat))
+    witnessed = [(holding, piece) for holding in flat.witnesses for piece in holding.pieces]
+    compared = [*assignment.compared, *witnessed] if len(ranks.global_ranks) > 1 else []
     chunks = [source.chunk for source in sources]
     trainable = {
         storage_of(owned.local)
@@ -143,7 +162,12 @@ def _plan_of(flat: FlatState, ranks: Ranks, memory: PlanMemory) -> SavePlan:
         if owned.param.requires_grad
     }
     return SavePlan(
-        tensors, assignment, sources, frozenset(trainable), memory.memo_of(chunks, tensors)
+        tensors,
+        assignment,
+        tuple(compared),
+        sources,
+        frozenset(trainable),
+        memory.memo_of(chunks, tensors),
     )
 
 
@@ -214,21 +238,9 @@ def _tensors_of(flat: FlatState) -> list[TensorRecord]:
     """Every tensor of this rank's state, once, including those of which it holds no element."""
     names: dict[torch.dtype, str] = {}
     seen: dict[str, TensorRecord] = {}
-    for _, pieces, kind, *_ in flat.holdings:
+    for _, pieces, kind, *_ in (*flat.holdings, *flat.witnesses):
         for fqn, shape, dtype, _, _, _ in pieces:
             if fqn not in seen:
                 name = names.get(dtype) or names.setdefault(dtype, dtype_name(dtype))
                 seen[fqn] = TensorRecord(fqn, name, shape, int(kind))
     return list(seen.values())
-
-
-def digests_of(compared: Iterable[tuple[Holding, Piece]]) -> dict[str, int]:
-    """The crc32c of each of these pieces, as its memory is now, by fqn."""
-    return {piece.fqn: _digest(holding, piece) for holding, piece in compared}
-
-
-def _digest(holding: Holding, piece: Piece) -> int:
-    view = local_view(holding, piece)
-    if not is_plain_memory(view):
-        view = torch.empty(view.shape, dtype=view.dtype).copy_(view)
-    return crc32c(host_bytes(view))

@@ -293,8 +293,8 @@ def _commit_parts(
     received: _Received, task: SaveTask, header: Header, session: Session
 ) -> _Committed:
     parts, reports = received
-    warnings = replica_differences(parts)
-    problems = value_differences(parts)
+    failures, warnings = replica_differences(parts)
+    problems = value_differences(parts) + failures
     problems += warnings if task.options.replicas == "strict" else []
     warnings += _unchanged(parts)
     if problems:

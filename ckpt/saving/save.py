@@ -10,7 +10,8 @@ from ckpt.commit.ranked import RankedSession
 from ckpt.format.part import Part
 from ckpt.format.rank_files import rank_files
 from ckpt.saving.base import everything, refer
-from ckpt.saving.plan import Contents, contents_of, digests_of
+from ckpt.saving.compared import digests_of
+from ckpt.saving.plan import Contents, contents_of
 from ckpt.saving.publish import publish
 from ckpt.saving.report import SaveOptions, SaveReport
 from ckpt.saving.task import (
@@ -54,7 +55,7 @@ def save_state(
         if isinstance(contents, Exception):
             raise contents
         written = write_sources(contents.plan.sources, contents, attempt, task)
-        return part_of(contents, written, digests_of(contents.plan.assignment.compared), task)
+        return part_of(contents, written, digests_of(contents.plan.compared), task)
 
     modules = () if isinstance(contents, Exception) else contents.modules
     return publish(task, lambda: modules, write)

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from ckpt.commit.names import attempt_name, step_prefix
@@ -27,10 +29,11 @@ from ckpt.layout.memory import (
     copy_bytes,
     devices_of,
 )
-from ckpt.layout.piece import Holding, Kind, Piece
+from ckpt.layout.piece import Kind
 from ckpt.layout.plain import times_changed
 from ckpt.layout.tensor import local_tensor
-from ckpt.saving.plan import Contents, contents_of, digests_of
+from ckpt.saving.compared import digests_of
+from ckpt.saving.plan import Contents, contents_of
 from ckpt.saving.save import write_sources
 from ckpt.saving.staged_files import CopyOrder, FilePlan, Image, copy_order, part_count, plan_files
 from ckpt.saving.step_gate import Gate, steps, storage_of
@@ -115,8 +118,8 @@ class Staged:
     contents: Contents
     image: Image
     gate: Gate
-    digests: dict[str, int]
-    compared_later: Sequence[tuple[Holding, Piece]]
+    digests: npt.NDArray[np.uint32]
+    compared_later: Sequence[int]
     is_blocking: bool
     nbytes_later: int
     versions: Sequence[tuple[Source, int | None]] = ()
@@ -131,7 +134,7 @@ class Staged:
         """
         with self.task.recorder.span("stage", self.nbytes_later):
             with self.reading.copying():
-                self.digests.update(digests_of(self.compared_later))
+                _digest(self.digests, self.contents, self.compared_later)
             self.image.copy()
         self._let_steps_pass()
 
@@ -216,8 +219,10 @@ def stage(state: Any, task: SaveTask, options: StageOptions, staging: Staging) -
         if room.is_aside:
             sources, side = _copied_aside(sources, split.now)
         image = Image(files, sources, staging, order=order, buffers_max=room.buffers_max)
-        digests = digests_of(split.compared_now)
-    reading = SideStreams(devices_of(holding.local for holding, _ in split.compared_later))
+        digests = np.zeros(len(contents.plan.compared), dtype=np.uint32)
+        _digest(digests, contents, split.compared_now)
+    compared_later = (contents.plan.compared[index] for index in split.compared_later)
+    reading = SideStreams(devices_of(holding.local for holding, _ in compared_later))
     versions = _versions([contents.plan.sources[index] for index in split.later])
     gate = Gate(split.changes.storages, split.changes.parameters)
     try:
@@ -242,13 +247,20 @@ def stage(state: Any, task: SaveTask, options: StageOptions, staging: Staging) -
         raise
 
 
+def _digest(digests: npt.NDArray[np.uint32], contents: Contents, indices: Sequence[int]) -> None:
+    """Fill in the digests of those of the compared pieces."""
+    compared = contents.plan.compared
+    digests[list(indices)] = digests_of([compared[index] for index in indices])
+
+
 def _versions(sources: Iterable[Source]) -> list[tuple[Source, int | None]]:
     """How often each was changed in place so far."""
     return [(source, times_changed(source.view)) for source in sources]
 
 
 class _Split(NamedTuple):
-    """Which sources of a state are copied `now` and which `later`, by index.
+    """Which sources of a state are copied `now` and which `later`, by index; and which of the
+    compared pieces are read then.
 
     `others` are sources that are copied now and are no parameters, largest first.
     """
@@ -259,8 +271,8 @@ class _Split(NamedTuple):
     nbytes_now: int
     others: tuple[Source, ...]
     order: CopyOrder
-    compared_now: tuple[tuple[Holding, Piece], ...]
-    compared_later: tuple[tuple[Holding, Piece], ...]
+    compared_now: tuple[int, ...]
+    compared_later: tuple[int, ...]
 
 
 def _split(
@@ -289,9 +301,7 @@ def _worked_out(contents: Contents, files: Sequence[FilePlan], changes: Changes)
     # be distinguished from tensors that no step changes, so nobody is warned about it.
     usual = (Kind.PARAMETER, Kind.OPTIMIZER) if changes.unowned else (Kind.PARAMETER,)
     others = [source for source in sources if source.chunk.kind not in usual]
-    compared = [
-        (one, storage_of(one[0].local) in changes.storages) for one in plan.assignment.compared
-    ]
+    waits = [storage_of(holding.local) in changes.storages for holding, _ in plan.compared]
     return _Split(
         changes,
         tuple(now),
@@ -299,8 +309,8 @@ def _worked_out(contents: Contents, files: Sequence[FilePlan], changes: Changes)
         sum(source.chunk.nbytes for source in sources),
         tuple(sorted(others, key=lambda source: -source.chunk.nbytes)),
         copy_order(files, plan.sources, set(now)),
-        tuple(one for one, waits in compared if not waits),
-        tuple(one for one, waits in compared if waits),
+        tuple(index for index, waiting in enumerate(waits) if not waiting),
+        tuple(index for index, waiting in enumerate(waits) if waiting),
     )
 
 

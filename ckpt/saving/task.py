@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -22,6 +22,7 @@ from ckpt.format.part import (
     Part,
     PartFile,
     PartTexts,
+    ReplicaColumns,
     columns_of,
     part_again,
     part_of_files,
@@ -135,7 +136,6 @@ def texts_of(contents: Contents, task: SaveTask) -> PartTexts:
         values=contents.flat.values,
         keeps_values=task.session.world.rank == 0,
         per_rank=contents.flat.per_rank,
-        replica_digests={},
     )
 
 
@@ -157,13 +157,12 @@ def rank_contents(
     )
 
 
-def part_of(
-    contents: Contents, written: Written, digests: Mapping[str, int], task: SaveTask
-) -> Part:
+def part_of(contents: Contents, written: Written, digests: Uint32s, task: SaveTask) -> Part:
     """What this rank contributes to the manifest, once its files are durable. `digests` are those
-    of whole tensors that several ranks hold.
+    of `plan.compared`, of the very bytes that are saved.
     """
-    texts = written.texts._replace(replica_digests=dict(digests))
+    replicas = ReplicaColumns(*contents.plan.compared_columns, digests)
+    texts = written.texts._replace(replicas=replicas)
 
     def anew() -> Part:
         return part_of_files(

@@ -41,6 +41,7 @@ class Structure:
     per_rank: Mapping[str, Any]
     problems: tuple[str, ...] = ()
     clashes: tuple[str, ...] = ()
+    witnesses: tuple[Holding, ...] = ()
 
 
 def flatten_state(state: Any, ranks: Ranks) -> FlatState:
@@ -78,6 +79,7 @@ def structure_of(leaves: Leaves, ranks: Ranks) -> Structure:
         building.per_rank,
         tuple(building.problems),
         tuple(_repeated(building.names)),
+        tuple(building.witnesses),
     )
 
 
@@ -105,6 +107,7 @@ def values_of(structure: Structure, leaves: Leaves, ranks: Ranks, state: Any) ->
         {**structure.aliases, **building.aliases},
         tuple(optimizer for _, optimizer, _ in structure.optimizers),
         structure.owned_by_param,
+        structure.witnesses,
     )
 
 
@@ -121,6 +124,7 @@ class _Building:
         self.problems = problems
         self.ranks = ranks
         self.holdings: list[Holding] = []
+        self.witnesses: list[Holding] = []
         self.values: dict[str, Any] = {}
         self.per_rank: dict[str, Any] = {}
         self.aliases: dict[str, str] = {}
@@ -150,6 +154,7 @@ class _Building:
     def add_optimizer(self, flat: FlatOptimizer) -> None:
         self.problems += flat.problems
         self.holdings += flat.holdings
+        self.witnesses += flat.witnesses
         self.names += flat.names
         self.values.update(flat.values)
         for fqn, own in flat.own.items():

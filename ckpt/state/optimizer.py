@@ -22,7 +22,7 @@ from ckpt.layout.piece import Holding, Kind, Owned, Piece
 from ckpt.layout.plain import Ranks, UnsupportedTensor
 from ckpt.layout.region import Box, Span
 from ckpt.layout.tensor import local_tensor
-from ckpt.state.describe import Described, DescribedTensor
+from ckpt.state.describe import Described, DescribedTensor, LogicalTensor
 from ckpt.state.optimizer_kinds import NUMBERS, StateKind, is_known_everywhere, kind_of
 from ckpt.state.own import PerRankState, StateDeclaration, declared, layout_of, own_state
 from ckpt.state.values import split_tree
@@ -52,10 +52,11 @@ class FlatOptimizer:
     """What one optimizer adds to a FlatState; `names` has every name once.
 
     `groups` are the names of the parameters of each of its groups, `own` is what this rank has for
-    itself, by name.
+    itself, by name. `witnesses` are scalars that another rank stores, as this one has them.
     """
 
     holdings: list[Holding] = field(default_factory=list)
+    witnesses: list[Holding] = field(default_factory=list)
     values: dict[str, Any] = field(default_factory=dict)
     names: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -220,7 +221,7 @@ class _Saving:
     def add_state(self, named: NamedParam, name: str, content: Any) -> None:
         match kind_of(content, named.owned, self.ranks, self.declared.get(name)):
             case StateKind.SHARD:
-                self.add_shard(named, name, local_tensor(content))
+                self.add_shard(named, name, content)
             case StateKind.TENSOR:
                 self.add_tensor(named, name, content)
             case StateKind.SCALAR:
@@ -240,33 +241,40 @@ class _Saving:
                     "each rank"
                 )
 
-    def add_shard(self, named: NamedParam, name: str, local: torch.Tensor) -> None:
+    def add_shard(self, named: NamedParam, name: str, content: torch.Tensor) -> None:
         prefix = f"{self.path}.state."
         names = {
             member.fqn: f"{prefix}{full}.{name}"
             for member, full in zip(named.source.members, named.names, strict=True)
         }
         self.flat.names.extend(names.values())
-        self.flat.holdings.extend(
-            holdings_of(named.owned, local, names.__getitem__, kind=Kind.OPTIMIZER)
-        )
+        # Whether the state of a whole parameter was made of what the engine keeps equal, or is each
+        # rank's own of the same shape, nothing tells but its bytes.
+        must_agree = named.owned.is_whole
+        placed = named.owned, local_tensor(content), names.__getitem__
+        self.flat.holdings.extend(holdings_of(*placed, kind=Kind.OPTIMIZER, must_agree=must_agree))
 
     def add_scalar(self, named: NamedParam, name: str, tensor: torch.Tensor) -> None:
         for member, full in zip(named.source.members, named.names, strict=True):
             fqn = f"{self.path}.state.{full}.{name}"
             self.flat.names.append(fqn)
-            first = first_piece(named.owned, member.fqn)
-            if first is not None:
-                holders = first.holders
-            elif 0 in member.global_shape and self.ranks.rank == 0:
-                holders = (0,)  # nobody has a first element of it
-            else:
-                continue
+            holders = self.holders_of_scalars(named.owned, member)
             piece = Piece(fqn, (), tensor.dtype, _SCALAR, _SCALAR, holders)
             owned = named.owned
-            self.flat.holdings.append(
-                Holding(tensor.detach(), (piece,), Kind.OPTIMIZER, owned.synchronized, owned.owners)
-            )
+            kept_equal = owned.synchronized, owned.owners
+            holding = Holding(tensor.detach(), (piece,), Kind.OPTIMIZER, *kept_equal, True)
+            (self.flat.holdings if holders else self.flat.witnesses).append(holding)
+
+    def holders_of_scalars(self, owned: Owned, member: LogicalTensor) -> tuple[int, ...]:
+        """The ranks that have a scalar of `member` for storing; none when this one is not among
+        them.
+        """
+        first = first_piece(owned, member.fqn)
+        if first is not None:
+            return first.holders
+        # Nobody has the first element of an empty tensor.
+        rank = (owned.owners or (0,))[0]
+        return (rank,) if 0 in member.global_shape and self.ranks.rank == rank else ()
 
     def add_own(self, named: NamedParam, name: str, content: Any) -> None:
         """What this rank has for itself: kept with the parameter's layout."""
@@ -299,7 +307,9 @@ class _Saving:
     ) -> None:
         self.flat.names.append(fqn)
         try:
-            self.flat.holdings.extend(tensor_holdings(fqn, tensor, kind, self.ranks, like=like))
+            self.flat.holdings.extend(
+                tensor_holdings(fqn, tensor, kind, self.ranks, like=like, must_agree=True)
+            )
         except UnsupportedTensor as refused:
             self.flat.problems.append(refused.problem)
 

@@ -57,7 +57,8 @@ class Catalog:
 class FlatState:
     """A state as this rank holds it: memory with pieces, values, and tied names.
 
-    `values` have to be the same on all ranks, `per_rank` is this rank's own. `optimizers` and
+    `values` have to be the same on all ranks, `per_rank` is this rank's own. `witnesses` are what
+    this rank has of tensors that only other ranks store: to be compared. `optimizers` and
     `owned_by_param` (keyed by the id of an object that optimizers know) are for whoever wants to
     know when parameters change.
     """
@@ -68,6 +69,7 @@ class FlatState:
     aliases: dict[str, str]
     optimizers: tuple[torch.optim.Optimizer, ...] = ()
     owned_by_param: Mapping[int, Owned] = field(default_factory=dict)
+    witnesses: Sequence[Holding] = ()
 
 
 class ProblemKind(enum.Enum):

@@ -194,7 +194,6 @@ def _rank(
         values=VALUES,
         keeps_values=rank == 0,
         per_rank=PER_RANK[rank],
-        replica_digests={},
         referenced=division.referenced if division else (),
     )
     return name, data, part

@@ -23,6 +23,7 @@ from ckpt.format.merging import build_manifest, replica_differences, value_diffe
 from ckpt.format.part import (
     Part,
     PartFile,
+    ReplicaColumns,
     TensorRecord,
     assemble,
     decode_part,
@@ -368,13 +369,45 @@ def test_contradictions_between_ranks_are_named() -> None:
         build_manifest(HEADER, SAMPLE.parts[:1])
 
 
+def replicas_of(*items: tuple[str, int, int, int]) -> ReplicaColumns:
+    """Of items: the name of a tensor, a first element, whether ranks must agree, a digest."""
+    index = {tensor.fqn: at for at, tensor in enumerate(sorted(TENSORS))}
+    columns = zip(*((index[fqn], *rest) for fqn, *rest in items), strict=True)
+    *ints, digests = [np.array(column) for column in columns]
+    return ReplicaColumns(*ints, digests.astype(np.uint32))
+
+
 def test_differences_of_replicas_and_values_name_ranks() -> None:
-    parts = edited(1, replica_digests={"bn.mean": 1}, value_digests={"seed": 1})
-    parts[0] = replace(parts[0], replica_digests={"bn.mean": 2})
-    assert "bn.mean" in replica_differences(parts)[0]
+    parts = edited(1, value_digests={"seed": 1})
     texts = value_differences(parts)
     assert len(texts) == 3 and any(t.startswith("groups:") and "absent on 1" in t for t in texts)
-    assert replica_differences(SAMPLE.parts) == value_differences(SAMPLE.parts) == []
+    assert value_differences(SAMPLE.parts) == []
+    assert replica_differences(SAMPLE.parts) == ([], [])
+
+    one = replicas_of(("weight.columns", 0, 0, 7), ("phase", 0, 1, 1), ("weight.columns", 4, 0, 8))
+    other = replicas_of(
+        ("phase", 0, 1, 2), ("weight.columns", 4, 0, 9), ("weight.columns", 8, 0, 7)
+    )
+    parts = edited(1, replicas=other)
+    parts[0] = replace(parts[0], replicas=one)
+    assert [decode_part(encode_part(part)).replicas.digests.tolist() for part in parts] == [
+        [7, 1, 8],
+        [2, 9, 7],
+    ]
+    for known in (parts, [decode_part(encode_part(part)) for part in parts]):
+        ([failure], [warning]) = replica_differences(known)
+        assert failure.startswith("phase: ") and "00000001 on 0; crc32c 00000002 on 1" in failure
+        assert warning.startswith("weight.columns from element 4 on: ")
+
+
+def test_digests_that_do_not_belong_to_the_replicas_are_refused() -> None:
+    part = replace(SAMPLE.parts[0], replicas=replicas_of(("phase", 0, 1, 1)))
+    fewer = replace(part, replicas=part.replicas._replace(digests=np.zeros(0, np.uint32)))
+    with pytest.raises(Corrupt, match="0 digests are not one per replica"):
+        decode_part(encode_part(fewer))
+    beyond = replace(part, replicas=part.replicas._replace(tensor=np.array([len(TENSORS)])))
+    with pytest.raises(Corrupt, match="a replica of tensor"):
+        decode_part(encode_part(beyond))
 
 
 def test_chunks_take_at_most_16_bytes() -> None:
@@ -403,7 +436,6 @@ def manifest_of(chunks: list[StoredChunk], tensors: list[TensorRecord]) -> Manif
         values={},
         keeps_values=True,
         per_rank={},
-        replica_digests={},
     )
     one = HEADER.model_copy(update={"world_size": 1, "block_bytes": 1 << 20})
     return build_manifest(one, [decode_part(encode_part(part))])

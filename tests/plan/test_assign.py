@@ -8,7 +8,7 @@ from collections import defaultdict
 import pytest
 import torch
 
-from ckpt.layout.assign import MIB, Assignment, Item, assign, share_evenly
+from ckpt.layout.assign import COMPARED_NBYTES_MAX, MIB, Assignment, Item, assign, share_evenly
 from ckpt.layout.piece import Holding, Kind, Piece
 from ckpt.layout.region import Box, Region, Span, boxes_of, whole
 
@@ -112,6 +112,23 @@ def test_unsynchronized_replicas_are_written_by_one_and_compared_by_all() -> Non
     assignments = [assign([holding], rank) for rank in range(3)]
     assert [len(a.compared) for a in assignments] == [1, 1, 1]
     assert sum(len(a.shares) for a in assignments) == 1
+
+
+def test_small_pieces_on_which_ranks_must_agree_are_compared_even_where_one_rank_stores_them() -> (
+    None
+):
+    def held(numel: int, *, holders: tuple[int, ...], must_agree: bool) -> Holding:
+        box = Box((0,), (numel,))
+        piece = Piece("moment", (numel,), torch.float32, box, box, holders)
+        kind = Kind.OPTIMIZER
+        return Holding(torch.zeros(numel), (piece,), kind, True, None, must_agree)
+
+    most = COMPARED_NBYTES_MAX // 4
+    for holders in ((0,), (0, 1)):
+        for numel, must_agree in ((most, True), (most + 1, True), (most, False), (0, True)):
+            holding = held(numel, holders=holders, must_agree=must_agree)
+            compared = [(holding, holding.pieces[0])] if (numel, must_agree) == (most, True) else []
+            assert assign([holding], 0).compared == compared
 
 
 def test_pieces_without_elements_are_written_by_nobody() -> None:

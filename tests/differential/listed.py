@@ -84,7 +84,7 @@ def _overlap_equally(theirs: Tensor, ours: Tensor) -> bool:
         return False
     if not theirs.value.numel() or not ours.value.numel():
         return True
-    starts = [part.offset or (0,) * part.value.ndim for part in (theirs, ours)]
+    starts = [_start_after_forward(theirs), ours.offset or (0,) * ours.value.ndim]
     common = [slice(None)] * ours.value.ndim, [slice(None)] * ours.value.ndim
     for dim, sizes in enumerate(zip(theirs.value.shape, ours.value.shape, strict=True)):
         first = max(start[dim] for start in starts)
@@ -93,6 +93,19 @@ def _overlap_equally(theirs: Tensor, ours: Tensor) -> bool:
             common[at][dim] = slice(first - start[dim], max(first, last) - start[dim])
     same = ours.value[tuple(common[1])].to(theirs.value.dtype)
     return bool(torch.equal(theirs.value[tuple(common[0])], same))
+
+
+def _start_after_forward(theirs: Tensor) -> tuple[int, ...]:
+    """Where torch's part begins. Its shards over fewer ranks after a forward are equal cuts of the
+    padded parameter, whatever their DTensor says of rows that do not divide.
+    """
+    start = theirs.offset or (0,) * theirs.value.ndim
+    kind, shape, placements, mesh = theirs.about[:4]
+    if kind != "DTensor" or placements != ("R", "S(0)") or not shape:
+        return start
+    ranks = mesh[0] * mesh[1]
+    number = start[0] // -(-shape[0] // mesh[1])
+    return (-(-shape[0] // ranks) * mesh[0] * number, *start[1:])
 
 
 def _parts(tree: object) -> list[Part]:

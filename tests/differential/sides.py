@@ -531,18 +531,23 @@ class FullySide(Side):
         self.model.set_reshard_after_backward(on, recurse=recurse)
 
     def do_unshard(self) -> Any:
+        """What the modules of the root unit compute with: inner units are not gathered by this."""
         self.model.unshard()
-        # What modules compute with; parameters() gives something else on the two sides.
+        units = [name for name, module in self.model.named_modules() if self._is_unit(module)]
         seen = {}
         for name, _ in self.model.named_parameters():
-            module, attribute = parent_of(self.model, name)
-            seen[name] = getattr(module, attribute).detach().clone()
+            if not any(unit and name.startswith(f"{unit}.") for unit in units):
+                module, attribute = parent_of(self.model, name)
+                seen[name] = getattr(module, attribute).detach().clone()
         self.model.reshard()
         return seen
 
+    def _is_unit(self, module: nn.Module) -> bool:
+        return isinstance(module, self.module.FSDPModule)
+
     def do_reshard(self) -> Any:
         for module in self.model.modules():
-            if isinstance(module, self.module.FSDPModule):
+            if self._is_unit(module):
                 module.reshard()
 
     def do_names(self, summoned: bool) -> Any:
@@ -554,9 +559,7 @@ class FullySide(Side):
     def do_look(self) -> Any:
         return {
             "classes": [type(module).__name__ for module in self.model.modules()],
-            "units": [
-                isinstance(module, self.module.FSDPModule) for module in self.model.modules()
-            ],
+            "units": [self._is_unit(module) for module in self.model.modules()],
         }
 
     def do_full(self) -> Any:

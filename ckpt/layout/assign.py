@@ -137,6 +137,8 @@ def share_evenly(items: Sequence[Item], count: int) -> list[list[tuple[int, int,
     bins: list[list[tuple[int, int, int]]] = [[] for _ in range(count)]
     loads = [0] * count
     by_size = sorted(range(len(items)), key=lambda index: (-items[index].nbytes, index))
+    # What is smaller is not cut: a part has at least 1 MiB, or its request costs more than its
+    # bytes.
     large = [index for index in by_size if items[index].nbytes >= 2 * MIB]
     cuttable = [
         index for index in large if 0 < items[index].unit_nbytes <= items[index].nbytes // 2

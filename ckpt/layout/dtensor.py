@@ -291,6 +291,7 @@ def repeated_over_wider_meshes(owned: Sequence[Owned], ranks: Ranks) -> list[Own
 
 def _widest(names: tuple[str, ...], meshes: dict[tuple[str, ...], Any]) -> Any:
     """The mesh with the most axes that has all axes `names` and more; None when there is none."""
+    # A mesh without names does not say which axes it lacks.
     wider = [other for other in meshes if names and set(names) < set(other)]
     return meshes[max(wider, key=len)] if wider else None
 

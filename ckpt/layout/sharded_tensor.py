@@ -129,6 +129,7 @@ def make_sharded_tensor(
 def _placement(rank: int, device: torch.device) -> str:
     if device.type == "cpu":
         return f"rank:{rank}/cpu"
+    # By the usual rule of one rank per device: nothing says which device another rank uses.
     count = max(torch.get_device_module(device).device_count(), 1)
     return f"rank:{rank}/{device.type}:{rank % count}"
 

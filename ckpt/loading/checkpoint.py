@@ -140,6 +140,7 @@ def _live_entries(store: Store) -> tuple[LiveEntry, ...]:
     try:
         return live_entries(store)
     except NoCheckpoint:
+        # An empty place is where a training is about to save; anything else there is a wrong url.
         if next(iter(store.list("")), None) is None:
             return ()
         raise
@@ -157,6 +158,7 @@ def find_checkpoint(store: Store, step: SupportsIndex | None = None) -> LocatedC
         manifest = decode_manifest(located.data)
     except (Corrupt, UnsupportedFormat) as error:
         raise type(error)(f"{where}: {error}") from error
+    # A step directory has its own step only, whichever was requested.
     if number is not None and manifest.header.step != number:
         raise NoCheckpoint(f"{where} is of step {manifest.header.step}; step {number} is not here")
     check_self_contained(store, located.prefix, manifest)
@@ -355,6 +357,7 @@ def _hint(fqn: str, names: Sequence[str]) -> str:
     close = [name for name in names if name.endswith(f".{fqn}")]
     if not close:
         some = [name for name in names if name.endswith(tail)] or list(names)
+        # Bounded, since every name is compared: a hint must not take seconds.
         close = difflib.get_close_matches(fqn, some[:2000], n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
 
@@ -386,5 +389,6 @@ def _box_of(
             raise IndexError(f"{fqn}: index {item!r} is outside of shape {shape}")
         offset.append(item % total)
         size.append(1)
+        # An integer drops the dim, as in torch; the box keeps it with one element.
         rest.append(0)
     return Box(tuple(offset), tuple(size)), tuple(rest)

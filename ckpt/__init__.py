@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from ckpt.loading.checkpoint import Checkpoint as Checkpoint
     from ckpt.loading.checkpoint import StepInfo as StepInfo
     from ckpt.loading.checkpoint import list_steps as list_steps
-    from ckpt.loading.checkpoint import open_checkpoint as open  # noqa: F401  # another name than there
+    from ckpt.loading.checkpoint import open_checkpoint
     from ckpt.loading.load import LoadReport as LoadReport
     from ckpt.saving.background import PendingSave as PendingSave
     from ckpt.saving.report import SaveReport as SaveReport
@@ -93,6 +93,9 @@ if TYPE_CHECKING:
     from ckpt.tools.verify import VerifyReport as VerifyReport
     from ckpt.tools.verify import verify as verify
     from storage.schemes import register_store as register_store
+
+    # Not `import ... as open`: type checkers hide an import under another name from users.
+    open = open_checkpoint
 
 _HOMES = {
     "Adaptive": "ckpt.service.policies",

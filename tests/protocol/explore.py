@@ -205,7 +205,8 @@ def explore(
     `outside()` are the things by name that somebody else may do at this moment of a run. With it,
     actors stop where they read the log, too.
     """
-    runs, prefix = 0, []
+    runs = 0
+    prefix: list[int] = []
     with ThreadPoolExecutor(8) as pool:
         while True:
             store, choices = make(), Choices(prefix, budget)

@@ -11,6 +11,7 @@ import signal
 import socket
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ class Ranks:
         self.calls = [0] * size
         self.called = [self.now] * size
         self.ledgers = [
-            Ledger(self.board, r, size, lambda r=r: self.status(r), lambda: self.now)
+            Ledger(self.board, r, size, partial(self.status, r), lambda: self.now)
             for r in range(size)
         ]
         self.said: list[dict[tuple[int, str], Concern]] = [{} for _ in range(size)]

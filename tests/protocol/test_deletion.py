@@ -34,7 +34,7 @@ from storage import open_store
 from storage.errors import AccessDeniedError, NoSpaceError
 from storage.local import LocalStore
 from storage.memory import MemoryStore
-from storage.store import Store
+from storage.store import ByteRange, Store
 from storage.wrap import WrappedStore
 
 
@@ -86,9 +86,9 @@ def test_the_manifest_is_read_only_where_a_name_is_not_ours() -> None:
     class Counting(WrappedStore):
         got: list[str]
 
-        def get(self, key: str) -> bytes:
+        def get(self, key: str, byte_range: ByteRange | None = None) -> bytes:
             self.got.append(key)
-            return super().get(key)
+            return super().get(key, byte_range)
 
     store = Counting(MemoryStore())
     manifest = step_prefix(1, "e000001-00000000000000aa") + MANIFEST_NAME
@@ -143,7 +143,7 @@ def _records(root: Path) -> list[Any]:
 
 def test_a_failed_attempt_behind_a_link_stays(tmp_path: Path) -> None:
     root = tmp_path / "run"
-    session = Session.claim(LocalStore(root))
+    session = Session.claim(LocalStore(str(root)))
     attempt = session.new_attempt()
     session.store.put_if_absent(step_prefix(1, attempt) + MANIFEST_NAME, b"x")
     elsewhere = _linked(root, root / step_prefix(1, attempt))

@@ -10,6 +10,7 @@ import torch
 
 import ckpt
 import ckpt.api
+from ckpt.saving import staging
 from storage.local import LocalStore
 
 
@@ -67,7 +68,7 @@ def test_an_interrupted_background_save_leaves_nothing_to_the_next_one(
     """Ctrl-C reaches the call while it copies, before or after the copy has been handed on."""
     root = tmp_path / "run"
     ckpt.save(_state(1), str(root), step=1)
-    real = ckpt.api.stage
+    real = staging.stage
 
     def interrupted(*args: Any, **kwargs: Any) -> Any:
         if is_staged:

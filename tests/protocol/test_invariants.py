@@ -139,7 +139,11 @@ def test_i3_the_latest_is_the_newest_of_a_line(monkeypatch: pytest.MonkeyPatch) 
     store = log_of(CLAIM, COMMIT_A, COMMIT_B, imported)
     assert check_latest(store) == []
     for wrong in (0, 2):
-        monkeypatch.setattr(LogState, "latest", property(lambda state, at=wrong: state.live[at]))
+
+        def latest(state: LogState, index: int = wrong) -> LiveEntry:
+            return state.live[index]
+
+        monkeypatch.setattr(LogState, "latest", property(latest))
         assert "I3: latest is" in check_latest(store)[0]
 
 

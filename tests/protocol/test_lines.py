@@ -7,6 +7,7 @@ module state; the log says which line every commit is of.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -162,10 +163,10 @@ def root(tmp_path: Path) -> str:
     return str(tmp_path / "run")
 
 
-def imported(root: str, tmp_path: Path, **how: int) -> str:
+def imported(root: str, tmp_path: Path, step: int = 0) -> str:
     source = tmp_path / "other.safetensors"
     save_file({"x": torch.full((3,), -1.0)}, source)
-    return import_checkpoint(str(source), root, **how).attempt
+    return import_checkpoint(str(source), root, step=step).attempt
 
 
 def test_import_into_a_training_never_becomes_what_it_resumes(root: str, tmp_path: Path) -> None:
@@ -260,8 +261,9 @@ def test_copied_root_keeps_its_lines(root: str, tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 def test_dcp_plugin_goes_on_with_the_line_that_it_has_read(root: str) -> None:
-    import torch.distributed.checkpoint as dcp
+    import torch.distributed.checkpoint
 
+    dcp: Any = torch.distributed.checkpoint
     state = {"x": torch.zeros(3)}
     for step in (1, 2):
         dcp.save(state, storage_writer=ckpt.DcpWriter(root, step=step), no_dist=True)

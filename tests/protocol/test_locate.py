@@ -40,18 +40,18 @@ def test_a_manifest_that_is_not_the_committed_one_is_refused(
     path = manifest_of(root, 2)
     path.write_bytes(change(path.read_bytes()))  # type: ignore[operator]
     with pytest.raises(Corrupt, match=f"{MANIFEST_NAME}.*({problem}).*ckpt salvage --step 2"):
-        locate(LocalStore(root))
-    assert locate(LocalStore(root), 1).entry is not None
+        locate(LocalStore(str(root)))
+    assert locate(LocalStore(str(root)), 1).entry is not None
 
 
 def test_a_manifest_that_is_gone_is_told_from_a_step_that_never_was(root: Path) -> None:
     manifest_of(root, 2).unlink()
     with pytest.raises(Corrupt, match="is missing, although step 2 is committed"):
-        locate(LocalStore(root))
+        locate(LocalStore(str(root)))
     with pytest.raises(NoCheckpoint, match="has no step 3; it has 2 steps: 1, 2"):
-        locate(LocalStore(root), 3)
+        locate(LocalStore(str(root)), 3)
     with pytest.raises(NoCheckpoint, match="no live checkpoint e000001-0: it was retired"):
-        locate(LocalStore(root), attempt="e000001-0")
+        locate(LocalStore(str(root)), attempt="e000001-0")
 
 
 def test_keys_of_files_are_in_the_step_or_in_the_one_that_they_name() -> None:

@@ -82,7 +82,7 @@ class Scripted(WrappedStore):
 class Overwriting(WrappedStore):
     """Accepts the condition and overwrites all the same, as rclone's S3 server does."""
 
-    exclusive_create = ExclusiveCreate.CONDITIONAL  # type: ignore[assignment]
+    exclusive_create = ExclusiveCreate.CONDITIONAL
 
     def put_if_absent(self, key: str, data: bytes) -> None:
         self.inner.delete(key)
@@ -90,7 +90,7 @@ class Overwriting(WrappedStore):
 
 
 class CheckThenWrite(WrappedStore):
-    exclusive_create = ExclusiveCreate.NONE  # type: ignore[assignment]
+    exclusive_create = ExclusiveCreate.NONE
 
 
 def test_first_claim_makes_a_root_and_saves_are_found() -> None:
@@ -138,7 +138,8 @@ def test_unanswered_commit_is_unknown_until_the_same_slot_answers() -> None:
     store.script = ["late", "lost", "lost"]
     with pytest.raises(OutcomeUnknown, match="COMMIT of e000001"):
         save(session, 1)
-    assert session.unsettled is not None
+    first_attempt = session.unsettled
+    assert first_attempt is not None
     store.script = ["lost"] * 3
     with pytest.raises(OutcomeUnknown):
         save(session, 2)
@@ -253,7 +254,7 @@ def test_store_that_cannot_refuse_a_second_writer_is_refused(
 
 def test_honest_conditional_store_is_accepted() -> None:
     store = CheckThenWrite(MemoryStore())
-    store.exclusive_create = ExclusiveCreate.CONDITIONAL  # type: ignore[misc]
+    store.exclusive_create = ExclusiveCreate.CONDITIONAL
     assert claim(store).epoch == 1
 
 

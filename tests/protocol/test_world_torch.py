@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -158,17 +159,20 @@ def _killed_in(what: str, victim: int) -> tuple[int, str]:
     if world.rank == victim:
         time.sleep(0.3)  # die while the others wait
         _die()
-    calls = {
+
+    def agreed(phase: str, call: Callable[[], object]) -> None:
+        call()
+        world.agree(phase, None)
+
+    calls: dict[str, Callable[[], object]] = {
         "gather": lambda: world.gather("parts", b""),
-        "gather_to_coordinator": lambda: (
-            world.gather_to_coordinator("parts", b""),
-            world.agree("parts", None),
+        "gather_to_coordinator": lambda: agreed(
+            "parts", lambda: world.gather_to_coordinator("parts", b"")
         ),
-        "broadcast": lambda: (
-            world.broadcast("plan", b"" if world.rank == 0 else None),
-            world.agree("x", None),
+        "broadcast": lambda: agreed(
+            "x", lambda: world.broadcast("plan", b"" if world.rank == 0 else None)
         ),
-        "all_to_all": lambda: (_exchange(world), world.agree("x", None)),
+        "all_to_all": lambda: agreed("x", lambda: _exchange(world)),
     }
     heard = _heard(world, calls[what])
     assert _heard(world, lambda: world.gather("again", b""))[0] == victim
@@ -248,18 +252,19 @@ def test_ranks_on_different_paths_are_an_error_of_both() -> None:
 
 def _store_host_dies(scratch: str) -> tuple[int, str] | None:
     """Like torchrun with rank 0 as the host of the TCPStore. The system chooses the port."""
+    store_class: Any = dist.TCPStore  # type: ignore[attr-defined]  # torch hides it from checkers
     rank = int(os.environ["RANK"])
     port_file = Path(scratch) / "port"
     timeout = timedelta(seconds=30)
     if rank == 0:
-        store = dist.TCPStore("127.0.0.1", 0, 3, True, timeout=timeout, wait_for_workers=False)
+        store = store_class("127.0.0.1", 0, 3, True, timeout=timeout, wait_for_workers=False)
         (Path(scratch) / "aside").write_text(str(store.port))
         (Path(scratch) / "aside").rename(port_file)
     else:
         while not port_file.exists():
             time.sleep(0.01)
         port = int(port_file.read_text())
-        store = dist.TCPStore("127.0.0.1", port, 3, False, timeout=timeout)
+        store = store_class("127.0.0.1", port, 3, False, timeout=timeout)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=3, timeout=timeout)
     world = TorchWorld()
     world.gather("start", b"")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import mmap
 import os
 import resource
@@ -11,7 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -123,11 +124,12 @@ def test_a_read_only_disk_denies_access(small_disk: Path) -> None:
     store = LocalStore(str(small_disk))
     store.put_if_absent("a", b"x")
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
-    for write in (
+    writes: tuple[Callable[[], object], ...] = (
         lambda: store.put_if_absent("b", b"x"),
         lambda: write_object(store, "d/b", b"x", part_nbytes=4096),
         lambda: store.delete("a"),
-    ):
+    )
+    for write in writes:
         with pytest.raises(AccessDeniedError, match="give this user the right"):
             write()
     assert store.get("a") == b"x"
@@ -165,9 +167,9 @@ def test_direct_writes_are_right_with_any_filesystem_and_any_buffers(
 
 def _refuse(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     def direct_is_on(fd: int) -> bool:
-        return bool(real_fcntl(fd, file_io_module.fcntl.F_GETFL) & os.O_DIRECT)
+        return bool(real_fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
 
-    def fcntl(fd: int, command: int, argument: int = 0) -> int:
+    def without_direct(fd: int, command: int, argument: int = 0) -> int:
         if argument & os.O_DIRECT:
             raise OSError(errno.EINVAL, "no O_DIRECT here")
         return int(real_fcntl(fd, command, argument))
@@ -180,11 +182,11 @@ def _refuse(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     def allocate(fd: int, nbytes: int) -> None:
         raise OSError(errno.EOPNOTSUPP, "no fallocate here")
 
-    real_fcntl, real_pwrite = file_io_module.fcntl.fcntl, os.pwrite
+    real_fcntl, real_pwrite = fcntl.fcntl, os.pwrite
     if call == "fcntl":
-        monkeypatch.setattr(file_io_module.fcntl, "fcntl", fcntl)
+        monkeypatch.setattr(fcntl, "fcntl", without_direct)
     elif call == "pwrite":
-        monkeypatch.setattr(file_io_module.os, "pwrite", pwrite)
+        monkeypatch.setattr(os, "pwrite", pwrite)
     elif call == "fallocate":
         monkeypatch.setattr(file_io_module, "allocate", allocate)
 
@@ -193,7 +195,7 @@ def test_short_direct_writes_are_continued(tmp_path: Path, monkeypatch: pytest.M
     """A kernel may take part of a write, of an odd length; the rest must start aligned again."""
     real_pwrite = os.pwrite
     monkeypatch.setattr(
-        file_io_module.os,
+        os,
         "pwrite",
         lambda fd, data, offset: (
             real_pwrite(fd, data[:8192], offset) - (100 if len(data) > 8192 else 0)
@@ -215,7 +217,7 @@ def test_short_writes_and_reads_are_continued(
 ) -> None:
     """System calls that move 1000 bytes at most, across the borders of buffers."""
     real_pwritev, real_preadv = os.pwritev, os.preadv
-    patched = file_io_module.os
+    patched = os
     monkeypatch.setattr(
         patched, "pwritev", lambda fd, v, offset: real_pwritev(fd, [v[0][:1000]], offset)
     )
@@ -240,7 +242,7 @@ def test_without_link_a_rename_that_does_not_replace_is_used(
     def no_link(*_: object) -> None:
         raise OSError(errno.EPERM, "no links here")
 
-    monkeypatch.setattr(local_module.os, "link", no_link)
+    monkeypatch.setattr(os, "link", no_link)
     store.put_if_absent("a/b", b"first")
     with pytest.raises(KeyExistsError):
         store.put_if_absent("a/b", b"second")
@@ -256,7 +258,7 @@ def test_with_neither_link_nor_rename_writing_is_refused(
     def unsupported(*_: object) -> None:
         raise OSError(errno.EOPNOTSUPP, "not here")
 
-    monkeypatch.setattr(local_module.os, "link", unsupported)
+    monkeypatch.setattr(os, "link", unsupported)
     monkeypatch.setattr(local_module, "rename_without_replacing", unsupported)
     with pytest.raises(StorageError, match="could overwrite each other"):
         store.put_if_absent("a", b"x")
@@ -274,7 +276,7 @@ def test_a_repeated_link_of_nfs_counts_as_ours(
         real_link(source, target)
         raise FileExistsError(errno.EEXIST, "repeated", target)
 
-    monkeypatch.setattr(local_module.os, "link", link)
+    monkeypatch.setattr(os, "link", link)
     store.put_if_absent("a", b"x")
     assert all_files(tmp_path) == ["root/a"]
 
@@ -291,7 +293,7 @@ def test_hard_links_of_others_do_not_make_two_writers_win(
         real_link(source, others / os.path.basename(source))
         real_link(source, target)
 
-    monkeypatch.setattr(local_module.os, "link", link)
+    monkeypatch.setattr(os, "link", link)
     with pytest.raises(KeyExistsError):
         store.put_if_absent("a", b"second")
     with pytest.raises(KeyExistsError):
@@ -346,7 +348,7 @@ def test_a_link_without_an_answer_makes_the_outcome_unknown(
         raise OSError(code, os.strerror(code))
 
     with monkeypatch.context() as patch:
-        patch.setattr(local_module.os, "link", link)
+        patch.setattr(os, "link", link)
         with pytest.raises(OutcomeUnknownError, match="create k"):
             store.put_if_absent("k", b"v")
     if is_done:
@@ -364,7 +366,7 @@ def test_an_object_whose_other_name_stays_is_there_all_the_same(
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     with monkeypatch.context() as patch:
-        patch.setattr(local_module.os, "unlink", unlink)
+        patch.setattr(os, "unlink", unlink)
         store.put_if_absent("k", b"v")
         write_object(store, "w", b"v", part_nbytes=1)
     assert [info.key for info in store.list("")] == ["k", "w"]
@@ -436,7 +438,7 @@ def test_many_small_reads_open_a_file_once(
         opened.append(path)
         return real_open(path, *rest)
 
-    monkeypatch.setattr(file_io_module.os, "open", count)
+    monkeypatch.setattr(os, "open", count)
     target = memoryview(bytearray(4))
     for i in range(4000):
         store.get_into(f"f{i % 3}", i % 190, [target])

@@ -189,7 +189,7 @@ def test_answers_of_a_server_become_errors_by_what_to_do_next(
     """Feed botocore's errors to the translation, for a read and for a conditional write."""
     store = S3Store("bucket", "run", options={}, retry=QUICK)
     answer = {"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status}}
-    error = boto.ClientError(answer, "Method")  # type: ignore[arg-type]
+    error = boto.ClientError(answer, "Method")
     assert type(translated(error, store.url, "read", "a", True)) is expected
     assert type(translated(error, store.url, "create", "a", False)) is expected_of_put
 

@@ -409,37 +409,52 @@ def classes_of_one_name(all_sources: Iterable[Source]) -> list[str]:
     ]
 
 
-# Words that were retired, and what replaced them: see the glossary in ARCHITECTURE.md.
+# Words that were retired, and what replaced them (the glossary in ARCHITECTURE.md). They stand in
+# no identifier, alone or as a part of one.
 RETIRED = {
     "told": "reported, notified, or the name of what is sent",
     "telling": "history, report",
     "glance": "fingerprint",
     "council": "agreement",
     "wish": "proposal, request",
-    "twin": "duplicate",
+    "wishes": "proposals, requests",
+    "twin": "duplicate; in tests, unsharded",
+    "twins": "duplicates",
     "lead": "coordinator",
     "seat": "membership, or the name of what it holds",
     "weighing": "nbytes_of",
     "relaying": "relay",
 }
 
+# Words that say nothing alone (`found = f()`) and are fine as a part (`read_at`).
+RETIRED_ALONE = {
+    "found": "the name of the thing: problems, matches, copies, state_dict",
+    "at": "the name of the position: index, offset, rank, path, nth",
+}
+
+
+def identifiers(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Every name that this file gives or uses: of classes, functions, arguments, variables."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.lineno, node.name
+        elif isinstance(node, ast.arg):
+            yield node.lineno, node.arg
+        elif isinstance(node, ast.Name):
+            yield node.lineno, node.id
+        elif isinstance(node, ast.Attribute):
+            yield node.lineno, node.attr
+
 
 def retired_words(source: Source) -> list[str]:
     """Identifiers that have a retired word in them."""
     problems = set()
-    for node in ast.walk(source.tree):
-        names = []
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            names = [node.name]
-        elif isinstance(node, ast.arg):
-            names = [node.arg]
-        elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
-            names = [node.id if isinstance(node, ast.Name) else node.attr]
-        for name in names:
-            words = re.sub(r"([a-z])([A-Z])", r"\1_\2", name).lower().split("_")
-            for word in {*words} & RETIRED.keys():
-                line = getattr(node, "lineno", 0)
-                problems.add(f"{source.path}:{line}: {name}: {word} is now {RETIRED[word]}")
+    for line, name in identifiers(source.tree):
+        alone = name.strip("_").lower()
+        words = {*re.sub(r"([a-z])([A-Z])", r"\1_\2", name).lower().split("_")} & RETIRED.keys()
+        for word in words | ({alone} & RETIRED_ALONE.keys()):
+            instead = (RETIRED | RETIRED_ALONE)[word]
+            problems.add(f"{source.path}:{line}: {name}: {word} is now {instead}")
     return sorted(problems)
 
 
@@ -559,6 +574,12 @@ def test_sources_keep(rule: Callable[[Source], list[str]]) -> None:
     assert not problems, "\n" + "\n".join(problems)
 
 
+def test_retired_words_do_not_come_back_in_tests() -> None:
+    folders = ("tests", "examples", "benchmarks")
+    problems = [text for source in sources(*folders) for text in retired_words(source)]
+    assert not problems, "\n" + "\n".join(problems)
+
+
 def test_no_file_imports_itself_around_a_corner() -> None:
     assert circles(arrows(sources(*PACKAGES))) == []
 
@@ -630,6 +651,8 @@ def test_packages_say_that_they_are_typed() -> None:
         (long_module, "ckpt/x.py", "x = 1\n" * 601, "601 lines"),
         (retired_words, "ckpt/x.py", "def _gather_told(): ...", "told is now reported"),
         (retired_words, "ckpt/x.py", "class StepCouncil: ...", "council is now agreement"),
+        (retired_words, "ckpt/x.py", "def f(at: int): ...", "at is now the name of"),
+        (retired_words, "tests/x.py", "_found = f()", "found is now the name of"),
         (long_functions, "ckpt/x.py", "def f():\n" + "    x = 1\n" * 61, "f has 61 lines"),
     ],
 )

@@ -311,11 +311,11 @@ def share_of(tensors: Mapping[str, SourceTensor], rank: int, size: int) -> list[
     total = sum(info.nbytes for info in tensors.values())
     low, high = (total * share // size for share in (rank, rank + 1))
     chunks = []
-    at = 0
+    offset = 0
     for fqn in sorted(tensors):
         info = tensors[fqn]
-        start, stop = (_cut(edge - at, info.nbytes) for edge in (low, high))
-        at += info.nbytes
+        start, stop = (_cut(edge - offset, info.nbytes) for edge in (low, high))
+        offset += info.nbytes
         if start < stop:
             itemsize = DTYPES[info.dtype].itemsize
             region: Region = Span(start // itemsize, stop // itemsize)

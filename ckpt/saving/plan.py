@@ -91,7 +91,7 @@ class SavePlan:
         return self.of_memory.once("compared", self._compared_columns)
 
     def _compared_columns(self) -> tuple[Int64s, Int64s, Int64s]:
-        index = {tensor.fqn: at for at, tensor in enumerate(sorted(self.tensors))}
+        index = {tensor.fqn: number for number, tensor in enumerate(sorted(self.tensors))}
         return (
             int64s([index[piece.fqn] for _, piece in self.compared]),
             int64s([region_start(piece.region, piece.global_shape) for _, piece in self.compared]),

@@ -36,8 +36,8 @@ class Rest:
         """`state`, which ranks share, and a copy of this rank's own, in the order of the groups."""
         names = [name for group in self.groups for name in group["params"]]
         own = {name: copied(self.state[name], to_cpu=to_cpu) for name in self.state}
-        found = {**state, **own}
-        return {name: found[name] for name in names if name in found}
+        both = {**state, **own}
+        return {name: both[name] for name in names if name in both}
 
     def copied_groups(self) -> list[dict[str, Any]]:
         """The groups with copies of what is in them."""
@@ -83,8 +83,8 @@ def separate(view: Any, described: Described) -> Rest:
             names += [member.fqn for member in source.members]
             if not is_beside(source):
                 shared.append(param)
-            elif found := view.state.pop(param, None):
-                state[names[-1]] = found
+            elif own_state := view.state.pop(param, None):
+                state[names[-1]] = own_state
         options = {key: item for key, item in group.items() if key not in NAME_KEYS}
         groups.append({"params": names, **options})
     view.param_groups = [{"params": shared}]

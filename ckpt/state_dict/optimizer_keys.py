@@ -52,13 +52,13 @@ def nested(state_dict: Mapping[str, Any], params: Collection[str]) -> Mapping[st
         head, name = split_state_name(rest, known) or _last_part(rest)
         (state if kind == "state" else hyper).setdefault(head, {})[name] = content
     groups: list[dict[str, Any]] = []
-    for param, found in hyper.items():
+    for param, options in hyper.items():
         for group in groups:
-            if _same_hyper({k: v for k, v in group.items() if k != "params"}, found):
+            if _same_hyper({k: v for k, v in group.items() if k != "params"}, options):
                 group["params"].append(param)
                 break
         else:
-            groups.append({**found, "params": [param]})
+            groups.append({**options, "params": [param]})
     return {"state": state, "param_groups": groups}
 
 

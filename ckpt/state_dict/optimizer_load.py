@@ -161,8 +161,8 @@ class OptimizerLoad:
                 + self.call.moves(rename="", leave="leave it out")
                 for name in extra
             ]
-        for at, target in enumerate(self.targets):
-            problems += self.bind_one(self.optimizers[at], target, strict)
+        for index, target in enumerate(self.targets):
+            problems += self.bind_one(self.optimizers[index], target, strict)
         if problems:
             raise Mismatch(problems)
 
@@ -187,8 +187,8 @@ class OptimizerLoad:
         )
         names = Names(catalog, None, None, self.call)
         names.aliases = self.described.aliases
-        if found := refusals(PATH, optimizer, self.described, self.ranks):
-            return found
+        if problems := refusals(PATH, optimizer, self.described, self.ranks):
+            return problems
         self.bound.append(bind_optimizer(PATH, target, self.described, names, self.ranks))
         self.loaded.append(names)
         tolerated = (ProblemKind.MISSING, ProblemKind.UNEXPECTED)
@@ -244,15 +244,17 @@ class OptimizerLoad:
 
         What units manage and no group lists is named in the log.
         """
-        found = [{**group, "params": [*group["params"]]} for group in groups]
-        listed = {name for group in found for name in group["params"]}
+        completed = [{**group, "params": [*group["params"]]} for group in groups]
+        listed = {name for group in completed for name in group["params"]}
         for source in self.described.params:
             param = source.owned.param
             absent = [m.fqn for m in source.members if listed.isdisjoint(self.spellings(m.fqn))]
             if not absent or is_beside(source) or not self.is_optimized(param):
                 continue
             spelled = set(self.spellings_of(param))
-            home = next((group for group in found if not spelled.isdisjoint(group["params"])), None)
+            home = next(
+                (group for group in completed if not spelled.isdisjoint(group["params"])), None
+            )
             if home is not None:
                 home["params"] += absent
             logger.warning(
@@ -261,7 +263,7 @@ class OptimizerLoad:
                 ", ".join(absent),
                 "out what the optimizer has of it" if home is None else "zeros in its place",
             )
-        return found
+        return completed
 
     def is_optimized(self, param: torch.Tensor) -> bool:
         """Whether an optimizer has this parameter."""
@@ -321,12 +323,14 @@ class OptimizerLoad:
         id_of = {id(param): number for number, param in enumerate(params)}
         target = self.targets[0]
         state: dict[Any, Any] = {
-            id_of[id(param)]: found for param in params if (found := target.state.get(param))
+            id_of[id(param)]: state_of_param
+            for param in params
+            if (state_of_param := target.state.get(param))
         }
         for param in params:
             for name in self.names_of(param):
-                if found := self.given.beside.get(name):
-                    state[id_of[id(param)]] = found
+                if state_of_param := self.given.beside.get(name):
+                    state[id_of[id(param)]] = state_of_param
         state.update(self.given.user)
         result: dict[str, Any] = {"state": state}
         if self.groups is not None:

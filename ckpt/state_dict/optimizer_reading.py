@@ -77,8 +77,8 @@ class DictReader:
             )
         key_of = self.key_names(state_dict, known, read.problems)
         groups = [
-            self.read_group(at, group, key_of, read)
-            for at, group in enumerate(state_dict.get("param_groups", ()))
+            self.read_group(index, group, key_of, read)
+            for index, group in enumerate(state_dict.get("param_groups", ()))
         ]
         if "param_groups" in state_dict:
             read.values[GROUPS] = groups
@@ -131,13 +131,13 @@ class DictReader:
         return numbered
 
     def read_group(
-        self, at: int, group: Mapping[str, Any], key_of: Mapping[Any, str], read: GivenState
+        self, index: int, group: Mapping[str, Any], key_of: Mapping[Any, str], read: GivenState
     ) -> dict[str, Any]:
         hyper = {key: item for key, item in group.items() if key not in NAME_KEYS}
         params = [key_of[key] for key in group["params"] if key in key_of]
         if self.keeps_own:
             return {"params": params, **copy.deepcopy(hyper)}
-        value, tensors = split_tree(hyper, f"{GROUPS}.{at}", read.problems)
+        value, tensors = split_tree(hyper, f"{GROUPS}.{index}", read.problems)
         for fqn, tensor in tensors:
             self.hold(read, fqn, tensor, None)
         return {"params": params, **(value or {})}
@@ -214,6 +214,6 @@ def _tells_layout(content: Any) -> bool:
 
 
 def _digest(tensor: torch.Tensor) -> bytes:
-    found = hashlib.sha256(repr((tensor.dtype, tuple(tensor.shape))).encode())
-    found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return found.digest()
+    digest = hashlib.sha256(repr((tensor.dtype, tuple(tensor.shape))).encode())
+    digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.digest()

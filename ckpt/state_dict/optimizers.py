@@ -144,28 +144,28 @@ def take_optimizer(
         return {}
     groups = taken.values[GROUPS]
     names = [name for group in groups for name in group["params"]]
-    found: dict[str, Any] = {"state": _state(names, tensors, taken.values)}
+    result: dict[str, Any] = {"state": _state(names, tensors, taken.values)}
     if taken.rest is not None:
         to_cpu = output.offload_to_cpu
-        found["state"] = taken.rest.added_to(found["state"], to_cpu=to_cpu)
+        result["state"] = taken.rest.added_to(result["state"], to_cpu=to_cpu)
     for key, value in taken.user.items():
         logger.warning("state %r belongs to no parameter; it is handed on as it is", key)
-        found["state"][key] = value
+        result["state"][key] = value
     if taken.own:
-        found[OWN] = {}
+        result[OWN] = {}
     for own in taken.own.values():
         content = own.content(to_cpu=output.offload_to_cpu)
-        found["state"].setdefault(own.param, {})[own.name] = content
+        result["state"].setdefault(own.param, {})[own.name] = content
         described_as = {key: own.entry[key] for key in OWN_KEYS}
-        found[OWN].setdefault(own.param, {})[own.name] = described_as
+        result[OWN].setdefault(own.param, {})[own.name] = described_as
     if taken.has_groups and taken.rest is not None:
-        found["param_groups"] = taken.rest.copied_groups()
+        result["param_groups"] = taken.rest.copied_groups()
     elif taken.has_groups:
-        found["param_groups"] = [
+        result["param_groups"] = [
             {**join_tree(group, tensors.__getitem__), "params": list(group["params"])}
             for group in groups
         ]
-    return found
+    return result
 
 
 def _taken(

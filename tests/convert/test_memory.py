@@ -165,8 +165,10 @@ def test_bytes_of_tensors_that_are_there_count_and_no_others(tmp_path: Path) -> 
         file.writestr("archive/data.pkl", program)
         file.writestr("archive/data/0", bytes(8 * MIB), zipfile.ZIP_DEFLATED)
     data = lying.read_bytes()
-    at = data.rindex(b"PK\x01\x02")
-    lying.write_bytes(data[: at + 20] + struct.pack("<2I", 8 * MIB, 8 * MIB) + data[at + 28 :])
+    entry = data.rindex(b"PK\x01\x02")
+    lying.write_bytes(
+        data[: entry + 20] + struct.pack("<2I", 8 * MIB, 8 * MIB) + data[entry + 28 :]
+    )
     for path in (put(tmp_path / "none.pt", program), compressed, lying):
         with pytest.raises(ckpt.CheckpointError, match=r"memory_nbytes_max=|outside of the file"):
             open_source(str(path), options)

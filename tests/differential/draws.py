@@ -150,7 +150,7 @@ def paths_of(tree: Tree, kind: str, prefix: str = "") -> list[str]:
     if isinstance(tree, Part):
         return [prefix] if tree.kind == kind else []
     dot = f"{prefix}." if prefix else ""
-    return [path for at, one in enumerate(tree) for path in paths_of(one, kind, f"{dot}{at}")]
+    return [path for index, one in enumerate(tree) for path in paths_of(one, kind, f"{dot}{index}")]
 
 
 def _paths(tree: Tree, prefix: str = "") -> list[str]:

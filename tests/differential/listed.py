@@ -89,8 +89,8 @@ def _overlap_equally(theirs: Tensor, ours: Tensor) -> bool:
     for dim, sizes in enumerate(zip(theirs.value.shape, ours.value.shape, strict=True)):
         first = max(start[dim] for start in starts)
         last = min(start[dim] + size for start, size in zip(starts, sizes, strict=True))
-        for at, start in enumerate(starts):
-            common[at][dim] = slice(first - start[dim], max(first, last) - start[dim])
+        for index, start in enumerate(starts):
+            common[index][dim] = slice(first - start[dim], max(first, last) - start[dim])
     same = ours.value[tuple(common[1])].to(theirs.value.dtype)
     return bool(torch.equal(theirs.value[tuple(common[0])], same))
 
@@ -356,8 +356,8 @@ LISTED: Sequence[Listed] = (
     Listed(
         "`clip_grad_norm_` of a wrapper over tensor-parallel members",
         "a norm of a part of the model is none",
-        matches=lambda draw, op, found: (
-            _is_parallel(draw) and op.name == "clip" and "tensor parallel" in str(found.ours)
+        matches=lambda draw, op, differing: (
+            _is_parallel(draw) and op.name == "clip" and "tensor parallel" in str(differing.ours)
         ),
     ),
     Listed(

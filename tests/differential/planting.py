@@ -34,11 +34,11 @@ def _dropped(original: Any) -> Any:
     """The last rank's gradients do not take part."""
 
     def outgoing(store: Any, grads: Any, form: Any) -> Any:
-        found = original(store, grads, form)
+        grads_out = original(store, grads, form)
         if dist.get_rank() == dist.get_world_size() - 1:
-            for member in found.members:
+            for member in grads_out.members:
                 member.whole.zero_()
-        return found
+        return grads_out
 
     return outgoing
 
@@ -78,9 +78,9 @@ def _swaps_members(original: Any) -> Any:
 
 def _swaps_states(original: Any) -> Any:
     def take(*args: Any, **kwargs: Any) -> Any:
-        found = original(*args, **kwargs)
-        _swapped(found.get("state"))
-        return found
+        taken = original(*args, **kwargs)
+        _swapped(taken.get("state"))
+        return taken
 
     return take
 

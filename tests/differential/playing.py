@@ -259,22 +259,22 @@ def tolerance(draw: Draw, op: Op) -> float:
     then on values are some units in the last place apart, which the optimizers cannot enlarge by
     more than the inverse of their `eps`.
     """
-    before = draw.ops[: 1 + next((at for at, one in enumerate(draw.ops) if one is op), -1)]
-    if not any(_rounds(draw, before, at) for at in range(len(before))):
+    before = draw.ops[: 1 + next((index for index, one in enumerate(draw.ops) if one is op), -1)]
+    if not any(_rounds(draw, before, index) for index in range(len(before))):
         return 0.0
     if draw.dtype == "bfloat16" or draw.precision != "none" or _has_low(before):
         return 0.05
     return 1e-9 if draw.dtype == "float64" and not _converts(before) else 1e-4
 
 
-def _rounds(draw: Draw, ops: Sequence[Op], at: int) -> bool:
+def _rounds(draw: Draw, ops: Sequence[Op], index: int) -> bool:
     """Whether call `at` adds gradients up in another order on the two sides."""
-    if ops[at].name not in ("backward", "train"):
+    if ops[index].name not in ("backward", "train"):
         return False
-    before = [op.name for op in ops[:at] if op.name in ("backward", "zero", "train")]
+    before = [op.name for op in ops[:index] if op.name in ("backward", "zero", "train")]
     is_second = before[-1:] == ["backward"]
     in_other_order = draw.strategy == "NO_SHARD" or draw.precision != "none"
-    return bool(ops[at].args.get("forwards", 1) > 1) or (is_second and in_other_order)
+    return bool(ops[index].args.get("forwards", 1) > 1) or (is_second and in_other_order)
 
 
 def _converts(ops: Sequence[Op]) -> bool:

@@ -18,8 +18,8 @@ from tests.differential.playing import tolerance
 
 
 def _seen(theirs: object, ours: object, where: str = ".local.params.a[0]") -> Difference:
-    (found,) = differences(frozen(theirs), frozen(ours), 0.0, where)
-    return found
+    (difference,) = differences(frozen(theirs), frozen(ours), 0.0, where)
+    return difference
 
 
 def _draw(**changes: object) -> Draw:
@@ -27,8 +27,8 @@ def _draw(**changes: object) -> Draw:
     return dataclasses.replace(drawn(1, 2), tree=tree, **changes)  # type: ignore[arg-type]
 
 
-def _one(draw: Draw, difference: Difference, at: int = -1) -> bool:
-    return listed(draw, draw.ops[at], difference) is not None
+def _one(draw: Draw, difference: Difference, index: int = -1) -> bool:
+    return listed(draw, draw.ops[index], difference) is not None
 
 
 def test_what_is_read_after_a_forward_without_gradients_is_listed_until_the_next_backward() -> None:
@@ -59,8 +59,8 @@ def test_gathered_parameters_are_listed_when_they_have_the_values_of_the_shards(
     for part, meant in (([2.0, 3.0], True), ([2.0, 3.03], False), ([3.0, 2.0], False)):
         about = ("DTensor", (4,), ("S(0)",), (2,), torch.float32)
         shard = Tensor(about, torch.tensor(part), (2,))
-        found = Difference(".local.params.a[0]", "about", "", "", (whole, shard))
-        assert _one(draw, found) is meant
+        difference = Difference(".local.params.a[0]", "about", "", "", (whole, shard))
+        assert _one(draw, difference) is meant
     other = Tensor(("DTensor", (3,), ("S(0)",), (2,), torch.float32), torch.ones(1), (2,))
     assert not _one(draw, Difference(".local.params.a[0]", "about", "", "", (whole, other)))
     for name in ("unshard", "names"):
@@ -99,6 +99,6 @@ def test_values_are_compared_bit_by_bit_until_gradients_are_added_in_another_ord
         (_draw(dtype="float32", precision="bf16", strategy="FULL_SHARD", ops=ops), 2),
         (_draw(dtype="float32", precision="none", strategy="NO_SHARD", ops=ops), 2),
     ):
-        found = [tolerance(draw, op) for op in draw.ops]
-        assert found[:exact] == [0.0] * exact and all(found[exact:])
-        assert max(found) <= 0.05
+        tolerances = [tolerance(draw, op) for op in draw.ops]
+        assert tolerances[:exact] == [0.0] * exact and all(tolerances[exact:])
+        assert max(tolerances) <= 0.05

@@ -371,7 +371,7 @@ def test_contradictions_between_ranks_are_named() -> None:
 
 def replicas_of(*items: tuple[str, int, int, int]) -> ReplicaColumns:
     """Of items: the name of a tensor, a first element, whether ranks must agree, a digest."""
-    index = {tensor.fqn: at for at, tensor in enumerate(sorted(TENSORS))}
+    index = {tensor.fqn: number for number, tensor in enumerate(sorted(TENSORS))}
     columns = zip(*((index[fqn], *rest) for fqn, *rest in items), strict=True)
     *ints, digests = [np.array(column) for column in columns]
     return ReplicaColumns(*ints, digests.astype(np.uint32))
@@ -481,8 +481,8 @@ def test_tensors_of_one_shape_that_are_cut_alike_are_checked_once(
 
     monkeypatch.setattr(coverage, "cover_problem", counting)
     chunks, tensors = [], []
-    for number, at in enumerate((3, 3, 2, 3)):
-        halves = [Box((0, 0), (4, at)), Box((0, at), (4, 6 - at))]
+    for number, cut in enumerate((3, 3, 2, 3)):
+        halves = [Box((0, 0), (4, cut)), Box((0, cut), (4, 6 - cut))]
         tensors.append(TensorRecord(f"w{number}", "int8", (4, 6), 0))
         chunks += [StoredChunk(f"w{number}", "int8", (4, 6), h, h.numel, 0) for h in halves]
     manifest_of(chunks, tensors)

@@ -62,12 +62,12 @@ class Reach:
     def tests_of(self, mutant: Mutant) -> list[str]:
         """The tests that run a line of the statement, quickest first."""
         statement = range(mutant.first, mutant.last + 1)
-        found = [
+        reaching = [
             test
             for test, files in self.lines.items()
             if not set(statement).isdisjoint(files.get(mutant.path, ()))
         ]
-        return sorted(found, key=lambda test: (self.seconds[test], test))
+        return sorted(reaching, key=lambda test: (self.seconds[test], test))
 
 
 class Mutating:
@@ -102,11 +102,11 @@ class Mutating:
             answer = self.folder / "mapped.json"
             answer.unlink(missing_ok=True)
             self._in_fork(lambda some=some, answer=answer: self._map(some, answer), 3600.0, None)
-            found = json.loads(answer.read_text())
-            self.reach.seconds.update(found["seconds"])
-            self.reach.lines.update(found["lines"])
+            learned = json.loads(answer.read_text())
+            self.reach.seconds.update(learned["seconds"])
+            self.reach.lines.update(learned["lines"])
             self.reach.keep()
-            for test in found["failed"]:
+            for test in learned["failed"]:
                 print(f"left out, fails without a change: {test}", flush=True)
             print(f"mapped {first + len(some)} of {len(unknown)} tests", flush=True)
 
@@ -297,24 +297,24 @@ def _digest(packages: Sequence[str]) -> str:
 def _functions_of(packages: Sequence[str]) -> dict[tuple[str, FunctionKey], list[FunctionType]]:
     """The function objects of this process by where they were defined."""
     paths = {str(ROOT / path): path for path in _sources(packages)}
-    found = collections.defaultdict(list)
+    functions = collections.defaultdict(list)
     for thing in gc.get_objects():
         if type(thing) is FunctionType and thing.__code__.co_filename in paths:
             code = thing.__code__
             key = paths[code.co_filename], (code.co_name, code.co_firstlineno)
-            found[key].append(thing)
-    return found
+            functions[key].append(thing)
+    return functions
 
 
 def _drawn(packages: Sequence[str], count: int, seed: int) -> list[Mutant]:
     """`count` mutants of each package. A higher count adds to those of a lower one."""
-    found = []
+    drawn = []
     for package in packages:
         every = [mutant for path in _sources([package]) for mutant in mutants_of(ROOT, path)]
         random.Random(f"{seed}:{package}").shuffle(every)
         print(f"{package}: {min(count, len(every))} of {len(every)} mutants", flush=True)
-        found += every[:count]
-    return found
+        drawn += every[:count]
+    return drawn
 
 
 def main() -> int:

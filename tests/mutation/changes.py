@@ -86,7 +86,7 @@ class _Change(NamedTuple):
 def mutants_of(root: Path, path: str) -> list[Mutant]:
     """All changes of one file, in a fixed order. `path` is relative to `root`."""
     tree = ast.parse((root / path).read_text())
-    found = []
+    mutants = []
     for number, (function, statement, change) in enumerate(_changes(tree)):
         before = _one_line(statement)
         old = change.swap(change.new)
@@ -94,8 +94,8 @@ def mutants_of(root: Path, path: str) -> list[Mutant]:
         change.swap(old)
         first, last = _lines(statement)
         key = _key(function)
-        found.append(Mutant(path, number, change.kind, key, first, last, before, after))
-    return found
+        mutants.append(Mutant(path, number, change.kind, key, first, last, before, after))
+    return mutants
 
 
 def code_of(root: Path, mutant: Mutant) -> CodeType:

@@ -48,8 +48,8 @@ def test_digests_are_of_the_elements_in_order(
         monkeypatch.setattr(compared, "is_plain_memory", lambda view: False)
         monkeypatch.setattr(compared, "_is_on_host", lambda view: False)
         monkeypatch.setattr(torch, "cat", lambda parts: joins.append(len(parts)) or cat(parts))
-    found = digests_of([held(tensor) for tensor in TENSORS])
-    assert found.tolist() == [crc32c(bytes_of(tensor)) for tensor in TENSORS]
+    digests = digests_of([held(tensor) for tensor in TENSORS])
+    assert digests.tolist() == [crc32c(bytes_of(tensor)) for tensor in TENSORS]
     assert joins == ([len(TENSORS) - 1] if on_device else []), "one copy for all small ones"
 
 

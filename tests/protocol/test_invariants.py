@@ -92,25 +92,25 @@ def test_nothing_is_found_in_an_empty_root() -> None:
 
 
 @pytest.mark.parametrize(
-    ("manifest", "found"),
+    ("manifest", "expected"),
     [(b"abc", None), (None, "is gone"), (b"abx", "is not the manifest"), (b"", "is not the manif")],
 )
-def test_i1_a_manifest_is_there_as_committed(manifest: bytes | None, found: str | None) -> None:
+def test_i1_a_manifest_is_there_as_committed(manifest: bytes | None, expected: str | None) -> None:
     store = log_of(CLAIM, COMMIT_A)
     if manifest is not None:
         store.put_if_absent(A1.prefix + MANIFEST_NAME, manifest)
     violations = check_live_complete(store)
-    assert [text for text in violations if found and found in text] == violations
-    assert len(violations) == (found is not None)
+    assert [text for text in violations if expected and expected in text] == violations
+    assert len(violations) == (expected is not None)
 
 
-@pytest.mark.parametrize(("stored", "found"), [(b"data", 0), (b"dat", 1), (None, 1)])
-def test_i1_files_have_their_lengths(stored: bytes | None, found: int) -> None:
+@pytest.mark.parametrize(("stored", "count"), [(b"data", 0), (b"dat", 1), (None, 1)])
+def test_i1_files_have_their_lengths(stored: bytes | None, count: int) -> None:
     store = log_of(CLAIM, COMMIT_A)
     store.put_if_absent(A1.prefix + MANIFEST_NAME, b"abc")
     if stored is not None:
         store.put_if_absent("file", stored)
-    assert len(check_live_complete(store, files_of=lambda entry, data: [("file", 4)])) == found
+    assert len(check_live_complete(store, files_of=lambda entry, data: [("file", 4)])) == count
 
 
 def test_i2_what_was_acknowledged_is_in_the_log() -> None:
@@ -185,18 +185,19 @@ def test_i5_keys_are_written_once_and_the_log_stays() -> None:
     log = changes_of(store)
     file = A1.prefix + "rank00000-000.safetensors"
 
-    def found(*more: StoreChange) -> int:
+    def violations(*more: StoreChange) -> int:
         return len(check_written_once(store, History(changes=[*log, *more])))
 
     created, deleted = StoreChange("create", file, None), StoreChange("delete", file, None)
-    assert found(created, deleted) == 0
-    assert found(created, created) == 1
-    assert found(created, deleted, created) == 1
+    assert violations(created, deleted) == 0
+    assert violations(created, created) == 1
+    assert violations(created, deleted, created) == 1
     assert (
-        found(*[StoreChange(op, RESERVE_KEY, None) for op in ("create", "delete", "create")]) == 0
+        violations(*[StoreChange(op, RESERVE_KEY, None) for op in ("create", "delete", "create")])
+        == 0
     )
-    assert found(StoreChange("delete", "notes.txt", None)) == 1
-    assert found(StoreChange("create", record_key(2), b"gone")) == 1
+    assert violations(StoreChange("delete", "notes.txt", None)) == 1
+    assert violations(StoreChange("create", record_key(2), b"gone")) == 1
     changed = [log[0], log[1]._replace(data=b"other")]
     assert len(check_written_once(store, History(changes=changed))) == 1
 
@@ -214,7 +215,7 @@ def test_i6_nothing_that_is_needed_is_deleted_and_the_manifest_goes_first() -> N
     def change(one: LiveEntry, name: str = "rank00000-000.safetensors") -> StoreChange:
         return StoreChange("delete", one.prefix + name, None)
 
-    def found(*changes: StoreChange) -> list[str]:
+    def violations(*changes: StoreChange) -> list[str]:
         return check_deletions(History(changes=list(changes)))
 
     def appended(one: Record) -> StoreChange:
@@ -222,16 +223,16 @@ def test_i6_nothing_that_is_needed_is_deleted_and_the_manifest_goes_first() -> N
 
     manifest, data = change(A1, MANIFEST_NAME), change(A1)
     both = (appended(COMMIT_A), appended(COMMIT_B))
-    assert found(*both, appended(record(3, "RETIRE", A, B2)), manifest, data) == []
-    assert "while a live checkpoint needed it" in found(*both, data)[0]
+    assert violations(*both, appended(record(3, "RETIRE", A, B2)), manifest, data) == []
+    assert "while a live checkpoint needed it" in violations(*both, data)[0]
     user = record(2, "COMMIT", B, A1, entry(B, 2, 0, A))
     gone = record(3, "RETIRE", A, entry(B, 2))
-    assert found(appended(user), appended(gone), data) == []
-    assert len(found(appended(user), data)) == 1
-    assert "after other files" in found(data, manifest)[0]
-    assert found(manifest, change(entry(B, 2), MANIFEST_NAME)) == []
-    assert "committed after files of it" in found(data, appended(COMMIT_A))[0]
-    assert found(change(entry(B, 2)), appended(COMMIT_A)) == []
+    assert violations(appended(user), appended(gone), data) == []
+    assert len(violations(appended(user), data)) == 1
+    assert "after other files" in violations(data, manifest)[0]
+    assert violations(manifest, change(entry(B, 2), MANIFEST_NAME)) == []
+    assert "committed after files of it" in violations(data, appended(COMMIT_A))[0]
+    assert violations(change(entry(B, 2)), appended(COMMIT_A)) == []
 
 
 def test_a_recording_store_writes_down_what_took_effect() -> None:
@@ -288,10 +289,15 @@ def test_i9_a_fresh_session_saves_and_loses_nothing(monkeypatch: pytest.MonkeyPa
 
 
 def test_i10_survivors_name_the_dead_rank_in_time() -> None:
-    def found(named: int, seconds: float) -> int:
+    def violations(named: int, seconds: float) -> int:
         return len(check_losses(History(losses=[Loss(2, {0: (named, seconds)})])))
 
-    assert [found(2, 5.0), found(2, 5.1), found(1, 1.0), found(1, 9.0)] == [0, 1, 1, 1]
+    assert [violations(2, 5.0), violations(2, 5.1), violations(1, 1.0), violations(1, 9.0)] == [
+        0,
+        1,
+        1,
+        1,
+    ]
 
 
 def test_i12_a_changed_byte_is_detected_or_harmless() -> None:

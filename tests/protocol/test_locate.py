@@ -44,7 +44,7 @@ def test_a_manifest_that_is_not_the_committed_one_is_refused(
     assert locate(LocalStore(str(root)), 1).entry is not None
 
 
-def test_a_manifest_that_is_gone_is_told_from_a_step_that_never_was(root: Path) -> None:
+def test_a_manifest_that_is_gone_is_no_step_that_never_was(root: Path) -> None:
     manifest_of(root, 2).unlink()
     with pytest.raises(Corrupt, match="is missing, although step 2 is committed"):
         locate(LocalStore(str(root)))

@@ -237,7 +237,7 @@ KINDS = ("shapes", "only on 0", "only on 1", "values", "rates", "rates in tensor
 
 
 def by_rank(name: str, engine: Any, orig: bool) -> list[Any]:
-    found = []
+    outcomes = []
     for kind in KINDS:
         model = around(name, kind, orig=orig)
         optimizer = differing(model, kind)
@@ -249,7 +249,7 @@ def by_rank(name: str, engine: Any, orig: bool) -> list[Any]:
             "given": lambda m, o: engine.optim_state_dict(m, o, o.state_dict()),
         }
         taken = {call: outcome(take, model, optimizer) for call, take in takes.items()}
-        found.append((kind, taken))
+        outcomes.append((kind, taken))
         if not isinstance(taken["full"], dict):
             continue
         fresh = torch.optim.Adam([{"params": g["params"]} for g in optimizer.param_groups])
@@ -266,13 +266,13 @@ def by_rank(name: str, engine: Any, orig: bool) -> list[Any]:
             ready = outcome(load)
             if call == "scatter":  # torch has the groups in the first rank's order
                 ready = {**ready, "param_groups": by_params(ready)}
-                found.append((kind, call, ready))
+                outcomes.append((kind, call, ready))
                 continue
-            found.append((kind, call, ready))
+            outcomes.append((kind, call, ready))
             fresh.load_state_dict(ready)
             again = outcome(takes["full"], model, fresh)
             assert_same(again, taken["full"], f"{orig} {kind} {call}")
-    return found
+    return outcomes
 
 
 def by_params(state: Any) -> list[Any]:
@@ -300,7 +300,7 @@ def without(state: dict[str, Any], names: list[str]) -> dict[str, Any]:
 
 def by_lack(name: str, engine: Any, orig: bool) -> list[Any]:
     """Dicts that lack what a unit manages: all of the inner unit, or of both, or a group."""
-    found = []
+    outcomes = []
     model = wrapped(name, build("uneven"), use_orig_params=orig)
     params = list(model.parameters())
     inner = ["1.0.weight", "1.0.bias", "1.2.weight", "1.2.bias"]
@@ -321,8 +321,8 @@ def by_lack(name: str, engine: Any, orig: bool) -> list[Any]:
                 partial(engine.optim_state_dict_to_load, model, optimizer, lacking),
                 partial(shard, lacking, model, optim_input=given),
             ):
-                found.append((names, outcome(call)))
-    return found
+                outcomes.append((names, outcome(call)))
+    return outcomes
 
 
 def lacks() -> None:

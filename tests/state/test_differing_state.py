@@ -61,8 +61,8 @@ def trained(engine: str, *, fused: bool = False) -> dict[str, Any]:
 
 def first_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Of the first parameter of which this rank has state; the last rank shares it with another."""
-    found = [optimizer.state.get(param) for param in optimizer.param_groups[0]["params"]]
-    return next(state for state in found if state)
+    states = [optimizer.state.get(param) for param in optimizer.param_groups[0]["params"]]
+    return next(state for state in states if state)
 
 
 @contextmanager
@@ -107,18 +107,18 @@ def refused_save(state: dict[str, Any], root: str, step: int, name: str) -> str:
 
 def differing_steps(root: str) -> None:
     for engine in ENGINES:
-        at = f"{root}/{engine}"
+        url = f"{root}/{engine}"
         state = trained(engine, fused=engine in ("fully", "ddp"))
-        ckpt.save(state, at, step=1)
-        ckpt.save(state, at, step=2)
+        ckpt.save(state, url, step=1)
+        ckpt.save(state, url, step=2)
         with on_the_last(state, one_more):
-            text = refused_save(state, at, 3, "step")
+            text = refused_save(state, url, 3, "step")
             last = dist.get_world_size() - 1
             assert text.startswith("optim.state.0.weight.step: ") and "on 0; " in text, text
             assert f" on {last})" in text, text
             assert 'declare_optimizer_state(optimizer, {"step": PerRank(' in text, text
-        ckpt.save(state, at, step=4)
-        assert [info.step for info in ckpt.list_steps(at)] == [1, 2, 4], engine
+        ckpt.save(state, url, step=4)
+        assert [info.step for info in ckpt.list_steps(url)] == [1, 2, 4], engine
 
 
 @pytest.mark.ranks
@@ -189,16 +189,16 @@ def other_state(root: str) -> None:
         model(torch.ones(3, 4)).square().mean().backward()
         optimizer.step()
         state = {"model": model, "optim": optimizer}
-        at = f"{root}/{engine}"
-        ckpt.save(state, at, step=1)
+        url = f"{root}/{engine}"
+        ckpt.save(state, url, step=1)
         for step, name in enumerate(names, start=2):
             shown = {"calls": "calls~int", "nested": "nested.0"}.get(name, name)
             with on_the_last(state, more_of(name)):
-                text = refused_save(state, at, step, shown)
+                text = refused_save(state, url, step, shown)
                 assert f'{{"{name}": PerRank(' in text, text
             for held in optimizer.state.values():
                 held["calls"] = 1
-        ckpt.save(state, at, step=9)
+        ckpt.save(state, url, step=9)
     model = DistributedDataParallel(nn.Linear(2, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.1 + dist.get_rank()))
     with pytest.raises(ckpt.InvalidState, match=r"param_groups\.0\.lr: the ranks have different"):
@@ -212,16 +212,16 @@ def test_numbers_and_small_plain_tensors_that_differ_are_refused(tmp_path: Path)
 
 def really_own(root: str) -> None:
     for engine in ("fully", "flat", "their_orig", "ddp"):
-        at = f"{root}/{engine}"
+        url = f"{root}/{engine}"
         state = trained(engine)
         rank = dist.get_rank()
         for held in state["optim"].state.values():
             held["step"].fill_(10.0 + rank)
         ckpt.declare_optimizer_state(state["optim"], {"step": ckpt.PerRank(None)})
-        ckpt.save(state, at, step=1)
+        ckpt.save(state, url, step=1)
         other = trained(engine)
         ckpt.declare_optimizer_state(other["optim"], {"step": ckpt.PerRank(None)})
-        ckpt.load(other, at)
+        ckpt.load(other, url)
         assert {float(held["step"]) for held in other["optim"].state.values()} == {10.0 + rank}
 
 
@@ -236,17 +236,17 @@ def test_a_step_that_is_declared_each_ranks_own_is_kept_for_each(tmp_path: Path)
 def in_the_background(root: str) -> None:
     for engine in ("fully", "flat", "ddp"):
         state = trained(engine)
-        at = f"{root}/{engine}"
-        ckpt.save(state, at, step=1)
+        url = f"{root}/{engine}"
+        ckpt.save(state, url, step=1)
         pending = None
         with on_the_last(state, one_more):
-            pending = ckpt.async_save(state, at, step=2)
+            pending = ckpt.async_save(state, url, step=2)
         with pytest.raises(ckpt.InvalidState, match="step: the ranks have different values"):
             pending.result()
-        pending = ckpt.async_save(state, at, step=3)
+        pending = ckpt.async_save(state, url, step=3)
         with on_the_last(state, one_more):  # after the call the state is the training's again
             pending.result()
-        assert [info.step for info in ckpt.list_steps(at)] == [1, 3]
+        assert [info.step for info in ckpt.list_steps(url)] == [1, 3]
 
 
 @pytest.mark.ranks

@@ -136,14 +136,14 @@ class _Without(ast.NodeTransformer):
 
 
 def _function(mutant: Mutant) -> FunctionType:
-    found: Any = importlib.import_module(mutant.module)
+    target: Any = importlib.import_module(mutant.module)
     for name in mutant.function:
-        found = inspect.getattr_static(found, name)
-    if isinstance(found, property):
-        found = found.fget
-    found = inspect.unwrap(found)
-    assert isinstance(found, FunctionType), mutant
-    return found
+        target = inspect.getattr_static(target, name)
+    if isinstance(target, property):
+        target = target.fget
+    target = inspect.unwrap(target)
+    assert isinstance(target, FunctionType), mutant
+    return target
 
 
 def _code_of(code: CodeType, path: tuple[str, ...]) -> CodeType:

@@ -39,14 +39,14 @@ class Report(NamedTuple):
 def run_one(who: str, surface: str, name: str) -> Report:
     """Run one scenario on one engine."""
     register()
-    found = SCENARIOS[name]
+    scenario = SCENARIOS[name]
     error = ""
-    with warnings.catch_warnings(), world(found.world):
+    with warnings.catch_warnings(), world(scenario.world):
         warnings.simplefilter("ignore")
         with simulated() as device:
             run = Run(who, surface)
             try:
-                found.body(run)
+                scenario.body(run)
             except Exception:
                 error = traceback.format_exc()
             device.end()

@@ -68,8 +68,8 @@ def _replacements(watching: Watching, made: Device) -> Iterator[tuple[Any, str, 
         return resize(self, nbytes)
 
     def new_start(self: Any) -> int:
-        found = watching.start_of(self)
-        return start(self) if found is None else found
+        known_start = watching.start_of(self)
+        return start(self) if known_start is None else known_start
 
     def new_address(self: Any) -> int:
         return watching.address_of(self) if isinstance(self, FakeTensor) else address(self)

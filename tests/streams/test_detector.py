@@ -278,7 +278,7 @@ def the_input_of_a_collective_freed_on_its_own_stream(right: bool) -> None:
 
 def run_all() -> dict[str, tuple[list[str], list[str]]]:
     """Of each program: what is found when it is right, and when it is wrong."""
-    found = {}
+    texts_by_name = {}
     for name, one in PLANTED.items():
         texts = []
         for right in (True, False):
@@ -286,15 +286,15 @@ def run_all() -> dict[str, tuple[list[str], list[str]]]:
                 one.body(right)
                 device.end()
                 texts.append([str(finding) for finding in device.findings])
-        found[name] = (texts[0], texts[1])
-    return found
+        texts_by_name[name] = (texts[0], texts[1])
+    return texts_by_name
 
 
 @functools.cache
 def results() -> dict[str, tuple[list[str], list[str]]]:
-    (found,) = run_ranks(1, run_all, group=False, timeout_seconds=150)
-    assert isinstance(found, dict)
-    return found
+    (texts_by_name,) = run_ranks(1, run_all, group=False, timeout_seconds=150)
+    assert isinstance(texts_by_name, dict)
+    return texts_by_name
 
 
 @pytest.mark.ranks

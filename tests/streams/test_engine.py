@@ -36,8 +36,8 @@ def keys(who: str, *, soak: bool) -> list[Key]:
 @functools.cache
 def reports(who: str, soak: bool) -> dict[Key, Report]:
     runs = keys(who, soak=soak)
-    (found,) = run_ranks(1, run_several, runs, group=False, timeout_seconds=1500)
-    return dict(zip(runs, found, strict=True))
+    (reports_of_runs,) = run_ranks(1, run_several, runs, group=False, timeout_seconds=1500)
+    return dict(zip(runs, reports_of_runs, strict=True))
 
 
 def check(who: str, name: str, soak: bool) -> None:
@@ -74,9 +74,9 @@ def controls(soak: bool) -> list[Key]:
 @pytest.mark.timeout(1800)
 def test_torchs_own_classes_are_clean_controls(scale: Scale) -> None:
     runs = controls(scale.soak)
-    (found,) = run_ranks(1, run_several, runs, group=False, timeout_seconds=1500)
-    assert len(found) >= 7
-    for report in found:
+    (reports_of_runs,) = run_ranks(1, run_several, runs, group=False, timeout_seconds=1500)
+    assert len(reports_of_runs) >= 7
+    for report in reports_of_runs:
         assert not report.error, f"{report}: {report.error}"
         assert not report.findings, "\n".join([str(report), *report.findings])
 
@@ -86,7 +86,7 @@ def test_torchs_own_classes_are_clean_controls(scale: Scale) -> None:
 def test_with_offload_no_copy_makes_the_host_wait_for_memory_that_is_not_pinned() -> None:
     name = "shards_in_the_hosts_memory"
     runs = [("ours", surface, name) for surface in SCENARIOS[name].surfaces]
-    (found,) = run_ranks(1, run_several, runs, group=False, timeout_seconds=600)
-    for report in found:
+    (reports_of_runs,) = run_ranks(1, run_several, runs, group=False, timeout_seconds=600)
+    for report in reports_of_runs:
         assert report.counts["kernels"] > 0 and not report.error
         assert "copies of memory that is not pinned" not in report.counts, str(report)

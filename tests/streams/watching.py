@@ -286,10 +286,10 @@ class Watching(TorchDispatchMode):
 
     def start_of(self, storage: torch.UntypedStorage) -> int | None:
         """Where the storage starts, 0 without memory; None for one that is not known."""
-        found = self._storages.get(storage._cdata)
-        if found is None:
+        watched = self._storages.get(storage._cdata)
+        if watched is None:
             return None
-        return 0 if found.block is None else found.block.start
+        return 0 if watched.block is None else watched.block.start
 
     def _is_new(self, tensor: torch.Tensor) -> bool:
         return tensor.untyped_storage()._cdata not in self._storages
@@ -323,18 +323,18 @@ class Watching(TorchDispatchMode):
 
     def resized(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         """The storage gets memory of another size, and loses what it had."""
-        found = self._storages.get(storage._cdata)
-        if found is None or found.nbytes == nbytes:
+        watched = self._storages.get(storage._cdata)
+        if watched is None or watched.nbytes == nbytes:
             return
-        old, found.nbytes = found.block, nbytes
+        old, watched.nbytes = watched.block, nbytes
         origin = "" if old is None else old.origin
         if old is not None:
             self._device.allocator.free(old)
-        found.block = None
+        watched.block = None
         if nbytes:
             stream = self._device.current().agent
-            found.block = self._new_block(nbytes, stream, found.on_device, False)
-            found.block.origin = origin or "a resized storage"
+            watched.block = self._new_block(nbytes, stream, watched.on_device, False)
+            watched.block.origin = origin or "a resized storage"
 
 
 # --- what operators and tensors say of themselves ------------------------------------------------

@@ -218,7 +218,7 @@ def _content(
     account, directory = Account(budget), Account(budget)
     nbytes, allowed = blob.stop - blob.start, 0
 
-    def found(entry: ZipEntry) -> None:
+    def note_storage(entry: ZipEntry) -> None:
         nonlocal allowed
         if is_outermost and entry.is_stored and "/data/" in entry.name:
             more = min(entry.nbytes, nbytes - allowed)
@@ -229,7 +229,7 @@ def _content(
         lambda start, stop: peeks.read(blob.start + start, blob.start + stop),
         nbytes,
         directory.charge,
-        found,
+        note_storage,
     )
     pickle = next((name for name in entries if name.endswith("/data.pkl")), None)
     if pickle is None:

@@ -210,7 +210,7 @@ def dcp_source(
             if key in trees:
                 raise UnsupportedFormat(f"{store.url}: two of its directories have {key!r}")
             trees[key] = item
-        data.chunks.update({where + key: found for key, found in folder.data.chunks.items()})
+        data.chunks.update({where + key: chunks for key, chunks in folder.data.chunks.items()})
         data.infos.update({where + key: info for key, info in folder.data.infos.items()})
     return tree_source(store, "DCP checkpoint", trees, data, parameter_names)
 

@@ -42,11 +42,11 @@ def read_directory(
     read: ReadBytes,
     nbytes: int,
     charge: Callable[[int], None],
-    found: Callable[[ZipEntry], None] = lambda entry: None,
+    on_entry: Callable[[ZipEntry], None] = lambda entry: None,
 ) -> dict[str, ZipEntry]:
     """The entries of the zip file of `nbytes`, by name.
 
-    `charge` is called with bytes of memory before they are taken, `found` with each entry before
+    `charge` is called with bytes of memory before they are taken, `on_entry` with each entry before
     that is charged. Raises Corrupt when it is no readable zip file, and what `charge` raises.
     """
     tail = read(max(0, nbytes - TAIL_NBYTES), nbytes)
@@ -64,7 +64,7 @@ def read_directory(
         for entry in _entries(data, count):
             if entry.header_start + _LOCAL.size + entry.nbytes > nbytes or entry.name in entries:
                 raise Corrupt(f"{entry.name}: outside of the file, or twice in it")
-            found(entry)
+            on_entry(entry)
             charge(ENTRY_NBYTES + 4 * len(entry.name))
             entries[entry.name] = entry
         charge(-length)

@@ -204,7 +204,7 @@ class _Job:
                 self.create(file, partial(write_file, writing, file, meter))
             for file in large:
                 count = -(-file.nbytes // self.part_nbytes_of(file))
-                first, stop = (count * at // self.world.size for at in self.edges)
+                first, stop = (count * edge // self.world.size for edge in self.edges)
                 token = tokens[file.key]
                 receipts[file.key] = write_share(writing, file, token, (first, stop), meter)
 

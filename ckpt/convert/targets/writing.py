@@ -116,7 +116,7 @@ class Finishing:
         self._checksums = [0] * file.checksums
         self._seen = [False] * file.checksums
         self._late = [piece for piece in file.pieces if isinstance(piece, Late)]
-        self._at = 0
+        self._next_late = 0
 
     def finish(self, start: int, part: memoryview, counted: list[Counted]) -> None:
         for number, crc32, nbytes in counted:
@@ -126,8 +126,8 @@ class Finishing:
             )
             self._seen[number] = True
         stop = start + len(part)
-        while self._at < len(self._late):
-            late = self._late[self._at]
+        while self._next_late < len(self._late):
+            late = self._late[self._next_late]
             if late.start >= stop:
                 return
             low, high = max(late.start, start), min(late.start + late.nbytes, stop)
@@ -136,7 +136,7 @@ class Finishing:
                 part[low - start : high - start] = made[low - late.start : high - late.start]
             if late.start + late.nbytes > stop:
                 return
-            self._at += 1
+            self._next_late += 1
 
 
 def fill_part(

@@ -58,7 +58,7 @@ class LogDiverged(StoreRefused):
     """The log in the store is not the one that this process has built on: it was removed, rolled
     back, restored from a backup or replaced by a copy. Nothing is acknowledged.
 
-    `ckpt.forget(url)` on all ranks lets the process go on with what is there, as a new job would.
+    `ckpt.forget(url)` on all ranks lets the process continue with what is there, as a new job does.
     """
 
 

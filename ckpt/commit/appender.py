@@ -98,7 +98,7 @@ def diverged(url: str, slot: int) -> LogDiverged:
     return LogDiverged(
         f"{url}/{record_key(slot)} is not what this process saw or wrote there, or not on the "
         "record that was before it: the root was rolled back, restored from a backup, or replaced "
-        "by a copy. Nothing is acknowledged. To go on with what is there now, as a new job would, "
+        "by a copy. Nothing is acknowledged. To continue with what is there, as a new job does, "
         f"call ckpt.forget({url!r}) on all ranks and save again; or save to another url. "
         f"`ckpt log {url}` shows what is there"
     )

@@ -265,7 +265,7 @@ def _typed(body: Any, cls: type, where: str) -> dict[str, Any]:
         corrupt_record(where, f"field {missing[0]!r} is missing")
     extra = [name for name in body if name not in expected]
     if extra:
-        # Who rewrote the live set would drop what it does not know, so it may not go on.
+        # A writer of the next record would drop what it does not know, so it must stop here.
         raise UnsupportedFormat(
             f"{where}: field {str(extra[0])[:40]!r} is not known to this version; upgrade "
             "shardpoint"

@@ -176,7 +176,7 @@ class Session(LogWriter):
             raise LogDiverged(
                 f"{self.store.url}/{key}, which this process wrote, is gone: the root was rolled "
                 "back, restored from a backup, or replaced by a copy. Nothing is acknowledged. To "
-                f"go on with what is there now, call ckpt.forget({self.store.url!r}) on all ranks "
+                f"continue with what is there, call ckpt.forget({self.store.url!r}) on all ranks "
                 "and save again; or save to another url"
             ) from error
 

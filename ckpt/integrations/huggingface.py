@@ -58,8 +58,8 @@ class TrainerCheckpoints(TrainerCallback):
         return self._open[0]
 
     def resume_from(self, trainer: Trainer, step: int | None = None) -> str | None:
-        """What `trainer.train(resume_from_checkpoint=...)` needs to go on from `step`, or from the
-        latest checkpoint; None when there is none yet.
+        """What `trainer.train(resume_from_checkpoint=...)` needs to continue from `step`, or from
+        the latest checkpoint; None when there is none yet.
 
         The path has the trainer's own state alone. `trainer` is set not to look for weights in it:
         they are restored, sharded as they are, when the training begins. Raises NoCheckpoint when

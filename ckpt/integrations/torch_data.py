@@ -1,4 +1,4 @@
-"""Stateful data loaders (`torchdata.stateful_dataloader`) that go on on another number of ranks.
+"""Stateful data loaders (`torchdata.stateful_dataloader`) that continue on another number of ranks.
 
     state = {"model": model, "optim": optimizer, "data": ckpt.PerRank(loader, divide_samples)}
 
@@ -20,10 +20,10 @@ def divide_samples(
     """The state of the loader of `rank`, one of `world_size`, from those of all ranks that saved.
 
     The sampler deals one permutation to the ranks in turn, so what `n` ranks have read together is
-    its beginning, and other ranks go on behind it. They begin at a whole batch: when what was read
-    does not divide evenly, the last samples, less than one batch per rank, are read a second time;
-    none is left out. Raises ValueError for loaders of another kind, and for ranks that are not
-    equally far.
+    its beginning, and other ranks continue behind it. They begin at a whole batch: when what was
+    read does not divide evenly, the last samples, less than one batch per rank, are read a second
+    time; none is left out. Raises ValueError for loaders of another kind, and for ranks that are
+    not equally far.
     """
     read = [_read(state, number) for number, state in enumerate(states)]
     if len({(one.samples, one.batches) for one in read}) > 1:

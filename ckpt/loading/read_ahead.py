@@ -26,7 +26,7 @@ class ReadAhead:
         self._sizes: dict[SharedRun, int] = {}
 
     def __enter__(self) -> ReadAhead:
-        self._go_on()
+        self._start_more()
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
@@ -49,9 +49,9 @@ class ReadAhead:
         """The bytes of `runs` are not needed any more; others may be read instead."""
         for run in runs:
             self._sizes.pop(run, None)
-        self._go_on()
+        self._start_more()
 
-    def _go_on(self) -> None:
+    def _start_more(self) -> None:
         while self._pool is not None and self._waiting:
             nbytes = self._reader.run_nbytes(self._waiting[0])
             if sum(self._sizes.values()) + nbytes > self._nbytes_max:

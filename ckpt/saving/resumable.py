@@ -1,4 +1,4 @@
-"""Targets that one command writes and, after it died, goes on with when it is repeated.
+"""Targets of a command that can die: the same command, repeated, continues them.
 
     begin -> objects that are missing -> end (sync, then the last objects in order)
 
@@ -25,7 +25,7 @@ def begin(
     """The object `last` if an earlier run has ended; otherwise None, and the target may be written.
 
     `others` are the keys of all other objects; what died writers left of them under construction is
-    removed. `is_ours` tells whether `last` is what this run would end with. Raises CheckpointError
+    removed. `is_ours` says whether `last` is what this run would end with. Raises CheckpointError
     when there is anything else.
     """
     ended = stored(target, last)

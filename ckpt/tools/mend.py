@@ -54,11 +54,11 @@ class MendReport:
 def mend(
     url: StoreLike, *, dry_run: bool = False, storage_options: Mapping[str, Any] | None = None
 ) -> MendReport:
-    """Make the log of a root one row again, so that a job may go on there. Stop all writers first.
+    """Make the log of a root one row again, so that a job can save there again.
 
-    Can be repeated; does nothing to a whole log, nor with `dry_run`. A process that had saved there
-    is fenced by it. Raises NoCheckpoint when `url` is no root, Corrupt for holes beyond number,
-    CheckpointError when another process appends meanwhile.
+    Stop all writers first. Can be repeated; does nothing to a whole log, nor with `dry_run`. A
+    process that had saved there is fenced by it. Raises NoCheckpoint when `url` is no root, Corrupt
+    for holes beyond number, CheckpointError when another process appends meanwhile.
     """
     store = open_store(url, **(storage_options or {}))
     try:

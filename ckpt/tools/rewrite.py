@@ -109,7 +109,7 @@ def rewrite(
 
     MANIFEST is written last: until then the target is not a checkpoint. Raises CheckpointError when
     something else is at the target, Corrupt when stored bytes were changed, and the stores' errors;
-    running again goes on.
+    running again continues.
     """
     files = _plan(checkpoint.manifest, header, layout)
     names = [file.name for file in files]

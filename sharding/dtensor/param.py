@@ -211,7 +211,7 @@ class ShardedParam:
                 f"{self.fqn}: this rank's part has shape {tuple(local.shape)}, expected "
                 f"{self.own_shape} of {self.shape}; load values that are sharded alike"
             )
-        # The old buffer and what lies in it go on living in older state dicts.
+        # Older state dicts keep the old buffer and what lies in it.
         self._adopted = self._padded(local.detach())
         replace_local(self.param, self._adopted)
         return True

@@ -218,10 +218,10 @@ class DTensorStore(ParameterStore):
             gathering.release()
 
     def keep_after_forward(self) -> None:
-        """The modules go on showing gathered parameters."""
+        """The modules still show gathered parameters."""
 
     def keep_after_backward(self) -> None:
-        """The modules go on showing gathered parameters."""
+        """The modules still show gathered parameters."""
 
     def free_after_forward(self) -> None:
         """Free all, or keep a larger shard for the backward."""

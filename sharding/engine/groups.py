@@ -50,7 +50,7 @@ def resolve_groups(
     """The groups that the arguments mean. Raises ValueError when they contradict each other.
 
     Collective only for a hybrid strategy without a mesh: without groups it creates them; with
-    groups over a part of the world their ranks tell each other which ranks these are.
+    groups over a part of the world their ranks exchange which ranks these are.
     """
     if process_group is not None and device_mesh is not None:
         raise ValueError("pass process_group or device_mesh, not both")

@@ -243,7 +243,7 @@ class FlatParam(FlatValues):
 
     def _show_unsharded_gradients(self, kept: torch.Tensor) -> None:
         if self.grad is not None:
-            return  # a reduced gradient is there: it goes on being shown, and is added to
+            return  # a reduced gradient is there: it stays shown, and is added to
         self._shown_grads = {}
         self._shows_unsharded_grad = True
         if not self.options.use_orig_params:

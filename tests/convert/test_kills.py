@@ -235,7 +235,7 @@ class LosesRank(SoloWorld):
         super().agree(phase, error)
 
 
-def test_an_export_that_lost_a_rank_is_gone_on_with(
+def test_an_export_that_lost_a_rank_is_continued(
     source: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """What the dead rank has written is known to nobody, so nothing is removed."""

@@ -515,7 +515,7 @@ def test_file_that_lost_bytes_in_a_power_failure_is_written_again(
 
 
 @pytest.mark.ranks
-def test_killed_run_is_gone_on_with_not_begun_anew(sliced_root: str) -> None:
+def test_killed_run_is_continued_not_begun_anew(sliced_root: str) -> None:
     """Three files; the run dies in the third: the first two are not written again."""
     source = open_store(sliced_root)
     checkpoint = find_checkpoint(source)
@@ -532,7 +532,7 @@ def test_killed_run_is_gone_on_with_not_begun_anew(sliced_root: str) -> None:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("command", [["cp"], ["reshard", "--ranks", "3"]], ids=lambda c: c[0])
-def test_command_killed_by_the_system_is_gone_on_with(tmp_path: Path, command: list[str]) -> None:
+def test_command_killed_by_the_system_is_continued(tmp_path: Path, command: list[str]) -> None:
     """SIGKILL as soon as something is at the target; a file under construction counts."""
     root, target = str(tmp_path / "run"), tmp_path / "copy"
     torch.manual_seed(0)

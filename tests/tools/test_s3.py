@@ -57,7 +57,7 @@ def test_commands_take_the_options_of_the_store(
     assert "every byte is as it was written" in capsys.readouterr().out
 
 
-def test_copies_go_to_a_bucket_and_back_and_are_gone_on_with(
+def test_copies_go_to_a_bucket_and_back_and_can_be_continued(
     server: S3Server, plain_root: str, tmp_path: Path
 ) -> None:
     name = server.make_bucket()

@@ -107,7 +107,7 @@ def _folder(store: Store, keys: Sequence[str]) -> str:
     if len(folders) != 1:
         raise UnsupportedFormat(
             f"{store.url} holds {len(folders)} checkpoints of DeepSpeed and no file `latest` that "
-            f"tells one; name the folder of one, such as {store.url}/{min(folders)}"
+            f"names one; name the folder of one, such as {store.url}/{min(folders)}"
         )
     folder = folders.pop()
     return f"{folder}/" if folder else ""

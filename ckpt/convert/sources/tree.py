@@ -95,7 +95,7 @@ class _Naming:
                 self.refuse(
                     join(path, key),
                     "it is a flat parameter of FSDP's LOCAL_STATE_DICT, whose members nothing here "
-                    "tells apart; save with StateDictType.SHARDED_STATE_DICT",
+                    "distinguishes; save with StateDictType.SHARDED_STATE_DICT",
                     is_tensor=True,
                 )
                 continue

@@ -65,7 +65,7 @@ def deliver(
     """Write all files; collective over the ranks. Raises the same error on all of them.
 
     After an error nothing is left of what was written; after a kill, also of one rank, the next
-    call goes on.
+    call continues.
     """
     world = delivery.world
     store = collectively(
@@ -295,7 +295,7 @@ class _Job:
 
     def undo(self) -> None:
         """Remove what this rank has written, the last file first: without it nobody takes the rest
-        for a checkpoint. After the death of a rank all stays, for the next export to go on with.
+        for a checkpoint. After the death of a rank everything stays; the next export continues it.
         """
         if self.world.failure is not None:
             return

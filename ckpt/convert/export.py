@@ -26,8 +26,9 @@ from ckpt.convert.sources.torch_file import SUFFIXES
 from ckpt.convert.targets.delivery import Delivered, Delivery, deliver
 from ckpt.convert.targets.files import Output, safetensors_files
 from ckpt.convert.targets.nesting import Nested, nested_files
-from ckpt.convert.targets.writing import PART_NBYTES, Progress
+from ckpt.convert.targets.writing import Progress
 from ckpt.errors import CheckpointError, InvalidState
+from ckpt.format.object_parts import PART_NBYTES
 from ckpt.layout.dtypes import DTYPES, dtype_name, torch_dtype
 from ckpt.layout.piece import Kind
 from ckpt.process import world_of

@@ -21,7 +21,7 @@ from ckpt.convert.naming import Rename, renamed, renamer
 from ckpt.convert.sources.opening import SourceOptions, open_source
 from ckpt.convert.sources.source import CheckpointSource, ReadRequest, SourceContents, SourceTensor
 from ckpt.convert.targets.files import Data, Output
-from ckpt.convert.targets.writing import PART_NBYTES, Meter, Progress, fill_part
+from ckpt.convert.targets.writing import Meter, Progress, fill_part
 from ckpt.errors import Corrupt, InvalidState, UnsupportedFormat
 from ckpt.format.checksum import crc32c
 from ckpt.format.datafile import (
@@ -31,7 +31,7 @@ from ckpt.format.datafile import (
     split_into_files,
 )
 from ckpt.format.datafile_builder import DataFileBuilder
-from ckpt.format.object_parts import fill_and_send, sending
+from ckpt.format.object_parts import PART_NBYTES, fill_and_send, sending
 from ckpt.format.part import (
     Part,
     PartFile,

@@ -46,9 +46,11 @@ class BlockChecksums:
         if first < last:
             end = self._ends[first]
             self._checksums.append(crc32c(data[: end - begin], self._begun))
-            sizes = [b - a for a, b in pairwise(self._ends[first:last])]
-            self._checksums += crc32c_of_each(data[end - begin :], sizes)
-            begin, self._begun = self._ends[last - 1], 0
+            if last - first > 1:
+                sizes = [b - a for a, b in pairwise(self._ends[first:last])]
+                self._checksums += crc32c_of_each(data[end - begin :], sizes)
+                end = self._ends[last - 1]
+            begin, self._begun = end, 0
         if begin < stop:
             self._begun = crc32c(data[begin - self._position :], self._begun)
         self._position = stop

@@ -21,6 +21,7 @@ from storage.store import JointWriter
 
 MIB = 1 << 20
 PARTS_MAX = 10_000  # S3's limit for one object
+PART_NBYTES = 16 * MIB  # of what is read from storage and written: one request each
 
 Filled = TypeVar("Filled")
 

@@ -73,11 +73,16 @@ def is_written(target: Store, key: str, nbytes: int, head: bytes) -> bool:
     except KeyNotFoundError:
         return False
     if found_nbytes != nbytes or (head and target.get(key, ByteRange(0, len(head))) != head):
-        raise CheckpointError(
-            f"{target.url}/{key} is there already and is not the file to be written; nothing is "
-            "ever overwritten: remove it, or choose another target"
-        )
+        raise is_another_file(target, key)
     return True
+
+
+def is_another_file(target: Store, key: str) -> CheckpointError:
+    """The error for an object in the place of one that is to be written."""
+    return CheckpointError(
+        f"{target.url}/{key} is there already and is not the file to be written; nothing is ever "
+        "overwritten: remove it, or choose another target"
+    )
 
 
 def refuse_others(target: Store, known: Collection[str]) -> None:

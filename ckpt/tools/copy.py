@@ -33,11 +33,12 @@ from ckpt.commit.records import (
     record_problem,
 )
 from ckpt.errors import Corrupt, NoCheckpoint
+from ckpt.format.datafile_index import DataFileIndex
 from ckpt.format.manifest import Manifest
 from ckpt.format.manifest_codec import decode_manifest, encode_manifest
 from ckpt.format.references import REFERENCES, is_reference
 from ckpt.loading.checkpoint import Checkpoint, LocatedCheckpoint, find_checkpoint
-from ckpt.saving.resumable import begin, end
+from ckpt.saving.resumable import begin, end, is_another_file
 from ckpt.tools.relay import check_index, index_of, is_there, relay_file, tiles_of
 from ckpt.tools.rewrite import own_layout, rewrite
 from storage import Store, StoreLike, open_store, options_of_other
@@ -186,19 +187,21 @@ def _relay_files(
         key, nbytes = prefix + name, int(manifest.file_nbytes[file])
         index = index_of(source, key, nbytes)
         check_index(index, manifest, file, f"{source.url}/{key}")
-        there = is_there(target, target_prefix + name, index.header, nbytes)
-        if there is not None and np.array_equal(there.checksums, index.checksums):
+        target_key = target_prefix + name
+        there = is_there(target, target_key, index.header, nbytes)
+        if there is None:
+            tiles = tiles_of(index)
+            relay_file(source, key, target, target_key, tiles=tiles, threads=threads, add=meter.add)
+        elif _has_same_bytes(there, index):
             meter.skip(nbytes)
-            continue
-        relay_file(
-            source,
-            key,
-            target,
-            target_prefix + name,
-            tiles=tiles_of(index),
-            threads=threads,
-            add=meter.add,
-        )
+        else:
+            raise is_another_file(target, target_key)
+
+
+def _has_same_bytes(one: DataFileIndex, other: DataFileIndex) -> bool:
+    """Whether two files of one header have the same blocks and reserved tensors."""
+    same_blocks = np.array_equal(one.checksums, other.checksums)
+    return same_blocks and one.extra_checksums == other.extra_checksums
 
 
 # A whole root -------------------------------------------------------------------------------

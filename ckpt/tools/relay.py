@@ -20,13 +20,11 @@ from ckpt.format.crc_combine import joined_crc32c
 from ckpt.format.datafile import CHECKSUM_MAGIC
 from ckpt.format.datafile_index import DataFileIndex, read_data_file_index
 from ckpt.format.manifest import Manifest
-from ckpt.format.object_parts import fill_and_send, sending
+from ckpt.format.object_parts import PART_NBYTES, fill_and_send, sending
 from ckpt.layout.memory import aligned_buffer
 from ckpt.loading.reader import read_into
 from ckpt.saving.resumable import is_written
 from storage import Store
-
-PART_NBYTES = 16 << 20
 
 
 class Tile(NamedTuple):

@@ -22,7 +22,7 @@ from ckpt.format.datafile_builder import DataFileBuilder
 from ckpt.format.manifest import Header, Manifest
 from ckpt.format.manifest_codec import decode_manifest, encode_manifest
 from ckpt.format.merging import build_manifest
-from ckpt.format.object_parts import sending
+from ckpt.format.object_parts import PART_NBYTES, sending
 from ckpt.format.part import (
     FileColumns,
     PartFile,
@@ -46,7 +46,6 @@ from storage import Store
 MIB = 1 << 20
 BAND_NBYTES = 4 * MIB
 BANDS_AHEAD = 3
-PART_NBYTES = 16 * MIB
 FILE_NBYTES_MAX = 4 << 30
 
 # By rank of the new checkpoint: groups of chunks that go to files of their own, in any order.

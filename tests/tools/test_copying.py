@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -25,12 +26,15 @@ from ckpt.cli import main
 from ckpt.commit.log import Log
 from ckpt.commit.session import Session
 from ckpt.errors import CheckpointError, Corrupt, NoCheckpoint
+from ckpt.format.checksum import crc32c
+from ckpt.format.datafile import CHECKSUM_MAGIC
 from ckpt.format.manifest import Manifest
 from ckpt.format.manifest_codec import encode_manifest
 from ckpt.layout.even import even_part
 from ckpt.layout.region import Box, Span, boxes_of
 from ckpt.loading.checkpoint import Checkpoint, LocatedCheckpoint, find_checkpoint
 from ckpt.tools.copy import copy_checkpoint, copy_root
+from ckpt.tools.relay import index_of
 from ckpt.tools.reshard import NewLayout, commit_second_form, cut_for, new_header
 from ckpt.tools.rewrite import bands_of, own_layout, rewrite
 from ckpt.tools.salvage import salvage
@@ -381,6 +385,30 @@ def test_a_copy_that_has_ended_can_be_repeated_whatever_else_is_there(
     (tmp_path / "copy" / "MANIFEST").unlink()
     with pytest.raises(CheckpointError, match=r"notes\.txt"):
         run()
+
+
+def test_a_file_of_the_same_header_and_other_bytes_is_refused(
+    plain_root: str, tmp_path: Path
+) -> None:
+    """A whole file, with checksums that fit its bytes: no earlier run has left it."""
+    target = tmp_path / "copy"
+    ckpt.copy(plain_root, str(target), step=5)
+    (target / "MANIFEST").unlink()
+    path = min(target.iterdir())
+    data = bytearray(path.read_bytes())
+    index = index_of(open_store(str(target)), path.name, len(data))
+    start, nbytes = int(index.offsets[0]), index.chunks[0].nbytes
+    data[start] ^= 1
+    sums = index.checksums.copy()
+    sums[0] = crc32c(bytes(data[start : start + min(nbytes, index.block_bytes)]))
+    words = [CHECKSUM_MAGIC, crc32c(index.header), *index.extra_checksums.values(), *sums.tolist()]
+    body = np.array(words, dtype="<u4").tobytes()
+    data[index.checksum_offset :] = body + crc32c(body).to_bytes(4, "little")
+    path.unlink()
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match="is not the file to be written"):
+        ckpt.copy(plain_root, str(target), step=5)
+    assert path.read_bytes() == data
 
 
 @pytest.mark.parametrize("command", ["copy", "reshard"])

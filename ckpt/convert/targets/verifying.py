@@ -6,9 +6,10 @@ from collections.abc import Iterator, Sequence
 
 from ckpt.convert.sources.source import CheckpointSource
 from ckpt.convert.targets.files import Data, PlannedFile
-from ckpt.convert.targets.writing import PART_NBYTES, fill_part
+from ckpt.convert.targets.writing import fill_part
 from ckpt.errors import Corrupt
 from ckpt.format.checksum import crc32c
+from ckpt.format.object_parts import PART_NBYTES
 from ckpt.layout.memory import aligned_buffer
 from storage import Store
 

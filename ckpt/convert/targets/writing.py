@@ -19,14 +19,19 @@ import torch
 from ckpt.convert.sources.source import CheckpointSource, ReadRequest
 from ckpt.convert.targets.files import Data, FilePiece, Fixed, Late, PlannedFile
 from ckpt.format.crc_combine import joined_crc32
-from ckpt.format.object_parts import PartSender, fill_and_send, part_nbytes_for, sending
+from ckpt.format.object_parts import (
+    PART_NBYTES,
+    PartSender,
+    fill_and_send,
+    part_nbytes_for,
+    sending,
+)
 from ckpt.layout.dtypes import torch_dtype
 from ckpt.layout.memory import tensor_over
 from ckpt.layout.region import Span
 from storage import Store
 
 MIB = 1 << 20
-PART_NBYTES = 16 * MIB
 CAST_SCRATCH_NBYTES = 8 * MIB
 
 Progress: TypeAlias = Callable[[int, int], None]

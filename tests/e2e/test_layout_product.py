@@ -19,7 +19,7 @@ from torch import nn
 from ckpt.layout.piece import Owned, Piece, View
 from ckpt.layout.region import Box, Span, whole
 from storage import Store, open_store
-from tests.e2e.job import Job
+from tests.e2e.job import Job, Sharded
 
 SIZES = (1, 2, 3, 4)
 # Uneven along every dim, smaller than the world, of one and of three dims, and a bias.
@@ -220,3 +220,15 @@ def test_every_layout_saves_the_same_tensors(request: pytest.FixtureRequest, siz
         state = _state("plain", 1, 0, seed=9)
         Job(1, lambda rank, store=store: store).load(lambda rank, state=state: state)
         _expect(state, _state("plain", 1, 0, seed=3))
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_parts_of_ranks_come_back_in_memory_with_holes(dim: int) -> None:
+    """Whole tensors of one rank that are transposed, or every other element of larger memory."""
+    store = open_store(f"memory://holes-{dim}")
+    weight = torch.arange(60.0).reshape(10, 6)
+    sharded = Job(2, lambda rank: store)
+    sharded.save(lambda rank: {"w": Sharded(weight, rank, 2, dim=dim)})
+    for target in (torch.zeros(6, 10).t(), torch.zeros(20, 12)[::2, 1::2]):
+        Job(1, lambda rank: store).load(lambda rank, target=target: {"w": {"tensor": target}})
+        assert torch.equal(target, weight)

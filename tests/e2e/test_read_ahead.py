@@ -79,8 +79,16 @@ def test_a_failure_is_raised_where_the_run_is_asked_for() -> None:
 
 @pytest.mark.parametrize("budget", [0, 3 * MIB, 64 * MIB])
 def test_replicas_are_read_once_and_exchanged_with_any_budget(
-    request: pytest.FixtureRequest, budget: int
+    request: pytest.FixtureRequest, budget: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    given_back: list[int] = []
+    give_back = ReadAhead.give_back
+
+    def noted(self: ReadAhead, runs: list[SharedRun]) -> None:
+        given_back.extend(run.stop - run.start for run in runs)
+        give_back(self, runs)
+
+    monkeypatch.setattr(ReadAhead, "give_back", noted)
     store = CountingStore(open_store(f"memory://{request.node.name}"))
     everyone = (0, 1, 2)
     Job(2, lambda rank: store).save(_state(2, 0), step=1)
@@ -94,3 +102,4 @@ def test_replicas_are_read_once_and_exchanged_with_any_budget(
     assert store.stats.bytes_read <= 1.05 * 3 * SHAPE[0] * SHAPE[1] * 4
     for state in states:
         assert all(torch.equal(state[f"t{i}"].local, _tensor(i)) for i in range(3))
+    assert sum(given_back) * MIB >= 3 * SHAPE[0] * SHAPE[1] * 4  # else reading ahead would stop

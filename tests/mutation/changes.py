@@ -256,7 +256,7 @@ def _of_call(node: ast.Call) -> Iterator[tuple[str, ast.AST]]:
     first = node.args[:2]
     if len(first) == 2 and not any(isinstance(arg, ast.Starred) for arg in first):
         swapped = [first[1], first[0], *node.args[2:]]
-        if not _is_logging(node):
+        if not _is_logging(node) and len({ast.dump(arg) for arg in first}) == 2:
             yield "arguments swapped", ast.Call(node.func, swapped, node.keywords)
     name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
     if (name or getattr(node.func, "id", "")) in ("get", "pop", "next", "getattr"):

@@ -26,6 +26,7 @@ def afters(folder: Path, body: str) -> list[str]:
         ("return None", []),
         ("return a or b", ["return None", "return a and b", "return b", "return a"]),
         ("return a(b, 'x')", ["return None", "return a('x', b)"]),
+        ("return a(b, b)", ["return None"]),
         ("return a[:b]", ["return None", "return a[:None]"]),
         ("return a.get(b, 'x')", ["return None", "return a.get('x', b)", "return a.get(b)"]),
         ("return max(a, key=b)", ["return None", "return max(a)"]),

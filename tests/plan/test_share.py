@@ -84,6 +84,15 @@ def test_replicas_divide_the_reading_evenly() -> None:
     assert len(sharing.private) == 0
 
 
+def test_rounds_are_filled_before_the_next_one_begins() -> None:
+    """Each round is a collective: six blocks of 10 bytes in rounds of 30 are two of them."""
+    line = np.arange(0, 61, 10, dtype=np.int64)
+    needs = [np.array([[0, 6]], dtype=np.int64)] * 2
+    sharing = share_blocks(needs, line, 0, ShareLimits(10, 30, repeated_nbytes_max=0))
+    assert [run.round for run in sharing.shared] == [0, 0, 0, 1, 1, 1]
+    assert sharing.rounds == 2
+
+
 def test_a_few_bytes_that_everybody_needs_are_not_worth_an_exchange() -> None:
     """Each rank has 100 KiB of its own, and both need 8 bytes: nothing changes hands."""
     line = np.array([0, 100 << 10, (100 << 10) + 8, (200 << 10) + 8], dtype=np.int64)

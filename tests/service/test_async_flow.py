@@ -24,7 +24,7 @@ from ckpt.saving.background import Background, PendingSave
 from ckpt.saving.report import SaveOptions
 from ckpt.saving.staged_files import Image
 from ckpt.saving.staging import Staged, StageOptions, stage
-from ckpt.saving.step_gate import Steps
+from ckpt.saving.step_gate import Gate, Steps
 from ckpt.saving.task import PartMemory, SaveTask
 from ckpt.saving.write import Staging
 from ckpt.testing import run_ranks
@@ -71,10 +71,11 @@ def test_a_busy_worker_skips(monkeypatch: pytest.MonkeyPatch) -> None:
     with late_copies(monkeypatch):
         first = ckpt.async_save(state, url, step=1)
         second = ckpt.async_save(state, url, step=2, when_busy="skip")
-        assert not first.done()
+        assert not first.done() and first.attempt == second.attempt == ""
     with pytest.raises(ckpt.SaveDropped, match="step 2"):
         second.result()
     assert second.skipped and not first.skipped and first.result().step == 1
+    assert first.attempt == first.result().attempt
     ckpt.async_save(state, url, step=3, when_busy="skip").result()
     assert steps_at(url) == [1, 3]
 
@@ -374,6 +375,29 @@ def test_buffers_that_are_not_filled_anew_are_found(monkeypatch: pytest.MonkeyPa
     assert "no trainable tensor has changed" in warning
 
 
+def test_time_that_a_step_was_held_back_counts_as_blocked(monkeypatch: pytest.MonkeyPatch) -> None:
+    state, train = trained()
+    ckpt.async_save(state, f"{URL}-blocked", step=0).result()
+    train()
+    with late_copies(monkeypatch):
+        pending = ckpt.async_save(state, f"{URL}-blocked", step=1)
+        train()  # waits for the copy, which begins only now
+    report = pending.result()
+    held = report.counters["step_wait_seconds"]
+    assert held > 0.0
+    assert pending.blocked_seconds == pending.call_seconds + held
+
+
+def test_a_forked_child_waits_for_nothing_that_its_parent_does() -> None:
+    """A worker of a data loader may be forked at any moment, in the middle of a save too."""
+    steps, gate = Steps(), Gate(frozenset({1}), frozenset())
+    steps.hold(gate)
+    with steps._lock:
+        steps.forked()
+        steps.forget(gate)  # takes the lock that no thread of the child would ever give back
+    assert steps._gates == ()
+
+
 # Several ranks ------------------------------------------------------------------------------------
 
 
@@ -388,8 +412,8 @@ class Rank:
         self.store, self.memory = store, PartMemory()
         self.background, self.staging = Background(world), Staging()
 
-    def task(self, step: int) -> SaveTask:
-        return SaveTask(self.session, self.store, self.memory, step, SaveOptions())
+    def task(self, step: int, **options: Any) -> SaveTask:
+        return SaveTask(self.session, self.store, self.memory, step, SaveOptions(**options))
 
     def start(self, step: int) -> PendingSave:
         state = state_at(step, self.world.rank, self.world.size)
@@ -419,6 +443,33 @@ def test_ranks_save_together() -> None:
 
     assert run_ranks(3, main) == [["saved 1", "saved 2", "saved 3"]] * 3
     assert steps_at("memory://flow-together") == [1, 2, 3]
+
+
+def test_replicas_that_only_steps_change_are_compared_as_all_others() -> None:
+    """They are copied late, and so are their digests taken."""
+
+    def main(world: World) -> tuple[list[str], int]:
+        rank = Rank(world, "flow-replicas")
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        outcomes = []
+        for number in range(3):
+            with torch.no_grad():
+                model.weight.fill_(number)
+                model.bias.fill_(number == 2 and world.rank == 1)
+            task = rank.task(number, replicas="strict")
+            staged = stage({"model": model}, task, StageOptions(), rank.staging)
+            outcomes.append(outcome(rank.background.start(task, lambda staged=staged: staged)))
+            model(torch.ones(4)).sum().backward()
+            optimizer.step()
+        rank.background.close()
+        return outcomes, len(staged.compared_later)
+
+    (first, later), *others = run_ranks(2, main)
+    assert all(other == (first, later) for other in others)
+    assert first[:2] == ["saved 0", "saved 1"] and later == 2
+    assert first[2].startswith("InvalidState") and "model.bias: replicas differ" in first[2]
+    assert "model.weight" not in first[2]
 
 
 def test_a_save_that_one_rank_skips_is_skipped_on_all() -> None:

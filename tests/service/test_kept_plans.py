@@ -20,6 +20,8 @@ from torch import nn
 import ckpt
 from ckpt.process import open_root
 from ckpt.saving import plan as contents
+from storage import open_store
+from tests.e2e.job import Job, Sharded
 from tests.service.staging import differing, saved_tensors, tensors_now
 
 URL = "memory://kept-plans"
@@ -195,6 +197,21 @@ def test_tensors_that_are_gone_are_not_kept_alive() -> None:
     assert not plans.is_empty
     del state["t1"]
     assert plans.is_empty
+
+
+def test_the_same_tensors_cut_in_another_way_are_planned_anew() -> None:
+    """Names, shapes and dtypes are as before; who has which part is not."""
+    store = open_store(f"{URL}-cuts")
+    job = Job(2, lambda rank: store, memories={})
+    weight = torch.arange(48.0).reshape(6, 8)
+    for step, dim in enumerate((0, 1, 0)):
+        value = weight + step
+        job.save(lambda rank, dim=dim, value=value: {"w": Sharded(value, rank, 2, dim=dim)}, step)
+    for step in range(3):
+        target = torch.zeros(6, 8)
+        job = Job(1, lambda rank: store)
+        job.load(lambda rank, target=target: {"w": {"tensor": target}}, step)
+        assert torch.equal(target, weight + step)
 
 
 def test_the_same_bytes_are_written_with_a_kept_plan() -> None:

@@ -405,6 +405,21 @@ LISTED: Sequence[Listed] = (
         ends=True,
     ),
     Listed(
+        "`summon_full_params(with_grads=True)` where some ranks have no gradient, not in float32",
+        "torch gathers float32 zeros there, of another size than the gradients of other ranks",
+        skips=lambda draw, op: (
+            op.name == "summon"
+            and draw.face == "flat"
+            and op.args["with_grads"]
+            and draw.orig
+            and draw.strategy != "NO_SHARD"
+            and draw.dtype != "float32"
+            and any(
+                part.kind in ("tied", "scaled") and part.size == 1 for part in _parts(draw.tree)
+            )
+        ),
+    ),
+    Listed(
         "gradients of a unit of one element, added up by several backwards",
         "torch reduces the earlier one again, which divides it by the ranks",
         matches=_adds_to_one_element,

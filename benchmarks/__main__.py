@@ -1,7 +1,8 @@
 """All benchmarks, one after the other, and a table of bars against what was measured: `make bench`.
 
     python -m benchmarks [save_load small_tensors async_save state_dicts engine_save fsdp1
-                          memory dedup export convert manifest s3 overhead step]
+                          memory dedup export convert manifest s3 overhead step
+                          device_counts]
 
 Takes some minutes, on a disk with 10 GB free (the current directory's). Each benchmark can be run
 by itself with more rounds and other sizes. A bar is judged by the reader: times on a busy machine
@@ -31,6 +32,7 @@ BENCHMARKS: dict[str, tuple[str, ...]] = {
     "s3": ("--mib", "512", "--rounds", "3"),
     "overhead": ("--blocks", "12"),
     "step": ("--rounds", "7", "--engines", "ours,ours-fully,fsdp1,fsdp2"),
+    "device_counts": (),
 }
 ROW = re.compile(r"  (.*): (.*) \(bar (.*)\)")
 

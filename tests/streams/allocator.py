@@ -61,6 +61,15 @@ class Allocator:
         """Forget how much was live before."""
         self.live_peak_bytes = self.live_bytes
 
+    def empty_cache(self) -> None:
+        """Give all that is free back to the device, also parts of segments: how a model was made
+        should not show in what its steps take.
+        """
+        self._end_waiting()
+        for pool in self._free.values():
+            self.reserved_bytes -= sum(block.size for block in pool)
+            pool.clear()
+
     def on_host(self, nbytes: int, *, pinned: bool) -> Block:
         """Memory of the host. It is never given out again here: torch's allocator of pinned memory
         waits for the copies that use it.

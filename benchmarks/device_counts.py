@@ -1,0 +1,135 @@
+"""Kernels, host waits and bytes of one training step on an accelerator, counted without one.
+
+    python -m benchmarks.device_counts [--ranks 8 64 1024] [--low]
+
+Four units of nine members (512 MiB each in float32), one token, rank 0 of ranks that are not there,
+on the simulated device of `tests/streams`: torch's classes and ours. What is counted is exact and
+the same on every machine; times are not measured. The third step of three is counted.
+
+copies: kernels that only move bytes. live: the peak of a step over what lies there before it (the
+shards). reserved: what the allocator has taken from the device when the host never waits for it by
+itself, from the first step on. --low: parameters in bfloat16, reductions in float32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from benchmarks.measure import row
+from tests.streams.device import NAME, Device, register
+from tests.streams.groups import world
+from tests.streams.simulation import simulated
+from tests.streams.training import Run
+
+UNITS, WIDTH = 4, 4096
+MIB = 1 << 20
+ENGINES = (("torch", "fully"), ("ours", "fully"), ("torch", "flat"), ("ours", "flat"))
+COUNTED = ("kernels", "copies", "collectives", "host waits")
+
+
+class Layer(nn.Module):
+    """Nine members: six matrices, three vectors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+        self.up = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+        self.before = nn.Parameter(torch.ones(WIDTH))
+        self.after = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * self.before
+        for part in self.parts:
+            x = part(x)
+        return self.down(self.up(x)) * self.after
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Layer() for _ in range(UNITS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Counts(NamedTuple):
+    """Of one step; bytes in MiB."""
+
+    counted: dict[str, int]
+    live_mib: float
+    reserved_mib: float
+
+
+def counts_of(who: str, surface: str, ranks: int, *, low: bool) -> Counts:
+    register()
+    with warnings.catch_warnings(), world(ranks), simulated() as device:
+        warnings.simplefilter("ignore")
+        run = Run(who, surface)
+        dtypes = (torch.bfloat16, torch.float32, None) if low else None
+        model = run.wrap(run.net(Layers), mesh=(ranks,), low=dtypes)
+        device.allocator.empty_cache()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            step(model, optimizer)
+        before = dict(device.counts)
+        allocator = device.allocator
+        allocator.reset_peak()
+        shards = allocator.live_bytes
+        step(model, optimizer)
+        check(device)
+        return Counts(
+            {name: device.counts[name] - before.get(name, 0) for name in COUNTED},
+            (allocator.live_peak_bytes - shards) / MIB,
+            allocator.reserved_bytes / MIB,
+        )
+
+
+def step(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.ones(1, WIDTH, device=NAME)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def check(device: Device) -> None:
+    assert not device.findings, "\n".join(map(str, device.findings))
+
+
+def show(what: str, measured: float, bar: float) -> None:
+    print(f"  {row(what, f'{measured:.0f}', f'<= {bar:.0f}')}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 1024])
+    parser.add_argument("--low", action="store_true")
+    asked = parser.parse_args()
+    print(f"{UNITS} units of 9 members, 512 MiB each; one step; MiB live over shards and reserved")
+    for ranks in asked.ranks:
+        torchs: dict[str, Counts] = {}
+        for who, surface in ENGINES:
+            found = counts_of(who, surface, ranks, low=asked.low)
+            name = f"{who}, {'fully_shard' if surface == 'fully' else 'the wrapper'}, {ranks} ranks"
+            texts = [f"{found.counted[what]} {what}" for what in COUNTED]
+            texts += [f"live {found.live_mib:.0f}", f"reserved {found.reserved_mib:.0f}"]
+            print(f"{name}: {', '.join(texts)}", flush=True)
+            if who == "torch":
+                torchs[surface] = found
+                continue
+            peer = torchs[surface]
+            for what in ("copies", "host waits"):
+                show(f"{name}: {what}", found.counted[what], peer.counted[what])
+            show(f"{name}: live MiB", found.live_mib, peer.live_mib)
+            show(f"{name}: reserved MiB", found.reserved_mib, peer.reserved_mib)
+
+
+if __name__ == "__main__":
+    main()

@@ -551,14 +551,71 @@ def unshard_late(run: Run) -> None:
     run.train(run.wrap(run.net(Late)), steps=3)
 
 
-@scenario(FULLY)
+@scenario(FULLY, torchs=())
 def unshard_and_reshard_without_use(run: Run) -> None:
     model = run.wrap(run.net())
     for _ in range(2):
         for block in model.blocks:
             block.unshard(async_op=True)
             block.reshard()
+        with torch.no_grad():
+            for param in model.parameters():
+                param.mul_(0.5)  # what the gathers were reading
         run.train(model, steps=1)
+
+
+@scenario(torchs=())
+def a_unit_alone(run: Run) -> None:
+    model = run.wrap(run.net())
+    for _ in range(2):
+        run.train(model, steps=1)
+        with torch.no_grad():
+            model.blocks[0](torch.ones(4, WIDTH, device=NAME))
+
+
+@scenario(torchs=())
+def values_written_between_forward_and_backward(run: Run) -> None:
+    model = run.wrap(run.net())
+    for _ in range(2):
+        loss = model(batch()).sum()
+        with torch.no_grad():
+            for param in model.blocks.parameters():  # the root's are still gathered
+                param.mul_(0.5)
+        loss.backward()
+
+
+@scenario(FULLY, torchs=())
+def what_an_extension_makes(run: Run) -> None:
+    def before(mesh: Any) -> Any:
+        return (local.to(BF16),), None
+
+    def after(gathered: Any, metadata: Any, dtype: Any, *, out: Any = None) -> Any:
+        if out is None:
+            made = gathered[0].to(dtype)
+            return made, (made,)
+        out.data.copy_(gathered[0])  # no change that autograd should know of
+        return None
+
+    model = run.net()
+    model.blocks[0].up = nn.Linear(WIDTH, 24, device=NAME)
+    model.blocks[0].down = nn.Linear(24, WIDTH, device=NAME)
+    model = run.wrap(model)
+    local: Any = model.blocks[0].up.weight._local_tensor
+    local.fsdp_pre_all_gather, local.fsdp_post_all_gather = before, after
+    run.train(model, steps=3)
+
+
+class Wide(Net):
+    """Blocks of 5 MiB, more of them than may be gathered ahead."""
+
+    def __init__(self) -> None:
+        super().__init__(blocks=0)
+        self.blocks = nn.ModuleList(Block(WIDTH, 40_000) for _ in range(8))
+
+
+@scenario()
+def more_units_than_may_be_gathered_ahead(run: Run) -> None:
+    run.train(run.wrap(run.net(Wide)), steps=1)
 
 
 @scenario(FULLY)

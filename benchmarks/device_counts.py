@@ -116,19 +116,19 @@ def main() -> None:
     for ranks in asked.ranks:
         torchs: dict[str, Counts] = {}
         for who, surface in ENGINES:
-            found = counts_of(who, surface, ranks, low=asked.low)
+            counts = counts_of(who, surface, ranks, low=asked.low)
             name = f"{who}, {'fully_shard' if surface == 'fully' else 'the wrapper'}, {ranks} ranks"
-            texts = [f"{found.counted[what]} {what}" for what in COUNTED]
-            texts += [f"live {found.live_mib:.0f}", f"reserved {found.reserved_mib:.0f}"]
+            texts = [f"{counts.counted[what]} {what}" for what in COUNTED]
+            texts += [f"live {counts.live_mib:.0f}", f"reserved {counts.reserved_mib:.0f}"]
             print(f"{name}: {', '.join(texts)}", flush=True)
             if who == "torch":
-                torchs[surface] = found
+                torchs[surface] = counts
                 continue
             peer = torchs[surface]
             for what in ("copies", "host waits"):
-                show(f"{name}: {what}", found.counted[what], peer.counted[what])
-            show(f"{name}: live MiB", found.live_mib, peer.live_mib)
-            show(f"{name}: reserved MiB", found.reserved_mib, peer.reserved_mib)
+                show(f"{name}: {what}", counts.counted[what], peer.counted[what])
+            show(f"{name}: live MiB", counts.live_mib, peer.live_mib)
+            show(f"{name}: reserved MiB", counts.reserved_mib, peer.reserved_mib)
 
 
 if __name__ == "__main__":

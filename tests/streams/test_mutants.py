@@ -105,6 +105,6 @@ def test_every_call_of_the_seam_that_is_left_out_is_found(scale: Scale, rng: ran
     assert len(everything) >= 30
     count = scale.count(8, len(everything))
     chosen = rng.sample(everything, count)
-    (found,) = run_ranks(1, hunt, chosen, group=False, timeout_seconds=3000)
-    missed = [str(mutant) for mutant, how in zip(chosen, found, strict=True) if not how]
+    (hits,) = run_ranks(1, hunt, chosen, group=False, timeout_seconds=3000)
+    missed = [str(mutant) for mutant, how in zip(chosen, hits, strict=True) if not how]
     assert not missed, missed

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ckpt.commit.log import Log, LogState
-from ckpt.commit.names import record_key
+from ckpt.commit.names import MANIFEST_NAME, record_key
 from ckpt.commit.patience import tries
 from ckpt.commit.records import (
     Kind,
@@ -161,11 +161,13 @@ class Appender:
     def settle(self) -> Settled | None:
         """Find out the outcome of a pending record. None when there is none.
 
-        Raises OutcomeUnknown when the store still does not answer.
+        Raises OutcomeUnknown when the store still does not answer, and LogDiverged when a COMMIT
+        would make, or has made, a checkpoint whose MANIFEST is gone.
         """
         record = self._pending
         if record is None:
             return None
+        self._refuse_to_send_again(record)
         return Settled(record, self._put(record, sent_before=True))
 
     def _record(self, draft: RecordDraft, *, slot: int, previous: bytes | None) -> Record:
@@ -236,14 +238,18 @@ class Appender:
         return False
 
     def _stands(self, record: Record, data: bytes) -> bool:
-        """True: `record` stands, and so does the one that it builds on.
+        """True: `record` stands, and so do the one that it builds on and the MANIFEST of a COMMIT.
 
-        Read in this order and after the append: if the log was exchanged before that, one of the
-        two is gone or has other bytes.
+        Read in this order and after the append: if the root was exchanged before that, one of the
+        three is gone or has other bytes.
         """
+        lacks_manifest = False
         try:
             before = self.log.raw(record.slot - 1) if record.previous is not None else None
             is_there = self.log.raw(record.slot) == data
+            # What was retired meanwhile is gone, and was committed all the same.
+            if is_there and self._manifest_is_gone(record):
+                lacks_manifest = self.log.state().find(record.live[-1].attempt) is not None
         except (KeyNotFoundError, Corrupt):
             is_there, before = False, None
         except StorageError as error:
@@ -251,9 +257,43 @@ class Appender:
         self._pending = None
         if not is_there or (before is not None and record_digest(before) != record.previous):
             raise diverged(self.store.url, record.slot)
+        if lacks_manifest:
+            raise self._without_manifest(record)
         self.log.saw(record)
         self._known = record
         return True
+
+    def _refuse_to_send_again(self, record: Record) -> None:
+        """Raise LogDiverged when the MANIFEST of a pending COMMIT is gone and its slot is free.
+
+        Whoever deletes it otherwise has seen a record in that slot. The record stays pending.
+        """
+        try:
+            # In this order: a slot that was taken before the deletion is seen taken.
+            if self._manifest_is_gone(record):
+                self.store.info(record_key(record.slot))
+        except KeyNotFoundError:
+            raise self._without_manifest(record) from None
+        except StorageError as error:
+            raise self._unknown(record) from error
+
+    def _manifest_is_gone(self, record: Record) -> bool:
+        if record.kind != "COMMIT":
+            return False
+        try:
+            self.store.info(record.live[-1].prefix + MANIFEST_NAME)
+        except KeyNotFoundError:
+            return True
+        return False
+
+    def _without_manifest(self, record: Record) -> LogDiverged:
+        url = self.store.url
+        return LogDiverged(
+            f"{url}/{record.live[-1].prefix}{MANIFEST_NAME}, which this process wrote, is gone: "
+            "the root was rolled back, restored from a backup, or replaced by a copy. Nothing is "
+            f"acknowledged. To continue with what is there, call ckpt.forget({url!r}) on all "
+            "ranks and save again; or save to another url"
+        )
 
     def _unknown(self, record: Record) -> OutcomeUnknown:
         what = record.kind if record.attempt is None else f"{record.kind} of {record.attempt}"

@@ -14,17 +14,14 @@ from ckpt.commit.claim import must_look_first, root_id, unsafe_store
 from ckpt.commit.lines import OwnLine, ResumePoint
 from ckpt.commit.log import LogState, read_format
 from ckpt.commit.names import (
-    MANIFEST_NAME,
     STEPS_PREFIX,
     attempt_epoch,
     attempt_name,
-    step_prefix,
 )
 from ckpt.commit.records import LiveEntry, Record
 from ckpt.commit.sweep import delete_attempt, delete_orphans, refuse_needed
 from ckpt.commit.writer import Commit, LogWriter
 from ckpt.errors import CheckpointError, Fenced, LogDiverged, NoCheckpoint
-from storage.errors import KeyNotFoundError
 from storage.store import ExclusiveCreate, Store
 
 logger = logging.getLogger(__name__)
@@ -160,25 +157,6 @@ class Session(LogWriter):
             record = self._append(build)
             assert record is not None
             return record.live[-1]
-
-    def confirm(self, commit: Commit) -> None:
-        """Raise LogDiverged when the MANIFEST of what was just committed is gone: a backup was
-        restored whose log ends where ours did, which no record shows.
-
-        Call it before a success is reported. It does not raise for what was retired meanwhile.
-        """
-        key = step_prefix(commit.step, commit.attempt) + MANIFEST_NAME
-        try:
-            self.store.info(key)
-        except KeyNotFoundError as error:
-            if self.log.state().find(commit.attempt) is None:
-                return
-            raise LogDiverged(
-                f"{self.store.url}/{key}, which this process wrote, is gone: the root was rolled "
-                "back, restored from a backup, or replaced by a copy. Nothing is acknowledged. To "
-                f"continue with what is there, call ckpt.forget({self.store.url!r}) on all ranks "
-                "and save again; or save to another url"
-            ) from error
 
     def discard(self, attempt: str, *, step: int) -> int:
         """Delete the files of a failed attempt of this session; it can never be committed

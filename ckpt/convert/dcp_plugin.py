@@ -211,7 +211,6 @@ class DcpWriter(StorageWriter):
             writer.write_part(0, [memoryview(data)])
         commit = Commit(header.attempt, header.step, len(data), manifest_digest(data))
         session.commit(commit)
-        session.confirm(commit)
         self._header.clear()
         metadata.storage_meta = self.storage_meta()
 

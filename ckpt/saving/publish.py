@@ -321,7 +321,6 @@ def _commit_parts(
     try:
         with task.recorder.span("commit"):
             session.commit(commit)
-            session.confirm(commit)
     except ReferenceRetired as error:
         return _Committed({"retired": str(error)})
     # From here on the checkpoint exists, so nothing may fail any more.

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from ckpt.commit.appender import Appender
 from ckpt.commit.invariants import (
     History,
     RecordingStore,
@@ -26,6 +27,7 @@ from ckpt.commit.invariants import (
 )
 from ckpt.commit.log import Log
 from ckpt.commit.ranked import SessionRegistry
+from ckpt.commit.records import Record
 from ckpt.commit.session import Session
 from ckpt.errors import CheckpointError, Corrupt, OutcomeUnknown
 from storage.local import LocalStore
@@ -159,12 +161,13 @@ def test_no_moment_of_a_copy_or_a_rollback_breaks_a_promise(
     assert runs > 10
 
 
-def _unconfirmed(self: Session, commit: object) -> None:
+def _never_gone(self: Appender, record: Record) -> bool:
     """Bug: nobody looks whether the restored root has what was committed."""
+    return False
 
 
 def test_search_finds_a_commit_that_nobody_confirms(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Session, "confirm", _unconfirmed)
+    monkeypatch.setattr(Appender, "_manifest_is_gone", _never_gone)
     scenario = _Outside()
     assert _explore(scenario, scenario.backs_up, 2)[1]
 

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 import ckpt
 from ckpt.commit.lines import ResumePoint, latest_last, of_step, resumable
 from ckpt.commit.log import Log, LogState, latest_of
+from ckpt.commit.names import MANIFEST_NAME, step_prefix
 from ckpt.commit.ranked import SessionRegistry
 from ckpt.commit.records import RECORD_MAGIC, LiveEntry, decode_record, encode_record
 from ckpt.commit.session import Session
@@ -33,7 +34,9 @@ def entry(slot: int, step: int, line: int | None) -> LiveEntry:
 
 
 def saved(session: Session, step: int, *, in_line: bool = True) -> LiveEntry:
-    return session.commit(Commit(session.new_attempt(), step, 1, b"d", in_line=in_line))
+    attempt = session.new_attempt()
+    session.store.put_if_absent(step_prefix(step, attempt) + MANIFEST_NAME, b"m")
+    return session.commit(Commit(attempt, step, 1, b"d", in_line=in_line))
 
 
 def lines(store: MemoryStore) -> list[tuple[int, int | None]]:

@@ -16,7 +16,13 @@ import msgpack
 import pytest
 
 from ckpt.commit.log import Log, decode_format, encode_format, read_format
-from ckpt.commit.names import attempt_epoch, parse_step_key, record_key
+from ckpt.commit.names import (
+    MANIFEST_NAME,
+    attempt_epoch,
+    parse_step_key,
+    record_key,
+    step_prefix,
+)
 from ckpt.commit.records import (
     RECORD_MAGIC,
     LiveEntry,
@@ -280,7 +286,9 @@ def test_removed_record_is_noticed_by_history() -> None:
     store = MemoryStore()
     session = Session.claim(store)
     for step in range(8):
-        session.commit(Commit(session.new_attempt(), step, 1, b"d"))
+        attempt = session.new_attempt()
+        store.put_if_absent(step_prefix(step, attempt) + MANIFEST_NAME, b"m")
+        session.commit(Commit(attempt, step, 1, b"d"))
     store.delete(record_key(4))
     with pytest.raises(Corrupt, match=r"00000004 .*removed"):
         list(Log(store).history())

@@ -288,6 +288,7 @@ def test_a_copy_whose_commit_got_no_answer_is_committed_once() -> None:
     original = save(claim(store), 1)
     keeper = Maintenance.open(store, sources=NO_PAUSE, limits=Limits(tries_max=1))
     copy = Commit("e000001-00000000000000cc", 1, 3, b"d" * 32)
+    store.put_if_absent(step_prefix(1, copy.attempt) + MANIFEST_NAME, b"abc")
     store.script = ["applied"]
     with pytest.raises(OutcomeUnknown):
         keeper.commit_copy(copy, of=original.attempt)
@@ -449,6 +450,7 @@ class _Silent(WrappedStore):
 def test_a_metric_may_be_any_number_and_a_record_that_cannot_be_read_is_never_sent() -> None:
     session = claim(MemoryStore())
     attempt = session.new_attempt()
+    session.store.put_if_absent(step_prefix(1, attempt) + MANIFEST_NAME, b"m")
     assert session.commit(Commit(attempt, 1, 1, b"d", metric=3)).metric == 3.0
     before = session.state()
     for bad in (

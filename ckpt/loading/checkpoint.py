@@ -30,7 +30,7 @@ from ckpt.layout.piece import Holding, Kind, Piece
 from ckpt.layout.region import Box, Region, Shape, Span, is_inside, whole
 from ckpt.loading.plan import ReadPath, plan_reads
 from ckpt.loading.reader import Reader
-from storage import Store, StoreLike, open_store
+from storage import KeyNotFoundError, Store, StoreLike, open_store
 
 Index: TypeAlias = int | slice | EllipsisType
 
@@ -237,7 +237,7 @@ class Checkpoint:
         return isinstance(fqn, str) and (fqn in self.aliases or self._is_stored(fqn))
 
     def __getitem__(self, fqn: str) -> torch.Tensor:
-        """The whole tensor, checked. Raises KeyError, Corrupt, and the store's errors."""
+        """The whole tensor, checked. Raises like `read`."""
         return self.read(fqn)
 
     def read(
@@ -248,7 +248,8 @@ class Checkpoint:
         A Box gives a tensor of its shape, a Span a 1-D tensor; slices and integers are taken as by
         `tensor[...]`, with steps of at least 1. Reads the blocks that the region touches and no
         others. Raises KeyError for an unknown name, IndexError for a region outside of the tensor,
-        Corrupt naming file and block when bytes were changed.
+        Corrupt naming file and block when bytes were changed, NoCheckpoint when the checkpoint was
+        retired meanwhile.
         """
         info = self._stored(fqn)
         if region is None:
@@ -319,8 +320,24 @@ class Checkpoint:
     def _filled(self, entry: StoredTensor, region: Region) -> torch.Tensor:
         shape = region.shape if isinstance(region, Box) else (region.numel,)
         target = torch.empty(shape, dtype=torch_dtype(entry.dtype))
-        fill(self.store, self.prefix, self.manifest, [piece_of(entry, region, target)], self._path)
+        wanted = [piece_of(entry, region, target)]
+        try:
+            fill(self.store, self.prefix, self.manifest, wanted, self._path)
+        except KeyNotFoundError as error:
+            if self._was_retired():
+                raise NoCheckpoint(
+                    f"{error}: step {self.step} was retired while it was open, and its files are "
+                    f"deleted; open another step of {self.store.url}"
+                ) from error
+            raise
         return target
+
+    def _was_retired(self) -> bool:
+        """Whether the log no longer has what was opened; False for a step directory on its own."""
+        if self.entry is None:
+            return False
+        live = live_entries(self.store)
+        return all(entry.attempt != self.entry.attempt for entry in live)
 
 
 class StoredTensor(NamedTuple):

@@ -94,11 +94,16 @@ def load_state(
             report = _fill(state, store, world, (prefix, manifest), (options, recorder))
             return replace(report, spans=recorder.spans(), counters=recorder.counters())
         except LoadInterrupted as interrupted:
-            is_requested = step is not None or bool(attempt)
+            header = manifest.header
+            if not _was_retired(store, world, header.attempt):
+                raise
             # Only the latest may be replaced by a newer one: a checkpoint that was requested by
             # its step or attempt is either that one or an error.
-            if is_requested or not _was_retired(store, world, manifest.header.attempt):
-                raise
+            if step is not None or attempt:
+                raise LoadInterrupted(
+                    f"{interrupted}\nStep {header.step} ({header.attempt}) was retired while it "
+                    f"was read, and its files are deleted; {store.url} still has other steps."
+                ) from interrupted
             last = interrupted
         except Exception as error:
             if last is None:

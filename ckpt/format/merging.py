@@ -268,7 +268,8 @@ def replica_differences(parts: Sequence[Part]) -> ReplicaDifferences:
             groups.setdefault(digest, []).append(rank)
         region = regions[number]
         if must_agree[those].any():
-            failures[region] = _disagreement(region, _groups(groups))
+            text = disagreement(_region_name(region), groups, _STORED)
+            failures[region] = text + or_per_rank(region[0])
         else:
             warnings[region] = _unsynchronized(region, _groups(groups))
     return ReplicaDifferences(
@@ -297,17 +298,27 @@ def _numbered_replicas(parts: Sequence[Part]) -> tuple[list[_ReplicaRegion], Int
     return list(numbers), np.concatenate(ids)
 
 
-def _disagreement(region: _ReplicaRegion, groups: str) -> str:
-    text = (
-        f"{_region_name(region)}: the ranks have different values of it ({groups}), and a "
-        "checkpoint stores one for all; make it equal on all ranks before the save"
+_STORED = "a checkpoint stores one for all"
+
+
+def disagreement(name: str, groups: Mapping[int | None, Sequence[int]], why: str) -> str:
+    """That ranks, in groups by digest, differ in a tensor which is kept once, `why`, and what to do
+    about it.
+    """
+    return (
+        f"{name}: the ranks have different values of it ({_groups(groups)}), and {why}; make it "
+        "equal on all ranks first"
     )
-    _, is_state, name = region[0].rpartition(".state.")
+
+
+def or_per_rank(fqn: str) -> str:
+    """The end of a message about optimizer state: how each rank keeps its own; "" for the rest."""
+    _, is_state, name = fqn.rpartition(".state.")
     if not is_state:
-        return text
+        return ""
     key = _key_of(name)
     return (
-        f"{text}, or say that each rank keeps its own: "
+        ", or say that each rank keeps its own: "
         f'declare_optimizer_state(optimizer, {{"{key}": PerRank(None, on_reshard)}})'
     )
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from heapq import heapify, heapreplace
 from typing import NamedTuple
 
-from ckpt.layout.piece import Holding, Piece
+from ckpt.layout.piece import Holding, Kind, Piece
 from ckpt.layout.region import Box, Region, Span, span_of
 
 MIB = 1 << 20
@@ -68,20 +68,29 @@ def assign(holdings: Iterable[Holding], rank: int) -> Assignment:
 
 def _is_compared(holding: Holding, piece: Piece) -> bool:
     # Other ranks may have what only one holds for storing: the step of a sharded parameter.
-    nbytes = piece.local_region.numel * piece.dtype.itemsize
-    if holding.must_agree and nbytes <= COMPARED_NBYTES_MAX:
+    if is_small_and_agreed(holding, piece):
         return True
     return len(piece.holders) > 1 and not holding.synchronized
+
+
+def is_small_and_agreed(holding: Holding, piece: Piece) -> bool:
+    """Whether a difference between ranks is an error, and the piece so small that all compare."""
+    nbytes = piece.local_region.numel * piece.dtype.itemsize
+    return holding.must_agree and nbytes <= COMPARED_NBYTES_MAX
 
 
 def _share_of(members: list[tuple[Holding, Piece]], index: int, count: int) -> list[Share]:
     # All holders must come to the same order, however each of them has walked its state.
     members.sort(key=lambda member: (member[1].fqn, member[1].region))
+    of_modules = _buffer_nbytes(members)
     items = []
     for holding, piece in members:
         nbytes = piece.local_region.numel * piece.dtype.itemsize
         # Replicas that may differ are not cut: halves of two of them are a tensor that nobody had.
-        items.append(Item(nbytes, _unit_nbytes(piece) if holding.synchronized else 0))
+        # The mean of one rank and the variance of another are statistics that nobody had.
+        of_first = _is_loose_buffer(holding) and of_modules[_module_of(piece)] <= MIB
+        unit_nbytes = _unit_nbytes(piece) if holding.synchronized else 0
+        items.append(Item(nbytes, unit_nbytes, of_first))
     mine = []
     for index_of_item, start, stop in share_evenly(items, count)[index]:
         holding, piece = members[index_of_item]
@@ -89,6 +98,24 @@ def _share_of(members: list[tuple[Holding, Piece]], index: int, count: int) -> l
         first, last = start // itemsize, stop // itemsize
         mine.append(Share(holding, piece, first, last, part_of(piece, first, last)))
     return mine
+
+
+def _buffer_nbytes(members: Iterable[tuple[Holding, Piece]]) -> dict[str, int]:
+    """How much of buffers that may differ between ranks is in each module."""
+    nbytes: dict[str, int] = defaultdict(int)
+    for holding, piece in members:
+        if _is_loose_buffer(holding):
+            nbytes[_module_of(piece)] += piece.local_region.numel * piece.dtype.itemsize
+    return nbytes
+
+
+def _is_loose_buffer(holding: Holding) -> bool:
+    """Whether it is a buffer that no engine keeps equal, such as the statistics of BatchNorm."""
+    return holding.kind is Kind.BUFFER and not holding.synchronized
+
+
+def _module_of(piece: Piece) -> str:
+    return piece.fqn.rpartition(".")[0]
 
 
 def _unit_nbytes(piece: Piece) -> int:
@@ -120,10 +147,14 @@ def part_of(piece: Piece, start: int, stop: int) -> Region:
 
 
 class Item(NamedTuple):
-    """Something to place: its size, and the bytes between possible cuts (0: never cut)."""
+    """Something to place: its size, and the bytes between possible cuts (0: never cut).
+
+    `of_first`: it belongs into the first bin, which gets less of the others for it.
+    """
 
     nbytes: int
     unit_nbytes: int
+    of_first: bool = False
 
 
 def share_evenly(items: Sequence[Item], count: int) -> list[list[tuple[int, int, int]]]:
@@ -131,12 +162,15 @@ def share_evenly(items: Sequence[Item], count: int) -> list[list[tuple[int, int,
 
     What cannot be cut goes first, largest onto the emptiest bin; what can be cut is poured over the
     bins up to the mean, cut at its units; the small rest evens out. The fullest bin exceeds the
-    mean by at most the largest uncuttable item or 2 MiB. Pouring with cuts is McNaughton's
-    wrap-around rule (1959), placing the largest first is Graham's LPT (1969).
+    mean by at most the largest uncuttable item or 2 MiB, unless what belongs into the first bin is
+    more than that. Pouring with cuts is McNaughton's wrap-around rule (1959), placing the largest
+    first is Graham's LPT (1969).
     """
     bins: list[list[tuple[int, int, int]]] = [[] for _ in range(count)]
-    loads = [0] * count
-    by_size = sorted(range(len(items)), key=lambda index: (-items[index].nbytes, index))
+    bins[0] = [(index, 0, item.nbytes) for index, item in enumerate(items) if item.of_first]
+    loads = [sum(stop for _, _, stop in bin_) for bin_ in bins]
+    others = [index for index, item in enumerate(items) if not item.of_first]
+    by_size = sorted(others, key=lambda index: (-items[index].nbytes, index))
     # What is smaller is not cut: a part has at least 1 MiB, or its request costs more than its
     # bytes.
     large = [index for index in by_size if items[index].nbytes >= 2 * MIB]
@@ -178,7 +212,7 @@ def _pour(
     current = 0
     owed = 0.0  # what cuts at units took from the bins so far, for the next one to make up
     for index in order:
-        nbytes, unit = items[index]
+        nbytes, unit = items[index].nbytes, items[index].unit_nbytes
         start = 0
         while start < nbytes:
             bin_index = to_fill[current]

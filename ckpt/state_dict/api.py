@@ -127,7 +127,8 @@ def optimizer_state_dict(
     State shaped like its parameter comes in the form that the parameter has in
     `model_state_dict`; scalars, numbers and other values as they are. Parameters without state are
     left out. `state_dict`, as `optimizer.state_dict()` gives it, takes the place of the live state.
-    Raises InvalidState for state that belongs to no parameter, or that differs between ranks.
+    Raises InvalidState for state that belongs to no parameter, and for steps and small plain state
+    that differ between ranks, except in LOCAL form, where each rank has its own.
     """
     request = TakeRequest(type, config, state_dict)
     return take_optimizer_dict(model, optimizer, request, process_group)

@@ -20,6 +20,7 @@ from ckpt.state.optimizer import named_groups, refusals
 from ckpt.state.own import declared, tensors_of
 from ckpt.state.requested import STATE_DICT, CallArguments, Unshared
 from ckpt.state.types import Catalog, Loaded, ProblemKind, TensorEntry
+from ckpt.state_dict.agreeing import check_values
 from ckpt.state_dict.beside import is_beside
 from ckpt.state_dict.listed import ListedParams
 from ckpt.state_dict.model import check_names, describe_model, share_values
@@ -29,7 +30,6 @@ from ckpt.state_dict.optimizers import (
     PATH,
     Optimizers,
     by_parameter,
-    check_values,
     in_one_order,
 )
 from ckpt.state_dict.redistribute import redistribute

@@ -8,7 +8,6 @@ own: it is handed on as it is.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ import torch
 from torch import nn
 
 from ckpt.errors import InvalidState, Mismatch
-from ckpt.format.codec import decode_values, encode_values
+from ckpt.layout.piece import Holding
 from ckpt.layout.plain import Ranks
 from ckpt.layout.sharded_tensor import UnitSharding
 from ckpt.layout.tensor import template_of
@@ -34,7 +33,9 @@ from ckpt.state.optimizer_kinds import NUMBER_OF_SUFFIX, StateKind, kind_of, num
 from ckpt.state.own import PerRankState, StateDeclaration, declared
 from ckpt.state.requested import Unshared
 from ckpt.state.values import join_tree, references
+from ckpt.state_dict.agreeing import NOTHING, Agreed, agreed_state, check_values
 from ckpt.state_dict.beside import Rest, separate
+from ckpt.state_dict.config import StateDictType
 from ckpt.state_dict.forms import DictForm, LiveTensors, take_out
 from ckpt.state_dict.model import describe_model, names_of, shardings
 from ckpt.state_dict.optimizer_keys import check_keys
@@ -106,9 +107,14 @@ def _group_of(group: Mapping[str, Any], by_key: Mapping[Any, torch.Tensor]) -> d
 
 @dataclass(frozen=True, slots=True)
 class _Taken:
-    """What this rank holds of optimizers, and the values that all ranks have alike."""
+    """What this rank holds of optimizers, and the values that all ranks have alike.
+
+    `witnesses` are scalars that other ranks hold, as this one has them. `agreed` is compared.
+    """
 
     live: LiveTensors
+    witnesses: Sequence[Holding]
+    agreed: Agreed
     values: dict[str, Any]
     user: dict[str, Any]
     has_groups: bool
@@ -130,18 +136,19 @@ def take_optimizer(
     Raises InvalidState or Mismatch, the same on all ranks, for state that cannot be named by
     parameter, and for values that differ between ranks; `output.beside` says which may differ.
     """
-    is_compared = output.beside is Unshared.COMPARED
     taken = collectively(
-        world,
-        "describe",
-        lambda: _taken(model, optimizers, ranks, state_dict, is_compared=is_compared),
+        world, "describe", lambda: _taken(model, optimizers, ranks, state_dict, output)
     )
-    check_values(world, in_one_order(taken.values))
+    # In the wrapper's calls, a rank that holds all of a parameter gives what it has itself.
+    mine_counts = output.beside is Unshared.OWN
+    check_values(world, in_one_order(taken.values), taken.agreed, each_has_its_own=mine_counts)
     if taken.rest is not None and output.beside is Unshared.OWN_BY_FIRST:
         taken.rest.keep_those_of_first(world)
     tensors = take_out(taken.live, output, world, ranks)
     if not output.is_wanted:
         return {}
+    if _keeps_own_scalars(output):
+        tensors.update(_own_scalars(taken.witnesses, to_cpu=output.offload_to_cpu))
     groups = taken.values[GROUPS]
     names = [name for group in groups for name in group["params"]]
     result: dict[str, Any] = {"state": _state(names, tensors, taken.values)}
@@ -173,8 +180,7 @@ def _taken(
     optimizers: Optimizers,
     ranks: Ranks,
     state_dict: Mapping[str, Any] | None,
-    *,
-    is_compared: bool,
+    output: DictForm,
 ) -> _Taken:
     described = describe_model(model, ranks, loading=False)
     problems = [p for one in optimizers for p in refusals(PATH, one, described, ranks)]
@@ -187,6 +193,7 @@ def _taken(
     user = user_state(view.state)
     for key in user:  # goes into the dict as it is, whatever it is
         del view.state[key]
+    is_compared = output.beside is Unshared.COMPARED
     rest = None if is_compared else separate(view, described)
     flat = flatten_optimizer(PATH, view, described, ranks)
     if not flat.problems:
@@ -203,7 +210,27 @@ def _taken(
         {},
     )
     has_groups = state_dict is None or "param_groups" in state_dict
-    return _Taken(live, flat.values, user, has_groups, flat.own, rest)
+    keeps_own = _keeps_own_scalars(output)
+    is_alone = len(ranks.everyone) == 1
+    agreed = NOTHING if keeps_own or is_alone else agreed_state(flat.holdings, flat.witnesses)
+    return _Taken(live, flat.witnesses, agreed, flat.values, user, has_groups, flat.own, rest)
+
+
+def _keeps_own_scalars(output: DictForm) -> bool:
+    """Whether each rank's dict has the scalars that this rank has, whatever others have: the LOCAL
+    form, and the wrapper's calls with flat parameters, as torch has them.
+    """
+    return output.form is StateDictType.LOCAL or output.beside is Unshared.OWN_BY_FIRST
+
+
+def _own_scalars(witnesses: Sequence[Holding], *, to_cpu: bool) -> dict[str, torch.Tensor]:
+    """Copies of this rank's own, by name."""
+    return {
+        piece.fqn: (clone.cpu() if to_cpu else clone)
+        for holding in witnesses
+        for piece in holding.pieces
+        for clone in (holding.local.clone(),)
+    }
 
 
 def _templates(view: Any, described: Described, ranks: Ranks) -> dict[str, torch.Tensor]:
@@ -261,27 +288,6 @@ def _state(
     for param, name, fqn in by_parameter(values, names):
         states[param][name] = join_tree(values[fqn], tensors.__getitem__)
     return {param: state for param, state in states.items() if state}
-
-
-def check_values(world: World, values: Mapping[str, Any]) -> None:
-    """Raise Mismatch on all ranks, naming what differs, unless all have the same values."""
-    encoded = encode_values(dict(values))
-    digests = world.gather("values", hashlib.sha256(encoded).digest())
-    if len(set(digests)) == 1:
-        return
-    differ: dict[str, list[int]] = {}
-    everybody = [decode_values(part) for part in world.gather("differing values", encoded)]
-    for rank, theirs in enumerate(everybody):
-        for fqn in {*theirs, *everybody[0]}:
-            if encode_values(theirs.get(fqn)) != encode_values(everybody[0].get(fqn)):
-                differ.setdefault(fqn, []).append(rank)
-    raise Mismatch(
-        [
-            f"{fqn}: ranks {ranks} have another value than rank 0; all ranks need the same "
-            "optimizer and the same dict"
-            for fqn, ranks in sorted(differ.items())
-        ]
-    )
 
 
 def in_one_order(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -61,6 +61,15 @@ def test_four_equal_tensors_are_cut_when_the_bins_do_not_divide_them(count: int)
     assert max(loads) - min(loads) <= 2 * MIB
 
 
+def test_what_belongs_into_the_first_bin_leaves_less_room_there() -> None:
+    for first_nbytes in (0, 10 * MIB, 200 * MIB):
+        bins = share_evenly([Item(first_nbytes, 0, True), *[Item(64 * MIB, MIB)] * 3], 3)
+        loads = [sum(stop - start for _, start, stop in bin_) for bin_ in bins]
+        assert bins[0][0] == (0, 0, first_nbytes)
+        assert sum(loads) == first_nbytes + 3 * 64 * MIB
+        assert max(loads) <= max(first_nbytes, sum(loads) / 3 + 2 * MIB)
+
+
 def test_what_cannot_be_cut_stays_whole() -> None:
     bins = share_evenly([Item(100 * MIB, 0), Item(40 * MIB, MIB), Item(10, 0)], 3)
     assert [(0, 0, 100 * MIB)] in bins
@@ -112,6 +121,33 @@ def test_unsynchronized_replicas_are_written_by_one_and_compared_by_all() -> Non
     assignments = [assign([holding], rank) for rank in range(3)]
     assert [len(a.compared) for a in assignments] == [1, 1, 1]
     assert sum(len(a.shares) for a in assignments) == 1
+
+
+def _buffer(fqn: str, numel: int, *, synchronized: bool = False) -> Holding:
+    box = Box((0,), (numel,))
+    piece = Piece(fqn, (numel,), torch.float32, box, box, (1, 2, 5))
+    return Holding(torch.zeros(numel), (piece,), Kind.BUFFER, synchronized)
+
+
+def _names_by_rank(holdings: list[Holding]) -> dict[int, set[str]]:
+    return {rank: {s.piece.fqn for s in assign(holdings, rank).shares} for rank in (1, 2, 5)}
+
+
+def test_buffers_that_may_differ_come_from_the_lowest_holder_and_count_as_its_share() -> None:
+    statistics = [
+        _buffer(f"norm.{index}.{name}", 2048)
+        for index in range(3)
+        for name in ("running_mean", "running_var", "num_batches_tracked")
+    ]
+    equal = [_buffer(f"equal.{index}", 2048, synchronized=True) for index in range(18)]
+    by_rank = _names_by_rank([*statistics, *equal])
+    assert by_rank[1] == {holding.pieces[0].fqn for holding in statistics}
+    assert len(by_rank[2]) == len(by_rank[5]) == 9
+
+
+def test_large_buffers_of_one_module_are_divided() -> None:
+    large = [_buffer(f"cache.{index}", MIB // 4) for index in range(3)]
+    assert sorted(map(len, _names_by_rank(large).values())) == [1, 1, 1]
 
 
 def test_small_pieces_on_which_ranks_must_agree_are_compared_even_where_one_rank_stores_them() -> (

@@ -210,6 +210,49 @@ def test_numbers_and_small_plain_tensors_that_differ_are_refused(tmp_path: Path)
     run_ranks(2, other_state, str(tmp_path), timeout_seconds=300)
 
 
+def on_one_rank(root: str) -> None:
+    """Rank 1 has a scalar that rank 0, which would store it, has not."""
+    for engine in ("fully", "their_fully", "flat", "orig"):
+        state = trained(engine)
+        if dist.get_rank():
+            first_state(state["optim"])["extra"] = torch.tensor(5.0)
+        with pytest.raises(ckpt.CheckpointError, match=r"optim\.state\.0\.weight\.extra") as caught:
+            ckpt.save(state, f"{root}/{engine}", step=1)
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, str(caught.value))
+        assert set(everyone) == {str(caught.value)}, "one error on all ranks"
+        if dist.get_rank():
+            del first_state(state["optim"])["extra"]
+        ckpt.save(state, f"{root}/{engine}", step=2)
+
+
+@pytest.mark.ranks
+def test_a_scalar_that_no_rank_would_store_is_named(tmp_path: Path) -> None:
+    run_ranks(2, on_one_rank, str(tmp_path), timeout_seconds=300)
+
+
+def with_statistics() -> DistributedDataParallel:
+    norms = [nn.BatchNorm1d(size) for size in (4, 8, 8)]
+    model = nn.Sequential(nn.Linear(4, 4), norms[0], nn.Linear(4, 8), *norms[1:])
+    return DistributedDataParallel(model)
+
+
+def statistics(root: str) -> None:
+    model = with_statistics()
+    for name, buffer in model.named_buffers():
+        buffer.fill_(dist.get_rank() + len(name))
+    ckpt.save({"model": model}, root, step=1)
+    other = with_statistics()
+    ckpt.load({"model": other}, root)
+    for name, buffer in other.named_buffers():
+        assert torch.all(buffer == len(name)), "as rank 0 had it"
+
+
+@pytest.mark.ranks
+def test_buffers_that_differ_are_all_taken_from_one_rank(tmp_path: Path) -> None:
+    run_ranks(2, statistics, str(tmp_path), timeout_seconds=300)
+
+
 def really_own(root: str) -> None:
     for engine in ("fully", "flat", "their_orig", "ddp"):
         url = f"{root}/{engine}"

@@ -1,0 +1,155 @@
+"""What a state dict has once for several ranks is equal on all of them, or the call fails on all.
+
+Values are compared by one digest of all of them. Of optimizer state the ranks compare what they
+must agree on, see `Holding.must_agree`: counts and small plain tensors. The `step` beside a sharded
+parameter is given by the rank that holds the parameter's first element, and every rank has one of
+its own: a witness of what that one gives. Digests travel in the message of the values.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ckpt.errors import InvalidState, Mismatch
+from ckpt.format.codec import decode_values, encode_values
+from ckpt.format.merging import disagreement, or_per_rank
+from ckpt.layout.assign import is_small_and_agreed
+from ckpt.layout.piece import Holding
+from ckpt.saving.compared import digests_of
+from ckpt.world.base import World
+
+__all__ = ["NOTHING", "Agreed", "agreed_state", "check_values"]
+
+
+class _Tensor(NamedTuple):
+    """A tensor of one rank. Others may have another model with tensors of the same names, so
+    `owners` are part of it: the ranks that it is laid out over (see `Owned`).
+
+    `is_given`: the rank gives it to the dict; if not, it has one of its own and another rank gives.
+    """
+
+    fqn: str
+    owners: tuple[int, ...] | None
+    is_given: bool
+
+
+_Key = tuple[str, tuple[int, ...] | None]  # name and owners
+
+Agreed = Mapping[_Tensor, int]
+"""The crc32c of each tensor of one rank on which the ranks must agree."""
+NOTHING: Agreed = {}
+
+
+def agreed_state(given: Iterable[Holding], witnesses: Iterable[Holding]) -> Agreed:
+    """Digests of what is small and must agree, as its memory is now."""
+    tensors: list[_Tensor] = []
+    pieces = []
+    for holdings, is_given in ((given, True), (witnesses, False)):
+        for holding in holdings:
+            for piece in holding.pieces:
+                if is_small_and_agreed(holding, piece):
+                    tensors.append(_Tensor(piece.fqn, holding.owners, is_given))
+                    pieces.append((holding, piece))
+    return dict(zip(tensors, digests_of(pieces).tolist(), strict=True))
+
+
+def check_values(
+    world: World,
+    values: Mapping[str, Any],
+    agreed: Agreed = NOTHING,
+    *,
+    each_has_its_own: bool = False,
+) -> None:
+    """Raise on all ranks, naming what differs, unless all have the same values. One round.
+
+    Mismatch for values. InvalidState where `agreed` differs, or where a rank has what nobody gives;
+    with `each_has_its_own` only what some rank would be given by another one counts.
+    """
+    encoded = encode_values(dict(values))
+    digest = hashlib.sha256(encoded).digest()
+    messages = world.gather("values", digest + _encoded(agreed))
+    if len({message[: len(digest)] for message in messages}) > 1:
+        _refuse_values(world, encoded)
+    ranks_by_message: dict[bytes, list[int]] = {}
+    for rank, message in enumerate(messages):
+        ranks_by_message.setdefault(message[len(digest) :], []).append(rank)
+    reports = [(_decoded(part), ranks) for part, ranks in ranks_by_message.items()]
+    if problems := _problems(reports, each_has_its_own=each_has_its_own):
+        raise InvalidState(problems)
+
+
+def _refuse_values(world: World, encoded: bytes) -> None:
+    differ: dict[str, list[int]] = {}
+    everybody = [decode_values(part) for part in world.gather("differing values", encoded)]
+    for rank, theirs in enumerate(everybody):
+        for fqn in {*theirs, *everybody[0]}:
+            if encode_values(theirs.get(fqn)) != encode_values(everybody[0].get(fqn)):
+                differ.setdefault(fqn, []).append(rank)
+    raise Mismatch(
+        [
+            f"{fqn}: ranks {ranks} have another value than rank 0; all ranks need the same "
+            "optimizer and the same dict"
+            for fqn, ranks in sorted(differ.items())
+        ]
+    )
+
+
+def _encoded(agreed: Agreed) -> bytes:
+    """Names compressed, four bytes for each digest; the same on ranks that have the same."""
+    number_of: dict[tuple[int, ...] | None, int] = {}
+    tensors = sorted(agreed, key=lambda tensor: (tensor.fqn, tensor.is_given))
+    rows = [
+        (fqn, number_of.setdefault(owners, len(number_of)), is_given)
+        for fqn, owners, is_given in tensors
+    ]
+    names = json.dumps([list(number_of), rows]).encode()
+    digests = np.array([agreed[tensor] for tensor in tensors], dtype="<u4")
+    return encode_values({"names": zlib.compress(names, 1), "digests": digests.tobytes()})
+
+
+def _decoded(part: bytes) -> Agreed:
+    message = decode_values(part)
+    groups, rows = json.loads(zlib.decompress(message["names"]))
+    owners = [None if group is None else tuple(group) for group in groups]
+    tensors = [_Tensor(fqn, owners[number], is_given) for fqn, number, is_given in rows]
+    digests = np.frombuffer(message["digests"], dtype="<u4").tolist()
+    return dict(zip(tensors, digests, strict=True))
+
+
+def _problems(reports: Sequence[tuple[Agreed, list[int]]], *, each_has_its_own: bool) -> list[str]:
+    """What the ranks have differently, by name; each report with the ranks that sent it."""
+    ranks_of: dict[_Key, dict[int | None, list[int]]] = {}
+    given: set[_Key] = set()
+    witnessed: set[_Key] = set()
+    for agreed, ranks in reports:
+        for (fqn, owners, is_given), digest in agreed.items():
+            key = (fqn, owners)
+            ranks_of.setdefault(key, {}).setdefault(digest, []).extend(ranks)
+            (given if is_given else witnessed).add(key)
+    problems = []
+    for key, by_digest in ranks_of.items():
+        fqn = key[0]
+        if key not in given:
+            problems.append(_unclaimed(fqn, sorted(chain.from_iterable(by_digest.values()))))
+        elif len(by_digest) > 1 and (key in witnessed or not each_has_its_own):
+            groups = {digest: sorted(ranks) for digest, ranks in by_digest.items()}
+            problems.append(disagreement(fqn, groups, _IN_A_DICT) + or_per_rank(fqn))
+    return sorted(problems)
+
+
+_IN_A_DICT = "a state dict has one for all"
+
+
+def _unclaimed(fqn: str, ranks: Sequence[int]) -> str:
+    return (
+        f"{fqn}: ranks {list(ranks)} have it, and the rank that holds the parameter's first "
+        "element, which gives it to the dict, has none; set it on all ranks that have state of "
+        f"the parameter{or_per_rank(fqn)}"
+    )

@@ -31,7 +31,7 @@ class SummonOptions:
 
 def check_summon(units: Sequence[FlatUnit], options: SummonOptions) -> None:
     """Raise NotImplementedError for options that contradict each other or the units."""
-    unsharded = any(not unit.settings.is_sharded for unit in units)
+    unsharded = any(unit.store is not None and not unit.settings.is_sharded for unit in units)
     if options.with_grads and options.offload_to_cpu:
         raise NotImplementedError("with_grads=True cannot be combined with offload_to_cpu=True")
     if options.with_grads and any(not unit.settings.use_orig_params for unit in units):

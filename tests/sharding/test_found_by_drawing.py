@@ -218,6 +218,19 @@ def names_are_bare_in_summon_under_a_root_without_parameters() -> None:
         assert names[0][0] == "0.weight", names
 
 
+def a_root_without_parameters_may_be_summoned_with_offload_under_no_sharding() -> None:
+    """Its units inside may not."""
+    for name in BOTH:
+        strategy = ShardingStrategy.NO_SHARD
+        inner = engine(name)(nn.Linear(WIDTH, WIDTH), sharding_strategy=strategy)
+        root = engine(name)(nn.Sequential(inner), sharding_strategy=strategy)
+        options = {"offload_to_cpu": True, "rank0_only": True, "writeback": False}
+        with type(root).summon_full_params(root, recurse=False, **options):
+            pass
+        with pytest.raises(NotImplementedError), type(root).summon_full_params(root, **options):
+            pass
+
+
 def state_dicts_cast_back_only_buffers_that_mixed_precision_casts() -> None:
     precisions = (None, MixedPrecision(param_dtype=BF16), MixedPrecision(buffer_dtype=BF16))
     for precision, to in itertools.product(precisions, (None, torch.float64)):
@@ -330,6 +343,7 @@ test_on_two_ranks = claims(
         optimizers_find_their_parameters_after_a_backward_in_no_sync,
         policies_by_size_leave_out_norms_that_become_units_themselves,
         names_are_bare_in_summon_under_a_root_without_parameters,
+        a_root_without_parameters_may_be_summoned_with_offload_under_no_sharding,
         state_dicts_cast_back_only_buffers_that_mixed_precision_casts,
         optimizers_keyed_by_names_go_out_and_in_by_the_names_they_use,
         names_that_are_no_parameters_are_refused,

@@ -1,5 +1,5 @@
-"""The promises I1 to I12 of the commit protocol as predicates, for tests of this library and of
-stores.
+"""The promises I1 to I7, I9 and I11 of the commit protocol as predicates, for tests of this library
+and of stores. The others (ranks, dead ranks, changed bytes) leave nothing in a store to look at.
 
 Each `check_...` returns violations in words; none means that the promise holds. What a store does
 not show afterwards (which save was acknowledged, what was deleted when) is in a `History`, which
@@ -26,8 +26,6 @@ from storage.errors import KeyNotFoundError, StorageError
 from storage.store import ObjectWriter, Store
 from storage.wrap import WrappedStore
 
-Outcome = Literal["ok", "failed", "unknown"]
-
 
 class StoreChange(NamedTuple):
     """One change of a store, in the order in which the changes took effect."""
@@ -44,20 +42,6 @@ class Load(NamedTuple):
     attempts_read: frozenset[str]
 
 
-class Loss(NamedTuple):
-    """A rank that died: for each survivor, which rank its error named, after how many seconds."""
-
-    victim: int
-    reports: dict[int, tuple[int, float]]
-
-
-class Flip(NamedTuple):
-    """One changed byte: where, and the outcome of a load."""
-
-    where: str
-    result: Literal["raised", "equal", "different"]
-
-
 @dataclass
 class History:
     """What happened, as tests saw it."""
@@ -66,12 +50,7 @@ class History:
     acknowledged: list[str] = field(
         default_factory=list
     )  # attempts whose save returned on any rank
-    outcomes: dict[str, list[Outcome]] = field(
-        default_factory=dict
-    )  # attempt: outcome on each rank
     loads: list[Load] = field(default_factory=list)
-    losses: list[Loss] = field(default_factory=list)
-    flips: list[Flip] = field(default_factory=list)
 
 
 class RecordingStore(WrappedStore):
@@ -127,10 +106,7 @@ def check_all(store: Store, history: History, *, files_of: FilesOf | None = None
         *check_written_once(store, history),
         *check_deletions(history),
         *check_loads(history),
-        *check_ranks_agree(history),
-        *check_losses(history),
         *check_always_one(store),
-        *check_flips(history),
     ]
 
 
@@ -185,10 +161,9 @@ def check_references(store: Store) -> list[str]:
 def check_ok_is_for_ever(store: Store, history: History) -> list[str]:
     """I2: a save that returned OK on any rank is in the log."""
     committed = {r.attempt for r in Log(store).history() if r.kind == "COMMIT"}
-    acknowledged = [*history.acknowledged, *(a for a, o in history.outcomes.items() if "ok" in o)]
     return [
         f"I2: {name} returned OK and is not in the log"
-        for name in acknowledged
+        for name in history.acknowledged
         if name not in committed
     ]
 
@@ -295,15 +270,6 @@ def check_loads(history: History) -> list[str]:
     ]
 
 
-def check_ranks_agree(history: History) -> list[str]:
-    """I8: all ranks of a session agree on the outcome. Ranks that died have none."""
-    return [
-        f"I8: ranks report {sorted(set(outcomes))} of {attempt}"
-        for attempt, outcomes in history.outcomes.items()
-        if len(set(outcomes)) > 1
-    ]
-
-
 def check_fresh_session(
     store: Store, *, load: Callable[[LogState], Sequence[str]] | None = None
 ) -> list[str]:
@@ -331,16 +297,6 @@ def check_fresh_session(
     return [*violations, *(load(before) if load is not None else ())]
 
 
-def check_losses(history: History, *, seconds_max: float = 5.0) -> list[str]:
-    """I10: when a rank dies, the others raise within seconds and name it."""
-    return [
-        f"I10: rank {rank} named {named} after {seconds:.1f} s when rank {loss.victim} died"
-        for loss in history.losses
-        for rank, (named, seconds) in loss.reports.items()
-        if named != loss.victim or seconds > seconds_max
-    ]
-
-
 def check_always_one(store: Store) -> list[str]:
     """I11: once a save succeeded there is always one to load."""
     saved, violations = False, []
@@ -349,15 +305,6 @@ def check_always_one(store: Store) -> list[str]:
         if saved and not record.live:
             violations.append(f"I11: after slot {record.slot} there is nothing left to load")
     return violations
-
-
-def check_flips(history: History) -> list[str]:
-    """I12: any changed byte is detected or harmless."""
-    return [
-        f"I12: the change at {flip.where} went unnoticed"
-        for flip in history.flips
-        if flip.result == "different"
-    ]
 
 
 def _decoded(change: StoreChange) -> Record:

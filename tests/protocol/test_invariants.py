@@ -10,24 +10,19 @@ from dataclasses import replace
 import pytest
 
 from ckpt.commit.invariants import (
-    Flip,
     History,
     Load,
-    Loss,
     RecordingStore,
     StoreChange,
     check_all,
     check_always_one,
     check_deletions,
     check_epochs,
-    check_flips,
     check_fresh_session,
     check_latest,
     check_live_complete,
     check_loads,
-    check_losses,
     check_ok_is_for_ever,
-    check_ranks_agree,
     check_written_once,
 )
 from ckpt.commit.log import Log, LogState
@@ -76,7 +71,6 @@ def test_a_good_history_violates_nothing() -> None:
         store.put_if_absent(prefix + MANIFEST_NAME, b"abc")
         session.commit(Commit(attempt, step, 3, manifest_digest(b"abc")))
         history.acknowledged.append(attempt)
-        history.outcomes[attempt] = ["ok", "ok"]
         history.loads.append(Load(attempt, frozenset({attempt})))
     session.retire(history.acknowledged[0])
     assert check_all(store, history) == []
@@ -115,10 +109,9 @@ def test_i1_files_have_their_lengths(stored: bytes | None, count: int) -> None:
 
 def test_i2_what_was_acknowledged_is_in_the_log() -> None:
     store = log_of(CLAIM, COMMIT_A, record(2, "PIN", A, replace(A1, pinned=True)))
-    good = History(acknowledged=[A], outcomes={A: ["ok"], B: ["failed", "unknown"]})
+    good = History(acknowledged=[A])
     assert check_ok_is_for_ever(store, good) == []
     assert len(check_ok_is_for_ever(store, History(acknowledged=[B]))) == 1
-    assert len(check_ok_is_for_ever(store, History(outcomes={B: ["failed", "ok"]}))) == 1
     retired = log_of(CLAIM, COMMIT_A, COMMIT_B, record(3, "RETIRE", A, B2))
     assert check_ok_is_for_ever(retired, History(acknowledged=[A])) == []
 
@@ -254,17 +247,12 @@ def test_a_recording_store_writes_down_what_took_effect() -> None:
     ]
 
 
-# --- what ranks and loads report ------------------------------------------------------------------
+# --- what loads report
 
 
 def test_i7_a_load_returns_bytes_of_its_attempt_alone() -> None:
     loads = [Load(A, frozenset({A})), Load(A, frozenset({B})), Load(A, frozenset({A, B}))]
     assert [len(check_loads(History(loads=[load]))) for load in loads] == [0, 1, 1]
-
-
-def test_i8_ranks_end_alike() -> None:
-    assert check_ranks_agree(History(outcomes={A: ["ok", "ok"], B: ["failed"]})) == []
-    assert len(check_ranks_agree(History(outcomes={A: ["ok", "failed"]}))) == 1
 
 
 def test_i9_a_fresh_session_saves_and_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,20 +274,3 @@ def test_i9_a_fresh_session_saves_and_loses_nothing(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(Session, "claim", losing)
     assert check_fresh_session(store) == [f"I9: {saved[0]} was lost by claiming"]
-
-
-def test_i10_survivors_name_the_dead_rank_in_time() -> None:
-    def violations(named: int, seconds: float) -> int:
-        return len(check_losses(History(losses=[Loss(2, {0: (named, seconds)})])))
-
-    assert [violations(2, 5.0), violations(2, 5.1), violations(1, 1.0), violations(1, 9.0)] == [
-        0,
-        1,
-        1,
-        1,
-    ]
-
-
-def test_i12_a_changed_byte_is_detected_or_harmless() -> None:
-    flips = [Flip("a", "raised"), Flip("b", "equal"), Flip("c", "different")]
-    assert check_flips(History(flips=flips)) == ["I12: the change at c went unnoticed"]

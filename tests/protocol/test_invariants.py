@@ -247,7 +247,7 @@ def test_a_recording_store_writes_down_what_took_effect() -> None:
     ]
 
 
-# --- what loads report
+# --- what loads report ----------------------------------------------------------------------------
 
 
 def test_i7_a_load_returns_bytes_of_its_attempt_alone() -> None:

@@ -153,7 +153,8 @@ def _plan_of(flat: FlatState, ranks: Ranks, memory: PlanMemory) -> SavePlan:
     assignment = assign(flat.holdings, ranks.rank)
     sources = tuple(sources_of(assignment.shares))
     tensors = tuple(_tensors_of(flat))
-    witnessed = [(holding, piece) for holding in flat.witnesses for piece in holding.pieces]
+    witnesses = [holding for holding in flat.witnesses if holding.must_agree]
+    witnessed = [(holding, piece) for holding in witnesses for piece in holding.pieces]
     compared = [*assignment.compared, *witnessed] if len(ranks.global_ranks) > 1 else []
     chunks = [source.chunk for source in sources]
     trainable = {

@@ -185,6 +185,12 @@ def first_piece(owned: Owned, fqn: str) -> Piece | None:
     return None
 
 
+def has_elements(owned: Owned, fqn: str) -> bool:
+    """Whether this rank holds anything of member `fqn`."""
+    pieces = (piece for view in owned.views for piece in view.pieces)
+    return any(piece.fqn == fqn and piece.region.numel for piece in pieces)
+
+
 class _Saving:
     def __init__(
         self,
@@ -262,7 +268,9 @@ class _Saving:
             piece = Piece(fqn, (), tensor.dtype, _SCALAR, _SCALAR, holders)
             owned = named.owned
             kept_equal = owned.synchronized, owned.owners
-            holding = Holding(tensor.detach(), (piece,), Kind.OPTIMIZER, *kept_equal, True)
+            # Optimizers do not step, and so do not count, where a rank has nothing of a parameter.
+            counts = bool(holders) or has_elements(owned, member.fqn)
+            holding = Holding(tensor.detach(), (piece,), Kind.OPTIMIZER, *kept_equal, counts)
             (self.flat.holdings if holders else self.flat.witnesses).append(holding)
 
     def holders_of_scalars(self, owned: Owned, member: LogicalTensor) -> tuple[int, ...]:

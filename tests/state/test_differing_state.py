@@ -341,3 +341,29 @@ def test_digests_add_four_bytes_each_and_no_round(tmp_path: Path) -> None:
     for rounds, grown in results:
         assert rounds == [*ROUNDS, "report"]
         assert grown == 4 * 4
+
+
+def _steps_of_the_tiny(directory: str) -> dict[str, float]:
+    """By engine, the step of a bias of one element after two steps, in a save and in a dict."""
+    steps = {}
+    for engine in ("orig", "their_orig", "fully", "their_fully"):
+        torch.manual_seed(0)
+        model = ENGINES[engine](nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)))
+        optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+        for _ in range(2):
+            model(torch.ones(3, 4)).square().mean().backward()
+            optimizer.step()
+        state = {"model": model, "optim": optimizer}
+        ckpt.save(state, f"{directory}/{engine}", step=1)
+        with ckpt.open(f"{directory}/{engine}") as checkpoint:
+            steps[engine] = float(checkpoint["optim.state.1.bias.step"])
+        taken = ckpt.optimizer_state_dict(model, optimizer)
+        steps[f"{engine}, dict"] = float(taken["state"]["1.bias"]["step"])
+    return steps
+
+
+@pytest.mark.ranks
+def test_a_rank_without_elements_of_a_parameter_need_not_count_its_steps(tmp_path: Path) -> None:
+    """Adagrad has state from the start: it counts none where there is nothing to step."""
+    for steps in run_ranks(2, _steps_of_the_tiny, str(tmp_path)):
+        assert len(steps) == 8 and set(steps.values()) == {2.0}, steps

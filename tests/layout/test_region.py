@@ -101,6 +101,8 @@ def test_inside_means_every_element_exists() -> None:
     assert not is_inside(Box((-1, 0), (1, 1)), (3, 2))
     assert not is_inside(Box((0, 0), (-1, 1)), (3, 2))
     assert not is_inside(Box((0,), (1,)), (3, 2))
+    assert not is_inside(Box((0,), (1, 1)), (3, 2))
+    assert not is_inside(Box((0, 0), (1,)), (3, 2))
     assert is_inside(Span(0, 6), (3, 2)) and is_inside(Span(6, 6), (3, 2))
     assert not is_inside(Span(0, 7), (3, 2))
     assert not is_inside(Span(2, 1), (3, 2)) and not is_inside(Span(-1, 1), (3, 2))

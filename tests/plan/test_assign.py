@@ -8,7 +8,15 @@ from collections import defaultdict
 import pytest
 import torch
 
-from ckpt.layout.assign import COMPARED_NBYTES_MAX, MIB, Assignment, Item, assign, share_evenly
+from ckpt.layout.assign import (
+    COMPARED_NBYTES_MAX,
+    MIB,
+    Assignment,
+    Item,
+    assign,
+    part_of,
+    share_evenly,
+)
 from ckpt.layout.piece import Holding, Kind, Piece
 from ckpt.layout.region import Box, Region, Span, boxes_of, whole
 
@@ -145,6 +153,12 @@ def test_buffers_that_may_differ_come_from_the_lowest_holder_and_count_as_its_sh
     assert len(by_rank[2]) == len(by_rank[5]) == 9
 
 
+def test_only_buffers_that_may_differ_stay_together() -> None:
+    """Optimizer state of one module that no engine keeps equal is divided, each tensor whole."""
+    moments = [_buffer(f"layer.{index}", 2048)._replace(kind=Kind.OPTIMIZER) for index in range(3)]
+    assert sorted(map(len, _names_by_rank(moments).values())) == [1, 1, 1]
+
+
 def test_large_buffers_of_one_module_are_divided() -> None:
     large = [_buffer(f"cache.{index}", MIB // 4) for index in range(3)]
     assert sorted(map(len, _names_by_rank(large).values())) == [1, 1, 1]
@@ -171,3 +185,44 @@ def test_pieces_without_elements_are_written_by_nobody() -> None:
     piece = Piece("empty", (0, 4), torch.float32, Box((0, 0), (0, 4)), Box((0, 0), (0, 4)), (0, 1))
     holding = Holding(torch.zeros(0, 4), (piece,), Kind.PARAMETER, True)
     assert assign([holding], 0) == Assignment([], [])
+
+
+@pytest.mark.parametrize(
+    ("region", "start", "stop", "part"),
+    [
+        (
+            Box((2, 1), (4, 3)),
+            3,
+            9,
+            Box((3, 1), (2, 3)),
+        ),  # columns of (8, 5): at rows
+        (Box((2, 1), (4, 3)), 0, 3, Box((2, 1), (1, 3))),
+        (Box((2, 1), (4, 3)), 9, 12, Box((5, 1), (1, 3))),
+        (Box((2, 1), (4, 3)), 0, 12, Box((2, 1), (4, 3))),
+        (Box((2, 0), (4, 5)), 1, 7, Span(11, 17)),  # rows of (8, 5): one run, cut anywhere
+        (Box((2, 0), (4, 5)), 0, 20, Box((2, 0), (4, 5))),
+        (Span(7, 30), 2, 23, Span(9, 30)),
+        (Span(7, 30), 0, 5, Span(7, 12)),
+        (Span(7, 30), 0, 23, Span(7, 30)),
+    ],
+)
+def test_a_part_of_a_piece_is_where_its_elements_are(
+    region: Region, start: int, stop: int, part: Region
+) -> None:
+    local = whole((region.numel,))
+    piece = Piece("t", (8, 5), torch.float32, region, local, (0, 1))
+    assert part_of(piece, start, stop) == part
+
+
+def test_boxes_are_shared_at_their_rows() -> None:
+    """The middle column of three: its rows have 4 KiB, its halves whole rows."""
+    shape, box = (2048, 3, 1024), Box((0, 1, 0), (2048, 1, 1024))
+    assignments = [assign([_pieces(rank, "t", shape, box, range(2))], rank) for rank in range(2)]
+    assert [share.region for one in assignments for share in one.shares] == [
+        Box((0, 1, 0), (1024, 1, 1024)),
+        Box((1024, 1, 0), (1024, 1, 1024)),
+    ]
+    assert [(share.start, share.stop) for one in assignments for share in one.shares] == [
+        (0, 1 << 20),
+        (1 << 20, 2 << 20),
+    ]

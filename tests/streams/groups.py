@@ -121,9 +121,9 @@ def simulated_groups(watching: Watching) -> Iterator[None]:
 
 
 @contextmanager
-def world(size: int) -> Iterator[None]:
-    """This process is rank 0 of so many, which are not there."""
-    dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
+def world(size: int, rank: int = 0) -> Iterator[None]:
+    """This process is that rank of so many; the others are not there."""
+    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
     try:
         yield
     finally:

@@ -113,6 +113,7 @@ class _Engine(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.flat = nn.Parameter(torch.arange(6.0))
+        self.second = nn.Parameter(torch.zeros(2))  # shown while gathered
         self.gathered = True
         self.owners: tuple[int, ...] | None = (7,)
 
@@ -150,7 +151,7 @@ def test_a_foreign_engine_is_asked_once_under_its_first_name(
 
 
 class _Speaking(torch.Tensor):
-    """A tensor that describes itself, with as many answers as it is reported."""
+    """A tensor that describes itself, `answers` times."""
 
     answers = 1
 

@@ -62,8 +62,7 @@ class DataFileLayout:
     offsets: npt.NDArray[np.int64]  # [chunks]
     block_counts: npt.NDArray[np.int64]  # [chunks]
     block_bytes: int
-    extra_offsets: Mapping[str, int]
-    checksum_offset: int
+    extra_names: tuple[str, ...]
     nbytes: int
 
 
@@ -174,9 +173,9 @@ def layout_data_file(
     words = 3 + len(extra) + int(chunks.block_counts.sum())
     position = chunks.nbytes
     text = []
-    extra_starts = {}
+    names: list[str] = []
     for name, nbytes in [*extra.items(), (CHECKSUMS, 4 * words)]:
-        if not name.startswith("__ckpt_") or name in extra_starts:
+        if not name.startswith("__ckpt_") or name in names:
             raise ValueError(
                 f"{name!r} is not a name for an extra tensor: expected `__ckpt_...__`, once"
             )
@@ -184,20 +183,18 @@ def layout_data_file(
             f'{encode_basestring(name)}:{{"dtype":"U8","shape":[{nbytes}],'
             f'"data_offsets":[{position},{position + nbytes}]}}'
         )
-        extra_starts[name] = position
+        names.append(name)
         position += nbytes
     if clash := chunks.metadata.keys() & metadata.keys():
         raise ValueError(f"metadata keys {sorted(clash)} are set by the layout itself")
     header = _header(chunks.text, text, {**chunks.metadata, **metadata})
     base = len(header)
-    checksum_start = extra_starts.pop(CHECKSUMS)
     return DataFileLayout(
         header=header,
         offsets=np.concatenate(([0], chunks.ends[:-1])) + base if len(chunks.ends) else chunks.ends,
         block_counts=chunks.block_counts,
         block_bytes=chunks.block_bytes,
-        extra_offsets={name: start + base for name, start in extra_starts.items()},
-        checksum_offset=checksum_start + base,
+        extra_names=tuple(extra),
         nbytes=position + base,
     )
 
@@ -216,8 +213,8 @@ def checksum_tensor(
         raise ValueError(
             f"{len(block_checksums)} block checksums, expected {int(layout.block_counts.sum())}"
         )
-    if list(extra) != list(layout.extra_offsets):
-        raise ValueError(f"extras are {list(extra)}, planned were {list(layout.extra_offsets)}")
+    if tuple(extra) != layout.extra_names:
+        raise ValueError(f"extras are {[*extra]}, planned were {[*layout.extra_names]}")
     words = [CHECKSUM_MAGIC, crc32c(layout.header), *(crc32c(data) for data in extra.values())]
     body = np.array(words, dtype="<u4").tobytes() + block_checksums.astype("<u4").tobytes()
     return body + crc32c(body).to_bytes(4, "little")

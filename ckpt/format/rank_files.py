@@ -64,8 +64,6 @@ class DataFile:
             layout,
             header=(data_start - 8).to_bytes(8, "little") + text,
             offsets=layout.offsets + shift,
-            extra_offsets={name: start + shift for name, start in layout.extra_offsets.items()},
-            checksum_offset=layout.checksum_offset + shift,
             nbytes=layout.nbytes + shift,
         )
         return replace(self, layout=moved)

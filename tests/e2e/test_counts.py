@@ -16,6 +16,10 @@ from torch import nn
 
 from ckpt.layout.piece import Owned, Piece, View
 from ckpt.layout.region import whole
+from ckpt.loading.load import LoadOptions
+from ckpt.loading.plan import ReadPath
+from ckpt.saving.report import SaveOptions
+from ckpt.saving.write import WritePath
 from storage import open_store
 from storage.testing import CountingStore
 from tests.e2e.job import Job, Sharded
@@ -136,3 +140,25 @@ def test_without_a_group_a_part_of_large_tensors_costs_little_more_than_its_byte
         assert torch.equal(state["t"].local, Sharded(full, rank, 3, dim=dim).local)
         needed = state["t"].local.nbytes
         assert store.stats.bytes_read <= 1.05 * needed + 64 * 1024
+
+
+@pytest.mark.parametrize(
+    ("wanted", "request_nbytes_max", "requests"),
+    [("012345", 8 * MIB, 2), ("012345", 2 * MIB, 3), ("012345", MIB, 6), ("01345", 8 * MIB, 3)],
+    ids=["files", "pairs", "each", "gap"],
+)
+def test_neighbours_in_a_file_are_read_by_one_request(
+    request: pytest.FixtureRequest, wanted: str, request_nbytes_max: int, requests: int
+) -> None:
+    """Tensors of 1 MiB in files of four and of two."""
+    store = _counting(request.node.name)
+    state = {name: torch.full((MIB // 4,), float(name)) for name in "012345"}
+    job = Job(1, lambda rank: store)
+    files = SaveOptions(path=WritePath(file_nbytes_max=4 * MIB))
+    job.save(lambda rank: state, step=1, options=files)
+    store.reset()
+    loaded = {name: torch.full((MIB // 4,), -1.0) for name in wanted}
+    how = LoadOptions(path=ReadPath(request_nbytes_max=request_nbytes_max))
+    job.load(lambda rank: loaded, options=how)
+    assert store.stats.requests["get_into"] == requests
+    assert all(torch.equal(loaded[name], state[name]) for name in wanted)

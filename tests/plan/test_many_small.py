@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import ckpt
+from ckpt.saving.write import PartStream, Source
 from storage.local import LocalStore
 
 
@@ -46,6 +47,21 @@ def test_small_tensors_of_any_kind_come_back(tmp_path: Path, io: str, count: int
     ckpt.load(target, str(tmp_path / "run"))
     for fqn, tensor in state.items():
         assert torch.equal(target[fqn], tensor), fqn
+
+
+def test_small_tensors_are_copied_by_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed: list[list[str]] = []
+    push_pack = PartStream.push_pack
+
+    def noted(self: PartStream, pack: Sequence[Source], nbytes: int) -> memoryview:
+        packed.append([source.chunk.fqn for source in pack])
+        return push_pack(self, pack, nbytes)
+
+    monkeypatch.setattr(PartStream, "push_pack", noted)
+    state = {f"small{index:03d}": torch.full((3,), float(index)) for index in range(100)}
+    state["large"] = torch.randn(50_000)
+    ckpt.save(state, "memory://one-call", step=1)
+    assert packed == [sorted(state.keys() - {"large"})]
 
 
 def test_a_small_tensor_that_is_wanted_twice_fills_both(tmp_path: Path) -> None:

@@ -96,13 +96,22 @@ def test_a_load_of_the_latest_begins_anew_when_it_is_retired(
     assert is_of_one_step(state)
 
 
-def test_a_load_of_a_step_that_is_retired_says_so(tmp_path: Path) -> None:
+@pytest.mark.parametrize("asked_for", ["step", "attempt"])
+def test_a_load_of_a_step_that_is_retired_says_so(tmp_path: Path, asked_for: str) -> None:
+    """By its step or by its attempt: another one is never loaded in its place."""
     advance = _writer_over(open_store(str(tmp_path)))
     advance()
     store = RetiredWhileRead(open_store(str(tmp_path)), {1}, advance)
-    state = state_of(-1)
+    (entry,) = live_entries(store)
     with pytest.raises(ckpt.LoadInterrupted, match=r"Step 1 \(e\w*-\w*\) was retired"):
-        load_state(state, store=store, world=SoloWorld(), step=1, options=LoadOptions())
+        load_state(
+            state_of(-1),
+            store=store,
+            world=SoloWorld(),
+            step=1 if asked_for == "step" else None,
+            options=LoadOptions(),
+            attempt=entry.attempt if asked_for == "attempt" else "",
+        )
 
 
 def test_a_load_that_cannot_begin_anew_does_not_say_that_the_state_is_as_it_was(

@@ -46,6 +46,19 @@ def test_nothing_matched_is_an_error_whatever_strict_says(url: str) -> None:
     assert len(loaded.loaded.tensors) == 6 and loaded.warnings == ()
 
 
+@pytest.mark.parametrize(
+    ("names", "more"), [("abcd", ""), ("abcde", ""), ("abcdef", " and 1 more")]
+)
+def test_the_first_names_of_a_checkpoint_without_a_match_are_shown(
+    request: pytest.FixtureRequest, names: str, more: str
+) -> None:
+    url = f"memory://{request.node.name}"
+    ckpt.save({name: torch.zeros(1) for name in names}, url, step=1)
+    with pytest.raises(Mismatch) as caught:
+        ckpt.load({"other": torch.zeros(1)}, url, strict=False)
+    assert f"it has {', '.join(names[:5])}{more}\n" in str(caught.value)
+
+
 def test_what_was_skipped_is_not_missed(url: str) -> None:
     report = ckpt.load({"net": net()}, url, strict=False, skip=["net"])
     assert report.loaded.tensors == () and report.warnings == ()

@@ -55,7 +55,7 @@ MEMBERS: list[tuple[str, Shape, Shape, Inside | None]] = [
     ("c", (5,), (0,), None),
     ("d", (), (), None),
     ("e", (3, 4), (1, 0), None),
-    ("f", (2, 3), (0, 1), Inside((4, 3), (0, 0), ())),
+    ("f", (2, 3), (0, 1), Inside((4, 3), (1, 0), ())),
     ("g", (2, 3), (1, 0), Inside((2, 5), (0, 2), ())),
     ("h", (0, 3), (0, 1), None),
     ("i", (4,), (0,), None),
@@ -106,6 +106,7 @@ def test_members_are_put_together_again_from_shards(size: int, *, by_member: boo
             each = [Owned(local, local, flat_views(members, local.dtype, base=0), True)]
         fqns = [fqn for one in each for fqn in one.fqns]
         assert fqns == [fqn for fqn, *_ in MEMBERS]
+        assert all(one.synchronized for one in each)
         for piece, elements in (item for one in each for item in held(one)):
             assert piece.global_shape == _full(piece.fqn).shape
             assert torch.equal(elements, taken(_full(piece.fqn), piece.region)), piece
@@ -139,7 +140,7 @@ def test_members_that_are_not_sharded_have_their_shape(name: str) -> None:
     local, members = _shard(0, TOTAL)
     member = next(member for member in members if member.fqn == name)
     owned = member_as_param(local, local, member, None, whole_here=True)
-    assert torch.equal(owned.local, _inner(name))
+    assert torch.equal(owned.local, _inner(name)) and owned.synchronized
     strides = row_major_strides(tuple(member.shape[dim] for dim in member.order))
     assert owned.local.permute(member.order).stride() == strides
     ((piece, elements),) = held(owned)

@@ -29,6 +29,7 @@ def test_whole_is_one_tensor_in_memory_of_its_shape() -> None:
     (view,) = owned.views
     assert owned.is_whole
     assert owned.is_whole_on((0, 1)) and not owned.is_whole_on((0,))
+    assert not _owned(region=Span(0, 6)).is_whole_on((0, 1))
     assert not _owned(region=Span(0, 6)).is_whole
     assert not _owned(shape=(4, 3)).is_whole
     assert not owned._replace(views=()).is_whole
@@ -75,10 +76,10 @@ def _taken(module: nn.Module) -> Fingerprint:
 
 def test_every_tensor_and_module_counts_once() -> None:
     """Empty places, as `register_parameter(name, None)` makes them, are no tensors."""
-    module = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2, bias=False))
+    module = nn.Sequential(nn.Linear(2, 2, bias=False), nn.BatchNorm1d(2))
     module.register_buffer("nothing", None)
     module.register_module("no_child", None)
-    module.append(module[0])
+    module.append(module[1])
     fingerprint = _taken(module)
     expected = [*module.parameters(), *module.buffers()]
     assert len(fingerprint.tensors) == len(expected) == 6
@@ -91,6 +92,10 @@ def test_every_tensor_and_module_counts_once() -> None:
     "change",
     [
         lambda module: module.register_state_dict_pre_hook(lambda *args: None),
+        lambda module: (
+            module.register_state_dict_pre_hook(lambda *args: None),
+            module._register_state_dict_hook(lambda *args: None),
+        ),
         lambda module: module._register_state_dict_hook(lambda *args: None),
         lambda module: setattr(module, "__class__", type("Other", (nn.BatchNorm1d,), {})),
         lambda module: module._non_persistent_buffers_set.add("running_mean"),
@@ -136,6 +141,10 @@ class _Hooks:
 
 
 class _Called:
+    """With an attribute as torch's own wrapper of hooks has it."""
+
+    hook = _neutral
+
     def __call__(self, *args: Any) -> None:
         pass
 
@@ -160,6 +169,13 @@ def test_hooks_are_known_through_partials_and_methods() -> None:
         module.register_load_state_dict_pre_hook(hook)
         module.register_load_state_dict_post_hook(hook)
         assert save_changes(module) == load_changes(module) == []
+
+
+def test_a_neutral_hook_does_not_hide_those_after_it() -> None:
+    module = nn.Linear(1, 1)
+    for hook in (_neutral, nn.Linear.reset_parameters, _users):
+        module._register_state_dict_hook(hook)
+    assert save_changes(module) == ["hook _users"]
 
 
 def test_methods_that_were_replaced_are_changes() -> None:

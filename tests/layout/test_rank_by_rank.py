@@ -96,7 +96,8 @@ def test_a_rank_outside_of_the_mesh_has_an_empty_piece() -> None:
         )
         owned = describe_dtensor("t", tensor, _ranks())
     ((piece, elements),) = held(owned)
-    assert piece.global_shape == (4, 2) and piece.region.numel == elements.numel() == 0
+    assert piece.global_shape == (4, 2) and piece.region == Box((0, 0), (0, 0))
+    assert elements.numel() == 0
     assert piece.holders == (3,) and owned.owners == (0, 2)
 
 
@@ -176,10 +177,36 @@ def test_flat_sharded_tensors_stand_for_the_live_one(rows: list[int]) -> None:
         with world(2, rank):
             (owned,) = describe_sharded_tensor("t", _sharded(rows, (8,), full), _ranks(), (4, 2))
             ((piece, elements),) = held(owned)
-            assert isinstance(piece.region, Span) and piece.global_shape == (4, 2)
+            assert isinstance(piece.region, Span) and isinstance(piece.local_region, Span)
+            assert piece.global_shape == (4, 2)
             assert owned.local.numel() == rows[rank]
             gathered.append([(piece, elements)])
     assert torch.equal(assembled(gathered)["t"], full.view(4, 2))
+
+
+@pytest.mark.parametrize(
+    ("size", "live"), [((8,), (8,)), ((8,), None), ((8,), (3, 2)), ((8, 1), (4, 2)), ((8, 1), None)]
+)
+def test_other_sharded_tensors_stand_for_themselves(size: Shape, live: Shape | None) -> None:
+    """Flat ones are of another shape than the live one, of one dim and of as many elements."""
+    for rank, rows in ((0, [5, 3]), (0, [0, 8])):
+        with world(2, rank):
+            value = _sharded(rows, size, torch.zeros(size))
+            (owned,) = describe_sharded_tensor("t", value, _ranks(), live)
+            (piece,) = owned.views[0].pieces
+            assert piece.global_shape == size
+            if rows[rank]:
+                box = Box((0,) * len(size), (5, *size[1:]))
+                assert (piece.region, piece.local_region) == (box, box)
+
+
+def test_owners_of_a_sharded_tensor_are_the_ranks_of_its_group() -> None:
+    with world(3):
+        group = dist.new_group([0, 2])
+        boxes = [(0, Box((0,), (3,)))]
+        value = make_sharded_tensor([torch.zeros(3)], boxes, (3,), torch.zeros(3), group)
+        (owned,) = describe_sharded_tensor("t", value, _ranks(), None)
+        assert owned.owners == (0, 2)
 
 
 def test_only_sharded_tensors_are_taken_for_such() -> None:

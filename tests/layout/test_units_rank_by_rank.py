@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 
+from ckpt.layout.fingerprint import Fingerprint, add_module
 from ckpt.layout.holdings import tensor_holdings
 from ckpt.layout.modules import Ranks, UnsupportedTensor, describe_module, describe_tensor
 from ckpt.layout.piece import Kind, Owned, Piece, View
@@ -79,6 +80,19 @@ def test_units_are_put_together_from_what_each_rank_describes(engine: str, size:
     assert set(full) == expected.keys() - {"head.weight"}
     for name, value in full.items():
         assert torch.equal(value, expected[name]), name
+
+
+@pytest.mark.parametrize("orig", [False, True])
+def test_fingerprints_see_the_memory_of_units(orig: bool) -> None:
+    """The parameters that optimizers know, and the shard that they lie in."""
+    with groups.world(2):
+        module: Any = _fsdp1(nn.Linear(3, 3), use_orig_params=orig)
+        flat = module._handle.flat_param
+        fingerprint = Fingerprint()
+        add_module(module, fingerprint)
+    ids = set(map(id, fingerprint.objects))
+    assert all(id(param) in ids for param in module.parameters())
+    assert any(tensor.data_ptr() == flat.data_ptr() for tensor in fingerprint.tensors)
 
 
 @pytest.mark.parametrize(("size", "owners"), [(4, (0, 1, 2, 3)), (6, None)])

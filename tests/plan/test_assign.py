@@ -214,15 +214,34 @@ def test_a_part_of_a_piece_is_where_its_elements_are(
     assert part_of(piece, start, stop) == part
 
 
-def test_boxes_are_shared_at_their_rows() -> None:
-    """The middle column of three: its rows have 4 KiB, its halves whole rows."""
-    shape, box = (2048, 3, 1024), Box((0, 1, 0), (2048, 1, 1024))
-    assignments = [assign([_pieces(rank, "t", shape, box, range(2))], rank) for rank in range(2)]
-    assert [share.region for one in assignments for share in one.shares] == [
-        Box((0, 1, 0), (1024, 1, 1024)),
-        Box((1024, 1, 0), (1024, 1, 1024)),
+@pytest.mark.parametrize(
+    ("shape", "box", "parts"),
+    [
+        # Rows of 4 KiB, as many of them as fill whole MiB: 3, 2 and 3 of the 8 MiB.
+        ((2048, 3, 1024), Box((0, 1, 0), (2048, 1, 1024)), [768, 512, 768]),
+        # Rows of 768 KiB, one by one.
+        ((6, 2, 192 << 10), Box((0, 1, 0), (6, 1, 192 << 10)), [3, 3]),
+    ],
+)
+def test_boxes_are_shared_at_their_rows(shape: tuple[int, ...], box: Box, parts: list[int]) -> None:
+    """A column in the middle is no single run, and only whole rows of it are boxes."""
+    count = len(parts)
+    assignments = [
+        assign([_pieces(rank, "t", shape, box, range(count))], rank) for rank in range(count)
     ]
-    assert [(share.start, share.stop) for one in assignments for share in one.shares] == [
-        (0, 1 << 20),
-        (1 << 20, 2 << 20),
+    shares = [share for one in assignments for share in one.shares]
+    row = box.shape[2]
+    start = 0
+    for share, rows in zip(shares, parts, strict=True):
+        assert share.region == Box((start, 1, 0), (rows, 1, row))
+        assert (share.start, share.stop) == (start * row, (start + rows) * row)
+        start += rows
+
+
+def test_boxes_that_are_one_run_are_shared_anywhere() -> None:
+    shape = (1, 2 << 20)
+    assignments = [
+        assign([_pieces(rank, "t", shape, whole(shape), range(2))], rank) for rank in range(2)
     ]
+    regions = [share.region for one in assignments for share in one.shares]
+    assert regions == [Span(0, 1 << 20), Span(1 << 20, 2 << 20)]

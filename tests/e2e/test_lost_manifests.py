@@ -32,6 +32,7 @@ from ckpt.testing import run_ranks
 from ckpt.tools import rewrite
 from ckpt.world.base import SoloWorld, World
 from storage import open_store
+from storage.testing import PowerLossStore
 from tests.e2e.job import NO_WAITING, Job, assert_is_step, state_at
 
 RANKS = 2
@@ -242,3 +243,18 @@ def test_files_of_a_save_by_dcp_say_what_its_manifest_says(
     assert loaded["words"] == state["words"] and loaded["step"] == 7
     assert all(torch.equal(loaded["tensors"][name], tensors[name]) for name in tensors)
     assert ckpt.verify(str(root)).ok
+
+
+@pytest.mark.parametrize("writer", ["save", "async_save", "import"])
+def test_files_are_durable_before_their_checkpoint_exists(writer: str, tmp_path: Path) -> None:
+    store = PowerLossStore(open_store(str(tmp_path / "run")))
+    state = {"t": torch.arange(6.0), "step": 3}
+    if writer == "save":
+        ckpt.save(state, store, step=3)
+    elif writer == "async_save":
+        ckpt.async_save(state, store, step=3).result(60)
+    else:
+        torch.save(state, tmp_path / "a.pt")
+        ckpt.import_checkpoint(str(tmp_path / "a.pt"), store, step=3)
+    assert store.lose_power() == ()
+    assert ckpt.verify(str(tmp_path / "run")).ok

@@ -88,6 +88,7 @@ def test_dtensors_are_put_together_from_what_each_rank_describes(
 
 
 def test_a_rank_outside_of_the_mesh_has_an_empty_piece() -> None:
+    """torch gives it a local tensor of one dim, whatever the tensor has."""
     with world(4, 3):
         mesh = DeviceMesh("cpu", [0, 2], _init_backend=False)
         local = torch.empty(0)
@@ -101,6 +102,17 @@ def test_a_rank_outside_of_the_mesh_has_an_empty_piece() -> None:
     assert piece.holders == (3,) and owned.owners == (0, 2)
 
 
+def test_an_empty_part_has_as_many_dims_as_its_local_tensor() -> None:
+    """torch may say one dim of size 0 where a rank of the mesh has nothing."""
+    with world(2, 1):
+        mesh = init_device_mesh("cpu", (2,))
+        tensor = DTensor.from_local(
+            torch.empty(0), mesh, [S0], run_check=False, shape=torch.Size((1, 5)), stride=(5, 1)
+        )
+        ((piece, _),) = held(describe_dtensor("t", tensor, _ranks()))
+    assert piece.local_region == Box((0,), (0,)) and piece.region == Box((0, 0), (0, 5))
+
+
 def test_a_local_tensor_that_placements_do_not_explain_is_refused() -> None:
     with world(2):
         mesh = init_device_mesh("cpu", (2,))
@@ -108,6 +120,15 @@ def test_a_local_tensor_that_placements_do_not_explain_is_refused() -> None:
             torch.zeros(3, 2), mesh, [S0], run_check=False, shape=torch.Size((4, 2)), stride=(2, 1)
         )
         with pytest.raises(UnsupportedTensor, match=r"^w: its local tensor has shape \(3, 2\)"):
+            describe_dtensor("w", tensor, _ranks())
+
+
+def test_tensors_without_memory_are_refused_by_name() -> None:
+    with world(2):
+        mesh = init_device_mesh("cpu", (2,))
+        meta = torch.zeros(2, 2, device="meta")
+        tensor = DTensor.from_local(meta, mesh, [S0], run_check=False)
+        with pytest.raises(UnsupportedTensor, match=r"^w: is on the meta device"):
             describe_dtensor("w", tensor, _ranks())
 
 
@@ -141,6 +162,23 @@ def test_meshes_without_names_do_not_say_what_they_lack() -> None:
         narrow = init_device_mesh("cpu", (6,))
         owned = [_described("wide", wide, [S0, S1]), _described("narrow", narrow, [S0])]
         assert repeated_over_wider_meshes(owned, _ranks()) == owned
+        named = init_device_mesh("cpu", (2, 3), mesh_dim_names=("dp", "tp"))
+        owned += [_described("named", named, [S0, S1]), _described("sub", named["tp"], [S0])]
+        got = repeated_over_wider_meshes(owned, _ranks())
+        assert got[:3] == owned[:3]
+        assert got[3].views[0].pieces[0].holders == (1, 4)
+
+
+def test_the_widest_of_several_meshes_counts() -> None:
+    """By its number of axes, whatever they are called."""
+    with world(4, 3):
+        mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("a", "b", "z"))
+        pair = init_device_mesh("cpu", (1, 2), mesh_dim_names=("x", "z"))
+        meshes: list[tuple[DeviceMesh, list[Placement]]]
+        meshes = [(mesh, [S0, R, S1]), (pair, [R, S0]), (mesh["z"], [S0])]
+        owned = [_described(str(n), on, cuts) for n, (on, cuts) in enumerate(meshes)]
+        got = repeated_over_wider_meshes(owned, _ranks())
+        assert got[:2] == owned[:2] and got[2].views[0].pieces[0].holders == (1, 3)
 
 
 def _sharded(rows: list[int], shape: Shape, like: torch.Tensor) -> object:

@@ -159,6 +159,13 @@ def test_only_buffers_that_may_differ_stay_together() -> None:
     assert sorted(map(len, _names_by_rank(moments).values())) == [1, 1, 1]
 
 
+def test_buffers_of_several_modules_are_not_counted_together() -> None:
+    """Each module's are small enough to stay together, all of them are not."""
+    small = [_buffer(f"norm.{n}.{name}", MIB // 10) for n in range(6) for name in ("mean", "var")]
+    names = {holding.pieces[0].fqn for holding in small}
+    assert _names_by_rank(small) == {1: names, 2: set(), 5: set()}
+
+
 def test_large_buffers_of_one_module_are_divided() -> None:
     large = [_buffer(f"cache.{index}", MIB // 4) for index in range(3)]
     assert sorted(map(len, _names_by_rank(large).values())) == [1, 1, 1]

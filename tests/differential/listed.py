@@ -465,6 +465,17 @@ LISTED: Sequence[Listed] = (
         matches=_clips_doubles,
     ),
     Listed(
+        "a wrapped model that is converted to another dtype",
+        "torch gathers into memory of the dtype it had",
+        matches=lambda draw, op, differing: (
+            draw.face == "flat"
+            and differing.what == "raised"
+            and any(one.name == "convert" for one in _before(draw, op))
+            and "Invalid usage of tensors with different dtypes" in str(differing.torch)
+        ),
+        ends=True,
+    ),
+    Listed(
         "a full optimizer dict on the first rank, loaded by models side by side",
         "each model has an optimizer of its own",
         matches=_is_of_another_model,

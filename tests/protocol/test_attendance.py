@@ -227,9 +227,10 @@ def test_a_stopped_process_is_named_to_observers_and_withdrawn(victim: int, tmp_
     for rank, notices in enumerate(results):
         if rank == victim:
             continue
-        (name, concern), (again, heard) = notices
-        assert (name, again) == ("RankMissed", "RankHeard") and heard.rank == victim
-        assert concern.kind == "silent" and concern.rank == victim
+        # A loaded machine may keep another rank, or the victim once more, from being heard.
+        (name, concern), (again, _), *_ = [one for one in notices if one[1].rank == victim]
+        assert (name, again) == ("RankMissed", "RankHeard")
+        assert concern.kind == "silent"
         assert concern.host == socket.gethostname() and concern.step == 3
 
 

@@ -24,6 +24,7 @@ import torch
 import ckpt
 from ckpt.cli import main
 from ckpt.commit.log import Log
+from ckpt.commit.names import MANIFEST_NAME, step_prefix
 from ckpt.commit.session import Session
 from ckpt.errors import CheckpointError, Corrupt, NoCheckpoint
 from ckpt.format.checksum import crc32c
@@ -250,7 +251,10 @@ def test_second_form_never_becomes_what_a_training_resumes(tmp_path: Path) -> No
         source = find_checkpoint(store)
         epoch = Log(store).state().epoch
         header = new_header(source.manifest, NewLayout(1), epoch=epoch)
-        return source, replace(source.manifest, header=header)
+        manifest = replace(source.manifest, header=header)
+        key = step_prefix(header.step, header.attempt) + MANIFEST_NAME
+        store.put_if_absent(key, encode_manifest(manifest))
+        return source, manifest
 
     copy = copied()
     ckpt.save({"x": torch.ones(9)}, root, step=2)

@@ -168,6 +168,7 @@ def _run_job(spec: _Spec, job: bytes) -> Any:
         world_size=spec.size,
         timeout=timedelta(seconds=spec.timeout_seconds),
     )
+    _wait_until_all_are_connected(spec)
     result = fn(*args)
     if dist.is_initialized():
         if spec.together:
@@ -175,6 +176,16 @@ def _run_job(spec: _Spec, job: bytes) -> Any:
             dist.barrier()
         dist.destroy_process_group()
     return result
+
+
+def _wait_until_all_are_connected(spec: _Spec) -> None:
+    """A rank whose own connections stand could end while others still build theirs."""
+    import torch.distributed as dist
+
+    connected = dist.FileStore(f"{spec.rendezvous}.connected", spec.size)
+    connected.set_timeout(timedelta(seconds=spec.timeout_seconds))
+    connected.set(str(spec.rank), "")
+    connected.wait([str(rank) for rank in range(spec.size)])
 
 
 def _collect(

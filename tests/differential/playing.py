@@ -36,6 +36,8 @@ from tests.ranks import RanksFailed, run_ranks
 CALL_SECONDS_MAX = 20.0
 # A call that raised this late may have raised because of a deadline.
 SUSPICIOUS_SECONDS = CALL_SECONDS_MAX / 2
+# Draws of one set of processes: threads of their process groups stay until a process ends.
+BATCH = 100
 
 
 # Calls whose results are dicts with an order that users see.
@@ -73,18 +75,19 @@ def play(
     """
     left, outcomes = list(seeds), []
     while left:
+        batch = left[:BATCH]
         folder = Path(tempfile.mkdtemp(prefix="differential-"))
         failure = ""
         try:
             run_ranks(
                 world,
                 _play_here,
-                left,
+                batch,
                 str(folder),
                 verbose,
                 plant,
                 group=False,
-                timeout_seconds=len(left) * 6.0 + 6 * CALL_SECONDS_MAX,
+                timeout_seconds=len(batch) * 6.0 + 6 * CALL_SECONDS_MAX,
             )
         except RanksFailed as error:
             failure = str(error)

@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch import library as operators
 from torch.utils import backend_registration
 
 from tests.streams.allocator import Allocator
@@ -309,9 +310,9 @@ def register() -> None:
     for name, value in there.items():
         setattr(module, name, value)
     backend_registration._setup_privateuseone_for_python_backend(NAME, backend_module=module)
-    library = torch.library.Library("aten", "IMPL")
-    library.impl("record_stream", _record_stream, "PrivateUse1")
-    _kept.append(library)
+    kernels = operators.Library("aten", "IMPL")
+    kernels.impl("record_stream", _record_stream, "PrivateUse1")
+    _kept.append(kernels)
 
 
 def _record_stream(tensor: torch.Tensor, stream: torch.Stream) -> None:

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ckpt.layout.memory import is_accelerator
 from ckpt.layout.tensor import local_tensor
 
 
@@ -144,8 +145,12 @@ class Evidence:
 
 def _is_captured(optimizer: torch.optim.Optimizer) -> bool:
     filled = [group["params"] for group in optimizer.param_groups if group["params"]]
-    is_on_cuda = bool(filled) and filled[0][0].is_cuda
-    return is_on_cuda and torch.cuda.is_current_stream_capturing()
+    if not filled or not is_accelerator(filled[0][0].device):
+        return False
+    module: Any = torch.get_device_module(filled[0][0].device)
+    # Devices without graphs (MPS) have no such question.
+    is_capturing = getattr(module, "is_current_stream_capturing", None)
+    return is_capturing is not None and bool(is_capturing())
 
 
 steps = Steps()

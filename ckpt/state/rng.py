@@ -14,9 +14,10 @@ from ckpt.state.types import OnReshard, PerRank
 def rng_state(on_reshard: OnReshard | None = None) -> PerRank:
     """Put this into a state to save each rank's random states, and to set them again on load.
 
-    Covers Python's `random`, numpy's global generator, torch on CPU and on all CUDA devices. On
-    another number of ranks a load fails unless `on_reshard(all_states, rank, world_size)` returns
-    what this rank shall use: one of `all_states`, say.
+    Covers Python's `random`, numpy's global generator, torch on the CPU and on all devices of the
+    accelerator (CUDA, XPU, NPU, MPS, any that `torch.accelerator` knows). On another number of
+    ranks a load fails unless `on_reshard(all_states, rank, world_size)` returns what this rank
+    shall use: one of `all_states`, say.
     """
     return PerRank(RandomStates(), on_reshard)
 
@@ -39,11 +40,11 @@ class RandomStates:
                 "gauss": float(generator["gauss"]),
             },
             "torch": _bytes_of(torch.get_rng_state()),
-            "cuda": [_bytes_of(state) for state in _cuda_states()],
+            **_accelerator_states(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Set all generators. CUDA states are set on the devices that both processes have."""
+        """Set all generators; of devices, those that both processes have, of the same kind."""
         random.setstate(state["python"])
         numpy_state = dict(state["numpy"])
         np.random.set_state(
@@ -58,16 +59,28 @@ class RandomStates:
             }
         )
         torch.set_rng_state(_tensor_of(state["torch"]))
-        if torch.cuda.is_available():
-            for device, saved in zip(range(torch.cuda.device_count()), state["cuda"], strict=False):
-                torch.cuda.set_rng_state(_tensor_of(saved), device)
+        kind, module = _accelerator()
+        # A list for CUDA is there on every machine, and says nothing where it is empty.
+        for device, saved in zip(range(module.device_count()), state.get(kind, []), strict=False):
+            module.set_rng_state(_tensor_of(saved), torch.device(kind, device))
 
 
-def _cuda_states() -> list[torch.Tensor]:
-    # A process that never touched CUDA has nothing to save, and must not be made to start it.
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return list(torch.cuda.get_rng_state_all())
-    return []
+def _accelerator() -> tuple[str, Any]:
+    """The type of this machine's accelerator and torch's module for it; CUDA's without any."""
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    kind = "cuda" if device is None else device.type
+    return kind, torch.get_device_module(kind)
+
+
+def _accelerator_states() -> dict[str, list[bytes]]:
+    """Of each device of this machine's accelerator, by the accelerator's type."""
+    kind, module = _accelerator()
+    # A process that never touched the device has nothing to save, and must not be made to start it.
+    # MPS has no such question.
+    is_started = getattr(module, "is_initialized", lambda: True)
+    devices = [torch.device(kind, index) for index in range(module.device_count() * is_started())]
+    # Checkpoints have always had a list for CUDA, empty or not.
+    return {"cuda": [], kind: [_bytes_of(module.get_rng_state(device)) for device in devices]}
 
 
 def _bytes_of(state: torch.Tensor) -> bytes:

@@ -105,6 +105,10 @@ class Device:
         self.host = Agent("the host")
         self.findings: list[Finding] = []
         self.is_over = False
+        self.is_capturing = False
+        """Whether the current stream records a graph."""
+        self.generator = torch.zeros(16, dtype=torch.uint8)
+        """The state of the device's random numbers."""
         self.modes: tuple[Any, ...] = ()
         """What watches operations; a thread of its own has to enter them."""
         self.counts: Counter[str] = Counter()
@@ -305,6 +309,9 @@ def register() -> None:
         "device_count": lambda: 1,
         "_is_in_bad_fork": lambda: False,
         "manual_seed_all": lambda seed: None,
+        "get_rng_state": lambda device: using().generator.clone(),
+        "set_rng_state": lambda state, device: using().generator.copy_(state),
+        "is_current_stream_capturing": lambda: using().is_capturing,
         "get_amp_supported_dtype": lambda: [torch.bfloat16, torch.float16],
     }
     for name, value in there.items():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from types import TracebackType
 
 from storage.keys import check_key
 from storage.ranges import PartLedger, flat_views
@@ -41,12 +40,7 @@ class BufferedWriter(ObjectWriter):
     def __enter__(self) -> BufferedWriter:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         if kind is None:
             self._ledger.check_complete()
             self._publish(self._ledger.key, self._data)

@@ -11,7 +11,6 @@ import contextlib
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
-from types import TracebackType
 from typing import Any
 
 import obstore
@@ -198,12 +197,7 @@ class CloudWriter(ObjectWriter):
         for upload in self._uploads:
             upload.write(index, views)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         published = False
         try:
             if kind is None:

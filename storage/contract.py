@@ -9,7 +9,6 @@ from __future__ import annotations
 import array
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from types import TracebackType
 
 from storage.errors import (
     InvalidKeyError,
@@ -30,12 +29,7 @@ class expect:
     def __enter__(self) -> None:
         return None
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> bool:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
         if kind is None:
             raise AssertionError(f"expected {self._error.__name__}, nothing was raised")
         return issubclass(kind, self._error)

@@ -10,7 +10,6 @@ import os
 import stat
 from collections import OrderedDict
 from collections.abc import Sequence
-from types import TracebackType
 
 import numpy as np
 
@@ -204,12 +203,7 @@ class OpenFile:
     def __enter__(self) -> OpenFile:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._owner.release(self)
 
     def __del__(self) -> None:

@@ -7,7 +7,6 @@ import threading
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
-from types import TracebackType
 from typing import Any
 
 import fsspec
@@ -256,12 +255,7 @@ class GenericWriter(ObjectWriter):
         except Exception as error:
             raise self._store._translated(error, "create", self._ledger.key) from error
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         if kind is not None:
             self._discard()
             return

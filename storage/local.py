@@ -17,7 +17,6 @@ import os
 import stat
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from types import TracebackType
 
 from storage.errors import (
     AccessDeniedError,
@@ -104,7 +103,7 @@ class LocalStore(Store):
         try:
             if os.path.lexists(final):
                 raise KeyExistsError(f"create {key}: exists already in {self.url}")
-            temp, fd = self._open_unfinished(final, 0)
+            temp, fd = self._open_unfinished(final)
             try:
                 os.ftruncate(fd, nbytes)
             finally:
@@ -138,7 +137,7 @@ class LocalStore(Store):
         taken: FileExistsError | None = None
         attempted = published = False
         try:
-            temp, fd = self._open_unfinished(final, 0)
+            temp, fd = self._open_unfinished(final)
             try:
                 file = BufferedFile(fd)
                 file.write([memoryview(data)] if data else [], 0)
@@ -299,11 +298,11 @@ class LocalStore(Store):
                 if stat.S_ISREG(status.st_mode):
                     yield ObjectInfo(key, status.st_size, status.st_mtime)
 
-    def _open_unfinished(self, final: str, flags: int) -> tuple[str, int]:
+    def _open_unfinished(self, final: str) -> tuple[str, int]:
         """A new file to be published as `final`: its path, and a descriptor open for writing."""
         directory, name = os.path.split(final)
         temp = os.path.join(directory, unfinished_name(name, uuid.uuid4().hex[:16]))
-        flags |= os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         for tries_left in (3, 2, 1, 0):
             try:
                 return temp, os.open(temp, flags, 0o666)
@@ -434,7 +433,7 @@ class LocalWriter(ObjectWriter):
             # Not a promise, which only publishing can give, but it saves writing in vain.
             if os.path.lexists(self._final):
                 raise KeyExistsError(f"create {self._ledger.key}: exists already in {store.url}")
-            self._temp, fd = store._open_unfinished(self._final, 0)
+            self._temp, fd = store._open_unfinished(self._final)
             if self._direct:
                 self._file = DirectFile(fd, self._ledger.nbytes)
             else:
@@ -452,12 +451,7 @@ class LocalWriter(ObjectWriter):
             self._ledger.release(index)
             raise self._store._translated(error, "create", self._ledger.key) from error
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         if kind is not None:
             self._discard()
             return

@@ -7,13 +7,12 @@ for messages, a place below it) has to be derived from a store, too: that is don
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 from typing import TypeAlias
 
 from storage.errors import InvalidUrlError
 from storage.keys import check_key, check_prefix
-from storage.store import ByteRange, JointWriter, ObjectInfo, ObjectWriter, Store
+from storage.store import ObjectInfo, Store
 from storage.wrap import WrappedStore
 
 StoreLike: TypeAlias = str | os.PathLike[str] | Store
@@ -76,46 +75,8 @@ class PrefixStore(WrappedStore):
     def place(self) -> str:
         return f"{self.inner.place.rstrip('/')}/{self._prefix[:-1]}"
 
-    def get(self, key: str, byte_range: ByteRange | None = None) -> bytes:
-        return self.inner.get(self._full(key), byte_range)
-
     def get_bounded(self, key: str, nbytes_max: int) -> bytes:
-        return self.inner.get_bounded(self._full(key), nbytes_max)
-
-    def get_into(self, key: str, start: int, buffers: Sequence[memoryview]) -> None:
-        self.inner.get_into(self._full(key), start, buffers)
-
-    def create(
-        self,
-        key: str,
-        nbytes: int,
-        *,
-        part_nbytes: int,
-        durable: bool = True,
-        direct: bool = False,
-    ) -> AbstractContextManager[ObjectWriter]:
-        return self.inner.create(
-            self._full(key), nbytes, part_nbytes=part_nbytes, durable=durable, direct=direct
-        )
-
-    def begin_joint(self, key: str, nbytes: int, *, part_nbytes: int) -> str:
-        return self.inner.begin_joint(self._full(key), nbytes, part_nbytes=part_nbytes)
-
-    def joint(self, key: str, nbytes: int, *, part_nbytes: int, token: str) -> JointWriter:
-        return self.inner.joint(self._full(key), nbytes, part_nbytes=part_nbytes, token=token)
-
-    def end_joint(
-        self, key: str, nbytes: int, *, part_nbytes: int, token: str, receipts: Mapping[int, str]
-    ) -> None:
-        self.inner.end_joint(
-            self._full(key), nbytes, part_nbytes=part_nbytes, token=token, receipts=receipts
-        )
-
-    def abort_joint(self, key: str, token: str) -> None:
-        self.inner.abort_joint(self._full(key), token)
-
-    def put_if_absent(self, key: str, data: bytes) -> None:
-        self.inner.put_if_absent(self._full(key), data)
+        return self.inner.get_bounded(self._inner_key(key), nbytes_max)
 
     def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
         # `after=""` means from the first key on, so it must not become the prefix itself: a store
@@ -125,20 +86,14 @@ class PrefixStore(WrappedStore):
             yield entry._replace(key=entry.key.removeprefix(self._prefix))
 
     def info(self, key: str) -> ObjectInfo:
-        return self.inner.info(self._full(key))._replace(key=key)
-
-    def delete(self, key: str) -> None:
-        self.inner.delete(self._full(key))
+        return super().info(key)._replace(key=key)
 
     def why_not_delete(self, prefix: str) -> str:
         return self.inner.why_not_delete(self._prefix + prefix)
 
-    def sync(self, keys: Iterable[str]) -> None:
-        self.inner.sync([self._full(key) for key in keys])
-
     def abort_unfinished(self, prefix: str) -> int:
         return self.inner.abort_unfinished(self._prefix + check_prefix(prefix))
 
-    def _full(self, key: str) -> str:
+    def _inner_key(self, key: str) -> str:
         # Checked before the prefix goes in front: `../x` would be inside of `inner` then.
         return self._prefix + check_key(key)

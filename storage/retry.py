@@ -8,8 +8,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from storage.errors import KeyExistsError, KeyNotFoundError, OutcomeUnknownError, TransientError
 from storage.forks import ForkSafeLock
@@ -282,10 +281,5 @@ class _RetryingWriter(ObjectWriter):
     def write_part(self, index: int, buffers: Sequence[memoryview]) -> None:
         self._policy.run(lambda: self._writer.write_part(index, buffers))
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> bool | None:
-        return self._context.__exit__(kind, error, trace)
+    def __exit__(self, *raised: Any) -> bool | None:
+        return self._context.__exit__(*raised)

@@ -12,14 +12,13 @@ import contextlib
 import heapq
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from storage.errors import InvalidUrlError, KeyExistsError, KeyNotFoundError, StorageError
 from storage.forks import ForkSafeLock
 from storage.keys import check_key, check_prefix
-from storage.store import ByteRange, ObjectInfo, ObjectWriter, Store
+from storage.store import ByteRange, ObjectInfo, Store
 from storage.wrap import WrappedStore
 
 T = TypeVar("T")
@@ -72,22 +71,6 @@ class SpreadStore(WrappedStore):
     def info(self, key: str) -> ObjectInfo:
         return self._find(key, self.inner.info)._replace(key=key)
 
-    def create(
-        self,
-        key: str,
-        nbytes: int,
-        *,
-        part_nbytes: int,
-        durable: bool = True,
-        direct: bool = False,
-    ) -> AbstractContextManager[ObjectWriter]:
-        return self.inner.create(
-            self._place(key), nbytes, part_nbytes=part_nbytes, durable=durable, direct=direct
-        )
-
-    def put_if_absent(self, key: str, data: bytes) -> None:
-        self.inner.put_if_absent(self._place(key), data)
-
     def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
         """Merged from all prefixes, by one listing each, unless `prefix` rules data files out."""
         check_prefix(prefix)
@@ -105,9 +88,6 @@ class SpreadStore(WrappedStore):
         if self._is_spread(check_key(key)) and (count := self._recorded or self._look()):
             self.inner.delete(_spread_key(key, count))
         self.inner.delete(key)
-
-    def sync(self, keys: Iterable[str]) -> None:
-        self.inner.sync([self._place(key) for key in keys])
 
     def abort_unfinished(self, prefix: str) -> int:
         aborted = self.inner.abort_unfinished(prefix)
@@ -132,7 +112,7 @@ class SpreadStore(WrappedStore):
                 raise
             return use(_spread_key(key, self._recorded))
 
-    def _place(self, key: str) -> str:
+    def _inner_key(self, key: str) -> str:
         """Where `key` is to be written."""
         if not self._is_spread(check_key(key)):
             return key

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, NamedTuple
 
-from storage.errors import TooLargeError
+from storage.errors import KeyNotFoundError, TooLargeError
 
 if TYPE_CHECKING:
     from storage.patience import Patience
@@ -194,6 +194,14 @@ class Store(ABC):
     @abstractmethod
     def info(self, key: str) -> ObjectInfo:
         """Size and age of one object. Raises KeyNotFoundError."""
+
+    def exists(self, key: str) -> bool:
+        """Whether there is such an object now."""
+        try:
+            self.info(key)
+        except KeyNotFoundError:
+            return False
+        return True
 
     @abstractmethod
     def delete(self, key: str) -> None:

@@ -7,8 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from storage.contract import StoreContract as StoreContract
 from storage.contract import check_store as check_store
@@ -179,16 +178,11 @@ class _FaultyWriter(ObjectWriter):
             "write_part", self._key, lambda: self._writer.write_part(index, buffers)
         )
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: Any) -> None:
         if self._store.dead:
             return  # a dead process cleans nothing up
-        if kind is not None:
-            self._context.__exit__(kind, error, trace)
+        if raised[0] is not None:
+            self._context.__exit__(*raised)
             return
         self._store.perform(
             "publish",
@@ -312,13 +306,8 @@ class _CountingWriter(ObjectWriter):
         self._store.count("write_part", sum(buffer.nbytes for buffer in buffers))
         self._writer.write_part(index, buffers)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> bool | None:
-        return self._context.__exit__(kind, error, trace)
+    def __exit__(self, *raised: Any) -> bool | None:
+        return self._context.__exit__(*raised)
 
 
 class PowerLossStore(WrappedStore):

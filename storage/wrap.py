@@ -13,7 +13,11 @@ if TYPE_CHECKING:
 
 
 class WrappedStore(Store):
-    """Passes everything on to `inner`. Closing it closes `inner`."""
+    """Passes everything on to `inner`. Closing it closes `inner`.
+
+    A subclass that keeps objects under other keys in `inner` overrides `_inner_key`, and what
+    returns keys: `list`, `info` and `abort_unfinished`.
+    """
 
     def __init__(self, inner: Store) -> None:
         self.inner = inner
@@ -41,10 +45,10 @@ class WrappedStore(Store):
         return self.inner.patience
 
     def get(self, key: str, byte_range: ByteRange | None = None) -> bytes:
-        return self.inner.get(key, byte_range)
+        return self.inner.get(self._inner_key(key), byte_range)
 
     def get_into(self, key: str, start: int, buffers: Sequence[memoryview]) -> None:
-        self.inner.get_into(key, start, buffers)
+        self.inner.get_into(self._inner_key(key), start, buffers)
 
     def create(
         self,
@@ -56,43 +60,49 @@ class WrappedStore(Store):
         direct: bool = False,
     ) -> AbstractContextManager[ObjectWriter]:
         return self.inner.create(
-            key, nbytes, part_nbytes=part_nbytes, durable=durable, direct=direct
+            self._inner_key(key), nbytes, part_nbytes=part_nbytes, durable=durable, direct=direct
         )
 
     def begin_joint(self, key: str, nbytes: int, *, part_nbytes: int) -> str:
-        return self.inner.begin_joint(key, nbytes, part_nbytes=part_nbytes)
+        return self.inner.begin_joint(self._inner_key(key), nbytes, part_nbytes=part_nbytes)
 
     def joint(self, key: str, nbytes: int, *, part_nbytes: int, token: str) -> JointWriter:
-        return self.inner.joint(key, nbytes, part_nbytes=part_nbytes, token=token)
+        place = self._inner_key(key)
+        return self.inner.joint(place, nbytes, part_nbytes=part_nbytes, token=token)
 
     def end_joint(
         self, key: str, nbytes: int, *, part_nbytes: int, token: str, receipts: Mapping[int, str]
     ) -> None:
-        self.inner.end_joint(key, nbytes, part_nbytes=part_nbytes, token=token, receipts=receipts)
+        place = self._inner_key(key)
+        self.inner.end_joint(place, nbytes, part_nbytes=part_nbytes, token=token, receipts=receipts)
 
     def abort_joint(self, key: str, token: str) -> None:
-        self.inner.abort_joint(key, token)
+        self.inner.abort_joint(self._inner_key(key), token)
 
     def put_if_absent(self, key: str, data: bytes) -> None:
-        self.inner.put_if_absent(key, data)
+        self.inner.put_if_absent(self._inner_key(key), data)
 
     def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
         return self.inner.list(prefix, after=after)
 
     def info(self, key: str) -> ObjectInfo:
-        return self.inner.info(key)
+        return self.inner.info(self._inner_key(key))
 
     def delete(self, key: str) -> None:
-        self.inner.delete(key)
+        self.inner.delete(self._inner_key(key))
 
     def why_not_delete(self, prefix: str) -> str:
         return self.inner.why_not_delete(prefix)
 
     def sync(self, keys: Iterable[str]) -> None:
-        self.inner.sync(keys)
+        self.inner.sync([self._inner_key(key) for key in keys])
 
     def abort_unfinished(self, prefix: str) -> int:
         return self.inner.abort_unfinished(prefix)
 
     def close(self) -> None:
         self.inner.close()
+
+    def _inner_key(self, key: str) -> str:
+        """The key in `inner` of the object `key`."""
+        return key

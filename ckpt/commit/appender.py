@@ -270,21 +270,17 @@ class Appender:
         """
         try:
             # In this order: a slot that was taken before the deletion is seen taken.
-            if self._manifest_is_gone(record):
-                self.store.info(record_key(record.slot))
-        except KeyNotFoundError:
-            raise self._without_manifest(record) from None
+            is_lost = self._manifest_is_gone(record)
+            is_lost = is_lost and not self.store.exists(record_key(record.slot))
         except StorageError as error:
             raise self._unknown(record) from error
+        if is_lost:
+            raise self._without_manifest(record)
 
     def _manifest_is_gone(self, record: Record) -> bool:
         if record.kind != "COMMIT":
             return False
-        try:
-            self.store.info(record.live[-1].prefix + MANIFEST_NAME)
-        except KeyNotFoundError:
-            return True
-        return False
+        return not self.store.exists(record.live[-1].prefix + MANIFEST_NAME)
 
     def _without_manifest(self, record: Record) -> LogDiverged:
         url = self.store.url
@@ -304,13 +300,8 @@ class Appender:
         )
 
     def _create(self, key: str, data: bytes) -> None:
-        if self._check_first:
-            # unsafe_single_writer: this store would overwrite, and the user promises that no other
-            # process writes.
-            try:
-                self.store.info(key)
-            except KeyNotFoundError:
-                pass
-            else:
-                raise KeyExistsError(f"{self.store.url}/{key} exists")
+        # unsafe_single_writer: this store would overwrite, and the user promises that no other
+        # process writes.
+        if self._check_first and self.store.exists(key):
+            raise KeyExistsError(f"{self.store.url}/{key} exists")
         self.store.put_if_absent(key, data)

@@ -26,15 +26,15 @@ def root_id(store: Store, *, sources: Sources, limits: Limits) -> str:
     return read_format(store).root
 
 
-def _create_format(store: Store, data: bytes, sources: Sources, limits: Limits) -> None:
-    """FORMAT exists on return, ours or another writer's."""
+def _create_format(store: Store, data: bytes, sources: Sources, limits: Limits) -> bool:
+    """FORMAT exists on return; whether this call has created it, and not another one before."""
     cause: StorageError | None = None
     for _ in limits.tries(store, sources):
         try:
             store.put_if_absent(FORMAT_KEY, data)
-            return
+            return True
         except KeyExistsError:
-            return
+            return False
         except (OutcomeUnknownError, TransientError) as error:
             cause = error
     assert cause is not None
@@ -51,26 +51,12 @@ def must_look_first(store: Store, root: str, unsafe_single_writer: bool, limits:
         return False
     problem = "it can only check and then write, so two writers could both win"
     if store.exclusive_create is ExclusiveCreate.CONDITIONAL:
-        if _refuses_existing(store, encode_format(root), limits):
+        if not _create_format(store, encode_format(root), Sources(), limits):
             return False
         problem = "it overwrote an object that it was asked to create only if absent"
     if not unsafe_single_writer:
         raise unsafe_store(store, problem)
     return True
-
-
-def _refuses_existing(store: Store, data: bytes, limits: Limits) -> bool:
-    cause: StorageError | None = None
-    for _ in limits.tries(store, Sources()):
-        try:
-            store.put_if_absent(FORMAT_KEY, data)
-            return False
-        except KeyExistsError:
-            return True
-        except (OutcomeUnknownError, TransientError) as error:
-            cause = error
-    assert cause is not None
-    raise cause
 
 
 def unsafe_store(store: Store, problem: str) -> StoreRefused:

@@ -33,7 +33,6 @@ LISTED_MAX = 1000  # a page of S3
 LINKS_MAX = 16  # records whose links a claim compares where requests take long
 MENDED = b"mended\0\0"  # how the write id of a CLAIM begins up to which the log was looked through
 
-
 _FORMAT_LINE = re.compile(rb"shardpoint (1) ([0-9a-f]{32}) ([0-9a-f]{8})\n")
 _FORMAT_START = re.compile(rb"shardpoint ([0-9]{1,9})[ \n]")
 
@@ -86,9 +85,6 @@ class RootFormat:
 
     version: int
     root: str
-
-
-# --- names ----------------------------------------------------------------------------------------
 
 
 # --- the FORMAT object ----------------------------------------------------------------------------
@@ -145,10 +141,10 @@ def read_format(store: Store) -> RootFormat:
         raise _no_checkpoint(store) from None
 
 
-def _no_checkpoint(store: Store, looked_at_max: int = 1000) -> NoCheckpoint:
+def _no_checkpoint(store: Store) -> NoCheckpoint:
     """Say that there is no root here, and look once at what is here instead."""
     # One page: the url may be a bucket with millions of objects of somebody else.
-    keys = [info.key for info in itertools.islice(store.list(""), looked_at_max)]
+    keys = [info.key for info in itertools.islice(store.list(""), LISTED_MAX)]
     below = sorted({key[: -len("/FORMAT")] for key in keys if key.endswith("/FORMAT")})
     message = f"{store.url} has no shardpoint checkpoint: no {FORMAT_KEY} object"
     if below:
@@ -292,22 +288,16 @@ class Log:
         Slots are dense, so: gallop until a free slot, then bisect. Each step is one request.
         """
         low, stride = known, 1
-        while self._occupied(low + stride):
+        while self.store.exists(record_key(low + stride)):
             low += stride
             # Mostly there is one new record or none, so look at the next one before taking off.
             stride = 1 if low == known + 1 else stride * 4
         high = low + stride
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (middle, high) if self._occupied(middle) else (low, middle)
+            is_taken = self.store.exists(record_key(middle))
+            low, high = (middle, high) if is_taken else (low, middle)
         return low
-
-    def _occupied(self, slot: int) -> bool:
-        try:
-            self.store.info(record_key(slot))
-        except KeyNotFoundError:
-            return False
-        return True
 
 
 def state_after(record: Record | None) -> LogState:

@@ -5,27 +5,14 @@ from __future__ import annotations
 import re
 
 LOG_PREFIX = "log/"
-
-
 STEPS_PREFIX = "steps/"
-
-
 MANIFEST_NAME = "MANIFEST"
-
-
 TELEMETRY_NAME = "TELEMETRY"  # how the save went; optional, nothing depends on it
-
-
 RESERVE_KEY = "RESERVE"  # space kept back on a disk, see ckpt.commit.reserve
 
-
 _ATTEMPT = re.compile(r"e([0-9]{6,18})-[0-9a-f]{16}")
-
-
 _RECORD = re.compile(r"log/([0-9]{20})")
 _STEP_DIR = re.compile(r"([0-9]{8,18})-(e[0-9]{6,18}-[0-9a-f]{16})")
-
-
 _FILE_NAME = re.compile(r"MANIFEST|TELEMETRY|[A-Za-z0-9][A-Za-z0-9._-]{0,199}\.safetensors")
 
 # Narrower than what readers accept: files that another writer named go only if the manifest lists

@@ -15,25 +15,13 @@ from ckpt.errors import CheckpointError, Corrupt, UnsupportedFormat
 from ckpt.format.checksum import crc32c
 
 RECORD_MAGIC = b"SHPTLOG1"
-
-
-RECORD_NBYTES_MAX = (
-    4 * 1024 * 1024
-)  # about 30,000 live checkpoints; bounds what a hostile record costs
-
-
+# About 30,000 live checkpoints; bounds what a hostile record costs.
+RECORD_NBYTES_MAX = 4 * 1024 * 1024
 STEP_MAX = 10**18 - 1
-
-
 INTEGER_MAX = 2**63 - 1
-
-
 FIRST_LINE = 0  # of every commit whose record does not name its line
 
-
 Kind = Literal["CLAIM", "COMMIT", "RETIRE", "PIN", "UNPIN", "VERIFIED"]
-
-
 KINDS: tuple[str, ...] = get_args(Kind)
 
 

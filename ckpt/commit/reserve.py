@@ -11,7 +11,7 @@ import logging
 import secrets
 
 from ckpt.commit.names import RESERVE_KEY
-from storage.errors import KeyExistsError, KeyNotFoundError, StorageError
+from storage.errors import KeyExistsError, StorageError
 from storage.store import Store
 
 RESERVE_NBYTES = 256 << 10  # a record with about a thousand live checkpoints
@@ -27,7 +27,7 @@ def keep_reserve(store: Store) -> None:
     if not store.is_disk:
         return
     try:
-        if _is_there(store):
+        if store.exists(RESERVE_KEY):
             return
         # No zeros: file systems that compress would keep nothing back.
         store.put_if_absent(RESERVE_KEY, secrets.token_bytes(RESERVE_NBYTES))
@@ -41,15 +41,7 @@ def keep_reserve(store: Store) -> None:
 
 def give_up_reserve(store: Store) -> bool:
     """Delete the reserve; whether there was one."""
-    if not store.is_disk or not _is_there(store):
+    if not store.is_disk or not store.exists(RESERVE_KEY):
         return False
     store.delete(RESERVE_KEY)
-    return True
-
-
-def _is_there(store: Store) -> bool:
-    try:
-        store.info(RESERVE_KEY)
-    except KeyNotFoundError:
-        return False
     return True

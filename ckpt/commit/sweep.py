@@ -23,6 +23,8 @@ from storage.store import Store
 
 logger = logging.getLogger(__name__)
 
+DELETERS = 8
+
 
 class NotRetired(CheckpointError):
     """This checkpoint may not be retired: pinned, needed by another, the last one, or not there."""
@@ -54,7 +56,7 @@ def refuse_needed(state: LogState, attempt: str) -> None:
         raise NotRetired(f"{attempt} is live or needed by a live checkpoint; nothing was deleted")
 
 
-def delete_attempt(store: Store, *, step: int, attempt: str, parallel_max: int = 8) -> int:
+def delete_attempt(store: Store, *, step: int, attempt: str) -> int:
     """Delete what we wrote below a step directory and nothing else; returns how many objects.
 
     That is what its MANIFEST lists, and what has a name that this library gives. MANIFEST goes
@@ -74,7 +76,7 @@ def delete_attempt(store: Store, *, step: int, attempt: str, parallel_max: int =
         for key in rest:
             store.delete(key)
     else:
-        with ThreadPoolExecutor(parallel_max, thread_name_prefix="ckpt-delete") as pool:
+        with ThreadPoolExecutor(DELETERS, thread_name_prefix="ckpt-delete") as pool:
             _all_results(pool.submit(store.delete, key).result for key in rest)
     # Uploads that never ended are in no listing, but take space and are paid for.
     store.abort_unfinished(prefix)

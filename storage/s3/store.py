@@ -18,7 +18,6 @@ import struct
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -443,12 +442,7 @@ class S3Writer(ObjectWriter):
         answer = self._call("upload_part", UploadId=self._upload_id, Body=body, **part)
         self._parts[index] = {**part, "ETag": answer["ETag"]}
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         published = False
         try:
             if kind is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -40,11 +41,29 @@ class TestBorrowedStore(StoreContract):
 
 def test_every_method_that_takes_keys_is_below_the_prefix() -> None:
     """A new method of Store that is passed on unchanged would act beside the place."""
-    for name, method in vars(Store).items():
-        if callable(method) and {"key", "keys", "prefix"} & set(
-            inspect.signature(method).parameters
-        ):
-            assert name in vars(PrefixStore), name
+    keys = {"key": "x", "keys": ["x"], "prefix": "x/"}
+    methods = [
+        (name, parameters)
+        for name, method in vars(Store).items()
+        if callable(method) and keys.keys() & (parameters := _parameters(method))
+    ]
+    assert len(methods) > 15
+    for name, parameters in methods:
+        inner = mock.MagicMock(spec=Store, part_nbytes_min=1, is_disk=False, url="", place="")
+        result = getattr(PrefixStore(inner, "run/7"), name)(
+            **{parameter: keys.get(parameter, 0) for parameter in parameters}
+        )
+        if name == "list":
+            list(result)  # a generator calls when it is read
+        ((_, (first, *_), _),) = inner.method_calls
+        for key in [first] if isinstance(first, str) else first:
+            assert key.startswith("run/7/x"), name
+
+
+def _parameters(method: Any) -> set[str]:
+    """The names of those that have no default, but `self`."""
+    parameters = inspect.signature(method).parameters.values()
+    return {p.name for p in parameters if p.default is p.empty} - {"self"}
 
 
 class Closing(MemoryStore):

@@ -26,7 +26,7 @@ from ckpt.convert.sources.safetensors_files import open_safetensors
 from ckpt.convert.sources.source import CheckpointSource
 from ckpt.convert.sources.torch_file import SUFFIXES, open_torch_files
 from ckpt.errors import NoCheckpoint, UnsupportedFormat
-from storage import KeyNotFoundError, Store, StoreLike, open_store
+from storage import Store, StoreLike, open_store
 from storage.location import url_of
 
 FORMATS = (
@@ -90,10 +90,10 @@ def is_file_name(name: str) -> bool:
 
 def _open_file(store: Store, name: str, options: SourceOptions) -> CheckpointSource:
     budget, names = MemoryBudget(options.memory_nbytes_max), options.parameter_names
-    if not _is_there(store, name):
-        if _is_there(store, f"{name}/{METADATA}"):
+    if not store.exists(name):
+        if store.exists(f"{name}/{METADATA}"):
             return open_dcp(store, budget, folder=f"{name}/", parameter_names=names)
-        if _is_there(store, f"{name}.index.json"):
+        if store.exists(f"{name}.index.json"):
             return open_safetensors(store, f"{name}.index.json")
         raise NoCheckpoint(f"{store.url}/{name} is not there")
     if name.endswith(SUFFIXES):
@@ -110,7 +110,7 @@ class _FolderSource(NamedTuple):
 
 
 def _open_folder(store: Store, options: SourceOptions) -> CheckpointSource:
-    if _is_there(store, FORMAT_KEY) or _is_there(store, MANIFEST_NAME):
+    if store.exists(FORMAT_KEY) or store.exists(MANIFEST_NAME):
         return native_source(store, options.step)
     keys = [info.key for info in islice(store.list(""), LISTED_MAX)]
     opened = _read_folder(store, options, keys)
@@ -126,7 +126,7 @@ def _read_folder(store: Store, options: SourceOptions, keys: Sequence[str]) -> _
     """The source of what is in a folder of others. Raises like `open_source`."""
     budget, names = MemoryBudget(options.memory_nbytes_max), options.parameter_names
     top = [key for key in keys if "/" not in key]
-    if _is_there(store, METADATA):
+    if store.exists(METADATA):
         dcp = [key for key in top if key.endswith(DATA_SUFFIX) or key in (METADATA, LIGHTNING_REST)]
         return _FolderSource(open_dcp(store, budget, parameter_names=names), dcp)
     if is_deepspeed(keys):
@@ -167,11 +167,3 @@ def _refuse(store: Store, keys: Sequence[str], top: Sequence[str]) -> None:
             f"{store.url}: saved with use_collectives=False, each rank's metadata by itself; save "
             "with collectives, or load it with torch and save it with ckpt.save"
         )
-
-
-def _is_there(store: Store, key: str) -> bool:
-    try:
-        store.info(key)
-    except KeyNotFoundError:
-        return False
-    return True

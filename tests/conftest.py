@@ -13,10 +13,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import random
 import secrets
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
 import torch
+
+from storage.url import _memory_buckets as memory_buckets
 
 # A fixed seed makes two runs of one commit the same run.
 SEED_DEFAULT = 20261120
@@ -71,6 +74,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def scale(pytestconfig: pytest.Config) -> Scale:
     """How much to run: `scale.count(sample, full)`."""
     return Scale(soak=bool(pytestconfig.getoption("soak")))
+
+
+@pytest.fixture(autouse=True)
+def _memory_roots_end_with_their_test() -> Iterator[None]:
+    """`memory://` roots live as long as their process: thousands of tests would fill gigabytes."""
+    before = set(memory_buckets)
+    yield
+    for name in set(memory_buckets) - before:
+        del memory_buckets[name]
 
 
 @pytest.fixture

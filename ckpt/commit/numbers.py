@@ -18,3 +18,11 @@ def plain_int(value: Any) -> Any:
         return operator.index(value)
     except TypeError:
         return value
+
+
+def checked_count(value: Any, shown: str) -> int:
+    """`value` as an int of at least 1. Raises ValueError, which begins with `shown`."""
+    number = plain_int(value)
+    if type(number) is not int or number < 1:
+        raise ValueError(f"{shown}: expected an int of at least 1")
+    return number

@@ -83,14 +83,18 @@ def decided(proposals: Sequence[Proposal], *, now_seconds: float) -> Decision:
     """What follows from the proposals of all ranks: everything that any of them proposed, at the
     latest promise. The same on all ranks, but for the clock.
     """
-    return Decision(
-        turn=max(proposal.turn_max for proposal in proposals),
-        signals=frozenset(number for proposal in proposals for number in proposal.signals),
-        deadline_seconds=now_seconds + min(proposal.left_seconds for proposal in proposals),
-        reasons=tuple(dict.fromkeys(text for proposal in proposals for text in proposal.reasons)),
-        valid_at=max(proposal.valid_at for proposal in proposals),
-        alarm=any(proposal.alarm for proposal in proposals),
-    )
+    decisions = [
+        Decision(
+            one.turn_max,
+            frozenset(one.signals),
+            now_seconds + one.left_seconds,
+            one.reasons,
+            one.valid_at,
+            one.alarm,
+        )
+        for one in proposals
+    ]
+    return merged(decisions, max(one.turn for one in decisions))
 
 
 def merged(decisions: Sequence[Decision], turn: int) -> Decision:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ckpt.commit.numbers import plain_int
+from ckpt.commit.numbers import checked_count
 from ckpt.errors import CheckpointError, Fenced, InvalidState, StoreRefused
 from ckpt.service.agreement import StepAgreement
 from ckpt.service.events import SaveFailed
@@ -65,9 +65,7 @@ class Alarm:
     call: Callable[[tuple[Failure, ...]], object] | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "after", plain_int(self.after))
-        if type(self.after) is not int or self.after < 1:
-            raise ValueError(f"Alarm(after={self.after!r}): expected an int of at least 1")
+        object.__setattr__(self, "after", checked_count(self.after, f"Alarm(after={self.after!r})"))
         if not 0.0 <= self.unsaved_seconds < math.inf:
             raise ValueError(
                 f"Alarm(unsaved_seconds={self.unsaved_seconds!r}): expected a number of at least 0"

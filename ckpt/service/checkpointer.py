@@ -13,7 +13,6 @@ import logging
 import operator
 import os
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Any, Literal, SupportsIndex
 
 import torch.distributed as dist
@@ -164,13 +163,8 @@ class Checkpointer:
     def __enter__(self) -> Checkpointer:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if kind is None:
+    def __exit__(self, kind: object, error: BaseException | None, *_: object) -> None:
+        if error is None:
             self.close()
         elif not self._is_closed and os.getpid() == self._pid:
             self._abandon(error)
@@ -367,7 +361,7 @@ class Checkpointer:
         saved_step = -1 if self.last_saved is None else self.last_saved.step
         raise Preempted(step=self._training.progress.step, saved_step=saved_step)
 
-    def _abandon(self, error: BaseException | None) -> None:
+    def _abandon(self, error: BaseException) -> None:
         """The training has failed, on this rank at least: nothing that needs all ranks."""
         logger.warning("the training ends by %s; no last save is made", type(error).__name__)
         self._agreement.leave()

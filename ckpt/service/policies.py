@@ -20,7 +20,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from ckpt.commit.numbers import plain_int
+from ckpt.commit.numbers import checked_count, plain_int
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,20 +72,14 @@ class SavePolicy(ABC):
 
 
 @dataclass(frozen=True, slots=True)
-class AnyOf(SavePolicy):
-    """Due when one of `policies` is."""
+class CombinedPolicy(SavePolicy):
+    """A policy made of `policies`."""
 
     policies: tuple[SavePolicy, ...]
-
-    def reasons(self, observation: Observation) -> tuple[str, ...]:
-        return tuple(text for policy in self.policies for text in policy.reasons(observation))
 
     @property
     def needs_clock(self) -> bool:
         return any(policy.needs_clock for policy in self.policies)
-
-    def alternatives(self) -> tuple[SavePolicy, ...]:
-        return self.policies
 
     def leaves(self) -> Iterator[SavePolicy]:
         for policy in self.policies:
@@ -93,10 +87,19 @@ class AnyOf(SavePolicy):
 
 
 @dataclass(frozen=True, slots=True)
-class AllOf(SavePolicy):
-    """Due when all of `policies` are."""
+class AnyOf(CombinedPolicy):
+    """Due when one of `policies` is."""
 
-    policies: tuple[SavePolicy, ...]
+    def reasons(self, observation: Observation) -> tuple[str, ...]:
+        return tuple(text for policy in self.policies for text in policy.reasons(observation))
+
+    def alternatives(self) -> tuple[SavePolicy, ...]:
+        return self.policies
+
+
+@dataclass(frozen=True, slots=True)
+class AllOf(CombinedPolicy):
+    """Due when all of `policies` are."""
 
     def __post_init__(self) -> None:
         if any(isinstance(leaf, OnPreemption | AtExit) for leaf in self.leaves()):
@@ -111,25 +114,15 @@ class AllOf(SavePolicy):
             return ()
         return (" and ".join("; ".join(texts) for texts in by_policy),)
 
-    @property
-    def needs_clock(self) -> bool:
-        return any(policy.needs_clock for policy in self.policies)
-
-    def leaves(self) -> Iterator[SavePolicy]:
-        for policy in self.policies:
-            yield from policy.leaves()
-
 
 @dataclass(frozen=True, slots=True)
 class Never(SavePolicy):
     """Only `save_now()` saves."""
 
+    needs_clock = False
+
     def reasons(self, observation: Observation) -> tuple[str, ...]:
         return ()
-
-    @property
-    def needs_clock(self) -> bool:
-        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,18 +131,14 @@ class EverySteps(SavePolicy):
 
     steps: int
 
+    needs_clock = False
+
     def __post_init__(self) -> None:
-        object.__setattr__(self, "steps", plain_int(self.steps))
-        if type(self.steps) is not int or self.steps < 1:
-            raise ValueError(f"EverySteps({self.steps!r}): expected an int of at least 1")
+        object.__setattr__(self, "steps", checked_count(self.steps, f"EverySteps({self.steps!r})"))
 
     def reasons(self, observation: Observation) -> tuple[str, ...]:
         crossed = observation.step // self.steps > observation.previous_step // self.steps
         return (f"every {self.steps} steps",) if crossed else ()
-
-    @property
-    def needs_clock(self) -> bool:
-        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,16 +147,14 @@ class EverySeconds(SavePolicy):
 
     seconds: float
 
+    needs_clock = True
+
     def __post_init__(self) -> None:
         _check_positive(self, "seconds", self.seconds)
 
     def reasons(self, observation: Observation) -> tuple[str, ...]:
         due = observation.now_seconds - observation.last_save_seconds >= self.seconds
         return (f"every {self.seconds:g} s",) if due else ()
-
-    @property
-    def needs_clock(self) -> bool:
-        return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +172,8 @@ class Adaptive(SavePolicy):
     overhead_max: float = 0.03
     seconds_min: float = 10.0
     seconds_max: float = math.inf
+
+    needs_clock = True
 
     def __post_init__(self) -> None:
         if not 0.0 < self.overhead_max < 1.0:
@@ -210,10 +199,6 @@ class Adaptive(SavePolicy):
             return ()
         return (f"{interval:.3g} s passed, a save costs {cost:.3g} s: {self.overhead_max:.2%} max",)
 
-    @property
-    def needs_clock(self) -> bool:
-        return True
-
 
 @dataclass(frozen=True, slots=True)
 class OnSignal(SavePolicy):
@@ -221,16 +206,14 @@ class OnSignal(SavePolicy):
 
     signals: tuple[int, ...] = (signal.SIGUSR1,)
 
+    needs_clock = False
+
     def __post_init__(self) -> None:
         _check_signals(self, self.signals)
 
     def reasons(self, observation: Observation) -> tuple[str, ...]:
         arrived = sorted(observation.signals & set(self.signals))
         return tuple(f"on {signal.Signals(number).name}" for number in arrived)
-
-    @property
-    def needs_clock(self) -> bool:
-        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +227,8 @@ class OnPreemption(SavePolicy):
     grace_seconds: float = 30.0
     signals: tuple[int, ...] = (signal.SIGTERM,)
 
+    needs_clock = False
+
     def __post_init__(self) -> None:
         _check_positive(self, "grace_seconds", self.grace_seconds)
         _check_signals(self, self.signals)
@@ -251,10 +236,6 @@ class OnPreemption(SavePolicy):
     def reasons(self, observation: Observation) -> tuple[str, ...]:
         arrived = sorted(observation.signals & set(self.signals))
         return tuple(f"preempted by {signal.Signals(number).name}" for number in arrived)
-
-    @property
-    def needs_clock(self) -> bool:
-        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,12 +245,10 @@ class AtExit(SavePolicy):
     Not after an exception: then nobody knows whether the state is whole.
     """
 
+    needs_clock = False
+
     def reasons(self, observation: Observation) -> tuple[str, ...]:
         return ("at exit",) if observation.closing else ()
-
-    @property
-    def needs_clock(self) -> bool:
-        return False
 
 
 def _check_positive(policy: SavePolicy, name: str, value: float) -> None:

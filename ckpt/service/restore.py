@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 from ckpt.commit.lines import of_step, resumable
 from ckpt.commit.locate import file_keys, locate
@@ -150,9 +150,7 @@ def _newest_first(store: Store, step: int | None, attempt: str) -> list[_Restora
 def _condition(store: Store, world: World, candidate: _Restorable) -> Condition:
     """Whether this checkpoint itself is why a load failed. The coordinator examines its files."""
     mine = examine(store, candidate.attempt).encode() if world.rank == 0 else None
-    answer = world.broadcast("condition", mine).decode()
-    conditions: dict[str, Condition] = {"damaged": "damaged", "retired": "retired"}
-    return conditions.get(answer, "unknown")
+    return cast(Condition, world.broadcast("condition", mine).decode())
 
 
 def examine(store: Store, attempt: str) -> Condition:

@@ -18,10 +18,10 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, SupportsIndex
+from typing import Literal, NamedTuple
 
 from ckpt.commit.log import Log, LogState, latest_of
-from ckpt.commit.numbers import plain_int
+from ckpt.commit.numbers import checked_count, plain_int
 from ckpt.commit.records import LiveEntry, Record
 from ckpt.commit.sweep import NotRetired
 
@@ -95,9 +95,20 @@ class KeepRule(ABC):
 
 
 @dataclass(frozen=True, slots=True)
-class _Either(KeepRule):
+class CombinedRule(KeepRule):
+    """A rule made of `rules`."""
+
     rules: tuple[KeepRule, ...]
 
+    def unjudged(self, candidates: Sequence[LiveCheckpoint]) -> str:
+        return "; ".join(filter(None, (rule.unjudged(candidates) for rule in self.rules)))
+
+    @property
+    def needs_ages(self) -> bool:
+        return any(rule.needs_ages for rule in self.rules)
+
+
+class _Either(CombinedRule):
     def kept(self, candidates: Sequence[LiveCheckpoint], now_unix: float) -> Reasons:
         kept: Reasons = {}
         for rule in self.rules:
@@ -105,29 +116,12 @@ class _Either(KeepRule):
                 kept[attempt] = (*kept.get(attempt, ()), *reasons)
         return kept
 
-    def unjudged(self, candidates: Sequence[LiveCheckpoint]) -> str:
-        return "; ".join(filter(None, (rule.unjudged(candidates) for rule in self.rules)))
 
-    @property
-    def needs_ages(self) -> bool:
-        return any(rule.needs_ages for rule in self.rules)
-
-
-@dataclass(frozen=True, slots=True)
-class _Both(KeepRule):
-    rules: tuple[KeepRule, ...]
-
+class _Both(CombinedRule):
     def kept(self, candidates: Sequence[LiveCheckpoint], now_unix: float) -> Reasons:
         by_rule = [rule.kept(candidates, now_unix) for rule in self.rules]
         by_all = [name for name in by_rule[0] if all(name in kept for kept in by_rule)]
         return {name: (" and ".join("; ".join(kept[name]) for kept in by_rule),) for name in by_all}
-
-    def unjudged(self, candidates: Sequence[LiveCheckpoint]) -> str:
-        return "; ".join(filter(None, (rule.unjudged(candidates) for rule in self.rules)))
-
-    @property
-    def needs_ages(self) -> bool:
-        return any(rule.needs_ages for rule in self.rules)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +139,7 @@ class KeepLatest(KeepRule):
     count: int
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "count", _checked_count(self, self.count))
+        object.__setattr__(self, "count", checked_count(self.count, f"KeepLatest({self.count!r})"))
 
     def kept(self, candidates: Sequence[LiveCheckpoint], now_unix: float) -> Reasons:
         newest = candidates[-self.count :]
@@ -162,7 +156,7 @@ class KeepEvery(KeepRule):
     steps: int
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "steps", _checked_count(self, self.steps))
+        object.__setattr__(self, "steps", checked_count(self.steps, f"KeepEvery({self.steps!r})"))
 
     def kept(self, candidates: Sequence[LiveCheckpoint], now_unix: float) -> Reasons:
         newest_by_step = {entry.step: entry for entry, _ in candidates}
@@ -188,7 +182,7 @@ class KeepBest(KeepRule):
     unmeasured: Literal["keep", "retire"] = "keep"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "count", _checked_count(self, self.count))
+        object.__setattr__(self, "count", checked_count(self.count, f"KeepBest({self.count!r})"))
         if self.mode not in ("min", "max"):
             raise ValueError(f"KeepBest(mode={self.mode!r}): expected 'min' or 'max'")
         if self.unmeasured not in ("keep", "retire"):
@@ -242,13 +236,6 @@ class KeepYounger(KeepRule):
     @property
     def needs_ages(self) -> bool:
         return True
-
-
-def _checked_count(rule: KeepRule, count: SupportsIndex) -> int:
-    number = plain_int(count)
-    if type(number) is not int or number < 1:
-        raise ValueError(f"{type(rule).__name__}({count!r}): expected an int of at least 1")
-    return number
 
 
 def plan_retention(

@@ -1,5 +1,4 @@
-"""From a state and a checkpoint's catalog to what a load has to fill, and what it does when all is
-there.
+"""From a state and a checkpoint's catalog to what a load fills, and what it installs afterwards.
 
 Everything that can be known without tensor data is known when `bind_state` returns; until then, and
 until `prepare()`, nothing of the state has changed.
@@ -30,11 +29,9 @@ from ckpt.state.matching import Tally
 from ckpt.state.names import Names, Rename, Skip
 from ckpt.state.requested import CHECKPOINT, CallArguments
 from ckpt.state.trees import bind_tree
-from ckpt.state.types import Catalog, Loaded, PerRank, Problem, ProblemKind
+from ckpt.state.types import Catalog, Loaded, PerRank, Problem, ProblemKind, fatal_texts
 from ckpt.state.values import join_tree, references
 from ckpt.state.walk import Leaves, LocatedValue, Location, is_object, walk
-
-TOLERATED = (ProblemKind.MISSING, ProblemKind.UNEXPECTED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,16 +94,14 @@ def bind_state(
     described = describe_modules(leaves, ranks, loading=True)
     if leaves.optimizers:
         adopt_parameters(described, leaves, ranks)
+    # What is wrong with the state itself is no question of strictness, and comes first.
     if leaves.problems or described.problems:
         raise InvalidState(leaves.problems + described.problems)
-    names = Names(catalog, rename, skip, call)
-    names.aliases = described.aliases
+    names = Names(catalog, rename, skip, aliases=described.aliases, call=call)
     binding = _Binder(names, ranks)
     binding.add_tensors(leaves.tensors)
-    for source in described.params:
-        binding.add_source(source, Kind.PARAMETER)
-    for source in described.buffers:
-        binding.add_source(source, Kind.BUFFER)
+    for source, kind in described.tensors():
+        binding.add_source(source, kind)
     for path, optimizer in leaves.optimizers:
         bound = bind_optimizer(path, optimizer, described, names, ranks)
         binding.holdings += bound.holdings
@@ -143,6 +138,7 @@ class _Binder:
                 continue
             else:
                 saved = fitting
+            # Several elements of the checkpoint would be written to one place, the last one wins.
             if not tensor.is_contiguous() and overlaps_itself(tensor):
                 names.report(
                     ProblemKind.UNSUPPORTED,
@@ -169,6 +165,7 @@ class _Binder:
     def add_source(self, source: DescribedTensor, kind: Kind) -> None:
         stored: dict[str, str] = {}
         for member, fqn in zip(source.members, source.fqns, strict=True):
+            # Members that this rank has nothing of count too: all ranks report the same names.
             if self.names.skip(fqn):
                 continue
             saved = self.names.tensor(fqn)
@@ -211,7 +208,7 @@ class _Binder:
         tree = bind_tree(*saved, live, names, self.ranks)
         names.loaded_values.append(fqn)
         self.holdings += tree.holdings
-        self.steps.append(lambda: _installed(install, tree.build()))
+        self.steps.append(lambda: install(tree.build()))
 
     def add_values(self, leaves: Leaves) -> None:
         names = self.names
@@ -236,6 +233,7 @@ class _Binder:
             self.steps.append(lambda: self.rebuild(leaves.tuples))
 
     def is_replaceable(self, slot: LocatedValue, fixed: set[int]) -> bool:
+        """Whether `slot` can be given a new value; a problem when not."""
         if id(slot.place.container) not in fixed:
             return True
         self.names.report(
@@ -248,6 +246,7 @@ class _Binder:
     def value_step(self, slot: LocatedValue, value: Any) -> Callable[[], None]:
         """Set one value. Dicts and lists keep their identity: others may hold on to them."""
         live = slot.value
+        # Made now: what cannot be made has to fail before anything is written.
         loaded = join_tree(value, _no_tensor, live)
 
         def step() -> None:
@@ -282,12 +281,13 @@ class _Binder:
 
     def per_rank_step(self, slot: LocatedValue, marked: PerRank, value: Any) -> Callable[[], None]:
         if is_object(marked.value):
-            return lambda: _installed(marked.value.load_state_dict, value)
+            return lambda: marked.value.load_state_dict(value)
         return lambda: self.replace(slot.place, PerRank(value, marked.on_reshard))
 
     def replace(self, place: Location, value: Any) -> None:
         """Set the item at `place`; of a tuple, when the tuple is made anew."""
         if isinstance(place.container, tuple):
+            # Collected: a tuple with several loaded items is made anew once.
             self.new_items.setdefault(id(place.container), {})[place.key] = value
         else:
             place.container[place.key] = value
@@ -298,12 +298,14 @@ class _Binder:
             new = self.new_items.get(id(slot.value))
             if new:
                 items = [new.get(index, item) for index, item in enumerate(slot.value)]
+                # Named tuples take their fields one by one, `_make` takes a sequence.
                 make = getattr(type(slot.value), "_make", tuple)
                 self.replace(slot.place, make(items))
 
     def own_of(self, fqn: str, all_values: Sequence[Any], marked: PerRank) -> tuple[Any] | None:
         """This rank's value of what was saved per rank; None, and a problem, when there is none."""
         saved_size, size = len(all_values), len(self.ranks.global_ranks)
+        # Some ranks alone may have saved this value; then their number says nothing about whose.
         if saved_size == size == self.names.catalog.world_size:
             return (all_values[self.ranks.rank],)
         if marked.on_reshard is None:
@@ -316,7 +318,7 @@ class _Binder:
             return None
         try:
             return (marked.on_reshard(all_values, self.ranks.rank, size),)
-        except Exception as error:
+        except Exception as error:  # the user's function: reported beside all that does not fit
             self.names.report(ProblemKind.PER_RANK, fqn, f"on_reshard raised {error!r}")
             return None
 
@@ -335,7 +337,6 @@ class _Binder:
                 )
             )
         problems = tuple(names.problems)
-        fatal = tuple(p.text for p in problems if strict or p.kind not in TOLERATED)
         report = Loaded(
             tensors=tuple(names.loaded_tensors),
             values=tuple(names.loaded_values),
@@ -347,7 +348,7 @@ class _Binder:
         return Binding(
             self.holdings,
             problems,
-            fatal,
+            tuple(fatal_texts(problems, strict=strict)),
             described,
             self.steps,
             report,
@@ -364,18 +365,14 @@ def _entries(state: Any, names: Names) -> set[str]:
     return {""}
 
 
-def _installed(install: Callable[[Any], Any], tree: Any) -> None:
-    install(tree)
-
-
 def _fixed_tuples(leaves: Leaves) -> set[int]:
-    """Ids of the tuples that stand nowhere, or only in tuples that do."""
+    """Ids of the tuples that nothing can replace: the state itself, and tuples directly in it."""
     fixed: set[int] = set()
-    for slot in leaves.tuples:
+    for slot in leaves.tuples:  # outermost first, so a tuple's container has been decided before it
         if slot.place.container is None or id(slot.place.container) in fixed:
             fixed.add(id(slot.value))
     return fixed
 
 
 def _no_tensor(fqn: str) -> Any:
-    raise AssertionError(f"a tensor, {fqn}, in what was found to be a value")
+    raise AssertionError(f"a reference to the tensor {fqn} in a value that was checked for them")

@@ -19,10 +19,10 @@ from ckpt.state.bind_parameter import BoundOptimizer, ParameterBinder
 from ckpt.state.describe import Described
 from ckpt.state.names import Names
 from ckpt.state.optimizer import (
-    NAME_KEYS,
     USER_STATE,
     NamedParam,
     named_groups,
+    options_of,
     refusals,
     user_state,
 )
@@ -39,6 +39,7 @@ def bind_optimizer(
     path: str, optimizer: torch.optim.Optimizer, described: Described, names: Names, ranks: Ranks
 ) -> BoundOptimizer:
     """How to load the optimizer at `path`. Problems go to `names`; refusals raise InvalidState."""
+    # Before `skip`: an optimizer that no save takes is wrong in a state, loaded or not.
     if problems := refusals(path, optimizer, described, ranks):
         raise InvalidState(problems)
     bound = BoundOptimizer()
@@ -47,6 +48,7 @@ def bind_optimizer(
     saved = names.value(f"{path}.param_groups")
     if saved is None:
         return bound
+    # With `rename` the checkpoint may call the optimizer otherwise.
     saved_path, groups = saved[0].removesuffix(".param_groups"), saved[1]
     saved_groups = _checked_groups(path, groups, names)
     if saved_groups is None:
@@ -69,6 +71,8 @@ def _checked_groups(path: str, value: Any, names: Names) -> list[dict[str, Any]]
 
 
 class _OptimizerBinder:
+    """Matches parameters and groups of one optimizer with those that the checkpoint has."""
+
     def __init__(
         self, path: str, saved_path: str, bound: BoundOptimizer, names: Names, ranks: Ranks
     ) -> None:
@@ -100,6 +104,7 @@ class _OptimizerBinder:
             if number is not None:
                 self.add_group(live, number, hyper)
             for named, saved in zip(group, wanted[index], strict=True):
+                # One tensor holds the state of all members: without one of them it is left alone.
                 if None not in saved:
                     states = [self.states.get(name) for name in saved if name is not None]
                     binder.bind(named, states, optimizer.state.get(named.param, {}), hyper)
@@ -122,6 +127,7 @@ class _OptimizerBinder:
 
     def saved_name_of(self, fqn: str, path: str) -> str | None:
         """What the checkpoint's optimizer calls the parameter `fqn` of the module at `path`."""
+        # An optimizer of one module has names without its path, here and there, see `named_groups`.
         prefixes = (f"{path}.", f"{self.names.rename(path)}.")
         for full in self.names.equivalents(fqn):
             for prefix in prefixes:
@@ -142,7 +148,11 @@ class _OptimizerBinder:
         return None
 
     def name_under_other_path(self, full: str) -> str | None:
-        """`full` without the path that the module had in the checkpoint, if there is one."""
+        """`full` without the path that the module had in the checkpoint, if there is one.
+
+        `rename` maps names, not modules. What is the module's path shows in that all parameters of
+        the saved optimizer lie under it.
+        """
         cut = full.find(".")
         while cut >= 0:
             path, name = full[: cut + 1], full[cut + 1 :]
@@ -170,6 +180,7 @@ class _OptimizerBinder:
     ) -> list[int | None]:
         """For each live group the saved group of the same parameters, whatever their order."""
         fqn = f"{self.path}.param_groups"
+        # By parameters, not by position: groups may have been made in another order.
         live_sets = [{name for saved in group for name in saved if name} for group in wanted]
         live_names = set().union(*live_sets)
         if extra := sorted(self.saved_names - live_names):
@@ -190,6 +201,7 @@ class _OptimizerBinder:
             if number is not None:
                 del free[number]
             elif live or len(live_sets) == len(saved_groups):
+                # Else it is an empty group that the checkpoint lacks: it keeps its options.
                 self.names.report(
                     ProblemKind.VALUE, fqn, self.difference(index, live, len(groups), saved_groups)
                 )
@@ -199,6 +211,7 @@ class _OptimizerBinder:
     def difference(
         self, index: int, live: set[str], count: int, saved_groups: list[dict[str, Any]]
     ) -> str:
+        """How group `index` differs from the saved group that has most of its parameters."""
         best = max(
             range(len(saved_groups)),
             key=lambda n: len(live & set(saved_groups[n]["params"])),
@@ -215,8 +228,7 @@ class _OptimizerBinder:
         )
 
     def add_group(self, group: dict[str, Any], number: int, saved: Mapping[str, Any]) -> None:
-        hyper = {key: item for key, item in saved.items() if key not in NAME_KEYS}
-        live = {key: item for key, item in group.items() if key not in NAME_KEYS}
+        hyper, live = options_of(saved), options_of(group)
         base = f"{self.saved_path}.param_groups.{number}"
         gone = sorted((hyper.keys() - live.keys()) & _hyperparameters())
         new = sorted((live.keys() - hyper.keys()) & _hyperparameters())
@@ -231,6 +243,7 @@ class _OptimizerBinder:
                 + (f", or skip={self.path!r}" if self.names.call.skip else ""),
             )
             return
+        # Options in tensors (a learning rate) are filled where they are: schedulers hold them too.
         tree = bind_tree(base, hyper, live, self.names, self.ranks, in_place=True)
         self.names.loaded_tensors.extend(references(hyper))
         self.bound.holdings.extend(tree.holdings)
@@ -239,7 +252,7 @@ class _OptimizerBinder:
 
 @cache
 def _hyperparameters() -> frozenset[str]:
-    """The names of all hyperparameters that torch's own optimizers know."""
+    """The names of all hyperparameters of torch's own optimizers: others may be a scheduler's."""
     kinds = [c for c in vars(torch.optim).values() if isinstance(c, type)]
     optimizers = [c for c in kinds if issubclass(c, torch.optim.Optimizer)]
     return frozenset(name for c in optimizers for name in inspect.signature(c).parameters)

@@ -16,12 +16,11 @@ import torch
 from ckpt.errors import Mismatch
 from ckpt.layout.holdings import holdings_of, tensor_holdings
 from ckpt.layout.likeness import Likeness, likeness, zeros_beside, zeros_like
-from ckpt.layout.piece import Holding, Kind, Owned, Piece
+from ckpt.layout.piece import Holding, Kind, Owned
 from ckpt.layout.plain import Ranks
-from ckpt.layout.region import Box
 from ckpt.layout.tensor import local_tensor
 from ckpt.state.names import Names
-from ckpt.state.optimizer import NamedParam
+from ckpt.state.optimizer import NamedParam, scalar_piece
 from ckpt.state.optimizer_kinds import (
     NUMBER_OF_SUFFIX,
     MemberState,
@@ -36,7 +35,6 @@ from ckpt.state.trees import BoundTree, bind_tree
 from ckpt.state.types import PerRank, ProblemKind, TensorEntry
 from ckpt.state.values import join_tree, references, split_tree
 
-_SCALAR = Box((), ())
 Make = Callable[[], Any]
 
 
@@ -52,12 +50,14 @@ class BoundOptimizer:
 
     def install(self) -> None:
         """Replace state and hyperparameters. Raises Mismatch before it changes anything."""
+        # All are made first: one that raises must leave every parameter with its old state.
         made = [(p, {name: make() for name, make in new.items()}) for p, new in self.states]
         for optimizer in self.optimizer:
             for param, state in made:
                 if not state:
                     optimizer.state.pop(param, None)
                     continue
+                # The same dict, emptied: optimizers and their users may hold on to it.
                 live = optimizer.state[param]
                 live.clear()
                 live.update(state)
@@ -95,6 +95,8 @@ class ParameterBinder:
 
         `live` is the state that the optimizer has, `hyper` are the options of its group.
         """
+        # Used, whatever follows: a skipped state, or one of a parameter that lies elsewhere, is not
+        # an unexpected name.
         for state in states:
             if state is not None:
                 self.names.used |= state.fqns
@@ -105,7 +107,7 @@ class ParameterBinder:
         for name in dict.fromkeys(n for s in states if s for n in s.names):
             if not self.names.skip(binding.fqn(name)):
                 binding.add(name)
-            elif name in live:
+            elif name in live:  # the state is replaced as a whole, so what stays is put back
                 binding.new[name] = _constant(live[name])
         self.bound.states.append((named.param, binding.new))
 
@@ -202,9 +204,11 @@ class _ParameterBinding:
         layout = layout_of(self.owned)
         mine = entries.get(rank)
         saved_size = next(iter(entries.values()))["world_size"]
+        # The same layout here is enough: what lies elsewhere has no influence on this rank's state.
         if mine and (saved_size, mine["layout"]) == (size, layout):
             self.new[name] = self.bind_own(base, mine, self.live.get(name))
         elif isinstance(declaration, PerRank) and declaration.on_reshard is not None:
+            # The user's function gets the state of all ranks: each rank reads all of it.
             makes = [self.bind_own(base, entries[one], None) for one in sorted(entries)]
             hook = declaration.on_reshard
             self.new[name] = lambda: resharded(fqn, hook, [make() for make in makes], rank, size)
@@ -267,7 +271,7 @@ class _ParameterBinding:
         for _, saved, entry in members:
             target = torch.zeros((), dtype=entry.dtype, device=device) if usable is None else usable
             filled.append((saved, target))
-            piece = Piece(saved, (), entry.dtype, _SCALAR, _SCALAR, (self.ranks.rank,))
+            piece = scalar_piece(saved, entry.dtype, (self.ranks.rank,))
             self.holdings.append(
                 Holding(target.detach(), (piece,), Kind.OPTIMIZER, False, self.owned.owners)
             )
@@ -280,7 +284,7 @@ class _ParameterBinding:
 
     def add_shard(self, name: str, members: Sequence[MemberState]) -> None:
         live = self.live.get(name)
-        dtype = members[0].entry.dtype
+        dtype = members[0].entry.dtype  # that of all members, see `add_tensors`
         # Whether it is per rank is decided by what was saved, not by what is declared now.
         declaration = self.binder.declarations.get(name)
         shard: StateDeclaration | None = "shard" if declaration == "shard" else None
@@ -290,6 +294,7 @@ class _ParameterBinding:
             if like is Likeness.OTHER and fits:
                 self.fill(name, members[0], live)  # it keeps its own layout
                 return
+        # The live tensor has values of the members that the checkpoint lacks: they become zeros.
         is_complete = len(members) == len(self.named.names)
         if (
             is_complete

@@ -6,15 +6,16 @@ sharded memory itself; nothing is gathered.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
+from ckpt.layout.holdings import holdings_of
 from ckpt.layout.modules import ModuleLayout, UnsupportedTensor, describe_module, describe_tensor
-from ckpt.layout.piece import Owned
+from ckpt.layout.piece import Holding, Kind, Owned
 from ckpt.layout.plain import Ranks
 from ckpt.layout.region import Shape
 from ckpt.state.values import join
@@ -44,6 +45,11 @@ class DescribedTensor(NamedTuple):
         """Full names of the members."""
         return tuple(join(self.path, member.fqn) for member in self.members)
 
+    def holdings(self, kind: Kind) -> Iterator[Holding]:
+        """What this rank has of it, under full names; live memory."""
+        owned = self.owned
+        return holdings_of(owned, owned.local, lambda fqn: join(self.path, fqn), kind=kind)
+
 
 @dataclass(frozen=True, slots=True)
 class Described:
@@ -56,6 +62,11 @@ class Described:
     extra_states: list[tuple[str, nn.Module]] = field(default_factory=list)
     layouts: list[ModuleLayout] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+
+    def tensors(self) -> Iterator[tuple[DescribedTensor, Kind]]:
+        """Parameters, then buffers, each with what it is."""
+        yield from ((source, Kind.PARAMETER) for source in self.params)
+        yield from ((source, Kind.BUFFER) for source in self.buffers)
 
 
 def describe_modules(leaves: Leaves, ranks: Ranks, *, loading: bool) -> Described:
@@ -71,16 +82,16 @@ def describe_modules(leaves: Leaves, ranks: Ranks, *, loading: bool) -> Describe
 
 
 def _add_module(described: Described, path: str, layout: ModuleLayout) -> None:
-    sources = {
-        id(owned): DescribedTensor(path, owned, members_of(owned)) for owned in layout.params
-    }
-    for owned in layout.params:
-        _add_once(described, described.params, sources[id(owned)])
+    sources = {id(owned): _source(path, owned) for owned in layout.params}
+    for source in sources.values():
+        _add_once(described, described.params, source)
+    # An optimizer may know a parameter by another object than the one that is stored.
     for key, owned in layout.owned_by_param.items():
         described.by_param.setdefault(key, sources.get(id(owned)) or _source(path, owned))
     for owned in layout.buffers:
         _add_once(described, described.buffers, _source(path, owned))
     for tied, stored in layout.aliases.items():
+        # What this module stores may itself be tied to a module described before it.
         full = join(path, stored)
         described.aliases[join(path, tied)] = described.aliases.get(full, full)
     known = {id(module): fqn for fqn, module in described.extra_states}
@@ -95,7 +106,7 @@ def _add_module(described: Described, path: str, layout: ModuleLayout) -> None:
 def _add_once(
     described: Described, tensors: list[DescribedTensor], source: DescribedTensor
 ) -> None:
-    """Add what is new; a module that is in the state twice, or a part of another one, is not."""
+    """Add `source` if it is new; of a tensor that an earlier module has, the names are aliases."""
     known = described.by_param.setdefault(id(source.owned.param), source)
     if known is source:
         tensors.append(source)
@@ -122,19 +133,14 @@ def _source(path: str, owned: Owned) -> DescribedTensor:
 
 def members_of(owned: Owned) -> tuple[LogicalTensor, ...]:
     """The logical tensors that `owned` has parts of, in the order in which they lie in memory."""
-    pieces = [piece for view in owned.views for piece in view.pieces]
-    if len(pieces) == 1:
-        piece = pieces[0]
-        return (LogicalTensor(piece.fqn, piece.global_shape, piece.dtype),)
+    pieces = (piece for view in owned.views for piece in view.pieces)
+    # A member that lies in several pieces is one logical tensor.
     return tuple(dict.fromkeys(LogicalTensor(p.fqn, p.global_shape, p.dtype) for p in pieces))
 
 
 def _below(path: str, problem: str) -> str:
+    """A problem of the module at `path`, which calls itself "the module", under full names."""
     if not path:
         return problem
-    return f"{path}{problem[10:]}" if problem.startswith("the module") else f"{path}.{problem}"
-
-
-def prefixed(path: str) -> Callable[[str], str]:
-    """A function from names on a module to full names, for the module at `path`."""
-    return lambda fqn: join(path, fqn)
+    own = problem.removeprefix("the module")
+    return f"{path}.{problem}" if own == problem else f"{path}{own}"

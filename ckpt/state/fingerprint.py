@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ckpt.layout.fingerprint import Fingerprint, add_module
+from ckpt.state.optimizer import STATE_DICT_HOOKS
 from ckpt.state.own import declared
 from ckpt.state.walk import Leaves
 
@@ -41,7 +42,8 @@ def _add_optimizer(optimizer: torch.optim.Optimizer, fingerprint: Fingerprint) -
     for group in optimizer.param_groups:
         marks.append(len(group["params"]))
         objects += group["params"]
-    marks += [len(getattr(optimizer, name, ())) for name in _HOOKS]
+    # A hook makes flattening refuse the optimizer, and a declaration changes how state is held.
+    marks += [len(getattr(optimizer, name, ())) for name in STATE_DICT_HOOKS]
     marks += [(name, what == "shard") for name, what in declared(optimizer).items()]
     entries: Mapping[Any, Any] = optimizer.state
     for parameter, state in entries.items():
@@ -50,18 +52,11 @@ def _add_optimizer(optimizer: torch.optim.Optimizer, fingerprint: Fingerprint) -
         objects.append(parameter)
         marks += state
         contents = list(state.values())
+        # A list: for three items it takes 0.7 of a generator's time, and there are thousands.
         if not all([isinstance(content, torch.Tensor) for content in contents]):
             return False  # a value of its own for each parameter: only flattening compares it
         tensors += contents
     return True
-
-
-_HOOKS = (
-    "_optimizer_state_dict_pre_hooks",
-    "_optimizer_state_dict_post_hooks",
-    "_optimizer_load_state_dict_pre_hooks",
-    "_optimizer_load_state_dict_post_hooks",
-)
 
 
 class Remembered:
@@ -80,4 +75,5 @@ class Remembered:
         objects = [*fingerprint.tensors, *fingerprint.objects]
         if len(self._references) != len(objects) or self._marks != fingerprint.marks:
             return False
+        # `==` of tensors compares elements, and an id may be that of a new object.
         return all(map(operator.is_, [reference() for reference in self._references], objects))

@@ -13,13 +13,13 @@ import torch
 from torch import nn
 
 from ckpt.errors import InvalidState
-from ckpt.layout.holdings import holdings_of, plain_holdings, tensor_holdings
+from ckpt.layout.holdings import plain_holdings, tensor_holdings
 from ckpt.layout.piece import Holding, Kind, Owned
 from ckpt.layout.plain import Ranks, UnsupportedTensor
-from ckpt.state.describe import Described, adopt_parameters, describe_modules, prefixed
+from ckpt.state.describe import Described, adopt_parameters, describe_modules
 from ckpt.state.optimizer import FlatOptimizer, flatten_groups, flatten_optimizer
 from ckpt.state.types import FlatState, PerRank
-from ckpt.state.values import split_tree
+from ckpt.state.values import join, split_tree
 from ckpt.state.walk import Leaves, is_object, walk
 from ckpt.world.base import World
 
@@ -58,7 +58,7 @@ def flatten_state(state: Any, ranks: Ranks) -> FlatState:
 def structure_of(leaves: Leaves, ranks: Ranks) -> Structure:
     """The part of a state that lasts, from its leaves. Problems are kept for `values_of`."""
     described = describe_modules(leaves, ranks, loading=False)
-    if leaves.optimizers:
+    if leaves.optimizers:  # nothing else looks parameters up by their objects
         adopt_parameters(described, leaves, ranks)
     building = _Building(leaves.problems + described.problems, ranks)
     building.add_tensors(leaves)
@@ -94,6 +94,7 @@ def values_of(structure: Structure, leaves: Leaves, ranks: Ranks, state: Any) ->
     building.add_values(leaves)
     building.add_trees(leaves, structure.extra_states)
     building.add_per_rank(leaves)
+    # Names of values may be new at every save, so they are compared with those that last.
     clashes = {*structure.clashes, *_repeated(building.names)}
     clashes |= structure.names.intersection(building.names)
     if clashes:
@@ -112,7 +113,7 @@ def values_of(structure: Structure, leaves: Leaves, ranks: Ranks, state: Any) ->
 
 
 def _repeated(names: Sequence[str]) -> list[str]:
-    if len(set(names)) == len(names):
+    if len(set(names)) == len(names):  # as good as always, and at every save
         return []
     return [name for name, count in Counter(names).items() if count > 1]
 
@@ -143,11 +144,10 @@ class _Building:
             self.problems.append(refused.problem)
 
     def add_modules(self, described: Described) -> None:
-        for sources, kind in ((described.params, Kind.PARAMETER), (described.buffers, Kind.BUFFER)):
-            for source in sources:
-                owned = source.owned
-                self.names += source.fqns
-                self.holdings += holdings_of(owned, owned.local, prefixed(source.path), kind=kind)
+        for source, kind in described.tensors():
+            self.names += source.fqns
+            self.holdings += source.holdings(kind)
+        # An alias takes a name as well: another leaf under it would be a clash.
         self.names += described.aliases
         self.aliases.update(described.aliases)
 
@@ -213,7 +213,7 @@ def name_clashes(state: Any, twice: Sequence[str]) -> list[str]:
 
 
 def _places(node: Any, path: str, name: str, shown: str) -> Iterator[str]:
-    """Where in containers the leaves stand that are, or contain, `name`."""
+    """Where leaves stand whose names are `name` or a beginning of it: state["a"]["b"]."""
     if isinstance(node, dict):
         items = list(node.items())
     elif isinstance(node, (list, tuple)):
@@ -222,7 +222,7 @@ def _places(node: Any, path: str, name: str, shown: str) -> Iterator[str]:
         yield shown
         return
     for key, child in items:
-        child_path = f"{path}.{key}" if path else str(key)
+        child_path = join(path, key)
         if child_path == name or name.startswith(f"{child_path}."):
             yield from _places(child, child_path, name, f"{shown}[{key!r}]")
 

@@ -16,10 +16,11 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ckpt.errors import LoadInterrupted
+from ckpt.state.optimizer import params_of
 from ckpt.state.walk import walk
 
-_marked: dict[int, tuple[weakref.ref[Any], str]] = {}
-_hooked: list[Any] = []
+_marked: dict[int, tuple[weakref.ref[Any], str]] = {}  # by id of what is half-loaded
+_hooked: list[Any] = []  # torch's handle of the hook on steps, once there is one
 
 
 @contextmanager
@@ -33,6 +34,7 @@ def filling(state: Any, what: str) -> Iterator[None]:
         yield
     except BaseException as error:
         _mark(state, what)
+        # A KeyboardInterrupt leaves a mixture as well, and stays what it is for those above.
         if not isinstance(error, Exception):
             raise
         raise LoadInterrupted(
@@ -45,6 +47,7 @@ def filling(state: Any, what: str) -> Iterator[None]:
 
 
 def _mark(state: Any, what: str) -> None:
+    # Only from the first failure on: a hook on every step of every optimizer is not free.
     if not _hooked:
         _hooked.append(register_optimizer_step_pre_hook(_refuse_step))
     text = (
@@ -73,21 +76,20 @@ def _objects_of(state: Any) -> Iterator[Any]:
         yield from module.parameters()
     for _, optimizer in leaves.optimizers:
         yield optimizer
-        for group in optimizer.param_groups:
-            yield from group["params"]
+        yield from params_of(optimizer)
     for _, tensor in leaves.tensors:
         yield tensor
 
 
 def _refuse(item: Any) -> None:
     mark = _marked.get(id(item))
+    # The id may by now be that of another object.
     if mark is not None and mark[0]() is item:
         raise LoadInterrupted(mark[1])
 
 
 def _refuse_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    # Its parameters too: the state that was loaded may have had no optimizer, or another one.
     if _marked:
-        _refuse(optimizer)
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                _refuse(parameter)
+        for item in (optimizer, *params_of(optimizer)):
+            _refuse(item)

@@ -12,6 +12,7 @@ from collections.abc import Collection, Sequence
 from itertools import islice
 from typing import NamedTuple
 
+# The state of a large model may have no name that matches: what is looked at has to be bounded.
 SHOWN_MAX = 5  # missing names that a message shows with their nearest
 KNOWN_MAX = 50_000  # names of the checkpoint that are looked at for each
 SPELLED_MAX = 2_000  # of them, how many are compared letter by letter
@@ -32,8 +33,9 @@ class Tally(NamedTuple):
     @property
     def is_nothing(self) -> bool:
         """Whether there was something to load and nothing of it matched, or not one tensor of a
-        state that has tensors: a step that matches does not make a load of nothing a success.
+        state that has tensors.
         """
+        # Tensors decide where there are any: a counter that matches has not loaded a model.
         if self.tensors + self.missing_tensors:
             return self.tensors == 0
         return self.matched == 0 and self.missing > 0
@@ -60,9 +62,10 @@ def with_nearest(missing: Sequence[str], known: Collection[str]) -> str:
 
 
 def nearest(name: str, known: Collection[str]) -> str:
-    """The one of `known` with the most parts at the end in common, else the one that is spelled
-    most alike; "" where none is like it. One part in common counts where the rest is alike, too.
+    """The name of `known` that shares most parts at the end with `name`, two at least; else the one
+    spelled most alike; else one that shares the last part, or "".
     """
+    # Wrappers and renamed modules change the beginning of names, layers and "weight" stay.
     parts = name.split(".")[::-1]
     best, best_parts = "", 0
     for other in islice(known, KNOWN_MAX):

@@ -15,17 +15,23 @@ Skip = Callable[[str], bool] | Iterable[str] | None
 
 
 class Names:
-    """Finds what the checkpoint has for a name of the state, and keeps book of what was found.
+    """Finds what the checkpoint has for a name of the state, and records names and problems.
 
     `aliases` are the tied names of the live state: each to the name that its tensor goes by.
     """
 
     def __init__(
-        self, catalog: Catalog, rename: Rename, skip: Skip, call: CallArguments = CHECKPOINT
+        self,
+        catalog: Catalog,
+        rename: Rename,
+        skip: Skip,
+        *,
+        aliases: Mapping[str, str],
+        call: CallArguments = CHECKPOINT,
     ) -> None:
         self.catalog = catalog
         self.call = call
-        self.aliases: Mapping[str, str] = {}
+        self.aliases = aliases
         self.rename = _renamer(rename)
         self.is_skipped = _skipper(skip)
         self.has_rename = rename is not None
@@ -91,7 +97,7 @@ class Names:
 
     def equivalents(self, fqn: str) -> Iterator[str]:
         """All names that the checkpoint may know a tensor by, the most direct first."""
-        if self._tied is None:
+        if self._tied is None:  # made only where a name is not the checkpoint's as it is
             self._tied = {}
             for tied, stored in self.aliases.items():
                 self._tied.setdefault(stored, []).append(tied)
@@ -104,7 +110,7 @@ class Names:
             yield from (tied for tied, to in self.catalog.aliases.items() if to == stored)
 
     def skip(self, fqn: str) -> bool:
-        """Whether the caller wants `fqn` left alone; then it is in the report."""
+        """Whether the caller wants `fqn` left alone; the report then lists it."""
         if self.is_skipped(fqn):
             self.skipped.append(fqn)
             return True
@@ -151,6 +157,7 @@ class Names:
         `entries` are the top-level names of the state in the checkpoint; "" means all.
         """
         catalog = self.catalog
+        # Sorted below: all ranks report in one order, and a set has another one in each process.
         per_rank = {name for own in catalog.per_rank for name in own}
         left = [
             name
@@ -217,7 +224,7 @@ def split_state_name(name: str, params: Collection[str]) -> tuple[str, str] | No
     return None
 
 
-# Parts of names that wrappers of torch put between those of the bare module.
+# Parts of names that torch's wrappers (FSDP, compile, activation checkpoints) insert.
 WRAPPER_PARTS = frozenset({"_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module"})
 
 
@@ -232,6 +239,7 @@ def bare_names(state_dict: Mapping[str, Any], known: Collection[str]) -> dict[st
 
 def bare_name(name: str, known: Collection[str]) -> str:
     """`name` without the parts that wrappers add to it."""
+    # A module of the user's may have such a name, "module" above all.
     if name in known:
         return name
     parts = [part for part in name.split(".") if part not in WRAPPER_PARTS]

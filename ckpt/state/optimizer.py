@@ -32,7 +32,13 @@ NAME_KEYS = ("params", "param_names")
 # The name, below the optimizer's, of state under keys that are no parameters.
 USER_STATE = "user_state"
 
-_SCALAR = Box((), ())
+# torch calls them around `state_dict()` and `load_state_dict()`, which saves and loads never call.
+STATE_DICT_HOOKS = (
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+)
 
 
 class NamedParam(NamedTuple):
@@ -78,11 +84,11 @@ def flatten_optimizer(
     groups = named_groups(optimizer, described)
     flat.groups.extend([[name for one in group for name in one.names] for group in groups])
     saving = _Saving(path, flat, ranks, declared(optimizer))
+    # Several optimizers that are seen as one may share a parameter.
     for named in {id(n.param): n for group in groups for n in group}.values():
-        state = optimizer.state.get(named.param)
-        if state:
-            for name, content in state.items():
-                saving.add_state(named, str(name), content)
+        # `get`: the state is a defaultdict, and reading it must not make entries.
+        for name, content in (optimizer.state.get(named.param) or {}).items():
+            saving.add_state(named, str(name), content)
     return flat
 
 
@@ -106,35 +112,32 @@ def user_state(state: Mapping[Any, Any]) -> dict[Any, Any]:
     return {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
 
 
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What a group says besides which parameters are in it."""
+    return {key: item for key, item in group.items() if key not in NAME_KEYS}
+
+
 def refusals(
     path: str, optimizer: torch.optim.Optimizer, described: Described, ranks: Ranks
 ) -> list[str]:
     """Why the optimizer cannot be part of a state, in this state; nothing if it can."""
     problems = []
-    for attribute in (
-        "_optimizer_state_dict_pre_hooks",
-        "_optimizer_state_dict_post_hooks",
-        "_optimizer_load_state_dict_pre_hooks",
-        "_optimizer_load_state_dict_post_hooks",
-    ):
+    for attribute in STATE_DICT_HOOKS:
         for hook in getattr(optimizer, attribute, {}).values():
             problems.append(
                 f"{path}: the hook {getattr(hook, '__qualname__', hook)!s} on state_dict or "
                 "load_state_dict cannot be honoured, because the state is read where it lies; "
                 "remove it"
             )
+    # By name: its package takes seconds to import and brings torch's RPC with it.
     if "ZeroRedundancyOptimizer" in {kind.__name__ for kind in type(optimizer).__mro__}:
         problems.append(
             f"{path}: ZeroRedundancyOptimizer keeps the state of each parameter on one rank and "
             "does not say which; shard the model with fully_shard, or use the optimizer that it "
             "wraps"
         )
-    strangers = [
-        tuple(param.shape)
-        for group in optimizer.param_groups
-        for param in group["params"]
-        if id(param) not in described.by_param
-    ]
+    params = params_of(optimizer)
+    strangers = [tuple(param.shape) for param in params if id(param) not in described.by_param]
     if strangers:
         problems.append(
             f"{path}: {len(strangers)} of its parameters are in no module of the state (the "
@@ -142,8 +145,8 @@ def refusals(
             "optimizer, and make the optimizer after the model is wrapped or sharded"
         )
     elif isinstance(optimizer, torch.optim.LBFGS):
-        sources = [described.by_param[id(p)] for g in optimizer.param_groups for p in g["params"]]
-        if not all(source.owned.is_whole_on(ranks.everyone) for source in sources):
+        owned = [described.by_param[id(param)].owned for param in params]
+        if not all(one.is_whole_on(ranks.everyone) for one in owned):
             problems.append(
                 f"{path}: LBFGS keeps vectors over all parameters joined together, which cannot "
                 "be told apart when parameters are sharded; use another optimizer or an "
@@ -152,24 +155,28 @@ def refusals(
     return problems
 
 
+def params_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The parameters in the order of the ids that torch counts: group by group."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
 def named_groups(optimizer: torch.optim.Optimizer, described: Described) -> list[list[NamedParam]]:
     """The parameters of each group by name: on the module that has them all, or with its path."""
-    sources = [
-        [(param, described.by_param[id(param)]) for param in group["params"]]
-        for group in optimizer.param_groups
-    ]
-    is_joint = len({source.path for group in sources for _, source in group}) > 1
-    return [
-        [
-            NamedParam(
-                param,
-                source,
-                source.fqns if is_joint else tuple(m.fqn for m in source.members),
-            )
-            for param, source in group
-        ]
-        for group in sources
-    ]
+    paths = {described.by_param[id(param)].path for param in params_of(optimizer)}
+    # Two modules may have parameters of one name; those of one module are found under any path.
+    is_joint = len(paths) > 1
+
+    def named(param: torch.Tensor) -> NamedParam:
+        source = described.by_param[id(param)]
+        names = source.fqns if is_joint else tuple(member.fqn for member in source.members)
+        return NamedParam(param, source, names)
+
+    return [[named(param) for param in group["params"]] for group in optimizer.param_groups]
+
+
+def scalar_piece(fqn: str, dtype: torch.dtype, holders: tuple[int, ...]) -> Piece:
+    """A tensor without dims."""
+    return Piece(fqn, (), dtype, Box((), ()), Box((), ()), holders)
 
 
 def first_piece(owned: Owned, fqn: str) -> Piece | None:
@@ -208,21 +215,23 @@ class _Saving:
         fqn = f"{self.path}.param_groups"
         stored = []
         for index, (group, names) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
-            hyper = {key: item for key, item in group.items() if key not in NAME_KEYS}
-            value, tensors = split_tree(hyper, f"{fqn}.{index}", self.flat.problems)
-            stored.append({"params": list(names), **value})
-            for name, tensor in tensors:
-                self.add_whole(name, tensor, Kind.OTHER)
+            options = self.split(options_of(group), f"{fqn}.{index}")
+            stored.append({"params": list(names), **options})
         self.flat.names.append(fqn)
         self.flat.values[fqn] = stored
 
     def add_user_state(self, user: dict[Any, Any]) -> None:
         fqn = f"{self.path}.{USER_STATE}"
-        value, tensors = split_tree(user, fqn, self.flat.problems)
-        for name, tensor in tensors:
-            self.add_whole(name, tensor, Kind.OTHER)
+        self.flat.values[fqn] = self.split(user, fqn)
         self.flat.names.append(fqn)
-        self.flat.values[fqn] = value
+
+    def split(self, tree: Any, fqn: str, like: Owned | None = None) -> Any:
+        """`tree` as a value with references; the tensors that they refer to are added."""
+        value, tensors = split_tree(tree, fqn, self.flat.problems)
+        kind = Kind.OTHER if like is None else Kind.OPTIMIZER
+        for name, tensor in tensors:
+            self.add_whole(name, tensor, kind, like)
+        return value
 
     def add_state(self, named: NamedParam, name: str, content: Any) -> None:
         match kind_of(content, named.owned, self.ranks, self.declared.get(name)):
@@ -234,6 +243,7 @@ class _Saving:
                 self.add_scalar(named, name, content)
             case StateKind.NUMBER:
                 suffix, dtype = NUMBERS[type(content)]
+                # None has no number; its suffix says all, and a load does not look at the 0.
                 self.add_scalar(named, name + suffix, torch.tensor(content or 0, dtype=dtype))
             case StateKind.VALUE:
                 self.add_value(named, name, content)
@@ -265,7 +275,7 @@ class _Saving:
             fqn = f"{self.path}.state.{full}.{name}"
             self.flat.names.append(fqn)
             holders = self.holders_of_scalars(named.owned, member)
-            piece = Piece(fqn, (), tensor.dtype, _SCALAR, _SCALAR, holders)
+            piece = scalar_piece(fqn, tensor.dtype, holders)
             owned = named.owned
             kept_equal = owned.synchronized, owned.owners
             # Optimizers do not step, and so do not count, where a rank has nothing of a parameter.
@@ -324,14 +334,10 @@ class _Saving:
     def add_value(self, named: NamedParam, name: str, content: Any) -> None:
         for full in named.names:
             fqn = f"{self.path}.state.{full}.{name}"
-            value, tensors = split_tree(content, fqn, self.flat.problems)
+            self.flat.names.append(fqn)
+            self.flat.values[fqn] = self.split(content, fqn, named.owned)
             if not is_known_everywhere(named.owned, self.ranks):
                 self.flat.problems.append(
                     f"{fqn}: a {type(content).__name__} in the state of a parameter that other "
                     "ranks may hold nothing of; use a number or a tensor"
                 )
-                continue
-            self.flat.names.append(fqn)
-            self.flat.values[fqn] = value
-            for tensor_fqn, tensor in tensors:
-                self.add_whole(tensor_fqn, tensor, Kind.OPTIMIZER, named.owned)

@@ -26,7 +26,7 @@ from ckpt.state.values import TENSOR_KEY, join_tree, references
 OwnEntries = dict[int, Mapping[str, Any]]
 StateDeclaration = Literal["shard"] | PerRank
 _ATTRIBUTE = "__ckpt_state__"
-_LAYOUT_CHARS_MAX = 200
+_LAYOUT_CHARS_MAX = 200  # a layout is stored with each state, and shown in errors
 
 
 class PerRankState(NamedTuple):
@@ -48,11 +48,13 @@ class PerRankState(NamedTuple):
     def content(self, *, to_cpu: bool) -> Any:
         """A copy of the state as the optimizer has it."""
 
-        def copied(fqn: str) -> torch.Tensor:
-            copy = self.tensors[fqn].detach().clone()
-            return copy.cpu() if to_cpu else copy
+        return join_tree(self.entry["value"], lambda fqn: copy_of(self.tensors[fqn], to_cpu=to_cpu))
 
-        return join_tree(self.entry["value"], copied)
+
+def copy_of(tensor: torch.Tensor, *, to_cpu: bool) -> torch.Tensor:
+    """The values of `tensor` in memory of their own."""
+    copy = tensor.detach().clone()
+    return copy.cpu() if to_cpu else copy
 
 
 def declare_optimizer_state(
@@ -86,6 +88,7 @@ def own_state(
 ) -> PerRankState:
     """State `name` of `param`, called `fqn`, split into a value and tensors; without a layout."""
     value, tensors = split
+    # Ranks have state of one name each; the tensors need names of their own in the checkpoint.
     suffix = f"~rank{ranks.rank}"
     renamed = join_tree(value, lambda inside: {TENSOR_KEY: inside + suffix})
     entry = {"rank": ranks.rank, "world_size": len(ranks.global_ranks), "value": renamed}
@@ -93,7 +96,7 @@ def own_state(
 
 
 def is_own_state(entry: object) -> TypeGuard[dict[str, Any]]:
-    """Whether a per-rank value is an optimizer's own state."""
+    """Whether a per-rank value is an optimizer's own state; values marked `PerRank` lie beside."""
     return isinstance(entry, dict) and entry.keys() == {"rank", "world_size", "layout", "value"}
 
 

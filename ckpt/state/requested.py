@@ -13,12 +13,12 @@ __all__ = ["CHECKPOINT", "STATE_DICT", "CallArguments", "LoadRequest", "Unshared
 
 
 class Unshared(enum.Enum):
-    """Whose are, in an optimizer's state dict, the parameters that no engine shares with another
-    rank, and the options of the groups.
+    """Who owns what no engine shares between ranks in an optimizer's state dict: the state of
+    parameters that stand beside the units, and the options of groups.
 
-    COMPARED: the same on all ranks, or they are refused. OWN: each rank's own, whatever the others
-    have; and a dict may lack what the optimizer has. OWN_BY_FIRST: the same, but a dict that is
-    taken has state of those parameters alone of which the first rank has state.
+    COMPARED: all ranks have the same, or the call refuses. OWN: each rank has its own, whatever the
+    others have, and a dict to load may lack what the optimizer has. OWN_BY_FIRST: like OWN, but a
+    dict that is taken has state only of parameters of which the first rank has state.
     """
 
     COMPARED = enum.auto()
@@ -27,7 +27,7 @@ class Unshared(enum.Enum):
 
 
 class CallArguments(NamedTuple):
-    """The arguments that a call has. `source` says what it loads."""
+    """Which arguments a call has. `source` says what it loads, in the words of its errors."""
 
     source: str = "checkpoint"
     rename: bool = True
@@ -37,8 +37,8 @@ class CallArguments(NamedTuple):
     cast: bool = False
 
     def moves(self, rename: str, leave: str) -> str:
-        """The end of a message about a name of one side only: how to call it otherwise, and how to
-        leave it be, as far as the call has that.
+        """The end of a message about a name that one side lacks: what to pass to this call to give
+        it its other name, or to leave it be.
         """
         names = (("skip=", self.skip), ("strict=False", self.strict))
         ways = " or ".join(name for name, has in names if has)
@@ -59,8 +59,9 @@ STATE_DICT = CallArguments("dict", rename=False, skip=False, rank0_only=True, ca
 class LoadRequest(NamedTuple):
     """How a state dict is to be loaded.
 
-    `cast`: to the dtypes of the state, as `copy_` does. `every_name`: a tied tensor is found by any
-    of its names, and missing under those that the dict lacks.
+    `rank0_only`: only the first rank's dict counts. `cast`: to the dtypes of the state, as `copy_`
+    does. `every_name`: a tied tensor is found by any of its names, and missing under those that the
+    dict lacks. `call` has the arguments that errors may advise, `beside` says what is a rank's own.
     """
 
     strict: bool = True

@@ -29,11 +29,12 @@ class RandomStates:
         """The present states as values; reading them draws nothing."""
         version, words, gauss = random.getstate()
         generator = np.random.get_state(legacy=False)
-        assert isinstance(generator, dict)
+        assert isinstance(generator, dict)  # a tuple with `legacy=True`, as numpy's types have it
         return {
             "python": (version, words, gauss),
             "numpy": {
                 "bit_generator": str(generator["bit_generator"]),
+                # Bytes in one order: arrays are no values, and the next machine may be another.
                 "key": generator["state"]["key"].astype("<u4").tobytes(),
                 "pos": int(generator["state"]["pos"]),
                 "has_gauss": int(generator["has_gauss"]),
@@ -60,7 +61,8 @@ class RandomStates:
         )
         torch.set_rng_state(_tensor_of(state["torch"]))
         kind, module = _accelerator()
-        # A list for CUDA is there on every machine, and says nothing where it is empty.
+        # A list for CUDA is there on every machine, and says nothing where it is empty. One by one:
+        # the job that saved may have had another number of devices.
         for device, saved in zip(range(module.device_count()), state.get(kind, []), strict=False):
             module.set_rng_state(_tensor_of(saved), torch.device(kind, device))
 
@@ -88,4 +90,5 @@ def _bytes_of(state: torch.Tensor) -> bytes:
 
 
 def _tensor_of(state: bytes) -> torch.Tensor:
+    # A copy: torch warns of tensors over memory that may not be written to.
     return torch.frombuffer(bytearray(state), dtype=torch.uint8)

@@ -27,11 +27,12 @@ class BoundTree(NamedTuple):
 def bind_tree(
     saved: str, value: Any, live: Any, names: Names, ranks: Ranks, *, in_place: bool = False
 ) -> BoundTree:
-    """The tree that the checkpoint calls `saved`, its structure from the checkpoint.
+    """How to load the tree `value`, which the checkpoint calls `saved`, structure and all.
 
     Its tensors are fresh, laid out like those that the `live` tree has in the same places, or, with
     `in_place`, are those tensors where shape and dtype fit.
     """
+    # Problems of the live tree do not count here: it is replaced as a whole.
     live_tensors = dict(split_tree(live, saved, [])[1])
     tensors: dict[str, torch.Tensor] = {}
     holdings: list[Holding] = []
@@ -48,6 +49,7 @@ def bind_tree(
             device = None if target is None else target.device
             target = torch.zeros(entry.shape, dtype=entry.dtype, device=device)
         elif not in_place:
+            # The live one keeps its value until its owner gets the whole tree.
             target = torch.zeros_like(target)
         tensors[fqn] = target
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -58,9 +58,9 @@ class FlatState:
     """A state as this rank holds it: memory with pieces, values, and tied names.
 
     `values` have to be the same on all ranks, `per_rank` is this rank's own. `witnesses` are what
-    this rank has of tensors that only other ranks store: to be compared. `optimizers` and
-    `owned_by_param` (keyed by the id of an object that optimizers know) are for whoever wants to
-    know when parameters change.
+    this rank has of tensors that only other ranks store: to be compared. From `optimizers` and
+    `owned_by_param` (keyed by the id of an object that optimizers know) a save in the background
+    works out what only the next step changes.
     """
 
     holdings: list[Holding]
@@ -92,18 +92,26 @@ class Problem(NamedTuple):
     text: str
 
 
+def fatal_texts(problems: Iterable[Problem], *, strict: bool) -> list[str]:
+    """The texts of the problems that forbid a load; without `strict`, names may be missing."""
+    # A name on one side only leaves memory as it is; a wrong shape, dtype or value would end as
+    # wrong numbers, so nothing tolerates that.
+    tolerated = () if strict else (ProblemKind.MISSING, ProblemKind.UNEXPECTED)
+    return [problem.text for problem in problems if problem.kind not in tolerated]
+
+
 @dataclass(frozen=True, slots=True)
 class Loaded:
     """What a load did, by the state's names.
 
     `missing` were left as they were, `unexpected` are names of the checkpoint that the state has no
     place for, `skipped` were dropped by `skip=`, and `not_asked` counts what the checkpoint has
-    under entries that the state does not have at all.
+    under entries that the state does not have at all. Loads of state dicts have neither of the two.
     """
 
     tensors: tuple[str, ...]
     values: tuple[str, ...]
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
-    skipped: tuple[str, ...]
-    not_asked: int
+    skipped: tuple[str, ...] = ()
+    not_asked: int = 0

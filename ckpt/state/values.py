@@ -15,6 +15,7 @@ import torch
 TENSOR_KEY = "$tensor"
 DEPTH_MAX = 100
 
+# Compared by exact type: a subclass (an IntEnum, numpy's float64) would come back as its base.
 SCALARS = frozenset({type(None), bool, int, float, str, bytes})
 # Saved as a plain dict; a load gives them back the type that the live state has at the same place.
 DICTS: tuple[type, ...] = (dict, OrderedDict, Counter, defaultdict)
@@ -33,7 +34,7 @@ def split_tree(
     What cannot be stored is listed in `problems`, each with its place, and is None in the result.
     """
     tensors: list[tuple[str, torch.Tensor]] = []
-    value = _Splitter(fqn, problems, tensors).split(tree, fqn, 0)
+    value = _Splitter(problems, tensors).split(tree, fqn, 0)
     return value, tensors
 
 
@@ -81,10 +82,7 @@ def why_not_storable(leaf: Any) -> str:
 
 
 class _Splitter:
-    def __init__(
-        self, fqn: str, problems: list[str], tensors: list[tuple[str, torch.Tensor]]
-    ) -> None:
-        self.fqn = fqn
+    def __init__(self, problems: list[str], tensors: list[tuple[str, torch.Tensor]]) -> None:
         self.problems = problems
         self.tensors = tensors
 

@@ -62,7 +62,7 @@ def walk(state: Any) -> Leaves:
 
 def is_object(leaf: Any) -> bool:
     """Whether `leaf` keeps its state by `state_dict()` and takes it by `load_state_dict()`."""
-    if isinstance(leaf, type):
+    if isinstance(leaf, type):  # a class has the functions, and no state
         return False
     return callable(getattr(leaf, "state_dict", None)) and callable(
         getattr(leaf, "load_state_dict", None)
@@ -90,7 +90,7 @@ def _walk_container(node: Any, path: str, place: Location, leaves: Leaves, depth
     prefix = f"{path}." if path else ""
     tensors = leaves.tensors
     for key, child in items:
-        if type(child) is torch.Tensor:
+        if type(child) is torch.Tensor:  # a short way: states of tensors have thousands
             tensors.append((f"{prefix}{key}", child))
         else:
             _visit(child, f"{prefix}{key}", Location(node, key), leaves, depth + 1)
@@ -100,6 +100,7 @@ def _visit(node: Any, fqn: str, place: Location, leaves: Leaves, depth: int) -> 
     if type(node) in SCALARS:
         leaves.values.append(LocatedValue(fqn, node, place))
     elif hasattr(type(node), "local_shards"):
+        # Before tensors, of which torch's ShardedTensor is one.
         leaves.problems.append(
             f"{fqn}: a {type(node).__qualname__} does not say where its memory lies; put the "
             "module it is from into the state, or convert it to a DTensor"
@@ -130,7 +131,7 @@ def _is_pure(node: Any, depth: int) -> bool:
     value is made.
     """
     if depth >= DEPTH_MAX:
-        return True
+        return True  # making the value reports it
     children = node.values() if isinstance(node, dict) else node
     for child in children:
         if type(child) in SCALARS:

@@ -17,7 +17,8 @@ import torch
 from ckpt.errors import Mismatch
 from ckpt.format.codec import decode_values, encode_values
 from ckpt.state.describe import Described, DescribedTensor
-from ckpt.state.optimizer import NAME_KEYS
+from ckpt.state.optimizer import options_of
+from ckpt.state.own import copy_of
 from ckpt.world.base import World
 
 __all__ = ["Rest", "copied", "is_beside", "separate"]
@@ -85,8 +86,7 @@ def separate(view: Any, described: Described) -> Rest:
                 shared.append(param)
             elif own_state := view.state.pop(param, None):
                 state[names[-1]] = own_state
-        options = {key: item for key, item in group.items() if key not in NAME_KEYS}
-        groups.append({"params": names, **options})
+        groups.append({"params": names, **options_of(group)})
     view.param_groups = [{"params": shared}]
     return Rest(state, groups)
 
@@ -99,13 +99,8 @@ def is_beside(source: DescribedTensor) -> bool:
 def copied(state: Mapping[Any, Any], *, to_cpu: bool = False) -> dict[Any, Any]:
     """The state of one parameter, in memory of its own."""
     return {
-        name: _of_tensor(item, to_cpu=to_cpu)
+        name: copy_of(item, to_cpu=to_cpu)
         if isinstance(item, torch.Tensor)
         else copy.deepcopy(item)
         for name, item in state.items()
     }
-
-
-def _of_tensor(tensor: torch.Tensor, *, to_cpu: bool) -> torch.Tensor:
-    clone = tensor.detach().clone()
-    return clone.cpu() if to_cpu else clone

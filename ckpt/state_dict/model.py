@@ -10,11 +10,9 @@ from torch import nn
 
 from ckpt.errors import InvalidState, Mismatch
 from ckpt.format.codec import decode_values, encode_values
-from ckpt.layout.holdings import holdings_of
-from ckpt.layout.piece import Kind
 from ckpt.layout.plain import Ranks
 from ckpt.layout.sharded_tensor import UnitSharding, sharding_of
-from ckpt.state.describe import Described, describe_modules, prefixed
+from ckpt.state.describe import Described, describe_modules
 from ckpt.state.requested import CallArguments
 from ckpt.state.values import split_tree
 from ckpt.state.walk import Leaves
@@ -47,20 +45,11 @@ def describe_live(
 ) -> tuple[Described, LiveTensors]:
     """What this rank holds of `model`. Raises InvalidState with all that cannot take part."""
     described = describe_model(model, ranks, loading=False)
-    holdings = [
-        holding
-        for sources, kind in (
-            (described.params, Kind.PARAMETER),
-            (described.buffers, Kind.BUFFER),
-        )
-        for source in sources
-        for holding in holdings_of(
-            source.owned, source.owned.local, prefixed(source.path), kind=kind
-        )
-    ]
+    tensors = list(described.tensors())
+    holdings = [holding for source, kind in tensors for holding in source.holdings(kind)]
     models = {
         fqn: template
-        for source in (*described.params, *described.buffers)
+        for source, _ in tensors
         if (template := source.owned.template) is not None
         for fqn in source.fqns
     }
@@ -82,7 +71,7 @@ def describe_model(model: nn.Module, ranks: Ranks, *, loading: bool) -> Describe
 
 def names_of(described: Described) -> list[str]:
     """The names that tensors are stored by: parameters, then buffers."""
-    return [f for source in (*described.params, *described.buffers) for f in source.fqns]
+    return [fqn for source, _ in described.tensors() for fqn in source.fqns]
 
 
 def shardings(described: Described, names: Iterable[str]) -> dict[str, UnitSharding]:

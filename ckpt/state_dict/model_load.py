@@ -19,7 +19,7 @@ from ckpt.state.bind import Binding, bind_state
 from ckpt.state.describe import Described
 from ckpt.state.names import bare_names
 from ckpt.state.requested import LoadRequest
-from ckpt.state.types import Catalog, Loaded, Problem, ProblemKind, TensorEntry
+from ckpt.state.types import Catalog, Loaded, Problem, ProblemKind, TensorEntry, fatal_texts
 from ckpt.state_dict.model import buffer_dtypes, check_names, describe_model, share_values
 from ckpt.state_dict.redistribute import redistribute
 from ckpt.state_dict.table import Table, gather_table
@@ -161,9 +161,7 @@ class _Fitting:
         if self.request.every_name:
             reported = {problem.fqn for problem in problems}
             problems += [p for p in self.missing_names() if p.fqn not in reported]
-        tolerated = (ProblemKind.MISSING, ProblemKind.UNEXPECTED)
-        fatal = [p.text for p in problems if strict or p.kind not in tolerated]
-        if fatal:
+        if fatal := fatal_texts(problems, strict=strict):
             raise Mismatch(fatal)
         return binding, problems
 
@@ -251,8 +249,6 @@ class ModelLoad:
                 ),
                 tuple(p.fqn for p in self.problems if p.kind is ProblemKind.MISSING),
                 tuple(p.fqn for p in self.problems if p.kind is ProblemKind.UNEXPECTED),
-                (),
-                0,
             )
 
         return collectively(self.world, "finish", finish)

@@ -19,7 +19,7 @@ from ckpt.state.names import Names
 from ckpt.state.optimizer import named_groups, refusals
 from ckpt.state.own import declared, tensors_of
 from ckpt.state.requested import STATE_DICT, CallArguments, Unshared
-from ckpt.state.types import Catalog, Loaded, ProblemKind, TensorEntry
+from ckpt.state.types import Catalog, Loaded, ProblemKind, TensorEntry, fatal_texts
 from ckpt.state_dict.agreeing import check_values
 from ckpt.state_dict.beside import is_beside
 from ckpt.state_dict.listed import ListedParams
@@ -185,14 +185,12 @@ class OptimizerLoad:
             _of_params(values, own),
             per_rank=self.own,
         )
-        names = Names(catalog, None, None, self.call)
-        names.aliases = self.described.aliases
+        names = Names(catalog, None, None, aliases=self.described.aliases, call=self.call)
         if problems := refusals(PATH, optimizer, self.described, self.ranks):
             return problems
         self.bound.append(bind_optimizer(PATH, target, self.described, names, self.ranks))
         self.loaded.append(names)
-        tolerated = (ProblemKind.MISSING, ProblemKind.UNEXPECTED)
-        return [p.text for p in names.problems if strict or p.kind not in tolerated]
+        return fatal_texts(names.problems, strict=strict)
 
     def groups_of(
         self, optimizer: torch.optim.Optimizer, own: Collection[str]
@@ -308,8 +306,6 @@ class OptimizerLoad:
             tuple(name for names in self.loaded for name in names.loaded_values),
             self._reported(ProblemKind.MISSING),
             self._reported(ProblemKind.UNEXPECTED),
-            (),
-            0,
         )
 
     def _reported(self, kind: ProblemKind) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from ckpt.layout.sharded_tensor import is_sharded_tensor, is_tensor
 from ckpt.layout.tensor import is_dtensor
 from ckpt.state.describe import Described
 from ckpt.state.names import bare_name
-from ckpt.state.optimizer import NAME_KEYS, named_groups
+from ckpt.state.optimizer import named_groups, options_of
 from ckpt.state.own import own_state
 from ckpt.state.values import split_tree
 from ckpt.state_dict.beside import copied, is_beside
@@ -133,7 +133,7 @@ class DictReader:
     def read_group(
         self, index: int, group: Mapping[str, Any], key_of: Mapping[Any, str], read: GivenState
     ) -> dict[str, Any]:
-        hyper = {key: item for key, item in group.items() if key not in NAME_KEYS}
+        hyper = options_of(group)
         params = [key_of[key] for key in group["params"] if key in key_of]
         if self.keeps_own:
             return {"params": params, **copy.deepcopy(hyper)}

@@ -30,7 +30,7 @@ from ckpt.state.optimizer import (
     user_state,
 )
 from ckpt.state.optimizer_kinds import NUMBER_OF_SUFFIX, StateKind, kind_of, number_suffix
-from ckpt.state.own import PerRankState, StateDeclaration, declared
+from ckpt.state.own import PerRankState, StateDeclaration, copy_of, declared
 from ckpt.state.requested import Unshared
 from ckpt.state.values import join_tree, references
 from ckpt.state_dict.agreeing import NOTHING, Agreed, agreed_state, check_values
@@ -226,10 +226,9 @@ def _keeps_own_scalars(output: DictForm) -> bool:
 def _own_scalars(witnesses: Sequence[Holding], *, to_cpu: bool) -> dict[str, torch.Tensor]:
     """Copies of this rank's own, by name."""
     return {
-        piece.fqn: (clone.cpu() if to_cpu else clone)
+        piece.fqn: copy_of(holding.local, to_cpu=to_cpu)
         for holding in witnesses
         for piece in holding.pieces
-        for clone in (holding.local.clone(),)
     }
 
 

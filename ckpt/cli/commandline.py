@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 
 from ckpt.cli.parsers import comparing, keeping, looking, moving
-from ckpt.cli.parsers.arguments import Command, Commands, add_command
+from ckpt.cli.parsers.arguments import Command, Commands
 
 OK, PROBLEM, USAGE, DIFFERENT, INTERRUPTED = 0, 1, 2, 3, 130
 
@@ -61,8 +61,7 @@ def _built() -> tuple[argparse.ArgumentParser, list[Command]]:
 
 
 def _add_completion(commands: Commands) -> None:
-    parser = add_command(
-        commands,
+    command = commands.add(
         "completion",
         "completing:completion",
         "print a script that completes commands and options in a shell",
@@ -70,7 +69,7 @@ def _add_completion(commands: Commands) -> None:
         'eval "$(ckpt completion zsh)"          after compinit\n'
         "ckpt completion fish | source",
     )
-    parser.add_argument("shell", choices=("bash", "zsh", "fish"))
+    command.add_argument("shell", choices=("bash", "zsh", "fish"))
 
 
 # In the order in which help shows them.

@@ -7,10 +7,20 @@ import math
 from typing import Any
 
 from ckpt.cli.commandline import DIFFERENT, OK
-from ckpt.cli.screen import progress_bar, shape_text, short, show_json, show_table, size, value_json
+from ckpt.cli.screen import (
+    fields_json,
+    progress_bar,
+    shape_text,
+    short,
+    show_json,
+    show_names,
+    show_table,
+    size,
+    value_json,
+)
 from ckpt.errors import CheckpointError
 from ckpt.loading.checkpoint import list_steps, open_checkpoint
-from ckpt.tools.diff import Amount, DiffOptions, DiffReport, TensorChange, diff, renaming
+from ckpt.tools.diff import DiffOptions, DiffReport, TensorChange, diff, renaming
 from ckpt.tools.plan import LoadPlan, RankPlan, RequestedNames, entry_for, plan_ranks, wanted_like
 from storage import options_of_other
 
@@ -72,10 +82,7 @@ def _show_report(report: DiffReport, *, by_amount: bool) -> None:
         show_table(titles, [_row(change) for change in changes], right=titles[2:])
         print()
     for title, names in (("only in a", report.only_a), ("only in b", report.only_b)):
-        for name in names[:NAMES_SHOWN_MAX]:
-            print(f"{title}: {name}")
-        if len(names) > NAMES_SHOWN_MAX:
-            print(f"... and {len(names) - NAMES_SHOWN_MAX} more {title}; --json lists all")
+        show_names(title, names, NAMES_SHOWN_MAX, more=f" {title}")
     for value in report.values:
         old = short(repr(value.a), 60) if value.has_a else "(absent)"
         new = short(repr(value.b), 60) if value.has_b else "(absent)"
@@ -136,6 +143,7 @@ def _report_json(report: DiffReport) -> dict[str, Any]:
 
 
 def _change_json(change: TensorChange) -> dict[str, Any]:
+    amount = change.amount
     return {
         "name": change.fqn,
         "what": change.what,
@@ -143,12 +151,8 @@ def _change_json(change: TensorChange) -> dict[str, Any]:
         "dtype_b": change.dtype_b,
         "shape_a": list(change.shape_a),
         "shape_b": list(change.shape_b),
-        "amount": _amount_json(change.amount) if change.amount else None,
+        "amount": amount and {**amount._asdict(), "relative_norm": amount.relative_norm},
     }
-
-
-def _amount_json(amount: Amount) -> dict[str, Any]:
-    return {**amount._asdict(), "relative_norm": amount.relative_norm}
 
 
 # plan ------------------------------------------------------------------------------------------
@@ -212,10 +216,7 @@ def _show_plan(plan: LoadPlan) -> None:
     )
     if plan.not_asked:
         print(f"{plan.not_asked} names are below entries that the state does not have")
-    for problem in plan.problems[:NAMES_SHOWN_MAX]:
-        print(f"does not fit: {problem}")
-    if len(plan.problems) > NAMES_SHOWN_MAX:
-        print(f"... and {len(plan.problems) - NAMES_SHOWN_MAX} more; --json lists all")
+    show_names("does not fit", plan.problems, NAMES_SHOWN_MAX)
     print("it fits" if plan.fits else "a strict load would be refused; nothing was read")
 
 
@@ -231,26 +232,6 @@ def _plan_row(rank: RankPlan) -> tuple[str, ...]:
 
 
 def _plan_json(plan: LoadPlan) -> dict[str, Any]:
-    return {
-        "url": plan.url,
-        "step": plan.step,
-        "attempt": plan.attempt,
-        "fits": plan.fits,
-        "nbytes_stored": plan.nbytes_stored,
-        "nbytes_read": plan.nbytes_read,
-        "missing": list(plan.missing),
-        "unexpected": list(plan.unexpected),
-        "not_asked": plan.not_asked,
-        "problems": list(plan.problems),
-        "ranks": [
-            {
-                "rank": rank.rank,
-                "nbytes_wanted": rank.nbytes_wanted,
-                "nbytes_read": rank.nbytes_read,
-                "nbytes_received": rank.nbytes_received,
-                "requests": rank.requests,
-                "nbytes_extra": rank.nbytes_extra,
-            }
-            for rank in plan.ranks
-        ],
-    }
+    ranks = [fields_json(rank) for rank in plan.ranks]
+    all_fields = {**fields_json(plan), "ranks": ranks}
+    return {"fits": plan.fits, "nbytes_read": plan.nbytes_read, **all_fields}

@@ -10,7 +10,7 @@ import time
 
 from ckpt.cli.commandline import OK
 from ckpt.cli.ranks import ranks_of_launcher
-from ckpt.cli.screen import progress_bar, show_json, size
+from ckpt.cli.screen import fields_json, progress_bar, show_json, show_names, size
 from ckpt.convert.export import ExportReport, Selection, export
 from ckpt.convert.import_ import ImportReport, import_checkpoint
 from ckpt.convert.sources.torch_file import SUFFIXES
@@ -51,19 +51,7 @@ def export_checkpoint(arguments: argparse.Namespace) -> int:
 
 def _show_export(report: ExportReport, seconds: float, *, as_json: bool) -> None:
     if as_json:
-        show_json(
-            {
-                "files": list(report.files),
-                "tensors": list(report.tensors),
-                "nbytes": report.nbytes,
-                "tied": dict(report.tied),
-                "left_out": list(report.left_out),
-                "step": report.step,
-                "verified": report.verified,
-                "resumed": report.resumed,
-                "seconds": seconds,
-            }
-        )
+        show_json({**fields_json(report), "seconds": seconds})
         return
     for file in report.files:
         print(file)
@@ -74,7 +62,7 @@ def _show_export(report: ExportReport, seconds: float, *, as_json: bool) -> None
         print(f"{report.resumed} files were there already, from a run that was interrupted")
     for left_out, held in report.tied.items():
         print(f"tied: {left_out} is {held}, which is in the file")
-    _show_names("left out, for the format has no form for it", report.left_out)
+    show_names("left out, for the format has no form for it", report.left_out, NAMES_SHOWN_MAX)
 
 
 def import_foreign(arguments: argparse.Namespace) -> int:
@@ -100,21 +88,7 @@ def import_foreign(arguments: argparse.Namespace) -> int:
 
 def _show_import(report: ImportReport, seconds: float, *, as_json: bool) -> None:
     if as_json:
-        show_json(
-            {
-                "step": report.step,
-                "attempt": report.attempt,
-                "path": report.path,
-                "nbytes": report.nbytes,
-                "tensors": list(report.tensors),
-                "values": list(report.values),
-                "skipped": list(report.skipped),
-                "left_out": list(report.left_out),
-                "modules": list(report.modules),
-                "verified": report.verified,
-                "seconds": seconds,
-            }
-        )
+        show_json({**fields_json(report), "seconds": seconds})
         return
     print(report.path)
     checked = ", every tensor read back and equal" if report.verified else ""
@@ -124,14 +98,7 @@ def _show_import(report: ImportReport, seconds: float, *, as_json: bool) -> None
     )
     if report.modules:
         print(f"models in it: {', '.join(name or '(the whole state)' for name in report.modules)}")
-    _show_names("skipped", report.skipped)
-    _show_names("left out", report.left_out)
+    show_names("skipped", report.skipped, NAMES_SHOWN_MAX)
+    show_names("left out", report.left_out, NAMES_SHOWN_MAX)
     if any(name.endswith(SUFFIXES) for name in report.left_out):
         print("a file of torch.save can be imported by its own path, into a root of its own")
-
-
-def _show_names(title: str, names: tuple[str, ...]) -> None:
-    for name in names[:NAMES_SHOWN_MAX]:
-        print(f"{title}: {name}")
-    if len(names) > NAMES_SHOWN_MAX:
-        print(f"... and {len(names) - NAMES_SHOWN_MAX} more; --json lists all")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import closing
 from typing import Any
 
 from ckpt.cli.commandline import OK, PROBLEM
-from ckpt.cli.screen import progress_bar, show_json, size
+from ckpt.cli.screen import fields_json, progress_bar, show_json, size
 from ckpt.commit.maintenance import Maintenance
 from ckpt.commit.names import MANIFEST_NAME, STEPS_PREFIX, parse_step_key
 from ckpt.errors import NoCheckpoint
@@ -27,11 +28,8 @@ def verify_checkpoint(arguments: argparse.Namespace) -> int:
     with progress_bar("verifying") as progress:
         report = verify(arguments.url, arguments.step, progress=progress, storage_options=options)
     if arguments.mark and report.ok:
-        store = open_store(arguments.url, **options)
-        try:
+        with closing(open_store(arguments.url, **options)) as store:
             Maintenance.open(store).verified(report.attempt)
-        finally:
-            store.close()
     if arguments.json:
         show_json(_report_json(report))
     else:
@@ -54,16 +52,8 @@ def _show_report(report: VerifyReport) -> None:
 
 
 def _report_json(report: VerifyReport) -> dict[str, Any]:
-    return {
-        "url": report.url,
-        "step": report.step,
-        "attempt": report.attempt,
-        "ok": report.ok,
-        "files": report.files,
-        "blocks": report.blocks,
-        "nbytes": report.nbytes,
-        "damage": [damage._asdict() for damage in report.damage],
-    }
+    damage = [damage._asdict() for damage in report.damage]
+    return {"ok": report.ok, **fields_json(report), "damage": damage}
 
 
 # salvage ---------------------------------------------------------------------------------------

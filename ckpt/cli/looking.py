@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from contextlib import closing
 from typing import Any
 
 from ckpt.cli.commandline import OK, PROBLEM
-from ckpt.cli.screen import age, date, show_json, show_table, size
+from ckpt.cli.screen import age, date, fields_json, show_json, show_table, size
 from ckpt.commit.lines import latest_last
 from ckpt.commit.locate import live_entries
 from ckpt.commit.log import Log
@@ -33,12 +34,9 @@ WHAT_HAPPENED = {
 
 def ls(arguments: argparse.Namespace) -> int:
     """`ckpt ls`."""
-    store = open_store(arguments.url, **dict(arguments.option))
-    try:
+    with closing(open_store(arguments.url, **dict(arguments.option))) as store:
         live = latest_last(live_entries(store))
         rows = [(entry, _committed_unix(store, entry)) for entry in live]
-    finally:
-        store.close()
     if arguments.json:
         show_json([_entry_json(entry, unix) for entry, unix in rows])
         return OK
@@ -89,7 +87,7 @@ def log(arguments: argparse.Namespace) -> int:
     count = arguments.count if arguments.count > 0 else None
     events = history(arguments.url, count=count, storage_options=dict(arguments.option))
     if arguments.json:
-        show_json([_event_json(event) for event in events])
+        show_json([fields_json(event) for event in events])
         return OK if _ends_well(arguments) else PROBLEM
     now = time.time()
     show_table(
@@ -104,14 +102,12 @@ def log(arguments: argparse.Namespace) -> int:
 
 def _ends_well(arguments: argparse.Namespace) -> bool:
     """Whether a job may append to the log; says why not."""
-    store = open_store(arguments.url, **dict(arguments.option))
-    try:
-        Log(store).check_end()
-    except Corrupt as error:
-        print(error, file=sys.stderr)
-        return False
-    finally:
-        store.close()
+    with closing(open_store(arguments.url, **dict(arguments.option))) as store:
+        try:
+            Log(store).check_end()
+        except Corrupt as error:
+            print(error, file=sys.stderr)
+            return False
     return True
 
 
@@ -133,21 +129,6 @@ def _event_row(event: Event, now: float) -> tuple[str, ...]:
     )
 
 
-def _event_json(event: Event) -> dict[str, Any]:
-    return {
-        "slot": event.slot,
-        "kind": event.kind,
-        "time_unix": event.time_unix,
-        "epoch": event.epoch,
-        "attempt": event.attempt,
-        "step": event.step,
-        "metric": event.metric,
-        "live": event.live,
-        "line": event.line,
-        "problem": event.problem,
-    }
-
-
 # du --------------------------------------------------------------------------------------------
 
 
@@ -163,7 +144,7 @@ def du(arguments: argparse.Namespace) -> int:
                 "unfinished_nbytes": usage.unfinished_nbytes,
                 "log_nbytes": usage.log_nbytes,
                 "other_nbytes": usage.other_nbytes,
-                "attempts": [_usage_json(attempt) for attempt in usage.attempts],
+                "attempts": [fields_json(attempt) for attempt in usage.attempts],
             }
         )
         return OK
@@ -196,16 +177,3 @@ def _usage_row(attempt: AttemptUsage) -> tuple[str, ...]:
         attempt.attempt,
         ", ".join(notes),
     )
-
-
-def _usage_json(attempt: AttemptUsage) -> dict[str, Any]:
-    return {
-        "step": attempt.step,
-        "attempt": attempt.attempt,
-        "nbytes": attempt.nbytes,
-        "objects": attempt.objects,
-        "modified_unix": attempt.modified_unix,
-        "is_live": attempt.is_live,
-        "pinned": attempt.pinned,
-        "referenced_by": list(attempt.referenced_by),
-    }

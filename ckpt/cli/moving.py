@@ -6,7 +6,7 @@ import argparse
 import time
 
 from ckpt.cli.commandline import OK
-from ckpt.cli.screen import progress_bar, show_json, size
+from ckpt.cli.screen import fields_json, progress_bar, show_json, size
 from ckpt.errors import CheckpointError
 from ckpt.tools.copy import CopyReport, copy
 from ckpt.tools.reshard import reshard
@@ -54,18 +54,7 @@ def reshard_checkpoint(arguments: argparse.Namespace) -> int:
 
 def _show(report: CopyReport, seconds: float, *, as_json: bool) -> int:
     if as_json:
-        show_json(
-            {
-                "source": report.source,
-                "target": report.target,
-                "steps": list(report.steps),
-                "files": report.files,
-                "nbytes": report.nbytes,
-                "nbytes_written": report.nbytes_written,
-                "attempt": report.attempt,
-                "seconds": seconds,
-            }
-        )
+        show_json({**fields_json(report), "seconds": seconds})
         return OK
     print(report.target)
     steps = ", ".join(map(str, report.steps[-8:]))

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ckpt.cli.screen import date, screen_width, shape_text, show_table, size
+from ckpt.cli.screen import date, screen_width, shape_text, show_table, size, write_page
 from ckpt.cli.visible import page_text
-from ckpt.errors import CheckpointError
+from ckpt.layout.dtypes import dtype_name
 from ckpt.layout.region import Box, Region
 from ckpt.loading.checkpoint import Checkpoint
 from ckpt.tools.shard_map import PartOnMap, TensorOnMap, TensorsMap, map_of, rectangles
@@ -27,13 +27,7 @@ def show_map(checkpoint: Checkpoint, names: Sequence[str], output: str | None) -
     if output is None:
         _show_in_terminal(checkpoint, tensors_map)
         return
-    try:
-        with open(output, "w", encoding="utf-8") as page:
-            page.writelines(page_of(checkpoint, tensors_map))
-    except OSError as error:
-        raise CheckpointError(
-            f"cannot write {output}: {error.strerror or error}; --output names a local file"
-        ) from error
+    write_page(output, page_of(checkpoint, tensors_map))
     print(
         f"{output}: {len(tensors_map.tensors)} tensors, {len(tensors_map.ranks)} ranks; "
         "open it in a browser"
@@ -151,7 +145,7 @@ def _tensors(tensors_map: TensorsMap) -> Iterator[str]:
         left -= used
         yield (
             f'<tr><td class="name">{page_text(info.fqn)}</td><td>{info.kind.name.lower()}</td>'
-            f"<td>{str(info.dtype).removeprefix('torch.')}</td><td>{shape_text(info.shape)}</td>"
+            f"<td>{dtype_name(info.dtype)}</td><td>{shape_text(info.shape)}</td>"
             f'<td class="number">{size(info.nbytes)}</td><td class="number">{len(tensor.parts)}'
             f"</td><td>{picture}</td></tr>\n"
         )

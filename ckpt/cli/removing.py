@@ -6,6 +6,7 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from functools import reduce
 from operator import or_
 from typing import Any, Literal
@@ -39,8 +40,7 @@ DELETED_NOTHING = "nothing was deleted"
 
 def prune(arguments: argparse.Namespace) -> int:
     """`ckpt prune`."""
-    store = open_store(arguments.url, **dict(arguments.option))
-    try:
+    with closing(open_store(arguments.url, **dict(arguments.option))) as store:
         maintenance = Maintenance.open(store)
         rule = _rule(arguments)
         plan = _plan(store, maintenance, rule)
@@ -59,8 +59,6 @@ def prune(arguments: argparse.Namespace) -> int:
         latest = _plan(store, maintenance, rule)
         retire = tuple(verdict for verdict in latest.retire if verdict.entry.attempt in agreed)
         gone, stayed = carry_out(RetentionPlan(latest.keep, retire), maintenance.retire)
-    finally:
-        store.close()
     kept = len(latest.keep) + len(latest.retire) - len(gone)
     if arguments.json:
         show_json({"deleted": _entries_json(gone), "stayed": list(stayed)})
@@ -131,8 +129,7 @@ def _entries_json(entries: Sequence[LiveEntry]) -> list[dict[str, Any]]:
 
 def rm(arguments: argparse.Namespace) -> int:
     """`ckpt rm`."""
-    store = open_store(arguments.url, **dict(arguments.option))
-    try:
+    with closing(open_store(arguments.url, **dict(arguments.option))) as store:
         maintenance = Maintenance.open(store)
         state = maintenance.state()
         entry = _chosen(store, state, arguments.step, arguments.attempt)
@@ -153,8 +150,6 @@ def rm(arguments: argparse.Namespace) -> int:
             print(DELETED_NOTHING, file=sys.stderr)
             return DIFFERENT
         is_gone = maintenance.retire(entry.attempt) is not None
-    finally:
-        store.close()
     if not is_gone:
         raise NoCheckpoint(f"{store.url}: {entry.attempt} was removed by somebody else meanwhile")
     if arguments.json:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 import time
@@ -90,6 +91,30 @@ def confirmed(question: str, *, yes: bool) -> bool:
 def screen_width() -> int:
     """Columns of the terminal, or a wide page where there is none."""
     return Console(file=below(sys.stdout)).width if sys.stdout.isatty() else WIDTH_WITHOUT_TERMINAL
+
+
+def show_names(title: str, names: Sequence[str], count_max: int, *, more: str = "") -> None:
+    """Print a line for each of the first `count_max` names, and how many `more` there are."""
+    for name in names[:count_max]:
+        print(f"{title}: {name}")
+    if len(names) > count_max:
+        print(f"... and {len(names) - count_max} more{more}; --json lists all")
+
+
+def write_page(path: str, pieces: Iterable[str]) -> None:
+    """Write a page to the new or old local file `path`. Raises CheckpointError when it cannot."""
+    try:
+        with open(path, "w", encoding="utf-8") as page:
+            page.writelines(pieces)
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot write {path}: {error.strerror or error}; --output names a local file"
+        ) from error
+
+
+def fields_json(value: Any) -> dict[str, Any]:
+    """The fields of a report, which is a dataclass, by their names."""
+    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
 
 
 def show_json(value: Any) -> None:

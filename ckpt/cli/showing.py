@@ -12,9 +12,10 @@ from ckpt.cli.commandline import OK
 from ckpt.cli.screen import date, shape_text, short, show_json, show_table, size, value_json
 from ckpt.commit.lines import line_text
 from ckpt.errors import CheckpointError
+from ckpt.layout.dtypes import dtype_name
 from ckpt.layout.region import Box, Region
 from ckpt.loading.checkpoint import Checkpoint, TensorInfo, open_checkpoint
-from ckpt.tools.shard_map import rank_of
+from ckpt.tools.shard_map import rank_of, rank_order
 
 
 def show(arguments: argparse.Namespace) -> int:
@@ -51,8 +52,7 @@ def _show_tables(checkpoint: Checkpoint, infos: Sequence[TensorInfo]) -> None:
     rows = []
     for info in infos:
         kind = f"= {info.alias_of}" if info.alias_of else info.kind.name.lower()
-        dtype = str(info.dtype).removeprefix("torch.")
-        shape = shape_text(info.shape)
+        dtype, shape = dtype_name(info.dtype), shape_text(info.shape)
         rows.append((info.fqn, kind, dtype, shape, size(info.nbytes), _writers(info)))
     show_table(("name", "kind", "dtype", "shape", "size", "stored by"), rows, right=("size",))
     print()
@@ -71,7 +71,7 @@ def _show_ranks(checkpoint: Checkpoint) -> None:
     for name, file_nbytes in zip(manifest.files, manifest.file_nbytes.tolist(), strict=True):
         nbytes[rank_of(name)] += file_nbytes
         files[rank_of(name)] += 1
-    ranks = sorted(nbytes, key=lambda rank: (len(rank), rank))
+    ranks = sorted(nbytes, key=rank_order)
     rows = [(rank, f"{files[rank]}", size(nbytes[rank])) for rank in ranks]
     rows.append(("all", f"{sum(files.values())}", size(sum(nbytes.values()))))
     titles = ("stored by rank", "files", "size")
@@ -80,7 +80,7 @@ def _show_ranks(checkpoint: Checkpoint) -> None:
 
 def _writers(info: TensorInfo) -> str:
     """The ranks that stored parts, and how many parts: `0, 1, 2 (3 parts)`."""
-    ranks = sorted({rank_of(part.file) for part in info.parts}, key=lambda r: (len(r), r))
+    ranks = sorted({rank_of(part.file) for part in info.parts}, key=rank_order)
     if not ranks:
         return "nobody (empty)"
     shown = ", ".join(ranks) if len(ranks) <= 8 else f"{len(ranks)} ranks"
@@ -107,7 +107,7 @@ def _checkpoint_json(checkpoint: Checkpoint, infos: Sequence[TensorInfo]) -> dic
 
 def _tensor_json(info: TensorInfo) -> dict[str, Any]:
     return {
-        "dtype": str(info.dtype).removeprefix("torch."),
+        "dtype": dtype_name(info.dtype),
         "shape": list(info.shape),
         "kind": info.kind.name.lower(),
         "nbytes": info.nbytes,

@@ -14,8 +14,9 @@ import json
 import os
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
-from typing import Any, SupportsIndex
+from typing import Any, SupportsIndex, TypeVar
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -41,11 +42,9 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from ckpt.api import loaded_by_others
-from ckpt.commit.names import MANIFEST_NAME, step_prefix
+from ckpt.commit.names import step_prefix
 from ckpt.commit.numbers import plain_int
-from ckpt.commit.records import manifest_digest
 from ckpt.commit.session import Session
-from ckpt.commit.writer import Commit
 from ckpt.convert.sources.blobs import blob_in_memory
 from ckpt.convert.sources.native import DCP_RECORD, NativeSource, native_source
 from ckpt.convert.sources.pickles import Opaque
@@ -56,7 +55,6 @@ from ckpt.convert.targets.nesting import flat_state
 from ckpt.errors import CheckpointError, InvalidState
 from ckpt.format.datafile import BLOCK_BYTES, StoredChunk, order_key
 from ckpt.format.manifest import MODULES, Header
-from ckpt.format.manifest_codec import encode_manifest
 from ckpt.format.merging import build_manifest
 from ckpt.format.part import (
     TensorRecord,
@@ -74,11 +72,14 @@ from ckpt.layout.region import Box
 from ckpt.loading.checkpoint import StoredTensor, fill, piece_of
 from ckpt.loading.plan import ReadPath
 from ckpt.process import claimed
+from ckpt.saving.publish import store_manifest
 from ckpt.saving.write import Source, WritePath, entries_of, write_files
 from storage import Store, StoreLike, open_store
 from storage.location import url_of
 
 PART = "ckpt.part"
+
+_Value = TypeVar("_Value")
 
 
 class DcpWriter(StorageWriter):
@@ -114,11 +115,7 @@ class DcpWriter(StorageWriter):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """A new save begins. `dcp.save(checkpoint_id=...)` has no meaning here."""
-        if checkpoint_id is not None and str(checkpoint_id) != self.url:
-            raise ValueError(
-                f"checkpoint_id={str(checkpoint_id)!r}: this writer saves to {self.url!r}; make "
-                "another DcpWriter for another place"
-            )
+        _refuse_other_place(self, checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Claims the root, on the coordinator."""
@@ -191,26 +188,15 @@ class DcpWriter(StorageWriter):
         if header.attempt in self._written:
             raise CheckpointError("a plan of an earlier save came again; do not cache plans")
         self._written.add(header.attempt)
-        store = open_store(self.where, **self.storage_options)
-        try:
+        with closing(open_store(self.where, **self.storage_options)) as store:
             part = _write(plan, planner, store, header, rank)
-        finally:
-            store.close()
-        result = WriteResult(MetadataIndex(PART), len(part), part)
-        future: Future[list[WriteResult]] = Future()
-        future.set_result([result])
-        return future
+        return _done([WriteResult(MetadataIndex(PART), len(part), part)])
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commits: from here on the checkpoint exists."""
-        session, header = self._session[0], self._header[0]
+        session = self._session[0]
         parts = [decode_part(result[0].storage_data) for result in results]
-        data = encode_manifest(build_manifest(header, parts))
-        key = step_prefix(header.step, header.attempt) + MANIFEST_NAME
-        with session.store.create(key, len(data), part_nbytes=len(data)) as writer:
-            writer.write_part(0, [memoryview(data)])
-        commit = Commit(header.attempt, header.step, len(data), manifest_digest(data))
-        session.commit(commit)
+        session.commit(store_manifest(session.store, build_manifest(self._header[0], parts)))
         self._header.clear()
         metadata.storage_meta = self.storage_meta()
 
@@ -226,13 +212,15 @@ class DcpWriter(StorageWriter):
 
 def _modules(plans: Sequence[SavePlan], paths: Mapping[str, Any]) -> list[str]:
     """The paths of what looks like a model in the state."""
-    leaves: dict[str, Any] = {}
-    for plan in plans:
-        for item in plan.items:
-            if item.type != WriteItemType.BYTE_IO:
-                leaves[item.index.fqn] = Leaf(item.index.fqn)
-    named = name_tree(nest(leaves, lambda key: paths.get(key, (key,))))
-    return [path for path in named.modules if path.partition(".")[0] != "optim"]
+    leaves = {fqn: leaf for plan in plans for fqn, leaf in _leaves(plan).items()}
+    modules = name_tree(nest(leaves, lambda key: paths.get(key, (key,)))).modules
+    return [path for path in modules if path.partition(".")[0] != "optim"]
+
+
+def _leaves(plan: SavePlan) -> dict[str, Any]:
+    """The tensors of a plan, each as a leaf of that name."""
+    fqns = [item.index.fqn for item in plan.items if item.type != WriteItemType.BYTE_IO]
+    return {fqn: Leaf(fqn) for fqn in fqns}
 
 
 def _write(plan: SavePlan, planner: SavePlanner, store: Store, header: Header, rank: int) -> bytes:
@@ -305,10 +293,8 @@ def _values(
     if rank != 0:
         return {}, plain_values
     paths: Mapping[str, Any] = plan.storage_data["paths"]
-    leaves: dict[str, Any] = dict(plain_values)
-    for item in plan.items:
-        if item.type != WriteItemType.BYTE_IO:
-            leaves[item.index.fqn] = Leaf(item.index.fqn)
+    leaves = plain_values | _leaves(plan)
+    # Tensors that other ranks write have no item in this plan, but a path.
     for key in paths:
         leaves.setdefault(key, Leaf(key))
     named = name_tree(nest(leaves, lambda key: paths.get(key, (key,))))
@@ -340,6 +326,24 @@ def _not_plain(tree: Any) -> str | None:
     return tree.name if isinstance(tree, Opaque) else type(tree).__name__
 
 
+def _refuse_other_place(
+    made: DcpWriter | DcpReader, checkpoint_id: str | os.PathLike[str] | None
+) -> None:
+    if checkpoint_id is not None and str(checkpoint_id) != made.url:
+        kind = type(made).__name__
+        raise ValueError(
+            f"checkpoint_id={str(checkpoint_id)!r}: this {kind} is for {made.url!r}; make another "
+            f"{kind} for another place"
+        )
+
+
+def _done(value: _Value) -> Future[_Value]:
+    """DCP wants futures; everything here is over when a call returns."""
+    future: Future[_Value] = Future()
+    future.set_result(value)
+    return future
+
+
 class DcpReader(StorageReader):
     """Loads a checkpoint of ours by `dcp.load`: one of `DcpWriter`, of `ckpt.save`, or imported.
 
@@ -364,11 +368,7 @@ class DcpReader(StorageReader):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """A new load begins. `dcp.load(checkpoint_id=...)` has no meaning here."""
-        if checkpoint_id is not None and str(checkpoint_id) != self.url:
-            raise ValueError(
-                f"checkpoint_id={str(checkpoint_id)!r}: this reader reads {self.url!r}; make "
-                "another DcpReader for another place"
-            )
+        _refuse_other_place(self, checkpoint_id)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The checkpoint as DCP describes one: every tensor as one chunk.
@@ -443,9 +443,7 @@ class DcpReader(StorageReader):
             if holding.local is not target:
                 target.copy_(holding.local)  # as DCP does: a load may cast
             planner.commit_tensor(item, target)
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
+        return _done(None)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

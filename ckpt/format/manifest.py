@@ -102,6 +102,10 @@ class ChunkTable:
         start = int(self.span_start[index])
         return Span(start, start + int(self.numel[index]))
 
+    def of_tensor(self, tensor: int) -> range:
+        """The chunks of a tensor, by its position in the manifest."""
+        return range(int(self.first[tensor]), int(self.first[tensor + 1]))
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Manifest:

@@ -32,6 +32,7 @@ from ckpt.saving.task import NONE_HERE, UNCHANGED, Attempt, PartMemory, SaveTask
 from ckpt.telemetry.history import CommittedSave, RankReport, log_saved, totals_of, write_telemetry
 from ckpt.telemetry.record import SaveTotals
 from ckpt.world.base import collectively
+from storage import Store
 
 logger = logging.getLogger(__name__)
 
@@ -153,7 +154,7 @@ def _start(task: SaveTask, modules: Callable[[], Sequence[str]], *, may_refer: b
                 if base.allowed:
                     header = header.model_copy(update={"required": (REFERENCES,)})
                 encoded_base = base.encode()
-            message = _joined([header.model_dump_json().encode(), encoded_base])
+            message = _joined(header.model_dump_json().encode(), encoded_base)
         except Exception as caught:
             # Broadcast nothing instead of raising here: the other ranks wait in the broadcast, and
             # would wait until their deadline. All ranks then agree on this error.
@@ -212,8 +213,8 @@ def _gather(part: Part, task: SaveTask) -> Callable[[], _Received]:
         return lambda: _Received([part], [task.rank_report()])
     structure = part.structure()
     is_known = structure == memory.sent
-    payload = _joined([b"" if is_known else structure, part.variable()])
-    message = _joined([task.rank_report().encode(), payload])
+    payload = _joined(b"" if is_known else structure, part.variable())
+    message = _joined(task.rank_report().encode(), payload)
     received = world.gather_to_coordinator("parts", message)
     memory.sent = structure
     return lambda: _assembled(received or [], memory)
@@ -231,8 +232,8 @@ def _assembled(received: Sequence[bytes], memory: PartMemory) -> _Received:
     return _Received(parts, reports)
 
 
-def _joined(parts: Sequence[bytes]) -> bytes:
-    return len(parts[0]).to_bytes(8, "little") + parts[0] + parts[1]
+def _joined(first: bytes, second: bytes) -> bytes:
+    return len(first).to_bytes(8, "little") + first + second
 
 
 def _split(data: bytes) -> tuple[bytes, bytes]:
@@ -301,22 +302,11 @@ def _commit_parts(
         return _Committed({"problems": problems})
     with task.recorder.span("manifest"):
         manifest = build_manifest(header, parts)
-        data = encode_manifest(manifest)
-        key = step_prefix(header.step, header.attempt) + MANIFEST_NAME
-        with task.store.create(key, len(data), part_nbytes=len(data)) as writer:
-            writer.write_part(0, [memoryview(data)])
-    held = manifest.nbytes_referenced()
-    commit = Commit(
-        header.attempt,
-        header.step,
-        len(data),
-        manifest_digest(data),
-        metric=task.options.metric,
-        references=tuple(held),
-        in_line=task.options.in_line,
-    )
-    nbytes = manifest.own_nbytes + len(data)
-    made = CommittedSave(header.step, header.attempt, nbytes, sum(held.values()), warnings)
+        commit = store_manifest(task.store, manifest)
+    commit = commit._replace(metric=task.options.metric, in_line=task.options.in_line)
+    nbytes = manifest.own_nbytes + commit.manifest_nbytes
+    nbytes_referenced = sum(manifest.nbytes_referenced().values())
+    made = CommittedSave(header.step, header.attempt, nbytes, nbytes_referenced, warnings)
     totals = totals_of(made, reports, now_unix=time.time())
     try:
         with task.recorder.span("commit"):
@@ -326,6 +316,18 @@ def _commit_parts(
     # From here on the checkpoint exists, so nothing may fail any more.
     answer = {"warnings": warnings, "totals": totals.ended(time.time()).model_dump()}
     return _Committed(answer, manifest, reports)
+
+
+def store_manifest(store: Store, manifest: Manifest) -> Commit:
+    """Create the MANIFEST of an attempt in its root, durable on return; returns its commit."""
+    data, header = encode_manifest(manifest), manifest.header
+    key = step_prefix(header.step, header.attempt) + MANIFEST_NAME
+    # Not `put_if_absent`, which leaves a lost answer to its caller: the end of `create` is repeated
+    # until its outcome is known.
+    with store.create(key, len(data), part_nbytes=len(data)) as writer:
+        writer.write_part(0, [memoryview(data)])
+    digest = manifest_digest(data)
+    return Commit(header.attempt, header.step, len(data), digest, references=manifest.references)
 
 
 def _discard(session: RankedSession, header: Header) -> None:

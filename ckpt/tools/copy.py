@@ -13,8 +13,8 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, NamedTuple, SupportsIndex, TypeAlias
 
@@ -91,10 +91,8 @@ def copy(
     count = plain_int(threads)
     target_options = options_of_other(url, storage_options, target, target_options)
     with ExitStack() as stack:
-        source = open_store(url, **(storage_options or {}))
-        stack.callback(source.close)
-        there = open_store(target, **target_options)
-        stack.callback(there.close)
+        source = stack.enter_context(closing(open_store(url, **(storage_options or {}))))
+        there = stack.enter_context(closing(open_store(target, **target_options)))
         if whole_root:
             if step is not None:
                 raise ValueError("step= chooses one checkpoint; whole_root=True takes all")
@@ -108,26 +106,26 @@ class CopyMeter:
 
     def __init__(self, total: int, progress: Progress | None) -> None:
         self.written = 0
-        self._skipped = 0
+        self._done = 0
         self._total = total
         self._progress = progress
         self._lock = threading.Lock()
 
     def add(self, nbytes: int) -> None:
         """Bytes that were written."""
-        with self._lock:
-            self.written += nbytes
-            self._tell()
+        self._count(nbytes, is_new=True)
 
     def skip(self, nbytes: int) -> None:
         """Bytes that were there."""
-        with self._lock:
-            self._skipped += nbytes
-            self._tell()
+        self._count(nbytes, is_new=False)
 
-    def _tell(self) -> None:
-        if self._progress is not None:
-            self._progress(min(self.written + self._skipped, self._total), self._total)
+    def _count(self, nbytes: int, *, is_new: bool) -> None:
+        with self._lock:
+            self._done += nbytes
+            self.written += nbytes if is_new else 0
+            if self._progress is not None:
+                # The total is of the source's files; files that are written anew may be longer.
+                self._progress(min(self._done, self._total), self._total)
 
 
 # One checkpoint -----------------------------------------------------------------------------
@@ -150,18 +148,19 @@ def copy_checkpoint(
         header = manifest.header.model_copy(update={"required": required})
         layout = own_layout(manifest)
         made = rewrite(checkpoint, header, layout, target, threads=threads, add=meter)
-        return _report(source, target, made, meter)
+        return report_of_one(source, target.url, made, meter)
     data, files = encode_manifest(manifest), manifest.files
     if begin(target, others=files, last=MANIFEST_NAME, is_ours=lambda old: old == data) is None:
         _relay_files(source, located.prefix, manifest, target, "", threads=threads, meter=meter)
         end(target, files, [(MANIFEST_NAME, data)])
-    return _report(source, target, manifest, meter)
+    return report_of_one(source, target.url, manifest, meter)
 
 
-def _report(source: Store, target: Store, manifest: Manifest, meter: CopyMeter) -> CopyReport:
+def report_of_one(source: Store, target: str, manifest: Manifest, meter: CopyMeter) -> CopyReport:
+    """The report of a copy of one checkpoint; `manifest` is that of the copy."""
     return CopyReport(
         source=source.url,
-        target=target.url,
+        target=target,
         steps=(manifest.header.step,),
         files=len(manifest.files),
         nbytes=int(manifest.file_nbytes.sum()),
@@ -294,21 +293,6 @@ def _records(root: str, copied: Sequence[_CheckpointToCopy]) -> list[Record]:
             epoch += 1
             append("CLAIM", epoch, None, created_unix)
         slot = len(records)
-        live.append(_at_slot(entry, slot, line=lines.setdefault(entry.line, slot)))
+        live.append(replace(entry, slot=slot, line=lines.setdefault(entry.line, slot)))
         append("COMMIT", epoch, entry.attempt, created_unix)
     return records
-
-
-def _at_slot(entry: LiveEntry, slot: int, *, line: int | None) -> LiveEntry:
-    return LiveEntry(
-        attempt=entry.attempt,
-        step=entry.step,
-        slot=slot,
-        manifest_nbytes=entry.manifest_nbytes,
-        manifest_digest=entry.manifest_digest,
-        pinned=entry.pinned,
-        verified=entry.verified,
-        metric=entry.metric,
-        references=entry.references,
-        line=line,
-    )

@@ -14,7 +14,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import reduce
@@ -165,8 +165,7 @@ def diff(
     with ExitStack() as stack:
         opened = []
         for url, step, store_options in ((url_a, step_a, storage_options), (url_b, step_b, other)):
-            store = open_store(url, **(store_options or {}))
-            stack.callback(store.close)
+            store = stack.enter_context(closing(open_store(url, **(store_options or {}))))
             # Bands are read by several threads, each with one request.
             located = find_checkpoint(store, step)
             opened.append(Checkpoint(store, located, path=ReadPath()))
@@ -311,25 +310,19 @@ def _differing_spans(a: Manifest, at_a: int, b: Manifest, at_b: int) -> tuple[Sp
 
 
 def _boxed(manifest: Manifest, index: int) -> bool:
-    first, last = int(manifest.chunks.first[index]), int(manifest.chunks.first[index + 1])
-    return bool((manifest.chunks.box[first:last] >= 0).any())
+    chunks = manifest.chunks.of_tensor(index)
+    return bool((manifest.chunks.box[chunks.start : chunks.stop] >= 0).any())
 
 
 def _same_regions(a: Manifest, at_a: int, b: Manifest, at_b: int) -> bool:
     if a.header.block_bytes != b.header.block_bytes:
         return False
-    regions = []
-    for manifest, index in ((a, at_a), (b, at_b)):
-        first, last = int(manifest.chunks.first[index]), int(manifest.chunks.first[index + 1])
-        regions.append([manifest.region(chunk) for chunk in range(first, last)])
-    return regions[0] == regions[1]
+    return [*map(a.region, a.chunks.of_tensor(at_a))] == [*map(b.region, b.chunks.of_tensor(at_b))]
 
 
 def _checksums(manifest: Manifest, index: int) -> np.ndarray[Any, np.dtype[np.uint32]]:
-    chunks = manifest.chunks
-    first = chunks.first_block[int(chunks.first[index])]
-    last = chunks.first_block[int(chunks.first[index + 1])]
-    return manifest.checksums[int(first) : int(last)]
+    chunks, first_block = manifest.chunks.of_tensor(index), manifest.chunks.first_block
+    return manifest.checksums[int(first_block[chunks.start]) : int(first_block[chunks.stop])]
 
 
 def _block_ends(
@@ -339,7 +332,7 @@ def _block_ends(
     chunks = manifest.chunks
     block = manifest.header.block_bytes
     ends: list[np.ndarray[Any, np.dtype[np.int64]]] = [np.zeros(0, dtype=np.int64)]
-    for chunk in range(int(chunks.first[index]), int(chunks.first[index + 1])):
+    for chunk in manifest.chunks.of_tensor(index):
         start = int(chunks.span_start[chunk]) * itemsize
         stop = start + int(chunks.numel[chunk]) * itemsize
         ends.append(np.append(np.arange(start + block, stop, block, dtype=np.int64), stop))
@@ -442,11 +435,8 @@ def _bits_differ(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.dtype.is_complex:
         return tensor.to(torch.complex128)
-    return tensor.to(torch.float32).to(torch.float64) if _is_tiny(tensor) else tensor.double()
-
-
-def _is_tiny(tensor: torch.Tensor) -> bool:
-    return tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1
+    is_tiny = tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1
+    return tensor.to(torch.float32).to(torch.float64) if is_tiny else tensor.double()
 
 
 def _sum(a: Amount, b: Amount) -> Amount:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -60,8 +61,7 @@ def mend(
     process that had saved there is fenced by it. Raises NoCheckpoint when `url` is no root, Corrupt
     for holes beyond number, CheckpointError when another process appends meanwhile.
     """
-    store = open_store(url, **(storage_options or {}))
-    try:
+    with closing(open_store(url, **(storage_options or {}))) as store:
         root = read_format(store).root
         log = _Survey(store)
         wanted, lost = log.divided()
@@ -77,8 +77,6 @@ def mend(
             log.put(slot, log.filler(slot))
         _append(log, known, back, latest)
         return report
-    finally:
-        store.close()
 
 
 def _append(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any, SupportsIndex
 
@@ -60,8 +61,7 @@ def history(
     One request per record. Raises NoCheckpoint when `url` is no root, Corrupt when a record is
     damaged or missing, and the store's errors.
     """
-    store = open_store(url, **(storage_options or {}))
-    try:
+    with closing(open_store(url, **(storage_options or {}))) as store:
         read_format(store)
         log = Log(store)
         newest = log.state().slot
@@ -70,8 +70,6 @@ def history(
         slots = range(max(0, first - 1), newest + 1)
         with ThreadPoolExecutor(READERS, thread_name_prefix="ckpt-log") as pool:
             records = list(pool.map(lambda slot: _record(log, slot), slots))
-    finally:
-        store.close()
     known: dict[str, LiveEntry] = {}
     events = []
     before: Record | None = None
@@ -166,15 +164,12 @@ def disk_usage(url: StoreLike, *, storage_options: Mapping[str, Any] | None = No
     A single step's directory counts as a root with one checkpoint. Raises NoCheckpoint when neither
     is at `url`, Corrupt when the log is damaged, and the store's errors.
     """
-    store = open_store(url, **(storage_options or {}))
-    try:
+    with closing(open_store(url, **(storage_options or {}))) as store:
         try:
             live = live_entries(store)
         except NoCheckpoint as no_root:
             return _of_directory(store, no_root)
         return _of_root(store, live)
-    finally:
-        store.close()
 
 
 def _of_root(store: Store, live: Sequence[LiveEntry]) -> DiskUsage:

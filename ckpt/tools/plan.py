@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, NamedTuple, SupportsIndex
 
@@ -105,9 +105,7 @@ def plan_load(
     and not raised. Raises NoCheckpoint, Corrupt, UnsupportedFormat, InvalidState for a state that
     can never be loaded into, and the store's errors.
     """
-    with ExitStack() as stack:
-        store = open_store(url, **(storage_options or {}))
-        stack.callback(store.close)
+    with closing(open_store(url, **(storage_options or {}))) as store:
         located = find_checkpoint(store, step)
         manifest = located.manifest
         ranks = _ranks()
@@ -158,9 +156,7 @@ def plan_ranks(
     ranks times chunks. Raises like `plan_load`, and ValueError for no ranks or an unknown layout.
     """
     count = checked_ranks(ranks, layout)
-    with ExitStack() as stack:
-        store = open_store(url, **(storage_options or {}))
-        stack.callback(store.close)
+    with closing(open_store(url, **(storage_options or {}))) as store:
         located = find_checkpoint(store, step)
         manifest = located.manifest
         everything = wanted_of(manifest)
@@ -219,11 +215,9 @@ def wanted_like(
     of a bare model. Reads what describes it and no tensor. Raises NoCheckpoint, Corrupt,
     UnsupportedFormat and the store's errors.
     """
-    source = open_source(url, SourceOptions(step=step, storage_options=storage_options or {}))
-    try:
+    options = SourceOptions(step=step, storage_options=storage_options or {})
+    with closing(open_source(url, options)) as source:
         contents = source.contents
-    finally:
-        source.close()
     prefix = f"{entry}." if entry else ""
     tensors = {
         prefix + name: TensorEntry(torch_dtype(info.dtype), info.shape, info.kind)

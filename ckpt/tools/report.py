@@ -6,10 +6,12 @@ and those before them: each carries the totals of the last 200 saves.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -114,13 +116,10 @@ def report_of(
     now = time.time() if now_unix is None else now_unix
     events = history(url, count=RECORDS_MAX, storage_options=storage_options)
     usage = disk_usage(url, storage_options=storage_options)
-    store = open_store(url, **(storage_options or {}))
-    try:
+    with closing(open_store(url, **(storage_options or {}))) as store:
         live = latest_last(Log(store).state().live)
         telemetries = _telemetry_of(store, live[-TELEMETRY_MAX:])
         entries, problem = _entries_of(store, live)
-    finally:
-        store.close()
     saves = _saves_of(events, live, _totals_of(telemetries), usage)
     failures = _failures_of(telemetries)
     notices = [
@@ -184,12 +183,9 @@ def _sizes_of(manifest: Manifest) -> tuple[EntrySize, ...]:
     sizes: dict[tuple[str, str], list[int]] = {}
     columns = zip(manifest.fqns, manifest.dtypes, manifest.shapes, manifest.kinds, strict=True)
     for fqn, dtype, shape, kind in columns:
-        numel = 1
-        for extent in shape:
-            numel *= int(extent)
         size = sizes.setdefault((fqn.split(".")[0], KINDS.get(int(kind), "other")), [0, 0])
         size[0] += 1
-        size[1] += numel * DTYPES[dtype].itemsize
+        size[1] += math.prod(shape) * DTYPES[dtype].itemsize
     entries = [EntrySize(*key, *size) for key, size in sizes.items()]
     return tuple(sorted(entries, key=lambda one: (-one.nbytes, one.entry, one.kind)))
 

@@ -7,8 +7,8 @@ N, every rank reads a few large runs of one file.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, SupportsIndex, TypeAlias
 
@@ -27,7 +27,7 @@ from ckpt.layout.even import EvenLayout, even_part
 from ckpt.layout.piece import Kind
 from ckpt.layout.region import Box, Region, Shape, Span, span_of, whole
 from ckpt.loading.checkpoint import Checkpoint, LocatedCheckpoint, find_checkpoint
-from ckpt.tools.copy import CopyMeter, CopyReport
+from ckpt.tools.copy import CopyMeter, CopyReport, report_of_one
 from ckpt.tools.plan import checked_ranks
 from ckpt.tools.rewrite import Layout, chunk_of, rewrite
 from storage import PrefixStore, Store, StoreLike, open_store, options_of_other
@@ -78,41 +78,26 @@ def reshard(
     count = checked_ranks(ranks, layout)
     new = NewLayout(count, layout)
     with ExitStack() as stack:
-        source = open_store(url, **(storage_options or {}))
-        stack.callback(source.close)
+        source = stack.enter_context(closing(open_store(url, **(storage_options or {}))))
         located = find_checkpoint(source, step)
         meter = CopyMeter(int(located.manifest.file_nbytes.sum()), progress)
         if target is None:
-            opened = stack.enter_context(_second_form(source, located, new))
+            opened = _second_form(source, located, new)
             if isinstance(opened, LiveEntry):
                 where = f"{source.url.rstrip('/')}/{opened.prefix}".rstrip("/")
-                return replace(
-                    _report(source, where, located.manifest, meter), attempt=opened.attempt
-                )
+                report = report_of_one(source, where, located.manifest, meter)
+                return replace(report, attempt=opened.attempt)
             there, header = opened.store, opened.header
         else:
             options = options_of_other(url, storage_options, target, target_options)
-            there = open_store(target, **options)
-            stack.callback(there.close)
+            there = stack.enter_context(closing(open_store(target, **options)))
             header = new_header(located.manifest, new)
         checkpoint = Checkpoint(source, located)
         chunks = cut_for(located.manifest, new, header.world_size)
         made = rewrite(checkpoint, header, chunks, there, threads=plain_int(threads), add=meter)
         if target is None:
             commit_second_form(source, located, made)
-    return _report(source, there.url, made, meter)
-
-
-def _report(source: Store, target: str, made: Manifest, meter: CopyMeter) -> CopyReport:
-    return CopyReport(
-        source=source.url,
-        target=target,
-        steps=(made.header.step,),
-        files=len(made.files),
-        nbytes=int(made.file_nbytes.sum()),
-        nbytes_written=meter.written,
-        attempt=made.header.attempt,
-    )
+    return report_of_one(source, there.url, made, meter)
 
 
 class _NewAttempt(NamedTuple):
@@ -122,10 +107,9 @@ class _NewAttempt(NamedTuple):
     header: Header
 
 
-@contextmanager
 def _second_form(
     source: Store, located: LocatedCheckpoint, new: NewLayout
-) -> Iterator[_NewAttempt | LiveEntry]:
+) -> _NewAttempt | LiveEntry:
     """Where the new form of a checkpoint goes within its root, or the checkpoint of that form that
     is there.
 
@@ -139,17 +123,15 @@ def _second_form(
     state = Log(source).state()
     note = located.manifest.header.user.get(RESHARDED, "")
     if note.endswith(_described(new)):
-        yield located.entry
-        return
+        return located.entry
     header = new_header(located.manifest, new, epoch=state.epoch)
     # The name has the epoch of the run that made it, and then what it is a copy of.
     _, _, unique = header.attempt.partition("-")
     for entry in state.live:
         if entry.step == header.step and entry.attempt.endswith(f"-{unique}"):
-            yield entry
-            return
+            return entry
     prefix = step_prefix(header.step, header.attempt)
-    yield _NewAttempt(PrefixStore(source, prefix.rstrip("/")), header)
+    return _NewAttempt(PrefixStore(source, prefix.rstrip("/")), header)
 
 
 def commit_second_form(source: Store, located: LocatedCheckpoint, made: Manifest) -> None:

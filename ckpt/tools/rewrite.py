@@ -70,7 +70,7 @@ def own_layout(manifest: Manifest) -> Layout:
     number = [_rank_of(name, len(ranks)) for name in manifest.files]
     chunks = manifest.chunks
     for tensor in range(len(manifest.fqns)):
-        for chunk in range(int(chunks.first[tensor]), int(chunks.first[tensor + 1])):
+        for chunk in manifest.chunks.of_tensor(tensor):
             rank = number[int(chunks.file[chunk])]
             ranks[rank].append(chunk_of(manifest, tensor, manifest.region(chunk)))
     return [[chunks] for chunks in ranks]
@@ -139,7 +139,7 @@ def rewrite(
 
 def _plan(manifest: Manifest, header: Header, layout: Layout) -> list[DataFile]:
     """The files of all ranks, in the order of ranks and indexes. Every rank has one at least."""
-    empty = _empty_tensors(manifest)
+    empty = [tensor for tensor in _tensors_of(manifest) if 0 in tensor.shape]
     planned: list[DataFile] = []
     for rank in range(header.world_size):
         files = [
@@ -160,14 +160,9 @@ def _texts(manifest: Manifest, rank: int) -> PartTexts:
     return PartTexts(manifest.aliases, values=manifest.values, per_rank=per_rank)
 
 
-def _empty_tensors(manifest: Manifest) -> list[TensorRecord]:
-    return [
-        TensorRecord(fqn, dtype, shape, kind)
-        for fqn, dtype, shape, kind in zip(
-            manifest.fqns, manifest.dtypes, manifest.shapes, manifest.kinds.tolist(), strict=True
-        )
-        if 0 in shape
-    ]
+def _tensors_of(manifest: Manifest) -> list[TensorRecord]:
+    columns = (manifest.fqns, manifest.dtypes, manifest.shapes, manifest.kinds.tolist())
+    return [TensorRecord(*row) for row in zip(*columns, strict=True)]
 
 
 def _is_same(data: bytes, header: Header, files: Sequence[DataFile]) -> bool:
@@ -184,12 +179,7 @@ def _is_same(data: bytes, header: Header, files: Sequence[DataFile]) -> bool:
 def _manifest(
     old: Manifest, header: Header, files: Sequence[DataFile], written: Sequence[PartFile]
 ) -> Manifest:
-    infos = {
-        fqn: TensorRecord(fqn, dtype, shape, kind)
-        for fqn, dtype, shape, kind in zip(
-            old.fqns, old.dtypes, old.shapes, old.kinds.tolist(), strict=True
-        )
-    }
+    all_tensors = _tensors_of(old)
     by_rank: list[list[FileColumns]] = [[] for _ in range(header.world_size)]
     for file, result in zip(files, written, strict=True):
         by_rank[file.rank].append(columns_of(result))
@@ -197,7 +187,7 @@ def _manifest(
     for rank, own in enumerate(by_rank):
         # Rank 0 lists all tensors: one without elements has no chunk, so no other rank would.
         names = {chunk.fqn for column in own for chunk in column.chunks}
-        tensors = [info for fqn, info in infos.items() if rank == 0 or fqn in names]
+        tensors = [tensor for tensor in all_tensors if rank == 0 or tensor.fqn in names]
         parts.append(part_of_files(own, rank=rank, tensors=tensors, texts=_texts(old, rank)))
     return build_manifest(header, parts)
 

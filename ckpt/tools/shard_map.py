@@ -74,7 +74,7 @@ def map_of(checkpoint: Checkpoint, names: Sequence[str] | None = None) -> Tensor
     """
     manifest = checkpoint.manifest
     writers = {name: rank_of(name) for name in manifest.files}
-    ranks = sorted(set(writers.values()), key=lambda rank: (len(rank), rank))
+    ranks = sorted(set(writers.values()), key=rank_order)
     place = {rank: index for index, rank in enumerate(ranks)}
     number = {name: index for index, name in enumerate(manifest.files)}
     tensors = []
@@ -107,6 +107,11 @@ def rank_of(file: str) -> str:
     """The rank in a data file's name, or the name itself; files of another attempt too."""
     match = re.match(r"rank0*(\d+)-", file.rpartition("/")[2])
     return match[1] if match else file
+
+
+def rank_order(rank: str) -> tuple[int, str]:
+    """A sort key for what `rank_of` returns: by number, then other names."""
+    return len(rank), rank
 
 
 def rectangles(region: Region, shape: Shape) -> list[Rectangle]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import closing
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, NamedTuple, SupportsIndex, TypeAlias
@@ -79,14 +80,11 @@ def verify(
     nothing to compare with: see `ckpt salvage`), and errors of the store that say nothing about the
     bytes.
     """
-    store = open_store(url, **(storage_options or {}))
-    try:
+    with closing(open_store(url, **(storage_options or {}))) as store:
         located = find_checkpoint(store, step)
         manifest = located.manifest
         damage = _all_damage(store, located.prefix, manifest, plain_int(threads), progress)
         damage.sort(key=lambda entry: (entry.file, entry.start, entry.block))
-    finally:
-        store.close()
     return VerifyReport(
         url=f"{store.url.rstrip('/')}/{located.prefix}".rstrip("/"),
         step=manifest.header.step,

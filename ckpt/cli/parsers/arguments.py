@@ -12,17 +12,24 @@ from typing import Any
 
 
 class Command:
-    """One command: its parser, and what was added to it, for help and for completion."""
+    """One command: its parser, and what was added to it, for help and for completion.
+
+    Kept here because argparse has no public way to list the arguments of a parser.
+    """
 
     def __init__(self, name: str, text: str, parser: argparse.ArgumentParser) -> None:
         self.name = name
         self.text = text
-        self.parser = parser
+        self._parser = parser
         self.actions: list[argparse.Action] = []
 
     def add_argument(self, *names: str, **how: Any) -> None:
         """As of argparse."""
-        self.actions.append(self.parser.add_argument(*names, **how))
+        self.actions.append(self._parser.add_argument(*names, **how))
+
+    def set_defaults(self, **values: Any) -> None:
+        """As of argparse."""
+        self._parser.set_defaults(**values)
 
 
 class Commands:
@@ -32,39 +39,39 @@ class Commands:
         self._parsers = parsers
         self.all: list[Command] = []
 
-    def add(self, name: str, text: str, **how: Any) -> Command:
-        """A new command with the help `text`."""
-        self.all.append(Command(name, text, self._parsers.add_parser(name, help=text, **how)))
-        return self.all[-1]
+    def add(self, name: str, run: str, text: str, examples: str) -> Command:
+        """A new command that calls `run`, a "module:function" below `ckpt.cli`; `text` is its
+        help.
+        """
+        parser = self._parsers.add_parser(
+            name,
+            help=text,
+            description=f"{text[0].upper()}{text[1:]}.",
+            epilog="examples:\n" + "\n".join(f"  {line}" for line in examples.splitlines()),
+            # As it is: argparse would fill the examples into one paragraph.
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        command = Command(name, text, parser)
+        command.set_defaults(
+            # A name and not the function: what a command needs is imported when it runs.
+            command=f"ckpt.cli.{run}",
+            after_interrupt="nothing half-done was published",
+            check=lambda arguments: "",
+        )
+        self.all.append(command)
+        return command
 
 
-def add_command(commands: Commands, name: str, run: str, text: str, examples: str) -> Command:
-    """A new command that calls `run`, a "module:function" below `ckpt.cli`; `text` is its help."""
-    command = commands.add(
-        name,
-        text,
-        description=f"{text[0].upper()}{text[1:]}.",
-        epilog="examples:\n" + "\n".join(f"  {line}" for line in examples.splitlines()),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    command.parser.set_defaults(
-        command=f"ckpt.cli.{run}",
-        after_interrupt="nothing half-done was published",
-        check=lambda arguments: "",
-    )
-    return command
-
-
-def add_url(parser: Command, help: str = "") -> None:
+def add_url(command: Command, help: str = "") -> None:
     """The url, by default of a root or a step, and options of its store."""
     about = "a path, s3://bucket/prefix, or any url of fsspec"
-    parser.add_argument("url", help=help or f"{about}; a root, or one step's directory")
-    add_options(parser, "--option", "of the store", short="-o")
+    command.add_argument("url", help=help or f"{about}; a root, or one step's directory")
+    add_options(command, "--option", "of the store", short="-o")
 
 
-def add_options(parser: Command, name: str, whose: str, *, short: str = "") -> None:
+def add_options(command: Command, name: str, whose: str, *, short: str = "") -> None:
     """Repeatable options of a store, `KEY=VALUE` each."""
-    parser.add_argument(
+    command.add_argument(
         *([short] if short else []),
         name,
         action="append",
@@ -75,19 +82,19 @@ def add_options(parser: Command, name: str, whose: str, *, short: str = "") -> N
     )
 
 
-def add_step(parser: Command) -> None:
+def add_step(command: Command) -> None:
     """`--step`: which checkpoint, by default the latest."""
-    parser.add_argument("--step", type=int, help="default: the latest")
+    command.add_argument("--step", type=int, help="default: the latest")
 
 
-def add_json(parser: Command) -> None:
+def add_json(command: Command) -> None:
     """`--json`: output for programs."""
-    parser.add_argument("--json", action="store_true", help="for programs")
+    command.add_argument("--json", action="store_true", help="for programs")
 
 
-def add_rename(parser: Command, help: str) -> None:
+def add_rename(command: Command, help: str) -> None:
     """`--rename REGEX=TEXT`, repeatable."""
-    parser.add_argument(
+    command.add_argument(
         "--rename",
         action="append",
         default=[],
@@ -97,9 +104,9 @@ def add_rename(parser: Command, help: str) -> None:
     )
 
 
-def add_layout(parser: Command) -> None:
+def add_layout(command: Command) -> None:
     """`--layout`: how the ranks that load hold tensors."""
-    parser.add_argument(
+    command.add_argument(
         "--layout",
         choices=("fsdp2", "flat", "replicated"),
         default="fsdp2",

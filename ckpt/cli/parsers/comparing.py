@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from ckpt.cli.parsers.arguments import (
     Commands,
-    add_command,
     add_json,
     add_layout,
     add_options,
@@ -17,8 +16,7 @@ from ckpt.cli.parsers.arguments import (
 
 def add_diff(commands: Commands) -> None:
     """`ckpt diff`."""
-    parser = add_command(
-        commands,
+    command = commands.add(
         "diff",
         "comparing:diff_checkpoints",
         "show which tensors and values differ between two checkpoints, and by how much",
@@ -26,27 +24,26 @@ def add_diff(commands: Commands) -> None:
         "ckpt diff runs/7b --step-a 100 --step-b 900\n"
         "ckpt diff runs/7b s3://bucket/run --include 'model.*' --quick",
     )
-    add_url(parser, "checkpoint a: a root, or one step's directory")
-    parser.add_argument("other", nargs="?", help="checkpoint b; default: the same root")
-    parser.add_argument("--step-a", type=int, metavar="STEP", help="of a; default: the latest")
-    parser.add_argument("--step-b", type=int, metavar="STEP", help="of b; default: the latest")
-    parser.add_argument(
+    add_url(command, "checkpoint a: a root, or one step's directory")
+    command.add_argument("other", nargs="?", help="checkpoint b; default: the same root")
+    command.add_argument("--step-a", type=int, metavar="STEP", help="of a; default: the latest")
+    command.add_argument("--step-b", type=int, metavar="STEP", help="of b; default: the latest")
+    command.add_argument(
         "--quick", action="store_true", help="compare checksums only; read no tensor"
     )
-    parser.add_argument("--include", action="append", default=[], metavar="PATTERN")
-    parser.add_argument("--exclude", action="append", default=[], metavar="PATTERN")
-    add_rename(parser, "replace in names of a, such as '^backbone\\.=' ; repeatable, in order")
-    parser.add_argument(
+    command.add_argument("--include", action="append", default=[], metavar="PATTERN")
+    command.add_argument("--exclude", action="append", default=[], metavar="PATTERN")
+    add_rename(command, "replace in names of a, such as '^backbone\\.=' ; repeatable, in order")
+    command.add_argument(
         "--sort", choices=("name", "amount"), default="name", help="amount: relative norm first"
     )
-    add_options(parser, "--other-option", "of the other store (default: the same)")
-    add_json(parser)
+    add_options(command, "--other-option", "of the other store (default: the same)")
+    add_json(command)
 
 
 def add_plan(commands: Commands) -> None:
     """`ckpt plan`."""
-    parser = add_command(
-        commands,
+    command = commands.add(
         "plan",
         "comparing:plan",
         "show what a load would read, per rank, and which names would not fit; reads no tensor",
@@ -54,18 +51,18 @@ def add_plan(commands: Commands) -> None:
         "ckpt plan runs/7b --ranks 8 --like other/run      does its state fit?\n"
         "ckpt plan runs/7b --like model.safetensors --entry model",
     )
-    add_url(parser)
-    add_step(parser)
-    parser.add_argument("--ranks", type=count, metavar="N", help="default: as many as saved it")
-    add_layout(parser)
-    parser.add_argument(
+    add_url(command)
+    add_step(command)
+    command.add_argument("--ranks", type=count, metavar="N", help="default: as many as saved it")
+    add_layout(command)
+    command.add_argument(
         "--like",
         metavar="URL",
         help="the state is like what is there: a checkpoint of ours or of torch, a safetensors "
         "file; default: the state fits",
     )
-    parser.add_argument(
+    command.add_argument(
         "--entry", help="with --like: below which name it stands; default: the only model"
     )
-    add_options(parser, "--like-option", "of the store of --like (default: the same)")
-    add_json(parser)
+    add_options(command, "--like-option", "of the store of --like (default: the same)")
+    add_json(command)

@@ -7,7 +7,6 @@ from typing import Any
 from ckpt.cli.parsers.arguments import (
     Command,
     Commands,
-    add_command,
     add_json,
     add_step,
     add_url,
@@ -19,52 +18,48 @@ from ckpt.cli.parsers.arguments import (
 
 def add_verify(commands: Commands) -> None:
     """`ckpt verify`."""
-    parser = add_command(
-        commands,
+    command = commands.add(
         "verify",
         "keeping:verify_checkpoint",
         "read a whole checkpoint and report every changed byte",
         "ckpt verify s3://bucket/run --step 1200\nckpt verify runs/7b --mark",
     )
-    add_url(parser)
-    add_step(parser)
-    parser.add_argument("--mark", action="store_true", help="note success in the log")
-    add_json(parser)
+    add_url(command)
+    add_step(command)
+    command.add_argument("--mark", action="store_true", help="note success in the log")
+    add_json(command)
 
 
 def add_salvage(commands: Commands) -> None:
     """`ckpt salvage`."""
-    parser = add_command(
-        commands,
+    command = commands.add(
         "salvage",
         "keeping:salvage_checkpoint",
         "rebuild a lost MANIFEST from the data files, reading and checking all of them",
         "ckpt salvage runs/7b/steps/00001200-e000001-0123456789abcdef\nckpt salvage runs/7b",
     )
-    add_url(parser)
-    parser.add_argument("--step", type=int, help="of a root; default: all without a MANIFEST")
-    parser.add_argument("--dry-run", action="store_true", help="check only, write no MANIFEST")
-    add_json(parser)
+    add_url(command)
+    command.add_argument("--step", type=int, help="of a root; default: all without a MANIFEST")
+    command.add_argument("--dry-run", action="store_true", help="check only, write no MANIFEST")
+    add_json(command)
 
 
 def add_mend(commands: Commands) -> None:
     """`ckpt mend`."""
-    parser = add_command(
-        commands,
+    command = commands.add(
         "mend",
         "keeping:mend_log",
         "make a log whole that was rolled back, restored in part or merged; nothing is removed",
         "ckpt mend runs/7b --dry-run\nckpt mend runs/7b",
     )
-    add_url(parser, "a root: a path, s3://bucket/prefix, or any url of fsspec")
-    parser.add_argument("--dry-run", action="store_true", help="look only, append nothing")
-    add_json(parser)
+    add_url(command, "a root: a path, s3://bucket/prefix, or any url of fsspec")
+    command.add_argument("--dry-run", action="store_true", help="look only, append nothing")
+    add_json(command)
 
 
 def add_prune(commands: Commands) -> None:
     """`ckpt prune`."""
-    parser = add_command(
-        commands,
+    command = commands.add(
         "prune",
         "removing:prune",
         "retire and delete old checkpoints; a running training is not disturbed",
@@ -74,49 +69,48 @@ def add_prune(commands: Commands) -> None:
         "kept is what any rule keeps, and always: the latest, the last verified one, pinned ones,\n"
         "those whose files a kept one needs, and what no training saved (imports; see `ckpt rm`)",
     )
-    add_url(parser)
-    parser.add_argument("--keep-last", type=count, metavar="N", help="the N newest")
-    parser.add_argument(
+    add_url(command)
+    command.add_argument("--keep-last", type=count, metavar="N", help="the N newest")
+    command.add_argument(
         "--keep-every", type=count, metavar="STEPS", help="the first at or after each multiple"
     )
-    parser.add_argument(
+    command.add_argument(
         "--keep-best", type=best, metavar="N[:min|max]", help="by metric; default: the lowest"
     )
-    parser.add_argument(
+    command.add_argument(
         "--keep-younger", type=seconds, metavar="AGE", help="younger than e.g. 90m, 12h, 7d"
     )
-    parser.add_argument(
+    command.add_argument(
         "--retire-unmeasured",
         action="store_true",
         help="with --keep-best: checkpoints without a metric go, too; default: they stay",
     )
-    _add_consent(parser)
-    add_json(parser)
-    parser.parser.set_defaults(check=_some_rule)
+    _add_consent(command)
+    add_json(command)
+    command.set_defaults(check=_some_rule)
 
 
 def add_rm(commands: Commands) -> None:
     """`ckpt rm`."""
-    parser = add_command(
-        commands,
+    command = commands.add(
         "rm",
         "removing:rm",
         "delete one checkpoint, unless another one needs it or it is the last",
         "ckpt rm runs/7b 1200\nckpt rm runs/7b 0 --attempt e000002-0123456789abcdef --yes",
     )
-    add_url(parser, "a root: a path, s3://bucket/prefix, or any url of fsspec")
-    parser.add_argument("step", type=int, help="its step, as `ckpt ls` shows it")
-    parser.add_argument(
+    add_url(command, "a root: a path, s3://bucket/prefix, or any url of fsspec")
+    command.add_argument("step", type=int, help="its step, as `ckpt ls` shows it")
+    command.add_argument(
         "--attempt", default="", help="which one, where the root has several of that step"
     )
-    _add_consent(parser)
-    add_json(parser)
+    _add_consent(command)
+    add_json(command)
 
 
-def _add_consent(parser: Command) -> None:
-    parser.add_argument("--dry-run", action="store_true", help="say what would go, delete nothing")
-    parser.add_argument("--yes", "-y", action="store_true", help="delete without asking")
-    parser.parser.set_defaults(after_interrupt="what was not confirmed is still there")
+def _add_consent(command: Command) -> None:
+    command.add_argument("--dry-run", action="store_true", help="say what would go, delete nothing")
+    command.add_argument("--yes", "-y", action="store_true", help="delete without asking")
+    command.set_defaults(after_interrupt="what was not confirmed is still there")
 
 
 def _some_rule(arguments: Any) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from ckpt.cli.parsers.arguments import (
     Commands,
-    add_command,
     add_json,
     add_step,
     add_url,
@@ -14,28 +13,26 @@ from ckpt.cli.parsers.arguments import (
 
 def add_ls(commands: Commands) -> None:
     """`ckpt ls`."""
-    parser = add_command(
-        commands,
+    command = commands.add(
         "ls",
         "looking:ls",
         "list the checkpoints of a root",
         "ckpt ls s3://bucket/run\nckpt ls runs/7b --json | jq '.[-1].step'",
     )
-    add_url(parser)
-    add_json(parser)
+    add_url(command)
+    add_json(command)
 
 
 def add_log(commands: Commands) -> None:
     """`ckpt log`."""
-    parser = add_command(
-        commands,
+    command = commands.add(
         "log",
         "looking:log",
         "show the history of a root: claims, commits, retirements, pins",
         "ckpt log runs/7b\nckpt log runs/7b -n 0 --json",
     )
-    add_url(parser)
-    parser.add_argument(
+    add_url(command)
+    command.add_argument(
         "-n",
         "--count",
         type=count_or_all,
@@ -43,26 +40,24 @@ def add_log(commands: Commands) -> None:
         metavar="N",
         help="newest N records; 0: all",
     )
-    add_json(parser)
+    add_json(command)
 
 
 def add_du(commands: Commands) -> None:
     """`ckpt du`."""
-    parser = add_command(
-        commands,
+    command = commands.add(
         "du",
         "looking:du",
         "show what every checkpoint takes, and what unfinished saves left",
         "ckpt du s3://bucket/run\nckpt du runs/7b --json",
     )
-    add_url(parser)
-    add_json(parser)
+    add_url(command)
+    add_json(command)
 
 
 def add_show(commands: Commands) -> None:
     """`ckpt show`."""
-    parser = add_command(
-        commands,
+    command = commands.add(
         "show",
         "showing:show",
         "show the tensors of a checkpoint and who stored them",
@@ -70,30 +65,29 @@ def add_show(commands: Commands) -> None:
         "ckpt show runs/7b --map\n"
         "ckpt show runs/7b --map --output map.html",
     )
-    add_url(parser)
-    parser.add_argument("pattern", nargs="?", default="*", help="shell pattern of names")
-    add_step(parser)
-    parser.add_argument("--map", action="store_true", help="a picture: tensors x ranks x files")
-    parser.add_argument(
+    add_url(command)
+    command.add_argument("pattern", nargs="?", default="*", help="shell pattern of names")
+    add_step(command)
+    command.add_argument("--map", action="store_true", help="a picture: tensors x ranks x files")
+    command.add_argument(
         "--output", metavar="FILE", help="with --map: write one self-contained HTML page"
     )
-    parser.add_argument("--json", action="store_true", help="for programs: every stored part")
+    command.add_argument("--json", action="store_true", help="for programs: every stored part")
 
 
 def add_report(commands: Commands) -> None:
     """`ckpt report`."""
-    parser = add_command(
-        commands,
+    command = commands.add(
         "report",
         "reporting:report",
         "write a page about the saves of a root: how long, how large, who was slow",
         "ckpt report s3://bucket/run --output report.html\nckpt report runs/7b --json",
     )
-    add_url(parser, "a root: a path, s3://bucket/prefix, or any url of fsspec")
-    parser.add_argument(
+    add_url(command, "a root: a path, s3://bucket/prefix, or any url of fsspec")
+    command.add_argument(
         "--output",
         metavar="FILE",
         default="report.html",
         help="one self-contained HTML page; default: report.html",
     )
-    add_json(parser)
+    add_json(command)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from ckpt.cli.parsers.arguments import (
     Command,
     Commands,
-    add_command,
     add_json,
     add_layout,
     add_options,
@@ -19,8 +18,7 @@ from ckpt.cli.parsers.arguments import (
 
 def add_cp(commands: Commands) -> None:
     """`ckpt cp`."""
-    parser = add_command(
-        commands,
+    command = commands.add(
         "cp",
         "moving:cp",
         "copy a checkpoint, or a whole root, to another place or store; every byte is verified",
@@ -28,22 +26,21 @@ def add_cp(commands: Commands) -> None:
         "ckpt cp --root /nvme/run s3://bucket/run      all checkpoints, as a root to save to\n"
         "when it was interrupted: run it again, what is there is not sent again",
     )
-    add_url(parser)
-    parser.add_argument("target", help="a new directory, or prefix of an object store")
-    add_step(parser)
-    parser.add_argument(
+    add_url(command)
+    command.add_argument("target", help="a new directory, or prefix of an object store")
+    add_step(command)
+    command.add_argument(
         "--root", action="store_true", help="copy all checkpoints of a root to a new root"
     )
-    parser.add_argument("--threads", type=count, default=4, metavar="N", help="default: 4")
-    add_options(parser, "--target-option", "of the target's store (default: the source's)")
-    add_json(parser)
-    parser.parser.set_defaults(after_interrupt="the target is as it was; run again to continue")
+    command.add_argument("--threads", type=count, default=4, metavar="N", help="default: 4")
+    add_options(command, "--target-option", "of the target's store (default: the source's)")
+    add_json(command)
+    command.set_defaults(after_interrupt="the target is as it was; run again to continue")
 
 
 def add_reshard(commands: Commands) -> None:
     """`ckpt reshard`."""
-    parser = add_command(
-        commands,
+    command = commands.add(
         "reshard",
         "moving:reshard_checkpoint",
         "write a checkpoint anew, laid out for faster loads on another number of ranks",
@@ -51,26 +48,25 @@ def add_reshard(commands: Commands) -> None:
         "ckpt reshard runs/7b runs/7b-on-8 --ranks 8\n"
         "ckpt reshard s3://bucket/run s3://bucket/run-on-64 --ranks 64 --layout flat",
     )
-    add_url(parser)
-    parser.add_argument(
+    add_url(command)
+    command.add_argument(
         "target",
         nargs="?",
         help="a new directory, or prefix of an object store; default: the root itself, where the "
         "new form becomes the latest checkpoint",
     )
-    parser.add_argument("--ranks", type=count, required=True, metavar="N", help="that will load")
-    add_layout(parser)
-    add_step(parser)
-    parser.add_argument("--threads", type=count, default=3, metavar="N", help="default: 3")
-    add_options(parser, "--target-option", "of the target's store (default: the source's)")
-    add_json(parser)
-    parser.parser.set_defaults(after_interrupt="the target is as it was; run again to continue")
+    command.add_argument("--ranks", type=count, required=True, metavar="N", help="that will load")
+    add_layout(command)
+    add_step(command)
+    command.add_argument("--threads", type=count, default=3, metavar="N", help="default: 3")
+    add_options(command, "--target-option", "of the target's store (default: the source's)")
+    add_json(command)
+    command.set_defaults(after_interrupt="the target is as it was; run again to continue")
 
 
 def add_export(commands: Commands) -> None:
     """`ckpt export`."""
-    parser = add_command(
-        commands,
+    command = commands.add(
         "export",
         "exporting:export_checkpoint",
         "write a model, or a whole state, as safetensors, torch.save file or DCP directory",
@@ -79,44 +75,43 @@ def add_export(commands: Commands) -> None:
         "ckpt export runs/7b state.pt --optimizer\n"
         "torchrun --nproc-per-node 8 -m ckpt export runs/7b s3://bucket/model.safetensors",
     )
-    add_url(parser, "a root or step of ours, a DCP directory, a .pt or .safetensors file")
-    parser.add_argument("target", help="the file to write, on a disk or in an object store")
-    add_step(parser)
-    parser.add_argument(
+    add_url(command, "a root or step of ours, a DCP directory, a .pt or .safetensors file")
+    command.add_argument("target", help="the file to write, on a disk or in an object store")
+    add_step(command)
+    command.add_argument(
         "--format", choices=("safetensors", "torch", "dcp"), help="default: by the target's name"
     )
-    parser.add_argument("--entry", help="which module of the state; default: the only one")
-    parser.add_argument("--dtype", help="for floating-point tensors, e.g. bfloat16")
-    parser.add_argument("--include", action="append", default=[], metavar="PATTERN")
-    parser.add_argument("--exclude", action="append", default=[], metavar="PATTERN")
-    add_rename(parser, r"replace in names, such as '^backbone\.=' ; repeatable, in order")
-    parser.add_argument(
+    command.add_argument("--entry", help="which module of the state; default: the only one")
+    command.add_argument("--dtype", help="for floating-point tensors, e.g. bfloat16")
+    command.add_argument("--include", action="append", default=[], metavar="PATTERN")
+    command.add_argument("--exclude", action="append", default=[], metavar="PATTERN")
+    add_rename(command, r"replace in names, such as '^backbone\.=' ; repeatable, in order")
+    command.add_argument(
         "--shard-size",
         type=nbytes,
         metavar="SIZE",
         help="cut into files of at most this size, e.g. 5GB, with an index",
     )
-    _add_memory_max(parser)
-    parser.add_argument("--keep-tied", action="store_true", help="write every tied name")
-    parser.add_argument(
+    _add_memory_max(command)
+    command.add_argument("--keep-tied", action="store_true", help="write every tied name")
+    command.add_argument(
         "--optimizer", action="store_true", help="the whole state; for torch files and DCP"
     )
-    parser.add_argument(
+    command.add_argument(
         "--verify", action="store_true", help="read all files back and compare with the source"
     )
-    add_options(parser, "--target-option", "of the target's store (default: the source's)")
-    add_json(parser)
+    add_options(command, "--target-option", "of the target's store (default: the source's)")
+    add_json(command)
 
 
-def _add_memory_max(parser: Command) -> None:
+def _add_memory_max(command: Command) -> None:
     text = "memory to take beside the bytes of tensors in torch or DCP files; default: 64MiB"
-    parser.add_argument("--memory-max", type=nbytes, metavar="SIZE", help=text)
+    command.add_argument("--memory-max", type=nbytes, metavar="SIZE", help=text)
 
 
 def add_import(commands: Commands) -> None:
     """`ckpt import`."""
-    parser = add_command(
-        commands,
+    command = commands.add(
         "import",
         "exporting:import_foreign",
         "make a checkpoint of ours of one that another library wrote; no code in it is run",
@@ -124,18 +119,18 @@ def add_import(commands: Commands) -> None:
         "ckpt import model.safetensors runs/7b --rename '^=model.' --verify\n"
         "torchrun --nproc-per-node 8 -m ckpt import dcp/ s3://bucket/run",
     )
-    parser.add_argument(
+    command.add_argument(
         "source", help="a DCP directory, a .pt file, safetensors files with or without an index"
     )
-    add_url(parser, "the root to save to, new or old")
-    parser.add_argument("--step", type=int, default=0, help="default: 0")
-    add_rename(parser, r"replace in names, such as '^module\.=' ; repeatable, in order")
-    parser.add_argument(
+    add_url(command, "the root to save to, new or old")
+    command.add_argument("--step", type=int, default=0, help="default: 0")
+    add_rename(command, r"replace in names, such as '^module\.=' ; repeatable, in order")
+    command.add_argument(
         "--skip", action="append", default=[], metavar="PATTERN", help="leave out; repeatable"
     )
-    _add_memory_max(parser)
-    parser.add_argument(
+    _add_memory_max(command)
+    command.add_argument(
         "--verify", action="store_true", help="read it back and compare with the source"
     )
-    add_options(parser, "--source-option", "of the source's store")
-    add_json(parser)
+    add_options(command, "--source-option", "of the source's store")
+    add_json(command)

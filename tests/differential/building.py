@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 from torch.distributed.fsdp import wrap as policies
+from torch.distributed.tensor import DTensor
 
 from tests.differential.draws import Draw, Part
 from tests.differential.models import KINDS, Mlp
@@ -101,6 +102,11 @@ def values_for(shape: tuple[int, ...]) -> torch.Tensor:
     """Values in [0.25, 0.75], all different."""
     numel = math.prod(shape)
     return torch.linspace(0.25, 0.75, numel, dtype=torch.float64).sub(numel % 3 / 3).reshape(shape)
+
+
+def whole(value: Any) -> Any:
+    """All of a DTensor, from the ranks of its mesh; other values as they are."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def mean_hook(group: Any, grad: torch.Tensor, output: torch.Tensor | None = None) -> None:

@@ -37,6 +37,7 @@ from tests.differential.building import (
     precision,
     states_of,
     values_for,
+    whole,
 )
 from tests.differential.changing import changed, changed_optimizer
 from tests.differential.draws import Draw, paths_of
@@ -334,6 +335,9 @@ class FlatSide(Side):
     def do_state(self, form: str, prefix: str, **config: bool) -> Any:
         with self.cls.state_dict_type(self.model, *self.configs(form, **config)):
             state = self.model.state_dict(prefix=prefix)
+        if form == "FULL" and self.engine == "torch" and self.draw.group == "tensor":
+            # torch gathers tensor-parallel members along its own axis only: compared are all parts.
+            state = {key: whole(value) for key, value in state.items()}
         return self.by_member(state, prefix) if form == "LOCAL" else state
 
     def by_member(self, state: dict[str, Any], prefix: str) -> dict[str, Any]:
@@ -468,6 +472,16 @@ class FullySide(Side):
         if draw.extra == "meta":
             self.fill(model)
         return model
+
+    def local(self) -> Any:
+        """Also the shards that the optimizer holds: torch's side may show gathered ones instead."""
+        held = [param for group in self.optimizer.param_groups for param in group["params"]]
+        shards = {id(param) for param in held}
+        if self.engine == "ours" and self.draw.group != "tensor":
+            shown = [param for param in self.model.parameters() if isinstance(param, DTensor)]
+            if not {id(param) for param in shown} <= shards:
+                self._wrong.append("parameters() gives other shards than the optimizer holds")
+        return {**super().local(), "held": [(param.detach(), param.grad) for param in held]}
 
     def fill(self, model: nn.Module) -> None:
         """Values for what came from the meta device."""

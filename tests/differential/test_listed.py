@@ -11,9 +11,9 @@ import dataclasses
 
 import torch
 
-from tests.differential.comparing import Difference, Tensor, differences, frozen
+from tests.differential.comparing import Difference, Tensor, differences, frozen, raised
 from tests.differential.draws import Draw, Op, Part, drawn
-from tests.differential.listed import listed
+from tests.differential.listed import listed, unplayable
 from tests.differential.playing import tolerance
 
 
@@ -54,7 +54,8 @@ def test_a_write_after_no_sync_is_listed_until_the_next_backward() -> None:
 
 
 def test_gathered_parameters_are_listed_when_they_have_the_values_of_the_shards() -> None:
-    draw = _draw(face="fully", ops=(Op("evaluate", {"train": False}),), precision="none")
+    ops = (Op("evaluate", {"train": False}),)
+    draw = _draw(face="fully", ops=ops, precision="none", dtype="float32")
     whole = Tensor(("Tensor", (4,), torch.float32, False), torch.arange(4.0))
     for part, meant in (([2.0, 3.0], True), ([2.0, 3.03], False), ([3.0, 2.0], False)):
         about = ("DTensor", (4,), ("S(0)",), (2,), torch.float32)
@@ -81,11 +82,135 @@ def test_local_dicts_are_listed_only_for_keys_that_they_lost_or_gained() -> None
 
 def test_buffers_cast_early_are_listed_when_the_cast_is_all_that_differs() -> None:
     arguments = {"form": "FULL", "offload": False, "config": False, "rank0": False}
-    draw = _draw(face="flat", precision="buffers", ops=(Op("state", arguments),))
+    draw = _draw(face="flat", precision="buffers", ops=(Op("state", arguments),), dtype="float32")
     values = torch.tensor([0.3866, 0.2409])
-    low = values.bfloat16()
-    assert _one(draw, _seen(low, values, ".gave.b")) and _one(draw, _seen(low.float(), values, "b"))
-    assert not _one(draw, _seen(low.float() * 1.01, values, ".gave.b"))
+    low, shift = values.bfloat16(), ".gave.1.shift"
+    assert _one(draw, _seen(low, values, shift)) and _one(draw, _seen(low.float(), values, shift))
+    assert not _one(draw, _seen(low.float() * 1.01, values, shift))
+    for wrong in (low[:1], low.double(), low.flip(0)):
+        assert not _one(draw, _seen(wrong, values, shift))
+    assert not _one(draw, _seen(low, values.double(), shift))
+    assert not _one(draw, _seen(low, values, ".gave.0.weight")), "no buffer"
+
+
+def test_buffers_to_which_a_dict_added_may_be_rounded_twice_and_no_more() -> None:
+    arguments = {"form": "FULL", "change": "plus", "strict": True, "offload": False}
+    ops = (Op("load", arguments), Op("load", arguments))
+    draw = _draw(face="flat", precision="buffers", ops=ops, dtype="float32")
+    start, where = torch.tensor([0.3866, 0.2409, 0.9961, 0.0]), ".local.buffers.1.shift"
+    ours, theirs = start, start.bfloat16()
+    for index in range(2):
+        ours, theirs = ours + 1, (theirs.float() + 1).bfloat16()
+        assert _one(draw, _seen(theirs, ours, where), index)
+        for wrong in (theirs + 2.0**-6, theirs.float() * 1.01, theirs[:1], theirs.flip(0)):
+            assert not _one(draw, _seen(wrong, ours, where), index)
+        assert not _one(draw, _seen(theirs, ours * (1 + 2.0**-7), where), index)
+        assert not _one(draw, _seen(theirs, ours, ".local.buffers.1.cache"), index), "in no dict"
+    assert not _one(draw, _seen(theirs, ours, where), 0), "one step more than was added"
+
+
+def _stepped(*after: str) -> Draw:
+    ops = (Op("evaluate", {"train": False}), Op("step"), *(Op(name) for name in after))
+    return _draw(face="fully", ops=ops, precision="none", dtype="float32", group="world")
+
+
+SHARD = ("DTensor", (4,), ("S(0)",), (2,), torch.float32)
+
+
+def _gathered(part: torch.Tensor, dtype: torch.dtype = torch.float32) -> Difference:
+    whole = Tensor(("Tensor", (4,), dtype, False), torch.arange(4.0).to(dtype))
+    shard = Tensor((*SHARD[:4], part.dtype), part, (2,))
+    return Difference(".local.params.a[0]", "about", "", "", (whole, shard))
+
+
+def test_what_is_shown_after_a_step_is_listed_until_the_shards_are() -> None:
+    """The shards themselves are compared beside it, and are never listed."""
+    part = torch.tensor([2.5, 3.5])
+    assert _one(_stepped(), _gathered(part)) and _one(_stepped("look"), _gathered(part))
+    for freed in ("reshard", "full", "zero", "clip", "write_params", "module_state", "train"):
+        assert not _one(_stepped(freed), _gathered(part))
+    assert not _one(_stepped(), _gathered(part), 0), "nothing was written yet"
+    assert not _one(_stepped(), _gathered(part)._replace(where=".local.held[0][0]"))
+    held = _seen(torch.ones(2), torch.ones(2) * 1.01, ".local.held[0][0]")
+    assert not _one(_stepped(), held) and not _one(_stepped("look"), held)
+    for wrong in (_gathered(part.double()), _gathered(part, torch.bfloat16)):
+        assert not _one(_stepped(), wrong), "another dtype"
+    low = dataclasses.replace(_stepped(), precision="bf16")
+    assert _one(low, _gathered(part, torch.bfloat16))
+
+
+def test_a_shard_over_fewer_ranks_begins_where_torch_cuts_the_padded_parameter() -> None:
+    about = ("DTensor", (5,), ("R", "S(0)"), (2, 2), torch.float32)
+    theirs = Tensor(about, torch.tensor([4.0, 9.0, 9.0, 9.0]), (3,))  # it says that it begins at 3
+    draw = dataclasses.replace(_stepped(), ops=(Op("look"),), world=4, reshard=2)
+
+    def differing(value: float, offset: int, **changes: object) -> bool:
+        about = ("DTensor", (5,), ("S(0)",), (4,), torch.float32)
+        ours = Tensor(about, torch.tensor([value]), (offset,))
+        difference = Difference(".local.params.a[0]", "about", "", "", (theirs, ours))
+        return _one(dataclasses.replace(draw, **changes), difference)  # type: ignore[arg-type]
+
+    assert differing(4.0, 4)
+    assert not differing(4.04, 4) and not differing(9.0, 4)
+    assert not differing(4.0, 4, reshard=True) and not differing(4.0, 4, group="mesh2")
+
+
+def test_tensor_parallel_members_are_listed_as_the_same_local_tensor() -> None:
+    draw = _draw(face="flat", group="tensor", strategy="NO_SHARD", orig=True, ops=(Op("full"),))
+    values = torch.tensor([2.0, 3.0])
+    theirs = Tensor(("DTensor", (4,), ("S(0)",), (2,), torch.float32), values, (2,))
+
+    def differing(ours: torch.Tensor, **changes: object) -> bool:
+        held = Tensor(("Tensor", tuple(ours.shape), ours.dtype, False), ours)
+        difference = Difference(".gave.a", "about", "", "", (theirs, held))
+        return _one(dataclasses.replace(draw, **changes), difference)  # type: ignore[arg-type]
+
+    assert differing(values)
+    for wrong in (values * 1.01, values.flip(0), values.double(), values[:1], torch.arange(4.0)):
+        assert not differing(wrong)
+    state = Op("state", {"form": "FULL", "rank0": False, "offload": False, "config": True})
+    whole = torch.tensor([0.5, 0.5, 2.0, 3.0])  # the rows of the other rank are wrong
+    for strategy in ("FULL_SHARD", "NO_SHARD"):
+        assert not differing(whole, ops=(state,), strategy=strategy)
+
+
+def test_what_torch_raises_is_listed_where_our_side_raises_nothing() -> None:
+    text = "Invalid usage of tensors with different dtypes"
+    ops = (Op("convert", {"to": "float64"}), Op("train", {"steps": 1}))
+    draw = _draw(face="flat", ops=ops, dtype="float32")
+    refused = raised(RuntimeError(text))
+
+    def differing(draw: Draw, ours: object, index: int = 1) -> bool:
+        (difference,) = differences(refused, ours, 0.0)
+        return _one(draw, difference, index)
+
+    assert differing(draw, None)
+    assert not differing(draw, raised(KeyError("another"))), "ours failed too"
+    assert not differing(draw, None, 0), "not converted yet"
+    assert not differing(dataclasses.replace(draw, dtype="float64"), None), "to what it was"
+    assert not _one(draw, _seen(torch.ones(1), torch.ones(1) * 1.01, ".gave[0][1]"), 1)
+
+
+def test_gradients_are_summoned_on_both_sides_unless_a_rank_may_have_none() -> None:
+    backward = Op("backward", {"sync": True, "forwards": 1})
+    summon = Op("summon", {"with_grads": True, "offload_to_cpu": False, "writeback": False})
+    zero = Op("zero", {"to_none": True, "of": "model"})
+    linear, scaled = Part("linear", 3), Part("scaled", 1)
+
+    def skipped(*before: Op, tree: object = (linear, scaled), **changes: object) -> bool:
+        given = {"orig": True, "strategy": "FULL_SHARD", "dtype": "bfloat16", **changes}
+        draw = dataclasses.replace(
+            _draw(face="flat", group="world", extra="", precision="none", ops=(*before, summon)),
+            tree=tree, **given,
+        )  # type: ignore[arg-type]  # fmt: skip
+        return unplayable(draw, draw.ops[-1]) is not None
+
+    assert skipped(backward) and skipped(backward, tree=(Part("linear", 3, "first"), linear))
+    assert not skipped() and not skipped(backward, Op("train", {"steps": 1}))
+    assert not skipped(backward, zero) and not skipped(backward, tree=(linear, Part("tied", 1)))
+    assert not skipped(backward, dtype="float32") and not skipped(backward, strategy="NO_SHARD")
+    to_double = Op("convert", {"to": "float64"})
+    assert skipped(to_double, backward, dtype="float32")
 
 
 def test_values_are_compared_bit_by_bit_until_gradients_are_added_in_another_order() -> None:

@@ -60,6 +60,7 @@ def _run(command: Callable[[Any], int], arguments: Any) -> int:
 
 def _code_of(error: Exception) -> int:
     """The exit code of a failure that a user can do something about; 0 for any other."""
+    # Here and not above: help and completion do without.
     from ckpt.errors import CheckpointError
     from storage import InvalidUrlError, StorageError
 

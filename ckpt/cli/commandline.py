@@ -10,6 +10,7 @@ import argparse
 from ckpt.cli.parsers import comparing, keeping, looking, moving
 from ckpt.cli.parsers.arguments import Command, Commands
 
+# 2 is what argparse exits with, 130 what shells show for a process that Ctrl-C ended.
 OK, PROBLEM, USAGE, DIFFERENT, INTERRUPTED = 0, 1, 2, 3, 130
 
 EXAMPLES = """\

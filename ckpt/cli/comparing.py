@@ -66,6 +66,7 @@ def _sides(arguments: argparse.Namespace) -> tuple[str, str, int | None, int | N
                 f"{arguments.url} has {len(steps)} checkpoints: nothing to compare with; name "
                 "another checkpoint after it, as in `ckpt diff A B`"
             )
+        # The newest step may be there twice, where a training went back and came to it again.
         older = [step for step in steps if step != steps[-1]]
         return arguments.url, arguments.url, older[-1], steps[-1]
     return arguments.url, arguments.url, step_a, step_b

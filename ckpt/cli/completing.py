@@ -20,6 +20,7 @@ class Flag(NamedTuple):
     choices: tuple[str, ...]
 
 
+# argparse adds it by itself, so no command lists it.
 HELP = Flag(("-h", "--help"), "show help and examples", False, ())
 
 
@@ -110,8 +111,10 @@ def zsh_script(commands: list[Completed]) -> str:
     for command in commands:
         lines = []
         for flag in command.flags:
+            # Brackets and colons have a meaning in the arguments of `_arguments`.
             about = _plain(flag.help).replace("[", "(").replace("]", ")").replace(":", " ")
             value = f":value:({' '.join(flag.choices)})" if flag.choices else ":value:_files"
+            # The star: an option may be given again.
             for name in flag.names:
                 lines.append(_quoted(f"*{name}[{about}]" + (value if flag.takes_value else "")))
         rest = f"*:choice:({' '.join(command.choices)})" if command.choices else "*:file:_files"
@@ -149,6 +152,7 @@ def fish_script(commands: list[Completed]) -> str:
         if command.choices:
             lines.append(f"complete -c ckpt -f -n {seen} -a {_quoted(' '.join(command.choices))}")
         else:
+            # -F completes file names, as urls of stores may be paths; -f completes none.
             lines.append(f"complete -c ckpt -F -n {seen}")
         for flag in command.flags:
             spelled = " ".join(

@@ -86,6 +86,7 @@ def log(arguments: argparse.Namespace) -> int:
     """`ckpt log`."""
     count = arguments.count if arguments.count > 0 else None
     events = history(arguments.url, count=count, storage_options=dict(arguments.option))
+    # All records are shown first: with a broken log, they are what one looks for.
     if arguments.json:
         show_json([fields_json(event) for event in events])
         return OK if _ends_well(arguments) else PROBLEM

@@ -41,6 +41,7 @@ def _show_in_terminal(checkpoint: Checkpoint, tensors_map: TensorsMap) -> None:
     header = checkpoint.manifest.header
     print(checkpoint.url)
     print(f"step {header.step}, {header.world_size} ranks, {date(header.created_unix)}")
+    # As many ranks to a column as it takes for all to fit beside name, shape and size.
     per_column = -(-len(tensors_map.ranks) // max(screen_width() - 80, 16))
     columns = [
         range(start, min(start + per_column, len(tensors_map.ranks)))
@@ -201,6 +202,7 @@ def _files(tensors_map: TensorsMap) -> Iterator[str]:
     each_max = max(RECTANGLES_MAX // max(len(tensors_map.files), 1), 16)
     for number, file in enumerate(tensors_map.files):
         parts = inside.get(number, [])
+        # The others would be narrower than a pixel, and are what makes a page slow.
         largest = sorted(parts, key=lambda item: -item[0].nbytes)[:each_max]
         largest.sort(key=lambda item: item[0].byte_start)
         scale = FILE_WIDTH / longest

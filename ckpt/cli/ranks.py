@@ -19,6 +19,7 @@ def ranks_of_launcher() -> Iterator[int]:
     if not world_size.isdigit() or int(world_size) < 2 or "RANK" not in os.environ:
         yield 0
         return
+    # Ranks of a command exchange bytes of host memory, and may have no accelerator.
     dist.init_process_group("gloo")
     try:
         yield dist.get_rank()

@@ -97,6 +97,7 @@ def _rule(arguments: argparse.Namespace) -> KeepRule:
 
 
 def _show_plan(store: Store, plan: RetentionPlan, *, to_stderr: bool) -> None:
+    # With --json, stdout is for the answer alone.
     file = sys.stderr if to_stderr else sys.stdout
     victims = [verdict.entry for verdict in plan.retire]
     print(plan.describe(), file=file)

@@ -26,7 +26,7 @@ from rich.text import Text
 from ckpt.cli.visible import below, visible
 from ckpt.errors import CheckpointError
 
-WIDTH_WITHOUT_TERMINAL = 200
+WIDTH_WITHOUT_TERMINAL = 200  # columns; rich would take 80 and fold most rows
 MINUTE, HOUR, DAY = 60, 3600, 86400
 
 
@@ -84,6 +84,7 @@ def confirmed(question: str, *, yes: bool) -> bool:
             "nothing was deleted: there is no terminal to ask on; pass --yes to delete what is "
             "listed, or --dry-run to look only"
         )
+    # Not on stdout, which may be a file, or JSON for a program.
     print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ckpt.cli.commandline import OK
+from ckpt.cli.picture import show_map
 from ckpt.cli.screen import date, shape_text, short, show_json, show_table, size, value_json
 from ckpt.commit.lines import line_text
 from ckpt.errors import CheckpointError
@@ -32,8 +33,6 @@ def show(arguments: argparse.Namespace) -> int:
                 f"the first name is {checkpoint.keys()[0]!r}"
             )
         if arguments.map and not arguments.json:
-            from ckpt.cli.picture import show_map
-
             show_map(checkpoint, names, arguments.output)
             return OK
         infos = [checkpoint.info(name) for name in names]

@@ -34,6 +34,7 @@ def page_text(text: str) -> str:
 
 
 def _is_plain(one: str) -> bool:
+    # Zs: spaces, of which Python calls only the usual one printable.
     return one.isprintable() or unicodedata.category(one) == "Zs"
 
 

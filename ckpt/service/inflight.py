@@ -178,6 +178,7 @@ class SavesInFlight:
         self._failed.save_succeeded()
         self._training.costs.saved(blocked_seconds=save.blocked_seconds, persist_seconds=seconds)
         self._keeper.after_commit()
+        # Steps are held back after the call, so what they waited is no part of its time.
         blocked = save.blocked_seconds + report.counters.get("step_wait_seconds", 0.0)
         self._training.notify(SaveSucceeded(report, seconds, blocked))
 

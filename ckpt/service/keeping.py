@@ -54,6 +54,7 @@ class Keeper:
             return None
         state = session.state()
         candidates = candidates_of(session.log, state, self._rule, self._commit_times)
+        # Made anew, so that it forgets what is retired; 0 stands for a time that was not read.
         self._commit_times = {
             entry.attempt: committed for entry, committed in candidates if committed
         }

@@ -103,17 +103,17 @@ class Signals:
             # signal is meant for the child, and has to end it.
             _end_by(number)
             return
-        ends = self._preemption is not None and number in self._preemption.signals
         now = self._clock()
-        if ends and self.must_end:
-            if now - self._ordered_seconds >= SAME_ORDER_SECONDS:
-                _end_by(number)
-            return
-        if ends and self._preemption is not None:
+        if self._preemption is not None and number in self._preemption.signals:
+            if self.must_end:
+                if now - self._ordered_seconds >= SAME_ORDER_SECONDS:
+                    _end_by(number)
+                return
             self._ordered_seconds = now
             self._ends_seconds = now + self._preemption.grace_seconds
         self._arrived.append(number)
         previous = self._previous.get(number)
+        # Python's own handler of SIGINT raises KeyboardInterrupt, and the policy asks for a save.
         if callable(previous) and previous is not signal.default_int_handler:
             previous(number, frame)
 

@@ -78,6 +78,7 @@ def restore_latest(
     for candidate in candidates:
         result = _try(state, target, world, candidate)
         if isinstance(result, LoadReport):
+            # Going back by step or attempt begins a new line; this continues the one it is of.
             if step is None and not attempt:
                 target.resumed(result.attempt)
             return RestoreReport(
@@ -139,6 +140,7 @@ def _newest_first(store: Store, step: int | None, attempt: str) -> list[_Restora
     try:
         read_format(store)
     except NoCheckpoint:
+        # A new run finds nothing at all; anything else there means that the url is wrong.
         if step is None and not attempt and next(iter(store.list("")), None) is None:
             return []
         raise

@@ -159,6 +159,7 @@ class KeepEvery(KeepRule):
         object.__setattr__(self, "steps", checked_count(self.steps, f"KeepEvery({self.steps!r})"))
 
     def kept(self, candidates: Sequence[LiveCheckpoint], now_unix: float) -> Reasons:
+        # Candidates come in the order of their commits, so the newest of a step is the last one.
         newest_by_step = {entry.step: entry for entry, _ in candidates}
         first_by_period: dict[int, LiveEntry] = {}
         for step in sorted(newest_by_step):
@@ -253,9 +254,8 @@ def plan_retention(
         refused = f"the rule keeps none of {len(judged)} checkpoints; choose another one"
     if refused:
         reasons = {entry.attempt: (NOTHING_RETIRED,) for entry, _ in ordered}
-    for entry, _ in ordered[: 0 if judged is ordered else None]:
-        if entry.line is None:
-            reasons[entry.attempt] = (OF_NO_LINE,)
+    if judged is not ordered:
+        reasons |= {e.attempt: (OF_NO_LINE,) for e, _ in ordered if e.line is None}
     for attempt, text in _protected([entry for entry, _ in ordered]):
         reasons[attempt] = (*reasons.get(attempt, ()), text)
     by_name = {entry.attempt: entry for entry, _ in ordered}

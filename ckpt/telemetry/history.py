@@ -33,6 +33,7 @@ from storage import KeyNotFoundError, StorageError, Store
 
 logger = logging.getLogger(__name__)
 
+# In the order in which a save passes through them, which is that of the columns of reports.
 PHASES = ("attempt", "flatten", "stage", "digest", "write", "wait", "parts", "manifest", "commit")
 WORK = ("flatten", "stage", "digest", "write")  # where a slow rank keeps the others waiting
 MIB = 1024 * 1024
@@ -81,6 +82,7 @@ def totals_of(
     committed: CommittedSave, reports: Sequence[RankReport], *, now_unix: float
 ) -> SaveTotals:
     """The save as a whole, from the reports of all ranks, in rank order."""
+    # By work, because those who wait for the slowest take as long as it does.
     slowest = max(range(len(reports)), key=lambda rank: reports[rank].work_seconds)
     phase = max(WORK, key=reports[slowest].seconds_in)
     return SaveTotals(
@@ -138,6 +140,7 @@ class SaveHistory:
 
     def failed(self, step: int, error: BaseException) -> None:
         """Note a save that failed; it is kept with the next one that succeeds."""
+        # The step itself may be why it failed; readers would refuse a record with such a step.
         if type(step) is not int or not 0 <= step < 2**63:
             return
         text = f"{type(error).__name__}: {error}"[:TEXT_MAX]
@@ -153,6 +156,7 @@ class SaveHistory:
         if self._is_recalled:
             return
         live = live_of()
+        # Not before: when the log could not be read, the next save tries again.
         self._is_recalled = True
         if not live:
             return
@@ -205,6 +209,7 @@ def write_telemetry(store: Store, telemetry: Telemetry) -> None:
     key = step_prefix(totals.step, totals.attempt) + TELEMETRY_NAME
     try:
         data = encode_telemetry(telemetry)
+        # Not durable: no checkpoint needs it, and the training would pay for the sync.
         with store.create(key, len(data), part_nbytes=len(data), durable=False) as writer:
             writer.write_part(0, [memoryview(data)])
     except (CheckpointError, StorageError, OSError, ValueError) as error:

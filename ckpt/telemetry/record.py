@@ -65,6 +65,7 @@ class SaveTotals(_TelemetryModel):
         """The same save, committed at another time. Cannot fail."""
         begun = self.committed_unix - self.seconds
         seconds = max(0.0, now_unix - begun)
+        # Without validation: the checkpoint exists, and nothing may fail its save any more.
         return self.model_copy(update={"committed_unix": now_unix, "seconds": seconds})
 
 

@@ -54,6 +54,7 @@ class Recorder:
     @contextmanager
     def span(self, phase: str, nbytes: int = 0) -> Iterator[None]:
         """The block is `phase`, and moves `nbytes`; it is recorded when it fails, too."""
+        # Two clocks: ranks are laid side by side by the time of day, which may be set meanwhile.
         start_unix = self._clock()
         start = self._timer()
         try:

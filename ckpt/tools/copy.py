@@ -143,6 +143,7 @@ def copy_checkpoint(
     manifest = located.manifest
     meter = CopyMeter(int(manifest.file_nbytes.sum()), progress)
     if any(map(is_reference, manifest.files)):
+        # Its own files alone would not open by their path: some bytes lie beside them in the root.
         checkpoint = Checkpoint(source, located)
         required = tuple(name for name in manifest.header.required if name != REFERENCES)
         header = manifest.header.model_copy(update={"required": required})
@@ -225,6 +226,7 @@ def copy_root(
     root = _new_root(read_format(source).root, live)
     records = _records(root, copied)
     meter = CopyMeter(sum(manifest.own_nbytes for _, manifest in copied), progress)
+    # References lead to step directories that are copied too, under the names that they have.
     files = [
         entry.prefix + name
         for entry, manifest in copied
@@ -275,10 +277,12 @@ def _records(root: str, copied: Sequence[_CheckpointToCopy]) -> list[Record]:
     """A log of these checkpoints and of nothing else, under their own epochs."""
     records: list[Record] = []
     live: list[LiveEntry] = []
+    # A line is named by the slot of its first commit, which is another one here.
     lines: dict[int | None, int | None] = {None: None, FIRST_LINE: FIRST_LINE}
 
     def append(kind: Any, epoch: int, attempt: str | None, time_unix: float) -> None:
         slot = len(records)
+        # Not random: every try has to make the same bytes, or it would refuse its own records.
         write_id = hashlib.sha256(f"{root} {slot}".encode()).digest()[:16]
         previous = record_digest(encode_record(records[-1])) if records else None
         record = Record(kind, slot, epoch, write_id, time_unix, attempt, tuple(live), previous)
@@ -289,6 +293,7 @@ def _records(root: str, copied: Sequence[_CheckpointToCopy]) -> list[Record]:
     epoch = 0
     for entry, manifest in copied:
         created_unix = float(manifest.header.created_unix)
+        # No checkpoint may be of a later epoch than its record, and each CLAIM begins one epoch.
         while epoch < attempt_epoch(entry.attempt):
             epoch += 1
             append("CLAIM", epoch, None, created_unix)

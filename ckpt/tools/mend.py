@@ -72,6 +72,7 @@ def mend(
         report = MendReport(log.breaks, log.holes, back, lost, latest)
         if dry_run or not (log.holes or back or not is_latest or log.ends_damaged):
             return report
+        # Raises StoreRefused where an append could overwrite the record of another writer.
         must_look_first(store, root, False, Limits())
         for slot in log.holes:
             log.put(slot, log.filler(slot))
@@ -87,7 +88,9 @@ def _append(
 ) -> None:
     """A claim, the commits of what is brought back, and the latest as the last one."""
     slot = max(log.digests) + 1
+    # A new epoch, so that a process that still believes in the old log cannot append after this.
     epoch = log.epoch + 1
+    # Readers compare the links of records back to this mark, and no further.
     log.put(slot, ("CLAIM", epoch, None, known), MENDED + secrets.token_bytes(8))
     live = known
     again = [entry for entry in back if latest is None or entry.attempt != latest.attempt]
@@ -158,6 +161,7 @@ class _Survey:
         of their commits, and the others.
         """
         ends = [s for s in self.records if s + 1 not in self.records or s + 1 in self.breaks]
+        # Retired in any of the runs: its files may be gone, whatever another run says.
         retired = {r.attempt for r in self.records.values() if r.kind == "RETIRE"}
         entries = {
             entry.attempt: entry
@@ -171,6 +175,7 @@ class _Survey:
             for entry in record.live:
                 times.setdefault(entry.attempt, record.time_unix)
         whole = {name: entry for name, entry in entries.items() if self._is_whole(entry)}
+        # What is left out may be needed by others, which are left out in turn.
         while True:
             kept = {n: e for n, e in whole.items() if all(r in whole for r in e.references)}
             if len(kept) == len(whole):
@@ -193,6 +198,7 @@ class _Survey:
         if before is None or not before.live:
             return "CLAIM", 1 if before is None else before.epoch, None, ()
         last = before.live[-1]
+        # A record that says again what is so already changes nothing.
         kind: Kind = "PIN" if last.pinned else "UNPIN"
         return kind, before.epoch, last.attempt, before.live
 
@@ -201,6 +207,7 @@ class _Survey:
         kind, epoch, attempt, live = body
         write_id = write_id or secrets.token_bytes(16)
         now = time.time()
+        # In a free slot too, the digest of whatever bytes are before it, damaged ones included.
         previous = self.digests[slot - 1] if slot else None
         record = Record(kind, slot, epoch, write_id, now, attempt, live, previous)
         problem = record_problem(record, slot=slot)

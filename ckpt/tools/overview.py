@@ -21,6 +21,7 @@ from ckpt.commit.names import (
 from ckpt.commit.numbers import plain_int
 from ckpt.commit.records import LiveEntry, Record, encode_record, record_digest
 from ckpt.errors import Corrupt, NoCheckpoint
+from ckpt.format.manifest_codec import decode_manifest
 from ckpt.tools.mend import broken_link
 from storage import KeyNotFoundError, Store, StoreLike, open_store
 
@@ -70,6 +71,7 @@ def history(
         slots = range(max(0, first - 1), newest + 1)
         with ThreadPoolExecutor(READERS, thread_name_prefix="ckpt-log") as pool:
             records = list(pool.map(lambda slot: _record(log, slot), slots))
+    # A RETIRE no longer lists what it retires: step and metric are those that a record before had.
     known: dict[str, LiveEntry] = {}
     events = []
     before: Record | None = None
@@ -193,6 +195,7 @@ def _of_root(store: Store, live: Sequence[LiveEntry]) -> DiskUsage:
     attempts = []
     for (step, attempt), objects in sorted(objects_of.items()):
         known = entries.get(attempt)
+        # A directory of another step with this attempt's name is not the one that the log means.
         is_live = known is not None and known.prefix == step_prefix(step, attempt)
         attempts.append(
             AttemptUsage(
@@ -211,8 +214,6 @@ def _of_root(store: Store, live: Sequence[LiveEntry]) -> DiskUsage:
 
 def _of_directory(store: Store, no_root: NoCheckpoint) -> DiskUsage:
     """One step's directory by itself; its manifest says of which step."""
-    from ckpt.format.manifest_codec import decode_manifest
-
     try:
         header = decode_manifest(store.get(MANIFEST_NAME)).header
     except KeyNotFoundError:

@@ -34,6 +34,8 @@ def in_order(
     finally:
         for future in waiting:
             future.cancel()
+        # Waits, and drops later failures: the first one is raised, and threads must have ended
+        # before the caller closes what they use.
         for future in waiting:
             if not future.cancelled():
                 future.exception()

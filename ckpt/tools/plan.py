@@ -249,6 +249,7 @@ def entry_for(
         source = open_source(place, SourceOptions(step=of_step, storage_options=options or {}))
         source.close()
         sources.append(source)
+    # A module at the path "" is the whole state: the file of a model and nothing else.
     is_bare = sources[1].contents.modules == ("",)
     return default_entry(sources[0]) if is_bare and "" not in sources[0].contents.modules else ""
 
@@ -337,6 +338,7 @@ def _holdings(tensors: Mapping[str, TensorEntry], rank: int, even: _Even) -> lis
         sharded = entry.kind in (Kind.PARAMETER, Kind.OPTIMIZER)
         layout: EvenLayout = even.layout if sharded else "replicated"
         region = wanted_part(entry.shape, rank, even.ranks, layout)
+        # Never written, so the system gives it no pages, however large it is.
         local = torch.empty(_local_shape(region), dtype=entry.dtype)
         piece = Piece(
             fqn, entry.shape, entry.dtype, region, whole(tuple(local.shape)), holders=(rank,)
@@ -399,6 +401,7 @@ class _RankNeeds(NamedTuple):
             elif rank in run.others:
                 received += nbytes
                 rounds[run.round] += nbytes
+        # Each reader has one request under way.
         in_flight = private_max * min(max(path.readers, 1), max(len(requests), 1))
         return RankPlan(
             rank=rank,

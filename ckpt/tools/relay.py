@@ -65,6 +65,7 @@ def check_index(index: DataFileIndex, manifest: Manifest, file: int, key: str) -
         first, last = (
             (0, 0) if position < 0 else index.first_block[position : position + 2].tolist()
         )
+        # Every byte of the file matches its own header, so this is what ties the two together.
         if not np.array_equal(index.checksums[first:last], manifest.chunk_checksums(chunk)):
             fqn = manifest.fqns[manifest.tensor_of(chunk)]
             raise Corrupt(
@@ -86,6 +87,7 @@ def tiles_of(index: DataFileIndex) -> list[Tile]:
             tiles.append(Tile(low, high, checksum, f"block {number} of {chunk.fqn!r}"))
     for name, (start, nbytes) in index.extras.items():
         tiles.append(Tile(start, start + nbytes, index.extra_checksums[name], name))
+    # The checksums end with one of their own, so the last tile is known without being read.
     words = [CHECKSUM_MAGIC, crc32c(header), *index.extra_checksums.values()]
     body = np.array(words, dtype="<u4").tobytes() + index.checksums.astype("<u4").tobytes()
     last = crc32c(crc32c(body).to_bytes(4, "little"), crc32c(body))

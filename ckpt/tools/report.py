@@ -155,6 +155,7 @@ def _telemetry_of(store: Store, live: Sequence[LiveEntry]) -> list[Telemetry]:
 
 def _totals_of(telemetries: Sequence[Telemetry]) -> dict[str, SaveTotals]:
     known: dict[str, SaveTotals] = {}
+    # A save's own report counts before what later ones carry of it.
     for one in telemetries:
         known.update({older.attempt: older for older in one.history})
     known.update({one.totals.attempt: one.totals for one in telemetries})
@@ -272,10 +273,10 @@ def _warnings_of(telemetries: Sequence[Telemetry]) -> dict[str, list[int]]:
 def _notices_of_gaps(saves: Sequence[ReportedSave], now_unix: float) -> list[Notice]:
     between = [(b.committed_unix - a.committed_unix, a, b) for a, b in pairwise(saves)]
     if len(between) < 3:
-        return []
+        return []  # too few to say what is usual
     usual = statistics.median(seconds for seconds, _, _ in between)
     if usual <= 0:
-        return []
+        return []  # clocks that went back, or that disagree
     gaps = sorted((gap for gap in between if gap[0] > GAP * usual), key=lambda gap: -gap[0])
     notices = [
         Notice(

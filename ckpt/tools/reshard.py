@@ -157,6 +157,7 @@ def new_header(manifest: Manifest, new: NewLayout, *, epoch: int | None = None) 
     """
     old = manifest.header
     note = f"{old.attempt} {_described(new)}"
+    # Not random: a run that is repeated has to recognise the files of the one that died.
     unique = hashlib.sha256(note.encode()).digest()[:8]
     return old.model_copy(
         update={
@@ -201,6 +202,7 @@ def cut_for(manifest: Manifest, new: NewLayout, world_size: int) -> Layout:
         loads[emptiest] += chunk.nbytes
     files: list[list[list[StoredChunk]]] = [[] for _ in range(world_size)]
     for rank, chunks in enumerate(cut):
+        # Values of single ranks keep the old number of ranks, which may be fewer than will load.
         files[rank % world_size].append(chunks)
     files[0].append(small)
     return files

@@ -67,6 +67,7 @@ def own_layout(manifest: Manifest) -> Layout:
     rank that wrote them there, or by rank 0 where this world has no such rank.
     """
     ranks: list[list[StoredChunk]] = [[] for _ in range(manifest.header.world_size)]
+    # Files of other attempts may be of a larger world, and other writers name theirs otherwise.
     number = [_rank_of(name, len(ranks)) for name in manifest.files]
     chunks = manifest.chunks
     for tensor in range(len(manifest.fqns)):
@@ -144,6 +145,7 @@ def _plan(manifest: Manifest, header: Header, layout: Layout) -> list[DataFile]:
     for rank in range(header.world_size):
         files = [
             file_entries(chunks, header.block_bytes)
+            # Also where a rank has no chunk: its values and empty tensors need a file.
             for group in [group for group in layout[rank] if group] or [[]]
             for chunks in split_into_files(sorted(group, key=order_key), FILE_NBYTES_MAX)
         ]
@@ -252,6 +254,7 @@ def _bytes_of(
     manifest = checkpoint.manifest
     # Used again and again: fresh memory costs more than the copy, and piles up in the allocator.
     buffers: SimpleQueue[memoryview] = SimpleQueue()
+    # One more than are read ahead: the caller still has the band that it took last.
     for _ in range(BANDS_AHEAD + 1):
         buffers.put(aligned_buffer(BAND_NBYTES))
     for band, buffer in in_order(pool, read, _bands(chunks), in_flight_max=BANDS_AHEAD):

@@ -73,6 +73,7 @@ def map_of(checkpoint: Checkpoint, names: Sequence[str] | None = None) -> Tensor
     KeyError for an unknown name.
     """
     manifest = checkpoint.manifest
+    # By name, for the manifest does not say who wrote a file.
     writers = {name: rank_of(name) for name in manifest.files}
     ranks = sorted(set(writers.values()), key=rank_order)
     place = {rank: index for index, rank in enumerate(ranks)}
@@ -121,6 +122,7 @@ def rectangles(region: Region, shape: Shape) -> list[Rectangle]:
     """
     if not shape:
         return [Rectangle(0.0, 0.0, 1.0, 1.0)]
+    # At least 1, for tensors without elements.
     rows, columns = max(shape[0], 1), max(math.prod(shape[1:]), 1)
     tensors = []
     for box in boxes_of(region, shape):

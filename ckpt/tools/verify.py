@@ -126,6 +126,7 @@ def _all_damage(
         damage += damaged
         readable.append(usable)
     buffers: SimpleQueue[memoryview] = SimpleQueue()
+    # A run ends with the block that goes beyond READ_NBYTES, so there is room for one block more.
     for _ in range(threads):
         buffers.put(aligned_buffer(READ_NBYTES + manifest.header.block_bytes))
 
@@ -171,6 +172,7 @@ def _file_damage(
         return [whole_file(f"{key}: the file is missing ({nbytes} bytes)")], False
     damage = []
     if found_nbytes != nbytes:
+        # Its blocks are still read: they say which tensors a cut file has lost.
         damage.append(whole_file(f"{key}: {found_nbytes} bytes long, written were {nbytes}"))
         return damage, True
 
@@ -195,6 +197,7 @@ def _runs(manifest: Manifest) -> Iterator[_BlockRun]:
     """All blocks of the checkpoint, file after file, in runs of about READ_NBYTES."""
     chunks = manifest.chunks
     block_nbytes = manifest.header.block_bytes
+    # As bytes lie in files, and not by name: a request of 8 MiB then holds many small chunks.
     order = np.lexsort((chunks.byte_start, chunks.file))
     run: _BlockRun | None = None
     for chunk in order.tolist():

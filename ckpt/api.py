@@ -148,9 +148,11 @@ def async_save(
     started = time.perf_counter()
     with gc_paused():
         context = this_process.of_group(process_group)
+        # Before anything waits, or drops the save in flight.
         one_of("snapshot", snapshot, ("step", "now"))
         one_of("when_busy", when_busy, ("wait", "skip", "replace"))
         one_of("replicas", replicas, ("warn", "strict"))
+        # Opening a root is collective; from the second call on, no rank waits for another here.
         root = context.known_root(url, storage_options, unsafe_single_writer)
         is_skipped = root is not None and when_busy == "skip" and context.background.is_busy()
         if when_busy == "replace":
@@ -167,6 +169,8 @@ def async_save(
             SaveOptions(replicas, path, dict(user or {}), metric, dedup, telemetry),
             retry_seconds_max=checked_seconds(retry_seconds_max),
         )
+        # A skipped save is refused through its task: the other ranks may not have skipped it, and
+        # all of them have to learn of it in one collective.
         if is_skipped:
             error = SaveDropped(f"the save of step {step} was skipped: another one is in flight")
             pending = context.background.refuse(task, error)
@@ -234,6 +238,7 @@ def load(
             attempt=attempt,
             options=options,
         )
+        # Named by the caller, it may be an older one: then later saves begin a new line.
         on_purpose = step is not None or bool(attempt)
         this_process.restored(store, report.attempt, on_purpose=on_purpose)
         return report
@@ -296,8 +301,3 @@ def resumed(
     """Note that `attempt` was loaded as the newest whole checkpoint: the training continues it."""
     store = this_process.of_group(process_group).store(url, storage_options)
     this_process.restored(store, attempt, on_purpose=False)
-
-
-def loaded_by_others(store: Store, attempt: str, *, on_purpose: bool) -> None:
-    """Note that another library's protocol has loaded `attempt` of the root `store` here."""
-    this_process.restored(store, attempt, on_purpose=on_purpose)

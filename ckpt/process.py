@@ -23,6 +23,8 @@ from ckpt.world.torch_world import world_of_members as new_world_of_members
 from storage import Store, StoreLike, open_store
 from storage.location import is_borrowed_from, url_of
 
+_SessionKey = tuple[str, str, bool]
+
 
 class OpenRoot(NamedTuple):
     """Where to save: an open store, the session of its root, and what the coordinator remembers of
@@ -36,7 +38,10 @@ class OpenRoot(NamedTuple):
 
 @dataclass
 class GroupContext:
-    """What this process remembers of one process group: its world, and the roots opened there."""
+    """What this process remembers of one process group: its world, and the roots opened there.
+
+    `everyone` is torch's group of all ranks at that time: another one is another job.
+    """
 
     group: dist.ProcessGroup | None
     everyone: dist.ProcessGroup | None
@@ -45,9 +50,7 @@ class GroupContext:
     background: Background
     staging: Staging = field(default_factory=Staging)
     stores: dict[tuple[str, str], Store] = field(default_factory=dict)
-    sessions: dict[tuple[str, str, bool], tuple[RankedSession, PartMemory]] = field(
-        default_factory=dict
-    )
+    sessions: dict[_SessionKey, tuple[RankedSession, PartMemory]] = field(default_factory=dict)
 
     def is_of(self, group: dist.ProcessGroup | None) -> bool:
         """Whether `group` consists of the ranks of this world, in the same job of torch."""
@@ -72,14 +75,13 @@ class GroupContext:
         rank is raised on all.
         """
         store = self._settled_store(url, storage_options)
-        # Two servers may have buckets of one name; the options tell them apart.
-        key = (store.url, _store_key(url, storage_options)[1], unsafe_single_writer)
+        key = _session_key(store, url, storage_options, unsafe_single_writer)
         if key not in self.sessions:
             opened = open_session(
                 self.world, store, self.registry, unsafe_single_writer=unsafe_single_writer
             )
             self.sessions[key] = (opened, PartMemory())
-        return self._opened(store, *self.sessions[key])
+        return self._opened(store, key)
 
     def open_beside(
         self, url: StoreLike, storage_options: Mapping[str, Any] | None, unsafe_single_writer: bool
@@ -95,13 +97,14 @@ class GroupContext:
         self, url: StoreLike, storage_options: Mapping[str, Any] | None, unsafe_single_writer: bool
     ) -> OpenRoot | None:
         """The root if all ranks have opened it before. Waits for no rank."""
-        opened = _store_key(url, storage_options)
         # A caller may make a new object for each call: the session is that of its place.
         is_own = isinstance(url, Store) and not storage_options
+        opened = _store_key(url, storage_options)
         store = self.store(url, None) if is_own else self.stores.get(opened)
-        if store is None or (store.url, opened[1], unsafe_single_writer) not in self.sessions:
+        if store is None:
             return None
-        return self._opened(store, *self.sessions[store.url, opened[1], unsafe_single_writer])
+        key = _session_key(store, url, storage_options, unsafe_single_writer)
+        return self._opened(store, key) if key in self.sessions else None
 
     def forget(self, store: Store) -> None:
         """Forget the root in `store`. Waits for a save in flight."""
@@ -119,10 +122,19 @@ class GroupContext:
 
         return collectively(self.world, "open", settled)
 
-    def _opened(self, store: Store, session: RankedSession, memory: PartMemory) -> OpenRoot:
+    def _opened(self, store: Store, key: _SessionKey) -> OpenRoot:
+        session, memory = self.sessions[key]
+        # It may have been claimed through another object, which its owner has closed since.
         if session.session is not None:
             session.session.use_store(store)
         return OpenRoot(store, session, memory)
+
+
+def _session_key(
+    store: Store, url: StoreLike, storage_options: Mapping[str, Any] | None, unsafe: bool
+) -> _SessionKey:
+    # Two servers may have buckets of one name; the options tell them apart.
+    return store.url, _store_key(url, storage_options)[1], unsafe
 
 
 def _store_key(url: StoreLike, storage_options: Mapping[str, Any] | None) -> tuple[str, str]:
@@ -222,6 +234,7 @@ class ProcessMemory:
     """What lives as long as this process: roots are claimed once, and a group has one world."""
 
     def __init__(self) -> None:
+        # One for all groups: a second claim of a root by this process would fence the first.
         self._registry = SessionRegistry()
         self._contexts: list[GroupContext] = []
         self._lock = threading.Lock()
@@ -247,6 +260,7 @@ class ProcessMemory:
         """Forget the root in `store`: the next save claims it."""
         with self._lock:
             contexts = list(self._contexts)
+        # Without the lock: a context waits for its save in flight, which may take minutes.
         for context in contexts:
             context.forget(store)
         self._registry.forget(store)
@@ -254,6 +268,7 @@ class ProcessMemory:
     def of_group(self, group: dist.ProcessGroup | None) -> GroupContext:
         """The context of `group`, created at its first use; that is collective over the group."""
         if dist.is_available() and dist.is_initialized():
+            # A child that has called `destroy_process_group` and joined a job of its own may.
             if self._inherited is not None and dist.group.WORLD is self._inherited:
                 raise Forked(
                     "this process was forked from a rank of torch.distributed and is not a member "

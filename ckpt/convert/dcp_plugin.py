@@ -41,7 +41,6 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from ckpt.api import loaded_by_others
 from ckpt.commit.names import step_prefix
 from ckpt.commit.numbers import plain_int
 from ckpt.commit.session import Session
@@ -71,7 +70,7 @@ from ckpt.layout.piece import Holding, Kind
 from ckpt.layout.region import Box
 from ckpt.loading.checkpoint import StoredTensor, fill, piece_of
 from ckpt.loading.plan import ReadPath
-from ckpt.process import claimed
+from ckpt.process import claimed, this_process
 from ckpt.saving.publish import store_manifest
 from ckpt.saving.write import Source, WritePath, entries_of, write_files
 from storage import Store, StoreLike, open_store
@@ -385,7 +384,7 @@ class DcpReader(StorageReader):
             raise
         self._source[:] = [source]
         attempt = source.checkpoint.manifest.header.attempt
-        loaded_by_others(store, attempt, on_purpose=self.step is not None)
+        this_process.restored(store, attempt, on_purpose=self.step is not None)
         flat = flat_state(source)
         self._values, self._names = dict(flat.values), dict(flat.names)
         stored: dict[str, Any] = {key: BytesStorageMetadata() for key in flat.values}

@@ -1,4 +1,4 @@
-"""What a state dict has once for several ranks is equal on all of them, or the call fails on all.
+"""Comparison of what a state dict has once for several ranks: where they differ, all ranks raise.
 
 Values are compared by one digest of all of them. Of optimizer state the ranks compare what they
 must agree on, see `Holding.must_agree`: counts and small plain tensors. The `step` beside a sharded
@@ -29,10 +29,11 @@ __all__ = ["NOTHING", "Agreed", "agreed_state", "check_values"]
 
 
 class _Tensor(NamedTuple):
-    """A tensor of one rank. Others may have another model with tensors of the same names, so
-    `owners` are part of it: the ranks that it is laid out over (see `Owned`).
+    """A tensor of one rank. Other ranks may have another model with tensors of the same names, so
+    `owners` are part of the key: the ranks that it is laid out over (see `Owned`).
 
-    `is_given`: the rank gives it to the dict; if not, it has one of its own and another rank gives.
+    `is_given`: this rank gives it to the dict. Otherwise another rank gives one of the name, which
+    has to be equal.
     """
 
     fqn: str
@@ -69,14 +70,16 @@ def check_values(
 ) -> None:
     """Raise on all ranks, naming what differs, unless all have the same values. One round.
 
-    Mismatch for values. InvalidState where `agreed` differs, or where a rank has what nobody gives;
-    with `each_has_its_own` only what some rank would be given by another one counts.
+    Raises Mismatch for `values`. Raises InvalidState where `agreed` differs, or where a rank has a
+    tensor that no rank gives. With `each_has_its_own`, ranks that all give theirs may differ.
     """
     encoded = encode_values(dict(values))
     digest = hashlib.sha256(encoded).digest()
     messages = world.gather("values", digest + _encoded(agreed))
+    # Digests are enough while nothing differs; the values themselves cost a second round, once.
     if len({message[: len(digest)] for message in messages}) > 1:
         _refuse_values(world, encoded)
+    # Most ranks send the same: each message is decoded once.
     ranks_by_message: dict[bytes, list[int]] = {}
     for rank, message in enumerate(messages):
         ranks_by_message.setdefault(message[len(digest) :], []).append(rank)
@@ -90,6 +93,7 @@ def _refuse_values(world: World, encoded: bytes) -> None:
     everybody = [decode_values(part) for part in world.gather("differing values", encoded)]
     for rank, theirs in enumerate(everybody):
         for fqn in {*theirs, *everybody[0]}:
+            # As bytes: a NaN equals itself there, and True is not 1.
             if encode_values(theirs.get(fqn)) != encode_values(everybody[0].get(fqn)):
                 differ.setdefault(fqn, []).append(rank)
     raise Mismatch(

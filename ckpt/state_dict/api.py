@@ -105,7 +105,7 @@ def load_model(
     request: LoadRequest,
     process_group: dist.ProcessGroup | None = None,
 ) -> Loaded:
-    """`load_model_state_dict` for a caller with arguments of its own, in whose words errors are."""
+    """`load_model_state_dict` for a caller with other arguments, which its errors advise."""
     world = _loading_world(model, process_group)
     with gc_paused():
         loading = put_model(model, state_dict, world, _ranks(world), request)
@@ -135,7 +135,7 @@ def optimizer_state_dict(
 
 
 class TakeRequest(NamedTuple):
-    """What state dict of an optimizer is wanted, see `optimizer_state_dict`."""
+    """Which state dict of an optimizer is requested, see `optimizer_state_dict`."""
 
     type: StateDictType
     config: OptimStateDictConfig | None
@@ -149,7 +149,7 @@ def take_optimizer_dict(
     request: TakeRequest,
     process_group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
-    """`optimizer_state_dict` for a caller to whom ranks may have parameters of their own."""
+    """`optimizer_state_dict` for a caller under whom ranks may have parameters of their own."""
     config = optim_config(request.type, request.config)
     place = _taking_place(model, process_group)
     world, output = place.world, place.output(request.type, config)
@@ -176,12 +176,12 @@ def load_optimizer_state_dict(
     goes into the (first) optimizer as it is. The rest is as for `load_model_state_dict`.
     """
     world = _loading_world(model, process_group)
+    optimizers = _several(optimizer)
+    target = OptimizerTarget(model, optimizers, world, _ranks(world), fresh=False)
     with gc_paused():
-        target = OptimizerTarget(model, _several(optimizer), world, _ranks(world), fresh=False)
-        loading = prepare_load(
-            target, state_dict, strict=strict, rank0_only=rank0_only, needs_groups=strict
-        )
-        with filling(_several(optimizer), "a state dict"):
+        loading = prepare_load(target, state_dict, LoadRequest(strict, rank0_only))
+        # What fails before here has changed nothing, and leaves no mark.
+        with filling(optimizers, "a state dict"):
             loading.fill()
             return loading.install()
 
@@ -213,12 +213,7 @@ def optimizer_to_load(
 ) -> dict[str, Any]:
     """`optimizer_state_dict_to_load` for a caller with arguments of its own."""
     world = _loading_world(model, process_group)
-    ranks = _ranks(world)
-    with gc_paused():
-        target = OptimizerTarget(
-            model, [optimizer], world, ranks, True, request.call, request.beside
-        )
-        return _to_load(target, state_dict, strict=request.strict, rank0_only=request.rank0_only)
+    return _to_load(model, optimizer, state_dict, request, world, _ranks(world))
 
 
 def shard_optimizer_state_dict(
@@ -248,22 +243,24 @@ def shard_optimizer(
     if dist.is_available() and dist.is_initialized():
         members = dist.get_process_group_ranks(process_group or dist.group.WORLD)
         ranks = Ranks(dist.get_rank(process_group), tuple(members))
+    # The world is this rank alone, so that nothing is sent; the ranks are those of the layout.
     world = SoloWorld(ranks.global_ranks[ranks.rank])
-    with gc_paused():
-        target = OptimizerTarget(
-            model, [optimizer], world, ranks, True, request.call, request.beside
-        )
-        return _to_load(target, state_dict, strict=True, rank0_only=False)
+    return _to_load(model, optimizer, state_dict, request, world, ranks)
 
 
 def _to_load(
-    target: OptimizerTarget, state_dict: Mapping[str, Any], *, strict: bool, rank0_only: bool
+    model: nn.Module,
+    optimizer: Optimizer,
+    state_dict: Mapping[str, Any],
+    request: LoadRequest,
+    world: World,
+    ranks: Ranks,
 ) -> dict[str, Any]:
-    loading = prepare_load(
-        target, state_dict, strict=strict, rank0_only=rank0_only, needs_groups=False
-    )
-    loading.fill()
-    return loading.to_load()
+    target = OptimizerTarget(model, [optimizer], world, ranks, fresh=True)
+    with gc_paused():
+        loading = prepare_load(target, state_dict, request)
+        loading.fill()
+        return loading.to_load()
 
 
 class _Place(NamedTuple):
@@ -288,27 +285,28 @@ class _Place(NamedTuple):
 
 def _taking_place(model: nn.Module, group: dist.ProcessGroup | None) -> _Place:
     members = _members(model, group, "describe")
-    if members:
-        world = world_of_members(members)
-    elif members is None:
-        world = world_of(group)
-    else:  # nobody else has anything of it; all ranks together are those it has a first among
+    if members == ():
+        # No engine shares it, so each rank takes its own alone; with `rank0_only` it is still the
+        # first of all ranks that gets a dict.
         me = dist.get_rank()
         return _Place(world_of_members((me,)), me == 0, group)
+    world = world_of(group) if members is None else world_of_members(members)
     return _Place(world, world.rank == 0, group)
 
 
 def _loading_world(model: nn.Module, group: dist.ProcessGroup | None) -> World:
     members = _members(model, group, "read")
+    # A model that no engine shares may be loaded from the dict of another rank: all take part.
     return world_of_members(members) if members else world_of(group)
 
 
 def _members(
     model: nn.Module, group: dist.ProcessGroup | None, phase: str
 ) -> tuple[int, ...] | None:
-    """The ranks that share `model`; None where `group` says it, or there are no other ranks.
+    """The ranks that share `model`, () if no engine shares it. None where `group` says them, and
+    where there are no other ranks.
 
-    `phase` is the first that these ranks agree on.
+    `phase` is the first phase of the call that these ranks agree on.
     """
     if group is not None or not (dist.is_available() and dist.is_initialized()):
         return None
@@ -316,6 +314,7 @@ def _members(
 
 
 def _several(optimizer: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
+    # ListedParams stand in the place of one optimizer, see there.
     return [optimizer] if isinstance(optimizer, Optimizer | ListedParams) else list(optimizer)
 
 

@@ -1,4 +1,4 @@
-"""What is a rank's own in an optimizer's state dict: parameters beside the units, and the groups.
+"""The part of an optimizer's state dict that is a rank's own: parameters beside units, and groups.
 
 No engine shares such a parameter with another rank, so ranks may have other ones, of other shapes,
 under other names. See `Unshared`.
@@ -38,6 +38,7 @@ class Rest:
         names = [name for group in self.groups for name in group["params"]]
         own = {name: copied(self.state[name], to_cpu=to_cpu) for name in self.state}
         both = {**state, **own}
+        # In the order of the optimizer, whoever shares what.
         return {name: both[name] for name in names if name in both}
 
     def copied_groups(self) -> list[dict[str, Any]]:
@@ -85,7 +86,7 @@ def separate(view: Any, described: Described) -> Rest:
             if not is_beside(source):
                 shared.append(param)
             elif own_state := view.state.pop(param, None):
-                state[names[-1]] = own_state
+                state[names[-1]] = own_state  # it is whole, so it has one member: the last name
         groups.append({"params": names, **options_of(group)})
     view.param_groups = [{"params": shared}]
     return Rest(state, groups)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -93,27 +94,27 @@ _OPTIM_CONFIGS: dict[StateDictType, type[OptimStateDictConfig]] = {
 
 def model_config(form: StateDictType, config: StateDictConfig | None = None) -> StateDictConfig:
     """`config`, or the default of `form`. Raises TypeError when it is that of another form."""
-    kind = _MODEL_CONFIGS[_checked(form)]
-    return kind() if config is None else _of_kind(form, config, kind)
+    return _config_of(form, config, _MODEL_CONFIGS)
 
 
 def optim_config(
     form: StateDictType, config: OptimStateDictConfig | None = None
 ) -> OptimStateDictConfig:
     """`config`, or the default of `form`. Raises TypeError when it is that of another form."""
-    kind = _OPTIM_CONFIGS[_checked(form)]
-    return kind() if config is None else _of_kind(form, config, kind)
+    return _config_of(form, config, _OPTIM_CONFIGS)
 
 
-def _checked(form: object) -> StateDictType:
-    if isinstance(form, StateDictType):
-        return form
-    raise TypeError(
-        f"the type of a state dict is {form!r}; expected StateDictType.FULL, LOCAL or SHARDED"
-    )
-
-
-def _of_kind(form: StateDictType, config: _Config, kind: type[_Config]) -> _Config:
+def _config_of(
+    form: StateDictType, config: _Config | None, kinds: Mapping[StateDictType, type[_Config]]
+) -> _Config:
+    # torch's enumeration of that name is another class, and no key of the table.
+    if not isinstance(form, StateDictType):
+        raise TypeError(
+            f"the type of a state dict is {form!r}; expected StateDictType.FULL, LOCAL or SHARDED"
+        )
+    kind = kinds[form]
+    if config is None:
+        return kind()
     if type(config) is not kind:
         raise TypeError(
             f"{form} takes a {kind.__name__}, not a {type(config).__name__}; leave the config out "

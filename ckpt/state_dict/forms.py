@@ -31,10 +31,10 @@ Make = Callable[[], Any]
 
 
 class DictForm(NamedTuple):
-    """What a state dict shall be: its form, where its tensors are, and whether this rank gets any.
+    """What a state dict shall be: its form, where its tensors lie, and whether this rank gets any.
 
-    `group` are the ranks of the world as torch knows them, None for all. `beside` is for
-    optimizers.
+    `use_dtensor` is that of `ShardedStateDictConfig`, `group` the ranks of the world as torch knows
+    them (None for all), `beside` is for optimizers.
     """
 
     form: StateDictType
@@ -49,8 +49,8 @@ class DictForm(NamedTuple):
 class LiveTensors:
     """The tensors of a state as this rank holds them, and what is known of some by name.
 
-    `models` are DTensors that a tensor is laid out like, `sharding_of` gives what the unit of a
-    tensor says of itself, `dtypes` the dtype that a tensor is given in where it lives in another.
+    `models` are DTensors that a tensor is laid out like, `sharding_of` gives the group or mesh that
+    the unit of a tensor reports, `dtypes` the dtype in the dict where the live tensor has another.
     """
 
     holdings: list[Holding]
@@ -70,12 +70,15 @@ def take_out(live: LiveTensors, output: DictForm, world: World, ranks: Ranks) ->
     """The tensors of a state dict by name; collective. Empty on ranks that get nothing."""
     known = gather_table(world, "held", live.holdings)
     taking = _Taking(live, output, ranks, known)
+    # Agreed on: a rank that has no memory for its part must not leave the others in the exchange.
     made = collectively(world, "allocate", taking.all)
     redistribute(world, live.holdings, known, [m.holding for m in made.values() if m.holding])
     return {fqn: one.make() for fqn, one in made.items()}
 
 
 class _Taking:
+    """This rank's tensors of a state dict in the making: memory of the form that is requested."""
+
     def __init__(self, live: LiveTensors, output: DictForm, ranks: Ranks, known: Table) -> None:
         self.live = live
         self.output = output
@@ -86,6 +89,8 @@ class _Taking:
         for holding in live.holdings:
             for piece in holding.pieces:
                 self.own.setdefault(piece.fqn, []).append((holding, piece))
+        # Where this rank puts what it has nothing of. Not by scalars, which optimizers keep on the
+        # host beside parameters on a device.
         homes = [holding.local.device for holding in live.holdings if holding.local.ndim]
         self.home = homes[0] if homes else torch.device("cpu")
 
@@ -103,6 +108,7 @@ class _Taking:
 
     def one(self, fqn: str, entry: Known) -> _Made:
         form = self.output.form
+        # A scalar, or a tensor without elements, has no part for each rank.
         if form is StateDictType.FULL or not entry.shape or 0 in entry.shape:
             return self.full(fqn, entry)
         model = self.live.models.get(fqn)
@@ -121,6 +127,7 @@ class _Taking:
             return True
         sources = entry.sources(me)
         ranks = self.ranks.everyone if sources is None else sorted(sources)
+        # Together they have all of the tensor, so ranks with equal regions have all of it each.
         held = {tuple(entry.regions.get(rank, ())) for rank in ranks}
         return len(held) == 1 and held != {()}
 
@@ -139,7 +146,7 @@ class _Taking:
 
     def converted(self, fqn: str, tensor: torch.Tensor) -> Make:
         dtype = self.live.dtypes.get(fqn, tensor.dtype)
-        return lambda: tensor.to(dtype)
+        return lambda: tensor.to(dtype)  # later: the memory is filled in the live dtype first
 
     def holding(self, fqn: str, entry: Known, tensor: torch.Tensor, region: Box) -> Holding:
         piece = Piece(
@@ -148,7 +155,7 @@ class _Taking:
         return Holding(tensor, (piece,), Kind.OTHER, False)
 
     def like(self, fqn: str, entry: Known, model: torch.Tensor) -> _Made:
-        """A copy of what this rank has, a DTensor like the one that it stands for."""
+        """A copy of what this rank has, as a DTensor like `model`; no byte comes from others."""
         (holding, _), *_ = self.own[fqn]
         local = torch.empty_like(
             holding.local, device=self.device(fqn, entry), memory_format=torch.contiguous_format
@@ -181,6 +188,7 @@ class _Taking:
                 "device_mesh, or leave use_dtensor out"
             )
         group, members = self.group_of(fqn)
+        # Ranks beyond the last row have no chunk: ShardedTensors list none that are empty.
         boxes = [
             (rank, box)
             for index, rank in enumerate(members)
@@ -224,6 +232,7 @@ class _Taking:
         if self.is_whole_everywhere(entry):
             return _Made(None, lambda: own[0].view(entry.shape))
         group, members = self.group_of(fqn)
+        # Members are torch's numbers of ranks, the table counts the ranks of the world.
         index_of = {rank: index for index, rank in enumerate(self.ranks.global_ranks)}
         held = [
             (rank, region) for rank in members for region in entry.regions.get(index_of[rank], ())

@@ -24,6 +24,7 @@ from torch import nn
 from ckpt.errors import InvalidState
 from ckpt.layout.plain import Ranks
 from ckpt.state.names import bare_name
+from ckpt.state.optimizer import params_of
 from ckpt.state_dict.api import (
     load_model_state_dict,
     load_optimizer_state_dict,
@@ -223,6 +224,7 @@ def _checked(model: nn.Module, options: StateDictOptions | None) -> StateDictOpt
     chosen = StateDictOptions() if options is None else options
     if chosen.broadcast_from_rank0 and not chosen.full_state_dict:
         raise ValueError("broadcast_from_rank0=True needs full_state_dict=True as well; pass both")
+    # What such a module's hooks do to a dict shows only in running them on one, see DECISIONS.md.
     renaming = [
         name for name, module in model.named_modules() if hasattr(module, chosen.dsd_fqn_modifiers)
     ]
@@ -286,7 +288,7 @@ def _module_name(model: nn.Module, wanted: nn.Module) -> str:
         while name:
             name = name.rpartition(".")[0]
             known.add(name)
-    for name, module in model.named_modules(remove_duplicate=False):
+    for name, module in model.named_modules():
         if module is wanted:
             return bare_name(name, known)
     raise InvalidState(
@@ -295,7 +297,7 @@ def _module_name(model: nn.Module, wanted: nn.Module) -> str:
 
 
 def _frozen(model: nn.Module) -> set[str]:
-    """Names of parameters that need no gradient, tied ones too."""
+    """Names of parameters that need no gradient, and of what is tied to them."""
     described = describe_model(model, Ranks.alone(), loading=False)
     frozen = {
         fqn
@@ -327,18 +329,18 @@ def _with_state(optimizers: list[Optimizer]) -> Iterator[None]:
 
 
 def _is_fresh(optimizer: Optimizer) -> bool:
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    return not optimizer.state and all(param.grad is None for param in params)
+    return not optimizer.state and all(param.grad is None for param in params_of(optimizer))
 
 
 def _step_in_place(optimizer: Optimizer) -> None:
     rates = [group.get("lr") for group in optimizer.param_groups]
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+    params = params_of(optimizer)
     try:
         for param in params:
             if param.requires_grad:
                 param.grad = torch.zeros_like(param)
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            # A new tensor in the place of the user's, which a scheduler may hold.
             if rate is not None:
                 group["lr"] = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
         optimizer.step()

@@ -11,7 +11,7 @@ __all__ = ["ListedParams"]
 
 
 class ListedParams:
-    """What would be given to an optimizer, a list of parameters or of groups, in its place.
+    """What an optimizer would be made of, a list of parameters or of groups, in its place.
 
     Ids count the parameters in this order. Groups, and all that is in them, are those of the state
     dict. Raises ValueError for an empty list, TypeError for what is neither parameters nor groups.
@@ -38,6 +38,7 @@ class ListedParams:
                     "a list of parameters, or of dicts with the key params, is needed; this one "
                     f"has a {type(items[0]).__name__} and a {type(item).__name__}"
                 )
+        # One group, whatever was listed: the groups are those of the state dict, see `grouped`.
         self.param_groups: list[dict[str, Any]] = [{"params": self.params}]
         self.state: dict[Any, Any] = {}
 
@@ -46,7 +47,10 @@ class ListedParams:
         groups: Sequence[Mapping[str, Any]],
         names_of: Callable[[torch.Tensor], Iterable[str]],
     ) -> list[dict[str, Any]]:
-        """The parameters in the groups that a state dict has, by names; those in none are out."""
+        """The parameters in the groups that a state dict has, by names; those in none are left out.
+
+        `names_of` gives the names of a parameter.
+        """
         listed = [set(group["params"]) for group in groups]
         return [
             {"params": [p for p in self.params if not names.isdisjoint(names_of(p))]}

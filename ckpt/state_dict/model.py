@@ -14,7 +14,7 @@ from ckpt.layout.plain import Ranks
 from ckpt.layout.sharded_tensor import UnitSharding, sharding_of
 from ckpt.state.describe import Described, describe_modules
 from ckpt.state.requested import CallArguments
-from ckpt.state.values import split_tree
+from ckpt.state.values import join, split_tree
 from ckpt.state.walk import Leaves
 from ckpt.state_dict.config import StateDictType
 from ckpt.state_dict.forms import DictForm, LiveTensors, take_out
@@ -22,8 +22,7 @@ from ckpt.world.base import World, collectively
 
 
 def take_model(model: nn.Module, output: DictForm, world: World, ranks: Ranks) -> dict[str, Any]:
-    """The state dict of `model`; collective over `world`. Nothing is gathered that is not asked
-    for.
+    """The state dict of `model`; collective over `world`. Only what is requested is gathered.
 
     Raises InvalidState, the same on all ranks, for what has no such form.
     """
@@ -31,6 +30,7 @@ def take_model(model: nn.Module, output: DictForm, world: World, ranks: Ranks) -
     tensors = take_out(live, output, world, ranks)
     if not output.is_wanted:
         return {}
+    # In the order of the module; the exchange has one of its own.
     state_dict = {name: tensors[name] for name in names_of(described) if name in tensors}
     for fqn, module in described.extra_states:
         state_dict[fqn] = module.get_extra_state()
@@ -54,6 +54,7 @@ def describe_live(
         for fqn in source.fqns
     }
     buffers = {fqn for source in described.buffers for fqn in source.fqns}
+    # LOCAL dicts are live memory, in whatever dtype it has.
     keeps_low = output.form is StateDictType.LOCAL
     dtypes = {} if keeps_low else buffer_dtypes(described, buffers)
     return described, LiveTensors(
@@ -94,7 +95,7 @@ def buffer_dtypes(described: Described, buffers: Iterable[str]) -> dict[str, tor
     """The dtype of each of `buffers` in state dicts, where its unit lets it live in another."""
     by_path = _unit_shardings(described)
     named = {
-        f"{path}.{name}" if path else name: dtype
+        join(path, name): dtype
         for path, sharding in by_path.items()
         for name, dtype in sharding.buffer_dtypes.items()
     }
@@ -115,8 +116,10 @@ def _unit_shardings(described: Described) -> dict[str, UnitSharding]:
 
 def check_names(world: World, names: list[str], has_any: bool, call: CallArguments) -> list[int]:
     """The ranks that have a dict. Raises Mismatch on all ranks when theirs have different names."""
+    # Nothing at all from a rank without a dict: the names of a dict may be an empty list.
     lists_sent = world.gather("names", encode_values(names) if has_any else b"")
     givers = [rank for rank, part in enumerate(lists_sent) if part]
+    # As bytes: encoding is the same for the same names, and only a refusal decodes them.
     if len({lists_sent[rank] for rank in givers}) <= 1:
         return givers
     lists = {rank: set(decode_values(lists_sent[rank])) for rank in givers}
@@ -152,6 +155,7 @@ def share_values(world: World, tree: Mapping[str, Any], givers: Sequence[int]) -
             raise Mismatch(problems)
         return encode_values(value)
 
+    # What fails on the first rank has to reach the others, which wait for its values.
     data = collectively(world, "values", encoded if is_first else lambda: b"")
     shared = world.gather("values", data)[givers[0]]
     return tree if world.rank in givers else decode_values(shared)

@@ -13,16 +13,15 @@ from ckpt.errors import Mismatch
 from ckpt.layout.holdings import form_holdings
 from ckpt.layout.piece import Holding, Kind
 from ckpt.layout.plain import Ranks, UnsupportedTensor
-from ckpt.layout.region import Shape
 from ckpt.layout.sharded_tensor import is_tensor
 from ckpt.state.bind import Binding, bind_state
-from ckpt.state.describe import Described
+from ckpt.state.describe import Described, LogicalTensor
 from ckpt.state.names import bare_names
 from ckpt.state.requested import LoadRequest
-from ckpt.state.types import Catalog, Loaded, Problem, ProblemKind, TensorEntry, fatal_texts
+from ckpt.state.types import Catalog, Loaded, Problem, ProblemKind, fatal_texts
 from ckpt.state_dict.model import buffer_dtypes, check_names, describe_model, share_values
 from ckpt.state_dict.redistribute import redistribute
-from ckpt.state_dict.table import Table, gather_table
+from ckpt.state_dict.table import Table, entries_of, gather_table
 from ckpt.world.base import World, collectively
 
 __all__ = ["ModelLoad", "put_model"]
@@ -49,16 +48,20 @@ def put_model(
     givers = check_names(world, sorted(names), bool(own), request.call)
     given = replace(given, extra=share_values(world, given.extra, givers))
     fitting = _Fitting(model, ranks, request, given, known)
-    binding, problems = collectively(world, "compare", lambda: fitting.bound(request.strict))
+    binding, problems = collectively(world, "compare", fitting.bound)
     return ModelLoad(world, given, known, binding, problems)
 
 
 @dataclass(frozen=True, slots=True)
 class _GivenModel:
-    """What one rank's dict has, and the model that it is for, with the shapes of its tensors."""
+    """What one rank's dict has, and the model that it is for, with its tensors by name.
+
+    `extra` are the extra states of the dict, `extra_states` the modules that have some.
+    """
 
     described: Described
-    shapes: Mapping[str, Shape]
+    members: Mapping[str, LogicalTensor]
+    extra_states: Mapping[str, nn.Module]
     held: Sequence[Holding]
     extra: Mapping[str, Any]
 
@@ -69,15 +72,9 @@ def _read(
     """This rank's dict as holdings. Raises Mismatch with everything that is no tensor."""
     described = describe_model(model, ranks, loading=True)
     extra_states = dict(described.extra_states)
-    tensors = (*described.params, *described.buffers)
-    shapes = {
-        fqn: member.global_shape
-        for source in tensors
-        for member, fqn in zip(source.members, source.fqns, strict=True)
-    }
-    dtypes = {
-        fqn: member.dtype
-        for source in tensors
+    members = {
+        fqn: member
+        for source, _ in described.tensors()
         for member, fqn in zip(source.members, source.fqns, strict=True)
     }
     live_dtypes = {
@@ -87,8 +84,9 @@ def _read(
     problems: list[str] = []
     held: list[Holding] = []
     extra: dict[str, Any] = {}
-    known = {*shapes, *described.aliases, *extra_states}
+    known = {*members, *described.aliases, *extra_states}
     for fqn, value in bare_names(state_dict, known).items():
+        # By its ending too: extra state that this model has no place for is no wrong tensor.
         if fqn in extra_states or fqn.rpartition(".")[2] == EXTRA_STATE:
             extra[fqn] = value
             continue
@@ -98,22 +96,26 @@ def _read(
                 "ShardedTensor"
             )
             continue
+        # A dict has buffers in their own dtype, a unit with mixed precision has them in another.
         if fqn in recast and isinstance(value, torch.Tensor) and value.dtype is recast[fqn]:
             value = value.to(live_dtypes[fqn])
-        if request.cast and shapes.get(fqn) == () and value.shape == (1,):
+        member = members.get(fqn)
+        if request.cast and member and member.global_shape == () and value.shape == (1,):
             value = value.squeeze(0)  # how torch before 0.4 stored them
+        # A tied name stands for the shape of the tensor that it is tied to.
+        stored = members.get(described.aliases.get(fqn, fqn))
+        shape = None if stored is None else stored.global_shape
         try:
-            # A tied name stands for the shape of the tensor that it is tied to.
-            shape = shapes.get(described.aliases.get(fqn, fqn))
             parts = form_holdings(fqn, value, Kind.OTHER, ranks, shape=shape)
         except UnsupportedTensor as refused:
             problems.append(refused.problem)
             continue
-        wanted = dtypes.get(fqn) if request.cast else None
-        held += [part if wanted is None else recast_holding(part, wanted) for part in parts]
+        if request.cast and member:
+            parts = [recast_holding(part, member.dtype) for part in parts]
+        held += parts
     if problems:
         raise Mismatch(problems)
-    return _GivenModel(described, shapes, held, extra)
+    return _GivenModel(described, members, extra_states, held, extra)
 
 
 def recast_holding(holding: Holding, dtype: torch.dtype) -> Holding:
@@ -135,29 +137,26 @@ class _Fitting:
     given: _GivenModel
     known: Table
 
-    def bound(self, strict: bool) -> tuple[Binding, list[Problem]]:
+    def bound(self) -> tuple[Binding, list[Problem]]:
         """The live memory that is filled. Raises Mismatch with everything that does not fit."""
-        catalog = Catalog(
-            {f: TensorEntry(known.dtype, known.shape) for f, known in self.known.items()}
-        )
-        extra_states = dict(self.given.described.extra_states)
+        strict, given = self.request.strict, self.given
         binding = bind_state(
             self.model,
-            catalog,
+            Catalog(entries_of(self.known)),
             self.ranks,
             strict=strict,
-            skip=lambda fqn: fqn in extra_states,
+            # Extra states are no tensors: `ModelLoad.fill` gives them to their modules.
+            skip=given.extra_states.__contains__,
             call=self.request.call,
         )
+        # A dict has tied tensors under all their names, and the state takes one of them.
+        tied = given.described.aliases
         problems = [
             problem
             for problem in binding.problems
-            if not (
-                problem.kind is ProblemKind.UNEXPECTED
-                and problem.fqn in self.given.described.aliases
-            )
+            if problem.kind is not ProblemKind.UNEXPECTED or problem.fqn not in tied
         ]
-        problems += [*self.tied_problems(), *self.extra_problems(extra_states)]
+        problems += [*self.tied_problems(), *self.extra_problems()]
         if self.request.every_name:
             reported = {problem.fqn for problem in problems}
             problems += [p for p in self.missing_names() if p.fqn not in reported]
@@ -167,24 +166,24 @@ class _Fitting:
 
     def tied_problems(self) -> list[Problem]:
         """Further names of tied tensors whose values in the dict could not be theirs."""
+        members = self.given.members
         return [
             Problem(
                 ProblemKind.SHAPE,
                 tied,
                 f"{tied}: the dict has shape {self.known[tied].shape}, the model has "
-                f"{self.given.shapes[stored]}, tied to {stored}; give it that shape, or leave it "
-                "out",
+                f"{members[stored].global_shape}, tied to {stored}; give it that shape, or leave "
+                "it out",
             )
             for tied, stored in self.given.described.aliases.items()
             if tied in self.known
-            and stored in self.given.shapes
-            and tuple(self.known[tied].shape) != tuple(self.given.shapes[stored])
+            and stored in members
+            and self.known[tied].shape != members[stored].global_shape
         ]
 
     def missing_names(self) -> list[Problem]:
         """Names of tied tensors that the dict lacks, also where it has others of the same one."""
         tied = self.given.described.aliases
-        states = dict(self.given.described.extra_states)
         return [
             Problem(
                 ProblemKind.MISSING,
@@ -194,32 +193,26 @@ class _Fitting:
             for name in dict.fromkeys((*tied.values(), *tied))
             if name not in self.known
             and name not in self.given.extra
-            and tied.get(name) not in states
+            and tied.get(name) not in self.given.extra_states
         ]
 
-    def extra_problems(self, live: Mapping[str, nn.Module]) -> list[Problem]:
-        problems = []
-        for fqn in live:
-            if fqn not in self.given.extra:
-                problems.append(
-                    Problem(
-                        ProblemKind.MISSING,
-                        fqn,
-                        f"{fqn}: is not in the dict"
-                        + self.request.call.moves(rename="", leave="leave it as it is"),
-                    )
-                )
-        for fqn in self.given.extra:
-            if fqn not in live and fqn not in self.given.described.aliases:
-                problems.append(
-                    Problem(
-                        ProblemKind.UNEXPECTED,
-                        fqn,
-                        f"{fqn}: is in the dict and the model has no such extra state"
-                        + self.request.call.moves(rename="", leave="leave it out"),
-                    )
-                )
-        return problems
+    def extra_problems(self) -> list[Problem]:
+        """Extra states that the dict lacks, and those that no module takes."""
+        given, call = self.given, self.request.call
+        lacks = "is not in the dict" + call.moves(rename="", leave="leave it as it is")
+        odd = "is in the dict and the model has no such extra state" + call.moves(
+            rename="", leave="leave it out"
+        )
+        taken = {*given.extra_states, *given.described.aliases}
+        return [
+            Problem(ProblemKind.MISSING, fqn, f"{fqn}: {lacks}")
+            for fqn in given.extra_states
+            if fqn not in given.extra
+        ] + [
+            Problem(ProblemKind.UNEXPECTED, fqn, f"{fqn}: {odd}")
+            for fqn in given.extra
+            if fqn not in taken
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,14 +232,13 @@ class ModelLoad:
 
         def finish() -> Loaded:
             loaded = self.binding.finish()
-            for fqn, module in self.given.described.extra_states:
-                if fqn in self.given.extra:
-                    module.set_extra_state(self.given.extra[fqn])
+            extra, modules = self.given.extra, self.given.extra_states
+            given = [fqn for fqn in modules if fqn in extra]
+            for fqn in given:
+                modules[fqn].set_extra_state(extra[fqn])
             return Loaded(
                 loaded.tensors,
-                tuple(
-                    fqn for fqn, _ in self.given.described.extra_states if fqn in self.given.extra
-                ),
+                tuple(given),
                 tuple(p.fqn for p in self.problems if p.kind is ProblemKind.MISSING),
                 tuple(p.fqn for p in self.problems if p.kind is ProblemKind.UNEXPECTED),
             )

@@ -15,6 +15,7 @@ def check_keys(state_dict: Mapping[str, Any]) -> type | None:
     """The type of the keys of `state_dict`; None without keys. Raises Mismatch when mixed."""
     groups = [key for group in state_dict.get("param_groups", ()) for key in group["params"]]
     state = state_dict.get("state", {})
+    # Groups decide: state may have keys of the user's own, of any type, beside the parameters'.
     kinds = {type(key) for key in groups} or {type(key) for key in state if type(key) is int}
     if not groups and not kinds:
         kinds = {type(key) for key in state}
@@ -51,6 +52,7 @@ def nested(state_dict: Mapping[str, Any], params: Collection[str]) -> Mapping[st
         kind, _, rest = key.partition(".")
         head, name = split_state_name(rest, known) or _last_part(rest)
         (state if kind == "state" else hyper).setdefault(head, {})[name] = content
+    # Which groups there were is lost in such a dict; of equal options it makes no difference.
     groups: list[dict[str, Any]] = []
     for param, options in hyper.items():
         for group in groups:

@@ -16,10 +16,10 @@ from ckpt.state.bind_optimizer import bind_optimizer
 from ckpt.state.bind_parameter import BoundOptimizer
 from ckpt.state.describe import Described
 from ckpt.state.names import Names
-from ckpt.state.optimizer import named_groups, refusals
+from ckpt.state.optimizer import named_groups, params_of, refusals
 from ckpt.state.own import declared, tensors_of
-from ckpt.state.requested import STATE_DICT, CallArguments, Unshared
-from ckpt.state.types import Catalog, Loaded, ProblemKind, TensorEntry, fatal_texts
+from ckpt.state.requested import LoadRequest, Unshared
+from ckpt.state.types import Catalog, Loaded, ProblemKind, fatal_texts
 from ckpt.state_dict.agreeing import check_values
 from ckpt.state_dict.beside import is_beside
 from ckpt.state_dict.listed import ListedParams
@@ -33,7 +33,7 @@ from ckpt.state_dict.optimizers import (
     in_one_order,
 )
 from ckpt.state_dict.redistribute import redistribute
-from ckpt.state_dict.table import Table, gather_table
+from ckpt.state_dict.table import Table, entries_of, gather_table
 from ckpt.world.base import World, collectively
 
 logger = logging.getLogger(__name__)
@@ -43,6 +43,7 @@ class OptimizerTarget(NamedTuple):
     """What a dict is loaded into, and the ranks that load.
 
     With `fresh`, live state is neither written nor used: the result is what `to_load` gives.
+    `ranks` are those that the layout is over, `world` has those that exchange bytes.
     """
 
     model: nn.Module
@@ -50,22 +51,17 @@ class OptimizerTarget(NamedTuple):
     world: World
     ranks: Ranks
     fresh: bool
-    call: CallArguments = STATE_DICT
-    beside: Unshared = Unshared.COMPARED
 
 
 def prepare_load(
-    target: OptimizerTarget,
-    state_dict: Mapping[str, Any],
-    *,
-    strict: bool,
-    rank0_only: bool,
-    needs_groups: bool,
+    target: OptimizerTarget, state_dict: Mapping[str, Any], request: LoadRequest
 ) -> OptimizerLoad:
     """All that can be known before a byte moves. Collective; raises Mismatch on all ranks."""
-    world, ranks, call = target.world, target.ranks, target.call._replace(cast=False)
-    dict_here = {} if rank0_only and ranks.rank else state_dict
-    keeps_own = target.beside is not Unshared.COMPARED and not rank0_only
+    # Optimizer state takes the dtype of the dict, so no call has `cast` to advise.
+    request = request._replace(call=request.call._replace(cast=False))
+    world, ranks, call = target.world, target.ranks, request.call
+    dict_here = {} if request.rank0_only and ranks.rank else state_dict
+    keeps_own = request.beside is not Unshared.COMPARED and not request.rank0_only
     if keeps_own:
         # A rank without a dict takes all of it from the others: then nothing is a rank's own.
         keeps_own = all(world.gather("dicts", b"given" if dict_here else b""))
@@ -79,6 +75,7 @@ def prepare_load(
     own = _share_own(world, ranks, given, gives=bool(dict_here))
     known = gather_table(world, "held", given.held)
     names = {holding.pieces[0].fqn for holding in given.held} | set(given.values)
+    # The tensors of a rank's own state have its rank in their names: all ranks differ there.
     names -= tensors_of(given.own.values())
     givers = check_names(world, sorted(names), bool(dict_here), call)
     if givers and len(givers) < world.size:
@@ -88,17 +85,22 @@ def prepare_load(
         given.values, given.user = decode_values(shared["values"]), shared["user"]
     common = {fqn: v for fqn, v in given.values.items() if fqn != GROUPS or not keeps_own}
     check_values(world, in_one_order(common))
-    if needs_groups and GROUPS not in given.values:
+    # A live optimizer would keep its options in silence; a fresh result just has no groups.
+    if request.strict and not target.fresh and GROUPS not in given.values:
         raise Mismatch([_NO_GROUPS + (_WITHOUT_GROUPS if call.strict else "")])
-    loading = OptimizerLoad(target._replace(call=call), described, given, own, known)
-    collectively(world, "compare", lambda: loading.bind(strict))
+    loading = OptimizerLoad(target, request, described, given, own, known)
+    collectively(world, "compare", loading.bind)
     return loading
 
 
 def _share_own(
     world: World, ranks: Ranks, given: GivenState, *, gives: bool
 ) -> list[Mapping[str, Any]]:
-    """What each rank gives of its own, known to all. Raises Mismatch for what is nobody's."""
+    """What each rank gives of its own, known to all.
+
+    Raises Mismatch for plain state that differs between ranks and that nobody declared its own.
+    """
+    # The first rank's dict on all ranks has that rank's own state: others do not give it as theirs.
     is_mine = all(entry["rank"] == ranks.rank for entry in given.own.values())
     mine = {"gives": gives and is_mine, "own": given.own, "odd": given.odd}
     reports = [decode_values(b) for b in world.gather("own state", encode_values(mine))]
@@ -119,11 +121,16 @@ def _share_own(
 
 
 class OptimizerLoad:
-    """A prepared load of optimizers, to be filled and installed; made by `prepare_load`."""
+    """A load of optimizers that `prepare_load` has checked.
+
+    `fill` brings the bytes, then `install` gives the optimizers their state, or `to_load` returns
+    it.
+    """
 
     def __init__(
         self,
         target: OptimizerTarget,
+        request: LoadRequest,
         described: Described,
         given: GivenState,
         own: Sequence[Mapping[str, Any]],
@@ -131,8 +138,9 @@ class OptimizerLoad:
     ) -> None:
         self.world = target.world
         self.ranks = target.ranks
-        self.call = target.call
-        self.may_lack = target.beside is not Unshared.COMPARED
+        self.strict = request.strict
+        self.call = request.call
+        self.may_lack = request.beside is not Unshared.COMPARED
         self.optimizers = target.optimizers
         self.targets: list[Any] = (
             [_Fresh(one) for one in target.optimizers] if target.fresh else [*target.optimizers]
@@ -145,7 +153,7 @@ class OptimizerLoad:
         self.bound: list[BoundOptimizer] = []
         self.loaded: list[Names] = []
 
-    def bind(self, strict: bool) -> None:
+    def bind(self) -> None:
         """Find the memory to fill. Raises Mismatch with everything that does not fit."""
         problems: list[str] = []
         live = live_names(self.optimizers, self.described)
@@ -154,19 +162,21 @@ class OptimizerLoad:
         listed = {name for group in self.groups or () for name in group["params"]}
         with_state = {param for param, _, _ in by_parameter(self.known, listed | live)}
         with_state |= {param for param, _, _ in by_parameter(self.given.values, listed | live)}
+        # Over all optimizers together: each of them alone has only a part of the dict's names.
         extra = sorted((listed | with_state) - live)
-        if strict and extra:
+        if self.strict:
             problems += [
                 f"{name}: is in the dict and no parameter of the optimizer"
                 + self.call.moves(rename="", leave="leave it out")
                 for name in extra
             ]
-        for index, target in enumerate(self.targets):
-            problems += self.bind_one(self.optimizers[index], target, strict)
+        for optimizer, target in zip(self.optimizers, self.targets, strict=True):
+            problems += self.bind_one(optimizer, target)
         if problems:
             raise Mismatch(problems)
 
-    def bind_one(self, optimizer: torch.optim.Optimizer, target: Any, strict: bool) -> list[str]:
+    def bind_one(self, optimizer: torch.optim.Optimizer, target: Any) -> list[str]:
+        """Bind one optimizer; the problems that forbid the load."""
         listed: Any = optimizer
         if isinstance(listed, ListedParams) and self.groups is not None:
             target.param_groups = listed.grouped(self.groups, self.names_of)
@@ -180,22 +190,20 @@ class OptimizerLoad:
         }
         values = dict(self.given.values)
         values[GROUPS] = self.groups_of(optimizer, own)
-        catalog = Catalog(
-            {f: TensorEntry(known.dtype, known.shape) for f, known in self.known.items()},
-            _of_params(values, own),
-            per_rank=self.own,
-        )
+        catalog = Catalog(entries_of(self.known), _of_params(values, own), per_rank=self.own)
         names = Names(catalog, None, None, aliases=self.described.aliases, call=self.call)
         if problems := refusals(PATH, optimizer, self.described, self.ranks):
             return problems
         self.bound.append(bind_optimizer(PATH, target, self.described, names, self.ranks))
         self.loaded.append(names)
-        return fatal_texts(names.problems, strict=strict)
+        return fatal_texts(names.problems, strict=self.strict)
 
     def groups_of(
         self, optimizer: torch.optim.Optimizer, own: Collection[str]
     ) -> list[dict[str, Any]]:
-        """The groups of the dict as far as they are this optimizer's; its own if there are none."""
+        """The groups of the dict with this optimizer's parameters; without any in the dict, the
+        optimizer's own.
+        """
         if self.groups is None:
             return [
                 {"params": [name for named in group for name in named.names]}
@@ -208,6 +216,7 @@ class OptimizerLoad:
             {**group, "params": [name for name in group["params"] if name in own]}
             for group in self.groups
         ]
+        # One that has lost all parameters is another optimizer's; one that had none may be ours.
         return [
             group
             for group, given in zip(cut, self.groups, strict=True)
@@ -215,16 +224,17 @@ class OptimizerLoad:
         ]
 
     def leave_out(self, target: _Fresh) -> None:
-        """Take out of `target` the parameters that the dict may lack and does not have: those
-        beside the units, which the engine does not manage, or any.
+        """Take the parameters out of `target` that the dict lacks and may lack: those that are held
+        whole beside units, or with `may_lack` any.
 
-        What is made for `optimizer.load_state_dict` lacks them too, and that refuses what does not
-        fit it.
+        The result lacks them too; `optimizer.load_state_dict` refuses it where the optimizer has
+        them.
         """
+        # Beside no unit: a bare model's dict has to have all of it.
         if not self.may_lack and all(source.owned.is_whole for source in self.described.params):
             return
         listed = {name for group in self.groups or () for name in group["params"]}
-        kept, empty = [], sum(not group["params"] for group in self.groups or ())
+        kept, empty_left = [], sum(not group["params"] for group in self.groups or ())
         for group in target.param_groups:
             params = [
                 param
@@ -232,15 +242,16 @@ class OptimizerLoad:
                 if not (self.may_lack or self.described.by_param[id(param)].owned.is_whole)
                 or not listed.isdisjoint(self.spellings_of(param))
             ]
-            empty -= not params
-            if params or empty >= 0:  # a group that is left empty is one that the dict has empty
+            # As many empty groups stay as the dict has: they are matched with those.
+            empty_left -= not params
+            if params or empty_left >= 0:
                 kept.append({**group, "params": params})
         target.param_groups = kept
 
     def completed(self, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """`groups`, in which members of a flat parameter stand if one of them does.
+        """`groups`, with all members of a flat parameter where one of them stands.
 
-        What units manage and no group lists is named in the log.
+        The log names the parameters of units that no group lists.
         """
         completed = [{**group, "params": [*group["params"]]} for group in groups]
         listed = {name for group in completed for name in group["params"]}
@@ -265,12 +276,7 @@ class OptimizerLoad:
 
     def is_optimized(self, param: torch.Tensor) -> bool:
         """Whether an optimizer has this parameter."""
-        return any(
-            param is one
-            for optimizer in self.optimizers
-            for group in optimizer.param_groups
-            for one in group["params"]
-        )
+        return any(param is one for each in self.optimizers for one in params_of(each))
 
     def spellings(self, name: str) -> list[str]:
         """A parameter's name, and those of what it is tied to."""
@@ -315,7 +321,7 @@ class OptimizerLoad:
         """What `load_state_dict` of the one optimizer takes: keyed by ids, as it holds it."""
         (optimizer,), (bound,) = self.optimizers, self.bound
         bound.install()
-        params = [param for group in optimizer.param_groups for param in group["params"]]
+        params = params_of(optimizer)
         id_of = {id(param): number for number, param in enumerate(params)}
         target = self.targets[0]
         state: dict[Any, Any] = {
@@ -323,6 +329,7 @@ class OptimizerLoad:
             for param in params
             if (state_of_param := target.state.get(param))
         }
+        # What is this rank's own was read, and never held for the exchange.
         for param in params:
             for name in self.names_of(param):
                 if state_of_param := self.given.beside.get(name):
@@ -338,7 +345,7 @@ class OptimizerLoad:
 
 
 class _Fresh:
-    """An optimizer's groups without its state, to be filled in its place."""
+    """Stands in for an optimizer that must stay as it is: its groups, and state of their own."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.__ckpt_state__ = declared(optimizer)
@@ -353,6 +360,7 @@ class _Fresh:
 
 
 class _States(dict[Any, dict[str, Any]]):
+    # Like the defaultdict of a live optimizer, which installing state relies on.
     def __missing__(self, key: Any) -> dict[str, Any]:
         made: dict[str, Any] = {}
         self[key] = made

@@ -34,9 +34,9 @@ __all__ = ["DictReader", "GivenState", "live_names"]
 class GivenState:
     """What one rank's dict has: tensors as holdings, values, the user's own state.
 
-    `own` is what the rank had for itself, `odd` has digests of plain tensors of another shape than
-    their parameter, whose shards nobody knows, `beside` is the state of parameters that no engine
-    shares.
+    `own` is what the rank had for itself. `odd` has digests of plain tensors of another shape than
+    their parameter: nothing says what a shard of them would be, so all ranks must give the same.
+    `beside` is the state of parameters that no engine shares.
     """
 
     held: list[Holding] = field(default_factory=list)
@@ -90,6 +90,7 @@ class DictReader:
             name = key_of.get(key, key)
             if name in listed and isinstance(state, Mapping):
                 own = description.get(name, {})
+                # What says its layout, or is described, can be loaded without being a rank's own.
                 if name in beside and not own and not any(map(_tells_layout, state.values())):
                     read.beside[name] = copied(state)
                     continue
@@ -113,6 +114,7 @@ class DictReader:
         if check_keys(state_dict) is not int:
             names = [*keys, *(key for key in state_dict["state"] if isinstance(key, str))]
             return {key: bare_name(key, known) for key in names}
+        # torch counts a flat parameter as one: its number stands for no single name.
         numbered: dict[Any, str] = {}
         number = 0
         for optimizer in self.optimizers:
@@ -214,6 +216,7 @@ def _tells_layout(content: Any) -> bool:
 
 
 def _digest(tensor: torch.Tensor) -> bytes:
+    # With dtype and shape: equal bytes of another shape are another tensor.
     digest = hashlib.sha256(repr((tensor.dtype, tuple(tensor.shape))).encode())
     digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.digest()

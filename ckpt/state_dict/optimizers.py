@@ -30,7 +30,7 @@ from ckpt.state.optimizer import (
     user_state,
 )
 from ckpt.state.optimizer_kinds import NUMBER_OF_SUFFIX, StateKind, kind_of, number_suffix
-from ckpt.state.own import PerRankState, StateDeclaration, copy_of, declared
+from ckpt.state.own import PerRankState, copy_of, declared
 from ckpt.state.requested import Unshared
 from ckpt.state.values import join_tree, references
 from ckpt.state_dict.agreeing import NOTHING, Agreed, agreed_state, check_values
@@ -55,14 +55,16 @@ Optimizers = Sequence[torch.optim.Optimizer]
 class OptimizerView:
     """Optimizers seen as one, or a state dict of theirs in the place of their own state."""
 
-    def __init__(self, optimizers: Optimizers, state_dict: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, optimizers: Optimizers) -> None:
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         self.param_groups: list[dict[str, Any]] = groups
         self.state: dict[Any, Any] = {}
-        self.__ckpt_state__ = _declared(optimizers)
-        if state_dict is None:
-            for optimizer in optimizers:
-                self.state.update(optimizer.state)
+        # What `declared` reads: the declarations of all of them.
+        self.__ckpt_state__ = {
+            name: what for one in optimizers for name, what in declared(one).items()
+        }
+        for optimizer in optimizers:
+            self.state.update(optimizer.state)
 
     @classmethod
     def of_dict(
@@ -72,11 +74,13 @@ class OptimizerView:
 
         Raises Mismatch for keys that no parameter goes by.
         """
-        view = cls(optimizers, state_dict)
+        view = cls(optimizers)
+        view.state = {}
         params = [param for group in view.param_groups for param in group["params"]]
         by_key: dict[Any, torch.Tensor] = dict(enumerate(params))
         for param in params:
             source = described.by_param.get(id(param))
+            # A flat parameter of several members goes by no name of theirs.
             if source is not None and len(source.members) == 1:
                 by_key[source.members[0].fqn] = param
         check_keys(state_dict)
@@ -86,6 +90,7 @@ class OptimizerView:
                 [f"{key}: the optimizer has {len(params)} parameters" for key in unknown]
             )
         for key, state in states.items():
+            # A key that is no parameter's is state of the user's own.
             view.state[by_key.get(key, key)] = state
         given = state_dict.get("param_groups")
         if given is not None:
@@ -147,13 +152,13 @@ def take_optimizer(
     tensors = take_out(taken.live, output, world, ranks)
     if not output.is_wanted:
         return {}
+    to_cpu = output.offload_to_cpu
     if _keeps_own_scalars(output):
-        tensors.update(_own_scalars(taken.witnesses, to_cpu=output.offload_to_cpu))
+        tensors.update(_own_scalars(taken.witnesses, to_cpu=to_cpu))
     groups = taken.values[GROUPS]
     names = [name for group in groups for name in group["params"]]
     result: dict[str, Any] = {"state": _state(names, tensors, taken.values)}
     if taken.rest is not None:
-        to_cpu = output.offload_to_cpu
         result["state"] = taken.rest.added_to(result["state"], to_cpu=to_cpu)
     for key, value in taken.user.items():
         logger.warning("state %r belongs to no parameter; it is handed on as it is", key)
@@ -161,8 +166,7 @@ def take_optimizer(
     if taken.own:
         result[OWN] = {}
     for own in taken.own.values():
-        content = own.content(to_cpu=output.offload_to_cpu)
-        result["state"].setdefault(own.param, {})[own.name] = content
+        result["state"].setdefault(own.param, {})[own.name] = own.content(to_cpu=to_cpu)
         described_as = {key: own.entry[key] for key in OWN_KEYS}
         result[OWN].setdefault(own.param, {})[own.name] = described_as
     if taken.has_groups and taken.rest is not None:
@@ -194,6 +198,7 @@ def _taken(
     for key in user:  # goes into the dict as it is, whatever it is
         del view.state[key]
     is_compared = output.beside is Unshared.COMPARED
+    # Out of the view before it is flattened: names and shapes of it need not be other ranks'.
     rest = None if is_compared else separate(view, described)
     flat = flatten_optimizer(PATH, view, described, ranks)
     if not flat.problems:
@@ -210,6 +215,7 @@ def _taken(
         {},
     )
     has_groups = state_dict is None or "param_groups" in state_dict
+    # Nothing to compare, no bytes to read for it: device memory would be waited for.
     keeps_own = _keeps_own_scalars(output)
     is_alone = len(ranks.everyone) == 1
     agreed = NOTHING if keeps_own or is_alone else agreed_state(flat.holdings, flat.witnesses)
@@ -276,7 +282,7 @@ def _state(
     states: dict[str, dict[str, Any]] = {name: {} for name in names}
     inside = {fqn for value in values.values() for fqn in references(value)}
     for param, name, fqn in by_parameter(tensors, names):
-        if fqn in inside:
+        if fqn in inside:  # a part of a value, which is joined below
             continue
         suffix = number_suffix(name)
         if suffix is None:
@@ -293,8 +299,3 @@ def in_one_order(values: Mapping[str, Any]) -> dict[str, Any]:
     """`values` with the groups, and the parameters in them, sorted: ranks may differ in order."""
     groups = [{**group, "params": sorted(group["params"])} for group in values.get(GROUPS, ())]
     return {**values, GROUPS: sorted(groups, key=lambda group: list(group["params"]))}
-
-
-def _declared(optimizers: Optimizers) -> dict[str, StateDeclaration]:
-    """What is said of the state of all `optimizers`."""
-    return {name: what for one in optimizers for name, what in declared(one).items()}

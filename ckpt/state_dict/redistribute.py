@@ -37,7 +37,7 @@ class RegionMemory(NamedTuple):
 
 
 def region_memories(holdings: Iterable[Holding]) -> list[RegionMemory]:
-    """One slot for each piece, regions in one form, so that equal ones are equal values."""
+    """The memory of each piece. Regions have one form, so that equal ones are equal values."""
     return [
         RegionMemory(
             piece.fqn, normal(piece.region, piece.global_shape), local_view(holding, piece)
@@ -56,13 +56,14 @@ def redistribute(
     make up a tensor that is wanted.
     """
     requests = gather_table(world, "wanted", wanted)
-    plan = _plan(known, requests)
+    plan = _plan(known, requests)  # the same on all ranks, so it raises on all of them
 
     def prepare() -> tuple[_Here, list[_Batch]]:
         here = _Here(world, held, wanted)
         return here, [_Batch(batch, known, requests, here) for batch in [plan.local, *plan.batches]]
 
     here, (local, *batches) = collectively(world, "plan", prepare)
+    # Apart from the batches: what every rank has itself needs no round.
     local.copy_own()
     for batch in batches:
         batch.copy_own()
@@ -98,7 +99,7 @@ def _plan(known: Table, requests: Table) -> _Plan:
                 f"{fqn}: is wanted as {request.shape}, {request.dtype}; nobody has that"
             )
             continue
-        if not request.regions:
+        if not request.regions:  # of a tensor without elements
             continue
         routes = Routes(entry, request)
         if all(_has(entry, rank, regions) for rank, regions in request.regions.items()):
@@ -109,6 +110,7 @@ def _plan(known: Table, requests: Table) -> _Plan:
             problems.append(problem)
         parts = len(entry.holders())
         for window, nbytes in _windows(entry):
+            # By the mean size of a part, which all ranks know: they must cut alike.
             in_small_parts = nbytes if nbytes < DIRECT_NBYTES_MIN * parts else 0
             if (
                 not plan.batches
@@ -126,13 +128,10 @@ def _plan(known: Table, requests: Table) -> _Plan:
 
 
 def _has(entry: Known, rank: int, regions: Sequence[Region]) -> bool:
-    """Whether `rank` has every one of `regions` itself."""
-    own = entry.regions.get(rank)
-    if own is None:
-        return False
-    if all(region in own for region in regions):
-        return True
-    return len(own) == 1 and own[0] == normal(whole(entry.shape), entry.shape)
+    """Whether `rank` has every one of `regions` itself, as it is or in the whole tensor."""
+    own = entry.regions.get(rank, [])
+    everything = normal(whole(entry.shape), entry.shape)
+    return own == [everything] or all(region in own for region in regions)
 
 
 def _windows(entry: Known) -> Iterator[tuple[Window, int]]:
@@ -158,6 +157,7 @@ class _End(NamedTuple):
 
 def _ends(source: Region, target: Region, shape: Shape, window: Window) -> list[tuple[_End, _End]]:
     """What two regions and a window have in common, as pairs of ends, in one order."""
+    # Two runs meet in one run; as boxes they would be cut at every row in which they begin or end.
     if isinstance(source, Span) and isinstance(target, Span) and window is None:
         start, stop = max(source.start, target.start), min(source.stop, target.stop)
         if start >= stop:
@@ -207,10 +207,11 @@ def _numbered(region: Region, shape: Shape) -> list[tuple[int, Box]]:
 
 
 class _Flat:
-    """A slot's memory as a 1-D contiguous tensor: the memory itself, or a copy beside it."""
+    """A region's memory as a 1-D contiguous tensor: the memory itself, or a copy beside it."""
 
     def __init__(self, local: torch.Tensor, *, fill: bool) -> None:
         self.local = local
+        # Lazy signs and conjugates: the bytes in memory are not the values.
         self.is_copy = not local.is_contiguous() or local.is_neg() or local.is_conj()
         if self.is_copy:
             self.memory = torch.empty(local.numel(), dtype=local.dtype, device=local.device)
@@ -243,6 +244,7 @@ class _Here:
             key = (slot.fqn, slot.region)
             if not slot.region.numel:
                 continue
+            # Two live tensors may be loaded from one name: its bytes are received once.
             if key in self.targets:
                 self.duplicates.append((self.targets[key], slot.local))
             else:
@@ -250,7 +252,7 @@ class _Here:
         self.staging = _PackedBuffers()
 
     def finish(self) -> None:
-        """All bytes are here: bring them to where the slots themselves are."""
+        """All bytes are here: bring them from copies to the memory that is wanted."""
         for flat in self.targets.values():
             flat.write_back()
         for first, duplicate in self.duplicates:
@@ -280,7 +282,10 @@ class _Batch:
         fqn, window, routes = part
         me, size = self.here.world.rank, self.here.world.size
         key = (fqn, region)
-        for taker in request.regions if me in holders else (me,) if me in request.regions else ():
+        takers = [me] if me in request.regions else []
+        if me in holders:  # else it gives nothing of this region
+            takers = list(request.regions)
+        for taker in takers:
             giver = routes.giver(holders, taker, size)
             if giver is None or me not in (giver, taker):
                 continue
@@ -326,22 +331,9 @@ class _Batch:
         self, moves: Sequence[_Source], flat: dict[tuple[str, Region], _Flat]
     ) -> list[memoryview]:
         """The bytes of `moves`: small ones packed into one buffer, then each large one."""
-        views = [self.read(key, flat).view(end) for key, end in moves]
-        small = [view for view in views if not _is_large(view)]
-        buffers = []
-        if small:
-            buffer = self.here.staging.take(sum(_aligned(view.nbytes) for view in small))
-            offset = 0
-            for view in small:
-                _part(buffer, offset, view).copy_(view)
-                offset += _aligned(view.nbytes)
-            buffers.append(host_bytes(buffer))
-        for view in views:
-            if _is_large(view):
-                if not _is_host_run(view):
-                    staged = _part(self.here.staging.take(view.nbytes), 0, view)
-                    view = staged.copy_(view)
-                buffers.append(host_bytes(view))
+        buffers, staged = self.packed([self.read(key, flat).view(end) for key, end in moves])
+        for view, place in staged:
+            place.copy_(view)
         return buffers
 
     def incoming(
@@ -352,24 +344,34 @@ class _Batch:
         """Room for what `outgoing` gives on the other side. `arrivals` are to be copied
         afterwards: from the second to the first.
         """
-        views = [flat.view(end) for flat, end in moves]
+        buffers, staged = self.packed([flat.view(end) for flat, end in moves])
+        arrivals += staged
+        return buffers
+
+    def packed(
+        self, views: Sequence[torch.Tensor]
+    ) -> tuple[list[memoryview], list[tuple[torch.Tensor, torch.Tensor]]]:
+        """The buffers of a message with room for `views`, in one order on both sides; and each view
+        whose buffer is not its own memory, with its place there.
+        """
         small = [view for view in views if not _is_large(view)]
-        buffers = []
+        buffers: list[memoryview] = []
+        staged: list[tuple[torch.Tensor, torch.Tensor]] = []
         if small:
             buffer = self.here.staging.take(sum(_aligned(view.nbytes) for view in small))
             offset = 0
             for view in small:
-                arrivals.append((view, _part(buffer, offset, view)))
+                staged.append((view, _part(buffer, offset, view)))
                 offset += _aligned(view.nbytes)
             buffers.append(host_bytes(buffer))
         for view in views:
             if _is_large(view):
+                place = view
                 if not _is_host_run(view):
-                    staged = _part(self.here.staging.take(view.nbytes), 0, view)
-                    arrivals.append((view, staged))
-                    view = staged
-                buffers.append(host_bytes(view))
-        return buffers
+                    place = _part(self.here.staging.take(view.nbytes), 0, view)
+                    staged.append((view, place))
+                buffers.append(host_bytes(place))
+        return buffers, staged
 
 
 class _PackedBuffers:
@@ -385,6 +387,7 @@ class _PackedBuffers:
         start, self.taken = self.taken, self.taken + _aligned(nbytes)
         if self.taken <= self.memory.numel():
             return self.memory[start : start + nbytes]
+        # The memory of this round cannot grow: views of it are in use until the round is over.
         self.others.append(torch.empty(nbytes, dtype=torch.uint8))
         return self.others[-1]
 

@@ -31,7 +31,8 @@ def rekey_optimizer_state_dict(
     when keys are of both kinds, or unknown, or when no order of the groups would load right.
     """
     names = _names_by_id(model, optimizer)
-    is_named = _is_named(state_dict)
+    keys = [*state_dict["state"], *(k for g in state_dict["param_groups"] for k in g["params"])]
+    is_named = _is_named(keys)
     is_as_wanted = is_named is None or is_named == (to == "fqn")
     wanted: Mapping[Any, Any]
     if is_as_wanted:
@@ -40,7 +41,6 @@ def rekey_optimizer_state_dict(
         wanted = names
     else:
         wanted = {name: number for number, name in names.items()}
-    keys = [*state_dict["state"], *(k for g in state_dict["param_groups"] for k in g["params"])]
     unknown = list(dict.fromkeys(key for key in keys if key not in wanted))
     if unknown:
         raise Mismatch(
@@ -73,7 +73,7 @@ def _as_loaded(
     sizes. Raises Mismatch where it would not.
     """
     groups = [{**group, "params": sorted(group["params"])} for group in groups]
-    if isinstance(optimizer, ListedParams):
+    if isinstance(optimizer, ListedParams):  # it has no groups of its own to go by
         return groups
     live: list[range] = []
     for group in optimizer.param_groups:
@@ -83,7 +83,7 @@ def _as_loaded(
     if len(by_ids) == len(live) and all(tuple(ids) in by_ids for ids in live):
         return [by_ids[tuple(ids)] for ids in live]
     if [len(group["params"]) for group in groups] != [len(ids) for ids in live]:
-        return groups
+        return groups  # torch's `load_state_dict` compares these sizes, and refuses them
     odd = [n for n, ids in enumerate(live) if groups[n]["params"] != [*ids]]
     if not odd:
         return groups
@@ -109,6 +109,7 @@ def _names_by_id(
     names: dict[int, str] = {}
     problems: list[str] = []
     for param in (param for group in optimizer.param_groups for param in group["params"]):
+        # Each parameter adds to one of the two: this is its id.
         number = len(names) + len(problems)
         owned = layout.owned_by_param.get(id(param))
         members = () if owned is None else members_of(owned)
@@ -129,9 +130,8 @@ def _names_by_id(
     return names
 
 
-def _is_named(state_dict: Mapping[str, Any]) -> bool | None:
-    """Whether keys are names; None when there are no keys."""
-    keys = [*state_dict["state"], *(k for g in state_dict["param_groups"] for k in g["params"])]
+def _is_named(keys: Sequence[Any]) -> bool | None:
+    """Whether keys are names; None when there are no keys. Raises Mismatch for a mixture."""
     kinds = {type(key) for key in keys}
     if kinds <= {str} or kinds <= {int}:
         return str in kinds if kinds else None

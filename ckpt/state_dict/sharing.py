@@ -22,7 +22,7 @@ __all__ = ["ranks_that_share"]
 
 
 def ranks_that_share(model: nn.Module, phase: str) -> tuple[int, ...]:
-    """torch's numbers of the ranks over which units, meshes and DDP lay out `model`, ascending.
+    """The global ranks over which units, meshes and DDP lay out `model`, ascending.
 
     Empty for a model that no engine shares with another rank, all ranks where an engine does not
     say. All ranks that share the model find the same without a round; but where a unit is
@@ -45,6 +45,7 @@ def ranks_that_share(model: nn.Module, phase: str) -> tuple[int, ...]:
     if len(_widest(declared.of_units)) > 1:
         _refuse_overlap(declared, phase)
     together = declared.everyone()
+    # A rank may describe a mesh that it is not in: what it has of such a model is its own.
     return tuple(sorted(together)) if me in together else ()
 
 
@@ -64,6 +65,7 @@ def _declared_groups(layout: ModuleLayout) -> _Declared | None:
     """None where an engine does not say over which ranks a tensor is laid out."""
     declared = _Declared(set(), {})
     units = dict(layout.units)
+    # One round for the tensors of equal ranks, not one for each: all find them in one order.
     asked: dict[frozenset[int], frozenset[int]] = {}
     for owned in (*layout.params, *layout.buffers):
         unit = _unit_around(owned, units)
@@ -118,6 +120,7 @@ def _widest(groups: Iterable[frozenset[int]]) -> list[frozenset[int]]:
 
 def _refuse_overlap(declared: _Declared, phase: str) -> NoReturn:
     """Raise on all ranks of the groups that this rank is in, which all call, each among its own."""
+    # One order on all ranks, so that ranks in two groups do not wait for each other crosswise.
     widest = _widest(declared.of_units)
     error = InvalidState([_overlap(widest, declared.of_units)])
     agreed: list[CheckpointError] = []

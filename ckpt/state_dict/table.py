@@ -22,6 +22,7 @@ from ckpt.format.coverage import cover_problem
 from ckpt.layout.dtypes import dtype_name, torch_dtype
 from ckpt.layout.piece import Holding
 from ckpt.layout.region import Box, Region, Shape, Span, span_of
+from ckpt.state.types import TensorEntry
 from ckpt.world.base import World
 
 Ranks = tuple[int, ...]
@@ -57,6 +58,7 @@ class Known:
         own = self.owners.get(rank)
         if own:
             return frozenset(own)
+        # This rank does not say: a group of others that it is in may.
         groups = {group for group in self.owners.values() if group}
         around = {group for group in groups if rank in group}
         if len(around) == 1:
@@ -81,7 +83,7 @@ def normal(region: Region, shape: Shape) -> Region:
 
 
 def gather_table(world: World, phase: str, holdings: Sequence[Holding]) -> Table:
-    """What all ranks have, in the order of ranks; the same on all ranks.
+    """What all ranks have, in the order of ranks; the same on all ranks. Collective, one round.
 
     Raises Mismatch on all ranks when they disagree about a tensor's shape or dtype.
     """
@@ -106,6 +108,11 @@ def gather_table(world: World, phase: str, holdings: Sequence[Holding]) -> Table
     return known
 
 
+def entries_of(known: Table) -> dict[str, TensorEntry]:
+    """The tensors as the catalog of a checkpoint has them."""
+    return {fqn: TensorEntry(entry.dtype, entry.shape) for fqn, entry in known.items()}
+
+
 class _RankTable(NamedTuple):
     """What one rank has."""
 
@@ -115,6 +122,7 @@ class _RankTable(NamedTuple):
 
 def _encoded(holdings: Sequence[Holding]) -> bytes:
     index_of: dict[str, int] = {}
+    # Groups of ranks are few and long: they are sent once, and counted.
     number_of: dict[Ranks | None, int] = {}
     tensors: list[tuple[str, str, Shape, int]] = []
     regions: list[tuple[int, int, Any, Any]] = []
@@ -142,6 +150,7 @@ def _decoded(part: bytes) -> _RankTable:
         [
             (
                 tensors[index][0],
+                # A span is two numbers, a box two lists.
                 Span(a, b) if isinstance(a, int) else Box(tuple(a), tuple(b)),
                 ranks[replicas] or (),
             )
@@ -171,6 +180,7 @@ class Routes:
         sources = self._sources[taker]
         if sources is not None:
             holders = [rank for rank in holders if rank in sources]
+        # Takers are divided evenly among holders, so that no rank sends to all.
         return holders[taker * len(holders) // size] if holders else None
 
     def problem(self, fqn: str) -> str | None:
@@ -179,7 +189,7 @@ class Routes:
         checked = set()
         for taker, sources in self._sources.items():
             group = frozenset(self._entry.regions) if sources is None else sources | {taker}
-            if group in checked:
+            if group in checked:  # most takers have the same sources
                 continue
             checked.add(group)
             problem = _problem(fqn, self._entry, holders, group, taker)

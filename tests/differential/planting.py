@@ -93,9 +93,9 @@ def _loads_another(original: Any) -> Any:
 
 
 def _loads_other_states(original: Any) -> Any:
-    def prepare(target: Any, state_dict: Any, **kwargs: Any) -> Any:
+    def prepare(target: Any, state_dict: Any, request: Any) -> Any:
         states = _swapped(dict(state_dict.get("state", {})))
-        return original(target, {**state_dict, "state": states}, **kwargs)
+        return original(target, {**state_dict, "state": states}, request)
 
     return prepare
 

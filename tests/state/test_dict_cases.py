@@ -365,7 +365,7 @@ def load_optimizer_threads(world: World, taken: Any) -> None:
     module = small(2)
     optimizer = stepped(module, steps=0)
     target = OptimizerTarget(module, [optimizer], world, ranks_of(world), fresh=False)
-    loading = prepare_load(target, taken, strict=True, rank0_only=False, needs_groups=True)
+    loading = prepare_load(target, taken, LoadRequest())
     loading.fill()
     loading.install()
 

@@ -23,7 +23,7 @@ from ckpt.convert.naming import Rename, renamed
 from ckpt.convert.sources.opening import SourceOptions, is_file_name, open_source
 from ckpt.convert.sources.source import CheckpointSource, SourceContents
 from ckpt.convert.sources.torch_file import SUFFIXES
-from ckpt.convert.targets.delivery import Delivered, Delivery, deliver
+from ckpt.convert.targets.delivery import Delivery, deliver
 from ckpt.convert.targets.files import Output, safetensors_files
 from ckpt.convert.targets.nesting import Nested, nested_files
 from ckpt.convert.targets.writing import Progress
@@ -149,8 +149,8 @@ def export(
 
     try:
         chosen, planned = collectively(world, "plan", plan)
-        delivered = deliver(source, planned.files, delivery, progress, open_store)
-        return _report(source, chosen, planned, delivery, delivered)
+        resumed = deliver(source, planned.files, delivery, progress, open_store)
+        return _report(source, chosen, planned, delivery, resumed)
     finally:
         source.close()
 
@@ -160,7 +160,7 @@ def _report(
     chosen: ExportSelection,
     planned: Nested,
     delivery: Delivery,
-    delivered: Delivered,
+    resumed: int,
 ) -> ExportReport:
     folder = url_of(delivery.folder).rstrip("/")
     keys = [file.key for file in planned.files]
@@ -172,7 +172,7 @@ def _report(
         step=source.contents.step,
         left_out=planned.left_out,
         verified=delivery.verify,
-        resumed=delivered.resumed,
+        resumed=resumed,
     )
 
 

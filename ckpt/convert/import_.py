@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from itertools import pairwise
 from typing import Any, NamedTuple, SupportsIndex
 
 import torch.distributed as dist
@@ -42,7 +41,7 @@ from ckpt.format.part import (
 )
 from ckpt.format.rank_files import DataFile, RankContents, rank_files
 from ckpt.layout.dtypes import DTYPES
-from ckpt.layout.memory import aligned_buffer, tensor_over
+from ckpt.layout.memory import aligned_buffer, host_bytes, tensor_over
 from ckpt.layout.region import Region, Span
 from ckpt.loading.checkpoint import open_checkpoint
 from ckpt.process import open_beside, world_of
@@ -154,8 +153,9 @@ def _imported(writing: _Importing, task: SaveTask, *, verify: bool) -> ImportRep
     if verify:
         # By its own directory: what is read is this attempt, whatever else has the same step.
         directory = PrefixStore(task.store, step_prefix(report.step, report.attempt).rstrip("/"))
-        check = _Verifying(writing.source, chosen, directory)
-        collectively(world, "verify", lambda: check.run(world.rank, world.size))
+        share = share_of(chosen.contents.tensors, world.rank, world.size)
+        source = writing.source
+        collectively(world, "verify", lambda: _verify(source, directory, share, chosen.origin))
     return ImportReport(
         step=report.step,
         attempt=report.attempt,
@@ -400,38 +400,33 @@ class _Importing:
 # Verification -------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Verifying:
-    """Reads what was imported back through our own reader, and compares it with the source."""
-
-    source: CheckpointSource
-    chosen: Chosen
-    directory: Store
-
-    def run(self, rank: int, size: int) -> None:
-        """Raise Corrupt naming the tensors of this rank's share that differ."""
-        ours, theirs = aligned_buffer(VERIFY_NBYTES), aligned_buffer(VERIFY_NBYTES)
-        wrong = []
-        with open_checkpoint(self.directory) as checkpoint:
-            for chunk in share_of(self.chosen.contents.tensors, rank, size):
-                assert isinstance(chunk.region, Span)
-                for start, stop in _bands(chunk):
-                    nbytes = (stop - start) * DTYPES[chunk.dtype].itemsize
-                    read_back = checkpoint.read(chunk.fqn, Span(start, stop))
-                    target = tensor_over(ours[:nbytes], read_back.dtype, (stop - start,))
-                    target.copy_(read_back)
-                    expected = tensor_over(theirs[:nbytes], read_back.dtype, (stop - start,))
-                    origin = self.chosen.origin[chunk.fqn]
-                    self.source.fill([ReadRequest(origin, Span(start, stop), expected)])
-                    if crc32c(ours[:nbytes]) != crc32c(theirs[:nbytes]):
-                        wrong.append(chunk.fqn)
-        if wrong:
-            some = ", ".join(sorted(set(wrong))[:10])
-            raise Corrupt(f"{self.directory.url}: differs from {self.source.url}: {some}")
+def _verify(
+    source: CheckpointSource,
+    directory: Store,
+    share: Sequence[StoredChunk],
+    origin: Mapping[str, str],
+) -> None:
+    """Read what was imported back through our own reader, and compare it with the source. Raises
+    Corrupt naming the tensors of `share` that differ; `origin` has the source's names.
+    """
+    theirs = aligned_buffer(VERIFY_NBYTES)
+    wrong = []
+    with open_checkpoint(directory) as checkpoint:
+        for chunk in share:
+            for band in _bands(chunk):
+                ours = checkpoint.read(chunk.fqn, band)
+                here = theirs[: ours.nbytes]
+                expected = tensor_over(here, ours.dtype, (band.numel,))
+                source.fill([ReadRequest(origin[chunk.fqn], band, expected)])
+                if crc32c(host_bytes(ours)) != crc32c(here):
+                    wrong.append(chunk.fqn)
+    if wrong:
+        some = ", ".join(sorted(set(wrong))[:10])
+        raise Corrupt(f"{directory.url}: differs from {source.url}: {some}")
 
 
-def _bands(chunk: StoredChunk) -> Iterator[tuple[int, int]]:
+def _bands(chunk: StoredChunk) -> Iterator[Span]:
     assert isinstance(chunk.region, Span)
     step = VERIFY_NBYTES // DTYPES[chunk.dtype].itemsize
-    edges = [*range(chunk.region.start, chunk.region.stop, step), chunk.region.stop]
-    yield from pairwise(edges)
+    for start in range(chunk.region.start, chunk.region.stop, step):
+        yield Span(start, min(start + step, chunk.region.stop))

@@ -25,7 +25,7 @@ from ckpt.format.manifest_codec import encode_manifest
 from ckpt.format.references import REFERENCES
 from ckpt.layout.even import EvenLayout, even_part
 from ckpt.layout.piece import Kind
-from ckpt.layout.region import Box, Region, Shape, Span, span_of, whole
+from ckpt.layout.region import Box, Region, Shape, span_of, whole
 from ckpt.loading.checkpoint import Checkpoint, LocatedCheckpoint, find_checkpoint
 from ckpt.tools.copy import CopyMeter, CopyReport, report_of_one
 from ckpt.tools.plan import checked_ranks
@@ -216,6 +216,6 @@ def _is_sharded(manifest: Manifest, tensor: int) -> bool:
 def _as_span(part: Region, shape: Shape) -> Region:
     """Runs of the row-major order are stored as spans."""
     span = span_of(part, shape) if isinstance(part, Box) else part
-    if isinstance(span, Span) and span.numel == whole(shape).numel:
+    if span is not None and span.numel == whole(shape).numel:
         return whole(shape)
-    return span if span is not None else part
+    return span or part

@@ -153,5 +153,6 @@ class _HeaderTable:
 
 
 def _chunk(box: Box, shape: Shape, file: str, start: int) -> Chunk:
+    # One outside of its tensor is refused by `check_chunks`, which names it.
     span = span_of(box, shape) if is_inside(box, shape) else None
-    return Chunk(span if span is not None else box, file, start)
+    return Chunk(span or box, file, start)

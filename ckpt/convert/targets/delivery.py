@@ -49,20 +49,15 @@ class Delivery(NamedTuple):
     world: World
 
 
-class Delivered(NamedTuple):
-    """`resumed` files were there already."""
-
-    resumed: int
-
-
 def deliver(
     source: CheckpointSource,
     files: Sequence[PlannedFile],
     delivery: Delivery,
     progress: Progress | None,
     open_store: Callable[..., Store],
-) -> Delivered:
-    """Write all files; collective over the ranks. Raises the same error on all of them.
+) -> int:
+    """Write all files; returns how many were there already. Collective over the ranks, and raises
+    the same error on all of them.
 
     After an error nothing is left of what was written; after a kill, also of one rank, the next
     call continues.
@@ -77,16 +72,13 @@ def deliver(
         try:
             job.write(there, progress)
             if delivery.verify:
-                collectively(
-                    world,
-                    "verify",
-                    lambda: verify_files(source, store, job.mine(set())),
-                )
+                mine = job.mine(set())
+                collectively(world, "verify", lambda: verify_files(source, store, mine))
             job.end(there)
         except BaseException:
             job.undo()
             raise
-        return Delivered(len(there))
+        return len(there)
     finally:
         store.close()
 
@@ -124,9 +116,7 @@ class _Job:
         Raises CheckpointError when there is anything else.
         """
         finished = collectively(self.world, "look at the target", self._look)
-        there = set(
-            json.loads(self.world.broadcast("target", finished if self.is_coordinator else None))
-        )
+        there = set(self._agreed("target", finished))
         if self.is_coordinator:
             self.own |= there
         return there
@@ -204,7 +194,8 @@ class _Job:
                 self.create(file, partial(write_file, writing, file, meter))
             for file in large:
                 count = -(-file.nbytes // self.part_nbytes_of(file))
-                first, stop = (count * edge // self.world.size for edge in self.edges)
+                rank, size = self.world.rank, self.world.size
+                first, stop = (count * edge // size for edge in (rank, rank + 1))
                 token = tokens[file.key]
                 receipts[file.key] = write_share(writing, file, token, (first, stop), meter)
 
@@ -221,11 +212,6 @@ class _Job:
                     self.store.abort_joint(key, token)
             raise
 
-    @property
-    def edges(self) -> tuple[int, int]:
-        """The share of this rank, in parts of the world's size."""
-        return self.world.rank, self.world.rank + 1
-
     def begin_joint(self, there: set[str]) -> dict[str, str]:
         """The tokens of the files that all ranks write together, by key."""
         if self.world.size == 1:
@@ -241,11 +227,12 @@ class _Job:
                     tokens.update({file.key: token} if token else {})
             return json.dumps(tokens).encode()
 
-        encoded = collectively(self.world, "begin", run)
-        agreed: dict[str, str] = json.loads(
-            self.world.broadcast("tokens", encoded if self.is_coordinator else None)
-        )
+        agreed: dict[str, str] = self._agreed("tokens", collectively(self.world, "begin", run))
         return agreed
+
+    def _agreed(self, name: str, encoded: bytes) -> Any:
+        """What the coordinator has encoded as JSON, on all ranks."""
+        return json.loads(self.world.broadcast(name, encoded if self.is_coordinator else None))
 
     def join(
         self,

@@ -159,7 +159,7 @@ def test_sigterm_alone_saves_the_last_step_and_leaves_by_status_0() -> None:
     url = "memory://sigterm-alone"
     with (
         pytest.raises(ckpt.Preempted) as caught,
-        ckpt.Checkpointer(url, state, save=ckpt.OnPreemption(5.0)) as checkpointer,
+        ckpt.Checkpointer(url, state, save=ckpt.OnPreemption(60.0)) as checkpointer,
     ):
         for step in range(1, 100):
             state["step"] = step
@@ -183,19 +183,20 @@ def test_an_order_to_end_that_arrives_twice_is_one() -> None:
         signals.restore()
 
 
-def test_the_model_comes_first_when_time_is_short() -> None:
-    """The optimizer would take a minute, by the assumed speed; the latest checkpoint stays one that
-    has everything.
+def test_the_model_comes_first_when_time_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything would take longer than is left, by the assumed time; the latest checkpoint stays
+    one that has everything.
     """
+    monkeypatch.setattr(preemption, "ASSUMED_SECONDS", 60.0)
     model = nn.Linear(8, 8)
     state = {"net": model, "rest": torch.ones(1000)}
     url = "memory://model-first"
     with (
         pytest.raises(ckpt.Preempted),
-        ckpt.Checkpointer(url, state, save=ckpt.OnPreemption(2.0)) as checkpointer,
+        ckpt.Checkpointer(url, state, save=ckpt.OnPreemption(60.0)) as checkpointer,
     ):
         os.kill(os.getpid(), signal.SIGTERM)
-        checkpointer.step(1)  # nothing was measured: 1 s and half of it more are too long for 2 s
+        checkpointer.step(1)  # nothing was measured: 60 s and half of it more are too long for 60 s
         checkpointer.step(2)
     with ckpt.open(f"{url}/model-first") as first, ckpt.open(url) as whole:
         assert set(first.keys()) == {"net.weight", "net.bias"}

@@ -176,7 +176,10 @@ def _params_of_unit(module: nn.Module, units: set[int]) -> Iterator[tuple[str, n
 def _with_full_precision(
     root: nn.Module, requests: list[WrapRequest], ignored: set[nn.Module], kwargs: dict[str, Any]
 ) -> list[WrapRequest]:
-    """Make units of the modules that mixed precision must leave alone, computing as they are."""
+    """Make units of the modules that mixed precision must leave alone, computing as they are.
+
+    Ignored modules become none, but compute as they are too: their parameters are not cast.
+    """
     classes = _apart(kwargs)
     if not classes:
         return requests
@@ -185,9 +188,11 @@ def _with_full_precision(
     used: set[str] = set()
     for name, module in root.named_modules():
         request = by_module.get(id(module))
-        if isinstance(module, classes) and module is not root and module not in ignored:
-            used.add(type(module).__name__)
+        is_apart = isinstance(module, classes) and module is not root
+        if is_apart:
             _cast_around(module)
+        if is_apart and module not in ignored:
+            used.add(type(module).__name__)
             own = {**(request.kwargs if request else kwargs), "mixed_precision": MixedPrecision()}
             all_requests.append(WrapRequest(name, module, own))
         elif request is not None:

@@ -170,7 +170,7 @@ LISTED: Sequence[Listed] = (
     ),
     Listed(
         "a wrapped model that is converted to another dtype",
-        "torch gathers into memory of the dtype it had",
+        "torch gathers into, or without sharding computes with, memory of the dtype it had",
         matches=lambda draw, op, differing: (
             draw.face == "flat"
             and dtype_at(draw, op) != draw.dtype

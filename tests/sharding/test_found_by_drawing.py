@@ -202,6 +202,26 @@ def policies_by_size_leave_out_norms_that_become_units_themselves() -> None:
             assert counts[0] != counts[1], counts
 
 
+def ignored_norms_over_the_batch_compute_in_their_own_dtype() -> None:
+    policy = functools.partial(size_based_auto_wrap_policy, min_num_params=1)
+    seen = []
+    for name in BOTH:
+        norm = nn.BatchNorm1d(WIDTH)
+        dtypes: list[torch.dtype] = []
+        model = engine(name)(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), norm, nn.Linear(WIDTH, WIDTH)),
+            auto_wrap_policy=policy,
+            ignored_modules=[norm],
+            mixed_precision=MixedPrecision(param_dtype=BF16),
+        )
+        # Behind the hooks that cast; what the next module gets is cast back.
+        norm.register_forward_pre_hook(lambda _, args, to=dtypes: to.append(args[0].dtype))
+        norm.register_forward_hook(lambda _, args, out, to=dtypes: to.append(out.dtype))
+        model(torch.ones(3, WIDTH))
+        seen.append(dtypes)
+    assert seen[0] == seen[1] == [torch.float32, BF16], seen
+
+
 def names_are_bare_in_summon_under_a_root_without_parameters() -> None:
     for orig in (False, True):
         names = []
@@ -342,6 +362,7 @@ test_on_two_ranks = claims(
         dicts_without_norm_counters_load_as_norms_load_them,
         optimizers_find_their_parameters_after_a_backward_in_no_sync,
         policies_by_size_leave_out_norms_that_become_units_themselves,
+        ignored_norms_over_the_batch_compute_in_their_own_dtype,
         names_are_bare_in_summon_under_a_root_without_parameters,
         a_root_without_parameters_may_be_summoned_with_offload_under_no_sharding,
         state_dicts_cast_back_only_buffers_that_mixed_precision_casts,

@@ -5,6 +5,8 @@ INSTALLED ?= $(VENV)/.installed
 BIN := $(VENV)/bin
 URL ?=
 PYTEST_ARGS ?=
+# For test-gpu: cuda, xpu, ...; empty for the accelerator of this machine.
+DEVICE ?=
 # Tests wait for ranks, stores and disks about half of their time: two files at once fit two cores.
 WORKERS ?= 2
 CEPH ?= $(CURDIR)/.ceph
@@ -16,7 +18,7 @@ SHELL := /bin/bash
 # The tests and the demo run several ranks on few cores: more threads per rank only slow them down.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test quick soak mutants bench check format test-ceph examples docs dist clean
+.PHONY: help demo test quick soak test-gpu mutants bench check format test-ceph examples docs dist clean
 .DEFAULT_GOAL := help
 
 help:
@@ -24,6 +26,7 @@ help:
 	@echo "                 make demo URL=s3://bucket/prefix runs it against S3"
 	@echo "make test        all tests          make quick   those without processes and servers"
 	@echo "make soak        full counts        make bench   benchmarks"
+	@echo "make test-gpu    the tests of a device, on this machine's; DEVICE=cpu runs them without one"
 	@echo "make mutants     mutation testing: a sample of small wrong changes, and those that no test sees"
 	@echo "make check       ruff, ruff format, mypy --strict"
 	@echo "make test-ceph   the S3 tests against a real Ceph RADOS gateway (installs Debian packages)"
@@ -53,6 +56,9 @@ quick: $(INSTALLED)
 
 soak: $(INSTALLED)
 	$(BIN)/python -m pytest --soak --timeout=7200 -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
+
+test-gpu: $(INSTALLED)
+	$(BIN)/python -m tests.gpu $(if $(DEVICE),--device $(DEVICE)) $(PYTEST_ARGS)
 
 mutants: $(INSTALLED)
 	$(BIN)/python -m tests.mutation $(ROOMS) --count $(MUTANTS)

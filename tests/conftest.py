@@ -41,6 +41,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--soak", action="store_true", help="full counts, and tests marked soak")
     group.addoption("--seed", help="a number; the printed seed of a failed run repeats it")
     group.addoption(
+        "--device",
+        metavar="TYPE",
+        help="where tests marked gpu run: cuda, xpu, ...; cpu runs what can be run without a "
+        "device; by default this machine's accelerator",
+    )
+    group.addoption(
         "--ceph", metavar="URL", help="endpoint of a Ceph RADOS gateway to test against"
     )
 
@@ -62,12 +68,33 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     skipped = {
         "soak": (config.getoption("soak"), "full counts; run with --soak"),
         "ceph": (config.getoption("ceph"), "needs a Ceph gateway; run `make test-ceph`"),
-        "gpu": (torch.cuda.is_available(), "needs a CUDA device"),
+        "gpu": (accelerator_of(config), "needs an accelerator; --device cpu runs it without"),
     }
     for item in items:
         for marker, (wanted, reason) in skipped.items():
             if item.get_closest_marker(marker) and not wanted:
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def accelerator_of(config: pytest.Config) -> str:
+    """Where tests marked gpu run, as torch names it; empty for nowhere."""
+    chosen = config.getoption("device")
+    if chosen is not None:
+        return str(chosen)
+    own = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return "" if own is None else own.type
+
+
+@pytest.fixture
+def accelerator(pytestconfig: pytest.Config) -> str:
+    """Where tests marked gpu run."""
+    return accelerator_of(pytestconfig)
+
+
+@pytest.fixture(params=["cpu", pytest.param("accelerator", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest, accelerator: str) -> str:
+    """The CPU, and the accelerator for `make test-gpu`: the same test on both."""
+    return "cpu" if request.param == "cpu" else accelerator
 
 
 @pytest.fixture(scope="session")

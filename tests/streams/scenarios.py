@@ -18,8 +18,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy
 from torch.utils.checkpoint import checkpoint
 
-from tests.streams.device import NAME, Stream, using
-from tests.streams.training import SURFACES, WIDTH, Block, Net, Run, batch
+from tests.streams.training import SURFACES, WIDTH, Block, Net, Run
 
 __all__ = ["SCENARIOS", "Scenario"]
 
@@ -39,20 +38,26 @@ class Scenario(NamedTuple):
     surfaces: tuple[str, ...]
     torchs: tuple[str, ...]
     world: int
+    ranks_min: int
+    """How many real ranks it takes at least; a world of one rank takes no other number."""
 
 
 SCENARIOS: dict[str, Scenario] = {}
 
 
 def scenario(
-    surfaces: tuple[str, ...] = SURFACES, *, torchs: tuple[str, ...] | None = None, world: int = 8
+    surfaces: tuple[str, ...] = SURFACES,
+    *,
+    torchs: tuple[str, ...] | None = None,
+    world: int = 8,
+    ranks_min: int = 1,
 ) -> Callable[[Callable[[Run], None]], Callable[[Run], None]]:
     """Put a function into the table."""
 
     def add(body: Callable[[Run], None]) -> Callable[[Run], None]:
         name = body.__name__
         controls = tuple(one for one in FULLY if one in surfaces) if torchs is None else torchs
-        SCENARIOS[name] = Scenario(name, body, surfaces, controls, world)
+        SCENARIOS[name] = Scenario(name, body, surfaces, controls, world, ranks_min)
         return body
 
     return add
@@ -93,7 +98,7 @@ def tied_parameters(run: Run) -> None:
     model = run.net()
     model.blocks[0].down.weight = nn.Parameter(model.blocks[0].up.weight.detach().t().contiguous())
     tied = model.blocks[0]
-    tied.again = nn.Linear(WIDTH, 23, device=NAME)
+    tied.again = run.net(nn.Linear, WIDTH, 23)
     tied.again.weight = tied.up.weight
     run.train(run.wrap(model))
 
@@ -143,12 +148,12 @@ def freed_after_forward(run: Run) -> None:
     run.train(run.wrap(run.net(), reshard_after_forward=True))
 
 
-@scenario(FULLY)
+@scenario(FULLY, ranks_min=4)
 def smaller_shards_after_forward(run: Run) -> None:
     run.train(run.wrap(run.net(), reshard_after_forward=2), steps=3)
 
 
-@scenario(FULLY)
+@scenario(FULLY, ranks_min=4)
 def smaller_shards_of_a_module_called_twice(run: Run) -> None:
     run.train(run.wrap(run.net(Twice, blocks=2), reshard_after_forward=2))
 
@@ -159,8 +164,8 @@ def cut_along_another_dim(run: Run) -> None:
 
     model = run.net()
     for block in model.blocks:
-        block.up = nn.Linear(WIDTH, 24, device=NAME)
-        block.down = nn.Linear(24, WIDTH, device=NAME)
+        block.up = run.net(nn.Linear, WIDTH, 24)
+        block.down = run.net(nn.Linear, 24, WIDTH)
     run.train(
         run.wrap(
             model,
@@ -187,8 +192,8 @@ def low_precision_and_accumulation_over_an_axis(run: Run) -> None:
     model = run.wrap(run.net(), mesh=(2, 4), low=(BF16, BF16, None))
     optimizer = run.sgd(model)
     for _ in range(2):
-        model(batch()).sum().backward()
-        model(batch()).sum().backward()
+        model(run.batch()).sum().backward()
+        model(run.batch()).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -207,11 +212,12 @@ def low_precision_reductions(run: Run) -> None:
 def low_precision_gradients_kept(run: Run) -> None:
     from torch.distributed.fsdp import MixedPrecision
 
+    run.dtypes.add(BF16)
     precision = MixedPrecision(BF16, BF16, keep_low_precision_grads=True)
     model = run.wrap(run.net(), mixed_precision=precision)
     for _ in range(2):
-        model(batch()).sum().backward()
-        model(batch()).sum().backward()
+        model(run.batch()).sum().backward()
+        model(run.batch()).sum().backward()
         model.zero_grad()
 
 
@@ -230,8 +236,8 @@ def offload_with_accumulation(run: Run) -> None:
     model = run.wrap(run.net(), offload=True)
     optimizer = run.sgd(model)
     for _ in range(2):
-        model(batch()).sum().backward()
-        model(batch()).sum().backward()
+        model(run.batch()).sum().backward()
+        model(run.batch()).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -250,7 +256,7 @@ def offload_and_evaluation(run: Run) -> None:
     model = run.wrap(run.net(), offload=True)
     for _ in range(2):
         with torch.no_grad():
-            model(batch())
+            model(run.batch())
             for param in model.parameters():
                 param.mul_(0.5)  # by the host
         run.train(model, steps=1)
@@ -265,7 +271,7 @@ def accumulation(run: Run) -> None:
     optimizer = run.sgd(model)
     for _ in range(2):
         for _ in range(3):
-            model(batch()).sum().backward()
+            model(run.batch()).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -285,9 +291,9 @@ def accumulation_without_reduction(run: Run) -> None:
     optimizer = run.sgd(model)
     for _ in range(2):
         with _without_reduction(run, model):
-            model(batch()).sum().backward()
-            model(batch()).sum().backward()
-        model(batch()).sum().backward()
+            model(run.batch()).sum().backward()
+            model(run.batch()).sum().backward()
+        model(run.batch()).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -308,9 +314,9 @@ def accumulation_before_a_backward_that_misses_units(run: Run) -> None:
     optimizer = run.sgd(model)
     for _ in range(2):
         with _without_reduction(run, model):
-            model(batch()).sum().backward()
+            model(run.batch()).sum().backward()
         bare.skips = True
-        model(batch()).sum().backward()
+        model(run.batch()).sum().backward()
         bare.skips = False
         optimizer.step()
         optimizer.zero_grad()
@@ -322,9 +328,9 @@ def sums_that_wait_for_the_replicas(run: Run) -> None:
     optimizer = run.sgd(model)
     for _ in range(2):
         model.set_requires_all_reduce(False)
-        model(batch()).sum().backward()
+        model(run.batch()).sum().backward()
         model.set_requires_all_reduce(True)
-        model(batch()).sum().backward()
+        model(run.batch()).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -342,16 +348,16 @@ def sums_reduced_by_a_backward_that_misses_the_unit(run: Run) -> None:
     bare.last.requires_grad_(False)
     model = run.wrap(bare, mesh=(2, 4))
     for _ in range(2):
-        model(batch()).sum().backward()
+        model(run.batch()).sum().backward()
         model.set_requires_all_reduce(False)
-        model(batch()).sum().backward()
+        model(run.batch()).sum().backward()
         model.set_requires_all_reduce(True)
         with torch.no_grad():
             for param in model.parameters():
                 if param.grad is not None:
                     param.grad.mul_(0.5)
         bare.skips = True
-        model(batch().requires_grad_()).sum().backward()  # nothing else is reduced
+        model(run.batch().requires_grad_()).sum().backward()  # nothing else is reduced
         bare.skips = False
 
 
@@ -370,9 +376,9 @@ def several_backwards_before_reductions_are_waited_for(run: Run) -> None:
     optimizer = run.sgd(model)
     for _ in range(2):
         model.set_is_last_backward(False)
-        model(batch()).sum().backward()
+        model(run.batch()).sum().backward()
         model.set_is_last_backward(True)
-        model(batch()).sum().backward()
+        model(run.batch()).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -393,7 +399,7 @@ def clipping(run: Run) -> None:
     model = run.wrap(run.net())
     optimizer = run.sgd(model)
     for _ in range(2):
-        model(batch()).sum().backward()
+        model(run.batch()).sum().backward()
         if run.is_flat:
             model.clip_grad_norm_(1.0)
         else:
@@ -407,7 +413,7 @@ def clipping_with_offload(run: Run) -> None:
     model = run.wrap(run.net(), offload=True)
     optimizer = run.sgd(model)
     for _ in range(2):
-        model(batch()).sum().backward()
+        model(run.batch()).sum().backward()
         if run.is_flat:
             model.clip_grad_norm_(1.0)
         optimizer.step()
@@ -426,13 +432,14 @@ def the_optimizer_in_the_backward(run: Run) -> None:
     for param in model.parameters():
         param.register_post_accumulate_grad_hook(step)
     for _ in range(3):
-        model(batch()).sum().backward()
+        model(run.batch()).sum().backward()
 
 
 @scenario(FLAT)
 def comm_hooks(run: Run) -> None:
     from torch.distributed.algorithms._comm_hooks import default_hooks
 
+    run.dtypes.add(BF16)
     for strategy in ("FULL_SHARD", "NO_SHARD"):
         model = run.wrap(run.net(), sharding_strategy=ShardingStrategy[strategy])
         state = default_hooks.LowPrecisionState(torch.distributed.group.WORLD)
@@ -570,14 +577,14 @@ def a_unit_alone(run: Run) -> None:
     for _ in range(2):
         run.train(model, steps=1)
         with torch.no_grad():
-            model.blocks[0](torch.ones(4, WIDTH, device=NAME))
+            model.blocks[0](run.batch(4, WIDTH))
 
 
 @scenario(torchs=())
 def values_written_between_forward_and_backward(run: Run) -> None:
     model = run.wrap(run.net())
     for _ in range(2):
-        loss = model(batch()).sum()
+        loss = model(run.batch()).sum()
         with torch.no_grad():
             for param in model.blocks.parameters():  # the root's are still gathered
                 param.mul_(0.5)
@@ -586,6 +593,8 @@ def values_written_between_forward_and_backward(run: Run) -> None:
 
 @scenario(FULLY, torchs=())
 def what_an_extension_makes(run: Run) -> None:
+    run.dtypes.add(BF16)
+
     def before(mesh: Any) -> Any:
         return (local.to(BF16),), None
 
@@ -597,8 +606,8 @@ def what_an_extension_makes(run: Run) -> None:
         return None
 
     model = run.net()
-    model.blocks[0].up = nn.Linear(WIDTH, 24, device=NAME)
-    model.blocks[0].down = nn.Linear(24, WIDTH, device=NAME)
+    model.blocks[0].up = run.net(nn.Linear, WIDTH, 24)
+    model.blocks[0].down = run.net(nn.Linear, 24, WIDTH)
     model = run.wrap(model)
     local: Any = model.blocks[0].up.weight._local_tensor
     local.fsdp_pre_all_gather, local.fsdp_post_all_gather = before, after
@@ -624,7 +633,7 @@ def kept_after_backward(run: Run) -> None:
     optimizer = run.sgd(model)
     for _ in range(2):
         model.set_reshard_after_backward(False)
-        model(batch()).sum().backward()
+        model(run.batch()).sum().backward()
         model.set_reshard_after_backward(True)
         run.train(model, steps=1, optimizer=optimizer)
 
@@ -635,7 +644,7 @@ def full_parameters_summoned(run: Run) -> None:
     model = run.wrap(run.net())
     optimizer = run.sgd(model)
     for writeback in (True, False):
-        model(batch()).sum().backward()
+        model(run.batch()).sum().backward()
         optimizer.step()
         with kind.summon_full_params(model, writeback=writeback), torch.no_grad():
             for param in model.parameters():
@@ -650,7 +659,7 @@ def full_gradients_summoned(run: Run) -> None:
     model = run.wrap(run.net())
     optimizer = run.sgd(model)
     for _ in range(2):
-        model(batch()).sum().backward()
+        model(run.batch()).sum().backward()
         with kind.summon_full_params(model, with_grads=True), torch.no_grad():
             for param in model.parameters():
                 param.grad.mul_(0.5)
@@ -693,7 +702,7 @@ def two_roots(run: Run) -> None:
     optimizers = [run.sgd(model) for model in models]
     for _ in range(2):
         for model in models:
-            model(batch()).sum().backward()
+            model(run.batch()).sum().backward()
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -702,9 +711,9 @@ def two_roots(run: Run) -> None:
 @scenario()
 def everything_on_a_stream_of_the_user(run: Run) -> None:
     model = run.wrap(run.net())
-    side = Stream(name="the user's stream")
-    side.wait_stream(using().current())
-    with side:
+    side = run.side_stream()
+    side.wait_stream(run.current_stream())
+    with run.on(side):
         run.train(model, steps=3)
 
 
@@ -712,13 +721,13 @@ def everything_on_a_stream_of_the_user(run: Run) -> None:
 def a_step_on_a_side_stream(run: Run) -> None:
     model = run.wrap(run.net())
     optimizer = run.sgd(model)
-    side = Stream(name="the user's stream")
+    side = run.side_stream()
     for _ in range(3):
-        model(batch()).sum().backward()
-        side.wait_stream(using().current())
-        with side:
+        model(run.batch()).sum().backward()
+        side.wait_stream(run.current_stream())
+        with run.on(side):
             optimizer.step()
-        using().current().wait_stream(side)
+        run.current_stream().wait_stream(side)
         optimizer.zero_grad()
 
 
@@ -727,11 +736,11 @@ def gathers_wait_for_the_step_alone(run: Run) -> None:
     for zeroes in (False, True):
         model = run.wrap(run.net())
         optimizer = run.sgd(model)
-        side = Stream(name="the user's stream")
+        side = run.side_stream()
         for _ in range(3):
-            model(batch()).sum().backward()
-            side.wait_stream(using().current())
-            with side:
+            model(run.batch()).sum().backward()
+            side.wait_stream(run.current_stream())
+            with run.on(side):
                 optimizer.step()
             model.set_post_optim_event(side.record_event())
             if zeroes:
@@ -744,8 +753,8 @@ def evaluation_then_training(run: Run) -> None:
     optimizer = run.sgd(model)
     for _ in range(2):
         with torch.no_grad():
-            model(batch())
-            model(batch())
+            model(run.batch())
+            model(run.batch())
         run.train(model, steps=1, optimizer=optimizer)
 
 
@@ -757,7 +766,7 @@ def a_forward_that_raises(run: Run) -> None:
     for _ in range(2):
         handle = block.register_forward_pre_hook(_fail)
         with contextlib.suppress(ValueError):
-            model(batch()).sum().backward()
+            model(run.batch()).sum().backward()
         handle.remove()
         run.train(model, steps=1, optimizer=optimizer)
 
@@ -772,10 +781,11 @@ class ByTheHost(Net):
     raises = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        home = x.device
         x = self.blocks[0](self.first(x)).to("cpu")
         if self.raises:
             x.register_hook(_fail)  # type: ignore[no-untyped-call]
-        return self.last(self.blocks[1](x.to(NAME)))
+        return self.last(self.blocks[1](x.to(home)))
 
 
 def _fail(*args: Any) -> None:
@@ -790,7 +800,7 @@ def a_backward_that_raises(run: Run) -> None:
     for _ in range(2):
         bare.raises = True
         with contextlib.suppress(ValueError):
-            model(batch()).sum().backward()
+            model(run.batch()).sum().backward()
         bare.raises = False
         if not run.is_flat:
             model.reset_iter_state()
@@ -824,7 +834,7 @@ def losses_looked_at(run: Run) -> None:
     model = run.wrap(run.net())
     optimizer = run.sgd(model)
     for _ in range(2):
-        loss = model(batch()).sum()
+        loss = model(run.batch()).sum()
         loss.backward()
         loss.item()
         optimizer.step()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,9 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._python_dispatch import _disable_current_modes
 
 import sharding
-from tests.streams.device import NAME
+from tests.streams.device import NAME, Stream, using
 
-__all__ = ["SURFACES", "Block", "Net", "Run", "batch"]
+__all__ = ["SURFACES", "Block", "Net", "Run"]
 
 SURFACES = ("fully", "flat", "orig")
 """`fully_shard`; the wrapper with flat parameters; the wrapper with original ones."""
@@ -46,12 +47,7 @@ class Net(nn.Module):
         x = self.first(x)
         for block in self.blocks:
             x = block(x)
-        return self.last(x * self.scale)
-
-
-def batch(rows: int = 4) -> torch.Tensor:
-    """Inputs in the device's memory."""
-    return torch.ones(rows, 6, device=NAME)
+        return self.last((x * self.scale).to(x.dtype))  # a buffer may be of a wider dtype
 
 
 @dataclass
@@ -61,6 +57,8 @@ class Run:
     who: str
     surface: str
     models: list[Any] = field(default_factory=list)
+    dtypes: set[torch.dtype] = field(default_factory=lambda: {torch.float32})
+    """What it computes in."""
 
     @property
     def module(self) -> Any:
@@ -72,16 +70,38 @@ class Run:
         """Whether it is the wrapper."""
         return self.surface != "fully"
 
-    def net(self, kind: type[nn.Module] = Net, **kwargs: Any) -> Any:
+    @property
+    def device(self) -> torch.device:
+        """Where it trains."""
+        return torch.device(NAME, 0)
+
+    def net(self, kind: type[nn.Module] = Net, *args: Any, **kwargs: Any) -> Any:
         """A model in the device's memory."""
         with torch.device(NAME):
-            return kind(**kwargs)
+            return kind(*args, **kwargs)
+
+    def batch(self, rows: int = 4, width: int = 6) -> torch.Tensor:
+        """Inputs in the device's memory."""
+        return torch.ones(rows, width, device=NAME)
 
     def mesh(self, *shape: int) -> DeviceMesh:
         """A mesh; its own tensors are real."""
         names = ("replicate", "shard")[-len(shape) :]
         with _disable_current_modes(), torch.device("cpu"):
             return init_device_mesh(NAME, shape, mesh_dim_names=names)
+
+    def side_stream(self) -> Any:
+        """A stream that the user makes."""
+        return Stream(name="the user's stream")
+
+    def current_stream(self) -> Any:
+        """The stream that the user's work goes to."""
+        return using().current()
+
+    def on(self, stream: Any) -> AbstractContextManager[Any]:
+        """The user's work inside goes to that stream."""
+        context: AbstractContextManager[Any] = stream
+        return context
 
     def wrap(
         self,
@@ -98,6 +118,7 @@ class Run:
         """
         inner = [f"blocks.{n}" for n in range(len(model.blocks))] if inner is None else list(inner)
         made = self.mesh(*mesh)
+        self.dtypes.update(dtype for dtype in low or () if dtype is not None)
         if self.is_flat:
             wrapped = self._wrap_flat(model, inner, made, low, offload, own)
         else:
@@ -125,7 +146,7 @@ class Run:
     ) -> Any:
         options: dict[str, Any] = {
             "device_mesh": mesh,
-            "device_id": torch.device(NAME, 0),
+            "device_id": self.device,
             "use_orig_params": self.surface == "orig",
             "cpu_offload": torch_fsdp.CPUOffload(offload),
             **own,
@@ -158,6 +179,6 @@ class Run:
         """Whole steps."""
         optimizer = self.sgd(model) if optimizer is None else optimizer
         for _ in range(steps):
-            model(batch()).sum().backward()
+            model(self.batch()).sum().backward()
             optimizer.step()
             optimizer.zero_grad()

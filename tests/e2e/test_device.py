@@ -1,6 +1,7 @@
-"""Tensors on a GPU: saved and loaded bit for bit, alone and under NCCL.
+"""Tensors on a device: saved and loaded bit for bit, alone and under the device's own collectives.
 
-Method: one process with one device; a default NCCL group of one rank. Skipped without CUDA.
+Method: one process with one device; a default group of one rank (NCCL on CUDA). All of it runs on
+the CPU too, which says that the tests are right.
 """
 
 from __future__ import annotations
@@ -17,8 +18,6 @@ from torch.distributed.fsdp import fully_shard
 
 import ckpt
 from tests.ranks import run_ranks
-
-pytestmark = pytest.mark.gpu
 
 
 def _training(seed: int, device: str) -> dict[str, Any]:
@@ -46,9 +45,10 @@ def _same(a: dict[str, Any], b: dict[str, Any]) -> None:
         assert torch.equal(x.cpu(), y.cpu())
 
 
-@pytest.mark.parametrize("loaded", ["cuda", "cpu"])
-@pytest.mark.parametrize("saved", ["cuda", "cpu"])
-def test_a_state_moves_between_devices(tmp_path: Path, saved: str, loaded: str) -> None:
+@pytest.mark.parametrize("way", ["out", "back", "stays"])
+def test_a_state_moves_between_devices(tmp_path: Path, way: str, device: str) -> None:
+    saved = "cpu" if way == "out" else device
+    loaded = "cpu" if way == "back" else device
     state, other = _training(1, saved), _training(2, loaded)
     ckpt.save(state, str(tmp_path), step=1)
     ckpt.load(other, str(tmp_path))
@@ -56,10 +56,10 @@ def test_a_state_moves_between_devices(tmp_path: Path, saved: str, loaded: str) 
     assert {p.device.type for p in other["model"].parameters()} == {loaded}
 
 
-def test_tensors_larger_than_any_staging_buffer(tmp_path: Path) -> None:
+def test_tensors_larger_than_any_staging_buffer(tmp_path: Path, device: str) -> None:
     """Pieces of many blocks, contiguous and not, written while the device continues to work."""
     torch.manual_seed(0)
-    base = torch.randn(6000, 5003, device="cuda")  # 114 MiB, no multiple of a block
+    base = torch.randn(6000, 5003, device=device)  # 114 MiB, no multiple of a block
     state = {"whole": base, "turned": base.t(), "half": base.half()[:, 1:4000]}
     ckpt.save(state, str(tmp_path), step=1)
     other = {key: torch.zeros_like(tensor) for key, tensor in state.items()}
@@ -68,11 +68,12 @@ def test_tensors_larger_than_any_staging_buffer(tmp_path: Path) -> None:
         assert torch.equal(other[key], tensor), key
 
 
-def test_writes_see_what_the_device_had_queued(tmp_path: Path) -> None:
+def test_writes_see_what_the_device_had_queued(tmp_path: Path, device: str) -> None:
     """A save right after an asynchronous kernel stores its result; so for another stream."""
-    stream = torch.cuda.Stream()
-    tensor = torch.zeros(1 << 22, device="cuda")
-    with torch.cuda.stream(stream):
+    module = torch.get_device_module(device)
+    stream = module.Stream()
+    tensor = torch.zeros(1 << 22, device=device)
+    with module.stream(stream):
         for _ in range(200):
             tensor += 1
         ckpt.save({"t": tensor}, str(tmp_path), step=1)
@@ -83,16 +84,17 @@ def test_writes_see_what_the_device_had_queued(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("host_bytes_max", [None, 32 << 20])
 def test_a_save_in_the_background_stores_the_state_of_the_call(
-    tmp_path: Path, host_bytes_max: int | None
+    tmp_path: Path, host_bytes_max: int | None, device: str
 ) -> None:
     """Training continues at once; copies go over a side stream into pinned memory."""
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(2000, 2000), nn.BatchNorm1d(2000), nn.Linear(2000, 2000)).cuda()
+    net = nn.Sequential(nn.Linear(2000, 2000), nn.BatchNorm1d(2000), nn.Linear(2000, 2000))
+    net.to(device)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, fused=True)
     state = {"model": net, "optim": optimizer}
 
     def train() -> None:
-        net(torch.randn(64, 2000, device="cuda")).square().mean().backward()
+        net(torch.randn(64, 2000, device=device)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -110,16 +112,17 @@ def test_a_save_in_the_background_stores_the_state_of_the_call(
                 assert torch.equal(checkpoint[f"optim.state.0.weight.{key}"], value.cpu()), key
 
 
-def _nccl(base: str) -> None:
-    torch.cuda.set_device(0)
-    dist.init_process_group("nccl", init_method=f"file://{base}/meet", rank=0, world_size=1)
+def _own_backend(base: str, device: str) -> None:
+    torch.get_device_module(device).set_device(0)
+    backend = dist.get_default_backend_for_device(device)
+    dist.init_process_group(backend, init_method=f"file://{base}/meet", rank=0, world_size=1)
     states = []
     for seed in (1, 2):
         torch.manual_seed(seed)
-        net = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3)).cuda()
-        fully_shard(net, mesh=init_device_mesh("cuda", (1,)))
+        net = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3)).to(device)
+        fully_shard(net, mesh=init_device_mesh(device, (1,)))
         optimizer = torch.optim.AdamW(net.parameters(), lr=0.1 * seed)
-        net(torch.randn(2, 7, device="cuda")).sum().backward()
+        net(torch.randn(2, 7, device=device)).sum().backward()
         optimizer.step()
         states.append({"model": net, "optim": optimizer})
     ckpt.save(states[0], f"{base}/run", step=1)
@@ -136,5 +139,5 @@ def _nccl(base: str) -> None:
 
 
 @pytest.mark.ranks
-def test_a_default_group_of_nccl(tmp_path: Path) -> None:
-    run_ranks(1, _nccl, str(tmp_path), group=False)
+def test_a_default_group_of_the_devices_own_backend(tmp_path: Path, device: str) -> None:
+    run_ranks(1, _own_backend, str(tmp_path), device, group=False)

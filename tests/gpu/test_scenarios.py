@@ -1,0 +1,126 @@
+"""A training on a device gives the CPU's result: all scenarios of `tests/streams`, both surfaces.
+
+Method: the same ranks train on the CPU and on the device, with the same values, and compare shards,
+outputs and gradients. Ranks are one by itself (NCCL or what the device has), four that share one
+device (gloo), and one per device where there are several. The default run has a sample of all that
+with the CPU as the device, which has to give the same bits.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from tests.conftest import Scale
+from tests.gpu.real import Result, compared, differences
+from tests.gpu.setups import SETUPS, Setup, run, why_not
+from tests.streams.scenarios import SCENARIOS
+
+CONTROLS = ("plain", "repeated_over_an_axis", "low_precision_parameters")
+
+
+def cases() -> Iterator[Any]:
+    for kind in SETUPS:
+        for name, scenario in SCENARIOS.items():
+            if fits(name, 1 if kind == "one" else 4):
+                yield pytest.param(kind, "ours", name, scenario.surfaces, id=f"{kind}-{name}")
+    for name in CONTROLS:
+        torchs = SCENARIOS[name].torchs
+        yield pytest.param("one", "torch", name, torchs, id=f"one-{name}-torchs")
+
+
+def fits(name: str, ranks: int) -> bool:
+    scenario = SCENARIOS[name]
+    return ranks >= scenario.ranks_min and (scenario.world > 1 or ranks == 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.ranks
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("kind", "who", "name", "surfaces"), list(cases()))
+def test_a_scenario_gives_the_cpus_result(
+    kind: str, who: str, name: str, surfaces: tuple[str, ...], accelerator: str
+) -> None:
+    setup = SETUPS[kind](accelerator)
+    why = why_not(setup)
+    if not why and not fits(name, setup.ranks):
+        why = f"needs {SCENARIOS[name].ranks_min} devices"
+    if why:
+        pytest.skip(why)
+    check(run(setup, compared, who, surfaces, name, accelerator, timeout_seconds=400))
+
+
+def check(problems: list[list[str]]) -> None:
+    texts = [f"rank {rank}, {text}" for rank, mine in enumerate(problems) for text in mine]
+    assert not texts, "\n".join(texts)
+
+
+def several_compared(runs: Sequence[tuple[str, str, str]], device: str) -> list[str]:
+    return [
+        f"{name}, {text}"
+        for who, surface, name in runs
+        for text in compared(who, (surface,), name, device)
+    ]
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("ranks", "sample"), [(1, 8), (4, 2)])
+def test_on_the_cpu_the_same_code_gives_the_same_bits(
+    ranks: int, sample: int, scale: Scale, rng: random.Random
+) -> None:
+    everything = [
+        ("ours", surface, name)
+        for name, scenario in SCENARIOS.items()
+        if fits(name, ranks)
+        for surface in scenario.surfaces
+    ]
+    chosen = rng.sample(everything, scale.count(sample, len(everything)))
+    chosen.append(("torch", "fully", "plain"))
+    setup = Setup("one" if ranks == 1 else "sharing", "cpu", ranks, ranks > 1)
+    check(run(setup, several_compared, chosen, "cpu", timeout_seconds=800))
+
+
+def result(**changed: Any) -> Result:
+    final: dict[str, Any] = {"w": torch.tensor([1.0, 2.0]), "g": torch.tensor([1.0]), "n": None}
+    return Result({}, {}, {**final, **changed}, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"w": torch.tensor([1.0, 2.001])}, "w: differs by"),
+        ({"w": torch.tensor([1.0, torch.nan])}, "w: differs by nan"),
+        ({"g": None}, "g: is missing"),
+        ({"n": torch.ones(1)}, "n: is there"),
+        ({"w": torch.tensor([1.0, 2.0, 3.0])}, "w: torch.float32"),
+        ({"w": torch.tensor([1.0, 2.0]).bfloat16()}, "w: torch.bfloat16"),
+        ({"more": None}, "['more'] are on one side only"),
+    ],
+)
+def test_what_differs_is_named(changed: dict[str, Any], said: str) -> None:
+    (text,) = differences(result(**changed), result(), exact=False)
+    assert text.startswith(said), text
+
+
+def test_roundings_are_allowed_where_a_device_computes_and_not_where_it_copies() -> None:
+    rounded = {"w": torch.tensor([1.0, 2.00001])}
+    assert not differences(result(**rounded), result(), exact=False)
+    assert differences(result(**rounded), result(), exact=True)
+    wrapped, other = (one._replace(wrapped=one.final) for one in (result(**rounded), result()))
+    assert len(differences(wrapped, other, exact=False)) == 1
+
+
+def test_values_that_are_not_finite_show_nothing() -> None:
+    bad = result(w=torch.tensor([1.0, torch.inf]))
+    (text,) = differences(bad, bad, exact=True)
+    assert "not finite" in text
+
+
+def test_several_devices_are_asked_for_where_there_are_not() -> None:
+    assert "needs 2 devices" in why_not(SETUPS["several"]("cpu"))
+    assert not why_not(SETUPS["one"]("cpu")) and not why_not(SETUPS["sharing"]("cpu"))

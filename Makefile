@@ -5,8 +5,9 @@ INSTALLED ?= $(VENV)/.installed
 BIN := $(VENV)/bin
 URL ?=
 PYTEST_ARGS ?=
-# For test-gpu: cuda, xpu, ...; empty for the accelerator of this machine.
+# For test-gpu and bench-gpu: cuda, xpu, ...; empty for the accelerator of this machine.
 DEVICE ?=
+BENCH_ARGS ?=
 # Tests wait for ranks, stores and disks about half of their time: two files at once fit two cores.
 WORKERS ?= 2
 CEPH ?= $(CURDIR)/.ceph
@@ -18,7 +19,7 @@ SHELL := /bin/bash
 # The tests and the demo run several ranks on few cores: more threads per rank only slow them down.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test quick soak test-gpu mutants bench check format test-ceph examples docs dist clean
+.PHONY: help demo test quick soak test-gpu mutants bench bench-gpu check format test-ceph examples docs dist clean
 .DEFAULT_GOAL := help
 
 help:
@@ -27,6 +28,7 @@ help:
 	@echo "make test        all tests          make quick   those without processes and servers"
 	@echo "make soak        full counts        make bench   benchmarks"
 	@echo "make test-gpu    the tests of a device, on this machine's; DEVICE=cpu runs them without one"
+	@echo "make bench-gpu   time, memory and kernels on a device against torch's; BENCH_ARGS='--width 2048'"
 	@echo "make mutants     mutation testing: a sample of small wrong changes, and those that no test sees"
 	@echo "make check       ruff, ruff format, mypy --strict"
 	@echo "make test-ceph   the S3 tests against a real Ceph RADOS gateway (installs Debian packages)"
@@ -65,6 +67,9 @@ mutants: $(INSTALLED)
 
 bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks
+
+bench-gpu: $(INSTALLED)
+	$(BIN)/python -m benchmarks.on_device $(if $(DEVICE),--device $(DEVICE)) $(BENCH_ARGS)
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .

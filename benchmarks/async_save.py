@@ -81,13 +81,14 @@ class Clock:
 class Training:
     """A model that takes long enough to step, and everything that can save it."""
 
-    def __init__(self, nbytes: int, directory: Path) -> None:
-        self.trained = Trained(nbytes)
+    def __init__(self, nbytes: int, directory: Path, device: str = "cpu") -> None:
+        self.trained = Trained(nbytes, device)
         self.directory = directory
         self.clock = Clock()
         self.number = itertools.count()
-        self.stager = DefaultStager(StagingOptions(False, False, False, False))
-        self.batch = torch.randn(4, WIDTH)
+        pinned = device != "cpu"
+        self.stager = DefaultStager(StagingOptions(pinned, False, False, pinned))
+        self.batch = torch.randn(4, WIDTH, device=device)
         # DCP makes collectives in its thread: on the training's own group they would mix.
         self.group = dist.new_group()
 

@@ -35,13 +35,13 @@ COUNTED = ("kernels", "copies", "collectives", "host waits")
 class Layer(nn.Module):
     """Nine members: six matrices, three vectors."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.parts = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
-        self.up = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
-        self.down = nn.Linear(2 * WIDTH, WIDTH)
-        self.before = nn.Parameter(torch.ones(WIDTH))
-        self.after = nn.Parameter(torch.ones(WIDTH))
+        self.parts = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(4))
+        self.up = nn.Linear(width, 2 * width, bias=False)
+        self.down = nn.Linear(2 * width, width)
+        self.before = nn.Parameter(torch.ones(width))
+        self.after = nn.Parameter(torch.ones(width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x * self.before
@@ -51,9 +51,9 @@ class Layer(nn.Module):
 
 
 class Layers(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Layer() for _ in range(UNITS))
+        self.blocks = nn.ModuleList(Layer(width) for _ in range(UNITS))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:

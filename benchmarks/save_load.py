@@ -38,11 +38,12 @@ WIDTH = 1024
 class Trained:
     """A sharded model of `nbytes` with its AdamW state, filled with random numbers."""
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, device: str = "cpu") -> None:
         layers = max(1, nbytes // (3 * 4 * WIDTH * WIDTH))
         torch.manual_seed(0)
         self.model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)])
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        self.model.to(device)
+        mesh = init_device_mesh(device, (dist.get_world_size(),))
         for layer in self.model:
             fully_shard(layer, mesh=mesh)
         fully_shard(self.model, mesh=mesh)

@@ -64,7 +64,7 @@ class GenericStore(Store):
 
     def get(self, key: str, byte_range: ByteRange | None = None) -> bytes:
         path = self._path(key)
-        try:
+        with self.translating("read", key):
             if byte_range is None:
                 return bytes(self._fs.cat_file(path))
             if byte_range.nbytes == 0:  # fsspec takes an end of 0 for the end of the file
@@ -73,8 +73,6 @@ class GenericStore(Store):
                     raise self._short(key, byte_range)
             else:
                 data = bytes(self._fs.cat_file(path, start=byte_range.start, end=byte_range.end))
-        except Exception as error:
-            raise self._translated(error, "read", key) from error
         if len(data) != byte_range.nbytes:
             raise self._short(key, byte_range)
         return data
@@ -106,21 +104,17 @@ class GenericStore(Store):
     def put_if_absent(self, key: str, data: bytes) -> None:
         """Looks first and writes then: unsafe as soon as there is a second writer."""
         path = self._path(key)
-        try:
+        with self.translating("create", key):
             self._refuse_existing(key, path)
             temp = self._temp(path)
             self._make_parent(path)
             self._fs.pipe_file(temp, bytes(data))
             self._move(temp, path)
-        except Exception as error:
-            raise self._translated(error, "create", key) from error
 
     def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
         base = check_prefix(prefix).rpartition("/")[0]
-        try:
+        with self.translating("list", prefix):
             files = self._find(base)
-        except Exception as error:
-            raise self._translated(error, "list", prefix) from error
         for key in sorted(files):
             name = key.rpartition("/")[2]
             if key > after and key.startswith(prefix) and finished_name(name) is None:
@@ -128,22 +122,18 @@ class GenericStore(Store):
 
     def info(self, key: str) -> ObjectInfo:
         path = self._path(key)
-        try:
+        with self.translating("info", key):
             self._fs.invalidate_cache(self._parent(path))
             details = self._fs.info(path)
-        except Exception as error:
-            raise self._translated(error, "info", key) from error
         if details["type"] != "file":
             raise KeyNotFoundError(f"info {key} in {self.url}: not a file")
         return _object_info(key, details)
 
     def delete(self, key: str) -> None:
         path = self._path(key)
-        try:
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                self._fs.rm_file(path)
-        except Exception as error:
-            raise self._translated(error, "delete", key) from error
+        missing = contextlib.suppress(FileNotFoundError, NotADirectoryError)
+        with self.translating("delete", key), missing:
+            self._fs.rm_file(path)
 
     def sync(self, keys: Iterable[str]) -> None:
         """fsspec has nothing to wait for."""
@@ -151,19 +141,17 @@ class GenericStore(Store):
     def abort_unfinished(self, prefix: str) -> int:
         base = check_prefix(prefix).rpartition("/")[0]
         removed = 0
-        try:
+        with self.translating("abort", prefix):
             for key in sorted(self._find(base)):
                 directory, slash, name = key.rpartition("/")
                 meant = finished_name(name)
                 if meant is not None and f"{directory}{slash}{meant}".startswith(prefix):
                     self._fs.rm_file(f"{self._root}/{key}")
                     removed += 1
-        except Exception as error:
-            raise self._translated(error, "abort", prefix) from error
         return removed
 
     def close(self) -> None:
-        """fsspec shares its filesystems: there is nothing of ours to close."""
+        """Does nothing: fsspec shares its filesystems between their users."""
 
     def _path(self, key: str) -> str:
         return f"{self._root}/{check_key(key)}"
@@ -206,9 +194,17 @@ class GenericStore(Store):
             f"read {key} in {self.url}: the object ends before bytes {wanted.start} to {wanted.end}"
         )
 
+    @contextlib.contextmanager
+    def translating(self, operation: str, key: str) -> Iterator[None]:
+        """What the block raises, as an error of this package that names the operation."""
+        try:
+            yield
+        except StorageError:
+            raise
+        except Exception as error:
+            raise self._translated(error, operation, key) from error
+
     def _translated(self, error: Exception, operation: str, key: str) -> StorageError:
-        if isinstance(error, StorageError):
-            return error
         where = f"{operation} {key} in {self.url}: {type(error).__name__}: {error}"
         if isinstance(error, (FileNotFoundError, IsADirectoryError)) and operation != "create":
             return KeyNotFoundError(where)
@@ -234,26 +230,21 @@ class GenericWriter(ObjectWriter):
 
     def __enter__(self) -> GenericWriter:
         store = self._store
-        try:
+        with store.translating("create", self._ledger.key):
             store._refuse_existing(self._ledger.key, self._path)
             store._make_parent(self._path)
             self._file = store._fs.open(self._temp, "wb")
-        except Exception as error:
-            raise store._translated(error, "create", self._ledger.key) from error
         return self
 
     def write_part(self, index: int, buffers: Sequence[memoryview]) -> None:
         self._ledger.claim(index, buffers)
         data = b"".join(flat_views(buffers))
-        try:
-            with self._lock:
-                self._waiting[index] = data
-                while self._next_index in self._waiting:
-                    self._file.write(self._waiting[self._next_index])
-                    del self._waiting[self._next_index]
-                    self._next_index += 1
-        except Exception as error:
-            raise self._store._translated(error, "create", self._ledger.key) from error
+        with self._store.translating("create", self._ledger.key), self._lock:
+            self._waiting[index] = data
+            while self._next_index in self._waiting:
+                self._file.write(self._waiting[self._next_index])
+                del self._waiting[self._next_index]
+                self._next_index += 1
 
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is not None:
@@ -262,15 +253,13 @@ class GenericWriter(ObjectWriter):
         store = self._store
         try:
             self._ledger.check_complete()
-            self._file.close()
-            store._refuse_existing(self._ledger.key, self._path)
-            store._move(self._temp, self._path)
-        except ValueError:
+            with store.translating("create", self._ledger.key):
+                self._file.close()
+                store._refuse_existing(self._ledger.key, self._path)
+                store._move(self._temp, self._path)
+        except Exception:
             self._discard()
             raise
-        except Exception as failed:
-            self._discard()
-            raise store._translated(failed, "create", self._ledger.key) from failed
 
     def _discard(self) -> None:
         # Closing may publish the temporary file, cut short: harmless under its name, then removed.

@@ -1,6 +1,6 @@
 """The contract that every back-end keeps, as tests.
 
-Whoever writes a back-end inherits from StoreContract in a test module and adds a fixture `store`,
+To test a back-end, inherit from StoreContract in a test module and add a fixture `store`,
 or calls `check_store` where there is no pytest.
 """
 

@@ -47,7 +47,7 @@ class BorrowedStore(WrappedStore):
         return self.inner.get_bounded(key, nbytes_max)
 
     def close(self) -> None:
-        """Nothing: whoever made the store closes it."""
+        """Does nothing: the caller that made the store closes it."""
 
 
 def is_borrowed_from(store: Store, owned: Store) -> bool:

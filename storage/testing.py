@@ -164,7 +164,7 @@ class _FaultyWriter(ObjectWriter):
         try:
             self._store.perform("create", self._key, self._open)
         except StorageError:
-            if self._opened:  # failed after it happened: whoever lives cleans up
+            if self._opened:  # failed after it happened: a process that lives cleans up
                 self._context.__exit__(StorageError, StorageError("injected"), None)
             raise
         return self

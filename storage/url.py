@@ -99,7 +99,7 @@ def open_store(
 
 
 def _retrying(store: Store, retry: RetryPolicy | None) -> Store:
-    """A store that somebody else has written, with requests repeated unless it does so itself."""
+    """A store of somebody else's code, with failed requests repeated unless it does so itself."""
     if store.patience is not None:
         return store
     return RetryingStore(store, retry if retry is not None else RetryPolicy())

@@ -2,8 +2,8 @@
 
 Exit codes: 0 all is well; 1 damage was found, or the command failed (the reason is on stderr);
 2 the command line is wrong, a url that cannot name a store included; 3 the answer is "no":
-checkpoints differ (`diff`), one does not fit (`plan`), or somebody was asked and said no (`prune`,
-`rm`); 130 interrupted.
+checkpoints differ (`diff`), one does not fit (`plan`), or the user did not confirm (`prune`, `rm`);
+130 interrupted.
 
 The command line is parsed before anything else is imported, so that help and completion are quick;
 the modules here that run commands are imported when their command is.

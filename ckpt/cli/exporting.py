@@ -1,6 +1,6 @@
 """Commands between our checkpoints and those of others: export, import.
 
-Under torchrun every rank runs the command, and they divide the work; rank 0 speaks.
+Under torchrun every rank runs the command, and they divide the work; only rank 0 prints.
 """
 
 from __future__ import annotations

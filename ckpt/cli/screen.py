@@ -32,7 +32,7 @@ MINUTE, HOUR, DAY = 60, 3600, 86400
 
 @contextmanager
 def progress_bar(what: str, *, shown: bool = True) -> Iterator[Callable[[int, int], None] | None]:
-    """A progress bar of bytes on a terminal's stderr; None where nobody would see it."""
+    """A progress bar of bytes on stderr; None where stderr is no terminal, or not `shown`."""
     console = Console(file=below(sys.stderr))
     if not shown or not console.is_terminal:
         yield None
@@ -90,7 +90,7 @@ def confirmed(question: str, *, yes: bool) -> bool:
 
 
 def screen_width() -> int:
-    """Columns of the terminal, or a wide page where there is none."""
+    """Columns of the terminal, or `WIDTH_WITHOUT_TERMINAL`."""
     return Console(file=below(sys.stdout)).width if sys.stdout.isatty() else WIDTH_WITHOUT_TERMINAL
 
 

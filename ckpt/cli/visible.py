@@ -1,9 +1,9 @@
-"""Text from storage as a terminal or a page may have it: what would steer either is shown as code.
+"""Makes text from storage safe for a terminal or a page: control characters are shown as codes.
 
-Names, values and notes of a checkpoint are whatever somebody wrote: escape sequences that repaint a
-terminal, marks that turn the direction of text. Everything that a command prints goes through
-`visible_streams`, errors and log lines too, so that no command has to think of it; what is written
-past the streams (tables, pages) goes through `visible` and `page_text`.
+Names, values and notes of a checkpoint may contain anything: escape sequences that repaint a
+terminal, marks that change the direction of text. Everything that a command prints goes through
+`visible_streams`, errors and log lines too, so no command has to take care of it. What is written
+around the streams (tables, pages) goes through `visible` and `page_text`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _code(one: str) -> str:
 
 
 class VisibleStream(io.TextIOBase):
-    """A text stream that shows what it is given; lines and tabs stay. `raw` is the one below."""
+    """A text stream over `raw` that shows control characters as codes, newlines and tabs apart."""
 
     def __init__(self, raw: TextIO) -> None:
         self.raw = raw
@@ -80,9 +80,9 @@ class VisibleStream(io.TextIOBase):
 
 @contextmanager
 def visible_streams() -> Iterator[None]:
-    """Have all that is printed meanwhile be shown, on stdout and stderr.
+    """Within the block, everything that is printed to stdout and stderr goes through `visible`.
 
-    After an exception that nobody expected it stays so: the interpreter prints its text.
+    After an unexpected exception it stays so, because the interpreter prints the exception's text.
     """
     out, err = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = VisibleStream(below(out)), VisibleStream(below(err))

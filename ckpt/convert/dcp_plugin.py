@@ -113,7 +113,7 @@ class DcpWriter(StorageWriter):
         self._written: set[str] = set()
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """A new save begins. `dcp.save(checkpoint_id=...)` has no meaning here."""
+        """A new save begins. Raises ValueError for a `checkpoint_id` other than this url."""
         _refuse_other_place(self, checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -143,7 +143,7 @@ class DcpWriter(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Names the attempt. Values that the coordinator has too are written by it."""
+        """Names the attempt. Values that the coordinator has as well are written by it alone."""
         if not all(plan.usable for plan in plans):
             raise CheckpointError(
                 "the planner caches plans, and with them the name of an attempt that is used up; "
@@ -366,7 +366,7 @@ class DcpReader(StorageReader):
         self._names: dict[str, str] = {}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """A new load begins. `dcp.load(checkpoint_id=...)` has no meaning here."""
+        """A new load begins. Raises ValueError for a `checkpoint_id` other than this url."""
         _refuse_other_place(self, checkpoint_id)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:

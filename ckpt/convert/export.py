@@ -1,9 +1,9 @@
-"""Write the tensors of a checkpoint, of any format that we read, as files that everybody can load.
+"""Write the tensors of a checkpoint, of any format that we read, as files in common formats.
 
     source -> choose (names) -> planned files (one format) -> parts, streamed -> files
 
-Nothing is held but a few parts, whatever the size of the model. A file appears whole or not at all,
-and the file that makes several one thing comes last.
+Memory is a few parts, whatever the size of the model. A file appears whole or not at all. The file
+that makes several files a checkpoint is written last.
 """
 
 from __future__ import annotations
@@ -260,7 +260,7 @@ def _all_names(contents: SourceContents) -> list[str]:
 
 
 def default_entry(source: CheckpointSource) -> str:
-    """The one entry that is a model. Raises CheckpointError when there is none, or a choice."""
+    """The only entry that is a model. Raises CheckpointError when there is none, or several."""
     entries = source.contents.modules
     if len(entries) == 1:
         return entries[0]

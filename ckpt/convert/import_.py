@@ -2,7 +2,7 @@
 
     source -> names -> this rank's share of the bytes -> data files -> part -> manifest -> commit
 
-The way of a save from `parts` on. A root never shows an import that did not end.
+From the parts on, an import is a save. An import that did not end never shows in the root.
 """
 
 from __future__ import annotations

@@ -1,16 +1,15 @@
 """Ranks agree in the background on something to do at one and the same call of `step`.
 
-A clock or a signal fires on one rank, when other ranks are at other places of the training, and
-nobody may wait for it. Note "promises": a rank with a proposal raises a flag, which the watcher of
-every rank polls. Each watcher then promises a call that its rank will not pass without knowing the
-outcome: some calls ahead of where it is. The promises are gathered, and the proposal is carried out
-at the latest of them. No rank can have passed that call, because it lies at or after the rank's own
-promise, where the rank would wait; and no rank does wait as long as the promises are far enough
-ahead for the round to end before they are reached. The training's own thread sends and receives
-nothing.
+A clock or a signal fires on one rank while the other ranks are elsewhere in the training, and no
+rank may wait for another. Note "promises": a rank with a proposal raises a flag, which the watcher
+of every rank polls. Each watcher then promises a call, some calls ahead of where its rank is, that
+the rank will not pass without knowing the outcome. The promises are gathered, and the proposal is
+carried out at the latest of them. No rank can have passed that call, because each would have waited
+at its own promise, which is no later. No rank does wait when the promises are so far ahead that the
+round ends before they are reached. The training's own thread sends and receives nothing.
 
-All decisions are pure functions of what was gathered, which is the same on all ranks. A turn is one
-call of `step`, by its number.
+All decisions are pure functions of what was gathered, which is the same on all ranks. A turn is the
+number of a call of `step`.
 """
 
 from __future__ import annotations
@@ -275,7 +274,7 @@ class StepAgreement:
         """Poll once, then submit the next poll, until all ranks are closing or one is gone.
 
         A task for each poll and not one loop: an interpreter that ends waits for tasks to finish
-        and takes no new ones, so a program that never calls `close` ends all the same.
+        and takes no new ones, so even a program that never calls `close` ends.
         """
         try:
             if self._is_over():

@@ -22,7 +22,7 @@ from ckpt.service.training import Training
 
 logger = logging.getLogger(__name__)
 
-# Failures that a later save would meet again: somebody has to act, so they are raised.
+# Failures that every later save would meet again, until a person acts: these are raised.
 LASTING = (InvalidState, Fenced, StoreRefused)
 
 FAILURES_KEPT_MAX = 100

@@ -242,7 +242,7 @@ class OnPreemption(SavePolicy):
 class AtExit(SavePolicy):
     """When the training is over and steps were made since the last save.
 
-    Not after an exception: then nobody knows whether the state is whole.
+    Not after an exception, because the state may be half changed then.
     """
 
     needs_clock = False

@@ -174,7 +174,7 @@ class KeepEvery(KeepRule):
 class KeepBest(KeepRule):
     """The `count` best by the metric that `step(n, metric=...)` was given; the newer of equals.
 
-    Checkpoints without a metric are kept too, for nobody knows how good they are; with
+    Checkpoints without a metric are kept too, because it is not known how good they are; with
     `unmeasured="retire"` they go. Where none has a metric, nothing is retired.
     """
 

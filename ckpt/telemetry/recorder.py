@@ -1,7 +1,7 @@
 """What a save or a load did, and for how long: spans by phase and counters, kept by a recorder.
 
-A recorder is an argument, made by whoever starts the work and read when it is over. Nothing is
-global and nothing is sent anywhere.
+A recorder is an argument. The caller that starts the work creates it, and reads it when the work is
+over. Nothing is global and nothing is sent anywhere.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Repair a log whose records no longer follow each other, by appending: nothing is changed or
 deleted.
 
-Such a log comes from a root that was rolled back, restored in part, or merged from two copies. The
-checkpoints that each run of records has at its end are brought together, free slots are filled, and
-what a reader of the newest record would miss is committed again.
+Such a log comes from a root that was rolled back, restored in part, or merged from two copies. It
+consists of several runs of records. The checkpoints that are live at the end of any run are
+collected, free slots are filled, and what the newest record does not list is committed again.
 """
 
 from __future__ import annotations
@@ -40,9 +40,11 @@ HOLES_MAX = 10_000  # slots to fill: more than that is no accident
 
 @dataclass(frozen=True, slots=True)
 class MendReport:
-    """What was found and done. `breaks` has a text per slot where the row ends; `filled` are slots
-    that were free. `brought_back` are checkpoints that the newest record did not know, `lost` those
-    that some record knew last and whose files are not all here: they are left as they were.
+    """What was found and done.
+
+    `breaks` says what is wrong in each slot that does not follow the one before; `filled` are slots
+    that were free. `brought_back` are checkpoints that the newest record did not list.
+    `lost` are checkpoints whose files are not all there; they are left as they are.
     """
 
     breaks: Mapping[int, str]
@@ -108,7 +110,7 @@ def _newest_last(wanted: list[LiveEntry]) -> LiveEntry | None:
 
 
 class _Survey:
-    """All records of a log, whatever they are, and the runs that they make."""
+    """All records of a log, readable or not, and where one run of them ends."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
@@ -148,7 +150,7 @@ class _Survey:
 
     @property
     def epoch(self) -> int:
-        """The largest one of all sessions."""
+        """The largest epoch of any record."""
         return max((record.epoch for record in self.records.values()), default=0)
 
     def _break_at(self, slot: int) -> str:
@@ -157,8 +159,8 @@ class _Survey:
         return broken_link(self.records.get(slot - 1), self.records[slot], self.digests)
 
     def divided(self) -> tuple[list[LiveEntry], tuple[LiveEntry, ...]]:
-        """What was live at the end of any run and never retired: those that are whole, in the order
-        of their commits, and the others.
+        """The checkpoints that were live at the end of any run and never retired: those that are
+        whole, in the order of their commits, and the others.
         """
         ends = [s for s in self.records if s + 1 not in self.records or s + 1 in self.breaks]
         # Retired in any of the runs: its files may be gone, whatever another run says.

@@ -62,8 +62,9 @@ class RankPlan:
 class LoadPlan:
     """What a load would do on the given ranks.
 
-    `missing` are names that are wanted and not there, `unexpected` names that are there, below an
-    entry that is wanted, and that nobody wants; `not_asked` counts those below other entries.
+    `missing` are names that the state has and the checkpoint has not. `unexpected` are names of the
+    checkpoint that the state does not have, in entries that it has; `not_asked` counts the names in
+    other entries.
     `problems` say what a strict load would refuse, `missing` and `unexpected` included.
     `nbytes_stored` are all tensor bytes of the checkpoint.
     """
@@ -133,7 +134,7 @@ def _ranks() -> Ranks:
 
 
 class RequestedNames(NamedTuple):
-    """What ranks that are not there want: tensors by name, and names of values."""
+    """What a state wants of a checkpoint: tensors by name, and names of values."""
 
     tensors: Mapping[str, TensorEntry]
     values: frozenset[str] = frozenset()
@@ -196,7 +197,7 @@ def _stored_nbytes(manifest: Manifest) -> int:
 
 
 def wanted_of(manifest: Manifest) -> RequestedNames:
-    """Everything that a checkpoint has, as a state that it was saved from would want it."""
+    """Everything that a checkpoint has: what the state that was saved would want of it."""
     catalog = catalog_of(manifest)
     per_rank = {name for own in catalog.per_rank for name in own}
     return RequestedNames(catalog.tensors, frozenset(catalog.values) | per_rank)
@@ -209,10 +210,11 @@ def wanted_like(
     step: SupportsIndex | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> RequestedNames:
-    """What a state like another checkpoint's wants, of any format that `ckpt export` reads.
+    """What a state wants that is like the checkpoint at `url`, of any format that `ckpt export`
+    reads.
 
     With `entry`, its names stand below that name: "model" for the state {"model": net} and the file
-    of a bare model. Reads what describes it and no tensor. Raises NoCheckpoint, Corrupt,
+    of a bare model. Reads no tensor. Raises NoCheckpoint, Corrupt,
     UnsupportedFormat and the store's errors.
     """
     options = SourceOptions(step=step, storage_options=storage_options or {})
@@ -332,7 +334,7 @@ def _plan_all(
 
 
 def _holdings(tensors: Mapping[str, TensorEntry], rank: int, even: _Even) -> list[Holding]:
-    """Memory that nobody ever touches, in the layout of a rank that is not there."""
+    """Holdings in the layout of a rank that need not exist, in memory that is never touched."""
     holdings = []
     for fqn, entry in sorted(tensors.items()):
         sharded = entry.kind in (Kind.PARAMETER, Kind.OPTIMIZER)

@@ -28,7 +28,7 @@ from storage import Store
 
 
 class Tile(NamedTuple):
-    """Bytes `start` to `stop` of a file, what they should give as crc32c, and what they are."""
+    """Bytes `start` to `stop` of a file, their crc32c, and `what` they are, for messages."""
 
     start: int
     stop: int

@@ -30,7 +30,7 @@ from ckpt.tools.overview import READERS, DiskUsage, Event, disk_usage, history
 from storage import Store, StoreLike, open_store
 
 RECORDS_MAX = 5000  # of the log, newest first; each is a request
-TELEMETRY_MAX = 100  # newest live checkpoints that are asked how their saves went
+TELEMETRY_MAX = 100  # newest live checkpoints whose telemetry is read
 GAP = 3.0  # times the usual time between saves that is worth a warning
 DAY_SECONDS = 86400.0
 SEVERITIES = ("bad", "warning", "note")
@@ -41,7 +41,7 @@ KINDS = {0: "parameters", 1: "optimizer", 2: "buffers", 3: "other tensors"}
 
 @dataclass(frozen=True, slots=True)
 class ReportedSave:
-    """One checkpoint that exists or existed. None stands for what nobody has kept."""
+    """One checkpoint that exists or existed. None stands for what is not known of it."""
 
     step: int
     attempt: str
@@ -75,7 +75,7 @@ class Notice:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What is known of a root. `saves` are in the order of their commits, oldest first.
+    """What is known about a root. `saves` are in the order of their commits, oldest first.
 
     `slowest` is the slowest of the saves whose phases are known; None when there is none.
     """

@@ -110,10 +110,10 @@ class _NewAttempt(NamedTuple):
 def _second_form(
     source: Store, located: LocatedCheckpoint, new: NewLayout
 ) -> _NewAttempt | LiveEntry:
-    """Where the new form of a checkpoint goes within its root, or the checkpoint of that form that
-    is there.
+    """Where in its root the new form of a checkpoint goes, or the entry of that form if the root
+    has it already.
 
-    Raises CheckpointError when it is not in a root.
+    Raises CheckpointError for a checkpoint that was opened as a single directory.
     """
     if located.entry is None:
         raise CheckpointError(
@@ -173,13 +173,15 @@ def _epoch(attempt: str) -> int:
     try:
         return attempt_epoch(attempt)
     except ValueError:
-        return 1  # a checkpoint that no session of ours has written
+        return 1  # another writer's name for its attempt
 
 
 def cut_for(manifest: Manifest, new: NewLayout, world_size: int) -> Layout:
-    """All chunks of the new checkpoint by writing rank. What rank r of `new` holds is a file of its
-    own, or several; small tensors that every rank holds whole are one more, that all of them read
-    in one go; large ones are divided among the ranks, largest first onto the emptiest.
+    """All chunks of the new checkpoint by writing rank, in groups that go to files of their own.
+
+    One group is what rank r of `new` holds. Small tensors that every rank holds whole are another
+    one, which all ranks read in one go. Large ones are divided among the ranks: the largest first,
+    each to the rank that has the least.
     """
     cut: list[list[StoredChunk]] = [[] for _ in range(new.ranks)]
     held_whole: list[StoredChunk] = []

@@ -34,9 +34,9 @@ Progress: TypeAlias = Callable[[int, int], None]
 
 
 class Damage(NamedTuple):
-    """Something that differs from what was written. Bytes are those of the file, half-open.
+    """Something that differs from what was written, in bytes `start` to `stop` of `file`.
 
-    `fqn` and `block` are empty and -1 where a file as a whole is concerned.
+    `fqn` is "" and `block` is -1 when the file as a whole is damaged.
     """
 
     file: str
@@ -119,7 +119,7 @@ def _all_damage(
     done, total = 0, _nbytes(manifest)
     readable = []
     for file, name in enumerate(manifest.files):
-        # Values in files of other checkpoints are theirs: damage there is none of this one.
+        # Values in a file of another checkpoint are that one's; damage to them does no harm here.
         extras = {DIGESTS} if is_reference(name) else None
         nbytes = int(manifest.file_nbytes[file])
         damaged, usable = _file_damage(store, file_key(prefix, name), nbytes, extras)

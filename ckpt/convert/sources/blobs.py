@@ -19,13 +19,13 @@ from ckpt.errors import Corrupt, UnsupportedFormat
 from ckpt.layout.dtypes import DTYPES
 from storage import ShortReadError, Store
 
-HEAD_NBYTES = 2048
-TAIL_NBYTES = 1024
-WHOLE_NBYTES_MAX = 16 << 10
+HEAD_NBYTES = 2048  # usually with the whole pickle of a tensor
+TAIL_NBYTES = 1024  # usually with the whole directory
+WHOLE_NBYTES_MAX = 16 << 10  # blobs up to this size are read in one piece
 BATCH_NBYTES = 4 << 20
 READERS = 4
 PICKLE_NBYTES_MAX = 1 << 30
-SAME_NBYTES_MAX = 1024
+SAME_NBYTES_MAX = 1024  # of pickles that are remembered: those of tensors recur byte for byte
 SAME_MEMORY_NBYTES_MAX = 1 << 20
 
 
@@ -40,8 +40,8 @@ class Blob(NamedTuple):
 class Opened(NamedTuple):
     """What a blob holds: a tree with `TensorRef`s, and where in the file each storage begins.
 
-    `account` is what the tree was charged to, and `directory` the rest; who does not keep one of
-    them closes it.
+    The tree was charged to `account`, everything else to `directory`; a caller closes the one that
+    it does not keep.
     """
 
     tree: Any
@@ -87,13 +87,13 @@ def open_blob(
 ) -> Opened:
     """One blob. Raises like `open_blobs`.
 
-    `is_outermost` says that nobody has counted its tensors' bytes yet: its records are, then.
+    With `is_outermost`, the bytes of its tensors were not counted in `budget` before, and are now.
     """
     return _opened(_Peeks(store, blob.file, [blob]), blob, budget, is_outermost)
 
 
 class _InMemory:
-    """A blob that is here."""
+    """Reads a blob that is in memory."""
 
     def __init__(self, data: bytes) -> None:
         self.data = data
@@ -103,7 +103,7 @@ class _InMemory:
 
 
 def blob_in_memory(data: bytes) -> Opened:
-    """What a blob of torch.save holds that is here already. Raises Corrupt, UnsupportedFormat."""
+    """What a blob of torch.save holds that is in memory. Raises Corrupt, UnsupportedFormat."""
     blob = Blob("", 0, len(data))
     return _content(_InMemory(data), blob, MemoryBudget(), is_outermost=True)
 
@@ -129,7 +129,7 @@ def _open_batch(store: Store, batch: list[Blob], budget: MemoryBudget) -> list[t
 
 
 class _Peeks:
-    """Bytes of a file that were read ahead, and the file for all others."""
+    """Reads a file. The heads and tails of its blobs are read ahead, in few requests."""
 
     def __init__(self, store: Store, file: str, blobs: Sequence[Blob]) -> None:
         self.store = store
@@ -166,7 +166,7 @@ class _Peeks:
 
 
 def _ranges(blobs: Sequence[Blob]) -> list[tuple[int, int]]:
-    """Heads and tails of blobs, those that meet made one."""
+    """The heads and tails of blobs as byte ranges; ranges that meet are joined."""
     ranges: list[tuple[int, int]] = []
     for blob in blobs:
         if blob.stop - blob.start <= WHOLE_NBYTES_MAX:
@@ -194,7 +194,7 @@ def _opened(peeks: _Peeks, blob: Blob, budget: MemoryBudget, is_outermost: bool)
 
 
 def _tree_of(data: bytes | bytearray, account: Account) -> Any:
-    """The tree of a pickle. Tensors of one shape and dtype have the same, byte for byte."""
+    """The tree of a pickle, which is the same object for equal pickles of a tensor."""
     tensor = _tensor_of(bytes(data)) if len(data) <= SAME_NBYTES_MAX else None
     return read_tree(data, account) if tensor is None else tensor
 
@@ -220,6 +220,7 @@ def _content(
 
     def note_storage(entry: ZipEntry) -> None:
         nonlocal allowed
+        # Now and not when all entries are known: the room for them is what their tensors allow.
         if is_outermost and entry.is_stored and "/data/" in entry.name:
             more = min(entry.nbytes, nbytes - allowed)
             budget.allow(more)

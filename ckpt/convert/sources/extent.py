@@ -1,9 +1,10 @@
-"""How deep and how large a tree is that a foreign program built, before anything walks it.
+"""Limits on the trees that foreign pickles build: depth, entries, names, and memory.
 
-A few hundred bytes can build a tree whose parts are shared so often that it has more entries than
-any memory, or that contains itself. Code that walks it pays for every time that a part is named, so
-it is measured by the same walk, which stops as soon as a limit is exceeded. What all such code will
-take of memory until the tree is stored is charged as the walk goes.
+A pickle of a few hundred bytes can build a tree that shares its parts so often that no memory could
+hold all entries, or a tree that contains itself. Code that walks a tree visits a shared part once
+for each of its names. So the tree is measured by the same walk before any other code sees it, and
+the walk stops as soon as a limit is exceeded. It also charges the memory that later code will take
+until the tree is stored.
 """
 
 from __future__ import annotations
@@ -44,22 +45,22 @@ def check_extent(root: Any, parts: Parts, program_nbytes: int, account: Account)
     entries_left = ENTRIES_MAX + ENTRIES_PER_BYTE * program_nbytes
     text_left = TEXT_MAX + TEXT_PER_BYTE * program_nbytes
     granted = 0
-    # The way from the root: containers that are not walked to their end. Nothing is remembered of
-    # what was walked: that would cost more memory than the tree itself.
-    way: list[_Level] = []
+    # From the root to the current entry: containers with items that were not visited yet. Visited
+    # ones are not remembered, because that would cost more memory than the tree itself.
+    levels: list[_Level] = []
     inside: set[int] = set()
 
-    def take(nbytes: int) -> None:
+    def charge(nbytes: int) -> None:
         nonlocal granted
         granted -= nbytes
         if granted < 0:
             account.charge(STEP_NBYTES - granted)
             granted = STEP_NBYTES
 
-    def enter(thing: Any, path: int) -> None:
+    def enter(thing: Any, name_nbytes: int) -> None:
         nonlocal entries_left, text_left
         entries_left -= 1
-        text_left -= path
+        text_left -= name_nbytes
         if entries_left < 0:
             raise UnsupportedFormat(
                 f"a state of too many entries in a pickle of {program_nbytes} bytes: its parts are "
@@ -67,39 +68,39 @@ def check_extent(root: Any, parts: Parts, program_nbytes: int, account: Account)
             )
         items = parts(thing)
         if items is None:
-            take(_cost(thing, path))
+            charge(_cost(thing, name_nbytes))
             text_left -= _length(thing)
-            if way:
-                way[-1].has_tensors |= not isinstance(thing, _VALUES)
+            if levels:
+                levels[-1].has_tensors |= not isinstance(thing, _VALUES)
         elif id(thing) in inside:
             raise UnsupportedFormat("a state that contains itself")
-        elif len(way) >= DEPTH_MAX:
+        elif len(levels) >= DEPTH_MAX:
             raise UnsupportedFormat(f"a state nested more than {DEPTH_MAX} deep")
         else:
-            take(CONTAINER_NBYTES.get(type(thing), OBJECT_NBYTES + PATH_NBYTES * path))
+            charge(CONTAINER_NBYTES.get(type(thing), OBJECT_NBYTES + PATH_NBYTES * name_nbytes))
             inside.add(id(thing))
-            way.append(_Level(id(thing), items, path))
+            levels.append(_Level(id(thing), items, name_nbytes))
         if text_left < 0:
             raise UnsupportedFormat(f"too long names in a pickle of {program_nbytes} bytes")
 
     enter(root, 0)
-    while way:
-        level = way[-1]
+    while levels:
+        level = levels[-1]
         for key, item in level.items:
             if type(key) is not int:  # numbers of lists, or counted with what they are the key of
-                take(_cost(key, 0) if isinstance(key, (str, bytes)) else OBJECT_NBYTES)
+                charge(_cost(key, 0) if isinstance(key, (str, bytes)) else OBJECT_NBYTES)
             level.count += 1
             level.key_nbytes += _length(key)
-            enter(item, level.path + 1 + _length(key))
-            if way[-1] is not level:
+            enter(item, level.name_nbytes + 1 + _length(key))
+            if levels[-1] is not level:
                 break
         else:
-            way.pop()
+            levels.pop()
             inside.discard(level.identity)
-            if level.has_tensors or not way:
-                take(level.names_cost())
-            if way:
-                way[-1].has_tensors |= level.has_tensors
+            if level.has_tensors or not levels:
+                charge(level.names_cost())
+            if levels:
+                levels[-1].has_tensors |= level.has_tensors
     account.release(granted)
 
 
@@ -107,21 +108,23 @@ _VALUES = (type(None), bool, int, float, str, bytes)
 
 
 class _Level:
-    """A container on the way: what is left of it, and what was met in it."""
+    """A container that is being walked: its remaining items, and what was found in it so far."""
 
-    __slots__ = ("count", "has_tensors", "identity", "items", "key_nbytes", "path")
+    __slots__ = ("count", "has_tensors", "identity", "items", "key_nbytes", "name_nbytes")
 
-    def __init__(self, identity: int, items: Iterator[tuple[Any, Any]], path: int) -> None:
+    def __init__(self, identity: int, items: Iterator[tuple[Any, Any]], name_nbytes: int) -> None:
         self.identity = identity
         self.items = items
-        self.path = path  # bytes of its name
+        self.name_nbytes = name_nbytes
         self.count = 0
         self.key_nbytes = 0
         self.has_tensors = False
 
     def names_cost(self) -> int:
-        """What names of their own for all that is in it cost, in bytes of memory."""
-        names_nbytes = self.count * self.path + self.key_nbytes
+        """Bytes of memory that a name for each of its items costs; without tensors, the container
+        is stored as one value, and its items have no names.
+        """
+        names_nbytes = self.count * self.name_nbytes + self.key_nbytes
         return NAMED_NBYTES * self.count + PATH_NBYTES * names_nbytes
 
 
@@ -129,10 +132,8 @@ def _length(thing: Any) -> int:
     return len(thing) if isinstance(thing, (str, bytes)) else 8
 
 
-def _cost(thing: object, path: int) -> int:
-    """What comes of a key, or of an entry that is no container and whose name has `path` bytes, in
-    bytes of memory.
-    """
+def _cost(thing: object, name_nbytes: int) -> int:
+    """Bytes of memory that a key costs, or an entry that is not a container, with its name."""
     if thing is None or thing is True or thing is False:
         return FLAG_NBYTES
     if isinstance(thing, float):
@@ -144,4 +145,4 @@ def _cost(thing: object, path: int) -> int:
         return NUMBER_NBYTES + len(thing) * (ENCODED_NBYTES + 1 + wide)
     if isinstance(thing, bytes):
         return NUMBER_NBYTES + len(thing) * ENCODED_NBYTES
-    return TENSOR_NBYTES + PATH_NBYTES * path
+    return TENSOR_NBYTES + PATH_NBYTES * name_nbytes

@@ -2,8 +2,8 @@
 
 A pickle is a program for a small machine. The machine here has the instructions that build values,
 and every name in a program is looked up in a table of our own functions: no module is imported, no
-class of anybody is made, no method called. What the table does not know becomes an `Opaque` that
-only remembers its name, so that one strange entry does not cost the others.
+foreign class is instantiated, no method is called. A name that the table lacks becomes an `Opaque`,
+which only keeps that name, so that one unknown entry does not make the others unreadable.
 
 Memory is bounded: every object that an instruction makes is charged to a budget before the next
 instruction runs, and what it costs to work on what was built is charged before anything walks it.
@@ -116,7 +116,7 @@ def _built(
     persistent: Callable[[Any], Any] | None,
     account: Account,
 ) -> Any:
-    """What the program builds; stack, memo and what was built in vain are free again."""
+    """What the program builds. Memory of the stack, the memo and unused values is released."""
     building = Account(account.budget)
     machine = _Machine(data, known, persistent, building)
     try:

@@ -26,7 +26,7 @@ from storage import ShortReadError, Store
 
 MIB = 1 << 20
 SCRATCH_NBYTES = 8 * MIB
-JOINED_GAP_MAX = 64 << 10  # bytes read in vain rather than requested separately
+JOINED_GAP_MAX = 64 << 10  # bytes that are read and discarded, to save a request
 JOINED_NBYTES_MAX = 8 * MIB
 JOINED_EACH_MAX = MIB
 
@@ -170,7 +170,7 @@ class FileSource(CheckpointSource):
             raise Corrupt(f"{self.store.url}/{file} is shorter than its metadata says") from error
 
     def _gather(self, file: str, part: _Gather, target: torch.Tensor) -> None:
-        """Read a box whose elements do not follow each other here and there, band by band."""
+        """Read a box whose elements are not contiguous in both file and target, band by band."""
         itemsize = target.element_size()
         # Mapped, and for all bands: blocks of this size from the allocator stay with the threads.
         scratch = aligned_buffer(min(_extent(part.box, part.stride) * itemsize, SCRATCH_NBYTES))
@@ -219,7 +219,7 @@ def _read_of(chunk: Chunk, run: Run, target: torch.Tensor) -> _FileRead:
 
 
 def _joined(reads: list[_FileRead]) -> Iterator[tuple[str, int, list[memoryview]]]:
-    """Small reads that lie near each other in a file as one, what is between them read in vain."""
+    """Joins small reads that lie near each other in a file; bytes between them are discarded."""
     reads.sort(key=lambda read: read[:2])
     gap_buffer = memoryview(bytearray(JOINED_GAP_MAX))
     index = 0

@@ -155,8 +155,8 @@ class _Job:
         return json.dumps(present).encode()
 
     def is_joint(self, file: PlannedFile) -> bool:
-        """Whether all ranks write this file together. Files with checksums of their data in them
-        are written by one, who has seen all of it.
+        """Whether all ranks write this file together. A file that contains checksums of its data is
+        written by one rank, because they are taken from the data as it passes.
         """
         return self.world.size > 1 and not file.checksums and file.nbytes >= JOINT_NBYTES_MIN
 
@@ -281,8 +281,8 @@ class _Job:
             raise
 
     def undo(self) -> None:
-        """Remove what this rank has written, the last file first: without it nobody takes the rest
-        for a checkpoint. After the death of a rank everything stays; the next export continues it.
+        """Remove what this rank has written. The last file goes first, since it makes the others a
+        checkpoint. After the death of a rank everything stays, and the next export continues it.
         """
         if self.world.failure is not None:
             return

@@ -182,7 +182,7 @@ def blob_of(value: Any) -> bytes:
 
 
 class ZipBuilding:
-    """A file in the making that consists of blobs of torch.save, one or many."""
+    """Plans a file that consists of one or more blobs of torch.save."""
 
     def __init__(self) -> None:
         self.pieces: list[FilePiece] = []
@@ -192,30 +192,26 @@ class ZipBuilding:
     def add(self, pickle: bytes, data: Sequence[tuple[str, Output, Span]]) -> tuple[int, int]:
         """Append a blob of a tree and its storages by key; returns its start and its length."""
         start = self.nbytes
-        known = {"data.pkl": pickle, "byteorder": b"little"}
-        stored = {f"data/{key}": (output, span) for key, output, span in data}
-        sizes = {f"{ARCHIVE}/{name}": len(content) for name, content in known.items()}
-        for name, (output, span) in stored.items():
-            sizes[f"{ARCHIVE}/{name}"] = span.numel * output.dtype.itemsize
-        known["version"] = b"3\n"
-        sizes[f"{ARCHIVE}/version"] = len(known["version"])
+        # In torch.save's order: what is known before the storages, but for the version.
+        contents: dict[str, bytes | tuple[Output, Span]] = {
+            "data.pkl": pickle,
+            "byteorder": b"little",
+            **{f"data/{key}": (output, span) for key, output, span in data},
+            "version": b"3\n",
+        }
+        sizes = {f"{ARCHIVE}/{name}": _size_of(content) for name, content in contents.items()}
         layout = lay_out(sizes, start)
         sums: list[_Sum] = []
-        for entry in layout.entries:
-            name = entry.name.removeprefix(f"{ARCHIVE}/")
+        for entry, content in zip(layout.entries, contents.values(), strict=True):
             self.pieces.append(Fixed(entry.header_start, local_header(entry)))
-            if name in known:
-                content = known[name]
-                sums.append(_Sum(zlib.crc32(content), -1))
+            if isinstance(content, bytes):
+                crc32 = zlib.crc32(content)
+                sums.append(_Sum(crc32, -1))
                 self.pieces.append(Fixed(entry.data_start, content))
-                end = descriptor(entry, sums[-1].known)
-                self.pieces.append(Fixed(entry.descriptor_start, end))
+                self.pieces.append(Fixed(entry.descriptor_start, descriptor(entry, crc32)))
             else:
-                output, span = stored[name]
                 sums.append(_Sum(0, self.checksums))
-                self.pieces.append(
-                    Data(entry.data_start, entry.nbytes, output, span, self.checksums)
-                )
+                self.pieces.append(Data(entry.data_start, entry.nbytes, *content, self.checksums))
                 self.pieces.append(_late_descriptor(entry, self.checksums))
                 self.checksums += 1
         self.pieces.append(_late_directory(layout, start, sums))
@@ -225,6 +221,13 @@ class ZipBuilding:
     def file(self, key: str) -> PlannedFile:
         """The file of all that was added."""
         return PlannedFile(key, self.nbytes, tuple(self.pieces), self.checksums)
+
+
+def _size_of(content: bytes | tuple[Output, Span]) -> int:
+    if isinstance(content, bytes):
+        return len(content)
+    output, span = content
+    return span.numel * output.dtype.itemsize
 
 
 class _Sum(NamedTuple):

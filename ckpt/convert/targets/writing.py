@@ -115,7 +115,7 @@ def write_share(
 
 
 class Finishing:
-    """Keeps the crc32 of each data of a file, and makes the late bytes of its parts."""
+    """Fills in the late bytes of a file's parts, from the crc32 of the data before them."""
 
     def __init__(self, file: PlannedFile) -> None:
         self._checksums = [0] * file.checksums
@@ -124,6 +124,9 @@ class Finishing:
         self._next_late = 0
 
     def finish(self, start: int, part: memoryview, counted: list[Counted]) -> None:
+        """Complete the part that begins at byte `start`. Parts come in order, so that all data
+        before a late piece has passed when its bytes are due.
+        """
         for number, crc32, nbytes in counted:
             before = self._checksums[number]
             self._checksums[number] = (
@@ -140,7 +143,7 @@ class Finishing:
                 made = late.make(self._checksums)
                 part[low - start : high - start] = made[low - late.start : high - late.start]
             if late.start + late.nbytes > stop:
-                return
+                return  # the rest of it is in the next part, and is made once more for that
             self._next_late += 1
 
 

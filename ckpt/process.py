@@ -86,7 +86,7 @@ class GroupContext:
     def open_beside(
         self, url: StoreLike, storage_options: Mapping[str, Any] | None, unsafe_single_writer: bool
     ) -> OpenRoot:
-        """Like `open_root`, for what is no part of a training; nobody is fenced. Collective."""
+        """Like `open_root`, for what is no part of a training: no session is fenced. Collective."""
         store = self._settled_store(url, storage_options)
         opened = open_session(
             self.world, store, Beside(), unsafe_single_writer=unsafe_single_writer

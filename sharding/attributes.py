@@ -22,6 +22,7 @@ __all__ = ["CHILD", "UnitAttributes"]
 CHILD = "_fsdp_wrapped_module"
 """The name of the wrapped module in the wrapper; torch's own."""
 
+# torch's states do not tell a forward from a backward.
 _TRAINING_STATES = {
     Phase.IDLE: TrainingState.IDLE,
     Phase.FORWARD: TrainingState.FORWARD_BACKWARD,
@@ -121,5 +122,6 @@ class UnitAttributes:
         store = self.fsdp_unit.store
         if store is None:
             return None
+        # torch's functions read the names from the parameter; nothing of ours does.
         store.flat.name_members(self.fsdp_member_names)
         return store.flat

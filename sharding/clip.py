@@ -41,7 +41,7 @@ def clip_sharded(
     # Multiplied always, also by one: a test on the value would make the CPU wait for the device.
     scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     grads = [*sharded, *repeated]
-    for grad in grads:
+    for grad in grads:  # they may be of several dtypes, and with offload on the host
         grad.mul_(scale.to(device=grad.device, dtype=grad.dtype))
     if not grads:
         warnings.warn(
@@ -60,6 +60,7 @@ def _local_norm(
         return torch.zeros((), dtype=torch.float32, device=device)
     norms = []
     for grad in grads:
+        # In float32 at least: squares of half precision overflow, and doubles keep theirs.
         wide = torch.promote_types(grad.dtype, torch.float32)
         norm = torch.linalg.vector_norm(grad.detach(), norm_type, dtype=wide)
         norms.append(norm.to(device=device, dtype=torch.float32))

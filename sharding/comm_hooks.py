@@ -51,6 +51,7 @@ def hook_of(state: object, hook: Callable[..., Any]) -> CommHook:
     own = {"fp16_compress_hook": fp16_compress_hook, "bf16_compress_hook": bf16_compress_hook}
     if hook in own.values():
         return CommHook(state, hook, casts=True)
+    # By name: torch has them in a private package.
     name = getattr(hook, "__name__", "")
     if name in own and hook.__module__.startswith("torch.distributed."):
         group = getattr(state, "process_group", None)
@@ -61,6 +62,7 @@ def hook_of(state: object, hook: Callable[..., Any]) -> CommHook:
 def _reduce_in(
     dtype: torch.dtype, state: LowPrecisionState, grad: torch.Tensor, output: torch.Tensor | None
 ) -> None:
+    # Divided in two steps, so that neither the parts nor the sum leave float16's range.
     before, after = divide_factors(state.comm.size)
     low = grad.to(dtype, copy=True).div_(before)
     if output is None:

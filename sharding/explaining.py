@@ -88,6 +88,7 @@ def explain(model: nn.Module) -> Explanation:
     facts += [_group_facts(names, group) for group in groups]
     units: list[Unit] = [wrapper.fsdp_unit for wrapper in wrappers]
     units += [group.unit for group in groups]
+    # Before the first forward no unit has a runtime: None is the one value then.
     runtimes = {id(unit.runtime): unit.runtime for unit in units}
     # Units of one root only: other roots have steps of their own.
     runtime = next(iter(runtimes.values())) if len(runtimes) == 1 else None
@@ -151,6 +152,7 @@ def _step(facts: Sequence[UnitFacts], units: Sequence[Unit]) -> list[StepEvent]:
     for index in with_members:
         happens("gather", index)
         happens("forward", index)
+        # Where nothing is chosen, the root stays: the backward needs it first.
         frees = units[index].schedule.frees_after_forward
         if frees or (frees is None and index):
             happens("free", index)
@@ -158,7 +160,7 @@ def _step(facts: Sequence[UnitFacts], units: Sequence[Unit]) -> list[StepEvent]:
         if held[index] == 0:
             happens("gather", index)
         happens("backward", index)
-        if units[index].reduction.shard is not None:
+        if units[index].reduction.shard is not None:  # without shards nothing was gathered
             happens("free", index)
         happens("reduce", index)
     return events

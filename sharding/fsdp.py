@@ -106,6 +106,7 @@ class FullyShardedDataParallel(UnitAttributes, StatefulUnit):
         )
         strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
         ignored = ignored_below(module, ignored_modules, ignored_states)
+        # Before inner units are made, which get these very groups: all units then share them.
         groups = resolve_groups(
             process_group, device_mesh, strategy, has_policy=auto_wrap_policy is not None
         )
@@ -123,6 +124,7 @@ class FullyShardedDataParallel(UnitAttributes, StatefulUnit):
                 "forward_prefetch": forward_prefetch,
                 "limit_all_gathers": limit_all_gathers,
                 "use_orig_params": use_orig_params,
+                # Not the modules: the policy does not enter them.
                 "ignored_states": list(ignored.params) or None,
             }
             self._wrap_below(module, auto_wrap_policy, ignored, shared)
@@ -145,6 +147,7 @@ class FullyShardedDataParallel(UnitAttributes, StatefulUnit):
         unit = make_unit(module, module_params, groups, settings, extension)
         self.syncs_states = sync_module_states
         self._build(unit, groups, ignored, device_mesh)
+        # Wrappers around other modules refuse what is tied to these: the tie would be lost.
         for item in module_params:
             mark_sharded(item.param, f"{type(module).__name__}.{item.fqn}")
 
@@ -163,6 +166,7 @@ class FullyShardedDataParallel(UnitAttributes, StatefulUnit):
         )
 
     def _extension_for(self, groups: Groups, device_mesh: DeviceMesh | None) -> Extension | None:
+        # On an axis of a larger mesh, members may be sharded over the other axes already.
         if self.fsdp_extension is not None or device_mesh is None:
             return self.fsdp_extension
         return None if larger_mesh(device_mesh) is None else TensorParallel(groups)
@@ -194,6 +198,7 @@ class FullyShardedDataParallel(UnitAttributes, StatefulUnit):
 
     def _share_cut_lines(self) -> None:
         """Let all units of the model know over which axes of a mesh any of them has cut members."""
+        # Along which axes ranks are replicas depends on the members of all units.
         store = self.fsdp_unit.store
         own = set() if store is None else cut_lines_of(store.extension, store.tokens)
         below = [unit for unit in fsdp_units(self) if unit is not self]
@@ -223,16 +228,19 @@ class FullyShardedDataParallel(UnitAttributes, StatefulUnit):
             try:
                 args, kwargs = self._before_forward(args, kwargs)
                 output = self._fsdp_wrapped_module(*args, **kwargs)
-            except BaseException:
+            except BaseException:  # an interrupt in a notebook, too: the next forward must work
                 self.fsdp_unit.abort_forward()
                 raise
             return self._after_forward(output)
 
+    # Not compiled, and so a break of the graph: hooks, streams and memory are no operations.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _before_forward(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         runtime = self._find_root()
+        # The mode may have changed since the last forward; where a checkpoint recomputes one inside
+        # the backward it counts as it was.
         evaluates = self.fsdp_unit.settings.evaluates_in_full_precision
         if evaluates and runtime.root is self.fsdp_unit and not runtime.in_backward:
             cast_all_buffers(fsdp_units(self), low=self.training)
@@ -254,6 +262,7 @@ class FullyShardedDataParallel(UnitAttributes, StatefulUnit):
         units = [wrapper.fsdp_unit for wrapper in wrappers]
         check_no_inner_root(self.fsdp_unit, units, name_of=members_text, error=AssertionError)
         check_agreement(wrappers)
+        # What checks is done before what changes: a root that is refused leaves no unit with one.
         device = self.fsdp_unit.settings.device
         runtime = Runtime(self.fsdp_unit, units, streams_for(device))
         if wants_details():
@@ -300,7 +309,7 @@ class FullyShardedDataParallel(UnitAttributes, StatefulUnit):
         self._assert_root("no_sync")
         self._assert_idle()
         units = [wrapper.fsdp_unit for wrapper in fsdp_units(self)]
-        before = [unit.syncs_gradients for unit in units]
+        before = [unit.syncs_gradients for unit in units]  # contexts may be nested
         for unit in units:
             unit.syncs_gradients = False
         try:
@@ -325,16 +334,19 @@ class FullyShardedDataParallel(UnitAttributes, StatefulUnit):
         repeated: list[nn.Parameter] = []
         for unit in units:
             if unit.store is not None:
+                # The user may have replaced the gradients that are shown, or set them to None.
                 unit.store.follow_gradients()
                 shown = unit.store.shown_params
                 managed.update(id(param) for param in shown)
                 (sharded if unit.settings.is_sharded else repeated).extend(shown)
+        # What is ignored has the same gradient on all ranks, and counts once.
         repeated += [param for param in self.parameters() if id(param) not in managed]
         if any(unit.store is not None and any(unit.store.tokens) for unit in units):
             raise NotImplementedError(
                 "clip_grad_norm_ does not know the norm over tensor parallel members: clip with a "
                 "norm of your own, or shard with fully_shard and torch's clip_grad_norm_"
             )
+        # Nothing to add over ranks: as an unwrapped model clips, without a collective.
         if not any(unit.settings.is_sharded for unit in units if unit.store is not None):
             return nn.utils.clip_grad_norm_(repeated, max_norm, norm_type)
         return clip_sharded(
@@ -358,7 +370,7 @@ class FullyShardedDataParallel(UnitAttributes, StatefulUnit):
         if not self.check_is_root():
             raise AssertionError("register_comm_hook: call it on the root")
         units = [wrapper.fsdp_unit for wrapper in fsdp_units(self)]
-        for unit in units:
+        for unit in units:  # all are checked before one is changed
             if unit.settings.strategy in HYBRID:
                 raise AssertionError("register_comm_hook: hybrid sharding cannot have hooks")
             if unit.reduction.hook is not None:
@@ -388,6 +400,7 @@ class FullyShardedDataParallel(UnitAttributes, StatefulUnit):
         wrappers = fsdp_units(module)
         if not recurse:
             wrappers = [wrapper for wrapper in wrappers if wrapper is module]
+        # Often the first call of all. A root that is found at an inner unit would be a wrong one.
         for wrapper in fsdp_units(module, root_only=True) if recurse else wrappers:
             wrapper._find_root()
         units = [wrapper.fsdp_unit for wrapper in wrappers]
@@ -420,6 +433,7 @@ class FullyShardedDataParallel(UnitAttributes, StatefulUnit):
             return self
         store.reshard()
         store.adopt_values()
+        # Out of the modules, which would convert views: the store converts the memory below them.
         unit.hide_flat()
         for item in store.module_params:
             for place in item.places:
@@ -440,19 +454,16 @@ class FullyShardedDataParallel(UnitAttributes, StatefulUnit):
     @property
     def module(self) -> nn.Module:
         """The wrapped module, below an activation checkpoint wrapper if there is one."""
-        inner: Any = self._fsdp_wrapped_module
-        while hasattr(type(inner), "forward") and "_checkpoint_wrapped_module" in dict(
-            inner.named_children()
-        ):
-            inner = dict(inner.named_children())["_checkpoint_wrapped_module"]
-        module: nn.Module = inner
-        return module
+        inner: nn.Module = self._fsdp_wrapped_module
+        while (below := dict(inner.named_children()).get("_checkpoint_wrapped_module")) is not None:
+            inner = below
+        return inner
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name == CHILD:
+            if name == CHILD:  # not yet there: looking into it for itself would not end
                 raise
             return getattr(self._fsdp_wrapped_module, name)
 
@@ -492,10 +503,11 @@ class FullyShardedDataParallel(UnitAttributes, StatefulUnit):
         local = store.flat.detach()
         owners = [owners_of(self.fsdp_groups, self.fsdp_mesh, m.inside) for m in members]
         if not store.options.use_orig_params:
+            # One object for all members: its ranks are those of the member that has most.
             widest = None if None in owners else max(owners, key=lambda o: len(o or ()))
             views = flat_views(members, local.dtype, base=0)
             return [Owned(store.flat, local, views, True, widest)]
-        store.adopt_values()
+        store.adopt_values()  # the user may have put other values into the parameters
         whole_here = not store.options.sharded
         return [
             member_as_param(param, local, member, over, whole_here=whole_here)

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from ckpt.layout.dtensor import FsdpCut, describe_dtensor
 from ckpt.layout.piece import Owned
 from ckpt.layout.plain import Ranks
+from ckpt.state.values import join
 from sharding.dtensor.store import DTensorStore
 from sharding.engine.collectives import all_global_ranks, separate_comm
 from sharding.engine.early_gather import UnshardHandle, start_early
@@ -111,7 +112,8 @@ class FSDPModule(TorchUnit):
     fsdp_group: ShardedGroup
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        # Slices of containers make a new one of their class: an ordinary one.
+        # Slices of containers make a new one of their class: an ordinary one. Its class comes after
+        # the one that was made for it, this one, and torch's.
         bare = cls.__mro__[3]
         made: Any = bare.__new__(bare, *args, **kwargs)
         made.__init__(*args, **kwargs)
@@ -163,6 +165,7 @@ class FSDPModule(TorchUnit):
         """Whether backwards reduce. Otherwise gradients add up on each rank, unsharded."""
         for group in self._own_or_all(recurse):
             group.unit.syncs_gradients = requires_gradient_sync
+            # As in torch: it undoes what `set_requires_all_reduce` said before.
             group.unit.reduction = replace(group.unit.reduction, all_reduces=requires_gradient_sync)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
@@ -176,6 +179,7 @@ class FSDPModule(TorchUnit):
         False keeps them over forwards without gradients as well, as long as the shards are
         not written to; after writing by `torch._foreach` functions, call `reshard()`.
         """
+        # An int is a mesh size where `fully_shard` takes it, and cannot be changed to here.
         if reshard_after_forward not in (True, False):
             raise ValueError(f"expected True or False here, got {reshard_after_forward!r}")
         for group in self._own_or_all(recurse):
@@ -275,7 +279,7 @@ class FSDPModule(TorchUnit):
         if max_input_buffers < 1:
             raise ValueError(f"max_input_buffers must be at least 1, got {max_input_buffers}")
         for group in self._own_or_all(recurse):
-            group.in_flight_max = max_input_buffers
+            group.in_flight_max = max_input_buffers  # for the root, which may not be known yet
             if group.unit.runtime is not None:
                 group.unit.runtime.reductions.in_flight_max = max_input_buffers
 
@@ -346,13 +350,13 @@ class FSDPModule(TorchUnit):
         described_before = {id(module) for other in before for module in other.modules()}
         prefixes: dict[int, list[str]] = {}
         for prefix, module in me.named_modules(remove_duplicate=False):
-            prefixes.setdefault(id(module), []).append(f"{prefix}." if prefix else "")
+            prefixes.setdefault(id(module), []).append(prefix)
         everyone = all_global_ranks()
         ranks = Ranks(torch.distributed.get_rank(), everyone)
         described = []
         for param in store.params:
             names = [
-                f"{prefix}{place.name}"
+                join(prefix, place.name)
                 for place in param.module_param.places
                 for prefix in prefixes.get(id(place.module), ())
             ]
@@ -388,13 +392,11 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
-    """Let several roots (the stages of a pipeline on one rank) share streams for communication."""
-    for module in modules:
-        if not isinstance(module, FSDPModule):
-            raise ValueError(
-                f"share_comm_ctx takes modules that fully_shard was called on, got "
-                f"{type(module).__name__}"
-            )
+    """Let several roots (the stages of a pipeline on one rank) share streams for communication.
+
+    Raises ValueError for a module on which `fully_shard` was not called.
+    """
+    _check_sharded("share_comm_ctx", modules)
     streams = modules[0].fsdp_group.streams if modules else Streams()
     for module in modules:
         for group in sharded_groups(_as_module(module)):
@@ -432,6 +434,7 @@ def _before_forward(
     runtime = _find_root(module)
     if len(group.modules) == 1 or unit.recomputes:
         return unit.before_forward(args, kwargs)
+    # Several modules are one unit: the first gathers, the others only cast their inputs.
     if unit.phase is Phase.FORWARD and group.waiting_for and group.store.is_current():
         return unit.cast_inputs(args, kwargs)
     # Outside of the root's forward a module of several is called by itself.
@@ -446,6 +449,7 @@ def _after_forward(module: Any, args: Any, output: Any) -> Any:
     unit = group.unit
     group.waiting_for.discard(id(module))
     if group.waiting_for and unit.phase is Phase.FORWARD:
+        # The last module frees. A backward may begin with the output of any of them.
         output = unit.cast_output(output)
         unit.watch(output)
         return output
@@ -469,11 +473,13 @@ def _find_root(module: Any) -> Root:
     groups = sharded_groups(module)
     units = [group.unit for group in groups]
     names = {id(group.unit): _text(group) for group in groups}
+    # torch's class raises this type here, its wrapper an AssertionError.
     check_no_inner_root(unit, units, name_of=lambda one: names[id(one)], error=RuntimeError)
     for group in groups:
         group.update_factors()
     _name_absolutely(module, groups)
     runtime = Runtime(unit, units, module.fsdp_group.streams)
+    # One number for the model: reductions of all units share memory and stream.
     wanted = [group.in_flight_max for group in groups if group.in_flight_max is not None]
     runtime.reductions.in_flight_max = max(wanted, default=runtime.reductions.in_flight_max)
     return runtime
@@ -487,8 +493,7 @@ def _name_absolutely(root: nn.Module, groups: Iterable[ShardedGroup]) -> None:
         for param in group.store.params:
             place = param.module_param.places[0]
             prefix = prefixes.get(id(place.module), "")
-            fqn = f"{prefix}.{place.name}" if prefix else place.name
-            param.module_param = param.module_param._replace(fqn=fqn)
+            param.module_param = param.module_param._replace(fqn=join(prefix, place.name))
 
 
 def _follow_state_dicts(store: DTensorStore) -> None:
@@ -533,13 +538,16 @@ def managed_below(module: nn.Module) -> set[int]:
 
 
 def _units_of(modules: Sequence[FSDPModule]) -> tuple[Unit, ...]:
+    _check_sharded("prefetching", modules)
+    return tuple(module.fsdp_group.unit for module in modules)
+
+
+def _check_sharded(what: str, modules: Sequence[object]) -> None:
     for module in modules:
         if not isinstance(module, FSDPModule):
             raise ValueError(
-                f"prefetching takes modules that fully_shard was called on, got "
-                f"{type(module).__name__}"
+                f"{what} takes modules that fully_shard was called on, got {type(module).__name__}"
             )
-    return tuple(module.fsdp_group.unit for module in modules)
 
 
 def _text(group: ShardedGroup) -> str:

@@ -15,12 +15,14 @@ from torch import nn
 
 from ckpt.errors import Mismatch
 from ckpt.state.names import bare_name
+from ckpt.state.optimizer import params_of
 
 __all__ = ["by_name", "by_number", "own_names"]
 
 
 def own_names(optimizer: torch.optim.Optimizer) -> set[str]:
     """The names that the optimizer's own state dict is keyed by; empty when by numbers."""
+    # Of its own dict, as only that says which spelling of a name it uses.
     keys = (key for group in optimizer.state_dict()["param_groups"] for key in group["params"])
     return {key for key in keys if isinstance(key, str)}
 
@@ -35,17 +37,10 @@ def by_number(
     names = _names(model)
     number_of: dict[Any, int] = {
         name: number
-        for number, param in enumerate(_params(optimizer))
+        for number, param in enumerate(params_of(optimizer))
         for name in names.get(id(param), ())
     }
-    state = {number_of.get(key, key): value for key, value in state_dict["state"].items()}
-    numbered: dict[str, Any] = {**state_dict, "state": state}
-    if "param_groups" in state_dict:
-        numbered["param_groups"] = [
-            {**group, "params": [number_of.get(key, key) for key in group["params"]]}
-            for group in state_dict["param_groups"]
-        ]
-    return numbered
+    return _rekeyed(state_dict, number_of)
 
 
 def by_name(
@@ -60,13 +55,13 @@ def by_name(
     keep the state that the optimizer has. Raises Mismatch for a parameter that is not in the model,
     or has none of the wanted names.
     """
-    known, params = _names(model), _params(optimizer)
+    known, params = _names(model), params_of(optimizer)
     names: dict[Any, str] = {}
     problems = []
     for number, param in enumerate(params):
         spelled = known.get(id(param), [])
         fitting = [name for name in spelled if name in wanted] if wanted else spelled
-        if fitting:
+        if fitting:  # of a tied parameter, the first of its names
             names[number] = fitting[0]
         elif spelled:
             problems.append(
@@ -80,26 +75,29 @@ def by_name(
             )
     if problems:
         raise Mismatch(problems)
-    state = {names.get(key, key): value for key, value in to_load["state"].items()}
+    named = _rekeyed(to_load, names)
     for number, param in enumerate(params):
         own = optimizer.state.get(param)
-        if own and not param.numel() and names[number] not in state:
-            state[names[number]] = copy.deepcopy(own)
-    named: dict[str, Any] = {**to_load, "state": state}
-    if "param_groups" in to_load:
-        named["param_groups"] = [
-            {**group, "params": [names[number] for number in group["params"]]}
-            for group in to_load["param_groups"]
-        ]
+        if own and not param.numel():
+            named["state"].setdefault(names[number], copy.deepcopy(own))
     return named
 
 
-def _params(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
+def _rekeyed(state_dict: Mapping[str, Any], key_of: Mapping[Any, Any]) -> dict[str, Any]:
+    """The dict by other keys; those that have none stay, such as state of the user's own."""
+    state = {key_of.get(key, key): value for key, value in state_dict["state"].items()}
+    rekeyed: dict[str, Any] = {**state_dict, "state": state}
+    if "param_groups" in state_dict:
+        rekeyed["param_groups"] = [
+            {**group, "params": [key_of.get(key, key) for key in group["params"]]}
+            for group in state_dict["param_groups"]
+        ]
+    return rekeyed
 
 
 def _names(model: nn.Module) -> dict[int, list[str]]:
     """By identity of the parameter, its names as they are, then bare."""
+    # All names of a tied parameter: the optimizer may use any of them.
     names: dict[int, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(param), []).append(name)

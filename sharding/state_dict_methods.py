@@ -11,9 +11,9 @@ from __future__ import annotations
 import copy
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,6 +32,7 @@ from ckpt.state.names import bare_names
 from ckpt.state.requested import STATE_DICT, LoadRequest, Unshared
 from ckpt.state_dict import api as state_dicts
 from ckpt.state_dict.config import FullOptimStateDictConfig, ShardedOptimStateDictConfig
+from ckpt.state_dict.config import OptimStateDictConfig as OurOptimConfig
 from ckpt.state_dict.config import StateDictType as Form
 from ckpt.state_dict.listed import ListedParams
 from sharding.engine.torch_seam import (
@@ -57,19 +58,18 @@ logger = logging.getLogger(__name__)
 # What `load_state_dict` and `optim_state_dict_to_load` of torch's class have of our arguments.
 _LOAD_CALL = STATE_DICT._replace(rank0_only=False, cast=False)
 _OPTIM_CALL = _LOAD_CALL._replace(strict=False)
-_OWN = Unshared.OWN
 Optimizer = torch.optim.Optimizer
-Result = TypeVar("Result")
 # The class of what `load_state_dict` returns has no public name.
 _Keys = type(nn.Module().load_state_dict({}))
 
 
 class StatefulUnit(TorchWrapper):
-    """A wrapper that answers for the state of everything below it."""
+    """The half of a wrapper that gives and loads state dicts, of everything below it."""
 
     is_sharded = True
     """Whether this unit's parameters are split over ranks."""
     shows_original_params = False
+    """Whether optimizers see the members of its flat parameter, with `use_orig_params`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -137,6 +137,7 @@ class StatefulUnit(TorchWrapper):
         units = _units(module)
         if not units:
             return None
+        # In full, configs included: what is returned is said of all of them.
         for unit in units:
             if unit.fsdp_state_dict != units[0].fsdp_state_dict:
                 raise AssertionError(
@@ -149,19 +150,20 @@ class StatefulUnit(TorchWrapper):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Everything below this unit by bare name, in the chosen form. Collective."""
+        # `nn.Module` still takes them by position, too.
         names = ("destination", "prefix", "keep_vars")
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         destination = given.get("destination")
         destination = versioned_dict() if destination is None else destination
         _warn_of_unsharded(self)
         form, config = model_form(_servable(self))
-        state = _or_runtime_error(lambda: state_dicts.model_state_dict(self, form, config))
+        with _as_torch_raises():
+            state = state_dicts.model_state_dict(self, form, config)
         prefix = given.get("prefix", "")
         set_versions(self, prefix, destination)
-        order = {name: position for position, name in enumerate(self.fsdp_names)}
-        for name in sorted(state, key=lambda name: order.get(name, len(order))):
+        for name in self._in_order(state):
             destination[f"{prefix}{name}"] = state[name]
-        if logger.isEnabledFor(logging.INFO):
+        if logger.isEnabledFor(logging.INFO):  # one line to format for each entry
             for name, value in state.items():
                 logger.info("state dict entry %s: %s", name, _described(value))
         return destination
@@ -195,14 +197,16 @@ class StatefulUnit(TorchWrapper):
             if version_in(versioned, (one.rpartition(".")[0] for one in (name, clean))) < 2
         }
         given = {**old, **bare_names(state_dict, self.fsdp_names)} if state_dict else state_dict
-        loaded = _or_runtime_error(
-            lambda: state_dicts.load_model(
-                self, given, LoadRequest(strict, cast=True, every_name=True, call=_LOAD_CALL)
-            )
-        )
+        request = LoadRequest(strict, cast=True, every_name=True, call=_LOAD_CALL)
+        with _as_torch_raises():
+            loaded = state_dicts.load_model(self, given, request)
+        missing = [name for name in self._in_order(loaded.missing) if name not in old]
+        return missing, list(loaded.unexpected)
+
+    def _in_order(self, names: Iterable[str]) -> list[str]:
+        """`names` as the bare module's state dict has them; what it does not list comes last."""
         order = {name: position for position, name in enumerate(self.fsdp_names)}
-        missing = sorted(loaded.missing, key=lambda name: order.get(name, len(order)))
-        return [name for name in missing if name not in old], list(loaded.unexpected)
+        return sorted(names, key=lambda name: order.get(name, len(order)))
 
     def _log_absent(self, state_dict: Mapping[str, Any]) -> None:
         """Say which parameters a sharded dict leaves as they are, whatever becomes of the load."""
@@ -223,6 +227,7 @@ class StatefulUnit(TorchWrapper):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
+        # Not strict: the caller collects names over all modules, and decides at the end.
         missing, unexpected = self._load(relative(state_dict, prefix), strict=False)
         missing_keys.extend(f"{prefix}{name}" for name in missing)
         unexpected_keys.extend(f"{prefix}{name}" for name in unexpected)
@@ -240,14 +245,11 @@ class StatefulUnit(TorchWrapper):
         _check_one_mode(model)
         settings = StatefulUnit.get_state_dict_type(model) or default_settings()
         _refuse_local_with_mesh(model, settings)
-        form, config = optim_form(settings)
         given: Any = optim_state_dict
+        # A dict without "state" goes on as it is, for the error that says what it lacks.
         if given and isinstance(given.get("state"), Mapping):
             given = by_number(given, model, optim)
-        request = state_dicts.TakeRequest(form, config, given, _beside(model))
-        return _or_runtime_error(
-            lambda: state_dicts.take_optimizer_dict(model, optim, request, group)
-        )
+        return _taken(model, optim, *optim_form(settings), given, group)
 
     @staticmethod
     def optim_state_dict_to_load(
@@ -273,13 +275,16 @@ class StatefulUnit(TorchWrapper):
             rank0_only=bool(getattr(config, "rank0_only", False)),
             group=group,
         )
-        names = own_names(optim) if is_named_optimizer else set()
-        result = to_load
-        if is_named_optimizer:
-            result = _or_value_error(lambda: by_name(to_load, model, optim, names))
-        if load_directly:
-            optim.load_state_dict(result if names else to_load)
-        return result
+        if not is_named_optimizer:
+            if load_directly:
+                optim.load_state_dict(to_load)
+            return to_load
+        names = own_names(optim)
+        with _as_torch_raises(ValueError):
+            named = by_name(to_load, model, optim, names)
+        if load_directly:  # an optimizer that is keyed by numbers loads what is keyed so
+            optim.load_state_dict(named if names else to_load)
+        return named
 
     @staticmethod
     def full_optim_state_dict(
@@ -293,12 +298,10 @@ class StatefulUnit(TorchWrapper):
         _legacy("full_optim_state_dict", "optim_state_dict", optim_input)
         _check_one_mode(model)
         config = FullOptimStateDictConfig(True, rank0_only)
+        # What is listed gives the ids, so the optimizer gives its state by ids.
         listed: Any = optim if optim_input is None else ListedParams(optim_input)
         state = None if optim_input is None else optim.state_dict()
-        request = state_dicts.TakeRequest(Form.FULL, config, state, _beside(model))
-        return _or_runtime_error(
-            lambda: state_dicts.take_optimizer_dict(model, listed, request, group)
-        )
+        return _taken(model, listed, Form.FULL, config, state, group)
 
     @staticmethod
     def sharded_optim_state_dict(
@@ -307,10 +310,7 @@ class StatefulUnit(TorchWrapper):
         """Deprecated: the sharded dict, on the CPU, of ShardedTensors even on a mesh."""
         _legacy("sharded_optim_state_dict", "optim_state_dict", None)
         config = ShardedOptimStateDictConfig(True, use_dtensor=False)
-        request = state_dicts.TakeRequest(Form.SHARDED, config, None, _beside(model))
-        return _or_runtime_error(
-            lambda: state_dicts.take_optimizer_dict(model, optim, request, group)
-        )
+        return _taken(model, optim, Form.SHARDED, config, None, group)
 
     @staticmethod
     def shard_full_optim_state_dict(
@@ -323,11 +323,9 @@ class StatefulUnit(TorchWrapper):
         _legacy("shard_full_optim_state_dict", "optim_state_dict_to_load", optim_input)
         optimizer = _listed(model, optim_input, optim)
         _check_one_mode(model)
-        return _or_value_error(
-            lambda: state_dicts.shard_optimizer(
-                model, optimizer, full_optim_state_dict, LoadRequest(call=_OPTIM_CALL, beside=_OWN)
-            )
-        )
+        request = LoadRequest(call=_OPTIM_CALL, beside=Unshared.OWN)
+        with _as_torch_raises(ValueError):
+            return state_dicts.shard_optimizer(model, optimizer, full_optim_state_dict, request)
 
     @staticmethod
     def scatter_full_optim_state_dict(
@@ -372,11 +370,11 @@ class StatefulUnit(TorchWrapper):
         if keys == {to_names}:
             return optim_state_dict
         optimizer = _listed(model, optim_input, optim)
-        state = _or_value_error(
-            lambda: state_dicts.rekey_optimizer_state_dict(
+        with _as_torch_raises(ValueError):
+            state = state_dicts.rekey_optimizer_state_dict(
                 optim_state_dict, "fqn" if to_names else "id", model, optimizer
             )
-        )
+        # As torch's class has them: copies, and sorted.
         state["param_groups"] = [
             {**copy.deepcopy(group), "params": sorted(group["params"])}
             for group in state["param_groups"]
@@ -476,25 +474,33 @@ def _to_load(
     model: nn.Module, optim: Optimizer, given: Mapping[str, Any], *, rank0_only: bool, group: Any
 ) -> dict[str, Any]:
     _check_one_mode(model)
-    request = LoadRequest(rank0_only=rank0_only, call=_OPTIM_CALL, beside=_OWN)
-    return _or_value_error(
-        lambda: state_dicts.optimizer_to_load(model, optim, given, request, group)
-    )
+    request = LoadRequest(rank0_only=rank0_only, call=_OPTIM_CALL, beside=Unshared.OWN)
+    with _as_torch_raises(ValueError):
+        return state_dicts.optimizer_to_load(model, optim, given, request, group)
 
 
-def _or_value_error(call: Callable[[], Result]) -> Result:
+def _taken(
+    model: nn.Module,
+    optim: Optimizer,
+    form: Form,
+    config: OurOptimConfig,
+    given: Mapping[str, Any] | None,
+    group: Any,
+) -> dict[str, Any]:
+    """The optimizer's state, or that of `given` in its place. Collective."""
+    request = state_dicts.TakeRequest(form, config, given, _beside(model))
+    with _as_torch_raises():
+        return state_dicts.take_optimizer_dict(model, optim, request, group)
+
+
+@contextmanager
+def _as_torch_raises(mismatch: type[Exception] = RuntimeError) -> Iterator[None]:
+    """What `ckpt` raises inside becomes what torch's class raises: scripts catch that."""
     try:
-        return call()
+        yield
     except Mismatch as error:
-        raise ValueError(str(error)) from error
+        raise mismatch(str(error)) from error
     except InvalidState as error:
-        raise RuntimeError(str(error)) from error
-
-
-def _or_runtime_error(call: Callable[[], Result]) -> Result:
-    try:
-        return call()
-    except (Mismatch, InvalidState) as error:
         raise RuntimeError(str(error)) from error
 
 
@@ -518,5 +524,5 @@ def _listed(model: nn.Module, optim_input: Iterable[Any] | None, optim: Optimize
 
 
 def _forget_inner_names(module: nn.Module, keys: Any) -> None:
-    """Modules below a unit look for their own names in vain: the unit has loaded them."""
+    """Modules inside a unit find none of their names in the dict: the unit has loaded them."""
     keys.missing_keys[:] = [key for key in keys.missing_keys if "_fsdp_wrapped_module" not in key]

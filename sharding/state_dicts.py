@@ -47,6 +47,7 @@ def checked_settings(
     model_class, optim_class = _CLASSES[form]
     config = model_class() if config is None else config
     optim_config = optim_class() if optim_config is None else optim_config
+    # By exact class, as torch compares them: all derive from one, and mean different things.
     for given, wanted in ((config, model_class), (optim_config, optim_class)):
         if type(given) is not wanted:
             raise RuntimeError(
@@ -71,6 +72,7 @@ def optim_form(
     settings: StateDictSettings,
 ) -> tuple[ours.StateDictType, ours.OptimStateDictConfig]:
     """What the settings are called in `ckpt`, for optimizers. LOCAL is served as SHARDED."""
+    # torch's class tells full dicts of optimizers from all others, which are sharded.
     config: Any = settings.optim_state_dict_config
     offload = config.offload_to_cpu
     if settings.state_dict_type is StateDictType.FULL_STATE_DICT:

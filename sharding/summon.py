@@ -61,6 +61,7 @@ def summon_units(units: Sequence[FlatUnit], options: SummonOptions) -> Iterator[
                 "full parameters can only be summoned outside of forward, backward and another "
                 f"summon_full_params(); a unit is in {unit.phase.name}"
             )
+    # All are open at once: one that fails to open, or to write back, closes the others.
     with ExitStack() as stack:
         for unit in units:
             unit.phase = Phase.SUMMON  # also where nothing is gathered: the names are bare there
@@ -95,6 +96,7 @@ def _summoned(unit: FlatUnit, store: FlatParam, options: SummonOptions) -> Itera
         _show_grads(store, grads)
     try:
         yield
+        # Not where the block raises: what it has half written is not kept.
         with torch.no_grad():
             _collect_writes(store, views, shown)
             # As in torch's class, where units that are not sharded show their own memory.
@@ -115,6 +117,7 @@ def _show(
     else:
         unit.hide_flat()
     is_orig = store.options.use_orig_params
+    # The user's own parameters, unless there are none or an extension shows another kind of tensor.
     shown = tuple(
         param
         if is_orig and store.tokens[index] is None
@@ -140,6 +143,7 @@ def _collect_writes(
     ):
         current = item.places[0].current()
         current = store.as_flattened(index, param if current is None else current)
+        # By address: an assignment to `.data` replaces the memory of the same object.
         if current.data_ptr() != view.data_ptr():
             if current.shape != view.shape:
                 raise RuntimeError(
@@ -186,6 +190,7 @@ def _show_grads(store: FlatParam, grads: torch.Tensor) -> None:
 
 def _keep_grads(store: FlatParam, grads: torch.Tensor) -> None:
     for param, view in zip(store.params, store.member_views(grads), strict=True):
+        # The flat gradient has room for all members: one without a gradient counts as zeros.
         if param.requires_grad and param.grad is None:
             view.zero_()
         elif param.grad is not None and param.grad.data_ptr() != view.data_ptr():

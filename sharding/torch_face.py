@@ -66,6 +66,7 @@ def _choosing(ours: type[nn.Module], name: str) -> Any:
 
     @functools.wraps(before)
     def chosen(*args: Any, **kwargs: Any) -> Any:
+        # By name, since the model stands at another position in each of them.
         given = signature.bind_partial(*args, **kwargs).arguments
         model = given.get("model", given.get("module"))
         is_ours = isinstance(model, nn.Module) and any(isinstance(m, ours) for m in model.modules())

@@ -292,7 +292,8 @@ class _ParameterBinding:
             like = likeness(live, self.owned)
             fits = len(members) == 1 and _has_shape(live, members[0].entry)
             if like is Likeness.OTHER and fits:
-                self.fill(name, members[0], live)  # it keeps its own layout
+                # A DTensor on another mesh or with other placements: it keeps its own layout.
+                self.fill(name, members[0], live)
                 return
         # The live tensor has values of the members that the checkpoint lacks: they become zeros.
         is_complete = len(members) == len(self.named.names)

@@ -2,7 +2,7 @@
 
 `<path>.state.<parameter>.<name>` is the state `name` of a parameter, a tensor or a value, and
 `<path>.param_groups` one value: a list of dicts, in which "params" lists names. How a state is
-stored follows from its kind, see `optimizer_kinds`. A scalar is written by whoever holds the
+stored follows from its kind, see `optimizer_kinds`. A scalar is written by the rank that holds the
 parameter's first element. Each member of a flat parameter has state of its own. No tensor changes
 its dtype.
 """

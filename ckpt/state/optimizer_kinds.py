@@ -33,7 +33,7 @@ from ckpt.state.types import PerRank, TensorEntry
 from ckpt.state.values import references, split_tree
 
 # Values have to be the same on all ranks, and some ranks have no state of the parameter: a number
-# is stored as a 0-dim tensor of whoever has it, and its name says what it was.
+# is stored as a 0-dim tensor by a rank that has it, and its name says what it was.
 NUMBERS: dict[type, tuple[str, torch.dtype]] = {
     bool: ("~bool", torch.bool),
     int: ("~int", torch.int64),
@@ -190,6 +190,7 @@ def kind_of_saved(
     `states` are those of the parameter's members, `members` their tensors of this name. MISFIT is
     of another shape than its parameter, which flat shards cannot hold.
     """
+    # By what was saved, whatever is declared now: the checkpoint has it in this form only.
     if any(state and name in state.own for state in states):
         return StateKind.OWN
     if any(state and name in state.values for state in states):

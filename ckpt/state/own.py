@@ -78,7 +78,7 @@ def declare_optimizer_state(
 
 
 def declared(optimizer: object) -> Mapping[str, StateDeclaration]:
-    """What is said of the state of `optimizer`, by the names of the state."""
+    """What is declared of the state of `optimizer`, by the names of the state."""
     said: Mapping[str, StateDeclaration] = getattr(optimizer, _ATTRIBUTE, {})
     return said
 

@@ -1,4 +1,4 @@
-"""What a load was requested to do, and which arguments the caller has.
+"""What a load shall do, and which arguments the call has that its errors may advise.
 
 Errors advise the next move in the words of the call that raises them; a call that lacks an argument
 must not be advised to pass it.

@@ -31,7 +31,7 @@ class PerRank:
 
 
 class TensorEntry(NamedTuple):
-    """What a checkpoint says of one tensor."""
+    """Dtype, shape and kind of one tensor of a checkpoint."""
 
     dtype: torch.dtype
     shape: Shape

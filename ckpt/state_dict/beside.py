@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Rest:
-    """This rank's own part of a state dict: state by parameter, and all groups, as they live."""
+    """This rank's own part of a state dict: state by parameter, and all groups; live, no copies."""
 
     state: dict[str, dict[Any, Any]]
     groups: list[dict[str, Any]]

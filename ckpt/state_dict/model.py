@@ -76,14 +76,14 @@ def names_of(described: Described) -> list[str]:
 
 
 def shardings(described: Described, names: Iterable[str]) -> dict[str, UnitSharding]:
-    """What the innermost unit above each tensor says of itself."""
+    """The sharding that the innermost unit above a tensor reports, for each tensor below one."""
     by_path = _unit_shardings(described)
     if not by_path:
         return {}
     sharding_of = {}
     for name in names:
         path = name
-        while path:
+        while path:  # from the module that has the tensor upwards
             path = path.rpartition(".")[0]
             if path in by_path:
                 sharding_of[name] = by_path[path]

@@ -53,7 +53,7 @@ class Known:
     def sources(self, rank: int, owners: Ranks = ()) -> frozenset[int] | None:
         """The ranks whose regions `rank` may take besides its own; None: those of all.
 
-        `owners` are those of what is filled there.
+        `owners` are the ranks that the memory to fill there is laid out over, if it says so.
         """
         own = self.owners.get(rank)
         if own:
@@ -63,6 +63,8 @@ class Known:
         around = {group for group in groups if rank in group}
         if len(around) == 1:
             return frozenset(around.pop())
+        # Nobody says a group (dicts of plain tensors): the ranks that share what is filled, as far
+        # as they have the tensor; else all, and `Routes.problem` refuses what is ambiguous.
         near = frozenset(rank for rank in owners if rank in self.regions)
         return near if near and not groups else None
 
@@ -172,8 +174,8 @@ class Routes:
         }
 
     def giver(self, holders: Sequence[int], taker: int, size: int) -> int | None:
-        """Which of the holders of a region gives it to `taker`: itself, or a neighbour of its own;
-        None when it is not for `taker`.
+        """Which of the holders of a region gives it to `taker`: itself if it is one, else one that
+        it may take bytes from; None without such a holder.
         """
         if taker in holders:
             return taker

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from ckpt.layout.tensor import local_tensor
+from ckpt.state.values import join
 from sharding.engine.collectives import Comm
 from sharding.engine.store import ModuleParam
 from sharding.engine.torch_seam import ParamPlace, is_marked_replicate
@@ -24,6 +25,7 @@ from sharding.flat.members import FlatParameter
 
 __all__ = ["Ignored", "find_ignored", "find_params", "materialize", "move_states", "sync_states"]
 
+# A copy of so much lies beside the parameters while it is broadcast; torch's size.
 _BROADCAST_BYTES_MAX = 250 * 1024 * 1024
 
 
@@ -65,6 +67,7 @@ def find_ignored(
         if not isinstance(module, nn.Module):
             raise ValueError(f"ignored_modules must be Modules, got {type(module).__name__}")
         listed_modules.append(module)
+    # torch's `replicate` reduces their gradients itself.
     listed_modules += [module for module in root.modules() if is_marked_replicate(module)]
     modules: set[nn.Module] = set()
     for module in listed_modules:
@@ -72,6 +75,7 @@ def find_ignored(
             raise ValueError(
                 "ignored_modules must not contain wrapped modules; list what is inside"
             )
+        # Units inside stay what they are, whatever is around them.
         modules.update(child for child in module.modules() if not is_unit(child))
     if root in modules:
         warnings.warn(
@@ -80,9 +84,10 @@ def find_ignored(
         )
     params = {param for module in modules for param in module.parameters(recurse=False)}
     params.update(listed_params)
+    # Below an ignored module there may be units; what they flattened is theirs, not ignored.
     kept = frozenset(param for param in params if not isinstance(param, FlatParameter))
     buffers = frozenset(
-        f"{prefix}.{name}" if prefix else name
+        join(prefix, name)
         for prefix, module in root.named_modules()
         if module in modules
         for name, _ in module.named_buffers(recurse=False)
@@ -97,6 +102,7 @@ def own_modules(
     if is_unit(root):
         return  # all of it belongs to that unit
     skipped = ""
+    # With duplicates: tied parameters, and those of shared modules, are known by all their names.
     for name, module in root.named_modules(remove_duplicate=False):
         if skipped and name.startswith(f"{skipped}."):
             continue
@@ -124,7 +130,7 @@ def find_params(
         for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
             if param in ignored.params or isinstance(param, FlatParameter):
                 continue
-            fqn = f"{prefix}.{name}" if prefix else name
+            fqn = join(prefix, name)
             if id(param) in managed:
                 raise ValueError(
                     f"{fqn}: is tied to a parameter of a unit that does not contain it, and the "
@@ -149,7 +155,12 @@ def find_params(
 def choose_device(
     params: Iterable[nn.Parameter], device_id: int | str | torch.device | None
 ) -> torch.device:
-    """The device to compute on. Raises RuntimeError or ValueError when the choice is not clear."""
+    """The device to compute on: `device_id`, else that of the parameters, else the accelerator's
+    current one, else the CPU.
+
+    Raises RuntimeError or ValueError when the choice is not clear.
+    """
+    # On meta they have no place yet: they are given one.
     kinds = {param.device.type for param in params} - {"meta"}
     accelerators = sorted(kinds - {"cpu"})
     if len(accelerators) > 1:
@@ -163,6 +174,7 @@ def choose_device(
         )
     if device_id is not None:
         device = _with_index(_as_device(device_id))
+        # Only what is on the CPU is moved there.
         for param in params:
             if param.device.type not in ("cpu", "meta") and param.device != device:
                 raise ValueError(
@@ -204,6 +216,7 @@ def _with_index(device: torch.device) -> torch.device:
     index: int | None = device.index
     if device.type == "cpu" or index is not None:
         return device
+    # Without an index it equals no tensor's device.
     index = _current_index()
     warnings.warn(
         f"device_id={device} has no index: the current device {index} is used; call "
@@ -243,12 +256,13 @@ def move_states(
         for param in module.parameters(recurse=False):
             if param in ignored.params or param.device.type != "cpu":
                 continue
+            # The same objects, with other memory: an optimizer or the user may hold on to them.
             param.data = param.detach().to(device)
             if param.grad is not None:
                 param.grad.data = param.grad.to(device)
         for name, buffer in module.named_buffers(recurse=False):
-            fqn = f"{prefix}.{name}" if prefix else name
-            if fqn not in ignored.buffers and buffer.device.type == "cpu":
+            is_ignored = join(prefix, name) in ignored.buffers
+            if not is_ignored and buffer.device.type == "cpu":
                 buffer.data = buffer.to(device)
 
 
@@ -270,6 +284,7 @@ def materialize(
     """
     if param_init_fn is not None and not callable(param_init_fn):
         raise ValueError(f"param_init_fn must be callable, got {type(param_init_fn).__name__}")
+    # In the order of torch's class, which decides what initializers draw.
     modules = list(_breadth_first(root, ignored.modules, is_unit))
     if not any(_has_meta(module, ignored) for module in modules):
         return _materialize_fakes(root, ignored, param_init_fn, is_unit=is_unit)
@@ -282,6 +297,7 @@ def materialize(
                     module.to_empty(device=device, recurse=False)
                     module.reset_parameters()  # type: ignore[operator]
         except BaseException:
+            # The exception does not say for which module it was raised.
             warnings.warn(
                 f"{type(module).__name__} could not be given values on {device}: it needs a method "
                 "reset_parameters() for what it owns, or pass param_init_fn",
@@ -367,12 +383,14 @@ def sync_states(
         if id(buffer) not in synced:
             synced.add(id(buffer))
             tensors.append(local_tensor(buffer))
+    # Across first: the first rank of each shard group then has what it broadcasts inside.
     for comm in comms:
         for bucket in _buckets(tensors):
             _broadcast(bucket, comm)
 
 
 def _buckets(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Tensors that can be broadcast as one: of one dtype, on one device, and bounded in bytes."""
     by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for tensor in tensors:
         by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)
@@ -381,7 +399,7 @@ def _buckets(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         nbytes = 0
         for tensor in same:
             bucket.append(tensor)
-            nbytes += tensor.numel() * tensor.element_size()
+            nbytes += tensor.nbytes
             if nbytes >= _BROADCAST_BYTES_MAX:
                 yield bucket
                 bucket, nbytes = [], 0

@@ -52,9 +52,11 @@ def auto_wrap(
                 "without wrappers"
             )
     requests = wrap_requests_of(root, policy, ignored_modules, ignored_params, kwargs)
+    # As torch: policies that are functions are not checked.
     if is_policy_object(policy):
         _check_mixed(requests, ignored_params, bool(kwargs.get("use_orig_params")))
     requests = _with_full_precision(root, requests, ignored_modules, dict(kwargs))
+    # Taken before anything is wrapped, while all children stand in their own parents.
     places = _places(root)
     for request in reversed(requests):
         wrapped = wrapper(request.module, **request.kwargs)
@@ -70,15 +72,12 @@ def wrap_requests_of(
     kwargs: Mapping[str, Any],
 ) -> list[WrapRequest]:
     """What the policy wants wrapped below the root, parents before children."""
-    names: dict[int, str] = {}
-    for name, module in root.named_modules():
-        names.setdefault(id(module), name)
     if is_policy_object(policy):
         wanted = run_policy(policy, root, ignored_modules, dict(kwargs))
-        wanted.pop(root, None)
+        wanted.pop(root, None)  # the root is the unit that is being made around all of them
         return [
-            WrapRequest(names[id(module)], module, {**kwargs, **wanted[module]})
-            for _, module in root.named_modules()
+            WrapRequest(name, module, {**kwargs, **wanted[module]})
+            for name, module in root.named_modules()
             if module in wanted
         ]
     walk = _PolicyWalk(policy, ignored_modules, ignored_params, _apart(kwargs))
@@ -112,13 +111,14 @@ class _PolicyWalk:
         """Apply the policy to a subtree; returns how many elements got into units."""
         numel = sum(p.numel() for p in module.parameters() if p not in self.ignored_params)
         enters = self.policy(module=module, recurse=True, nonwrapped_numel=numel)
+        # Classes that become units anyway may be below what the policy does not enter.
         if not enters and not self.apart:
             return 0
         wrapped = sum(self.visit(child) for child in self._new_children(module))
         if is_root:
             return wrapped
         if isinstance(module, self.apart):
-            return numel
+            return numel  # in a unit of its own, so not in that of any parent
         rest = numel - wrapped
         if self.policy(module=module, recurse=False, nonwrapped_numel=rest):
             self.chosen.add(id(module))
@@ -127,6 +127,7 @@ class _PolicyWalk:
 
     def _new_children(self, module: nn.Module) -> Iterator[nn.Module]:
         for child in module.children():
+            # A shared module is counted and wrapped at its first place only.
             if child not in self.ignored_modules and id(child) not in self._seen:
                 self._seen.add(id(child))
                 yield child
@@ -139,6 +140,7 @@ def _apart(kwargs: Mapping[str, Any]) -> tuple[type[nn.Module], ...]:
 
 
 def _places(root: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
+    """By identity of a module, its parents with its name there: a shared one has several."""
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in root.modules():
         for name, child in module.named_children():
@@ -149,6 +151,7 @@ def _places(root: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
 def _check_mixed(
     requests: list[WrapRequest], ignored_params: set[nn.Parameter], use_orig_params: bool
 ) -> None:
+    """Refuse, or warn of, units that would mix frozen and trainable parameters."""
     own = {id(request.module) for request in requests}
     for request in requests:
         flags: dict[bool, list[str]] = {True: [], False: []}
@@ -224,5 +227,6 @@ def _cast_around(module: nn.Module) -> None:
     def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         return cast_floating(seen[-1], output) if seen else output
 
+    # On the module inside its wrapper, which casts nothing itself: its precision is the default.
     module.register_forward_pre_hook(before, with_kwargs=True)
     module.register_forward_hook(after, with_kwargs=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -269,7 +269,8 @@ def replica_differences(parts: Sequence[Part]) -> ReplicaDifferences:
         region = regions[number]
         if must_agree[those].any():
             text = disagreement(_region_name(region), groups, _STORED)
-            failures[region] = text + or_per_rank(region[0])
+            values = parts[0].value_digests
+            failures[region] = text + (_way_out(region[0], values) or or_per_rank(region[0]))
         else:
             warnings[region] = _unsynchronized(region, _groups(groups))
     return ReplicaDifferences(
@@ -311,12 +312,16 @@ def disagreement(name: str, groups: Mapping[int | None, Sequence[int]], why: str
     )
 
 
-def or_per_rank(fqn: str) -> str:
-    """The end of a message about optimizer state: how each rank keeps its own; "" for the rest."""
+def or_per_rank(fqn: str, values: Collection[str] = ()) -> str:
+    """The end of a message about optimizer state: how each rank keeps its own; "" for the rest.
+
+    `values` are the names of values: a tensor inside of one has the name of that value's state.
+    """
     _, is_state, name = fqn.rpartition(".state.")
     if not is_state:
         return ""
-    key = _key_of(name)
+    outer = next((value for value in values if fqn.startswith(f"{value}.")), "")
+    key = outer.rpartition(".")[2] if ".state." in outer else _key_of(name)
     return (
         ", or say that each rank keeps its own: "
         f'declare_optimizer_state(optimizer, {{"{key}": PerRank(None, on_reshard)}})'
@@ -329,6 +334,23 @@ def _key_of(name: str) -> str:
     while len(parts) > 1 and parts[-1].isdecimal():  # an item of a list that the state is
         parts.pop()
     return parts[-1]
+
+
+def _way_out(fqn: str, values: Collection[str]) -> str:
+    """The end of a message about what an optimizer has otherwise on some ranks; "" for the rest."""
+    optimizers = [value.removesuffix(_GROUPS) for value in values if value.endswith(_GROUPS)]
+    for path in optimizers:
+        if fqn.startswith(f"{path}.state."):
+            return or_per_rank(fqn, values)
+        if f"{fqn}.".startswith((f"{path}{_GROUPS}.", f"{path}.user_state.")):
+            return (
+                ", or keep what is each rank's own outside of the optimizer: beside it in the "
+                "state, as PerRank(value)"
+            )
+    return ""
+
+
+_GROUPS = ".param_groups"
 
 
 def _unsynchronized(region: _ReplicaRegion, groups: str) -> str:
@@ -346,13 +368,16 @@ def _region_name(region: _ReplicaRegion) -> str:
 def value_differences(parts: Sequence[Part]) -> list[str]:
     """One text per value that is not the same on all ranks of the world."""
     digests = {part.rank: part.value_digests for part in parts}
-    return [
-        f"{fqn}: the value differs between ranks ({_groups(groups)}); wrap it in PerRank to keep "
-        f"every rank's own{_OR_GROUP if None in groups else ''}"
-        for fqn, groups in _differences(digests)
-    ]
+    problems = []
+    for fqn, groups in _differences(digests):
+        way_out = _way_out(fqn, {name for part in parts for name in part.value_digests})
+        do = f"make it equal on all ranks first{way_out}" if way_out else _WRAP
+        group = _OR_GROUP if None in groups else ""
+        problems.append(f"{fqn}: the value differs between ranks ({_groups(groups)}); {do}{group}")
+    return problems
 
 
+_WRAP = "wrap it in PerRank to keep every rank's own"
 _OR_GROUP = ", or save with process_group= the ranks that have it"
 
 

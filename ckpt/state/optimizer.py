@@ -339,5 +339,7 @@ class _Saving:
             if not is_known_everywhere(named.owned, self.ranks):
                 self.flat.problems.append(
                     f"{fqn}: a {type(content).__name__} in the state of a parameter that other "
-                    "ranks may hold nothing of; use a number or a tensor"
+                    "ranks may hold nothing of; use a number or a tensor, or say that each rank "
+                    f'keeps its own: declare_optimizer_state(optimizer, {{"{name}": '
+                    "PerRank(None, on_reshard)})"
                 )

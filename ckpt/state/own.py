@@ -80,7 +80,16 @@ def declare_optimizer_state(
 def declared(optimizer: object) -> Mapping[str, StateDeclaration]:
     """What is declared of the state of `optimizer`, by the names of the state."""
     said: Mapping[str, StateDeclaration] = getattr(optimizer, _ATTRIBUTE, {})
-    return said
+    return {**_OF_LBFGS, **said} if isinstance(optimizer, torch.optim.LBFGS) else said
+
+
+def _first(values: Sequence[Any], rank: int, world_size: int) -> Any:
+    return values[0]
+
+
+# Each rank keeps the loss of its own batch there. The next step writes it before it reads it, so
+# that on another number of ranks any will do.
+_OF_LBFGS: Mapping[str, StateDeclaration] = {"prev_loss": PerRank(None, _first)}
 
 
 def own_state(

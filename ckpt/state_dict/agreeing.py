@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -84,7 +84,7 @@ def check_values(
     for rank, message in enumerate(messages):
         ranks_by_message.setdefault(message[len(digest) :], []).append(rank)
     reports = [(_decoded(part), ranks) for part, ranks in ranks_by_message.items()]
-    if problems := _problems(reports, each_has_its_own=each_has_its_own):
+    if problems := _problems(reports, values, each_has_its_own=each_has_its_own):
         raise InvalidState(problems)
 
 
@@ -99,7 +99,7 @@ def _refuse_values(world: World, encoded: bytes) -> None:
     raise Mismatch(
         [
             f"{fqn}: ranks {ranks} have another value than rank 0; all ranks need the same "
-            "optimizer and the same dict"
+            f"optimizer and the same dict{or_per_rank(fqn, everybody[0])}"
             for fqn, ranks in sorted(differ.items())
         ]
     )
@@ -127,7 +127,12 @@ def _decoded(part: bytes) -> Agreed:
     return dict(zip(tensors, digests, strict=True))
 
 
-def _problems(reports: Sequence[tuple[Agreed, list[int]]], *, each_has_its_own: bool) -> list[str]:
+def _problems(
+    reports: Sequence[tuple[Agreed, list[int]]],
+    values: Collection[str],
+    *,
+    each_has_its_own: bool,
+) -> list[str]:
     """What the ranks have differently, by name; each report with the ranks that sent it."""
     ranks_of: dict[_Key, dict[int | None, list[int]]] = {}
     given: set[_Key] = set()
@@ -144,7 +149,7 @@ def _problems(reports: Sequence[tuple[Agreed, list[int]]], *, each_has_its_own: 
             problems.append(_unclaimed(fqn, sorted(chain.from_iterable(by_digest.values()))))
         elif len(by_digest) > 1 and (key in witnessed or not each_has_its_own):
             groups = {digest: sorted(ranks) for digest, ranks in by_digest.items()}
-            problems.append(disagreement(fqn, groups, _IN_A_DICT) + or_per_rank(fqn))
+            problems.append(disagreement(fqn, groups, _IN_A_DICT) + or_per_rank(fqn, values))
     return sorted(problems)
 
 

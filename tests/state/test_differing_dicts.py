@@ -23,17 +23,18 @@ import ckpt
 from ckpt.state_dict import like_torch
 from ckpt.state_dict.api import load_optimizer_state_dict, optimizer_state_dict
 from ckpt.state_dict.config import StateDictType
-from ckpt.world.torch_world import TorchWorld
 from sharding import FullyShardedDataParallel as Ours
 from tests.ranks import run_ranks
-from tests.state.test_differing_state import (
+from tests.state.differing import (
     ENGINES,
-    Own,
     first_state,
     more_of,
+    noted_rounds,
     on_the_last,
     one_more,
+    refusal,
     trained,
+    trained_by_own,
 )
 
 pytestmark = pytest.mark.ranks
@@ -47,13 +48,9 @@ def steps_in(state_dict: dict[str, Any]) -> dict[str, float]:
 
 def refused(call: Callable[[], Any], name: str) -> str:
     """The problem of the changed parameter, which is the same on all ranks."""
-    with pytest.raises(ckpt.InvalidState) as caught:
-        call()
-    assert {text.split(":")[0].rpartition(".")[2] for text in caught.value.problems} == {name}
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, str(caught.value))
-    assert set(everyone) == {str(caught.value)}, "one error on all ranks"
-    return next(text for text in caught.value.problems if text.startswith("optim.state.0.weight."))
+    texts = refusal(call)
+    assert {text.split(":")[0].rpartition(".")[2] for text in texts} == {name}
+    return next(text for text in texts if text.startswith("optim.state.0.weight."))
 
 
 # --- one value for all ---------------------------------------------------------------------------
@@ -92,11 +89,8 @@ def other_state() -> None:
         "ddp": ("count", "factors", "nested", "moment"),
     }
     for engine, names in kinds.items():
-        model = ENGINES[engine](nn.Sequential(nn.Linear(4, 4, bias=False)))
-        optimizer = Own(model.parameters(), lr=0.1)
-        model(torch.ones(3, 4)).square().mean().backward()
-        optimizer.step()
-        state = {"model": model, "optim": optimizer}
+        state = trained_by_own(engine)
+        model, optimizer = state["model"], state["optim"]
         for name in names:
             shown = {"calls": "calls~int", "nested": "0"}.get(name, name)
             with on_the_last(state, more_of(name)):
@@ -213,15 +207,7 @@ def test_the_wrappers_calls_give_each_rank_its_own_where_torchs_do() -> None:
 
 
 def counted() -> list[str]:
-    rounds: list[str] = []
-    for name in ("gather", "broadcast", "agree", "all_to_all_parts"):
-        real = getattr(TorchWorld, name)
-
-        def noted(self: Any, phase: str, *args: Any, real: Any = real) -> Any:
-            rounds.append(phase)
-            return real(self, phase, *args)
-
-        setattr(TorchWorld, name, noted)
+    rounds = noted_rounds("gather", "broadcast", "agree", "all_to_all_parts")
     state = trained("fully")
     optimizer_state_dict(state["model"], state["optim"])
     return rounds

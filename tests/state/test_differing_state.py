@@ -7,8 +7,6 @@ saves of one unchanged structure. Messages and rounds are counted on ranks that 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,87 +16,33 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel as Theirs
-from torch.distributed.fsdp import fully_shard as their_fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import ckpt
 from ckpt.format.part import NO_REPLICAS, Part
 from ckpt.saving import task as saving_task
-from ckpt.world.torch_world import TorchWorld
-from sharding import FullyShardedDataParallel, fully_shard
+from sharding import fully_shard
 from tests.ranks import run_ranks
-
-CPU = torch.device("cpu")
-Change = Callable[[torch.optim.Optimizer], None]
-
-
-def by_rows(module: nn.Module, shard: Callable[..., Any]) -> nn.Module:
-    shard(module, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    return module
-
-
-ENGINES: dict[str, Callable[[nn.Module], nn.Module]] = {
-    "bare": lambda module: module,
-    "ddp": DistributedDataParallel,
-    "fully": lambda module: by_rows(module, fully_shard),
-    "their_fully": lambda module: by_rows(module, their_fully_shard),
-    "flat": lambda module: FullyShardedDataParallel(module, device_id=CPU),
-    "orig": lambda module: FullyShardedDataParallel(module, device_id=CPU, use_orig_params=True),
-    "their_flat": lambda module: Theirs(module, device_id=CPU),
-    "their_orig": lambda module: Theirs(module, device_id=CPU, use_orig_params=True),
-}
-
-
-def trained(engine: str, *, fused: bool = False) -> dict[str, Any]:
-    torch.manual_seed(0)
-    model = ENGINES[engine](nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)))
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.1, fused=fused)
-    model(torch.ones(3, 4)).square().mean().backward()
-    optimizer.step()
-    return {"model": model, "optim": optimizer}
-
-
-def first_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Of the first parameter of which this rank has state; the last rank shares it with another."""
-    states = [optimizer.state.get(param) for param in optimizer.param_groups[0]["params"]]
-    return next(state for state in states if state)
-
-
-@contextmanager
-def on_the_last(state: dict[str, Any], change: Change) -> Iterator[None]:
-    """The optimizer's state, changed in place on the last rank for the time of the block."""
-    optimizer = state["optim"]
-    is_here = dist.get_rank() == dist.get_world_size() - 1
-    contents = [content for held in optimizer.state.values() for content in held.values()]
-    contents += [inside for content in contents if isinstance(content, list) for inside in content]
-    tensors = [content for content in contents if isinstance(content, torch.Tensor)]
-    kept = [tensor.detach().clone() for tensor in tensors]
-    if is_here:
-        change(optimizer)
-    try:
-        yield
-    finally:
-        for tensor, was in zip(tensors, kept, strict=True):
-            if not torch.equal(tensor, was):
-                tensor.detach().copy_(was)
-
-
-def one_more(optimizer: torch.optim.Optimizer) -> None:
-    first_state(optimizer)["step"].add_(1)
+from tests.state.differing import (
+    ENGINES,
+    first_state,
+    more_of,
+    noted_rounds,
+    on_the_last,
+    one_more,
+    refusal,
+    same_on_all_ranks,
+    trained,
+    trained_by_own,
+)
 
 
 def refused_save(state: dict[str, Any], root: str, step: int, name: str) -> str:
     """The problem of the changed parameter; a flat one has all members of the same state."""
-    with pytest.raises(ckpt.InvalidState) as caught:
-        ckpt.save(state, root, step=step)
-    texts = [text for text in caught.value.problems if text.split(":")[0].endswith(f".{name}")]
-    assert texts and len(texts) == len(caught.value.problems), caught.value.problems
+    texts = refusal(lambda: ckpt.save(state, root, step=step))
+    assert all(text.split(":")[0].endswith(f".{name}") for text in texts), texts
     is_flat = any("flat" in part for part in root.split("/")[-1].split("_"))
     assert len(texts) == 1 or is_flat, texts
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, str(caught.value))
-    assert set(everyone) == {str(caught.value)}, "one error on all ranks"
     return next(text for text in texts if text.startswith("optim.state.0.weight."))
 
 
@@ -148,32 +92,6 @@ def on_a_hybrid_mesh(root: str) -> None:
 # --- other state ---------------------------------------------------------------------------------
 
 
-class Own(torch.optim.SGD):
-    """Has a number, a count without dims and small tensors for each parameter."""
-
-    def step(self, closure: Any = None) -> None:
-        for param in self.param_groups[0]["params"]:
-            self.state[param].update(calls=1, count=torch.tensor(1))
-            if type(param) is nn.Parameter and param.grad is not None:
-                self.state[param].update(
-                    factors=torch.ones(3),
-                    nested=[torch.ones(2), None],
-                    moment=torch.ones_like(param),
-                )
-
-
-def more_of(name: str) -> Change:
-    def change(optimizer: torch.optim.Optimizer) -> None:
-        state = first_state(optimizer)
-        content = state[name][0] if name == "nested" else state[name]
-        if isinstance(content, torch.Tensor):
-            content.detach().add_(1)
-        else:
-            state[name] = content + 1
-
-    return change
-
-
 def other_state(root: str) -> None:
     kinds = {
         "fully": ("count",),
@@ -184,11 +102,7 @@ def other_state(root: str) -> None:
         "bare": ("count", "factors", "nested", "moment"),
     }
     for engine, names in kinds.items():
-        model = ENGINES[engine](nn.Sequential(nn.Linear(4, 4, bias=False)))
-        optimizer = Own(model.parameters(), lr=0.1)
-        model(torch.ones(3, 4)).square().mean().backward()
-        optimizer.step()
-        state = {"model": model, "optim": optimizer}
+        state = trained_by_own(engine)
         url = f"{root}/{engine}"
         ckpt.save(state, url, step=1)
         for step, name in enumerate(names, start=2):
@@ -196,7 +110,7 @@ def other_state(root: str) -> None:
             with on_the_last(state, more_of(name)):
                 text = refused_save(state, url, step, shown)
                 assert f'{{"{name}": PerRank(' in text, text
-            for held in optimizer.state.values():
+            for held in state["optim"].state.values():
                 held["calls"] = 1
         ckpt.save(state, url, step=9)
     model = DistributedDataParallel(nn.Linear(2, 2))
@@ -218,9 +132,7 @@ def on_one_rank(root: str) -> None:
             first_state(state["optim"])["extra"] = torch.tensor(5.0)
         with pytest.raises(ckpt.CheckpointError, match=r"optim\.state\.0\.weight\.extra") as caught:
             ckpt.save(state, f"{root}/{engine}", step=1)
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, str(caught.value))
-        assert set(everyone) == {str(caught.value)}, "one error on all ranks"
+        same_on_all_ranks(caught.value)
         if dist.get_rank():
             del first_state(state["optim"])["extra"]
         ckpt.save(state, f"{root}/{engine}", step=2)
@@ -273,6 +185,148 @@ def test_a_step_that_is_declared_each_ranks_own_is_kept_for_each(tmp_path: Path)
     run_ranks(2, really_own, str(tmp_path), timeout_seconds=300)
 
 
+# --- honest trainings ----------------------------------------------------------------------------
+
+
+class Kept(torch.optim.SGD):
+    """Keeps something of each rank's own, `content(rank)`, in its "state", "group" or as "user"."""
+
+    def __init__(self, params: Any, where: str, content: Any) -> None:
+        self.where, self.content = where, content
+        super().__init__(params, lr=0.1)
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        own = self.content(dist.get_rank())
+        for group in self.param_groups:
+            if self.where == "group":
+                group["own"] = own
+            for param in group["params"]:
+                if self.where == "state":
+                    self.state[param]["own"] = own
+        if self.where == "user":
+            self.state["clock"] = {"own": own}  # type: ignore[index]
+
+
+def kept(engine: str, where: str, content: Any) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = ENGINES[engine](nn.Sequential(nn.Linear(4, 4)))
+    optimizer = Kept(model.parameters(), where, content)
+    model(torch.ones(3, 4)).square().mean().backward()
+    optimizer.step()
+    return {"model": model, "optim": optimizer}
+
+
+CONTENTS: dict[str, Any] = {
+    "seconds": lambda rank: 0.5 + rank,
+    "counts": lambda rank: [rank, rank + 1],
+    "host": lambda rank: f"host {rank}",
+    "nested": lambda rank: {"n": rank, "seen": torch.ones(2) * rank},
+    "seen": lambda rank: torch.tensor(1.0 + rank),
+}
+
+
+def followed_literally(root: str) -> None:
+    """What the refusal says is written, in its own words, and the state comes back."""
+    for engine in ("ddp", "fully", "their_orig"):
+        for name, content in CONTENTS.items():
+            url = f"{root}/{engine}-{name}"
+            state = kept(engine, "state", content)
+            calls = [lambda state=state, url=url: ckpt.save(state, url, step=1)]
+            if engine != "their_orig":
+                calls.append(
+                    lambda state=state: ckpt.optimizer_state_dict(state["model"], state["optim"])
+                )
+            said = 'declare_optimizer_state(optimizer, {"own": PerRank(None, on_reshard)})'
+            # A value with tensors beside a sharded parameter is each rank's own as it is.
+            for call in calls if engine == "ddp" or name != "nested" else ():
+                with pytest.raises(ckpt.CheckpointError) as caught:
+                    call()
+                assert said in str(caught.value), (engine, name, caught.value)
+            scope = {"on_reshard": None, "PerRank": ckpt.PerRank}
+            scope["declare_optimizer_state"] = ckpt.declare_optimizer_state
+            other = kept(engine, "state", lambda rank: None)
+            for one in (state, other):
+                eval(said, {**scope, "optimizer": one["optim"]})
+            ckpt.save(state, url, step=1)
+            ckpt.load(other, url)
+            mine = [str(held["own"]) for held in other["optim"].state.values()]
+            assert set(mine) == {str(content(dist.get_rank()))}, (engine, name, mine)
+
+
+@pytest.mark.ranks
+def test_the_declaration_that_a_refusal_names_is_the_one_to_write(tmp_path: Path) -> None:
+    run_ranks(2, followed_literally, str(tmp_path), timeout_seconds=300)
+
+
+def beside_the_optimizer(root: str) -> None:
+    for where in ("group", "user"):
+        for name in ("seconds", "seen"):
+            state = kept("fully", where, CONTENTS[name])
+            [text] = refusal(lambda state=state: ckpt.save(state, root, step=1))
+            said = "beside it in the state, as PerRank(value)"
+            assert said in text and "wrap it" not in text, text
+    state["optim"].state.pop("clock")
+    ckpt.save({**state, "clock": ckpt.PerRank(0.5 + dist.get_rank())}, root, step=1)
+    loaded = {**kept("fully", "", CONTENTS["seconds"]), "clock": ckpt.PerRank(0.0)}
+    ckpt.load(loaded, root)
+    assert loaded["clock"].value == 0.5 + dist.get_rank()
+    own = {"job": {"state": {"n": dist.get_rank()}}}  # no optimizer's
+    [text] = refusal(lambda: ckpt.save(own, f"{root}/own", step=1))
+    assert "wrap it in PerRank" in text and "declare_optimizer_state" not in text, text
+
+
+@pytest.mark.ranks
+def test_what_param_groups_have_for_each_rank_belongs_beside_the_optimizer(tmp_path: Path) -> None:
+    run_ranks(2, beside_the_optimizer, str(tmp_path), timeout_seconds=300)
+
+
+def by_lbfgs() -> dict[str, Any]:
+    """Under DDP, each rank with a batch and so a loss of its own."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(4, 2))
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=2)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = model(torch.ones(3, 4) * (1 + dist.get_rank())).square().mean()
+        loss.backward()
+        return loss
+
+    for _ in range(2):
+        optimizer.step(closure)  # type: ignore[arg-type]
+    return {"model": model, "optim": optimizer, "closure": closure}
+
+
+def losses_of_its_own(root: str) -> list[torch.Tensor]:
+    state = by_lbfgs()
+    closure = state.pop("closure")
+    ckpt.save(state, root, step=1)
+    ckpt.optimizer_state_dict(state["model"], state["optim"])
+    other = by_lbfgs()
+    resume = other.pop("closure")
+    ckpt.load(other, root)
+    assert first_state(other["optim"])["prev_loss"] == first_state(state["optim"])["prev_loss"]
+    for optimizer, step in ((state["optim"], closure), (other["optim"], resume)):
+        optimizer.step(step)
+    for one, two in zip(state["model"].parameters(), other["model"].parameters(), strict=True):
+        assert torch.equal(one, two)
+    return [param.detach() for param in state["model"].parameters()]
+
+
+def on_another_number(root: str) -> None:
+    other = by_lbfgs()
+    del other["closure"]
+    ckpt.load(other, root)
+    assert "prev_loss" in first_state(other["optim"])
+
+
+@pytest.mark.ranks
+def test_lbfgs_keeps_each_ranks_own_loss(tmp_path: Path) -> None:
+    run_ranks(2, losses_of_its_own, str(tmp_path), timeout_seconds=300)
+    run_ranks(1, on_another_number, str(tmp_path), timeout_seconds=300)
+
+
 # --- saves in the background ---------------------------------------------------------------------
 
 
@@ -304,16 +358,8 @@ def counted(root: str) -> tuple[list[str], int]:
     """The rounds of a save of an unchanged structure, and what digests add to this rank's message:
     nothing but themselves.
     """
-    rounds: list[str] = []
+    rounds = noted_rounds("gather", "gather_to_coordinator", "broadcast", "agree", "all_to_all")
     parts: list[Part] = []
-    for name in ("gather", "gather_to_coordinator", "broadcast", "agree", "all_to_all"):
-        real = getattr(TorchWorld, name)
-
-        def noted(self: Any, phase: str, *args: Any, real: Any = real) -> Any:
-            rounds.append(phase)
-            return real(self, phase, *args)
-
-        setattr(TorchWorld, name, noted)
     taken = saving_task.part_again
 
     def kept(*args: Any) -> Part:

@@ -177,7 +177,7 @@ BANS = (
     ),
     Ban(
         lambda name: name in ("threading.Thread", "_thread.start_new_thread", "threading.Timer"),
-        ("ckpt/world/attendance.py", "ckpt/world/liveness.py", "ckpt/world/torch_world.py"),
+        ("ckpt/world/attendance.py", "ckpt/world/heart.py", "ckpt/world/torch_world.py"),
         "concurrent.futures, and read every result: a bare thread swallows its error",
     ),
     Ban(

@@ -85,14 +85,13 @@ class World(ABC):
 
     @abstractmethod
     def flag_is_up(self, name: str) -> bool:
-        """Whether any rank raised that flag. Not a round; one request, without waiting."""
+        """Whether any rank raised that flag, as far as is known here. Sends nothing."""
 
     @abstractmethod
     def check_neighbour(self, phase: str) -> None:
         """Raise RankFailed when a rank is known to be gone. Not a round, and without waiting.
 
-        Each rank checks only one other and reports a death to all, so that frequent checks cost
-        little in worlds of any size; every death is noticed as long as all ranks check.
+        It sends nothing: each rank notices the deaths of a few others and reports them to all.
         """
 
     @abstractmethod

@@ -1,21 +1,16 @@
-"""Who is alive: the identity of a process, its heartbeat, and the watch over other ranks."""
+"""Who is alive: the identity of a process, and proof that one is gone."""
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import json
 import os
 import socket
-import threading
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
-from ckpt.errors import RankFailed
-
-if TYPE_CHECKING:
-    from torch.distributed import Store  # type: ignore[attr-defined]
+CONFIRM_SECONDS = 2.0  # the kernel closes a process's connections before it takes its pid away
+CONNECT_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,99 +55,72 @@ def _start_of(pid: int) -> str | None:
     return None if after_name[0] in (b"Z", b"X") else after_name[19].decode()
 
 
-class Heartbeat:
-    """Shows the others that this process lives, from a daemon thread. A failure to do so is kept
-    and raised by the next round.
+def this_network() -> str:
+    """Processes with the same answer reach each other by the loopback address; "" if unknown."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return f"{file.read().strip()}/{os.readlink('/proc/self/ns/net')}"
+    except OSError:
+        return ""
+
+
+class Card(NamedTuple):
+    """What the others need to know of a process: who it is and where it listens.
+
+    `token` is known to those only who can read the rendezvous store.
     """
 
-    def __init__(self, store: Store, rank: int, seconds: float) -> None:
-        process = ProcessIdentity.this()
-        self._key = f"beat/{rank}"
-        self._store = store
-        self._seconds = seconds
-        self._error: Exception | None = None
-        self._stopped = threading.Event()
-        store.set(f"process/{rank}", json.dumps([process.machine, process.pid, process.started]))
-        store.set(self._key, "0")
-        # A daemon: a process that ends without closing its world must not wait for it.
-        self._thread = threading.Thread(target=self._beat, name="ckpt-heartbeat", daemon=True)
-        self._thread.start()
-        # A daemon thread that comes back from the store while the interpreter is taken down aborts
-        # the whole process (std::terminate in C++), so it is ended before that.
-        atexit.register(self._end)
+    rank: int
+    token: str
+    hosts: tuple[str, ...]
+    port: int
+    network: str
+    process: ProcessIdentity
 
-    def check(self) -> None:
-        """Raise RankFailed when the store has stopped answering."""
-        error = self._error
-        if error is not None:
-            raise RankFailed(
-                "the rendezvous store of torch.distributed does not answer "
-                f"({type(error).__name__}: {error}): its host, usually rank 0, is gone",
-                rank=0,
-                phase="heartbeat",
-            ) from error
+    def encode(self) -> bytes:
+        who = self.process
+        return json.dumps([*self[:5], [who.machine, who.pid, who.started]]).encode()
 
-    def stop(self) -> None:
-        """Note that this rank leaves, so that no other waits for it."""
-        if not self._stopped.is_set():
-            self._end()
-            atexit.unregister(self._end)
-            with contextlib.suppress(Exception):  # the store's host may have left before us
-                self._store.set(self._key, "left")
+    @staticmethod
+    def decode(data: bytes) -> Card:
+        rank, token, hosts, port, network, (machine, pid, started) = json.loads(data)
+        process = ProcessIdentity(machine, int(pid), started)
+        return Card(int(rank), token, tuple(hosts), int(port), network, process)
 
-    def _end(self) -> None:
-        self._stopped.set()
-        self._thread.join(timeout=5.0)
-
-    def _beat(self) -> None:
-        count = 0
-        while not self._stopped.wait(self._seconds):
-            count += 1
+    def connect(self, seconds: float) -> socket.socket:
+        """A connection to that process, by its first address that answers. Raises OSError."""
+        hosts = list(self.hosts)
+        if self.network and self.network == this_network():
+            hosts = ["127.0.0.1"]
+        until = time.monotonic() + seconds
+        error: OSError = OSError("it has no address")
+        for index, host in enumerate(hosts):
+            left = (until - time.monotonic()) / (len(hosts) - index)
             try:
-                self._store.set(self._key, str(count))
-                self._error = None
-            except Exception as error:
-                self._error = error
+                return socket.create_connection((host, self.port), timeout=max(0.1, left))
+            except OSError as failed:
+                error = failed
+        raise error
 
+    def fate(self) -> str:
+        """What became of a process whose connection has ended: it is asked for in a second way.
 
-class Watch:
-    """What one rank knows about the life of the others."""
-
-    def __init__(self, store: Store, silence_seconds_max: float) -> None:
-        self._store = store
-        self._silence_seconds_max = silence_seconds_max
-        self._processes: dict[int, ProcessIdentity] = {}
-        self._last_beats: dict[int, tuple[bytes, float]] = {}
-        self._checked = 0.0
-
-    def gone(self, rank: int) -> str:
-        """Why `rank` will never answer ("has died"), or "" when it may."""
-        if not self._store.check([f"beat/{rank}"]):
-            return ""  # has not arrived yet: the round's deadline counts
-        beat = self._store.get(f"beat/{rank}")
-        if beat == b"left":
-            return "has left"
-        runs = self._process(rank).runs()
+        "has died", or why it cannot be reached although it may live. Takes up to some seconds.
+        """
+        until = time.monotonic() + CONFIRM_SECONDS
+        runs = self.process.runs()
+        while runs and time.monotonic() < until:
+            time.sleep(0.01)
+            runs = self.process.runs()
         if runs is not None:
-            return "" if runs else "has died"
-        return self._silent(rank, beat)
-
-    def _silent(self, rank: int, beat: bytes) -> str:
-        now = time.monotonic()
-        if now - self._checked > self._silence_seconds_max / 2:
-            self._last_beats.clear()  # this rank was stopped, or did not check: count anew
-        self._checked = now
-        known = self._last_beats.get(rank)
-        if known is None or known[0] != beat:
-            self._last_beats[rank] = (beat, now)
-            return ""
-        silence = now - known[1]
-        if silence <= self._silence_seconds_max:
-            return ""
-        return f"has died (no heartbeat for {silence:.1f} s)"
-
-    def _process(self, rank: int) -> ProcessIdentity:
-        if rank not in self._processes:
-            machine, pid, started = json.loads(self._store.get(f"process/{rank}"))
-            self._processes[rank] = ProcessIdentity(machine, pid, started)
-        return self._processes[rank]
+            return "has lost its connection, though its process runs," if runs else "has died"
+        while True:
+            try:
+                self.connect(CONNECT_SECONDS).close()
+            except ConnectionRefusedError:
+                return "has died (no heartbeat: its connection ended and its port is closed)"
+            except OSError as error:
+                return f"cannot be reached (its connection ended; a new one: {error})"
+            if time.monotonic() > until:
+                return "has lost its connection, though its process listens,"
+            time.sleep(0.1)

@@ -9,29 +9,29 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
-import json
-import math
-import struct
+import os
+import secrets
+import socket
 import threading
-import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from ckpt.errors import CheckpointError, RankFailed
-from ckpt.world.agreement import agreed_error, encode_error, ranks_text
+from ckpt.world.agreement import agreed_error, encode_error
 from ckpt.world.attendance import Board
 from ckpt.world.base import SoloWorld, World, check_all_to_all
-from ckpt.world.liveness import Heartbeat, Watch
+from ckpt.world.frames import WORLD_NBYTES, MiB, unpack
+from ckpt.world.heart import Heart, Neighbour
+from ckpt.world.liveness import CONNECT_SECONDS, Card
+from ckpt.world.rounds import Deadlines, Rounds
+from ckpt.world.tree import family
 
-if TYPE_CHECKING:
-    from torch.distributed import Store  # type: ignore[attr-defined]
-
-MiB = 1024 * 1024
+HOUR_SECONDS = 3600.0
 
 
 def current_world(process_group: dist.ProcessGroup | None = None) -> World:
@@ -65,33 +65,26 @@ def group_of_this_process() -> dist.ProcessGroup | None:
     return group
 
 
-GRACE_SECONDS = 4.0
-
-
-@dataclass(frozen=True, slots=True)
-class Deadlines:
-    """When ranks give up on each other, in seconds.
-
-    A process that is gone is noticed within a second by ranks on its own machine. One on another
-    machine that is silent for `silence_seconds_max` counts as gone, by default never: it may be
-    stopped, or hold the interpreter's lock. A process that is there but does nothing, at
-    `round_seconds_max`, or at `storage_seconds_max` while any rank waits for its storage.
+class Seat(NamedTuple):
+    """Where this process sits in its job: its rank in torch.distributed, the rendezvous store that
+    all share, the heart that carries its messages, and what tells this job from others.
     """
 
-    round_seconds_max: float = 600.0
-    heartbeat_seconds: float = 0.5
-    silence_seconds_max: float = math.inf
-    storage_seconds_max: float = 1800.0
+    rank: int
+    store: Any
+    heart: Heart
+    job: str = ""
 
 
 class TorchWorld(World):
     """The ranks of a torch process group, or some `members` of all ranks. All ranks of it must
     create it together, in the same order when there are several.
 
-    Control rounds go through a prefix of torch.distributed's own store, never through the user's
-    groups, so they may run in a background thread, one thread at a time. Large
-    `broadcast`s and `all_to_all` go over a gloo group that is created at their first use; call
-    those from the thread that runs the training.
+    Control rounds go over connections of their own, never through the user's groups, so they may
+    run in a background thread, one thread at a time; see `ckpt.world.rounds`. The rendezvous store
+    of torch.distributed only tells the ranks where their parents in the tree listen. `all_to_all`
+    goes over a gloo group that is created at its first use; call it from the thread that runs the
+    training.
     """
 
     def __init__(
@@ -100,22 +93,24 @@ class TorchWorld(World):
         *,
         deadlines: Deadlines | None = None,
         members: tuple[int, ...] = (),
+        seat: Seat | None = None,
     ) -> None:
         group = process_group or dist.group.WORLD
-        self._ranks = members or tuple(dist.get_process_group_ranks(group))
-        self.rank = self._ranks.index(dist.get_rank())
-        self.size = len(self._ranks)
+        self._seat = seat or _this_process.seat()
+        self.global_ranks = members or tuple(dist.get_process_group_ranks(group))
+        self.rank = self.global_ranks.index(self._seat.rank)
+        self.size = len(self.global_ranks)
         self._deadlines = deadlines or Deadlines()
-        self.global_ranks = self._ranks
-        self._store = _own_prefix(self._ranks, self.rank)
-        self._heart = Heartbeat(self._store, self.rank, self._deadlines.heartbeat_seconds)
-        self._watch = Watch(self._store, self._deadlines.silence_seconds_max)
-        # The time that others have to find the rank to blame.
-        self._grace = min(GRACE_SECONDS, self._deadlines.silence_seconds_max)
-        self._round = 0
-        self._spent: list[str] = []
+        self._store, key = _own_prefix(self._seat, self.global_ranks, self.rank)
+        heart = self._seat.heart
+        self._rounds = Rounds(
+            heart, key, self.global_ranks, self.rank, self._store, self._deadlines
+        )
+        parent = family(self.rank, self.size).parent
+        if parent is not None:
+            _connect(self._seat, self.global_ranks[parent], self._deadlines.round_seconds_max)
+        heart.register(key, self._rounds)
         self._broken: RankFailed | None = None
-        self._is_abandoned = False
         self._group: Any = None
 
     @property
@@ -123,34 +118,21 @@ class TorchWorld(World):
         return None if self._broken is None else _copied(self._broken)
 
     def gather(self, name: str, payload: bytes) -> list[bytes]:
-        with self._in_round(name) as key:
-            if self.rank == 0:
-                parts = self._collect(key, name, payload)
-                self._publish(f"{key}/all", name, _pack(parts), spent=True)
-                return parts
-            self._publish(f"{key}/{self.rank}", name, payload)
-            parts = _unpack(self._await(f"{key}/all", name))
-            self._forget()
-            return parts
+        with self._in_round(name) as number:
+            return self._gathered(number, name, payload)
 
     def gather_to_coordinator(self, name: str, payload: bytes) -> list[bytes] | None:
-        with self._in_round(name) as key:
-            if self.rank == 0:
-                return self._collect(key, name, payload)
-            self._publish(f"{key}/{self.rank}", name, payload)
-            return None
+        with self._in_round(name) as number:
+            self._rounds.contribute(number, name, payload)
+            return unpack(self._rounds.collected(number, name)) if self.rank == 0 else None
 
     def broadcast(self, name: str, payload: bytes | None) -> bytes:
-        with self._in_round(name) as key:
+        with self._in_round(name) as number:
             if self.rank == 0:
                 assert payload is not None, f"round {name!r}: the coordinator must pass a payload"
-                large = len(payload) > MiB
-                head = struct.pack("<?Q", large, len(payload))
-                self._publish(f"{key}/all", name, head + (b"" if large else payload), spent=True)
-                return self._broadcast(key, name, payload, len(payload)) if large else payload
-            answer = self._await(f"{key}/all", name)
-            large, nbytes = struct.unpack_from("<?Q", answer)
-            return self._broadcast(key, name, None, nbytes) if large else answer[9:]
+                self._rounds.answer(number, name, payload)
+                return payload
+            return self._rounds.answered(number, name, needs_all=False)
 
     def agree(self, phase: str, error: BaseException | None) -> None:
         agreed = agreed_error(phase, self.gather(f"agree on {phase}", encode_error(error)))
@@ -167,92 +149,81 @@ class TorchWorld(World):
         send: Sequence[Sequence[memoryview]],
         recv: Sequence[Sequence[memoryview]],
     ) -> None:
-        with self._in_round(name) as key, self._transfer(key, name) as group:
+        with self._in_round(name) as number:
+            # gloo cannot be stopped while it connects, nor does it say who is missing: be sure that
+            # all ranks are here.
+            self._gathered(number, name, b"")
+            if self._group is None:
+                self._group = self._connected()
             lengths = [sum(view.nbytes for view in parts) for parts in send]
             room = [sum(view.nbytes for view in parts) for parts in recv]
-            self._check_lengths(key, name, group, lengths, room)
+            self._check_lengths(name, lengths, room)
             works: list[dist.Work] = []
             for peer, parts in enumerate(recv):
                 for tensor in itertools.chain(*map(_tensors, parts)):
-                    works.append(group.recv([tensor], peer, 0))
+                    works.append(self._group.recv([tensor], peer, 0))
             for step in range(1, self.size):
                 peer = (self.rank + step) % self.size  # not everybody to the same rank at once
                 for tensor in itertools.chain(*map(_tensors, send[peer])):
-                    works.append(group.send([tensor], peer, 0))
-            self._finish(key, name, works)
+                    works.append(self._group.send([tensor], peer, 0))
+            self._finish(name, works)
 
     def raise_flag(self, name: str) -> None:
-        with self._requests(name):
-            _set(self._store, f"flag/{name}", b"1")
+        self._rounds.raise_flag(name)
 
     def flag_is_up(self, name: str) -> bool:
-        with self._requests(name):
-            return bool(self._store.check([f"flag/{name}"]))
+        return self._rounds.flag_is_up(name)
 
     def board(self) -> Board:
         return _StoreBoard(self._store)
 
     def check_neighbour(self, phase: str) -> None:
-        self.check_rank((self.rank + 1) % self.size, phase)
-
-    def check_rank(self, rank: int, phase: str) -> None:
         if self._broken is not None:
             raise _copied(self._broken)
-        with self._requests(phase):
-            try:
-                self._check_ranks(phase, [rank], waited=0.0)
-            except RankFailed as failure:
-                self._break(failure)
-                raise
+        try:
+            self._rounds.check(phase)
+        except RankFailed as failure:
+            self._break(failure)
+            raise _copied(self._broken or failure) from failure
+
+    def check_rank(self, rank: int, phase: str) -> None:
+        # Whoever was connected to a rank that died has reported it to all.
+        self.check_neighbour(phase)
 
     def duplicate(self) -> World:
-        return TorchWorld(deadlines=self._deadlines, members=self._ranks)
+        return TorchWorld(deadlines=self._deadlines, members=self.global_ranks, seat=self._seat)
 
     def report_storage_wait(self, waits: bool) -> None:
-        # The heartbeat notices a store that does not answer, and the next round raises that.
+        # Without the store, the ranks wait for `round_seconds_max` only.
         with contextlib.suppress(RuntimeError, OSError):
             self._store.add("storage waits", 1 if waits else -1)
 
     def end(self, failure: RankFailed) -> None:
-        self._break(self._broken or failure)
+        self._break(failure)
 
     def abandon(self) -> None:
-        self._is_abandoned = True
+        self._rounds.abandon()
 
     def close(self) -> None:
-        self._heart.stop()
+        self._rounds.leave()
         self._group = None
-
-    @contextlib.contextmanager
-    def _requests(self, phase: str) -> Iterator[None]:
-        """Around requests to the store: when it does not answer, its host is lost."""
-        try:
-            yield
-        except (RuntimeError, OSError) as error:
-            lost = _store_lost(phase, error)
-            self._broken = self._broken or lost
-            raise lost from error
 
     # rounds
 
     @contextlib.contextmanager
-    def _in_round(self, name: str) -> Iterator[str]:
-        """The key prefix of the next round. Any failure inside ends this world: rounds would not
+    def _in_round(self, name: str) -> Iterator[int]:
+        """The number of the next round. Any failure inside ends this world: rounds would not
         match.
         """
         if self._broken is not None:
             raise _copied(self._broken)
-        self._round += 1
+        number = self._rounds.begin()
         try:
-            self._heart.check()
-            yield str(self._round)
+            yield number
         except RankFailed as failure:
-            self._break(failure)
-            raise
+            raise self._break(failure) from failure
         except (RuntimeError, OSError) as error:
-            blamed = self._blame(name, error)
-            self._break(blamed)
-            raise blamed from error
+            raise self._break(self._blame(name, error)) from error
         except BaseException as error:
             # Ctrl-C, too: the other ranks are in this round and would wait for us until its
             # deadline.
@@ -260,143 +231,36 @@ class TorchWorld(World):
             self._break(RankFailed(text, rank=self.rank, phase=name))
             raise
 
-    def _collect(self, key: str, name: str, own: bytes) -> list[bytes]:
-        others = range(1, self.size)
-        self._wait({rank: f"{key}/{rank}" for rank in others}, name)
-        parts = [own]
-        parts += [self._fetch(f"{key}/{rank}", name, rank, remove=True) for rank in others]
-        self._forget()
-        return parts
+    def _gathered(self, number: int, name: str, payload: bytes) -> list[bytes]:
+        self._rounds.contribute(number, name, payload)
+        if self.rank == 0:
+            packed = self._rounds.collected(number, name)
+            self._rounds.answer(number, name, packed)
+        else:
+            packed = self._rounds.answered(number, name, needs_all=True)
+        return unpack(packed)
 
-    def _forget(self) -> None:
-        """Remove what this rank published in earlier rounds: all ranks are past them now."""
-        for spent in self._spent:
-            _remove(self._store, spent)
-        self._spent.clear()
-
-    def _await(self, key: str, name: str) -> bytes:
-        """What the coordinator publishes under `key`."""
-        self._wait({0: key}, name)
-        return self._fetch(key, name, 0, remove=False)
-
-    def _publish(self, key: str, name: str, payload: bytes, *, spent: bool = False) -> None:
-        """Write pieces of at most 4 MiB, the first one last, which has their number."""
-        pieces = [payload[i : i + 4 * MiB] for i in range(0, len(payload), 4 * MiB)] or [b""]
-        for index, piece in enumerate(pieces[1:], 1):
-            _set(self._store, f"{key}+{index}", piece)
-        encoded = name.encode()
-        head = struct.pack("<IH", len(pieces), len(encoded)) + encoded
-        _set(self._store, key, head + pieces[0])
-        if spent:
-            self._spent += [key, *(f"{key}+{index}" for index in range(1, len(pieces)))]
-
-    def _fetch(self, key: str, name: str, rank: int, *, remove: bool) -> bytes:
-        """What `rank` has published under `key`, which exists."""
-        first = self._store.get(key)
-        count, start = struct.unpack_from("<IH", first)
-        theirs = first[6 : 6 + start].decode()
-        if theirs != name:
-            raise RankFailed(
-                f"rank {rank} is in phase {theirs!r} while rank {self.rank} is in {name!r}: all "
-                "ranks must make the same calls in the same order",
-                rank=rank,
-                phase=name,
-            )
-        rest = [f"{key}+{index}" for index in range(1, count)]
-        payload = b"".join([first[6 + start :], *(self._store.get(piece) for piece in rest)])
-        for spent in [key, *rest] if remove else ():
-            _remove(self._store, spent)
-        return payload
-
-    def _wait(self, keys: dict[int, str], name: str) -> None:
-        """Return when every rank's key exists; raise RankFailed naming the first that failed."""
-        if not keys:
-            return
-        started = time.monotonic()
-        check_next = started + 0.25
-        names = list(keys.values())
-        while not self._store.check(names):
-            now = time.monotonic()
-            # Every check is one request to the store for each missing rank: four times a second.
-            if now >= check_next:
-                missing = [rank for rank, key in keys.items() if not self._store.check([key])]
-                self._check_ranks(name, missing, waited=now - started)
-                check_next = time.monotonic() + 0.25
-            # A tenth of what was waited already: an answer is noticed 10 % late at most.
-            time.sleep(min(max(0.0002, 0.1 * (now - started)), 0.02))
-
-    def _check_ranks(self, name: str, missing: list[int], *, waited: float) -> None:
-        """Raise when one of the ranks we wait for is known to be gone, or when time is up."""
-        self._heart.check()
-        if self._is_abandoned:
-            text = f"rank {self.rank} gave up in phase {name!r}, because its process ends"
-            raise RankFailed(text, rank=self.rank, phase=name)
-        if self._store.check(["broken"]):
-            raise _decode_failure(self._store.get("broken"))
-        for rank in missing:
-            gone = self._watch.gone(rank)
-            if gone and not self._store.check(["broken"]):
-                raise RankFailed(f"rank {rank} {gone} in phase {name!r}", rank=rank, phase=name)
-        # The coordinator may wait for another rank itself: give it the time to name that one.
-        grace = self._grace if missing == [0] else 0.0
-        if missing and waited > self._deadlines.round_seconds_max + grace:
-            # Any rank's wait counts: the missing rank may wait for one that waits for its storage.
-            if waited <= self._deadlines.storage_seconds_max + grace and self._storage_waits():
-                return
-            raise RankFailed(
-                f"rank {missing[0]} did not answer within {self._deadlines.round_seconds_max:g} "
-                f"s in phase {name!r} ({ranks_text(missing)} missing); it hangs, or took another "
-                "path",
-                rank=missing[0],
-                phase=name,
-            )
-
-    def _storage_waits(self) -> bool:
-        return int(self._store.add("storage waits", 0)) > 0
-
-    def _break(self, failure: RankFailed) -> None:
-        """End this world with one text for all: the failure of the first rank
-        that breaks it.
-        """
-        self._broken = failure
-        with contextlib.suppress(Exception):  # the store may be what has failed
-            if not self._store.check(["broken"]):
-                _set(self._store, "broken", _encode_failure(failure))
+    def _break(self, failure: RankFailed) -> RankFailed:
+        """End this world with one text for all; returns that."""
+        self._broken = self._broken or self._rounds.end(failure)
+        return _copied(self._broken)
 
     def _blame(self, name: str, error: Exception) -> RankFailed:
         """Who caused a failed transfer: a rank that is found dead within seconds, else this
         rank.
         """
-        # gloo says that a connection broke and not who broke it; a rank that died shows by its
-        # process.
-        until = time.monotonic() + self._grace
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        cause = f"{type(error).__name__}: {error}"
-        while time.monotonic() < until:
-            try:
-                self._check_ranks(name, others, waited=0.0)
-            except RankFailed as failure:
-                return failure
-            except Exception as lost:
-                return _store_lost(name, lost)
-            time.sleep(0.1)
+        # gloo says that a connection broke and not who broke it; a rank that died is reported.
+        try:
+            self._rounds.wait_for(lambda: False, name, self._deadlines.grace_seconds)
+        except RankFailed as failure:
+            return failure
         return RankFailed(
-            f"rank {self.rank} failed in phase {name!r}: {cause}", rank=self.rank, phase=name
+            f"rank {self.rank} failed in phase {name!r}: {type(error).__name__}: {error}",
+            rank=self.rank,
+            phase=name,
         )
 
     # tensor bytes
-
-    @contextlib.contextmanager
-    def _transfer(self, key: str, name: str) -> Iterator[Any]:
-        """Our own group, after noting that this rank is here: an absent one can be named then."""
-        here = f"{key}/here/{self.rank}"
-        self._store.set(here, "1")
-        if self._group is None:
-            # torch cannot be stopped while it connects a group, so be sure that all ranks are here.
-            self._wait({rank: f"{key}/here/{rank}" for rank in range(self.size)}, name)
-            self._group = self._connected()
-        yield self._group
-        self._spent.append(here)
 
     def _connected(self) -> Any:
         """A gloo group of these ranks, outside of torch's list of groups.
@@ -410,27 +274,13 @@ class TorchWorld(World):
         store = PrefixStore("gloo", self._store)
         return dist.distributed_c10d.ProcessGroupGloo(store, self.rank, self.size, timeout)
 
-    def _broadcast(self, key: str, name: str, payload: bytes | None, nbytes: int) -> bytes:
-        whole = bytearray(nbytes) if payload is None else payload
-        with self._transfer(key, name) as group:
-            for tensor in _tensors(memoryview(whole), 16 * MiB):
-                self._finish(key, name, [group.broadcast(tensor, 0)])
-        return bytes(whole)
-
-    def _check_lengths(
-        self,
-        key: str,
-        name: str,
-        group: Any,
-        lengths: Sequence[int],
-        room: Sequence[int],
-    ) -> None:
+    def _check_lengths(self, name: str, lengths: Sequence[int], room: Sequence[int]) -> None:
         mine = torch.tensor(lengths, dtype=torch.int64)
         theirs = torch.zeros_like(mine)
         others = [peer for peer in range(self.size) if peer != self.rank]
-        works = [group.recv([theirs[peer : peer + 1]], peer, 0) for peer in others]
-        works += [group.send([mine[peer : peer + 1]], peer, 0) for peer in others]
-        self._finish(key, name, works)
+        works = [self._group.recv([theirs[peer : peer + 1]], peer, 0) for peer in others]
+        works += [self._group.send([mine[peer : peer + 1]], peer, 0) for peer in others]
+        self._finish(name, works)
         for peer, (sent, expected) in enumerate(zip(theirs.tolist(), room, strict=True)):
             if sent != expected:
                 raise RankFailed(
@@ -440,28 +290,13 @@ class TorchWorld(World):
                     phase=name,
                 )
 
-    def _finish(self, key: str, name: str, works: list[dist.Work]) -> None:
-        """Wait for transfers, watching the other ranks meanwhile."""
-        started = time.monotonic()
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        waiter = _Waiter(works)
-        while not waiter.done.wait(0.5):
-            self._check_ranks(name, others, waited=0.0)
-            # The round's deadline is for ranks that never came; for those that did, gloo has its
-            # own.
-            absent = [rank for rank in others if not self._store.check([f"{key}/here/{rank}"])]
-            self._check_ranks(name, absent, waited=time.monotonic() - started)
+    def _finish(self, name: str, works: list[dist.Work]) -> None:
+        """Wait for transfers, until one fails or a rank is reported dead; gloo has its deadline."""
+        waiter = _Waiter(works, self._rounds.notice)
+        while not self._rounds.wait_for(waiter.done.is_set, name, HOUR_SECONDS):
+            pass
         if waiter.error is not None:
             raise waiter.error
-
-
-def _store_lost(phase: str, error: Exception) -> RankFailed:
-    return RankFailed(
-        f"the rendezvous store of torch.distributed does not answer in phase {phase!r} "
-        f"({type(error).__name__}: {error}): its host, usually rank 0, is gone",
-        rank=0,
-        phase=phase,
-    )
 
 
 class _StoreBoard:
@@ -490,8 +325,9 @@ class _Waiter:
     that gave up from ending.
     """
 
-    def __init__(self, works: list[dist.Work]) -> None:
+    def __init__(self, works: list[dist.Work], notice: Callable[[], None]) -> None:
         self.done = threading.Event()
+        self._notice = notice
         self.error: Exception | None = None
         self._works = works
         threading.Thread(target=self._wait, name="ckpt-all-to-all", daemon=True).start()
@@ -504,6 +340,7 @@ class _Waiter:
             self.error = error
         finally:
             self.done.set()
+            self._notice()
 
 
 def _tensors(view: memoryview, nbytes_max: int = 64 * MiB) -> list[torch.Tensor]:
@@ -516,57 +353,104 @@ def _tensors(view: memoryview, nbytes_max: int = 64 * MiB) -> list[torch.Tensor]
     return [whole[i : i + nbytes_max] for i in range(0, view.nbytes, nbytes_max)]
 
 
-def _pack(parts: Sequence[bytes]) -> bytes:
-    lengths = struct.pack(f"<I{len(parts)}Q", len(parts), *map(len, parts))
-    return b"".join([lengths, *parts])
-
-
-def _unpack(data: bytes) -> list[bytes]:
-    (count,) = struct.unpack_from("<I", data)
-    offset, parts = 4 + 8 * count, []
-    for nbytes in struct.unpack_from(f"<{count}Q", data, 4):
-        parts.append(data[offset : offset + nbytes])
-        offset += nbytes
-    return parts
-
-
-def _encode_failure(failure: RankFailed) -> bytes:
-    return json.dumps([str(failure), failure.rank, failure.phase]).encode()
-
-
-def _decode_failure(data: bytes) -> RankFailed:
-    message, rank, phase = json.loads(data)
-    return RankFailed(message, rank=rank, phase=phase)
-
-
 def _copied(failure: RankFailed) -> RankFailed:
     return RankFailed(str(failure), rank=failure.rank, phase=failure.phase)
 
 
-def _set(store: Any, key: str, value: bytes) -> None:
-    store.set(key, value)  # torch's annotation says str, its stores take bytes
+def _connect(seat: Seat, parent: int, seconds: float) -> None:
+    """Connect to the process of a rank of torch.distributed, when it has come.
+
+    Without success it counts as lost, and the first round says so.
+    """
+    heart = seat.heart
+    if heart.is_connected_to(parent):
+        return
+    key = _card_key(parent)
+    try:
+        seat.store.wait([key], timedelta(seconds=seconds))
+        heart.connect(Card.decode(seat.store.get(key)), CONNECT_SECONDS)
+    except (RuntimeError, OSError) as error:
+        how = f"cannot be reached ({type(error).__name__}: {error})"
+        heart.give_up(Neighbour(True, parent), how)
 
 
-def _remove(store: Store, key: str) -> None:
-    with contextlib.suppress(RuntimeError, NotImplementedError):  # not every store can
-        store.delete_key(key)
+def _card_key(rank: int) -> str:
+    return f"shardpoint/process/{rank}"
 
 
-def _own_prefix(ranks: tuple[int, ...], rank: int) -> Store:
-    """A part of the default store that no other world uses.
+def _own_prefix(seat: Seat, ranks: tuple[int, ...], rank: int) -> tuple[Any, bytes]:
+    """A part of the store that no other world uses, and a key of that world.
 
     Each rank counts the worlds it made over these ranks, in the store itself; the counts agree
     because all ranks make them in the same order.
     """
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # not in every torch
 
-    # There is no public way to the store that all ranks share already.
-    base: Any = dist.distributed_c10d._get_default_store()
-    # Own connection: the heartbeat never waits behind the user's requests. Where it cannot be had
-    # (older torch) the store is shared; our own requests never block.
-    with contextlib.suppress(AttributeError, NotImplementedError, RuntimeError):
-        base = base.clone()
     group = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
-    home = PrefixStore(f"shardpoint/{group}", base)
+    home = PrefixStore(f"shardpoint/{group}", seat.store)
     number = home.add(f"worlds/{rank}", 1)
-    return PrefixStore(f"{number}", home)
+    key = hashlib.sha256(f"{seat.job} {group} {number}".encode()).digest()[:WORLD_NBYTES]
+    return PrefixStore(f"{number}", home), key
+
+
+class _ThisProcess:
+    """The seat of this process, whose heart lives as long as the job that the store is for."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._seat: Seat | None = None
+        self._group: Callable[[], object] = lambda: None
+
+    def seat(self) -> Seat:
+        """The seat in the job that torch.distributed is initialised for."""
+        group = dist.group.WORLD
+        with self._lock:
+            if self._seat is None or self._seat.heart.is_stopped or self._group() is not group:
+                self._seat, self._group = self._taken(self._seat), weakref.ref(group)
+            return self._seat
+
+    def forked(self) -> None:
+        """In a forked child: another thread may have held the lock."""
+        self._lock, self._seat = threading.Lock(), None
+
+    def _taken(self, before: Seat | None) -> Seat:
+        # There is no public way to the store that all ranks share already.
+        base: Any = dist.distributed_c10d._get_default_store()
+        hosts = _hosts(base)
+        # An own connection, so that nothing waits behind the user's requests, nor they behind
+        # these. Where it cannot be had (older torch) the store is shared.
+        with contextlib.suppress(AttributeError, NotImplementedError, RuntimeError):
+            base = base.clone()
+        rank = dist.get_rank()
+        job = base.compare_set("shardpoint/job", "", secrets.token_hex(16)).decode()
+        is_same = before is not None and (before.job, before.rank) == (job, rank)
+        if before is not None and is_same and not before.heart.is_stopped:
+            # torch was initialised once more with the same store: what the others read there of
+            # this process stays true.
+            return before._replace(store=base)
+        heart = Heart(rank, hosts)
+        base.set(_card_key(rank), heart.card.encode())
+        return Seat(rank, base, heart, job)
+
+
+_this_process = _ThisProcess()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_this_process.forked)
+
+
+def _hosts(store: Any) -> tuple[str, ...]:
+    """By which addresses other machines may reach this one: that of the way to the rendezvous
+    store first, then by name.
+    """
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    hosts = []
+    with contextlib.suppress(AttributeError, OSError):  # a FileStore has no host
+        family, kind, _, _, address = socket.getaddrinfo(
+            store.host, store.port, type=socket.SOCK_DGRAM
+        )[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)  # sends nothing; the system chooses the way
+            hosts.append(str(probe.getsockname()[0]))
+    hosts.append(socket.gethostname())
+    return tuple(host for host in hosts if host not in ("127.0.0.1", "::1"))

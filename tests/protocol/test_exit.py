@@ -15,10 +15,10 @@ import pytest
 SCRIPT = """
 import sys, time
 import torch.distributed as dist
-from ckpt.world.torch_world import Deadlines, TorchWorld
+from ckpt.world.torch_world import TorchWorld
 store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-world = TorchWorld(deadlines=Deadlines(heartbeat_seconds=1e-6))
+world = TorchWorld()
 time.sleep(0.05)  # beats meanwhile; nothing is waited for
 """
 

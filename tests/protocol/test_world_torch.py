@@ -18,9 +18,11 @@ import pytest
 import torch.distributed as dist
 
 import ckpt.world.torch_world
+import ckpt.world.tree
 from ckpt.errors import Fenced, RankFailed
 from ckpt.world.base import SoloWorld, World
-from ckpt.world.torch_world import Deadlines, TorchWorld, current_world
+from ckpt.world.rounds import Deadlines
+from ckpt.world.torch_world import TorchWorld, current_world
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -198,10 +200,42 @@ def test_killed_rank_is_named_by_all_others(what: str, victim: int) -> None:
     assert len({heard[1] for heard in results if heard}) == 1
 
 
+def _killed_in_a_deep_tree(victim: int) -> tuple[int, str]:
+    ckpt.world.tree.CHILDREN_MAX = 2  # so that six ranks are three levels
+    world = TorchWorld()
+    world.gather("start", b"")
+    if world.rank == victim:
+        _die()
+    return _heard(world, lambda: world.gather("parts", b""))
+
+
+@pytest.mark.parametrize("victim", [0, 1, 5])
+def test_a_rank_killed_anywhere_in_the_tree_is_named_by_all_others(victim: int) -> None:
+    results = run_ranks(6, _killed_in_a_deep_tree, victim, allow_dead=[victim])
+    heard = {one for rank, one in enumerate(results) if rank != victim}
+    assert heard == {(victim, f"rank {victim} has died in phase 'parts'")}
+
+
+def _stopped_for_long(scratch: str) -> list[bytes]:
+    world = TorchWorld()
+    (Path(scratch) / f"{world.rank}").write_text(str(os.getpid()))
+    world.gather("start", b"")
+    if world.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if world.rank == 2:
+        time.sleep(3.0)  # longer than any confirmation of a death takes
+        os.kill(int((Path(scratch) / "1").read_text()), signal.SIGCONT)
+    return world.gather("parts", b"x")
+
+
+def test_a_stopped_rank_is_no_dead_one(tmp_path: Path) -> None:
+    assert run_ranks(3, _stopped_for_long, str(tmp_path)) == [[b"x"] * 3] * 3
+
+
 def _killed_on_another_machine() -> tuple[int, str]:
     rank = dist.get_rank()
     ckpt.world.liveness._machine = lambda: f"machine {rank}"  # so that no pid can be looked up
-    world = TorchWorld(deadlines=Deadlines(heartbeat_seconds=0.2, silence_seconds_max=1.5))
+    world = TorchWorld()
     world.gather("start", b"")
     if rank == 1:
         _die()
@@ -214,7 +248,7 @@ def test_silent_rank_of_another_machine_is_named() -> None:
 
 
 def _hang() -> tuple[int, str]:
-    world = TorchWorld(deadlines=Deadlines(round_seconds_max=1.0, silence_seconds_max=2.0))
+    world = TorchWorld(deadlines=Deadlines(round_seconds_max=1.0, grace_seconds=2.0))
     world.gather("start", b"")
     if world.rank == 1:
         time.sleep(2.0)
@@ -310,7 +344,7 @@ def test_all_others_hear_of_a_death_by_looking(victim: int) -> None:
 
 
 def _waits_for_storage(tells: bool) -> tuple[int, str] | list[bytes]:
-    deadlines = Deadlines(round_seconds_max=0.5, silence_seconds_max=1.0, storage_seconds_max=30.0)
+    deadlines = Deadlines(round_seconds_max=0.5, grace_seconds=1.0, storage_seconds_max=30.0)
     world = TorchWorld(deadlines=deadlines)
     world.gather("start", b"")
     if world.rank == 1:

@@ -55,9 +55,9 @@ print(pending.result().step)
 
 BEAT_AND_END = """
 import torch.distributed as dist
-from ckpt.world.torch_world import Deadlines, TorchWorld
+from ckpt.world.torch_world import TorchWorld
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-world = TorchWorld(deadlines=Deadlines(heartbeat_seconds=0.0001))
+world = TorchWorld()
 world.agree("here", None)
 """
 

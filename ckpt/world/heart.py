@@ -1,0 +1,386 @@
+"""The heart of a process: one thread that receives for all its worlds, and notices who is gone.
+
+Neighbours in the tree of a world are connected; worlds share connections. Nothing is sent while
+nothing is to be said: a process that dies is noticed because the kernel ends its connections. That
+alone proves nothing, so it is confirmed in a second way (`Card.fate`), and a slow or silent
+connection is no sign at all.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import secrets
+import selectors
+import socket
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol, TypeVar
+
+from ckpt.world.frames import WORLD_NBYTES, Frame, Kind, MiB, Reader
+from ckpt.world.liveness import Card, ProcessIdentity, this_network
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+HELLO_NBYTES_MAX = 16 * 1024
+FLUSH_SECONDS = 5.0
+NOBODY = bytes(WORLD_NBYTES)
+
+
+class Neighbour(NamedTuple):
+    """A process at the other end of a connection: the parent in some tree, or a child in one.
+
+    `rank` is its rank in torch.distributed.
+    """
+
+    is_parent: bool
+    rank: int
+
+
+class Receiver(Protocol):
+    """One world of this process. All is called by the heart's thread and must not wait."""
+
+    def receive(self, neighbour: Neighbour, frame: Frame) -> None:
+        """A message has come."""
+
+    def lost(self, neighbour: Neighbour, how: str) -> None:
+        """That process sends nothing more, because it "has died", or what `how` says."""
+
+
+class _Link:
+    """One connection. `send` is for all threads, the rest for the heart's."""
+
+    def __init__(self, sock: socket.socket, neighbour: Neighbour | None, card: Card | None) -> None:
+        sock.setblocking(False)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        _keep_alive(sock)
+        self.sock = sock
+        self.neighbour = neighbour
+        self.card = card
+        self.reader = Reader(HELLO_NBYTES_MAX)
+        self.has_left = False
+        self._outbox: deque[memoryview] = deque()
+        self._lock = threading.Lock()
+
+    def send(self, data: bytes) -> bool:
+        """Send as much as is taken at once, and keep the rest. Returns whether nothing is left."""
+        with self._lock:
+            self._outbox.append(memoryview(data))
+            return self._sent() if len(self._outbox) == 1 else False
+
+    def flush(self) -> bool:
+        """Send more of what is left. Returns whether nothing is."""
+        with self._lock:
+            return self._sent()
+
+    def _sent(self) -> bool:
+        try:
+            while self._outbox:
+                count = self.sock.send(self._outbox[0])
+                if count < self._outbox[0].nbytes:
+                    self._outbox[0] = self._outbox[0][count:]
+                else:
+                    self._outbox.popleft()
+        except BlockingIOError:
+            return False
+        except OSError:  # its end is noticed by reading, and confirmed
+            self._outbox.clear()
+        return True
+
+
+class Heart:
+    """The connections of one process. `hosts` are the addresses by which others may reach it."""
+
+    def __init__(self, rank: int, hosts: Sequence[str]) -> None:
+        self._listener = _listening()
+        port = int(self._listener.getsockname()[1])
+        who = ProcessIdentity.this()
+        self.card = Card(rank, secrets.token_hex(16), tuple(hosts), port, this_network(), who)
+        self.sent = 0  # messages
+        self._selector = selectors.DefaultSelector()
+        self._woken, self._wake = socket.socketpair()
+        self._lock = threading.RLock()
+        self._tasks: deque[Callable[[], None]] = deque()
+        self._links: dict[Neighbour, _Link] = {}
+        self._nameless: set[_Link] = set()  # accepted, and have not said who they are
+        self._unsent: dict[Neighbour, list[bytes]] = {}  # for children that have not connected yet
+        self._lost: dict[Neighbour, str] = {}
+        self._worlds: dict[bytes, Receiver] = {}
+        self._early: dict[bytes, list[tuple[Neighbour, Frame]]] = {}
+        self._over: set[bytes] = set()
+        self._is_stopped = False
+        for sock, act in ((self._listener, self._accept), (self._woken, self._do_tasks)):
+            sock.setblocking(False)
+            self._selector.register(sock, selectors.EVENT_READ, act)
+        # A daemon: a process that ends without closing its worlds must not wait for it.
+        self._thread = threading.Thread(target=self._serve, name="ckpt-heart", daemon=True)
+        self._thread.start()
+        atexit.register(self.stop)
+        _all_hearts.add(self)
+
+    # for worlds
+
+    def is_connected_to(self, parent: int) -> bool:
+        """Whether there is, or was, a connection to that parent."""
+        with self._lock:
+            neighbour = Neighbour(True, parent)
+            return neighbour in self._links or neighbour in self._lost
+
+    def connect(self, card: Card, seconds: float) -> None:
+        """Connect to a parent. Raises OSError when it cannot be reached."""
+        neighbour = Neighbour(True, card.rank)
+        link = _Link(card.connect(seconds), neighbour, card)
+        link.reader.trust()
+        hello = Frame(Kind.HELLO, NOBODY, name=card.token, body=self.card.encode()).encode()
+        with self._lock:
+            self._links[neighbour] = link
+        self.send(neighbour, hello)
+        self._later(lambda: self._watch(link))
+
+    def give_up(self, neighbour: Neighbour, how: str) -> None:
+        """Note that there will be no connection to that process."""
+        with self._lock:
+            self._lost[neighbour] = how
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether nothing is sent or received any more."""
+        return self._is_stopped
+
+    def register(self, world: bytes, receiver: Receiver) -> None:
+        """Deliver what comes for that world, and what has come already."""
+        with self._lock:
+            self._worlds[world] = receiver
+            for neighbour, frame in self._early.pop(world, []):
+                receiver.receive(neighbour, frame)
+            for neighbour, how in self._lost.items():
+                receiver.lost(neighbour, how)
+
+    def forget(self, world: bytes) -> None:
+        """Deliver nothing more for that world."""
+        with self._lock:
+            self._worlds.pop(world, None)
+            self._over.add(world)
+
+    def send(self, neighbour: Neighbour, data: bytes) -> None:
+        """Send an encoded frame. Never waits; who is gone gets nothing."""
+        with self._lock:
+            link = self._links.get(neighbour)
+            if link is None:
+                if neighbour not in self._lost:
+                    self._unsent.setdefault(neighbour, []).append(data)
+                return
+            self.sent += 1
+            is_sent = link.send(data)
+        if not is_sent:
+            self._later(lambda: self._watch(link, selectors.EVENT_READ | selectors.EVENT_WRITE))
+
+    def aside(self, run: Callable[[], _T], seconds: float) -> _T | None:
+        """`run()` in a thread of its own; None when it raised or takes longer.
+
+        For requests to a store that may never answer, because its host is stopped.
+        """
+        results: list[_T] = []
+
+        def attempt() -> None:
+            try:
+                results.append(run())
+            except Exception as error:
+                logger.debug("a request beside a failure has failed itself: %s", error)
+
+        thread = threading.Thread(target=attempt, name="ckpt-aside", daemon=True)
+        thread.start()
+        thread.join(seconds)
+        return results[0] if results else None
+
+    def begin(self, run: Callable[[], object]) -> None:
+        """`run()` in a thread of its own, which nobody waits for; it raises nothing."""
+        threading.Thread(target=run, name="ckpt-aside", daemon=True).start()
+
+    def stop(self) -> None:
+        """Take leave of all, after what is still to be sent. May be repeated."""
+        if self._is_stopped:
+            return
+        atexit.unregister(self.stop)
+        bye = Frame(Kind.BYE, NOBODY).encode()
+        with self._lock:
+            links = list(self._links.values())
+            for neighbour in list(self._links):
+                self.send(neighbour, bye)
+        until = time.monotonic() + FLUSH_SECONDS
+        while not all([link.flush() for link in links]) and time.monotonic() < until:
+            time.sleep(0.005)
+        self._is_stopped = True
+        self._later(lambda: None)
+        self._thread.join(timeout=FLUSH_SECONDS)
+        self.drop()
+
+    def drop(self) -> None:
+        """Close what is open here and say nothing, as a forked child does."""
+        self._is_stopped = True
+        for link in (*self._links.values(), *self._nameless):
+            link.sock.close()
+        self._links.clear()
+        for sock in (self._listener, self._woken, self._wake):
+            sock.close()
+        self._selector.close()
+
+    # the thread
+
+    def _serve(self) -> None:
+        while not self._is_stopped:
+            for key, events in self._selector.select():
+                try:
+                    if isinstance(key.data, _Link):
+                        self._move(key.data, events)
+                    else:
+                        key.data()
+                except Exception as error:
+                    logger.exception("the ranks of this process may hear nothing more")
+                    how = f"cannot be heard any more ({type(error).__name__}: {error})"
+                    if isinstance(key.data, _Link):
+                        self._drop_link(key.data, how)
+
+    def _later(self, task: Callable[[], None]) -> None:
+        """Have the heart's thread do something."""
+        self._tasks.append(task)
+        with contextlib.suppress(OSError):  # full: it is awake; closed: it has ended
+            self._wake.send(b"x")
+
+    def _do_tasks(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self._woken.recv(4096)
+        while self._tasks:
+            self._tasks.popleft()()
+
+    def _watch(self, link: _Link, events: int = selectors.EVENT_READ) -> None:
+        if link.sock.fileno() < 0:
+            return
+        if link.sock in self._selector.get_map():
+            self._selector.modify(link.sock, events, link)
+        else:
+            self._selector.register(link.sock, events | selectors.EVENT_READ, link)
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except OSError:
+            return  # it has gone again
+        link = _Link(sock, None, None)
+        self._nameless.add(link)
+        self._watch(link)
+
+    def _move(self, link: _Link, events: int) -> None:
+        if events & selectors.EVENT_WRITE and link.flush():
+            self._watch(link)
+        if not events & selectors.EVENT_READ:
+            return
+        try:
+            data = link.sock.recv(MiB)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._end(link)
+            return
+        try:
+            for frame in link.reader.feed(data):
+                self._take(link, frame)
+        except ValueError as error:
+            logger.warning("a connection that is none of ours was ended: %s", error)
+            self._end(link)
+
+    def _take(self, link: _Link, frame: Frame) -> None:
+        if link.neighbour is None:
+            self._greet(link, frame)
+        elif frame.kind is Kind.BYE:
+            link.has_left = True
+        else:
+            with self._lock:
+                receiver = self._worlds.get(frame.world)
+                if receiver is None and frame.world not in self._over:
+                    self._early.setdefault(frame.world, []).append((link.neighbour, frame))
+            if receiver is not None:
+                receiver.receive(link.neighbour, frame)
+
+    def _greet(self, link: _Link, frame: Frame) -> None:
+        """The first frame of a connection: only who can read the store knows the token."""
+        if frame.kind is not Kind.HELLO or not secrets.compare_digest(
+            frame.name.encode(), self.card.token.encode()
+        ):
+            raise ValueError("its first message is not that of a rank of this job")
+        link.reader.trust()
+        link.card = Card.decode(frame.body)
+        link.neighbour = Neighbour(False, link.card.rank)
+        self._nameless.discard(link)
+        with self._lock:
+            self._links[link.neighbour] = link
+            for data in self._unsent.pop(link.neighbour, []):
+                self.send(link.neighbour, data)
+
+    def _end(self, link: _Link) -> None:
+        """A connection has ended: find out whether its process has."""
+        self._nameless.discard(link)
+        if link.sock.fileno() >= 0:
+            self._selector.unregister(link.sock)
+            link.sock.close()
+        if link.neighbour is None or link.card is None:
+            return
+        if link.has_left:
+            self._drop_link(link, "has left")
+            return
+        card = link.card
+        self.begin(lambda: self._drop_link(link, card.fate()))
+
+    def _drop_link(self, link: _Link, how: str) -> None:
+        neighbour = link.neighbour
+        if neighbour is None:
+            return
+        with self._lock:
+            self._links.pop(neighbour, None)
+            self._lost[neighbour] = how
+            receivers = list(self._worlds.values())
+        for receiver in receivers:
+            receiver.lost(neighbour, how)
+
+
+def _listening() -> socket.socket:
+    """On all addresses, at a port that the system chooses."""
+    if socket.has_dualstack_ipv6():
+        with contextlib.suppress(OSError):  # no IPv6 in this container
+            return socket.create_server(
+                ("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=128
+            )
+    return socket.create_server(("", 0), backlog=128)
+
+
+def _keep_alive(sock: socket.socket) -> None:
+    """Keep firewalls from forgetting an idle connection; two hours without an answer end it."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if hasattr(socket, "TCP_KEEPIDLE"):
+        for option, value in (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 60), ("TCP_KEEPCNT", 120)):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+
+
+_all_hearts: weakref.WeakSet[Heart] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    """In a forked child: as long as it kept the connections open, nobody would see its parent
+    die.
+    """
+    for heart in list(_all_hearts):
+        atexit.unregister(heart.stop)
+        heart.drop()
+    _all_hearts.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)

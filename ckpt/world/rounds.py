@@ -1,0 +1,511 @@
+"""The control rounds of one world: payloads go up the tree to rank 0, answers down from it.
+
+Whoever has a part in a round leaves it with the heart of its process and goes on, or waits for the
+answer. The hearts join payloads on the way up and pass answers on at once, so no rank holds up
+another by being late, and a rank sends and receives one message per round and neighbour.
+
+Note "who is to blame": a rank that waits sees its neighbours in the tree only. A death is reported
+to all by those that were connected to the dead, with the last round for which its payload has
+passed: later ones can never end. At the deadline rank 0 asks down the tree who has not come, since
+a child that is missing may itself wait for another; the others ask their parent whether it is there
+at all. What ends a world is written to the rendezvous store once, first come first served, so that
+all ranks raise one text even when two find two reasons.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+from ckpt.errors import RankFailed
+from ckpt.world.agreement import ranks_text
+from ckpt.world.frames import Frame, Kind, pack
+from ckpt.world.heart import Heart, Neighbour
+from ckpt.world.tree import Family, family
+
+_T = TypeVar("_T")
+STORE_SECONDS = 2.0  # for a request beside a failure, to a store whose host may be gone
+LEFT = "has left"
+
+
+@dataclass(frozen=True, slots=True)
+class Deadlines:
+    """When ranks give up on each other, in seconds.
+
+    A process that ends is noticed at once, on any machine. One that is there but does nothing, or a
+    machine that is silent, is given up at `round_seconds_max`, or at `storage_seconds_max` while
+    any rank waits for its storage. `grace_seconds` is for finding the rank to blame after that.
+    """
+
+    round_seconds_max: float = 600.0
+    storage_seconds_max: float = 1800.0
+    grace_seconds: float = 4.0
+
+
+class _Gone(NamedTuple):
+    """A rank that sends nothing more. Its payloads up to round `until` are on their way.
+
+    `is_above` says that it lies between this rank and rank 0: no answer will come.
+    """
+
+    rank: int
+    how: str
+    until: int
+    is_above: bool
+
+
+class Rounds:
+    """One rank's part in the rounds of a world, and what its neighbours have reported.
+
+    `store` is a part of the rendezvous store that only this world uses. `ranks` are those of
+    torch.distributed, in rank order.
+    """
+
+    def __init__(
+        self,
+        heart: Heart,
+        world: bytes,
+        ranks: tuple[int, ...],
+        rank: int,
+        store: Any,
+        deadlines: Deadlines,
+    ) -> None:
+        self._heart = heart
+        self._world = world
+        self._rank = rank
+        self._size = len(ranks)
+        self._store = store
+        self._deadlines = deadlines
+        self._family: Family = family(rank, len(ranks))
+        parent = self._family.parent
+        above = {} if parent is None else {parent: Neighbour(True, ranks[parent])}
+        below = {child: Neighbour(False, ranks[child]) for child in self._family.children}
+        self._neighbours: dict[int, Neighbour] = {**above, **below}
+        self._rank_of = {neighbour: rank for rank, neighbour in self._neighbours.items()}
+        self._changed = threading.Condition()
+        self._number = 0  # of the round this rank has come to
+        self._mine: dict[int, tuple[str, bytes]] = {}
+        self._ups: dict[int, dict[int, Frame]] = {}
+        self._last_ups = dict.fromkeys(self._family.children, 0)
+        self._collected: dict[int, bytes] = {}
+        self._downs: dict[int, Frame] = {}
+        self._gone: dict[int, _Gone] = {}
+        self._absent: dict[int, set[int]] = {}
+        self._here: set[int] = set()
+        self._flags: set[str] = set()
+        self._news = b""
+        self._failure: RankFailed | None = None
+        self._is_abandoned = False
+
+    # one rank's part
+
+    def begin(self) -> int:
+        """The number of the next round."""
+        with self._changed:
+            self._number += 1
+            return self._number
+
+    def contribute(self, number: int, name: str, payload: bytes) -> None:
+        """Leave this rank's payload for rank 0. Does not wait."""
+        with self._changed:
+            self._mine[number] = (name, payload)
+            self._pass_up(number)
+            self._find_stuck()
+
+    def answer(self, number: int, name: str, body: bytes) -> None:
+        """Rank 0's answer to all. Does not wait."""
+        self._send(self._family.children, Frame(Kind.DOWN, self._world, number, name, body))
+
+    def collected(self, number: int, name: str) -> bytes:
+        """On rank 0: every rank's payload, packed, in rank order, when all have come."""
+        return self._wait(number, name, lambda: self._collected.pop(number, None), needs_all=True)
+
+    def answered(self, number: int, name: str, *, needs_all: bool) -> bytes:
+        """What rank 0 answers. `needs_all` if it cannot do so before every rank has come."""
+        frame = self._wait(number, name, lambda: self._downs.pop(number, None), needs_all=needs_all)
+        if frame.name != name:
+            raise _other_path(0, frame.name, self._rank, name)
+        return frame.body
+
+    def wait_for(self, done: Callable[[], bool], name: str, seconds: float) -> bool:
+        """Wait for something else, `done()`, which `notice` announces; false when time is up.
+
+        Raises RankFailed when a rank dies meanwhile.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: done() or self._why_over(name), timeout=seconds)
+            failure = None if done() else self._why_over(name)
+        if failure is not None:
+            raise failure
+        return done()
+
+    def notice(self) -> None:
+        """Have waiting threads look again."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def check(self, name: str, *, left: bool = True) -> None:
+        """Raise RankFailed when this world has come to its end, as far as is known here.
+
+        With `left`, also when a neighbour has left it.
+        """
+        with self._changed:
+            failure = self._why_over(name, left=left)
+        if failure is not None:
+            raise failure
+
+    def raise_flag(self, name: str) -> None:
+        """Set a flag on all ranks."""
+        with self._changed:
+            self._flags.add(name)
+            self._send(self._neighbours, Frame(Kind.FLAG, self._world, name=name))
+
+    def flag_is_up(self, name: str) -> bool:
+        """Whether any rank has set that flag, as far as has come here."""
+        with self._changed:
+            return name in self._flags
+
+    def spread(self, news: bytes) -> None:
+        """Tell all ranks the newest of something; who is cut off does not hear it."""
+        with self._changed:
+            self._news = news
+            self._send(self._neighbours, Frame(Kind.NEWS, self._world, body=news))
+
+    def news(self) -> bytes:
+        """The newest that was spread, as far as has come here; empty before."""
+        with self._changed:
+            return self._news
+
+    def abandon(self) -> None:
+        """End a wait of another thread of this process."""
+        with self._changed:
+            self._is_abandoned = True
+            self._changed.notify_all()
+
+    @property
+    def failure(self) -> RankFailed | None:
+        """Why this world is at its end."""
+        with self._changed:
+            return None if self._failure is None else _copied(self._failure)
+
+    def end(self, failure: RankFailed) -> RankFailed:
+        """End this world on all ranks; returns the failure that all raise, which may be another."""
+        known = self.failure
+        if known is None:
+            known = self._heart.aside(lambda: self._first(failure), STORE_SECONDS) or failure
+            self._hear(known, source=None)
+        return self.failure or known
+
+    def leave(self) -> None:
+        """Take part no more."""
+        with self._changed:
+            self._send(self._neighbours, Frame(Kind.LEFT, self._world))
+        self._heart.forget(self._world)
+
+    # what comes from the heart
+
+    def receive(self, neighbour: Neighbour, frame: Frame) -> None:
+        """Take a message of a neighbour."""
+        sender = self._rank_of.get(neighbour)
+        if sender is None:
+            return
+        if frame.kind is Kind.FAILURE:
+            self._hear(_decode_failure(frame.body), source=sender)
+            return
+        with self._changed:
+            self._take(sender, frame)
+            self._changed.notify_all()
+
+    def lost(self, neighbour: Neighbour, how: str) -> None:
+        """A neighbour's process has ended: report it to all, but for one that has left."""
+        sender = self._rank_of.get(neighbour)
+        if sender is None or sender in self._gone:
+            return
+        with self._changed:
+            self._note_gone(sender, how)
+            if how != LEFT:
+                gone = self._gone[sender]
+                others = [rank for rank in self._neighbours if rank != sender]
+                body = json.dumps([gone.rank, how]).encode()
+                name = "above" if gone.is_above else ""
+                # Below the lost one's parent it is no parent; above, it is one of those below.
+                self._send(others, Frame(Kind.GONE, self._world, gone.until, name, body))
+            self._changed.notify_all()
+
+    def _take(self, sender: int, frame: Frame) -> None:
+        others = [rank for rank in self._neighbours if rank != sender]
+        if frame.kind is Kind.UP:
+            self._ups.setdefault(frame.number, {})[sender] = frame
+            self._last_ups[sender] = frame.number
+            self._pass_up(frame.number)
+        elif frame.kind is Kind.DOWN:
+            self._send(others, frame)
+            self._downs[frame.number] = frame
+        elif frame.kind is Kind.GONE:
+            self._send(others, frame)
+            rank, how = json.loads(frame.body)
+            self._gone.setdefault(rank, _Gone(rank, how, frame.number, bool(frame.name)))
+        elif frame.kind is Kind.LEFT:
+            self._note_gone(sender, LEFT)
+        elif frame.kind is Kind.FLAG:
+            self._send(others, frame)
+            self._flags.add(frame.name)
+        elif frame.kind is Kind.NEWS:
+            self._send(others, frame)
+            self._news = frame.body
+        elif frame.kind is Kind.ASK:
+            self._reply(sender, frame)
+        elif frame.kind is Kind.ABSENT:
+            self._send(
+                [rank for rank in others if self._is_above(sender) != self._is_above(rank)], frame
+            )
+            self._absent.setdefault(frame.number, set()).add(int(frame.body))
+        elif frame.kind is Kind.HERE:
+            self._here.add(frame.number)
+
+    def _pass_up(self, number: int) -> None:
+        """Send a round's payloads on when all from below have come, and this rank's own."""
+        ups = self._ups.get(number, {})
+        if number not in self._mine or len(ups) < len(self._family.blocks):
+            return
+        name, payload = self._mine.pop(number)
+        self._ups.pop(number, None)
+        for child, frame in sorted(ups.items()):
+            if frame.name != name:
+                self._end_soon(_other_path(child, frame.name, self._rank, name))
+                return
+        body = b"".join([pack(payload), *(ups[child].body for child in self._family.children)])
+        if self._family.parent is None:
+            self._collected[number] = body
+        else:
+            self._send([self._family.parent], Frame(Kind.UP, self._world, number, name, body))
+
+    def _note_gone(self, rank: int, how: str) -> None:
+        is_above = self._is_above(rank)
+        until = 0 if is_above else self._last_ups[rank]
+        self._gone.setdefault(rank, _Gone(rank, how, until, is_above))
+        self._find_stuck()
+
+    def _find_stuck(self) -> None:
+        """A round that this rank has left to the heart, and that waits for a child that is gone."""
+        for number, (name, _) in self._mine.items():
+            for child in self._family.children:
+                gone = self._gone.get(child)
+                if gone is not None and number > gone.until:
+                    self._end_soon(_over(gone, name))
+                    return
+
+    def _reply(self, sender: int, frame: Frame) -> None:
+        if not self._is_above(sender):
+            self._send([sender], frame._replace(kind=Kind.HERE))
+        can_be_missed = self._family.parent is None or self._is_above(sender)
+        if can_be_missed and frame.number > self._number:
+            self._send([sender], frame._replace(kind=Kind.ABSENT, body=b"%d" % self._rank))
+        if self._is_above(sender):
+            self._send(self._lacking(frame.number), frame)
+        elif self._family.parent is not None:
+            self._send([self._family.parent], frame)
+
+    def _lacking(self, number: int) -> list[int]:
+        return [child for child, last in self._last_ups.items() if last < number]
+
+    def _is_above(self, rank: int) -> bool:
+        return rank == self._family.parent
+
+    def _send(self, ranks: Any, frame: Frame) -> None:
+        data = frame.encode() if ranks else b""
+        for rank in ranks:
+            self._heart.send(self._neighbours[rank], data)
+
+    # failures
+
+    def _end_soon(self, failure: RankFailed) -> None:
+        self._heart.begin(lambda: self.end(failure))
+
+    def _first(self, failure: RankFailed) -> RankFailed:
+        """The failure that was first in the store, which is this one if there was none."""
+        return _decode_failure(self._store.compare_set("broken", "", _encode_failure(failure)))
+
+    def _hear(self, failure: RankFailed, source: int | None) -> None:
+        with self._changed:
+            if self._failure is None:
+                self._failure = failure
+                others = [rank for rank in self._neighbours if rank != source]
+                body = _encode_failure(failure).encode()
+                self._send(others, Frame(Kind.FAILURE, self._world, body=body))
+            self._changed.notify_all()
+
+    def _why_over(
+        self, name: str, number: float = math.inf, *, needs_all: bool = True, left: bool = False
+    ) -> RankFailed | None:
+        """Why a round cannot end, as far as is known here."""
+        if self._failure is not None:
+            return _copied(self._failure)
+        if self._is_abandoned:
+            text = f"rank {self._rank} gave up in phase {name!r}, because its process ends"
+            return RankFailed(text, rank=self._rank, phase=name)
+        for gone in self._gone.values():
+            if (left or gone.how != LEFT) and (
+                gone.is_above or (needs_all and number > gone.until)
+            ):
+                return _over(gone, name)
+        return None
+
+    # waiting
+
+    def _wait(
+        self, number: int, name: str, ready: Callable[[], _T | None], *, needs_all: bool
+    ) -> _T:
+        """`ready()` once it gives something. Raises RankFailed when it never will."""
+        patience = _Patience(self, number, name)
+        result: list[_T] = []
+
+        def is_over() -> bool:
+            got = ready()
+            if got is not None:
+                result.append(got)
+            return bool(result) or self._why_not(number, name, needs_all) is not None
+
+        while True:
+            with self._changed:
+                timeout = patience.due - time.monotonic()
+                is_early = self._changed.wait_for(
+                    lambda: is_over() or patience.is_answered(), timeout=max(0.0, timeout)
+                )
+                if result:
+                    self._absent.pop(number, None)
+                    return result[0]
+                failure = self._why_not(number, name, needs_all)
+            if failure is not None:
+                raise failure
+            patience.next(is_early)
+
+    def _why_not(self, number: int, name: str, needs_all: bool) -> RankFailed | None:
+        return self._why_over(name, number, needs_all=needs_all, left=True)
+
+    def stored_failure(self) -> RankFailed | None:
+        """The failure in the store, which may not have come here by the tree."""
+        if not self._store.check(["broken"]):
+            return None
+        return _decode_failure(self._store.get("broken"))
+
+    def storage_waits(self) -> bool:
+        """Whether any rank waits for its storage."""
+        return int(self._store.add("storage waits", 0)) > 0
+
+
+class _Patience:
+    """How long one wait goes on, and whom it blames in the end; see note "who is to blame"."""
+
+    def __init__(self, rounds: Rounds, number: int, name: str) -> None:
+        self._rounds = rounds
+        self._number = number
+        self._name = name
+        self._started = time.monotonic()
+        self._asked = 0
+        limits = rounds._deadlines
+        self._is_root = rounds._family.parent is None
+        # Rank 0 sees more: the others leave it the time to find who is missing.
+        spare = 0.0 if self._is_root else 2 * limits.grace_seconds
+        self.due = self._started + limits.round_seconds_max + spare
+
+    def is_answered(self) -> bool:
+        """Whether there is no need to wait for more answers."""
+        if not self._asked:
+            return False
+        absent = self._rounds._absent.get(self._number, set())
+        if not self._is_root:
+            return 0 in absent
+        lacking = self._lacking_blocks()
+        return bool(lacking) and all(absent & set(block) for block in lacking)
+
+    def next(self, is_early: bool) -> None:
+        """Time is up, or all answers are here: wait on for some reason, or raise RankFailed."""
+        rounds, limits = self._rounds, self._rounds._deadlines
+        waited = time.monotonic() - self._started
+        heart = rounds._heart
+        # Any rank's wait counts: the missing rank may wait for one that waits for its storage.
+        if waited <= limits.storage_seconds_max and heart.aside(
+            rounds.storage_waits, STORE_SECONDS
+        ):
+            self.due = time.monotonic() + limits.round_seconds_max
+            return
+        if self._asked and is_early:
+            self._blame()
+            return
+        stored = heart.aside(rounds.stored_failure, STORE_SECONDS)
+        if stored is not None:
+            rounds._hear(stored, source=None)
+            return
+        if not self._asked:
+            self._asked = 1
+            self._ask()
+            self.due = time.monotonic() + limits.grace_seconds
+        elif self._asked == 1 and not self._is_root and self._number in rounds._here:
+            # The parent is there and waits, too: its own deadline, or rank 0's, comes later.
+            self._asked = 2
+            self.due = time.monotonic() + limits.round_seconds_max + limits.grace_seconds
+        else:
+            self._blame()
+
+    def _ask(self) -> None:
+        rounds = self._rounds
+        with rounds._changed:
+            parent = rounds._family.parent
+            whom = rounds._lacking(self._number) if parent is None else [parent]
+            rounds._send(whom, Frame(Kind.ASK, rounds._world, self._number, self._name))
+
+    def _lacking_blocks(self) -> list[range]:
+        lacking = self._rounds._lacking(self._number)
+        return [block for block in self._rounds._family.blocks if block.start in lacking]
+
+    def _blame(self) -> None:
+        """Raise RankFailed, unless the missing have come at the last moment."""
+        rounds, parent = self._rounds, self._rounds._family.parent
+        with rounds._changed:
+            absent = rounds._absent.get(self._number, set())
+            if parent is None:
+                found = [absent & set(block) or {block.start} for block in self._lacking_blocks()]
+                missing = sorted(set().union(*found))
+            else:
+                missing = [0 if 0 in absent or self._asked > 1 else parent]
+        if not missing:
+            return
+        raise RankFailed(
+            f"rank {missing[0]} did not answer within {rounds._deadlines.round_seconds_max:g} "
+            f"s in phase {self._name!r} ({ranks_text(missing)} missing); it hangs, or took another "
+            "path",
+            rank=missing[0],
+            phase=self._name,
+        )
+
+
+def _over(gone: _Gone, name: str) -> RankFailed:
+    return RankFailed(f"rank {gone.rank} {gone.how} in phase {name!r}", rank=gone.rank, phase=name)
+
+
+def _other_path(theirs: int, their_name: str, ours: int, name: str) -> RankFailed:
+    return RankFailed(
+        f"rank {theirs} is in phase {their_name!r} while rank {ours} is in {name!r}: all "
+        "ranks must make the same calls in the same order",
+        rank=theirs,
+        phase=name,
+    )
+
+
+def _encode_failure(failure: RankFailed) -> str:
+    return json.dumps([str(failure), failure.rank, failure.phase])
+
+
+def _decode_failure(data: bytes) -> RankFailed:
+    message, rank, phase = json.loads(data)
+    return RankFailed(message, rank=rank, phase=phase)
+
+
+def _copied(failure: RankFailed) -> RankFailed:
+    return RankFailed(str(failure), rank=failure.rank, phase=failure.phase)

@@ -1,0 +1,289 @@
+"""What rounds cost: requests to the rendezvous store and messages, of every rank, as ranks grow.
+
+Method: ranks are threads, each with a TorchWorld and a heart of its own, around one TCPStore.
+Requests are counted where torch's prefixes pass them on, messages where the heart sends them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import socket
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from ckpt.errors import RankFailed
+from ckpt.world.frames import Frame, Kind
+from ckpt.world.heart import NOBODY, Heart, Neighbour
+from ckpt.world.rounds import Deadlines
+from ckpt.world.torch_world import Seat, TorchWorld
+from ckpt.world.tree import CHILDREN_MAX, family
+
+SIZES = (16, 32, 64)
+STORE: Any = dist.Store  # type: ignore[attr-defined]  # torch hides them from checkers
+TCP_STORE: Any = dist.TCPStore  # type: ignore[attr-defined]
+
+
+class CountingStore(STORE):  # type: ignore[misc]
+    """Counts the requests that one rank makes of the store, by kind."""
+
+    def __init__(self, client: Any) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+        self._client = client
+
+    def _request(self, kind: str, *args: Any) -> Any:
+        self.counts[kind] += 1
+        return getattr(self._client, kind)(*args)
+
+    def set(self, key: str, value: Any) -> None:
+        self._request("set", key, value)
+
+    def get(self, key: str) -> Any:
+        return self._request("get", key)
+
+    def add(self, key: str, amount: int) -> Any:
+        return self._request("add", key, amount)
+
+    def check(self, keys: list[str]) -> Any:
+        return self._request("check", keys)
+
+    def compare_set(self, key: str, expected: Any, desired: Any) -> Any:
+        return self._request("compare_set", key, expected, desired)
+
+    def wait(self, keys: list[str], *timeout: Any) -> None:
+        self._request("wait", keys, *timeout)
+
+    def multi_get(self, keys: list[str]) -> Any:
+        return self._request("multi_get", keys)
+
+    def multi_set(self, keys: list[str], values: list[Any]) -> None:
+        self._request("multi_set", keys, values)
+
+    def delete_key(self, key: str) -> Any:
+        return self._request("delete_key", key)
+
+
+class Cost:
+    """Requests and messages of every rank, from here to `stop`."""
+
+    def __init__(self, seats: list[Seat]) -> None:
+        self._seats = seats
+        self._began = self._now()
+        self.requests: list[int] = []
+        self.messages: list[int] = []
+
+    def stop(self) -> None:
+        pairs = [(b - a, d - c) for (a, c), (b, d) in zip(self._began, self._now(), strict=True)]
+        self.requests, self.messages = [one for one, _ in pairs], [two for _, two in pairs]
+
+    def _now(self) -> list[tuple[int, int]]:
+        return [(seat.store.counts.total(), seat.heart.sent) for seat in self._seats]
+
+    def __str__(self) -> str:
+        return (
+            f"requests: {sum(self.requests)}, at most {max(self.requests)} of one rank; "
+            f"messages: {sum(self.messages)}, at most {max(self.messages)}"
+        )
+
+
+class Ranks:
+    """Ranks of one world, which do the same thing when told."""
+
+    def __init__(
+        self, clients: list[Any], pool: ThreadPoolExecutor, round_seconds_max: float
+    ) -> None:
+        self.size = len(clients)
+        self._limits = Deadlines(round_seconds_max=round_seconds_max)
+        self._pool = pool
+        self.seats = [
+            Seat(rank, CountingStore(client), Heart(rank, ("127.0.0.1",)))
+            for rank, client in enumerate(clients)
+        ]
+        for seat in self.seats:
+            seat.store.set(f"shardpoint/process/{seat.rank}", seat.heart.card.encode())
+        with self.costing() as self.creation:
+            self.worlds: list[TorchWorld] = self.all(lambda r: self._world(self.seats[r]))
+
+    def _world(self, seat: Seat) -> TorchWorld:
+        return TorchWorld(members=tuple(range(self.size)), deadlines=self._limits, seat=seat)
+
+    def all(self, act: Callable[[int], Any]) -> list[Any]:
+        return list(self._pool.map(act, range(self.size)))
+
+    @contextlib.contextmanager
+    def costing(self) -> Iterator[Cost]:
+        cost = Cost(self.seats)
+        yield cost
+        cost.stop()
+
+    def close(self) -> None:
+        self.all(lambda r: self.worlds[r].close())
+        self.all(lambda r: self.seats[r].heart.stop())
+
+
+@contextlib.contextmanager
+def ranks_of(
+    size: int, *, round_seconds_max: float = 60.0, transfers: bool = False
+) -> Iterator[Ranks]:
+    """Ranks with one client of a store; with one each for `transfers`: gloo waits in requests."""
+    server = TCP_STORE("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with ThreadPoolExecutor(size) as pool:
+        ranks = Ranks(
+            [server.clone() if transfers else server for _ in range(size)], pool, round_seconds_max
+        )
+        yield ranks
+        ranks.close()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_round_costs_two_messages_a_rank_and_no_request(size: int) -> None:
+    """Above that, it would not end at N log N."""
+    with ranks_of(size) as ranks:
+        with ranks.costing() as gathered:
+            got = ranks.all(lambda r: ranks.worlds[r].gather("a", b"%d" % r))
+        assert got == [[b"%d" % r for r in range(size)]] * size
+        with ranks.costing() as shared:
+            ranks.all(lambda r: ranks.worlds[r].broadcast("b", None if r else b"x" * 3_000_000))
+        with ranks.costing() as collected:
+            ranks.all(lambda r: ranks.worlds[r].gather_to_coordinator("c", b""))
+        with ranks.costing() as duplicated:
+            others = ranks.all(lambda r: ranks.worlds[r].duplicate())
+        ranks.all(lambda r: others[r].close())
+    costs = {"create": ranks.creation, "gather": gathered, "broadcast": shared}
+    costs |= {"gather to 0": collected, "duplicate": duplicated}
+    print(f"{size} ranks", *(f"{name}: {cost}" for name, cost in costs.items()), sep="\n  ")
+    assert sum(gathered.messages) == 2 * (size - 1)
+    assert sum(shared.messages) == sum(collected.messages) == size - 1
+    assert max(gathered.messages) <= 1 + CHILDREN_MAX
+    for cost in (gathered, shared, collected):
+        assert sum(cost.requests) == 0
+    assert max(ranks.creation.requests) <= 4 and sum(ranks.creation.messages) <= size
+    assert max(duplicated.requests) <= 1 and sum(duplicated.messages) == 0
+
+
+def test_who_waits_asks_nobody() -> None:
+    """Rank 0 comes late, so 15 wait. A late rank in the middle of the tree is waited for alike."""
+    with ranks_of(16) as ranks, ThreadPoolExecutor(16) as pool:
+        for late in (0, 5):
+            came = [threading.Event() for _ in range(16)]
+
+            def wait(rank: int, came: list[threading.Event] = came) -> list[bytes]:
+                came[rank].set()
+                return ranks.worlds[rank].gather("late", b"")
+
+            waiting = [pool.submit(wait, rank) for rank in range(16) if rank != late]
+            assert all(one.wait(60.0) for rank, one in enumerate(came) if rank != late)
+            settled = threading.Event()
+            settled.wait(0.5)  # everybody has sent what there is to send
+            with ranks.costing() as cost:
+                settled.wait(1.0)
+            pool.submit(wait, late).result(60.0)
+            assert all(one.result(60.0) == [b""] * 16 for one in waiting)
+            assert (sum(cost.requests), sum(cost.messages)) == (0, 0)
+
+
+def test_a_transfer_that_takes_long_asks_nobody() -> None:
+    """One rank is late by more than a second, when all have come and connected."""
+    with ranks_of(4, transfers=True) as ranks:
+        empty = [memoryview(b"")] * 4
+
+        def transfer(rank: int) -> None:
+            ranks.worlds[rank].all_to_all("tensors", empty, empty)
+
+        ranks.all(transfer)
+        late: Any = ranks.worlds[0]
+        check_lengths, pause = late._check_lengths, threading.Event()
+
+        def check_late(*args: Any) -> None:
+            pause.wait(1.3)
+            check_lengths(*args)
+
+        late._check_lengths = check_late
+        with ranks.costing() as cost:
+            ranks.all(transfer)
+        assert (sum(cost.requests), sum(cost.messages)) == (0, 2 * 3)
+
+
+def test_flags_and_checks_ask_nobody() -> None:
+    with ranks_of(40) as ranks:
+        raised = [threading.Event() for _ in range(40)]
+        with ranks.costing() as cost:
+            ranks.worlds[39].raise_flag("stop")
+            ranks.all(lambda r: ranks.worlds[r].gather("settled", b""))
+            for rank, world in enumerate(ranks.worlds):
+                if world.flag_is_up("stop"):
+                    raised[rank].set()
+                world.check_neighbour("training")
+        assert all(one.is_set() for one in raised)
+        assert sum(cost.requests) == 0
+        assert sum(cost.messages) == 39 + 2 * 39
+
+
+def test_who_has_not_come_is_named_and_not_who_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rank 2 stays away; rank 1, through which it is reached, comes in time."""
+    monkeypatch.setattr("ckpt.world.tree.CHILDREN_MAX", 2)
+    with ranks_of(7, round_seconds_max=1.0) as ranks:
+        assert family(2, 7).parent == 1
+
+        def come(rank: int) -> str:
+            if rank == 2:
+                return ""
+            with pytest.raises(RankFailed) as caught:
+                ranks.worlds[rank].gather("parts", b"")
+            assert caught.value.rank == 2
+            return str(caught.value)
+
+        said = ranks.all(come)
+        assert {text for text in said if text} == {
+            "rank 2 did not answer within 1 s in phase 'parts' (rank 2 missing); it hangs, or took "
+            "another path"
+        }
+
+
+def test_a_connection_that_breaks_is_no_death() -> None:
+    with ranks_of(3) as ranks:
+        heart: Any = ranks.seats[2].heart
+        heart._links[Neighbour(True, 0)].sock.shutdown(socket.SHUT_RDWR)
+
+        def come(rank: int) -> str:
+            with pytest.raises(RankFailed) as caught:
+                ranks.worlds[rank].gather("parts", b"")
+            return str(caught.value)
+
+        (text,) = set(ranks.all(come))
+        assert "has lost its connection, though its process runs, in phase 'parts'" in text
+
+
+def test_a_stranger_is_shown_the_door(caplog: pytest.LogCaptureFixture) -> None:
+    with ranks_of(2) as ranks:
+        card = ranks.seats[0].heart.card
+        for said in (b"GET / HTTP/1.1" + bytes(100), Frame(Kind.HELLO, NOBODY, name="x").encode()):
+            with socket.create_connection(("127.0.0.1", card.port), timeout=60.0) as stranger:
+                stranger.sendall(said)
+                with contextlib.suppress(ConnectionResetError):
+                    assert stranger.recv(1) == b""
+        assert ranks.all(lambda r: ranks.worlds[r].gather("fine", b"")) == [[b""] * 2] * 2
+    assert "none of ours" in caplog.text
+
+
+def test_the_tree_is_flat_and_in_rank_order() -> None:
+    for size in (1, 2, 3, 33, 34, 64, 1057, 1058, 4097):
+        for rank in range(size):
+            parent, blocks = family(rank, size)
+            assert len(blocks) <= CHILDREN_MAX
+            below = [one for block in blocks for one in block]
+            assert below == list(range(rank + 1, rank + 1 + len(below)))
+            assert all(family(block.start, size).parent == rank for block in blocks)
+            depth = 0
+            while parent is not None:
+                parent, depth = family(parent, size).parent, depth + 1
+            assert depth <= math.ceil(math.log(size, CHILDREN_MAX)) + (size > 1)

@@ -13,7 +13,7 @@ _HEAD = struct.Struct("<B16sIIQ")
 WORLD_NBYTES = 16
 
 
-class Kind(IntEnum):
+class FrameKind(IntEnum):
     """What a message is for."""
 
     HELLO = 1  # the first on a connection: who connects, as a card
@@ -33,7 +33,7 @@ class Kind(IntEnum):
 class Frame(NamedTuple):
     """One message. `number` is that of a round, `world` tells which world it belongs to."""
 
-    kind: Kind
+    kind: FrameKind
     world: bytes
     number: int = 0
     name: str = ""
@@ -45,7 +45,7 @@ class Frame(NamedTuple):
         return b"".join([head, name, self.body])
 
 
-class Reader:
+class FrameReader:
     """Cuts what a connection delivers into frames. Raises ValueError when that is nothing of ours.
 
     Nothing larger than `nbytes_max` is taken until `trust` was called.
@@ -71,7 +71,7 @@ class Reader:
                 return
             start = _HEAD.size + name_nbytes
             name = self._buffer[_HEAD.size : start].decode()
-            frame = Frame(Kind(kind), world, number, name, bytes(self._buffer[start:end]))
+            frame = Frame(FrameKind(kind), world, number, name, bytes(self._buffer[start:end]))
             del self._buffer[:end]
             yield frame
 

@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
-from ckpt.world.frames import WORLD_NBYTES, Frame, Kind, MiB, Reader
+from ckpt.world.frames import WORLD_NBYTES, Frame, FrameKind, FrameReader, MiB
 from ckpt.world.liveness import Card, ProcessIdentity, this_network
 
 logger = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class _Link:
         self.sock = sock
         self.neighbour = neighbour
         self.card = card
-        self.reader = Reader(HELLO_NBYTES_MAX)
+        self.reader = FrameReader(HELLO_NBYTES_MAX)
         self.has_left = False
         self._outbox: deque[memoryview] = deque()
         self._lock = threading.Lock()
@@ -137,7 +137,7 @@ class Heart:
         neighbour = Neighbour(True, card.rank)
         link = _Link(card.connect(seconds), neighbour, card)
         link.reader.trust()
-        hello = Frame(Kind.HELLO, NOBODY, name=card.token, body=self.card.encode()).encode()
+        hello = Frame(FrameKind.HELLO, NOBODY, name=card.token, body=self.card.encode()).encode()
         with self._lock:
             self._links[neighbour] = link
         self.send(neighbour, hello)
@@ -173,7 +173,7 @@ class Heart:
         with self._lock:
             link = self._links.get(neighbour)
             if link is None:
-                if neighbour not in self._lost:
+                if not neighbour.is_parent and neighbour not in self._lost:
                     self._unsent.setdefault(neighbour, []).append(data)
                 return
             self.sent += 1
@@ -208,7 +208,7 @@ class Heart:
         if self._is_stopped:
             return
         atexit.unregister(self.stop)
-        bye = Frame(Kind.BYE, NOBODY).encode()
+        bye = Frame(FrameKind.BYE, NOBODY).encode()
         with self._lock:
             links = list(self._links.values())
             for neighbour in list(self._links):
@@ -300,7 +300,7 @@ class Heart:
     def _take(self, link: _Link, frame: Frame) -> None:
         if link.neighbour is None:
             self._greet(link, frame)
-        elif frame.kind is Kind.BYE:
+        elif frame.kind is FrameKind.BYE:
             link.has_left = True
         else:
             with self._lock:
@@ -312,7 +312,7 @@ class Heart:
 
     def _greet(self, link: _Link, frame: Frame) -> None:
         """The first frame of a connection: only who can read the store knows the token."""
-        if frame.kind is not Kind.HELLO or not secrets.compare_digest(
+        if frame.kind is not FrameKind.HELLO or not secrets.compare_digest(
             frame.name.encode(), self.card.token.encode()
         ):
             raise ValueError("its first message is not that of a rank of this job")

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from ckpt.errors import RankFailed
 from ckpt.world.agreement import ranks_text
-from ckpt.world.frames import Frame, Kind, pack
+from ckpt.world.frames import Frame, FrameKind, pack
 from ckpt.world.heart import Heart, Neighbour
 from ckpt.world.tree import Family, family
 
@@ -119,7 +119,7 @@ class Rounds:
 
     def answer(self, number: int, name: str, body: bytes) -> None:
         """Rank 0's answer to all. Does not wait."""
-        self._send(self._family.children, Frame(Kind.DOWN, self._world, number, name, body))
+        self._send(self._family.children, Frame(FrameKind.DOWN, self._world, number, name, body))
 
     def collected(self, number: int, name: str) -> bytes:
         """On rank 0: every rank's payload, packed, in rank order, when all have come."""
@@ -163,7 +163,7 @@ class Rounds:
         """Set a flag on all ranks."""
         with self._changed:
             self._flags.add(name)
-            self._send(self._neighbours, Frame(Kind.FLAG, self._world, name=name))
+            self._send(self._neighbours, Frame(FrameKind.FLAG, self._world, name=name))
 
     def flag_is_up(self, name: str) -> bool:
         """Whether any rank has set that flag, as far as has come here."""
@@ -174,7 +174,7 @@ class Rounds:
         """Tell all ranks the newest of something; who is cut off does not hear it."""
         with self._changed:
             self._news = news
-            self._send(self._neighbours, Frame(Kind.NEWS, self._world, body=news))
+            self._send(self._neighbours, Frame(FrameKind.NEWS, self._world, body=news))
 
     def news(self) -> bytes:
         """The newest that was spread, as far as has come here; empty before."""
@@ -204,7 +204,7 @@ class Rounds:
     def leave(self) -> None:
         """Take part no more."""
         with self._changed:
-            self._send(self._neighbours, Frame(Kind.LEFT, self._world))
+            self._send(self._neighbours, Frame(FrameKind.LEFT, self._world))
         self._heart.forget(self._world)
 
     # what comes from the heart
@@ -214,7 +214,7 @@ class Rounds:
         sender = self._rank_of.get(neighbour)
         if sender is None:
             return
-        if frame.kind is Kind.FAILURE:
+        if frame.kind is FrameKind.FAILURE:
             self._hear(_decode_failure(frame.body), source=sender)
             return
         with self._changed:
@@ -234,38 +234,38 @@ class Rounds:
                 body = json.dumps([gone.rank, how]).encode()
                 name = "above" if gone.is_above else ""
                 # Below the lost one's parent it is no parent; above, it is one of those below.
-                self._send(others, Frame(Kind.GONE, self._world, gone.until, name, body))
+                self._send(others, Frame(FrameKind.GONE, self._world, gone.until, name, body))
             self._changed.notify_all()
 
     def _take(self, sender: int, frame: Frame) -> None:
         others = [rank for rank in self._neighbours if rank != sender]
-        if frame.kind is Kind.UP:
+        if frame.kind is FrameKind.UP:
             self._ups.setdefault(frame.number, {})[sender] = frame
             self._last_ups[sender] = frame.number
             self._pass_up(frame.number)
-        elif frame.kind is Kind.DOWN:
+        elif frame.kind is FrameKind.DOWN:
             self._send(others, frame)
             self._downs[frame.number] = frame
-        elif frame.kind is Kind.GONE:
+        elif frame.kind is FrameKind.GONE:
             self._send(others, frame)
             rank, how = json.loads(frame.body)
             self._gone.setdefault(rank, _Gone(rank, how, frame.number, bool(frame.name)))
-        elif frame.kind is Kind.LEFT:
+        elif frame.kind is FrameKind.LEFT:
             self._note_gone(sender, LEFT)
-        elif frame.kind is Kind.FLAG:
+        elif frame.kind is FrameKind.FLAG:
             self._send(others, frame)
             self._flags.add(frame.name)
-        elif frame.kind is Kind.NEWS:
+        elif frame.kind is FrameKind.NEWS:
             self._send(others, frame)
             self._news = frame.body
-        elif frame.kind is Kind.ASK:
+        elif frame.kind is FrameKind.ASK:
             self._reply(sender, frame)
-        elif frame.kind is Kind.ABSENT:
+        elif frame.kind is FrameKind.ABSENT:
             self._send(
                 [rank for rank in others if self._is_above(sender) != self._is_above(rank)], frame
             )
             self._absent.setdefault(frame.number, set()).add(int(frame.body))
-        elif frame.kind is Kind.HERE:
+        elif frame.kind is FrameKind.HERE:
             self._here.add(frame.number)
 
     def _pass_up(self, number: int) -> None:
@@ -283,7 +283,7 @@ class Rounds:
         if self._family.parent is None:
             self._collected[number] = body
         else:
-            self._send([self._family.parent], Frame(Kind.UP, self._world, number, name, body))
+            self._send([self._family.parent], Frame(FrameKind.UP, self._world, number, name, body))
 
     def _note_gone(self, rank: int, how: str) -> None:
         is_above = self._is_above(rank)
@@ -302,10 +302,10 @@ class Rounds:
 
     def _reply(self, sender: int, frame: Frame) -> None:
         if not self._is_above(sender):
-            self._send([sender], frame._replace(kind=Kind.HERE))
+            self._send([sender], frame._replace(kind=FrameKind.HERE))
         can_be_missed = self._family.parent is None or self._is_above(sender)
         if can_be_missed and frame.number > self._number:
-            self._send([sender], frame._replace(kind=Kind.ABSENT, body=b"%d" % self._rank))
+            self._send([sender], frame._replace(kind=FrameKind.ABSENT, body=b"%d" % self._rank))
         if self._is_above(sender):
             self._send(self._lacking(frame.number), frame)
         elif self._family.parent is not None:
@@ -337,7 +337,7 @@ class Rounds:
                 self._failure = failure
                 others = [rank for rank in self._neighbours if rank != source]
                 body = _encode_failure(failure).encode()
-                self._send(others, Frame(Kind.FAILURE, self._world, body=body))
+                self._send(others, Frame(FrameKind.FAILURE, self._world, body=body))
             self._changed.notify_all()
 
     def _why_over(
@@ -362,7 +362,7 @@ class Rounds:
         self, number: int, name: str, ready: Callable[[], _T | None], *, needs_all: bool
     ) -> _T:
         """`ready()` once it gives something. Raises RankFailed when it never will."""
-        patience = _Patience(self, number, name)
+        waiting = _Wait(self, number, name)
         result: list[_T] = []
 
         def is_over() -> bool:
@@ -373,9 +373,9 @@ class Rounds:
 
         while True:
             with self._changed:
-                timeout = patience.due - time.monotonic()
+                timeout = waiting.due - time.monotonic()
                 is_early = self._changed.wait_for(
-                    lambda: is_over() or patience.is_answered(), timeout=max(0.0, timeout)
+                    lambda: is_over() or waiting.is_answered(), timeout=max(0.0, timeout)
                 )
                 if result:
                     self._absent.pop(number, None)
@@ -383,7 +383,7 @@ class Rounds:
                 failure = self._why_not(number, name, needs_all)
             if failure is not None:
                 raise failure
-            patience.next(is_early)
+            waiting.next(is_early)
 
     def _why_not(self, number: int, name: str, needs_all: bool) -> RankFailed | None:
         return self._why_over(name, number, needs_all=needs_all, left=True)
@@ -399,7 +399,7 @@ class Rounds:
         return int(self._store.add("storage waits", 0)) > 0
 
 
-class _Patience:
+class _Wait:
     """How long one wait goes on, and whom it blames in the end; see note "who is to blame"."""
 
     def __init__(self, rounds: Rounds, number: int, name: str) -> None:
@@ -458,7 +458,7 @@ class _Patience:
         with rounds._changed:
             parent = rounds._family.parent
             whom = rounds._lacking(self._number) if parent is None else [parent]
-            rounds._send(whom, Frame(Kind.ASK, rounds._world, self._number, self._name))
+            rounds._send(whom, Frame(FrameKind.ASK, rounds._world, self._number, self._name))
 
     def _lacking_blocks(self) -> list[range]:
         lacking = self._rounds._lacking(self._number)
@@ -470,8 +470,8 @@ class _Patience:
         with rounds._changed:
             absent = rounds._absent.get(self._number, set())
             if parent is None:
-                found = [absent & set(block) or {block.start} for block in self._lacking_blocks()]
-                missing = sorted(set().union(*found))
+                parts = [absent & set(block) or {block.start} for block in self._lacking_blocks()]
+                missing = sorted(set().union(*parts))
             else:
                 missing = [0 if 0 in absent or self._asked > 1 else parent]
         if not missing:

@@ -65,8 +65,8 @@ def group_of_this_process() -> dist.ProcessGroup | None:
     return group
 
 
-class Seat(NamedTuple):
-    """Where this process sits in its job: its rank in torch.distributed, the rendezvous store that
+class Process(NamedTuple):
+    """What this process is in its job: its rank in torch.distributed, the rendezvous store that
     all share, the heart that carries its messages, and what tells this job from others.
     """
 
@@ -93,22 +93,22 @@ class TorchWorld(World):
         *,
         deadlines: Deadlines | None = None,
         members: tuple[int, ...] = (),
-        seat: Seat | None = None,
+        process: Process | None = None,
     ) -> None:
         group = process_group or dist.group.WORLD
-        self._seat = seat or _this_process.seat()
+        self._process = process or _this_process.in_job()
         self.global_ranks = members or tuple(dist.get_process_group_ranks(group))
-        self.rank = self.global_ranks.index(self._seat.rank)
+        self.rank = self.global_ranks.index(self._process.rank)
         self.size = len(self.global_ranks)
         self._deadlines = deadlines or Deadlines()
-        self._store, key = _own_prefix(self._seat, self.global_ranks, self.rank)
-        heart = self._seat.heart
+        self._store, key = _own_prefix(self._process, self.global_ranks, self.rank)
+        heart = self._process.heart
         self._rounds = Rounds(
             heart, key, self.global_ranks, self.rank, self._store, self._deadlines
         )
         parent = family(self.rank, self.size).parent
         if parent is not None:
-            _connect(self._seat, self.global_ranks[parent], self._deadlines.round_seconds_max)
+            _connect(self._process, self.global_ranks[parent], self._deadlines.round_seconds_max)
         heart.register(key, self._rounds)
         self._broken: RankFailed | None = None
         self._group: Any = None
@@ -191,7 +191,9 @@ class TorchWorld(World):
         self.check_neighbour(phase)
 
     def duplicate(self) -> World:
-        return TorchWorld(deadlines=self._deadlines, members=self.global_ranks, seat=self._seat)
+        return TorchWorld(
+            deadlines=self._deadlines, members=self.global_ranks, process=self._process
+        )
 
     def report_storage_wait(self, waits: bool) -> None:
         # Without the store, the ranks wait for `round_seconds_max` only.
@@ -357,18 +359,18 @@ def _copied(failure: RankFailed) -> RankFailed:
     return RankFailed(str(failure), rank=failure.rank, phase=failure.phase)
 
 
-def _connect(seat: Seat, parent: int, seconds: float) -> None:
+def _connect(process: Process, parent: int, seconds: float) -> None:
     """Connect to the process of a rank of torch.distributed, when it has come.
 
     Without success it counts as lost, and the first round says so.
     """
-    heart = seat.heart
+    heart = process.heart
     if heart.is_connected_to(parent):
         return
     key = _card_key(parent)
     try:
-        seat.store.wait([key], timedelta(seconds=seconds))
-        heart.connect(Card.decode(seat.store.get(key)), CONNECT_SECONDS)
+        process.store.wait([key], timedelta(seconds=seconds))
+        heart.connect(Card.decode(process.store.get(key)), CONNECT_SECONDS)
     except (RuntimeError, OSError) as error:
         how = f"cannot be reached ({type(error).__name__}: {error})"
         heart.give_up(Neighbour(True, parent), how)
@@ -378,7 +380,7 @@ def _card_key(rank: int) -> str:
     return f"shardpoint/process/{rank}"
 
 
-def _own_prefix(seat: Seat, ranks: tuple[int, ...], rank: int) -> tuple[Any, bytes]:
+def _own_prefix(process: Process, ranks: tuple[int, ...], rank: int) -> tuple[Any, bytes]:
     """A part of the store that no other world uses, and a key of that world.
 
     Each rank counts the worlds it made over these ranks, in the store itself; the counts agree
@@ -387,33 +389,37 @@ def _own_prefix(seat: Seat, ranks: tuple[int, ...], rank: int) -> tuple[Any, byt
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # not in every torch
 
     group = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
-    home = PrefixStore(f"shardpoint/{group}", seat.store)
+    home = PrefixStore(f"shardpoint/{group}", process.store)
     number = home.add(f"worlds/{rank}", 1)
-    key = hashlib.sha256(f"{seat.job} {group} {number}".encode()).digest()[:WORLD_NBYTES]
+    key = hashlib.sha256(f"{process.job} {group} {number}".encode()).digest()[:WORLD_NBYTES]
     return PrefixStore(f"{number}", home), key
 
 
 class _ThisProcess:
-    """The seat of this process, whose heart lives as long as the job that the store is for."""
+    """This process in its job; its heart lives as long as the job that the store is for."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._seat: Seat | None = None
+        self._process: Process | None = None
         self._group: Callable[[], object] = lambda: None
 
-    def seat(self) -> Seat:
-        """The seat in the job that torch.distributed is initialised for."""
+    def in_job(self) -> Process:
+        """This process in the job that torch.distributed is initialised for."""
         group = dist.group.WORLD
         with self._lock:
-            if self._seat is None or self._seat.heart.is_stopped or self._group() is not group:
-                self._seat, self._group = self._taken(self._seat), weakref.ref(group)
-            return self._seat
+            if (
+                self._process is None
+                or self._process.heart.is_stopped
+                or self._group() is not group
+            ):
+                self._process, self._group = self._taken(self._process), weakref.ref(group)
+            return self._process
 
     def forked(self) -> None:
         """In a forked child: another thread may have held the lock."""
-        self._lock, self._seat = threading.Lock(), None
+        self._lock, self._process = threading.Lock(), None
 
-    def _taken(self, before: Seat | None) -> Seat:
+    def _taken(self, before: Process | None) -> Process:
         # There is no public way to the store that all ranks share already.
         base: Any = dist.distributed_c10d._get_default_store()
         hosts = _hosts(base)
@@ -430,7 +436,7 @@ class _ThisProcess:
             return before._replace(store=base)
         heart = Heart(rank, hosts)
         base.set(_card_key(rank), heart.card.encode())
-        return Seat(rank, base, heart, job)
+        return Process(rank, base, heart, job)
 
 
 _this_process = _ThisProcess()

@@ -22,10 +22,6 @@ class Family(NamedTuple):
         """The ranks right below this one, ascending."""
         return tuple(block.start for block in self.blocks)
 
-    def child_above(self, rank: int) -> int | None:
-        """The child through which `rank` is reached; None when it is not below this one."""
-        return next((block.start for block in self.blocks if rank in block), None)
-
 
 def family(rank: int, size: int) -> Family:
     """The place of `rank` among `size`. Depth is at most 1 + log32(size), rounded up.

@@ -19,10 +19,10 @@ import pytest
 import torch.distributed as dist
 
 from ckpt.errors import RankFailed
-from ckpt.world.frames import Frame, Kind
+from ckpt.world.frames import Frame, FrameKind
 from ckpt.world.heart import NOBODY, Heart, Neighbour
 from ckpt.world.rounds import Deadlines
-from ckpt.world.torch_world import Seat, TorchWorld
+from ckpt.world.torch_world import Process, TorchWorld
 from ckpt.world.tree import CHILDREN_MAX, family
 
 SIZES = (16, 32, 64)
@@ -73,8 +73,8 @@ class CountingStore(STORE):  # type: ignore[misc]
 class Cost:
     """Requests and messages of every rank, from here to `stop`."""
 
-    def __init__(self, seats: list[Seat]) -> None:
-        self._seats = seats
+    def __init__(self, processes: list[Process]) -> None:
+        self._processes = processes
         self._began = self._now()
         self.requests: list[int] = []
         self.messages: list[int] = []
@@ -84,7 +84,7 @@ class Cost:
         self.requests, self.messages = [one for one, _ in pairs], [two for _, two in pairs]
 
     def _now(self) -> list[tuple[int, int]]:
-        return [(seat.store.counts.total(), seat.heart.sent) for seat in self._seats]
+        return [(process.store.counts.total(), process.heart.sent) for process in self._processes]
 
     def __str__(self) -> str:
         return (
@@ -102,30 +102,30 @@ class Ranks:
         self.size = len(clients)
         self._limits = Deadlines(round_seconds_max=round_seconds_max)
         self._pool = pool
-        self.seats = [
-            Seat(rank, CountingStore(client), Heart(rank, ("127.0.0.1",)))
+        self.processes = [
+            Process(rank, CountingStore(client), Heart(rank, ("127.0.0.1",)))
             for rank, client in enumerate(clients)
         ]
-        for seat in self.seats:
-            seat.store.set(f"shardpoint/process/{seat.rank}", seat.heart.card.encode())
+        for process in self.processes:
+            process.store.set(f"shardpoint/process/{process.rank}", process.heart.card.encode())
         with self.costing() as self.creation:
-            self.worlds: list[TorchWorld] = self.all(lambda r: self._world(self.seats[r]))
+            self.worlds: list[TorchWorld] = self.all(lambda r: self._world(self.processes[r]))
 
-    def _world(self, seat: Seat) -> TorchWorld:
-        return TorchWorld(members=tuple(range(self.size)), deadlines=self._limits, seat=seat)
+    def _world(self, process: Process) -> TorchWorld:
+        return TorchWorld(members=tuple(range(self.size)), deadlines=self._limits, process=process)
 
     def all(self, act: Callable[[int], Any]) -> list[Any]:
         return list(self._pool.map(act, range(self.size)))
 
     @contextlib.contextmanager
     def costing(self) -> Iterator[Cost]:
-        cost = Cost(self.seats)
+        cost = Cost(self.processes)
         yield cost
         cost.stop()
 
     def close(self) -> None:
         self.all(lambda r: self.worlds[r].close())
-        self.all(lambda r: self.seats[r].heart.stop())
+        self.all(lambda r: self.processes[r].heart.stop())
 
 
 @contextlib.contextmanager
@@ -251,7 +251,7 @@ def test_who_has_not_come_is_named_and_not_who_waits_for_it(
 
 def test_a_connection_that_breaks_is_no_death() -> None:
     with ranks_of(3) as ranks:
-        heart: Any = ranks.seats[2].heart
+        heart: Any = ranks.processes[2].heart
         heart._links[Neighbour(True, 0)].sock.shutdown(socket.SHUT_RDWR)
 
         def come(rank: int) -> str:
@@ -265,8 +265,11 @@ def test_a_connection_that_breaks_is_no_death() -> None:
 
 def test_a_stranger_is_shown_the_door(caplog: pytest.LogCaptureFixture) -> None:
     with ranks_of(2) as ranks:
-        card = ranks.seats[0].heart.card
-        for said in (b"GET / HTTP/1.1" + bytes(100), Frame(Kind.HELLO, NOBODY, name="x").encode()):
+        card = ranks.processes[0].heart.card
+        for said in (
+            b"GET / HTTP/1.1" + bytes(100),
+            Frame(FrameKind.HELLO, NOBODY, name="x").encode(),
+        ):
             with socket.create_connection(("127.0.0.1", card.port), timeout=60.0) as stranger:
                 stranger.sendall(said)
                 with contextlib.suppress(ConnectionResetError):

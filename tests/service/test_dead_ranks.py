@@ -93,7 +93,8 @@ def _train(url: str, phase: str, victim: int) -> tuple[int, str, list[str]]:
         texts = [str(failure.error) for failure in checkpointer.failures]
         return error.rank, str(error), texts
     finally:
-        checkpointer.__exit__(RankFailed, None, None)
+        left = RankFailed("the test ends", rank=victim, phase=phase)
+        checkpointer.__exit__(RankFailed, left, None)
     raise AssertionError(f"rank {rank} noticed nothing")
 
 

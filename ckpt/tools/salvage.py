@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ckpt.commit.locate import file_key
+from ckpt.commit.names import MANIFEST_NAME
 from ckpt.errors import CheckpointError, Corrupt, InvalidState
 from ckpt.format.blake3 import DIGEST_NBYTES, Digests, digests_from, no_digests
 from ckpt.format.checksum import crc32c
@@ -29,7 +30,6 @@ from ckpt.format.references import parse_reference
 from storage.errors import KeyExistsError, KeyNotFoundError
 from storage.store import ByteRange, Store
 
-MANIFEST = "MANIFEST"
 SUFFIX = ".safetensors"
 READ_BYTES = 8 << 20
 MISSING_MAX = 10_000  # names listed
@@ -59,10 +59,9 @@ def salvage(store: Store, prefix: str, *, verify: bool = True) -> SalvageReport:
     """Rebuild the manifest of the step directory `prefix` (such as `steps/00000010-e000001-...`).
 
     Reads every byte and compares all checksums, in little memory; with `verify=False` only headers,
-    values and
-    the checksums over those. What the checkpoint shares with others is read in their directories.
-    Changes nothing. Raises StorageError when the store does; damaged
-    files are reported, not raised.
+    values and the checksums over those. What the checkpoint shares with others is read in their
+    directories. Changes nothing. Raises StorageError when the store does; damaged files are
+    reported, not raised.
     """
     prefix = prefix.rstrip("/")
     names = [info for info in store.list(prefix + "/") if _is_data_file(info.key, prefix)]
@@ -101,14 +100,13 @@ def write_manifest(store: Store, report: SalvageReport) -> bytes:
     """Create the MANIFEST of a complete report; returns its bytes, whose digest a commit names.
 
     An equal one that is there already is left alone. Raises InvalidState when the report is
-    incomplete, Corrupt when
-    another MANIFEST is there: it is not overwritten.
+    incomplete, Corrupt when another MANIFEST is there: it is not overwritten.
     """
     if report.manifest is None:
         missing = [f"{name}: missing" for name in report.missing]
         raise InvalidState([*missing, *report.problems] or ["nothing was salvaged"])
     data = encode_manifest(report.manifest)
-    key = f"{report.prefix}/{MANIFEST}"
+    key = f"{report.prefix}/{MANIFEST_NAME}"
     try:
         store.put_if_absent(key, data)
     except KeyExistsError:
@@ -122,7 +120,7 @@ def write_manifest(store: Store, report: SalvageReport) -> bytes:
 def matches_manifest(store: Store, report: SalvageReport) -> bool | None:
     """Whether the MANIFEST that is there equals the rebuilt one; None when there is none."""
     with contextlib.suppress(KeyNotFoundError):
-        there = store.get(f"{report.prefix}/{MANIFEST}")
+        there = store.get(f"{report.prefix}/{MANIFEST_NAME}")
         return report.manifest is not None and there == encode_manifest(report.manifest)
     return None
 

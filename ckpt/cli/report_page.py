@@ -194,6 +194,7 @@ def _chart(
                 f'height="3"><title>{about}</title></rect>'
             )
             continue
+        # At least half a pixel, so that every save can be seen and hovered over.
         high = max(value / highest * (bottom - 12), 0.5)
         kind = "bar" if save.is_live else "bar gone"
         about = page_text(f"step {save.step}: {text(value)}, {date(save.committed_unix)}")
@@ -217,6 +218,7 @@ def _chart(
 def _heat_map(telemetry: Telemetry, of_all: Sequence[SaveTotals]) -> Iterator[str]:
     totals = telemetry.totals
     work = [sum(took) for took in telemetry.took_us]
+    # Those that were at work longest are chosen, and shown in the order of ranks.
     ranks = sorted(sorted(range(len(work)), key=lambda rank: -work[rank])[:RANKS_MAX])
     longest = max((took for rank in ranks for took in telemetry.took_us[rank]), default=0) or 1
     yield (

@@ -82,6 +82,7 @@ def _writers(info: TensorInfo) -> str:
     ranks = sorted({rank_of(part.file) for part in info.parts}, key=rank_order)
     if not ranks:
         return "nobody (empty)"
+    # A tensor of a large job is stored by thousands of ranks.
     shown = ", ".join(ranks) if len(ranks) <= 8 else f"{len(ranks)} ranks"
     return f"{shown} ({len(info.parts)} parts)" if len(info.parts) > 1 else shown
 

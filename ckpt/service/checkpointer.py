@@ -158,6 +158,7 @@ class Checkpointer:
         self._timer = StepTimer(training)
         self._is_closed = False
         self._pid = os.getpid()
+        # Last, so that a constructor that fails leaves no handler behind.
         self._signals.install()
 
     def __enter__(self) -> Checkpointer:
@@ -382,7 +383,7 @@ class Checkpointer:
         self._watcher.close()
         self._keeper.close()
         self._signals.restore()
-        self._training.world.close()
+        self._training.world.close()  # last: the others may still use it
 
     def _check_open(self) -> None:
         if self._is_closed:

@@ -65,6 +65,7 @@ class SavePolicy(ABC):
         yield self
 
     def __or__(self, other: SavePolicy) -> SavePolicy:
+        # Flat, because each alternative may be decided by another rank; see note "who decides".
         return AnyOf((*self.alternatives(), *other.alternatives()))
 
     def __and__(self, other: SavePolicy) -> SavePolicy:
@@ -193,6 +194,7 @@ class Adaptive(SavePolicy):
         return min(max(wanted, persist_seconds, self.seconds_min), self.seconds_max)
 
     def reasons(self, observation: Observation) -> tuple[str, ...]:
+        # Nothing measured yet: the interval is `seconds_min`, and the save will be measured.
         cost = observation.cost_seconds or 0.0
         interval = self.interval_seconds(cost, observation.persist_seconds or 0.0)
         if observation.now_seconds - observation.last_save_seconds < interval:

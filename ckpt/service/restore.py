@@ -105,6 +105,7 @@ def restore_latest(
 
 def _try(state: Any, target: Target, world: World, candidate: _Restorable) -> LoadReport | str:
     """The report of a load, or why this checkpoint has to be passed over."""
+    # Trying again is cheap where a store has failed for a moment; going back loses work.
     for left in reversed(range(TRIES_MAX)):
         try:
             return target.load(state, step=candidate.step, attempt=candidate.attempt)

@@ -259,6 +259,7 @@ def plan_retention(
     for attempt, text in _protected([entry for entry, _ in ordered]):
         reasons[attempt] = (*reasons.get(attempt, ()), text)
     by_name = {entry.attempt: entry for entry, _ in ordered}
+    # What a kept one needs may itself need others.
     waiting = [by_name[name] for name in reasons]
     while waiting:
         user = waiting.pop()
@@ -299,6 +300,7 @@ def candidates_of(
     """
     candidates = []
     for entry in state.live:
+        # One request each, so only where a rule looks at ages, and once: a commit's time stays.
         committed = known.get(entry.attempt, 0.0)
         if rule.needs_ages and entry.attempt not in known:
             committed = log.record(entry.slot).time_unix

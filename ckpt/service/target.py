@@ -119,6 +119,7 @@ class UrlTarget(Target):
         return url_of(self.where)
 
     def world(self) -> World:
+        # A duplicate: the worker of a save holds rounds in the other one at any time.
         return world_of(self.process_group).duplicate()
 
     def store(self) -> Store:

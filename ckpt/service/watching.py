@@ -45,6 +45,7 @@ class Watcher:
         self._observers = tuple(observers)
         self._fail = fail
         self._step_seconds = step_seconds
+        # Reports of other ranks name it, so that the machine can be found.
         self._host = socket.gethostname()
         self._lock = threading.Lock()
         self._step = self._calls = 0

@@ -25,7 +25,7 @@ from ckpt.format.manifest_codec import decode_manifest
 from ckpt.tools.mend import broken_link
 from storage import KeyNotFoundError, Store, StoreLike, open_store
 
-READERS = 8
+READERS = 8  # records or reports that are read at the same time
 
 
 @dataclass(frozen=True, slots=True)

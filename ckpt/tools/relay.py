@@ -172,6 +172,7 @@ def is_there(target: Store, key: str, header: bytes, nbytes: int) -> DataFileInd
         return None
     with contextlib.suppress(Corrupt):
         index = index_of(target, key, nbytes)
+        # Without a least size of parts it is a disk, or may be one that fsspec has mounted.
         is_disk = target.part_nbytes_min == 1
         if not is_disk or _is_intact(target, key, tiles_of(index)):
             return index

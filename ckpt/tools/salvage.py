@@ -77,6 +77,7 @@ def salvage(store: Store, prefix: str, *, verify: bool = True) -> SalvageReport:
             problems.append(str(error))
     missing = _missing(files)
     shared = _Shared(store, prefix, verify)
+    # After all own files are checked: what they refer to follows from their headers.
     files = [shared.added_to(file) for file in files]
     missing += tuple(shared.missing)
     problems += shared.problems
@@ -143,6 +144,7 @@ def _open_file(store: Store, key: str, name: str, nbytes: int) -> _SalvagedFile:
     index, place = _open_index(store, key, nbytes)
     extras = {extra: _extra(store, key, index, extra) for extra in index.extras}
     for extra in (VALUES, PER_RANK):
+        # Raises Corrupt: a manifest with values that nothing can decode would load nowhere.
         if extra in extras:
             decode_values(extras[extra])
     return _SalvagedFile(
@@ -253,6 +255,7 @@ class _Shared:
 
     def _open(self, name: str, place: FileDescription) -> _ReferencedFile | None:
         if name not in self._opened:
+            # Before it is read, so that a missing or damaged file is reported once.
             self._opened[name] = None
             try:
                 self._opened[name] = self._read(name, place)

@@ -152,6 +152,7 @@ def nbytes(text: str) -> int:
 
 def count(text: str) -> int:
     """The argument N: at least 1."""
+    # Not by int() alone, which takes signs, spaces and underscores.
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
     return int(text)

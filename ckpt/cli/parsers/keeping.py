@@ -116,6 +116,7 @@ def _add_consent(command: Command) -> None:
 def _some_rule(arguments: Any) -> str:
     if arguments.retire_unmeasured and arguments.keep_best is None:
         return "--retire-unmeasured is about --keep-best: give both"
+    # Several may be given. A required group of argparse takes exactly one of its options.
     rules = ("keep_last", "keep_every", "keep_best", "keep_younger")
     if any(getattr(arguments, rule) is not None for rule in rules):
         return ""

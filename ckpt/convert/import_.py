@@ -199,14 +199,13 @@ def _chosen(source: CheckpointSource, rename: Rename | None, skip: Sequence[str]
     for fqn, info in contents.tensors.items():
         stored = fqn
         if fqn in gone:
-            # Another name keeps the tensor.
             heirs = sorted(alias for alias, held in aliases.items() if held == fqn)
             if not heirs:
                 continue
+            # The first of its other names keeps the tensor, and the rest become names of that one.
             stored = heirs[0]
-            aliases = {a: stored for a, h in aliases.items() if h == fqn and a != stored} | {
-                a: h for a, h in aliases.items() if h != fqn
-            }
+            del aliases[stored]
+            aliases.update(dict.fromkeys(heirs[1:], stored))
         tensors[stored] = (fqn, info)
     values = {name: value for name, value in contents.values.items() if name not in gone}
     names = renamed((*tensors, *values, *aliases), rename)
@@ -252,7 +251,7 @@ def _moved(value: Any, names: Mapping[str, str]) -> Any:
 
 
 def _moved_path(path: str, names: Mapping[str, str], rename: Rename | None) -> str:
-    """Where the module at `path` stands now: what its names have lost or won in front."""
+    """The new path of the module at `path`, from what its names have lost or gained in front."""
     prefix = f"{path}." if path else ""
     for old, new in names.items():
         if old.startswith(prefix) and (rest := old[len(prefix) :]):
@@ -266,7 +265,7 @@ def _moved_path(path: str, names: Mapping[str, str], rename: Rename | None) -> s
 def _renamed_optimizers(
     contents: SourceContents, names: dict[str, str], values: Mapping[str, Any], rename: Rename
 ) -> tuple[dict[str, str], dict[str, Any]]:
-    """`names` and `values` with renamed parameters renamed in optimizers too, and their state."""
+    """`names` and `values` with the new names of parameters in optimizers and their state, too."""
     new_names, new_values = dict(names), dict(values)
     moved = {path: _moved_path(path, names, rename) for path in contents.modules}
     for fqn, value in values.items():
@@ -307,7 +306,7 @@ def _param_name(param: str, names: Mapping[str, str], moved: Mapping[str, str]) 
 
 
 def share_of(tensors: Mapping[str, SourceTensor], rank: int, size: int) -> list[StoredChunk]:
-    """What `rank` of `size` writes: a run of the line of all bytes, in the order of names."""
+    """What `rank` of `size` writes: a run of all bytes of the tensors, in the order of names."""
     total = sum(info.nbytes for info in tensors.values())
     low, high = (total * share // size for share in (rank, rank + 1))
     chunks = []

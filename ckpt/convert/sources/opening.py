@@ -67,17 +67,13 @@ def open_source(
     options = options or SourceOptions()
     path = "" if isinstance(url, Store) else url_of(url)  # a caller's store is a folder
     folder, _, name = path.rpartition("/")
-    if is_file_name(name):
-        folder = folder or ("/" if path.startswith("/") else ".")
-        store = open_store(folder, **options.storage_options)
-        opened: Callable[[], CheckpointSource] = lambda: _open_file(store, name, options)  # noqa: E731
-    else:
-        if os.path.isfile(path.removeprefix("file://")):
-            raise NoCheckpoint(f"{path}: a file of no known format; known are {FORMATS}")
-        store = open_store(url, **options.storage_options)
-        opened = lambda: _open_folder(store, options)  # noqa: E731
+    is_file = is_file_name(name)
+    if not is_file and os.path.isfile(path.removeprefix("file://")):
+        raise NoCheckpoint(f"{path}: a file of no known format; known are {FORMATS}")
+    above = folder or ("/" if path.startswith("/") else ".")
+    store = open_store(above if is_file else url, **options.storage_options)
     try:
-        return opened()
+        return _open_file(store, name, options) if is_file else _open_folder(store, options)
     except BaseException:
         store.close()
         raise

@@ -79,9 +79,7 @@ class _Naming:
 
     def walk_container(self, node: Any, path: str, depth: int) -> None:
         items = list(node.items() if isinstance(node, dict) else enumerate(node))
-        self.nodes += 1 + len(items)
-        if self.nodes > NODES_MAX:
-            raise UnsupportedFormat(f"a state of more than {NODES_MAX} entries")
+        self.count(1 + len(items))
         if isinstance(node, dict) and _is_state_dict(node):
             bare = bare_names([key for key in node if isinstance(key, str)])
             items = [(bare.get(key, key), item) for key, item in items]
@@ -118,14 +116,18 @@ class _Naming:
         else:
             self.values[fqn] = value
 
+    def count(self, nodes: int) -> None:
+        """Count entries of the state. Raises UnsupportedFormat for too many."""
+        self.nodes += nodes
+        if self.nodes > NODES_MAX:
+            raise UnsupportedFormat(f"a state of more than {NODES_MAX} entries")
+
     def refuse(self, fqn: str, reason: str, *, is_tensor: bool = False) -> None:
         self.refused.setdefault(fqn, Refusal(reason, is_tensor))
 
     def plain(self, tree: Any, path: str, depth: int, problems: list[tuple[str, str]]) -> Any:
         """`tree` as a value; a tensor in it becomes a reference and a tensor of its own."""
-        self.nodes += 1
-        if self.nodes > NODES_MAX:
-            raise UnsupportedFormat(f"a state of more than {NODES_MAX} entries")
+        self.count(1)
         if depth >= DEPTH_MAX:
             problems.append((path, f"it is nested deeper than {DEPTH_MAX}"))
             return None

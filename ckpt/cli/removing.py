@@ -48,12 +48,8 @@ def prune(arguments: argparse.Namespace) -> int:
             show_json(_plan_json(store, plan))
             return OK
         _show_plan(store, plan, to_stderr=arguments.json)
-        if arguments.dry_run:
-            print(DELETED_NOTHING)
-            return OK
-        if plan.retire and not confirmed(_question(len(plan.retire)), yes=arguments.yes):
-            print(DELETED_NOTHING, file=sys.stderr)
-            return DIFFERENT
+        if (code := _stopped(arguments, len(plan.retire))) is not None:
+            return code
         # Somebody may have saved, or gone back to an older one, while we waited for the answer.
         agreed = {verdict.entry.attempt for verdict in plan.retire}
         latest = _plan(store, maintenance, rule)
@@ -117,8 +113,16 @@ def _nbytes(store: Store, entries: Sequence[LiveEntry]) -> int:
     return sum(info.nbytes for entry in entries for info in store.list(entry.prefix))
 
 
-def _question(count: int) -> str:
-    return "delete it?" if count == 1 else f"delete these {count}?"
+def _stopped(arguments: argparse.Namespace, count: int) -> int | None:
+    """The exit code when nothing is deleted, with --dry-run or without consent; None otherwise."""
+    if arguments.dry_run:
+        print(DELETED_NOTHING)
+        return OK
+    question = "delete it?" if count == 1 else f"delete these {count}?"
+    if count and not confirmed(question, yes=arguments.yes):
+        print(DELETED_NOTHING, file=sys.stderr)
+        return DIFFERENT
+    return None
 
 
 def _entries_json(entries: Sequence[LiveEntry]) -> list[dict[str, Any]]:
@@ -144,12 +148,8 @@ def rm(arguments: argparse.Namespace) -> int:
         print(
             f"step {entry.step} ({entry.attempt}), {_consequences(state, entry, nbytes)}", file=file
         )
-        if arguments.dry_run:
-            print(DELETED_NOTHING)
-            return OK
-        if not confirmed(_question(1), yes=arguments.yes):
-            print(DELETED_NOTHING, file=sys.stderr)
-            return DIFFERENT
+        if (code := _stopped(arguments, 1)) is not None:
+            return code
         is_gone = maintenance.retire(entry.attempt) is not None
     if not is_gone:
         raise NoCheckpoint(f"{store.url}: {entry.attempt} was removed by somebody else meanwhile")

@@ -207,6 +207,8 @@ def is_for_one_rank(draw: Draw, op: Op, difference: Difference) -> bool:
 # Calls of `FullySide` after which no unit is gathered for a forward without gradients.
 FREEING = ("train", "backward", "write_params", "write_grads", "zero", "clip", "full", "reshard",
            "module_state", "module_load")  # fmt: skip
+# Strategies that keep what a forward gathered.
+KEEPING = ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2")
 # Calls that change parameters behind what is gathered, and calls that read what is gathered.
 WRITING = ("write_params", "step", "apply", "load", "summon")
 GATHERING = ("train", "backward", "evaluate", "state", "load", "summon", "full", "apply")
@@ -248,10 +250,21 @@ def evaluated(draw: Draw, op: Op, difference: Difference) -> bool:
 
 def wrote_after_no_sync(draw: Draw, op: Op, difference: Difference) -> bool:
     """Under these strategies torch keeps what is gathered after a backward in `no_sync`."""
-    if draw.strategy not in ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2"):
-        return False
-    return _reads_stale(
+    return draw.strategy in KEEPING and _reads_stale(
         draw, op, difference, lambda one: one.name == "backward" and not one.args["sync"]
+    )
+
+
+def wrote_behind_frozen(draw: Draw, op: Op, difference: Difference) -> bool:
+    """Under these strategies torch never frees a unit of frozen parameters that no backward
+    reaches.
+    """
+    is_frozen = draw.face == "flat" and any(part.frozen == "all" for part in _parts(draw.tree))
+    ran = ("train", "backward", "evaluate")
+    return (
+        is_frozen
+        and draw.strategy in KEEPING
+        and _reads_stale(draw, op, difference, lambda one: one.name in ran)
     )
 
 

@@ -359,12 +359,12 @@ class FlatSide(Side):
         below = key.removeprefix(prefix).rpartition("_flat_param")[0]
         units = {clean(name): unit for name, unit in self.model.named_modules() if is_unit(unit)}
         flat = units[below.removesuffix(".")]._handle.flat_param
-        (shard,) = value.local_shards()
-        local = shard.tensor.detach().reshape(-1)
+        # torch lists no shard where this rank's would be padding alone.
+        shards = [shard.tensor.detach().reshape(-1) for shard in value.local_shards()]
         parts: dict[str, Any] = {f"{prefix}{below}{fqn}": None for fqn in flat._fqns}
         for name, info in zip(list(parts), flat._shard_param_infos, strict=True):
             if info.in_shard and info.numel_in_shard:
-                run = local[info.offset_in_shard :][: info.numel_in_shard]
+                run = shards[0][info.offset_in_shard :][: info.numel_in_shard]
                 parts[name] = [info.intra_param_start_idx, run]
         for tied in flat._shared_param_infos:
             first = ".".join(filter(None, (tied.prim_module_name, tied.prim_param_name)))

@@ -53,6 +53,18 @@ def test_a_write_after_no_sync_is_listed_until_the_next_backward() -> None:
     assert not _one(dataclasses.replace(draw, strategy="FULL_SHARD"), shown, 2)
 
 
+def test_a_write_behind_a_frozen_unit_is_listed_where_nothing_frees_it() -> None:
+    train = Op("train", {"steps": 1})
+    ops = (train, Op("full"), Op("write_params"), Op("full"))
+    tree = (Part("norm", 4, "all"), Part("linear", 4))
+    draw = _draw(face="flat", ops=ops, strategy="SHARD_GRAD_OP", precision="none")
+    trained, draw = draw, dataclasses.replace(draw, tree=tree)
+    shown = _seen(torch.ones(2), torch.ones(2) * 1.01, ".gave.a")
+    assert _one(draw, shown, 3) and not _one(draw, shown, 1), "only after the write"
+    assert not _one(dataclasses.replace(draw, strategy="FULL_SHARD"), shown, 3)
+    assert not _one(trained, shown, 3)
+
+
 def test_gathered_parameters_are_listed_when_they_have_the_values_of_the_shards() -> None:
     ops = (Op("evaluate", {"train": False}),)
     draw = _draw(face="fully", ops=ops, precision="none", dtype="float32")

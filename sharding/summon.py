@@ -111,12 +111,12 @@ def _summoned(unit: FlatUnit, store: FlatParam, options: SummonOptions) -> Itera
 def _show(
     unit: FlatUnit, store: FlatParam, views: Sequence[torch.Tensor]
 ) -> tuple[nn.Parameter, ...]:
-    if store.options.use_orig_params:
+    is_orig = store.options.use_orig_params
+    if is_orig:
         for param, view in zip(store.params, views, strict=True):
             param.data = view
     else:
         unit.hide_flat()
-    is_orig = store.options.use_orig_params
     # The user's own parameters, unless there are none or an extension shows another kind of tensor.
     shown = tuple(
         param

@@ -7,7 +7,7 @@ until `prepare()`, nothing of the state has changed.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -104,7 +104,7 @@ def bind_state(
         binding.add_source(source, kind)
     for path, optimizer in leaves.optimizers:
         bound = bind_optimizer(path, optimizer, described, names, ranks)
-        binding.holdings += bound.holdings
+        binding.holdings.extend(bound.holdings)
         binding.steps.append(bound.install)
     for fqn, thing in leaves.objects:
         binding.add_tree(fqn, thing.state_dict, thing.load_state_dict)
@@ -114,15 +114,15 @@ def bind_state(
     return binding.result(state, described, strict)
 
 
+@dataclass(frozen=True, slots=True)
 class _Binder:
-    """A Binding in the making."""
+    """A Binding in the making. `new_items` has, by the id of a tuple, its new items by index."""
 
-    def __init__(self, names: Names, ranks: Ranks) -> None:
-        self.names = names
-        self.ranks = ranks
-        self.holdings: list[Holding] = []
-        self.steps: list[Callable[[], None]] = []
-        self.new_items: dict[int, dict[Any, Any]] = {}  # by id of a tuple: its new items by index
+    names: Names
+    ranks: Ranks
+    holdings: list[Holding] = field(default_factory=list)
+    steps: list[Callable[[], None]] = field(default_factory=list)
+    new_items: dict[int, dict[Any, Any]] = field(default_factory=dict)
 
     def add_tensors(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
         names = self.names
@@ -149,10 +149,10 @@ class _Binder:
             names.loaded_tensors.append(fqn)
             bound.append((saved, tensor))
         holdings, _, others = plain_holdings(bound, self.ranks, kept=False)
-        self.holdings += holdings
+        self.holdings.extend(holdings)
         for saved, tensor in others:
             try:
-                self.holdings += tensor_holdings(saved, tensor, Kind.OTHER, self.ranks)
+                self.holdings.extend(tensor_holdings(saved, tensor, Kind.OTHER, self.ranks))
             except UnsupportedTensor as refused:
                 names.problems.append(Problem(ProblemKind.UNSUPPORTED, saved, refused.problem))
 
@@ -172,7 +172,8 @@ class _Binder:
             if saved is not None and self.fits(fqn, saved, member.global_shape, member.dtype):
                 stored[member.fqn] = saved
                 self.names.loaded_tensors.append(fqn)
-        self.holdings += holdings_of(source.owned, source.owned.local, stored.get, kind=kind)
+        owned = source.owned
+        self.holdings.extend(holdings_of(owned, owned.local, stored.get, kind=kind))
 
     def fits(self, fqn: str, saved: str, shape: Shape, dtype: torch.dtype) -> bool:
         """Whether what the checkpoint calls `saved` can fill `fqn`; a problem when not."""
@@ -207,7 +208,7 @@ class _Binder:
         live = read()
         tree = bind_tree(*saved, live, names, self.ranks)
         names.loaded_values.append(fqn)
-        self.holdings += tree.holdings
+        self.holdings.extend(tree.holdings)
         self.steps.append(lambda: install(tree.build()))
 
     def add_values(self, leaves: Leaves) -> None:

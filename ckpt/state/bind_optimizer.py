@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -55,7 +56,9 @@ def bind_optimizer(
         return bound
     names.loaded_values.append(f"{path}.param_groups")
     bound.optimizer.append(optimizer)
-    binding = _OptimizerBinder(path, saved_path, bound, names, ranks)
+    saved_names = {name for group in saved_groups for name in group["params"]}
+    states = saved_states(names, f"{saved_path}.state.", saved_names)
+    binding = _OptimizerBinder(path, saved_path, bound, names, ranks, saved_names, states)
     binding.add(optimizer, named_groups(optimizer, described), saved_groups)
     binding.add_user_state(optimizer)
     return bound
@@ -70,20 +73,22 @@ def _checked_groups(path: str, value: Any, names: Names) -> list[dict[str, Any]]
     return None
 
 
+@dataclass(frozen=True, slots=True)
 class _OptimizerBinder:
-    """Matches parameters and groups of one optimizer with those that the checkpoint has."""
+    """Matches parameters and groups of one optimizer with those that the checkpoint has.
 
-    def __init__(
-        self, path: str, saved_path: str, bound: BoundOptimizer, names: Names, ranks: Ranks
-    ) -> None:
-        self.path = path
-        self.saved_path = saved_path
-        self.bound = bound
-        self.names = names
-        self.ranks = ranks
-        self.saved_names: set[str] = set()
-        self.states: dict[str, SavedState] = {}
-        self.paths: dict[str, bool] = {}
+    `saved_names` are the parameters that the saved groups list, `states` what was saved for them.
+    `is_path_known` keeps the answers of `is_path`.
+    """
+
+    path: str
+    saved_path: str
+    bound: BoundOptimizer
+    names: Names
+    ranks: Ranks
+    saved_names: set[str]
+    states: dict[str, SavedState]
+    is_path_known: dict[str, bool] = field(default_factory=dict)
 
     def add(
         self,
@@ -91,9 +96,6 @@ class _OptimizerBinder:
         groups: Sequence[Sequence[NamedParam]],
         saved_groups: list[dict[str, Any]],
     ) -> None:
-        self.saved_names = {name for group in saved_groups for name in group["params"]}
-        prefix = f"{self.saved_path}.state."
-        self.states = saved_states(self.names, prefix, self.saved_names)
         binder = ParameterBinder(self.path, self.bound, self.names, self.ranks, declared(optimizer))
         wanted = [[self.saved_names_of(named) for named in group] for group in groups]
         matched = self.match(wanted, groups, saved_groups)
@@ -163,10 +165,10 @@ class _OptimizerBinder:
 
     def is_path(self, path: str) -> bool:
         """Whether the checkpoint has all parameters of its optimizer under `path`."""
-        known = self.paths.get(path)
+        known = self.is_path_known.get(path)
         if known is None:
             catalog = self.names.catalog
-            known = self.paths[path] = all(
+            known = self.is_path_known[path] = all(
                 path + name in catalog.tensors or path + name in catalog.aliases
                 for name in self.saved_names
             )

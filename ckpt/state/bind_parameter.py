@@ -67,22 +67,15 @@ class BoundOptimizer:
             optimizer.state.update(tree.build())
 
 
+@dataclass(frozen=True, slots=True)
 class ParameterBinder:
     """Binds the state of the parameters of one optimizer, one after the other, into `bound`."""
 
-    def __init__(
-        self,
-        path: str,
-        bound: BoundOptimizer,
-        names: Names,
-        ranks: Ranks,
-        declarations: Mapping[str, StateDeclaration],
-    ) -> None:
-        self.path = path
-        self.bound = bound
-        self.names = names
-        self.ranks = ranks
-        self.declarations = declarations
+    path: str
+    bound: BoundOptimizer
+    names: Names
+    ranks: Ranks
+    declarations: Mapping[str, StateDeclaration]
 
     def bind(
         self,

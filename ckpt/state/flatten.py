@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -118,18 +118,18 @@ def _repeated(names: Sequence[str]) -> list[str]:
     return [name for name, count in Counter(names).items() if count > 1]
 
 
+@dataclass(slots=True)
 class _Building:
     """A FlatState in the making; `names` has one entry per leaf, so that clashes show."""
 
-    def __init__(self, problems: list[str], ranks: Ranks) -> None:
-        self.problems = problems
-        self.ranks = ranks
-        self.holdings: list[Holding] = []
-        self.witnesses: list[Holding] = []
-        self.values: dict[str, Any] = {}
-        self.per_rank: dict[str, Any] = {}
-        self.aliases: dict[str, str] = {}
-        self.names: list[str] = []
+    problems: list[str]
+    ranks: Ranks
+    holdings: list[Holding] = field(default_factory=list)
+    witnesses: list[Holding] = field(default_factory=list)
+    values: dict[str, Any] = field(default_factory=dict)
+    per_rank: dict[str, Any] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+    names: list[str] = field(default_factory=list)
 
     def add_tensors(self, leaves: Leaves) -> None:
         self.holdings, self.aliases, others = plain_holdings(leaves.tensors, self.ranks, kept=True)

@@ -177,6 +177,7 @@ def _renamer(rename: Rename) -> Callable[[str], str]:
     table = dict(rename)
 
     def by_longest_prefix(fqn: str) -> str:
+        # The whole name first, then without its last part, and so on: the most specific rule wins.
         head, tail = fqn, ""
         while True:
             if head in table:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -198,18 +197,14 @@ def has_elements(owned: Owned, fqn: str) -> bool:
     return any(piece.fqn == fqn and piece.region.numel for piece in pieces)
 
 
+@dataclass(frozen=True, slots=True)
 class _Saving:
-    def __init__(
-        self,
-        path: str,
-        flat: FlatOptimizer,
-        ranks: Ranks,
-        declared: Mapping[str, StateDeclaration] = MappingProxyType({}),
-    ) -> None:
-        self.path = path
-        self.flat = flat
-        self.ranks = ranks
-        self.declared = declared
+    """Adds the parts of the optimizer at `path` to `flat`."""
+
+    path: str
+    flat: FlatOptimizer
+    ranks: Ranks
+    declared: Mapping[str, StateDeclaration] = field(default_factory=dict)
 
     def add_groups(self, optimizer: torch.optim.Optimizer, groups: list[list[str]]) -> None:
         fqn = f"{self.path}.param_groups"

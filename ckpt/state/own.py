@@ -150,6 +150,7 @@ def resharded(fqn: str, hook: OnReshard, values: list[Any], rank: int, size: int
 
 def layout_of(owned: Owned) -> str:
     """What this rank holds of a parameter, as text; two alike are one layout on this rank."""
+    # Text: layouts are compared and shown, and nothing is computed from a stored one.
     parts = [
         f"{_numbers(piece.global_shape)} {_region(piece.region)}"
         + ("" if view.window is None else f" strides {_numbers(view.window.stride)}")

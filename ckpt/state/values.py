@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -81,10 +82,12 @@ def why_not_storable(leaf: Any) -> str:
     return f"a {name} cannot be stored; {_advice(leaf, kind)}"
 
 
+@dataclass(frozen=True, slots=True)
 class _Splitter:
-    def __init__(self, problems: list[str], tensors: list[tuple[str, torch.Tensor]]) -> None:
-        self.problems = problems
-        self.tensors = tensors
+    """Collects the problems and the tensors of one tree."""
+
+    problems: list[str]
+    tensors: list[tuple[str, torch.Tensor]]
 
     def split(self, tree: Any, path: str, depth: int) -> Any:
         kind = type(tree)

@@ -48,6 +48,7 @@ class GivenState:
     problems: list[str] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True)
 class DictReader:
     """Reads a state dict for `optimizers` of a model that is `described`.
 
@@ -55,13 +56,10 @@ class DictReader:
     held for others: they are this rank's own.
     """
 
-    def __init__(
-        self, optimizers: Optimizers, described: Described, ranks: Ranks, *, keeps_own: bool
-    ) -> None:
-        self.optimizers = optimizers
-        self.described = described
-        self.ranks = ranks
-        self.keeps_own = keeps_own
+    optimizers: Optimizers
+    described: Described
+    ranks: Ranks
+    keeps_own: bool
 
     def read(self, state_dict: Mapping[str, Any]) -> GivenState:
         """The dict of this rank. Raises Mismatch with everything that cannot be read."""

@@ -34,6 +34,7 @@ def rekey_optimizer_state_dict(
     keys = [*state_dict["state"], *(k for g in state_dict["param_groups"] for k in g["params"])]
     is_named = _is_named(keys)
     is_as_wanted = is_named is None or is_named == (to == "fqn")
+    # Keys of a dict that is as wanted are looked up too: unknown ones are refused all the same.
     wanted: Mapping[Any, Any]
     if is_as_wanted:
         wanted = {key: key for pair in names.items() for key in pair}

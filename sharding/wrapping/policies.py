@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -89,23 +90,18 @@ def wrap_requests_of(
     ]
 
 
+@dataclass(frozen=True)
 class _PolicyWalk:
     """A policy function applied to a tree, from the leaves up."""
 
-    def __init__(
-        self,
-        policy: Callable[..., bool],
-        ignored_modules: set[nn.Module],
-        ignored_params: set[nn.Parameter],
-        apart: tuple[type[nn.Module], ...],
-    ) -> None:
-        self.policy = policy
-        self.ignored_modules = ignored_modules
-        self.ignored_params = ignored_params
-        self.apart = apart
-        """Classes that become units whatever the policy decides, see `_with_full_precision`."""
-        self.chosen: set[int] = set()
-        self._seen: set[int] = set()
+    policy: Callable[..., bool]
+    ignored_modules: set[nn.Module]
+    ignored_params: set[nn.Parameter]
+    apart: tuple[type[nn.Module], ...]
+    """Classes that become units whatever the policy decides, see `_with_full_precision`."""
+    chosen: set[int] = field(default_factory=set)
+    """Identities of the modules that the policy wants as units."""
+    seen: set[int] = field(default_factory=set)
 
     def visit(self, module: nn.Module, *, is_root: bool = False) -> int:
         """Apply the policy to a subtree; returns how many elements got into units."""
@@ -128,8 +124,8 @@ class _PolicyWalk:
     def _new_children(self, module: nn.Module) -> Iterator[nn.Module]:
         for child in module.children():
             # A shared module is counted and wrapped at its first place only.
-            if child not in self.ignored_modules and id(child) not in self._seen:
-                self._seen.add(id(child))
+            if child not in self.ignored_modules and id(child) not in self.seen:
+                self.seen.add(id(child))
                 yield child
 
 

@@ -198,8 +198,14 @@ def _wanted(arguments: argparse.Namespace) -> RequestedNames | None:
             step=arguments.step,
             storage_options=options,
             like_options=like_options,
+            memory_nbytes_max=arguments.memory_max,
         )
-    return wanted_like(arguments.like, entry=entry, storage_options=like_options)
+    return wanted_like(
+        arguments.like,
+        entry=entry,
+        storage_options=like_options,
+        memory_nbytes_max=arguments.memory_max,
+    )
 
 
 def _show_plan(plan: LoadPlan) -> None:

@@ -8,11 +8,12 @@ from typing import Any
 
 from ckpt.cli.commandline import OK, PROBLEM
 from ckpt.cli.screen import fields_json, progress_bar, show_json, size
+from ckpt.commit.log import FORMAT_KEY
 from ckpt.commit.maintenance import Maintenance
 from ckpt.commit.names import MANIFEST_NAME, STEPS_PREFIX, parse_step_key
 from ckpt.errors import NoCheckpoint
 from ckpt.tools.mend import MendReport, mend
-from ckpt.tools.salvage import SalvageReport, salvage, write_manifest
+from ckpt.tools.salvage import SalvageReport, is_data_file, salvage, write_manifest
 from ckpt.tools.verify import VerifyReport, summary, verify
 from storage import Store, open_store
 
@@ -62,9 +63,12 @@ def _report_json(report: VerifyReport) -> dict[str, Any]:
 
 def salvage_checkpoint(arguments: argparse.Namespace) -> int:
     """`ckpt salvage`."""
+    options = dict(arguments.option)
     url, _, name = arguments.url.rstrip("/").rpartition("/")
     is_directory = parse_step_key(f"steps/{name}/{MANIFEST_NAME}") is not None
-    store = open_store(url or "." if is_directory else arguments.url, **dict(arguments.option))
+    if not is_directory and arguments.step is None:
+        is_directory = bool(name) and _is_copy(arguments.url, options)
+    store = open_store(url or "." if is_directory else arguments.url, **options)
     try:
         prefixes = [name] if is_directory else _directories_without(store, arguments.step)
         reports = [_salvage_one(store, prefix, arguments) for prefix in prefixes]
@@ -75,6 +79,14 @@ def salvage_checkpoint(arguments: argparse.Namespace) -> int:
     elif not reports:
         print(f"{store.url}: every checkpoint has its MANIFEST; say --step to rebuild one anyway")
     return OK if all(report.is_complete for report in reports) else PROBLEM
+
+
+def _is_copy(url: str, options: dict[str, Any]) -> bool:
+    """Whether data files lie right at `url`: a copy of one checkpoint, whatever its name."""
+    with closing(open_store(url, **options)) as store:
+        if store.exists(FORMAT_KEY):
+            return False
+        return any(is_data_file(info.key) for info in store.list(""))
 
 
 def _directories_without(store: Store, step: int | None) -> list[str]:

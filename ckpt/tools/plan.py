@@ -209,15 +209,19 @@ def wanted_like(
     entry: str = "",
     step: SupportsIndex | None = None,
     storage_options: Mapping[str, Any] | None = None,
+    memory_nbytes_max: int | None = None,
 ) -> RequestedNames:
     """What a state wants that is like the checkpoint at `url`, of any format that `ckpt export`
     reads.
 
     With `entry`, its names stand below that name: "model" for the state {"model": net} and the file
-    of a bare model. Reads no tensor. Raises NoCheckpoint, Corrupt,
-    UnsupportedFormat and the store's errors.
+    of a bare model. Reads what describes it and no tensor, in `memory_nbytes_max` bytes of memory
+    as `ckpt.import_checkpoint` does. Raises NoCheckpoint, Corrupt, UnsupportedFormat and the
+    store's errors.
     """
-    options = SourceOptions(step=step, storage_options=storage_options or {})
+    options = SourceOptions(
+        step, memory_nbytes_max=memory_nbytes_max, storage_options=storage_options or {}
+    )
     with closing(open_source(url, options)) as source:
         contents = source.contents
     prefix = f"{entry}." if entry else ""
@@ -240,6 +244,7 @@ def entry_for(
     step: SupportsIndex | None = None,
     storage_options: Mapping[str, Any] | None = None,
     like_options: Mapping[str, Any] | None = None,
+    memory_nbytes_max: int | None = None,
 ) -> str:
     """Below which name of the checkpoint at `url` a state like `like` stands.
 
@@ -248,7 +253,10 @@ def entry_for(
     """
     sources = []
     for place, of_step, options in ((url, step, storage_options), (like, None, like_options)):
-        source = open_source(place, SourceOptions(step=of_step, storage_options=options or {}))
+        described = SourceOptions(
+            of_step, memory_nbytes_max=memory_nbytes_max, storage_options=options or {}
+        )
+        source = open_source(place, described)
         source.close()
         sources.append(source)
     # A module at the path "" is the whole state: the file of a model and nothing else.

@@ -64,7 +64,7 @@ def salvage(store: Store, prefix: str, *, verify: bool = True) -> SalvageReport:
     reported, not raised.
     """
     prefix = prefix.rstrip("/")
-    names = [info for info in store.list(prefix + "/") if _is_data_file(info.key, prefix)]
+    names = [info for info in store.list(prefix + "/") if is_data_file(info.key[len(prefix) + 1 :])]
     files, problems, checked = [], [], 0
     for info in names:
         name = info.key[len(prefix) + 1 :]
@@ -136,8 +136,9 @@ class _SalvagedFile(NamedTuple):
     referenced: tuple[FileColumns, ...] = ()
 
 
-def _is_data_file(key: str, prefix: str) -> bool:
-    return key.endswith(SUFFIX) and "/" not in key[len(prefix) + 1 :]
+def is_data_file(name: str) -> bool:
+    """Whether a name inside a checkpoint's directory is that of a data file."""
+    return name.endswith(SUFFIX) and "/" not in name
 
 
 def _open_file(store: Store, key: str, name: str, nbytes: int) -> _SalvagedFile:

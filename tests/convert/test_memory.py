@@ -285,3 +285,59 @@ def test_a_directory_of_empty_records_takes_64_mib(
     put(path, b"\x80\x02}.", *[b""] * scale.count(20_000, 150_000))
     ((peak, outcome),) = measured([path])
     assert 0 <= peak < MEMORY_NBYTES_MAX, f"{peak / MIB:.1f} MiB: {outcome}"
+
+
+def _safetensors(path: Path, header: bytes, nbytes: int = 0) -> Path:
+    path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(nbytes))
+    return path
+
+
+def _empty_entries(count: int, dims: int) -> bytes:
+    entry = {"dtype": "U8", "shape": [0] + [1] * (dims - 1), "data_offsets": [0, 0]}
+    return json.dumps({f"t{number}": entry for number in range(count)}).encode()
+
+
+def test_headers_of_safetensors_files_take_64_mib(tmp_path: Path, measured: Measured) -> None:
+    """Of tensors without bytes, of nested lists, of one long name; alone and behind an index."""
+    files = [
+        _safetensors(tmp_path / "many.safetensors", _empty_entries(150_000, 1)),
+        _safetensors(tmp_path / "deep.safetensors", _empty_entries(60_000, 6)),
+        _safetensors(tmp_path / "lists.safetensors", b'{"a":[' + b"[]," * 2_000_000 + b"0]}"),
+        _safetensors(tmp_path / "name.safetensors", b'{"' + b"a" * 60_000_000 + b'":0}'),
+    ]
+    index = tmp_path / "big.safetensors.index.json"
+    names = {f"t{number}": "few.safetensors" for number in range(700_000)}
+    index.write_text(json.dumps({"weight_map": names}))
+    few = _safetensors(tmp_path / "few.safetensors", _empty_entries(1000, 2))
+    for path, (peak, outcome) in zip(files, measured(files), strict=True):
+        is_refused = outcome.startswith("UnsupportedFormat") and "--memory-max" in outcome
+        assert is_refused, (path, outcome)
+        assert peak < MEMORY_NBYTES_MAX, (path, peak)
+    ((peak, outcome), (_, read)) = measured([index, few])
+    assert outcome.startswith("UnsupportedFormat") and peak < MEMORY_NBYTES_MAX, (outcome, peak)
+    assert read == "read"
+
+
+def test_bytes_of_tensors_beside_a_header_count(tmp_path: Path) -> None:
+    """A long header is read where its tensors are there, or where its reader is trusted."""
+    count, few = 3000, SourceOptions(memory_nbytes_max=4 * MIB)
+    header = _empty_entries(count, 1)
+    path = _safetensors(tmp_path / "m.safetensors", header)
+    with pytest.raises(UnsupportedFormat, match="memory_nbytes_max="):
+        open_source(str(path), few)
+    assert len(open_source(str(path)).contents.tensors) == count
+    entry = {"dtype": "U8", "shape": [8 * MIB], "data_offsets": [0, 8 * MIB]}
+    header = header[:-1] + b', "all": ' + json.dumps(entry).encode() + b"}"
+    path = _safetensors(tmp_path / "all.safetensors", header, 8 * MIB)
+    assert len(open_source(str(path), few).contents.tensors) == count + 1
+
+
+def test_a_plan_has_the_same_limit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root, like = str(tmp_path / "run"), tmp_path / "m.safetensors"
+    ckpt.save({"model": torch.nn.Linear(2, 2)}, root, step=1)
+    _safetensors(like, _empty_entries(3000, 1))
+    plan = ["plan", root, "--ranks", "1", "--like", str(like), "--entry", "model"]
+    assert main([*plan, "--memory-max", "4MiB"]) != 0
+    assert "--memory-max" in capsys.readouterr().err
+    assert main(plan) != 0, "the state is another one"
+    assert "model.t0" in capsys.readouterr().out

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -128,6 +129,24 @@ def test_salvage_rebuilds_the_manifest_to_the_byte(
     assert main(["salvage", root]) == 0
     assert manifest.read_bytes() == before
     assert main(["verify", root]) == 0
+
+
+def test_salvage_of_a_copy_whatever_its_name(
+    plain_root: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    """Of one checkpoint's directory, by its path and from beside it."""
+    copy = tmp_path / "best so far"
+    shutil.copytree(data_files(plain_root)[-1].parent, copy)
+    before = (copy / "MANIFEST").read_bytes()
+    for url in (str(copy), f"{copy}/", copy.name):
+        (copy / "MANIFEST").unlink()
+        monkeypatch.chdir(tmp_path)
+        assert main(["salvage", url]) == 0, capsys.readouterr()
+        assert (copy / "MANIFEST").read_bytes() == before
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert main(["salvage", str(empty)]) == 1
+    assert "no step directories" in capsys.readouterr().err
 
 
 def test_salvage_of_an_incomplete_directory_writes_nothing(

@@ -69,6 +69,15 @@ def add_url(command: Command, help: str = "") -> None:
     add_options(command, "--option", "of the store", short="-o")
 
 
+def add_memory_max(command: Command) -> None:
+    """`--memory-max`, for commands that read files of other libraries."""
+    text = (
+        "memory to take for what describes tensors of other libraries' files, beside the bytes of "
+        "the tensors; default: 64MiB"
+    )
+    command.add_argument("--memory-max", type=nbytes, metavar="SIZE", help=text)
+
+
 def add_options(command: Command, name: str, whose: str, *, short: str = "") -> None:
     """Repeatable options of a store, `KEY=VALUE` each."""
     command.add_argument(

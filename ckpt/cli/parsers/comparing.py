@@ -6,6 +6,7 @@ from ckpt.cli.parsers.arguments import (
     Commands,
     add_json,
     add_layout,
+    add_memory_max,
     add_options,
     add_rename,
     add_step,
@@ -64,5 +65,6 @@ def add_plan(commands: Commands) -> None:
     command.add_argument(
         "--entry", help="with --like: below which name it stands; default: the only model"
     )
+    add_memory_max(command)
     add_options(command, "--like-option", "of the store of --like (default: the same)")
     add_json(command)

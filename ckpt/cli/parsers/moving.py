@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from ckpt.cli.parsers.arguments import (
-    Command,
     Commands,
     add_json,
     add_layout,
+    add_memory_max,
     add_options,
     add_rename,
     add_step,
@@ -92,7 +92,7 @@ def add_export(commands: Commands) -> None:
         metavar="SIZE",
         help="cut into files of at most this size, e.g. 5GB, with an index",
     )
-    _add_memory_max(command)
+    add_memory_max(command)
     command.add_argument("--keep-tied", action="store_true", help="write every tied name")
     command.add_argument(
         "--optimizer", action="store_true", help="the whole state; for torch files and DCP"
@@ -102,11 +102,6 @@ def add_export(commands: Commands) -> None:
     )
     add_options(command, "--target-option", "of the target's store (default: the source's)")
     add_json(command)
-
-
-def _add_memory_max(command: Command) -> None:
-    text = "memory to take beside the bytes of tensors in torch or DCP files; default: 64MiB"
-    command.add_argument("--memory-max", type=nbytes, metavar="SIZE", help=text)
 
 
 def add_import(commands: Commands) -> None:
@@ -128,7 +123,7 @@ def add_import(commands: Commands) -> None:
     command.add_argument(
         "--skip", action="append", default=[], metavar="PATTERN", help="leave out; repeatable"
     )
-    _add_memory_max(command)
+    add_memory_max(command)
     command.add_argument(
         "--verify", action="store_true", help="read it back and compare with the source"
     )

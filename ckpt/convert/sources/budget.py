@@ -47,7 +47,7 @@ class MemoryBudget:
             f"to describe its tensors and values would take {taken} bytes of memory and more; at "
             f"most {self.nbytes_max} are allowed, and the {self.tensor_nbytes} bytes of tensors "
             "that are there; if you trust the file, pass memory_nbytes_max= (--memory-max of "
-            "ckpt import and ckpt export)"
+            "ckpt import, ckpt export and ckpt plan)"
         )
 
     def release(self, nbytes: int) -> None:

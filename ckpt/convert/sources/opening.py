@@ -44,7 +44,7 @@ class SourceOptions:
 
     `parameter_names` are the names of the parameters of optimizers that only number them, in the
     optimizer's order. `memory_nbytes_max` is how much memory what describes the tensors may take,
-    beside the bytes of tensors that are there (None: 64 MiB); of pickles alone.
+    beside the bytes of tensors that are there (None: 64 MiB); of roots of ours nothing is counted.
     """
 
     step: SupportsIndex | None = None
@@ -90,11 +90,11 @@ def _open_file(store: Store, name: str, options: SourceOptions) -> CheckpointSou
         if store.exists(f"{name}/{METADATA}"):
             return open_dcp(store, budget, folder=f"{name}/", parameter_names=names)
         if store.exists(f"{name}.index.json"):
-            return open_safetensors(store, f"{name}.index.json")
+            return open_safetensors(store, f"{name}.index.json", budget)
         raise NoCheckpoint(f"{store.url}/{name} is not there")
     if name.endswith(SUFFIXES):
         return open_torch_files(store, [name], budget, names)
-    return open_safetensors(store, name)
+    return open_safetensors(store, name, budget)
 
 
 class _FolderSource(NamedTuple):
@@ -135,12 +135,11 @@ def _read_folder(store: Store, options: SourceOptions, keys: Sequence[str]) -> _
         return _FolderSource(source, folders=tuple(folder_keys))
     for index in ("model.safetensors.index.json", *top):
         if index in top and index.endswith(".safetensors.index.json"):
-            source = open_safetensors(store, index)
+            source = open_safetensors(store, index, budget)
             return _FolderSource(source, {index, *source.files})
     if any(key.endswith(".safetensors") for key in top):
-        return _FolderSource(
-            open_safetensors(store, ""), [key for key in top if key.endswith(".safetensors")]
-        )
+        weights = [key for key in top if key.endswith(".safetensors")]
+        return _FolderSource(open_safetensors(store, "", budget), weights)
     if "pytorch_model.bin.index.json" in top:
         weight_map = json.loads(store.get("pytorch_model.bin.index.json")).get("weight_map", {})
         files = sorted(set(weight_map.values()))

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from ckpt.convert.sources.budget import MemoryBudget
 from ckpt.convert.sources.source import (
     Chunk,
     FileSource,
@@ -28,15 +29,22 @@ SHARDS = "DCP_SHARDING_INFO"
 OFFSETS = "saved_offsets"
 
 
-def open_safetensors(store: Store, name: str) -> FileSource:
+# What one bracket, comma or colon of a header takes at most, from its parsing to the source's end:
+# 110 bytes were measured for 60,000 tensors of no, one and six dims.
+TOKEN_NBYTES = 128
+TOKENS = b"{[,:"
+
+
+def open_safetensors(store: Store, name: str, budget: MemoryBudget) -> FileSource:
     """A safetensors file, the files of an index, or ("") all safetensors files of `store`.
 
-    Raises Corrupt when a file contradicts itself or the index, NoCheckpoint when there is none, and
-    the store's errors. Reads headers only.
+    Raises Corrupt when a file contradicts itself or the index, NoCheckpoint when there is none,
+    UnsupportedFormat when headers take more than `budget`, and the store's errors. Reads headers
+    only.
     """
     held: Mapping[str, str] = {}
     if name.endswith(".index.json"):
-        held = _index(store, name)
+        held = _index(store, name, budget)
         names = sorted(set(held.values()))
     elif name:
         names = [name]
@@ -45,7 +53,7 @@ def open_safetensors(store: Store, name: str) -> FileSource:
         names = sorted(key for key in keys if "/" not in key and key.endswith(".safetensors"))
     table = _HeaderTable(store.url)
     for file in names:
-        table.add(file, *_header(store, file))
+        table.add(file, *_header(store, file, budget))
     if missing := sorted(fqn for fqn, file in held.items() if (fqn, file) not in table.places):
         raise Corrupt(f"{store.url}/{name}: {missing[0]} is not in {held[missing[0]]}")
     if not names:
@@ -53,9 +61,11 @@ def open_safetensors(store: Store, name: str) -> FileSource:
     return table.source(store)
 
 
-def _index(store: Store, name: str) -> dict[str, str]:
+def _index(store: Store, name: str, budget: MemoryBudget) -> dict[str, str]:
     try:
-        weight_map = json.loads(store.get(name))["weight_map"]
+        weight_map = _parsed(store, name, ByteRange(0, store.info(name).nbytes), budget)[
+            "weight_map"
+        ]
         files = {str(fqn): check_key(str(file)) for fqn, file in weight_map.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Corrupt(f"{store.url}/{name}: no readable index: {error!r:.100}") from error
@@ -64,7 +74,17 @@ def _index(store: Store, name: str) -> dict[str, str]:
     return files
 
 
-def _header(store: Store, name: str) -> tuple[dict[str, Any], int, int]:
+def _parsed(store: Store, name: str, part: ByteRange, budget: MemoryBudget) -> Any:
+    """The JSON in part of a file, charged before it is read and before it is parsed. Raises
+    UnsupportedFormat beyond the budget.
+    """
+    budget.charge(2 * part.nbytes)  # the bytes, and their text
+    text = store.get(name, part)
+    budget.charge(TOKEN_NBYTES * sum(text.count(token) for token in TOKENS))
+    return json.loads(text)
+
+
+def _header(store: Store, name: str, budget: MemoryBudget) -> tuple[dict[str, Any], int, int]:
     """The header of a file, where its data begins, and the file's length."""
     where = f"{store.url}/{name}"
     try:
@@ -74,7 +94,8 @@ def _header(store: Store, name: str) -> tuple[dict[str, Any], int, int]:
         length = int.from_bytes(store.get(name, ByteRange(0, 8)), "little")
         if length > min(HEADER_BYTES_MAX, nbytes - 8):
             raise Corrupt(f"{where}: no safetensors file: its header would have {length} bytes")
-        header = json.loads(store.get(name, ByteRange(8, 8 + length)))
+        budget.allow(nbytes - 8 - length)
+        header = _parsed(store, name, ByteRange(8, 8 + length), budget)
     except KeyNotFoundError:
         raise Corrupt(f"{where} is missing") from None
     except (ValueError, RecursionError, ShortReadError) as error:

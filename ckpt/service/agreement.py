@@ -2,7 +2,7 @@
 
 A clock or a signal fires on one rank while the other ranks are elsewhere in the training, and no
 rank may wait for another. Note "promises": a rank with a proposal raises a flag, which the watcher
-of every rank polls. Each watcher then promises a call, some calls ahead of where its rank is, that
+of every rank sees. Each watcher then promises a call, some calls ahead of where its rank is, that
 the rank will not pass without knowing the outcome. The promises are gathered, and the proposal is
 carried out at the latest of them. No rank can have passed that call, because each would have waited
 at its own promise, which is no later. No rank does wait when the promises are so far ahead that the
@@ -33,7 +33,6 @@ logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.1
 CHECK_SECONDS = 0.5  # how often a rank checks whether its neighbour lives
-RANKS_POLLING_FAST = 256  # more ranks than this poll less often each
 TURNS_TIMED = 16
 
 
@@ -120,16 +119,12 @@ class SignalSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How often watchers poll, and how far ahead they promise: `ahead_seconds` of steps."""
+    """How often watchers look for flags, which sends nothing, and how far ahead they promise:
+    `ahead_seconds` of steps.
+    """
 
     poll_seconds: float = POLL_SECONDS
     ahead_seconds: float = 5 * POLL_SECONDS
-
-    @staticmethod
-    def of(world: World) -> Pace:
-        """Slower in large worlds: all ranks together send some thousand requests a second."""
-        poll = POLL_SECONDS * max(1.0, world.size / RANKS_POLLING_FAST)
-        return Pace(poll, 5 * poll)
 
 
 class StepAgreement:
@@ -150,7 +145,7 @@ class StepAgreement:
         self.waited_seconds = 0.0  # in `turn`, all calls together
         self._world = world
         self._signals = signals
-        self._pace = pace or Pace.of(world)
+        self._pace = pace or Pace()
         self._clock = clock
         self._changed = threading.Condition()
         self._turn = 0

@@ -1,8 +1,10 @@
 """Which ranks are silent, or make no progress: noticed while the training waits for them.
 
-Every rank posts its status, and reads one sheet; the rank that keeps the sheet reads all posts in
-one request. This costs a rank two requests in `PERIOD_SECONDS`, and the keeper two more. Rank 0
-keeps the sheet. When nothing new is on it for `SILENT_SECONDS`, its keeper is silent: every rank
+Every rank posts its status, one request to the rendezvous store in 5 seconds. The rank that keeps
+the sheet reads all posts in one request, every 2.5 seconds, and sends the sheet to all through the
+tree of their world, so nobody has to look for it. Rank 0 keeps the sheet. A rank that hears no news
+of it may be cut off by a rank that is silent, and reads the store's copy as long as that lasts.
+When there is nothing new there either for `UNCHANGED_SECONDS`, the keeper is silent: every rank
 sees that by itself, and the next rank that is awake takes over.
 
 Note "own absence": a rank that was stopped must not take its own pause for the silence of all
@@ -22,8 +24,13 @@ from typing import Literal, NamedTuple, Protocol
 
 logger = logging.getLogger(__name__)
 
-PERIOD_SECONDS = 1.5
-SILENT_SECONDS = 7.0  # with three periods until all ranks see it, less than 15 s in all
+PERIOD_SECONDS = 1.25  # between looks at what is known, which send nothing
+POST_PERIODS = 4
+KEEP_PERIODS = 2
+SILENT_SECONDS = 7.0  # without a new post: two are missing, and the keeper has looked
+UNHEARD_SECONDS = 6.0  # without news of the sheet: one is missing
+UNCHANGED_SECONDS = 9.0  # with two periods until all ranks see it, less than 15 s in all
+ABSENT_SECONDS = 4.5
 BEHIND_SECONDS = 15.0  # without a call of `step`, while others made one
 BEHIND_STEPS = 5.0  # the same, in steps of the others
 TAKEOVER_SECONDS = 0.25  # between ranks that would take over the sheet
@@ -75,6 +82,12 @@ class Board(Protocol):
     def read(self, keys: Sequence[str]) -> list[bytes | None]:
         """The values, None where there is none; one request when all keys exist."""
 
+    def spread(self, news: bytes) -> None:
+        """Send something to all ranks that can be reached. Never waits."""
+
+    def heard(self) -> bytes:
+        """The newest that was spread by this rank or came here; empty before. Never waits."""
+
 
 class _Sheet(NamedTuple):
     keeper: int
@@ -125,7 +138,10 @@ class Ledger:
         self._clock = clock
         self._lock = threading.Lock()
         self._count = 0
-        self._raw = b""
+        self._posted = -POST_PERIODS  # at which count; that of the sheet likewise
+        self._spread = -POST_PERIODS
+        self._posted_idle_seconds = 0.0
+        self._raw = self._heard = b""
         self._sheet: _Sheet | None = None
         self._changed = self._updated = self._judged = clock()
         self._posts: dict[int, tuple[bytes, float]] = {}  # the newest of each rank, and since when
@@ -134,23 +150,55 @@ class Ledger:
     # with the board
 
     def update(self) -> None:
-        """Post the status of this rank, read the sheet, and write it if this rank keeps it."""
+        """Post the status of this rank, look at the sheet, and write it if this rank keeps it.
+
+        To be called once in `PERIOD_SECONDS`; most calls send nothing.
+        """
         self._count += 1
         mine = self._status()
-        self._board.post(f"status/{self._rank}", json.dumps([self._count, *mine]).encode())
-        (raw,) = self._board.read(["sheet"])
         now = self._clock()
         with self._lock:
-            if now - self._updated > 3 * PERIOD_SECONDS:
+            was_absent = now - self._updated > ABSENT_SECONDS
+            if was_absent:
                 self._posts.clear()  # see note "own absence"
                 self._changed = now
             self._updated = now
-            if raw is not None and raw != self._raw:
-                self._raw, self._changed = raw, now
-                self._sheet = _Sheet.decode(raw)
-            keeps = self._keeps(now)
-        if keeps:
+        if was_absent or self._is_due(mine):
+            self._post(mine)
+        heard = self._board.heard()
+        if heard != self._heard:
+            self._heard = heard
+            self._note(heard)
+        elif self._clock() - self._changed > UNHEARD_SECONDS and not self._is_keeper():
+            (raw,) = self._board.read(["sheet"])
+            self._note(raw or b"")
+        with self._lock:
+            keeps = self._keeps(self._clock())
+        if keeps and (not self._is_keeper() or self._count % KEEP_PERIODS == 0):
             self._keep(mine)
+
+    def _is_due(self, mine: Status) -> bool:
+        """Whether to post now. Before its time when this rank begins to be late, and while it is
+        named, so that it is not named for longer than it should be.
+        """
+        begins = self._posted_idle_seconds <= BEHIND_SECONDS < mine.idle_seconds
+        concerns = () if self._sheet is None else self._sheet.concerns
+        is_named = any(one.rank == self._rank for one in concerns)
+        return begins or is_named or self._count - self._posted >= POST_PERIODS
+
+    def _post(self, mine: Status) -> None:
+        self._posted, self._posted_idle_seconds = self._count, mine.idle_seconds
+        self._board.post(f"status/{self._rank}", json.dumps([self._count, *mine]).encode())
+
+    def _note(self, raw: bytes) -> None:
+        """A sheet that was heard or read."""
+        with self._lock:
+            if raw and raw != self._raw:
+                self._raw, self._changed = raw, self._clock()
+                self._sheet = _Sheet.decode(raw)
+
+    def _is_keeper(self) -> bool:
+        return self._sheet is not None and self._sheet.keeper == self._rank
 
     def leave(self) -> None:
         """Ask the others to watch this rank no more."""
@@ -165,17 +213,15 @@ class Ledger:
         quiet = now - self._changed
         # Staggered, so that not all ranks take over together; bounded, or rank 1,000 would wait 4
         # minutes.
-        return quiet > SILENT_SECONDS + min(4.0, TAKEOVER_SECONDS * self._rank)
+        return quiet > UNCHANGED_SECONDS + min(4.0, TAKEOVER_SECONDS * self._rank)
 
     def _keep(self, mine: Status) -> None:
         others = [rank for rank in range(self._size) if rank != self._rank]
         posts = self._board.read([f"status/{rank}" for rank in others])
         now = self._clock()
         before = self._sheet
-        if before is not None and before.keeper != self._rank and before.keeper < self._rank:
-            raw = posts[others.index(before.keeper)]
-            if raw is not None:  # it is silent already: that is why this rank keeps the sheet
-                self._posts[before.keeper] = (raw, self._changed)
+        if before is not None and before.keeper != self._rank:
+            self._take_over(before, dict(zip(others, posts, strict=True)), now)
         awake, silent = {self._rank: mine}, []
         for rank, raw in zip(others, posts, strict=True):
             if raw is None or raw == LEFT:
@@ -192,10 +238,24 @@ class Ledger:
                 awake[rank] = status
         late = [_concern(r, "behind", awake[r], awake[r].idle_seconds) for r in behind(awake)]
         sheet = _Sheet(self._rank, self._count, mine, (*silent, *late))
-        raw = sheet.encode()
-        self._board.post("sheet", raw)
+        if _names(sheet) != _names(before) or self._count - self._spread >= POST_PERIODS:
+            self._spread = self._count
+            raw = sheet.encode()
+            self._board.post("sheet", raw)  # first: who hears no news looks there
+            self._board.spread(raw)
+            self._note(raw)
         with self._lock:
-            self._sheet, self._raw, self._changed = sheet, raw, self._clock()
+            self._sheet, self._changed = sheet, self._clock()
+
+    def _take_over(self, before: _Sheet, posts: dict[int, bytes | None], now: float) -> None:
+        """Go on from what the keeper before knew: who is silent has been so for a while."""
+        since = {one.rank: now - one.seconds for one in before.concerns if one.kind == "silent"}
+        if before.keeper < self._rank:  # it is silent: that is why this rank keeps the sheet
+            since[before.keeper] = self._changed
+        for rank, began in since.items():
+            raw = posts.get(rank)
+            if raw is not None and raw != LEFT:
+                self._posts[rank] = (raw, began)
 
     # without the board
 
@@ -205,7 +265,7 @@ class Ledger:
         """
         with self._lock:
             now = self._clock()
-            if now - self._judged > 3 * PERIOD_SECONDS:
+            if now - self._judged > ABSENT_SECONDS:
                 self._changed = now  # see note "own absence"
             self._judged = now
             if self._sheet is None:
@@ -215,9 +275,16 @@ class Ledger:
             # does, who may host the store: then no other rank could report it.
             quiet = now - self._changed
             keeper = self._sheet.keeper
-            if keeper != self._rank and quiet > SILENT_SECONDS:
+            if keeper != self._rank and quiet > UNCHANGED_SECONDS:
                 concerns[keeper] = _concern(keeper, "silent", self._sheet.status, quiet)
             return list(concerns.values())
+
+
+def _names(sheet: _Sheet | None) -> tuple[int, set[tuple[int, Kind]]] | None:
+    """Whom a sheet names, and who keeps it."""
+    if sheet is None:
+        return None
+    return sheet.keeper, {(one.rank, one.kind) for one in sheet.concerns}
 
 
 def _concern(rank: int, kind: Kind, status: Status, seconds: float) -> Concern:

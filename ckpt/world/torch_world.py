@@ -175,7 +175,7 @@ class TorchWorld(World):
         return self._rounds.flag_is_up(name)
 
     def board(self) -> Board:
-        return _StoreBoard(self._store)
+        return _StoreBoard(self._store, self._rounds)
 
     def check_neighbour(self, phase: str) -> None:
         if self._broken is not None:
@@ -302,10 +302,13 @@ class TorchWorld(World):
 
 
 class _StoreBoard:
-    """A board in a store; posts of ranks that have not arrived yet are checked one by one."""
+    """A board in a store; posts of ranks that have not arrived yet are checked one by one. News go
+    through the tree.
+    """
 
-    def __init__(self, store: Any) -> None:
+    def __init__(self, store: Any, rounds: Rounds) -> None:
         self._store = store
+        self._rounds = rounds
         self._seen: set[str] = set()
 
     def post(self, key: str, value: bytes) -> None:
@@ -318,6 +321,12 @@ class _StoreBoard:
         there = [name for name in names if name in self._seen]
         posts = dict(zip(there, self._store.multi_get(there), strict=True)) if there else {}
         return [posts.get(name) for name in names]
+
+    def spread(self, news: bytes) -> None:
+        self._rounds.spread(news)
+
+    def heard(self) -> bytes:
+        return self._rounds.news()
 
 
 class _Waiter:
@@ -367,10 +376,13 @@ def _connect(process: Process, parent: int, seconds: float) -> None:
     heart = process.heart
     if heart.is_connected_to(parent):
         return
-    key = _card_key(parent)
+    key, store = _card_key(parent), process.store
+    # A client that waits holds up all other threads that use it.
+    with contextlib.suppress(AttributeError, NotImplementedError, RuntimeError):
+        store = store.clone()
     try:
-        process.store.wait([key], timedelta(seconds=seconds))
-        heart.connect(Card.decode(process.store.get(key)), CONNECT_SECONDS)
+        store.wait([key], timedelta(seconds=seconds))
+        heart.connect(Card.decode(store.get(key)), CONNECT_SECONDS)
     except (RuntimeError, OSError) as error:
         how = f"cannot be reached ({type(error).__name__}: {error})"
         heart.give_up(Neighbour(True, parent), how)

@@ -21,7 +21,15 @@ import torch.distributed as dist
 import ckpt
 from ckpt.errors import RankFailed
 from ckpt.service.events import RankHeard, RankMissed
-from ckpt.world.attendance import PERIOD_SECONDS, SILENT_SECONDS, Concern, Ledger, Status, behind
+from ckpt.world.attendance import (
+    PERIOD_SECONDS,
+    POST_PERIODS,
+    SILENT_SECONDS,
+    Concern,
+    Ledger,
+    Status,
+    behind,
+)
 from tests.ranks import run_ranks
 
 NAMED_SECONDS_MAX = 15.0
@@ -31,6 +39,8 @@ class MemoryBoard:
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
         self.requests = 0
+        self.news = b""
+        self.spreads = 0
 
     def post(self, key: str, value: bytes) -> None:
         self.requests += 1
@@ -40,6 +50,37 @@ class MemoryBoard:
         self.requests += 1
         return [self.values.get(key) for key in keys]
 
+    def spread(self, news: bytes) -> None:
+        self.spreads += 1
+        self.news = news
+
+    def heard(self) -> bytes:
+        return self.news
+
+
+class CutOff(MemoryBoard):
+    """The board as a rank sees it that news do not reach while `is_cut_off`."""
+
+    def __init__(self, board: MemoryBoard) -> None:
+        self._board = board
+        self._last = b""
+        self.is_cut_off = False
+        self.read_requests = 0
+
+    def post(self, key: str, value: bytes) -> None:
+        self._board.post(key, value)
+
+    def read(self, keys: Sequence[str]) -> list[bytes | None]:
+        self.read_requests += 1
+        return self._board.read(keys)
+
+    def spread(self, news: bytes) -> None:
+        self._board.spread(news)
+
+    def heard(self) -> bytes:
+        self._last = self._last if self.is_cut_off else self._board.heard()
+        return self._last
+
 
 class Ranks:
     """`size` ledgers that move in turn; those in `stopped` do not."""
@@ -47,11 +88,12 @@ class Ranks:
     def __init__(self, size: int) -> None:
         self.now = 1000.0
         self.board = MemoryBoard()
+        self.boards = [CutOff(self.board) for _ in range(size)]
         self.stopped: set[int] = set()
         self.calls = [0] * size
         self.called = [self.now] * size
         self.ledgers = [
-            Ledger(self.board, r, size, partial(self.status, r), lambda: self.now)
+            Ledger(self.boards[r], r, size, partial(self.status, r), lambda: self.now)
             for r in range(size)
         ]
         self.said: list[dict[tuple[int, str], Concern]] = [{} for _ in range(size)]
@@ -164,12 +206,37 @@ def test_a_board_that_does_not_answer_is_noticed_by_who_does_not_wait_for_it() -
     assert [(one.rank, one.kind) for one in concerns] == [(0, "silent")]
 
 
-def test_it_costs_two_requests_a_rank_and_period() -> None:
+def test_it_costs_a_rank_one_request_in_five_seconds() -> None:
+    """And the keeper three more: it reads all posts twice, and leaves its sheet in the store."""
     ranks = Ranks(50)
     ranks.run(10.0)
-    before = ranks.board.requests
-    ranks.run(20 * PERIOD_SECONDS)
-    assert ranks.board.requests - before <= 20 * (2 * 50 + 2)
+    before, spreads = ranks.board.requests, ranks.board.spreads
+    ranks.run(20 * 5.0)
+    assert ranks.board.requests - before <= 20 * (50 + 3)
+    assert ranks.board.spreads - spreads <= 20
+    assert sum(board.read_requests for board in ranks.boards[1:]) == 0
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_who_is_cut_off_by_a_silent_rank_names_that_one_and_no_other(victim: int) -> None:
+    """News stop where a rank in the tree is silent; rank 0, who keeps the sheet, is well at 2."""
+    ranks = Ranks(5)
+    ranks.run(10.0)
+    ranks.stopped = {victim}
+    for below in ranks.boards[3:]:
+        below.is_cut_off = True
+    for _ in range(round(NAMED_SECONDS_MAX)):
+        ranks.run(1.0)
+        assert set().union(*ranks.named()) <= {(victim, "silent")}
+    assert ranks.named() == [{(victim, "silent")}] * 4
+    ranks.stopped = set()
+    for below in ranks.boards[3:]:
+        below.is_cut_off = False
+    ranks.run(8.0)
+    assert ranks.named() == [set()] * 5
+    before = sum(board.read_requests for board in ranks.boards[1:])
+    ranks.run(60.0)
+    assert sum(board.read_requests for board in ranks.boards[1:]) == before
 
 
 # --- real processes -------------------------------------------------------------------------------
@@ -195,6 +262,7 @@ def _train(scratch: str, victim: int, silence_seconds_max: float | None) -> Any:
         for step in range(1, 4):
             checkpointer.step(step)
             time.sleep(0.7)
+        time.sleep((POST_PERIODS + 1) * PERIOD_SECONDS)  # until the last step was posted
         dist.barrier()
         if rank == victim:
             os.kill(os.getpid(), signal.SIGSTOP)

@@ -207,11 +207,3 @@ def test_a_rank_that_never_closes_is_named_by_those_that_do() -> None:
     error = failed.value.errors[0]
     assert isinstance(error, RankFailed) and error.rank == 1
     assert isinstance(failed.value.errors[1], ZeroDivisionError)
-
-
-def test_large_worlds_poll_less_often() -> None:
-    class Large(SoloWorld):
-        size = 1024
-
-    assert Pace.of(SoloWorld()).poll_seconds == 0.1
-    assert Pace.of(Large()) == Pace(0.4, 2.0)

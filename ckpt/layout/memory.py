@@ -158,6 +158,30 @@ class SideStreams:
                         module.synchronize()
 
 
+class CallersStreams:
+    """The streams on which the thread that makes this works, for work that other threads do for it.
+
+    Each thread has current streams of its own. What is written there is in no order with what the
+    caller has queued: a forward that still reads the memory, for one.
+    """
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        modules = [(torch.get_device_module(device), device) for device in devices]
+        self._streams: list[tuple[Any, Any]] = [
+            (module, module.current_stream(device))
+            for module, device in modules
+            if hasattr(module, "Stream")  # MPS has one queue for all
+        ]
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """What this thread does in the block is queued where the caller's work is."""
+        with ExitStack() as stack:
+            for module, stream in self._streams:
+                stack.enter_context(module.stream(stream))
+            yield
+
+
 def address_of(buffer: memoryview) -> int:
     """Where a writable, non-empty buffer starts."""
     return ctypes.addressof(ctypes.c_char.from_buffer(buffer))

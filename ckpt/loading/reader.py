@@ -23,7 +23,15 @@ from ckpt.errors import Corrupt
 from ckpt.format.checksum import crc32c, crc32c_of_each
 from ckpt.format.manifest import Manifest
 from ckpt.layout.dtypes import DTYPES
-from ckpt.layout.memory import address_of, bytes_at, copy_bytes, narrowed, tensor_over
+from ckpt.layout.memory import (
+    CallersStreams,
+    address_of,
+    bytes_at,
+    copy_bytes,
+    devices_of,
+    narrowed,
+    tensor_over,
+)
 from ckpt.layout.region import row_major_strides
 from ckpt.layout.reshard import clip_patch
 from ckpt.loading.plan import (
@@ -90,6 +98,9 @@ class Reader:
         self._needs = dict(plan.needs)
         self._packed = plan.packed
         self._path = path
+        self._streams = CallersStreams(
+            devices_of(one.target for need in plan.needs.values() for one in need.scatters)
+        )
         self._block_nbytes = manifest.header.block_bytes
         # By the checkpoint's own name and not by its path, so that a copy of it shares the cache.
         header = manifest.header
@@ -218,6 +229,10 @@ class Reader:
         scratch_nbytes = sum(s.stop - s.start for s in request.segments if not s.address)
         scratch = memoryview(bytearray(scratch_nbytes))
         self._fetch(request, scratch)
+        with self._streams.entered():
+            self._deliver_all(request, scratch)
+
+    def _deliver_all(self, request: Request, scratch: memoryview) -> None:
         used = 0
         for segment in request.segments:
             if segment.address:

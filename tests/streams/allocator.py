@@ -94,6 +94,8 @@ class Allocator:
     def free(self, block: Block) -> None:
         """The host lets go of the memory."""
         if block.pool is None or block.is_free:
+            if not (block.is_free or block.is_pinned):
+                self._check_host(block)
             block.is_free = True
             return
         block.is_free, block.is_checked = True, False
@@ -103,6 +105,13 @@ class Allocator:
             self._waiting.append((block, [(user, user.step()) for user in others]))
         else:
             self._give_back(block)
+
+    def _check_host(self, block: Block) -> None:
+        """Only pinned memory of the host waits for the copies that use it."""
+        for old in block.history:
+            if not self._host.has_seen(old.agent, old.time):
+                text = f"{block.origin or 'memory'} of the host was freed while {old}"
+                self._report(Finding("given out", text))
 
     def _end_waiting(self) -> None:
         still = []

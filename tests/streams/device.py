@@ -105,6 +105,8 @@ class Device:
         self.host = Agent("the host")
         self.findings: list[Finding] = []
         self.is_over = False
+        self.skips_waits = False
+        """Whether copies that the host waits for are only started: a mutant."""
         self.is_capturing = False
         """Whether the current stream records a graph."""
         self.generator = torch.zeros(16, dtype=torch.uint8)

@@ -10,12 +10,23 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
-__all__ = ["SAVES", "SEAM", "USERS", "Mutant", "applied", "mutants"]
+from tests.streams.device import Stream, using
+
+__all__ = [
+    "SAVES",
+    "SEAM",
+    "USERS",
+    "CopyMutant",
+    "Mutant",
+    "applied",
+    "copy_mutants",
+    "mutants",
+]
 
 SEAM = "sharding.engine.streams"
 SAVES = "ckpt.layout.memory"
@@ -56,22 +67,61 @@ class Mutant(NamedTuple):
     def __str__(self) -> str:
         return f"{self.module}.{'.'.join(self.function)}: {self.call}"
 
+    def change(self) -> ast.NodeTransformer:
+        """What makes the mutant of the module's tree."""
+        return _Without(self)
+
+
+class CopyMutant(NamedTuple):
+    """One copy that is in no order: "unordered", on a stream that waits for nothing, or
+    "unwaited", only started where the host would wait for it.
+    """
+
+    module: str
+    function: tuple[str, ...]
+    number: int
+    call: str
+    how: str
+
+    def __str__(self) -> str:
+        return f"{self.module}.{'.'.join(self.function)}: {self.call} {self.how}"
+
+    def change(self) -> ast.NodeTransformer:
+        """What makes the mutant of the module's tree."""
+        return _InNoOrder(self)
+
 
 def mutants(*modules: str) -> list[Mutant]:
     """All mutants of these modules of the engine."""
     return [one for module in modules for one in _mutants_of(module)]
 
 
+def copy_mutants(*functions: str) -> list[CopyMutant]:
+    """All mutants of the copies in these functions, named with their modules: "a.b:Class.f"."""
+    made = []
+    for one in functions:
+        module, _, name = one.partition(":")
+        path = tuple(name.split("."))
+        (node,) = [node for where, node in _functions(_tree(module)) if where == path]
+        made += [
+            CopyMutant(module, path, number, ast.unparse(call), how)
+            for number, call in enumerate(_copies(node))
+            for how in ("unordered", "unwaited")
+        ]
+    return made
+
+
 @contextmanager
-def applied(mutant: Mutant) -> Iterator[None]:
+def applied(mutant: Mutant | CopyMutant) -> Iterator[None]:
     """The engine is the mutant inside."""
     function = _function(mutant)
     tree = _tree(mutant.module)
     (node,) = [node for path, node in _functions(tree) if path == mutant.function]
-    _Without(mutant).visit(node)
+    mutant.change().visit(node)
     code = compile(ast.fix_missing_locations(tree), f"<{mutant}>", "exec")
     before = function.__code__
     function.__code__ = _code_of(code, mutant.function)
+    function.__globals__.update(copied_unordered=copied_unordered, copied_unwaited=copied_unwaited)
     try:
         yield
     finally:
@@ -135,7 +185,52 @@ class _Without(ast.NodeTransformer):
         return ast.Tuple([node.func.value, *node.args], ast.Load())
 
 
-def _function(mutant: Mutant) -> FunctionType:
+def _copies(function: ast.FunctionDef) -> list[ast.Call]:
+    return [
+        node
+        for node in ast.walk(function)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in ("copy_", "cpu")
+    ]
+
+
+class _InNoOrder(ast.NodeTransformer):
+    """Hands the copy, as a function, to one of the functions below."""
+
+    def __init__(self, mutant: CopyMutant) -> None:
+        self._mutant = mutant
+        self._target: ast.Call | None = None
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> Any:
+        if self._target is None:
+            self._target = _copies(node)[self._mutant.number]
+        return self.generic_visit(node)
+
+    def visit_Call(self, node: ast.Call) -> Any:
+        if node is not self._target:
+            return self.generic_visit(node)
+        nothing = ast.arguments([], [], None, [], [], None, [])
+        name = ast.Name(f"copied_{self._mutant.how}", ast.Load())
+        return ast.Call(name, [ast.Lambda(nothing, node)], [])
+
+
+def copied_unordered(copy: Callable[[], Any]) -> Any:
+    """The copy goes to a stream that waits for nothing."""
+    with Stream(name="a stream that waits for nothing"):
+        return copy()
+
+
+def copied_unwaited(copy: Callable[[], Any]) -> Any:
+    """The host goes on while the copy is under way."""
+    using().skips_waits = True
+    try:
+        return copy()
+    finally:
+        using().skips_waits = False
+
+
+def _function(mutant: Mutant | CopyMutant) -> FunctionType:
     target: Any = importlib.import_module(mutant.module)
     for name in mutant.function:
         target = inspect.getattr_static(target, name)

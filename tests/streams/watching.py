@@ -157,8 +157,9 @@ class Watching(TorchDispatchMode):
         stream.learn(host.moment())
         host_read = [one for one in read if not is_on_device(one)]
         host_written = [one for one in written if not is_on_device(one)]
-        is_async = non_blocking and all(
-            self.block_of(one).is_pinned for one in (*host_read, *host_written)
+        is_async = device.skips_waits or (
+            non_blocking
+            and all(self.block_of(one).is_pinned for one in (*host_read, *host_written))
         )
         if kind.name not in _ACROSS or is_async or not (host_read or host_written):
             # Scalars in the host's memory are read when the kernel is started.

@@ -8,5 +8,5 @@ streams, the host and process groups is reported.
     groups        collectives: one agent for each process group
     simulation    all of it together, around fake tensors
     training      models and steps; `scenarios` and `controls` use them
-    mutants       the engine with one wait, record or event less
+    mutants       the library with one wait, record, event or ordered copy less
 """

@@ -49,7 +49,7 @@ class Allocator:
     """All memory there is. `report` is called with what is found."""
 
     def __init__(self, host: Agent, report: Callable[[Finding], None]) -> None:
-        self._host = host
+        self.host = host
         self._report = report
         self._next = 1 << 20
         self._free: dict[Agent, list[Block]] = {}
@@ -109,14 +109,14 @@ class Allocator:
     def _check_host(self, block: Block) -> None:
         """Only pinned memory of the host waits for the copies that use it."""
         for old in block.history:
-            if not self._host.has_seen(old.agent, old.time):
+            if not self.host.has_seen(old.agent, old.time):
                 text = f"{block.origin or 'memory'} of the host was freed while {old}"
                 self._report(Finding("given out", text))
 
     def _end_waiting(self) -> None:
         still = []
         for block, marks in self._waiting:
-            if all(self._host.has_seen(agent, time) for agent, time in marks):
+            if all(self.host.has_seen(agent, time) for agent, time in marks):
                 self._give_back(block)
             else:
                 still.append((block, marks))
@@ -128,7 +128,7 @@ class Allocator:
             return
         block.is_checked = True
         for old in list(block.history):
-            known = stream.has_seen(old.agent, old.time) or self._host.has_seen(old.agent, old.time)
+            known = stream.has_seen(old.agent, old.time) or self.host.has_seen(old.agent, old.time)
             if not known:
                 block.history.remove(old)  # one mistake, one finding
                 self._report(

@@ -146,6 +146,16 @@ class Device:
             self.host_waits_by[how] += 1
         self.host.learn(moment)
 
+    @contextmanager
+    def on_thread(self, thread: Agent) -> Iterator[None]:
+        """What the host does inside is done by that thread of it, in no order with the others."""
+        before = self.host
+        self.host = self.allocator.host = thread
+        try:
+            yield
+        finally:
+            self.host = self.allocator.host = before
+
     # --- the current stream -----------------------------------------------------------------------
 
     @property

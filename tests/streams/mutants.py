@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from tests.streams.device import Stream, using
 
 __all__ = [
+    "GATE",
     "SAVES",
     "SEAM",
     "USERS",
@@ -30,6 +31,8 @@ __all__ = [
 
 SEAM = "sharding.engine.streams"
 SAVES = "ckpt.layout.memory"
+GATE = {"ckpt.saving.step_gate": {"set", "wait", "wait_for"}, "ckpt.saving.staging": {"hold"}}
+"""What holds a step back until its memory has been copied: by module, the calls of interest."""
 USERS = (
     "sharding.engine.store",
     "sharding.engine.runtime",
@@ -161,6 +164,8 @@ def _calls(module: str, function: ast.FunctionDef) -> list[ast.Call]:
 
 
 def _is_of_seam(module: str, called: ast.Attribute) -> bool:
+    if module in GATE:
+        return called.attr in GATE[module]
     if module in (SEAM, SAVES):
         return called.attr in _INSIDE
     return called.attr in _OUTSIDE and "streams" in ast.unparse(called.value)

@@ -15,6 +15,7 @@ all ranks raise one text even when two find two reasons.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import threading
 import time
@@ -27,6 +28,8 @@ from ckpt.world.agreement import ranks_text
 from ckpt.world.frames import Frame, FrameKind, pack
 from ckpt.world.heart import Heart, Neighbour
 from ckpt.world.tree import Family, family
+
+logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 STORE_SECONDS = 2.0  # for a request beside a failure, to a store whose host may be gone
@@ -202,10 +205,24 @@ class Rounds:
         return self.failure or known
 
     def leave(self) -> None:
-        """Take part no more."""
+        """Take part no more, once what this rank has contributed is on its way to rank 0: who is
+        below in the tree reaches rank 0 through this rank only, and may come later.
+        """
+        self._wait_until_passed_up()
         with self._changed:
             self._send(self._neighbours, Frame(FrameKind.LEFT, self._world))
         self._heart.forget(self._world)
+
+    def _wait_until_passed_up(self) -> None:
+        with self._changed:
+            if not self._mine or self._failure is not None or self._heart.is_stopped:
+                return
+            number = max(self._mine)
+            name, _ = self._mine[number]
+        try:
+            self._wait(number, name, lambda: None if self._mine else True, needs_all=True)
+        except RankFailed as failure:  # rank 0 waits for the same, and raises why
+            logger.warning("this rank has left before the others: %s", failure)
 
     # what comes from the heart
 

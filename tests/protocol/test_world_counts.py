@@ -249,6 +249,27 @@ def test_who_has_not_come_is_named_and_not_who_waits_for_it(
         }
 
 
+def test_who_leaves_after_its_last_round_still_passes_on_those_below(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rank 1 says goodbye and closes; rank 2, which is reached through it, comes after that."""
+    monkeypatch.setattr("ckpt.world.tree.CHILDREN_MAX", 2)
+    with ranks_of(7) as ranks, ThreadPoolExecutor(7) as pool:
+        assert family(2, 7).parent == 1
+
+        def leave(rank: int) -> list[bytes] | None:
+            world = ranks.worlds[rank]
+            got = world.gather_to_coordinator("goodbye", b"%d" % rank)
+            world.close()
+            return got
+
+        leaving = [pool.submit(leave, rank) for rank in range(7) if rank != 2]
+        threading.Event().wait(0.5)  # what would go wrong has gone wrong
+        pool.submit(leave, 2).result(60.0)
+        got = [one.result(60.0) for one in leaving]
+        assert got == [[b"%d" % rank for rank in range(7)], *[None] * 5]
+
+
 def test_a_connection_that_breaks_is_no_death() -> None:
     with ranks_of(3) as ranks:
         heart: Any = ranks.processes[2].heart

@@ -52,7 +52,10 @@ def shows_unsharded(draw: Draw, op: Op, difference: Difference) -> bool:
     theirs, ours = difference.values
     if difference.where.endswith("[2]"):
         # Of the gathered one: none, or that of this rank. The reduced one is not shown.
-        return theirs is None or bool(theirs.about[0] == "Tensor")
+        if theirs is None or theirs.about[0] == "Tensor":
+            return True
+        # Gathered members of tensor parallelism are sharded along that axis alone.
+        return draw.group == "tensor" and ours is None and theirs.about[3] == (2,)
     if difference.what != "about" or not _is_gathered_of(draw, theirs, ours):
         return False
     same = _overlap_equally(theirs, ours, _start_after_forward(theirs))
@@ -323,7 +326,9 @@ def clips_doubles(draw: Draw, op: Op, difference: Difference) -> bool:
 def is_of_another_model(draw: Draw, op: Op, difference: Difference) -> bool:
     """With two models side by side torch gives both the dict of the world's first rank."""
     whole = op.name == "optim_load" and op.args["form"] == "FULL" and op.args["rank0"]
-    return draw.group == "sub" and whole and op.args["config"] and difference.what == "value"
+    scattered = op.name == "legacy" and op.args["kind"] == "scatter"
+    is_loaded = scattered or (whole and op.args["config"])
+    return draw.group == "sub" and is_loaded and difference.what == "value"
 
 
 def refuses_dtype(draw: Draw, op: Op, difference: Difference) -> bool:

@@ -81,6 +81,28 @@ def test_gathered_parameters_are_listed_when_they_have_the_values_of_the_shards(
         assert not _one(draw, _seen(torch.ones(2), torch.ones(2) * 1.01, ".gave.a"))
 
 
+def test_gathered_gradients_of_this_rank_are_listed_also_along_tensor_parallelism() -> None:
+    ops = (Op("backward", {"sync": False, "forwards": 1}),)
+    draw = _draw(face="fully", group="tensor", ops=ops, precision="none", dtype="float32")
+    where = ".local.params.a[2]"
+    along = Tensor(("DTensor", (2, 4), ("S(0)",), (2,), torch.float32), torch.ones(1, 4), (0, 0))
+    both = Tensor(
+        ("DTensor", (2, 4), ("S(0)", "S(0)"), (2, 2), torch.float32), torch.ones(1, 4), (0, 0)
+    )
+    assert _one(draw, Difference(where, "kind", "", "", (along, None)))
+    assert not _one(draw, Difference(where, "kind", "", "", (both, None))), "a reduced one"
+    alone = dataclasses.replace(draw, group="world")
+    assert not _one(alone, Difference(where, "kind", "", "", (along, None)))
+
+
+def test_dicts_that_are_scattered_are_listed_for_models_side_by_side_alone() -> None:
+    ops = (Op("legacy", {"kind": "scatter"}), Op("legacy", {"kind": "full"}))
+    draw = _draw(face="flat", group="sub", orig=False, strategy="FULL_SHARD", ops=ops)
+    wrong = _seen(torch.ones(2), torch.ones(2) * 1.01, ".gave.state.0.momentum_buffer")
+    assert _one(draw, wrong, 0) and not _one(draw, wrong, 1)
+    assert not _one(dataclasses.replace(draw, group="world"), wrong, 0)
+
+
 def test_local_dicts_are_listed_only_for_keys_that_they_lost_or_gained() -> None:
     arguments = {"form": "LOCAL", "change": "", "strict": True, "offload": False, "rank0": False}
     draw = _draw(face="flat", orig=False, strategy="FULL_SHARD", ops=(Op("state", arguments),))

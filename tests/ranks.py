@@ -182,7 +182,8 @@ def _wait_until_all_are_connected(spec: _Spec) -> None:
     """A rank whose own connections stand could end while others still build theirs."""
     import torch.distributed as dist
 
-    connected = dist.FileStore(f"{spec.rendezvous}.connected", spec.size)
+    store_class: Any = dist.FileStore  # type: ignore[attr-defined]  # torch hides it from checkers
+    connected = store_class(f"{spec.rendezvous}.connected", spec.size)
     connected.set_timeout(timedelta(seconds=spec.timeout_seconds))
     connected.set(str(spec.rank), "")
     connected.wait([str(rank) for rank in range(spec.size)])

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import logging
 import os
 import secrets
@@ -30,6 +31,9 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 HELLO_NBYTES_MAX = 16 * 1024
 FLUSH_SECONDS = 5.0
+NAMELESS_MAX = 256  # connections of strangers, or of ranks that connect just now
+FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+FULL_SECONDS = 0.5
 NOBODY = bytes(WORLD_NBYTES)
 
 
@@ -108,15 +112,16 @@ class Heart:
         self._lock = threading.RLock()
         self._tasks: deque[Callable[[], None]] = deque()
         self._links: dict[Neighbour, _Link] = {}
-        self._nameless: set[_Link] = set()  # accepted, and have not said who they are
+        self._nameless: dict[_Link, None] = {}  # accepted, and have not said who they are
         self._unsent: dict[Neighbour, list[bytes]] = {}  # for children that have not connected yet
         self._lost: dict[Neighbour, str] = {}
         self._worlds: dict[bytes, Receiver] = {}
         self._early: dict[bytes, list[tuple[Neighbour, Frame]]] = {}
         self._over: set[bytes] = set()
         self._is_stopped = False
-        for sock, act in ((self._listener, self._accept), (self._woken, self._do_tasks)):
+        for sock in (self._listener, self._woken, self._wake):
             sock.setblocking(False)
+        for sock, act in ((self._listener, self._accept), (self._woken, self._do_tasks)):
             self._selector.register(sock, selectors.EVENT_READ, act)
         # A daemon: a process that ends without closing its worlds must not wait for it.
         self._thread = threading.Thread(target=self._serve, name="ckpt-heart", daemon=True)
@@ -138,9 +143,9 @@ class Heart:
         link = _Link(card.connect(seconds), neighbour, card)
         link.reader.trust()
         hello = Frame(FrameKind.HELLO, NOBODY, name=card.token, body=self.card.encode()).encode()
-        with self._lock:
+        with self._lock:  # nothing of another thread goes before the hello
             self._links[neighbour] = link
-        self.send(neighbour, hello)
+            self.send(neighbour, hello)
         self._later(lambda: self._watch(link))
 
     def give_up(self, neighbour: Neighbour, how: str) -> None:
@@ -270,11 +275,26 @@ class Heart:
     def _accept(self) -> None:
         try:
             sock, _ = self._listener.accept()
-        except OSError:
-            return  # it has gone again
+        except OSError as error:
+            if error.errno in FULL:
+                logger.warning("no rank can connect to this process now: %s", error)
+                # The kernel keeps who connects; to ask at once again would take a whole core.
+                self._selector.unregister(self._listener)
+                self.begin(self._listen_later)
+            return  # or it has gone again
+        if len(self._nameless) >= NAMELESS_MAX:
+            self._end(next(iter(self._nameless)))
         link = _Link(sock, None, None)
-        self._nameless.add(link)
+        self._nameless[link] = None
         self._watch(link)
+
+    def _listen_later(self) -> None:
+        time.sleep(FULL_SECONDS)
+        self._later(self._listen)
+
+    def _listen(self) -> None:
+        if self._listener.fileno() >= 0:
+            self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
     def _move(self, link: _Link, events: int) -> None:
         if events & selectors.EVENT_WRITE and link.flush():
@@ -319,7 +339,7 @@ class Heart:
         link.reader.trust()
         link.card = Card.decode(frame.body)
         link.neighbour = Neighbour(False, link.card.rank)
-        self._nameless.discard(link)
+        self._nameless.pop(link, None)
         with self._lock:
             self._links[link.neighbour] = link
             for data in self._unsent.pop(link.neighbour, []):
@@ -327,7 +347,7 @@ class Heart:
 
     def _end(self, link: _Link) -> None:
         """A connection has ended: find out whether its process has."""
-        self._nameless.discard(link)
+        self._nameless.pop(link, None)
         if link.sock.fileno() >= 0:
             self._selector.unregister(link.sock)
             link.sock.close()
@@ -337,7 +357,7 @@ class Heart:
             self._drop_link(link, "has left")
             return
         card = link.card
-        self.begin(lambda: self._drop_link(link, card.fate()))
+        self.begin(lambda: self._drop_link(link, _fate(card)))
 
     def _drop_link(self, link: _Link, how: str) -> None:
         neighbour = link.neighbour
@@ -349,6 +369,14 @@ class Heart:
             receivers = list(self._worlds.values())
         for receiver in receivers:
             receiver.lost(neighbour, how)
+
+
+def _fate(card: Card) -> str:
+    """What became of a process; worlds must hear of its end even when nobody can look for it."""
+    try:
+        return card.fate()
+    except Exception as error:
+        return f"has lost its connection and cannot be looked for ({type(error).__name__}: {error})"
 
 
 def _listening() -> socket.socket:

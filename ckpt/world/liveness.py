@@ -100,6 +100,8 @@ class Card(NamedTuple):
                 return socket.create_connection((host, self.port), timeout=max(0.1, left))
             except OSError as failed:
                 error = failed
+            except UnicodeError as failed:  # Python refuses to look up some names, as of 64 letters
+                error = OSError(f"host {host!r}: {failed}")
         raise error
 
     def fate(self) -> str:

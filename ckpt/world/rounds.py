@@ -450,6 +450,11 @@ class _Wait:
         if waited <= limits.storage_seconds_max and heart.aside(
             rounds.storage_waits, STORE_SECONDS
         ):
+            # Who was missing may have come when time is up again.
+            self._asked = 0
+            with rounds._changed:
+                rounds._absent.pop(self._number, None)
+                rounds._here.discard(self._number)
             self.due = time.monotonic() + limits.round_seconds_max
             return
         if self._asked and is_early:

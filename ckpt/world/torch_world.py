@@ -470,5 +470,11 @@ def _hosts(store: Any) -> tuple[str, ...]:
         with socket.socket(family, kind) as probe:
             probe.connect(address)  # sends nothing; the system chooses the way
             hosts.append(str(probe.getsockname()[0]))
+        if _is_loopback(hosts[0]):  # the store is here: others reach this machine as they do it
+            hosts.append(store.host)
     hosts.append(socket.gethostname())
-    return tuple(host for host in hosts if host not in ("127.0.0.1", "::1"))
+    return tuple(host for host in hosts if not _is_loopback(host))
+
+
+def _is_loopback(host: str) -> bool:
+    return host in ("localhost", "::1") or host.startswith("127.")

@@ -7,12 +7,14 @@ Requests are counted where torch's prefixes pass them on, messages where the hea
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import socket
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,9 +22,10 @@ import torch.distributed as dist
 
 from ckpt.errors import RankFailed
 from ckpt.world.frames import Frame, FrameKind
-from ckpt.world.heart import NOBODY, Heart, Neighbour
-from ckpt.world.rounds import Deadlines
-from ckpt.world.torch_world import Process, TorchWorld
+from ckpt.world.heart import NOBODY, Heart, Neighbour, _listening
+from ckpt.world.liveness import Card
+from ckpt.world.rounds import Deadlines, _Wait
+from ckpt.world.torch_world import Process, TorchWorld, _hosts
 from ckpt.world.tree import CHILDREN_MAX, family
 
 SIZES = (16, 32, 64)
@@ -297,6 +300,119 @@ def test_a_stranger_is_shown_the_door(caplog: pytest.LogCaptureFixture) -> None:
                     assert stranger.recv(1) == b""
         assert ranks.all(lambda r: ranks.worlds[r].gather("fine", b"")) == [[b""] * 2] * 2
     assert "none of ours" in caplog.text
+
+
+def test_strangers_that_say_nothing_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A port scanner, or one that sends its first message byte by byte, costs no more than this."""
+    monkeypatch.setattr("ckpt.world.heart.NAMELESS_MAX", 3)
+    with ranks_of(2) as ranks, contextlib.ExitStack() as stack:
+        heart: Any = ranks.processes[0].heart
+        address = ("127.0.0.1", heart.card.port)
+        strangers = [
+            stack.enter_context(socket.create_connection(address, timeout=60.0)) for _ in range(5)
+        ]
+        assert [one.recv(1) for one in strangers[:2]] == [b"", b""]
+        assert len(heart._nameless) <= 3
+        assert ranks.all(lambda r: ranks.worlds[r].gather("fine", b"")) == [[b""] * 2] * 2
+
+
+class FullListener(socket.socket):
+    """A listener of a process without a free descriptor, until told."""
+
+    is_full = True
+    asked = 0
+
+    def accept(self) -> Any:
+        type(self).asked += 1
+        if self.is_full:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return super().accept()
+
+
+def test_a_process_without_descriptors_does_not_ask_without_pause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Listener(FullListener):
+        """Its own counts."""
+
+    real = _listening()
+    kind = (real.family, real.type, real.proto)
+    monkeypatch.setattr(
+        "ckpt.world.heart._listening", lambda: Listener(*kind, fileno=real.detach())
+    )
+    heart: Any = Heart(0, ())
+    with socket.create_connection(("127.0.0.1", heart.card.port), timeout=60.0) as stranger:
+        threading.Event().wait(1.0)
+        assert 1 <= Listener.asked < 50
+        Listener.is_full = False
+        stranger.sendall(bytes(100))
+        with contextlib.suppress(ConnectionResetError):
+            assert stranger.recv(1) == b""
+    heart.stop()
+
+
+def test_the_heart_gives_itself_more_tasks_than_its_alarm_holds() -> None:
+    """As when it passes on a burst of answers to children whose connections are full."""
+    heart: Any = Heart(0, ())
+    done = threading.Event()
+
+    def burst() -> None:
+        for _ in range(10_000):
+            heart._later(lambda: None)
+        heart._later(done.set)
+
+    heart._later(burst)
+    assert done.wait(60.0)
+    heart.stop()
+
+
+def test_an_end_that_nobody_can_look_into_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fate(card: Card) -> str:
+        raise PermissionError("no way to look")
+
+    with ranks_of(3) as ranks:
+        monkeypatch.setattr(Card, "fate", fate)
+        heart: Any = ranks.processes[2].heart
+        heart._links[Neighbour(True, 0)].sock.shutdown(socket.SHUT_RDWR)
+
+        def come(rank: int) -> None:
+            with pytest.raises(RankFailed, match="cannot be looked for"):
+                ranks.worlds[rank].gather("parts", b"")
+
+        ranks.all(come)
+
+
+def test_a_host_name_that_python_refuses_is_an_address_that_does_not_answer() -> None:
+    heart = Heart(0, ("x" * 64,))
+    with pytest.raises(OSError, match="x" * 64):
+        heart.card._replace(network="").connect(5.0)
+    heart.stop()
+
+
+def test_the_host_of_the_store_is_reached_by_the_name_that_all_use_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Many machines have their own name at a loopback address, which leads others to themselves."""
+    way = (socket.AF_INET, socket.SOCK_DGRAM, 0, "", ("127.0.1.1", 29500))
+    monkeypatch.setattr("socket.getaddrinfo", lambda *args, **kwargs: [way])
+    monkeypatch.setattr("socket.gethostname", lambda: "short")
+    assert _hosts(SimpleNamespace(host="node0.cluster", port=29500)) == ("node0.cluster", "short")
+    assert _hosts(SimpleNamespace(host="127.0.0.1", port=29500)) == ("short",)
+    assert _hosts(SimpleNamespace()) == ("short",)  # as a FileStore, which has no host
+
+
+def test_who_waits_for_storage_is_asked_anew() -> None:
+    """All have answered that rank 1 is missing, and then it waits for its storage: a pause, and no
+    endless asking of the store.
+    """
+    with ranks_of(2) as ranks:
+        rounds: Any = ranks.worlds[0]._rounds
+        waiting = _Wait(rounds, 1, "parts")
+        waiting._asked, rounds._absent[1] = 1, {1}
+        assert waiting.is_answered()
+        ranks.worlds[1].report_storage_wait(True)
+        waiting.next(is_early=True)
+        assert not waiting.is_answered()
 
 
 def test_the_tree_is_flat_and_in_rank_order() -> None:

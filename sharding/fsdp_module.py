@@ -289,13 +289,13 @@ class FSDPModule(TorchUnit):
     def set_custom_all_gather(self, comm: Any) -> None:
         """Gather by the user's own collective; see `sharding.engine.collectives.CustomComm`."""
         store = self.fsdp_group.store
-        store.data = replace(store.data, shard=store.data.shard.with_custom(all_gather=comm))
+        store.data = replace(store.data, shard=store.data.shard.with_gather(comm))
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
         """Reduce by the user's own collective; see `sharding.engine.collectives.CustomComm`."""
         unit = self.fsdp_group.unit
         assert unit.reduction.shard is not None
-        shard = unit.reduction.shard.with_custom(reduce_scatter=comm)
+        shard = unit.reduction.shard.with_reduction(comm)
         unit.reduction = replace(unit.reduction, shard=shard)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:

@@ -4,16 +4,14 @@
     AlongOther    another dim: parts arrive side by side, and are copied into place
     ByExtension   the class of the sharded tensor decides what is gathered, and what is made of it
 
-A gather is `prepare` (what memory is needed), `start` (own parts into place), the collective, and
-`finish`. Extensions: a tensor with `fsdp_pre_all_gather` and `fsdp_post_all_gather`, as torch's
-`fully_shard` has them.
+A gather is `prepare` (what memory is needed), `own` (this rank's parts), `targets` (where all parts
+land side by side), the collective, and `finish`. Extensions: a tensor with `fsdp_pre_all_gather`
+and `fsdp_post_all_gather`, as torch's `fully_shard` has them.
 """
 
 from __future__ import annotations
 
 import inspect
-import math
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,25 +29,38 @@ __all__ = ["AlongFirst", "AlongOther", "ByExtension", "Gathering", "gathering_fo
 _PRE, _POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 
 
-class Gathering(ABC):
-    """How one parameter is gathered. `wholes` are its tensors in the unit's memory, 1-D."""
+class Gathering:
+    """How one parameter is gathered, in the simplest case. `wholes` are its tensors in the unit's
+    memory, 1-D.
+    """
 
     def __init__(self, param: ShardedParam) -> None:
         self.param = param
+        self._targets: list[RankParts] = []
 
     def prepare(self) -> list[TensorSize]:
-        """What memory of the unit it needs this time."""
-        return [TensorSize(self.param.numel, self.param.compute_dtype)]
+        """What memory of the unit it needs this time: for as many parts as there are ranks, the
+        last ones with padding, so that all are equally long.
+        """
+        param = self.param
+        return [TensorSize(param.part_numel * param.data.shard.size, param.compute_dtype)]
 
-    @abstractmethod
-    def start(self, wholes: Sequence[torch.Tensor], pool: BufferPool) -> list[RankParts]:
-        """Put this rank's part into its place; returns what is to be gathered."""
+    def own(self) -> list[torch.Tensor]:
+        """This rank's part of each of these tensors, 1-D; casts are left to the gather."""
+        return [self.param.buffer]
 
-    @abstractmethod
+    def targets(self, wholes: Sequence[torch.Tensor], pool: BufferPool) -> list[RankParts]:
+        """Where the parts are to land, side by side: in the unit's memory, if they belong so."""
+        # Memory stays where it is from step to step, so views of it are made once.
+        if [id(one.whole) for one in self._targets] != [id(whole) for whole in wholes]:
+            ranks = self.param.data.shard.size
+            self._targets = [RankParts(whole, whole.numel() // ranks) for whole in wholes]
+        return self._targets
+
     def finish(
-        self, wholes: Sequence[torch.Tensor], gathered: Sequence[RankParts], pool: BufferPool
+        self, wholes: Sequence[torch.Tensor], landed: Sequence[RankParts], pool: BufferPool
     ) -> None:
-        """All parts are there: put them where they belong."""
+        """All parts have landed: put them where they belong."""
 
     def view(self, wholes: Sequence[torch.Tensor]) -> torch.Tensor:
         """A new tensor over the gathered memory.
@@ -73,48 +84,26 @@ class Gathering(ABC):
 
 
 class AlongFirst(Gathering):
-    """See the head of this file."""
-
-    def __init__(self, param: ShardedParam) -> None:
-        super().__init__(param)
-        # Memory stays where it is from step to step, so views of it are made once.
-        self._parts = RankParts(torch.empty(0), 0)
-        self._own = self._buffer = torch.empty(0)
-
-    def start(self, wholes: Sequence[torch.Tensor], pool: BufferPool) -> list[RankParts]:
-        """Put this rank's part into its place in the whole."""
-        param = self.param
-        if self._parts.whole is not wholes[0]:
-            self._parts = RankParts(wholes[0], param.chunk * param.row_numel)
-        if self._buffer is not param.buffer:
-            self._buffer = param.buffer
-            self._own = param.buffer[: math.prod(param.own_shape)]
-        self._parts.of(param.data.shard.rank).copy_(self._own, non_blocking=True)
-        return [self._parts]
-
-    def finish(
-        self, wholes: Sequence[torch.Tensor], gathered: Sequence[RankParts], pool: BufferPool
-    ) -> None:
-        """Nothing is left to do."""
+    """See the head of this file: parts land where they belong."""
 
 
 class AlongOther(Gathering):
     """See the head of this file."""
 
-    def start(self, wholes: Sequence[torch.Tensor], pool: BufferPool) -> list[RankParts]:
-        """Put this rank's part into a buffer of its own."""
-        param, whole = self.param, wholes[0]
-        parts = RankParts(pool.take(param.numel, whole.dtype, whole.device), param.buffer.numel())
-        parts.of(param.data.shard.rank).copy_(param.buffer, non_blocking=True)
-        return [parts]
+    def targets(self, wholes: Sequence[torch.Tensor], pool: BufferPool) -> list[RankParts]:
+        """A buffer of its own."""
+        (whole,) = wholes
+        return [
+            RankParts(pool.take(whole.numel(), whole.dtype, whole.device), self.param.part_numel)
+        ]
 
     def finish(
-        self, wholes: Sequence[torch.Tensor], gathered: Sequence[RankParts], pool: BufferPool
+        self, wholes: Sequence[torch.Tensor], landed: Sequence[RankParts], pool: BufferPool
     ) -> None:
         """Copy the parts to where they belong."""
         target = self.param.by_rank(wholes[0])
-        target.copy_(gathered[0].whole.view(target.shape))
-        pool.give_back(gathered[0].whole)
+        target.copy_(landed[0].whole.view(target.shape))
+        pool.give_back(landed[0].whole)
 
 
 class ByExtension(Gathering):
@@ -157,17 +146,12 @@ class ByExtension(Gathering):
         # Extensions may look at storages, and keep views of what they are given.
         return [TensorSize(one.numel() * ranks, one.dtype, alone=True) for one in inputs]
 
-    def start(self, wholes: Sequence[torch.Tensor], pool: BufferPool) -> list[RankParts]:
-        """Put what the extension gave into its place."""
-        gathered = []
-        for whole, given in zip(wholes, self._inputs, strict=True):
-            parts = RankParts(whole, given.numel())
-            parts.of(self.param.data.shard.rank).copy_(given.reshape(-1), non_blocking=True)
-            gathered.append(parts)
-        return gathered
+    def own(self) -> list[torch.Tensor]:
+        """What the extension gave."""
+        return [given.reshape(-1) for given in self._inputs]
 
     def finish(
-        self, wholes: Sequence[torch.Tensor], gathered: Sequence[RankParts], pool: BufferPool
+        self, wholes: Sequence[torch.Tensor], landed: Sequence[RankParts], pool: BufferPool
     ) -> None:
         """Let the extension make the parameter of what was gathered, in the memory it had."""
         outputs = tuple(

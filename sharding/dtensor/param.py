@@ -145,6 +145,16 @@ class ShardedParam:
         return math.prod(self.shape)
 
     @property
+    def part_numel(self) -> int:
+        """Elements of the first rank's part, the largest."""
+        return self.chunk * self.row_numel
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all ranks' parts are equally long."""
+        return self.part_numel * self.data.shard.size == self.numel
+
+    @property
     def own_shape(self) -> Shape:
         """Of this rank's part."""
         first = min(self.data.shard.rank * self.chunk, self.shape[self.dim])
@@ -257,6 +267,10 @@ class ShardedParam:
             grad = grad.redistribute(placements=placements)
         return local_of(grad)
 
+    def cut_along_first(self, grad: torch.Tensor) -> torch.Tensor:
+        """The gradient's elements in a shape whose dim 0 is cut as `torch.chunk` does."""
+        return grad if self.dim == 0 else self.by_rank(grad.contiguous()).contiguous()
+
     def gradient_parts(
         self, grad: torch.Tensor, form: OutgoingForm
     ) -> tuple[RankParts, torch.Tensor | None]:
@@ -264,7 +278,7 @@ class ShardedParam:
         pool that holds it; None where it lies in `grad` itself.
         """
         dtype, scale, pool = form.dtype, form.scale, form.pool
-        part_numel = self.chunk * self.row_numel
+        part_numel = self.part_numel
         if self.dim == 0 and grad.dtype == dtype and scale == 1.0 and grad.is_contiguous():
             return RankParts(grad.view(-1), part_numel), None
         if pool is None:
@@ -285,11 +299,12 @@ class ShardedParam:
         return RankParts(buffer, part_numel), buffer
 
     def add_gradient(self, new: torch.Tensor, streams: Streams) -> None:
-        """Add a reduced gradient, as many elements as this rank's part, to the one it has.
+        """Add a reduced gradient, of the shard's dtype and as many elements as this rank's part,
+        or padding behind them too, to the one it has.
 
         With offloading the host may look at it once the streams have finished.
         """
-        new = new.view(self.own_shape).to(self.dtype)
+        new = new[: math.prod(self.own_shape)].view(self.own_shape)
         before = None if self.param.grad is None else local_of(self.param.grad)
         if self.keeping.offload:
             if before is not None:
@@ -303,13 +318,20 @@ class ShardedParam:
     # --- a smaller shard after the forward ------------------------------------------------------
 
     def smaller_parts(self, whole: torch.Tensor, comm: Comm) -> RankParts:
-        """The gathered parameter as the parts, along dim 0, of a group of fewer ranks."""
-        rows = -(-self.shape[0] // comm.size)
-        return RankParts(whole, rows * (self.numel // max(self.shape[0], 1)))
+        """The gathered parameter as the equal parts, along dim 0, of a group of fewer ranks: their
+        number divides that of the shard group, so that padding for these is enough.
+        """
+        part_numel = -(-self.shape[0] // comm.size) * math.prod(self.shape[1:])
+        return RankParts(whole[: part_numel * comm.size], part_numel)
 
-    def smaller_dtensor(self, local: torch.Tensor, mesh: DeviceMesh) -> nn.Parameter:
-        """What modules show between forward and backward: that part, on that mesh."""
-        shape = (local.numel() // max(self.numel // max(self.shape[0], 1), 1), *self.shape[1:])
+    def smaller_dtensor(self, part: torch.Tensor, comm: Comm, mesh: DeviceMesh) -> nn.Parameter:
+        """What modules show between forward and backward: this rank's of those parts, without
+        padding, on that mesh.
+        """
+        chunk = -(-self.shape[0] // comm.size)
+        rows = max(min(chunk, self.shape[0] - comm.rank * chunk), 0)
+        shape = (rows, *self.shape[1:])
+        local = part[: math.prod(shape)]
         like = DTensorLike(
             mesh,
             (Replicate(), Shard(0)),

@@ -1,16 +1,18 @@
 """The parameters of one unit, each sharded by itself, gathered and reduced together.
 
-    start_gather          own parts into the unit's memory, one all-gather for all members
+    start_gather          this rank's parts of all members to the others, theirs into the unit's
+                          memory
     outgoing_gradients    gradients as the ranks' parts, where they lie if they can be sent as they
-                          are, for one reduce-scatter
+                          are, or packed
     free_after_forward    all freed; or a larger shard kept, over fewer ranks
 
-Which collectives serve that is up to `sharding.engine.collectives`.
+Which collectives serve that, and whether members have to be packed for them, is up to
+`sharding.engine.collectives`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +24,7 @@ from sharding.dtensor.param import DataMesh, Keeping, ShardedParam
 from sharding.dtensor.seam import as_parameter, version_of
 from sharding.engine.collectives import Comm, PendingCollective, RankParts
 from sharding.engine.memory import TensorSize
+from sharding.engine.packing import PackedGather, pack_gradients
 from sharding.engine.store import (
     Gradients,
     ModuleParam,
@@ -31,6 +34,7 @@ from sharding.engine.store import (
     State,
     call_accumulate_hooks,
 )
+from sharding.engine.torch_seam import foreach_copy
 
 __all__ = ["DTensorStore", "SmallerMesh"]
 
@@ -51,7 +55,8 @@ class SmallerMesh:
 class _Smaller:
     """One parameter between forward and backward."""
 
-    local: torch.Tensor
+    part: torch.Tensor
+    """This rank's, 1-D, as long as the largest rank's."""
     param: nn.Parameter
 
 
@@ -153,17 +158,47 @@ class DTensorStore(ParameterStore):
             return self._start_smaller()
         prepared = [gathering.prepare() for gathering in self._gatherings]
         self._counts = [len(sizes) for sizes in prepared]
-        self.memory.fetch([size for sizes in prepared for size in sizes], self.pages)
         self._versions = self._versions_now()
-        gathered = [g.start(wholes, self.pool) for g, wholes in self._with_memory()]
-        members = [parts for of_one in gathered for parts in of_one]
-        pending = self.data.shard.all_gather(members, pool=self.pool, tag=2 * self.tag)
+        landed: list[list[RankParts]] = []
+
+        def targets() -> list[RankParts]:
+            landed.extend(g.targets(wholes, self.pool) for g, wholes in self._with_memory())
+            return [parts for of_one in landed for parts in of_one]
 
         def finish() -> None:
-            for (gathering, wholes), parts in zip(self._with_memory(), gathered, strict=True):
+            for (gathering, wholes), parts in zip(self._with_memory(), landed, strict=True):
                 gathering.finish(wholes, parts, self.pool)
 
-        return PendingCollective([pending], finish)
+        own = [part for gathering in self._gatherings for part in gathering.own()]
+        sizes = [size for of_one in prepared for size in of_one]
+        return self._gather(self.data.shard, own, sizes, targets, finish)
+
+    def _gather(
+        self,
+        comm: Comm,
+        own: Sequence[torch.Tensor],
+        sizes: Sequence[TensorSize],
+        targets: Callable[[], list[RankParts]],
+        finish: Callable[[], None],
+    ) -> PendingCollective:
+        """Gather all parts into `targets`, for which there is memory of these sizes when it is
+        called, and then `finish`.
+        """
+        if not comm.packs(len(own), even=True):
+            self.fetch(sizes)
+            members = targets()
+            pending = comm.all_gather(members, own, pool=self.pool, tag=2 * self.tag)
+            return PendingCollective([pending], finish)
+        packed = PackedGather(comm, own, [size.dtype for size in sizes], self.device, self.pool)
+        pending = comm.all_gather([packed.whole], [packed.own], pool=self.pool, tag=2 * self.tag)
+
+        def copy_out() -> None:
+            # Not before: until the parts are there, compute can use the memory for the unit ahead.
+            self.fetch(sizes)
+            packed.copy_out(targets())
+            finish()
+
+        return PendingCollective([pending], copy_out)
 
     def _with_memory(self) -> Iterator[tuple[Gathering, Sequence[torch.Tensor]]]:
         """Each parameter's gathering with its tensors in the unit's memory."""
@@ -176,15 +211,17 @@ class DTensorStore(ParameterStore):
         assert self._smaller_mesh is not None
         self.streams.gathers_wait_for(self._smaller_mark)
         comm = self._smaller_mesh.comm
-        wholes = self.memory.fetch(
-            [TensorSize(p.numel, p.compute_dtype) for p in self.params], self.pages
-        )
-        members = []
-        for param, whole, smaller in zip(self.params, wholes, self._smaller, strict=True):
-            parts = param.smaller_parts(whole, comm)
-            parts.of(comm.rank).copy_(smaller.local)
-            members.append(parts)
-        return comm.all_gather(members, pool=self.pool, tag=2 * self.tag)
+
+        def targets() -> list[RankParts]:
+            return [
+                param.smaller_parts(whole, comm)
+                for param, whole in zip(self.params, self.memory.tensors, strict=True)
+            ]
+
+        # The same sizes as ever, so that what autograd remembers of the memory stays valid.
+        sizes = [size for gathering in self._gatherings for size in gathering.prepare()]
+        own = [smaller.part for smaller in self._smaller]
+        return self._gather(comm, own, sizes, targets, lambda: None)
 
     def finish_unshard(self) -> None:
         """Gather unless that has been started, and return when compute may read the parameters."""
@@ -231,9 +268,9 @@ class DTensorStore(ParameterStore):
             return
         smaller = []
         for param, whole in zip(self.params, self.memory.tensors, strict=True):
-            local = param.smaller_parts(whole, mesh.comm).of(mesh.comm.rank).clone()
-            smaller.append(_Smaller(local, param.smaller_dtensor(local, mesh.mesh)))
-        self._smaller_mark = self.streams.mark_compute()
+            part = param.smaller_parts(whole, mesh.comm).of(mesh.comm.rank).clone()
+            smaller.append(_Smaller(part, param.smaller_dtensor(part, mesh.comm, mesh.mesh)))
+        self._smaller_mark = self.streams.mark()
         for item, kept in zip(self.module_params, smaller, strict=True):
             for place in item.places:
                 place.put(kept.param)
@@ -296,21 +333,43 @@ class DTensorStore(ParameterStore):
 
         Parameters without any are left out, unless `fill`.
         """
-        members: list[RankParts] = []
-        indices: list[int] = []
-        scratch: list[torch.Tensor] = []
+        leaving: dict[int, torch.Tensor] = {}
         for number, param in enumerate(self.params):
             grad = self._with_kept(number, None if grads is None else grads[number])
-            if grad is None:
-                if not form.fills or not param.param.requires_grad:
-                    continue
+            if grad is None and form.fills and param.param.requires_grad:
                 grad = torch.zeros(param.shape, dtype=form.dtype, device=self.device)
-            parts, buffer = param.gradient_parts(grad, form)
+            if grad is not None:
+                leaving[number] = grad
+        comm = form.comm
+        even = all(self.params[number].is_even for number in leaving)
+        if comm is not None and leaving and comm.packs(len(leaving), even=even):
+            return self._packed(leaving, form, comm)
+        members: list[RankParts] = []
+        scratch: list[torch.Tensor] = []
+        for number, grad in leaving.items():
+            parts, buffer = self.params[number].gradient_parts(grad, form)
             members.append(parts)
-            indices.append(number)
             if buffer is not None:
                 scratch.append(buffer)
-        return Outgoing(tuple(members), tuple(indices), tuple(scratch))
+        rank = self.data.shard.rank
+        numels = tuple(member.of(rank).numel() for member in members)
+        return Outgoing(tuple(members), tuple(leaving), numels, tuple(scratch))
+
+    def _packed(
+        self, grads: Mapping[int, torch.Tensor], form: OutgoingForm, comm: Comm
+    ) -> Outgoing:
+        """The gradients, by number of the member, in one buffer."""
+        params = [self.params[number] for number in grads]
+        numels = tuple(param.part_numel for param in params)
+        width = sum(numels)
+        buffer = comm.buffer(comm.size * width, form.dtype, self.device, form.pool)
+        cut = [
+            param.cut_along_first(grad) for param, grad in zip(params, grads.values(), strict=True)
+        ]
+        pack_gradients(cut, buffer.view(comm.size, width))
+        if form.scale != 1.0:
+            buffer.mul_(form.scale)
+        return Outgoing((RankParts(buffer, width),), tuple(grads), numels, (buffer,))
 
     def keep_unsharded_gradients(self, grads: Gradients) -> None:
         """Add gradients up on this rank, in the dtype of reductions."""
@@ -340,9 +399,16 @@ class DTensorStore(ParameterStore):
         self, outgoing: Outgoing, new: Sequence[torch.Tensor], *, keep_dtype: bool
     ) -> None:
         """Add reduced gradients, this rank's parts, to those of the sharded parameters."""
-        for number, grad in zip(outgoing.member_indices, new, strict=True):
-            self.params[number].add_gradient(grad, self.streams)
-        shown = [self.params[number].param for number in outgoing.member_indices]
+        params = [self.params[number] for number in outgoing.member_indices]
+        if any(one.dtype != param.dtype for one, param in zip(new, params, strict=True)):
+            cast = [
+                torch.empty_like(one, dtype=p.dtype) for one, p in zip(new, params, strict=True)
+            ]
+            foreach_copy(cast, new)
+            new = cast
+        for param, one in zip(params, new, strict=True):
+            param.add_gradient(one, self.streams)
+        shown = [param.param for param in params]
         call_accumulate_hooks(shown, self.streams if self.keeping.offload else None)
 
     def _with_kept(self, number: int, grad: torch.Tensor | None) -> torch.Tensor | None:

@@ -80,10 +80,6 @@ class RankParts:
         """That rank's part."""
         return self._cut[rank] if rank < len(self._cut) else self.whole[:0]
 
-    def are_equal(self, size: int) -> bool:
-        """Whether all of the group's parts have the same length."""
-        return self.whole.numel() == size * self.part_numel
-
     @functools.cached_property
     def as_bytes(self) -> RankParts:
         """The same memory, counted in bytes."""
@@ -115,9 +111,33 @@ class Comm(ABC):
         self.size: int = group.size()
         self.global_ranks: tuple[int, ...] = _global_ranks(group)
 
+    def packs(self, count: int, *, even: bool) -> bool:
+        """Whether so many members have to be packed into one before they are gathered or reduced
+        (`sharding.engine.packing`). `even`: their parts are equally long.
+        """
+        return False
+
+    def buffer(
+        self, numel: int, dtype: torch.dtype, device: torch.device, pool: BufferPool | None
+    ) -> torch.Tensor:
+        """Memory to send from or to receive into: of the pool, to be given back by `give_back`, or
+        new without one.
+        """
+        if pool is None:
+            return torch.empty(numel, dtype=dtype, device=device)
+        return pool.take(numel, dtype, device)
+
+    def give_back(self, buffer: torch.Tensor, pool: BufferPool) -> None:
+        """Return what `buffer` has taken from the pool. It must not be used any more."""
+        pool.give_back(buffer)
+
     @abstractmethod
-    def all_gather(self, members: Members, *, pool: BufferPool, tag: int) -> PendingCollective:
-        """Fill all members from everyone's parts; this rank's own are already in their places."""
+    def all_gather(
+        self, members: Members, own: Tensors, *, pool: BufferPool, tag: int
+    ) -> PendingCollective:
+        """Fill all members from everyone's parts. `own`: this rank's, as long as those of the
+        members, of any dtype and in any memory; in their places already or not.
+        """
 
     @abstractmethod
     def reduce_scatter(
@@ -127,6 +147,10 @@ class Comm(ABC):
         those parts. All have one dtype. Members must stay as they are until the wait, and may be
         spent then.
         """
+
+    def _put_in_place(self, members: Members, own: Tensors) -> None:
+        for member, part in zip(members, own, strict=True):
+            member.of(self.rank).copy_(part, non_blocking=True)
 
     def all_reduce(self, tensor: torch.Tensor, *, maximum: bool = False) -> PendingCollective:
         """Sum (or maximum) over all ranks, in place, the same bits everywhere."""
@@ -142,9 +166,13 @@ class Comm(ABC):
             [dist.broadcast(tensor, src=source, group=self.group, async_op=True)]
         )
 
-    def with_custom(self, *, all_gather: Any = None, reduce_scatter: Any = None) -> Comm:
-        """The same ranks, with the user's own collectives for those that are given."""
-        return CustomComm(self, all_gather, reduce_scatter)
+    def with_gather(self, custom: Any) -> Comm:
+        """The same ranks, gathering by the user's own collective; see `CustomComm`."""
+        return _CustomGather(self, custom)
+
+    def with_reduction(self, custom: Any) -> Comm:
+        """The same ranks, reducing by the user's own collective; see `CustomComm`."""
+        return _CustomReduction(self, custom)
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Every rank's small plain value, in the order of ranks."""
@@ -153,8 +181,42 @@ class Comm(ABC):
         return values
 
 
-class _PackedParts:
-    """Members side by side in one buffer with a row for each rank, so that one message serves all.
+class _Native(Comm):
+    """The backend's own primitives, on one member of equal parts: what comes as several members is
+    to be packed into one first, for each collective costs a start of its own.
+    """
+
+    def packs(self, count: int, *, even: bool) -> bool:
+        return count != 1 or not even
+
+    def all_gather(
+        self, members: Members, own: Tensors, *, pool: BufferPool, tag: int
+    ) -> PendingCollective:
+        if not members:
+            return PendingCollective(())
+        (member,), (part,) = members, own
+        if part.dtype != member.whole.dtype or part.device != member.whole.device:
+            part = member.of(self.rank).copy_(part, non_blocking=True)
+        return PendingCollective([self._gather(member.whole, part)])
+
+    def reduce_scatter(
+        self, members: Members, outs: Tensors, *, pool: BufferPool, tag: int
+    ) -> PendingCollective:
+        if not members:
+            return PendingCollective(())
+        (member,), (out,) = members, outs
+        return PendingCollective([self._reduce(member.whole, out)])
+
+    def _gather(self, full: torch.Tensor, own: torch.Tensor) -> Any:
+        return _all_gather_single()(full, own, group=self.group, async_op=True)
+
+    def _reduce(self, full: torch.Tensor, out: torch.Tensor) -> Any:
+        return _reduce_scatter_single()(out, full, group=self.group, async_op=True)
+
+
+class _SmallParts:
+    """Small members side by side in one buffer with a row for each rank, so that one message serves
+    all.
 
     Ranks' rows are equally long; where a member's part is short, the rest of it is undefined.
     """
@@ -200,72 +262,20 @@ class _PackedParts:
             offset += member.part_numel
 
 
-class _Native(Comm):
-    """The backend's own primitives: one collective for all members.
-
-    A single member of equal parts goes from its memory to its memory; several are copied into one
-    buffer and out of it.
-    """
-
-    def all_gather(self, members: Members, *, pool: BufferPool, tag: int) -> PendingCollective:
-        if self._is_direct(members):
-            return PendingCollective([self._gather(members[0].whole)])
-        if not members:
-            return PendingCollective(())
-        pack = _PackedParts([member.as_bytes for member in members], self.size, pool)
-        pack.put(self.rank)
-        work = self._gather(pack.rows.view(-1))
-
-        def unpack() -> None:
-            for rank in range(self.size):
-                if rank != self.rank:
-                    pack.take(rank)
-            pack.give_back()
-
-        return PendingCollective([work], unpack)
-
-    def reduce_scatter(
-        self, members: Members, outs: Tensors, *, pool: BufferPool, tag: int
-    ) -> PendingCollective:
-        if self._is_direct(members):
-            return PendingCollective([self._reduce(members[0].whole, outs[0])])
-        if not members:
-            return PendingCollective(())
-        pack = _PackedParts(members, self.size, pool)
-        for rank in range(self.size):
-            pack.put(rank)
-        row = pool.take(pack.rows.shape[1], pack.rows.dtype, pack.rows.device)
-        work = self._reduce(pack.rows.view(-1), row)
-
-        def unpack() -> None:
-            pack.split(row, outs)
-            pool.give_back(row)
-            pack.give_back()
-
-        return PendingCollective([work], unpack)
-
-    def _is_direct(self, members: Sequence[RankParts]) -> bool:
-        return len(members) == 1 and members[0].are_equal(self.size)
-
-    def _gather(self, full: torch.Tensor) -> Any:
-        own = full.chunk(self.size)[self.rank]
-        return _all_gather_single()(full, own, group=self.group, async_op=True)
-
-    def _reduce(self, full: torch.Tensor, out: torch.Tensor) -> Any:
-        return _reduce_scatter_single()(out, full, group=self.group, async_op=True)
-
-
 class _Pairwise(Comm):
     """Direct sends and receives between all pairs of ranks.
 
     Large members go from memory to memory without a copy, small ones travel together.
     """
 
-    def all_gather(self, members: Members, *, pool: BufferPool, tag: int) -> PendingCollective:
+    def all_gather(
+        self, members: Members, own: Tensors, *, pool: BufferPool, tag: int
+    ) -> PendingCollective:
+        self._put_in_place(members, own)
         direct, packed = _by_size(members)
         pack = None
         if packed:
-            pack = _PackedParts([member.as_bytes for member in packed], self.size, pool)
+            pack = _SmallParts([member.as_bytes for member in packed], self.size, pool)
             pack.put(self.rank)
             direct.append(pack.parts())
         works: list[Any] = []
@@ -292,7 +302,7 @@ class _Pairwise(Comm):
         targets = [out_of[id(member.whole)] for member in direct]
         pack = None
         if packed:
-            pack = _PackedParts(packed, self.size, pool)
+            pack = _SmallParts(packed, self.size, pool)
             for rank in range(self.size):
                 pack.put(rank)
             direct.append(pack.parts())
@@ -344,7 +354,10 @@ class _Pairwise(Comm):
 class _Alone(Comm):
     """A group of one: nothing to send."""
 
-    def all_gather(self, members: Members, *, pool: BufferPool, tag: int) -> PendingCollective:
+    def all_gather(
+        self, members: Members, own: Tensors, *, pool: BufferPool, tag: int
+    ) -> PendingCollective:
+        self._put_in_place(members, own)
         return PendingCollective(())
 
     def reduce_scatter(
@@ -355,70 +368,66 @@ class _Alone(Comm):
         return PendingCollective(())
 
 
-class CustomComm(_Native):
+class CustomComm(Comm):
     """A group whose gathers or reductions are the user's own.
 
-    As torch has them: `comm.allocate(shape, dtype=, device=)` makes the buffers, and
-    `comm(output_tensor=, input_tensor=, group=, async_op=True)` fills the output and returns what
+    As torch has them: `custom.allocate(shape, dtype=, device=)` makes the buffers, and
+    `custom(output_tensor=, input_tensor=, group=, async_op=True)` fills the output and returns what
     can be waited for, or None when it is done; a reduction gets `op=` too.
     """
 
-    def __init__(self, base: Comm, all_gather: Any = None, reduce_scatter: Any = None) -> None:
+    def __init__(self, base: Comm, custom: Any) -> None:
         super().__init__(base.group)
         self._base = base
-        self._custom_gather = all_gather
-        self._custom_reduce = reduce_scatter
+        self._custom = custom
 
-    def with_custom(self, *, all_gather: Any = None, reduce_scatter: Any = None) -> Comm:
-        """The same, with the user's own collectives for those that are given."""
-        return CustomComm(
-            self._base, all_gather or self._custom_gather, reduce_scatter or self._custom_reduce
-        )
+    def packs(self, count: int, *, even: bool) -> bool:
+        return True  # buffers are to be the user's
 
-    def all_gather(self, members: Members, *, pool: BufferPool, tag: int) -> PendingCollective:
-        if self._custom_gather is None:
-            return self._base.all_gather(members, pool=pool, tag=tag)
-        return super().all_gather(members, pool=_UsersPool(self._custom_gather), tag=tag)
+    def buffer(
+        self, numel: int, dtype: torch.dtype, device: torch.device, pool: BufferPool | None
+    ) -> torch.Tensor:
+        buffer: torch.Tensor = self._custom.allocate((numel,), dtype=dtype, device=device)
+        return buffer
+
+    def give_back(self, buffer: torch.Tensor, pool: BufferPool) -> None:
+        pass
+
+    def all_gather(
+        self, members: Members, own: Tensors, *, pool: BufferPool, tag: int
+    ) -> PendingCollective:
+        return self._base.all_gather(members, own, pool=pool, tag=tag)
 
     def reduce_scatter(
         self, members: Members, outs: Tensors, *, pool: BufferPool, tag: int
     ) -> PendingCollective:
-        if self._custom_reduce is None:
-            return self._base.reduce_scatter(members, outs, pool=pool, tag=tag)
-        return super().reduce_scatter(members, outs, pool=_UsersPool(self._custom_reduce), tag=tag)
+        return self._base.reduce_scatter(members, outs, pool=pool, tag=tag)
 
-    def _is_direct(self, members: Sequence[RankParts]) -> bool:
-        return False  # buffers are to be the user's
 
-    def _gather(self, full: torch.Tensor) -> Any:
-        own = full.chunk(self.size)[self.rank]
-        return self._custom_gather(
-            output_tensor=full, input_tensor=own, group=self.group, async_op=True
+class _CustomGather(CustomComm):
+    def all_gather(
+        self, members: Members, own: Tensors, *, pool: BufferPool, tag: int
+    ) -> PendingCollective:
+        (member,), (part,) = members, own
+        work = self._custom(
+            output_tensor=member.whole, input_tensor=part, group=self.group, async_op=True
         )
+        return PendingCollective([work])
 
-    def _reduce(self, full: torch.Tensor, out: torch.Tensor) -> Any:
-        return self._custom_reduce(
+
+class _CustomReduction(CustomComm):
+    def reduce_scatter(
+        self, members: Members, outs: Tensors, *, pool: BufferPool, tag: int
+    ) -> PendingCollective:
+        (member,), (out,) = members, outs
+        work = self._custom(
             output_tensor=out,
-            input_tensor=full,
+            input_tensor=member.whole,
             group=self.group,
             op=dist.ReduceOp.SUM,
             async_op=True,
         )
-
-
-class _UsersPool(BufferPool):
-    """Buffers that the user's own collective allocates."""
-
-    def __init__(self, comm: Any) -> None:
-        super().__init__()
-        self._comm = comm
-
-    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        buffer: torch.Tensor = self._comm.allocate((numel,), dtype=dtype, device=device)
-        return buffer
-
-    def give_back(self, buffer: torch.Tensor) -> None:
-        pass
+        return PendingCollective([work])
 
 
 def comm_of(group: Group) -> Comm:

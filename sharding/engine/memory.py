@@ -157,6 +157,8 @@ class TensorMemory:
     """
 
     def __init__(self, device: torch.device) -> None:
+        self.stream: object = None
+        """The stream that the memory was taken on, and which it goes back to; None on CPU."""
         self.tensors: tuple[torch.Tensor, ...] = ()
         self._sizes: tuple[TensorSize, ...] = ()
         self._memories: tuple[GatheredMemory, ...] = ()
@@ -168,9 +170,9 @@ class TensorMemory:
         return sum(memory.nbytes for memory in self._memories)
 
     @property
-    def wholes(self) -> tuple[torch.Tensor, ...]:
-        """One tensor of each storage."""
-        return tuple(memory.whole for memory in self._memories)
+    def storages(self) -> tuple[GatheredMemory, ...]:
+        """What the tensors lie in."""
+        return self._memories
 
     def fetch(self, sizes: Sequence[TensorSize], pages: PagePool) -> tuple[torch.Tensor, ...]:
         """Have the memory; returns the tensors, which are new ones if the sizes have changed."""

@@ -1,11 +1,16 @@
 """Gradients of a unit, from the backward of its views to the sharded gradient of the optimizer.
 
-    gradients of the members -> one padded buffer in the reduce dtype, divided beforehand
+    gradients of the members -> where they lie, or packed into one buffer: in the reduce dtype,
+      divided beforehand
       -> comm hook; or reduce-scatter in the shard group, all-reduce in the replicate group
       -> divided afterwards -> added to the gradient of the shard
 
 The sum is divided by the number of data-parallel ranks in two steps, so that neither the sum nor
 the parts leave the range of a low-precision dtype.
+
+On an accelerator what is reduced is packed by compute, in its own memory, and read by another
+stream. It is kept here until the reduction is ended; from then on compute waits for that stream
+before it uses the memory again. So there are never more such buffers than reductions under way.
 """
 
 from __future__ import annotations
@@ -58,22 +63,36 @@ class Reduction:
         return replace(self, hook=hook)
 
 
-class _ReductionInFlight(NamedTuple):
-    """A reduction under way."""
+class _Started(NamedTuple):
+    """A collective under way."""
 
     pending: PendingCollective
     end: Callable[[], None]
     """What remains to be done once it has been waited for."""
 
 
+class _ReductionInFlight(NamedTuple):
+    """A reduction under way, and the memory that it reads."""
+
+    started: _Started
+    outgoing: Outgoing
+    shard: Comm | None
+    taken_on: object
+    """The stream that this memory is of."""
+
+
 class Reductions:
     """The reductions under way, oldest first. All of a model's units share one."""
 
     def __init__(self, pool: BufferPool, streams: Streams) -> None:
-        self.in_flight_max = 2
+        self.in_flight_max = streams.reductions_ahead_max
         self._pool = pool
         self.streams = streams
         self._in_flight: list[_ReductionInFlight] = []
+        self._repeated: list[tuple[Sequence[torch.Tensor], object]] = []
+        """Sums that the stream of all-reduces uses, in memory of that of reductions, and the mark
+        behind the use.
+        """
         self._kept: dict[int, dict[int, torch.Tensor]] = {}
         """Sums that wait for the replicate group, by unit and member."""
 
@@ -82,6 +101,7 @@ class Reductions:
         # Each reduction under way holds the unsharded gradients of a unit: this bounds memory.
         while len(self._in_flight) >= self.in_flight_max:
             self._end_oldest()
+        self._drop_repeated(keep=1)
         casts = reduction.hook is not None and reduction.hook.casts
         dtype = (store.compute_dtype if casts else reduction.dtype) or store.dtype
         is_sharded = reduction.hook is None and reduction.shard is not None
@@ -91,13 +111,13 @@ class Reductions:
             fills=reduction.fills_unused,
             # Otherwise the buffer becomes the gradient, or is the hook's own.
             pool=self._pool if is_sharded else None,
+            comm=reduction.shard if is_sharded else None,
         )
         outgoing = store.outgoing_gradients(grads, form)
         if not outgoing.members:
             return
         self.streams.reductions_wait_for_compute()
-        for member in outgoing.members:
-            self.streams.reductions_will_read(member.whole)
+        taken_on = self.streams.current()
         with self.streams.reducing():
             if reduction.hook is not None:
                 started = self._start_hook(store, reduction, reduction.hook, outgoing)
@@ -105,13 +125,14 @@ class Reductions:
                 started = self._start_sharded(store, reduction, reduction.shard, outgoing)
             else:
                 started = self._start_replicated(store, reduction, outgoing)
-        self._in_flight.append(started)
+        self._in_flight.append(_ReductionInFlight(started, outgoing, form.comm, taken_on))
 
     def finish(self) -> None:
         """Wait for all of them."""
         while self._in_flight:
             self._end_oldest()
         self.streams.compute_waits_for_reductions()
+        self._drop_repeated(keep=0)
 
     def drop(self) -> None:
         """Forget what a failed backward has left, once its messages have come and gone: later ones
@@ -121,32 +142,45 @@ class Reductions:
         self._kept.clear()
         with self.streams.reducing():
             for one in dropped:
-                one.pending.wait()
+                one.started.pending.wait()
+        for one in dropped:
+            self.streams.reductions_have_read(one.taken_on)
+        self._drop_repeated(keep=0)
 
     def _end_oldest(self) -> None:
         oldest = self._in_flight.pop(0)
         with self.streams.reducing():
-            oldest.pending.wait()
-            oldest.end()
+            oldest.started.pending.wait()
+            oldest.started.end()
+        self.streams.reductions_have_read(oldest.taken_on)
+        if oldest.shard is not None:
+            for buffer in oldest.outgoing.scratch:
+                oldest.shard.give_back(buffer, self._pool)
+
+    def _drop_repeated(self, *, keep: int) -> None:
+        """Let go of sums that the stream of all-reduces has used, but for the newest."""
+        while len(self._repeated) > keep:
+            _, mark = self._repeated.pop(0)
+            self.streams.reductions_wait_for(mark)
 
     def _start_sharded(
         self, store: ParameterStore, reduction: Reduction, shard: Comm, outgoing: Outgoing
-    ) -> _ReductionInFlight:
+    ) -> _Started:
         members = outgoing.members
         first = members[0].whole
-        sizes = [member.of(shard.rank).numel() for member in members]
         # One tensor behind all parts, so that summing over replicas and dividing are one call each.
-        out = torch.empty(sum(sizes), dtype=first.dtype, device=first.device)
-        outs = torch.split(out, sizes)
-        pending = shard.reduce_scatter(members, outs, pool=self._pool, tag=2 * store.tag + 1)
+        # New memory: it becomes the gradient.
+        total = sum(outgoing.own_numels)
+        out = shard.buffer(total, first.dtype, first.device, None)
+        outs = torch.split(out, list(outgoing.own_numels))
+        targets = [out] if len(members) == 1 else outs
+        pending = shard.reduce_scatter(members, targets, pool=self._pool, tag=2 * store.tag + 1)
 
         def end() -> None:
-            for buffer in outgoing.scratch:
-                self._pool.give_back(buffer)
             if reduction.replicate is None:
                 self._end_shard(store, reduction, outgoing, out, outs)
                 return
-            self.streams.repeats_will_use(out)
+            used = [out]
             with self.streams.repeating():
                 # Sums of earlier backwards that did not go to the replicate group go with these.
                 kept = self._kept.setdefault(store.tag, {})
@@ -154,12 +188,14 @@ class Reductions:
                     before = kept.pop(number, None)
                     if before is not None:
                         part.add_(before)
-                if not reduction.all_reduces:
+                        used.append(before)
+                if reduction.all_reduces:
+                    self._end_shard(store, reduction, outgoing, out, outs)
+                else:
                     kept.update(zip(outgoing.member_indices, outs, strict=True))
-                    return
-                self._end_shard(store, reduction, outgoing, out, outs)
+                self._repeated.append((used, self.streams.mark()))
 
-        return _ReductionInFlight(pending, end)
+        return _Started(pending, end)
 
     def _end_shard(
         self,
@@ -187,6 +223,7 @@ class Reductions:
                 self._end_sum(reduction, kept[number])
             sums = [kept[number] for number in indices]
             store.add_gradients(Outgoing((), indices), sums, keep_dtype=reduction.keep_dtype)
+            self._repeated.append((sums, self.streams.mark()))
 
     def _end_sum(self, reduction: Reduction, out: torch.Tensor) -> None:
         """Sum over the replicate group, and divide, in place."""
@@ -199,7 +236,7 @@ class Reductions:
 
     def _start_replicated(
         self, store: ParameterStore, reduction: Reduction, outgoing: Outgoing
-    ) -> _ReductionInFlight:
+    ) -> _Started:
         (member,) = outgoing.members
         out = member.whole
         comm = reduction.replicate
@@ -210,11 +247,11 @@ class Reductions:
                 out.div_(reduction.factors[1])
             store.add_gradients(outgoing, [out], keep_dtype=reduction.keep_dtype)
 
-        return _ReductionInFlight(pending, end)
+        return _Started(pending, end)
 
     def _start_hook(
         self, store: ParameterStore, reduction: Reduction, hook: CommHook, outgoing: Outgoing
-    ) -> _ReductionInFlight:
+    ) -> _Started:
         (member,) = outgoing.members
         out = full = member.whole
         if reduction.shard is None:
@@ -226,7 +263,7 @@ class Reductions:
         def end() -> None:
             store.add_gradients(outgoing, [out], keep_dtype=reduction.keep_dtype)
 
-        return _ReductionInFlight(PendingCollective(()), end)
+        return _Started(PendingCollective(()), end)
 
 
 def divide_factors(size: int) -> tuple[float, float]:

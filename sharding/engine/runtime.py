@@ -48,7 +48,6 @@ class Runtime:
             unit.runtime, unit.number = self, number
             if unit.store is not None:
                 unit.store.tag = number
-                unit.store.streams = streams
                 unit.store.pages = self.pages
                 unit.store.pool = self.pool
         self.share(streams)
@@ -137,6 +136,7 @@ class Runtime:
 
     def end_forward_alone(self) -> None:
         """A forward has ended that no backward follows: the host may write to its shards now."""
+        self.streams.release_all()
         if any(unit.offload for unit in self.units):
             self.streams.finish()
 
@@ -162,6 +162,7 @@ class Runtime:
         with torch.no_grad():
             for unit in self.units:
                 unit.end_backward()
+        self.streams.release_all()
         self.steps.end()
         if self.is_last_backward and any(unit.offload for unit in self.units):
             self.streams.finish()

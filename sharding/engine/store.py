@@ -26,12 +26,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from sharding.engine.collectives import PendingCollective, RankParts
-from sharding.engine.memory import PagePool, TensorMemory
+from sharding.engine.collectives import Comm, PendingCollective, RankParts
+from sharding.engine.memory import PagePool, TensorMemory, TensorSize
 from sharding.engine.pool import BufferPool
 from sharding.engine.ranges import IN_PLACE, RangeName, Ranges
 from sharding.engine.streams import Streams
-from sharding.engine.torch_seam import ParamPlace, post_accumulate_hooks
+from sharding.engine.torch_seam import ParamPlace, number_as_newest, post_accumulate_hooks
 
 __all__ = [
     "Gradients",
@@ -71,6 +71,8 @@ class Outgoing(NamedTuple):
     members: tuple[RankParts, ...]
     member_indices: tuple[int, ...]
     """Which of the store's members they belong to."""
+    own_numels: tuple[int, ...] = ()
+    """How many elements of the sum are this rank's part of each of those."""
     scratch: tuple[torch.Tensor, ...] = ()
     """Buffers of the pool that hold some of them; to be given back after the reduction."""
 
@@ -84,6 +86,8 @@ class OutgoingForm(NamedTuple):
     """Whether members without a gradient take part, with zeros."""
     pool: BufferPool | None
     """Where scratch comes from; None: all memory is new."""
+    comm: Comm | None
+    """What sums them, and says whether members are to be packed into one; None: nothing does."""
 
 
 class _Views(torch.autograd.Function):
@@ -143,6 +147,8 @@ class ParameterStore(ABC):
         self._limit_gathers = limit_gathers
         self._pending = PendingCollective(())
         self._views_for: object = None
+        self._node: Any = None
+        """Of the graph, which the views hang on; None where nothing wants gradients."""
 
     # --- what is up to the store: values --------------------------------------------------------
 
@@ -163,7 +169,9 @@ class ParameterStore(ABC):
 
     @abstractmethod
     def start_gather(self) -> PendingCollective:
-        """Take memory, put the own parts into place, and start. Runs on the stream of gathers."""
+        """Take memory and start to fill it with everyone's parts. Runs on the stream of gathers;
+        what is to be done when the parts are there runs on that of compute.
+        """
 
     @abstractmethod
     def make_views(self) -> tuple[torch.Tensor, ...]:
@@ -245,13 +253,23 @@ class ParameterStore(ABC):
         """Memory that gathered parameters take now, beside the shards."""
         return self.memory.nbytes
 
-    def start_unshard(self) -> None:
-        """Start gathering; nothing happens unless the state is a sharded one."""
+    def fetch(self, sizes: Sequence[TensorSize]) -> tuple[torch.Tensor, ...]:
+        """Have memory for gathered parameters, of the current stream; see `TensorMemory.fetch`."""
+        self.streams.take_back(self.memory)
+        self.memory.stream = self.streams.current()
+        return self.memory.fetch(sizes, self.pages)
+
+    def start_unshard(self, *, is_early: bool = True) -> None:
+        """Start gathering; nothing happens unless the state is a sharded one. `is_early`: before
+        what comes ahead of the parameters' use has been given to the device.
+        """
         if self.state in (State.GATHERING, State.UNSHARDED):
             return
         if self._limit_gathers:
             with self.ranges(RangeName.LIMIT):
-                self.streams.limit_gathers()
+                # What was given back was read before the compute that an early gather overlaps.
+                if is_early:
+                    self.streams.release_all()
         # Memory that is made in inference mode could never be written outside of it again.
         on_stream = self.streams.gathering()
         with torch.inference_mode(False), torch.no_grad(), on_stream, self.ranges(RangeName.GATHER):
@@ -260,18 +278,16 @@ class ParameterStore(ABC):
 
     def finish_unshard(self) -> None:
         """Gather unless that has been started, and return when compute may read the parameters."""
-        self.start_unshard()
+        self.start_unshard(is_early=False)
         if self.state is State.GATHERING:
             with self.ranges(RangeName.GATHERED):
                 self._wait()
-            self.streams.compute_waits_for_gathers()
             self.state = State.UNSHARDED
 
     def reshard(self) -> None:
         """Release what was gathered, and show the shards again. Harmless when there is nothing."""
         if self.state is State.GATHERING:
             self._wait()  # a gather still under way would write into memory that is freed
-            self.streams.compute_waits_for_gathers()
         self.hide_views()
         if self.state in (State.GATHERING, State.UNSHARDED):
             self.release()
@@ -279,14 +295,15 @@ class ParameterStore(ABC):
 
     def release(self) -> None:
         """Give the gathered memory away."""
-        for tensor in self.memory.wholes:
-            self.streams.will_free(tensor)
-        self.memory.release()
-        self.streams.freed(limited=self._limit_gathers)
+        self.streams.give_back(self.memory, limited=self._limit_gathers)
 
     def _wait(self) -> None:
-        with torch.inference_mode(False), torch.no_grad(), self.streams.gathering():
+        """Compute from now on sees what was gathered."""
+        with torch.inference_mode(False), torch.no_grad():
+            self.streams.compute_waits_for_gathers()
             self._pending.wait()
+        # What the gather has taken beside the parameters' memory has been read, and is free.
+        self.streams.gathers_wait_for(self.streams.mark())
 
     # --- what modules show ----------------------------------------------------------------------
 
@@ -299,6 +316,14 @@ class ParameterStore(ABC):
             for place in item.places:
                 self.put(place, view)
         self.shows_views = True
+
+    def number_views(self) -> None:
+        """Let the backward of the views come behind that of all forwards from now on, and before
+        that of earlier ones. The node is of the first step: left as it is, a backward would run it
+        after all others, and no unit would reduce before all gradients of the model are there.
+        """
+        if self._node is not None:
+            number_as_newest(self._node)
 
     def memory_identity(self) -> object:
         """Changes whenever views have to be made anew."""
@@ -320,6 +345,7 @@ class ParameterStore(ABC):
         with torch.inference_mode(False), torch.enable_grad():
             anchor = torch.empty(0, device=self.device, requires_grad=anchored)
             views = _Views.apply(anchor, self, trainable)  # type: ignore[no-untyped-call]
+            self._node = next((one.grad_fn for one in views if one.grad_fn is not None), None)
             self.views = self.wrap_views(views)
         self._views_for = wanted
         self.shows_views = False

@@ -2,23 +2,38 @@
 
 Four streams on an accelerator: the caller's own (compute), one for gathers, one for reductions, and
 one for the all-reduce of hybrid sharding.
+
+A caching allocator keeps memory by the stream that it was taken on, and gives it out again on that
+stream as soon as the host has let go of it: work that the stream was given before is over by then,
+work of others may not be. So whoever takes memory of another stream lets that one wait for an event
+behind its own last use, and keeps the memory until it has. Streams wait, the host never does, and
+however far it runs ahead, no more is taken than when it does not. The allocator's own way,
+`record_stream`, keeps the memory until the host sees that the use is over, which is too late for
+a host that runs ahead.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["Streams", "streams_for"]
+from sharding.engine.memory import GatheredMemory, TensorMemory
 
-_GATHERS_AHEAD_MAX = 2  # torch's own value: one in use, one under way
+__all__ = ["Streams", "streams_for"]
 
 
 class Streams:
     """The seam for devices that compute in order with the caller: nothing to wait for."""
+
+    reductions_ahead_max = 2
+    """How many reductions are under way at once, unless the user says: while the host ends one, the
+    other goes on."""
+
+    def current(self) -> object:
+        """The stream that the caller's work goes to."""
+        return None
 
     def gathering(self) -> AbstractContextManager[Any]:
         """Work inside goes to the stream of gathers."""
@@ -32,8 +47,9 @@ class Streams:
         """Work inside goes to the stream of all-reduces, after all that reductions were given."""
         return nullcontext()
 
-    def repeats_will_use(self, tensor: torch.Tensor) -> None:
-        """`tensor`, of the stream of reductions, is used by that of all-reduces too."""
+    def mark(self) -> object:
+        """A mark behind what the current stream was given so far."""
+        return None
 
     def gathers_wait_for_compute(self) -> None:
         """Gathers from now on see what compute has done so far (an optimizer step)."""
@@ -41,12 +57,10 @@ class Streams:
     def gathers_wait_once_for(self, event: torch.Event) -> None:
         """The next `gathers_wait_for_compute` waits for this event instead."""
 
-    def mark_compute(self) -> object:
-        """A mark behind what compute was given so far, for `gathers_wait_for`."""
-        return None
-
     def gathers_wait_for(self, mark: object) -> None:
-        """Gathers from now on see what compute had done at the mark."""
+        """Gathers from now on see what was done before the mark, and may use memory that was read
+        before it.
+        """
 
     def compute_waits_for_gathers(self) -> None:
         """Compute from now on sees what was gathered so far."""
@@ -54,8 +68,13 @@ class Streams:
     def reductions_wait_for_compute(self) -> None:
         """Reductions from now on see the gradients computed so far."""
 
-    def reductions_will_read(self, tensor: torch.Tensor) -> None:
-        """`tensor`'s memory is read by reductions, also after compute has let go of it."""
+    def reductions_wait_for(self, mark: object) -> None:
+        """Reductions from now on may use memory that was read before the mark."""
+
+    def reductions_have_read(self, taken_on: object) -> None:
+        """What `taken_on`, the stream of memory that reductions have read, is given from now on may
+        use that memory again.
+        """
 
     def compute_waits_for_reductions(self) -> None:
         """Compute from now on sees what was reduced so far."""
@@ -63,11 +82,17 @@ class Streams:
     def will_free(self, tensor: torch.Tensor) -> None:
         """`tensor`'s memory is about to be released while compute may still read it."""
 
-    def freed(self, *, limited: bool) -> None:
-        """Gathered memory was released; the limiter counts it."""
+    def give_back(self, memory: TensorMemory, *, limited: bool) -> None:
+        """Release gathered memory, which compute may still read. With `limited`, gathers wait for
+        compute rather than take more memory than two units need.
+        """
+        memory.release()
 
-    def limit_gathers(self) -> None:
-        """Hold the CPU back while too many gathers are ahead of compute."""
+    def take_back(self, memory: TensorMemory) -> None:
+        """Gathers are about to fetch `memory`, which may have been given back a moment ago."""
+
+    def release_all(self) -> None:
+        """Gathers from now on wait for all reads of memory that was given back, and may use it."""
 
     def to_host(
         self, tensor: torch.Tensor, *, pin: bool, into: torch.Tensor | None = None
@@ -89,7 +114,21 @@ class Streams:
         """
 
 
+class _Held(NamedTuple):
+    """Gathered memory that was given back, and is free once the stream of gathers has come to wait
+    for the mark behind its last use.
+    """
+
+    memory: TensorMemory
+    storages: tuple[GatheredMemory, ...]
+    """Its own at the time: it may have others since."""
+    mark: Any
+
+
 class _AcceleratorStreams(Streams):
+    # Compute waits for the oldest before it packs the next gradients, in the memory of the former.
+    reductions_ahead_max = 1
+
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._module: Any = torch.get_device_module(device)
@@ -98,11 +137,19 @@ class _AcceleratorStreams(Streams):
         self._reduce = self._module.Stream(device, priority=-1)
         # Of its own, so that the next unit's reduction need not wait for an all-reduce.
         self._repeat = self._module.Stream(device, priority=-1)
-        self._free_events: deque[Any] = deque()
+        self._held: list[_Held] = []
         self._post_step: list[torch.Event] = []
 
     def _compute(self) -> Any:
         return self._module.current_stream(self._device)
+
+    def current(self) -> object:
+        return self._compute()
+
+    def mark(self) -> object:
+        event = self._module.Event()
+        event.record(self._compute())
+        return event
 
     def gathering(self) -> AbstractContextManager[Any]:
         context: AbstractContextManager[Any] = self._module.stream(self._gather)
@@ -117,9 +164,6 @@ class _AcceleratorStreams(Streams):
         context: AbstractContextManager[Any] = self._module.stream(self._repeat)
         return context
 
-    def repeats_will_use(self, tensor: torch.Tensor) -> None:
-        tensor.record_stream(self._repeat)
-
     def gathers_wait_for_compute(self) -> None:
         if self._post_step:
             self._gather.wait_event(self._post_step.pop())
@@ -128,11 +172,6 @@ class _AcceleratorStreams(Streams):
 
     def gathers_wait_once_for(self, event: torch.Event) -> None:
         self._post_step = [event]
-
-    def mark_compute(self) -> object:
-        event = self._module.Event()
-        event.record(self._compute())
-        return event
 
     def gathers_wait_for(self, mark: object) -> None:
         self._gather.wait_event(mark)
@@ -143,9 +182,11 @@ class _AcceleratorStreams(Streams):
     def reductions_wait_for_compute(self) -> None:
         self._reduce.wait_stream(self._compute())
 
-    def reductions_will_read(self, tensor: torch.Tensor) -> None:
-        # The allocator may give the memory to others only when this stream has read it.
-        tensor.record_stream(self._reduce)
+    def reductions_wait_for(self, mark: object) -> None:
+        self._reduce.wait_event(mark)
+
+    def reductions_have_read(self, taken_on: Any) -> None:
+        taken_on.wait_stream(self._reduce)
 
     def compute_waits_for_reductions(self) -> None:
         self._compute().wait_stream(self._reduce)
@@ -154,15 +195,33 @@ class _AcceleratorStreams(Streams):
     def will_free(self, tensor: torch.Tensor) -> None:
         tensor.record_stream(self._compute())
 
-    def freed(self, *, limited: bool) -> None:
-        if limited:
-            event = self._module.Event()
-            event.record()
-            self._free_events.append(event)
+    def give_back(self, memory: TensorMemory, *, limited: bool) -> None:
+        if memory.stream == self._gather and limited:
+            self._held.append(_Held(memory, memory.storages, self.mark()))
+            # A gather on demand comes behind this in the host's order, but is to overlap with the
+            # compute that still reads this memory: it waits for the memory before.
+            self._free_held(keep=1)
+            return
+        for storage in memory.storages:
+            self.will_free(storage.whole)
+        memory.release()
 
-    def limit_gathers(self) -> None:
-        while len(self._free_events) >= _GATHERS_AHEAD_MAX:
-            self._free_events.popleft().synchronize()
+    def take_back(self, memory: TensorMemory) -> None:
+        for held in [one for one in self._held if one.memory is memory]:
+            self._held.remove(held)
+            self._free(held)
+
+    def release_all(self) -> None:
+        self._free_held(keep=0)
+
+    def _free_held(self, *, keep: int) -> None:
+        while len(self._held) > keep:
+            self._free(self._held.pop(0))
+
+    def _free(self, held: _Held) -> None:
+        self._gather.wait_event(held.mark)
+        for storage in held.storages:
+            storage.release()
 
     def to_host(
         self, tensor: torch.Tensor, *, pin: bool, into: torch.Tensor | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,13 +15,17 @@ __all__ = [
     "ParamPlace",
     "TrainingState",
     "call_after_backward",
+    "chunk_cat",
     "current_backward",
+    "foreach_copy",
+    "foreach_mul",
     "is_in_backward",
     "is_marked_replicate",
     "is_profiling",
     "larger_mesh",
     "mark_fully_sharded",
     "norm_counters",
+    "number_as_newest",
     "persistent_buffers",
     "post_accumulate_hooks",
     "run_policy",
@@ -68,6 +72,34 @@ def call_after_backward(callback: Callable[[], None]) -> None:
     """Call once when the backward pass that is running now has ended."""
     engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(callback)
+
+
+def foreach_copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy each source into its target, which may have another dtype or device; one kernel on an
+    accelerator where devices and layouts are alike.
+    """
+    torch._foreach_copy_(list(targets), list(sources), non_blocking=True)
+
+
+def foreach_mul(tensors: Sequence[torch.Tensor], factor: float) -> None:
+    """Multiply each tensor in place; one kernel on an accelerator."""
+    torch._foreach_mul_(list(tensors), factor)
+
+
+def chunk_cat(tensors: Sequence[torch.Tensor], ranks: int, out: torch.Tensor) -> None:
+    """Cut each tensor along dim 0 as `torch.chunk` does, into as many parts as `out` has rows, and
+    lay the parts of all tensors side by side in their row, zeros where a part is short. One kernel
+    on an accelerator, casting too. All tensors have one dtype and at least one element.
+    """
+    torch._chunk_cat(list(tensors), 0, ranks, out=out)
+
+
+def number_as_newest(node: Any) -> None:
+    """Let the node of the graph run as if it were made now: of the nodes that are ready, a backward
+    runs the newest first.
+    """
+    newest: Any = torch.empty(0, requires_grad=True).view(0).grad_fn  # no other has its number
+    node._set_sequence_nr(newest._sequence_nr())
 
 
 NO_BACKWARD = -1

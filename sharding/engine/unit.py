@@ -14,6 +14,8 @@ What the units of one model do together (order, prefetch, the end of the backwar
 from __future__ import annotations
 
 import enum
+import functools
+import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -119,6 +121,14 @@ class Root(Protocol):
         """Use these streams from now on."""
 
 
+class _Forward:
+    """A forward that a backward may follow. Only the graph keeps it: it goes with that."""
+
+    def __init__(self) -> None:
+        self.is_backward = False
+        """Whether the backward has come."""
+
+
 class Unit:
     """See the head of this file. `store` is None for a wrapper with nothing to shard."""
 
@@ -157,6 +167,7 @@ class Unit:
         self._input_watches: list[RemovableHandle] = []
         self._has_reduced = False
         self._is_kept_without_grad = False
+        self._forwards: list[weakref.ref[_Forward]] = []
         self.ranges = Ranges(face)
         if store is not None:
             store.on_gradients = self.gradients_ready
@@ -188,6 +199,7 @@ class Unit:
             if self.store is not None:
                 self.gather()
                 if not recomputes:
+                    self._order_backward(self.store)
                     with self.ranges(RangeName.FORWARD_PREFETCH):
                         runtime.prefetch_forward(self)
                     runtime.steps.note("forward", self.number)
@@ -195,6 +207,20 @@ class Unit:
         if self.store is not None and not self.store.requires_grad:
             self._reshard_after_inputs((args, kwargs))
         return args, kwargs
+
+    def _order_backward(self, store: ParameterStore) -> None:
+        """Let gradients of this forward be reduced before the backward of what ran before it.
+
+        What is frozen is read by the backward of a forward without giving a gradient: it must still
+        be there, so while the backward of an earlier forward is to come, the order stays.
+        """
+        if not torch.is_grad_enabled():
+            return
+        forwards = [one() for one in self._forwards]
+        awaited = [one for one in forwards if one is not None and not one.is_backward]
+        self._forwards = [weakref.ref(one) for one in awaited]
+        if not awaited or all(store.trainable):
+            store.number_views()
 
     def _at_the_root(self, part: RangeName) -> AbstractContextManager[Any]:
         # The flat wrapper of torch asks every unit whether it is the root, inside of the range.
@@ -216,25 +242,29 @@ class Unit:
         if self.store is not None:
             runtime.steps.note("forward end", self.number)
         self.phase = Phase.IDLE
+        if self.store is not None and not runtime.in_backward:
+            self._free_after_forward(self.store, watched=watched)
         if not watched and runtime.root.phase is Phase.IDLE:
             runtime.end_forward_alone()
-        if self.store is None or runtime.in_backward:
-            return output
+        return output
+
+    def _free_after_forward(self, store: ParameterStore, *, watched: bool) -> None:
+        """`watched`: whether a backward may follow."""
+        runtime = self.known_runtime()
         frees = self.schedule.frees_after_forward
         keeps_always = frees is False and self.schedule.keeps_without_grad
         if frees is None:
             frees = runtime.root is not self
         if not frees and (watched or keeps_always):
             self._is_kept_without_grad = not watched
-            self.store.keep_after_forward()
+            store.keep_after_forward()
         elif watched:
-            self.store.free_after_forward()
+            store.free_after_forward()
             runtime.steps.note("free", self.number)
         else:
             # No backward follows that could use a larger shard: all of it is freed.
-            self.store.reshard()
+            store.reshard()
             runtime.steps.note("free", self.number)
-        return output
 
     @property
     def recomputes(self) -> bool:
@@ -312,8 +342,12 @@ class Unit:
         """Ask for `before_backward` at every output with a gradient; whether there is any."""
         # No gradient of a leaf comes here, and its hooks would outlive the iteration.
         tensors = [one for one in _tensors_with_gradients(output) if not one.is_leaf]
+        forward = _Forward()
         for tensor in tensors:
-            tensor.register_hook(self._on_output_gradient)  # type: ignore[no-untyped-call]
+            hook = functools.partial(self._on_output_gradient, forward)
+            tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+        if tensors:
+            self._forwards.append(weakref.ref(forward))
         return bool(tensors)
 
     def _reshard_after_inputs(self, inputs: Any) -> None:
@@ -338,7 +372,8 @@ class Unit:
 
     # --- backward -------------------------------------------------------------------------------
 
-    def _on_output_gradient(self, grad: torch.Tensor) -> None:
+    def _on_output_gradient(self, forward: _Forward, grad: torch.Tensor) -> None:
+        forward.is_backward = True
         self.before_backward()
 
     def before_backward(self) -> None:

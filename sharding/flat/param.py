@@ -21,6 +21,7 @@ from sharding.engine.store import (
     call_accumulate_hooks,
 )
 from sharding.engine.streams import Streams
+from sharding.engine.torch_seam import foreach_copy, foreach_mul
 from sharding.flat.members import member_view
 from sharding.flat.values import FlatValues, StoreOptions
 
@@ -77,7 +78,8 @@ class FlatParam(FlatValues):
             [None] * len(self.params) if grads is None else grads, full, scale=form.scale
         )
         scratch = () if form.pool is None else (full,)
-        return Outgoing((RankParts(full, self.layout.shard_numel),), (0,), scratch)
+        shard_numel = self.layout.shard_numel
+        return Outgoing((RankParts(full, shard_numel),), (0,), (shard_numel,), scratch)
 
     def write_gradients(
         self, grads: Gradients, out: torch.Tensor, *, scale: float, earlier: bool = True
@@ -87,6 +89,7 @@ class FlatParam(FlatValues):
         # Scratch is used again: filler and padding would carry old values into the sums.
         for start, stop in self.layout.gaps:
             out[start:stop].zero_()
+        copied: list[tuple[torch.Tensor, torch.Tensor]] = []
         for member, grad in zip(self.layout.members, grads, strict=True):
             target = member_view(out, member)
             before = None if kept is None else member_view(kept, member)
@@ -96,9 +99,13 @@ class FlatParam(FlatValues):
             elif value.dtype == out.dtype and scale != 1.0:
                 torch.mul(value.detach(), scale, out=target)
             else:
-                target.copy_(value.detach())
-                if scale != 1.0:
-                    target.mul_(scale)
+                copied.append((target, value.detach()))
+        if copied:
+            targets = [target for target, _ in copied]
+            foreach_copy(targets, [value for _, value in copied])
+            if scale != 1.0:
+                # In the dtype of the sum: a product in the gradients' own would be rounded.
+                foreach_mul(targets, scale)
         if earlier:
             self.unsharded_grad = None
 

@@ -126,7 +126,7 @@ class FlatValues(ParameterStore):
 
     # --- gathering ------------------------------------------------------------------------------
 
-    def start_unshard(self) -> None:
+    def start_unshard(self, *, is_early: bool = True) -> None:
         """Start gathering; nothing happens unless the state is SHARDED."""
         if self.state is not State.SHARDED:
             return
@@ -135,17 +135,17 @@ class FlatValues(ParameterStore):
             self._full = self.flat.detach()
             self.state = State.UNSHARDED
             return
-        super().start_unshard()
+        super().start_unshard(is_early=is_early)
 
     def start_gather(self) -> PendingCollective:
-        """Put the own shard into its place, and start; where nothing is sharded that is all."""
-        size = TensorSize(self.layout.padded_numel, self.compute_dtype)
-        (self._full,) = self.memory.fetch([size], self.pages)
-        self._own_segment(self._full).copy_(self.flat.detach(), non_blocking=True)
+        """Start to fill the gathered memory with the shards; where nothing is sharded it is a copy
+        in another dtype or on another device.
+        """
+        (self._full,) = self.fetch([TensorSize(self.layout.padded_numel, self.compute_dtype)])
         if not self.options.sharded:
+            self._full.copy_(self.flat.detach(), non_blocking=True)
             return PendingCollective(())
-        parts = RankParts(self._full, self.layout.shard_numel)
-        return self.comm.all_gather([parts], pool=self.pool, tag=2 * self.tag)
+        return self._gather_into(self._full, self.flat.detach())
 
     def release(self) -> None:
         """Give the gathered memory away, unless it is the shard."""
@@ -177,9 +177,7 @@ class FlatValues(ParameterStore):
         if not self.options.sharded:
             return values.detach().clone()
         full = torch.empty(self.layout.padded_numel, dtype=values.dtype, device=self.options.device)
-        self._own_segment(full).copy_(values.detach())
-        parts = RankParts(full, self.layout.shard_numel)
-        self.comm.all_gather([parts], pool=self.pool, tag=2 * self.tag).wait()
+        self._gather_into(full, values.detach()).wait()
         return full[: self.layout.numel]
 
     def keep_own_part(self, full: torch.Tensor, into: torch.Tensor) -> None:
@@ -191,8 +189,9 @@ class FlatValues(ParameterStore):
         """The members in an unsharded flat tensor, in their own shapes and strides."""
         return [member_view(full, member) for member in self.layout.members]
 
-    def _own_segment(self, full: torch.Tensor) -> torch.Tensor:
-        return full[self.rank * self.layout.shard_numel :][: self.layout.shard_numel]
+    def _gather_into(self, full: torch.Tensor, own: torch.Tensor) -> PendingCollective:
+        parts = RankParts(full, self.layout.shard_numel)
+        return self.comm.all_gather([parts], [own], pool=self.pool, tag=2 * self.tag)
 
     # --- what modules show ----------------------------------------------------------------------
 

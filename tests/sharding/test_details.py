@@ -107,9 +107,9 @@ def early() -> None:
     gathers: list[int] = []
     gather = store.comm.all_gather
 
-    def counted(members: Any, **kwargs: Any) -> Any:
+    def counted(*args: Any, **kwargs: Any) -> Any:
         gathers.append(1)
-        return gather(members, **kwargs)
+        return gather(*args, **kwargs)
 
     store.comm.all_gather = counted
     handle = inner._unshard(async_op=True)
@@ -135,11 +135,12 @@ class Counting(Streams):
     def __init__(self) -> None:
         self.calls: list[str] = []
 
-    def limit_gathers(self) -> None:
+    def release_all(self) -> None:
         self.calls.append("limit")
 
-    def freed(self, *, limited: bool) -> None:
-        self.calls.append("counted" if limited else "freed")
+    def give_back(self, memory: Any, *, limited: bool) -> None:
+        super().give_back(memory, limited=limited)
+        self.calls.append("kept back" if limited else "freed")
 
 
 def limited() -> None:
@@ -150,9 +151,9 @@ def limited() -> None:
         for unit in Ours.fsdp_modules(model):
             unit.fsdp_unit.store.streams = seam
         model(torch.ones(2, 6)).sum().backward()
-        # Two gathers in the forward, one again in the backward; each is freed.
-        assert seam.calls.count("limit") == (3 if limit else 0)
-        assert seam.calls.count("counted") == (3 if limit else 0)
+        # Two gathers in the forward, one again in the backward, early; each is freed.
+        assert seam.calls.count("limit") == (1 if limit else 0)
+        assert seam.calls.count("kept back") == (3 if limit else 0)
         assert seam.calls.count("freed") == (0 if limit else 3)
 
 

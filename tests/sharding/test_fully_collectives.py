@@ -2,7 +2,7 @@
 
 Method: random members (uneven, empty, large and small, several dtypes) on three ranks, gathered and
 reduced by every `Comm`, against what all ranks' values say; integers as floats, so that sums are
-exact in any order.
+exact in any order. Where a `Comm` takes one member of equal parts only, they are packed first.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from sharding.engine.collectives import Comm, RankParts, _Native, _Pairwise, default_group
+from sharding.engine.packing import PackedGather, pack_gradients
 from sharding.engine.pool import BufferPool
 from tests.sharding.fully_scenarios import claims
 
@@ -21,8 +22,37 @@ pytestmark = pytest.mark.ranks
 DTYPES = (torch.float32, torch.bfloat16, torch.int64)
 
 
+CPU = torch.device("cpu")
+
+
 def comms() -> tuple[Comm, ...]:
     return _Pairwise(default_group()), _Native(default_group())
+
+
+def gather(comm: Comm, wanted: list[RankParts], pool: BufferPool, tag: int) -> list[torch.Tensor]:
+    """Everyone's parts of what is wanted, of which this rank gives its own."""
+    own = [parts.of(comm.rank) for parts in wanted]
+    even = all(one.whole.numel() == comm.size * one.part_numel for one in wanted)
+    if not comm.packs(len(wanted), even=even):
+        members = [
+            RankParts(torch.full_like(parts.whole, 99), parts.part_numel) for parts in wanted
+        ]
+        comm.all_gather(members, own, pool=pool, tag=tag).wait()
+        return [parts.whole for parts in members]
+    padded = []
+    for part, parts in zip(own, wanted, strict=True):
+        padded.append(part.new_zeros(parts.part_numel))
+        padded[-1][: part.numel()] = part
+    packed = PackedGather(comm, padded, [one.dtype for one in own], CPU, pool)
+    comm.all_gather([packed.whole], [packed.own], pool=pool, tag=tag).wait()
+    targets = [
+        RankParts(parts.whole.new_full((comm.size * parts.part_numel,), 99), parts.part_numel)
+        for parts in wanted
+    ]
+    packed.copy_out(targets)
+    return [
+        target.whole[: parts.whole.numel()] for target, parts in zip(targets, wanted, strict=True)
+    ]
 
 
 def random_sizes(rng: random.Random, size: int) -> list[tuple[int, int]]:
@@ -44,24 +74,19 @@ def values_of(rank: int, member: int, numel: int, dtype: torch.dtype) -> torch.T
 
 
 def everyone_gets_everyones_parts() -> None:
-    size, rank = dist.get_world_size(), dist.get_rank()
+    size = dist.get_world_size()
     for seed in range(25):
         rng = random.Random(seed)
         sizes = random_sizes(rng, size)
         dtypes = [rng.choice(DTYPES) for _ in sizes]
         for comm in comms():
-            members, wanted = [], []
-            for index, ((numel, part), dtype) in enumerate(zip(sizes, dtypes, strict=True)):
-                whole = values_of(0, index, numel, dtype)
-                parts = RankParts(torch.full_like(whole, 99), part)
-                parts.of(rank).copy_(RankParts(whole, part).of(rank))
-                members.append(parts)
-                wanted.append(whole)
-            pool = BufferPool()
-            comm.all_gather(members, pool=pool, tag=seed).wait()
-            for parts, whole in zip(members, wanted, strict=True):
-                held = size * parts.part_numel
-                assert torch.equal(parts.whole[:held], whole[:held]), f"{seed} {type(comm)}"
+            wanted = [
+                RankParts(values_of(0, index, numel, dtype), part)
+                for index, ((numel, part), dtype) in enumerate(zip(sizes, dtypes, strict=True))
+            ]
+            gathered = gather(comm, wanted, BufferPool(), seed)
+            for whole, parts in zip(gathered, wanted, strict=True):
+                assert torch.equal(whole, parts.whole), f"{seed} {type(comm)}"
 
 
 def everyone_gets_the_sum_of_its_parts() -> None:
@@ -71,6 +96,8 @@ def everyone_gets_the_sum_of_its_parts() -> None:
         sizes = random_sizes(rng, size)
         dtype = rng.choice((torch.float32, torch.bfloat16))
         for comm in comms():
+            if comm.packs(len(sizes), even=False):
+                continue  # see below
             members = [
                 RankParts(values_of(rank, index, numel, dtype), part)
                 for index, (numel, part) in enumerate(sizes)
@@ -82,17 +109,51 @@ def everyone_gets_the_sum_of_its_parts() -> None:
                 assert torch.equal(out, RankParts(whole, part).of(rank)), f"{seed} {type(comm)}"
 
 
+def packed_gradients_are_summed_into_one_row() -> None:
+    size, rank = dist.get_world_size(), dist.get_rank()
+    for seed in range(25):
+        rng = random.Random(seed)
+        shapes = [
+            (rng.choice([0, 1, 2, 3, rng.randint(4, 60)]), *rng.choice([(), (1,), (5, 2), (0,)]))
+            for _ in range(rng.randint(1, 6))
+        ]
+        dtype = rng.choice((torch.float32, torch.bfloat16))
+        # Sums in another dtype than some gradients, or than all.
+        dtypes = [rng.choice((dtype, torch.float32)) for _ in shapes]
+        numels = [torch.Size(shape).numel() for shape in shapes]
+        chunks = [-(-shape[0] // size) * torch.Size(shape[1:]).numel() for shape in shapes]
+        comm, width = _Native(default_group()), sum(chunks)
+        by_rank = [
+            [
+                values_of(other, index, numel, torch.float32).to(one).view(shape)
+                for index, (numel, shape, one) in enumerate(
+                    zip(numels, shapes, dtypes, strict=True)
+                )
+            ]
+            for other in range(size)
+        ]
+        buffer = torch.full((size * width,), 99, dtype=dtype)
+        pack_gradients(by_rank[rank], buffer.view(size, width))
+        out = torch.full((width,), 99, dtype=dtype)
+        member = RankParts(buffer, width)
+        comm.reduce_scatter([member], [out], pool=BufferPool(), tag=seed).wait()
+        for index, (part, chunk) in enumerate(zip(out.split(chunks), chunks, strict=True)):
+            whole = torch.stack([of_rank[index].to(dtype) for of_rank in by_rank]).sum(0)
+            wanted = RankParts(whole.reshape(-1), chunk).of(rank)
+            assert torch.equal(part[: wanted.numel()], wanted), (seed, index)
+            assert not part[wanted.numel() :].any(), (seed, index)
+
+
 def calls_of_several_units_pass_each_other() -> None:
     rank = dist.get_rank()
     comm, pool = comms()[0], BufferPool()
     members, pending = [], []
     for tag in range(4):
-        parts = RankParts(torch.full((30,), float(tag)), 10)
-        parts.of(rank).fill_(10.0 * tag + rank)
-        members.append(parts)
+        members.append(RankParts(torch.full((30,), float(tag)), 10))
     # Started in other orders on other ranks.
     for tag in sorted(range(4), key=lambda tag: (tag * (rank + 1)) % 5):
-        pending.append(comm.all_gather([members[tag]], pool=pool, tag=tag))
+        own = torch.full((10,), 10.0 * tag + rank)
+        pending.append(comm.all_gather([members[tag]], [own], pool=pool, tag=tag))
     for one in pending:
         one.wait()
         one.wait()
@@ -105,6 +166,7 @@ test_on_three_ranks = claims(
     [
         everyone_gets_everyones_parts,
         everyone_gets_the_sum_of_its_parts,
+        packed_gradients_are_summed_into_one_row,
         calls_of_several_units_pass_each_other,
     ],
 )

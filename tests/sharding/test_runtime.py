@@ -91,9 +91,9 @@ def counted(**kwargs: Any) -> list[str]:
             continue
         gather = store.comm.all_gather
 
-        def recorded(members: Any, *, gather: Any = gather, n: int = number, **kwargs: Any) -> Any:
+        def recorded(*args: Any, gather: Any = gather, n: int = number, **kwargs: Any) -> Any:
             log.append(f"g{n}")
-            return gather(members, **kwargs)
+            return gather(*args, **kwargs)
 
         store.comm.all_gather = recorded  # type: ignore[method-assign]
         unit.module.register_forward_pre_hook(lambda m, a, n=number: log.append(f"f{n}"))

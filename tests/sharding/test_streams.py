@@ -176,7 +176,7 @@ class Ordered(Streams):
     def gathers_wait_for_compute(self) -> None:
         self._wait("gather", self.clocks[self.now])
 
-    def mark_compute(self) -> object:
+    def mark(self) -> object:
         return dict(self.clocks[self.now])
 
     def gathers_wait_for(self, mark: Any) -> None:

@@ -232,8 +232,11 @@ class Backward:
         return stream
 
     def end(self) -> None:
-        """The caller's stream waits for all that were used."""
-        for stream in self._used:
+        """The caller's stream waits for all that were used: before callbacks run on it, which may
+        give others more to do.
+        """
+        used, self._used = self._used, []
+        for stream in used:
             if stream is not self._caller:
                 self._caller.wait_stream(stream)
 

@@ -49,12 +49,13 @@ _OUTSIDE = {
     "gathers_wait_for",
     "compute_waits_for_gathers",
     "reductions_wait_for_compute",
-    "reductions_will_read",
     "compute_waits_for_reductions",
-    "repeats_will_use",
+    "reductions_wait_for",
+    "reductions_have_read",
     "will_free",
-    "freed",
-    "limit_gathers",
+    "give_back",
+    "take_back",
+    "release_all",
     "finish",
 }
 

@@ -53,6 +53,7 @@ def run_one(who: str, surface: str, name: str) -> Report:
             counts = dict(device.counts)
             counts["live peak"] = device.allocator.live_peak_bytes
             counts["reserved"] = device.allocator.reserved_bytes
+            counts["live at the end"] = device.allocator.live_bytes
             findings = tuple(str(one) for one in device.findings)
             waits = dict(device.host_waits_by)
             run.models.clear()

@@ -250,6 +250,14 @@ def offload_and_hooks_that_look_at_gradients(run: Run) -> None:
     run.train(model)
 
 
+@scenario(("fully",))
+def offload_over_an_axis_and_hooks(run: Run) -> None:
+    model = run.wrap(run.net(), mesh=(2, 4), offload=True)
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(0.5))
+    run.train(model)
+
+
 # Of torch's classes only the user may make the host wait for what the forward still copies.
 @scenario(torchs=())
 def offload_and_evaluation(run: Run) -> None:
@@ -591,8 +599,8 @@ def values_written_between_forward_and_backward(run: Run) -> None:
         loss.backward()
 
 
-@scenario(FULLY, torchs=())
-def what_an_extension_makes(run: Run) -> None:
+def _extended(run: Run) -> Any:
+    """A model with an extension that makes a tensor of its own."""
     run.dtypes.add(BF16)
 
     def before(mesh: Any) -> Any:
@@ -611,15 +619,20 @@ def what_an_extension_makes(run: Run) -> None:
     model = run.wrap(model)
     local: Any = model.blocks[0].up.weight._local_tensor
     local.fsdp_pre_all_gather, local.fsdp_post_all_gather = before, after
-    run.train(model, steps=3)
+    return model
+
+
+@scenario(FULLY, torchs=())
+def what_an_extension_makes(run: Run) -> None:
+    run.train(_extended(run), steps=3)
 
 
 class Wide(Net):
-    """Blocks of 5 MiB, more of them than may be gathered ahead."""
+    """Blocks of 13 MiB, more of them than may be gathered ahead."""
 
     def __init__(self) -> None:
         super().__init__(blocks=0)
-        self.blocks = nn.ModuleList(Block(WIDTH, 40_000) for _ in range(8))
+        self.blocks = nn.ModuleList(Block(WIDTH, 100_000) for _ in range(8))
 
 
 @scenario()
@@ -728,6 +741,41 @@ def a_step_on_a_side_stream(run: Run) -> None:
         with run.on(side):
             optimizer.step()
         run.current_stream().wait_stream(side)
+        optimizer.zero_grad()
+
+
+@scenario()
+def a_forward_on_a_side_stream(run: Run) -> None:
+    """Autograd runs the backward on the side stream too; what comes after it does not."""
+    model = run.wrap(run.net())
+    optimizer = run.sgd(model)
+    main, side = run.current_stream(), run.side_stream()
+    for _ in range(3):
+        side.wait_stream(main)
+        with run.on(side):
+            loss = model(run.batch()).sum()
+        main.wait_stream(side)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@scenario(torchs=())
+def gathered_on_one_stream_and_used_on_another(run: Run) -> None:
+    model = run.wrap(run.net()) if run.is_flat else _extended(run)
+    main, side = run.current_stream(), run.side_stream()
+    optimizer = run.sgd(model)
+    for _ in range(3):
+        handles = [_unshard(run, unit) for unit in run.units(model)]
+        for handle in handles:
+            handle.wait()
+        side.wait_stream(main)
+        with run.on(side):
+            loss = model(run.batch()).sum()
+        run.batch(1000)  # memory of the stream that they were gathered on
+        main.wait_stream(side)
+        loss.backward()
+        optimizer.step()
         optimizer.zero_grad()
 
 

@@ -7,7 +7,7 @@ whose own small tensors must be real.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -61,6 +61,8 @@ def _replacements(watching: Watching, made: Device) -> Iterator[tuple[Any, str, 
     grad: Any = tensor.grad
     resize, start, address = storage.resize_, storage.data_ptr, tensor.data_ptr
     run: Any = torch.autograd._engine_run_backward
+    variable: Any = torch.autograd.Variable
+    engine: Any = variable._execution_engine
     make_mesh: Any = DeviceMesh.__init__
 
     def new_resize(self: Any, nbytes: int) -> Any:
@@ -77,6 +79,13 @@ def _replacements(watching: Watching, made: Device) -> Iterator[tuple[Any, str, 
     def new_run(*args: Any, **kwargs: Any) -> Any:
         with made.backward():
             return run(*args, **kwargs)
+
+    def new_queue(callback: Any) -> None:
+        def called() -> None:
+            made.current()  # the caller's stream waits for the others before callbacks run
+            callback()
+
+        engine.queue_callback(called)
 
     def new_mesh(self: Any, *args: Any, **kwargs: Any) -> None:
         with _disable_current_modes(), torch.device("cpu"):
@@ -103,7 +112,19 @@ def _replacements(watching: Watching, made: Device) -> Iterator[tuple[Any, str, 
     yield tensor, "data", property(data.__get__, put_data)
     yield tensor, "grad", property(take_grad, put_grad)
     yield torch.autograd, "_engine_run_backward", new_run
+    yield variable, "_execution_engine", _Engine(engine, new_queue)
     yield DeviceMesh, "__init__", new_mesh
+
+
+class _Engine:
+    """torch's engine for backwards, but for one method."""
+
+    def __init__(self, engine: Any, queue_callback: Callable[[Any], None]) -> None:
+        self._engine = engine
+        self.queue_callback = queue_callback
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
 
 
 def _change_memory(tensor: Any, new: Any) -> None:

@@ -1,8 +1,8 @@
 """Every wait, record and event of the stream seam is needed, and the detector knows why.
 
 Method: one call of the seam is left out at a time, inside the seam and where the engine calls it.
-Some scenario must then have a race, or take more memory from the device. The calls are found in the
-source, so a new one is a new mutant; which scenarios are tried first is listed here.
+Some scenario must then have a race, take more memory from the device or keep more. The calls are
+found in the source, so a new one is a new mutant; which scenarios are tried first is listed here.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ OFFLOAD = ("flat", "offload_with_accumulation")
 OVER_AN_AXIS = ("fully", "low_precision_and_accumulation_over_an_axis")
 SMALLER = ("fully", "smaller_shards_of_a_module_called_twice")
 STEP_ALONE = ("fully", "gathers_wait_for_the_step_alone")
+FORWARD_ASIDE = ("fully", "a_forward_on_a_side_stream")
+EARLY = ("flat", "prefetch_of_every_kind")
+TWO_STREAMS = ("fully", "gathered_on_one_stream_and_used_on_another")
 # Few, and between them every call matters in one.
 TRIES: tuple[Try, ...] = (
     ("fully", "a_group_of_its_own_for_reductions"),
@@ -35,7 +38,12 @@ TRIES: tuple[Try, ...] = (
     AHEAD,
     SMALLER,
     STEP_ALONE,
+    FORWARD_ASIDE,
+    TWO_STREAMS,
+    EARLY,
     ("fully", "offload_over_an_axis"),
+    ("fully", "offload_over_an_axis_and_hooks"),
+    ("flat", "a_unit_alone"),
     ("flat", "offload_and_evaluation"),
     ("fully", "unshard_early_on_one_rank"),
     ("fully", "unshard_and_reshard_without_use"),
@@ -44,27 +52,37 @@ TRIES: tuple[Try, ...] = (
     ("fully", "a_unit_alone"),
     ("fully", "what_an_extension_makes"),
     ("orig", "values_put_in_place_of_parameters"),
+    ("fully", "a_backward_that_raises"),
 )
 # By what is left out, or the function that it is left out of: where to look first.
 FIRST: dict[str, Try] = {
-    "self._repeat.synchronize()": ("fully", "offload_over_an_axis"),
+    "self._repeat.synchronize()": ("fully", "offload_over_an_axis_and_hooks"),
     "self._gather.synchronize()": ("flat", "offload_and_evaluation"),
     "finish: self.": OFFLOAD,
     "_repeat": OVER_AN_AXIS,
     "_post_step": STEP_ALONE,
     "mark": SMALLER,
-    "limit_gathers": AHEAD,
-    "freed": AHEAD,
+    "compute_waits_for_reductions": FORWARD_ASIDE,
+    "record_stream": TWO_STREAMS,
+    "will_free": TWO_STREAMS,
+    "_end_backward: self.streams.release_all": ("flat", "plain"),
+    "end_forward_alone: self.streams.release_all": ("flat", "a_unit_alone"),
+    "start_unshard: self.streams.release_all": AHEAD,
+    "take_back": EARLY,
+    "give_back": AHEAD,
+    "_free": EARLY,
+    "compute_waits_for_gathers": ("fully", "unshard_early_on_one_rank"),
     "begin_alone": ("fully", "a_unit_alone"),
     "begin_backward": ("fully", "values_written_between_forward_and_backward"),
     "end_forward_alone": ("flat", "offload_and_evaluation"),
     "_end_backward": OFFLOAD,
     "reshard": ("fully", "unshard_and_reshard_without_use"),
-    "repeats_will_use": OVER_AN_AXIS,
+    "_drop_repeated": OVER_AN_AXIS,
+    "Reductions.drop": ("fully", "a_backward_that_raises"),
     "reduce_kept": ("fully", "sums_reduced_by_a_backward_that_misses_the_unit"),
     "start_early": ("fully", "unshard_early_on_one_rank"),
     "adopt_values": ("orig", "values_put_in_place_of_parameters"),
-    "DTensorStore.release": ("fully", "what_an_extension_makes"),
+    "DTensorStore.release": TWO_STREAMS,
     "set_post_optim_event": STEP_ALONE,
 }
 
@@ -88,9 +106,10 @@ def found_by(mutant: Mutant) -> str:
             report = run_one("ours", surface, scenario)
         if report.findings or report.error:
             return f"{report}: {(report.findings or (report.error,))[0]}"
-        more = report.counts["reserved"] - unmutated(surface, scenario).counts["reserved"]
-        if more > 0:
-            return f"{report}: {more} bytes more"
+        for what in ("reserved", "live at the end"):
+            more = report.counts[what] - unmutated(surface, scenario).counts[what]
+            if more > 0:
+                return f"{report}: {more} bytes more {what}"
     return ""
 
 

@@ -1,0 +1,65 @@
+"""What a step launches, waits for and keeps on an accelerator: no more than torch's, at any size.
+
+Method: `benchmarks.device_counts` on the simulated device, where counts are exact. torch's class of
+the same surface is counted beside ours in the same run, so nothing is written down here that a
+version of torch may change.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from benchmarks.device_counts import Counts, counts_of
+from tests.conftest import Scale
+from tests.ranks import run_ranks
+
+FEW, MANY = 8, 1024
+# Surface, low precision, ranks.
+Case = tuple[str, bool, int]
+CASES: tuple[Case, ...] = (("fully", False, FEW), ("flat", False, FEW), ("fully", False, MANY))
+MORE: tuple[Case, ...] = (
+    ("flat", False, MANY), ("fully", True, FEW), ("flat", True, FEW), ("fully", True, 64),
+)  # fmt: skip
+
+
+def count(cases: tuple[Case, ...]) -> list[tuple[Counts, Counts]]:
+    def of(who: str, case: Case) -> Counts:
+        surface, low, ranks = case
+        return counts_of(who, surface, ranks, low=low)
+
+    return [(of("ours", case), of("torch", case)) for case in cases]
+
+
+@functools.cache
+def counted(soak: bool) -> dict[Case, tuple[Counts, Counts]]:
+    cases = CASES + MORE * soak
+    (pairs,) = run_ranks(1, count, cases, group=False, timeout_seconds=600)
+    return dict(zip(cases, pairs, strict=True))
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(900)
+def test_a_step_takes_no_more_than_torchs(scale: Scale) -> None:
+    for case, (ours, torchs) in counted(scale.soak).items():
+        assert ours.counted["kernels"] > 0 and torchs.counted["kernels"] > 0, case
+        assert ours.counted["collectives"] <= torchs.counted["collectives"], case
+        assert ours.counted["copies"] <= torchs.counted["copies"], (case, ours, torchs)
+        assert ours.live_mib <= torchs.live_mib, (case, ours, torchs)
+        assert ours.reserved_mib <= torchs.reserved_mib, (case, ours, torchs)
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(900)
+def test_the_host_never_waits(scale: Scale) -> None:
+    for case, (ours, _) in counted(scale.soak).items():
+        assert ours.counted["host waits"] == 0, case
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(900)
+def test_what_a_step_launches_does_not_grow_with_the_ranks(scale: Scale) -> None:
+    counts = counted(scale.soak)
+    few, many = (counts["fully", False, ranks][0] for ranks in (FEW, MANY))
+    assert few.counted == many.counted

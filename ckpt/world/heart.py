@@ -84,17 +84,20 @@ class _Link:
             return self._sent()
 
     def _sent(self) -> bool:
-        try:
-            while self._outbox:
-                count = self.sock.send(self._outbox[0])
-                if count < self._outbox[0].nbytes:
-                    self._outbox[0] = self._outbox[0][count:]
-                else:
-                    self._outbox.popleft()
-        except BlockingIOError:
-            return False
-        except OSError:  # its end is noticed by reading, and confirmed
-            self._outbox.clear()
+        while self._outbox:
+            # Ctrl-C may come after any line: a message must rather be lost than be sent twice, in
+            # the middle of what other worlds send.
+            data = self._outbox.popleft()
+            try:
+                count = self.sock.send(data)
+            except BlockingIOError:
+                self._outbox.appendleft(data)
+                return False
+            except OSError:  # its end is noticed by reading, and confirmed
+                self._outbox.clear()
+                return True
+            if count < data.nbytes:
+                self._outbox.appendleft(data[count:])
         return True
 
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from ckpt.errors import RankFailed
 from ckpt.world.frames import Frame, FrameKind
-from ckpt.world.heart import NOBODY, Heart, Neighbour, _listening
+from ckpt.world.heart import NOBODY, Heart, Neighbour, _Link, _listening
 from ckpt.world.liveness import Card
 from ckpt.world.rounds import Deadlines, _Wait
 from ckpt.world.torch_world import Process, TorchWorld, _hosts
@@ -364,6 +364,35 @@ def test_the_heart_gives_itself_more_tasks_than_its_alarm_holds() -> None:
     heart._later(burst)
     assert done.wait(60.0)
     heart.stop()
+
+
+class InterruptedSocket(socket.socket):
+    """Ctrl-C comes right after the first message has gone."""
+
+    has_come = False
+
+    def send(self, data: Any, flags: int = 0) -> int:
+        count = super().send(data, flags)
+        if not self.has_come:
+            self.has_come = True
+            raise KeyboardInterrupt
+        return count
+
+
+def test_an_interrupted_message_is_not_sent_twice() -> None:
+    """Other worlds use the connection after it."""
+    with _listening() as listener:
+        sock = InterruptedSocket(socket.AF_INET, socket.SOCK_STREAM)
+        sock.connect(("127.0.0.1", listener.getsockname()[1]))
+        other, _ = listener.accept()
+        with sock, other:
+            link = _Link(sock, None, None)
+            with pytest.raises(KeyboardInterrupt):
+                link.send(b"first ")
+            assert link.send(b"second")
+            sock.shutdown(socket.SHUT_WR)
+            with other.makefile("rb") as received:
+                assert received.read() == b"first second"
 
 
 def test_an_end_that_nobody_can_look_into_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -275,7 +275,9 @@ class FSDPModule(TorchUnit):
     def set_reduce_scatter_max_input_buffers(
         self, max_input_buffers: int, *, recurse: bool = True
     ) -> None:
-        """How many reductions may be under way at once; of the whole model, 2 at first."""
+        """How many reductions may be under way at once, of the whole model; at first 2 on CPU and 1
+        on accelerators, as many as torch has.
+        """
         if max_input_buffers < 1:
             raise ValueError(f"max_input_buffers must be at least 1, got {max_input_buffers}")
         for group in self._own_or_all(recurse):

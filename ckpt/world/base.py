@@ -135,7 +135,8 @@ class World(ABC):
     @abstractmethod
     def close(self) -> None:
         """Leave. Not collective; other ranks that still wait for this one get an error that names
-        it.
+        it. What this rank has contributed to a round still counts: it may wait, as long as a round
+        does, for ranks whose payloads go through this one.
         """
 
 

@@ -65,7 +65,7 @@ class Job:
     size: int
     store_of: StoreOf
     registry: SessionRegistry = field(default_factory=SessionRegistry)
-    deadline_seconds: float = 20.0
+    deadline_seconds: float = 120.0  # machines may stand still; the dead are noticed at once
     memories: dict[int, PartMemory] | None = None  # None: no rank remembers an earlier save
 
     def save(

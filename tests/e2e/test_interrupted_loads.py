@@ -86,7 +86,7 @@ class Scene(NamedTuple):
 
     def load(self, store_of: Callable[[int], Store] | None = None, **options: Any) -> None:
         step = options.pop("step", None)
-        Job(SIZE, store_of or (lambda rank: self.store), deadline_seconds=10.0).load(
+        Job(SIZE, store_of or (lambda rank: self.store), deadline_seconds=60.0).load(
             lambda rank: self.states[rank], step, LoadOptions(**options)
         )
 

@@ -42,7 +42,6 @@ from ckpt.tools.salvage import salvage
 from storage import StorageError, Store, open_store
 from storage.memory import MemoryBucket, MemoryStore
 from storage.testing import FaultPlan, FaultyStore, Killed, PowerLossStore
-from tests.conftest import Scale
 from tests.tools.conftest import data_files, make_net, sliced_net
 
 
@@ -439,14 +438,14 @@ def test_nothing_that_exists_is_overwritten(plain_root: str, tmp_path: Path, com
 # Failing and dying at every operation -----------------------------------------------------------
 
 
-def small_root() -> MemoryStore:
+@pytest.fixture(scope="module")
+def source() -> MemoryStore:
     """Two steps, two files each: enough for every kind of operation of a copy."""
     url = "memory://copied-small"
     store = open_store(url)
-    if not list(store.list("")):
-        for step in (1, 2):
-            state = {"x": torch.arange(300.0) * step, "y": torch.ones(2, 2), "n": step}
-            ckpt.save(state, url, step=step)
+    for step in (1, 2):
+        state = {"x": torch.arange(300.0) * step, "y": torch.ones(2, 2), "n": step}
+        ckpt.save(state, url, step=step)
     assert isinstance(store, MemoryStore)
     return store
 
@@ -486,13 +485,12 @@ def check_whole(bucket: MemoryBucket) -> None:
     ("kill", "mode"), [(False, "before"), (False, "after"), (True, "before"), (True, "after")]
 )
 def test_target_is_absent_or_whole_and_running_again_finishes(
-    work: Callable[[Store, Store], None], kill: bool, mode: str, scale: Scale
+    source: MemoryStore, work: Callable[[Store, Store], None], kill: bool, mode: str
 ) -> None:
     """Every operation on the target, the n-th for every n, fails or is the last one.
 
     Then the power fails: what was not synced is lost.
     """
-    source = small_root()
     dry = FaultPlan(0)
     work(source, FaultyStore(MemoryStore(), dry))
     total = len(dry.operations)
@@ -517,8 +515,9 @@ def test_target_is_absent_or_whole_and_running_again_finishes(
 
 
 @pytest.mark.parametrize("work", [copied_one, copied_root, resharded])
-def test_failing_reads_leave_the_target_absent(work: Callable[[Store, Store], None]) -> None:
-    source = small_root()
+def test_failing_reads_leave_the_target_absent(
+    source: MemoryStore, work: Callable[[Store, Store], None]
+) -> None:
     dry = FaultPlan(0)
     work(FaultyStore(source, dry), MemoryStore())
     for nth in range(1, len(dry.operations) + 1):
@@ -530,10 +529,9 @@ def test_failing_reads_leave_the_target_absent(work: Callable[[Store, Store], No
 
 @pytest.mark.parametrize("work", [copied_one, copied_root, resharded])
 def test_file_that_lost_bytes_in_a_power_failure_is_written_again(
-    work: Callable[[Store, Store], None], tmp_path: Path
+    source: MemoryStore, work: Callable[[Store, Store], None], tmp_path: Path
 ) -> None:
     """Its header and its checksums reached the disk, a block in the middle did not."""
-    source = small_root()
     work(source, open_store(str(tmp_path)))
     for last in ("MANIFEST", "FORMAT"):
         for path in tmp_path.rglob(last):

@@ -318,8 +318,8 @@ class Attendance:
         ]
         for thread in self._threads:
             thread.start()
-        # As for the heartbeat: a daemon that returns from the store while the interpreter is taken
-        # down would abort the process.
+        # A daemon that returns from the store while the interpreter is taken down would abort the
+        # process.
         atexit.register(self._end)
 
     def check(self) -> None:

@@ -35,6 +35,7 @@ NAMELESS_MAX = 256  # connections of strangers, or of ranks that connect just no
 FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 FULL_SECONDS = 0.5
 NOBODY = bytes(WORLD_NBYTES)
+LEFT = "has left"  # and means to: no failure
 
 
 class Neighbour(NamedTuple):
@@ -54,7 +55,9 @@ class Receiver(Protocol):
         """A message has come."""
 
     def lost(self, neighbour: Neighbour, how: str) -> None:
-        """That process sends nothing more, because it "has died", or what `how` says."""
+        """That process sends nothing more, because it "has died", `LEFT`, or what else `how`
+        says.
+        """
 
 
 class _Link:
@@ -357,7 +360,7 @@ class Heart:
         if link.neighbour is None or link.card is None:
             return
         if link.has_left:
-            self._drop_link(link, "has left")
+            self._drop_link(link, LEFT)
             return
         card = link.card
         self.begin(lambda: self._drop_link(link, _fate(card)))

@@ -120,7 +120,7 @@ class Card(NamedTuple):
             try:
                 self.connect(CONNECT_SECONDS).close()
             except ConnectionRefusedError:
-                return "has died (no heartbeat: its connection ended and its port is closed)"
+                return "has died (its connection ended and its port is closed)"
             except OSError as error:
                 return f"cannot be reached (its connection ended; a new one: {error})"
             if time.monotonic() > until:

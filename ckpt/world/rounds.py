@@ -26,14 +26,13 @@ from typing import Any, NamedTuple, TypeVar
 from ckpt.errors import RankFailed
 from ckpt.world.agreement import ranks_text
 from ckpt.world.frames import Frame, FrameKind, pack
-from ckpt.world.heart import Heart, Neighbour
+from ckpt.world.heart import LEFT, Heart, Neighbour
 from ckpt.world.tree import Family, family
 
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 STORE_SECONDS = 2.0  # for a request beside a failure, to a store whose host may be gone
-LEFT = "has left"
 
 
 @dataclass(frozen=True, slots=True)

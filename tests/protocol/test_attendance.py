@@ -266,7 +266,7 @@ def _train(scratch: str, victim: int, silence_seconds_max: float | None) -> Any:
         dist.barrier()
         if rank == victim:
             os.kill(os.getpid(), signal.SIGSTOP)
-            time.sleep(4.0)  # woken: its heart beats again before it continues
+            time.sleep(4.0)  # woken: it posts again before it continues
         elif silence_seconds_max is None:
             while not notices:
                 time.sleep(0.1)

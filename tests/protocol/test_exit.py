@@ -1,7 +1,8 @@
 """A process that ends without closing its world ends well.
 
-Method: processes of their own whose worlds beat without pause, and that leave while they do. A
-thread that came back from the store while the interpreter is torn down would abort the process.
+Method: processes of their own whose attendance asks the store without pause, and that leave while
+it does. A thread that came back from the store while the interpreter is torn down would abort the
+process.
 """
 
 from __future__ import annotations
@@ -13,18 +14,26 @@ from pathlib import Path
 import pytest
 
 SCRIPT = """
-import sys, time
+import time
 import torch.distributed as dist
+from ckpt.world import attendance
 from ckpt.world.torch_world import TorchWorld
+
+attendance.PERIOD_SECONDS = 0.0
+attendance.POST_PERIODS = attendance.KEEP_PERIODS = 1
 store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 dist.init_process_group("gloo", store=store, rank=0, world_size=1)
 world = TorchWorld()
-time.sleep(0.05)  # beats meanwhile; nothing is waited for
+status = attendance.Status("here", 1, "training", 1, 0.0, 0.1)
+ledger = attendance.Ledger(world.board(), 0, 1, lambda: status)
+watch = attendance.Attendance(ledger, lambda appeared, gone: None)
+time.sleep(0.3)  # nothing is waited for, and nothing stopped
+assert ledger._count > 10, "it asked without pause"
 """
 
 
 @pytest.mark.ranks
-def test_a_process_that_ends_while_its_heart_beats_ends_with_zero() -> None:
+def test_a_process_that_ends_while_it_asks_the_store_ends_with_zero() -> None:
     root = Path(__file__).resolve().parents[2]
     running = [
         subprocess.Popen(

@@ -53,7 +53,7 @@ child_is_over.set()
 print(pending.result().step)
 """
 
-BEAT_AND_END = """
+AGREE_AND_END = """
 import torch.distributed as dist
 from ckpt.world.torch_world import TorchWorld
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -94,9 +94,9 @@ def test_a_forked_child_ends_at_once_while_its_parent_saves(tmp_path: Path) -> N
 
 
 def test_a_process_that_ends_without_leaving_its_world_ends_well() -> None:
-    """Its heartbeat is a daemon thread, which must not be in C++ when Python is taken down."""
+    """Its heart is a daemon thread, which must have ended when Python is taken down."""
     for _ in range(3):
-        ended = run_script(BEAT_AND_END)
+        ended = run_script(AGREE_AND_END)
         assert ended.returncode == 0, ended.stderr
 
 

@@ -50,6 +50,12 @@ _TABLE = (
     DType("uint16", 2, "U16"),
     DType("uint8", 1, "U8"),
     DType("bool", 1, "BOOL"),
+    # Two 4-bit floats in each byte, which torch counts as one element.
+    DType("float4_e2m1fn_x2", 1, "U8"),
+    # Each element takes a whole byte (`bits16` two), whatever it uses of it.
+    *(DType(f"{sign}int{bits}", 1, "U8") for sign in ("", "u") for bits in range(1, 8)),
+    *(DType(name, 1, "U8") for name in ("bits8", "bits1x8", "bits2x4", "bits4x2")),
+    DType("bits16", 2, "U8"),
 )
 
 DTYPES: dict[str, DType] = {entry.name: entry for entry in _TABLE}
@@ -81,4 +87,4 @@ def refusal_reason(dtype: torch.dtype) -> str | None:
         return None
     if name.startswith(("qint", "quint")):
         return f"quantized dtype {name}: save int_repr(), scales and zero points as plain tensors"
-    return f"dtype {name} has no fixed layout in whole bytes: save tensor.view(torch.uint8) instead"
+    return f"dtype {name} is not known: save tensor.view(torch.uint8) instead"

@@ -17,6 +17,7 @@ import torch
 
 from ckpt.layout.piece import Holding, Piece
 from ckpt.layout.region import Box, Shape, Span
+from ckpt.layout.tensor import copyable
 
 
 @contextmanager
@@ -65,9 +66,10 @@ def is_plain_memory(tensor: torch.Tensor) -> bool:
 def local_view(holding: Holding, piece: Piece) -> torch.Tensor:
     """The elements of `piece` as a view of the live local memory, in the piece's local shape.
 
-    A span becomes a 1-D view; it needs row-major local memory.
+    A span becomes a 1-D view; it needs row-major local memory. What torch cannot copy is seen as
+    integers.
     """
-    local = holding.local
+    local = copyable(holding.local)
     region = piece.local_region
     if isinstance(region, Span):
         if not local.is_contiguous():

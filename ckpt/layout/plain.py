@@ -77,7 +77,7 @@ class UnsupportedTensor(Exception):
 def refuse_unstorable(fqn: str, tensor: torch.Tensor) -> None:
     """Raise `UnsupportedTensor` for tensors without bytes of their own that could be stored.
 
-    These are uninitialized, meta, sparse, nested, quantized and sub-byte tensors.
+    These are uninitialized, meta, sparse, nested and quantized tensors.
     """
     reason = _refusal(tensor)
     if reason is not None:

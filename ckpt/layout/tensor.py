@@ -11,6 +11,21 @@ PLAIN_CLASSES = frozenset({torch.Tensor, torch.nn.Parameter})
 _STORABLE_DTYPES = frozenset(
     getattr(torch, name) for name in DTYPES if isinstance(getattr(torch, name, None), torch.dtype)
 )
+# torch has memory of these dtypes and hardly an operation on it, not even `copy_` for most.
+_COPIED_AS: dict[torch.dtype, torch.dtype] = {
+    getattr(torch, name): torch.int16 if entry.itemsize == 2 else torch.uint8
+    for name, entry in DTYPES.items()
+    if name.startswith(("bits", "float4_")) or name.strip("uint") in set("1234567")
+    if hasattr(torch, name)
+}
+
+
+def copyable(memory: torch.Tensor) -> torch.Tensor:
+    """`memory` itself, or where torch cannot copy its dtype, its bits as integers: the same
+    memory, shape and strides.
+    """
+    known = _COPIED_AS.get(memory.dtype)
+    return memory if known is None else memory.view(known)
 
 
 def is_plain(tensor: torch.Tensor) -> bool:

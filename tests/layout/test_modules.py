@@ -180,12 +180,11 @@ def _strange() -> dict[str, torch.Tensor]:
         "quantized": torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
         "nested": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
         "meta": torch.ones(2, device="meta"),
-        "subbyte": torch.empty(2, dtype=torch.uint4),  # type: ignore[attr-defined]
     }
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", ["sparse", "csr", "quantized", "nested", "meta", "subbyte"])
+@pytest.mark.parametrize("kind", ["sparse", "csr", "quantized", "nested", "meta"])
 def test_tensors_without_plain_bytes_are_refused_by_name(kind: str) -> None:
     """One sentence with the name and what to do."""
     with pytest.raises(UnsupportedTensor, match=r"^some\.fqn: .*(save|materialize)"):

@@ -391,22 +391,29 @@ def _sharded_like(fqn: str, param: nn.Parameter, dim: int, data: DataMesh) -> DT
     if not isinstance(param, DTensor):
         return DTensorLike(data.mesh, (*repeated, Shard(dim)), shape, stride)
     inner = _like(param)
-    if inner.mesh.ndim != 1:
-        raise NotImplementedError(
-            f"{fqn}: lies on a mesh of {inner.mesh.ndim} axes; only one axis of tensor "
-            "parallelism can be combined with fully_shard"
-        )
     mesh = joined_mesh(data.mesh, inner.mesh)
     if mesh is None:
         raise AssertionError(
-            f"{fqn}: the mesh of fully_shard and that of the parameter must be named axes of one "
-            "mesh: pass init_device_mesh(..., mesh_dim_names=...)['dp'] and [...]['tp']"
+            f"{fqn}: lies on {inner.mesh}, which must have named axes over the ranks of "
+            f"{data.mesh}, other than those of fully_shard: pass init_device_mesh(..., "
+            "mesh_dim_names=...)['dp'] and parallelize over [...]['tp']"
         )
-    (placement,) = inner.placements
-    own: Placement = Shard(dim)
-    if isinstance(placement, Shard) and placement.dim == dim:
-        own = strided_shard(dim, inner.mesh.size())
-    return DTensorLike(mesh, (*repeated, own, placement), shape, tuple(inner.stride))
+    own = _cut_before(inner, dim)
+    return DTensorLike(mesh, (*repeated, own, *inner.placements), shape, tuple(inner.stride))
+
+
+def _cut_before(inner: DTensorLike, dim: int, first: int = 0) -> Placement:
+    """The cut along an axis of data parallelism of what the axes of `inner`, from `first` on, have
+    cut already.
+    """
+    placements = inner.placements[first:]
+    ahead = [
+        inner.mesh.size(axis)
+        for axis, placement in enumerate(placements, first)
+        if not placement.is_replicate() and getattr(placement, "dim", None) == dim
+    ]
+    parts = math.prod(ahead)
+    return strided_shard(dim, parts) if parts > 1 else Shard(dim)
 
 
 def _like_within(
@@ -433,12 +440,7 @@ def _like_within(
     if not within.shard:
         return inner, None
     first = min(within.shard)
-    behind = [
-        within.mesh.size(axis)
-        for axis in range(first + 1, within.mesh.ndim)
-        if inner.placements[axis].is_shard(dim)
-    ]
-    own: Placement = strided_shard(dim, math.prod(behind)) if behind else Shard(dim)
+    own = _cut_before(inner, dim, first + 1)
     if len(within.shard) == 1:
         placements = (*inner.placements[:first], own, *inner.placements[first + 1 :])
         return DTensorLike(within.mesh, placements, param.shape, inner.stride), first

@@ -87,22 +87,25 @@ def strided_shard(dim: int, split_factor: int) -> Placement:
 
 
 def joined_mesh(data: DeviceMesh, tensor: DeviceMesh) -> DeviceMesh | None:
-    """The mesh with the axes of both, which must be named parts of one; None when they are not."""
+    """The mesh with the axes of both, which must be named axes over the same ranks; None when they
+    are not.
+    """
     data_names, tensor_names = data.mesh_dim_names, tensor.mesh_dim_names
-    root = _root(data)
-    if not data_names or not tensor_names or not root.mesh_dim_names:
-        return None
-    if not set(tensor_names) <= set(root.mesh_dim_names):
-        return None
-    # By value: torch may give a tensor an equal mesh that was made before.
-    part = root[tensor_names]
-    if part != tensor:
+    if not data_names or not tensor_names:
         return None
     concatenate: Any = getattr(DeviceMesh, "_concatenate", None)
-    joined: DeviceMesh = (
-        concatenate([data, part]) if concatenate else root[(*data_names, *tensor_names)]
-    )
-    return joined
+    if concatenate is not None:
+        try:
+            # They need not have one root: axes of ranks that are arranged in two ways fit too.
+            joined: DeviceMesh = concatenate([data, tensor])
+        except RuntimeError:  # other ranks, or axes that overlap
+            return None
+        return joined
+    root = _root(data)
+    if not set(tensor_names) <= set(root.mesh_dim_names or ()):
+        return None
+    # By value: torch may give a tensor an equal mesh that was made before.
+    return root[(*data_names, *tensor_names)] if root[tensor_names] == tensor else None
 
 
 def concatenated(parts: list[DeviceMesh]) -> DeviceMesh:

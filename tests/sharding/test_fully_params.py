@@ -646,10 +646,10 @@ def tensor_parallel_meshes_must_be_named_parts_of_one() -> None:
     module: Any = Plain(8, 4)
     module.weight = nn.Parameter(distribute_tensor(whole, mesh["tp"], [Shard(0)]))
     unnamed = init_device_mesh("cpu", (4,))
-    with pytest.raises(AssertionError, match=r"weight: .*named axes of one mesh"):
+    with pytest.raises(AssertionError, match=r"weight: .*named axes"):
         sharding.fully_shard(module, mesh=unnamed)
     module.weight = nn.Parameter(distribute_tensor(whole, mesh, [Shard(0), Shard(1)]))
-    with pytest.raises(NotImplementedError, match=r"weight: lies on a mesh of 2 axes"):
+    with pytest.raises(AssertionError, match=r"weight: .*other than those"):
         sharding.fully_shard(module, mesh=mesh["dp"])
     module.weight = nn.Parameter(distribute_tensor(whole, mesh["tp"], [Shard(0)]))
     with pytest.raises(ValueError, match="must divide"):

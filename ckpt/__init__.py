@@ -15,6 +15,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from ckpt.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from ckpt.api import async_save as async_save
     from ckpt.api import forget as forget
@@ -191,4 +193,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+    # What is imported here is no name of ours, and the modules below are found by their own names.
+    return sorted([*(name for name in globals() if name.startswith("__")), *_HOMES])

@@ -81,6 +81,7 @@ def save(
     when a rank dies in the last round, which informs all ranks of the commit. Waits first for an
     `async_save` in flight, and raises its failure if that was not raised before.
     """
+    check_order(state, url, "save(state, url)")
     with gc_paused():
         context = this_process.of_group(process_group)
         store, session, memory = context.open_root(url, storage_options, unsafe_single_writer)
@@ -146,6 +147,7 @@ def async_save(
     for bad arguments at once.
     """
     started = time.perf_counter()
+    check_order(state, url, "async_save(state, url)")
     with gc_paused():
         context = this_process.of_group(process_group)
         # Before anything waits, or drops the save in flight.
@@ -219,6 +221,7 @@ def load(
     Raises the same error on every rank: NoCheckpoint, Mismatch (with every problem), Corrupt,
     UnsupportedFormat with the state unchanged; LoadInterrupted when it is half-loaded.
     """
+    check_order(state, url, "load(state, url)")
     with gc_paused():
         context = this_process.of_group(process_group)
         context.background.wait()
@@ -260,6 +263,16 @@ def forget(url: StoreLike, *, storage_options: Mapping[str, Any] | None = None) 
 
 
 _Choice = TypeVar("_Choice", bound=str)
+
+
+def check_order(state: Any, url: Any, call: str) -> None:
+    """Raises TypeError where the two were swapped; `call` shows how it is written."""
+    places = (str, os.PathLike, Store)
+    if isinstance(state, places) and not isinstance(url, places):
+        raise TypeError(
+            f"{call}: got {state!r} for the state and a {type(url).__name__} for the url; they are "
+            "the other way round"
+        )
 
 
 def one_of(name: str, value: _Choice, choices: tuple[_Choice, ...]) -> _Choice:

@@ -267,7 +267,7 @@ def _defined_privates(node: ast.AST) -> Iterator[str]:
 # A room is a folder of `ckpt`, a file at its root, or one of the other packages. Each line is a
 # floor, the ground first; an import goes to a lower floor or stays in its room.
 LADDER = (
-    ("storage", "ckpt/errors.py"),
+    ("storage", "ckpt/errors.py", "ckpt/version.py"),
     ("ckpt/layout", "ckpt/world"),
     ("ckpt/state", "ckpt/format", "ckpt/testing.py"),
     ("ckpt/commit",),

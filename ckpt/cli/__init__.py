@@ -29,7 +29,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(argv: Sequence[str] | None) -> int:
     parser = build_parser()
-    arguments = parser.parse_args(argv)
+    given = sys.argv[1:] if argv is None else argv
+    # Without a command there is nothing to do but to say what there is.
+    arguments = parser.parse_args(given or ["--help"])
     if problem := arguments.check(arguments):
         parser.error(problem)
     home, _, name = arguments.command.partition(":")

@@ -9,6 +9,7 @@ import argparse
 
 from ckpt.cli.parsers import comparing, keeping, looking, moving
 from ckpt.cli.parsers.arguments import Command, Commands
+from ckpt.version import __version__
 
 # 2 is what argparse exits with, 130 what shells show for a process that Ctrl-C ended.
 OK, PROBLEM, USAGE, DIFFERENT, INTERRUPTED = 0, 1, 2, 3, 130
@@ -55,6 +56,7 @@ def _built() -> tuple[argparse.ArgumentParser, list[Command]]:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=f"ckpt {__version__}")
     commands = Commands(parser.add_subparsers(metavar="COMMAND", required=True))
     for add in _COMMANDS:
         add(commands)

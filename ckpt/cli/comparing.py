@@ -8,6 +8,7 @@ from typing import Any
 
 from ckpt.cli.commandline import DIFFERENT, OK
 from ckpt.cli.screen import (
+    counted,
     fields_json,
     progress_bar,
     shape_text,
@@ -96,7 +97,7 @@ def _show_report(report: DiffReport, *, by_amount: bool) -> None:
     print(
         f"{report.same} tensors are the same, {len(report.changed)} changed, "
         f"{len(report.only_a)} only in a, {len(report.only_b)} only in b, "
-        f"{len(report.values)} values differ; {size(report.nbytes_read)} of tensors read"
+        f"{counted(len(report.values), 'value')} differ; {size(report.nbytes_read)} of tensors read"
     )
 
 

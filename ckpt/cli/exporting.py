@@ -10,7 +10,7 @@ import time
 
 from ckpt.cli.commandline import OK
 from ckpt.cli.ranks import ranks_of_launcher
-from ckpt.cli.screen import fields_json, progress_bar, show_json, show_names, size
+from ckpt.cli.screen import counted, fields_json, progress_bar, show_json, show_names, size
 from ckpt.convert.export import ExportReport, Selection, export
 from ckpt.convert.import_ import ImportReport, import_checkpoint
 from ckpt.convert.sources.torch_file import SUFFIXES
@@ -57,7 +57,8 @@ def _show_export(report: ExportReport, seconds: float, *, as_json: bool) -> None
         print(file)
     what = "" if report.step is None else f"step {report.step}: "
     checked = ", every tensor read back and equal" if report.verified else ""
-    print(f"{what}{len(report.tensors)} tensors, {size(report.nbytes)} in {seconds:.1f} s{checked}")
+    tensors = counted(len(report.tensors), "tensor")
+    print(f"{what}{tensors}, {size(report.nbytes)} in {seconds:.1f} s{checked}")
     if report.resumed:
         print(f"{report.resumed} files were there already, from a run that was interrupted")
     for left_out, held in report.tied.items():
@@ -93,8 +94,8 @@ def _show_import(report: ImportReport, seconds: float, *, as_json: bool) -> None
     print(report.path)
     checked = ", every tensor read back and equal" if report.verified else ""
     print(
-        f"step {report.step}: {len(report.tensors)} tensors, {len(report.values)} values, "
-        f"{size(report.nbytes)} in {seconds:.1f} s{checked}"
+        f"step {report.step}: {counted(len(report.tensors), 'tensor')}, "
+        f"{counted(len(report.values), 'value')}, {size(report.nbytes)} in {seconds:.1f} s{checked}"
     )
     if report.modules:
         print(f"models in it: {', '.join(name or '(the whole state)' for name in report.modules)}")

@@ -7,7 +7,7 @@ from contextlib import closing
 from typing import Any
 
 from ckpt.cli.commandline import OK, PROBLEM
-from ckpt.cli.screen import fields_json, progress_bar, show_json, size
+from ckpt.cli.screen import counted, fields_json, progress_bar, show_json, size
 from ckpt.commit.log import FORMAT_KEY
 from ckpt.commit.maintenance import Maintenance
 from ckpt.commit.names import MANIFEST_NAME, STEPS_PREFIX, parse_step_key
@@ -41,7 +41,8 @@ def verify_checkpoint(arguments: argparse.Namespace) -> int:
 
 def _show_report(report: VerifyReport) -> None:
     what = (
-        f"step {report.step}: {report.files} files, {report.blocks} blocks, {size(report.nbytes)}"
+        f"step {report.step}: {counted(report.files, 'file')}, "
+        f"{counted(report.blocks, 'block')}, {size(report.nbytes)}"
     )
     if report.ok:
         print(f"{report.url}\n{what}: every byte is as it was written")
@@ -113,7 +114,7 @@ def _salvage_one(store: Store, prefix: str, arguments: argparse.Namespace) -> Sa
 
 
 def _show_salvage(store: Store, report: SalvageReport, *, dry_run: bool) -> None:
-    checked = f"{len(report.files)} files, {size(report.nbytes_checked)} checked"
+    checked = f"{counted(len(report.files), 'file')}, {size(report.nbytes_checked)} checked"
     print(f"{store.url}/{report.prefix}: {checked}")
     for name in report.missing:
         print(f"  missing: {name}")
@@ -122,9 +123,9 @@ def _show_salvage(store: Store, report: SalvageReport, *, dry_run: bool) -> None
     if report.manifest is None:
         print("  the checkpoint is not whole; no MANIFEST was written")
         return
-    tensors = f"{len(report.manifest.fqns)} tensors of step {report.manifest.header.step}"
+    tensors = counted(len(report.manifest.fqns), "tensor")
     done = "nothing was written" if dry_run else "MANIFEST written, open it by its own path"
-    print(f"  whole: {tensors}; {done}")
+    print(f"  whole: {tensors} of step {report.manifest.header.step}; {done}")
 
 
 def _salvage_json(report: SalvageReport) -> dict[str, Any]:
@@ -156,7 +157,7 @@ def mend_log(arguments: argparse.Namespace) -> int:
     for entry in report.lost:
         print(f"step {entry.step} ({entry.attempt}) is not all here")
     latest = f"step {report.latest.step} is the latest" if report.latest else "no checkpoint"
-    print(f"{len(report.filled)} slots {would}filled; {latest}")
+    print(f"{counted(len(report.filled), 'slot')} {would}filled; {latest}")
     return PROBLEM if report.lost else OK
 
 

@@ -9,7 +9,7 @@ from contextlib import closing
 from typing import Any
 
 from ckpt.cli.commandline import OK, PROBLEM
-from ckpt.cli.screen import age, date, fields_json, show_json, show_table, size
+from ckpt.cli.screen import age, counted, date, fields_json, show_json, show_table, size
 from ckpt.commit.lines import latest_last
 from ckpt.commit.locate import live_entries
 from ckpt.commit.log import Log
@@ -40,14 +40,15 @@ def ls(arguments: argparse.Namespace) -> int:
     if arguments.json:
         show_json([_entry_json(entry, unix) for entry, unix in rows])
         return OK
-    print(f"{store.url}: {len(live)} checkpoints")
+    print(f"{store.url}: {counted(len(live), 'checkpoint')}")
     shown = []
     for entry, unix in rows:
         notes = [] if entry.line is not None else ["no training's own; loads by its attempt"]
         notes += [word for word in ("pinned", "verified") if getattr(entry, word)]
         notes += ["latest"] if entry is live[-1] else []
         notes += [f"metric {entry.metric:g}"] if entry.metric is not None else []
-        notes += [f"needs files of {len(entry.references)} others"] if entry.references else []
+        needed = counted(len(entry.references), "other")
+        notes += [f"needs files of {needed}"] if entry.references else []
         line = _line_cell(entry.line)
         shown.append((f"{entry.step}", date(unix), line, entry.attempt, ", ".join(notes)))
     show_table(("step", "committed", "line", "attempt", "notes"), shown, right=("step", "line"))

@@ -6,7 +6,7 @@ import argparse
 import time
 
 from ckpt.cli.commandline import OK
-from ckpt.cli.screen import fields_json, progress_bar, show_json, size
+from ckpt.cli.screen import counted, fields_json, progress_bar, show_json, size
 from ckpt.errors import CheckpointError
 from ckpt.tools.copy import CopyReport, copy
 from ckpt.tools.reshard import reshard
@@ -61,5 +61,6 @@ def _show(report: CopyReport, seconds: float, *, as_json: bool) -> int:
     steps = f"{len(report.steps)} steps: ... {steps}" if len(report.steps) > 8 else f"step {steps}"
     skipped = report.nbytes - report.nbytes_written
     suffix = f"; {size(skipped)} were there already" if skipped > 0 else ""
-    print(f"{steps}: {report.files} files, {size(report.nbytes)} in {seconds:.1f} s{suffix}")
+    files = counted(report.files, "file")
+    print(f"{steps}: {files}, {size(report.nbytes)} in {seconds:.1f} s{suffix}")
     return OK

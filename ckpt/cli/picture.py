@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ckpt.cli.screen import date, screen_width, shape_text, show_table, size, write_page
+from ckpt.cli.screen import counted, date, screen_width, shape_text, show_table, size, write_page
 from ckpt.cli.visible import page_text
 from ckpt.layout.dtypes import dtype_name
 from ckpt.layout.region import Box, Region
@@ -29,8 +29,8 @@ def show_map(checkpoint: Checkpoint, names: Sequence[str], output: str | None) -
         return
     write_page(output, page_of(checkpoint, tensors_map))
     print(
-        f"{output}: {len(tensors_map.tensors)} tensors, {len(tensors_map.ranks)} ranks; "
-        "open it in a browser"
+        f"{output}: {counted(len(tensors_map.tensors), 'tensor')}, "
+        f"{counted(len(tensors_map.ranks), 'rank')}; open it in a browser"
     )
 
 
@@ -112,8 +112,9 @@ def page_of(checkpoint: Checkpoint, tensors_map: TensorsMap) -> Iterator[str]:
     total = sum(file.nbytes for file in tensors_map.files)
     yield (
         f'<p class="note">{page_text(checkpoint.url)}<br>attempt {page_text(header.attempt)}, '
-        f"saved by {header.world_size} ranks on {date(header.created_unix)}, "
-        f"{len(tensors_map.tensors)} tensors, {len(tensors_map.files)} files, {size(total)}</p>\n"
+        f"saved by {counted(header.world_size, 'rank')} on {date(header.created_unix)}, "
+        f"{counted(len(tensors_map.tensors), 'tensor')}, "
+        f"{counted(len(tensors_map.files), 'file')}, {size(total)}</p>\n"
     )
     yield from _ranks(tensors_map)
     yield from _tensors(tensors_map)

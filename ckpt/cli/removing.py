@@ -12,7 +12,7 @@ from operator import or_
 from typing import Any, Literal
 
 from ckpt.cli.commandline import DIFFERENT, OK, PROBLEM
-from ckpt.cli.screen import confirmed, show_json, size
+from ckpt.cli.screen import confirmed, counted, show_json, size
 from ckpt.commit.lines import line_text, of_step, resumable
 from ckpt.commit.log import Log, LogState
 from ckpt.commit.maintenance import Maintenance
@@ -63,7 +63,7 @@ def prune(arguments: argparse.Namespace) -> int:
         print(f"deleted step {entry.step} ({entry.attempt})")
     for reason in stayed:
         print(f"kept: {reason}", file=sys.stderr)
-    print(f"{len(gone)} checkpoints deleted, {kept} kept")
+    print(f"{counted(len(gone), 'checkpoint')} deleted, {kept} kept")
     return PROBLEM if stayed else OK
 
 
@@ -97,7 +97,10 @@ def _show_plan(store: Store, plan: RetentionPlan, *, to_stderr: bool) -> None:
     file = sys.stderr if to_stderr else sys.stdout
     victims = [verdict.entry for verdict in plan.retire]
     print(plan.describe(), file=file)
-    print(f"{len(victims)} checkpoints to delete, {size(_nbytes(store, victims))}", file=file)
+    print(
+        f"{counted(len(victims), 'checkpoint')} to delete, {size(_nbytes(store, victims))}",
+        file=file,
+    )
 
 
 def _plan_json(store: Store, plan: RetentionPlan) -> dict[str, Any]:

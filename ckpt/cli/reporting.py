@@ -7,7 +7,7 @@ from typing import Any
 
 from ckpt.cli.commandline import OK
 from ckpt.cli.report_page import page_of
-from ckpt.cli.screen import fields_json, show_json, write_page
+from ckpt.cli.screen import counted, fields_json, show_json, write_page
 from ckpt.tools.report import Report, ReportedSave, report_of
 
 
@@ -19,8 +19,9 @@ def report(arguments: argparse.Namespace) -> int:
         return OK
     write_page(arguments.output, page_of(result))
     print(
-        f"{arguments.output}: {len(result.saves)} saves, {len(result.live)} checkpoints, "
-        f"{len(result.notices)} notices; open it in a browser"
+        f"{arguments.output}: {counted(len(result.saves), 'save')}, "
+        f"{counted(len(result.live), 'checkpoint')}, "
+        f"{counted(len(result.notices), 'notice')}; open it in a browser"
     )
     for notice in result.notices:
         if notice.severity != "note":

@@ -134,6 +134,11 @@ def _finite(value: Any) -> Any:
     return value
 
 
+def counted(number: int, noun: str) -> str:
+    """`1 file`, `2 files`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def size(nbytes: int) -> str:
     """Bytes as people say them: `512 B`, `1.5 GiB`."""
     amount = float(nbytes)

@@ -10,7 +10,16 @@ from typing import Any
 
 from ckpt.cli.commandline import OK
 from ckpt.cli.picture import show_map
-from ckpt.cli.screen import date, shape_text, short, show_json, show_table, size, value_json
+from ckpt.cli.screen import (
+    counted,
+    date,
+    shape_text,
+    short,
+    show_json,
+    show_table,
+    size,
+    value_json,
+)
 from ckpt.commit.lines import line_text
 from ckpt.errors import CheckpointError
 from ckpt.layout.dtypes import dtype_name
@@ -47,7 +56,8 @@ def _show_tables(checkpoint: Checkpoint, infos: Sequence[TensorInfo]) -> None:
     header = checkpoint.manifest.header
     print(checkpoint.url)
     line = "" if checkpoint.entry is None else f", {line_text(checkpoint.entry.line)}"
-    print(f"step {header.step}{line}, {header.world_size} ranks, {date(header.created_unix)}\n")
+    ranks = counted(header.world_size, "rank")
+    print(f"step {header.step}{line}, {ranks}, {date(header.created_unix)}\n")
     rows = []
     for info in infos:
         kind = f"= {info.alias_of}" if info.alias_of else info.kind.name.lower()

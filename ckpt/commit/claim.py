@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ckpt.commit.appender import Limits, Sources
-from ckpt.commit.log import FORMAT_KEY, encode_format, read_format
+from ckpt.commit.log import DCP_KEY, FORMAT_KEY, encode_format, read_format
 from ckpt.commit.names import LOG_PREFIX
 from ckpt.errors import Corrupt, NoCheckpoint, StoreRefused
 from storage.errors import KeyExistsError, OutcomeUnknownError, StorageError, TransientError
@@ -20,6 +20,11 @@ def root_id(store: Store, *, sources: Sources, limits: Limits) -> str:
             raise Corrupt(
                 f"{store.url} has a log but no {FORMAT_KEY} object: it was removed or the copy is "
                 "incomplete; save to a new url, load steps by their own paths"
+            ) from None
+        if store.exists(DCP_KEY):
+            raise StoreRefused(
+                f"{store.url} is a checkpoint of torch.distributed.checkpoint (it has {DCP_KEY}); "
+                "save to another url; `ckpt import` writes it there as one of ours"
             ) from None
     # Read back: of two sessions that come first, one has created it.
     _create_format(store, encode_format(sources.random_bytes(16).hex()), sources, limits)

@@ -45,8 +45,11 @@ def locate(store: Store, step: int | None = None, *, attempt: str = "") -> Locat
     Of several checkpoints of a step, the newest that a training saved, else the newest; or the one
     that is named by `attempt`.
 
-    Raises NoCheckpoint naming what is there, Corrupt when the manifest is not the committed one.
+    Raises NoCheckpoint naming what is there, Corrupt when the manifest is not the committed one,
+    ValueError for a step that is no int.
     """
+    if step is not None and type(step) is not int:
+        raise ValueError(f"step={step!r}: expected an int")
     try:
         live = live_entries(store)
     except NoCheckpoint as no_root:

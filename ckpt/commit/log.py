@@ -28,6 +28,7 @@ from storage.store import Store
 
 FORMAT_KEY = "FORMAT"
 FORMAT_VERSION = 1
+DCP_KEY = ".metadata"  # makes a directory a checkpoint of torch.distributed.checkpoint
 FORMAT_NBYTES_MAX = 4096
 LISTED_MAX = 1000  # a page of S3
 LINKS_MAX = 16  # records whose links a claim compares where requests take long
@@ -156,6 +157,11 @@ def _no_checkpoint(store: Store) -> NoCheckpoint:
         )
     elif MANIFEST_NAME in keys:
         message += "; it is the directory of one step: did you mean to open it by its own path?"
+    elif DCP_KEY in keys:
+        message += (
+            "; it is a checkpoint of torch.distributed.checkpoint: `ckpt import` makes one of ours "
+            "of it"
+        )
     elif keys:
         message += f"; it holds other things (such as {keys[0]!r}): check the url"
     else:

@@ -17,7 +17,7 @@ from typing import Any, Literal, SupportsIndex
 
 import torch.distributed as dist
 
-from ckpt.api import Io
+from ckpt.api import Io, check_order, one_of
 from ckpt.commit.numbers import plain_int
 from ckpt.commit.patience import BACKGROUND_SECONDS
 from ckpt.commit.records import STEP_MAX
@@ -117,8 +117,13 @@ class Checkpointer:
         retry_seconds_max: float = BACKGROUND_SECONDS,
         io: Io = "auto",
     ) -> None:
-        if when_busy not in ("wait", "skip"):
-            raise ValueError(f"when_busy={when_busy!r}; expected 'wait' or 'skip'")
+        one_of("when_busy", when_busy, ("wait", "skip"))
+        if not isinstance(save, SavePolicy):
+            raise TypeError(f"save={save!r}; expected a policy, such as ckpt.EverySteps(1000)")
+        if not isinstance(keep, KeepRule | None):
+            raise TypeError(f"keep={keep!r}; expected a rule, such as ckpt.KeepLatest(3)")
+        if not isinstance(target, Target):
+            check_order(state, target, "Checkpointer(url, state)")
         if not isinstance(target, Target):
             target = UrlTarget(
                 target,

@@ -65,10 +65,14 @@ class SavePolicy(ABC):
         yield self
 
     def __or__(self, other: SavePolicy) -> SavePolicy:
+        if not isinstance(other, SavePolicy):
+            return NotImplemented
         # Flat, because each alternative may be decided by another rank; see note "who decides".
         return AnyOf((*self.alternatives(), *other.alternatives()))
 
     def __and__(self, other: SavePolicy) -> SavePolicy:
+        if not isinstance(other, SavePolicy):
+            return NotImplemented
         return AllOf((self, other))
 
 

@@ -88,9 +88,13 @@ class KeepRule(ABC):
         return False
 
     def __or__(self, other: KeepRule) -> KeepRule:
+        if not isinstance(other, KeepRule):
+            return NotImplemented
         return _Either((self, other))
 
     def __and__(self, other: KeepRule) -> KeepRule:
+        if not isinstance(other, KeepRule):
+            return NotImplemented
         return _Both((self, other))
 
 

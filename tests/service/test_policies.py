@@ -7,8 +7,10 @@ which the clock is a number; what the simulated saves really cost is compared wi
 from __future__ import annotations
 
 import itertools
+import operator
 import random
 import signal
+from typing import Any
 
 import pytest
 
@@ -28,6 +30,7 @@ from ckpt.service.policies import (
     preemption_of,
     signals_of,
 )
+from ckpt.service.retention import KeepLatest
 
 
 def due(policy: SavePolicy, **seen: object) -> bool:
@@ -135,6 +138,15 @@ def test_signals_and_preemption_are_found_wherever_they_stand() -> None:
 def test_policies_that_cannot_be_are_refused(make: object) -> None:
     with pytest.raises(ValueError, match=r"expected|last chance"):
         make()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("one", [EverySteps(10), KeepLatest(3)])
+def test_only_policies_are_combined_with_policies_and_rules_with_rules(one: Any) -> None:
+    for combine in (operator.or_, operator.and_):
+        with pytest.raises(TypeError, match="unsupported operand"):
+            combine(one, 5)
+        with pytest.raises(TypeError, match="unsupported operand"):
+            combine(one, KeepLatest(1) if isinstance(one, EverySteps) else EverySteps(1))
 
 
 def test_policies_are_values() -> None:

@@ -306,7 +306,6 @@ def test_mistakes_are_reported_in_one_line(
 @pytest.mark.parametrize(
     "arguments",
     [
-        [],
         ["lss", "x"],
         ["prune", "x"],
         ["prune", "x", "--keep-last", "0"],
@@ -328,6 +327,24 @@ def test_wrong_command_lines_exit_with_2(
         main(arguments)
     assert stopped.value.code == 2
     assert "usage: ckpt" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [([], "examples:"), (["--help"], "examples:"), (["--version"], f"ckpt {ckpt.__version__}")],
+    ids=" ".join,
+)
+def test_an_empty_command_line_shows_help(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 0 and said in capsys.readouterr().out
+
+
+def test_names_of_the_package_are_those_for_users() -> None:
+    shown = [name for name in dir(ckpt) if not name.startswith("__")]
+    assert shown == sorted(ckpt.__all__)
 
 
 def test_command_runs_as_a_process_and_help_has_examples() -> None:

@@ -55,14 +55,8 @@ from ckpt.errors import CheckpointError, InvalidState
 from ckpt.format.datafile import BLOCK_BYTES, StoredChunk, order_key
 from ckpt.format.manifest import MODULES, Header
 from ckpt.format.merging import build_manifest
-from ckpt.format.part import (
-    TensorRecord,
-    columns_of,
-    decode_part,
-    encode_part,
-    part_of_files,
-    part_texts,
-)
+from ckpt.format.part import TensorRecord, columns_of, part_of_files, part_texts
+from ckpt.format.part_codec import decode_part, encode_part
 from ckpt.format.rank_files import RankContents, rank_files
 from ckpt.layout.dtypes import dtype_name, refusal_reason, torch_dtype
 from ckpt.layout.memory import is_plain_memory

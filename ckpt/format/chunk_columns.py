@@ -44,7 +44,7 @@ class Counts(NamedTuple):
 
 
 def fields_of_chunks(m: Manifest) -> dict[str, bytes]:
-    """The fields that describe the chunks, with their checksums and digests, encoded."""
+    """The fields that describe the chunks, encoded."""
     chunks = m.chunks
     itemsizes = np.array([DTYPES[name].itemsize for name in m.dtypes], dtype=np.int64)
     counts = np.diff(chunks.first)
@@ -60,6 +60,12 @@ def fields_of_chunks(m: Manifest) -> dict[str, bytes]:
         "box_ndims": pack_ints(np.diff(boxes.first), constant=False),
         "box_offsets": pack_ints(boxes.offsets, constant=False),
         "box_sizes": pack_ints(boxes.sizes, constant=False),
+    }
+
+
+def fields_of_sums(m: Manifest) -> dict[str, bytes]:
+    """The fields with the checksums and digests of the chunks, encoded."""
+    return {
         "checksums": m.checksums.astype("<u4").tobytes(),
         **({"blake3": m.digests.tobytes()} if len(m.digests) else {}),
     }

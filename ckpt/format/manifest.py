@@ -186,3 +186,13 @@ def starts_of(counts: Ints | Sequence[int]) -> Int64s:
 def int64s(values: Sequence[int]) -> Int64s:
     """`values` as a column, of the same type for no values at all."""
     return np.array(values, dtype=np.int64)
+
+
+def narrowed(values: Int64s) -> Ints:
+    """`values`, none negative, in 32 bits each where they fit: tables have millions of rows."""
+    return values.astype(np.uint32) if not len(values) or values.max() < 1 << 32 else values
+
+
+def no_checksums() -> npt.NDArray[np.uint32]:
+    """The checksums of no blocks."""
+    return np.zeros(0, dtype=np.uint32)

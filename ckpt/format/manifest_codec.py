@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 from pydantic import ValidationError
 
 from ckpt.errors import Corrupt, UnsupportedFormat
 from ckpt.format.blake3 import DIGEST_NBYTES, Digests, digests_from, no_digests
-from ckpt.format.chunk_columns import ChunkBounds, Counts, decode_chunks, fields_of_chunks
+from ckpt.format.chunk_columns import (
+    ChunkBounds,
+    Counts,
+    decode_chunks,
+    fields_of_chunks,
+    fields_of_sums,
+)
 from ckpt.format.columns import (
     as_int64s,
     pack_ints,
@@ -33,6 +41,7 @@ from ckpt.format.manifest import (
     Header,
     Int64s,
     Manifest,
+    no_checksums,
     starts_of,
 )
 from ckpt.format.references import (
@@ -53,11 +62,83 @@ DIGEST_BYTES = 32
 
 def encode_manifest(manifest: Manifest) -> bytes:
     """The bytes of a MANIFEST object: one encoding per manifest."""
-    body = pack_map({**_fields_of_tensors(manifest), **fields_of_chunks(manifest)})
-    head = MAGIC + VERSION.to_bytes(4, "little") + bytes(4) + len(body).to_bytes(8, "little")
-    digest = hashlib.sha256(head)
-    digest.update(body)
-    return head + body + digest.digest()
+    return ManifestEncoder().encode(manifest).data
+
+
+class Encoded(NamedTuple):
+    """The bytes of a MANIFEST object, and their sha256."""
+
+    data: bytes
+    digest: bytes
+
+
+class ManifestEncoder:
+    """Encodes one manifest after the other. What the last one had, too, is not encoded again."""
+
+    def __init__(self) -> None:
+        self._last: tuple[Manifest, dict[str, bytes]] | None = None
+
+    def encode(self, manifest: Manifest) -> Encoded:
+        """The bytes of a MANIFEST object: one encoding per manifest."""
+        fields = self._fields(manifest)
+        if not len(manifest.digests):
+            # What no later manifest has: the checksums.
+            self._last = (replace(manifest, checksums=no_checksums()), {**fields, "checksums": b""})
+        body = pack_map(fields)
+        head = MAGIC + VERSION.to_bytes(4, "little") + bytes(4) + len(body).to_bytes(8, "little")
+        digest = hashlib.sha256(head)
+        digest.update(body)
+        end = digest.digest()
+        digest.update(end)
+        return Encoded(b"".join([head, body, end]), digest.digest())
+
+    def _fields(self, m: Manifest) -> dict[str, bytes]:
+        if self._last is not None and _has_same_table(m, self._last[0]):
+            same = self._last[1]
+            return {
+                **same,
+                **_fields_of_header(m),
+                **_fields_of_files(m),
+                **_fields_of_values(m),
+                **fields_of_sums(m),
+            }
+        return {
+            **_fields_of_header(m),
+            **_fields_of_files(m),
+            **_fields_of_tensors(m),
+            **_fields_of_values(m),
+            **fields_of_chunks(m),
+            **fields_of_sums(m),
+        }
+
+
+def _has_same_table(one: Manifest, other: Manifest) -> bool:
+    """Whether tensors and chunks are the very same objects, in files with headers of one length."""
+    names = ("fqns", "dtypes", "shapes", "kinds", "aliases", "chunks")
+    return (
+        all(getattr(one, name) is getattr(other, name) for name in names)
+        and np.array_equal(one.file_data_start, other.file_data_start)
+        and not len(one.digests)
+    )
+
+
+def _fields_of_header(m: Manifest) -> dict[str, bytes]:
+    counts = [len(m.files), len(m.fqns), len(set(m.shapes)), len(m.chunks), len(m.chunks.boxes)]
+    counts += [len(m.checksums), len(m.aliases), len(m.per_rank)]
+    return {
+        "header": m.header.model_dump_json().encode("utf-8"),
+        "counts": np.array(counts, dtype="<u8").tobytes(),
+    }
+
+
+def _fields_of_files(m: Manifest) -> dict[str, bytes]:
+    names, name_sizes = pack_strings(m.files)
+    return {
+        "file_names": names,
+        "file_name_sizes": name_sizes,
+        "file_nbytes": pack_ints(m.file_nbytes),
+        "file_data_starts": pack_ints(m.file_data_start),
+    }
 
 
 def _fields_of_tensors(m: Manifest) -> dict[str, bytes]:
@@ -67,18 +148,9 @@ def _fields_of_tensors(m: Manifest) -> dict[str, bytes]:
     dtype_ids = {name: index for index, name in enumerate(dtypes)}
     aliases = sorted(m.aliases.items())
     targets = [m.index(target) for _, target in aliases]
-    counts = [len(m.files), len(m.fqns), len(shapes), len(m.chunks), len(m.chunks.boxes)]
-    counts += [len(m.checksums), len(aliases), len(m.per_rank)]
-    file_names, file_name_sizes = pack_strings(m.files)
     fqns, fqn_sizes = pack_strings(m.fqns)
     alias_names, alias_name_sizes = pack_strings([name for name, _ in aliases])
     return {
-        "header": m.header.model_dump_json().encode("utf-8"),
-        "counts": np.array(counts, dtype="<u8").tobytes(),
-        "file_names": file_names,
-        "file_name_sizes": file_name_sizes,
-        "file_nbytes": pack_ints(m.file_nbytes),
-        "file_data_starts": pack_ints(m.file_data_start),
         "fqns": fqns,
         "fqn_sizes": fqn_sizes,
         "dtype_names": ",".join(dtypes).encode("ascii"),
@@ -92,6 +164,11 @@ def _fields_of_tensors(m: Manifest) -> dict[str, bytes]:
         "alias_names": alias_names,
         "alias_name_sizes": alias_name_sizes,
         "alias_targets": pack_ints(targets),
+    }
+
+
+def _fields_of_values(m: Manifest) -> dict[str, bytes]:
+    return {
         "values": m.values,
         "per_rank": b"".join(m.per_rank),
         "per_rank_sizes": pack_ints([len(data) for data in m.per_rank]),

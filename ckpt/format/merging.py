@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -12,14 +13,37 @@ import numpy.typing as npt
 from ckpt.errors import InvalidState
 from ckpt.format.blake3 import Digests
 from ckpt.format.codec import encode_values
+from ckpt.format.columns import Ints
 from ckpt.format.coverage import check_cover
-from ckpt.format.manifest import BoxTable, ChunkTable, Header, Int64s, Manifest, int64s, starts_of
+from ckpt.format.manifest import (
+    BoxTable,
+    ChunkTable,
+    Header,
+    Int64s,
+    Manifest,
+    int64s,
+    narrowed,
+    starts_of,
+)
 from ckpt.format.part import Part, TensorRecord
 from ckpt.format.references import REFERENCES, is_reference, parse_reference
 from ckpt.layout.region import Box
 
 
-def build_manifest(header: Header, parts: Sequence[Part]) -> Manifest:
+class KeptMerge:
+    """What was worked out for the structures of some parts, for the next save of the same ones.
+
+    Of the ranks' parts, pass those with the very same structures, or make a new one.
+    """
+
+    def __init__(self) -> None:
+        self.merged: _Merged | None = None
+        self.replicas: _ReplicaTable | None = None
+
+
+def build_manifest(
+    header: Header, parts: Sequence[Part], kept: KeptMerge | None = None
+) -> Manifest:
     """The manifest of all parts, in rank order, one per rank of `header.world_size`.
 
     Raises InvalidState naming fqn, region and ranks when ranks contradict each other, or when the
@@ -31,35 +55,69 @@ def build_manifest(header: Header, parts: Sequence[Part]) -> Manifest:
         raise ValueError(
             f"parts of ranks {ranks[:20]}, expected 0 to {header.world_size - 1} in order"
         )
-    tensors, tensor_of = _merge_tensors(parts)
-    aliases = _merge_aliases(parts, tensors)
-    files, file_of = _merge_files(parts, header)
-    columns = _merge_chunks(parts, tensor_of, file_of)
-    order = np.lexsort((columns.start, columns.tensor))
-    chunks = _chunk_table(columns, order, len(tensors), header)
-    numels = int64s([math.prod(tensor.shape) for tensor in tensors])
-    fqns = tuple([tensor.fqn for tensor in tensors])
-    shapes = tuple([tensor.shape for tensor in tensors])
-    if problems := check_cover(chunks, fqns, shapes, numels):
-        raise InvalidState([_with_writers(text, fqns, columns) for text in problems])
-    per_rank = tuple([part.per_rank for part in parts])
-    nothing = encode_values({})
-    return Manifest(
-        header=header,
-        files=tuple([file.name for file in files]),
-        file_nbytes=int64s([file.nbytes for file in files]),
-        file_data_start=int64s([file.data_start for file in files]),
-        fqns=fqns,
-        dtypes=tuple([tensor.dtype for tensor in tensors]),
-        shapes=shapes,
-        kinds=np.array([tensor.kind for tensor in tensors], dtype=np.uint8),
-        aliases=aliases,
-        chunks=chunks,
-        checksums=_reorder_runs(columns.checksums, columns.block_counts, order),
-        values=next((part.values for part in parts if part.values), nothing),
-        per_rank=tuple([data or nothing for data in per_rank]) if any(per_rank) else (),
-        digests=_merge_digests(parts, order),
-    )
+    kept = kept or KeptMerge()
+    if kept.merged is None:
+        kept.merged = _Merged(parts)
+    return kept.merged.manifest(header, parts)
+
+
+class _Merged:
+    """All parts as one table of chunks: what does not change from save to save."""
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        tensors, tensor_of = _merge_tensors(parts)
+        self._aliases = _merge_aliases(parts, tensors)
+        self._fqns = tuple([tensor.fqn for tensor in tensors])
+        self._shapes = tuple([tensor.shape for tensor in tensors])
+        self._dtypes = tuple([tensor.dtype for tensor in tensors])
+        self._kinds = np.array([tensor.kind for tensor in tensors], dtype=np.uint8)
+        columns = _merge_chunks(parts, tensor_of, _file_indexes(parts))
+        self._order = _table_order(columns, len(tensors))
+        self._positions = narrowed(columns.position[self._order])
+        self._blocks = _run_index(columns.block_counts, self._order)
+        self._data_start = int64s([])
+        self._chunks = _chunk_table(columns, self._order, len(tensors))
+        numels = int64s([math.prod(shape) for shape in self._shapes])
+        if problems := check_cover(self._chunks, self._fqns, self._shapes, numels):
+            raise InvalidState([self._with_writers(text, columns, parts) for text in problems])
+
+    def manifest(self, header: Header, parts: Sequence[Part]) -> Manifest:
+        """The manifest of these parts, whose structures are those that this was made of."""
+        files = _merge_files(parts, header)
+        data_start = int64s([file.data_start for file in files])
+        if not np.array_equal(data_start, self._data_start) or not len(self._chunks.byte_start):
+            # The same table as before wherever it can be: its encoding is known then.
+            self._data_start = data_start
+            starts = narrowed(self._positions + data_start[self._chunks.file])
+            self._chunks = replace(self._chunks, byte_start=starts)
+        per_rank = [part.per_rank for part in parts]
+        nothing = encode_values({})
+        return Manifest(
+            header=header,
+            files=tuple([file.name for file in files]),
+            file_nbytes=int64s([file.nbytes for file in files]),
+            file_data_start=data_start,
+            fqns=self._fqns,
+            dtypes=self._dtypes,
+            shapes=self._shapes,
+            kinds=self._kinds,
+            aliases=self._aliases,
+            chunks=self._chunks,
+            checksums=np.concatenate([part.checksums for part in parts])[self._blocks],
+            values=next((part.values for part in parts if part.values), nothing),
+            per_rank=tuple([data or nothing for data in per_rank]) if any(per_rank) else (),
+            digests=_merge_digests(parts, self._order),
+        )
+
+    def _with_writers(self, problem: str, columns: _Columns, parts: Sequence[Part]) -> str:
+        counts = [len(part.chunk_file) for part in parts]
+        ranks = np.repeat([part.rank for part in parts], counts)
+        for position, fqn in enumerate(self._fqns):
+            if problem.startswith(f"{fqn}: "):
+                writers = sorted(set(ranks[columns.tensor == position].tolist()))
+                text = f"{problem} (written by ranks {writers[:20]})"
+                return f"{text}; {_TWO_MODELS}" if "overlap" in problem else text
+        return problem
 
 
 class _File(NamedTuple):
@@ -68,13 +126,15 @@ class _File(NamedTuple):
     data_start: int
 
 
-def _merge_files(parts: Sequence[Part], header: Header) -> tuple[list[_File], list[Int64s]]:
-    """All files, those of other attempts last and once, and per part the indexes of its files."""
-    of_part = [
-        list(map(_File, p.files, p.file_nbytes.tolist(), p.file_data_start.tolist())) for p in parts
+def _merge_files(parts: Sequence[Part], header: Header) -> list[_File]:
+    """All files, those of other attempts last and once."""
+    of_all = [
+        file
+        for p in parts
+        for file in map(_File, p.files, p.file_nbytes.tolist(), p.file_data_start.tolist())
     ]
-    own = [file for files in of_part for file in files if not is_reference(file.name)]
-    shared = sorted({file for files in of_part for file in files if is_reference(file.name)})
+    own = [file for file in of_all if not is_reference(file.name)]
+    shared = sorted({file for file in of_all if is_reference(file.name)})
     names = [file.name for file in (*own, *shared)]
     if len(set(names)) != len(names):
         raise InvalidState(
@@ -84,8 +144,16 @@ def _merge_files(parts: Sequence[Part], header: Header) -> tuple[list[_File], li
         raise ValueError(f"the header must require {REFERENCES!r} for {shared[0].name}")
     if wrong := [file.name for file in shared if parse_reference(file.name) is None]:
         raise ValueError(f"{wrong[0]} is not a data file of another attempt")
-    index = {name: position for position, name in enumerate(names)}
-    return [*own, *shared], [int64s([index[name] for name in part.files]) for part in parts]
+    return [*own, *shared]
+
+
+def _file_indexes(parts: Sequence[Part]) -> list[Int64s]:
+    """Per part, the indexes of its files among all, in the order of `_merge_files`."""
+    names = [name for part in parts for name in part.files]
+    shared = sorted({name for name in names if is_reference(name)})
+    own = [name for name in names if not is_reference(name)]
+    index = {name: position for position, name in enumerate([*own, *shared])}
+    return [int64s([index[name] for name in part.files]) for part in parts]
 
 
 def _merge_digests(parts: Sequence[Part], order: npt.NDArray[np.intp]) -> Digests:
@@ -97,16 +165,14 @@ def _merge_digests(parts: Sequence[Part], order: npt.NDArray[np.intp]) -> Digest
 
 
 class _Columns(NamedTuple):
-    rank: Int64s
     tensor: Int64s
     file: Int64s
-    byte_start: Int64s
+    position: Int64s  # from the end of the file's header on
     start: Int64s
     numel: Int64s
     box: Int64s
     boxes: tuple[Box, ...]
     block_counts: Int64s
-    checksums: npt.NDArray[np.uint32]
 
 
 def _merge_tensors(parts: Sequence[Part]) -> tuple[list[TensorRecord], list[Int64s]]:
@@ -167,22 +233,35 @@ def _merge_chunks(
         box_columns.append(int64s([*ids, -1])[part.chunk_box])  # index -1 is the last: a span
     paired = list(zip(parts, tensor_of, file_of, strict=True))
     return _Columns(
-        rank=np.repeat(int64s([p.rank for p in parts]), [len(p.chunk_file) for p in parts]),
         tensor=np.concatenate([tensors[p.chunk_tensor] for p, tensors, _ in paired]),
         file=np.concatenate([files[p.chunk_file] for p, _, files in paired]),
-        byte_start=np.concatenate([p.chunk_byte_start for p in parts]),
-        start=np.concatenate([p.chunk_start for p in parts]),
-        numel=np.concatenate([p.chunk_numel for p in parts]),
+        position=np.concatenate([p.chunk_position for p in parts]),
+        start=_joined([p.chunk_start for p in parts]),
+        numel=_joined([p.chunk_numel for p in parts]),
         box=np.concatenate(box_columns),
         boxes=tuple(boxes),
-        block_counts=np.concatenate([p.block_counts for p in parts]),
-        checksums=np.concatenate([p.checksums for p in parts]),
+        block_counts=_joined([p.block_counts for p in parts]),
     )
 
 
-def _chunk_table(
-    columns: _Columns, order: npt.NDArray[np.intp], tensors: int, header: Header
-) -> ChunkTable:
+def _joined(columns: Sequence[Ints]) -> Int64s:
+    return np.concatenate(columns, dtype=np.int64, casting="same_kind")
+
+
+def _table_order(columns: _Columns, tensors: int) -> npt.NDArray[np.intp]:
+    """The chunks by tensor, then by their first element."""
+    tensor, start = columns.tensor, columns.start
+    # Mostly the ranks have their regions in order, and 16-bit keys are sorted by radix.
+    keys: Ints = tensor.astype(np.uint16) if tensors < 1 << 16 else tensor
+    order = np.argsort(keys, kind="stable")
+    by_start, by_tensor = start[order], keys[order]
+    if np.all((by_start[1:] >= by_start[:-1]) | (by_tensor[1:] != by_tensor[:-1])):
+        return order
+    return np.lexsort((start, tensor))
+
+
+def _chunk_table(columns: _Columns, order: npt.NDArray[np.intp], tensors: int) -> ChunkTable:
+    """The table but for `byte_start`, which has no items: files have not got their sizes yet."""
     box = columns.box[order]
     # Boxes are numbered as they first appear in the table, whatever rank they came from: a
     # manifest has one encoding, so the numbers must not depend on the order of the ranks.
@@ -193,37 +272,25 @@ def _chunk_table(
     boxes = [columns.boxes[index] for index in used[by_number].tolist()]
     return ChunkTable(
         first=starts_of(np.bincount(columns.tensor, minlength=tensors)),
-        file=columns.file[order],
-        byte_start=columns.byte_start[order],
+        file=narrowed(columns.file[order]),
+        byte_start=int64s([]),
         span_start=np.where(box < 0, columns.start[order], -1),
-        numel=columns.numel[order],
+        numel=narrowed(columns.numel[order]),
         box=renumbered[box],
         boxes=BoxTable.of(boxes),
         first_block=starts_of(columns.block_counts[order]),
     )
 
 
-def _reorder_runs(
-    items: npt.NDArray[np.uint32], lengths: Int64s, order: npt.NDArray[np.intp]
-) -> npt.NDArray[np.uint32]:
-    """Runs of `items` of these lengths, in another order.
+def _run_index(lengths: Int64s, order: npt.NDArray[np.intp]) -> Ints:
+    """Where the items of runs of these lengths come from when the runs are put into `order`.
 
     Vectorized over items: a checkpoint has millions of block checksums.
     """
     sources = starts_of(lengths)[:-1][order]
     sizes = lengths[order]
     targets = starts_of(sizes)
-    index = np.arange(int(targets[-1])) + np.repeat(sources - targets[:-1], sizes)
-    return items[index].astype(np.uint32)
-
-
-def _with_writers(problem: str, fqns: Sequence[str], columns: _Columns) -> str:
-    for position, fqn in enumerate(fqns):
-        if problem.startswith(f"{fqn}: "):
-            ranks = sorted(set(columns.rank[columns.tensor == position].tolist()))
-            text = f"{problem} (written by ranks {ranks[:20]})"
-            return f"{text}; {_TWO_MODELS}" if "overlap" in problem else text
-    return problem
+    return narrowed(np.arange(int(targets[-1])) + np.repeat(sources - targets[:-1], sizes))
 
 
 _TWO_MODELS = (
@@ -247,18 +314,16 @@ class ReplicaDifferences(NamedTuple):
     warnings: list[str]
 
 
-def replica_differences(parts: Sequence[Part]) -> ReplicaDifferences:
+def replica_differences(parts: Sequence[Part], kept: KeptMerge | None = None) -> ReplicaDifferences:
     """Where ranks have different bytes of what a checkpoint stores once.
 
     Works on columns: a thousand ranks have a million digests.
     """
-    regions, ids = _numbered_replicas(parts)
-    ranks = np.repeat([part.rank for part in parts], [len(p.replicas.tensor) for p in parts])
-    digests = np.concatenate([part.replicas.digests for part in parts])
-    must_agree = np.concatenate([part.replicas.must_agree for part in parts])
-    order = np.lexsort((ranks, ids))
-    ids, ranks, digests, must_agree = (c[order] for c in (ids, ranks, digests, must_agree))
-    firsts = np.searchsorted(ids, np.arange(len(regions) + 1))
+    kept = kept or KeptMerge()
+    if kept.replicas is None:
+        kept.replicas = _ReplicaTable.of(parts)
+    regions, ids, ranks, must_agree, order, firsts = kept.replicas
+    digests = np.concatenate([part.replicas.digests for part in parts])[order]
     differing = digests != digests[firsts[ids]]  # from the first rank that has it
     failures, warnings = {}, {}
     for number in np.unique(ids[differing]).tolist():
@@ -282,17 +347,44 @@ def replica_differences(parts: Sequence[Part]) -> ReplicaDifferences:
 _ReplicaRegion = tuple[str, int]  # the name of a tensor, and the first element of a region of it
 
 
+class _ReplicaTable(NamedTuple):
+    """All replicas of all ranks, by region, then by rank; `order` takes items of parts there.
+
+    Region i has the items `firsts[i]` to `firsts[i + 1]`.
+    """
+
+    regions: list[_ReplicaRegion]
+    ids: Int64s
+    ranks: Int64s
+    must_agree: Int64s
+    order: npt.NDArray[np.intp]
+    firsts: npt.NDArray[np.intp]
+
+    @classmethod
+    def of(cls, parts: Sequence[Part]) -> _ReplicaTable:
+        """The table of these parts, whatever their digests are."""
+        regions, ids = _numbered_replicas(parts)
+        ranks = np.repeat([part.rank for part in parts], [len(p.replicas.tensor) for p in parts])
+        must_agree = _joined([part.replicas.must_agree for part in parts])
+        order = np.lexsort((ranks, ids))
+        ids = ids[order]
+        firsts = np.searchsorted(ids, np.arange(len(regions) + 1))
+        return cls(regions, ids, ranks[order], must_agree[order], order, firsts)
+
+
 def _numbered_replicas(parts: Sequence[Part]) -> tuple[list[_ReplicaRegion], Int64s]:
     """All regions, and the number of each item of all parts' replicas among them."""
     numbers: dict[_ReplicaRegion, int] = {}
     # Most ranks have the same replicas: each distinct list is numbered once, not once per rank.
-    known: dict[tuple[tuple[str, ...], bytes], Int64s] = {}
+    # The readers of parts make one tuple of equal tensors, and its identity is a cheap key.
+    known: dict[tuple[int, bytes, bytes], Int64s] = {}
     ids = []
     for part in parts:
-        fqns = tuple([part.tensors[index].fqn for index in part.replicas.tensor.tolist()])
         starts = np.asarray(part.replicas.start, dtype=np.int64)
-        key = (fqns, starts.tobytes())
+        tensor = np.asarray(part.replicas.tensor, dtype=np.int64)
+        key = (id(part.tensors), tensor.tobytes(), starts.tobytes())
         if key not in known:
+            fqns = [part.tensors[index].fqn for index in tensor.tolist()]
             regions = zip(fqns, starts.tolist(), strict=True)
             known[key] = int64s([numbers.setdefault(region, len(numbers)) for region in regions])
         ids.append(known[key])
@@ -367,6 +459,8 @@ def _region_name(region: _ReplicaRegion) -> str:
 
 def value_differences(parts: Sequence[Part]) -> list[str]:
     """One text per value that is not the same on all ranks of the world."""
+    if all(part.value_digests == parts[0].value_digests for part in parts):
+        return []
     digests = {part.rank: part.value_digests for part in parts}
     problems = []
     for fqn, groups in _differences(digests):

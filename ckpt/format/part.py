@@ -1,7 +1,8 @@
 """Parts: what one rank contributes to a checkpoint. `merging` makes the manifest of them.
 
 Every rank sends its part to the coordinator. `structure` is what repeats from save to save while
-only values change; `variable` is the rest, so that later saves can send that alone.
+only values change; `variable` is the rest, so that later saves can send that alone. `part_codec`
+reads both.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt.errors import Corrupt, InvalidState
-from ckpt.format.blake3 import Digests, digests_from, no_digests
+from ckpt.format.blake3 import Digests, no_digests
 from ckpt.format.checksum import crc32c
 from ckpt.format.codec import decode_values, encode_values
-from ckpt.format.columns import Ints, pack_ints, pack_map, unpack_ints, unpack_map
+from ckpt.format.columns import Ints, pack_ints, pack_map
 from ckpt.format.datafile import DataFileLayout, StoredChunk, region_start
-from ckpt.format.manifest import BoxTable, Int64s, Manifest, int64s, starts_of
+from ckpt.format.manifest import BoxTable, Int64s, Manifest, int64s
 from ckpt.layout.dtypes import DTYPES
 from ckpt.layout.region import Box, Shape, Span, span_of
 
@@ -96,25 +97,30 @@ class Part:
     digests: Digests = field(default_factory=no_digests)  # a row per chunk, or no rows
 
     def structure(self) -> bytes:
-        """Everything but checksums, digests, values and warnings, encoded."""
+        """Everything but checksums, digests, values, warnings and sizes of files, encoded."""
         names: dict[str, int] = {}
         dtypes = [names.setdefault(tensor.dtype, len(names)) for tensor in self.tensors]
         boxes = BoxTable.of(self.boxes)
         # Plain JSON for the few texts: fqns of a rank are read by one reader, our own.
-        texts = [self.rank, list(self.files), list(names), [t.fqn for t in self.tensors]]
-        return pack_map(
+        texts = [self.rank, list(self.files), dict(sorted(self.aliases.items()))]
+        # By itself, because most ranks have the same tensors and it is most of a part.
+        tensors = pack_map(
             {
-                "texts": _json([*texts, dict(sorted(self.aliases.items()))]),
-                "file_nbytes": pack_ints(self.file_nbytes),
-                "file_data_starts": pack_ints(self.file_data_start),
+                "texts": _json([list(names), [tensor.fqn for tensor in self.tensors]]),
                 "dtype_ids": pack_ints(dtypes),
                 "kinds": pack_ints([tensor.kind for tensor in self.tensors]),
                 "ndims": pack_ints([len(tensor.shape) for tensor in self.tensors]),
                 "dims": pack_ints([size for tensor in self.tensors for size in tensor.shape]),
+            }
+        )
+        return pack_map(
+            {
+                "texts": _json(texts),
+                "tensors": tensors,
                 "counts": np.array(self._counts, dtype="<u8").tobytes(),
                 "chunk_tensors": pack_ints(self.chunk_tensor),
                 "chunk_files": pack_ints(self.chunk_file),
-                "chunk_byte_starts": pack_ints(self.chunk_byte_start),
+                "chunk_positions": pack_ints(self.chunk_position),
                 "chunk_starts": pack_ints(self.chunk_start),
                 "chunk_numels": pack_ints(self.chunk_numel),
                 "chunk_boxes": pack_ints(np.asarray(self.chunk_box, dtype=np.int64) + 1),
@@ -127,6 +133,12 @@ class Part:
                 "replica_must_agree": pack_ints(self.replicas.must_agree),
             }
         )
+
+    @property
+    def chunk_position(self) -> Int64s:
+        """Per chunk, where it starts in its file, counted from the end of the file's header."""
+        starts = np.asarray(self.chunk_byte_start, dtype=np.int64)
+        return starts - self.file_data_start[self.chunk_file]
 
     @property
     def _counts(self) -> tuple[int, int, int]:
@@ -142,6 +154,8 @@ class Part:
         return pack_map(
             {
                 "structure_digest": self.structure_digest(),
+                "file_nbytes": pack_ints(self.file_nbytes),
+                "file_data_starts": pack_ints(self.file_data_start),
                 "checksums": self.checksums.astype("<u4").tobytes(),
                 "values": self.values,
                 "per_rank": self.per_rank,
@@ -323,92 +337,6 @@ def _region_columns(chunks: Sequence[StoredChunk]) -> tuple[list[int], list[int]
 
 def _json(value: Any) -> bytes:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
-
-
-def encode_part(part: Part) -> bytes:
-    """`part` as bytes for the coordinator."""
-    structure = part.structure()
-    return len(structure).to_bytes(8, "little") + structure + part.variable()
-
-
-def decode_part(data: bytes) -> Part:
-    """The part that `data` encodes. Raises Corrupt."""
-    size = int.from_bytes(data[:8], "little")
-    view = memoryview(data)
-    return assemble(view[8 : 8 + size], view[8 + size :])
-
-
-def assemble(structure: bytes | memoryview, variable: bytes | memoryview) -> Part:
-    """The part of a structure sent now or earlier and the variable rest.
-
-    Raises Corrupt when they do not belong together.
-    """
-    try:
-        fixed, rest = unpack_map(structure), unpack_map(variable)
-        if bytes(rest["structure_digest"]) != hashlib.sha256(structure).digest():
-            raise Corrupt("a rank's checksums do not belong to the structure that it sent")
-        part = _assemble(fixed, rest)
-    except (KeyError, ValueError, TypeError, IndexError) as error:
-        raise Corrupt(f"a rank's part is not readable: {error!r:.200}") from error
-    if int(np.sum(part.block_counts, dtype=np.int64)) != len(part.checksums):
-        raise Corrupt(f"rank {part.rank}: {len(part.checksums)} checksums are not one per block")
-    replicas = part.replicas
-    if len(replicas.tensor) and int(replicas.tensor.max()) >= len(part.tensors):
-        raise Corrupt(f"rank {part.rank}: a replica of tensor {int(replicas.tensor.max())}")
-    if len(replicas.digests) != len(replicas.tensor):
-        raise Corrupt(f"rank {part.rank}: {len(replicas.digests)} digests are not one per replica")
-    if len(part.digests) not in (0, len(part.chunk_file)):
-        raise Corrupt(f"rank {part.rank}: {len(part.digests)} digests are not one per chunk")
-    return part
-
-
-def _assemble(fixed: Mapping[str, memoryview], rest: Mapping[str, memoryview]) -> Part:
-    rank, files, dtype_names, fqns, aliases = json.loads(bytes(fixed["texts"]))
-    value_digests, warnings = json.loads(bytes(rest["texts"]))
-    chunks, box_count, replicas = np.frombuffer(fixed["counts"], dtype="<u8").tolist()
-
-    def ints(name: str, count: int) -> Ints:
-        return unpack_ints(fixed[name], count, name)
-
-    ndims = starts_of(ints("ndims", len(fqns))).tolist()
-    dims = ints("dims", ndims[-1]).tolist()
-    shapes = [tuple(dims[a:b]) for a, b in pairwise(ndims)]
-    dtypes = [dtype_names[index] for index in ints("dtype_ids", len(fqns)).tolist()]
-    kinds = ints("kinds", len(fqns)).tolist()
-    box_first = starts_of(ints("box_ndims", box_count))
-    boxes = BoxTable(
-        box_first,
-        ints("box_offsets", int(box_first[-1])),
-        ints("box_sizes", int(box_first[-1])),
-    )
-    return Part(
-        rank=rank,
-        files=tuple(files),
-        file_nbytes=ints("file_nbytes", len(files)).astype(np.int64),
-        file_data_start=ints("file_data_starts", len(files)).astype(np.int64),
-        tensors=tuple(map(TensorRecord, fqns, dtypes, shapes, kinds)),
-        chunk_tensor=ints("chunk_tensors", chunks).astype(np.int64),
-        chunk_file=ints("chunk_files", chunks).astype(np.int64),
-        chunk_byte_start=ints("chunk_byte_starts", chunks).astype(np.int64),
-        chunk_start=ints("chunk_starts", chunks).astype(np.int64),
-        chunk_numel=ints("chunk_numels", chunks).astype(np.int64),
-        chunk_box=ints("chunk_boxes", chunks).astype(np.int64) - 1,
-        boxes=tuple([boxes[index] for index in range(box_count)]),
-        block_counts=ints("block_counts", chunks).astype(np.int64),
-        aliases=aliases,
-        checksums=np.frombuffer(rest["checksums"], dtype="<u4"),
-        values=bytes(rest["values"]),
-        value_digests=value_digests,
-        per_rank=bytes(rest["per_rank"]),
-        replicas=ReplicaColumns(
-            ints("replica_tensors", replicas).astype(np.int64),
-            ints("replica_starts", replicas).astype(np.int64),
-            ints("replica_must_agree", replicas).astype(np.int64),
-            np.frombuffer(rest["replica_digests"], dtype="<u4"),
-        ),
-        warnings=tuple(warnings),
-        digests=digests_from(rest["digests"]),
-    )
 
 
 def _conflicts(known: Sequence[TensorRecord]) -> list[str]:

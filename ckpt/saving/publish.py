@@ -15,20 +15,21 @@ from typing import Any, NamedTuple
 
 from ckpt.commit.names import MANIFEST_NAME, step_prefix
 from ckpt.commit.ranked import RankedSession
-from ckpt.commit.records import LiveEntry, manifest_digest
+from ckpt.commit.records import LiveEntry
 from ckpt.commit.session import ReferenceRetired, Session
 from ckpt.commit.sweep import NotRetired
 from ckpt.commit.writer import Commit
 from ckpt.errors import Fenced, InvalidState, LogDiverged, OutcomeUnknown, SaveDropped
 from ckpt.format.datafile import BLOCK_BYTES
 from ckpt.format.manifest import Header, Manifest
-from ckpt.format.manifest_codec import encode_manifest
+from ckpt.format.manifest_codec import ManifestEncoder
 from ckpt.format.merging import build_manifest, replica_differences, value_differences
-from ckpt.format.part import Part, assemble
+from ckpt.format.part import Part
 from ckpt.format.references import REFERENCES
 from ckpt.saving.base import NOTHING, decode_base
+from ckpt.saving.parts import Received, gather_parts, joined, split
 from ckpt.saving.report import SaveReport
-from ckpt.saving.task import NONE_HERE, UNCHANGED, Attempt, PartMemory, SaveTask, header_of
+from ckpt.saving.task import NONE_HERE, UNCHANGED, Attempt, SaveTask, header_of
 from ckpt.telemetry.history import CommittedSave, RankReport, log_saved, totals_of, write_telemetry
 from ckpt.telemetry.record import SaveTotals
 from ckpt.world.base import collectively
@@ -92,17 +93,17 @@ def _publish(task: SaveTask, attempt: Attempt, write: Callable[[Attempt], Part])
 
             part = collectively(session.world, "write", run)
         with task.recorder.span("parts"):
-            parts = _gather(part, task)
+            parts = gather_parts(part, task.rank_report(), session.world, memory.structures)
         report, committed = _commit(parts, task, header)
     except (Fenced, LogDiverged, OutcomeUnknown):
         # Delete nothing: the root belongs to another session now, or the commit may have happened.
         raise
     except Exception:
-        memory.sent = b""
+        memory.structures.forget()
         _discard(session, header)
         raise
     except BaseException:  # Ctrl-C: end at once; the next save of this process sweeps the files
-        memory.sent = b""
+        memory.structures.forget()
         if session.session is not None:
             session.session.give_up(header.attempt, step=header.step)
         raise
@@ -154,7 +155,7 @@ def _start(task: SaveTask, modules: Callable[[], Sequence[str]], *, may_refer: b
                 if base.allowed:
                     header = header.model_copy(update={"required": (REFERENCES,)})
                 encoded_base = base.encode()
-            message = _joined(header.model_dump_json().encode(), encoded_base)
+            message = joined(header.model_dump_json().encode(), encoded_base)
         except Exception as caught:
             # Broadcast nothing instead of raising here: the other ranks wait in the broadcast, and
             # would wait until their deadline. All ranks then agree on this error.
@@ -162,7 +163,7 @@ def _start(task: SaveTask, modules: Callable[[], Sequence[str]], *, may_refer: b
     received = task.session.world.broadcast("attempt", message)
     if not received:
         task.session.world.agree("attempt", error)
-    encoded_header, encoded_base = _split(received)
+    encoded_header, encoded_base = split(received)
     return Attempt(
         Header.model_validate_json(encoded_header),
         decode_base(encoded_base) if encoded_base else None,
@@ -195,52 +196,6 @@ def _unchanged(parts: Sequence[Part]) -> list[str]:
     ]
 
 
-class _Received(NamedTuple):
-    """The parts and reports of all ranks, in rank order; empty except on the coordinator."""
-
-    parts: list[Part]
-    reports: list[RankReport]
-
-
-def _gather(part: Part, task: SaveTask) -> Callable[[], _Received]:
-    """Send this rank's part to the coordinator. Returns a function that decodes what it received.
-
-    Decoding may raise, so the function is called later, in a step in which all ranks agree: an
-    error here would leave the others waiting for the coordinator's answer.
-    """
-    world, memory = task.session.world, task.memory
-    if world.size == 1:
-        return lambda: _Received([part], [task.rank_report()])
-    structure = part.structure()
-    is_known = structure == memory.sent
-    payload = _joined(b"" if is_known else structure, part.variable())
-    message = _joined(task.rank_report().encode(), payload)
-    received = world.gather_to_coordinator("parts", message)
-    memory.sent = structure
-    return lambda: _assembled(received or [], memory)
-
-
-def _assembled(received: Sequence[bytes], memory: PartMemory) -> _Received:
-    parts, reports = [], []
-    for rank, data in enumerate(received):
-        report, payload = _split(data)
-        structure, variable = _split(payload)
-        if structure:
-            memory.structures[rank] = structure
-        parts.append(assemble(memory.structures[rank], variable))
-        reports.append(RankReport.decode(report))
-    return _Received(parts, reports)
-
-
-def _joined(first: bytes, second: bytes) -> bytes:
-    return len(first).to_bytes(8, "little") + first + second
-
-
-def _split(data: bytes) -> tuple[bytes, bytes]:
-    size = int.from_bytes(data[:8], "little")
-    return data[8 : 8 + size], data[8 + size :]
-
-
 class _Committed(NamedTuple):
     """The outcome of a commit: `answer` is for all ranks, the rest for the coordinator alone."""
 
@@ -250,7 +205,7 @@ class _Committed(NamedTuple):
 
 
 def _commit(
-    received_of: Callable[[], _Received], task: SaveTask, header: Header
+    received_of: Callable[[], Received], task: SaveTask, header: Header
 ) -> tuple[SaveReport, _Committed]:
     """The coordinator checks that the parts are one whole checkpoint and commits it.
 
@@ -291,18 +246,19 @@ def _commit(
 
 
 def _commit_parts(
-    received: _Received, task: SaveTask, header: Header, session: Session
+    received: Received, task: SaveTask, header: Header, session: Session
 ) -> _Committed:
     parts, reports = received
-    failures, warnings = replica_differences(parts)
+    known = task.memory.structures
+    failures, warnings = replica_differences(parts, known.kept)
     problems = value_differences(parts) + failures
     problems += warnings if task.options.replicas == "strict" else []
     warnings += _unchanged(parts)
     if problems:
         return _Committed({"problems": problems})
     with task.recorder.span("manifest"):
-        manifest = build_manifest(header, parts)
-        commit = store_manifest(task.store, manifest)
+        manifest = build_manifest(header, parts, known.kept)
+        commit = store_manifest(task.store, manifest, known.encoder)
     commit = commit._replace(metric=task.options.metric, in_line=task.options.in_line)
     nbytes = manifest.own_nbytes + commit.manifest_nbytes
     nbytes_referenced = sum(manifest.nbytes_referenced().values())
@@ -318,15 +274,17 @@ def _commit_parts(
     return _Committed(answer, manifest, reports)
 
 
-def store_manifest(store: Store, manifest: Manifest) -> Commit:
+def store_manifest(
+    store: Store, manifest: Manifest, encoder: ManifestEncoder | None = None
+) -> Commit:
     """Create the MANIFEST of an attempt in its root, durable on return; returns its commit."""
-    data, header = encode_manifest(manifest), manifest.header
+    data, digest = (encoder or ManifestEncoder()).encode(manifest)
+    header = manifest.header
     key = step_prefix(header.step, header.attempt) + MANIFEST_NAME
     # Not `put_if_absent`, which leaves a lost answer to its caller: the end of `create` is repeated
     # until its outcome is known.
     with store.create(key, len(data), part_nbytes=len(data)) as writer:
         writer.write_part(0, [memoryview(data)])
-    digest = manifest_digest(data)
     return Commit(header.attempt, header.step, len(data), digest, references=manifest.references)
 
 

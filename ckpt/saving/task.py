@@ -31,6 +31,7 @@ from ckpt.format.part import (
 from ckpt.format.rank_files import RankContents
 from ckpt.layout.plain import Ranks
 from ckpt.saving.base import Base, Previous, Referred
+from ckpt.saving.parts import Structures
 from ckpt.saving.plan import Contents, PlanMemory, SavePlan
 from ckpt.saving.report import SaveOptions
 from ckpt.saving.step_gate import Evidence
@@ -42,17 +43,16 @@ Uint32s = npt.NDArray[np.uint32]
 
 
 class PartMemory:
-    """Each rank's last part as the coordinator has it, so that an unchanged structure is sent once.
+    """What saves of one session leave to the next ones, beginning with the `structures` of the last
+    parts.
 
-    Belongs to one session. Sender and coordinator forget together, because a round that fails on
-    one rank fails on all. `previous` is what a save with `dedup` may refer to, `plans` holds what
+    `previous` is what a save with `dedup` may refer to, `plans` holds what
     this rank need not compute again, `evidence` which optimizers wait for saves in the background,
     `history` the reports of earlier saves.
     """
 
     def __init__(self) -> None:
-        self.sent = b""
-        self.structures: dict[int, bytes] = {}
+        self.structures = Structures()
         self.previous = Previous()
         self.plans = PlanMemory()
         self.evidence = Evidence()

@@ -25,13 +25,11 @@ from ckpt.format.part import (
     PartFile,
     ReplicaColumns,
     TensorRecord,
-    assemble,
-    decode_part,
-    encode_part,
     make_part,
     per_rank_of,
     values_of,
 )
+from ckpt.format.part_codec import assemble, decode_part, encode_part
 from ckpt.layout.region import Box, Region, Shape, Span
 from tests.format.sample import (
     ALIASES,

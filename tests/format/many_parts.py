@@ -1,0 +1,134 @@
+"""Parts of many ranks, at random: what each wrote of tensors that were cut somehow."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from ckpt.format.checksum import block_count
+from ckpt.format.codec import encode_values
+from ckpt.format.datafile import StoredChunk, order_key
+from ckpt.format.manifest import Header, int64s
+from ckpt.format.part import (
+    FileColumns,
+    Part,
+    PartTexts,
+    ReplicaColumns,
+    TensorRecord,
+    part_of_files,
+)
+from ckpt.layout.dtypes import DTYPES
+from ckpt.layout.region import Box, Region, Shape, Span
+
+BLOCK_BYTES = 16
+
+
+def header_of(ranks: int, step: int = 1) -> Header:
+    """Of a save by that many ranks."""
+    return Header(
+        root="0" * 32,
+        attempt=f"e000001-{step:016x}",
+        step=step,
+        world_size=ranks,
+        block_bytes=BLOCK_BYTES,
+        created_unix=step,
+    )
+
+
+def random_parts(seed: int, ranks: int, tensors: int = 6) -> list[Part]:
+    """Parts that cover their tensors: runs and columns, even and uneven, on ranks in any order."""
+    rng = np.random.default_rng(seed)
+    records: list[TensorRecord] = []
+    chunks: dict[int, list[StoredChunk]] = {rank: [] for rank in range(ranks)}
+    for number in range(tensors):
+        shape = tuple(rng.integers(1, 3 * ranks, size=rng.integers(0, 3)).tolist())
+        dtype = ("float32", "int8", "float64")[int(rng.integers(3))]
+        record = TensorRecord(f"t{number:02d}", dtype, shape, number % 3)
+        records.append(record)
+        regions = list(_cut(rng, shape, ranks))
+        turned = bool(rng.integers(2))
+        for index, region in enumerate(regions):
+            rank = int(rng.integers(ranks)) if turned else index % ranks
+            nbytes = region.numel * DTYPES[dtype].itemsize
+            chunks[rank].append(StoredChunk(record.fqn, dtype, shape, region, nbytes, number % 3))
+    # Ranks may know a tensor or not, as long as those that write it do.
+    return [
+        _part(rng, rank, chunks[rank], [r for r in records if rank % 3 or _has(chunks[rank], r)])
+        for rank in range(ranks)
+    ]
+
+
+def saved_again(parts: list[Part], seed: int, *, longer_headers: bool = False) -> list[Part]:
+    """The parts of another save of the same regions: other bytes, and headers that may grow."""
+    again = []
+    for part in parts:
+        rng = np.random.default_rng([seed, part.rank])
+        grown = 4096 * int(longer_headers and part.rank % 2)
+        fields = {name: getattr(part, name) for name in Part.__slots__}
+        fields |= {
+            "file_nbytes": part.file_nbytes + grown,
+            "file_data_start": part.file_data_start + grown,
+            "chunk_byte_start": part.chunk_byte_start + grown,
+            "checksums": _sums(rng, len(part.checksums)),
+            "values": encode_values({"step": seed}) if part.rank == 0 else b"",
+            "value_digests": {"step": seed},
+            "per_rank": encode_values({"rng": bytes([part.rank % 256])}),
+        }
+        again.append(Part(**fields))
+    return again
+
+
+def _has(chunks: list[StoredChunk], record: TensorRecord) -> bool:
+    return any(chunk.fqn == record.fqn for chunk in chunks)
+
+
+def _cut(rng: np.random.Generator, shape: Shape, ranks: int) -> Iterator[Region]:
+    numel = math.prod(shape)
+    kind = int(rng.integers(4))
+    if not shape or kind == 0:
+        yield Span(0, numel)
+    elif kind == 1 and len(shape) == 2:  # by columns
+        size = -(-shape[1] // ranks)
+        for start in range(0, shape[1], size):
+            yield Box((0, start), (shape[0], min(size, shape[1] - start)))
+    else:
+        size = -(-numel // ranks)
+        cuts = np.arange(0, numel, size) if kind == 2 else rng.integers(0, numel, size=ranks)
+        edges = sorted({0, numel, *cuts.tolist()})
+        for start, stop in pairwise(edges):
+            yield Span(start, stop)
+
+
+def _part(
+    rng: np.random.Generator, rank: int, chunks: list[StoredChunk], tensors: list[TensorRecord]
+) -> Part:
+    chunks = sorted(chunks, key=order_key)
+    middle = len(chunks) // 2 if rank % 4 == 1 else len(chunks)
+    files = [_file(rng, f"rank{rank:05d}-000.safetensors", chunks[:middle])]
+    if middle < len(chunks):
+        files.append(_file(rng, f"rank{rank:05d}-001.safetensors", chunks[middle:]))
+    replicas = ReplicaColumns(
+        int64s(range(len(tensors))),
+        int64s([0] * len(tensors)),
+        int64s([0] * len(tensors)),
+        np.zeros(len(tensors), dtype=np.uint32),
+    )
+    values = encode_values({}) if rank == 0 else b""
+    texts = PartTexts({}, values, {}, b"", replicas)
+    return part_of_files(files, rank=rank, tensors=tensors, texts=texts)
+
+
+def _file(rng: np.random.Generator, name: str, chunks: list[StoredChunk]) -> FileColumns:
+    nbytes = int64s([chunk.nbytes for chunk in chunks])
+    counts = int64s([block_count(int(size), BLOCK_BYTES) for size in nbytes])
+    end = 4096 + int(nbytes.sum())
+    offsets = 4096 + np.cumsum(nbytes) - nbytes
+    return FileColumns(name, end + 64, 4096, chunks, offsets, counts, _sums(rng, counts.sum()))
+
+
+def _sums(rng: np.random.Generator, count: int) -> npt.NDArray[np.uint32]:
+    return rng.integers(0, 1 << 32, size=count, dtype=np.uint32)

@@ -117,6 +117,7 @@ def _event_row(event: Event, now: float) -> tuple[str, ...]:
     what = WHAT_HAPPENED.get(event.kind, event.kind.lower())
     if event.kind == "COMMIT" and event.metric is not None:
         what += f", metric {event.metric:g}"
+    what += ": nobody had acknowledged it" if event.is_undone else ""
     what += f" (!) {event.problem}" if event.problem else ""
     return (
         f"{event.slot}",

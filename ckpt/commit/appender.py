@@ -12,9 +12,9 @@ import secrets
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
-from ckpt.commit.log import Log, LogState
+from ckpt.commit.log import MENDED, UNDONE, Log, LogState
 from ckpt.commit.names import MANIFEST_NAME, record_key
 from ckpt.commit.patience import tries
 from ckpt.commit.records import (
@@ -80,7 +80,8 @@ class Settled(NamedTuple):
 
 class RecordDraft(NamedTuple):
     """The part of a record that depends on the live set before it. `entry` is what a COMMIT adds;
-    its slot is that of the record, which is set when the record is made.
+    its slot is that of the record, which is set when the record is made. Its write id begins with
+    `mark`.
     """
 
     kind: Kind
@@ -88,6 +89,7 @@ class RecordDraft(NamedTuple):
     attempt: str | None
     live: tuple[LiveEntry, ...]
     entry: LiveEntry | None = None
+    mark: bytes = b""
 
 
 Build = Callable[[LogState], "RecordDraft | None"]
@@ -142,7 +144,9 @@ class Appender:
             draft = build(state)
             if draft is None:
                 return None
-            record = self._record(draft, slot=state.slot + 1, previous=self.log.digest_of(state))
+            if state.void:
+                self.log.check_void(state)
+            record = self._record(draft, state)
             if self._put(record, sent_before=False):
                 return record
         raise CheckpointError(
@@ -170,19 +174,36 @@ class Appender:
         self._refuse_to_send_again(record)
         return Settled(record, self._put(record, sent_before=True))
 
-    def _record(self, draft: RecordDraft, *, slot: int, previous: bytes | None) -> Record:
-        live = draft.live
+    def take_back(self, attempt: str) -> Record | None:
+        """Retire a commit that nobody acknowledged, because its MANIFEST is not there.
+
+        None when it is not live, or another checkpoint needs it. Raises like `append`.
+        """
+
+        def build(state: LogState) -> RecordDraft | None:
+            entry = state.find(attempt)
+            if entry is None or any(attempt in other.references for other in state.live):
+                return None
+            live = tuple(other for other in state.live if other is not entry)
+            return RecordDraft("RETIRE", state.epoch, attempt, live, mark=UNDONE)
+
+        return self.append(build)
+
+    def _record(self, draft: RecordDraft, state: LogState) -> Record:
+        slot, live = state.slot + 1, draft.live
+        # Behind void records: whoever checks the links of the log does not look further back.
+        mark = MENDED if state.void else draft.mark
         if draft.entry is not None:
             live = (*live, replace(draft.entry, slot=slot))
         record = Record(
             kind=draft.kind,
             slot=slot,
             epoch=draft.epoch,
-            write_id=self.sources.random_bytes(16),
+            write_id=mark + self.sources.random_bytes(16 - len(mark)),
             time_unix=float(self.sources.clock()),
             attempt=draft.attempt,
             live=live,
-            previous=previous,
+            previous=self.log.digest_of(state),
         )
         problem = record_problem(record, slot=slot)
         if problem is not None:
@@ -258,10 +279,21 @@ class Appender:
         if not is_there or (before is not None and record_digest(before) != record.previous):
             raise diverged(self.store.url, record.slot)
         if lacks_manifest:
-            raise self._without_manifest(record)
+            self._take_back_own(record)
         self.log.saw(record)
         self._known = record
         return True
+
+    def _take_back_own(self, record: Record) -> NoReturn:
+        """Raise LogDiverged for a COMMIT that stands without its MANIFEST, once it is retired."""
+        try:
+            self.take_back(record.live[-1].attempt)
+        except (CheckpointError, StorageError) as error:
+            more = (
+                f"Its COMMIT stands in slot {record.slot}; the next job that saves there retires it"
+            )
+            raise self._without_manifest(record, more) from error
+        raise self._without_manifest(record)
 
     def _refuse_to_send_again(self, record: Record) -> None:
         """Raise LogDiverged when the MANIFEST of a pending COMMIT is gone and its slot is free.
@@ -282,13 +314,13 @@ class Appender:
             return False
         return not self.store.exists(record.live[-1].prefix + MANIFEST_NAME)
 
-    def _without_manifest(self, record: Record) -> LogDiverged:
+    def _without_manifest(self, record: Record, more: str = "") -> LogDiverged:
         url = self.store.url
         return LogDiverged(
             f"{url}/{record.live[-1].prefix}{MANIFEST_NAME}, which this process wrote, is gone: "
             "the root was rolled back, restored from a backup, or replaced by a copy. Nothing is "
             f"acknowledged. To continue with what is there, call ckpt.forget({url!r}) on all "
-            "ranks and save again; or save to another url"
+            f"ranks and save again; or save to another url{'. ' * bool(more)}{more}"
         )
 
     def _unknown(self, record: Record) -> OutcomeUnknown:

@@ -15,12 +15,19 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from ckpt.commit.locate import file_keys
-from ckpt.commit.log import Log, LogState
-from ckpt.commit.names import LOG_PREFIX, MANIFEST_NAME, RESERVE_KEY, parse_step_key, record_key
+from ckpt.commit.log import UNDONE, Log, LogState, is_follower
+from ckpt.commit.names import (
+    LOG_PREFIX,
+    MANIFEST_NAME,
+    RESERVE_KEY,
+    parse_step_key,
+    record_key,
+    record_slot,
+)
 from ckpt.commit.records import LiveEntry, Record, decode_record, manifest_digest
 from ckpt.commit.session import Session
 from ckpt.commit.writer import Commit
-from ckpt.errors import CheckpointError
+from ckpt.errors import CheckpointError, Corrupt
 from ckpt.format.manifest_codec import decode_manifest
 from storage.errors import KeyNotFoundError, StorageError
 from storage.store import ObjectWriter, Store
@@ -227,10 +234,24 @@ def check_written_once(store: Store, history: History) -> list[str]:
                 same = False
             if not same:
                 violations.append(f"I5: {change.key} was removed or changed")
-    slots = [info.key for info in store.list(LOG_PREFIX)]
-    if slots != [record_key(slot) for slot in range(len(slots))]:
-        violations.append("I5: the log has a hole or a foreign object")
+    slots = [record_slot(info.key) for info in store.list(LOG_PREFIX)]
+    if None in slots:
+        violations.append("I5: the log has a foreign object")
+    count = Log(store).state().slot + 1
+    behind = [slot for slot in slots[count:] if slot is not None]
+    if slots[:count] != list(range(count)) or not all(_is_void(store, slot) for slot in behind):
+        violations.append("I5: the log has a hole")
     return violations
+
+
+def _is_void(store: Store, slot: int) -> bool:
+    """Whether what stands behind a free slot was sent while the root was restored."""
+    try:
+        return Log(store).record(slot).previous is not None and not store.exists(
+            record_key(slot - 1)
+        )
+    except Corrupt:
+        return False
 
 
 def check_deletions(history: History) -> list[str]:
@@ -240,9 +261,13 @@ def check_deletions(history: History) -> list[str]:
     violations: list[str] = []
     live: tuple[LiveEntry, ...] = ()
     deleted: dict[str, int] = {}
+    stored: dict[str, bytes] = {}
     for position, change in enumerate(history.changes):
         if change.data is not None:
             record = _decoded(change)
+            stored[change.key] = change.data
+            if not is_follower(record, stored.get(record_key(record.slot - 1))):
+                continue
             live = record.live
             if record.kind == "COMMIT" and record.attempt in deleted:
                 violations.append(
@@ -299,9 +324,11 @@ def check_fresh_session(
 
 def check_always_one(store: Store) -> list[str]:
     """I11: once a save succeeded there is always one to load."""
+    records = list(Log(store).history())
+    undone = {record.attempt for record in records if record.write_id.startswith(UNDONE)}
     saved, violations = False, []
-    for record in Log(store).history():
-        saved = saved or record.kind == "COMMIT"
+    for record in records:
+        saved = saved or (record.kind == "COMMIT" and record.attempt not in undone)
         if saved and not record.live:
             violations.append(f"I11: after slot {record.slot} there is nothing left to load")
     return violations

@@ -5,7 +5,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-from ckpt.commit.lines import of_step
+from ckpt.commit.lines import of_step, resumable
 from ckpt.commit.log import Log, read_format
 from ckpt.commit.names import MANIFEST_NAME
 from ckpt.commit.records import LiveEntry, manifest_digest
@@ -61,10 +61,25 @@ def locate(store: Store, step: int | None = None, *, attempt: str = "") -> Locat
         if entry not in live_entries(store):
             # Retired while we looked; the log knows the rest.
             return locate(store, step, attempt=attempt)
-        raise Corrupt(
+        raise Corrupt(_missing(store, live, entry)) from None
+
+
+def _missing(store: Store, live: tuple[LiveEntry, ...], entry: LiveEntry) -> str:
+    """What to say and do where a live checkpoint has no MANIFEST."""
+    if next(iter(store.list(entry.prefix)), None) is not None:
+        return (
             f"{store.url}/{entry.prefix}{MANIFEST_NAME} is missing, although step {entry.step} is "
             "committed; `ckpt salvage` can rebuild it from the data files"
-        ) from None
+        )
+    others = [other for other in resumable(live) if other is not entry]
+    instead = f"the newest one before it is step {others[0].step} (pass step=)" if others else ""
+    return (
+        f"{store.url}/{entry.prefix} is empty, although slot {entry.slot} of the log has the "
+        f"commit of step {entry.step} ({entry.attempt}): its directory was removed, or a backup "
+        "was restored right before the commit and its process was killed, so that nobody has "
+        f"acknowledged it. `ckpt rm {store.url} {entry.step}` takes it out, and so does the next "
+        f"job that saves there{'; ' * bool(instead)}{instead}"
+    )
 
 
 def read_manifest(store: Store, entry: LiveEntry) -> bytes:

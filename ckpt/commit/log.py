@@ -1,7 +1,7 @@
 """The log of a root: which checkpoints exist, as a dense row of small records that never change.
 
 Every record carries the complete live set, so the last one is enough to know everything. This file
-holds the bytes (FORMAT object and records) and reading; `ckpt.commit.session` appends.
+has the FORMAT object and the reading of records; `ckpt.commit.appender` appends.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from ckpt.commit.names import LOG_PREFIX, MANIFEST_NAME, STEPS_PREFIX, record_key, record_slot
@@ -32,7 +33,10 @@ DCP_KEY = ".metadata"  # makes a directory a checkpoint of torch.distributed.che
 FORMAT_NBYTES_MAX = 4096
 LISTED_MAX = 1000  # a page of S3
 LINKS_MAX = 16  # records whose links a claim compares where requests take long
-MENDED = b"mended\0\0"  # how the write id of a CLAIM begins up to which the log was looked through
+BEHIND_MAX = 16  # records behind a hole that a claim looks at: more than that is no accident
+LOST_LOOKS = 16  # checkpoints of a void record that are looked for
+MENDED = b"mended\0\0"  # how the write id begins of a record behind which links need not hold
+UNDONE = b"undone\0\0"  # how that of a RETIRE begins which takes back what nobody acknowledged
 
 _FORMAT_LINE = re.compile(rb"shardpoint (1) ([0-9a-f]{32}) ([0-9a-f]{8})\n")
 _FORMAT_START = re.compile(rb"shardpoint ([0-9]{1,9})[ \n]")
@@ -52,11 +56,15 @@ def broken_log(url: str, slot: int, problem: str) -> Corrupt:
 
 @dataclass(frozen=True, slots=True)
 class LogState:
-    """What the newest record says. An empty log has slot -1 and epoch 0."""
+    """What the newest record says that is not void. An empty log has slot -1 and epoch 0.
+
+    `slot` is the last one that is taken; the last `void` records up to there count for nothing.
+    """
 
     slot: int
     epoch: int
     live: tuple[LiveEntry, ...]
+    void: int = 0
 
     @property
     def latest(self) -> LiveEntry | None:
@@ -172,29 +180,55 @@ def _no_checkpoint(store: Store) -> NoCheckpoint:
 # --- reading --------------------------------------------------------------------------------------
 
 
+def is_follower(record: Record, before: bytes | None) -> bool:
+    """Whether `record` builds on the bytes in the slot before it (None: that is free)."""
+    # Version 0.1 kept no digest, and nothing else tells.
+    if record.previous is None:
+        return True
+    return before is not None and record_digest(before) == record.previous
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    """The last slot of a log that is taken, and the newest record that counts, if any does."""
+
+    slot: int
+    newest: Record | None
+
+    @property
+    def state(self) -> LogState:
+        newest = self.newest
+        if newest is None:
+            return EMPTY_STATE
+        return LogState(self.slot, newest.epoch, newest.live, void=self.slot - newest.slot)
+
+
 class Log:
     """Reads the log of one root. Remembers the newest record it saw, so that looking again is one
-    request. Safe to use from several threads: a stale memory costs requests, nothing else."""
+    request. Safe to use from several threads: a stale memory costs requests, nothing else.
+
+    A record that does not follow the one in the slot before is void: it was sent while the root was
+    exchanged, its writer found that out and reported an error. It counts for nothing, and so does
+    what stands behind a free slot.
+    """
 
     def __init__(self, store: Store) -> None:
         self.store = store
-        self._newest: Record | None = None
+        self._end: _End | None = None
 
     def state(self) -> LogState:
         """What exists now. At most 50 requests for a million records, one or two when warm."""
-        newest = self._newest
-        known = newest.slot if newest is not None else -1
-        last = self._last_slot(self._last_listed() if newest is None else known)
-        if last == known:
-            return state_after(newest)
-        newest = self.record(last)
-        self.saw(newest)
-        return state_after(newest)
+        end = self._end
+        last = self._last_slot(self._last_listed() if end is None else end.slot)
+        if end is None or last != end.slot:
+            end = self._read_end(last)
+            self._remember(end)
+        return end.state
 
     @property
     def newest(self) -> Record | None:
-        """The newest record that was seen so far; asks nobody."""
-        return self._newest
+        """The newest record that counts of those seen so far; asks nobody."""
+        return None if self._end is None else self._end.newest
 
     def holds(self, record: Record) -> bool:
         """Whether `record` stands in its slot now, byte for byte."""
@@ -207,23 +241,59 @@ class Log:
         """Raise Corrupt when the end of the log is not one row of records that build on each other.
 
         Looks at the last thousand slots, and at everything behind the last one: who appends before
-        a hole would hide what is behind it.
+        a hole would hide what is behind it. Void records are passed over where nothing is lost by
+        that: see `check_void`.
         """
-        last = self.state().slot
-        first = max(0, last + 1 - LISTED_MAX)
+        state = self.state()
+        first = max(0, state.slot + 1 - LISTED_MAX)
         expected = first
         after = record_key(first - 1) if first else ""
+        behind: list[int] = []
         for info in self.store.list(LOG_PREFIX, after=after):
             slot = record_slot(info.key)
             if slot is None:
                 continue
-            if slot != expected:
+            if slot != expected and (expected <= state.slot or len(behind) == BEHIND_MAX):
                 problem = f"it is missing, and slot {slot} is there"
                 raise broken_log(self.store.url, expected, problem)
-            expected += 1
-        newest = self._newest
-        if newest is not None:
+            if slot == expected:
+                expected += 1
+            else:
+                behind.append(slot)
+        for slot in behind:
+            problem = f"it is missing, and slot {slot} is there"
+            self._refuse_loss(self.record(slot), state, expected, problem)
+        self.check_void(state)
+        if (newest := self.newest) is not None:
             self._check_links(newest, LISTED_MAX if self.store.part_nbytes_min == 1 else LINKS_MAX)
+
+    def check_void(self, state: LogState) -> None:
+        """Raise Corrupt when a void record at the end tells of a checkpoint that is whole here.
+
+        It would be deleted as a remain. Such a log is not of a backup that was restored, but two
+        logs in one.
+        """
+        for slot in range(state.slot - state.void + 1, state.slot + 1):
+            problem = "it builds on another record than is before it"
+            self._refuse_loss(self.record(slot), state, slot, problem)
+
+    def _refuse_loss(self, record: Record, state: LogState, slot: int, problem: str) -> None:
+        known = {entry.attempt for entry in state.live}
+        # The newest are enough: who merges two logs has what the other one saved last.
+        unknown = [entry for entry in record.live if entry.attempt not in known][-LOST_LOOKS:]
+        for entry in reversed(unknown):
+            if not self.store.exists(entry.prefix + MANIFEST_NAME):
+                continue
+            if entry.slot == record.slot or not self._was_retired(entry):
+                problem += f", with step {entry.step} ({entry.attempt}), which is here, too"
+                raise broken_log(self.store.url, slot, problem)
+
+    def _was_retired(self, entry: LiveEntry) -> bool:
+        """Whether this log has the commit of `entry`, which is not live: its files will go."""
+        try:
+            return self.record(entry.slot).attempt == entry.attempt
+        except (KeyNotFoundError, Corrupt):
+            return False
 
     def _check_links(self, record: Record, count: int) -> None:
         """Compare what the last `count` records keep of the one before, back to where the log was
@@ -243,7 +313,7 @@ class Log:
         """What the record after `state`, which `state()` has returned last, keeps of the newest
         one. None while the log is empty.
         """
-        newest = self._newest
+        newest = self.newest
         if newest is None or newest.slot != state.slot:
             return None if state.slot < 0 else record_digest(self.raw(state.slot))
         return record_digest(encode_record(newest))
@@ -262,19 +332,67 @@ class Log:
             corrupt_record(f"{self.store.url}/{key}", str(error))
 
     def history(self) -> Iterator[Record]:
-        """All records from the first on: as many requests as records. Raises Corrupt at a hole."""
+        """All records that count, from the first on: as many requests as records. Raises Corrupt at
+        a hole.
+        """
         last = self.state().slot
+        before: bytes | None = None
         for slot in range(last + 1):
             try:
-                yield self.record(slot)
+                data = self.raw(slot)
             except KeyNotFoundError:
                 corrupt_record(f"{self.store.url}/{record_key(slot)}", "it was removed")
+            record = self._decoded(slot, data)
+            if is_follower(record, before):
+                yield record
+            before = data
 
     def saw(self, record: Record) -> None:
         """Remember a record that is known to stand in the log, as an appender does with its own."""
+        self._remember(_End(record.slot, record))
+
+    def _remember(self, end: _End) -> None:
         # Never backwards: another thread may have seen a newer record meanwhile.
-        if self._newest is None or record.slot > self._newest.slot:
-            self._newest = record
+        if self._end is None or end.slot > self._end.slot:
+            self._end = end
+
+    def _decoded(self, slot: int, data: bytes) -> Record:
+        return decode_record(data, slot=slot, where=f"{self.store.url}/{record_key(slot)}")
+
+    def _read_end(self, last: int) -> _End:
+        """The newest record that counts, looking back from the occupied slot `last`."""
+        slot = last
+        while slot >= 0:
+            record, before = self._with_the_one_before(slot)
+            if is_follower(record, before):
+                return _End(last, record)
+            if before is not None:
+                slot -= 1
+                continue
+            # A free slot ends the log, and what is before the first one is dense.
+            last = slot = self._bisect(-1, slot - 1)
+        return _End(-1, None)
+
+    def _with_the_one_before(self, slot: int) -> tuple[Record, bytes | None]:
+        """A record, and the bytes in the slot before it: None where that is free, or where nothing
+        depends on it.
+        """
+        if slot == 0:
+            return self.record(slot), None
+        if self.store.part_nbytes_min == 1:
+            record = self.record(slot)
+            # Asked for anew although it may be remembered: the log may have been exchanged since.
+            return record, None if record.previous is None else self._raw_if_there(slot - 1)
+        # Where requests take long, both are asked for at once.
+        with ThreadPoolExecutor(1) as pool:
+            before = pool.submit(self._raw_if_there, slot - 1)
+            return self.record(slot), before.result()
+
+    def _raw_if_there(self, slot: int) -> bytes | None:
+        try:
+            return self.raw(slot)
+        except KeyNotFoundError:
+            return None
 
     def _last_listed(self) -> int:
         """A slot known to be occupied, or -1: where requests take long, one page of a listing
@@ -298,16 +416,12 @@ class Log:
             low += stride
             # Mostly there is one new record or none, so look at the next one before taking off.
             stride = 1 if low == known + 1 else stride * 4
-        high = low + stride
+        return self._bisect(low, low + stride)
+
+    def _bisect(self, low: int, high: int) -> int:
+        """The last occupied slot between `low`, which is occupied (or -1), and the free `high`."""
         while high - low > 1:
             middle = (low + high) // 2
             is_taken = self.store.exists(record_key(middle))
             low, high = (middle, high) if is_taken else (low, middle)
         return low
-
-
-def state_after(record: Record | None) -> LogState:
-    """The state that a record leaves behind; without a record the log is empty."""
-    if record is None:
-        return EMPTY_STATE
-    return LogState(slot=record.slot, epoch=record.epoch, live=record.live)

@@ -12,7 +12,7 @@ from ckpt.commit.lines import ResumePoint
 from ckpt.commit.log import read_format
 from ckpt.commit.reserve import keep_reserve
 from ckpt.commit.session import Session
-from ckpt.errors import NoCheckpoint, StoreRefused
+from ckpt.errors import NoCheckpoint, OutcomeUnknown, StoreRefused
 from ckpt.world.base import World
 from storage.errors import StorageError
 from storage.store import Store
@@ -99,9 +99,10 @@ class Beside(SessionRegistry):
 def _clean_up(session: Session) -> None:
     """Remove what dead jobs left, so that their disk space is there for the first save."""
     try:
+        session.take_back_lost()
         session.sweep_unfinished()
         session.sweep()
-    except StorageError as error:
+    except (StorageError, OutcomeUnknown) as error:
         # Only space is at stake; a save that needs it fails with an error of its own.
         logger.warning("%s: leftovers of dead jobs stay for now: %s", session.store.url, error)
     keep_reserve(session.store)

@@ -13,11 +13,7 @@ from ckpt.commit.appender import Appender, Build, Limits, RecordDraft, Settled, 
 from ckpt.commit.claim import must_look_first, root_id, unsafe_store
 from ckpt.commit.lines import OwnLine, ResumePoint
 from ckpt.commit.log import LogState, read_format
-from ckpt.commit.names import (
-    STEPS_PREFIX,
-    attempt_epoch,
-    attempt_name,
-)
+from ckpt.commit.names import MANIFEST_NAME, STEPS_PREFIX, attempt_epoch, attempt_name
 from ckpt.commit.records import LiveEntry, Record
 from ckpt.commit.sweep import delete_attempt, delete_orphans, refuse_needed
 from ckpt.commit.writer import Commit, LogWriter
@@ -212,6 +208,32 @@ class Session(LogWriter):
         with self._lock:
             self._leftovers.pop(attempt, None)
         return deleted
+
+    def take_back_lost(self) -> LiveEntry | None:
+        """Retire the newest commit where nothing at all is left of it; returns it.
+
+        A backup that is restored right before a COMMIT leaves such a record, and its writer was
+        killed before it could take it back. Nobody has acknowledged it.
+        """
+        with self._lock:
+            self.settle()
+            live = self.state().live
+            if not live or self.store.exists(live[-1].prefix + MANIFEST_NAME):
+                return None
+            # Data files without a MANIFEST are damage, which `ckpt salvage` repairs.
+            if next(iter(self.store.list(live[-1].prefix)), None) is not None:
+                return None
+            record = self._appender.take_back(live[-1].attempt)
+        if record is None:
+            return None
+        logger.warning(
+            "%s: nothing is left of step %d (%s), the newest commit: a backup was restored right "
+            "before it, or its directory was removed. It is retired now",
+            self.store.url,
+            live[-1].step,
+            live[-1].attempt,
+        )
+        return live[-1]
 
     def sweep(self) -> list[str]:
         """Delete what attempts of older epochs left behind and no live checkpoint needs.

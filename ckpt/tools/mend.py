@@ -140,8 +140,9 @@ class _Survey:
 
     @property
     def newest(self) -> Record | None:
-        """The last record that can be read."""
-        return self.records[max(self.records)] if self.records else None
+        """The last record that counts: it can be read, and follows the one before it."""
+        counting = [slot for slot in self.records if slot not in self.breaks]
+        return self.records[max(counting or self.records)] if self.records else None
 
     @property
     def ends_damaged(self) -> bool:
@@ -227,10 +228,11 @@ class _Survey:
 
 def broken_link(before: Record | None, record: Record, digests: Mapping[int, bytes]) -> str:
     """Why `record` does not follow the one in the slot before; "" when it does."""
+    if record.previous is not None and record.previous != digests.get(record.slot - 1):
+        what = "missing or damaged" if before is None else "not the one that it builds on"
+        return f"void, it counts for nothing: the record before it is {what}"
     if before is None:
         return "the record before it is missing or damaged"
     if record.previous is None and before.previous is not None:
         return "it does not say which record it builds on"
-    if record.previous is not None and record.previous != digests[record.slot - 1]:
-        return "it builds on another record than is before it"
     return "the epoch went back" if record.epoch < before.epoch else ""

@@ -9,13 +9,14 @@ from dataclasses import dataclass, replace
 from typing import Any, SupportsIndex
 
 from ckpt.commit.locate import live_entries
-from ckpt.commit.log import FORMAT_KEY, Log, read_format
+from ckpt.commit.log import FORMAT_KEY, UNDONE, Log, read_format
 from ckpt.commit.names import (
     LOG_PREFIX,
     MANIFEST_NAME,
     RESERVE_KEY,
     parse_step_key,
     record_key,
+    record_slot,
     step_prefix,
 )
 from ckpt.commit.numbers import plain_int
@@ -36,7 +37,8 @@ class Event:
     the checkpoint, None for a CLAIM; `step` is also None where the log does not have it.
     `epoch` is that of the session: every CLAIM begins a new one. `live` counts the checkpoints
     after it. `line` is that of the checkpoint, None where it has none or `step` is None.
-    `problem` says why the record does not follow the one before it, "" where all is well.
+    `problem` says why the record does not follow the one before it, and whether it counts; "" where
+    all is well. `is_undone`: a RETIRE of what nobody acknowledged.
     """
 
     slot: int
@@ -49,6 +51,7 @@ class Event:
     live: int
     line: int | None = None
     problem: str = ""
+    is_undone: bool = False
 
 
 def history(
@@ -66,9 +69,13 @@ def history(
         read_format(store)
         log = Log(store)
         newest = log.state().slot
+        # Behind a free slot: records that were sent while the root was exchanged.
+        behind = [
+            record_slot(info.key) for info in store.list(LOG_PREFIX, after=record_key(newest))
+        ]
         first = 0 if count is None else max(0, newest - plain_int(count) + 1)
         # The record before the first has the step of what the first may have retired.
-        slots = range(max(0, first - 1), newest + 1)
+        slots = [*range(max(0, first - 1), newest + 1), *(slot for slot in behind if slot)]
         with ThreadPoolExecutor(READERS, thread_name_prefix="ckpt-log") as pool:
             records = list(pool.map(lambda slot: _record(log, slot), slots))
     # A RETIRE no longer lists what it retires: step and metric are those that a record before had.
@@ -79,9 +86,9 @@ def history(
         known.update({entry.attempt: entry for entry in record.live})
         problem = ""
         if before is not None:
-            problem = broken_link(
-                before, record, {before.slot: record_digest(encode_record(before))}
-            )
+            follows = before if before.slot == record.slot - 1 else None
+            digests = {before.slot: record_digest(encode_record(before))}
+            problem = broken_link(follows, record, digests)
         events.append(replace(_event(record, known), problem=problem))
         before = record
     return tuple(event for event in reversed(events) if event.slot >= first)
@@ -109,6 +116,7 @@ def _event(record: Record, known: Mapping[str, LiveEntry]) -> Event:
         metric=entry.metric if entry else None,
         live=len(record.live),
         line=entry.line if entry else None,
+        is_undone=record.write_id.startswith(UNDONE),
     )
 
 

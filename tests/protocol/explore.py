@@ -80,6 +80,7 @@ class Run:
         self.outside: Outside = outside or dict
         self.stops_at_reads = outside is not None
         self.under_way: list[tuple[str, bytes]] = []
+        self.arrived: list[str] = []
         self.errors: list[str] = []
         self._pool = pool
         self._came = threading.Semaphore(0)
@@ -125,6 +126,7 @@ class Run:
         return chosen
 
     def _arrive(self, key: str, data: bytes) -> None:
+        self.arrived.append(key)
         with contextlib.suppress(KeyExistsError):
             self.store.put_if_absent(key, data)
 
@@ -199,11 +201,13 @@ def explore(
     *,
     budget: int,
     outside: Outside | None = None,
+    arrived: list[str] | None = None,
 ) -> tuple[int, list[str]]:
     """All runs within `budget`: how many, and the violations of the first run that has any.
 
     `outside()` are the things by name that somebody else may do at this moment of a run. With it,
     actors stop where they read the log, too.
+    `arrived` gets the keys of a run that were written after their writer had given up.
     """
     runs = 0
     prefix: list[int] = []
@@ -213,6 +217,8 @@ def explore(
             run = Run(store, choices, pool, outside)
             run.go(actors())
             runs += 1
+            if arrived is not None:
+                arrived[:] = run.arrived
             problems = run.errors + check(store)
             if problems:
                 return runs, [*problems, "choices: " + "; ".join(choices.labels)]

@@ -25,11 +25,11 @@ from ckpt.commit.invariants import (
     check_epochs,
     check_fresh_session,
 )
-from ckpt.commit.log import Log
-from ckpt.commit.ranked import SessionRegistry
+from ckpt.commit.ranked import SessionRegistry, open_session
 from ckpt.commit.records import Record
 from ckpt.commit.session import Session
-from ckpt.errors import CheckpointError, Corrupt, OutcomeUnknown
+from ckpt.errors import CheckpointError, Fenced, OutcomeUnknown
+from ckpt.world.base import SoloWorld
 from storage.local import LocalStore
 from storage.memory import MemoryBucket, MemoryStore
 from storage.store import Store
@@ -40,23 +40,35 @@ from tests.protocol.test_explore import LIMITS, Scenario, save
 from tests.protocol.test_session import NO_PAUSE
 
 
+def _objects(bucket: MemoryBucket) -> dict[str, bytes]:
+    return {key: bytes(bucket.find(key)[0]) for key in bucket.keys_from("", "")}  # type: ignore[index]
+
+
 class _Outside(Scenario):
     """A root whose objects are copied, or exchanged for an older copy of them."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.arrived: list[str] = []
+
     def make(self) -> Store:
-        self.bucket = MemoryBucket()
-        self.backup: dict[str, bytes] | None = None
-        self.then: History | None = None
-        self.copy: Store | None = None
-        self.is_over = False
-        self.registry = SessionRegistry()
-        self.history = History()
-        self._drawn = 0
+        self._begin()
         store = RecordingStore(MemoryStore(self.bucket), self.history)
         session = Session.claim(store, sources=self.sources())
         for step in (1, 2):
             save(session, store, step, self.history)
         return store
+
+    def _begin(self) -> None:
+        self.bucket = MemoryBucket()
+        self.backup: dict[str, bytes] | None = None
+        self.then: History | None = None
+        self.copy: Store | None = None
+        self.is_over = False
+        self.is_killed = False
+        self.registry = SessionRegistry()
+        self.history = History()
+        self._drawn = 0
 
     def saves(self, *steps: int) -> Callable[[Store], None]:
         """A job that saves in one place and then in the copy of it, if there is one by then."""
@@ -68,6 +80,9 @@ class _Outside(Scenario):
                     self._save(self.copy, self.then, (9,))
             except CheckpointError:
                 return
+            except explorer.Killed:
+                self.is_killed = True
+                raise
 
         return run
 
@@ -86,8 +101,7 @@ class _Outside(Scenario):
         return {} if self.backup is not None else {"copied": self._copy}
 
     def _back_up(self) -> None:
-        keys = self.bucket.keys_from("", "")
-        self.backup = {info: bytes(self.bucket.find(info)[0]) for info in keys}  # type: ignore[index]
+        self.backup = _objects(self.bucket)
         self.then = copy.deepcopy(self.history)
 
     def _restore(self) -> None:
@@ -109,34 +123,78 @@ class _Outside(Scenario):
         self.copy = RecordingStore(MemoryStore(bucket, name="copy"), self.then)
 
     def check(self, store: Store) -> list[str]:
-        slots = [int(info.key.removeprefix("log/")) for info in store.list("log/")]
-        if self.is_over and slots != list(range(len(slots))):
-            return self._broken(store, slots)
         try:
-            problems = [text for text in super().check(store) if not self._got_an_error(text)]
+            problems = check_all(store, self.history)
+            if self.is_over and all(self._is_of_nobody(text) for text in problems):
+                open_session(SoloWorld(), store, SessionRegistry(), sources=self.sources())
+                problems = check_all(store, self.history)
+            problems = problems or check_fresh_session(store)
             if not problems and self.copy is not None and self.then is not None:
                 problems = check_all(self.copy, self.then) or check_fresh_session(self.copy)
         except CheckpointError as error:
             return [f"I9: {error}"]
         return problems
 
-    def _broken(self, store: Store, slots: list[int]) -> list[str]:
-        """Of a log that has a hole, because a record was sent while the backup was restored: nobody
-        continues with it in silence, and what was acknowledged is in it.
-        """
-        try:
-            Session.claim(store, sources=self.sources())
-        except Corrupt:
-            there = {Log(store).record(slot).attempt for slot in slots}
-            return [
-                f"I2: {name} was lost" for name in self.history.acknowledged if name not in there
-            ]
-        return ["I5: a log with a hole was claimed"]
+    def _is_of_nobody(self, violation: str) -> bool:
+        """A commit without files whose process was killed right behind it, or that arrived when its
+        process had given up: nobody is left to take it back but the next job.
 
-    def _got_an_error(self, violation: str) -> bool:
-        """A commit into a restored root whose files the restoring took: its job got an error."""
+        Until then readers of this one checkpoint get an error.
+        """
         acknowledged = any(attempt in violation for attempt in self.history.acknowledged)
-        return self.is_over and violation.startswith("I1") and not acknowledged
+        is_alone = self.is_killed or bool(self.arrived)
+        return violation.startswith("I1:") and not acknowledged and is_alone
+
+
+class _Restored(_Outside):
+    """A job has saved step 3 but for its COMMIT, and a backup comes back. Then another job goes on
+    with that while the old one is still there.
+    """
+
+    def __init__(self, backup_of: str) -> None:
+        super().__init__()
+        self.backup_of = backup_of
+
+    def make(self) -> Store:
+        self._begin()
+        first = RecordingStore(MemoryStore(self.bucket), self.history)
+        session = self.registry.session(first, sources=self.sources(), limits=LIMITS)
+        save(session, first, 1, self.history)
+        self._back_up()
+        if self.backup_of == "another log":
+            self._go_another_way()
+        save(session, first, 2, self.history)
+        if self.backup_of == "the same log":
+            self._back_up()
+        return first
+
+    def _go_another_way(self) -> None:
+        """The backup has a record in the slot of step 2, another one."""
+        assert self.backup is not None and self.then is not None
+        bucket = MemoryBucket()
+        for key, data in self.backup.items():
+            bucket.add(key, data)
+        Session.claim(RecordingStore(MemoryStore(bucket), self.then), sources=self.sources())
+        self.backup = _objects(bucket)
+
+    def outside(self) -> dict[str, Callable[[], None]]:
+        return {} if self.is_over else {"restored": self._restore}
+
+    def goes_on(self, store: Store) -> None:
+        """The job that is started once the backup is there."""
+        assert isinstance(store, explorer.SteppedStore)
+        store.pause("info")
+        if not self.is_over:
+            return
+        try:
+            session = open_session(
+                SoloWorld(), store, SessionRegistry(), sources=self.sources()
+            ).session
+            assert session is not None
+            for step in (11, 12):
+                save(session, store, step, self.history)
+        except (Fenced, OutcomeUnknown):
+            return
 
 
 def _explore(
@@ -148,6 +206,7 @@ def _explore(
         scenario.check,
         budget=budget,
         outside=actions,
+        arrived=scenario.arrived,
     )
 
 
@@ -157,6 +216,29 @@ def test_no_moment_of_a_copy_or_a_rollback_breaks_a_promise(
 ) -> None:
     scenario = _Outside()
     runs, problems = _explore(scenario, getattr(scenario, name), scale.count(budget, budget + 1))
+    assert not problems, f"run {runs}: " + "\n".join(problems)
+    assert runs > 10
+
+
+@pytest.mark.parametrize("backup_of", ["the same log", "a shorter log", "another log"])
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_a_backup_restored_between_look_and_commit_leaves_no_checkpoint_that_nobody_acknowledged(
+    backup_of: str, goes_on: bool, scale: Scale
+) -> None:
+    scenario = _Restored(backup_of)
+
+    def actors() -> dict[str, Callable[[Store], None]]:
+        second = {"b": scenario.goes_on} if goes_on else {}
+        return {"a": scenario.saves(3), **second}
+
+    runs, problems = explore(
+        scenario.make,
+        actors,
+        scenario.check,
+        budget=scale.count(2, 3),
+        outside=scenario.outside,
+        arrived=scenario.arrived,
+    )
     assert not problems, f"run {runs}: " + "\n".join(problems)
     assert runs > 10
 

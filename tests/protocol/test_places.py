@@ -16,6 +16,7 @@ import torch
 import ckpt
 from ckpt.cli import main
 from ckpt.commit.appender import Limits, Sources
+from ckpt.commit.locate import locate
 from ckpt.commit.log import Log
 from ckpt.commit.maintenance import Maintenance
 from ckpt.commit.names import MANIFEST_NAME, record_key, step_prefix
@@ -221,6 +222,126 @@ def test_a_session_of_the_same_epoch_in_a_restored_root_is_not_taken_for_our_own
     assert [entry.step for entry in Log(MemoryStore(bucket)).state().live] == [1, 3, 4, 5]
 
 
+def _sent_into(backup: dict[str, bytes], bucket: MemoryBucket, *, kill: bool = False) -> Session:
+    """A session whose COMMIT of step 3 arrives just after `backup` was restored."""
+
+    class Restoring(WrappedStore):
+        is_due = False
+
+        def put_if_absent(self, key: str, data: bytes) -> None:
+            if not key.startswith("log/") or not self.is_due:
+                return super().put_if_absent(key, data)
+            self.is_due = False
+            _exchange(bucket, backup)
+            super().put_if_absent(key, data)
+            if kill:
+                raise KeyboardInterrupt
+
+    store = Restoring(MemoryStore(bucket))
+    session = claim(store)
+    for step in (1, 2):
+        save(session, step)
+    backup = backup or _objects(bucket)
+    store.is_due = True
+    with pytest.raises(
+        KeyboardInterrupt if kill else LogDiverged, match=None if kill else "forget"
+    ):
+        save(session, 3)
+    return session
+
+
+def _first_two() -> tuple[MemoryBucket, dict[str, bytes]]:
+    """A bucket, and a backup of it with one checkpoint: the log of another job, as long as ours."""
+    bucket = MemoryBucket()
+    save(claim(MemoryStore(bucket)), 1)
+    claim(MemoryStore(bucket))
+    backup = _objects(bucket)
+    _exchange(bucket, {})
+    return bucket, backup
+
+
+def test_a_record_that_was_sent_into_another_log_counts_for_nobody(tmp_path: Path) -> None:
+    """Of its live set nothing is here. A job that holds the restored root goes on from its own."""
+    bucket, backup = _first_two()
+    _sent_into(backup, bucket)
+    store = MemoryStore(bucket)
+    assert [entry.slot for entry in Log(store).state().live] == [1]
+    assert Log(store).state().slot == 3 and Log(store).state().void == 1
+    events = ckpt.history(store)
+    assert [event.slot for event in events if "void" in event.problem] == [3]
+    save(claim(store), 9)
+    assert [event.slot for event in ckpt.history(store) if "void" in event.problem] == [3]
+    state = Log(store).state()
+    assert [entry.step for entry in state.live] == [1, 9] and state.void == 0
+    assert [record.slot for record in Log(store).history()] == [0, 1, 2, 4, 5]
+    Maintenance.open(store)
+
+
+def test_a_running_job_does_not_pass_over_a_void_record_whose_checkpoint_is_here() -> None:
+    """Two logs in one: what the other has saved would be swept."""
+    bucket, other = MemoryBucket(), MemoryBucket()
+    session = claim(MemoryStore(bucket))
+    _exchange(other, _objects(bucket))
+    save(session, 1)
+    foreign = claim(MemoryStore(other))
+    save(foreign, 7)
+    for key, data in _objects(other).items():
+        bucket.add(key, data)
+    with pytest.raises(Corrupt, match=r"step 7 .*ckpt mend"):
+        save(session, 2)
+    assert [entry.step for entry in Log(MemoryStore(bucket)).state().live] == [1]
+
+
+def test_a_record_behind_a_free_slot_counts_for_nobody_and_stops_nobody() -> None:
+    bucket, backup = _first_two()
+    for key in [record_key(2)]:
+        del backup[key]
+    _sent_into(backup, bucket)
+    store = MemoryStore(bucket)
+    assert Log(store).state().slot == 1
+    assert [event.slot for event in ckpt.history(store) if "void" in event.problem] == [3]
+    session = claim(store)
+    for step in (7, 8, 9):
+        save(session, step)
+    assert [entry.step for entry in Log(store).state().live] == [1, 7, 8, 9]
+    assert [record.slot for record in Log(store).history()] == [0, 1, 2, 4, 5, 6]
+
+
+def test_a_commit_without_its_manifest_is_taken_back_by_its_own_process() -> None:
+    bucket = MemoryBucket()
+    _sent_into({}, bucket)
+    store = MemoryStore(bucket)
+    assert [entry.step for entry in Log(store).state().live] == [1, 2]
+    newest = ckpt.history(store)[0]
+    assert (newest.kind, newest.is_undone, newest.slot) == ("RETIRE", True, 4)
+
+
+def test_a_commit_whose_process_was_killed_at_once_is_named_by_loads_and_taken_back_by_the_next_job(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    bucket = MemoryBucket()
+    _sent_into({}, bucket, kill=True)
+    store = MemoryStore(bucket)
+    with pytest.raises(
+        Corrupt, match=r"slot 3 .*step 3.*restored right before.*before it is step 2"
+    ):
+        locate(store)
+    session = SessionRegistry().session(store)
+    assert "nothing is left of step 3" in caplog.text
+    assert [entry.step for entry in Log(store).state().live] == [1, 2]
+    assert locate(store).prefix.startswith("steps/00000002")
+    save(session, 4)
+
+
+def test_only_a_commit_of_which_nothing_is_left_is_taken_back() -> None:
+    """Data files without a MANIFEST are damage that `ckpt salvage` repairs."""
+    bucket = MemoryBucket()
+    entry = save(claim(MemoryStore(bucket)), 1)
+    bucket.remove(entry.prefix + MANIFEST_NAME)
+    SessionRegistry().session(MemoryStore(bucket))
+    assert Log(MemoryStore(bucket)).state().live == (entry,)
+
+
 def _hole(bucket: MemoryBucket) -> None:
     bucket.remove(record_key(4))
 
@@ -233,7 +354,8 @@ def _other_branch(bucket: MemoryBucket) -> None:
         other.remove(record_key(last))
     save(claim(MemoryStore(other)), 99)
     bucket.remove(record_key(6))
-    bucket.add(record_key(6), _objects(other)[record_key(6)])
+    for key, data in _objects(other).items():
+        bucket.add(key, data)
 
 
 def _real_root(root: Path, steps: range) -> str:

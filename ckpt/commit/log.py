@@ -189,7 +189,7 @@ def is_follower(record: Record, before: bytes | None) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _End:
+class _LogEnd:
     """The last slot of a log that is taken, and the newest record that counts, if any does."""
 
     slot: int
@@ -214,7 +214,7 @@ class Log:
 
     def __init__(self, store: Store) -> None:
         self.store = store
-        self._end: _End | None = None
+        self._end: _LogEnd | None = None
 
     def state(self) -> LogState:
         """What exists now. At most 50 requests for a million records, one or two when warm."""
@@ -349,9 +349,9 @@ class Log:
 
     def saw(self, record: Record) -> None:
         """Remember a record that is known to stand in the log, as an appender does with its own."""
-        self._remember(_End(record.slot, record))
+        self._remember(_LogEnd(record.slot, record))
 
-    def _remember(self, end: _End) -> None:
+    def _remember(self, end: _LogEnd) -> None:
         # Never backwards: another thread may have seen a newer record meanwhile.
         if self._end is None or end.slot > self._end.slot:
             self._end = end
@@ -359,19 +359,19 @@ class Log:
     def _decoded(self, slot: int, data: bytes) -> Record:
         return decode_record(data, slot=slot, where=f"{self.store.url}/{record_key(slot)}")
 
-    def _read_end(self, last: int) -> _End:
+    def _read_end(self, last: int) -> _LogEnd:
         """The newest record that counts, looking back from the occupied slot `last`."""
         slot = last
         while slot >= 0:
             record, before = self._with_the_one_before(slot)
             if is_follower(record, before):
-                return _End(last, record)
+                return _LogEnd(last, record)
             if before is not None:
                 slot -= 1
                 continue
             # A free slot ends the log, and what is before the first one is dense.
             last = slot = self._bisect(-1, slot - 1)
-        return _End(-1, None)
+        return _LogEnd(-1, None)
 
     def _with_the_one_before(self, slot: int) -> tuple[Record, bytes | None]:
         """A record, and the bytes in the slot before it: None where that is free, or where nothing

@@ -300,6 +300,12 @@ class ProcessMemory:
 
     def _new_context(self, group: dist.ProcessGroup | None, world: World) -> GroupContext:
         everyone = dist.group.WORLD if group is not None or world.size > 1 else None
+        # Those of a job that this process has left are of no use, but for saves that run.
+        self._contexts = [
+            context
+            for context in self._contexts
+            if context.everyone in (None, everyone) or context.background.is_needed()
+        ]
         context = GroupContext(group, everyone, world, self._registry, Background(world))
         self._contexts.append(context)
         return context

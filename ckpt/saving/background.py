@@ -154,6 +154,10 @@ class Background:
         """Whether a save is in flight."""
         return any(not pending.done() for pending in self._pending)
 
+    def is_needed(self) -> bool:
+        """Whether a save is in flight, or has failed and nobody was told."""
+        return self.is_busy() or any(one._unreported_error() for one in self._pending)
+
     def wait(self) -> None:
         """Returns when nothing is in flight; failures are kept for the next `settle`."""
         for pending in self._pending:

@@ -12,6 +12,7 @@ import atexit
 import contextlib
 import errno
 import logging
+import math
 import os
 import secrets
 import selectors
@@ -31,6 +32,7 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 HELLO_NBYTES_MAX = 16 * 1024
 FLUSH_SECONDS = 5.0
+UNREAD_SECONDS = 1.0
 NAMELESS_MAX = 256  # connections of strangers, or of ranks that connect just now
 FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 FULL_SECONDS = 0.5
@@ -61,7 +63,12 @@ class Receiver(Protocol):
 
 
 class _Link:
-    """One connection. `send` is for all threads, the rest for the heart's."""
+    """One connection. `send` and `flush` are for all threads, the rest for the heart's.
+
+    Note "Ctrl-C": it may come to the main thread between any two steps of Python's, and other
+    worlds send on the same connection. So what the kernel takes is counted in the same step in
+    which it is handed over, and everything else follows from that count, as often as it is done.
+    """
 
     def __init__(self, sock: socket.socket, neighbour: Neighbour | None, card: Card | None) -> None:
         sock.setblocking(False)
@@ -72,14 +79,17 @@ class _Link:
         self.card = card
         self.reader = FrameReader(HELLO_NBYTES_MAX)
         self.has_left = False
-        self._outbox: deque[memoryview] = deque()
+        self.has_ended = False  # what is sent: all has gone, and nothing follows
         self._lock = threading.Lock()
+        self._outbox: deque[tuple[int, memoryview]] = deque()  # each with the count at its end
+        self._count = deque([0], maxlen=1)  # of bytes that the kernel has taken, ever
 
     def send(self, data: bytes) -> bool:
         """Send as much as is taken at once, and keep the rest. Returns whether nothing is left."""
         with self._lock:
-            self._outbox.append(memoryview(data))
-            return self._sent() if len(self._outbox) == 1 else False
+            begin = self._outbox[-1][0] if self._outbox else self._count[0]
+            self._outbox.append((begin + len(data), memoryview(data)))
+            return self._sent()
 
     def flush(self) -> bool:
         """Send more of what is left. Returns whether nothing is."""
@@ -88,20 +98,30 @@ class _Link:
 
     def _sent(self) -> bool:
         while self._outbox:
-            # Ctrl-C may come after any line: a message must rather be lost than be sent twice, in
-            # the middle of what other worlds send.
-            data = self._outbox.popleft()
+            end, data = self._outbox[0]
+            left = end - self._count[0]
+            if left == 0:
+                self._outbox.popleft()
+                continue
             try:
-                count = self.sock.send(data)
+                # One step; see note "Ctrl-C".
+                self._count.extend(
+                    map(self._count[0].__add__, map(self.sock.send, (data[data.nbytes - left :],)))
+                )
             except BlockingIOError:
-                self._outbox.appendleft(data)
                 return False
             except OSError:  # its end is noticed by reading, and confirmed
                 self._outbox.clear()
                 return True
-            if count < data.nbytes:
-                self._outbox.appendleft(data[count:])
         return True
+
+    def end(self) -> None:
+        """Send nothing more. What the other side still sends must be read: a socket that is closed
+        with something unread takes back what has not arrived.
+        """
+        self.has_ended = True
+        with contextlib.suppress(OSError):  # it is gone
+            self.sock.shutdown(socket.SHUT_WR)
 
 
 class Heart:
@@ -122,9 +142,11 @@ class Heart:
         self._unsent: dict[Neighbour, list[bytes]] = {}  # for children that have not connected yet
         self._lost: dict[Neighbour, str] = {}
         self._worlds: dict[bytes, Receiver] = {}
+        self._users: dict[bytes, weakref.ref[object]] = {}
         self._early: dict[bytes, list[tuple[Neighbour, Frame]]] = {}
         self._over: set[bytes] = set()
-        self._is_stopped = False
+        self._is_stopped = self._is_retired = False
+        self._ends = math.inf  # when the thread gives up its last connections
         for sock in (self._listener, self._woken, self._wake):
             sock.setblocking(False)
         for sock, act in ((self._listener, self._accept), (self._woken, self._do_tasks)):
@@ -164,9 +186,13 @@ class Heart:
         """Whether nothing is sent or received any more."""
         return self._is_stopped
 
-    def register(self, world: bytes, receiver: Receiver) -> None:
-        """Deliver what comes for that world, and what has come already."""
+    def register(self, world: bytes, receiver: Receiver, user: object) -> None:
+        """Deliver what comes for that world, and what has come already. `user` is the object that
+        this process has of it.
+        """
         with self._lock:
+            # It may end in the middle of anything, with locks held: the thread does the rest.
+            self._users[world] = weakref.ref(user, lambda _: self._later(self._stop_unused))
             self._worlds[world] = receiver
             for neighbour, frame in self._early.pop(world, []):
                 receiver.receive(neighbour, frame)
@@ -178,6 +204,19 @@ class Heart:
         with self._lock:
             self._worlds.pop(world, None)
             self._over.add(world)
+            self._users.pop(world, None)
+        self._stop_unused()
+
+    def retire(self) -> None:
+        """Stop when this process has no world of it any more, which may be now."""
+        self._is_retired = True
+        self._stop_unused()
+
+    def _stop_unused(self) -> None:
+        with self._lock:
+            is_used = any(user() is not None for user in self._users.values())
+        if self._is_retired and not is_used:
+            self.begin(self.stop)
 
     def send(self, neighbour: Neighbour, data: bytes) -> None:
         """Send an encoded frame. Never waits; who is gone gets nothing."""
@@ -188,9 +227,12 @@ class Heart:
                     self._unsent.setdefault(neighbour, []).append(data)
                 return
             self.sent += 1
-            is_sent = link.send(data)
-        if not is_sent:
-            self._later(lambda: self._watch(link, selectors.EVENT_READ | selectors.EVENT_WRITE))
+            is_sent = False
+            try:
+                is_sent = link.send(data)
+            finally:
+                if not is_sent:
+                    self._later(lambda: self._flush(link))
 
     def aside(self, run: Callable[[], _T], seconds: float) -> _T | None:
         """`run()` in a thread of its own; None when it raised or takes longer.
@@ -216,20 +258,16 @@ class Heart:
 
     def stop(self) -> None:
         """Take leave of all, after what is still to be sent. May be repeated."""
-        if self._is_stopped:
-            return
-        atexit.unregister(self.stop)
-        bye = Frame(FrameKind.BYE, NOBODY).encode()
         with self._lock:
-            links = list(self._links.values())
+            if self._is_stopped:
+                return
+            self._is_stopped = True
+            bye = Frame(FrameKind.BYE, NOBODY).encode()
             for neighbour in list(self._links):
                 self.send(neighbour, bye)
-        until = time.monotonic() + FLUSH_SECONDS
-        while not all([link.flush() for link in links]) and time.monotonic() < until:
-            time.sleep(0.005)
-        self._is_stopped = True
-        self._later(lambda: None)
-        self._thread.join(timeout=FLUSH_SECONDS)
+        atexit.unregister(self.stop)
+        self._later(self._end_all)
+        self._thread.join(timeout=2 * FLUSH_SECONDS)
         self.drop()
 
     def drop(self) -> None:
@@ -245,8 +283,11 @@ class Heart:
     # the thread
 
     def _serve(self) -> None:
-        while not self._is_stopped:
-            for key, events in self._selector.select():
+        while True:
+            left = self._ends - time.monotonic()
+            if left <= 0 or (math.isfinite(left) and not self._links):
+                return
+            for key, events in self._selector.select(None if left == math.inf else left):
                 try:
                     if isinstance(key.data, _Link):
                         self._move(key.data, events)
@@ -257,6 +298,15 @@ class Heart:
                     how = f"cannot be heard any more ({type(error).__name__}: {error})"
                     if isinstance(key.data, _Link):
                         self._drop_link(key.data, how)
+
+    def _end_all(self) -> None:
+        """Begin the end: each connection ends when all is sent, and the other side has ended, too.
+
+        It does so at once when it is told, unless its process is stopped.
+        """
+        self._ends = time.monotonic() + FLUSH_SECONDS
+        for link in list(self._links.values()):
+            self._flush(link)
 
     def _later(self, task: Callable[[], None]) -> None:
         """Have the heart's thread do something."""
@@ -269,6 +319,18 @@ class Heart:
             self._woken.recv(4096)
         while self._tasks:
             self._tasks.popleft()()
+
+    def _flush(self, link: _Link) -> None:
+        if link.sock.fileno() < 0 or link.has_ended:
+            return
+        if not link.flush():
+            self._watch(link, selectors.EVENT_READ | selectors.EVENT_WRITE)
+            return
+        self._watch(link)
+        if math.isfinite(self._ends):
+            link.end()
+            if all(one.has_ended for one in self._links.values()):
+                self._ends = min(self._ends, time.monotonic() + UNREAD_SECONDS)
 
     def _watch(self, link: _Link, events: int = selectors.EVENT_READ) -> None:
         if link.sock.fileno() < 0:
@@ -303,8 +365,8 @@ class Heart:
             self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
     def _move(self, link: _Link, events: int) -> None:
-        if events & selectors.EVENT_WRITE and link.flush():
-            self._watch(link)
+        if events & selectors.EVENT_WRITE:
+            self._flush(link)
         if not events & selectors.EVENT_READ:
             return
         try:
@@ -359,7 +421,7 @@ class Heart:
             link.sock.close()
         if link.neighbour is None or link.card is None:
             return
-        if link.has_left:
+        if link.has_left or self._is_stopped:
             self._drop_link(link, LEFT)
             return
         card = link.card

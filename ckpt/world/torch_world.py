@@ -109,7 +109,7 @@ class TorchWorld(World):
         parent = family(self.rank, self.size).parent
         if parent is not None:
             _connect(self._process, self.global_ranks[parent], self._deadlines.round_seconds_max)
-        heart.register(key, self._rounds)
+        heart.register(key, self._rounds, self)
         self._broken: RankFailed | None = None
         self._group: Any = None
 
@@ -446,6 +446,8 @@ class _ThisProcess:
             # torch was initialised once more with the same store: what the others read there of
             # this process stays true.
             return before._replace(store=base)
+        if before is not None:
+            before.heart.retire()
         heart = Heart(rank, hosts)
         base.set(_card_key(rank), heart.card.encode())
         return Process(rank, base, heart, job)

@@ -7,13 +7,17 @@ Requests are counted where torch's prefixes pass them on, messages where the hea
 from __future__ import annotations
 
 import contextlib
+import dis
 import errno
 import math
+import select
 import socket
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -366,33 +370,97 @@ def test_the_heart_gives_itself_more_tasks_than_its_alarm_holds() -> None:
     heart.stop()
 
 
-class InterruptedSocket(socket.socket):
-    """Ctrl-C comes right after the first message has gone."""
-
-    has_come = False
-
-    def send(self, data: Any, flags: int = 0) -> int:
-        count = super().send(data, flags)
-        if not self.has_come:
-            self.has_come = True
-            raise KeyboardInterrupt
-        return count
+FIRST, SECOND, THIRD = b"first " * 50_000, b"second" * 50_000, b"third"
 
 
-def test_an_interrupted_message_is_not_sent_twice() -> None:
-    """Other worlds use the connection after it."""
+def _interrupted_at(number: int, call: Callable[[], object], function: str) -> bool:
+    """`call()` with Ctrl-C at that chance in `function` and what it calls; whether it came so far.
+
+    Python looks for it after calls, before steps back and where a function begins.
+    """
+    steps, after = 0, ""
+
+    def trace(frame: Any, event: str, arg: Any) -> Any:
+        nonlocal steps, after
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        if event == "opcode":
+            if after.startswith(("CALL", "JUMP_BACKWARD", "RESUME")):
+                steps += 1
+                if steps == number:
+                    raise KeyboardInterrupt
+            after = dis.opname[frame.f_code.co_code[frame.f_lasti]]
+        return trace
+
+    def begin(frame: Any, event: str, arg: Any) -> Any:
+        return trace(frame, event, arg) if after or frame.f_code.co_name == function else None
+
+    before = sys.gettrace()
+    sys.settrace(begin)
+    try:
+        call()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(before)
+    return steps >= number
+
+
+def test_ctrl_c_neither_cuts_a_message_nor_sends_it_twice() -> None:
+    """Wherever it comes: other worlds use the connection after it. The messages are larger than
+    what the kernel takes at once.
+    """
+    number, came = 0, True
     with _listening() as listener:
-        sock = InterruptedSocket(socket.AF_INET, socket.SOCK_STREAM)
-        sock.connect(("127.0.0.1", listener.getsockname()[1]))
-        other, _ = listener.accept()
-        with sock, other:
-            link = _Link(sock, None, None)
-            with pytest.raises(KeyboardInterrupt):
-                link.send(b"first ")
-            assert link.send(b"second")
-            sock.shutdown(socket.SHUT_WR)
-            with other.makefile("rb") as received:
-                assert received.read() == b"first second"
+        while came:
+            number += 1
+            ours = socket.create_connection(("127.0.0.1", listener.getsockname()[1]))
+            theirs, _ = listener.accept()
+            with ours, theirs:
+                link: Any = _Link(ours, None, None)
+                ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+                link.send(FIRST)  # some of it is left
+                assert not link.flush()
+                received = theirs.recv(70_000)
+                assert select.select([], [ours], [], 60.0)[1]
+                came = _interrupted_at(number, partial(link.send, SECOND), "send")
+                assert not link._lock.locked()
+                link.send(THIRD)
+                while not link.flush():
+                    if select.select([theirs], [ours], [], 60.0)[0]:
+                        received += theirs.recv(1_000_000)
+                ours.shutdown(socket.SHUT_WR)
+                while more := theirs.recv(1_000_000):
+                    received += more
+            whole = received in (FIRST + SECOND + THIRD, FIRST + THIRD)
+            assert whole, f"interrupted at chance {number}: {len(received)} bytes"
+    assert number > 10
+
+
+def test_the_last_messages_of_a_process_arrive_although_it_has_not_read_all() -> None:
+    """The kernel holds them, because the other side reads nothing just then, and would drop them
+    with a connection that is closed with something unread.
+    """
+    with ranks_of(2) as ranks:
+        ending, slow = (process.heart for process in ranks.processes)
+        ranks.all(lambda r: ranks.worlds[r].gather("start", b""))
+        reads_again = threading.Event()
+        slow._later(lambda: reads_again.wait(60.0))
+        ends: Any = ending._links[Neighbour(False, 1)]  # type: ignore[attr-defined]
+        there: Any = slow._links[Neighbour(True, 0)]  # type: ignore[attr-defined]
+        world = ranks.worlds[1]._rounds._world
+        ranks.worlds[0]._rounds.spread(b"x" * 1_000_000)
+        while ends._outbox:
+            threading.Event().wait(0.01)
+        ending._later(lambda: ending._selector.unregister(ends.sock))
+        there.sock.send(Frame(FrameKind.NEWS, world, body=b"unread").encode())
+        stopping = threading.Thread(target=ending.stop)
+        stopping.start()
+        threading.Event().wait(0.5)
+        reads_again.set()
+        stopping.join()
+        with pytest.raises(RankFailed, match="rank 0 has left"):
+            ranks.worlds[1].gather("parts", b"")
+        assert len(ranks.worlds[1]._rounds.news()) == 1_000_000
 
 
 def test_an_end_that_nobody_can_look_into_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,8 +6,10 @@ it took to hear the victim's name.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -17,6 +19,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+import ckpt
 import ckpt.world.torch_world
 import ckpt.world.tree
 from ckpt.errors import Fenced, RankFailed
@@ -361,3 +364,28 @@ def test_a_rank_that_waits_for_its_storage_is_waited_for() -> None:
     """Also by a rank that waits for the coordinator, which waits for that one."""
     assert run_ranks(3, _waits_for_storage, True) == [[b"x"] * 3] * 3
     assert all(heard[0] == 1 for heard in run_ranks(2, _waits_for_storage, False))
+
+
+def _joins_job_after_job(scratch: str) -> list[int]:
+    """How many hearts this process has after each of three jobs, in the end."""
+    counts = []
+    for job in range(3):
+        dist.destroy_process_group()
+        url = f"file://{scratch}/job{job}"
+        dist.init_process_group("gloo", init_method=url, rank=int(os.environ["RANK"]), world_size=2)
+        ckpt.save({"x": job}, f"{scratch}/root", step=job)
+        until = time.monotonic() + 20.0
+        while len(_hearts()) > 1 and time.monotonic() < until:
+            gc.collect()
+            time.sleep(0.01)
+        counts.append(len(_hearts()))
+        dist.barrier()
+    return counts
+
+
+def _hearts() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "ckpt-heart"]
+
+
+def test_a_process_that_joins_another_job_leaves_the_heart_of_the_former(tmp_path: Path) -> None:
+    assert run_ranks(2, _joins_job_after_job, str(tmp_path), timeout_seconds=120) == [[1] * 3] * 2

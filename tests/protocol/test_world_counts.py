@@ -441,12 +441,13 @@ def test_the_last_messages_of_a_process_arrive_although_it_has_not_read_all() ->
     with a connection that is closed with something unread.
     """
     with ranks_of(2) as ranks:
-        ending, slow = (process.heart for process in ranks.processes)
+        ending: Any = ranks.processes[0].heart
+        slow: Any = ranks.processes[1].heart
         ranks.all(lambda r: ranks.worlds[r].gather("start", b""))
         reads_again = threading.Event()
         slow._later(lambda: reads_again.wait(60.0))
-        ends: Any = ending._links[Neighbour(False, 1)]  # type: ignore[attr-defined]
-        there: Any = slow._links[Neighbour(True, 0)]  # type: ignore[attr-defined]
+        ends: Any = ending._links[Neighbour(False, 1)]
+        there: Any = slow._links[Neighbour(True, 0)]
         world = ranks.worlds[1]._rounds._world
         ranks.worlds[0]._rounds.spread(b"x" * 1_000_000)
         while ends._outbox:

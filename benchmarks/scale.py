@@ -206,9 +206,9 @@ def _load_name(saved: int, loaded: int) -> str:
 class Row(NamedTuple):
     """One line of the table."""
 
-    lead_cpu: float
+    first_cpu: float
     mean_cpu: float
-    lead_mib: float
+    first_mib: float
     messages: float
     most_messages: float
     requests: float
@@ -220,9 +220,9 @@ class Row(NamedTuple):
     def of(cls, cost: Cost) -> Row:
         """The figures of one phase."""
         return cls(
-            lead_cpu=float(cost.cpu_seconds[0]),
+            first_cpu=float(cost.cpu_seconds[0]),
             mean_cpu=float(cost.cpu_seconds[1:].mean()),
-            lead_mib=cost.lead_memory / 2**20,
+            first_mib=cost.first_memory / 2**20,
             messages=float(cost.messages.mean()),
             most_messages=float(cost.messages.max()),
             requests=float(cost.requests.mean()),
@@ -233,14 +233,14 @@ class Row(NamedTuple):
 
 
 HEAD = (
-    f"{'N':>7}{'lead CPU s':>12}{'rank CPU ms':>13}{'lead MiB':>10}{'msg/rank':>10}"
+    f"{'N':>7}{'rank 0 CPU s':>14}{'rank CPU ms':>13}{'rank 0 MiB':>12}{'msg/rank':>10}"
     f"{'most':>7}{'req/rank':>10}{'KiB/rank':>10}{'seconds':>9}"
 )
 
 
 def _line(ranks: int, row: Row) -> str:
     return (
-        f"{ranks:>7}{row.lead_cpu:>12.3f}{1000 * row.mean_cpu:>13.2f}{row.lead_mib:>10.1f}"
+        f"{ranks:>7}{row.first_cpu:>14.3f}{1000 * row.mean_cpu:>13.2f}{row.first_mib:>12.1f}"
         f"{row.messages:>10.2f}{row.most_messages:>7.0f}{row.requests:>10.2f}{row.kib:>10.1f}"
         f"{row.seconds:>9.2f}"
     )
@@ -298,7 +298,7 @@ def _print_phase(phase: str, rows: dict[int, Row]) -> None:
     for ranks, row in rows.items():
         print(f"  {_line(ranks, row)}")
     grows = {
-        "lead CPU": [(n, row.lead_cpu) for n, row in rows.items()],
+        "rank 0 CPU": [(n, row.first_cpu) for n, row in rows.items()],
         "rank CPU": [(n, row.mean_cpu) for n, row in rows.items()],
         "operations in all": [(n, row.total) for n, row in rows.items()],
         "bytes per rank": [(n, row.kib) for n, row in rows.items()],

@@ -70,7 +70,7 @@ class Cost:
         self.objects = np.zeros(size)  # data files
         self.ended = np.zeros(size)
         self.began = 0.0
-        self.lead_memory = 0.0  # by which the process grew while rank 0 had all parts
+        self.first_memory = 0.0  # by which the process grew while rank 0 had all parts
 
     @property
     def seconds(self) -> float:
@@ -303,7 +303,7 @@ class SimulatedWorld(World):
             Path("/proc/self/clear_refs").write_text("5")
             self._memory_began = _resident("VmRSS")
         elif hasattr(self, "_memory_began"):
-            self.cost.lead_memory = before - self._memory_began
+            self.cost.first_memory = before - self._memory_began
             del self._memory_began
 
     def _until(self, ends: float) -> None:
@@ -368,9 +368,9 @@ class SimulatedStore(MemoryStore):
         super().put_if_absent(key, data)
 
     def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
-        found = [*super().list(prefix, after=after)]
-        self._world.request(0, 1 + len(found) // 1000)  # keys in one answer of S3
-        return iter(found)
+        listed = [*super().list(prefix, after=after)]
+        self._world.request(0, 1 + len(listed) // 1000)  # keys in one answer of S3
+        return iter(listed)
 
     def info(self, key: str) -> ObjectInfo:
         self._world.request(0)

@@ -16,7 +16,8 @@ from ckpt.tools.report import Report, ReportedSave
 BARS_MAX = 200  # newest saves in a chart
 ROWS_MAX = 1000  # newest saves in the table
 RANKS_MAX = 128  # in the heat map: those that were at work longest
-CHART_WIDTH, CHART_HEIGHT, AXIS_WIDTH = 560, 130, 64
+LABEL_WIDTH = 84  # of "1023.9 MiB/s", 7 units a character, which is more than any usual font takes
+CHART_WIDTH, CHART_HEIGHT, AXIS_WIDTH = 580, 130, LABEL_WIDTH + 6
 NOTHING = '<span class="note">&ndash;</span>'
 
 STYLE = """

@@ -248,6 +248,20 @@ def shown(page: Path, profile: Path, *more: str) -> tuple[str, str]:
     return done.stdout, "\n".join(line for line in done.stderr.splitlines() if "CONSOLE" in line)
 
 
+def test_labels_of_charts_have_the_room_they_need(root: str) -> None:
+    report = report_of(root)
+    fast = {"nbytes": 1023 << 20, "seconds": 1.0}
+    saves = [
+        replace(save, totals=save.totals.model_copy(update=fast))
+        for save in report.saves
+        if save.totals is not None
+    ]
+    page = "".join(page_of(replace(report, saves=tuple(saves))))
+    labels = re.findall(r'<text x="([0-9.]+)" y="[0-9.]+" text-anchor="end">([^<]*/s)</text>', page)
+    assert max(len(text) for _, text in labels) == len("1023.0 MiB/s")
+    assert all(float(x) >= 7 * len(text) for x, text in labels)
+
+
 @pytest.mark.server
 @pytest.mark.skipif(CHROMIUM is None, reason="no browser here")
 def test_browser_shows_the_numbers_without_complaint(root: str, tmp_path: Path) -> None:

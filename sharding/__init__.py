@@ -40,6 +40,7 @@ from torch.distributed.fsdp.wrap import (
 )
 
 from sharding.comm_hooks import LowPrecisionState, bf16_compress_hook, fp16_compress_hook
+from sharding.engine.blocks import Blocks, Whole
 from sharding.explaining import explain
 from sharding.flat.members import FlatParameter
 from sharding.fsdp import FullyShardedDataParallel
@@ -53,6 +54,7 @@ from sharding.fully_sharding import fully_shard
 
 __all__ = [
     "BackwardPrefetch",
+    "Blocks",
     "CPUOffload",
     "CPUOffloadPolicy",
     "CustomPolicy",
@@ -79,6 +81,7 @@ __all__ = [
     "StateDictSettings",
     "StateDictType",
     "UnshardHandle",
+    "Whole",
     "always_wrap_policy",
     "bf16_compress_hook",
     "enable_wrap",

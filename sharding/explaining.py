@@ -112,7 +112,7 @@ def _flat_facts(name: str, wrapper: FullyShardedDataParallel) -> UnitFacts:
         name,
         strategy,
         members,
-        layout.shard_numel * store.dtype.itemsize,
+        layout.shard_numel_of(store.rank) * store.dtype.itemsize,
         layout.padded_numel * store.compute_dtype.itemsize,
         empty * store.dtype.itemsize,
     )

@@ -29,6 +29,7 @@ from sharding.attributes import CHILD, UnitAttributes
 from sharding.clip import clip_sharded
 from sharding.comm_hooks import hook_of
 from sharding.dtensor.seam import mark_sharded
+from sharding.engine.blocks import Placing
 from sharding.engine.collectives import wants_details
 from sharding.engine.early_gather import UnshardHandle, start_early
 from sharding.engine.extensions import (
@@ -46,7 +47,12 @@ from sharding.engine.runtime import Runtime, check_no_inner_root
 from sharding.engine.streams import streams_for
 from sharding.engine.torch_seam import larger_mesh
 from sharding.engine.unit import Phase, Root
-from sharding.flat.agreement import cast_all_buffers, check_agreement, members_text
+from sharding.flat.agreement import (
+    cast_all_buffers,
+    check_agreement,
+    check_equal_shards,
+    members_text,
+)
 from sharding.flat.construction import Values, check_kinds, clamped, make_unit, prepare_params
 from sharding.flat.tree import clean_name, ignored_below, managed_below, state_names, wrappers_below
 from sharding.flat.unit import FlatUnit, Settings
@@ -69,6 +75,11 @@ class FullyShardedDataParallel(UnitAttributes, StatefulUnit):
     All arguments mean what they mean for torch's `FullyShardedDataParallel`. Differences: without
     an accelerator it computes on the CPU by itself; a mesh of two axes needs a hybrid
     strategy; hybrid sharding with shard groups of one rank keeps its replicas equal.
+
+    `shard_placement_fn`, which torch's has not: what it returns for a parameter says where that may
+    be cut. `Blocks`: between blocks only. `Whole`: nowhere, one rank has it. None: anywhere. Needs
+    `use_orig_params=True`. A parameter that is never cut inside of a row shows the rows of this
+    rank, maybe none, in place of a 1-D part.
 
     With FSDP_USE_FULL_PREC_IN_EVAL=1 in the environment when a model is wrapped, modules in eval
     mode compute in full precision whatever `mixed_precision` says, as in torch's class.
@@ -96,6 +107,7 @@ class FullyShardedDataParallel(UnitAttributes, StatefulUnit):
         use_orig_params: bool = False,
         ignored_states: Iterable[Any] | None = None,
         device_mesh: DeviceMesh | None = None,
+        shard_placement_fn: Placing | None = None,
     ) -> None:
         super().__init__()
         check_kinds(
@@ -126,6 +138,7 @@ class FullyShardedDataParallel(UnitAttributes, StatefulUnit):
                 "use_orig_params": use_orig_params,
                 # Not the modules: the policy does not enter them.
                 "ignored_states": list(ignored.params) or None,
+                "shard_placement_fn": shard_placement_fn,
             }
             self._wrap_below(module, auto_wrap_policy, ignored, shared)
         values = Values(device_id, param_init_fn, sync_module_states)
@@ -144,7 +157,7 @@ class FullyShardedDataParallel(UnitAttributes, StatefulUnit):
             evaluates_in_full_precision=os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1",
         )
         extension = self._extension_for(groups, device_mesh)
-        unit = make_unit(module, module_params, groups, settings, extension)
+        unit = make_unit(module, module_params, groups, settings, extension, shard_placement_fn)
         self.syncs_states = sync_module_states
         self._build(unit, groups, ignored, device_mesh)
         # Wrappers around other modules refuse what is tied to these: the tie would be lost.
@@ -375,6 +388,7 @@ class FullyShardedDataParallel(UnitAttributes, StatefulUnit):
                 raise AssertionError("register_comm_hook: hybrid sharding cannot have hooks")
             if unit.reduction.hook is not None:
                 raise AssertionError("register_comm_hook: a hook is registered already")
+            check_equal_shards(unit)
         for unit in units:
             comm_hook = hook_of(state, hook)
             unit.reduction = unit.reduction.with_hook(comm_hook)
@@ -532,7 +546,8 @@ class FullyShardedDataParallel(UnitAttributes, StatefulUnit):
             is_sharded=store.options.sharded,
         )
         order = memory_order(fqn, member.shape, member.stride)
-        return FlatMember(fqn, member.shape, order, start, numel, offset, holders, inside)
+        shown = member.part_shape(numel)
+        return FlatMember(fqn, member.shape, order, start, numel, offset, holders, inside, shown)
 
     def __ckpt_aliases__(self) -> dict[str, str]:
         store = self.fsdp_unit.store

@@ -64,6 +64,9 @@ def fully_shard(
     gathered for the time that the module computes. Create the optimizer afterwards. The module's
     class becomes a subclass that is an `FSDPModule` too.
 
+    `shard_placement_fn` may return `Blocks` or `Whole` too, where the equal chunks of dim 0 cut no
+    block; the wrapper cuts where it is told to.
+
     `mesh`: one axis (shard) or two (replicate, shard); all ranks by default.
     `reshard_after_forward`: whether to free between forward and backward; None frees all but the
     root; a number of ranks keeps shards over so many, a true divisor of the shard axis.

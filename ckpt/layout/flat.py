@@ -35,6 +35,8 @@ class FlatMember(NamedTuple):
     offset: int  # where it is in the local shard
     holders: tuple[int, ...]
     inside: Inside | None = None
+    part_shape: Shape | None = None
+    """Of this rank's part, as parameters and states of optimizers have it; None: 1-D."""
 
     @property
     def global_shape(self) -> Shape:
@@ -138,12 +140,24 @@ def member_as_param(
     shard = local[member.offset : member.offset + member.numel]
     if not whole_here:
         views = flat_views([member], local.dtype, base=member.offset)
-        return Owned(param, shard, views, True, owners)
+        return Owned(param, _as_shown(shard, member), views, True, owners)
     # Unsharded units show the original shapes, and so do the states of optimizers.
-    memory_shape = tuple(member.shape[dim] for dim in member.order)
-    strides = _unpermuted(row_major_strides(memory_shape), member.order)
     here = whole(member.shape)
     region = member.globally(here)
     piece = Piece(member.fqn, member.global_shape, local.dtype, region, here, member.holders)
-    shown = shard.as_strided(member.shape, strides)
+    shown = shard.as_strided(member.shape, _strides(member))
     return Owned(param, shown, (View((piece,)),), True, owners)
+
+
+def _as_shown(shard: torch.Tensor, member: FlatMember) -> torch.Tensor:
+    if member.part_shape is None:
+        return shard
+    if member.part_shape == member.shape:
+        return shard.as_strided(member.shape, _strides(member))
+    return shard.view(member.part_shape)
+
+
+def _strides(member: FlatMember) -> Shape:
+    """Of the whole member in its memory order."""
+    memory_shape = tuple(member.shape[dim] for dim in member.order)
+    return _unpermuted(row_major_strides(memory_shape), member.order)

@@ -239,6 +239,9 @@ class _Taking:
         ]
         is_flat = all(isinstance(region, Span) for _, region in held)
         shape = (whole(entry.shape).numel,) if is_flat else entry.shape
+        if is_flat:
+            # A box that is a run of the tensor: of a member in its own memory order, all on a rank.
+            own = [one.view(-1) for one in own]
         boxes = [
             (rank, box)
             for rank, region in held

@@ -31,6 +31,7 @@ from sharding.dtensor.seam import (
     replace_local,
     strided_shard,
 )
+from sharding.engine.blocks import Blocks, Cutting, Whole
 from sharding.engine.collectives import Comm, RankParts
 from sharding.engine.store import ModuleParam, OutgoingForm
 from sharding.engine.streams import Streams
@@ -366,6 +367,9 @@ def _checked_dim(
             f"{fqn}: is not contiguous (strides {tuple(values.stride())} of shape "
             f"{tuple(values.shape)}); call contiguous() on it before fully_shard"
         )
+    if isinstance(placement, Blocks | Whole):
+        _check_chunks(fqn, placement, param, ranks)
+        placement = None
     placement = Shard(0) if placement is None else placement
     if not isinstance(placement, Shard):
         raise ValueError(
@@ -382,6 +386,20 @@ def _checked_dim(
             "only dim 0 may be cut unevenly"
         )
     return dim
+
+
+def _check_chunks(fqn: str, cutting: Cutting, param: nn.Parameter, ranks: int) -> None:
+    """Raise ValueError, naming the parameter, where DTensor's equal chunks of dim 0 cut blocks."""
+    shape = tuple(param.shape)
+    rows = -(-shape[0] // ranks)
+    run = rows * math.prod(shape[1:])
+    grain = cutting.granularity(fqn, shape)
+    if isinstance(param, DTensor) or (rows < shape[0] and run % grain != 0):
+        raise ValueError(
+            f"{fqn}: {cutting} cannot be kept by fully_shard, which cuts {shape} into chunks of "
+            f"{rows} of dim 0, as DTensors are; wrap with FullyShardedDataParallel("
+            "use_orig_params=True), which cuts where it is told to"
+        )
 
 
 def _sharded_like(fqn: str, param: nn.Parameter, dim: int, data: DataMesh) -> DTensorLike:

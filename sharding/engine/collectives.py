@@ -70,11 +70,14 @@ class PendingCollective:
 class RankParts:
     """A tensor that is spread over a group: rank r's part are the `part_numel` elements from
     r * part_numel on. The last parts may be shorter or empty.
+
+    With `ranges` rank r's part is from ranges[r][0] to ranges[r][1]; the longest has `part_numel`.
     """
 
     whole: torch.Tensor
     """1-D and contiguous."""
     part_numel: int
+    ranges: tuple[tuple[int, int], ...] = ()
 
     def of(self, rank: int) -> torch.Tensor:
         """That rank's part."""
@@ -83,11 +86,14 @@ class RankParts:
     @functools.cached_property
     def as_bytes(self) -> RankParts:
         """The same memory, counted in bytes."""
-        itemsize = self.whole.element_size()
-        return RankParts(self.whole.view(torch.uint8), self.part_numel * itemsize)
+        size = self.whole.element_size()
+        ranges = tuple((start * size, stop * size) for start, stop in self.ranges)
+        return RankParts(self.whole.view(torch.uint8), self.part_numel * size, ranges)
 
     @functools.cached_property
     def _cut(self) -> tuple[torch.Tensor, ...]:
+        if self.ranges:
+            return tuple(self.whole[start:stop] for start, stop in self.ranges)
         if not self.part_numel:
             return ()
         return tuple(torch.split(self.whole, self.part_numel))
@@ -182,8 +188,8 @@ class Comm(ABC):
 
 
 class _Native(Comm):
-    """The backend's own primitives, on one member of equal parts: what comes as several members is
-    to be packed into one first, for each collective costs a start of its own.
+    """The backend's own primitives, on one member: what comes as several members is to be packed
+    into one first, for each collective costs a start of its own.
     """
 
     def packs(self, count: int, *, even: bool) -> bool:
@@ -197,6 +203,9 @@ class _Native(Comm):
         (member,), (part,) = members, own
         if part.dtype != member.whole.dtype or part.device != member.whole.device:
             part = member.of(self.rank).copy_(part, non_blocking=True)
+        if member.ranges:
+            work = dist.all_gather(self._parts(member), part, group=self.group, async_op=True)
+            return PendingCollective([work])
         return PendingCollective([self._gather(member.whole, part)])
 
     def reduce_scatter(
@@ -205,7 +214,13 @@ class _Native(Comm):
         if not members:
             return PendingCollective(())
         (member,), (out,) = members, outs
+        if member.ranges:
+            work = dist.reduce_scatter(out, self._parts(member), group=self.group, async_op=True)
+            return PendingCollective([work])
         return PendingCollective([self._reduce(member.whole, out)])
+
+    def _parts(self, member: RankParts) -> list[torch.Tensor]:
+        return [member.of(rank) for rank in range(self.size)]
 
     def _gather(self, full: torch.Tensor, own: torch.Tensor) -> Any:
         return _all_gather_single()(full, own, group=self.group, async_op=True)

@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.fsdp import ShardingStrategy
 
 from sharding.dtensor.seam import sharded_before_as
+from sharding.engine.blocks import Blocks, Cutting, Placing, Whole
 from sharding.engine.collectives import Comm
 from sharding.engine.extensions import Extension
 from sharding.engine.groups import Groups
@@ -123,8 +124,12 @@ def make_unit(
     groups: Groups,
     settings: Settings,
     extension: Extension | None,
+    placing: Placing | None = None,
 ) -> FlatUnit:
-    """The unit around `module` that absorbs these parameters; without any it has no store."""
+    """The unit around `module` that absorbs these parameters; without any it has no store.
+
+    Raises ValueError, naming the parameter, for what `placing` returns and cannot be.
+    """
     shard: Comm | None = groups.shard
     replicate = groups.replicate
     if not settings.is_sharded:
@@ -148,7 +153,35 @@ def make_unit(
             device=settings.device,
             param_dtype=precision.param_dtype,
             limit_gathers=settings.limit_all_gathers,
+            cuttings=_cuttings(module_params, settings, placing),
         )
         streams = streams_for(settings.device)
         store = FlatParam(module_params, groups.shard, streams, options, extension=extension)
     return FlatUnit(module, store, settings, reduction)
+
+
+def _cuttings(
+    module_params: list[ModuleParam], settings: Settings, placing: Placing | None
+) -> tuple[Cutting | None, ...]:
+    if placing is None:
+        return ()
+    cuttings: list[Cutting | None] = []
+    for item in module_params:
+        wanted = placing(item.param)
+        if wanted is not None and not isinstance(wanted, Blocks | Whole):
+            raise ValueError(
+                f"{item.fqn}: shard_placement_fn returned {wanted!r}; the wrapper takes Blocks, "
+                "Whole or None (cut anywhere), fully_shard takes Shard"
+            )
+        if wanted is not None and not settings.use_orig_params:
+            raise ValueError(
+                f"{item.fqn}: {wanted} needs use_orig_params=True: an optimizer of flat parameters "
+                "sees no parameter by itself"
+            )
+        if wanted is not None and hasattr(item.param, "placements"):
+            raise ValueError(
+                f"{item.fqn}: is a DTensor, which other ranks have parts of, so {wanted} cannot be "
+                "kept here; return None for it"
+            )
+        cuttings.append(wanted)
+    return tuple(cuttings)

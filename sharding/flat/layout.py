@@ -5,7 +5,8 @@ Pure arithmetic: no memory, no process group, no module.
     shapes and strides of the members, in walk order
       -> offsets in the flat tensor (each member aligned to 16 bytes where members are parameters
          of their own, filler between them)
-      -> equal shards, one per rank, the last ones padded with zeros
+      -> equal shards, one per rank, the last ones padded with zeros; or, where members may not be
+         cut anywhere, one range per rank (`sharding.flat.ragged`)
 
 All ranges are half-open and count elements. "Flat" is the unsharded tensor, "shard" a rank's part
 of it, with its padding.
@@ -32,6 +33,13 @@ class MemberSpec(NamedTuple):
     fqn: str
     shape: Shape
     stride: Shape
+    granularity: int = 0
+    """It may be cut after each so many elements; 0: anywhere."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it may be cut nowhere."""
+        return 0 < math.prod(self.shape) <= self.granularity
 
 
 class Member(NamedTuple):
@@ -42,6 +50,8 @@ class Member(NamedTuple):
     stride: Shape
     start: int
     stop: int
+    granularity: int = 0
+    """As in `MemberSpec`."""
 
     @property
     def numel(self) -> int:
@@ -51,6 +61,15 @@ class Member(NamedTuple):
     def is_row_major(self) -> bool:
         """Whether memory order is the logical order of elements."""
         return self.stride == row_major(self.shape)
+
+    def part_shape(self, numel: int) -> Shape:
+        """How a rank's part of so many elements is shown: as rows of the member where it is never
+        cut inside of one, else 1-D.
+        """
+        row = math.prod(self.shape[1:])
+        if not self.granularity or not row or self.granularity % row:
+            return (numel,)
+        return (numel // row, *self.shape[1:])
 
 
 class LocalPart(NamedTuple):
@@ -71,26 +90,39 @@ class FlatLayout:
     numel: int
     """Elements of the flat tensor: members and filler, no padding."""
     shard_count: int
+    ranges: tuple[tuple[int, int], ...] = ()
+    """Which part of the flat tensor each rank holds; empty where all shards are equally long."""
 
     @property
     def shard_numel(self) -> int:
-        """Elements of every rank's shard, padding included."""
+        """Elements of the longest shard, padding included."""
+        if self.ranges:
+            return max(stop - start for start, stop in self.ranges)
         return -(-self.numel // self.shard_count)
+
+    def shard_numel_of(self, rank: int) -> int:
+        """Elements of the rank's shard, padding included."""
+        if self.ranges:
+            start, stop = self.ranges[rank]
+            return stop - start
+        return self.shard_numel
 
     @property
     def padded_numel(self) -> int:
         """Elements of all shards together."""
-        return self.shard_numel * self.shard_count
+        return self.numel if self.ranges else self.shard_numel * self.shard_count
 
     def shard_range(self, rank: int) -> tuple[int, int]:
         """The rank's part of the flat tensor, without padding; empty past the last element."""
+        if self.ranges:
+            return self.ranges[rank]
         start = min(rank * self.shard_numel, self.numel)
         return start, min(start + self.shard_numel, self.numel)
 
     def padding(self, rank: int) -> int:
         """Elements at the end of the rank's shard that belong to nothing."""
         start, stop = self.shard_range(rank)
-        return self.shard_numel - (stop - start)
+        return self.shard_numel_of(rank) - (stop - start)
 
     def local_parts(self, rank: int) -> tuple[LocalPart | None, ...]:
         """What the rank holds of each member; None where it holds nothing of it."""
@@ -109,7 +141,7 @@ class FlatLayout:
         """Filler and padding of the padded flat tensor, ascending."""
         gaps = []
         position = 0
-        for member in self.members:
+        for member in sorted(self.members, key=lambda one: (one.start, one.stop)):
             if position < member.start:
                 gaps.append((position, member.start))
             position = member.stop

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from sharding.engine.blocks import Cutting
 from sharding.engine.store import ModuleParam
-from sharding.flat.layout import Member, MemberSpec, memory_strides
+from sharding.flat.layout import LocalPart, Member, MemberSpec, memory_strides, row_major
 
 if TYPE_CHECKING:
     from sharding.engine.extensions import Extension
@@ -20,6 +21,7 @@ __all__ = [
     "flattened_members",
     "in_memory_order",
     "member_view",
+    "part_view",
     "spec_of",
 ]
 
@@ -112,7 +114,33 @@ def member_view(flat: torch.Tensor, member: Member) -> torch.Tensor:
     return flat.as_strided(member.shape, member.stride, flat.storage_offset() + member.start)
 
 
-def spec_of(item: ModuleParam) -> MemberSpec:
-    """What the layout needs to know about the parameter."""
+def part_view(shard: torch.Tensor, member: Member, part: LocalPart | None) -> torch.Tensor:
+    """A rank's part of a member in its shard, as optimizers see it; see `Member.part_shape`."""
+    if part is None:
+        return shard[:0].view(member.part_shape(0))
+    run = shard[part.in_shard : part.in_shard + part.numel]
+    if member.is_row_major:
+        return run.view(member.part_shape(part.numel))
+    # In another order only whole members have rows.
+    return (
+        run
+        if member.part_shape(part.numel) == (part.numel,)
+        else run.as_strided(member.shape, member.stride)
+    )
+
+
+def spec_of(item: ModuleParam, cutting: Cutting | None = None) -> MemberSpec:
+    """What the layout needs to know about the parameter, which may be cut by `cutting` only.
+
+    Raises ValueError, naming it, where its blocks are no runs of its memory.
+    """
     shape = tuple(item.param.shape)
-    return MemberSpec(item.fqn, shape, memory_strides(shape, item.param.stride()))
+    stride = memory_strides(shape, item.param.stride())
+    granularity = 0 if cutting is None else cutting.granularity(item.fqn, shape)
+    spec = MemberSpec(item.fqn, shape, stride, granularity)
+    if granularity and not spec.is_whole and stride != row_major(shape):
+        raise ValueError(
+            f"{item.fqn}: has strides {stride}, so that {cutting} are no runs of its memory; make "
+            "it contiguous() before wrapping, or return Whole()"
+        )
+    return spec

@@ -69,7 +69,8 @@ class FlatParam(FlatValues):
 
     def outgoing_gradients(self, grads: Gradients | None, form: OutgoingForm) -> Outgoing:
         """One padded buffer with the gradients of all members, zeros where there is none."""
-        numel, device = self.layout.padded_numel, self.options.device
+        layout, device = self.layout, self.options.device
+        numel = layout.padded_numel
         if form.pool is None:
             full = torch.empty(numel, dtype=form.dtype, device=device)
         else:
@@ -78,8 +79,8 @@ class FlatParam(FlatValues):
             [None] * len(self.params) if grads is None else grads, full, scale=form.scale
         )
         scratch = () if form.pool is None else (full,)
-        shard_numel = self.layout.shard_numel
-        return Outgoing((RankParts(full, shard_numel),), (0,), (shard_numel,), scratch)
+        parts = RankParts(full, layout.shard_numel, layout.ranges)
+        return Outgoing((parts,), (0,), (layout.shard_numel_of(self.rank),), scratch)
 
     def write_gradients(
         self, grads: Gradients, out: torch.Tensor, *, scale: float, earlier: bool = True

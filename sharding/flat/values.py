@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from sharding.engine.blocks import Cutting
 from sharding.engine.collectives import Comm, PendingCollective, RankParts
 from sharding.engine.memory import TensorSize
 from sharding.engine.store import ModuleParam, ParameterStore, State
@@ -26,8 +27,10 @@ from sharding.flat.members import (
     flattened_members,
     in_memory_order,
     member_view,
+    part_view,
     spec_of,
 )
+from sharding.flat.ragged import balanced_layout
 
 if TYPE_CHECKING:
     from sharding.engine.extensions import Extension
@@ -46,6 +49,8 @@ class StoreOptions:
     """Where parameters are gathered and computed with."""
     param_dtype: torch.dtype | None
     limit_gathers: bool
+    cuttings: tuple[Cutting | None, ...] = ()
+    """Where each member may be cut; empty: all of them anywhere."""
 
 
 class FlatValues(ParameterStore):
@@ -71,11 +76,7 @@ class FlatValues(ParameterStore):
         dtype = self.params[0].dtype
         compute = options.param_dtype or dtype
         aligned = alignment(compute.itemsize) if options.use_orig_params else 1
-        self.layout: FlatLayout = plan_flat_layout(
-            [spec_of(item) for item in module_params],
-            shard_count=shard.size if options.sharded else 1,
-            align_to=aligned,
-        )
+        self.layout = self._plan(aligned)
         self.rank = shard.rank if options.sharded else 0
         self.parts: tuple[LocalPart | None, ...] = self.layout.local_parts(self.rank)
         self.flat = FlatParameter(self._flatten(), requires_grad=self._any_trainable())
@@ -89,6 +90,15 @@ class FlatValues(ParameterStore):
             self.show_placeholders()
             for param in self.params:
                 param.data = param.detach().new_empty(0)
+
+    def _plan(self, align_to: int) -> FlatLayout:
+        cuttings = self.options.cuttings or (None,) * len(self.module_params)
+        specs = [spec_of(*one) for one in zip(self.module_params, cuttings, strict=True)]
+        if not self.options.sharded:
+            return plan_flat_layout(specs, shard_count=1, align_to=align_to)
+        if not any(spec.granularity for spec in specs):
+            return plan_flat_layout(specs, shard_count=self.comm.size, align_to=align_to)
+        return balanced_layout(specs, self.comm, align_to=align_to, dtype=self.params[0].dtype)
 
     # --- dtypes ---------------------------------------------------------------------------------
 
@@ -190,7 +200,7 @@ class FlatValues(ParameterStore):
         return [member_view(full, member) for member in self.layout.members]
 
     def _gather_into(self, full: torch.Tensor, own: torch.Tensor) -> PendingCollective:
-        parts = RankParts(full, self.layout.shard_numel)
+        parts = RankParts(full, self.layout.shard_numel, self.layout.ranges)
         return self.comm.all_gather([parts], [own], pool=self.pool, tag=2 * self.tag)
 
     # --- what modules show ----------------------------------------------------------------------
@@ -232,7 +242,9 @@ class FlatValues(ParameterStore):
             self.show_shards()
 
     def show_shards(self) -> None:
-        """Let the user's Parameter objects have their part of the shard: 1-D, maybe empty."""
+        """Let the user's Parameter objects have their part of the shard, maybe empty: 1-D, or rows
+        where none is cut.
+        """
         self.show_params()
         values = self.flat.detach()
         for param, view in zip(self.params, self.shard_views(values), strict=True):
@@ -243,10 +255,7 @@ class FlatValues(ParameterStore):
         """The members' parts of a tensor like the shard; whole members where nothing is sharded."""
         if not self.options.sharded:
             return self.member_views(shard)
-        return [
-            shard[:0] if part is None else shard[part.in_shard : part.in_shard + part.numel]
-            for part in self.parts
-        ]
+        return [part_view(shard, *one) for one in zip(self.layout.members, self.parts, strict=True)]
 
     def make_views(self) -> tuple[torch.Tensor, ...]:
         """New tensors over the gathered buffer, one for each member; it must be allocated.
@@ -385,7 +394,7 @@ class FlatValues(ParameterStore):
         first = self.params[0]
         device = torch.device("cpu") if self.options.offload else first.device
         flat = torch.zeros(
-            self.layout.shard_numel,
+            self.layout.shard_numel_of(self.rank),
             dtype=first.dtype,
             device=device,
             # Each gather copies it to the device, and the host would wait for every such copy.

@@ -18,6 +18,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy
 from torch.utils.checkpoint import checkpoint
 
+from sharding import Blocks, Whole
 from tests.streams.training import SURFACES, WIDTH, Block, Net, Run
 
 __all__ = ["SCENARIOS", "Scenario"]
@@ -136,6 +137,35 @@ def repeated_over_an_axis(run: Run) -> None:
 def hybrid_that_keeps_parameters(run: Run) -> None:
     kind = ShardingStrategy._HYBRID_SHARD_ZERO2
     run.train(run.wrap(run.net(), mesh=(2, 4), sharding_strategy=kind))
+
+
+def _whole_or_in_blocks(param: Any) -> Any:
+    if param.dim() == 2:
+        return Whole() if param.shape[0] % 2 else Blocks((4, 8))
+    return None
+
+
+@scenario(("orig",), torchs=())
+def whole_parameters_and_blocks(run: Run) -> None:
+    run.train(run.wrap(run.net(blocks=4), shard_placement_fn=_whole_or_in_blocks), steps=3)
+
+
+@scenario(("orig",), torchs=())
+def whole_parameters_and_blocks_in_low_precision(run: Run) -> None:
+    model = run.wrap(
+        run.net(),
+        mesh=(2, 4),
+        low=(BF16, FP32, None),
+        offload=True,
+        shard_placement_fn=_whole_or_in_blocks,
+    )
+    optimizer = run.sgd(model)
+    for _ in range(2):
+        model(run.batch()).sum().backward()
+        model(run.batch()).sum().backward()
+        model.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 @scenario(FULLY)

@@ -1,6 +1,6 @@
 """What saves and loads cost as ranks grow: the real code, driven with N simulated ranks.
 
-    python -m benchmarks.scale [--ranks 64 512 4096] [--tensors 48] [--layouts ...]
+    python -m benchmarks.scale [--ranks 64 512 4096] [--tensors 48] [--only-saves]
 
 Every rank runs `save_state` twice and `load_state`, then the checkpoint is loaded on N/4 and on
 4 N ranks; see `benchmarks.simulation` for what is counted and how time is computed. Layouts are
@@ -261,6 +261,7 @@ def main() -> None:
     parser.add_argument("--tensors", type=int, default=48)
     parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), choices=list(LAYOUTS))
     parser.add_argument("--ranks-max", type=int, default=16_384, help="of loads on 4 N, too")
+    parser.add_argument("--only-saves", action="store_true")
     parser.add_argument("--seconds-max", type=float, default=600.0, help="of one case")
     options = parser.parse_args()
     sys.setswitchinterval(0.05)  # threads that work in turn need not be interrupted
@@ -283,7 +284,8 @@ def _rows(layout: str, options: argparse.Namespace) -> dict[str, dict[int, Row]]
             )
             break
         began = time.perf_counter()
-        loads = [n for n in (ranks, ranks // 4, 4 * ranks) if 1 < n <= options.ranks_max]
+        numbers = () if options.only_saves else (ranks, ranks // 4, 4 * ranks)
+        loads = [n for n in numbers if 1 < n <= options.ranks_max]
         for phase, cost in measure(Case(layout, ranks, options.tensors), loads).items():
             rows.setdefault(phase, {})[ranks] = Row.of(cost)
             if phase.endswith("save"):

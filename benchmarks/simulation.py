@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ckpt.world.agreement import agreed_error, encode_error
+from ckpt.world.agreement import encode_error, encode_failures, error_of_failures
 from ckpt.world.base import World, check_all_to_all
 from ckpt.world.tree import family
 from storage.buffered import BufferedWriter
@@ -81,6 +81,7 @@ class Cost:
 class _Round:
     def __init__(self, size: int) -> None:
         self.payloads: list[Any] = [None] * size
+        self.answer = b""
         self.came = 0
         self.latest = 0.0
         self.done = threading.Event()
@@ -226,10 +227,11 @@ class SimulatedWorld(World):
 
     def agree(self, phase: str, error: BaseException | None) -> None:
         def ends(one: _Round) -> float:
-            return self._down(self._up(one), 0)
+            one.answer = encode_failures(one.payloads)
+            return self._down(self._up(one), len(one.answer))
 
         one = self._round(f"agree on {phase}", encode_error(error), ends)
-        agreed = agreed_error(phase, one.payloads)
+        agreed = error_of_failures(phase, one.answer, self.size)
         if agreed is not None:
             raise agreed from error
 

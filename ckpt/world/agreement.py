@@ -46,23 +46,34 @@ def encode_error(error: BaseException | None) -> bytes:
     return json.dumps(body).encode("utf-8", "backslashreplace")
 
 
+def encode_failures(answers: Sequence[bytes]) -> bytes:
+    """What rank 0 tells all when it has the answers of all: nothing when there is no error."""
+    failed = [[rank, json.loads(answer)] for rank, answer in enumerate(answers) if answer]
+    return json.dumps(failed).encode() if failed else b""
+
+
 def agreed_error(phase: str, answers: Sequence[bytes]) -> CheckpointError | None:
     """The one error that all ranks raise, from the answers of all: the same answers, the same
     error.
     """
-    failed = {rank: json.loads(answer) for rank, answer in enumerate(answers) if answer}
-    if not failed:
+    return error_of_failures(phase, encode_failures(answers), len(answers))
+
+
+def error_of_failures(phase: str, failures: bytes, size: int) -> CheckpointError | None:
+    """`agreed_error` from what rank 0 told all `size` ranks."""
+    if not failures:
         return None
+    failed = {rank: body for rank, body in json.loads(failures)}
     shared = {body["shared"] for body in failed.values()}
     cls = _SHARED_CLASSES.get(shared.pop()) if len(shared) == 1 else None
     if cls is None:
         return _rank_failed(phase, failed)
     if "problems" in next(iter(failed.values())):
         pairs = [(problem, rank) for rank, body in failed.items() for problem in body["problems"]]
-        problems = _by_text(pairs, len(answers))
+        problems = _by_text(pairs, size)
         where = next((body["where"] for body in failed.values() if body.get("where")), "")
         return errors.Mismatch(problems, where) if cls is errors.Mismatch else cls(problems)
-    return cls("; ".join(_by_text([(b["message"], r) for r, b in failed.items()], len(answers))))
+    return cls("; ".join(_by_text([(b["message"], r) for r, b in failed.items()], size)))
 
 
 def _rank_failed(phase: str, failed: dict[int, Any], shown_max: int = 8) -> RankFailed:

@@ -1,11 +1,12 @@
 """Which ranks are silent, or make no progress: noticed while the training waits for them.
 
-Every rank posts its status, one request to the rendezvous store in 5 seconds. The rank that keeps
-the sheet reads all posts in one request, every 2.5 seconds, and sends the sheet to all through the
-tree of their world, so nobody has to look for it. Rank 0 keeps the sheet. A rank that hears no news
-of it may be cut off by a rank that is silent, and reads the store's copy as long as that lasts.
-When there is nothing new there either for `UNCHANGED_SECONDS`, the keeper is silent: every rank
-sees that by itself, and the next rank that is awake takes over.
+Every rank has its status posted, by one request of its process to the rendezvous store in 5 seconds
+(`ckpt.world.board`). The rank that keeps the sheet reads all posts in one request, every 2.5
+seconds, and sends the sheet to all through the tree of their world, so nobody has to look for it.
+Rank 0 keeps the sheet. A rank that hears no news of it may be cut off by a rank that is silent, and
+reads the store's copy as long as that lasts. When there is nothing new there either for
+`UNCHANGED_SECONDS`, the keeper is silent: every rank sees that by itself, and the next rank that is
+awake takes over.
 
 Note "own absence": a rank that was stopped must not take its own pause for the silence of all
 others, so the first check after a long pause only begins to count anew.
@@ -34,7 +35,6 @@ ABSENT_SECONDS = 4.5
 BEHIND_SECONDS = 15.0  # without a call of `step`, while others made one
 BEHIND_STEPS = 5.0  # the same, in steps of the others
 TAKEOVER_SECONDS = 0.25  # between ranks that would take over the sheet
-LEFT = b"left"
 
 Kind = Literal["silent", "behind"]
 
@@ -74,13 +74,22 @@ class Concern(NamedTuple):
 
 
 class Board(Protocol):
-    """Small values by key that all ranks see. Calls may take long, or never return."""
+    """The statuses of all ranks, and a sheet. Calls may take long, or never return.
 
-    def post(self, key: str, value: bytes) -> None:
-        """Set the value of a key."""
+    What is not posted `at_once` may wait for the next request of this process, some seconds.
+    """
 
-    def read(self, keys: Sequence[str]) -> list[bytes | None]:
-        """The values, None where there is none; one request when all keys exist."""
+    def post(self, status: bytes | None, *, at_once: bool) -> None:
+        """Post this rank's status; None, with which it leaves, is posted at once."""
+
+    def statuses(self) -> list[bytes | None]:
+        """The statuses, in rank order; None of a rank that has not come yet, or has left."""
+
+    def post_sheet(self, sheet: bytes, *, at_once: bool) -> None:
+        """Leave the sheet for those whom news do not reach."""
+
+    def sheet(self) -> bytes:
+        """The sheet that was left last; empty before."""
 
     def spread(self, news: bytes) -> None:
         """Send something to all ranks that can be reached. Never waits."""
@@ -138,8 +147,7 @@ class Ledger:
         self._clock = clock
         self._lock = threading.Lock()
         self._count = 0
-        self._posted = -POST_PERIODS  # at which count; that of the sheet likewise
-        self._spread = -POST_PERIODS
+        self._spread = -POST_PERIODS  # at which count
         self._posted_idle_seconds = 0.0
         self._raw = self._heard = b""
         self._sheet: _Sheet | None = None
@@ -152,7 +160,7 @@ class Ledger:
     def update(self) -> None:
         """Post the status of this rank, look at the sheet, and write it if this rank keeps it.
 
-        To be called once in `PERIOD_SECONDS`; most calls send nothing.
+        To be called once in `PERIOD_SECONDS`; most calls make no request.
         """
         self._count += 1
         mine = self._status()
@@ -163,32 +171,30 @@ class Ledger:
                 self._posts.clear()  # see note "own absence"
                 self._changed = now
             self._updated = now
-        if was_absent or self._is_due(mine):
-            self._post(mine)
+        self._post(mine, at_once=was_absent or self._is_urgent(mine))
         heard = self._board.heard()
         if heard != self._heard:
             self._heard = heard
             self._note(heard)
         elif self._clock() - self._changed > UNHEARD_SECONDS and not self._is_keeper():
-            (raw,) = self._board.read(["sheet"])
-            self._note(raw or b"")
+            self._note(self._board.sheet())
         with self._lock:
             keeps = self._keeps(self._clock())
         if keeps and (not self._is_keeper() or self._count % KEEP_PERIODS == 0):
             self._keep(mine)
 
-    def _is_due(self, mine: Status) -> bool:
-        """Whether to post now. Before its time when this rank begins to be late, and while it is
-        named, so that it is not named for longer than it should be.
+    def _is_urgent(self, mine: Status) -> bool:
+        """Whether this rank begins to be late, or is named: it should not be for longer than it is
+        true.
         """
         begins = self._posted_idle_seconds <= BEHIND_SECONDS < mine.idle_seconds
         concerns = () if self._sheet is None else self._sheet.concerns
         is_named = any(one.rank == self._rank for one in concerns)
-        return begins or is_named or self._count - self._posted >= POST_PERIODS
+        return begins or is_named
 
-    def _post(self, mine: Status) -> None:
-        self._posted, self._posted_idle_seconds = self._count, mine.idle_seconds
-        self._board.post(f"status/{self._rank}", json.dumps([self._count, *mine]).encode())
+    def _post(self, mine: Status, *, at_once: bool) -> None:
+        self._posted_idle_seconds = mine.idle_seconds
+        self._board.post(json.dumps([self._count, *mine]).encode(), at_once=at_once)
 
     def _note(self, raw: bytes) -> None:
         """A sheet that was heard or read."""
@@ -202,7 +208,7 @@ class Ledger:
 
     def leave(self) -> None:
         """Ask the others to watch this rank no more."""
-        self._board.post(f"status/{self._rank}", LEFT)
+        self._board.post(None, at_once=True)
 
     def _keeps(self, now: float) -> bool:
         if self._rank == 0:
@@ -216,15 +222,15 @@ class Ledger:
         return quiet > UNCHANGED_SECONDS + min(4.0, TAKEOVER_SECONDS * self._rank)
 
     def _keep(self, mine: Status) -> None:
-        others = [rank for rank in range(self._size) if rank != self._rank]
-        posts = self._board.read([f"status/{rank}" for rank in others])
+        posts = dict(enumerate(self._board.statuses()))
+        posts.pop(self._rank)
         now = self._clock()
         before = self._sheet
         if before is not None and before.keeper != self._rank:
-            self._take_over(before, dict(zip(others, posts, strict=True)), now)
+            self._take_over(before, posts, now)
         awake, silent = {self._rank: mine}, []
-        for rank, raw in zip(others, posts, strict=True):
-            if raw is None or raw == LEFT:
+        for rank, raw in posts.items():
+            if raw is None:
                 self._posts.pop(rank, None)
                 continue
             if rank not in self._posts or self._posts[rank][0] != raw:
@@ -238,10 +244,11 @@ class Ledger:
                 awake[rank] = status
         late = [_concern(r, "behind", awake[r], awake[r].idle_seconds) for r in behind(awake)]
         sheet = _Sheet(self._rank, self._count, mine, (*silent, *late))
-        if _names(sheet) != _names(before) or self._count - self._spread >= POST_PERIODS:
+        is_new = _names(sheet) != _names(before)
+        if is_new or self._count - self._spread >= POST_PERIODS:
             self._spread = self._count
             raw = sheet.encode()
-            self._board.post("sheet", raw)  # first: who hears no news looks there
+            self._board.post_sheet(raw, at_once=is_new)  # first: who hears no news looks there
             self._board.spread(raw)
             self._note(raw)
         with self._lock:
@@ -254,7 +261,7 @@ class Ledger:
             since[before.keeper] = self._changed
         for rank, began in since.items():
             raw = posts.get(rank)
-            if raw is not None and raw != LEFT:
+            if raw is not None:
                 self._posts[rank] = (raw, began)
 
     # without the board

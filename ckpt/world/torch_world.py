@@ -16,15 +16,16 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ckpt.errors import CheckpointError, RankFailed
-from ckpt.world.agreement import agreed_error, encode_error
+from ckpt.world.agreement import encode_error, encode_failures, error_of_failures
 from ckpt.world.attendance import Board
 from ckpt.world.base import SoloWorld, World, check_all_to_all
+from ckpt.world.board import ProcessBoard, WorldBoard
 from ckpt.world.frames import WORLD_NBYTES, MiB, unpack
 from ckpt.world.heart import Heart, Neighbour
 from ckpt.world.liveness import CONNECT_SECONDS, Card
@@ -65,15 +66,22 @@ def group_of_this_process() -> dist.ProcessGroup | None:
     return group
 
 
-class Process(NamedTuple):
+class Process:
     """What this process is in its job: its rank in torch.distributed, the rendezvous store that
-    all share, the heart that carries its messages, and what tells this job from others.
+    all share, the heart that carries its messages, what tells this job from others, and where it
+    posts what its worlds have to report.
     """
 
-    rank: int
-    store: Any
-    heart: Heart
-    job: str = ""
+    def __init__(self, rank: int, store: Any, heart: Heart, job: str = "") -> None:
+        self.rank = rank
+        self.store = store
+        self.heart = heart
+        self.job = job
+        self.board = ProcessBoard(store, rank)
+
+    def use(self, store: Any) -> None:
+        """Another way to the same store."""
+        self.store = self.board.store = store
 
 
 class TorchWorld(World):
@@ -101,15 +109,15 @@ class TorchWorld(World):
         self.rank = self.global_ranks.index(self._process.rank)
         self.size = len(self.global_ranks)
         self._deadlines = deadlines or Deadlines()
-        self._store, key = _own_prefix(self._process, self.global_ranks, self.rank)
+        self._store, self._key = _own_prefix(self._process, self.global_ranks, self.rank)
         heart = self._process.heart
         self._rounds = Rounds(
-            heart, key, self.global_ranks, self.rank, self._store, self._deadlines
+            heart, self._key, self.global_ranks, self.rank, self._store, self._deadlines
         )
         parent = family(self.rank, self.size).parent
         if parent is not None:
             _connect(self._process, self.global_ranks[parent], self._deadlines.round_seconds_max)
-        heart.register(key, self._rounds, self)
+        heart.register(self._key, self._rounds, self)
         self._broken: RankFailed | None = None
         self._group: Any = None
 
@@ -135,7 +143,16 @@ class TorchWorld(World):
             return self._rounds.answered(number, name, needs_all=False)
 
     def agree(self, phase: str, error: BaseException | None) -> None:
-        agreed = agreed_error(phase, self.gather(f"agree on {phase}", encode_error(error)))
+        name = f"agree on {phase}"
+        with self._in_round(name) as number:
+            self._rounds.contribute(number, name, encode_error(error))
+            if self.rank == 0:
+                # Not all answers to all, which would be N^2 bytes of nothing.
+                failures = encode_failures(unpack(self._rounds.collected(number, name)))
+                self._rounds.answer(number, name, failures)
+            else:
+                failures = self._rounds.answered(number, name, needs_all=True)
+        agreed = error_of_failures(phase, failures, self.size)
         if agreed is not None:
             raise agreed from error
 
@@ -175,7 +192,8 @@ class TorchWorld(World):
         return self._rounds.flag_is_up(name)
 
     def board(self) -> Board:
-        return _StoreBoard(self._store, self._rounds)
+        world = self._key.hex()
+        return WorldBoard(self._process.board, world, self.global_ranks, self._rounds)
 
     def check_neighbour(self, phase: str) -> None:
         if self._broken is not None:
@@ -301,34 +319,6 @@ class TorchWorld(World):
             raise waiter.error
 
 
-class _StoreBoard:
-    """A board in a store; posts of ranks that have not arrived yet are checked one by one. News go
-    through the tree.
-    """
-
-    def __init__(self, store: Any, rounds: Rounds) -> None:
-        self._store = store
-        self._rounds = rounds
-        self._seen: set[str] = set()
-
-    def post(self, key: str, value: bytes) -> None:
-        self._store.set(f"board/{key}", value)
-
-    def read(self, keys: Sequence[str]) -> list[bytes | None]:
-        names = [f"board/{key}" for key in keys]
-        if not self._seen.issuperset(names):
-            self._seen.update(name for name in names if self._store.check([name]))
-        there = [name for name in names if name in self._seen]
-        posts = dict(zip(there, self._store.multi_get(there), strict=True)) if there else {}
-        return [posts.get(name) for name in names]
-
-    def spread(self, news: bytes) -> None:
-        self._rounds.spread(news)
-
-    def heard(self) -> bytes:
-        return self._rounds.news()
-
-
 class _Waiter:
     """Waits for transfers in a thread of its own, because gloo can only be waited for, not asked.
 
@@ -445,7 +435,8 @@ class _ThisProcess:
         if before is not None and is_same and not before.heart.is_stopped:
             # torch was initialised once more with the same store: what the others read there of
             # this process stays true.
-            return before._replace(store=base)
+            before.use(base)
+            return before
         if before is not None:
             before.heart.retire()
         heart = Heart(rank, hosts)

@@ -23,79 +23,97 @@ from ckpt.errors import RankFailed
 from ckpt.service.events import RankHeard, RankMissed
 from ckpt.world.attendance import (
     PERIOD_SECONDS,
-    POST_PERIODS,
     SILENT_SECONDS,
     Concern,
     Ledger,
     Status,
     behind,
 )
+from ckpt.world.board import POST_SECONDS, ProcessBoard, WorldBoard
 from tests.ranks import run_ranks
 
 NAMED_SECONDS_MAX = 15.0
 
 
-class MemoryBoard:
+class MemoryStore:
+    """The rendezvous store, as far as boards use it."""
+
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
         self.requests = 0
-        self.news = b""
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[bytes]) -> None:
+        self.requests += 1
+        self.values.update(zip(keys, values, strict=True))
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        self.requests += 1
+        return [self.values[key] for key in keys]
+
+    def get(self, key: str) -> bytes:
+        self.requests += 1
+        return self.values[key]
+
+    def check(self, keys: Sequence[str]) -> bool:
+        self.requests += 1
+        return all(key in self.values for key in keys)
+
+
+class Tree:
+    """The tree of a world: what is spread is heard by all at once."""
+
+    def __init__(self) -> None:
         self.spreads = 0
-
-    def post(self, key: str, value: bytes) -> None:
-        self.requests += 1
-        self.values[key] = value
-
-    def read(self, keys: Sequence[str]) -> list[bytes | None]:
-        self.requests += 1
-        return [self.values.get(key) for key in keys]
+        self._news = b""
 
     def spread(self, news: bytes) -> None:
         self.spreads += 1
-        self.news = news
+        self._news = news
 
-    def heard(self) -> bytes:
-        return self.news
+    def news(self) -> bytes:
+        return self._news
 
 
-class CutOff(MemoryBoard):
-    """The board as a rank sees it that news do not reach while `is_cut_off`."""
+class CutOff:
+    """The tree as a rank sees it that news do not reach while `is_cut_off`."""
 
-    def __init__(self, board: MemoryBoard) -> None:
-        self._board = board
+    def __init__(self, tree: Tree) -> None:
+        self._tree = tree
         self._last = b""
         self.is_cut_off = False
-        self.read_requests = 0
-
-    def post(self, key: str, value: bytes) -> None:
-        self._board.post(key, value)
-
-    def read(self, keys: Sequence[str]) -> list[bytes | None]:
-        self.read_requests += 1
-        return self._board.read(keys)
 
     def spread(self, news: bytes) -> None:
-        self._board.spread(news)
+        self._tree.spread(news)
 
-    def heard(self) -> bytes:
-        self._last = self._last if self.is_cut_off else self._board.heard()
+    def news(self) -> bytes:
+        self._last = self._last if self.is_cut_off else self._tree.news()
         return self._last
 
 
 class Ranks:
-    """`size` ledgers that move in turn; those in `stopped` do not."""
+    """`size` processes that move in turn, with a ledger for each of their `worlds`; those in
+    `stopped` do not.
+    """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, worlds: int = 1) -> None:
         self.now = 1000.0
-        self.board = MemoryBoard()
-        self.boards = [CutOff(self.board) for _ in range(size)]
+        self.stores = [MemoryStore() for _ in range(size)]
+        for store in self.stores:
+            store.values = self.stores[0].values
+        self.trees = [Tree() for _ in range(worlds)]
+        self.boards = [CutOff(self.trees[0]) for _ in range(size)]
         self.stopped: set[int] = set()
         self.calls = [0] * size
         self.called = [self.now] * size
-        self.ledgers = [
-            Ledger(self.boards[r], r, size, partial(self.status, r), lambda: self.now)
-            for r in range(size)
-        ]
+        everyone = range(size)
+        self.ledgers = []
+        for rank in everyone:
+            process = ProcessBoard(self.stores[rank], rank, lambda: self.now)
+            trees: list[Any] = [self.boards[rank], *self.trees[1:]]
+            for number, tree in enumerate(trees):
+                board = WorldBoard(process, f"world{number}", everyone, tree)
+                ledger = Ledger(board, rank, size, partial(self.status, rank), lambda: self.now)
+                self.ledgers.append((rank, ledger))
         self.said: list[dict[tuple[int, str], Concern]] = [{} for _ in range(size)]
 
     def status(self, rank: int) -> Status:
@@ -107,11 +125,11 @@ class Ranks:
         while self.now < until:
             self.now += PERIOD_SECONDS / 3
             turn = round(self.now / (PERIOD_SECONDS / 3)) % 3
-            for rank, ledger in enumerate(self.ledgers):
+            for number, (rank, ledger) in enumerate(self.ledgers):
                 if rank not in self.stopped:
-                    if turn == rank % 3:
+                    if turn == number % 3:
                         ledger.update()
-                    if turn == (rank + 1) % 3:
+                    if turn == (number + 1) % 3:
                         concerns = ledger.concerns()
                         self.said[rank] = {(one.rank, one.kind): one for one in concerns}
 
@@ -198,7 +216,7 @@ def test_slow_steps_and_ranks_that_all_wait_are_nobodys_fault() -> None:
 def test_a_board_that_does_not_answer_is_noticed_by_who_does_not_wait_for_it() -> None:
     ranks = Ranks(2)
     ranks.run(10.0)
-    ledger = ranks.ledgers[1]
+    _, ledger = ranks.ledgers[1]
     # No `update` returns from here on, as in a request to a host that is stopped.
     for _ in range(round((SILENT_SECONDS + 3) / PERIOD_SECONDS)):
         ranks.now += PERIOD_SECONDS
@@ -206,15 +224,19 @@ def test_a_board_that_does_not_answer_is_noticed_by_who_does_not_wait_for_it() -
     assert [(one.rank, one.kind) for one in concerns] == [(0, "silent")]
 
 
-def test_it_costs_a_rank_one_request_in_five_seconds() -> None:
-    """And the keeper three more: it reads all posts twice, and leaves its sheet in the store."""
-    ranks = Ranks(50)
+@pytest.mark.parametrize("worlds", [1, 5])
+def test_it_costs_a_process_one_request_in_five_seconds(worlds: int) -> None:
+    """In all its worlds together. The keeper of their sheets reads all posts beside that."""
+    ranks = Ranks(50, worlds)
     ranks.run(10.0)
-    before, spreads = ranks.board.requests, ranks.board.spreads
+    before = [store.requests for store in ranks.stores]
+    spreads = sum(tree.spreads for tree in ranks.trees)
     ranks.run(20 * 5.0)
-    assert ranks.board.requests - before <= 20 * (50 + 3)
-    assert ranks.board.spreads - spreads <= 20
-    assert sum(board.read_requests for board in ranks.boards[1:]) == 0
+    requests = [s.requests - count for s, count in zip(ranks.stores, before, strict=True)]
+    assert max(requests[1:]) <= 20
+    assert requests[0] <= 20 * (1 + 4)
+    assert sum(tree.spreads for tree in ranks.trees) - spreads <= 20 * worlds
+    assert ranks.named() == [set()] * 50
 
 
 @pytest.mark.parametrize("victim", [0, 2])
@@ -234,9 +256,9 @@ def test_who_is_cut_off_by_a_silent_rank_names_that_one_and_no_other(victim: int
         below.is_cut_off = False
     ranks.run(8.0)
     assert ranks.named() == [set()] * 5
-    before = sum(board.read_requests for board in ranks.boards[1:])
+    before = sum(store.requests for store in ranks.stores[1:])
     ranks.run(60.0)
-    assert sum(board.read_requests for board in ranks.boards[1:]) == before
+    assert sum(store.requests for store in ranks.stores[1:]) - before <= 4 * 60 / 5
 
 
 # --- real processes -------------------------------------------------------------------------------
@@ -262,7 +284,7 @@ def _train(scratch: str, victim: int, silence_seconds_max: float | None) -> Any:
         for step in range(1, 4):
             checkpointer.step(step)
             time.sleep(0.7)
-        time.sleep((POST_PERIODS + 1) * PERIOD_SECONDS)  # until the last step was posted
+        time.sleep(POST_SECONDS + 2 * PERIOD_SECONDS)  # until the last step was posted
         dist.barrier()
         if rank == victim:
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -299,7 +321,8 @@ def test_a_stopped_process_is_named_to_observers_and_withdrawn(victim: int, tmp_
         (name, concern), (again, _), *_ = [one for one in notices if one[1].rank == victim]
         assert (name, again) == ("RankMissed", "RankHeard")
         assert concern.kind == "silent"
-        assert concern.host == socket.gethostname() and concern.step == 3
+        # The last step that was posted: a loaded machine may not have come to the very last.
+        assert concern.host == socket.gethostname() and concern.step in (2, 3)
 
 
 @pytest.mark.ranks

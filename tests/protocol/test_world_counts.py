@@ -28,7 +28,7 @@ from ckpt.errors import RankFailed
 from ckpt.world.frames import Frame, FrameKind
 from ckpt.world.heart import NOBODY, Heart, Neighbour, _Link, _listening
 from ckpt.world.liveness import Card
-from ckpt.world.rounds import Deadlines, _Wait
+from ckpt.world.rounds import Deadlines, Rounds, _Wait
 from ckpt.world.torch_world import Process, TorchWorld, _hosts
 from ckpt.world.tree import CHILDREN_MAX, family
 
@@ -173,6 +173,27 @@ def test_a_round_costs_two_messages_a_rank_and_no_request(size: int) -> None:
         assert sum(cost.requests) == 0
     assert max(ranks.creation.requests) <= 4 and sum(ranks.creation.messages) <= size
     assert max(duplicated.requests) <= 1 and sum(duplicated.messages) == 0
+
+
+def test_an_agreement_without_an_error_tells_all_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer, nbytes = Rounds.answer, []
+
+    def count(self: Rounds, number: int, name: str, body: bytes) -> None:
+        nbytes.append(len(body))
+        answer(self, number, name, body)
+
+    monkeypatch.setattr(Rounds, "answer", count)
+    with ranks_of(16) as ranks:
+        ranks.all(lambda r: ranks.worlds[r].agree("write", None))
+        assert nbytes == [0]
+
+        def fail(rank: int) -> str:
+            with pytest.raises(RankFailed) as caught:
+                ranks.worlds[rank].agree("write", ValueError("no") if rank in (3, 9) else None)
+            return str(caught.value)
+
+        (text,) = set(ranks.all(fail))
+        assert "rank 3 failed in phase 'write': ValueError: no; rank 9 failed" in text
 
 
 def test_who_waits_asks_nobody() -> None:

@@ -42,10 +42,9 @@ from sharding.engine.extensions import (
 )
 from sharding.engine.groups import HYBRID, Groups, resolve_groups
 from sharding.engine.order import OrderCheck
-from sharding.engine.ranges import RangeName
 from sharding.engine.runtime import Runtime, check_no_inner_root
 from sharding.engine.streams import streams_for
-from sharding.engine.torch_seam import larger_mesh
+from sharding.engine.torch_seam import larger_mesh, passed_over
 from sharding.engine.unit import Phase, Root
 from sharding.flat.agreement import (
     cast_all_buffers,
@@ -235,9 +234,11 @@ class FullyShardedDataParallel(UnitAttributes, StatefulUnit):
 
     # --- running --------------------------------------------------------------------------------
 
+    # Only the wrapped module is compiled: hooks, streams and memory are no operations.
+    @passed_over
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module with its parameters gathered."""
-        with self.fsdp_unit.ranges(RangeName.FORWARD):
+        with self.fsdp_unit.forward_range():
             try:
                 args, kwargs = self._before_forward(args, kwargs)
                 output = self._fsdp_wrapped_module(*args, **kwargs)
@@ -246,7 +247,6 @@ class FullyShardedDataParallel(UnitAttributes, StatefulUnit):
                 raise
             return self._after_forward(output)
 
-    # Not compiled, and so a break of the graph: hooks, streams and memory are no operations.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _before_forward(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]

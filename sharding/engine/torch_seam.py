@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -26,6 +26,7 @@ __all__ = [
     "mark_fully_sharded",
     "norm_counters",
     "number_as_newest",
+    "passed_over",
     "persistent_buffers",
     "post_accumulate_hooks",
     "run_policy",
@@ -33,6 +34,8 @@ __all__ = [
     "version_in",
     "versioned_dict",
 ]
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class ParamPlace(NamedTuple):
@@ -92,6 +95,18 @@ def chunk_cat(tensors: Sequence[torch.Tensor], ranks: int, out: torch.Tensor) ->
     on an accelerator, casting too. All tensors have one dtype and at least one element.
     """
     torch._chunk_cat(list(tensors), 0, ranks, out=out)
+
+
+def passed_over(function: F) -> F:
+    """Let `torch.compile` not trace this function; what it calls is compiled as if called alone.
+
+    `torch.compiler.disable(recursive=False)` would have the body traced, up to its first break.
+    """
+    from torch._dynamo import decorators
+
+    dynamo: Any = decorators
+    passed: F = dynamo.skip(function)
+    return passed
 
 
 def number_as_newest(node: Any) -> None:

@@ -272,6 +272,7 @@ class Unit:
         # A backward that raised has left the phase as it was.
         return self.phase is Phase.BACKWARD and is_in_backward()
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def abort_forward(self) -> None:
         """The wrapped module raised: go back to where a new forward can start."""
         if self.phase is Phase.FORWARD:

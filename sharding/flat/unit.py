@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -10,7 +12,7 @@ from torch.distributed.fsdp import BackwardPrefetch, MixedPrecision, ShardingStr
 
 from sharding.engine.groups import HYBRID, HYBRID_ZERO2
 from sharding.engine.precision import Casts
-from sharding.engine.ranges import FLAT
+from sharding.engine.ranges import FLAT, RangeName
 from sharding.engine.reduction import Reduction
 from sharding.engine.torch_seam import ParamPlace
 from sharding.engine.unit import Schedule, Unit
@@ -95,6 +97,11 @@ class FlatUnit(Unit):
         )
         self.wrapped = wrapped
         self.settings = settings
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward_range(self) -> AbstractContextManager[Any]:
+        """What profilers show around the wrapper's forward."""
+        return self.ranges(RangeName.FORWARD)
 
     def refresh(self) -> None:
         """A new iteration starts: free what is out of date, and see which dtype is in force."""

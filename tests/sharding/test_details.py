@@ -1,4 +1,4 @@
-"""The smaller parts: order of forwards, early gathers, the limiter, explanations, compiled models.
+"""The smaller parts: order of forwards, early gathers, the limiter, explanations.
 
 Method: each part by itself where it needs no ranks, through the class where it does.
 """
@@ -6,7 +6,6 @@ Method: each part by itself where it needs no ranks, through the class where it 
 from __future__ import annotations
 
 import itertools
-import shutil
 import warnings
 from typing import Any
 
@@ -21,7 +20,6 @@ import sharding
 from sharding import (
     CPUOffload,
     FullyShardedDataParallel,
-    MixedPrecision,
     ModuleWrapPolicy,
     ShardingStrategy,
 )
@@ -346,45 +344,3 @@ def by_hand() -> None:
 @pytest.mark.ranks
 def test_schedules_by_hand_have_their_helpers() -> None:
     run_ranks(2, by_hand)
-
-
-# torch.compile -----------------------------------------------------------------------------------
-
-
-def compiled(backend: str) -> None:
-    for what in ("blocks", "model", "model in bf16"):
-        bare = build("uneven")
-        precision = MixedPrecision(param_dtype=torch.bfloat16) if "bf16" in what else None
-        options: dict[str, Any] = {"use_orig_params": True, "mixed_precision": precision}
-        if what == "blocks":
-            bare[1].compile(backend=backend)
-        model = wrapped("ours", bare, **options)
-        other = wrapped("ours", build("uneven"), **options)
-        run: Any = model if what == "blocks" else torch.compile(model, backend=backend)
-        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, other)]
-        for _, mine in batches(3):
-            run(mine).float().square().mean().backward()
-            other(mine).float().square().mean().backward()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-        wanted = full_copies(other)
-        close = {"rtol": 0.05, "atol": 0.02} if precision else {}
-        for name, value in full_copies(model).items():
-            torch.testing.assert_close(value, wanted[name], **close)
-
-
-# Inductor compiles for half a minute, and needs a compiler.
-INDUCTOR = pytest.param(
-    "inductor",
-    marks=[
-        pytest.mark.soak,
-        pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler"),
-    ],
-)
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", INDUCTOR])
-def test_compiled_models_give_the_same_numbers(backend: str) -> None:
-    run_ranks(2, compiled, backend, timeout_seconds=240)

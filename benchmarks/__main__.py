@@ -2,7 +2,7 @@
 
     python -m benchmarks [save_load small_tensors async_save state_dicts engine_save fsdp1
                           memory dedup export convert manifest s3 overhead step
-                          device_counts scale]
+                          device_counts scale host_time]
 
 Takes some minutes, on a disk with 10 GB free (the current directory's). Each benchmark can be run
 by itself with more rounds and other sizes. A bar is judged by the reader: times on a busy machine
@@ -34,7 +34,10 @@ BENCHMARKS: dict[str, tuple[str, ...]] = {
     "step": ("--rounds", "7", "--engines", "ours,ours-fully,fsdp1,fsdp2"),
     "device_counts": (),
     "scale": ("--ranks", "16", "64", "--tensors", "24"),
+    "host_time": (),
 }
+WITHOUT_FILES = ("manifest", "s3", "step", "device_counts", "scale", "host_time")
+"""Those that write nothing, and take no directory."""
 ROW = re.compile(r"  (.*): (.*) \(bar (.*)\)")
 
 
@@ -69,7 +72,7 @@ def main() -> None:
 
 def _place(name: str) -> tuple[str, ...]:
     # Temporary files may lie in memory; the disk that matters is the one we were started on.
-    return () if name in ("manifest", "s3", "step", "scale") else ("--directory", ".")
+    return () if name in WITHOUT_FILES else ("--directory", ".")
 
 
 def _results(lines: Iterator[str]) -> Iterator[Result]:

@@ -91,13 +91,15 @@ class FlatParam(FlatValues):
         for start, stop in self.layout.gaps:
             out[start:stop].zero_()
         copied: list[tuple[torch.Tensor, torch.Tensor]] = []
+        # Memory is what takes time on a CPU, and the number of kernels on an accelerator.
+        in_one_pass = scale != 1.0 and out.device.type == "cpu"
         for member, grad in zip(self.layout.members, grads, strict=True):
             target = member_view(out, member)
             before = None if kept is None else member_view(kept, member)
             value = grad if before is None else before if grad is None else before.add_(grad)
             if value is None:
                 target.zero_()
-            elif value.dtype == out.dtype and scale != 1.0:
+            elif in_one_pass and value.dtype == out.dtype:
                 torch.mul(value.detach(), scale, out=target)
             else:
                 copied.append((target, value.detach()))

@@ -11,7 +11,7 @@ import functools
 
 import pytest
 
-from benchmarks.device_counts import Counts, counts_of
+from benchmarks.device_counts import UNITS, Counts, counts_of
 from tests.conftest import Scale
 from tests.ranks import run_ranks
 
@@ -43,7 +43,9 @@ def counted(soak: bool) -> dict[Case, tuple[Counts, Counts]]:
 @pytest.mark.timeout(900)
 def test_a_step_takes_no_more_than_torchs(scale: Scale) -> None:
     for case, (ours, torchs) in counted(scale.soak).items():
-        assert ours.counted["kernels"] > 0 and torchs.counted["kernels"] > 0, case
+        # torch lets the backend average; ours divide apart, so that every backend gives one result.
+        divisions = UNITS if case[0] == "fully" else 0
+        assert 0 < ours.counted["kernels"] <= torchs.counted["kernels"] + divisions, (case, ours)
         assert ours.counted["collectives"] <= torchs.counted["collectives"], case
         assert ours.counted["copies"] <= torchs.counted["copies"], (case, ours, torchs)
         assert ours.live_mib <= torchs.live_mib, (case, ours, torchs)

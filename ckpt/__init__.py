@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from ckpt.errors import SaveDropped as SaveDropped
     from ckpt.errors import StoreRefused as StoreRefused
     from ckpt.errors import UnsupportedFormat as UnsupportedFormat
+    from ckpt.layout.composites import register_tensor_type as register_tensor_type
     from ckpt.loading.checkpoint import Checkpoint as Checkpoint
     from ckpt.loading.checkpoint import StepInfo as StepInfo
     from ckpt.loading.checkpoint import list_steps as list_steps
@@ -170,6 +171,7 @@ _HOMES = {
     "plan_load": "ckpt.tools.plan",
     "plan_ranks": "ckpt.tools.plan",
     "register_store": "storage.schemes",
+    "register_tensor_type": "ckpt.layout.composites",
     "rekey_optimizer_state_dict": "ckpt.state_dict.api",
     "reshard": "ckpt.tools.reshard",
     "rng_state": "ckpt.state.rng",

@@ -119,6 +119,7 @@ ADAPTERS = (
     "ckpt/layout/fingerprint.py",
     "ckpt/layout/state_dict_hooks.py",
     "ckpt/layout/tensor.py",
+    "ckpt/layout/torch_composites.py",
     "sharding/engine/torch_seam.py",
     "sharding/dtensor/seam.py",
     "ckpt/world/torch_world.py",

@@ -25,6 +25,7 @@ from ckpt.errors import CheckpointError
 from ckpt.layout.dtypes import dtype_name
 from ckpt.layout.region import Box, Region
 from ckpt.loading.checkpoint import Checkpoint, TensorInfo, open_checkpoint
+from ckpt.state.composites import is_description, shown_type
 from ckpt.tools.shard_map import rank_of, rank_order
 
 
@@ -68,8 +69,14 @@ def _show_tables(checkpoint: Checkpoint, infos: Sequence[TensorInfo]) -> None:
     _show_ranks(checkpoint)
     if checkpoint.values:
         print()
-        values = [(name, short(repr(value))) for name, value in checkpoint.values.items()]
+        values = [(name, _shown_value(value)) for name, value in checkpoint.values.items()]
         show_table(("value of", ""), values)
+
+
+def _shown_value(value: Any) -> str:
+    if is_description(value):
+        return f"{shown_type(value)}: {', '.join(value['components'])}"
+    return short(repr(value))
 
 
 def _show_ranks(checkpoint: Checkpoint) -> None:

@@ -12,6 +12,10 @@ from typing import Any
 from ckpt.errors import Corrupt
 
 VERSION = 1
+# Values with one of these keys, which say of what tensors consist: readers of version 1 alone would
+# hand them out as dicts.
+VERSION_OF_TYPED = 2
+TYPED_KEYS = frozenset({"$tensor_type", "$fields"})
 DEPTH_MAX = 100
 # An empty list takes 2 bytes here and 64 in memory: without a limit a file could exhaust memory.
 CONTAINERS_MAX = 1 << 20
@@ -26,7 +30,9 @@ def encode_values(value: Any) -> bytes:
     value is nested deeper than DEPTH_MAX (or in itself) or has more than CONTAINERS_MAX containers.
     """
     out = bytearray([VERSION])
-    _Encoder(out).put(value, (), 0)
+    encoder = _Encoder(out)
+    encoder.put(value, (), 0)
+    out[0] = VERSION_OF_TYPED if encoder.is_typed else VERSION
     return bytes(out)
 
 
@@ -37,9 +43,12 @@ def decode_values(data: bytes) -> Any:
     """
     decoder = _Decoder(bytes(data))
     version = decoder.take(1)[0]
-    if version != VERSION:
-        raise Corrupt(f"encoded values have version {version}, expected {VERSION}")
+    if version not in (VERSION, VERSION_OF_TYPED):
+        raise Corrupt(f"encoded values have version {version}, known are 1 and 2")
     value = decoder.get(0)
+    # A dict of the user's may have had such a key, before there was a version 2.
+    if version == VERSION_OF_TYPED and not decoder.is_typed:
+        raise Corrupt("encoded values have version 2, and nothing that needs it")
     if decoder.offset != len(decoder.data):
         raise Corrupt(f"encoded values end at byte {decoder.offset} of {len(decoder.data)}")
     return value
@@ -49,6 +58,7 @@ class _Encoder:
     def __init__(self, out: bytearray) -> None:
         self.out = out
         self.containers = 0
+        self.is_typed = False
 
     def put(self, value: Any, path: tuple[Any, ...], depth: int) -> None:
         kind = type(value)
@@ -86,6 +96,7 @@ class _Encoder:
             raise ValueError(f"more than {CONTAINERS_MAX} lists, tuples and dicts in one value")
         if type(value) is dict:
             self.out += b"d" + _varint(len(value))
+            self.is_typed = self.is_typed or not TYPED_KEYS.isdisjoint(value)
             for key, item in value.items():
                 _check_key(key, path)
                 self.put(key, (*path, key), depth + 1)
@@ -101,6 +112,7 @@ class _Decoder:
         self.data = data
         self.offset = 0
         self.containers = 0
+        self.is_typed = False
 
     def take(self, nbytes: int) -> bytes:
         taken = self.data[self.offset : self.offset + nbytes]
@@ -179,6 +191,7 @@ class _Decoder:
             if key in result:
                 raise Corrupt(f"encoded values: key {key!r:.100} twice, before byte {self.offset}")
             result[key] = self.get(depth + 1)
+        self.is_typed = self.is_typed or not TYPED_KEYS.isdisjoint(result)
         return result
 
 

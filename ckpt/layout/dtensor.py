@@ -160,6 +160,7 @@ def describe_dtensor(
     placements: tuple[Any, ...] = tuple(tensor.placements)  # type: ignore[attr-defined]
     local = local_tensor(tensor)
     refuse_unstorable(fqn, local)
+    refuse_composite_shards(fqn, local)
     shape: Shape = tuple(tensor.shape)
     coordinate = mesh.get_coordinate()
     if coordinate is None:
@@ -180,6 +181,17 @@ def describe_dtensor(
         raise UnsupportedTensor(f"{fqn}: {refused.problem}") from None
     holders = _holders(placements, mesh, coordinate, ranks)
     return _owned(fqn, tensor, local, boxes, holders, _owners(mesh, ranks))
+
+
+def refuse_composite_shards(fqn: str, local: torch.Tensor) -> None:
+    """Raise `UnsupportedTensor` for shards that consist of other tensors: nothing says how these
+    are cut where the tensor is.
+    """
+    if hasattr(local, "__tensor_flatten__"):
+        raise UnsupportedTensor(
+            f"{fqn}: its shards are of class {type(local).__name__}, and nothing says how what "
+            "they consist of is cut; keep plain shards, or let the class offer __ckpt_pieces__()"
+        )
 
 
 class _Layout(NamedTuple):

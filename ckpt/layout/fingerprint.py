@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from ckpt.layout import torch_fsdp
-from ckpt.layout.tensor import memory_of
+from ckpt.layout.composites import type_of
+from ckpt.layout.tensor import PLAIN_CLASSES, memory_of
 
 __all__ = ["Fingerprint", "add_module"]
 
@@ -36,6 +37,11 @@ class Fingerprint:
         except RuntimeError:
             # A sparse or nested tensor has no one memory. A mark that equals no other lets the
             # state be described, which refuses that tensor by name.
+            self.marks.append(object())
+        # What a composite consists of, and what else it says, changes without another object.
+        if any([memory.is_quantized for memory in memories]) or any(
+            type_of(memory) is not None for memory in memories if type(memory) not in PLAIN_CLASSES
+        ):
             self.marks.append(object())
         self.marks += [tensor.requires_grad for tensor in self.tensors]
 

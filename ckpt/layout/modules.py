@@ -22,6 +22,7 @@ from torch import nn
 
 from ckpt.errors import InvalidState
 from ckpt.layout import torch_fsdp
+from ckpt.layout.composites import Composite, composite_at, stand_in
 from ckpt.layout.confine import held_where_shared, shared_by
 from ckpt.layout.dtensor import describe_dtensor, repeated_over_wider_meshes
 from ckpt.layout.piece import Owned, Piece
@@ -52,6 +53,9 @@ class ModuleLayout:
     load_hooks: tuple[str, ...]
     problems: tuple[str, ...]
     """Tensors that cannot take part, one sentence each; they are in no piece."""
+    composites: Mapping[str, Composite]
+    """Parameters and buffers that consist of other tensors. These are in `params` and `buffers`,
+    by names that start with that of the composite."""
     owned_by_param: Mapping[int, Owned]
     """By `id` of every object that an optimizer may know: tied ones, flat parameters, DTensors."""
     _units: tuple[tuple[str, nn.Module], ...]
@@ -110,6 +114,7 @@ def describe_module(module: nn.Module, ranks: Ranks) -> ModuleLayout:
         save_hooks=tuple(builder.save_hooks),
         load_hooks=tuple(builder.load_hooks),
         problems=tuple(builder.problems),
+        composites=MappingProxyType(builder.composites),
         owned_by_param=MappingProxyType(builder.owned_by_param),
         _units=tuple((visit.name, visit.module) for visit in visits if visit.is_first_unit),
     )
@@ -158,8 +163,9 @@ def _special_tensor(fqn: str, tensor: Any, ranks: Ranks) -> Owned | None:
     refuse_unstorable(fqn, tensor)
     if hasattr(tensor, "__tensor_flatten__"):
         raise UnsupportedTensor(
-            f"{fqn}: is of class {type(tensor).__name__}, which only its author can take apart; "
-            "save a plain tensor, or let the class offer __ckpt_pieces__()"
+            f"{fqn}: is of class {type(tensor).__name__}, which consists of others and is "
+            "not registered, or has no place here; call ckpt.register_tensor_type(cls, name) on "
+            "every rank, or keep a plain tensor"
         )
     return None
 
@@ -292,6 +298,7 @@ class _LayoutBuilder:
     save_hooks: list[str] = field(default_factory=list)
     load_hooks: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    composites: dict[str, Composite] = field(default_factory=dict)
     owned_by_param: dict[int, Owned] = field(default_factory=dict)
     # Names by identity: of plain tensors, of members of units, of modules with extra state.
     name_of: dict[int, str] = field(default_factory=dict)
@@ -337,7 +344,7 @@ def _add_params(builder: _LayoutBuilder, visit: _Visit, managed: Mapping[str, _M
         stored = builder.name_of.get(id(param))
         if stored is not None:
             if stored != fqn:
-                builder.aliases[fqn] = stored
+                _add_alias(builder, fqn, stored)
         elif fqn not in builder.covered and not torch_fsdp.is_flat_param(param):
             builder.name_of[id(param)] = fqn
             _add_param(builder, visit, name, fqn, param)
@@ -360,20 +367,52 @@ def _add_param(
     synchronized = replicas.synchronized and (
         not replicas.ignored or fqn[len(replicas.base) :].lstrip(".") not in replicas.ignored
     )
+    held = replicas._replace(synchronized=synchronized)
     try:
-        owned = describe_tensor(
-            fqn,
-            param,
-            builder.ranks,
-            holders=replicas.holders,
-            synchronized=synchronized,
-            owners=replicas.owners,
-        )
+        if (composite := composite_at(fqn, param)) is not None:
+            components = _add_composite(builder, builder.params, composite, held)
+            owned = stand_in(composite, components)
+        else:
+            owned = _described(fqn, param, builder.ranks, held)
+            builder.params.append(owned)
     except UnsupportedTensor as refused:
         builder.problems.append(refused.problem)
         return
-    builder.params.append(owned)
     builder.owned_by_param[id(param)] = owned
+
+
+def _described(fqn: str, tensor: torch.Tensor, ranks: Ranks, held: _Replicas) -> Owned:
+    return describe_tensor(
+        fqn,
+        tensor,
+        ranks,
+        holders=held.holders,
+        synchronized=held.synchronized,
+        owners=held.owners,
+    )
+
+
+def _add_composite(
+    builder: _LayoutBuilder, tensors: list[Owned], composite: Composite, held: _Replicas
+) -> list[Owned]:
+    """Add the components of a composite to `tensors`."""
+    components = [
+        _described(name, component, builder.ranks, held)
+        for name, component in composite.components.items()
+    ]
+    tensors.extend(components)
+    builder.composites[composite.fqn] = composite
+    return components
+
+
+def _add_alias(builder: _LayoutBuilder, fqn: str, stored: str) -> None:
+    """Another name of what is stored: of a composite, other names of its components."""
+    composite = builder.composites.get(stored)
+    if composite is None:
+        builder.aliases[fqn] = stored
+        return
+    for name in composite.components:
+        builder.aliases[fqn + name.removeprefix(stored)] = name
 
 
 def _add_managed(builder: _LayoutBuilder, places: Mapping[int, Mapping[str, _MemberOf]]) -> None:
@@ -432,20 +471,16 @@ def _add_buffers(builder: _LayoutBuilder, visit: _Visit) -> None:
         fqn = visit.fqn_of(name)
         stored = builder.name_of.setdefault(id(buffer), fqn)
         if stored != fqn:
-            builder.aliases[fqn] = stored
+            _add_alias(builder, fqn, stored)
         elif fqn not in builder.covered:
+            held = visit.replicas._replace(synchronized=False)
             try:
-                owned = describe_tensor(
-                    fqn,
-                    buffer,
-                    builder.ranks,
-                    holders=visit.replicas.holders,
-                    owners=visit.replicas.owners,
-                )
+                if (composite := composite_at(fqn, buffer)) is not None:
+                    _add_composite(builder, builder.buffers, composite, held)
+                else:
+                    builder.buffers.append(_described(fqn, buffer, builder.ranks, held))
             except UnsupportedTensor as refused:
                 builder.problems.append(refused.problem)
-            else:
-                builder.buffers.append(owned)
 
 
 def _add_extra_state(builder: _LayoutBuilder, visit: _Visit) -> None:

@@ -16,6 +16,8 @@ __all__ = ["CANNOT", "load_changes", "overrides", "save_changes"]
 # Hooks and overrides in these packages either belong to a wrapper that we see through, or only
 # accept names and layouts of older versions.
 _HARMLESS = ("torch.nn.", "torch.distributed.", "torch._dynamo.")
+# They add what a parameter consists of, which is stored with it: see `library_composites`.
+_HARMLESS_METHODS = frozenset({("bitsandbytes.nn.modules", "Linear4bit._save_to_state_dict")})
 
 
 def save_changes(module: nn.Module) -> list[str]:
@@ -73,6 +75,7 @@ def overrides(kind: type, names: Iterable[str]) -> tuple[str, ...]:
     overridden = []
     for name in names:
         method = getattr(kind, name)
-        if not str(getattr(method, "__module__", "")).startswith(_HARMLESS):
+        place = str(getattr(method, "__module__", "")), getattr(method, "__qualname__", name)
+        if not place[0].startswith(_HARMLESS) and place not in _HARMLESS_METHODS:
             overridden.append(f"method {getattr(method, '__qualname__', name)}")
     return tuple(overridden)

@@ -77,12 +77,6 @@ def _describe_fsdp2(
     # Before the first forward the user may still have replaced the parameter; torch adopts it then.
     if shown is not None and fsdp_param.sharded_state.name == "SHARDED":
         sharded = shown
-    local = sharded._local_tensor
-    if type(local) is not torch.Tensor:
-        raise UnsupportedTensor(
-            f"{fqn}: its shards are of class {type(local).__name__}, which only its author can "
-            "take apart; let the class offer __ckpt_pieces__()"
-        )
     return [describe_dtensor(fqn, sharded, ranks, fsdp_cut=_fsdp_cut(fsdp_param, sharded))]
 
 

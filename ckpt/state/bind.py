@@ -13,11 +13,13 @@ from typing import Any
 import torch
 
 from ckpt.errors import InvalidState
+from ckpt.layout.composites import is_composite
 from ckpt.layout.holdings import holdings_of, plain_holdings, tensor_holdings
 from ckpt.layout.piece import Holding, Kind
 from ckpt.layout.plain import Ranks, UnsupportedTensor
 from ckpt.layout.region import Shape
 from ckpt.layout.tensor import overlaps_itself
+from ckpt.state.bind_composite import bind_composite
 from ckpt.state.bind_optimizer import bind_optimizer
 from ckpt.state.describe import (
     Described,
@@ -101,7 +103,11 @@ def bind_state(
     binding = _Binder(names, ranks)
     binding.add_tensors(leaves.tensors)
     for source, kind in described.tensors():
-        binding.add_source(source, kind)
+        # Components follow their composite.
+        if described.components.isdisjoint(source.fqns):
+            binding.add_source(source, kind)
+    for fqn, tensor in described.composites.items():
+        binding.add_composite(fqn, tensor, Kind.OTHER)
     for path, optimizer in leaves.optimizers:
         bound = bind_optimizer(path, optimizer, described, names, ranks)
         binding.holdings.extend(bound.holdings)
@@ -134,6 +140,9 @@ class _Binder:
             if entry is not None and entry.dtype is tensor.dtype and entry.shape == tensor.shape:
                 names.used.add(fqn)
                 saved = fqn
+            elif is_composite(tensor):
+                self.add_composite(fqn, tensor, Kind.OTHER)
+                continue
             elif (fitting := self.fitting(fqn, tensor)) is None:
                 continue
             else:
@@ -155,6 +164,14 @@ class _Binder:
                 self.holdings.extend(tensor_holdings(saved, tensor, Kind.OTHER, self.ranks))
             except UnsupportedTensor as refused:
                 names.problems.append(Problem(ProblemKind.UNSUPPORTED, saved, refused.problem))
+
+    def add_composite(self, fqn: str, tensor: torch.Tensor, kind: Kind) -> None:
+        if self.names.skip(fqn):
+            return
+        bound = bind_composite(fqn, tensor, kind, self.names, self.ranks)
+        if bound is not None:
+            self.holdings.extend(bound.holdings)
+            self.steps.extend(bound.steps)
 
     def fitting(self, fqn: str, tensor: torch.Tensor) -> str | None:
         """The checkpoint's name of what fills `tensor`; None when nothing does."""

@@ -184,7 +184,8 @@ class _ParameterBinding:
                 "differs between the members of one flat parameter",
             )
             return
-        tree = bind_tree(*values[0], self.live.get(name), self.names, self.ranks)
+        live = self.live.get(name)
+        tree = bind_tree(*values[0], live, self.names, self.ranks, beside=self.owned)
         self.holdings.extend(tree.holdings)
         self.names.loaded_values.append(self.fqn(name))
         self.new[name] = tree.build

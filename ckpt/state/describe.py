@@ -53,7 +53,11 @@ class DescribedTensor(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """All modules of a state. `by_param` is keyed by the id of an object that optimizers know."""
+    """All modules of a state. `by_param` is keyed by the id of an object that optimizers know.
+
+    `composites` are by name; the names of what they consist of, which `params` and `buffers` have,
+    are in `components`.
+    """
 
     params: list[DescribedTensor] = field(default_factory=list)
     by_param: dict[int, DescribedTensor] = field(default_factory=dict)
@@ -61,7 +65,13 @@ class Described:
     aliases: dict[str, str] = field(default_factory=dict)
     extra_states: list[tuple[str, nn.Module]] = field(default_factory=list)
     layouts: list[ModuleLayout] = field(default_factory=list)
+    composites: dict[str, torch.Tensor] = field(default_factory=dict)
+    components: set[str] = field(default_factory=set)
     problems: list[str] = field(default_factory=list)
+
+    def components_of(self, composite: str) -> list[str]:
+        """The names of what the composite consists of."""
+        return [name for name in self.components if name.startswith(f"{composite}.")]
 
     def tensors(self) -> Iterator[tuple[DescribedTensor, Kind]]:
         """Parameters, then buffers, each with what it is."""
@@ -94,6 +104,9 @@ def _add_module(described: Described, path: str, layout: ModuleLayout) -> None:
         # What this module stores may itself be tied to a module described before it.
         full = join(path, stored)
         described.aliases[join(path, tied)] = described.aliases.get(full, full)
+    for composite in layout.composites.values():
+        described.composites[join(path, composite.fqn)] = composite.tensor
+        described.components.update(join(path, name) for name in composite.components)
     known = {id(module): fqn for fqn, module in described.extra_states}
     for fqn, module in layout.extra_states.items():
         first = known.setdefault(id(module), join(path, fqn))

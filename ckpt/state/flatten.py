@@ -7,12 +7,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from ckpt.errors import InvalidState
+from ckpt.layout.composites import is_composite
 from ckpt.layout.holdings import plain_holdings, tensor_holdings
 from ckpt.layout.piece import Holding, Kind, Owned
 from ckpt.layout.plain import Ranks, UnsupportedTensor
@@ -135,7 +137,11 @@ class _Building:
         self.holdings, self.aliases, others = plain_holdings(leaves.tensors, self.ranks, kept=True)
         self.names = [fqn for fqn, _ in leaves.tensors]
         for fqn, tensor in others:
-            self.add_tensor(fqn, tensor, Kind.OTHER)
+            if is_composite(tensor):
+                self.names.remove(fqn)
+                self.add_tree(fqn, partial(_itself, tensor), Kind.OTHER)
+            else:
+                self.add_tensor(fqn, tensor, Kind.OTHER)
 
     def add_tensor(self, fqn: str, tensor: torch.Tensor, kind: Kind) -> None:
         try:
@@ -148,7 +154,9 @@ class _Building:
             self.names += source.fqns
             self.holdings += source.holdings(kind)
         # An alias takes a name as well: another leaf under it would be a clash.
-        self.names += described.aliases
+        self.names += [*described.aliases, *described.composites]
+        for fqn, tensor in described.composites.items():
+            self.values[fqn] = split_tree(tensor, fqn, self.problems)[0]
         self.aliases.update(described.aliases)
 
     def add_optimizer(self, flat: FlatOptimizer) -> None:
@@ -199,6 +207,10 @@ class _Building:
                 )
             self.names.append(slot.fqn)
             self.per_rank[slot.fqn] = value
+
+
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def name_clashes(state: Any, twice: Sequence[str]) -> list[str]:

@@ -7,8 +7,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
+from ckpt.state.composites import is_description, shown_type, unknown_types
 from ckpt.state.requested import CHECKPOINT, CallArguments
 from ckpt.state.types import Catalog, Problem, ProblemKind, TensorEntry
+from ckpt.state.values import references
 
 Rename = Mapping[str, str] | Callable[[str], str] | None
 Skip = Callable[[str], bool] | Iterable[str] | None
@@ -54,12 +56,17 @@ class Names:
             if other in self.catalog.tensors:
                 return other
         if name in self.catalog.values:
-            self.used.add(name)
+            value = self.catalog.values[name]
+            self.used |= {name, *references(value)}
+            what, advice = "value", "load into a value"
+            if is_description(value):
+                what = f"{shown_type(value)}"
+                advice = "put such a tensor into the state"
             self.report(
                 ProblemKind.VALUE,
                 fqn,
-                f"is a value in the {self.call.source} and a tensor in the state; load into a "
-                f"value{self.call.or_skip}",
+                f"is a {what} in the {self.call.source} and a plain tensor in the state; "
+                f"{advice}{self.call.or_skip}",
             )
         else:
             self.missing_tensors.append(fqn)
@@ -92,6 +99,31 @@ class Names:
                 "was saved per rank; mark it with PerRank(...) in the state, or skip= it",
             )
         else:
+            self.report_missing(fqn, name)
+        return None
+
+    def description(self, fqn: str) -> tuple[str, dict[str, Any]] | None:
+        """The checkpoint's name and description of the composite `fqn`. None, and a problem, when
+        it has none.
+        """
+        for name in self.equivalents(fqn):
+            if is_description(value := self.catalog.values.get(name)):
+                self.used |= {name, *references(value)}
+                if unknown := unknown_types(value):
+                    self.report(ProblemKind.VALUE, fqn, unknown[0])
+                    return None
+                return name, value
+        name = self.rename(fqn)
+        if name in self.catalog.tensors or name in self.catalog.values:
+            self.used.add(name)
+            self.report(
+                ProblemKind.VALUE,
+                fqn,
+                f"is a plain tensor or a value in the {self.call.source}, and consists of other "
+                f"tensors in the state; load into a plain one and convert it{self.call.or_skip}",
+            )
+        else:
+            self.missing_tensors.append(fqn)
             self.report_missing(fqn, name)
         return None
 

@@ -15,12 +15,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ckpt.layout.dtensor import refuse_composite_shards
 from ckpt.layout.holdings import holdings_of, tensor_holdings
 from ckpt.layout.likeness import likeness
-from ckpt.layout.piece import Holding, Kind, Owned, Piece
+from ckpt.layout.piece import Holding, Kind, Owned, Piece, View
 from ckpt.layout.plain import Ranks, UnsupportedTensor
 from ckpt.layout.region import Box, Span
-from ckpt.layout.tensor import local_tensor
+from ckpt.layout.tensor import is_plain, local_tensor
 from ckpt.state.describe import Described, DescribedTensor, LogicalTensor
 from ckpt.state.optimizer_kinds import NUMBERS, StateKind, is_known_everywhere, kind_of
 from ckpt.state.own import PerRankState, StateDeclaration, declared, layout_of, own_state
@@ -254,6 +255,11 @@ class _Saving:
 
     def add_shard(self, named: NamedParam, name: str, content: torch.Tensor) -> None:
         prefix = f"{self.path}.state."
+        try:
+            refuse_composite_shards(f"{prefix}{named.names[0]}.{name}", local_tensor(content))
+        except UnsupportedTensor as refused:
+            self.flat.problems.append(refused.problem)
+            return
         names = {
             member.fqn: f"{prefix}{full}.{name}"
             for member, full in zip(named.source.members, named.names, strict=True)
@@ -319,12 +325,21 @@ class _Saving:
         self, fqn: str, tensor: torch.Tensor, kind: Kind, like: Owned | None = None
     ) -> None:
         self.flat.names.append(fqn)
+        if like is not None and not like.is_whole and is_plain(tensor):
+            like = self.held_by_all(like)
         try:
             self.flat.holdings.extend(
                 tensor_holdings(fqn, tensor, kind, self.ranks, like=like, must_agree=True)
             )
         except UnsupportedTensor as refused:
             self.flat.problems.append(refused.problem)
+
+    def held_by_all(self, owned: Owned) -> Owned:
+        """`owned` as if each owner had all of it: counts beside DTensors in a container are so."""
+        piece = owned.views[0].pieces[0]
+        holders = owned.owners or self.ranks.everyone
+        view = View((piece._replace(holders=holders),))
+        return owned._replace(views=(view,), synchronized=False)
 
     def add_value(self, named: NamedParam, name: str, content: Any) -> None:
         for full in named.names:

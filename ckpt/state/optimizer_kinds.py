@@ -10,7 +10,9 @@ What an optimizer keeps for a parameter, under one name, is of one kind:
     SCALAR   a plain tensor without dims, such as a step     one tensor per parameter
     NUMBER   a Python number, or None, of a parameter that   as SCALAR; its name has the type
              other ranks may hold nothing of
-    VALUE    any other value, the same on all ranks          a value
+    VALUE    any other value, the same on all ranks; what    a value, which refers to tensors
+             has tensors only beside a whole parameter, or
+             where each is a DTensor or a count
     OWN      what each rank has for itself                   a per-rank value, see `own`
     MISFIT   what cannot be any of these                     not at all: an error
 """
@@ -23,6 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ckpt.layout.composites import is_composite
 from ckpt.layout.likeness import Likeness, likeness
 from ckpt.layout.piece import Owned
 from ckpt.layout.plain import Ranks
@@ -71,14 +74,27 @@ def kind_of(
     `declaration` is what `declare_optimizer_state` declared for the name. MISFIT is declared a
     shard and has another shape.
     """
-    if isinstance(content, torch.Tensor):
+    if isinstance(content, torch.Tensor) and not is_composite(content):
         return _kind_of_tensor(content, owned, declaration)
     if isinstance(declaration, PerRank):
         return StateKind.OWN
     if type(content) in NUMBERS and not is_known_everywhere(owned, ranks):
         return StateKind.NUMBER
-    has_tensors = bool(split_tree(content, "", [])[1])
-    return StateKind.OWN if has_tensors and not owned.is_whole else StateKind.VALUE
+    tensors = [tensor for _, tensor in split_tree(content, "", [])[1]]
+    if not tensors or owned.is_whole or _tell_layouts(tensors, owned):
+        return StateKind.VALUE
+    return StateKind.OWN
+
+
+def _tell_layouts(tensors: Sequence[torch.Tensor], owned: Owned) -> bool:
+    """Whether tensors in one container say by themselves how they lie, counts beside them
+    excepted.
+    """
+    likes = [likeness(tensor, owned) for tensor in tensors]
+    return any(like.tells_layout for like in likes) and all(
+        like.tells_layout or (like.is_plain and tensor.ndim == 0)
+        for like, tensor in zip(likes, tensors, strict=True)
+    )
 
 
 def _kind_of_tensor(

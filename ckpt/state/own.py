@@ -21,7 +21,7 @@ from ckpt.layout.piece import Holding, Kind, Owned, Piece
 from ckpt.layout.plain import Ranks
 from ckpt.layout.region import Region, Span, whole
 from ckpt.state.types import OnReshard, PerRank
-from ckpt.state.values import TENSOR_KEY, join_tree, references
+from ckpt.state.values import join_tree, references, renamed_tree
 
 OwnEntries = dict[int, Mapping[str, Any]]
 StateDeclaration = Literal["shard"] | PerRank
@@ -99,7 +99,7 @@ def own_state(
     value, tensors = split
     # Ranks have state of one name each; the tensors need names of their own in the checkpoint.
     suffix = f"~rank{ranks.rank}"
-    renamed = join_tree(value, lambda inside: {TENSOR_KEY: inside + suffix})
+    renamed = renamed_tree(value, lambda inside: inside + suffix)
     entry = {"rank": ranks.rank, "world_size": len(ranks.global_ranks), "value": renamed}
     return PerRankState(param, name, entry, {inside + suffix: tensor for inside, tensor in tensors})
 

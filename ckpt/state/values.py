@@ -1,19 +1,35 @@
 """Values: what may be stored beside tensors, and trees of values with tensors among them.
 
 A value is None, bool, int, float, str, bytes, or a list, tuple or dict of values. A tree that also
-has tensors is stored as one value, in which `{"$tensor": fqn}` stands for each tensor.
+has tensors is stored as one value, in which `{"$tensor": fqn}` stands for each tensor, and a
+description, see `composites`, for each tensor that consists of others. A named tuple is stored with
+the names of its fields, and comes back as one of the live state's class, or of a class of its own.
 """
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict, namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from ckpt.layout.composite import CompositeType
+from ckpt.layout.composites import take_apart, type_of
+from ckpt.layout.plain import UnsupportedTensor
+from ckpt.layout.torch_composites import outer_shape
+from ckpt.state.composites import (
+    TYPE_KEY,
+    composite_of,
+    description,
+    is_description,
+    with_names,
+)
+
 TENSOR_KEY = "$tensor"
+# A named tuple: its fields, and beside them its "items".
+FIELDS_KEY = "$fields"
 DEPTH_MAX = 100
 
 # Compared by exact type: a subclass (an IntEnum, numpy's float64) would come back as its base.
@@ -42,12 +58,19 @@ def split_tree(
 def join_tree(value: Any, tensor_of: Callable[[str], Any], like: Any = None) -> Any:
     """`value` with every reference replaced by `tensor_of(fqn)`; containers are new.
 
+    Composites are put together, which raises Mismatch or InvalidState where that is not possible.
     `like` is a live tree: where it has an OrderedDict, Counter or defaultdict, the result has one
     too.
     """
     if isinstance(value, dict):
         if is_reference(value):
             return tensor_of(value[TENSOR_KEY])
+        if is_description(value):
+            components = join_tree(value["components"], tensor_of)
+            fqn = next(iter(references(value)), "").rpartition(".")[0]
+            return composite_of(value, fqn, components)
+        if value.keys() == {FIELDS_KEY, "items"}:
+            return _named_tuple(value[FIELDS_KEY], join_tree(value["items"], tensor_of, like), like)
         live = like if isinstance(like, dict) else {}
         joined = {key: join_tree(item, tensor_of, live.get(key)) for key, item in value.items()}
         return _with_type_of(like, joined)
@@ -57,6 +80,11 @@ def join_tree(value: Any, tensor_of: Callable[[str], Any], like: Any = None) -> 
         ]
         return items if isinstance(value, list) else tuple(items)
     return value
+
+
+def renamed_tree(value: Any, name_of: Callable[[str], str]) -> Any:
+    """`value` with references to other names."""
+    return with_names(value, name_of, TENSOR_KEY)
 
 
 def references(value: Any) -> list[str]:
@@ -94,6 +122,8 @@ class _Splitter:
         if kind in SCALARS:
             return tree
         if isinstance(tree, torch.Tensor):
+            if (type_ := type_of(tree)) is not None:
+                return self.split_composite(tree, type_, path, depth)
             self.tensors.append((path, tree))
             return {TENSOR_KEY: path}
         if depth >= DEPTH_MAX:
@@ -106,12 +136,33 @@ class _Splitter:
                 self.split(item, f"{path}.{index}", depth + 1) for index, item in enumerate(tree)
             ]
             return items if kind is list else tuple(items)
+        if is_named_tuple(tree):
+            items = [
+                self.split(item, f"{path}.{name}", depth + 1)
+                for name, item in zip(tree._fields, tree, strict=True)
+            ]
+            return {FIELDS_KEY: list(tree._fields), "items": items}
         self.problems.append(f"{path}: {why_not_storable(tree)}")
         return None
 
+    def split_composite(
+        self, tensor: torch.Tensor, type_: CompositeType, path: str, depth: int
+    ) -> Any:
+        try:
+            parts = take_apart(path, tensor, type_)
+            components = {
+                name: self.split(item, f"{path}.{name}", depth + 1)
+                for name, item in parts.components.items()
+            }
+            inside = {"context": parts.context, "components": components}
+            return description(path, type_, outer_shape(tensor), tensor.dtype, inside)
+        except UnsupportedTensor as refused:
+            self.problems.append(refused.problem)
+            return None
+
     def split_dict(self, tree: dict[Any, Any], path: str, depth: int) -> Any:
-        if TENSOR_KEY in tree:
-            self.problems.append(f"{path}: the key {TENSOR_KEY!r} is reserved; use another one")
+        if reserved := [key for key in (TENSOR_KEY, TYPE_KEY, FIELDS_KEY) if key in tree]:
+            self.problems.append(f"{path}: the key {reserved[0]!r} is reserved; use another one")
             return None
         result = {}
         for key, item in tree.items():
@@ -130,6 +181,17 @@ def is_key(key: Any) -> bool:
     if type(key) is tuple:
         return all(is_key(item) for item in key)
     return key is None or type(key) in (bool, int, float, str)
+
+
+def is_named_tuple(value: Any) -> bool:
+    """Whether `value` is a tuple with a name for each item."""
+    return isinstance(value, tuple) and len(getattr(value, "_fields", ())) == len(value) > 0
+
+
+def _named_tuple(fields: list[str], items: list[Any], like: Any) -> Any:
+    if is_named_tuple(like) and list(like._fields) == fields:
+        return type(like)(*items)
+    return namedtuple("Restored", fields)(*items)
 
 
 def _with_type_of(like: Any, joined: dict[Any, Any]) -> dict[Any, Any]:

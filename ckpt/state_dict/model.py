@@ -65,8 +65,17 @@ def describe_live(
 def describe_model(model: nn.Module, ranks: Ranks, *, loading: bool) -> Described:
     """The tensors of one module by their bare names. Raises InvalidState with all problems."""
     described = describe_modules(Leaves(modules=[("", model)]), ranks, loading=loading)
-    if described.problems:
-        raise InvalidState(described.problems)
+    problems = [
+        *described.problems,
+        *(
+            f"{fqn}: consists of other tensors ({', '.join(sorted(parts))}), and state dicts of "
+            "this library have whole tensors; call the module's own state_dict()"
+            for fqn in described.composites
+            if (parts := {n.removeprefix(f"{fqn}.") for n in described.components_of(fqn)})
+        ),
+    ]
+    if problems:
+        raise InvalidState(problems)
     return described
 
 

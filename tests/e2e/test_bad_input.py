@@ -318,27 +318,6 @@ def test_what_cannot_be_saved_is_named_and_the_root_stays_as_it_was(root: Path) 
     assert sorted(str(path) for path in root.rglob("*")) == before
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
-@pytest.mark.parametrize("kind", ["sparse", "csr", "nested"])
-@pytest.mark.parametrize("background", [False, True])
-def test_tensors_without_one_memory_are_refused_by_name(
-    root: Path, kind: str, background: bool
-) -> None:
-    """The look at what has changed since the last save came before, and ended in torch's error."""
-    tensors: dict[str, torch.Tensor] = {
-        "sparse": torch.eye(3).to_sparse(),
-        "csr": torch.eye(3).to_sparse_csr(),
-        "nested": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
-    }
-    state = {**_state(3), "extra": {"mask": tensors[kind]}}
-    with pytest.raises(InvalidState, match=r"extra\.mask: .*save .*instead"):
-        if background:
-            ckpt.async_save(state, str(root), step=3).result()
-        else:
-            ckpt.save(state, str(root), step=3)
-
-
 # --- disks ----------------------------------------------------------------------------------------
 
 

@@ -8,11 +8,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 import ckpt
+from ckpt.cli import main
+from ckpt.errors import Corrupt
+from ckpt.format.codec import decode_values, encode_values
 from ckpt.layout.dtypes import DTYPES
+from ckpt.layout.plain import Ranks
+from ckpt.state.bind import bind_state
+from ckpt.state.flatten import flatten_state
+from ckpt.state.types import Catalog, TensorEntry
 from tests.convert.jobs import assert_same
 
 State = dict[str, Any]
@@ -68,7 +76,8 @@ def test_every_dtype_of_bits_and_parts_of_bytes_comes_back(tmp_path: Path) -> No
     ckpt.load(again, str(tmp_path))
     assert_same(bits(again), before)
     with ckpt.open(str(tmp_path)) as checkpoint:
-        assert checkpoint["uint4.part"].dtype is torch.uint4
+        named: Any = vars(torch)
+        assert checkpoint["uint4.part"].dtype is named["uint4"]
         assert_same(bits({"x": checkpoint["uint4.part"]}), {"x": before["uint4"]["part"]})
 
 
@@ -81,3 +90,130 @@ def test_their_exports_open_in_torch(tmp_path: Path) -> None:
     ckpt.export(str(tmp_path / "run"), str(tmp_path / "out.pt"), verify=True)
     loaded = torch.load(tmp_path / "out.pt", weights_only=True)
     assert_same(bits(loaded), bits(dict(model.state_dict())))
+
+
+# --- composites ----------------------------------------------------------------------------------
+
+QUIET = [
+    pytest.mark.filterwarnings("ignore:.*Sparse.*:UserWarning"),
+    pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors"),
+    pytest.mark.filterwarnings("ignore:.*quantize"),
+]
+
+
+def composites(seed: int) -> State:
+    """One of each kind of torch's own, with contents of `seed`; sparse ones differ in size."""
+    torch.manual_seed(seed)
+    dense = torch.randn(4, 6) * (torch.rand(4, 6) < 0.5)
+    table = torch.tensor([[0, 0, 3], [1, 1, 5]])
+    channels = torch.rand(6).double() + 0.1, torch.randint(0, 5, (6,))
+    per_channel = torch.quantize_per_channel(dense, *channels, 1, torch.quint8)
+    packed = torch.quantize_per_channel(
+        dense, channels[0].float(), torch.rand(6), 1, torch.quint4x2
+    )
+    return {
+        "coo": dense.to_sparse(),
+        "doubled": torch.sparse_coo_tensor(table, torch.randn(3), (4, 6), is_coalesced=False),
+        "hybrid": torch.randn(4, 6).to_sparse(1),
+        "csr": dense.to_sparse_csr(),
+        "csc": dense.to_sparse_csc(),
+        "bsr": dense.to_sparse_bsr((2, 3)),
+        "bsc": dense.to_sparse_bsc((2, 3)),
+        "per_tensor": torch.quantize_per_tensor(dense, 0.1 * seed, seed, torch.qint8),
+        "qint32": torch.quantize_per_tensor(dense, 0.2 * seed, 0, torch.qint32),
+        "per_channel": per_channel,
+        "packed": packed,
+        "nested": torch.nested.nested_tensor([torch.randn(2, 3), torch.randn(4, 3)]),
+        "jagged": torch.nested.nested_tensor(
+            [torch.randn(2, 3), torch.randn(4, 3)], layout=torch.jagged
+        ),
+    }
+
+
+def parts_of(tensor: torch.Tensor) -> Any:
+    """All that a composite is, by torch's own public calls."""
+    if tensor.is_nested:
+        return [type(tensor).__name__, *(part.clone() for part in tensor.unbind())]
+    if tensor.is_quantized:
+        said = [tensor.dtype, tensor.qscheme(), tensor.int_repr().clone(), tuple(tensor.shape)]
+        if "channel" not in str(tensor.qscheme()):
+            return [*said, tensor.q_scale(), tensor.q_zero_point()]
+        tables = tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
+        return [*said, *(table.clone() for table in tables), tensor.q_per_channel_axis()]
+    said = [tensor.layout, tuple(tensor.shape), tensor.dtype]
+    if tensor.layout is torch.sparse_coo:
+        pair = tensor._indices(), tensor._values()
+        return [*said, tensor.is_coalesced(), *(part.clone() for part in pair)]
+    first = "crow" if tensor.layout in (torch.sparse_csr, torch.sparse_bsr) else "ccol"
+    second = "col" if first == "crow" else "row"
+    inside = [getattr(tensor, f"{name}_indices")() for name in (first, second)]
+    return [*said, *(part.clone() for part in (*inside, tensor.values()))]
+
+
+def assert_alike(got: State, expected: dict[str, Any]) -> None:
+    for name, tensor in got.items():
+        for one, other in zip(parts_of(tensor), expected[name], strict=True):
+            if isinstance(one, torch.Tensor):
+                assert torch.equal(one, other), name
+            else:
+                assert one == other, name
+
+
+class Holder(nn.Module):
+    """The same as buffers of a module."""
+
+    def __init__(self, tensors: State) -> None:
+        super().__init__()
+        for name, tensor in tensors.items():
+            self.register_buffer(name, tensor)
+
+
+@pytest.mark.filterwarnings(*[mark.args[0] for mark in QUIET])
+def test_sparse_quantized_and_nested_tensors_come_back(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They were refused by name: bare, in modules, and in the states of objects."""
+
+    def state(seed: int) -> State:
+        return {"bare": composites(seed), "module": Holder(composites(seed + 1))}
+
+    saved, loaded = state(1), state(7)
+    expected = [{n: parts_of(t) for n, t in composites(seed).items()} for seed in (1, 2)]
+    ckpt.save(saved, str(tmp_path), step=1)
+    ckpt.load(loaded, str(tmp_path))
+    assert_alike(loaded["bare"], expected[0])
+    assert_alike(dict(loaded["module"].named_buffers()), expected[1])
+    # What is saved the second time is what is there then: scales change without another object.
+    saved["bare"]["per_tensor"].copy_(composites(9)["per_tensor"])
+    ckpt.async_save(saved, str(tmp_path), step=2).result()
+    ckpt.load(loaded, str(tmp_path))
+    expected[0]["per_tensor"] = parts_of(composites(9)["per_tensor"])
+    assert_alike(loaded["bare"], expected[0])
+    with ckpt.open(str(tmp_path)) as checkpoint:
+        assert checkpoint["bare.coo.values"].dtype is torch.float32
+        described = checkpoint.values["bare.coo"]
+    assert described["$tensor_type"] == "torch.sparse_coo" and described["shape"] == (4, 6)
+    assert main(["show", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "torch.sparse_coo of float32 (4, 6): indices, values" in shown
+    assert "torch.jagged of float32 (2, ?, 3): values, offsets" in shown
+
+
+def test_a_missing_component_is_an_error_by_name() -> None:
+    flat = flatten_state({"w": torch.eye(3).to_sparse()}, Ranks.alone())
+    pieces = [piece for holding in flat.holdings for piece in holding.pieces]
+    entries = {p.fqn: TensorEntry(p.dtype, p.global_shape) for p in pieces}
+    assert sorted(entries) == ["w.indices", "w.values"]
+    del entries["w.values"]
+    live = {"w": torch.zeros(3, 3).to_sparse()}
+    binding = bind_state(live, Catalog(entries, flat.values), Ranks.alone(), strict=False)
+    assert "w: its component w.values is not in the checkpoint" in binding.fatal[0]
+
+
+def test_descriptions_have_a_version_that_older_readers_refuse() -> None:
+    described = flatten_state({"w": torch.eye(3).to_sparse()}, Ranks.alone()).values
+    data = encode_values(described)
+    assert data[0] == 2 and decode_values(data) == described
+    assert encode_values({"w": 1})[0] == 1
+    with pytest.raises(Corrupt, match="nothing that needs it"):
+        decode_values(b"\x02" + encode_values({"w": 1})[1:])

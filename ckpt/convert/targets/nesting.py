@@ -19,7 +19,7 @@ from ckpt.errors import CheckpointError
 from ckpt.layout.region import Shape, Span
 from ckpt.state.names import split_state_name
 from ckpt.state.optimizer_kinds import NUMBER_OF_SUFFIX
-from ckpt.state.values import TENSOR_KEY, is_reference, join_tree
+from ckpt.state.values import TENSOR_KEY, is_reference
 
 DCP_FILE_NBYTES = 1 << 30
 PathOf = tuple[Any, ...]
@@ -143,11 +143,23 @@ def _tree(
     for fqn, value in values.items():
         referred.update(_references(value))
         path = paths.of(fqn) if paths is not None else (fqn,)
-        _put(tree, path, join_tree(value, by_name.__getitem__))
+        _put(tree, path, _with_outputs(value, by_name))
     for path, number in entries:
         if outputs[number].name not in referred:
             _put(tree, path, out[number])
     return tree
+
+
+def _with_outputs(value: Any, by_name: Mapping[str, TensorOut]) -> Any:
+    """`value` with the tensors that it refers to; composites stay dicts, which torch can read."""
+    if is_reference(value):
+        return by_name[value[TENSOR_KEY]]
+    if isinstance(value, dict):
+        return {key: _with_outputs(item, by_name) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        items = [_with_outputs(item, by_name) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    return value
 
 
 def _references(value: Any) -> Iterator[str]:

@@ -1,0 +1,80 @@
+"""Contexts of composites as values: plain data, and torch's and libraries' small types by name.
+
+A context is what `__tensor_flatten__` gives beside components: dtypes, sizes, settings. What has no
+plain form is refused, never pickled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import Any
+
+import torch
+
+from ckpt.layout.dtypes import dtype_name
+from ckpt.layout.library_composites import class_named, name_of_class
+
+# The key that marks what is no plain data; the other key is "value".
+DATA_KEY = "$data"
+_SCALARS = (type(None), bool, int, float, str, bytes)
+
+
+class NoPlainForm(Exception):
+    """Something in a context that cannot be stored."""
+
+
+def plain_of(context: Any) -> Any:
+    """`context` as a value. Raises NoPlainForm, saying what has none."""
+    kind = type(context)
+    if kind in _SCALARS:
+        return context
+    if kind is torch.Size:
+        return {DATA_KEY: "size", "value": tuple(context)}
+    if kind is torch.dtype:
+        return {DATA_KEY: "dtype", "value": dtype_name(context)}
+    if kind is torch.device:
+        # Where it lay, which a load decides anew.
+        return {DATA_KEY: "device", "value": None}
+    if kind is list or kind is tuple:
+        return kind(plain_of(item) for item in context)
+    if kind is dict and all(type(key) is str for key in context) and DATA_KEY not in context:
+        return {key: plain_of(item) for key, item in context.items()}
+    name = name_of_class(kind)
+    if name is None:
+        raise NoPlainForm(f"a {kind.__module__}.{kind.__qualname__} in its context")
+    if isinstance(context, enum.Enum):
+        return {DATA_KEY: name, "value": context.name}
+    if dataclasses.is_dataclass(context):
+        fields = {f.name: getattr(context, f.name) for f in dataclasses.fields(context) if f.init}
+        return {DATA_KEY: name, "value": plain_of(fields)}
+    return {DATA_KEY: name, "value": plain_of(context._asdict())}
+
+
+def context_of(value: Any, device: torch.device) -> Any:
+    """The inverse of `plain_of`, for a tensor on `device`. Raises NoPlainForm as well."""
+    if isinstance(value, dict):
+        if DATA_KEY in value:
+            return _special(value[DATA_KEY], value.get("value"), device)
+        return {key: context_of(item, device) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(context_of(item, device) for item in value)
+    return value
+
+
+def _special(name: Any, value: Any, device: torch.device) -> Any:
+    if name == "size":
+        return torch.Size(value)
+    if name == "dtype":
+        dtype = getattr(torch, value, None) if isinstance(value, str) else None
+        if not isinstance(dtype, torch.dtype):
+            raise NoPlainForm(f"this torch has no dtype {value!r:.100}")
+        return dtype
+    if name == "device":
+        return device
+    kind: Any = class_named(name) if isinstance(name, str) else None
+    if kind is None:
+        raise NoPlainForm(f"its context has a {name!r:.100}, which is not known here")
+    if issubclass(kind, enum.Enum):
+        return kind[value]
+    return kind(**context_of(value, device))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt.world.agreement import encode_error, encode_failures, error_of_failures
-from ckpt.world.base import World, check_all_to_all
+from ckpt.world.base import Message, Transfers, World, check_all_to_all
 from ckpt.world.tree import family
 from storage.buffered import BufferedWriter
 from storage.memory import MemoryBucket, MemoryStore
@@ -88,6 +89,15 @@ class _Round:
         self.ends = 0.0
 
 
+class _Letter:
+    """A message between two ranks: sent, or waited for, whichever comes first."""
+
+    def __init__(self) -> None:
+        self.data: bytes | None = None
+        self.arrives = 0.0
+        self.done = threading.Event()
+
+
 class Simulation:
     """`size` ranks over one bucket. `run` calls a function on each of them."""
 
@@ -100,6 +110,7 @@ class Simulation:
         self.global_ranks = tuple(range(size))
         self.lock = threading.Lock()
         self._rounds: dict[int, _Round] = {}
+        self._letters: dict[tuple[int, ...], _Letter] = {}
 
     def run(self, act: Callable[[SimulatedWorld], None]) -> None:
         """`act(world)` on every rank. Raises the first error of the lowest rank that had one."""
@@ -127,7 +138,7 @@ class Simulation:
     def fail(self) -> None:
         """Let nobody wait for a rank that has failed."""
         with self.lock:
-            for one in self._rounds.values():
+            for one in (*self._rounds.values(), *self._letters.values()):
                 one.done.set()
 
     def cost(self, phase: str) -> Cost:
@@ -137,6 +148,16 @@ class Simulation:
     def round(self, number: int) -> _Round:
         """That round, made by whoever comes first."""
         return self._rounds.setdefault(number, _Round(self.size))
+
+    def letter(self, address: tuple[int, ...]) -> _Letter:
+        """The letter between two ranks under an address of theirs; the second who asks has it for
+        good.
+        """
+        with self.lock:
+            letter = self._letters.pop(address, None)
+            if letter is None:
+                letter = self._letters[address] = _Letter()
+            return letter
 
     def forget(self, number: int) -> None:
         """Drop a round that is over for all."""
@@ -250,6 +271,11 @@ class SimulatedWorld(World):
         cost.messages[self.rank] += sum(1 for view in send if view.nbytes)
         cost.nbytes[self.rank] += sum(view.nbytes for view in recv)
 
+    @contextmanager
+    def transfers(self, name: str) -> Iterator[Transfers]:
+        self._round(name, b"", lambda one: self._down(self._up(one), 0))
+        yield _SimulatedTransfers(self, self._calls)
+
     def raise_flag(self, name: str) -> None:
         self._flags.add(name)
 
@@ -258,6 +284,29 @@ class SimulatedWorld(World):
 
     def check_neighbour(self, phase: str) -> None:
         """Nobody dies here."""
+
+    def moved(self, number: int, send: Sequence[Message], receive: Sequence[Message]) -> None:
+        """Letters of the block that began with call `number`. What a rank sends, it sends one after
+        another.
+        """
+        self.spend()
+        clock, cost = self.simulation.clock, self.cost
+        leaves = self.now
+        for to, tag, data in send:
+            leaves += data.nbytes / clock.network_bytes_per_second
+            letter = self.simulation.letter((number, self.rank, to, tag))
+            letter.data, letter.arrives = bytes(data), leaves + clock.hop_seconds
+            letter.done.set()
+            cost.messages[self.rank] += 1
+        ends = leaves
+        for source, tag, data in receive:
+            letter = self.simulation.letter((number, source, self.rank, tag))
+            if not letter.done.wait(WAIT_SECONDS_MAX) or letter.data is None:
+                raise RuntimeError(f"rank {source} has failed, or sends nothing to {self.rank}")
+            data[:] = letter.data
+            ends = max(ends, letter.arrives)
+            cost.nbytes[self.rank] += data.nbytes
+        self._until(ends)
 
     def duplicate(self) -> World:
         raise NotImplementedError("the simulation has one world")
@@ -331,6 +380,20 @@ class SimulatedWorld(World):
         cost.nbytes[1:] += nbytes
         busy = int(tree.children.max()) * nbytes / clock.network_bytes_per_second
         return began + tree.height * (clock.hop_seconds + busy)
+
+
+class _SimulatedTransfers(Transfers):
+    """Letters of one rank; `number` is the call that began the block."""
+
+    def __init__(self, world: SimulatedWorld, number: int) -> None:
+        self._world = world
+        self._number = number
+
+    def move(self, send: Sequence[Message], receive: Sequence[Message]) -> None:
+        self._world.moved(self._number, send, receive)
+
+    def abort(self) -> None:
+        self._world.simulation.fail()
 
 
 class SimulatedStore(MemoryStore):

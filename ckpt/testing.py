@@ -11,16 +11,17 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from ckpt.errors import RankFailed
 from ckpt.world.agreement import agreed_error, encode_error
-from ckpt.world.base import World, check_all_to_all
+from ckpt.world.base import Message, Transfers, World, check_all_to_all
 
 T = TypeVar("T")
-_Op = Literal["gather", "gather_to_coordinator", "broadcast", "all_to_all"]
+_Op = Literal["gather", "gather_to_coordinator", "broadcast", "all_to_all", "transfers"]
 
 
 class RankKilled(BaseException):
@@ -87,6 +88,7 @@ class _Hub:
         self._broken: RankFailed | None = None
         self._flags: set[str] = set()
         self._duplicates: list[_Hub] = []
+        self._mail: dict[tuple[int, int, int, int], bytes] = {}  # by block, sender, receiver, tag
         self._changed = threading.Condition()
 
     def leave(self, rank: int, why: str = "has left") -> None:
@@ -159,6 +161,40 @@ class _Hub:
                 if self._broken is not None:
                     raise _copied(self._broken)
                 self._changed.wait(max(0.0, until - time.monotonic()))
+
+    def post(self, address: tuple[int, int, int, int], data: bytes, name: str) -> None:
+        """Leave a message."""
+        with self._changed:
+            if self._broken is not None:
+                raise _copied(self._broken)
+            if address in self._mail:
+                self._break(f"rank {address[1]} uses a tag again in {name!r}", address[1], name)
+                raise _copied(self._broken_now())
+            self._mail[address] = data
+            self._changed.notify_all()
+
+    def take(
+        self, address: tuple[int, int, int, int], is_over: Callable[[], bool], name: str
+    ) -> bytes:
+        """A message, once it is there."""
+        until = time.monotonic() + self._deadline_seconds
+        with self._changed:
+            while address not in self._mail:
+                if self._broken is None:
+                    self._check_gone([address[1]], name, until)
+                if self._broken is not None:
+                    raise _copied(self._broken)
+                if is_over():
+                    raise RankFailed(
+                        f"rank {address[2]} left phase {name!r}", rank=address[2], phase=name
+                    )
+                self._changed.wait(max(0.0, until - time.monotonic()))
+            return self._mail.pop(address)
+
+    def notice(self) -> None:
+        """Have waiting threads look again."""
+        with self._changed:
+            self._changed.notify_all()
 
     def _check_gone(self, missing: Sequence[int], name: str, until: float) -> None:
         gone = [rank for rank in missing if rank in self._gone]
@@ -240,6 +276,16 @@ class ThreadWorld(World):
                 )
             view[:] = sent
 
+    @contextmanager
+    def transfers(self, name: str) -> Iterator[Transfers]:
+        self._round("transfers", name, None, range(self.size))
+        wires = _ThreadTransfers(self._hub, self.rank, (self.calls, name))
+        try:
+            yield wires
+        except BaseException:
+            wires.abort()
+            raise
+
     def raise_flag(self, name: str) -> None:
         self._hub.raise_flag(name)
 
@@ -261,6 +307,31 @@ class ThreadWorld(World):
         call = _Call(op, name, payload)
         self._hub.call(self.rank, self.calls, call)
         return self._hub.wait(self.calls, call, ranks)
+
+
+class _ThreadTransfers(Transfers):
+    """Messages through the hub, in the block that begins with call `block[0]`."""
+
+    def __init__(self, hub: _Hub, rank: int, block: tuple[int, str]) -> None:
+        self._hub = hub
+        self._rank = rank
+        self._number, self._name = block
+        self._is_over = threading.Event()
+
+    def move(self, send: Sequence[Message], receive: Sequence[Message]) -> None:
+        for to, tag, data in send:
+            self._hub.post((self._number, self._rank, to, tag), bytes(data), self._name)
+        for source, tag, data in receive:
+            address = (self._number, source, self._rank, tag)
+            sent = self._hub.take(address, self._is_over.is_set, self._name)
+            if len(sent) != data.nbytes:
+                text = f"{len(sent)} bytes of rank {source} where {data.nbytes} are expected"
+                raise RankFailed(f"{self._name!r}: {text}", rank=source, phase=self._name)
+            data[:] = sent
+
+    def abort(self) -> None:
+        self._is_over.set()
+        self._hub.notice()
 
 
 def _copied(failure: RankFailed) -> RankFailed:

@@ -4,12 +4,41 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple, TypeVar
 
 from ckpt.errors import RankFailed
 from ckpt.world.attendance import Board
 
 _Result = TypeVar("_Result")
+
+
+class Message(NamedTuple):
+    """Bytes for or from `rank`: a flat memoryview of format "B", whose length both sides know.
+
+    Between two ranks, in one direction and one block of `World.transfers`, each `tag` is used once.
+    """
+
+    rank: int
+    tag: int
+    data: memoryview
+
+
+class Transfers(ABC):
+    """Messages between pairs of ranks, while a `with` block of `World.transfers` lasts."""
+
+    @abstractmethod
+    def move(self, send: Sequence[Message], receive: Sequence[Message]) -> None:
+        """Send and receive; returns when all of it is done. By any threads, in any order.
+
+        Sends of one rank and receives of another meet by their tag. Raises RankFailed when a
+        rank is gone or does not answer; the world has then come to its end. Buffers must not change
+        meanwhile; after an error those of `receive` are undefined.
+        """
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Make every `move` of this rank raise, those that wait now too. By any thread."""
 
 
 class World(ABC):
@@ -75,6 +104,14 @@ class World(ABC):
             for part in parts:
                 part[:] = rest[: part.nbytes]
                 rest = rest[part.nbytes :]
+
+    @abstractmethod
+    def transfers(self, name: str) -> AbstractContextManager[Transfers]:
+        """Messages between pairs of ranks: one round in which all ranks come here, then a block in
+        which each talks to those it has something for, and nobody waits for the others.
+
+        The block must not contain rounds. An error that leaves it ends the world.
+        """
 
     @abstractmethod
     def raise_flag(self, name: str) -> None:
@@ -178,6 +215,9 @@ class SoloWorld(World):
     def all_to_all(self, name: str, send: Sequence[memoryview], recv: Sequence[memoryview]) -> None:
         check_all_to_all(self, name, send, recv)
 
+    def transfers(self, name: str) -> AbstractContextManager[Transfers]:
+        return nullcontext(_NoTransfers())
+
     def raise_flag(self, name: str) -> None:
         self._flags.add(name)
 
@@ -191,6 +231,16 @@ class SoloWorld(World):
         return SoloWorld(self.global_ranks[0])
 
     def close(self) -> None:
+        pass
+
+
+class _NoTransfers(Transfers):
+    """Those of one rank, which has nobody to talk to."""
+
+    def move(self, send: Sequence[Message], receive: Sequence[Message]) -> None:
+        assert not send and not receive, "a world of one rank has no other"
+
+    def abort(self) -> None:
         pass
 
 

@@ -16,7 +16,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -24,15 +24,13 @@ import torch.distributed as dist
 from ckpt.errors import CheckpointError, RankFailed
 from ckpt.world.agreement import encode_error, encode_failures, error_of_failures
 from ckpt.world.attendance import Board
-from ckpt.world.base import SoloWorld, World, check_all_to_all
+from ckpt.world.base import Message, SoloWorld, Transfers, World, check_all_to_all
 from ckpt.world.board import ProcessBoard, WorldBoard
 from ckpt.world.frames import WORLD_NBYTES, MiB, unpack
 from ckpt.world.heart import Heart, Neighbour
 from ckpt.world.liveness import CONNECT_SECONDS, Card
-from ckpt.world.rounds import Deadlines, Rounds
+from ckpt.world.rounds import STORE_SECONDS, Deadlines, Rounds
 from ckpt.world.tree import family
-
-HOUR_SECONDS = 3600.0
 
 
 def current_world(process_group: dist.ProcessGroup | None = None) -> World:
@@ -175,15 +173,28 @@ class TorchWorld(World):
             lengths = [sum(view.nbytes for view in parts) for parts in send]
             room = [sum(view.nbytes for view in parts) for parts in recv]
             self._check_lengths(name, lengths, room)
-            works: list[dist.Work] = []
+            works: list[_Work] = []
             for peer, parts in enumerate(recv):
                 for tensor in itertools.chain(*map(_tensors, parts)):
-                    works.append(self._group.recv([tensor], peer, 0))
+                    works.append(_Work(peer, self._group.recv([tensor], peer, 0)))
             for step in range(1, self.size):
                 peer = (self.rank + step) % self.size  # not everybody to the same rank at once
                 for tensor in itertools.chain(*map(_tensors, send[peer])):
-                    works.append(self._group.send([tensor], peer, 0))
+                    works.append(_Work(peer, self._group.send([tensor], peer, 0)))
             self._finish(name, works)
+
+    @contextlib.contextmanager
+    def transfers(self, name: str) -> Iterator[Transfers]:
+        with self._in_round(name) as number:
+            self._gathered(number, name, b"")
+            if self._group is None:
+                self._group = self._connected()
+            wires = _GlooTransfers(self._group, self._rounds, name, self._finish)
+            try:
+                yield wires
+            except BaseException:
+                wires.abort()
+                raise
 
     def raise_flag(self, name: str) -> None:
         self._rounds.raise_flag(name)
@@ -290,16 +301,30 @@ class TorchWorld(World):
         """
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-        timeout = timedelta(seconds=self._deadlines.round_seconds_max)
+        limits, kind = self._deadlines, cast(Any, dist.distributed_c10d.ProcessGroupGloo)
+        # Ours come first: gloo does not say who is missing, nor does it know of slow storage.
+        timeout = timedelta(seconds=limits.storage_seconds_max + limits.grace_seconds)
         store = PrefixStore("gloo", self._store)
-        return dist.distributed_c10d.ProcessGroupGloo(store, self.rank, self.size, timeout)
+        try:
+            # Connect to those that are talked to, when they are: else every rank to every other.
+            options = kind._Options()
+            options._timeout = timeout
+            options._devices = [
+                kind.create_device(interface=name, lazy_init=True)
+                if name
+                else kind.create_default_device(lazy_init=True)
+                for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
+            ]
+        except (AttributeError, TypeError):  # an older torch
+            return kind(store, self.rank, self.size, timeout)
+        return kind(store, self.rank, self.size, options)
 
     def _check_lengths(self, name: str, lengths: Sequence[int], room: Sequence[int]) -> None:
         mine = torch.tensor(lengths, dtype=torch.int64)
         theirs = torch.zeros_like(mine)
         others = [peer for peer in range(self.size) if peer != self.rank]
-        works = [self._group.recv([theirs[peer : peer + 1]], peer, 0) for peer in others]
-        works += [self._group.send([mine[peer : peer + 1]], peer, 0) for peer in others]
+        works = [_Work(p, self._group.recv([theirs[p : p + 1]], p, 0)) for p in others]
+        works += [_Work(p, self._group.send([mine[p : p + 1]], p, 0)) for p in others]
         self._finish(name, works)
         for peer, (sent, expected) in enumerate(zip(theirs.tolist(), room, strict=True)):
             if sent != expected:
@@ -310,32 +335,93 @@ class TorchWorld(World):
                     phase=name,
                 )
 
-    def _finish(self, name: str, works: list[dist.Work]) -> None:
-        """Wait for transfers, until one fails or a rank is reported dead; gloo has its deadline."""
-        waiter = _Waiter(works, self._rounds.notice)
-        while not self._rounds.wait_for(waiter.done.is_set, name, HOUR_SECONDS):
-            pass
+    def _finish(
+        self, name: str, works: list[_Work], is_over: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Wait for transfers, until one fails, a rank is reported dead or the deadline is over, or
+        until `is_over()`.
+        """
+        waiter, limits = _Waiter(works, self._rounds.notice), self._deadlines
+
+        def has_ended() -> bool:
+            return waiter.done.is_set() or is_over()
+
+        spent = limits.round_seconds_max
+        is_done = self._rounds.wait_for(has_ended, name, spent)
+        if not is_done and self._process.heart.aside(self._rounds.storage_waits, STORE_SECONDS):
+            spent = limits.storage_seconds_max
+            is_done = self._rounds.wait_for(has_ended, name, spent - limits.round_seconds_max)
+        if not is_done:
+            raise RankFailed(
+                f"rank {waiter.peer} did not answer within {spent:g} s in phase {name!r}; it "
+                "hangs, or waits for another rank",
+                rank=waiter.peer,
+                phase=name,
+            )
         if waiter.error is not None:
             raise waiter.error
+        if not waiter.done.is_set():
+            raise RankFailed(f"rank {self.rank} left phase {name!r}", rank=self.rank, phase=name)
+
+
+class _GlooTransfers(Transfers):
+    """Messages over a gloo group, until the block ends or one of them fails."""
+
+    def __init__(self, group: Any, rounds: Rounds, name: str, finish: Callable[..., None]) -> None:
+        self._group = group
+        self._rounds = rounds
+        self._name = name
+        self._finish = finish
+        self._is_over = threading.Event()
+
+    def move(self, send: Sequence[Message], receive: Sequence[Message]) -> None:
+        works = [
+            _Work(message.rank, self._group.recv([tensor], message.rank, message.tag))
+            for message in receive
+            for tensor in _tensors(message.data)
+        ]
+        works += [
+            _Work(message.rank, self._group.send([tensor], message.rank, message.tag))
+            for message in send
+            for tensor in _tensors(message.data)
+        ]
+        try:
+            self._finish(self._name, works, self._is_over.is_set)
+        except BaseException:
+            self.abort()  # the other threads would wait until their deadline
+            raise
+
+    def abort(self) -> None:
+        self._is_over.set()
+        self._rounds.notice()
+
+
+class _Work(NamedTuple):
+    """A transfer under way, from or to rank `peer`."""
+
+    peer: int
+    work: dist.Work
 
 
 class _Waiter:
     """Waits for transfers in a thread of its own, because gloo can only be waited for, not asked.
 
-    A daemon: when another rank hangs, it stays until gloo's timeout, and must not keep a process
-    that gave up from ending.
+    `peer` is the rank it waits for. A daemon: when another rank hangs, it stays until gloo's
+    timeout, and must not keep a process that gave up from ending.
     """
 
-    def __init__(self, works: list[dist.Work], notice: Callable[[], None]) -> None:
+    def __init__(self, works: list[_Work], notice: Callable[[], None]) -> None:
         self.done = threading.Event()
         self._notice = notice
         self.error: Exception | None = None
+        self.peer = works[0].peer if works else -1
         self._works = works
         threading.Thread(target=self._wait, name="ckpt-all-to-all", daemon=True).start()
 
     def _wait(self) -> None:
         try:
-            for work in self._works:
+            for peer, work in self._works:
+                self.peer = peer
                 work.wait()
         except Exception as error:
             self.error = error

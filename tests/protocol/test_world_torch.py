@@ -12,6 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ import ckpt
 import ckpt.world.torch_world
 import ckpt.world.tree
 from ckpt.errors import Fenced, RankFailed
-from ckpt.world.base import SoloWorld, World
+from ckpt.world.base import Message, SoloWorld, Transfers, World
 from ckpt.world.rounds import Deadlines
 from ckpt.world.torch_world import TorchWorld, current_world
 from tests.ranks import run_ranks
@@ -156,11 +157,50 @@ def test_without_a_process_group_the_world_is_solo() -> None:
     assert isinstance(current_world(), SoloWorld)
 
 
+def _relay(world: World, count: int = 3) -> list[bytes]:
+    """Messages to the next rank by several threads, those of later tags first on one side."""
+    right, left = (world.rank + 1) % world.size, (world.rank - 1) % world.size
+    room = [memoryview(bytearray(4)) for _ in range(count)]
+
+    def move(wires: Transfers, tag: int) -> None:
+        data = memoryview(b"%d  %d" % (world.rank, tag))
+        wires.move([Message(right, tag, data)], [])
+
+    with world.transfers("relay") as wires, ThreadPoolExecutor(2 * count) as pool:
+        works = [pool.submit(move, wires, tag) for tag in reversed(range(count))]
+        works += [
+            pool.submit(wires.move, [], [Message(left, tag, room[tag])]) for tag in range(count)
+        ]
+        for work in works:
+            work.result()
+    return [bytes(one) for one in room]
+
+
+def _relayed() -> list[bytes]:
+    world = TorchWorld()
+    first = _relay(world)
+    assert _relay(world) == first
+    world.agree("x", None)
+    return first
+
+
+def test_messages_of_several_threads_meet_by_their_tags() -> None:
+    results = run_ranks(3, _relayed)
+    for rank, got in enumerate(results):
+        left = (rank - 1) % 3
+        assert got == [b"%d  %d" % (left, tag) for tag in range(3)]
+
+
 def _killed_in(what: str, victim: int) -> tuple[int, str]:
     world = TorchWorld()
     world.gather("start", b"")
     if what == "all_to_all":
         _exchange(world)
+    if what == "transfers":
+        _relay(world)
+        if world.rank == victim:
+            with world.transfers("relay"):
+                _die()
     if world.rank == victim:
         time.sleep(0.3)  # die while the others wait
         _die()
@@ -178,6 +218,7 @@ def _killed_in(what: str, victim: int) -> tuple[int, str]:
             "x", lambda: world.broadcast("plan", b"" if world.rank == 0 else None)
         ),
         "all_to_all": lambda: agreed("x", lambda: _exchange(world)),
+        "transfers": lambda: _relay(world),
     }
     heard = _heard(world, calls[what])
     assert _heard(world, lambda: world.gather("again", b""))[0] == victim
@@ -192,6 +233,7 @@ def _killed_in(what: str, victim: int) -> tuple[int, str]:
         ("gather_to_coordinator", 1),
         ("broadcast", 0),
         ("all_to_all", 1),
+        ("transfers", 1),
     ],
 )
 def test_killed_rank_is_named_by_all_others(what: str, victim: int) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import random
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -22,7 +23,7 @@ from ckpt.state_dict import redistribute as module
 from ckpt.state_dict.redistribute import redistribute
 from ckpt.state_dict.table import gather_table
 from ckpt.testing import RanksFailed, run_ranks
-from ckpt.world.base import World
+from ckpt.world.base import Transfers, World
 from tests.state.checkpoints import elements, put, same_bits
 
 REPLICAS = tuple(range(4))  # holders of equal regions are declared replicas of each other
@@ -147,6 +148,9 @@ class Counting(World):
         self.received += nbytes
         self.largest = max(self.largest, nbytes)
         self.inner.all_to_all_parts(name, send, recv)
+
+    def transfers(self, name: str) -> AbstractContextManager[Transfers]:
+        return self.inner.transfers(name)
 
     def raise_flag(self, name: str) -> None:
         self.inner.raise_flag(name)

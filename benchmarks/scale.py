@@ -30,6 +30,7 @@ from ckpt.layout.even import even_part
 from ckpt.layout.piece import Owned, Piece, View
 from ckpt.layout.region import Box, Region, Shape, Span, whole
 from ckpt.loading.load import LoadOptions, load_state
+from ckpt.loading.shared_reads import ShareLimits
 from ckpt.saving.report import SaveOptions
 from ckpt.saving.save import save_state
 from ckpt.saving.task import PartMemory
@@ -186,9 +187,9 @@ def measure(case: Case, loads: Sequence[int]) -> dict[str, Cost]:
         def load(world: SimulatedWorld) -> None:
             state = case.state(world.rank, world.size)
             world.enter("load")
-            load_state(
-                state, store=SimulatedStore(world), world=world, step=None, options=LoadOptions()
-            )
+            # One run at a time, since the clock of a rank is that of its thread.
+            options = LoadOptions(sharing=ShareLimits(window_nbytes_max=1))
+            load_state(state, store=SimulatedStore(world), world=world, step=None, options=options)
             world.spend()
             world.enter("end")
 

@@ -364,9 +364,8 @@ def fill(
 
     Raises Corrupt and the store's errors; the memory is undefined then.
     """
-    plan = plan_reads(manifest, holdings)
-    runs = plan.runs(manifest.chunks.first_block)
-    Reader(store, prefix, manifest, plan, path).read_private(runs)
+    reader = Reader(store, prefix, manifest, plan_reads(manifest, holdings), path)
+    reader.read_private(reader.blocks.runs())
 
 
 def _hint(fqn: str, names: Sequence[str]) -> str:

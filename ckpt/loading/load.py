@@ -1,31 +1,39 @@
 """Load a checkpoint into a live state, in place: everything is checked before anything is written.
 
-locate -> manifest -> bind state -> plan -> (agree) -> private reads, shared reads -> finish
+locate -> manifest -> bind state -> plan -> match needs -> private reads, shared reads -> finish
 """
 
 from __future__ import annotations
 
 import logging
+import secrets
 import struct
-import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
-
-import numpy as np
+from typing import Any, NamedTuple
 
 from ckpt.commit.locate import check_self_contained, live_entries, locate
 from ckpt.errors import CheckpointError, LoadInterrupted, Mismatch, NoCheckpoint, RankFailed
 from ckpt.format.codec import decode_values
 from ckpt.format.manifest import Manifest
 from ckpt.format.manifest_codec import decode_manifest
-from ckpt.layout.dtypes import DTYPES, torch_dtype
+from ckpt.layout.dtypes import torch_dtype
 from ckpt.layout.piece import Kind
 from ckpt.layout.plain import Ranks
+from ckpt.loading.byte_line import file_starts
+from ckpt.loading.exchange import Exchange
+from ckpt.loading.matching import match
 from ckpt.loading.plan import ReadPath, plan_reads
-from ckpt.loading.read_ahead import ReadAhead
 from ckpt.loading.reader import Reader
-from ckpt.loading.shared_reads import Ints, SharedRun, ShareLimits, Sharing, share_blocks
+from ckpt.loading.shared_reads import (
+    Group,
+    ShareLimits,
+    Sharing,
+    Weight,
+    long_only,
+    share,
+    weigh,
+)
 from ckpt.state.bind import Binding, bind_state
 from ckpt.state.half_loaded import filling
 from ckpt.state.matching import Tally, total, with_nearest
@@ -36,7 +44,7 @@ from storage import StorageError, Store
 
 logger = logging.getLogger(__name__)
 
-_TALLY = struct.Struct("<4Q")
+_SUMS = struct.Struct("<7Q")
 RETIRED_MAX = 20  # times in a row that retention may be faster than one load
 
 
@@ -148,20 +156,19 @@ def _fill(
             world, "compare", lambda: _bind(state, manifest, world, options, where)
         )
     with recorder.span("plan"):
-        plan = collectively(world, "plan", lambda: plan_reads(manifest, binding.holdings))
-        runs = plan.runs(manifest.chunks.first_block)
-        sharing, tally = _share(manifest, runs, world, options, binding.tally)
-        warnings = _warnings(binding, manifest, world, tally, where)
-        reader = Reader(store, prefix, manifest, plan, options.path)
+        reader = collectively(world, "plan", lambda: _reader(store, located, binding, options.path))
+        sharing, sums = _share(reader, manifest, world, options, binding.tally)
+        warnings = _warnings(binding, manifest, world, sums.tally, where)
     collectively(world, "prepare", binding.prepare)
     # Everything that can be refused was refused: from here on a failure leaves a state of two
     # checkpoints.
     with filling(state, f"step {manifest.header.step} ({manifest.header.attempt})"):
         with recorder.span("read"):
-            _transfer(reader, sharing, world, options.path)
+            _transfer(reader, sharing, world, options, sums)
         with recorder.span("finish"):
             loaded = collectively(world, "finish", binding.finish)
     recorder.count("read_bytes", reader.nbytes_read)
+    recorder.count("passed_bytes", reader.nbytes_passed)
     recorder.count("cached_bytes", reader.nbytes_cached)
     return LoadReport(
         manifest.header.step,
@@ -254,92 +261,72 @@ def _some(names: Sequence[str], shown_max: int = 5) -> str:
     return ", ".join(names[:shown_max]) + (f" and {more} more" if more > 0 else "")
 
 
+def _reader(
+    store: Store, located: tuple[str, Manifest], binding: Binding, path: ReadPath
+) -> Reader:
+    prefix, manifest = located
+    return Reader(store, prefix, manifest, plan_reads(manifest, binding.holdings), path)
+
+
+class _Sums(NamedTuple):
+    """What all ranks together report before they read, and a name for this load."""
+
+    tally: Tally
+    weight: Weight
+    name: str
+
+    def encode(self) -> bytes:
+        return _SUMS.pack(*self.tally, *self.weight) + self.name.encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> _Sums:
+        numbers = _SUMS.unpack_from(data)
+        return cls(Tally(*numbers[:4]), Weight(*numbers[4:]), data[_SUMS.size :].decode())
+
+
 def _share(
-    manifest: Manifest, runs: Ints, world: World, options: LoadOptions, tally: Tally
-) -> tuple[Sharing, Tally]:
-    """Which rank reads which blocks, and how much of the state of all ranks together matches."""
-    if world.size == 1:
-        return Sharing(runs, [], 0), tally
-    # Every rank gets the runs of all ranks; they are mostly regular, and shrink to a fraction.
-    need = zlib.compress(runs.astype("<i8").tobytes(), 1)
-    needs = world.gather("needs", _TALLY.pack(*tally) + need)
-    sharing = share_blocks(
-        [
-            np.frombuffer(zlib.decompress(one[_TALLY.size :]), dtype="<i8").reshape(-1, 2)
-            for one in needs
-        ],
-        block_line(manifest),
-        world.rank,
-        options.sharing,
-    )
-    return sharing, total([Tally(*_TALLY.unpack_from(one)) for one in needs])
+    reader: Reader, manifest: Manifest, world: World, options: LoadOptions, tally: Tally
+) -> tuple[Sharing, _Sums]:
+    """What this rank reads alone and what with others, and the sums over all ranks."""
+    needs, limits = reader.blocks.runs(), options.sharing
+    groups: list[Group] = []
+    if world.size > 1:
+        line = int(file_starts(manifest.file_nbytes)[-1])
+        with world.transfers("needs") as wires:
+            groups = match(wires, world.rank, world.size, needs, line)
+    mine = _Sums(tally, weigh(needs, groups, world.rank, limits), "")
+    sums = _summed(world, mine)
+    if sums.weight.is_little(limits):
+        groups = long_only(groups, limits)
+    return share(reader.blocks, groups, world.rank, limits), sums
 
 
-def block_line(manifest: Manifest) -> Ints:
-    """The bytes before each block of the block line, and at its end the bytes of all blocks."""
-    first_block = manifest.chunks.first_block
-    sizes = np.full(int(first_block[-1]), manifest.header.block_bytes, dtype=np.int64)
-    itemsizes = np.array([DTYPES[name].itemsize for name in manifest.dtypes], dtype=np.int64)
-    nbytes = manifest.chunks.numel * np.repeat(itemsizes, np.diff(manifest.chunks.first))
-    counts = np.diff(first_block)
-    # All blocks are full but the last one of each chunk.
-    sizes[first_block[1:] - 1] = nbytes - (counts - 1) * manifest.header.block_bytes
-    return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(sizes)])
-
-
-def _transfer(reader: Reader, sharing: Sharing, world: World, path: ReadPath) -> None:
-    """Read, exchange and deliver all bytes. A failure on one rank is raised on all of them by the
-    next `collectively`.
+def _summed(world: World, mine: _Sums) -> _Sums:
+    """The sums of what all ranks report. Two messages per rank, which do not grow with the world
+    but for those that rank 0 receives.
     """
-    mine: list[list[SharedRun]] = [[] for _ in range(sharing.rounds)]
-    for run in sharing.shared:
-        if world.rank == run.reader or world.rank in run.others:
-            mine[run.round].append(run)
+    reports = world.gather_to_coordinator("needs", mine.encode())
+    answer = None
+    if reports is not None:
+        every = [_Sums.decode(one) for one in reports]
+        weights = zip(*(one.weight for one in every), strict=True)
+        weight = Weight(*(sum(column) for column in weights))
+        answer = _Sums(total([one.tally for one in every]), weight, secrets.token_hex(8)).encode()
+    return _Sums.decode(world.broadcast("sums of needs", answer))
+
+
+def _transfer(
+    reader: Reader, sharing: Sharing, world: World, options: LoadOptions, sums: _Sums
+) -> None:
+    """Read, exchange and deliver all bytes. A failure on one rank is raised on all of them."""
     # Private blocks first: a damaged one ends the load before any bytes are sent between ranks.
     collectively(world, "read", lambda: reader.read_private(sharing.private))
-    own = [run for runs in mine for run in runs if run.reader == world.rank]
-    with ReadAhead(reader, own, path) as ahead:
-        for runs in mine:
-            _transfer_round(reader, ahead, runs, world)
-
-
-def _transfer_round(
-    reader: Reader, ahead: ReadAhead, runs: Sequence[SharedRun], world: World
-) -> None:
-    mine = [run for run in runs if run.reader == world.rank]
-    own = collectively(world, "read", lambda: ahead.take(mine))
-    others = _exchange(runs, own, world, reader)
-
-    def deliver() -> None:
-        for run, data in (own | others).items():
-            reader.deliver_run(run, data)
-        ahead.give_back(mine)
-
-    collectively(world, "deliver", deliver)
-
-
-def _exchange(
-    runs: Sequence[SharedRun], data: Mapping[SharedRun, memoryview], world: World, reader: Reader
-) -> dict[SharedRun, memoryview]:
-    """The runs of this round that other ranks read for this one."""
-    send = [bytearray() for _ in range(world.size)]
-    sizes = [0] * world.size
-    for run in runs:
-        if run.reader == world.rank:
-            for other in run.others:
-                send[other] += data[run]
-        else:
-            sizes[run.reader] += reader.run_nbytes(run)
-    received = [memoryview(bytearray(size)) for size in sizes]
-    world.all_to_all("shared blocks", [memoryview(part) for part in send], received)
-    runs_received = {}
-    # All ranks go through the runs in the same order, so the bytes need no names.
-    for run in runs:
-        if run.reader != world.rank:
-            nbytes = reader.run_nbytes(run)
-            runs_received[run] = received[run.reader][:nbytes]
-            received[run.reader] = received[run.reader][nbytes:]
-    return runs_received
+    weight, limits = sums.weight, options.sharing
+    if not weight.long and (not weight.repeated or weight.is_little(limits)):
+        return  # nobody shares anything
+    exchange = Exchange(reader, world, f"load {sums.name} failed")
+    exchange.move(sharing.shared, limits, options.path)
+    world.agree("read", exchange.error)
 
 
 def catalog_of(manifest: Manifest) -> Catalog:

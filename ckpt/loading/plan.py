@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from ckpt.format.datafile import SMALL_NBYTES_MAX
@@ -17,8 +16,8 @@ from ckpt.layout.memory import is_plain_memory, local_view, narrowed
 from ckpt.layout.piece import Holding, Piece
 from ckpt.layout.region import Box, Region, Shape, Span, boxes_of, row_major_strides, span_of, whole
 from ckpt.layout.reshard import Copy, Patch, Run, copies, touched
+from ckpt.loading.byte_line import Blocks, Ints, expanded, file_starts
 from ckpt.loading.cache import BlockCache
-from ckpt.loading.shared_reads import Ints
 
 MIB = 1 << 20
 
@@ -29,19 +28,18 @@ PACKED_NBYTES_MAX = SMALL_NBYTES_MAX  # whole chunks up to this size are read to
 PACKED_COUNT_MIN = 8  # unless fewer of them than this are neighbours
 
 
-PACK_NBYTES_MAX = MIB  # of one such read: what is copied is still in the CPU's cache then
-
-
 @dataclass(frozen=True, slots=True)
 class ReadPath:
     """Bounds of reading: bytes of one request, and how many requests are in flight at once.
 
-    With several readers, blocks for other ranks are read ahead of their round, up to
+    A request reads over what is not needed, up to `gap_nbytes_max` at a time, where that saves a
+    request. With several readers, blocks for other ranks are read ahead of their round, up to
     `read_ahead_nbytes_max` bytes that are read and not sent yet. What `cache` has is not read from
     the store.
     """
 
     request_nbytes_max: int = 8 * MIB
+    gap_nbytes_max: int = 64 << 10
     readers: int = 1
     read_ahead_nbytes_max: int = 64 * MIB
     cache: BlockCache | None = None
@@ -89,30 +87,36 @@ class ReadPlan(NamedTuple):
     packed: dict[int, int]
     holdings: Sequence[Holding]
 
-    def runs(self, first_block: npt.NDArray[np.integer]) -> Ints:
-        """The needed blocks as ascending disjoint runs of the block line, an (n, 2) array.
-
-        `first_block` is the manifest's: where each chunk starts on the block line.
-        """
+    def blocks(self, manifest: Manifest) -> Blocks:
+        """The blocks that are needed, in the order of the byte line."""
+        table, block_nbytes = manifest.chunks, manifest.header.block_bytes
         runs = [
-            (need.first_block + first, need.first_block + last)
-            for need in self.needs.values()
+            (chunk, first, last, need.nbytes)
+            for chunk, need in self.needs.items()
             for first, last in need.blocks
         ]
-        packed = first_block[np.fromiter(self.packed, np.int64, len(self.packed))].astype(np.int64)
-        together = np.concatenate(
-            [np.array(runs, dtype=np.int64).reshape(-1, 2), np.stack([packed, packed + 1], axis=1)]
-        )
-        return joined(together[np.argsort(together[:, 0])])
+        packed = np.fromiter(self.packed, np.int64, len(self.packed))
+        zeros = np.zeros_like(packed)
+        small = np.stack([packed, zeros, zeros + 1, _sizes(manifest, packed)], axis=1)
+        both = np.concatenate([np.array(runs, dtype=np.int64).reshape(-1, 4), small])
+        chunk, first, last, nbytes = both.T
+        which = np.repeat(np.arange(len(both)), last - first)
+        number = expanded(first, last)
+        base = file_starts(manifest.file_nbytes)[table.file[chunk]] + table.byte_start[chunk]
+        start = number * block_nbytes
+        stop = np.minimum(start + block_nbytes, nbytes[which])
+        base = base.astype(np.int64)[which]
+        order = np.argsort(base + start, kind="stable")
+        columns = base + start, base + stop, chunk[which], number
+        return Blocks(*(column[order] for column in columns))
 
 
-def joined(runs: Ints) -> Ints:
-    """Ascending disjoint runs, those that touch made one."""
-    if len(runs) == 0:
-        return runs
-    is_first = np.append(True, runs[1:, 0] != runs[:-1, 1])
-    is_last = np.append(is_first[1:], True)
-    return np.stack([runs[is_first, 0], runs[is_last, 1]], axis=1)
+def _sizes(manifest: Manifest, chunks: Ints) -> Ints:
+    """The bytes of `chunks`."""
+    tensors = np.searchsorted(manifest.chunks.first, chunks, side="right") - 1
+    names = manifest.dtypes
+    itemsizes = [DTYPES[names[tensor]].itemsize for tensor in tensors.tolist()]
+    return manifest.chunks.numel[chunks].astype(np.int64) * np.array(itemsizes, dtype=np.int64)
 
 
 def plan_reads(manifest: Manifest, holdings: Sequence[Holding]) -> ReadPlan:

@@ -2,6 +2,9 @@
 
     wanted pieces x stored chunks -> needs (blocks per chunk) -> private and shared runs -> requests
 
+Requests go by file and offset, whatever tensors the blocks are of: neighbours in a file are read
+together, and small gaps between them are read over.
+
 A block that only this rank needs is read by it, straight into the target where the target's memory
 allows. A block that several ranks need is read by one of them and exchanged.
 """
@@ -13,6 +16,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from functools import partial
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -20,9 +24,8 @@ import torch
 
 from ckpt.commit.locate import file_key, file_keys
 from ckpt.errors import Corrupt
-from ckpt.format.checksum import crc32c, crc32c_of_each
+from ckpt.format.checksum import crc32c_of_each
 from ckpt.format.manifest import Manifest
-from ckpt.layout.dtypes import DTYPES
 from ckpt.layout.memory import (
     CallersStreams,
     address_of,
@@ -34,22 +37,29 @@ from ckpt.layout.memory import (
 )
 from ckpt.layout.region import row_major_strides
 from ckpt.layout.reshard import clip_patch
-from ckpt.loading.plan import (
-    PACK_NBYTES_MAX,
-    PACKED_COUNT_MIN,
-    Need,
-    ReadPath,
-    ReadPlan,
-    Scatter,
-    joined,
-    whole_need,
-)
-from ckpt.loading.shared_reads import Ints, SharedRun, expanded
+from ckpt.loading.byte_line import Blocks, Ints, file_starts, requests
+from ckpt.loading.plan import PACKED_COUNT_MIN, Need, ReadPath, ReadPlan, Scatter, whole_need
+from ckpt.loading.shared_reads import SharedRun
 from storage import ShortReadError, Store
 
 
+class ReadPart(NamedTuple):
+    """Rows `first` to `last` of the reader's blocks, whose bytes follow each other in a file.
+
+    Of one chunk, or, with `is_pack`, of packed chunks. They are read to `address` where that is
+    their only target or one of several, else (0) to scratch.
+    """
+
+    first: int
+    last: int
+    address: int = 0
+    is_pack: bool = False
+
+
 class Segment(NamedTuple):
-    """Whole blocks of a chunk, its bytes `start` to `stop`; `address=0` goes to scratch."""
+    """Whole blocks of a chunk, its bytes `start` to `stop`; `address` is where they were read to,
+    0 for scratch.
+    """
 
     chunk: int
     start: int
@@ -57,35 +67,20 @@ class Segment(NamedTuple):
     address: int
 
 
-class Request(NamedTuple):
-    """Consecutive bytes of one file from `start` on, and the segments that they consist of."""
-
-    file: int
-    start: int
-    segments: list[Segment]
-
-
-class Pack(NamedTuple):
-    """Packed chunks that follow each other in `file` from `byte_start` on, and their sizes."""
-
-    file: int
-    byte_start: int
-    chunks: Ints
-    sizes: Ints
-
-
 class ReadRange(NamedTuple):
-    """Bytes `start` to `stop` of data file number `file`."""
+    """Bytes `start` to `stop` of data file number `file`; `nbytes` of them are needed."""
 
     file: int
     start: int
     stop: int
+    nbytes: int
 
 
 class Reader:
     """Executes a plan: reads runs of blocks, checks every block, delivers the bytes.
 
-    Every method raises Corrupt when bytes differ from what was written, and the store's errors.
+    `blocks` are all blocks that the plan needs; the runs are some of theirs. Every method raises
+    Corrupt when bytes differ from what was written, and the store's errors.
     """
 
     def __init__(
@@ -102,19 +97,22 @@ class Reader:
             devices_of(one.target for need in plan.needs.values() for one in need.scatters)
         )
         self._block_nbytes = manifest.header.block_bytes
+        self._files = file_starts(manifest.file_nbytes)
+        self.blocks = plan.blocks(manifest)
+        self._is_packed = np.isin(
+            self.blocks.chunk, np.fromiter(plan.packed, np.int64, len(plan.packed))
+        )
         # By the checkpoint's own name and not by its path, so that a copy of it shares the cache.
         header = manifest.header
         self._cache_keys = file_keys(f"{header.step:08d}-{header.attempt}/", manifest)
         self._counting = threading.Lock()
         self.nbytes_read = 0
+        self.nbytes_passed = 0  # read over, between what is needed
         self.nbytes_cached = 0
 
     def read_private(self, runs: Ints) -> None:
         """Read the blocks of `runs` and put them where the plan says."""
-        packs, rest = self._packs(runs)
-        reads: list[Callable[[], None]] = [partial(self._read_pack, pack) for pack in packs]
-        for request in self._requests(self._segments(rest, straight=True)):
-            reads.append(partial(self._read_and_deliver, request))
+        reads = [partial(self._read_and_deliver, rows) for rows in self._requests(runs)]
         if self._path.readers <= 1:
             for read in reads:
                 read()
@@ -128,74 +126,117 @@ class Reader:
             for future in done:
                 future.result()
 
-    def private_requests(self, runs: Ints) -> list[ReadRange]:
-        """The ranges that `read_private` requests from the store; nothing is read."""
-        packs, rest = self._packs(runs)
-        ranges = [
-            ReadRange(pack.file, pack.byte_start, pack.byte_start + int(pack.sizes.sum()))
-            for pack in packs
-        ]
-        return ranges + self._ranges(self._segments(rest, straight=True))
+    def requests(self, runs: Ints) -> list[ReadRange]:
+        """The ranges that reading `runs` requests from the store; nothing is read."""
+        ranges = []
+        for rows in self._requests(runs):
+            file, start = self._place(int(rows[0]))
+            span = int(self.blocks.stop[rows[-1]] - self.blocks.start[rows[0]])
+            nbytes = int((self.blocks.stop[rows] - self.blocks.start[rows]).sum())
+            ranges.append(ReadRange(file, start, start + span, nbytes))
+        return ranges
 
-    def shared_requests(self, run: SharedRun) -> list[ReadRange]:
-        """The ranges that `read_run` requests from the store; nothing is read."""
-        return self._ranges(self._segments(np.array([[run.start, run.stop]]), straight=False))
+    def _requests(self, runs: Ints) -> list[Ints]:
+        """Rows of the blocks in `runs`, those of one request together."""
+        rows = self.blocks.within(runs)
+        wanted = Blocks(*(column[rows] for column in self.blocks))
+        path = self._path
+        reads = requests(wanted, self._files, path.request_nbytes_max, path.gap_nbytes_max)
+        return [rows[one.start : one.stop] for one in reads]
 
-    def _ranges(self, segments: Iterator[Segment]) -> list[ReadRange]:
-        return [
-            ReadRange(
-                request.file,
-                request.start,
-                request.start + sum(s.stop - s.start for s in request.segments),
-            )
-            for request in self._requests(segments)
-        ]
+    def _place(self, row: int) -> tuple[int, int]:
+        """The file of a block, and where the block starts in it."""
+        start = self.blocks.start[row]
+        file = int(np.searchsorted(self._files, start, side="right")) - 1
+        return file, int(start - self._files[file])
 
-    def _packs(self, runs: Ints) -> tuple[list[Pack], Ints]:
-        """The packed chunks of `runs` that are read together, and the runs without them."""
-        chunks = np.fromiter(self._packed, np.int64, len(self._packed))
-        blocks = expanded(runs[:, 0], runs[:, 1])
-        table = self._manifest.chunks
-        # Packed chunks that other ranks need, too, are read as shared runs.
-        chunks = chunks[np.isin(table.first_block[chunks], blocks)]
-        file, start = table.file[chunks], table.byte_start[chunks].astype(np.int64)
-        order = np.lexsort((start, file))
-        chunks, file, start = chunks[order], file[order], start[order]
-        sizes = table.numel[chunks].astype(np.int64) * self._itemsizes(chunks)
-        is_new = (file[1:] != file[:-1]) | (start[1:] != start[:-1] + sizes[:-1])
-        packs = []
-        for group in np.split(np.arange(len(chunks)), np.flatnonzero(is_new) + 1):
-            if len(group) < PACKED_COUNT_MIN:
-                continue
-            count = -(-int(sizes[group].sum()) // PACK_NBYTES_MAX)
-            for part in np.array_split(group, count):
-                head = part[0]
-                packs.append(Pack(int(file[head]), int(start[head]), chunks[part], sizes[part]))
-        taken = [table.first_block[pack.chunks] for pack in packs]
-        rest = blocks[~np.isin(blocks, np.concatenate(taken))] if taken else blocks
-        return packs, joined(np.stack([rest, rest + 1], axis=1))
+    def _groups(self, rows: Ints) -> list[range]:
+        """`rows` cut where bytes between them are left out, and where another chunk begins that is
+        not packed like the one before it.
+        """
+        blocks = self.blocks
+        packed, chunk = self._is_packed[rows], blocks.chunk[rows]
+        follows = blocks.start[rows[1:]] == blocks.stop[rows[:-1]]
+        follows &= (chunk[1:] == chunk[:-1]) | (packed[1:] & packed[:-1])
+        edges = [0, *(np.flatnonzero(~follows) + 1).tolist(), len(rows)]
+        return [range(int(rows[a]), int(rows[b - 1]) + 1) for a, b in pairwise(edges)]
 
-    def _itemsizes(self, chunks: Ints) -> Ints:
-        tensors = np.searchsorted(self._manifest.chunks.first, chunks, side="right") - 1
-        dtypes = self._manifest.dtypes
-        return np.array([DTYPES[dtypes[tensor]].itemsize for tensor in tensors.tolist()], np.int64)
+    def _parts(self, rows: Ints) -> Iterator[ReadPart]:
+        """A request in parts that have one place each."""
+        for group in self._groups(rows):
+            if not self._is_packed[group.start]:
+                yield from self._straight(group)
+            elif len(group) >= PACKED_COUNT_MIN:
+                yield ReadPart(group.start, group.stop, is_pack=True)
+            else:
+                for row in group:
+                    yield ReadPart(row, row + 1, self._packed[int(self.blocks.chunk[row])])
 
-    def _read_pack(self, pack: Pack) -> None:
-        sizes = pack.sizes.tolist()
-        data = memoryview(bytearray(sum(sizes)))
-        expected = self._manifest.checksums[self._manifest.chunks.first_block[pack.chunks]]
+    def _straight(self, group: range) -> Iterator[ReadPart]:
+        """Blocks of one chunk: those that lie wholly in a target's memory, and others."""
+        block, blocks = self._block_nbytes, self.blocks
+        need = self._need(int(blocks.chunk[group.start]))
+        first_row, row = group.start - int(blocks.number[group.start]), group.start
+        for direct in sorted(need.directs):
+            # Only whole blocks are read in place: the rest of a partial one would land on the
+            # memory beside the target.
+            low = max(first_row - (-direct.start // block), row)
+            high = -(-direct.stop // block) if direct.stop == need.nbytes else direct.stop // block
+            high = min(first_row + high, group.stop)
+            if low < high:
+                if row < low:
+                    yield ReadPart(row, low)
+                start = (low - first_row) * block
+                yield ReadPart(low, high, direct.address + start - direct.start)
+                row = high
+        if row < group.stop:
+            yield ReadPart(row, group.stop)
+
+    def _read_and_deliver(self, rows: Ints) -> None:
+        parts = list(self._parts(rows))
+        buffers: list[memoryview] = []
+        read: list[memoryview] = []
+        for index, part in enumerate(parts):
+            start, stop = self._extent(part)
+            if index and (gap := start - self._extent(parts[index - 1])[1]):
+                # Of its own: what is kept in a cache must be what lies in the file.
+                buffers.append(memoryview(bytearray(gap)))
+            nbytes = stop - start
+            scratch = None if part.address else memoryview(bytearray(nbytes))
+            read.append(bytes_at(part.address, nbytes) if scratch is None else scratch)
+            buffers.append(read[-1])
 
         def check() -> None:
-            actual = np.array(crc32c_of_each(data, sizes), dtype=np.uint32)
-            if len(bad := np.flatnonzero(actual != expected)):
-                raise corrupt_block(self._manifest, self._directory, int(pack.chunks[bad[0]]), 0)
+            for part, data in zip(parts, read, strict=True):
+                self._check(part.first, part.last, data)
 
-        self._get(pack.file, pack.byte_start, [data], check)
-        source = address_of(data)
-        packed = self._packed
-        for chunk, nbytes in zip(pack.chunks.tolist(), sizes, strict=True):
+        self._get(int(rows[0]), buffers, sum(data.nbytes for data in read), check)
+        with self._streams.entered():
+            for part, data in zip(parts, read, strict=True):
+                self._deliver_part(part, data)
+
+    def _extent(self, part: ReadPart) -> tuple[int, int]:
+        return int(self.blocks.start[part.first]), int(self.blocks.stop[part.last - 1])
+
+    def _deliver_part(self, part: ReadPart, data: memoryview) -> None:
+        if not part.is_pack:
+            segment = self._segment(part.first, part.last, part.address)
+            need = self._need(segment.chunk)
+            # The request has put the bytes into their only target already.
+            if not part.address or len(need.directs) > 1 or need.scatters:
+                self._deliver(segment, data)
+            return
+        source, packed = address_of(data), self._packed
+        rows = slice(part.first, part.last)
+        sizes = (self.blocks.stop[rows] - self.blocks.start[rows]).tolist()
+        for chunk, nbytes in zip(self.blocks.chunk[rows].tolist(), sizes, strict=True):
             copy_bytes(packed[chunk], source, nbytes)
             source += nbytes
+
+    def _segment(self, first: int, last: int, address: int = 0) -> Segment:
+        start = int(self.blocks.number[first]) * self._block_nbytes
+        nbytes = int(self.blocks.stop[last - 1] - self.blocks.start[first])
+        return Segment(int(self.blocks.chunk[first]), start, start + nbytes, address)
 
     def _need(self, chunk: int) -> Need:
         if chunk not in self._needs:
@@ -203,82 +244,45 @@ class Reader:
         return self._needs[chunk]
 
     def read_run(self, run: SharedRun) -> memoryview:
-        """The checked bytes of a shared run, chunk after chunk."""
-        segments = list(self._segments(np.array([[run.start, run.stop]]), straight=False))
-        buffer = memoryview(bytearray(sum(s.stop - s.start for s in segments)))
-        filled = 0
-        for request in self._requests(iter(segments)):
-            nbytes = sum(s.stop - s.start for s in request.segments)
-            self._fetch(request, buffer[filled : filled + nbytes])
-            filled += nbytes
+        """The checked bytes of a run, in the order of the line."""
+        buffer = memoryview(bytearray(run.stop - run.start))
+        for rows in self._requests(np.array([[run.start, run.stop]])):
+            first, last = int(rows[0]), int(rows[-1]) + 1
+            start, stop = self.blocks.start[first], self.blocks.stop[last - 1]
+            data = buffer[int(start) - run.start : int(stop) - run.start]
+            self._get(first, [data], data.nbytes, partial(self._check, first, last, data))
         return buffer
 
-    def run_nbytes(self, run: SharedRun) -> int:
-        """The length of what `read_run` returns."""
-        span = np.array([[run.start, run.stop]])
-        return sum(s.stop - s.start for s in self._segments(span, straight=False))
-
     def deliver_run(self, run: SharedRun, data: memoryview) -> None:
-        """Put the bytes of a shared run, as `read_run` returns them, where this rank wants them."""
-        for segment in self._segments(np.array([[run.start, run.stop]]), straight=False):
-            nbytes = segment.stop - segment.start
-            self._deliver(segment, data[:nbytes])
-            data = data[nbytes:]
-
-    def _read_and_deliver(self, request: Request) -> None:
-        scratch_nbytes = sum(s.stop - s.start for s in request.segments if not s.address)
-        scratch = memoryview(bytearray(scratch_nbytes))
-        self._fetch(request, scratch)
+        """Put the bytes of a run, as `read_run` returns them, where this rank wants them."""
+        rows = self.blocks.within(np.array([[run.start, run.stop]]))
+        chunk = self.blocks.chunk[rows]
+        edges = [0, *(np.flatnonzero(chunk[1:] != chunk[:-1]) + 1).tolist(), len(rows)]
         with self._streams.entered():
-            self._deliver_all(request, scratch)
-
-    def _deliver_all(self, request: Request, scratch: memoryview) -> None:
-        used = 0
-        for segment in request.segments:
-            if segment.address:
-                need = self._need(segment.chunk)
-                # The request has put the bytes into their only target already.
-                if len(need.directs) == 1 and not need.scatters:
-                    continue
-                self._deliver(segment, bytes_at(segment.address, segment.stop - segment.start))
-                continue
-            nbytes = segment.stop - segment.start
-            self._deliver(segment, scratch[used : used + nbytes])
-            used += nbytes
-
-    def _fetch(self, request: Request, scratch: memoryview) -> None:
-        """Read a request and check its blocks. Segments without address fill `scratch` in order."""
-        buffers = []
-        used = 0
-        for segment in request.segments:
-            nbytes = segment.stop - segment.start
-            if segment.address:
-                buffers.append(bytes_at(segment.address, nbytes))
-            else:
-                buffers.append(scratch[used : used + nbytes])
-                used += nbytes
-
-        def check() -> None:
-            for segment, data in zip(request.segments, buffers, strict=True):
-                self._check(segment, data)
-
-        self._get(request.file, request.start, buffers, check)
+            for first, last in pairwise(edges):
+                segment = self._segment(int(rows[first]), int(rows[last - 1]) + 1)
+                nbytes = segment.stop - segment.start
+                self._deliver(segment, data[:nbytes])
+                data = data[nbytes:]
 
     def _get(
-        self, file: int, start: int, buffers: Sequence[memoryview], check: Callable[[], None]
+        self, row: int, buffers: Sequence[memoryview], needed: int, check: Callable[[], None]
     ) -> None:
-        """Fill `buffers` from the cache, if what it has passes `check`, or from the store."""
+        """Fill `buffers` from the start of a block on: from the cache, if what it has passes
+        `check`, or from the store. `needed` of their bytes are; the rest is read over.
+        """
+        file, start = self._place(row)
         cache, root = self._path.cache, self._manifest.header.root
-        nbytes = sum(buffer.nbytes for buffer in buffers)
         if cache is not None and cache.fill(root, self._cache_keys[file], start, buffers):
             # Bytes of a cache that do not match are no damage of the checkpoint: read the store.
             with contextlib.suppress(Corrupt):
                 check()
                 with self._counting:
-                    self.nbytes_cached += nbytes
+                    self.nbytes_cached += needed
                 return
         with self._counting:
-            self.nbytes_read += nbytes
+            self.nbytes_read += needed
+            self.nbytes_passed += sum(buffer.nbytes for buffer in buffers) - needed
         read_into(self._store, self._keys[file], start, buffers)
         check()
         if cache is not None:
@@ -286,14 +290,16 @@ class Reader:
             # again.
             cache.keep(root, self._cache_keys[file], start, buffers)
 
-    def _check(self, segment: Segment, data: memoryview) -> None:
-        block_nbytes = self._block_nbytes
-        first = self._need(segment.chunk).first_block + segment.start // block_nbytes
-        for block, start in enumerate(range(0, len(data), block_nbytes), first):
-            actual = crc32c(data[start : start + block_nbytes])
-            if actual != self._manifest.checksums[block]:
-                number = (segment.start + start) // block_nbytes
-                raise corrupt_block(self._manifest, self._directory, segment.chunk, number)
+    def _check(self, first: int, last: int, data: memoryview) -> None:
+        """Raise Corrupt unless `data` are the blocks `first` to `last`."""
+        rows = slice(first, last)
+        chunk, number = self.blocks.chunk[rows], self.blocks.number[rows]
+        sizes = (self.blocks.stop[rows] - self.blocks.start[rows]).tolist()
+        expected = self._manifest.checksums[self._manifest.chunks.first_block[chunk] + number]
+        actual = np.array(crc32c_of_each(data, sizes), dtype=np.uint32)
+        if len(bad := np.flatnonzero(actual != expected)):
+            row = bad[0]
+            raise corrupt_block(self._manifest, self._directory, int(chunk[row]), int(number[row]))
 
     def _deliver(self, segment: Segment, data: memoryview) -> None:
         """Copy the bytes of a segment to every target that does not have them yet."""
@@ -318,80 +324,6 @@ class Reader:
             source = elements.as_strided(patch.source_box.shape, strides, offset)
             with _may_write(scatter.target):
                 narrowed(scatter.target, patch.target_box).copy_(source)
-
-    def _segments(self, runs: Ints, *, straight: bool) -> Iterator[Segment]:
-        """The chunks' shares of `runs`, in order, cut to the request size.
-
-        With `straight`, blocks that lie wholly in a target's memory are segments of their own.
-        """
-        block_nbytes = self._block_nbytes
-        for first, last in runs.tolist():
-            first_block = self._manifest.chunks.first_block
-            chunk = int(np.searchsorted(first_block, first, side="right")) - 1
-            while first < last:
-                need = self._need(chunk)
-                start = (first - need.first_block) * block_nbytes
-                stop = min((last - need.first_block) * block_nbytes, need.nbytes)
-                if straight and stop - start <= block_nbytes and len(need.directs) == 1:
-                    direct = need.directs[0]
-                    if direct.start == start and direct.stop == stop:
-                        yield Segment(chunk, start, stop, direct.address)
-                        first, chunk = first + 1, chunk + 1
-                        continue
-                yield from self._cut(chunk, start, stop, straight)
-                # One past the last block of the chunk: a run may continue in the next chunk.
-                first = need.first_block - (-need.nbytes // block_nbytes)
-                chunk += 1
-
-    def _cut(self, chunk: int, start: int, stop: int, straight: bool) -> Iterator[Segment]:
-        # Whole blocks in every request, since a checksum covers no less.
-        size_max = max(self._path.request_nbytes_max, self._block_nbytes)
-        size_max -= size_max % self._block_nbytes
-        for low, high, address in self._straight(chunk, start, stop, straight):
-            while low < high:
-                size = min(size_max, high - low)
-                yield Segment(chunk, low, low + size, address)
-                low += size
-                address = address + size if address else 0
-
-    def _straight(
-        self, chunk: int, start: int, stop: int, straight: bool
-    ) -> Iterator[tuple[int, int, int]]:
-        """`start` to `stop` cut into (start, stop, address): whole blocks with a target, and
-        others.
-        """
-        block = self._block_nbytes
-        end = self._need(chunk).nbytes
-        for direct in sorted(self._need(chunk).directs) if straight else ():
-            # Only whole blocks are read in place: the rest of a partial one would land on the
-            # memory beside the target.
-            low = max(-(-direct.start // block) * block, start)
-            high = min(direct.stop if direct.stop == end else direct.stop // block * block, stop)
-            if low < high:
-                if start < low:
-                    yield start, low, 0
-                yield low, high, direct.address + low - direct.start
-                start = high
-        if start < stop:
-            yield start, stop, 0
-
-    def _requests(self, segments: Iterator[Segment]) -> Iterator[Request]:
-        """Segments that follow each other in a file, joined up to the request size."""
-        file, start, end, joined = -1, 0, 0, list[Segment]()
-        for segment in segments:
-            need = self._need(segment.chunk)
-            position = need.byte_start + segment.start
-            nbytes = segment.stop - segment.start
-            too_long = end + nbytes - start > self._path.request_nbytes_max
-            if joined and (need.file != file or position != end or too_long):
-                yield Request(file, start, joined)
-                joined = []
-            if not joined:
-                file, start = need.file, position
-            joined.append(segment)
-            end = position + nbytes
-        if joined:
-            yield Request(file, start, joined)
 
 
 def read_into(store: Store, key: str, start: int, buffers: Sequence[memoryview]) -> None:

@@ -1,175 +1,169 @@
-"""Blocks that several ranks need: which rank reads each of them, and in which round it is sent.
+"""Blocks that several ranks need: which of them reads each, and who passes it on to whom.
 
-Pure arithmetic on the block line: all blocks of all chunks of a manifest, numbered in order. Every
-rank computes the same answer from the same needs.
+Pure arithmetic on the byte line. Ranks that need the same runs form a group, and all of a group
+know all of its runs, so each of them works out alone what the others do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from heapq import heapify, heapreplace
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-Ints = npt.NDArray[np.int64]
+from ckpt.loading.byte_line import Blocks, Ints, length, without
+
+MIB = 1 << 20
+
+
+class Group(NamedTuple):
+    """Runs of the byte line, ascending and disjoint, that exactly `ranks` need; these ascend."""
+
+    ranks: Ints
+    runs: Ints
 
 
 class SharedRun(NamedTuple):
-    """Blocks `start` to `stop` of the block line, read by `reader` and sent to `others`."""
+    """Blocks from `start` to `stop` of the byte line, as one rank of those that need them sees it.
+
+    They come from the rank `source`, None where this one reads them, and go on to `targets`.
+    """
 
     start: int
     stop: int
-    reader: int
-    others: tuple[int, ...]
-    round: int
+    source: int | None
+    targets: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """The length of the run."""
+        return self.stop - self.start
 
 
 class Sharing(NamedTuple):
-    """`shared` in block order; `private` are this rank's remaining runs, as an (n, 2) array."""
+    """What one rank reads alone, as an (n, 2) array of runs, and what it has in common with others,
+    in the order of the line.
+    """
 
     private: Ints
     shared: list[SharedRun]
-    rounds: int
 
 
 class ShareLimits(NamedTuple):
-    """One run is at most `run_nbytes_max` long, or one block. In one round no rank reads or
-    receives more than `round_nbytes_max` bytes of shared blocks.
+    """One run is at most `run_nbytes_max` long, or one block; where a group has less than that for
+    each of its ranks, runs are shorter, down to `run_nbytes_min`. A rank has at most
+    `window_nbytes_max` bytes of runs under way.
 
     Runs below `repeated_nbytes_max`, like the step counters of an optimizer, are read by every rank
-    that needs them, if that adds at most one part in `repeated_part` to all bytes: a round of
-    all-to-all costs more than reading them.
+    that needs them, if that adds at most one part in `repeated_part` to all bytes: passing them on
+    costs more than reading them.
     """
 
-    run_nbytes_max: int = 4 << 20
-    round_nbytes_max: int = 16 << 20
+    run_nbytes_max: int = 4 * MIB
+    run_nbytes_min: int = MIB
+    window_nbytes_max: int = 16 * MIB
     repeated_nbytes_max: int = 64 << 10
     repeated_part: int = 100
 
 
-def share_blocks(needs: Sequence[Ints], line: Ints, rank: int, limits: ShareLimits) -> Sharing:
-    """Divide the blocks that more than one rank needs among the ranks that need them.
-
-    `needs[r]` are rank r's runs, ascending and disjoint, as an (n, 2) array; `line[b]` is the
-    number of bytes before block b, with one more entry at the end. Ranks that share nothing keep
-    all they need.
+class Weight(NamedTuple):
+    """Bytes that a rank counts so that the sums over all ranks count every byte once: of all that
+    is needed, of what reading short runs repeatedly adds, and of long runs that are shared.
     """
-    segments, members = _worth_sharing(*_shared_segments(needs), needs, line, limits)
-    private = _without(needs[rank], segments)
-    shared: list[SharedRun] = []
-    loads = [0] * len(needs)
-    clocks = [(0, 0)] * len(needs)  # per rank: the round it is filling, and the bytes in it
-    rounds = 0
-    for (start, stop), needers in zip(segments.tolist(), members, strict=True):
-        for low, high in _cut(start, stop, line, limits.run_nbytes_max):
-            nbytes = int(line[high] - line[low])
-            # The rank with the fewest bytes so far; by number on a tie, because every rank must
-            # come to the same answer.
-            reader = min(needers, key=lambda r: (loads[r], r))
-            loads[reader] += nbytes
-            round_number = _round_for(needers, nbytes, clocks, limits.round_nbytes_max)
-            rounds = max(rounds, round_number + 1)
-            others = tuple(r for r in needers if r != reader)
-            shared.append(SharedRun(low, high, reader, others, round_number))
-    return Sharing(private, shared, rounds)
+
+    unique: int
+    repeated: int
+    long: int
+
+    def is_little(self, limits: ShareLimits) -> bool:
+        """Of the sums: whether reading short runs repeatedly is next to nothing."""
+        return self.repeated * limits.repeated_part <= self.unique
 
 
-def _shared_segments(needs: Sequence[Ints]) -> tuple[Ints, list[tuple[int, ...]]]:
-    """The maximal runs that one and the same set of two or more ranks needs, and these sets."""
-    points = np.unique(np.concatenate([need.reshape(-1) for need in needs]))
-    change = np.zeros(len(points), dtype=np.int64)
-    for need in needs:
-        # A sweep over all ends of runs: the sum so far is how many ranks need the blocks that
-        # follow.
-        change[np.searchsorted(points, need[:, 0])] += 1
-        change[np.searchsorted(points, need[:, 1])] -= 1
-    wanted_twice = np.flatnonzero(np.cumsum(change) >= 2)
-    set_of_point = np.full(len(points), -1, dtype=np.int64)
-    set_of_point[wanted_twice] = np.arange(len(wanted_twice))
-    sets: list[list[int]] = [[] for _ in range(len(wanted_twice))]
-    for rank, need in enumerate(needs):
-        set_numbers = set_of_point[
-            expanded(np.searchsorted(points, need[:, 0]), np.searchsorted(points, need[:, 1]))
-        ]
-        for shared in set_numbers[set_numbers >= 0].tolist():
-            sets[shared].append(rank)
-    segments = np.stack([points[wanted_twice], points[wanted_twice + 1]], axis=1)
-    return segments, [tuple(ranks) for ranks in sets]
+def weigh(needs: Ints, groups: Sequence[Group], rank: int, limits: ShareLimits) -> Weight:
+    """The part of the sums that `rank` counts: what it alone needs, and what it needs as the first
+    of a group.
+    """
+    unique = length(needs) - sum(length(group.runs) for group in groups)
+    repeated = long = 0
+    for group in groups:
+        if group.ranks[0] == rank:
+            nbytes = group.runs[:, 1] - group.runs[:, 0]
+            short = int(nbytes[nbytes < limits.repeated_nbytes_max].sum())
+            unique += int(nbytes.sum())
+            long += int(nbytes.sum()) - short
+            repeated += short * (len(group.ranks) - 1)
+    return Weight(unique, repeated, long)
 
 
-def _worth_sharing(
-    segments: Ints,
-    members: list[tuple[int, ...]],
-    needs: Sequence[Ints],
-    line: Ints,
-    limits: ShareLimits,
-) -> tuple[Ints, list[tuple[int, ...]]]:
-    """Without the short segments, if reading them repeatedly is next to nothing."""
-    nbytes = line[segments[:, 1]] - line[segments[:, 0]]
-    is_short = nbytes < limits.repeated_nbytes_max
-    if not is_short.any():
-        return segments, members
-    counts = np.array([len(ranks) for ranks in members])
-    repeated = int((nbytes * (counts - 1))[is_short].sum())
-    unique = sum(int((line[need[:, 1]] - line[need[:, 0]]).sum()) for need in needs)
-    unique -= int((nbytes * (counts - 1)).sum())
-    if repeated * limits.repeated_part > unique:
-        return segments, members
-    kept = np.flatnonzero(~is_short)
-    return segments[kept], [members[index] for index in kept.tolist()]
+def share(blocks: Blocks, groups: Sequence[Group], rank: int, limits: ShareLimits) -> Sharing:
+    """Divide what the groups of `rank` need among their ranks; `rank` reads all else alone.
+
+    `blocks` are all that this rank needs, `groups` all of its groups.
+    """
+    shared = [run for group in groups for run in _divided(group, blocks, rank, limits)]
+    shared.sort()
+    taken = np.array([(run.start, run.stop) for run in shared], dtype=np.int64).reshape(-1, 2)
+    return Sharing(without(blocks.runs(), taken), shared)
 
 
-def expanded(first: npt.NDArray[np.integer], last: npt.NDArray[np.integer]) -> Ints:
-    """All integers of the ranges `first[i]` to `last[i]`, one range after the other."""
-    sizes = last - first
-    skipped = np.repeat(np.cumsum(sizes) - sizes, sizes)
-    numbers: npt.NDArray[np.intp] = np.arange(int(sizes.sum())) - skipped + np.repeat(first, sizes)
-    return numbers
+def long_only(groups: Sequence[Group], limits: ShareLimits) -> list[Group]:
+    """The groups without their short runs, which every rank then reads by itself."""
+    kept = []
+    for ranks, runs in groups:
+        is_long = runs[:, 1] - runs[:, 0] >= limits.repeated_nbytes_max
+        if is_long.any():
+            kept.append(Group(ranks, runs[is_long]))
+    return kept
 
 
-def _without(need: Ints, segments: Ints) -> Ints:
-    """The runs of `need` outside of `segments`; segments lie wholly inside or outside of a run."""
-    if len(segments) == 0 or len(need) == 0:
-        return need
-    kept: list[tuple[int, int]] = []
-    starts = segments[:, 0]
-    for start, stop in need.tolist():
-        position = start
-        for index in range(int(np.searchsorted(starts, start)), len(segments)):
-            low, high = int(segments[index, 0]), int(segments[index, 1])
-            if low >= stop:
-                break
-            if position < low:
-                kept.append((position, low))
-            position = high
-        if position < stop:
-            kept.append((position, stop))
-    return np.array(kept, dtype=np.int64).reshape(-1, 2)
+def _divided(group: Group, blocks: Blocks, rank: int, limits: ShareLimits) -> Iterator[SharedRun]:
+    ranks = group.ranks.tolist()
+    count, here = len(ranks), ranks.index(rank)
+    nbytes_max = max(length(group.runs) // count, limits.run_nbytes_min)
+    nbytes_max = min(nbytes_max, limits.run_nbytes_max)
+    # The rank with the fewest bytes so far reads. Groups of one run each begin with different
+    # ranks, so that not all of them fall to the lowest.
+    turn = int(group.runs[0, 0]) // MIB
+    loads = [(0, (index - turn) % count, index) for index in range(count)]
+    heapify(loads)
+    for start, stop in _cut(group.runs, blocks, nbytes_max):
+        load, order, reader = loads[0]
+        heapreplace(loads, (load + stop - start, order, reader))
+        source, targets = relay(here, reader, count)
+        yield SharedRun(
+            start,
+            stop,
+            None if source is None else ranks[source],
+            tuple([ranks[target] for target in targets]),
+        )
 
 
-def _cut(start: int, stop: int, line: Ints, nbytes_max: int) -> list[tuple[int, int]]:
-    cuts = []
-    while start < stop:
-        end = int(np.searchsorted(line, line[start] + nbytes_max, side="right")) - 1
-        end = min(max(end, start + 1), stop)
-        cuts.append((start, end))
-        start = end
-    return cuts
+def relay(here: int, reader: int, count: int) -> tuple[int | None, list[int]]:
+    """From which of `count` members the one at `here` gets what `reader` reads, and to which it
+    goes on: a binomial tree, turned so that `reader` is its root.
+
+    Neighbours are powers of two apart, so whoever reads, a member has at most 2 log2(count) of
+    them, and over all readers each passes on as much as it gets.
+    """
+    position = (here - reader) % count
+    reach = position & -position if position else 1 << (count - 1).bit_length()
+    steps = []
+    while reach > 1:
+        reach //= 2
+        if position + reach < count:
+            steps.append(reach)
+    source = (reader + (position & (position - 1))) % count if position else None
+    return source, [(here + step) % count for step in steps]
 
 
-def _round_for(
-    ranks: Sequence[int], nbytes: int, clocks: list[tuple[int, int]], nbytes_max: int
-) -> int:
-    """The first round in which all of `ranks` have room; notes the bytes there."""
-    # Never an earlier round than one of them has reached: each rank sends and receives its runs in
-    # order.
-    round_number = max(clocks[rank][0] for rank in ranks)
-    if any(
-        clocks[rank][0] == round_number and clocks[rank][1] + nbytes > nbytes_max for rank in ranks
-    ):
-        round_number += 1
-    for rank in ranks:
-        current, filled = clocks[rank]
-        clocks[rank] = (round_number, filled + nbytes if current == round_number else nbytes)
-    return round_number
+def _cut(runs: Ints, blocks: Blocks, nbytes_max: int) -> Iterator[tuple[int, int]]:
+    """`runs` in parts of at most `nbytes_max` bytes, or of one block."""
+    for start, stop in runs.tolist():
+        last = int(np.searchsorted(blocks.stop, stop, side="right"))
+        while start < stop:
+            row = int(np.searchsorted(blocks.stop[:last], start + nbytes_max, side="right")) - 1
+            row = max(row, int(np.searchsorted(blocks.start, start)))
+            yield start, int(blocks.stop[row])
+            start = int(blocks.stop[row])

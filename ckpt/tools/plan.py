@@ -2,7 +2,7 @@
 
     wanted pieces of every rank -> the plan of a load -> the requests that it would make
 
-The plan is made by the code that loads (`plan_reads`, `share_blocks`, `Reader`), so it shows what
+The plan is made by the code that loads (`plan_reads`, `share`, `Reader`), so it shows what
 would happen, and nothing but MANIFEST is read. No rank has to exist: `plan_ranks` plans for N of
 them with an even layout.
 """
@@ -15,6 +15,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, NamedTuple, SupportsIndex
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -29,11 +30,14 @@ from ckpt.layout.even import LAYOUTS, EvenLayout, wanted_part
 from ckpt.layout.piece import Holding, Kind, Piece
 from ckpt.layout.plain import Ranks
 from ckpt.layout.region import Box, Region, Shape, whole
+from ckpt.loading.byte_line import Blocks
 from ckpt.loading.checkpoint import Checkpoint, find_checkpoint
-from ckpt.loading.load import block_line, catalog_of
+from ckpt.loading.exchange import nbytes_under_way
+from ckpt.loading.load import catalog_of
+from ckpt.loading.needs import all_together, needs_of
 from ckpt.loading.plan import ReadPath, ReadPlan, plan_reads
 from ckpt.loading.reader import Reader, ReadRange
-from ckpt.loading.shared_reads import Ints, ShareLimits, Sharing, share_blocks
+from ckpt.loading.shared_reads import ShareLimits, Sharing, Weight, long_only, share, weigh
 from ckpt.state.bind import bind_state
 from ckpt.state.types import TensorEntry
 from storage import Store, StoreLike, open_store
@@ -326,18 +330,23 @@ def _plan_all(
     even: _Even,
 ) -> tuple[RankPlan, ...]:
     path = read_path(store)
-    needs = [
-        _RankNeeds.of(manifest, _holdings(tensors, rank, even)).runs for rank in range(even.ranks)
-    ]
-    line = block_line(manifest)
+    limits = ShareLimits()
+
+    def needed(rank: int) -> _RankNeeds:
+        return _RankNeeds.of(manifest, _holdings(tensors, rank, even))
+
+    needs = [needs_of(rank, needed(rank).blocks.runs()) for rank in range(even.ranks)]
+    everybodys = all_together(needs)
+    groups = [everybodys.shared_in(one).groups() for one in needs]
+    weights = [weigh(one.runs, groups[rank], rank, limits) for rank, one in enumerate(needs)]
+    if Weight(*(sum(column) for column in zip(*weights, strict=True))).is_little(limits):
+        groups = [long_only(one, limits) for one in groups]
     plans = []
     for rank in range(even.ranks):
         # Made anew: the memory of all ranks at once would be that of the whole cluster.
-        planned = _RankNeeds.of(manifest, _holdings(tensors, rank, even))
-        sharing = Sharing(planned.runs, [], 0)
-        if even.ranks > 1:
-            sharing = share_blocks(needs, line, rank, ShareLimits())
-        plans.append(planned.plan(store, prefix, manifest, path, _RankReads(rank, sharing, line)))
+        planned = needed(rank)
+        sharing = share(planned.blocks, groups[rank], rank, limits)
+        plans.append(planned.plan(store, prefix, manifest, path, _RankReads(rank, sharing)))
     return tuple(plans)
 
 
@@ -366,14 +375,13 @@ class _RankReads(NamedTuple):
 
     rank: int
     sharing: Sharing
-    line: Ints
 
 
 class _RankNeeds(NamedTuple):
     """What one rank wants of a checkpoint."""
 
     reads: ReadPlan
-    runs: Ints
+    blocks: Blocks
     nbytes_wanted: int
 
     @classmethod
@@ -384,43 +392,39 @@ class _RankNeeds(NamedTuple):
             for holding in holdings
             for piece in holding.pieces
         )
-        return cls(plan, plan.runs(manifest.chunks.first_block), nbytes)
+        return cls(plan, plan.blocks(manifest), nbytes)
 
     def alone(
         self, store: Store, prefix: str, manifest: Manifest, path: ReadPath, rank: int
     ) -> RankPlan:
         """The plan without other ranks."""
-        part = _RankReads(rank, Sharing(self.runs, [], 0), block_line(manifest))
+        part = _RankReads(rank, Sharing(self.blocks.runs(), []))
         return self.plan(store, prefix, manifest, path, part)
 
     def plan(
         self, store: Store, prefix: str, manifest: Manifest, path: ReadPath, part: _RankReads
     ) -> RankPlan:
         """The plan of this rank among others."""
-        rank, sharing, line = part
+        sharing = part.sharing
         reader = Reader(store, prefix, manifest, self.reads, path)
-        requests = reader.private_requests(sharing.private)
+        requests = reader.requests(sharing.private)
         private_max = max((_length(request) for request in requests), default=0)
         received = 0
-        rounds = [0] * sharing.rounds
         for run in sharing.shared:
-            nbytes = int(line[run.stop] - line[run.start])
-            if run.reader == rank:
-                requests += reader.shared_requests(run)
-                rounds[run.round] += nbytes * (1 + len(run.others))  # as read, and a copy for each
-            elif rank in run.others:
-                received += nbytes
-                rounds[run.round] += nbytes
+            if run.source is None:
+                requests += reader.requests(np.array([[run.start, run.stop]]))
+            else:
+                received += run.nbytes
+        window = nbytes_under_way(sharing.shared, ShareLimits(), path)
         # Each reader has one request under way.
         in_flight = private_max * min(max(path.readers, 1), max(len(requests), 1))
         return RankPlan(
-            rank=rank,
+            rank=part.rank,
             nbytes_wanted=self.nbytes_wanted,
-            nbytes_read=sum(map(_length, requests)),
+            nbytes_read=sum(request.nbytes for request in requests),
             nbytes_received=received,
             requests=len(requests),
-            nbytes_extra=MANIFEST_MEMORY * len(encode_manifest(manifest))
-            + max(in_flight, *rounds, 0),
+            nbytes_extra=MANIFEST_MEMORY * len(encode_manifest(manifest)) + max(in_flight, window),
         )
 
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 Ints = npt.NDArray[np.int64]
 
 
-class Blocks(NamedTuple):
+class NeededBlocks(NamedTuple):
     """Blocks that one rank needs, ascending on the byte line; columns of one length.
 
     Block i is bytes `start[i]` to `stop[i]` of the line, and block `number[i]` of chunk `chunk[i]`.
@@ -80,7 +80,7 @@ def without(runs: Ints, taken: Ints) -> Ints:
     return joined(pairs[pairs[:, 0] < pairs[:, 1]])
 
 
-def requests(blocks: Blocks, files: Ints, nbytes_max: int, gap_max: int) -> list[range]:
+def requests(blocks: NeededBlocks, files: Ints, nbytes_max: int, gap_max: int) -> list[range]:
     """The rows of `blocks` that one read fetches, read by read: as few reads as there can be.
 
     A read lies in one file, passes over gaps of at most `gap_max` bytes, and is at most

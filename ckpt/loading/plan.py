@@ -16,7 +16,7 @@ from ckpt.layout.memory import is_plain_memory, local_view, narrowed
 from ckpt.layout.piece import Holding, Piece
 from ckpt.layout.region import Box, Region, Shape, Span, boxes_of, row_major_strides, span_of, whole
 from ckpt.layout.reshard import Copy, Patch, Run, copies, touched
-from ckpt.loading.byte_line import Blocks, Ints, expanded, file_starts
+from ckpt.loading.byte_line import Ints, NeededBlocks, expanded, file_starts
 from ckpt.loading.cache import BlockCache
 
 MIB = 1 << 20
@@ -87,7 +87,7 @@ class ReadPlan(NamedTuple):
     packed: dict[int, int]
     holdings: Sequence[Holding]
 
-    def blocks(self, manifest: Manifest) -> Blocks:
+    def blocks(self, manifest: Manifest) -> NeededBlocks:
         """The blocks that are needed, in the order of the byte line."""
         table, block_nbytes = manifest.chunks, manifest.header.block_bytes
         runs = [
@@ -108,7 +108,7 @@ class ReadPlan(NamedTuple):
         base = base.astype(np.int64)[which]
         order = np.argsort(base + start, kind="stable")
         columns = base + start, base + stop, chunk[which], number
-        return Blocks(*(column[order] for column in columns))
+        return NeededBlocks(*(column[order] for column in columns))
 
 
 def _sizes(manifest: Manifest, chunks: Ints) -> Ints:

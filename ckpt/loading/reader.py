@@ -37,7 +37,7 @@ from ckpt.layout.memory import (
 )
 from ckpt.layout.region import row_major_strides
 from ckpt.layout.reshard import clip_patch
-from ckpt.loading.byte_line import Blocks, Ints, file_starts, requests
+from ckpt.loading.byte_line import Ints, NeededBlocks, file_starts, requests
 from ckpt.loading.plan import PACKED_COUNT_MIN, Need, ReadPath, ReadPlan, Scatter, whole_need
 from ckpt.loading.shared_reads import SharedRun
 from storage import ShortReadError, Store
@@ -139,7 +139,7 @@ class Reader:
     def _requests(self, runs: Ints) -> list[Ints]:
         """Rows of the blocks in `runs`, those of one request together."""
         rows = self.blocks.within(runs)
-        wanted = Blocks(*(column[rows] for column in self.blocks))
+        wanted = NeededBlocks(*(column[rows] for column in self.blocks))
         path = self._path
         reads = requests(wanted, self._files, path.request_nbytes_max, path.gap_nbytes_max)
         return [rows[one.start : one.stop] for one in reads]

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ckpt.loading.byte_line import Blocks, Ints, length, without
+from ckpt.loading.byte_line import Ints, NeededBlocks, length, without
 
 MIB = 1 << 20
 
@@ -97,7 +97,7 @@ def weigh(needs: Ints, groups: Sequence[Group], rank: int, limits: ShareLimits) 
     return Weight(unique, repeated, long)
 
 
-def share(blocks: Blocks, groups: Sequence[Group], rank: int, limits: ShareLimits) -> Sharing:
+def share(blocks: NeededBlocks, groups: Sequence[Group], rank: int, limits: ShareLimits) -> Sharing:
     """Divide what the groups of `rank` need among their ranks; `rank` reads all else alone.
 
     `blocks` are all that this rank needs, `groups` all of its groups.
@@ -118,7 +118,9 @@ def long_only(groups: Sequence[Group], limits: ShareLimits) -> list[Group]:
     return kept
 
 
-def _divided(group: Group, blocks: Blocks, rank: int, limits: ShareLimits) -> Iterator[SharedRun]:
+def _divided(
+    group: Group, blocks: NeededBlocks, rank: int, limits: ShareLimits
+) -> Iterator[SharedRun]:
     ranks = group.ranks.tolist()
     count, here = len(ranks), ranks.index(rank)
     nbytes_max = max(length(group.runs) // count, limits.run_nbytes_min)
@@ -158,7 +160,7 @@ def relay(here: int, reader: int, count: int) -> tuple[int | None, list[int]]:
     return source, [(here + step) % count for step in steps]
 
 
-def _cut(runs: Ints, blocks: Blocks, nbytes_max: int) -> Iterator[tuple[int, int]]:
+def _cut(runs: Ints, blocks: NeededBlocks, nbytes_max: int) -> Iterator[tuple[int, int]]:
     """`runs` in parts of at most `nbytes_max` bytes, or of one block."""
     for start, stop in runs.tolist():
         last = int(np.searchsorted(blocks.stop, stop, side="right"))

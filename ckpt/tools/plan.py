@@ -30,7 +30,7 @@ from ckpt.layout.even import LAYOUTS, EvenLayout, wanted_part
 from ckpt.layout.piece import Holding, Kind, Piece
 from ckpt.layout.plain import Ranks
 from ckpt.layout.region import Box, Region, Shape, whole
-from ckpt.loading.byte_line import Blocks
+from ckpt.loading.byte_line import NeededBlocks
 from ckpt.loading.checkpoint import Checkpoint, find_checkpoint
 from ckpt.loading.exchange import nbytes_under_way
 from ckpt.loading.load import catalog_of
@@ -381,7 +381,7 @@ class _RankNeeds(NamedTuple):
     """What one rank wants of a checkpoint."""
 
     reads: ReadPlan
-    blocks: Blocks
+    blocks: NeededBlocks
     nbytes_wanted: int
 
     @classmethod

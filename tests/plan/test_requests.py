@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from ckpt.loading.byte_line import Blocks, file_starts, requests, without
+from ckpt.loading.byte_line import NeededBlocks, file_starts, requests, without
 from ckpt.loading.load import LoadOptions
 from ckpt.loading.plan import ReadPath
 from storage import open_store
@@ -20,7 +20,7 @@ from storage.testing import CountingStore
 from tests.e2e.job import Job, Sharded
 
 
-def _drawn(seed: int) -> tuple[Blocks, list[int]]:
+def _drawn(seed: int) -> tuple[NeededBlocks, list[int]]:
     """Some blocks of some files, with what lies between them left out."""
     random_ = random.Random(seed)
     starts, stops, sizes = [], [], []
@@ -36,11 +36,11 @@ def _drawn(seed: int) -> tuple[Blocks, list[int]]:
         sizes.append(place + random_.randint(0, 5))
         line += sizes[-1]
     columns = np.array(starts, np.int64), np.array(stops, np.int64)
-    return Blocks(*columns, columns[0] * 0, columns[0] * 0), sizes
+    return NeededBlocks(*columns, columns[0] * 0, columns[0] * 0), sizes
 
 
 def _one_by_one(
-    blocks: Blocks, files: list[int], nbytes_max: int, gap_max: int
+    blocks: NeededBlocks, files: list[int], nbytes_max: int, gap_max: int
 ) -> list[tuple[int, int]]:
     """The reference: a block goes to the read before it when it may."""
     reads: list[tuple[int, int]] = []

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from ckpt.loading.byte_line import Blocks, Ints
+from ckpt.loading.byte_line import Ints, NeededBlocks
 from ckpt.loading.matching import halvings, match
 from ckpt.loading.needs import NeedMap, all_together, needs_of
 from ckpt.loading.shared_reads import (
@@ -50,10 +50,10 @@ class Case(NamedTuple):
             wanted.append(random_.choice([new, new, *wanted[-3:], set()]))
         return cls(edges.tolist(), wanted)
 
-    def blocks(self, rank: int) -> Blocks:
+    def blocks(self, rank: int) -> NeededBlocks:
         rows = np.array(sorted(self.wanted[rank]), dtype=np.int64)
         edges = np.array(self.edges, dtype=np.int64)
-        return Blocks(edges[rows], edges[rows + 1], rows, rows * 0)
+        return NeededBlocks(edges[rows], edges[rows + 1], rows, rows * 0)
 
     def needs(self, rank: int) -> Ints:
         return self.blocks(rank).runs()
@@ -187,7 +187,9 @@ def test_what_one_rank_passes_on_the_other_expects() -> None:
 
 def _one_group(ranks: int, sizes: list[int], limits: ShareLimits) -> list[list[SharedRun]]:
     edges = np.cumsum([0, *sizes])
-    blocks = Blocks(edges[:-1], edges[1:], np.arange(len(sizes)), np.zeros(len(sizes), np.int64))
+    blocks = NeededBlocks(
+        edges[:-1], edges[1:], np.arange(len(sizes)), np.zeros(len(sizes), np.int64)
+    )
     group = Group(np.arange(ranks), np.array([[0, edges[-1]]]))
     return [share(blocks, [group], rank, limits).shared for rank in range(ranks)]
 
@@ -217,7 +219,7 @@ def test_groups_of_one_run_do_not_all_fall_to_their_first_rank() -> None:
     readers: Counter[int] = Counter()
     for index in range(60):
         start = index * mib
-        blocks = Blocks(*(np.array([x]) for x in (start, start + mib, 0, 0)))
+        blocks = NeededBlocks(*(np.array([x]) for x in (start, start + mib, 0, 0)))
         group = Group(np.arange(index % 3, index % 3 + 3), np.array([[start, start + mib]]))
         for rank in group.ranks.tolist():
             (run,) = share(blocks, [group], rank, ShareLimits()).shared

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt.errors import Corrupt
-from ckpt.format.columns import Ints, pack_ints, required_field, unpack_indexes, unpack_ints
+from ckpt.format.columns import Ints, checked_indexes, pack_ints, required_field, unpack_ints
 from ckpt.format.coverage import check_cover
 from ckpt.format.datafile import NDIM_MAX
 from ckpt.format.manifest import (
@@ -26,6 +26,7 @@ from ckpt.format.manifest import (
     Manifest,
     starts_of,
 )
+from ckpt.format.progressions import pack_regular, unpack_regular
 from ckpt.layout.dtypes import DTYPES
 from ckpt.layout.region import Shape
 
@@ -50,13 +51,14 @@ def fields_of_chunks(m: Manifest) -> dict[str, bytes]:
     counts = np.diff(chunks.first)
     nbytes = chunks.numel.astype(np.int64) * np.repeat(itemsizes, counts)
     boxes = chunks.boxes
+    pack = pack_regular if m.header.has_progressions else pack_ints
     return {
-        "chunk_counts": pack_ints(counts),
-        "chunk_files": pack_ints(chunks.file),
-        "chunk_numels": pack_ints(chunks.numel),
-        "chunk_skips": pack_ints(_skips(chunks)),
-        "chunk_gaps": pack_ints(_gaps(m, nbytes, np.repeat(itemsizes, counts))),
-        "chunk_boxes": pack_ints(chunks.box.astype(np.int64) + 1),
+        "chunk_counts": pack(counts),
+        "chunk_files": pack(chunks.file),
+        "chunk_numels": pack(chunks.numel),
+        "chunk_skips": pack(_skips(chunks)),
+        "chunk_gaps": pack(_gaps(m, nbytes, np.repeat(itemsizes, counts))),
+        "chunk_boxes": pack(chunks.box.astype(np.int64) + 1),
         "box_ndims": pack_ints(np.diff(boxes.first), constant=False),
         "box_offsets": pack_ints(boxes.offsets, constant=False),
         "box_sizes": pack_ints(boxes.sizes, constant=False),
@@ -136,20 +138,25 @@ def decode_chunks(
 
     Raises Corrupt naming the field, or the tensors that are not covered.
     """
-    first = _decode_first(fields, counts)
-    files = unpack_indexes(fields, "chunk_files", counts.chunks, counts.files)
-    numels = unpack_ints(required_field(fields, "chunk_numels"), counts.chunks, "chunk_numels")
-    skips = unpack_ints(required_field(fields, "chunk_skips"), counts.chunks, "chunk_skips")
+    unpack = unpack_regular if header.has_progressions else unpack_ints
+
+    def column(name: str, count: int = counts.chunks) -> Ints:
+        return unpack(required_field(fields, name), count, name)
+
+    first = _decode_first(column("chunk_counts", counts.tensors), counts)
+    files = checked_indexes(column("chunk_files"), "chunk_files", counts.files)
+    numels, skips = column("chunk_numels"), column("chunk_skips")
     if counts.chunks:
         # As floats: the sum of hostile integers could wrap around and look right.
         total = float(numels.sum(dtype=np.float64)) + float(skips.sum(dtype=np.float64))
         if total > NUMEL_MAX or int(numels.min()) == 0:
             raise Corrupt("field 'chunk_numels': an empty chunk, or more elements than can be")
     itemsizes = np.repeat(bounds.itemsizes, np.diff(first))
-    byte_start = _decode_byte_starts(fields, counts, files, numels, itemsizes, bounds)
+    byte_start = _decode_byte_starts(column("chunk_gaps"), files, numels, itemsizes, bounds)
     first_block = _decode_first_block(numels, itemsizes, header.block_bytes, counts)
     del itemsizes
-    box, boxes = _decode_boxes(fields, counts)
+    ids = checked_indexes(column("chunk_boxes"), "chunk_boxes", counts.boxes + 1)
+    box, boxes = _decode_boxes(fields, ids, counts)
     span_start = _decode_span_starts(first, numels, skips, box, bounds)
     chunks = ChunkTable(first, files, byte_start, span_start, numels, box, boxes, first_block)
     problems = check_cover(chunks, bounds.fqns, bounds.shapes, bounds.numels)
@@ -158,8 +165,7 @@ def decode_chunks(
     return chunks
 
 
-def _decode_first(fields: Mapping[str, memoryview], counts: Counts) -> Int64s:
-    per_tensor = unpack_ints(required_field(fields, "chunk_counts"), counts.tensors, "chunk_counts")
+def _decode_first(per_tensor: Ints, counts: Counts) -> Int64s:
     if counts.tensors and int(per_tensor.max()) > counts.chunks:
         raise Corrupt(f"field 'chunk_counts': {int(per_tensor.max())} of {counts.chunks} chunks")
     first = starts_of(per_tensor)
@@ -182,22 +188,16 @@ def _runs(counts: Ints, total: int) -> list[tuple[int, int]]:
 
 
 def _decode_byte_starts(
-    fields: Mapping[str, memoryview],
-    counts: Counts,
-    files: Ints,
-    numels: Ints,
-    itemsizes: Ints,
-    bounds: ChunkBounds,
+    gaps: Ints, files: Ints, numels: Ints, itemsizes: Ints, bounds: ChunkBounds
 ) -> Ints:
-    gaps = unpack_ints(required_field(fields, "chunk_gaps"), counts.chunks, "chunk_gaps")
     if np.any(bounds.data_start > bounds.file_nbytes):
         raise Corrupt("field 'file_data_starts': data would start after the end of a file")
-    if not counts.chunks:
+    if not len(files):
         return np.zeros(0, dtype=np.int64)
     largest = int(bounds.file_nbytes.max())
-    byte_start: Ints = np.empty(counts.chunks, dtype=np.uint32 if largest < 1 << 32 else np.int64)
-    per_file = np.bincount(files, minlength=counts.files)
-    for low, high in _runs(per_file, counts.chunks):
+    byte_start: Ints = np.empty(len(files), dtype=np.uint32 if largest < 1 << 32 else np.int64)
+    per_file = np.bincount(files, minlength=len(bounds.file_nbytes))
+    for low, high in _runs(per_file, len(files)):
         index = np.flatnonzero((files >= low) & (files < high))
         if not len(index):
             continue
@@ -266,9 +266,10 @@ def _decode_first_block(numels: Ints, itemsizes: Ints, block_bytes: int, counts:
     return first_block
 
 
-def _decode_boxes(fields: Mapping[str, memoryview], counts: Counts) -> tuple[Ints, BoxTable]:
+def _decode_boxes(
+    fields: Mapping[str, memoryview], ids: Ints, counts: Counts
+) -> tuple[Ints, BoxTable]:
     """Per chunk the index of its box or -1, and the boxes."""
-    ids = unpack_indexes(fields, "chunk_boxes", counts.chunks, counts.boxes + 1)
     ndims = unpack_ints(
         required_field(fields, "box_ndims"), counts.boxes, "box_ndims", constant=False
     )

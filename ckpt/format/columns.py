@@ -158,7 +158,11 @@ def as_int64s(values: Ints, name: str) -> npt.NDArray[np.int64]:
 
 def unpack_indexes(fields: Mapping[str, memoryview], name: str, count: int, limit: int) -> Ints:
     """`count` indexes of a table with `limit` rows. Raises Corrupt naming one that is too large."""
-    ids = unpack_ints(required_field(fields, name), count, name)
-    if count and int(ids.max()) >= limit:
+    return checked_indexes(unpack_ints(required_field(fields, name), count, name), name, limit)
+
+
+def checked_indexes(ids: Ints, name: str, limit: int) -> Ints:
+    """`ids`, indexes of a table with `limit` rows. Raises Corrupt naming one that is too large."""
+    if len(ids) and int(ids.max()) >= limit:
         raise Corrupt(f"field {name!r}: index {int(ids.max())}, there are {limit}")
     return ids

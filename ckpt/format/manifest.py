@@ -24,7 +24,8 @@ from ckpt.layout.region import Box, Region, Shape, Span
 
 VERSION = 1
 # The names in `required` that this version can read.
-FEATURES: frozenset[str] = frozenset({REFERENCES})
+PROGRESSIONS = "progressions"  # columns of chunks may be progressions
+FEATURES: frozenset[str] = frozenset({REFERENCES, PROGRESSIONS})
 # Far beyond any checkpoint; sums of element and byte counts below it cannot wrap around.
 NUMEL_MAX = 1 << 58
 
@@ -46,6 +47,11 @@ class Header(BaseModel):
     created_unix: Annotated[int, Field(ge=0, lt=1 << 63)]
     required: tuple[str, ...] = ()
     user: dict[str, str] = Field(default_factory=dict)
+
+    @property
+    def has_progressions(self) -> bool:
+        """Whether regular columns of the manifest are stored as their rules."""
+        return PROGRESSIONS in self.required
 
 
 class BoxTable:

@@ -118,6 +118,7 @@ def _has_same_table(one: Manifest, other: Manifest) -> bool:
     return (
         all(getattr(one, name) is getattr(other, name) for name in names)
         and np.array_equal(one.file_data_start, other.file_data_start)
+        and one.header.required == other.header.required
         and not len(one.digests)
     )
 

@@ -21,7 +21,7 @@ from ckpt.commit.sweep import NotRetired
 from ckpt.commit.writer import Commit
 from ckpt.errors import Fenced, InvalidState, LogDiverged, OutcomeUnknown, SaveDropped
 from ckpt.format.datafile import BLOCK_BYTES
-from ckpt.format.manifest import Header, Manifest
+from ckpt.format.manifest import PROGRESSIONS, Header, Manifest
 from ckpt.format.manifest_codec import ManifestEncoder
 from ckpt.format.merging import build_manifest, replica_differences, value_differences
 from ckpt.format.part import Part
@@ -38,6 +38,9 @@ from storage import Store
 logger = logging.getLogger(__name__)
 
 
+# From that many ranks on, manifests hold the rules of regular layouts; with fewer, older versions
+# can read them.
+RULES_RANKS_MIN = 128
 TRIES = 3  # of a save that refers to other checkpoints, each time that one of them is retired
 
 
@@ -148,13 +151,15 @@ def _start(task: SaveTask, modules: Callable[[], Sequence[str]], *, may_refer: b
     if session is not None:
         try:
             header = header_of(task, session.new_attempt(), modules())
+            required = [PROGRESSIONS] if task.session.world.size >= RULES_RANKS_MIN else []
             encoded_base = b""
             if task.options.dedup:
                 previous = task.memory.previous
                 base = previous.offer(session, block_nbytes=BLOCK_BYTES) if may_refer else NOTHING
                 if base.allowed:
-                    header = header.model_copy(update={"required": (REFERENCES,)})
+                    required.insert(0, REFERENCES)
                 encoded_base = base.encode()
+            header = header.model_copy(update={"required": tuple(required)})
             message = joined(header.model_dump_json().encode(), encoded_base)
         except Exception as caught:
             # Broadcast nothing instead of raising here: the other ranks wait in the broadcast, and

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from ckpt.convert.export import export as export
     from ckpt.convert.import_ import ImportReport as ImportReport
     from ckpt.convert.import_ import import_checkpoint as import_checkpoint
+    from ckpt.convert.sources.dequantized import Dequantize as Dequantize
     from ckpt.errors import CheckpointError as CheckpointError
     from ckpt.errors import Corrupt as Corrupt
     from ckpt.errors import Fenced as Fenced
@@ -109,6 +110,7 @@ _HOMES = {
     "Checkpointer": "ckpt.service.checkpointer",
     "CopyReport": "ckpt.tools.copy",
     "Corrupt": "ckpt.errors",
+    "Dequantize": "ckpt.convert.sources.dequantized",
     "DiffOptions": "ckpt.tools.diff",
     "DiffReport": "ckpt.tools.diff",
     "DiskUsage": "ckpt.tools.overview",

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from ckpt.commit.names import step_prefix
 from ckpt.commit.numbers import plain_int
 from ckpt.convert.naming import Rename, renamed, renamer
+from ckpt.convert.sources.dequantized import Dequantize, DequantizedSource
 from ckpt.convert.sources.opening import SourceOptions, open_source
 from ckpt.convert.sources.source import CheckpointSource, ReadRequest, SourceContents, SourceTensor
 from ckpt.convert.targets.files import Data, Output
@@ -89,6 +90,7 @@ def import_checkpoint(
     rename: Rename | None = None,
     skip: Sequence[str] = (),
     parameter_names: Sequence[str] | None = None,
+    dequantize: Dequantize | None = None,
     memory_nbytes_max: SupportsIndex | None = None,
     verify: bool = False,
     threads: int = 3,
@@ -111,9 +113,11 @@ def import_checkpoint(
 
     `rename` gives names new ones (see `Rename`), `skip` are names, dotted beginnings of names, or
     shell patterns to leave out. `parameter_names` are needed where an optimizer numbers its
-    parameters and does not name them. `verify=True` reads the new checkpoint back and compares
-    every tensor with the source. Collective over `process_group` (default: all ranks, if there are
-    any); the ranks divide the bytes among them.
+    parameters and does not name them. Block-quantized weights (float8 with `weight_scale_inv`,
+    MXFP4 blocks and scales) are imported as they are, or turned into plain ones as `dequantize`
+    says, which takes about 6 MiB more for each thread. `verify=True` reads the new checkpoint back
+    and compares every tensor with the source. Collective over `process_group` (default: all ranks,
+    if there are any); the ranks divide the bytes among them.
 
     Raises the same error on every rank, and the root is as before then: NoCheckpoint, Corrupt and
     UnsupportedFormat for the source, InvalidState listing what cannot be stored, and the errors of
@@ -123,7 +127,7 @@ def import_checkpoint(
     options = SourceOptions(
         None, parameter_names, plain_int(memory_nbytes_max), dict(source_options or {})
     )
-    opened = collectively(world, "open source", lambda: open_source(source, options, open_store))
+    opened = collectively(world, "open source", lambda: _opened(source, options, dequantize))
     try:
         chosen = collectively(world, "names", lambda: _chosen(opened, rename, skip))
         # Only now is anything made at the root.
@@ -140,6 +144,19 @@ def import_checkpoint(
         return _imported(writing, task, verify=verify)
     finally:
         opened.close()
+
+
+def _opened(
+    source: StoreLike, options: SourceOptions, dequantize: Dequantize | None
+) -> CheckpointSource:
+    opened = open_source(source, options, open_store)
+    if dequantize is None:
+        return opened
+    try:
+        return DequantizedSource(opened, dequantize)
+    except BaseException:
+        opened.close()
+        raise
 
 
 def _imported(writing: _Importing, task: SaveTask, *, verify: bool) -> ImportReport:

@@ -1,19 +1,16 @@
-"""What `fully_shard` makes of a module: a class with torch's methods, and hooks around the forward.
-
-`ShardedGroup` is what one call made; `FSDPModule` is what its modules are from then on.
-"""
+"""What `fully_shard` makes of a module: a class with torch's methods, and hooks on the forward."""
 
 from __future__ import annotations
 
 import functools
 import types
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ckpt.layout.dtensor import FsdpCut, describe_dtensor
 from ckpt.layout.piece import Owned
@@ -22,11 +19,11 @@ from ckpt.state.values import join
 from sharding.dtensor.store import DTensorStore
 from sharding.engine.collectives import all_global_ranks, separate_comm
 from sharding.engine.early_gather import UnshardHandle, start_early
-from sharding.engine.reduction import divide_factors
 from sharding.engine.runtime import Runtime, check_no_inner_root
-from sharding.engine.streams import Streams, streams_for
-from sharding.engine.torch_seam import mark_fully_sharded
+from sharding.engine.streams import Streams
+from sharding.engine.torch_seam import SymmetricMemory, group_memory, mark_fully_sharded
 from sharding.engine.unit import Phase, Root, Unit
+from sharding.sharded_group import ShardedGroup
 from sharding.torch_face import TorchUnit
 
 __all__ = [
@@ -39,51 +36,6 @@ __all__ = [
     "sharded_groups",
     "share_comm_ctx",
 ]
-
-
-class ShardedGroup:
-    """What one call of `fully_shard` made: modules whose parameters are one unit."""
-
-    def __init__(
-        self, modules: Sequence[nn.Module], unit: Unit, store: DTensorStore, policy: Any
-    ) -> None:
-        self.modules = tuple(modules)
-        self.unit = unit
-        self.store = store
-        self.policy: MixedPrecisionPolicy = policy
-        self.streams: Streams = streams_for(store.device)
-        store.streams = self.streams
-        self.divide_factor: float | None = None
-        self.in_flight_max: int | None = None
-        """Reductions under way at once, of the whole model; None for the usual number."""
-        self.waiting_for: set[int] = set()
-        """Modules that are still to run before the unit's forward is over."""
-
-    @property
-    def reduces_in(self) -> torch.dtype:
-        """The dtype of reductions."""
-        return self.policy.reduce_dtype or self.policy.param_dtype or self.store.dtype
-
-    @property
-    def strategy(self) -> str:
-        """How its parameters are sharded, in words."""
-        data, frees = self.store.data, self.unit.schedule.frees_after_forward
-        over = f"fully_shard over {data.shard.size} ranks"
-        if data.replicate is not None and data.is_repeated_only:
-            over = f"fully_shard, repeated on {data.replicate.size} ranks"
-        elif data.replicate is not None:
-            over += f", repeated {data.replicate.size} times"
-        return over if frees is None else f"{over}, {'freed' if frees else 'kept'} after forward"
-
-    def update_factors(self) -> None:
-        """Divide by the number of ranks that see different data, or by what the user said."""
-        data = self.store.data
-        total = float(data.size) if self.divide_factor is None else self.divide_factor
-        before = 1.0
-        if self.reduces_in is torch.float16:
-            # So that neither the sum nor the parts leave the range of the dtype.
-            before = divide_factors(data.size)[0]
-        self.unit.reduction = replace(self.unit.reduction, factors=(before, total / before))
 
 
 class PipelineState:
@@ -157,7 +109,9 @@ class FSDPModule(TorchUnit):
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Whether the next backward waits for its reductions; False while more of a step follow."""
-        _find_root(self).is_last_backward = is_last_backward
+        self.fsdp_group.is_last_backward = is_last_backward  # for the root, if it is this one
+        if self.fsdp_group.unit.runtime is not None:
+            self.fsdp_group.unit.runtime.is_last_backward = is_last_backward
 
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
@@ -180,7 +134,7 @@ class FSDPModule(TorchUnit):
         not written to; after writing by `torch._foreach` functions, call `reshard()`.
         """
         # An int is a mesh size where `fully_shard` takes it, and cannot be changed to here.
-        if reshard_after_forward not in (True, False):
+        if not isinstance(reshard_after_forward, bool):
             raise ValueError(f"expected True or False here, got {reshard_after_forward!r}")
         for group in self._own_or_all(recurse):
             group.store.set_smaller_mesh(None)
@@ -222,7 +176,12 @@ class FSDPModule(TorchUnit):
         self.fsdp_group.update_factors()
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """The older name of `set_gradient_divide_factor`."""
+        """The older name of `set_gradient_divide_factor`. Warns (DeprecationWarning)."""
+        warnings.warn(
+            "set_reduce_scatter_divide_factor() is now set_gradient_divide_factor()",
+            DeprecationWarning,
+            stacklevel=2,
+        )
         self.set_gradient_divide_factor(factor)
 
     # --- order ----------------------------------------------------------------------------------
@@ -239,23 +198,32 @@ class FSDPModule(TorchUnit):
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Let the next forward's gathers wait for this event, not for all that was computed."""
-        _find_root(self).streams.gathers_wait_once_for(event)
+        runtime = self.fsdp_group.unit.runtime
+        streams = self.fsdp_group.streams if runtime is None else runtime.streams
+        streams.gathers_wait_once_for(event)
 
     # --- communication --------------------------------------------------------------------------
 
     def set_all_reduce_hook(
         self, hook: Callable[[torch.Tensor], None], *, stream: Any = None
     ) -> None:
-        """Call `hook(reduced)` with summed gradients, in place, before they are divided.
+        """Call `hook(reduced)` with this rank's part of reduced gradients, to be changed in place.
 
-        It runs on the stream of reductions; another cannot be given.
+        They are averages, or, where the dtype of the reduction has a small range or
+        `set_force_sum_reduction_for_comms(True)` was called, sums that are still to be divided. It
+        runs on `stream`, by default on that of all-reduces. Raises ValueError for a stream where a
+        replicate axis has that one.
         """
-        if stream is not None:
-            raise NotImplementedError(
-                "set_all_reduce_hook runs on the stream of reductions; change streams in the hook"
-            )
-        unit = self.fsdp_group.unit
-        unit.reduction = replace(unit.reduction, summed_hook=hook)
+        group = self.fsdp_group
+        data = group.store.data
+        if stream is not None and data.replicate is not None:
+            if not data.is_repeated_only:
+                raise ValueError(
+                    "set_all_reduce_hook: the hook comes after the all-reduce over the replicate "
+                    "axis, on its stream; leave out stream="
+                )
+            stream = None
+        group.unit.reduction = replace(group.unit.reduction, summed_hook=hook, hook_stream=stream)
 
     def set_separate_reduce_scatter_group(
         self, enable: bool = True, *, recurse: bool = True
@@ -266,11 +234,11 @@ class FSDPModule(TorchUnit):
         """
         made: dict[Any, Any] = {}
         for group in self._own_or_all(recurse):
-            shard = group.store.data.shard
+            shard = group.shard
             if enable and shard.global_ranks not in made:
                 made[shard.global_ranks] = separate_comm(shard)
-            comm = made[shard.global_ranks] if enable else shard
-            group.unit.reduction = replace(group.unit.reduction, shard=comm)
+            group.reducing_shard = made[shard.global_ranks] if enable else shard
+            group.choose_comms()
 
     def set_reduce_scatter_max_input_buffers(
         self, max_input_buffers: int, *, recurse: bool = True
@@ -278,6 +246,8 @@ class FSDPModule(TorchUnit):
         """How many reductions may be under way at once, of the whole model; at first 2 on CPU and 1
         on accelerators, as many as torch has.
         """
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+            raise TypeError(f"max_input_buffers must be an int, got {max_input_buffers!r}")
         if max_input_buffers < 1:
             raise ValueError(f"max_input_buffers must be at least 1, got {max_input_buffers}")
         for group in self._own_or_all(recurse):
@@ -286,33 +256,59 @@ class FSDPModule(TorchUnit):
                 group.unit.runtime.reductions.in_flight_max = max_input_buffers
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Nothing to do: reductions are sums, divided apart, always."""
+        """Whether collectives only sum: a custom reduce-scatter is never asked for averages, and
+        hooks see sums.
+        """
+        self.fsdp_group.sums_only = enable
+        self.fsdp_group.update_factors()
 
     def set_custom_all_gather(self, comm: Any) -> None:
-        """Gather by the user's own collective; see `sharding.engine.collectives.CustomComm`."""
-        store = self.fsdp_group.store
-        store.data = replace(store.data, shard=store.data.shard.with_gather(comm))
+        """Gather by the user's own collective; see `sharding.engine.custom_comms.CustomComm`."""
+        self.fsdp_group.custom_gather = comm
+        self.fsdp_group.choose_comms()
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
-        """Reduce by the user's own collective; see `sharding.engine.collectives.CustomComm`."""
-        unit = self.fsdp_group.unit
-        assert unit.reduction.shard is not None
-        shard = unit.reduction.shard.with_reduction(comm)
-        unit.reduction = replace(unit.reduction, shard=shard)
+        """Reduce by the user's own collective; see `sharding.engine.custom_comms.CustomComm`.
+
+        Its `op` is AVG or a premultiplied sum, or SUM where `set_all_reduce_hook` says that hooks
+        see sums.
+        """
+        self.fsdp_group.custom_reduction = comm
+        self.fsdp_group.choose_comms()
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Not offered: gathers go from and to parameters' own memory where they can."""
-        if enable:
-            raise NotImplementedError(
-                "buffers of the process group's own allocator are not offered; leave it off"
-            )
+        """Whether buffers of collectives are of the process group's own allocator, if it has one.
 
-    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
-        """Not offered: see `set_allocate_memory_from_process_group_for_comm`."""
-        raise NotImplementedError(
-            f"symmetric memory of {backend} is not offered; leave it off, or use "
-            "set_custom_all_gather()"
-        )
+        Members are packed into them then; without an allocator (gloo) nothing changes. Raises
+        AssertionError beside custom collectives and symmetric memory.
+        """
+        group = self.fsdp_group
+        group.check_no_other_memory("set_allocate_memory_from_process_group_for_comm()", "group")
+        group.memory_kind = "group" if enable else ""
+        group.gather_memory = group.reduction_memory = None
+        if enable:
+            device = group.store.device
+            group.gather_memory = group_memory(group.shard.group, device)
+            group.reduction_memory = group_memory(group.reducing_shard.group, device)
+        group.choose_comms()
+
+    def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
+        """Let buffers of gathers be symmetric memory, which the backend moves faster; those of
+        reductions too after `set_force_sum_reduction_for_comms(True)`.
+
+        Collective over the shard axis. Raises RuntimeError where torch has no such memory, and
+        AssertionError beside custom collectives and memory of the process group.
+        """
+        group = self.fsdp_group
+        group.check_no_other_memory("set_symm_mem_for_comm()", "symmetric")
+        memory = SymmetricMemory(backend)
+        group.shard.meet()  # its communicator must be there before buffers are exchanged
+        group.memory_kind = "symmetric"
+        group.gather_memory = memory
+        if group.sums_only:
+            group.reducing_shard.meet()
+            group.reduction_memory = memory
+        group.choose_comms()
 
     # --- as a module ----------------------------------------------------------------------------
 
@@ -321,6 +317,8 @@ class FSDPModule(TorchUnit):
         # What comes after torch's class, which would look into its own state.
         applied = super(TorchUnit, self)._apply(*args, **kwargs)  # type: ignore[misc]
         self.fsdp_group.store.adopt_values()
+        if self.fsdp_group.unit.runtime is not None:
+            self.fsdp_group.update_factors()  # the dtype may be another
         return applied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -481,6 +479,7 @@ def _find_root(module: Any) -> Root:
         group.update_factors()
     _name_absolutely(module, groups)
     runtime = Runtime(unit, units, module.fsdp_group.streams)
+    runtime.is_last_backward = module.fsdp_group.is_last_backward
     # One number for the model: reductions of all units share memory and stream.
     wanted = [group.in_flight_max for group in groups if group.in_flight_max is not None]
     runtime.reductions.in_flight_max = max(wanted, default=runtime.reductions.in_flight_max)

@@ -20,7 +20,7 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,7 @@ from sharding.engine.pool import BufferPool
 
 __all__ = [
     "Comm",
+    "CommMemory",
     "Group",
     "PendingCollective",
     "RankParts",
@@ -104,6 +105,16 @@ Members = Sequence[RankParts]
 Tensors = Sequence[torch.Tensor]
 
 
+class CommMemory(Protocol):
+    """Memory that collectives of a backend move faster than any other."""
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A new 1-D tensor in it."""
+
+    def register(self, buffer: torch.Tensor, group: Group) -> None:
+        """Called with each buffer before the group's collective uses it."""
+
+
 class Comm(ABC):
     """One process group. All buffers are contiguous; all ranks call in the same order, with members
     of the same sizes.
@@ -172,13 +183,13 @@ class Comm(ABC):
             [dist.broadcast(tensor, src=source, group=self.group, async_op=True)]
         )
 
-    def with_gather(self, custom: Any) -> Comm:
-        """The same ranks, gathering by the user's own collective; see `CustomComm`."""
-        return _CustomGather(self, custom)
+    def in_memory(self, memory: CommMemory) -> Comm:
+        """The same ranks, by the backend's own primitives between buffers of that memory."""
+        return _Native(self.group, memory)
 
-    def with_reduction(self, custom: Any) -> Comm:
-        """The same ranks, reducing by the user's own collective; see `CustomComm`."""
-        return _CustomReduction(self, custom)
+    def meet(self) -> None:
+        """Return when all ranks have come here."""
+        dist.barrier(group=self.group)
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Every rank's small plain value, in the order of ranks."""
@@ -189,11 +200,26 @@ class Comm(ABC):
 
 class _Native(Comm):
     """The backend's own primitives, on one member: what comes as several members is to be packed
-    into one first, for each collective costs a start of its own.
+    into one first, for each collective costs a start of its own. `memory`: what all are packed in.
     """
 
+    def __init__(self, group: Group, memory: CommMemory | None = None) -> None:
+        super().__init__(group)
+        self._memory = memory
+
     def packs(self, count: int, *, even: bool) -> bool:
-        return count != 1 or not even
+        return count != 1 or not even or self._memory is not None
+
+    def buffer(
+        self, numel: int, dtype: torch.dtype, device: torch.device, pool: BufferPool | None
+    ) -> torch.Tensor:
+        if self._memory is None:
+            return super().buffer(numel, dtype, device, pool)
+        return self._memory.allocate(numel, dtype, device)
+
+    def give_back(self, buffer: torch.Tensor, pool: BufferPool) -> None:
+        if self._memory is None:
+            super().give_back(buffer, pool)
 
     def all_gather(
         self, members: Members, own: Tensors, *, pool: BufferPool, tag: int
@@ -223,9 +249,14 @@ class _Native(Comm):
         return [member.of(rank) for rank in range(self.size)]
 
     def _gather(self, full: torch.Tensor, own: torch.Tensor) -> Any:
+        if self._memory is not None:
+            self._memory.register(full, self.group)  # `own` is a part of it
         return _all_gather_single()(full, own, group=self.group, async_op=True)
 
     def _reduce(self, full: torch.Tensor, out: torch.Tensor) -> Any:
+        if self._memory is not None:
+            self._memory.register(full, self.group)
+            self._memory.register(out, self.group)
         return _reduce_scatter_single()(out, full, group=self.group, async_op=True)
 
 
@@ -382,67 +413,8 @@ class _Alone(Comm):
             out.copy_(member.of(0))
         return PendingCollective(())
 
-
-class CustomComm(Comm):
-    """A group whose gathers or reductions are the user's own.
-
-    As torch has them: `custom.allocate(shape, dtype=, device=)` makes the buffers, and
-    `custom(output_tensor=, input_tensor=, group=, async_op=True)` fills the output and returns what
-    can be waited for, or None when it is done; a reduction gets `op=` too.
-    """
-
-    def __init__(self, base: Comm, custom: Any) -> None:
-        super().__init__(base.group)
-        self._base = base
-        self._custom = custom
-
-    def packs(self, count: int, *, even: bool) -> bool:
-        return True  # buffers are to be the user's
-
-    def buffer(
-        self, numel: int, dtype: torch.dtype, device: torch.device, pool: BufferPool | None
-    ) -> torch.Tensor:
-        buffer: torch.Tensor = self._custom.allocate((numel,), dtype=dtype, device=device)
-        return buffer
-
-    def give_back(self, buffer: torch.Tensor, pool: BufferPool) -> None:
-        pass
-
-    def all_gather(
-        self, members: Members, own: Tensors, *, pool: BufferPool, tag: int
-    ) -> PendingCollective:
-        return self._base.all_gather(members, own, pool=pool, tag=tag)
-
-    def reduce_scatter(
-        self, members: Members, outs: Tensors, *, pool: BufferPool, tag: int
-    ) -> PendingCollective:
-        return self._base.reduce_scatter(members, outs, pool=pool, tag=tag)
-
-
-class _CustomGather(CustomComm):
-    def all_gather(
-        self, members: Members, own: Tensors, *, pool: BufferPool, tag: int
-    ) -> PendingCollective:
-        (member,), (part,) = members, own
-        work = self._custom(
-            output_tensor=member.whole, input_tensor=part, group=self.group, async_op=True
-        )
-        return PendingCollective([work])
-
-
-class _CustomReduction(CustomComm):
-    def reduce_scatter(
-        self, members: Members, outs: Tensors, *, pool: BufferPool, tag: int
-    ) -> PendingCollective:
-        (member,), (out,) = members, outs
-        work = self._custom(
-            output_tensor=out,
-            input_tensor=member.whole,
-            group=self.group,
-            op=dist.ReduceOp.SUM,
-            async_op=True,
-        )
-        return PendingCollective([work])
+    def in_memory(self, memory: CommMemory) -> Comm:
+        return self
 
 
 def comm_of(group: Group) -> Comm:

@@ -54,7 +54,11 @@ class Reduction:
     """Whether parameters without a gradient take part, with zeros."""
     hook: CommHook | None = None
     summed_hook: Callable[[torch.Tensor], object] | None = None
-    """Called with the reduced gradients, before they are divided."""
+    """Called with the reduced gradients, in place, before they are added to those of the shards."""
+    hook_stream: Any = None
+    """Where it is called, and all that follows is done; None for the stream of all-reduces."""
+    hook_sees_averages: bool = False
+    """Whether sums are divided before it is called, rather than after."""
     all_reduces: bool = True
     """Whether sums go to the replicate group now; else they are kept and added to later ones."""
 
@@ -177,11 +181,11 @@ class Reductions:
         pending = shard.reduce_scatter(members, targets, pool=self._pool, tag=2 * store.tag + 1)
 
         def end() -> None:
-            if reduction.replicate is None:
+            if reduction.replicate is None and reduction.summed_hook is None:
                 self._end_shard(store, reduction, outgoing, out, outs)
                 return
             used = [out]
-            with self.streams.repeating():
+            with self.streams.repeating(reduction.hook_stream):
                 # Sums of earlier backwards that did not go to the replicate group go with these.
                 kept = self._kept.setdefault(store.tag, {})
                 for number, part in zip(outgoing.member_indices, outs, strict=True):
@@ -189,7 +193,7 @@ class Reductions:
                     if before is not None:
                         part.add_(before)
                         used.append(before)
-                if reduction.all_reduces:
+                if reduction.all_reduces or reduction.replicate is None:
                     self._end_shard(store, reduction, outgoing, out, outs)
                 else:
                     kept.update(zip(outgoing.member_indices, outs, strict=True))
@@ -226,13 +230,16 @@ class Reductions:
             self._repeated.append((sums, self.streams.mark()))
 
     def _end_sum(self, reduction: Reduction, out: torch.Tensor) -> None:
-        """Sum over the replicate group, and divide, in place."""
+        """Sum over the replicate group, divide, and call the hook, in place."""
         if reduction.replicate is not None:
             reduction.replicate.all_reduce(out).wait()
-        if reduction.summed_hook is not None:
-            reduction.summed_hook(out)
+        hook = reduction.summed_hook
+        if hook is not None and not reduction.hook_sees_averages:
+            hook(out)
         if reduction.factors[1] != 1.0:
             out.div_(reduction.factors[1])
+        if hook is not None and reduction.hook_sees_averages:
+            hook(out)
 
     def _start_replicated(
         self, store: ParameterStore, reduction: Reduction, outgoing: Outgoing
@@ -266,9 +273,10 @@ class Reductions:
         return _Started(PendingCollective(()), end)
 
 
-def divide_factors(size: int) -> tuple[float, float]:
+def divide_factors(size: float) -> tuple[float, float]:
     """What to divide gradients of `size` ranks by before and after their sum: about the root of
     `size` each, the first a power of two. 1 gives 1 and 1, 4 gives 2 and 2, 6 gives 4 and 1.5.
+    Also for another number to divide by: 2.5 gives 1 and 2.5.
     """
     before = 1
     while size % before == 0 and size / before > before:

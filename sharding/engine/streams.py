@@ -43,8 +43,10 @@ class Streams:
         """Work inside goes to the stream of reductions."""
         return nullcontext()
 
-    def repeating(self) -> AbstractContextManager[Any]:
-        """Work inside goes to the stream of all-reduces, after all that reductions were given."""
+    def repeating(self, users: Any = None) -> AbstractContextManager[Any]:
+        """Work inside goes to the stream of all-reduces, or to the user's, after all that
+        reductions were given.
+        """
         return nullcontext()
 
     def mark(self) -> object:
@@ -137,6 +139,8 @@ class _AcceleratorStreams(Streams):
         self._reduce = self._module.Stream(device, priority=-1)
         # Of its own, so that the next unit's reduction need not wait for an all-reduce.
         self._repeat = self._module.Stream(device, priority=-1)
+        self._users: list[Any] = []
+        """Streams that hooks on gradients were given in place of that."""
         self._held: list[_Held] = []
         self._post_step: list[torch.Event] = []
 
@@ -159,9 +163,12 @@ class _AcceleratorStreams(Streams):
         context: AbstractContextManager[Any] = self._module.stream(self._reduce)
         return context
 
-    def repeating(self) -> AbstractContextManager[Any]:
-        self._repeat.wait_stream(self._reduce)
-        context: AbstractContextManager[Any] = self._module.stream(self._repeat)
+    def repeating(self, users: Any = None) -> AbstractContextManager[Any]:
+        stream = self._repeat if users is None else users
+        if users is not None and users not in self._users:
+            self._users.append(users)
+        stream.wait_stream(self._reduce)
+        context: AbstractContextManager[Any] = self._module.stream(stream)
         return context
 
     def gathers_wait_for_compute(self) -> None:
@@ -191,6 +198,8 @@ class _AcceleratorStreams(Streams):
     def compute_waits_for_reductions(self) -> None:
         self._compute().wait_stream(self._reduce)
         self._compute().wait_stream(self._repeat)
+        for users in self._users:
+            self._compute().wait_stream(users)
 
     def will_free(self, tensor: torch.Tensor) -> None:
         tensor.record_stream(self._compute())
@@ -235,6 +244,8 @@ class _AcceleratorStreams(Streams):
     def finish(self) -> None:
         self._reduce.synchronize()
         self._repeat.synchronize()
+        for users in self._users:
+            users.synchronize()
         self._gather.synchronize()
 
 

@@ -8,17 +8,22 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
+from torch.distributed import _symmetric_memory as symmetric_memory
+from torch.distributed import distributed_c10d
 from torch.distributed.fsdp._common_utils import TrainingState
 
 __all__ = [
     "NO_BACKWARD",
+    "GroupMemory",
     "ParamPlace",
+    "SymmetricMemory",
     "TrainingState",
     "call_after_backward",
     "chunk_cat",
     "current_backward",
     "foreach_copy",
     "foreach_mul",
+    "group_memory",
     "is_in_backward",
     "is_marked_replicate",
     "is_profiling",
@@ -29,6 +34,7 @@ __all__ = [
     "passed_over",
     "persistent_buffers",
     "post_accumulate_hooks",
+    "premultiplied_sum",
     "run_policy",
     "set_versions",
     "version_in",
@@ -241,3 +247,50 @@ def persistent_buffers(module: nn.Module) -> Iterator[str]:
 def classes_to_leave_alone(precision: Any) -> tuple[type[nn.Module], ...]:
     """The classes of modules that a `MixedPrecision` leaves in full precision."""
     return tuple(precision._module_classes_to_ignore or ())
+
+
+class GroupMemory:
+    """Memory of a process group's own allocator."""
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A new 1-D tensor in it."""
+        made: torch.Tensor = self._backend.allocate_tensor(numel, dtype=dtype, device=device)
+        return made
+
+    def register(self, buffer: torch.Tensor, group: torch.distributed.ProcessGroup) -> None:
+        """The allocator has done that."""
+
+
+def group_memory(group: torch.distributed.ProcessGroup, device: torch.device) -> GroupMemory | None:
+    """The memory of the group's allocator for the device; None when it has none."""
+    backend: Any = group._get_backend(device)
+    return GroupMemory(backend) if backend.supports_tensor_alloc(device) else None
+
+
+class SymmetricMemory:
+    """Memory that ranks see of each other, from a pool that keeps it. Raises RuntimeError where
+    torch has no such backend for it.
+    """
+
+    def __init__(self, backend: str) -> None:
+        symmetric_memory.set_backend(backend)  # type: ignore[arg-type]
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A new 1-D tensor in it."""
+        module: Any = torch.get_device_module(device)
+        with module.use_mem_pool(symmetric_memory.get_mem_pool(device)):
+            return torch.empty(numel, dtype=dtype, device=device)
+
+    def register(self, buffer: torch.Tensor, group: torch.distributed.ProcessGroup) -> None:
+        """Exchange addresses with the other ranks, once for each buffer of the pool."""
+        symmetric_memory.rendezvous(buffer, group=group.group_name)
+
+
+def premultiplied_sum(factor: float) -> Any:
+    """The reduction that multiplies by a factor first; not every backend has it."""
+    older: Any = getattr(distributed_c10d, "_make_nccl_premul_sum", None)
+    operation: Any = torch.distributed.ReduceOp.PREMUL_SUM
+    return operation(factor) if older is None else older(factor)

@@ -500,6 +500,63 @@ def a_hook_on_sums(run: Run) -> None:
     run.train(model)
 
 
+@scenario(FULLY)
+def a_hook_on_sums_of_one_axis(run: Run) -> None:
+    model = run.wrap(run.net(), low=(BF16, FP32, None))
+    for unit in run.units(model):
+        unit.set_all_reduce_hook(lambda sums: sums.mul_(0.5))
+    run.train(model)
+
+
+def _hooked_on_streams(run: Run, **options: Any) -> Any:
+    model = run.wrap(run.net(), low=(BF16, FP32, None), **options)
+    side = run.side_stream()
+    for unit in run.units(model):
+        unit.set_all_reduce_hook(lambda sums: sums.mul_(0.5), stream=side)
+    return model
+
+
+@scenario(FULLY)
+def a_hook_on_a_stream_of_the_user(run: Run) -> None:
+    run.train(_hooked_on_streams(run), steps=3)
+
+
+@scenario(FULLY, torchs=())
+def a_hook_on_a_stream_of_the_user_with_offload(run: Run) -> None:
+    model = _hooked_on_streams(run, offload=True)
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(0.5))
+    run.train(model)
+
+
+class _Collective:
+    """A user's own collective, with memory that comes and goes."""
+
+    def __init__(self, collective: Callable[..., Any]) -> None:
+        self._collective = collective
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Any, input_tensor: Any, **kwargs: Any) -> Any:
+        return self._collective(output_tensor, input_tensor, **kwargs)
+
+
+@scenario(FULLY, torchs=())
+def collectives_of_the_user(run: Run) -> None:
+    model = run.wrap(run.net(), low=(BF16, FP32, None))
+    distributed: Any = torch.distributed
+    for unit in run.units(model):
+        unit.set_custom_all_gather(_Collective(distributed.all_gather_into_tensor))
+        unit.set_custom_reduce_scatter(_Collective(distributed.reduce_scatter_tensor))
+    run.train(model, steps=3)
+
+
+@scenario(torchs=SURFACES)
+def reductions_in_a_dtype_of_small_range(run: Run) -> None:
+    run.train(run.wrap(run.net(), low=(None, torch.float16, None)))
+
+
 # --- when parameters are gathered ----------------------------------------------------------------
 
 

@@ -28,6 +28,7 @@ SMALLER = ("fully", "smaller_shards_of_a_module_called_twice")
 STEP_ALONE = ("fully", "gathers_wait_for_the_step_alone")
 FORWARD_ASIDE = ("fully", "a_forward_on_a_side_stream")
 EARLY = ("flat", "prefetch_of_every_kind")
+HOOK_ASIDE = ("fully", "a_hook_on_a_stream_of_the_user")
 TWO_STREAMS = ("fully", "gathered_on_one_stream_and_used_on_another")
 # Few, and between them every call matters in one.
 TRIES: tuple[Try, ...] = (
@@ -53,9 +54,13 @@ TRIES: tuple[Try, ...] = (
     ("fully", "what_an_extension_makes"),
     ("orig", "values_put_in_place_of_parameters"),
     ("fully", "a_backward_that_raises"),
+    HOOK_ASIDE,
+    ("fully", "a_hook_on_a_stream_of_the_user_with_offload"),
 )
 # By what is left out, or the function that it is left out of: where to look first.
 FIRST: dict[str, Try] = {
+    "users.synchronize()": ("fully", "a_hook_on_a_stream_of_the_user_with_offload"),
+    "wait_stream(users)": HOOK_ASIDE,
     "self._repeat.synchronize()": ("fully", "offload_over_an_axis_and_hooks"),
     "self._gather.synchronize()": ("flat", "offload_and_evaluation"),
     "finish: self.": OFFLOAD,

@@ -1,0 +1,136 @@
+"""What one call of `fully_shard` made: the unit of its parameters, and how that communicates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from sharding.dtensor.store import DTensorStore
+from sharding.engine.collectives import Comm, CommMemory
+from sharding.engine.custom_comms import CustomReduction, with_gather, with_reduction
+from sharding.engine.reduction import divide_factors
+from sharding.engine.streams import Streams, streams_for
+from sharding.engine.torch_seam import premultiplied_sum
+from sharding.engine.unit import Unit
+
+__all__ = ["ShardedGroup"]
+
+_WIDE = (torch.float32, torch.bfloat16)
+"""Dtypes whose range no sum of gradients leaves."""
+
+
+class ShardedGroup:
+    """Modules whose parameters are one unit."""
+
+    def __init__(
+        self, modules: Sequence[nn.Module], unit: Unit, store: DTensorStore, policy: Any
+    ) -> None:
+        self.modules = tuple(modules)
+        self.unit = unit
+        self.store = store
+        self.policy: MixedPrecisionPolicy = policy
+        self.streams: Streams = streams_for(store.device)
+        store.streams = self.streams
+        self.divide_factor: float | None = None
+        self.sums_only = False
+        """Whether collectives may only sum, so that all division is done apart."""
+        self.in_flight_max: int | None = None
+        """Reductions under way at once, of the whole model; None for the usual number."""
+        self.is_last_backward = True
+        """For the root to be: what it starts with."""
+        self.waiting_for: set[int] = set()
+        """Modules that are still to run before the unit's forward is over."""
+        self.shard = store.data.shard
+        """The ranks of the shard axis, by the group that gathers."""
+        self.reducing_shard = self.shard
+        """The same ranks, by the group that reduces."""
+        self.custom_gather: Any = None
+        self.custom_reduction: Any = None
+        self.memory_kind = ""
+        """The kind of memory that `gather_memory` and `reduction_memory` are; empty for none."""
+        self.gather_memory: CommMemory | None = None
+        self.reduction_memory: CommMemory | None = None
+
+    @property
+    def reduces_in(self) -> torch.dtype:
+        """The dtype of reductions."""
+        return self.policy.reduce_dtype or self.policy.param_dtype or self.store.dtype
+
+    @property
+    def strategy(self) -> str:
+        """How its parameters are sharded, in words."""
+        data, frees = self.store.data, self.unit.schedule.frees_after_forward
+        over = f"fully_shard over {data.shard.size} ranks"
+        if data.replicate is not None and data.is_repeated_only:
+            over = f"fully_shard, repeated on {data.replicate.size} ranks"
+        elif data.replicate is not None:
+            over += f", repeated {data.replicate.size} times"
+        return over if frees is None else f"{over}, {'freed' if frees else 'kept'} after forward"
+
+    def update_factors(self) -> None:
+        """Divide by the number of ranks that see different data, or by what the user said.
+
+        As torch does: where sums may leave the range of the dtype, a part of the division comes
+        before them; elsewhere the collective itself makes the average, and a hook sees that.
+        """
+        data, shard = self.store.data, self.unit.reduction.shard
+        total = float(data.size) if self.divide_factor is None else self.divide_factor
+        is_wide = self.reduces_in in _WIDE
+        averages = is_wide and not self.sums_only
+        before = 1.0 if is_wide else divide_factors(total)[0]
+        after = total / before
+        if isinstance(shard, CustomReduction):
+            shard.op = dist.ReduceOp.SUM
+            if averages and self.divide_factor in (None, shard.size):
+                shard.op, after = dist.ReduceOp.AVG, after / shard.size
+            elif averages:
+                shard.op, after = premultiplied_sum(1 / total), 1.0
+        self.unit.reduction = replace(
+            self.unit.reduction, factors=(before, after), hook_sees_averages=averages
+        )
+
+    def choose_comms(self) -> None:
+        """Gather and reduce by what the user said since."""
+        gather = _served(self.shard, self.custom_gather, with_gather, self.gather_memory)
+        reduction = _served(
+            self.reducing_shard, self.custom_reduction, with_reduction, self.reduction_memory
+        )
+        self.store.data = replace(self.store.data, shard=gather)
+        self.unit.reduction = replace(self.unit.reduction, shard=reduction)
+        self.update_factors()
+
+    def check_no_other_memory(self, what: str, kind: str) -> None:
+        """Raise AssertionError where the user's own collectives, or another kind of memory, say
+        where buffers are.
+        """
+        used = [
+            name
+            for name, custom in (
+                ("a custom all-gather", self.custom_gather),
+                ("a custom reduce-scatter", self.custom_reduction),
+                (f"{self.memory_kind} memory", self.memory_kind not in ("", kind)),
+            )
+            if custom
+        ]
+        if used:
+            raise AssertionError(
+                f"{what} was called on a module that has {' and '.join(used)}, which says where "
+                "buffers are; use one of them"
+            )
+
+
+def _served(
+    comm: Comm,
+    custom: Any,
+    with_custom: Callable[[Comm, Any], Comm],
+    memory: CommMemory | None,
+) -> Comm:
+    if custom is not None:
+        return with_custom(comm, custom)
+    return comm if memory is None else comm.in_memory(memory)

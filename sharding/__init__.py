@@ -40,6 +40,7 @@ from torch.distributed.fsdp.wrap import (
 )
 
 from sharding.comm_hooks import LowPrecisionState, bf16_compress_hook, fp16_compress_hook
+from sharding.dtensor.meshes import ShardPlacementResult
 from sharding.engine.blocks import Blocks, Whole
 from sharding.explaining import explain
 from sharding.flat.members import FlatParameter
@@ -73,6 +74,7 @@ __all__ = [
     "OffloadPolicy",
     "OptimStateDictConfig",
     "OptimStateKeyType",
+    "ShardPlacementResult",
     "ShardedGradScaler",
     "ShardedOptimStateDictConfig",
     "ShardedStateDictConfig",

@@ -21,7 +21,7 @@ from sharding.engine.collectives import all_global_ranks, separate_comm
 from sharding.engine.early_gather import UnshardHandle, start_early
 from sharding.engine.runtime import Runtime, check_no_inner_root
 from sharding.engine.streams import Streams
-from sharding.engine.torch_seam import SymmetricMemory, group_memory, mark_fully_sharded
+from sharding.engine.torch_seam import mark_fully_sharded
 from sharding.engine.unit import Phase, Root, Unit
 from sharding.sharded_group import ShardedGroup
 from sharding.torch_face import TorchUnit
@@ -61,7 +61,13 @@ class FSDPModule(TorchUnit):
     that `fully_shard` was called on.
     """
 
-    fsdp_group: ShardedGroup
+    fsdp_groups: tuple[ShardedGroup, ...]
+    """One for each mesh that its parameters are sharded over."""
+
+    @property
+    def fsdp_group(self) -> ShardedGroup:
+        """The first of them, which leads the others."""
+        return self.fsdp_groups[0]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         # Slices of containers make a new one of their class: an ordinary one. Its class comes after
@@ -78,7 +84,8 @@ class FSDPModule(TorchUnit):
 
         With `async_op` returns at once, with a handle whose `wait()` returns when they are there.
         """
-        handle = start_early(self.fsdp_group.unit, shows_views=True)
+        units = [group.unit for group in self.fsdp_groups]
+        handle = start_early(*units, shows_views=True)
         if async_op:
             return handle
         handle.wait()
@@ -86,9 +93,9 @@ class FSDPModule(TorchUnit):
 
     def reshard(self) -> None:
         """Free this module's gathered parameters, and let it show the sharded ones."""
-        group = self.fsdp_group
-        group.store.reshard()
-        group.unit.was_requested = False
+        for group in self.fsdp_groups:
+            group.store.reshard()
+            group.unit.was_requested = False
 
     def reset_iter_state(self) -> None:
         """After a forward or backward that raised: be ready for the next iteration.
@@ -156,8 +163,10 @@ class FSDPModule(TorchUnit):
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Whether the backward needs this module's parameters (an embedding's does not)."""
-        unit = self.fsdp_group.unit
-        unit.schedule = replace(unit.schedule, gathers_in_backward=unshard_in_backward)
+        for group in self.fsdp_groups:
+            group.unit.schedule = replace(
+                group.unit.schedule, gathers_in_backward=unshard_in_backward
+            )
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
@@ -172,8 +181,9 @@ class FSDPModule(TorchUnit):
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide summed gradients by this, rather than by the number of ranks."""
-        self.fsdp_group.divide_factor = float(factor)
-        self.fsdp_group.update_factors()
+        for group in self.fsdp_groups:
+            group.divide_factor = float(factor)
+            group.update_factors()
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The older name of `set_gradient_divide_factor`. Warns (DeprecationWarning)."""
@@ -214,7 +224,7 @@ class FSDPModule(TorchUnit):
         runs on `stream`, by default on that of all-reduces. Raises ValueError for a stream where a
         replicate axis has that one.
         """
-        group = self.fsdp_group
+        group = self._only_group("set_all_reduce_hook")
         data = group.store.data
         if stream is not None and data.replicate is not None:
             if not data.is_repeated_only:
@@ -259,13 +269,15 @@ class FSDPModule(TorchUnit):
         """Whether collectives only sum: a custom reduce-scatter is never asked for averages, and
         hooks see sums.
         """
-        self.fsdp_group.sums_only = enable
-        self.fsdp_group.update_factors()
+        for group in self.fsdp_groups:
+            group.sums_only = enable
+            group.update_factors()
 
     def set_custom_all_gather(self, comm: Any) -> None:
         """Gather by the user's own collective; see `sharding.engine.custom_comms.CustomComm`."""
-        self.fsdp_group.custom_gather = comm
-        self.fsdp_group.choose_comms()
+        group = self._only_group("set_custom_all_gather")
+        group.custom_gather = comm
+        group.choose_comms()
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
         """Reduce by the user's own collective; see `sharding.engine.custom_comms.CustomComm`.
@@ -273,8 +285,9 @@ class FSDPModule(TorchUnit):
         Its `op` is AVG or a premultiplied sum, or SUM where `set_all_reduce_hook` says that hooks
         see sums.
         """
-        self.fsdp_group.custom_reduction = comm
-        self.fsdp_group.choose_comms()
+        group = self._only_group("set_custom_reduce_scatter")
+        group.custom_reduction = comm
+        group.choose_comms()
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Whether buffers of collectives are of the process group's own allocator, if it has one.
@@ -282,15 +295,8 @@ class FSDPModule(TorchUnit):
         Members are packed into them then; without an allocator (gloo) nothing changes. Raises
         AssertionError beside custom collectives and symmetric memory.
         """
-        group = self.fsdp_group
-        group.check_no_other_memory("set_allocate_memory_from_process_group_for_comm()", "group")
-        group.memory_kind = "group" if enable else ""
-        group.gather_memory = group.reduction_memory = None
-        if enable:
-            device = group.store.device
-            group.gather_memory = group_memory(group.shard.group, device)
-            group.reduction_memory = group_memory(group.reducing_shard.group, device)
-        group.choose_comms()
+        for group in self.fsdp_groups:
+            group.use_group_memory(enable)
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
         """Let buffers of gathers be symmetric memory, which the backend moves faster; those of
@@ -299,16 +305,8 @@ class FSDPModule(TorchUnit):
         Collective over the shard axis. Raises RuntimeError where torch has no such memory, and
         AssertionError beside custom collectives and memory of the process group.
         """
-        group = self.fsdp_group
-        group.check_no_other_memory("set_symm_mem_for_comm()", "symmetric")
-        memory = SymmetricMemory(backend)
-        group.shard.meet()  # its communicator must be there before buffers are exchanged
-        group.memory_kind = "symmetric"
-        group.gather_memory = memory
-        if group.sums_only:
-            group.reducing_shard.meet()
-            group.reduction_memory = memory
-        group.choose_comms()
+        for group in self.fsdp_groups:
+            group.use_symmetric_memory(backend)
 
     # --- as a module ----------------------------------------------------------------------------
 
@@ -316,9 +314,10 @@ class FSDPModule(TorchUnit):
         self.reshard()
         # What comes after torch's class, which would look into its own state.
         applied = super(TorchUnit, self)._apply(*args, **kwargs)  # type: ignore[misc]
-        self.fsdp_group.store.adopt_values()
-        if self.fsdp_group.unit.runtime is not None:
-            self.fsdp_group.update_factors()  # the dtype may be another
+        for group in self.fsdp_groups:
+            group.store.adopt_values()
+            if group.unit.runtime is not None:
+                group.update_factors()  # the dtype may be another
         return applied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -328,7 +327,16 @@ class FSDPModule(TorchUnit):
         )
 
     def _own_or_all(self, recurse: bool) -> list[ShardedGroup]:
-        return sharded_groups(_as_module(self)) if recurse else [self.fsdp_group]
+        return sharded_groups(_as_module(self)) if recurse else list(self.fsdp_groups)
+
+    def _only_group(self, what: str) -> ShardedGroup:
+        if len(self.fsdp_groups) > 1:
+            raise ValueError(
+                f"{what}() was called on a {type(self).__name__} whose parameters are sharded over "
+                f"{len(self.fsdp_groups)} meshes, and would serve one; call fully_shard on modules "
+                "of one mesh each"
+            )
+        return self.fsdp_group
 
     # --- checkpoints ----------------------------------------------------------------------------
 
@@ -343,8 +351,8 @@ class FSDPModule(TorchUnit):
 
     def _owned(self) -> list[tuple[list[str], Owned]]:
         """The parameters that are shown below this module, with all names that they have there."""
-        store = self.fsdp_group.store
-        store.adopt_values()
+        for group in self.fsdp_groups:
+            group.store.adopt_values()
         me = _as_module(self)
         before = self.fsdp_group.modules[: self.fsdp_group.modules.index(me)]
         described_before = {id(module) for other in before for module in other.modules()}
@@ -354,7 +362,7 @@ class FSDPModule(TorchUnit):
         everyone = all_global_ranks()
         ranks = Ranks(torch.distributed.get_rank(), everyone)
         described = []
-        for param in store.params:
+        for param in (param for group in self.fsdp_groups for param in group.store.params):
             names = [
                 join(prefix, place.name)
                 for place in param.module_param.places
@@ -364,7 +372,7 @@ class FSDPModule(TorchUnit):
             if names and not any(
                 id(place.module) in described_before for place in param.module_param.places
             ):
-                rank = store.data.shard.rank
+                rank = param.data.shard.rank
                 cut = None if param.axis is None else FsdpCut(param.axis, rank)
                 owned = describe_dtensor(names[0], param.param, ranks, fsdp_cut=cut)
                 described.append((names, owned))
@@ -413,39 +421,63 @@ def _sharded_class(kind: Any) -> type:
     return type(f"FSDP{kind.__name__}", (FSDPModule, kind), {})
 
 
-def become_sharded(group: ShardedGroup) -> None:
-    """Make the modules of the group gather and free around their forwards, and offer methods."""
-    for module in group.modules:
+def become_sharded(groups: Sequence[ShardedGroup]) -> None:
+    """Make the modules, the same of all groups, gather and free around their forwards, and offer
+    methods.
+    """
+    leader, *followers = [group.unit for group in groups]
+    leader.followers = tuple(followers)
+    for unit in followers:
+        unit.leader = leader
+    for module in groups[0].modules:
         sharded: Any = module
         sharded.__class__ = _sharded_class(cast(Any, type(module)))
-        sharded.fsdp_group = group
+        sharded.fsdp_groups = tuple(groups)
         mark_fully_sharded(module, PipelineState(sharded))
         module.register_forward_pre_hook(_before_forward, prepend=True, with_kwargs=True)
         module.register_forward_hook(_after_forward, prepend=False)
-    _follow_state_dicts(group.store)
+    for group in groups:
+        _follow_state_dicts(group.store)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _before_forward(
     module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    group: ShardedGroup = module.fsdp_group
-    unit = group.unit
     runtime = _find_root(module)
+    for group in module.fsdp_groups:
+        args, kwargs = _before_forward_of(group, runtime, module, args, kwargs)
+    return args, kwargs
+
+
+def _before_forward_of(
+    group: ShardedGroup,
+    runtime: Root,
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    unit = group.unit
     if len(group.modules) == 1 or unit.recomputes:
         return unit.before_forward(args, kwargs)
     # Several modules are one unit: the first gathers, the others only cast their inputs.
     if unit.phase is Phase.FORWARD and group.waiting_for and group.store.is_current():
         return unit.cast_inputs(args, kwargs)
     # Outside of the root's forward a module of several is called by itself.
-    together = runtime.root.phase is Phase.FORWARD or runtime.root is unit
+    together = runtime.root.phase is Phase.FORWARD or runtime.root is (unit.leader or unit)
     group.waiting_for = {id(one) for one in group.modules} if together else {id(module)}
     return unit.before_forward(args, kwargs)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _after_forward(module: Any, args: Any, output: Any) -> Any:
-    group: ShardedGroup = module.fsdp_group
+    # The leader last: with it the forward of a root is over.
+    for group in reversed(module.fsdp_groups):
+        output = _after_forward_of(group, module, output)
+    return output
+
+
+def _after_forward_of(group: ShardedGroup, module: nn.Module, output: Any) -> Any:
     unit = group.unit
     group.waiting_for.discard(id(module))
     if group.waiting_for and unit.phase is Phase.FORWARD:
@@ -529,7 +561,9 @@ def _as_module(module: object) -> nn.Module:
 
 def sharded_groups(module: nn.Module) -> list[ShardedGroup]:
     """What `fully_shard` made of the module and below it, each once, in walk order."""
-    groups = [inner.fsdp_group for inner in module.modules() if isinstance(inner, FSDPModule)]
+    kind = FSDPModule
+    inner = (one for one in module.modules() if isinstance(one, kind))
+    groups = [group for one in inner for group in one.fsdp_groups]
     return list({id(group): group for group in groups}.values())
 
 

@@ -25,16 +25,17 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
 )
 
+from sharding.dtensor.meshes import data_mesh, parts_by_mesh
 from sharding.dtensor.param import DataAxes, DataMesh, Keeping
 from sharding.dtensor.seam import concatenated, flattened, sharded_before_as
 from sharding.dtensor.store import DTensorStore, SmallerMesh
-from sharding.engine.collectives import all_global_ranks, alone, comm_of
-from sharding.engine.groups import groups_of
+from sharding.engine.collectives import all_global_ranks, comm_of
 from sharding.engine.precision import Casts
 from sharding.engine.reduction import Reduction
 from sharding.engine.store import ModuleParam
 from sharding.engine.unit import Schedule, Unit
-from sharding.fsdp_module import FSDPModule, ShardedGroup, become_sharded, managed_below
+from sharding.fsdp_module import FSDPModule, become_sharded, managed_below
+from sharding.sharded_group import ShardedGroup
 from sharding.wrapping.init import Ignored, find_params, move_states
 
 __all__ = ["fully_shard"]
@@ -60,9 +61,10 @@ def fully_shard(
     """Shard the parameters of a module, or of several together, and return the same object(s).
 
     Call it on inner modules first: what they hold is not the outer one's. Parameters become
-    DTensors, sharded along dim 0 or along what `shard_placement_fn` returns for them; they are
-    gathered for the time that the module computes. Create the optimizer afterwards. The module's
-    class becomes a subclass that is an `FSDPModule` too.
+    DTensors, sharded along dim 0 or along what `shard_placement_fn` returns for them: a `Shard`,
+    None, or a `ShardPlacementResult`, which has a mesh beside it (those of one mesh are gathered
+    and reduced together). They are gathered for the time that the module computes. Create the
+    optimizer afterwards. The module's class becomes a subclass that is an `FSDPModule` too.
 
     `shard_placement_fn` may return `Blocks` or `Whole` too, where the equal chunks of dim 0 cut no
     block; the wrapper cuts where it is told to.
@@ -82,23 +84,20 @@ def fully_shard(
     if dp_mesh_dims is not None:
         mesh, within = _data_part(mesh, dp_mesh_dims, reshard_after_forward)
     mesh = _checked_mesh(mesh)
-    data = _data_mesh(mesh, within)
+    data = data_mesh(mesh, within)
     keeping = _keeping(mesh, mp_policy, offload_policy)
     module_params = _module_params(modules, frozenset(ignored_params or ()), keeping.device)
-    store = DTensorStore(
-        module_params, data, keeping, placing=shard_placement_fn or _along_dim_0, policy=mp_policy
-    )
-    store.set_smaller_mesh(_smaller_mesh(data, reshard_after_forward))
-    unit = _unit(store, mp_policy, reshard_after_forward)
-    become_sharded(ShardedGroup(modules, unit, store, mp_policy))
+    placing = shard_placement_fn or _along_dim_0
+    groups = []
+    for part in parts_by_mesh(module_params, data, placing):
+        store = DTensorStore(
+            part.module_params, part.data, keeping, placements=part.placements, policy=mp_policy
+        )
+        store.set_smaller_mesh(_smaller_mesh(part.data, reshard_after_forward))
+        unit = _unit(store, mp_policy, reshard_after_forward)
+        groups.append(ShardedGroup(modules, unit, store, mp_policy))
+    become_sharded(groups)
     return module
-
-
-def _data_mesh(mesh: DeviceMesh, within: DataAxes | None) -> DataMesh:
-    if within is not None and not within.shard:
-        return DataMesh(mesh, alone(), comm_of(mesh.get_group(0)), within)
-    groups = groups_of(mesh)
-    return DataMesh(mesh, groups.shard, groups.replicate, within)
 
 
 def _keeping(

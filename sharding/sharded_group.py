@@ -16,7 +16,7 @@ from sharding.engine.collectives import Comm, CommMemory
 from sharding.engine.custom_comms import CustomReduction, with_gather, with_reduction
 from sharding.engine.reduction import divide_factors
 from sharding.engine.streams import Streams, streams_for
-from sharding.engine.torch_seam import premultiplied_sum
+from sharding.engine.torch_seam import SymmetricMemory, group_memory, premultiplied_sum
 from sharding.engine.unit import Unit
 
 __all__ = ["ShardedGroup"]
@@ -105,10 +105,36 @@ class ShardedGroup:
         self.unit.reduction = replace(self.unit.reduction, shard=reduction)
         self.update_factors()
 
-    def check_no_other_memory(self, what: str, kind: str) -> None:
-        """Raise AssertionError where the user's own collectives, or another kind of memory, say
-        where buffers are.
+    def use_group_memory(self, enable: bool) -> None:
+        """Have buffers in the memory of the process groups' allocator where they have one, or not.
+
+        Raises AssertionError where something else says where buffers are.
         """
+        self._check_no_other("set_allocate_memory_from_process_group_for_comm()", "group")
+        self.memory_kind = "group" if enable else ""
+        self.gather_memory = self.reduction_memory = None
+        if enable:
+            self.gather_memory = group_memory(self.shard.group, self.store.device)
+            self.reduction_memory = group_memory(self.reducing_shard.group, self.store.device)
+        self.choose_comms()
+
+    def use_symmetric_memory(self, backend: str) -> None:
+        """Have buffers of gathers in symmetric memory, and those of reductions where they are sums.
+
+        Collective over the shard axis. Raises RuntimeError where torch has no such memory, and
+        AssertionError where something else says where buffers are.
+        """
+        self._check_no_other("set_symm_mem_for_comm()", "symmetric")
+        memory = SymmetricMemory(backend)
+        self.shard.meet()  # its communicator must be there before buffers are exchanged
+        self.memory_kind = "symmetric"
+        self.gather_memory = memory
+        if self.sums_only:
+            self.reducing_shard.meet()
+            self.reduction_memory = memory
+        self.choose_comms()
+
+    def _check_no_other(self, what: str, kind: str) -> None:
         used = [
             name
             for name, custom in (

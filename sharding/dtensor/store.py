@@ -38,8 +38,6 @@ from sharding.engine.torch_seam import foreach_copy
 
 __all__ = ["DTensorStore", "SmallerMesh"]
 
-Placing = Callable[[nn.Parameter], object]
-
 
 @dataclass(frozen=True)
 class SmallerMesh:
@@ -77,14 +75,15 @@ class DTensorStore(ParameterStore):
         data: DataMesh,
         keeping: Keeping,
         *,
-        placing: Placing,
+        placements: Sequence[object],
         policy: object,
     ) -> None:
         super().__init__(module_params, keeping.device)
         self.data = data
         self.keeping = keeping
         self.params = tuple(
-            ShardedParam(item, data, keeping, placing(item.param)) for item in module_params
+            ShardedParam(item, data, keeping, placement)
+            for item, placement in zip(module_params, placements, strict=True)
         )
         self.module_params = tuple(param.module_param for param in self.params)
         self._policy = policy

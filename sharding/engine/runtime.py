@@ -88,7 +88,7 @@ class Runtime:
 
     def record_forward(self, unit: Unit) -> None:
         """Remember that the unit's forward starts now."""
-        if self.in_backward:
+        if self.in_backward or unit.leader is not None:
             return
         self._forward_order.append(unit)
         # Without gradients nothing is reduced, and ranks may evaluate different parts of a model.
@@ -97,7 +97,7 @@ class Runtime:
 
     def record_forward_end(self, unit: Unit) -> None:
         """Remember that the unit's forward has ended."""
-        if not self.in_backward:
+        if not self.in_backward and unit.leader is None:
             self._ended_order.append(unit)
 
     def prefetch_forward(self, unit: Unit) -> None:
@@ -108,7 +108,7 @@ class Runtime:
         order = self._first_order
         position = len(self._forward_order)
         if 0 < position < len(order) and order[position - 1] is unit:
-            order[position].gather_early()
+            _gather_early((order[position],))
 
     def prefetch_backward(self, unit: Unit) -> None:
         """Start gathering what the user named, or what ran just before `unit` in this iteration."""
@@ -122,7 +122,7 @@ class Runtime:
                 target = order[position - 1]
                 if target.phase is Phase.IDLE and target.schedule.gathers_in_backward:
                     with unit.ranges.prefetching(target.ranges):
-                        target.gather_early()
+                        _gather_early((target,))
                 return
 
     def begin_backward(self) -> None:
@@ -208,4 +208,5 @@ def check_no_inner_root(
 
 def _gather_early(units: Sequence[Unit]) -> None:
     for unit in units:
-        unit.gather_early()
+        for one in (unit, *unit.followers):
+            one.gather_early()

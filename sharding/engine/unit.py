@@ -157,6 +157,10 @@ class Unit:
         self.forward_targets: tuple[Unit, ...] = ()
         """What to gather early during this unit's forward; without any, the schedule decides."""
         self.backward_targets: tuple[Unit, ...] = ()
+        self.leader: Unit | None = None
+        """Of several units around the same modules, each over a mesh of its own, the first."""
+        self.followers: tuple[Unit, ...] = ()
+        """The others; where the schedule gathers the leader early, it gathers them too."""
         self.runtime: Root | None = None
         """Set when the root has been found, at the first forward."""
         self.number = 0
@@ -254,7 +258,7 @@ class Unit:
         frees = self.schedule.frees_after_forward
         keeps_always = frees is False and self.schedule.keeps_without_grad
         if frees is None:
-            frees = runtime.root is not self
+            frees = runtime.root is not (self.leader or self)
         if not frees and (watched or keeps_always):
             self._is_kept_without_grad = not watched
             store.keep_after_forward()

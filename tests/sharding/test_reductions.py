@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy, ShardingStrategy
 
 import sharding
-import sharding.fsdp_module
+import sharding.sharded_group
 from sharding.engine.torch_seam import group_memory
 from tests.sharding.fully_scenarios import ENGINES, claims, whole_mesh
 
@@ -271,7 +271,7 @@ def buffers_are_the_process_groups_where_it_has_an_allocator() -> None:
     assert torch.equal(trained(on), wanted)  # of gloo: as ever
     made = Allocator()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sharding.fsdp_module, "group_memory", lambda group, device: made)
+        patch.setattr(sharding.sharded_group, "group_memory", lambda group, device: made)
         torch.testing.assert_close(trained(on), wanted)
         # In each step one for the gather of the forward, and two for the reduction.
         assert len(made.buffers) == 2 * 3
@@ -293,7 +293,7 @@ def buffers_are_symmetric_memory_where_torch_has_it() -> None:
             model.set_symm_mem_for_comm()
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sharding.fsdp_module, "SymmetricMemory", lambda backend: made)  # noqa: B023
+            patch.setattr(sharding.sharded_group, "SymmetricMemory", lambda backend: made)  # noqa: B023
             torch.testing.assert_close(trained(prepare), wanted)
         count = 3 if sums_only else 1  # of each step; reductions only where they are sums
         assert len(made.buffers) == len(made.registered) == 2 * count

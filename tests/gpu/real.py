@@ -71,10 +71,12 @@ class OnDevice(Run):
         generator = torch.Generator().manual_seed(1000 * self._made + dist.get_rank())
         return torch.randn(rows, width, generator=generator).to(self.where)
 
-    def mesh(self, *shape: int) -> DeviceMesh:
+    def mesh(self, *shape: int, names: tuple[str, ...] = ("replicate", "shard")) -> DeviceMesh:
         ranks = dist.get_world_size()
-        names = ("replicate", "shard")[-len(shape) :]
-        if len(shape) == 2:
+        names = names[-len(shape) :]
+        if len(shape) > 2:
+            pass  # a scenario that names its axes takes as many ranks as it says
+        elif len(shape) == 2:
             rows = ranks if shape[1] == 1 else 2 if ranks % 4 == 0 else 1
             shape = (rows, ranks // rows)
         else:

@@ -16,6 +16,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
 )
 from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
 from sharding import Blocks, Whole
@@ -190,8 +191,6 @@ def smaller_shards_of_a_module_called_twice(run: Run) -> None:
 
 @scenario(FULLY)
 def cut_along_another_dim(run: Run) -> None:
-    from torch.distributed.tensor import Shard
-
     model = run.net()
     for block in model.blocks:
         block.up = run.net(nn.Linear, WIDTH, 24)
@@ -202,6 +201,42 @@ def cut_along_another_dim(run: Run) -> None:
             shard_placement_fn=lambda p: Shard(1 if p.shape[-1] % 8 == 0 and p.dim() == 2 else 0),
         )
     )
+
+
+@scenario(FULLY, ranks_min=4)
+def a_mesh_for_each_parameter(run: Run) -> None:
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+
+    fewer = FSDPMeshInfo(run.mesh(2, 4)["shard"], shard_mesh_dim=0)
+
+    def place(param: nn.Parameter) -> Any:
+        return ShardPlacementResult(None, fewer) if param.shape[0] == 23 else None
+
+    model = run.wrap(run.net(), low=(BF16, FP32, None), shard_placement_fn=place)
+    optimizer = run.sgd(model)
+    run.train(model, steps=2, optimizer=optimizer)
+    model.blocks[0].unshard(async_op=True)
+    run.train(model, steps=1, optimizer=optimizer)
+
+
+@scenario(FULLY, ranks_min=8)
+def tensor_parallelism_over_two_axes(run: Run) -> None:
+    class Local(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            local: Any = self.weight
+            return super().forward(x) + local.to_local().sum()
+
+    names = ("dp", "ep", "tp")
+    mesh = run.mesh(2, 2, 2, names=names)
+    bare = run.net(Local)
+    local = run.net(nn.Linear, 6, WIDTH).weight.detach()
+    cut = DTensor.from_local(local, mesh["ep", "tp"], [Shard(0), Shard(0)], run_check=False)
+    bare.weight = nn.Parameter(cut)
+    model = bare
+    for unit in (*bare.blocks, bare):
+        model = run.module.fully_shard(unit, mesh=mesh["dp"])
+    run.models.append(model)
+    run.train(model, steps=3)
 
 
 @scenario(world=1)

@@ -84,9 +84,9 @@ class Run:
         """Inputs in the device's memory."""
         return torch.ones(rows, width, device=NAME)
 
-    def mesh(self, *shape: int) -> DeviceMesh:
+    def mesh(self, *shape: int, names: tuple[str, ...] = ("replicate", "shard")) -> DeviceMesh:
         """A mesh; its own tensors are real."""
-        names = ("replicate", "shard")[-len(shape) :]
+        names = names[-len(shape) :]
         with _disable_current_modes(), torch.device("cpu"):
             return init_device_mesh(NAME, shape, mesh_dim_names=names)
 

@@ -1,7 +1,7 @@
 """All benchmarks, one after the other, and a table of bars against what was measured: `make bench`.
 
     python -m benchmarks [save_load small_tensors async_save state_dicts engine_save fsdp1
-                          memory dedup export convert manifest s3 overhead step
+                          memory dedup export convert manifest coordinator s3 overhead step
                           device_counts scale host_time]
 
 Takes some minutes, on a disk with 10 GB free (the current directory's). Each benchmark can be run
@@ -29,6 +29,7 @@ BENCHMARKS: dict[str, tuple[str, ...]] = {
     "export": ("--gib", "1", "3", "--rounds", "1"),
     "convert": ("--gib", "1", "--rounds", "1"),
     "manifest": (),
+    "coordinator": (),
     "s3": ("--mib", "512", "--rounds", "3"),
     "overhead": ("--blocks", "12"),
     "step": ("--rounds", "7", "--engines", "ours,ours-fully,fsdp1,fsdp2"),
@@ -36,7 +37,7 @@ BENCHMARKS: dict[str, tuple[str, ...]] = {
     "scale": ("--ranks", "16", "64", "--tensors", "24"),
     "host_time": (),
 }
-WITHOUT_FILES = ("manifest", "s3", "step", "device_counts", "scale", "host_time")
+WITHOUT_FILES = ("manifest", "coordinator", "s3", "step", "device_counts", "scale", "host_time")
 """Those that write nothing, and take no directory."""
 ROW = re.compile(r"  (.*): (.*) \(bar (.*)\)")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
+import json
 import os
 import secrets
 import socket
@@ -167,12 +168,11 @@ class TorchWorld(World):
         with self._in_round(name) as number:
             # gloo cannot be stopped while it connects, nor does it say who is missing: be sure that
             # all ranks are here.
-            self._gathered(number, name, b"")
-            if self._group is None:
-                self._group = self._connected()
             lengths = [sum(view.nbytes for view in parts) for parts in send]
             room = [sum(view.nbytes for view in parts) for parts in recv]
-            self._check_lengths(name, lengths, room)
+            self._meet(number, name, lengths, room)
+            if self._group is None:
+                self._group = self._connected()
             works: list[_Work] = []
             for peer, parts in enumerate(recv):
                 for tensor in itertools.chain(*map(_tensors, parts)):
@@ -186,7 +186,7 @@ class TorchWorld(World):
     @contextlib.contextmanager
     def transfers(self, name: str) -> Iterator[Transfers]:
         with self._in_round(name) as number:
-            self._gathered(number, name, b"")
+            self._meet(number, name, [], [])
             if self._group is None:
                 self._group = self._connected()
             wires = _GlooTransfers(self._group, self._rounds, name, self._finish)
@@ -294,7 +294,8 @@ class TorchWorld(World):
     # tensor bytes
 
     def _connected(self) -> Any:
-        """A gloo group of these ranks, outside of torch's list of groups.
+        """A gloo group of these ranks, outside of torch's list of groups. Two of them connect when
+        the first bytes go between them.
 
         Not `new_group`: for some of the ranks it either needs all others too, or builds the group's
         name from the number of groups that a rank is in; where these differ it waits for ever.
@@ -319,19 +320,32 @@ class TorchWorld(World):
             return kind(store, self.rank, self.size, timeout)
         return kind(store, self.rank, self.size, options)
 
-    def _check_lengths(self, name: str, lengths: Sequence[int], room: Sequence[int]) -> None:
-        mine = torch.tensor(lengths, dtype=torch.int64)
-        theirs = torch.zeros_like(mine)
-        others = [peer for peer in range(self.size) if peer != self.rank]
-        works = [_Work(p, self._group.recv([theirs[p : p + 1]], p, 0)) for p in others]
-        works += [_Work(p, self._group.send([mine[p : p + 1]], p, 0)) for p in others]
-        self._finish(name, works)
-        for peer, (sent, expected) in enumerate(zip(theirs.tolist(), room, strict=True)):
+    def _meet(self, number: int, name: str, lengths: Sequence[int], room: Sequence[int]) -> None:
+        """Wait until all ranks are here. Raises RankFailed when one sends what another does not
+        expect, which one sum over all ranks shows: nobody is told what others send to others.
+        """
+        self._rounds.contribute(number, name, _balance(self.rank, lengths, room))
+        if self.rank == 0:
+            shares = unpack(self._rounds.collected(number, name))
+            total = sum(int.from_bytes(share, "little") for share in shares)
+            differ = b"differ" if total % _HASHES else b""
+            self._rounds.answer(number, name, differ)
+        else:
+            differ = self._rounds.answered(number, name, needs_all=True)
+        if differ:
+            self._report_lengths(name, lengths, room)
+
+    def _report_lengths(self, name: str, lengths: Sequence[int], room: Sequence[int]) -> None:
+        mine = json.dumps([list(lengths), list(room)]).encode()
+        number, again = self._rounds.begin(), f"lengths of {name}"
+        tables = [json.loads(one) for one in self._gathered(number, again, mine)]
+        for sender, receiver in itertools.product(range(self.size), repeat=2):
+            sent, expected = tables[sender][0][receiver], tables[receiver][1][sender]
             if sent != expected:
                 raise RankFailed(
-                    f"all-to-all {name!r}: rank {peer} sends {sent} bytes to rank "
-                    f"{self.rank}, which expects {expected}",
-                    rank=peer,
+                    f"all-to-all {name!r}: rank {sender} sends {sent} bytes to rank {receiver}, "
+                    f"which expects {expected}",
+                    rank=sender,
                     phase=name,
                 )
 
@@ -428,6 +442,23 @@ class _Waiter:
         finally:
             self.done.set()
             self._notice()
+
+
+_HASHES = 1 << 64
+
+
+def _balance(rank: int, lengths: Sequence[int], room: Sequence[int]) -> bytes:
+    """What `rank` sends less what it expects, as hashes of who, whom and how much: the sum over all
+    ranks is 0 when both sides of every pair agree. Pairs that exchange nothing do not count.
+    """
+    total = sum(_hashed(rank, peer, n) for peer, n in enumerate(lengths) if n)
+    total -= sum(_hashed(peer, rank, n) for peer, n in enumerate(room) if n)
+    return (total % _HASHES).to_bytes(8, "little")
+
+
+def _hashed(sender: int, receiver: int, nbytes: int) -> int:
+    data = b"%d %d %d" % (sender, receiver, nbytes)
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
 
 def _tensors(view: memoryview, nbytes_max: int = 64 * MiB) -> list[torch.Tensor]:

@@ -220,23 +220,63 @@ def test_who_waits_asks_nobody() -> None:
 def test_a_transfer_that_takes_long_asks_nobody() -> None:
     """One rank is late by more than a second, when all have come and connected."""
     with ranks_of(4, transfers=True) as ranks:
-        empty = [memoryview(b"")] * 4
 
         def transfer(rank: int) -> None:
-            ranks.worlds[rank].all_to_all("tensors", empty, empty)
+            send = [memoryview(b"x" * (peer != rank)) for peer in range(4)]
+            recv = [memoryview(bytearray(peer != rank)) for peer in range(4)]
+            ranks.worlds[rank].all_to_all("tensors", send, recv)
+            assert all(view == b"x" for peer, view in enumerate(recv) if peer != rank)
 
         ranks.all(transfer)
         late: Any = ranks.worlds[0]
-        check_lengths, pause = late._check_lengths, threading.Event()
+        meet, pause = late._meet, threading.Event()
 
-        def check_late(*args: Any) -> None:
+        def meet_and_pause(*args: Any) -> None:
+            meet(*args)
             pause.wait(1.3)
-            check_lengths(*args)
 
-        late._check_lengths = check_late
+        late._meet = meet_and_pause
         with ranks.costing() as cost:
             ranks.all(transfer)
         assert (sum(cost.requests), sum(cost.messages)) == (0, 2 * 3)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_transfer_costs_those_who_have_something_for_each_other(size: int) -> None:
+    """Each rank has something for the next one only. Who has met before asks the store nothing."""
+    with ranks_of(size, transfers=True) as ranks:
+
+        def transfer(rank: int) -> None:
+            send = [memoryview(b"x" * (peer == (rank + 1) % size)) for peer in range(size)]
+            recv = [memoryview(bytearray(peer == (rank - 1) % size)) for peer in range(size)]
+            ranks.worlds[rank].all_to_all("tensors", send, recv)
+            assert recv[rank - 1] == b"x"
+
+        with ranks.costing() as first:
+            ranks.all(transfer)
+        with ranks.costing() as second:
+            ranks.all(transfer)
+        assert max(first.requests) <= 1 + 2 * 2 and sum(second.requests) == 0
+        assert sum(first.messages) == sum(second.messages) == 2 * (size - 1)
+
+
+def test_lengths_that_differ_are_one_error_on_all_ranks() -> None:
+    """Rank 2 has something for rank 1, which expects less, or nothing."""
+    for expected in (0, 2):
+        with ranks_of(4, transfers=True) as ranks:
+
+            def transfer(rank: int, expected: int = expected) -> str:
+                send = [memoryview(bytes(3 * (rank == 2 and peer == 1))) for peer in range(4)]
+                room = [expected * (rank == 1 and peer == 2) for peer in range(4)]
+                recv = [memoryview(bytearray(size)) for size in room]
+                with pytest.raises(RankFailed) as caught:
+                    ranks.worlds[rank].all_to_all("tensors", send, recv)
+                return str(caught.value)
+
+            (text,) = set(ranks.all(transfer))
+            assert text == (
+                f"all-to-all 'tensors': rank 2 sends 3 bytes to rank 1, which expects {expected}"
+            )
 
 
 def test_flags_and_checks_ask_nobody() -> None:

@@ -157,9 +157,15 @@ def _fill(
         )
     with recorder.span("plan"):
         reader = collectively(world, "plan", lambda: _reader(store, located, binding, options.path))
-        sharing, sums = _share(reader, manifest, world, options, binding.tally)
+        groups, sums = _groups(reader, manifest, world, options, binding.tally)
         warnings = _warnings(binding, manifest, world, sums.tally, where)
-    collectively(world, "prepare", binding.prepare)
+
+    def prepare() -> Sharing:
+        sharing = share(reader.blocks, groups, world.rank, options.sharing)
+        binding.prepare()
+        return sharing
+
+    sharing = collectively(world, "prepare", prepare)
     # Everything that can be refused was refused: from here on a failure leaves a state of two
     # checkpoints.
     with filling(state, f"step {manifest.header.step} ({manifest.header.attempt})"):
@@ -284,10 +290,10 @@ class _Sums(NamedTuple):
         return cls(Tally(*numbers[:4]), Weight(*numbers[4:]), data[_SUMS.size :].decode())
 
 
-def _share(
+def _groups(
     reader: Reader, manifest: Manifest, world: World, options: LoadOptions, tally: Tally
-) -> tuple[Sharing, _Sums]:
-    """What this rank reads alone and what with others, and the sums over all ranks."""
+) -> tuple[list[Group], _Sums]:
+    """With whom this rank shares what it needs, and the sums over all ranks."""
     needs, limits = reader.blocks.runs(), options.sharing
     groups: list[Group] = []
     if world.size > 1:
@@ -298,13 +304,11 @@ def _share(
     sums = _summed(world, mine)
     if sums.weight.is_little(limits):
         groups = long_only(groups, limits)
-    return share(reader.blocks, groups, world.rank, limits), sums
+    return groups, sums
 
 
 def _summed(world: World, mine: _Sums) -> _Sums:
-    """The sums of what all ranks report. Two messages per rank, which do not grow with the world
-    but for those that rank 0 receives.
-    """
+    """The sums of what all ranks report, added up by rank 0 and broadcast."""
     reports = world.gather_to_coordinator("needs", mine.encode())
     answer = None
     if reports is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import torch
 
@@ -247,8 +248,26 @@ def _before(draw: Draw, op: Op) -> tuple[Op, ...]:
 
 
 def evaluated(draw: Draw, op: Op, difference: Difference) -> bool:
-    """torch keeps using what it gathered for a forward without gradients."""
-    return _reads_stale(draw, op, difference, lambda one: one.name == "evaluate")
+    """torch keeps using what it gathered for a forward without gradients, or before it."""
+    is_unfreed = _reads_stale(draw, op, difference, lambda one: one.name == "evaluate")
+    return is_unfreed or (difference.what == "value" and _kept_through_forward(draw, op))
+
+
+def _kept_through_forward(draw: Draw, op: Op) -> bool:
+    """Whether this call trains with what torch kept after backwards, over a step and then over a
+    forward without gradients, after which ours gathers again.
+    """
+    keeps = stepped = ran = False
+    for one in _before(draw, op):
+        if one.name == "reshards_after_backward":
+            keeps = not one.args["on"]
+        elif one.name in ("train", "step"):
+            stepped, ran = keeps, False
+        elif one.name == "evaluate":
+            ran = stepped
+        elif one.name in FREEING:
+            stepped = ran = False
+    return ran and op.name in ("train", "backward")
 
 
 def wrote_after_no_sync(draw: Draw, op: Op, difference: Difference) -> bool:
@@ -305,9 +324,11 @@ def adds_to_one_element(draw: Draw, op: Op, difference: Difference) -> bool:
         return False
     before = _before(draw, op)
     names = [one.name for one in before if one.name in ("backward", "train", "zero")]
-    if names[-1:] != ["backward"]:
-        return False
     is_one = re.match(r"tensor\(\[[^,]*\]", str(difference.torch)) is not None
+    if names[-1:] != ["backward"]:
+        # In low precision it may be too small to be seen before it is in an optimizer's state.
+        added = [pair for pair in pairwise(names) if pair[0] == "backward" and pair[1] != "zero"]
+        return bool(added) and is_one and ".state." in difference.where
     is_grad = re.search(r"^\.local\.params.*\[2\]$", difference.where) is not None
     return (op.name == "backward" and is_one and is_grad) or op.name == "train"
 
@@ -374,9 +395,12 @@ def _is_cast_early(draw: Draw, op: Op, difference: Difference) -> bool:
     is_buffer = difference.where.rpartition(".")[2] in FLOAT_BUFFERS and isinstance(ours, Tensor)
     if not shown or not is_buffer or {theirs.about[0], ours.about[0]} != {"Tensor"}:
         return False
-    dtype = getattr(torch, dtype_at(draw, op))
-    is_shaped = theirs.about[1] == ours.about[1] and ours.value.dtype == dtype
-    return is_shaped and theirs.value.dtype in (torch.bfloat16, dtype)
+    # Dicts of a converted model have the dtype that the buffers were wrapped in, on both sides.
+    in_dict = op.name == "state" and difference.where.startswith(".gave")
+    allowed = {dtype_at(draw, op)} | ({draw.dtype} if in_dict else set())
+    dtypes = [getattr(torch, name) for name in allowed]
+    is_shaped = theirs.about[1] == ours.about[1] and ours.value.dtype in dtypes
+    return is_shaped and theirs.value.dtype in (torch.bfloat16, *dtypes)
 
 
 def lacks_members(draw: Draw, op: Op, difference: Difference) -> bool:

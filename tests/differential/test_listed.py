@@ -43,6 +43,36 @@ def test_what_is_read_after_a_forward_without_gradients_is_listed_until_the_next
     assert not _one(unwritten, shown, 1) and not _one(unwritten, held, 2)
 
 
+def test_what_backwards_kept_is_listed_after_a_step_and_a_forward_without_gradients() -> None:
+    train = Op("train", {"steps": 1})
+    keep, free = (
+        Op("reshards_after_backward", {"on": on, "recurse": True}) for on in (False, True)
+    )
+    ops = (keep, train, Op("evaluate", {"train": False}), free, Op("train", {"steps": 2}))
+    draw = _draw(face="fully", ops=ops, precision="bf16", reshard=False)
+    wrong = _seen(torch.ones(2), torch.ones(2) * 1.01, ".gave[0][1]")
+    assert _one(draw, wrong, 4) and not _one(draw, wrong, 2)
+    for others in ((free, *ops[1:]), (*ops[:2], *ops[3:]), (keep, *ops[2:])):
+        assert not _one(dataclasses.replace(draw, ops=others), wrong), others
+    freed = dataclasses.replace(draw, ops=(*ops[:3], Op("reshard"), ops[-1]))
+    assert not _one(freed, wrong)
+
+
+def test_one_element_that_was_added_up_is_listed_where_rounding_hid_it() -> None:
+    backward, train = Op("backward", {"sync": True, "forwards": 1}), Op("train", {"steps": 2})
+    ops = (backward, train, Op("optim_local"))
+    draw = _draw(face="flat", strategy="FULL_SHARD", precision="buffers", ops=ops)
+    where = ".gave.state.2.momentum_buffer"
+    wrong = _seen(torch.tensor([0.0562]), torch.tensor([0.0662]), where)
+    assert _one(draw, wrong)
+    assert not _one(draw, _seen(torch.ones(2), torch.ones(2) * 1.01, where))
+    assert not _one(draw, _seen(torch.ones(1), torch.ones(1) * 1.01, ".local.params.a[0]"))
+    zero = Op("zero", {"to_none": True, "of": "model"})
+    for before in ((train,), (backward, zero, train)):
+        assert not _one(dataclasses.replace(draw, ops=(*before, ops[-1])), wrong)
+    assert not _one(dataclasses.replace(draw, tree=(Part("linear", 3),)), wrong)
+
+
 def test_a_write_after_no_sync_is_listed_until_the_next_backward() -> None:
     unsynced = Op("backward", {"sync": False, "forwards": 1})
     train = Op("train", {"steps": 1})
@@ -125,6 +155,11 @@ def test_buffers_cast_early_are_listed_when_the_cast_is_all_that_differs() -> No
         assert not _one(draw, _seen(wrong, values, shift))
     assert not _one(draw, _seen(low, values.double(), shift))
     assert not _one(draw, _seen(low, values, ".gave.0.weight")), "no buffer"
+    to_double = (Op("convert", {"to": "float64"}), *draw.ops)
+    converted = dataclasses.replace(draw, ops=to_double)
+    assert _one(converted, _seen(low.float(), values, shift)), "as it was wrapped"
+    assert not _one(converted, _seen(low.float() * 1.01, values, shift))
+    assert not _one(converted, _seen(low.float(), values, ".local.buffers.1.shift"))
 
 
 def test_buffers_to_which_a_dict_added_may_be_rounded_twice_and_no_more() -> None:

@@ -8,19 +8,24 @@ settles nothing, because the timed-out request may still land.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import secrets
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple, NoReturn
 
+from ckpt.commit.live import LiveSet, with_live
 from ckpt.commit.log import MENDED, UNDONE, Log, LogState
-from ckpt.commit.names import MANIFEST_NAME, record_key
+from ckpt.commit.names import MANIFEST_NAME, record_key, segment_key
 from ckpt.commit.patience import tries
 from ckpt.commit.records import (
+    RECORD_NBYTES_MAX,
     Kind,
     LiveEntry,
     Record,
+    SegmentRef,
     decode_record,
     encode_record,
     record_digest,
@@ -35,6 +40,10 @@ from storage.errors import (
     TransientError,
 )
 from storage.store import Store
+
+ROOM_NBYTES = RECORD_NBYTES_MAX - (1 << 20)  # of the newest record, for a save to begin
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,17 +88,25 @@ class Settled(NamedTuple):
 
 
 class RecordDraft(NamedTuple):
-    """The part of a record that depends on the live set before it. `entry` is what a COMMIT adds;
-    its slot is that of the record, which is set when the record is made. Its write id begins with
-    `mark`.
+    """The part of a record that depends on the state before it: what becomes of the live set.
+
+    `entry` is what a COMMIT adds, whose slot is set when the record is made, what a RETIRE removes,
+    or what a mark changes. The record's write id begins with `mark`.
     """
 
     kind: Kind
     epoch: int
-    attempt: str | None
-    live: tuple[LiveEntry, ...]
     entry: LiveEntry | None = None
     mark: bytes = b""
+
+    def live_after(self, state: LogState) -> LiveSet:
+        """The live set after the record that follows `state`."""
+        if self.entry is None:
+            return state.entries
+        if self.kind == "RETIRE":
+            return state.entries.drop(self.entry)
+        is_new = self.kind == "COMMIT"
+        return state.entries.put(replace(self.entry, slot=state.slot + 1) if is_new else self.entry)
 
 
 Build = Callable[[LogState], "RecordDraft | None"]
@@ -162,6 +179,21 @@ class Appender:
         if self._known is not None and not self.log.holds(self._known):
             raise diverged(self.store.url, self._known.slot)
 
+    def check_room(self) -> None:
+        """Raise CheckpointError when the next records might be larger than a record may be.
+
+        Before a save writes its data, so that it does not learn this afterwards.
+        """
+        newest = self.log.newest
+        if newest is None or (nbytes := len(encode_record(newest))) <= ROOM_NBYTES:
+            return
+        raise CheckpointError(
+            f"{self.store.url}: the newest record of the log has {nbytes} bytes, and one may have "
+            f"{RECORD_NBYTES_MAX}: segments of the live set could not be written for long (see the "
+            f"warnings), or {newest.count} checkpoints have very many references. Nothing was "
+            "written; make the store writable, or retire old checkpoints (ckpt prune)"
+        )
+
     def settle(self) -> Settled | None:
         """Find out the outcome of a pending record. None when there is none.
 
@@ -184,33 +216,42 @@ class Appender:
             entry = state.find(attempt)
             if entry is None or any(attempt in other.references for other in state.live):
                 return None
-            live = tuple(other for other in state.live if other is not entry)
-            return RecordDraft("RETIRE", state.epoch, attempt, live, mark=UNDONE)
+            return RecordDraft("RETIRE", state.epoch, entry, mark=UNDONE)
 
         return self.append(build)
 
     def _record(self, draft: RecordDraft, state: LogState) -> Record:
-        slot, live = state.slot + 1, draft.live
+        slot = state.slot + 1
         # Behind void records: whoever checks the links of the log does not look further back.
         mark = MENDED if state.void else draft.mark
-        if draft.entry is not None:
-            live = (*live, replace(draft.entry, slot=slot))
-        record = Record(
+        bare = Record(
             kind=draft.kind,
             slot=slot,
             epoch=draft.epoch,
             write_id=mark + self.sources.random_bytes(16 - len(mark)),
             time_unix=float(self.sources.clock()),
-            attempt=draft.attempt,
-            live=live,
+            attempt=None if draft.entry is None else draft.entry.attempt,
+            live=(),
             previous=self.log.digest_of(state),
         )
+        live = draft.live_after(state)
+        try:
+            record, _ = with_live(bare, live, self._write_segment)
+        except StorageError as error:
+            # A record takes more than it should; one that is too large is refused when encoded.
+            logger.warning("%s: the live set is folded later: %s", self.store.url, error)
+            record = replace(bare, live=live.listed, segments=live.refs, gone=live.gone)
         problem = record_problem(record, slot=slot)
         if problem is not None:
             raise CheckpointError(f"refusing to append a record that {problem}")
         # A record that cannot be read would end the root: no process could append after it.
         decode_record(encode_record(record), slot=slot, where="a record that is not sent")
         return record
+
+    def _write_segment(self, ref: SegmentRef, data: bytes) -> None:
+        # One that is there has these bytes: it is named by them.
+        with contextlib.suppress(KeyExistsError):
+            self.store.put_if_absent(segment_key(ref.digest), data)
 
     def _put(self, record: Record, *, sent_before: bool) -> bool:
         """True when `record` stands in its slot, False when another one does; see note
@@ -268,6 +309,7 @@ class Appender:
         try:
             before = self.log.raw(record.slot - 1) if record.previous is not None else None
             is_there = self.log.raw(record.slot) == data
+            is_there = is_there and self.log.has_new_segments(record, before)
             # What was retired meanwhile is gone, and was committed all the same.
             if is_there and self._manifest_is_gone(record):
                 lacks_manifest = self.log.state().find(record.live[-1].attempt) is not None

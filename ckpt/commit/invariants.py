@@ -14,15 +14,18 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from ckpt.commit.live import Segments, live_of
 from ckpt.commit.locate import file_keys
 from ckpt.commit.log import UNDONE, Log, LogState, is_follower
 from ckpt.commit.names import (
     LOG_PREFIX,
     MANIFEST_NAME,
     RESERVE_KEY,
+    SEGMENTS_PREFIX,
     parse_step_key,
     record_key,
     record_slot,
+    segment_key,
 )
 from ckpt.commit.records import LiveEntry, Record, decode_record, manifest_digest
 from ckpt.commit.session import Session
@@ -30,6 +33,7 @@ from ckpt.commit.writer import Commit
 from ckpt.errors import CheckpointError, Corrupt
 from ckpt.format.manifest_codec import decode_manifest
 from storage.errors import KeyNotFoundError, StorageError
+from storage.memory import MemoryBucket, MemoryStore
 from storage.store import ObjectWriter, Store
 from storage.wrap import WrappedStore
 
@@ -183,17 +187,19 @@ def check_latest(store: Store) -> list[str]:
     live: dict[str, int] = {}
     lines: dict[str, int | None] = {}
     violations = []
-    for record in Log(store).history():
+    log = Log(store)
+    for record in log.history():
+        entries = log.live_of(record).all
         if record.kind == "COMMIT" and record.attempt is not None:
             live[record.attempt] = record.slot
             lines[record.attempt] = record.live[-1].line
         if record.kind == "RETIRE" and record.attempt is not None:
             live.pop(record.attempt, None)
-        if {e.attempt: e.slot for e in record.live} != live:
+        if {e.attempt: e.slot for e in entries} != live:
             violations.append(
                 f"I3: the live set of slot {record.slot} does not follow from the log"
             )
-        if any(lines.get(e.attempt) != e.line for e in record.live):
+        if any(lines.get(e.attempt) != e.line for e in entries):
             violations.append(f"I3: slot {record.slot} moves a checkpoint to another line")
     latest = Log(store).state().latest
     expected = max(live, key=lambda name: (lines[name] is not None, live[name]), default=None)
@@ -234,7 +240,8 @@ def check_written_once(store: Store, history: History) -> list[str]:
                 same = False
             if not same:
                 violations.append(f"I5: {change.key} was removed or changed")
-    slots = [record_slot(info.key) for info in store.list(LOG_PREFIX)]
+    keys = [info.key for info in store.list(LOG_PREFIX)]
+    slots = [record_slot(key) for key in keys if not key.startswith(SEGMENTS_PREFIX)]
     if None in slots:
         violations.append("I5: the log has a foreign object")
     count = Log(store).state().slot + 1
@@ -263,12 +270,14 @@ def check_deletions(history: History) -> list[str]:
     deleted: dict[str, int] = {}
     stored: dict[str, bytes] = {}
     for position, change in enumerate(history.changes):
-        if change.data is not None:
+        if change.data is not None and change.key.startswith(SEGMENTS_PREFIX):
+            stored[change.key] = change.data
+        elif change.data is not None:
             record = _decoded(change)
             stored[change.key] = change.data
             if not is_follower(record, stored.get(record_key(record.slot - 1))):
                 continue
-            live = record.live
+            live = _live_in(stored, record)
             if record.kind == "COMMIT" and record.attempt in deleted:
                 violations.append(
                     f"I6: {record.attempt} was committed after files of it were deleted"
@@ -329,9 +338,18 @@ def check_always_one(store: Store) -> list[str]:
     saved, violations = False, []
     for record in records:
         saved = saved or (record.kind == "COMMIT" and record.attempt not in undone)
-        if saved and not record.live:
+        if saved and not record.count:
             violations.append(f"I11: after slot {record.slot} there is nothing left to load")
     return violations
+
+
+def _live_in(stored: dict[str, bytes], record: Record) -> tuple[LiveEntry, ...]:
+    """The live set of a record whose segments are among the objects `stored`."""
+    bucket = MemoryBucket()
+    for ref in record.segments:
+        key = segment_key(ref.digest)
+        bucket.add(key, stored[key])
+    return live_of(record, Segments(lambda: MemoryStore(bucket))).all
 
 
 def _decoded(change: StoreChange) -> Record:

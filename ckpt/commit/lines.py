@@ -45,7 +45,7 @@ class OwnLine:
         entry = state.find(self.restored.attempt)
         if entry is None or entry.line is None:
             return _new_line(state)
-        newest = next(e for e in reversed(state.live) if e.line == entry.line)
+        newest = next(e for e in state.newest_first() if e.line == entry.line)
         # The newest one that is whole may be older than damaged ones of the same line.
         continues = newest is entry or not self.restored.on_purpose
         return entry.line if continues else _new_line(state)
@@ -53,7 +53,7 @@ class OwnLine:
 
 def _new_line(state: LogState) -> int:
     """The name of a line that begins with the next commit: its slot, which no line had before."""
-    has_lines = any(entry.line is not None for entry in state.live)
+    has_lines = any(entry.line is not None for entry in state.newest_first())
     return state.slot + 1 if has_lines else FIRST_LINE
 
 

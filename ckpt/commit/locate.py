@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from ckpt.commit.lines import of_step, resumable
-from ckpt.commit.log import Log, read_format
+from ckpt.commit.log import Log, LogState, read_format
 from ckpt.commit.names import MANIFEST_NAME
 from ckpt.commit.records import LiveEntry, manifest_digest
 from ckpt.errors import Corrupt, NoCheckpoint
@@ -29,14 +29,19 @@ class Located(NamedTuple):
 
 def live_entries(store: Store) -> tuple[LiveEntry, ...]:
     """The checkpoints of a root, oldest commit first. Raises NoCheckpoint when it is no root."""
+    return state_of(store).live
+
+
+def state_of(store: Store) -> LogState:
+    """What the log of a root says. Raises NoCheckpoint when it is no root."""
     if store.part_nbytes_min == 1:
         read_format(store)
-        return Log(store).state().live
+        return Log(store).state()
     # Where requests take long, what does not need each other's answer is asked at once.
     with ThreadPoolExecutor(1) as pool:
         log = pool.submit(Log(store).state)
         read_format(store)
-        return log.result().live
+        return log.result()
 
 
 def locate(store: Store, step: int | None = None, *, attempt: str = "") -> Located:
@@ -51,17 +56,19 @@ def locate(store: Store, step: int | None = None, *, attempt: str = "") -> Locat
     if step is not None and type(step) is not int:
         raise ValueError(f"step={step!r}: expected an int")
     try:
-        live = live_entries(store)
+        state = state_of(store)
     except NoCheckpoint as no_root:
         return _by_path(store, step, no_root)
-    entry = _choose(store, live, step, attempt)
+    # The latest is found without reading what else there is.
+    latest = state.latest if step is None and not attempt else None
+    entry = latest or _choose(store, state.live, step, attempt)
     try:
         return Located(entry.prefix, read_manifest(store, entry), entry)
     except KeyNotFoundError:
         if entry not in live_entries(store):
             # Retired while we looked; the log knows the rest.
             return locate(store, step, attempt=attempt)
-        raise Corrupt(_missing(store, live, entry)) from None
+        raise Corrupt(_missing(store, state.live, entry)) from None
 
 
 def _missing(store: Store, live: tuple[LiveEntry, ...], entry: LiveEntry) -> str:

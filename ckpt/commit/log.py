@@ -1,18 +1,29 @@
 """The log of a root: which checkpoints exist, as a dense row of small records that never change.
 
-Every record carries the complete live set, so the last one is enough to know everything. This file
+Every record carries the live set, whole or as segments and changes to them, so the last one is
+enough to know everything. This file
 has the FORMAT object and the reading of records; `ckpt.commit.appender` appends.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from ckpt.commit.names import LOG_PREFIX, MANIFEST_NAME, STEPS_PREFIX, record_key, record_slot
+from ckpt.commit.live import LiveSet, Segments, live_of
+from ckpt.commit.names import (
+    LOG_PREFIX,
+    MANIFEST_NAME,
+    SEGMENTS_PREFIX,
+    STEPS_PREFIX,
+    record_key,
+    record_slot,
+    segment_key,
+)
 from ckpt.commit.records import (
     RECORD_NBYTES_MAX,
     LiveEntry,
@@ -63,17 +74,27 @@ class LogState:
 
     slot: int
     epoch: int
-    live: tuple[LiveEntry, ...]
+    entries: LiveSet
     void: int = 0
+
+    @property
+    def live(self) -> tuple[LiveEntry, ...]:
+        """Every checkpoint that exists, ascending in slot. May need requests: see `LiveSet`."""
+        return self.entries.all
 
     @property
     def latest(self) -> LiveEntry | None:
         """What a training resumes from: see `latest_of`."""
-        return latest_of(self.live)
+        of_a_line = (entry for entry in self.newest_first() if entry.line is not None)
+        return next(of_a_line, None) or next(self.newest_first(), None)
+
+    def newest_first(self) -> Iterator[LiveEntry]:
+        """Every checkpoint that exists, the newest commit first."""
+        return self.entries.newest_first()
 
     def find(self, attempt: str) -> LiveEntry | None:
         """The live entry of that attempt."""
-        return next((entry for entry in self.live if entry.attempt == attempt), None)
+        return self.entries.find(attempt)
 
 
 def latest_of(live: Sequence[LiveEntry]) -> LiveEntry | None:
@@ -85,7 +106,7 @@ def latest_of(live: Sequence[LiveEntry]) -> LiveEntry | None:
     return next(of_a_line, live[-1] if live else None)
 
 
-EMPTY_STATE = LogState(slot=-1, epoch=0, live=())
+EMPTY_STATE = LogState(slot=-1, epoch=0, entries=LiveSet())
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,13 +215,7 @@ class _LogEnd:
 
     slot: int
     newest: Record | None
-
-    @property
-    def state(self) -> LogState:
-        newest = self.newest
-        if newest is None:
-            return EMPTY_STATE
-        return LogState(self.slot, newest.epoch, newest.live, void=self.slot - newest.slot)
+    state: LogState = EMPTY_STATE
 
 
 class Log:
@@ -214,6 +229,7 @@ class Log:
 
     def __init__(self, store: Store) -> None:
         self.store = store
+        self.segments = Segments(lambda: self.store)
         self._end: _LogEnd | None = None
 
     def state(self) -> LogState:
@@ -250,6 +266,8 @@ class Log:
         after = record_key(first - 1) if first else ""
         behind: list[int] = []
         for info in self.store.list(LOG_PREFIX, after=after):
+            if info.key.startswith(SEGMENTS_PREFIX):
+                break
             slot = record_slot(info.key)
             if slot is None:
                 continue
@@ -274,13 +292,13 @@ class Log:
         logs in one.
         """
         for slot in range(state.slot - state.void + 1, state.slot + 1):
-            problem = "it builds on another record than is before it"
+            problem = "it does not follow the record before it"
             self._refuse_loss(self.record(slot), state, slot, problem)
 
     def _refuse_loss(self, record: Record, state: LogState, slot: int, problem: str) -> None:
-        known = {entry.attempt for entry in state.live}
         # The newest are enough: who merges two logs has what the other one saved last.
-        unknown = [entry for entry in record.live if entry.attempt not in known][-LOST_LOOKS:]
+        listed = record.live[-LOST_LOOKS:]
+        unknown = [entry for entry in listed if state.find(entry.attempt) is None]
         for entry in reversed(unknown):
             if not self.store.exists(entry.prefix + MANIFEST_NAME):
                 continue
@@ -343,18 +361,27 @@ class Log:
             except KeyNotFoundError:
                 corrupt_record(f"{self.store.url}/{record_key(slot)}", "it was removed")
             record = self._decoded(slot, data)
-            if is_follower(record, before):
+            if is_follower(record, before) and self.has_new_segments(record, before):
                 yield record
             before = data
 
     def saw(self, record: Record) -> None:
         """Remember a record that is known to stand in the log, as an appender does with its own."""
-        self._remember(_LogEnd(record.slot, record))
+        self._remember(self._end_at(record.slot, record))
+
+    def live_of(self, record: Record) -> LiveSet:
+        """The live set after a record."""
+        return live_of(record, self.segments)
+
+    def _end_at(self, slot: int, newest: Record) -> _LogEnd:
+        void = slot - newest.slot
+        return _LogEnd(slot, newest, LogState(slot, newest.epoch, self.live_of(newest), void=void))
 
     def _remember(self, end: _LogEnd) -> None:
         # Never backwards: another thread may have seen a newer record meanwhile.
         if self._end is None or end.slot > self._end.slot:
             self._end = end
+            self.segments.keep(end.newest.segments if end.newest is not None else ())
 
     def _decoded(self, slot: int, data: bytes) -> Record:
         return decode_record(data, slot=slot, where=f"{self.store.url}/{record_key(slot)}")
@@ -364,9 +391,9 @@ class Log:
         slot = last
         while slot >= 0:
             record, before = self._with_the_one_before(slot)
-            if is_follower(record, before):
-                return _LogEnd(last, record)
-            if before is not None:
+            if is_follower(record, before) and self.has_new_segments(record, before):
+                return self._end_at(last, record)
+            if before is not None or not record.slot:
                 slot -= 1
                 continue
             # A free slot ends the log, and what is before the first one is dense.
@@ -387,6 +414,16 @@ class Log:
         with ThreadPoolExecutor(1) as pool:
             before = pool.submit(self._raw_if_there, slot - 1)
             return self.record(slot), before.result()
+
+    def has_new_segments(self, record: Record, before: bytes | None) -> bool:
+        """Whether the segments are there that the record before did not name. A backup that was
+        restored before the record was sent has taken them.
+        """
+        new = set(record.segments)
+        if new and before is not None:
+            with contextlib.suppress(Corrupt):  # all of them are looked for then
+                new -= set(self._decoded(record.slot - 1, before).segments)
+        return all(self.store.exists(segment_key(ref.digest)) for ref in new)
 
     def _raw_if_there(self, slot: int) -> bytes | None:
         try:

@@ -67,8 +67,7 @@ class Maintenance(LogWriter):
                 )
             # A copy has all bytes in files of its own, so it keeps no other checkpoint alive.
             copied = commit._replace(metric=original.metric, references=())
-            entry = copied.entry(line=None)
-            return RecordDraft("COMMIT", state.epoch, commit.attempt, state.live, entry)
+            return RecordDraft("COMMIT", state.epoch, copied.entry(line=None))
 
         with self._lock:
             record = self._append(build)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 LOG_PREFIX = "log/"
+SEGMENTS_PREFIX = "log/live/"  # behind all records in a listing
 STEPS_PREFIX = "steps/"
 MANIFEST_NAME = "MANIFEST"
 TELEMETRY_NAME = "TELEMETRY"  # how the save went; optional, nothing depends on it
@@ -23,6 +24,11 @@ _OUR_NAME = re.compile(r"MANIFEST|TELEMETRY|rank[0-9]{5,}-[0-9]{3,}\.safetensors
 def record_key(slot: int) -> str:
     """The key of a log slot."""
     return f"{LOG_PREFIX}{slot:020d}"
+
+
+def segment_key(digest: bytes) -> str:
+    """The key of a segment of the live set, by its SHA-256."""
+    return f"{SEGMENTS_PREFIX}{digest.hex()}"
 
 
 def record_slot(key: str) -> int | None:

@@ -142,6 +142,7 @@ class RankedSession:
                 # Caught and not raised: the other ranks wait for this one in `agree`.
                 self.session.settle()
                 self.session.check_root()
+                self.session.check_room()
                 _sweep_failed(self.session)
         except Exception as caught:
             error = caught

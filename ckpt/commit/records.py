@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any, Literal, NoReturn, get_args
 
 import msgpack
@@ -15,8 +15,9 @@ from ckpt.errors import CheckpointError, Corrupt, UnsupportedFormat
 from ckpt.format.checksum import crc32c
 
 RECORD_MAGIC = b"SHPTLOG1"
-# About 30,000 live checkpoints; bounds what a hostile record costs.
-RECORD_NBYTES_MAX = 4 * 1024 * 1024
+RECORD_NBYTES_MAX = 4 * 1024 * 1024  # bounds what a hostile record costs
+SEGMENT_NBYTES_MAX = 256 * 1024 * 1024
+SEGMENTS_MAX = 1000
 STEP_MAX = 10**18 - 1
 INTEGER_MAX = 2**63 - 1
 FIRST_LINE = 0  # of every commit whose record does not name its line
@@ -52,8 +53,23 @@ class LiveEntry:
 
 
 @dataclass(frozen=True, slots=True)
+class SegmentRef:
+    """What a record says of a segment of its live set: an object of `count` entries, the last of
+    which was committed in `last_slot`. See `ckpt.commit.segments`.
+    """
+
+    digest: bytes
+    nbytes: int
+    count: int
+    last_slot: int
+
+
+@dataclass(frozen=True, slots=True)
 class Record:
     """One log record. `time_unix` is for display only; `live` is ascending in `slot`.
+
+    The live set consists of `live` and the entries of `segments`, but for those that were committed
+    in the slots `gone`: they are live no more, or are in `live` as they are now.
 
     `previous` is the digest of the record in the slot before; None in slot 0, and in records of
     0.1, which did not keep it.
@@ -67,6 +83,13 @@ class Record:
     attempt: str | None
     live: tuple[LiveEntry, ...]
     previous: bytes | None = None
+    segments: tuple[SegmentRef, ...] = ()
+    gone: tuple[int, ...] = ()
+
+    @property
+    def count(self) -> int:
+        """How many checkpoints exist after it."""
+        return len(self.live) + sum(ref.count for ref in self.segments) - len(self.gone)
 
 
 def manifest_digest(encoded_manifest: bytes | memoryview) -> bytes:
@@ -76,7 +99,7 @@ def manifest_digest(encoded_manifest: bytes | memoryview) -> bytes:
 
 def encode_record(record: Record) -> bytes:
     """The canonical bytes of a record: magic, msgpack map, crc32c of all before (little-endian)."""
-    body = {
+    body: dict[str, Any] = {
         "kind": record.kind,
         "slot": record.slot,
         "epoch": record.epoch,
@@ -87,13 +110,16 @@ def encode_record(record: Record) -> bytes:
     }
     if record.previous is not None:
         body["previous"] = record.previous
+    if record.segments:
+        body["segments"] = [asdict(ref) for ref in record.segments]
+        body["gone"] = list(record.gone)
     data = RECORD_MAGIC + bytes(msgpack.packb(body, use_bin_type=True))
     data += struct.pack("<I", crc32c(data))
     if len(data) > RECORD_NBYTES_MAX:
         raise CheckpointError(
-            f"the live set of {len(record.live)} checkpoints needs a log record of {len(data)} "
-            "bytes, "
-            f"at most {RECORD_NBYTES_MAX} are allowed; retire old checkpoints (ckpt prune)"
+            f"{len(record.live)} of {record.count} checkpoints need a log record of {len(data)} "
+            f"bytes, at most {RECORD_NBYTES_MAX} are allowed: their references take too much; "
+            "retire old checkpoints (ckpt prune), or save without dedup"
         )
     return data
 
@@ -164,11 +190,26 @@ def _record_of(body: Any, *, slot: int, where: str) -> Record:
         attempt=None if got["attempt"] is None else _attempt(got["attempt"], where),
         live=tuple(_entry_of(entry, where) for entry in live),
         previous=_checked(got["previous"], bytes, where, "previous") if "previous" in got else None,
+        segments=tuple(
+            _segment_of(ref, where)
+            for ref in _checked(got.get("segments", []), list, where, "segments")
+        ),
+        gone=tuple(
+            _integer(slot, where, "gone")
+            for slot in _checked(got.get("gone", []), list, where, "gone")
+        ),
     )
     problem = record_problem(record, slot=slot)
     if problem is not None:
         corrupt_record(where, problem)
     return record
+
+
+def _segment_of(body: Any, where: str) -> SegmentRef:
+    got = _typed(body, SegmentRef, where)
+    digest = _checked(got["digest"], bytes, where, "digest of a segment")
+    numbers = (_integer(got[name], where, name) for name in ("nbytes", "count", "last_slot"))
+    return SegmentRef(digest, *numbers)
 
 
 def _entry_of(body: Any, where: str) -> LiveEntry:
@@ -206,6 +247,8 @@ def record_problem(record: Record, *, slot: int) -> str | None:
     slots = [entry.slot for entry in record.live]
     if len(names) != len(slots) or slots != sorted(set(slots)) or any(s > slot for s in slots):
         return "live set is not ascending and unique"
+    if problem := _segments_problem(record):
+        return problem
     for entry in record.live:
         problem = _entry_problem(entry, record, names)
         if problem is not None:
@@ -213,9 +256,29 @@ def record_problem(record: Record, *, slot: int) -> str | None:
     return _kind_problem(record)
 
 
+def _segments_problem(record: Record) -> str | None:
+    if len(record.segments) > SEGMENTS_MAX or list(record.gone) != sorted(set(record.gone)):
+        return "segments are too many, or what is gone of them is not ascending and unique"
+    for ref in record.segments:
+        if len(ref.digest) != 32 or not 0 < ref.nbytes <= SEGMENT_NBYTES_MAX:
+            return "digest or size of a segment is out of range"
+        if not 0 < ref.count <= ref.nbytes or ref.last_slot >= record.slot:
+            return "a segment has no entries, or later ones than the record"
+    if record.gone and not record.segments:
+        return "something is gone of segments that are not there"
+    return "more is gone than there was" if record.count < len(record.live) else None
+
+
 def _entry_problem(entry: LiveEntry, record: Record, names: set[str]) -> str | None:
     if attempt_epoch(entry.attempt) > record.epoch:
         return f"is of a later epoch than the record's {record.epoch}"
+    # What lies in segments is not looked at by a reader of the record alone.
+    missing = [] if record.segments else [n for n in entry.references if n not in names]
+    return f"references {missing[0]}, which is not live" if missing else entry_problem(entry)
+
+
+def entry_problem(entry: LiveEntry) -> str | None:
+    """What is wrong with an entry by itself, None when it makes sense."""
     if entry.step > STEP_MAX or not 1 <= len(entry.manifest_digest) <= 64:
         return "step or manifest digest is out of range"
     if entry.metric is not None and not math.isfinite(entry.metric):
@@ -224,8 +287,7 @@ def _entry_problem(entry: LiveEntry, record: Record, names: set[str]) -> str | N
         return f"is of line {entry.line}, which begins after its commit"
     if list(entry.references) != sorted(set(entry.references)) or entry.attempt in entry.references:
         return "references are not ascending and unique"
-    missing = [name for name in entry.references if name not in names]
-    return f"references {missing[0]}, which is not live" if missing else None
+    return None
 
 
 def _kind_problem(record: Record) -> str | None:
@@ -237,7 +299,8 @@ def _kind_problem(record: Record) -> str | None:
         return f"a {record.kind} cannot bring a checkpoint to life"
     if record.kind == "RETIRE" and own:
         return "the retired attempt is still in its live set"
-    if record.kind in ("PIN", "UNPIN", "VERIFIED") and not own:
+    # With the change, its entry may have been folded into a segment.
+    if record.kind in ("PIN", "UNPIN", "VERIFIED") and not own and not record.segments:
         return f"the attempt of a {record.kind} is not in its live set"
     return None
 

@@ -57,9 +57,7 @@ class Session(LogWriter):
         the store cannot refuse a second writer (unless `unsafe_single_writer`).
         """
         appender, root = _opened(store, unsafe_single_writer, sources, limits)
-        record = appender.append(
-            lambda state: RecordDraft("CLAIM", state.epoch + 1, None, state.live)
-        )
+        record = appender.append(lambda state: RecordDraft("CLAIM", state.epoch + 1))
         assert record is not None
         return cls(appender, root=root, epoch=record.epoch)
 
@@ -82,7 +80,7 @@ class Session(LogWriter):
         state = appender.log.state()
         # Without a checkpoint there is no training to fence, and a claim lets what a killed import
         # left be swept.
-        if state.live:
+        if len(state.entries):
             return cls(appender, root=root, epoch=state.epoch)
         return cls.claim(
             store, unsafe_single_writer=unsafe_single_writer, sources=sources, limits=limits
@@ -117,6 +115,11 @@ class Session(LogWriter):
         with self._lock:
             self._appender.prove()
 
+    def check_room(self) -> None:
+        """Raise CheckpointError when the log may not take the next commit. Asks nobody."""
+        with self._lock:
+            self._appender.check_room()
+
     def restored(self, restored: ResumePoint) -> None:
         """Continue the line of what was restored; see `ckpt.commit.lines`."""
         with self._lock:
@@ -144,7 +147,7 @@ class Session(LogWriter):
                     "was not committed: save again, writing everything"
                 )
             line = self._line.of_next(state) if commit.in_line else None
-            return RecordDraft("COMMIT", epoch, commit.attempt, state.live, commit.entry(line=line))
+            return RecordDraft("COMMIT", epoch, commit.entry(line=line))
 
         with self._lock:
             # The files of an attempt that was given up may be deleted at any moment.
@@ -217,23 +220,23 @@ class Session(LogWriter):
         """
         with self._lock:
             self.settle()
-            live = self.state().live
-            if not live or self.store.exists(live[-1].prefix + MANIFEST_NAME):
+            newest = next(self.state().newest_first(), None)
+            if newest is None or self.store.exists(newest.prefix + MANIFEST_NAME):
                 return None
             # Data files without a MANIFEST are damage, which `ckpt salvage` repairs.
-            if next(iter(self.store.list(live[-1].prefix)), None) is not None:
+            if next(iter(self.store.list(newest.prefix)), None) is not None:
                 return None
-            record = self._appender.take_back(live[-1].attempt)
+            record = self._appender.take_back(newest.attempt)
         if record is None:
             return None
         logger.warning(
             "%s: nothing is left of step %d (%s), the newest commit: a backup was restored right "
             "before it, or its directory was removed. It is retired now",
             self.store.url,
-            live[-1].step,
-            live[-1].attempt,
+            newest.step,
+            newest.attempt,
         )
-        return live[-1]
+        return newest
 
     def sweep(self) -> list[str]:
         """Delete what attempts of older epochs left behind and no live checkpoint needs.

@@ -166,8 +166,7 @@ class LogWriter:
             # Records are never removed, so none is spent on what is so already.
             if changed == entry:
                 return None
-            live = tuple(changed if e is entry else e for e in state.live)
-            return RecordDraft(kind, self._epoch_for(state), attempt, live)
+            return RecordDraft(kind, self._epoch_for(state), changed)
 
         with self._lock:
             return self._append(build)
@@ -214,8 +213,7 @@ class LogWriter:
             return None
         if problem := why_not_retire(state, entry):
             raise NotRetired(f"{attempt} (step {entry.step}) {problem}")
-        live = tuple(e for e in state.live if e is not entry)
-        return RecordDraft("RETIRE", self._epoch_for(state), attempt, live)
+        return RecordDraft("RETIRE", self._epoch_for(state), entry)
 
     def _append(self, build: Build) -> Record | None:
         self.settle()

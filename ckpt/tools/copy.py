@@ -20,14 +20,16 @@ from typing import Any, NamedTuple, SupportsIndex, TypeAlias
 
 import numpy as np
 
-from ckpt.commit.locate import live_entries, locate
+from ckpt.commit.live import LiveSet, Segments, with_live
+from ckpt.commit.locate import live_entries, locate, read_manifest
 from ckpt.commit.log import FORMAT_KEY, Log, encode_format, read_format
-from ckpt.commit.names import MANIFEST_NAME, attempt_epoch, record_key
+from ckpt.commit.names import MANIFEST_NAME, attempt_epoch, record_key, segment_key
 from ckpt.commit.numbers import plain_int
 from ckpt.commit.records import (
     FIRST_LINE,
     LiveEntry,
     Record,
+    SegmentRef,
     encode_record,
     record_digest,
     record_problem,
@@ -41,7 +43,8 @@ from ckpt.loading.checkpoint import Checkpoint, LocatedCheckpoint, find_checkpoi
 from ckpt.saving.resumable import begin, end, is_another_file
 from ckpt.tools.relay import check_index, index_of, is_there, relay_file, tiles_of
 from ckpt.tools.rewrite import own_layout, rewrite
-from storage import Store, StoreLike, open_store, options_of_other
+from storage import KeyNotFoundError, Store, StoreLike, open_store, options_of_other
+from storage.memory import MemoryStore
 
 Progress: TypeAlias = Callable[[int, int], None]
 
@@ -219,12 +222,10 @@ def copy_root(
     live = live_entries(source)
     if not live:
         raise NoCheckpoint(f"{source.url} has no checkpoint yet: there is nothing to copy")
-    copied = [
-        _CheckpointToCopy(e, decode_manifest(locate(source, attempt=e.attempt).data)) for e in live
-    ]
+    copied = [_CheckpointToCopy(entry, _manifest_of(source, entry)) for entry in live]
     _check_epochs(source, live)
     root = _new_root(read_format(source).root, live)
-    records = _records(root, copied)
+    records, segments = _records(root, copied)
     meter = CopyMeter(sum(manifest.own_nbytes for _, manifest in copied), progress)
     # References lead to step directories that are copied too, under the names that they have.
     files = [
@@ -233,7 +234,7 @@ def copy_root(
         for name in manifest.files
         if not is_reference(name)
     ]
-    log = [(record_key(record.slot), encode_record(record)) for record in records]
+    log = [*segments, *((record_key(record.slot), encode_record(record)) for record in records)]
     last = encode_format(root)
     others = (*files, *(entry.prefix + MANIFEST_NAME for entry in live), *(key for key, _ in log))
     if begin(target, others=others, last=FORMAT_KEY, is_ours=lambda old: old == last) is None:
@@ -252,6 +253,14 @@ def copy_root(
         nbytes=sum(manifest.own_nbytes for _, manifest in copied),
         nbytes_written=meter.written,
     )
+
+
+def _manifest_of(source: Store, entry: LiveEntry) -> Manifest:
+    try:
+        return decode_manifest(read_manifest(source, entry))
+    except KeyNotFoundError:
+        # Only now the log is read again, which says why.
+        return decode_manifest(locate(source, attempt=entry.attempt).data)
 
 
 def _check_epochs(source: Store, live: Sequence[LiveEntry]) -> None:
@@ -273,22 +282,35 @@ def _new_root(root: str, live: Sequence[LiveEntry]) -> str:
     return digest.hexdigest()[:32]
 
 
-def _records(root: str, copied: Sequence[_CheckpointToCopy]) -> list[Record]:
-    """A log of these checkpoints and of nothing else, under their own epochs."""
+def _records(
+    root: str, copied: Sequence[_CheckpointToCopy]
+) -> tuple[list[Record], list[tuple[str, bytes]]]:
+    """A log of these checkpoints and of nothing else, under their own epochs: its records, and the
+    segments that they name, by key.
+    """
     records: list[Record] = []
-    live: list[LiveEntry] = []
+    segments: dict[str, bytes] = {}
+    # All that is asked of it was written here.
+    live = LiveSet(segments=Segments(MemoryStore))
     # A line is named by the slot of its first commit, which is another one here.
     lines: dict[int | None, int | None] = {None: None, FIRST_LINE: FIRST_LINE}
 
-    def append(kind: Any, epoch: int, attempt: str | None, time_unix: float) -> None:
+    def append(
+        live: LiveSet, kind: Any, epoch: int, attempt: str | None, time_unix: float
+    ) -> LiveSet:
         slot = len(records)
         # Not random: every try has to make the same bytes, or it would refuse its own records.
         write_id = hashlib.sha256(f"{root} {slot}".encode()).digest()[:16]
         previous = record_digest(encode_record(records[-1])) if records else None
-        record = Record(kind, slot, epoch, write_id, time_unix, attempt, tuple(live), previous)
+        bare = Record(kind, slot, epoch, write_id, time_unix, attempt, (), previous)
+        record, live = with_live(bare, live, write)
         problem = record_problem(record, slot=slot)
         assert problem is None, f"a record of a copy {problem}"
         records.append(record)
+        return live
+
+    def write(ref: SegmentRef, data: bytes) -> None:
+        segments[segment_key(ref.digest)] = data
 
     epoch = 0
     for entry, manifest in copied:
@@ -296,8 +318,8 @@ def _records(root: str, copied: Sequence[_CheckpointToCopy]) -> list[Record]:
         # No checkpoint may be of a later epoch than its record, and each CLAIM begins one epoch.
         while epoch < attempt_epoch(entry.attempt):
             epoch += 1
-            append("CLAIM", epoch, None, created_unix)
+            live = append(live, "CLAIM", epoch, None, created_unix)
         slot = len(records)
-        live.append(replace(entry, slot=slot, line=lines.setdefault(entry.line, slot)))
-        append("COMMIT", epoch, entry.attempt, created_unix)
-    return records
+        live = live.put(replace(entry, slot=slot, line=lines.setdefault(entry.line, slot)))
+        live = append(live, "COMMIT", epoch, entry.attempt, created_unix)
+    return records, list(segments.items())

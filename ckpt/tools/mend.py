@@ -8,6 +8,7 @@ collected, free slots are filled, and what the newest record does not list is co
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import time
 from collections.abc import Mapping
@@ -17,13 +18,15 @@ from typing import Any
 
 from ckpt.commit.appender import Limits
 from ckpt.commit.claim import must_look_first
+from ckpt.commit.live import LiveSet, live_of, with_live
 from ckpt.commit.locate import file_keys, read_manifest
 from ckpt.commit.log import MENDED, Log, broken_log, latest_of, read_format
-from ckpt.commit.names import LOG_PREFIX, record_key, record_slot
+from ckpt.commit.names import LOG_PREFIX, record_key, record_slot, segment_key
 from ckpt.commit.records import (
     Kind,
     LiveEntry,
     Record,
+    SegmentRef,
     encode_record,
     record_digest,
     record_problem,
@@ -67,7 +70,7 @@ def mend(
         root = read_format(store).root
         log = _Survey(store)
         wanted, lost = log.divided()
-        known = log.newest.live if log.newest is not None else ()
+        known = log.live_of(log.newest)
         back = tuple(entry for entry in wanted if entry.attempt not in {e.attempt for e in known})
         latest = _newest_last(wanted)
         is_latest = latest is None or latest.attempt == getattr(latest_of(known), "attempt", None)
@@ -118,6 +121,7 @@ class _Survey:
         self.digests: dict[int, bytes] = {}
         self.breaks: dict[int, str] = {}
         log = Log(store)
+        self._segments = log.segments
         slots = [record_slot(info.key) for info in store.list(LOG_PREFIX)]
         for slot in sorted(slot for slot in slots if slot is not None):
             raw = log.raw(slot)
@@ -169,7 +173,7 @@ class _Survey:
         entries = {
             entry.attempt: entry
             for slot in sorted(ends)
-            for entry in self.records[slot].live
+            for entry in self.live_of(self.records[slot])
             if entry.attempt not in retired
         }
         # A COMMIT may be missing; the first record that knows a checkpoint is never much later.
@@ -177,6 +181,9 @@ class _Survey:
         for _, record in sorted(self.records.items()):
             for entry in record.live:
                 times.setdefault(entry.attempt, record.time_unix)
+        for slot in sorted(ends):
+            for entry in self.live_of(self.records[slot]):
+                times.setdefault(entry.attempt, self.records[slot].time_unix)
         whole = {name: entry for name, entry in entries.items() if self._is_whole(entry)}
         # What is left out may be needed by others, which are left out in turn.
         while True:
@@ -198,12 +205,27 @@ class _Survey:
     def filler(self, slot: int) -> Body:
         """A record for a free slot that changes nothing."""
         before = next((self.records[s] for s in range(slot - 1, -1, -1) if s in self.records), None)
-        if before is None or not before.live:
+        live = self.live_of(before)
+        if before is None or not live:
             return "CLAIM", 1 if before is None else before.epoch, None, ()
-        last = before.live[-1]
+        last = live[-1]
         # A record that says again what is so already changes nothing.
         kind: Kind = "PIN" if last.pinned else "UNPIN"
-        return kind, before.epoch, last.attempt, before.live
+        return kind, before.epoch, last.attempt, live
+
+    def live_of(self, record: Record | None) -> Live:
+        """What is live after a record, as far as its segments are there."""
+        if record is None:
+            return ()
+        try:
+            return live_of(record, self._segments).all
+        except Corrupt as error:
+            self.breaks.setdefault(record.slot, str(error))
+            return record.live
+
+    def _write_segment(self, ref: SegmentRef, data: bytes) -> None:
+        with contextlib.suppress(KeyExistsError):
+            self.store.put_if_absent(segment_key(ref.digest), data)
 
     def put(self, slot: int, body: Body, write_id: bytes = b"") -> None:
         """Append a record, durable on return."""
@@ -212,7 +234,8 @@ class _Survey:
         now = time.time()
         # In a free slot too, the digest of whatever bytes are before it, damaged ones included.
         previous = self.digests[slot - 1] if slot else None
-        record = Record(kind, slot, epoch, write_id, now, attempt, live, previous)
+        bare = Record(kind, slot, epoch, write_id, now, attempt, (), previous)
+        record, _ = with_live(bare, LiveSet(live, segments=self._segments), self._write_segment)
         problem = record_problem(record, slot=slot)
         assert problem is None, f"a record that mends {problem}"
         data = encode_record(record)

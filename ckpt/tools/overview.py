@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Any, SupportsIndex
 
 from ckpt.commit.locate import live_entries
@@ -14,6 +15,7 @@ from ckpt.commit.names import (
     LOG_PREFIX,
     MANIFEST_NAME,
     RESERVE_KEY,
+    SEGMENTS_PREFIX,
     parse_step_key,
     record_key,
     record_slot,
@@ -70,19 +72,27 @@ def history(
         log = Log(store)
         newest = log.state().slot
         # Behind a free slot: records that were sent while the root was exchanged.
-        behind = [
-            record_slot(info.key) for info in store.list(LOG_PREFIX, after=record_key(newest))
-        ]
+        listed = store.list(LOG_PREFIX, after=record_key(newest))
+        records_listed = takewhile(lambda info: not info.key.startswith(SEGMENTS_PREFIX), listed)
+        behind = [record_slot(info.key) for info in records_listed]
         first = 0 if count is None else max(0, newest - plain_int(count) + 1)
         # The record before the first has the step of what the first may have retired.
         slots = [*range(max(0, first - 1), newest + 1), *(slot for slot in behind if slot)]
         with ThreadPoolExecutor(READERS, thread_name_prefix="ckpt-log") as pool:
             records = list(pool.map(lambda slot: _record(log, slot), slots))
+        events = _events(log, records)
+    return tuple(event for event in reversed(events) if event.slot >= first)
+
+
+def _events(log: Log, records: Sequence[Record]) -> list[Event]:
     # A RETIRE no longer lists what it retires: step and metric are those that a record before had.
     known: dict[str, LiveEntry] = {}
     events = []
     before: Record | None = None
     for record in records:
+        if record.kind == "RETIRE" and before is not None and record.attempt not in known:
+            retired = _retired(log, before, record)
+            known.update({} if retired is None else {retired.attempt: retired})
         known.update({entry.attempt: entry for entry in record.live})
         problem = ""
         if before is not None:
@@ -91,7 +101,15 @@ def history(
             problem = broken_link(follows, record, digests)
         events.append(replace(_event(record, known), problem=problem))
         before = record
-    return tuple(event for event in reversed(events) if event.slot >= first)
+    return events
+
+
+def _retired(log: Log, before: Record, record: Record) -> LiveEntry | None:
+    """What a record retires, from the segments of the one before it, None where nothing tells."""
+    try:
+        return log.live_of(before).find(record.attempt or "")
+    except Corrupt:
+        return None
 
 
 def _record(log: Log, slot: int) -> Record:
@@ -114,7 +132,7 @@ def _event(record: Record, known: Mapping[str, LiveEntry]) -> Event:
         attempt=record.attempt,
         step=entry.step if entry else None,
         metric=entry.metric if entry else None,
-        live=len(record.live),
+        live=record.count,
         line=entry.line if entry else None,
         is_undone=record.write_id.startswith(UNDONE),
     )

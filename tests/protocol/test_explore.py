@@ -11,11 +11,12 @@ from collections.abc import Callable
 
 import pytest
 
+from ckpt.commit import live
 from ckpt.commit.appender import Appender, Limits, Sources
 from ckpt.commit.invariants import History, RecordingStore, check_all, check_fresh_session
 from ckpt.commit.log import LogState
 from ckpt.commit.maintenance import Maintenance
-from ckpt.commit.names import MANIFEST_NAME, step_prefix
+from ckpt.commit.names import MANIFEST_NAME, record_key, step_prefix
 from ckpt.commit.records import manifest_digest
 from ckpt.commit.session import Session
 from ckpt.commit.sweep import NotRetired
@@ -66,6 +67,25 @@ class Scenario:
 
         return run
 
+    def cleans_up(self, store: Store) -> None:
+        """A second job and a command remove all that anybody ever removes."""
+        try:
+            session = Session.claim(store, sources=self.sources(), limits=LIMITS)
+            session.sweep_unfinished()
+            session.take_back_lost()
+            session.sweep()
+            save(session, store, 7, self.history)
+            failed = session.new_attempt()
+            store.put_if_absent(step_prefix(9, failed) + MANIFEST_NAME, b"failed")
+            session.give_up(failed, step=9)
+            session.sweep_failed()
+            session.retire(session.state().live[0].attempt)
+            keeper = Maintenance.open(store, sources=self.sources(), limits=LIMITS)
+            keeper.retire(keeper.state().live[0].attempt)
+            session.sweep()
+        except (Fenced, OutcomeUnknown, NotRetired):
+            return
+
     def prune(self, store: Store) -> None:
         """Retires the oldest checkpoint, as a command in another process does."""
         try:
@@ -112,6 +132,52 @@ def test_every_schedule_and_fault_keeps_the_promises(case: str, scale: Scale) ->
     )
     assert not problems, f"run {runs}: " + "\n".join(problems)
     assert runs > 50
+
+
+@pytest.mark.parametrize("is_folded", [True, pytest.param(False, marks=pytest.mark.soak)])
+def test_a_writer_that_stalls_between_look_and_put_meets_every_clean_up(
+    is_folded: bool, scale: Scale, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long it stalls: its slot is still taken, so it learns that it was fenced.
+
+    Where it stalls there is nothing of it yet but files; folded live sets are no exception.
+    """
+    if is_folded:
+        for name, value in {"RECORD_NBYTES": 500, "LISTED_MIN": 1, "MERGE_RATIO": 2}.items():
+            monkeypatch.setattr(live, name, value)
+    scenario = Scenario()
+    runs, problems = explore(
+        scenario.make,
+        lambda: {"a": scenario.job(3), "b": scenario.cleans_up},
+        scenario.check,
+        budget=scale.count(1, 3),
+    )
+    assert not problems, f"run {runs}: " + "\n".join(problems)
+    assert runs > 20
+
+
+def _compact(self: Session) -> list[str]:
+    """Bug: records that the newest one stands for are deleted."""
+    for slot in range(self.log.state().slot):
+        self.store.delete(record_key(slot))
+    return _sweep(self)
+
+
+_sweep = Session.sweep
+
+
+def test_search_finds_a_fence_that_was_deleted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Session, "sweep", _compact)
+    scenario = Scenario()
+
+    def check(store: Store) -> list[str]:
+        try:
+            return scenario.check(store)
+        except CheckpointError as error:
+            return [f"I: {error}"]
+
+    actors = {"a": scenario.job(3), "b": scenario.cleans_up}
+    assert explore(scenario.make, lambda: actors, check, budget=1)[1]
 
 
 def _forget_pending(self: Appender) -> None:

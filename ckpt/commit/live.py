@@ -1,0 +1,213 @@
+"""The live set of a root, as a value: what a record lists itself, and segments that it names.
+
+A small live set is in the record. A record that would grow beyond `RECORD_NBYTES` has the older
+entries folded into a segment first. Segments that are not much larger than what follows them are
+merged, so there are few, and an entry is written again a few times only.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import insort
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from ckpt.commit.records import LiveEntry, Record, SegmentRef, encode_record
+from ckpt.commit.segments import read_segment, segment_of
+from ckpt.errors import CheckpointError
+from storage.store import Store
+
+RECORD_NBYTES = 64 << 10  # of a record, before what it lists is folded into a segment
+LISTED_MIN = 16  # newest entries that stay in the record: what most calls look at
+MERGE_RATIO = 4  # a segment is merged with what follows when it is at most so many times larger
+SEGMENT_COUNT_MAX = 1 << 18  # entries: about 16 MiB
+CHANGED_MAX = 64  # entries of segments that may be listed because they were changed
+GONE_MAX = 4096  # entries of segments that may be gone before their segments are written anew
+
+Write = Callable[[SegmentRef, bytes], None]
+
+
+class Segments:
+    """The segments of one log that were read. Safe to use from several threads."""
+
+    def __init__(self, store: Callable[[], Store]) -> None:
+        self._store = store
+        self._known: dict[bytes, tuple[LiveEntry, ...]] = {}
+        self._indexes: dict[bytes, dict[str, LiveEntry]] = {}
+        self._lock = threading.Lock()
+
+    def entries(self, ref: SegmentRef) -> tuple[LiveEntry, ...]:
+        """All entries of a segment, ascending in slot. Raises Corrupt."""
+        with self._lock:
+            known = self._known.get(ref.digest)
+        if known is None:
+            known = read_segment(self._store(), ref)
+            self.add(ref, known)
+        return known
+
+    def find(self, ref: SegmentRef, attempt: str) -> LiveEntry | None:
+        """The entry of an attempt in a segment."""
+        entries = self.entries(ref)
+        with self._lock:
+            index = self._indexes.get(ref.digest)
+            if index is None:
+                index = self._indexes[ref.digest] = {entry.attempt: entry for entry in entries}
+        return index.get(attempt)
+
+    def add(self, ref: SegmentRef, entries: tuple[LiveEntry, ...]) -> None:
+        """Remember a segment that was just written."""
+        with self._lock:
+            self._known[ref.digest] = entries
+
+    def keep(self, refs: Sequence[SegmentRef]) -> None:
+        """Forget all others."""
+        kept = {ref.digest for ref in refs}
+        with self._lock:
+            for digest in self._known.keys() - kept:
+                del self._known[digest]
+                self._indexes.pop(digest, None)
+
+
+@dataclass(frozen=True)
+class LiveSet:
+    """Every checkpoint that exists: `listed`, ascending in slot, and the entries of `refs` but for
+    those of the slots `gone`. Segments are read when something needs them.
+    """
+
+    listed: tuple[LiveEntry, ...] = ()
+    refs: tuple[SegmentRef, ...] = ()
+    gone: tuple[int, ...] = ()
+    segments: Segments | None = field(default=None, compare=False)
+
+    def __len__(self) -> int:
+        return len(self.listed) + sum(ref.count for ref in self.refs) - len(self.gone)
+
+    @cached_property
+    def all(self) -> tuple[LiveEntry, ...]:
+        """All entries, ascending in slot."""
+        if not self.refs:
+            return self.listed
+        gone = set(self.gone)
+        kept = [e for ref in self.refs for e in self._entries(ref) if e.slot not in gone]
+        return tuple(sorted([*kept, *self.listed], key=_slot))
+
+    def newest_first(self) -> Iterator[LiveEntry]:
+        """All entries, the newest commit first; segments are read once the listed ones are used
+        up.
+        """
+        last = max((ref.last_slot for ref in self.refs), default=-1)
+        newer = [entry for entry in reversed(self.listed) if entry.slot > last]
+        yield from newer
+        if self.refs:
+            yield from reversed(self.all[: len(self.all) - len(newer)])
+
+    def find(self, attempt: str) -> LiveEntry | None:
+        """The entry of an attempt."""
+        for entry in reversed(self.listed):
+            if entry.attempt == attempt:
+                return entry
+        for ref in reversed(self.refs):
+            assert self.segments is not None
+            entry_there = self.segments.find(ref, attempt)
+            if entry_there is not None:
+                return None if entry_there.slot in self.gone else entry_there
+        return None
+
+    def put(self, entry: LiveEntry) -> LiveSet:
+        """With this entry, which may be one of a live attempt as it is now."""
+        listed = [other for other in self.listed if other.attempt != entry.attempt]
+        gone = self.gone
+        # Commits bring new slots; only what is changed later can lie in a segment.
+        if len(listed) == len(self.listed) and self._is_in_segment(entry):
+            gone = tuple(sorted({*gone, entry.slot}))
+        insort(listed, entry, key=_slot)
+        return replace(self, listed=tuple(listed), gone=gone)
+
+    def drop(self, entry: LiveEntry) -> LiveSet:
+        """Without this entry."""
+        listed = tuple(other for other in self.listed if other.attempt != entry.attempt)
+        if len(listed) < len(self.listed):
+            return replace(self, listed=listed)
+        return replace(self, gone=tuple(sorted({*self.gone, entry.slot})))
+
+    def folded(self, write: Write) -> LiveSet:
+        """The same live set with few listed entries. New segments are written before it returns."""
+        kept = list(self.listed[-LISTED_MIN:])
+        run = list(self.listed[: len(self.listed) - len(kept)])
+        gone, refs = set(self.gone), list(self.refs)
+        if len(gone) > GONE_MAX or sum(entry.slot in gone for entry in run) > CHANGED_MAX:
+            refs = [new for ref in refs for new in self._anew(ref, gone, run, write)]
+        while refs and refs[-1].count <= MERGE_RATIO * len(run):
+            if refs[-1].count + len(run) > SEGMENT_COUNT_MAX:
+                break
+            run += self._taken_out(refs.pop(), gone)
+        # What was changed stays listed while the segment that has it as it was stays.
+        kept += [entry for entry in run if entry.slot in gone]
+        run = [entry for entry in run if entry.slot not in gone]
+        if run:
+            refs.append(self._written(run, write))
+        kept.sort(key=_slot)
+        return LiveSet(tuple(kept), tuple(refs), tuple(sorted(gone)), self.segments)
+
+    def _entries(self, ref: SegmentRef) -> tuple[LiveEntry, ...]:
+        assert self.segments is not None, "a live set with segments knows where they are"
+        return self.segments.entries(ref)
+
+    def _is_in_segment(self, entry: LiveEntry) -> bool:
+        return any(
+            entry.slot <= ref.last_slot and any(e.slot == entry.slot for e in self._entries(ref))
+            for ref in self.refs
+        )
+
+    def _taken_out(self, ref: SegmentRef, gone: set[int]) -> list[LiveEntry]:
+        """What is live of a segment that will be named no more; its slots leave `gone`."""
+        entries = self._entries(ref)
+        kept = [entry for entry in entries if entry.slot not in gone]
+        gone.difference_update(entry.slot for entry in entries)
+        return kept
+
+    def _anew(
+        self, ref: SegmentRef, gone: set[int], run: list[LiveEntry], write: Write
+    ) -> list[SegmentRef]:
+        """A segment as it is now: without what is gone, and with what of `run` was changed."""
+        slots = {entry.slot for entry in self._entries(ref)}
+        if not slots & gone:
+            return [ref]
+        changed = [entry for entry in run if entry.slot in slots]
+        run[:] = [entry for entry in run if entry.slot not in slots]
+        entries = self._taken_out(ref, gone) + changed
+        return [self._written(entries, write)] if entries else []
+
+    def _written(self, entries: list[LiveEntry], write: Write) -> SegmentRef:
+        entries.sort(key=_slot)
+        ref, data = segment_of(entries)
+        write(ref, data)
+        if self.segments is not None:
+            self.segments.add(ref, tuple(entries))
+        return ref
+
+
+def _slot(entry: LiveEntry) -> int:
+    return entry.slot
+
+
+def live_of(record: Record, segments: Segments) -> LiveSet:
+    """The live set of a record."""
+    return LiveSet(record.live, record.segments, record.gone, segments)
+
+
+def with_live(record: Record, live: LiveSet, write: Write) -> tuple[Record, LiveSet]:
+    """`record` with this live set, and the live set as the record has it: folded if it was large.
+
+    Raises CheckpointError where even that is too large for a record.
+    """
+    full = replace(record, live=live.listed, segments=live.refs, gone=live.gone)
+    try:
+        nbytes = len(encode_record(full))
+    except CheckpointError:
+        nbytes = RECORD_NBYTES + 1
+    if nbytes > RECORD_NBYTES and (len(live.listed) > LISTED_MIN or len(live.gone) > GONE_MAX):
+        live = live.folded(write)
+        full = replace(record, live=live.listed, segments=live.refs, gone=live.gone)
+    return full, live

@@ -1,0 +1,428 @@
+"""The live set of a long training: small records, few requests, and no entry lost or brought back.
+
+Method: sessions over a memory store with small limits, held against a plain dict; a log of up to a
+million checkpoints whose slots are computed, and requests that are counted.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+
+from ckpt.commit import appender
+from ckpt.commit import live as live_module
+from ckpt.commit.appender import Limits, Sources
+from ckpt.commit.live import RECORD_NBYTES, LiveSet, Segments, with_live
+from ckpt.commit.locate import locate
+from ckpt.commit.log import Log, encode_format
+from ckpt.commit.maintenance import Maintenance
+from ckpt.commit.names import MANIFEST_NAME, SEGMENTS_PREFIX, record_key, record_slot, segment_key
+from ckpt.commit.ranked import SessionRegistry, open_session
+from ckpt.commit.records import (
+    Kind,
+    LiveEntry,
+    Record,
+    SegmentRef,
+    decode_record,
+    encode_record,
+    manifest_digest,
+    record_digest,
+)
+from ckpt.commit.segments import decode_segment, encode_segment, segment_of
+from ckpt.commit.session import Session
+from ckpt.commit.writer import Commit
+from ckpt.errors import CheckpointError, Corrupt, UnsupportedFormat
+from ckpt.world.base import SoloWorld
+from storage.errors import KeyNotFoundError, NoSpaceError
+from storage.memory import MemoryBucket, MemoryStore
+from storage.store import ByteRange, ObjectInfo
+from storage.wrap import WrappedStore
+from tests.conftest import Scale
+from tests.protocol.test_log import fields_of, sealed
+
+CHUNK = 8000  # checkpoints that are folded at a time, where nobody looks at the time between
+NO_PAUSE = Sources(pause=lambda seconds: None)
+
+
+def entry(slot: int, **changes: Any) -> LiveEntry:
+    name, digest = f"e000001-{slot:016x}", slot.to_bytes(32, "big")
+    base = LiveEntry(name, 10 * slot, slot, 5000 + slot, digest, False, False, None, ())
+    return replace(base, **changes) if changes else base
+
+
+def claim(store: Any) -> Session:
+    return Session.claim(store, sources=NO_PAUSE, limits=Limits(tries_max=2))
+
+
+def save(session: Session, step: int, **options: Any) -> LiveEntry:
+    attempt, manifest = session.new_attempt(), b"manifest %d" % step
+    prefix = f"steps/{step:08d}-{attempt}/"
+    session.store.put_if_absent(prefix + MANIFEST_NAME, manifest)
+    digest = manifest_digest(manifest)
+    return session.commit(Commit(attempt, step, len(manifest), digest, **options))
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Limits that a few checkpoints reach."""
+    limits = {"RECORD_NBYTES": 900, "LISTED_MIN": 2, "MERGE_RATIO": 2}
+    limits |= {"SEGMENT_COUNT_MAX": 12, "CHANGED_MAX": 2, "GONE_MAX": 3}
+    for name, value in limits.items():
+        monkeypatch.setattr(live_module, name, value)
+
+
+# --- as a plain dict ------------------------------------------------------------------------------
+
+
+def _as_ever(session: Session, model: dict[str, LiveEntry]) -> None:
+    expected = tuple(sorted(model.values(), key=lambda one: one.slot))
+    for state in (session.state(), Log(session.store).state()):
+        assert state.live == expected
+        assert len(state.entries) == len(expected)
+        assert list(state.newest_first()) == list(reversed(expected))
+        assert state.latest == expected[-1]
+        assert state.find(expected[0].attempt) == expected[0]
+        assert state.find("e000001-" + "f" * 16) is None
+
+
+@pytest.mark.usefixtures("small")
+def test_any_commits_marks_and_retirements_leave_what_they_say(seed: int, scale: Scale) -> None:
+    for number in range(scale.count(3, 60)):
+        rng = random.Random(seed + number)
+        store = MemoryStore()
+        session, model = claim(store), dict[str, LiveEntry]()
+        for step in range(120):
+            what = rng.random()
+            victims = [one for one in list(model.values())[:-1] if not one.pinned]
+            if what < 0.5 or len(model) < 2:
+                references = tuple(rng.sample(sorted(model), min(len(model), rng.randrange(2))))
+                new = save(session, step, metric=rng.choice([None, 0.5]), references=references)
+                model[new.attempt] = new
+            elif what < 0.75 and victims:
+                victim = rng.choice(victims)
+                if not any(victim.attempt in one.references for one in model.values()):
+                    session.retire(victim.attempt)
+                    del model[victim.attempt]
+            else:
+                one = rng.choice(list(model.values()))
+                session.verified(one.attempt)
+                model[one.attempt] = replace(one, verified=True)
+            if step % 20 == 19:
+                _as_ever(session, model)
+        assert [info for info in store.list(SEGMENTS_PREFIX)]
+        Log(store).check_end()
+        _as_ever(claim(store), model)
+
+
+@pytest.mark.usefixtures("small")
+def test_what_others_did_meanwhile_is_seen_through_segments() -> None:
+    store = MemoryStore()
+    session = claim(store)
+    saved = [save(session, step) for step in range(30)]
+    keeper = Maintenance.open(store, sources=NO_PAUSE)
+    for one in saved[:25]:
+        keeper.retire(one.attempt)
+    keeper.pin(saved[26].attempt)
+    save(session, 30)
+    steps = [(one.step, one.pinned) for one in session.state().live]
+    assert steps == [(25, False), (26, True), (27, False), (28, False), (29, False), (30, False)]
+    assert keeper.state().live == session.state().live
+
+
+@pytest.mark.usefixtures("small")
+def test_a_retirement_is_shown_with_its_step_from_a_segment() -> None:
+    import ckpt
+
+    store = MemoryStore()
+    session = claim(store)
+    saved = [save(session, step) for step in range(30)]
+    session.retire(saved[3].attempt)
+    (event,) = ckpt.history(store, count=1)
+    assert (event.kind, event.step, event.live) == ("RETIRE", 3, 29)
+
+
+# --- size and requests ----------------------------------------------------------------------------
+
+
+@cache
+def _objects(count: int) -> tuple[dict[str, bytes], Record, int]:
+    """A root with so many checkpoints: what is read of it, its newest record, bytes of segments."""
+    objects = {"FORMAT": encode_format("0" * 32)}
+    nbytes = 0
+
+    def write(ref: SegmentRef, data: bytes) -> None:
+        nonlocal nbytes
+        nbytes += len(data)
+        objects[segment_key(ref.digest)] = data
+
+    live = LiveSet(segments=Segments(MemoryStore))
+    for start in range(1, count + 1, CHUNK):
+        new = [entry(slot) for slot in range(start, min(start + CHUNK, count + 1))]
+        live = replace(live, listed=(*live.listed, *new))
+        live = live.folded(write) if len(live.listed) >= CHUNK else live
+    kinds: tuple[Kind, Kind] = ("CLAIM", "CLAIM")
+    previous = None
+    for slot, kind in enumerate(kinds, count + 1):
+        bare = Record(kind, slot, slot, b"w" * 16, 0.0, None, (), previous)
+        record, live = with_live(bare, live, write)
+        objects[record_key(slot)] = encode_record(record)
+        previous = record_digest(objects[record_key(slot)])
+    newest = next(live.newest_first())
+    objects[newest.prefix + MANIFEST_NAME] = b"m" * newest.manifest_nbytes
+    return objects, record, nbytes
+
+
+class Long(WrappedStore):
+    """A root with `count` checkpoints: all slots are taken, the last two can be read."""
+
+    def __init__(self, count: int) -> None:
+        objects, self.record, self.written = _objects(count)
+        bucket = MemoryBucket()
+        for key, data in objects.items():
+            bucket.add(key, data)
+        super().__init__(MemoryStore(bucket))
+        self.requests: list[str] = []
+        self.count = count
+
+    def info(self, key: str) -> ObjectInfo:
+        self.requests.append(key)
+        slot = record_slot(key)
+        if slot is not None and slot <= self.count:
+            return ObjectInfo(key, 100, 0.0)
+        return self.inner.info(key)
+
+    def get(self, key: str, byte_range: ByteRange | None = None) -> bytes:
+        self.requests.append(key)
+        return self.inner.get(key, byte_range)
+
+    def get_bounded(self, key: str, nbytes_max: int) -> bytes:
+        self.requests.append(key)
+        return self.inner.get_bounded(key, nbytes_max)
+
+    def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
+        if prefix != "log/":
+            yield from self.inner.list(prefix, after=after)
+            return
+        first = (record_slot(after) or 0) + 1
+        yield from (ObjectInfo(record_key(s), 1, 0.0) for s in range(first, self.count + 3))
+
+    def asked(self) -> tuple[int, int]:
+        """Requests since the last call: all, and those for segments."""
+        all_of_them, self.requests = self.requests, []
+        return len(all_of_them), sum(key.startswith(SEGMENTS_PREFIX) for key in all_of_them)
+
+
+@pytest.mark.parametrize("count", [10, 1000, 100_000, 1_000_000])
+def test_records_stay_small_and_the_state_takes_few_requests(count: int, scale: Scale) -> None:
+    if count > scale.count(100_000, 1_000_000):
+        pytest.skip("takes a minute: make soak")
+    store = Long(count)
+    assert len(encode_record(store.record)) <= RECORD_NBYTES
+    log = Log(store)
+    state = log.state()
+    latest = state.latest
+    assert latest is not None and latest.slot == count and len(state.entries) == count
+    # To find the end by doubling and bisecting, and the newest two records.
+    assert store.asked() <= (56, 0)
+    assert state.entries.segments is log.segments
+    assert [one.slot for one in state.live] == list(range(1, count + 1))
+    segments = store.asked()
+    assert segments[0] == segments[1] == len(store.record.segments) <= 12
+    assert state.find(entry(1).attempt) == entry(1) and store.asked() == (0, 0)
+    print(f"{count}: record {len(encode_record(store.record))}, segments {segments}")
+    # Each entry takes about 60 bytes and is written again a few times only.
+    assert store.written <= 800 * count
+
+
+def test_a_save_among_many_reads_no_segment_and_writes_one_small_record() -> None:
+    store = Long(100_000)
+    session = claim(store)
+    store.asked()
+    for step in range(3):
+        save(session, step)
+    requests, of_segments = store.asked()
+    assert requests <= 3 * 10 and of_segments == 0
+    newest = store.inner.get(record_key(session.state().slot))
+    assert len(newest) <= RECORD_NBYTES
+
+
+def test_the_latest_of_many_is_located_without_a_segment() -> None:
+    store = Long(100_000)
+    with pytest.raises(Corrupt, match="digest"):  # the bytes are made up, and were asked for
+        locate(store)
+    assert store.asked()[1] == 0
+
+
+# --- segments that are damaged, or are not there --------------------------------------------------
+
+
+def test_a_segment_comes_back_equal() -> None:
+    entries = (
+        entry(3, metric=0.25, pinned=True),
+        entry(9, references=(entry(3).attempt,), line=None),
+        entry(10**12, verified=True, line=4, manifest_digest=b"short", step=10**17),
+    )
+    assert decode_segment(encode_segment(entries), where="s") == entries
+    ref, data = segment_of(entries)
+    assert (ref.count, ref.last_slot, ref.nbytes) == (3, 10**12, len(data))
+
+
+def test_a_changed_or_short_segment_is_damaged(seed: int) -> None:
+    data = encode_segment([entry(slot) for slot in range(1, 20)])
+    rng = random.Random(seed)
+    for position in range(len(data)):
+        changed = bytearray(data)
+        changed[position] ^= 1 << rng.randrange(8)
+        try:
+            decode_segment(bytes(changed), where="s")
+        except (Corrupt, UnsupportedFormat):
+            continue
+    for length in range(len(data)):
+        with pytest.raises(Corrupt, match="part of the log"):
+            decode_segment(data[:length], where="s")
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("damage", [None, b"other bytes"])
+def test_a_segment_that_is_not_what_the_record_says_is_named(damage: bytes | None) -> None:
+    bucket = MemoryBucket()
+    session = claim(MemoryStore(bucket))
+    for step in range(20):
+        save(session, step)
+    claim(MemoryStore(bucket))  # the record before names the same segments
+    key = next(k for k in bucket.keys_from(SEGMENTS_PREFIX, "") if _is_named(bucket, k))
+    bucket.remove(key)
+    if damage is not None:
+        bucket.add(key, damage)
+    state = Log(MemoryStore(bucket)).state()
+    assert state.latest is not None and state.latest.step == 19
+    with pytest.raises(Corrupt, match=f"{key}, a part of the log, is damaged"):
+        _ = state.live
+
+
+def _is_named(bucket: MemoryBucket, key: str) -> bool:
+    record = Log(MemoryStore(bucket)).record(Log(MemoryStore(bucket)).state().slot)
+    return any(segment_key(ref.digest) == key for ref in record.segments)
+
+
+def test_a_record_with_segments_asks_an_older_reader_for_a_newer_version() -> None:
+    """A reader that does not know the field says so before it looks at anything else."""
+    store = Long(1000)
+    body = fields_of(encode_record(store.record))
+    older = set(fields_of(encode_record(replace(store.record, segments=(), gone=()))))
+    assert set(body) - older == {"segments", "gone"} and not older - set(body)
+    with pytest.raises(UnsupportedFormat, match="upgrade"):
+        decode_record(sealed({**body, "rings": []}), slot=store.record.slot, where="log")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"segments": []},
+        {"segments": None},
+        {"gone": [3, 3]},
+        {"gone": [True]},
+        {"gone": list(range(2000))},
+    ],
+)
+def test_segments_that_make_no_sense_are_refused(change: dict[str, Any]) -> None:
+    store = Long(1000)
+    body = {**fields_of(encode_record(store.record)), "gone": [5, 7]}
+    decode_record(sealed(body), slot=store.record.slot, where="log")
+    with pytest.raises(Corrupt):
+        decode_record(sealed({**body, **change}), slot=store.record.slot, where="log")
+
+
+@pytest.mark.parametrize(
+    "change", [{"digest": b"short"}, {"nbytes": 2**40}, {"count": 0}, {"last_slot": 1002}, {"x": 1}]
+)
+def test_a_reference_to_a_segment_that_makes_no_sense_is_refused(change: dict[str, Any]) -> None:
+    store = Long(1000)
+    body = fields_of(encode_record(store.record))
+    body["segments"][0] |= change
+    with pytest.raises((Corrupt, UnsupportedFormat)):
+        decode_record(sealed(body), slot=store.record.slot, where="log")
+
+
+# --- stores that fail, and roots that are exchanged -----------------------------------------------
+
+
+@pytest.mark.usefixtures("small")
+def test_a_segment_that_cannot_be_written_fails_no_save(caplog: pytest.LogCaptureFixture) -> None:
+    class Full(WrappedStore):
+        is_full = True
+
+        def put_if_absent(self, key: str, data: bytes) -> None:
+            if self.is_full and key.startswith(SEGMENTS_PREFIX):
+                raise NoSpaceError("no space left")
+            super().put_if_absent(key, data)
+
+    store = Full(MemoryStore())
+    session = claim(store)
+    for step in range(20):
+        save(session, step)
+    assert "folded later" in caplog.text
+    assert not list(store.list(SEGMENTS_PREFIX))
+    store.is_full = False
+    save(session, 20)
+    assert [one.step for one in Log(store).state().live] == list(range(21))
+    assert list(store.list(SEGMENTS_PREFIX))
+
+
+@pytest.mark.usefixtures("small")
+def test_a_record_whose_segment_a_backup_took_counts_for_nobody() -> None:
+    """Restored between the segment and the record that names it."""
+
+    class Restoring(WrappedStore):
+        backup: dict[str, bytes] | None = None
+
+        def put_if_absent(self, key: str, data: bytes) -> None:
+            if self.backup is not None and key.startswith("steps/"):
+                self.backup = {key: self.get(key) for key in bucket.keys_from("", "")}
+            super().put_if_absent(key, data)
+            if self.backup is not None and key.startswith(SEGMENTS_PREFIX):
+                for key in set(bucket.keys_from("", "")) - set(self.backup):
+                    bucket.remove(key)
+
+    bucket = MemoryBucket()
+    store = Restoring(MemoryStore(bucket))
+    session = claim(store)
+    step = 0
+    while not list(store.list(SEGMENTS_PREFIX)):
+        save(session, step := step + 1)
+    store.backup = {}
+    with pytest.raises(CheckpointError, match="rolled back"):
+        for _ in range(50):
+            save(session, step := step + 1)
+    store.backup = None
+    state = Log(store).state()
+    assert [one.step for one in state.live] == list(range(1, step)) and state.void == 1
+    save(claim(store), 100)
+    assert [one.step for one in Log(store).state().live] == [*range(1, step), 100]
+
+
+def test_a_log_without_room_refuses_a_save_before_its_data_is_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = MemoryStore()
+    registry = SessionRegistry()
+    ranked = open_session(SoloWorld(), store, registry)
+    assert ranked.session is not None
+    save(ranked.session, 1)
+    ranked.settle()
+    monkeypatch.setattr(appender, "ROOM_NBYTES", 300)
+    before = [info.key for info in store.list("")]
+    with pytest.raises(CheckpointError, match="Nothing was written"):
+        ranked.settle()
+    assert [info.key for info in store.list("")] == before
+
+
+def test_a_missing_key_of_a_segment_is_no_key_of_a_record() -> None:
+    assert record_slot(segment_key(b"d" * 32)) is None
+    with pytest.raises(KeyNotFoundError):
+        MemoryStore().get(segment_key(b"d" * 32))

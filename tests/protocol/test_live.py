@@ -10,15 +10,18 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import ckpt
 from ckpt.commit import appender
 from ckpt.commit import live as live_module
 from ckpt.commit.appender import Limits, Sources
 from ckpt.commit.live import RECORD_NBYTES, LiveSet, Segments, with_live
-from ckpt.commit.locate import locate
+from ckpt.commit.locate import live_entries, locate
 from ckpt.commit.log import Log, encode_format
 from ckpt.commit.maintenance import Maintenance
 from ckpt.commit.names import MANIFEST_NAME, SEGMENTS_PREFIX, record_key, record_slot, segment_key
@@ -37,7 +40,10 @@ from ckpt.commit.segments import decode_segment, encode_segment, segment_of
 from ckpt.commit.session import Session
 from ckpt.commit.writer import Commit
 from ckpt.errors import CheckpointError, Corrupt, UnsupportedFormat
+from ckpt.tools.copy import copy
+from ckpt.tools.mend import mend
 from ckpt.world.base import SoloWorld
+from storage import open_store
 from storage.errors import KeyNotFoundError, NoSpaceError
 from storage.memory import MemoryBucket, MemoryStore
 from storage.store import ByteRange, ObjectInfo
@@ -136,14 +142,31 @@ def test_what_others_did_meanwhile_is_seen_through_segments() -> None:
 
 @pytest.mark.usefixtures("small")
 def test_a_retirement_is_shown_with_its_step_from_a_segment() -> None:
-    import ckpt
-
     store = MemoryStore()
     session = claim(store)
     saved = [save(session, step) for step in range(30)]
     session.retire(saved[3].attempt)
     (event,) = ckpt.history(store, count=1)
     assert (event.kind, event.step, event.live) == ("RETIRE", 3, 29)
+
+
+@pytest.mark.usefixtures("small")
+def test_a_root_with_segments_is_copied_whole_and_mended(tmp_path: Path) -> None:
+    url, target = str(tmp_path / "run"), str(tmp_path / "copy")
+    for step in range(1, 13):
+        ckpt.save({"x": torch.ones(3) * step}, url, step=step)
+    copy(url, target, whole_root=True)
+    state = {"x": torch.zeros(3)}
+    assert ckpt.load(state, target, step=3).step == 3 and torch.equal(state["x"], torch.ones(3) * 3)
+    assert ckpt.load(state, target).step == 12
+    assert list((tmp_path / "copy" / "log" / "live").iterdir())
+    for slot in (4, 5):
+        (tmp_path / "run" / "log" / f"{slot:020d}").unlink()
+    report = mend(url)
+    assert (report.filled, report.lost) == ((4, 5), ())
+    ckpt.forget(url)
+    ckpt.save({"x": torch.ones(3)}, url, step=13)
+    assert [one.step for one in live_entries(open_store(url))] == list(range(1, 14))
 
 
 # --- size and requests ----------------------------------------------------------------------------

@@ -116,6 +116,7 @@ class ByExtension(Gathering):
         self._inputs: tuple[torch.Tensor, ...] = ()
         self._metadata: Any = None
         self._made: tuple[torch.Tensor, ...] = ()  # what the extension made, once it has
+        self._filled: torch.Tensor | None = None  # what it fills at later gathers
         self._inner: tuple[tuple[torch.Tensor, int], ...] = ()  # its own memory, and how much
 
     def prepare(self) -> list[TensorSize]:
@@ -164,10 +165,10 @@ class ByExtension(Gathering):
         if self._made:
             for tensor, nbytes in self._inner:
                 tensor.untyped_storage().resize_(nbytes)
-            post(outputs, metadata, dtype, out=self._made[0])
+            post(outputs, metadata, dtype, out=self._filled)
             return
         made, inner = post(outputs, metadata, dtype)
-        self._made = (made,)
+        self._made, self._filled = (made,), made
         ours = {whole.untyped_storage().data_ptr() for whole in wholes}
         self._inner = tuple(
             (tensor, tensor.untyped_storage().nbytes())
@@ -181,7 +182,12 @@ class ByExtension(Gathering):
         shape = self.param.shape
         if tuple(made.shape) != shape:
             made = made.as_strided(shape, contiguous_strides(shape), 0)
-        return made.detach()
+        shown = made.detach()
+        if hasattr(shown, "__tensor_flatten__") and shown.shape == self._made[0].shape:
+            # What a wrapper has beside memory (a scale) is an attribute of each object of its own:
+            # the extension must set that of the one that modules show.
+            self._filled = shown
+        return shown
 
     @property
     def own_memory(self) -> tuple[torch.Tensor, ...]:

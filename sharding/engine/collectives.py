@@ -388,13 +388,13 @@ class _Pairwise(Comm):
         if not tensor.numel():
             return None
         target = self.global_ranks[rank]
-        return dist.isend(tensor, target, group=self.group, tag=_FIRST_TAG + tag)
+        return dist.isend(_as_gloo_has_it(tensor), target, group=self.group, tag=_FIRST_TAG + tag)
 
     def _receive(self, tensor: torch.Tensor, rank: int, tag: int) -> Any:
         if not tensor.numel():
             return None
         source = self.global_ranks[rank]
-        return dist.irecv(tensor, source, group=self.group, tag=_FIRST_TAG + tag)
+        return dist.irecv(_as_gloo_has_it(tensor), source, group=self.group, tag=_FIRST_TAG + tag)
 
 
 class _Alone(Comm):
@@ -511,6 +511,11 @@ def _by_size(members: Sequence[RankParts]) -> tuple[list[RankParts], list[RankPa
     if len(packed) == 1:
         return list(members), []
     return direct, packed
+
+
+def _as_gloo_has_it(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory in a dtype that gloo knows: it has no floats of 8 bits."""
+    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
 
 
 def _sum_in_order(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:

@@ -138,8 +138,10 @@ class Simulation:
     def fail(self) -> None:
         """Let nobody wait for a rank that has failed."""
         with self.lock:
-            for one in (*self._rounds.values(), *self._letters.values()):
+            for one in self._rounds.values():
                 one.done.set()
+            for letter in self._letters.values():
+                letter.done.set()
 
     def cost(self, phase: str) -> Cost:
         """Where the cost of a phase is counted."""

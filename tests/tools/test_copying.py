@@ -591,7 +591,7 @@ def test_commands_say_what_they_did(
 ) -> None:
     assert main(["cp", plain_root, str(tmp_path / "copy"), "--step", "5"]) == 0
     out = capsys.readouterr().out
-    assert str(tmp_path / "copy") in out and "step 5: 1 files" in out
+    assert str(tmp_path / "copy") in out and "step 5: 1 file," in out
     assert main(["cp", plain_root, str(tmp_path / "copy"), "--step", "5", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["nbytes_written"] == 0
     assert main(["cp", "--root", plain_root, str(tmp_path / "root")]) == 0

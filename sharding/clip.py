@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from sharding.engine.collectives import Comm
+from sharding.engine.torch_seam import foreach_mul_by, foreach_norm
 
 __all__ = ["clip_sharded"]
 
@@ -41,8 +42,8 @@ def clip_sharded(
     # Multiplied always, also by one: a test on the value would make the CPU wait for the device.
     scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     grads = [*sharded, *repeated]
-    for grad in grads:  # they may be of several dtypes, and with offload on the host
-        grad.mul_(scale.to(device=grad.device, dtype=grad.dtype))
+    for alike in _by_kind(grads):
+        foreach_mul_by(alike, scale.to(device=alike[0].device, dtype=alike[0].dtype))
     if not grads:
         warnings.warn(
             "clip_grad_norm_: this rank has no gradients; the norm is returned in float32",
@@ -59,10 +60,16 @@ def _local_norm(
     if not grads:
         return torch.zeros((), dtype=torch.float32, device=device)
     norms = []
-    for grad in grads:
-        # In float32 at least: squares of half precision overflow, and doubles keep theirs.
-        wide = torch.promote_types(grad.dtype, torch.float32)
-        norm = torch.linalg.vector_norm(grad.detach(), norm_type, dtype=wide)
-        norms.append(norm.to(device=device, dtype=torch.float32))
-    total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    for alike in _by_kind(grads):
+        of_each = torch.stack(foreach_norm(alike, norm_type))
+        norms.append(of_each.to(device=device, dtype=torch.float32))
+    total: torch.Tensor = torch.linalg.vector_norm(torch.cat(norms), norm_type)
     return total
+
+
+def _by_kind(grads: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """The gradients of each dtype in each memory: with offload some are on the host."""
+    kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for grad in grads:
+        kinds.setdefault((grad.device, grad.dtype), []).append(grad.detach())
+    return list(kinds.values())

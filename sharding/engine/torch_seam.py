@@ -23,6 +23,8 @@ __all__ = [
     "current_backward",
     "foreach_copy",
     "foreach_mul",
+    "foreach_mul_by",
+    "foreach_norm",
     "group_memory",
     "is_in_backward",
     "is_marked_replicate",
@@ -93,6 +95,23 @@ def foreach_copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor
 def foreach_mul(tensors: Sequence[torch.Tensor], factor: float) -> None:
     """Multiply each tensor in place; one kernel on an accelerator."""
     torch._foreach_mul_(list(tensors), factor)
+
+
+def foreach_mul_by(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiply each tensor in place by a scalar of their dtype in their memory; one kernel on an
+    accelerator, and the host does not look at the scalar.
+    """
+    torch._foreach_mul_(list(tensors), factor)
+
+
+def foreach_norm(tensors: Sequence[torch.Tensor], order: float) -> list[torch.Tensor]:
+    """The norm of each tensor, in its dtype but in float32 at least; one kernel on an accelerator.
+    All tensors have one dtype and lie in one memory.
+    """
+    # Squares of half precision overflow, and doubles keep theirs.
+    wide = torch.promote_types(tensors[0].dtype, torch.float32)
+    norms: list[torch.Tensor] = list(torch._foreach_norm(list(tensors), order, dtype=wide))
+    return norms
 
 
 def chunk_cat(tensors: Sequence[torch.Tensor], ranks: int, out: torch.Tensor) -> None:

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
     checkpoint_wrapper,
+    offload_wrapper,
 )
 from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy
 from torch.distributed.tensor import DTensor, Shard
@@ -493,6 +494,26 @@ def clipping_with_offload(run: Run) -> None:
         optimizer.zero_grad()
 
 
+@scenario(FULLY)
+def clipping_of_all_at_once(run: Run) -> None:
+    model = run.wrap(run.net())
+    optimizer = run.sgd(model)
+    for _ in range(2):
+        model(run.batch()).sum().backward()
+        grads = [param.grad for param in model.parameters()]
+        norm = nn.utils.get_total_norm(grads, foreach=True)
+        nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, norm, foreach=True)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@scenario(torchs=SURFACES)
+def fused_optimizers(run: Run) -> None:
+    model = run.wrap(run.net())
+    for make in (torch.optim.Adam, torch.optim.AdamW):
+        run.train(model, optimizer=make(model.parameters(), lr=0.1, fused=True))
+
+
 @scenario(("fully", "orig"))
 def the_optimizer_in_the_backward(run: Run) -> None:
     model = run.wrap(run.net())
@@ -812,6 +833,27 @@ def activation_checkpointing(run: Run) -> None:
         model.blocks[number] = checkpoint_wrapper(
             block, checkpoint_impl=CheckpointImpl.NO_REENTRANT, preserve_rng_state=False
         )
+    run.train(run.wrap(model))
+
+
+@scenario(torchs=SURFACES)
+def activations_in_the_hosts_memory(run: Run) -> None:
+    model = run.wrap(run.net(), low=(BF16, FP32, None))
+    optimizer = run.sgd(model)
+    kind = run.device.type
+    for _ in range(2):
+        with torch.autograd.graph.save_on_cpu(pin_memory=kind != "cpu", device_type=kind):
+            loss = model(run.batch()).sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@scenario(torchs=SURFACES)
+def activations_of_blocks_in_the_hosts_memory(run: Run) -> None:
+    model = run.net(blocks=3)
+    for number, block in enumerate(model.blocks):
+        model.blocks[number] = offload_wrapper(block)
     run.train(run.wrap(model))
 
 

@@ -144,6 +144,10 @@ class ParameterStore(ABC):
         self.views: tuple[torch.Tensor, ...] = ()
         """What modules show while gathered: the same objects as long as nothing changes."""
         self.shows_views = False
+        self.shown_on: object = None
+        """The stream of the forwards from now on. Autograd runs a node on the stream that it was
+        made on, and a graph of the device cannot have one that was made on a stream of before.
+        """
         self._limit_gathers = limit_gathers
         self._pending = PendingCollective(())
         self._views_for: object = None
@@ -335,11 +339,11 @@ class ParameterStore(ABC):
         self.shows_views = False
 
     def _update_views(self) -> None:
-        # The node depends on what is trainable and where the memory is: make it anew when they
-        # change, else keep it, so that several forwards share it.
+        # The node depends on what is trainable, where the memory is and which stream computes: make
+        # it anew when they change, else keep it, so that several forwards share it.
         trainable = self.trainable
         anchored = self.requires_grad
-        wanted = (self.memory_identity(), anchored, trainable)
+        wanted = (self.memory_identity(), anchored, trainable, self.shown_on)
         if wanted == self._views_for and self.views:
             return
         with torch.inference_mode(False), torch.enable_grad():

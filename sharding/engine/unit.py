@@ -310,6 +310,7 @@ class Unit:
         if self.store is None:
             return
         self.store.adopt_gradients()
+        self.store.shown_on = self.store.streams.current()
         self._forget_inputs()
         kept, self._is_kept_without_grad = self._is_kept_without_grad, False
         if kept and not torch.is_grad_enabled() and self.store.is_current():

@@ -8,7 +8,7 @@ that it is compared with.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -51,6 +51,7 @@ class OnDevice(Run):
     wrapped: Named = field(default_factory=dict)
     outputs: Named = field(default_factory=dict)
     _made: int = 0
+    _keeps_outputs: bool = True
 
     @property
     def device(self) -> torch.device:
@@ -93,13 +94,25 @@ class OnDevice(Run):
         context: AbstractContextManager[Any] = self.streams.stream(stream)
         return context
 
+    def as_graph(self, step: Callable[[], None]) -> Callable[[], None]:
+        """The step as a graph of the device, or itself where the device has none."""
+        self._keeps_outputs = False  # a replay calls no hooks
+        if not hasattr(self.streams, "CUDAGraph"):
+            return step
+        recorded = self.streams.CUDAGraph()
+        with self.streams.graph(recorded):
+            step()
+        replay: Callable[[], None] = recorded.replay
+        return replay
+
     def wrap(self, model: Any, **options: Any) -> Any:
         wrapped = super().wrap(model, **options)
         number = len(self.models)
         self.wrapped.update(_named(f"model {number}", wrapped))
 
         def keep(module: Any, args: Any, output: torch.Tensor) -> None:
-            self.outputs[f"output {len(self.outputs)}"] = output.detach().clone()
+            if self._keeps_outputs:
+                self.outputs[f"output {len(self.outputs)}"] = output.detach().clone()
 
         wrapped.register_forward_hook(keep)
         return wrapped

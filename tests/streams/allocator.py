@@ -56,6 +56,8 @@ class Allocator:
         self._waiting: list[tuple[Block, list[tuple[Agent, int]]]] = []
         self.live_bytes = self.live_peak_bytes = 0
         self.reserved_bytes = 0
+        self.taken_on: Callable[[Agent], None] = lambda stream: None
+        """Called with the stream whenever memory of the device is given out."""
 
     def reset_peak(self) -> None:
         """Forget how much was live before."""
@@ -80,6 +82,7 @@ class Allocator:
 
     def allocate(self, nbytes: int, stream: Agent) -> Block:
         """Memory of the device, for use on that stream."""
+        self.taken_on(stream)
         self._end_waiting()
         pool = self._free.setdefault(stream, [])
         for block in pool:

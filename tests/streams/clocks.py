@@ -67,7 +67,7 @@ class Access(NamedTuple):
 class Finding(NamedTuple):
     """Something that goes wrong on a device with other timing. `kind`: "race" (two unordered
     accesses), "given out" (memory that others may still use is free for others), "freed" (an access
-    after the memory was given away).
+    after the memory was given away), "graph" (what a graph that is recorded cannot have).
     """
 
     kind: str

@@ -18,6 +18,7 @@ from torch import library as operators
 from torch.utils import backend_registration
 
 from tests.streams.allocator import Allocator
+from tests.streams.capture import Capture
 from tests.streams.clocks import Agent, Finding, Moment
 
 __all__ = ["NAME", "Device", "Event", "Stream", "device", "register", "using"]
@@ -44,10 +45,21 @@ class Stream(torch.Stream):
 
     def wait_stream(self, other: Any) -> None:
         """What comes next on this stream waits for all that the other was given."""
-        self.agent.learn(other.agent.moment())
+        other.passes_on_to(self.agent)
+
+    def passes_on_to(self, agent: Agent) -> None:
+        """What the agent does next waits for all that this stream was given."""
+        capture = using().capture
+        if capture is not None:
+            capture.waits(agent, for_part=capture.has(self.agent), what=str(self.agent))
+        agent.learn(self.agent.moment())
 
     def wait_event(self, event: Any) -> None:
         """What comes next on this stream waits for what was before the event."""
+        capture = using().capture
+        if capture is not None:
+            for_part = event.capture is capture
+            capture.waits(self.agent, for_part=for_part, what="an event from before")
         self.agent.learn(event.moment)
 
     def record_event(self, event: Any = None) -> Event:
@@ -80,10 +92,14 @@ class Event:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.moment: Moment = {}
+        self.capture: Capture | None = None
+        """The graph that it was recorded in."""
 
     def record(self, stream: Stream | None = None) -> None:
         """Mark what the stream (the current one) was given."""
-        self.moment = (stream or using().current()).agent.moment()
+        agent, capture = (stream or using().current()).agent, using().capture
+        self.moment = agent.moment()
+        self.capture = capture if capture is not None and capture.has(agent) else None
 
     def wait(self, stream: Stream | None = None) -> None:
         """The stream (the current one) waits for the mark."""
@@ -109,6 +125,10 @@ class Device:
         """Whether copies that the host waits for are only started: a mutant."""
         self.is_capturing = False
         """Whether the current stream records a graph."""
+        self.capture: Capture | None = None
+        """The graph that is recorded now."""
+        self.streams_of_nodes: dict[Any, Stream] = {}
+        """Of nodes of the graph of autograd whose number does not tell it any more."""
         self.generator = torch.zeros(16, dtype=torch.uint8)
         """The state of the device's random numbers."""
         self.modes: tuple[Any, ...] = ()
@@ -117,6 +137,7 @@ class Device:
         """Operations by name, and "kernels", "copies", "collectives", "host waits"."""
         self.host_waits_by: Counter[str] = Counter()
         self.allocator = Allocator(self.host, self.report)
+        self.allocator.taken_on = lambda stream: self.works(stream, "memory is taken")
         self.streams: list[Stream] = []
         self.groups: dict[str, Agent] = {}
         self.backwards: list[Backward] = []
@@ -141,10 +162,28 @@ class Device:
 
     def host_waits(self, moment: Moment, how: str) -> None:
         """The host stands still until that moment."""
+        if self.capture is not None:
+            self.capture.host_waits(how)
         if any(not self.host.has_seen(agent, time) for agent, time in moment.items()):
             self.counts["host waits"] += 1
             self.host_waits_by[how] += 1
         self.host.learn(moment)
+
+    def works(self, agent: Agent, what: str) -> None:
+        """A stream does something, or memory is taken on it."""
+        if self.capture is not None:
+            self.capture.works(agent, what)
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """What the current stream is given inside is recorded as a graph."""
+        self.capture = Capture(self.current().agent, self.report)
+        self.is_capturing = True
+        try:
+            yield
+            self.capture.end()
+        finally:
+            self.capture, self.is_capturing = None, False
 
     @contextmanager
     def on_thread(self, thread: Agent) -> Iterator[None]:
@@ -188,6 +227,16 @@ class Device:
         if not self.stream_at or self.stream_at[-1][1] is not stream:
             self.stream_at.append((_next_node_number(), stream))
 
+    def stream_of(self, node: Any, unknown: Stream) -> Stream:
+        """On which stream a node of the graph of autograd was made."""
+        if node in self.streams_of_nodes:
+            return self.streams_of_nodes[node]
+        number, made = node._sequence_nr(), unknown
+        for first, one in self.stream_at:
+            if first <= number:
+                made = one
+        return made
+
     @contextmanager
     def backward(self) -> Iterator[None]:
         """A backward pass, called by this thread, runs inside."""
@@ -219,10 +268,8 @@ class Backward:
         """Where what the node does goes to. Outside of any node: to the caller's stream."""
         stream = self._caller
         if node is not None:
-            number = node._sequence_nr()
-            for first, one in device.stream_at:
-                if first <= number:
-                    stream = one
+            stream = device.stream_of(node, self._caller)
+            device.works(stream.agent, "a node of the backward that was made before the graph")
         else:
             self.end()
         if stream is not self._last:

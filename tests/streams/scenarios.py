@@ -43,6 +43,8 @@ class Scenario(NamedTuple):
     world: int
     ranks_min: int
     """How many real ranks it takes at least; a world of one rank takes no other number."""
+    captures: bool = False
+    """Whether it records collectives as a part of a graph, which those of gloo cannot be."""
 
 
 SCENARIOS: dict[str, Scenario] = {}
@@ -54,13 +56,14 @@ def scenario(
     torchs: tuple[str, ...] | None = None,
     world: int = 8,
     ranks_min: int = 1,
+    captures: bool = False,
 ) -> Callable[[Callable[[Run], None]], Callable[[Run], None]]:
     """Put a function into the table."""
 
     def add(body: Callable[[Run], None]) -> Callable[[Run], None]:
         name = body.__name__
         controls = tuple(one for one in FULLY if one in surfaces) if torchs is None else torchs
-        SCENARIOS[name] = Scenario(name, body, surfaces, controls, world, ranks_min)
+        SCENARIOS[name] = Scenario(name, body, surfaces, controls, world, ranks_min, captures)
         return body
 
     return add
@@ -906,6 +909,60 @@ def a_step_on_a_side_stream(run: Run) -> None:
             optimizer.step()
         run.current_stream().wait_stream(side)
         optimizer.zero_grad()
+
+
+def _replayed(run: Run, step: Callable[[], None]) -> None:
+    """Steps as they are, then as a graph: recorded on another stream, as torch does it."""
+    side = run.side_stream()
+    side.wait_stream(run.current_stream())
+    with run.on(side):
+        for _ in range(2):
+            step()
+    run.current_stream().wait_stream(side)
+    replay = run.as_graph(step)
+    for _ in range(3):
+        replay()
+
+
+@scenario(torchs=(), captures=True)
+def a_step_as_a_graph(run: Run) -> None:
+    model = run.wrap(run.net(), low=(BF16, FP32, None))
+    optimizer = run.sgd(model, foreach=True)
+    batch = run.batch()
+
+    def step() -> None:
+        model(batch).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model(batch).sum().backward()  # on the stream that other steps of the training are on
+    _replayed(run, step)
+
+
+@scenario(torchs=(), captures=True)
+def a_step_over_an_axis_as_a_graph(run: Run) -> None:
+    model = run.wrap(run.net(), mesh=(2, 4))
+    optimizer = run.sgd(model, foreach=True)
+    batch = run.batch()
+
+    def step() -> None:
+        model(batch).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    _replayed(run, step)
+
+
+@scenario(torchs=("fully",))
+def the_optimizer_as_a_graph(run: Run) -> None:
+    model = run.wrap(run.net())
+    optimizer = run.sgd(model, foreach=True)
+    batch = run.batch()
+    model(batch).sum().backward()
+    _replayed(run, optimizer.step)
+    for _ in range(2):
+        optimizer.zero_grad(set_to_none=False)  # the graph has the memory that they lie in
+        model(batch).sum().backward()
 
 
 @scenario()

@@ -16,6 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import _disable_current_modes
 
+from sharding.engine import store
+from sharding.engine.torch_seam import number_as_newest
 from tests.streams.device import Device, device, register
 from tests.streams.groups import simulated_groups
 from tests.streams.watching import Watching
@@ -91,6 +93,11 @@ def _replacements(watching: Watching, made: Device) -> Iterator[tuple[Any, str, 
         with _disable_current_modes(), torch.device("cpu"):
             make_mesh(self, *args, **kwargs)
 
+    def new_number(node: Any) -> None:
+        # It runs on the stream that it was made on, wherever it comes in the order from now on.
+        made.streams_of_nodes[node] = made.stream_of(node, made.current())
+        number_as_newest(node)
+
     def take_grad(self: Any) -> Any:
         kept = vars(self).get(_GRAD)
         return grad.__get__(self) if kept is None else kept
@@ -114,6 +121,7 @@ def _replacements(watching: Watching, made: Device) -> Iterator[tuple[Any, str, 
     yield torch.autograd, "_engine_run_backward", new_run
     yield variable, "_execution_engine", _Engine(engine, new_queue)
     yield DeviceMesh, "__init__", new_mesh
+    yield store, "number_as_newest", new_number
 
 
 class _Engine:

@@ -7,7 +7,8 @@ run in one process of their own, since a device cannot be taken back once torch 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import pytest
@@ -46,6 +47,72 @@ def data(numel: int = 1000) -> torch.Tensor:
 
 def main() -> Stream:
     return using().current()
+
+
+# --- graphs --------------------------------------------------------------------------------------
+
+
+@contextmanager
+def recorded() -> Iterator[Stream]:
+    """A graph that begins on a stream of its own."""
+    side = Stream()
+    side.wait_stream(main())
+    with side, using().capturing():
+        yield side
+
+
+@planted("graph")
+def a_graph_in_which_the_host_waits(right: bool) -> None:
+    x = data()
+    with recorded() as stream:
+        x.add_(1)
+        if not right:
+            stream.synchronize()
+
+
+@planted("graph")
+def a_graph_that_waits_for_what_is_not_in_it(right: bool) -> None:
+    other, event = Stream(), Event()
+    event.record(other)
+    with recorded() as stream:
+        if right:
+            other.wait_stream(stream)
+            event.record(other)
+        stream.wait_event(event)
+
+
+@planted("graph")
+def a_graph_that_does_not_wait_for_a_stream_of_its_own(right: bool) -> None:
+    other, x = Stream(), data()
+    with recorded() as stream:
+        other.wait_stream(stream)
+        with other:
+            x.add_(1)
+        if right:
+            stream.wait_stream(other)
+
+
+@planted("graph")
+def work_beside_a_graph(right: bool) -> None:
+    other = Stream()
+    with recorded() as stream:
+        if right:
+            other.wait_stream(stream)
+        with other:
+            data()
+        if right:
+            stream.wait_stream(other)
+
+
+@planted("graph")
+def a_backward_in_a_graph_of_a_forward_before_it(right: bool) -> None:
+    x = data().requires_grad_()
+    loss = (x * 2).sum()
+    with recorded():
+        data()  # with its first operation the stream is known
+        if right:
+            loss = (x * 2).sum()
+        loss.backward()
 
 
 # --- streams -------------------------------------------------------------------------------------

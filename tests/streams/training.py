@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -102,6 +102,18 @@ class Run:
         """The user's work inside goes to that stream."""
         context: AbstractContextManager[Any] = stream
         return context
+
+    def as_graph(self, step: Callable[[], None]) -> Callable[[], None]:
+        """The step as a graph, recorded on a stream of its own; returns what replays it."""
+        side = self.side_stream()
+        side.wait_stream(self.current_stream())
+        with self.on(side), using().capturing():
+            step()
+
+        def replay() -> None:
+            self.current_stream().wait_stream(side)  # what was recorded is done now
+
+        return replay
 
     def wrap(
         self,

@@ -150,6 +150,7 @@ class Watching(TorchDispatchMode):
             self._touch(host, kind.name, read, written)
             return
         stream = device.current().agent
+        device.works(stream, kind.name)
         device.counts["kernels"] += 1
         device.counts[kind.name] += 1
         if kind.name in _COPIES:
@@ -215,7 +216,7 @@ class Watching(TorchDispatchMode):
             self._touch(device.host, what, read, written)
             return
         agent.learn(device.host.moment())
-        agent.learn(device.current().agent.moment())
+        device.current().passes_on_to(agent)
         agent.step()
         self._touch(agent, what, read, written)
 

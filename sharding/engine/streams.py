@@ -139,8 +139,10 @@ class _AcceleratorStreams(Streams):
         self._reduce = self._module.Stream(device, priority=-1)
         # Of its own, so that the next unit's reduction need not wait for an all-reduce.
         self._repeat = self._module.Stream(device, priority=-1)
-        self._repeats: list[Any] = []
-        """Streams with all-reduces that compute has not waited for: that, or one of a user's hook."""
+        self._users: list[Any] = []
+        """Streams that hooks on gradients were given in place of that."""
+        self._unseen: list[Any] = []
+        """Those of all these streams with work that compute has not waited for."""
         self._held: list[_Held] = []
         self._post_step: list[torch.Event] = []
 
@@ -165,8 +167,10 @@ class _AcceleratorStreams(Streams):
 
     def repeating(self, users: Any = None) -> AbstractContextManager[Any]:
         stream = self._repeat if users is None else users
-        if stream not in self._repeats:
-            self._repeats.append(stream)
+        if users is not None and users not in self._users:
+            self._users.append(users)
+        if stream not in self._unseen:
+            self._unseen.append(stream)
         stream.wait_stream(self._reduce)
         context: AbstractContextManager[Any] = self._module.stream(stream)
         return context
@@ -198,9 +202,9 @@ class _AcceleratorStreams(Streams):
     def compute_waits_for_reductions(self) -> None:
         self._compute().wait_stream(self._reduce)
         # A graph that is captured cannot wait for a stream that is not in it.
-        for stream in self._repeats:
+        for stream in self._unseen:
             self._compute().wait_stream(stream)
-        self._repeats = []
+        self._unseen = []
 
     def will_free(self, tensor: torch.Tensor) -> None:
         tensor.record_stream(self._compute())

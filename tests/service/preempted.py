@@ -24,7 +24,7 @@ from ckpt.service.preemption import Preempted
 
 STEPS_MAX = 20_000
 TIMEOUT = timedelta(seconds=60)
-GRACE_SECONDS = 5.0
+GRACE_SECONDS = 30.0  # a loaded machine may take ten for the restore alone
 SAVE_EVERY = 25
 
 

@@ -198,7 +198,6 @@ def float8_as_unsharded() -> None:
 
 
 def test_float8_weights_are_gathered_in_8_bits_and_train_as_unsharded(scale: Scale) -> None:
-    # Not against torch's class: its losses on gloo differ from those of the unsharded model.
     needs("torchao", scale)
     run_ranks(2, float8_as_unsharded, timeout_seconds=300)
 

@@ -53,8 +53,8 @@ def test_arguments_and_defaults_are_those_of_torch() -> None:
 
     theirs = inspect.signature(Theirs.__init__).parameters
     ours = inspect.signature(Ours.__init__).parameters
-    assert list(ours) == list(theirs)
-    assert {n: p.default for n, p in ours.items()} == {n: p.default for n, p in theirs.items()}
+    assert list(ours) == [*theirs, "shard_placement_fn"], "one more, behind torch's"
+    assert {n: ours[n].default for n in theirs} == {n: p.default for n, p in theirs.items()}
 
 
 def test_names_of_torchs_package_are_offered() -> None:

@@ -13,7 +13,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import random
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -74,6 +74,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for marker, (wanted, reason) in skipped.items():
             if item.get_closest_marker(marker) and not wanted:
                 item.add_marker(pytest.mark.skip(reason=reason))
+    if not config.getoption("soak"):
+        for item in left_out(items, config.stash[_SEED]):
+            item.add_marker(pytest.mark.skip(reason=skipped["soak"][1]))
+
+
+def left_out(items: Sequence[pytest.Item], seed: int) -> Iterator[pytest.Item]:
+    """The cases of tests marked `sampled` that are not in the sample of this seed."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sampled"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for name, those in cases.items():
+        marker = those[0].get_closest_marker("sampled")
+        assert marker is not None
+        chosen = random.Random(f"{seed}:{name}").sample(range(len(those)), marker.args[0])
+        yield from (item for index, item in enumerate(those) if index not in chosen)
 
 
 def accelerator_of(config: pytest.Config) -> str:

@@ -197,6 +197,7 @@ def _saved(layout: str, size: int, store: Store) -> None:
     Job(size, lambda rank: store).save(lambda rank: states[rank], step=3)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("layout", NAMES)
 def test_what_a_layout_saves_every_layout_loads(
     request: pytest.FixtureRequest, layout: str

@@ -114,6 +114,7 @@ COVERING = [
 ]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("saver", "loader"), COVERING, ids=lambda case: f"{case[0]}-{case[1]}")
 def test_what_one_engine_saves_another_loads(
     saver: tuple[Engine, int], loader: tuple[Engine, int], tmp_path: Path

@@ -311,6 +311,7 @@ def _train(scratch: str, victim: int, silence_seconds_max: float | None) -> Any:
 
 
 @pytest.mark.ranks
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_stopped_process_is_named_to_observers_and_withdrawn(victim: int, tmp_path: Path) -> None:
     results = run_ranks(3, _train, str(tmp_path), victim, None)

@@ -220,6 +220,7 @@ def test_no_moment_of_a_copy_or_a_rollback_breaks_a_promise(
     assert runs > 10
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("backup_of", ["the same log", "a shorter log", "another log"])
 @pytest.mark.parametrize("goes_on", [False, True])
 def test_a_backup_restored_between_look_and_commit_leaves_no_checkpoint_that_nobody_acknowledged(

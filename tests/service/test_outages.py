@@ -139,6 +139,7 @@ def test_a_blocking_save_has_a_bound_of_its_own(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.server
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("client", ["s3fs", "obstore"])
 def test_a_real_server_that_is_away_for_two_seconds_costs_no_save(
     client: str, caplog: pytest.LogCaptureFixture

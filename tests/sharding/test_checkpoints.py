@@ -116,6 +116,7 @@ MOVES = [
 ]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("saver", "loader"), MOVES, ids=lambda case: f"{case[0]}-{case[1]}")
 def test_what_our_engine_saves_others_load_and_back(
     saver: tuple[str, int], loader: tuple[str, int], tmp_path: Path

@@ -80,6 +80,7 @@ def _both(dims: str) -> list[str]:
     return problems if ours[1] == theirs[1] else [*problems, f"losses {ours[1]}, torch {theirs[1]}"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dims", DIMS)
 def test_training_over_named_axes_is_that_of_torch(dims: str) -> None:
     for rank, problems in enumerate(run_ranks(4, _both, dims)):

@@ -83,6 +83,7 @@ def _moves(source: str, optimizer: str) -> list[str]:
     return problems
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("source", NAMES)
 def test_training_goes_on_after_every_move(source: str) -> None:
     for problems in run_ranks(2, _moves, source, "amsgrad", timeout_seconds=120):
@@ -149,6 +150,7 @@ def sharded_again(value: Any, everyone: list[Any]) -> Any:
     return make_sharded_tensor(local, boxes, value["size"], dtypes[0][:0], None)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("source", "form", "target", "coordinator_only"),
     [
@@ -196,6 +198,7 @@ def _coordinator_alone(engine: str) -> list[str]:
     return problems
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("engine", [name for name in ENGINES if not name.startswith("bare")])
 def test_the_coordinator_alone_can_take_and_give(engine: str) -> None:
     for problems in run_ranks(4, _coordinator_alone, engine):

@@ -561,6 +561,7 @@ def test_killed_run_is_continued_not_begun_anew(sliced_root: str) -> None:
 
 
 @pytest.mark.ranks
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("command", [["cp"], ["reshard", "--ranks", "3"]], ids=lambda c: c[0])
 def test_command_killed_by_the_system_is_continued(tmp_path: Path, command: list[str]) -> None:
     """SIGKILL as soon as something is at the target; a file under construction counts."""

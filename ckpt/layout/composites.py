@@ -3,7 +3,7 @@
 A composite is stored as its components, tensors of names of their own, and a *description*: a value
 that names the type, never a class. Types are found by name, so that nothing of a checkpoint decides
 which code runs: torch's own kinds are in `torch_composites`, those of libraries in
-`library_composites`, and others are registered by their users.
+`foreign_composites`, and others are registered by their users.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 from ckpt.errors import InvalidState, Mismatch
 from ckpt.layout.composite import CompositeType, Parts, wrapper_type
-from ckpt.layout.library_composites import library_type_named, library_type_of
+from ckpt.layout.foreign_composites import library_type_named, library_type_of
 from ckpt.layout.piece import Owned
 from ckpt.layout.plain import UnsupportedTensor, whole_tensor
 from ckpt.layout.region import Shape

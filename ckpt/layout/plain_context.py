@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ckpt.layout.dtypes import dtype_name
-from ckpt.layout.library_composites import class_named, name_of_class
+from ckpt.layout.foreign_composites import class_named, name_of_class
 
 # The key that marks what is no plain data; the other key is "value".
 DATA_KEY = "$data"

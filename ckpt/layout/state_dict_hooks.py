@@ -16,7 +16,7 @@ __all__ = ["CANNOT", "load_changes", "overrides", "save_changes"]
 # Hooks and overrides in these packages either belong to a wrapper that we see through, or only
 # accept names and layouts of older versions.
 _HARMLESS = ("torch.nn.", "torch.distributed.", "torch._dynamo.")
-# They add what a parameter consists of, which is stored with it: see `library_composites`.
+# They add what a parameter consists of, which is stored with it: see `foreign_composites`.
 _HARMLESS_METHODS = frozenset({("bitsandbytes.nn.modules", "Linear4bit._save_to_state_dict")})
 
 

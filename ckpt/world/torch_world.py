@@ -192,6 +192,9 @@ class TorchWorld(World):
             wires = _GlooTransfers(self._group, self._rounds, name, self._finish)
             try:
                 yield wires
+            except _Aborted as aborted:
+                # It ended because another thread's failed: that one says why.
+                raise wires.cause or aborted from None
             except BaseException:
                 wires.abort()
                 raise
@@ -375,7 +378,11 @@ class TorchWorld(World):
         if waiter.error is not None:
             raise waiter.error
         if not waiter.done.is_set():
-            raise RankFailed(f"rank {self.rank} left phase {name!r}", rank=self.rank, phase=name)
+            raise _Aborted(f"rank {self.rank} left phase {name!r}", rank=self.rank, phase=name)
+
+
+class _Aborted(RankFailed):
+    """Transfers that were given up, by this rank itself."""
 
 
 class _GlooTransfers(Transfers):
@@ -387,6 +394,7 @@ class _GlooTransfers(Transfers):
         self._name = name
         self._finish = finish
         self._is_over = threading.Event()
+        self.cause: Exception | None = None  # of the first `move` that failed by itself
 
     def move(self, send: Sequence[Message], receive: Sequence[Message]) -> None:
         works = [
@@ -401,7 +409,9 @@ class _GlooTransfers(Transfers):
         ]
         try:
             self._finish(self._name, works, self._is_over.is_set)
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, Exception) and not isinstance(error, _Aborted):
+                self.cause = self.cause or error
             self.abort()  # the other threads would wait until their deadline
             raise
 

@@ -1,6 +1,6 @@
 """No changed bit of a stored checkpoint is ever loaded: it is refused, or it did no harm.
 
-Method: two ranks save about 64 KiB, with a small block so that every tensor has several. One bit of
+Method: two ranks save about 18 KiB, with a small block so that every tensor has several. One bit of
 one object is flipped between the store and the reader; a load must raise an error of ours or give
 exactly the saved bits. The default run flips every bit of the small objects and a seeded sample of
 the data files', --soak every bit.
@@ -27,7 +27,7 @@ from storage.wrap import WrappedStore
 from tests.conftest import Scale
 from tests.e2e.job import Job, Sharded
 
-BLOCK_NBYTES = 1024
+BLOCK_NBYTES = 256
 KEYS = ["FORMAT", "log", "MANIFEST", "rank00000", "rank00001"]
 
 
@@ -60,10 +60,10 @@ class FlippedStore(WrappedStore):
 def _full(seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return {
-        "rows": torch.randn(120, 64, generator=generator),
-        "runs": torch.randn(50, 65, generator=generator),
-        "double": torch.randn(500, generator=generator, dtype=torch.float64),
-        "half": torch.randn(4001, generator=generator).bfloat16(),
+        "rows": torch.randn(24, 64, generator=generator),
+        "runs": torch.randn(26, 65, generator=generator),
+        "double": torch.randn(250, generator=generator, dtype=torch.float64),
+        "half": torch.randn(1201, generator=generator).bfloat16(),
         "flag": torch.tensor(True),
     }
 
@@ -103,7 +103,7 @@ def saved(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Sa
     Job(2, lambda rank: store).save(lambda rank: _state(3, rank, 2), step=3)
     nbytes = {info.key: info.nbytes for info in store.list("")}
     keys = {name: max(key for key in nbytes if name in key) for name in KEYS}
-    assert 60_000 < sum(nbytes.values()) < 80_000
+    assert 16_000 < sum(nbytes.values()) < 30_000, nbytes
     manifest = decode_manifest(store.get(keys["MANIFEST"]))
     return Saved(store, keys, nbytes, manifest)
 
@@ -148,20 +148,21 @@ def test_every_flipped_bit_is_refused_or_harmless(
                 tensor.zero_()
         state.update(blank)
         error = _outcome(FlippedStore(saved.store, key, bit), state)
+        expected = _expected_block(saved, key, bit // 8)
         if error is None:
+            assert expected is None
             assert _same(state, good), f"bit {bit} of {key} was loaded"
             continue
         refused += 1
         if name.startswith("rank"):
-            expected = _expected_block(saved, key, bit // 8)
-            assert expected is not None
+            assert expected is not None  # what lies between the tensors is nothing to a load
             assert isinstance(error, LoadInterrupted)
             assert expected in str(error)
         else:
             assert not isinstance(error, LoadInterrupted), f"bit {bit} of {key}: {error}"
             assert key in str(error)
-    in_data = refused / len(chosen)
-    assert in_data > (0.7 if name.startswith("rank") else 0.99), f"only {in_data:.0%} refused"
+    part = refused / len(chosen)
+    assert part > (0.5 if name.startswith("rank") else 0.99), f"only {part:.0%} refused"
 
 
 def test_every_byte_of_every_tensor_is_covered_by_a_checksum(saved: Saved) -> None:

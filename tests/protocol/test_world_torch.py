@@ -15,9 +15,11 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import ckpt
@@ -189,6 +191,45 @@ def test_messages_of_several_threads_meet_by_their_tags() -> None:
     for rank, got in enumerate(results):
         left = (rank - 1) % 3
         assert got == [b"%d  %d" % (left, tag) for tag in range(3)]
+
+
+class _Broken:
+    """A group in whose transfers tag 0 never ends, and any other fails once that one waits."""
+
+    def __init__(self) -> None:
+        self._is_waiting = threading.Event()
+        self._never = threading.Event()
+
+    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
+        def wait() -> None:
+            if tag == 0:
+                self._is_waiting.set()
+                self._never.wait()
+            self._is_waiting.wait()
+            raise RuntimeError("the cable was cut")
+
+        return SimpleNamespace(wait=wait)
+
+
+def _cut_off() -> str:
+    world = TorchWorld(deadlines=Deadlines(grace_seconds=0.1))
+    world._group = _Broken()
+
+    def move(wires: Transfers, tag: int) -> None:
+        wires.move([], [Message(1 - world.rank, tag, memoryview(bytearray(1)))])
+
+    def run() -> None:
+        with world.transfers("x") as wires, ThreadPoolExecutor(2) as pool:
+            for work in [pool.submit(move, wires, tag) for tag in range(2)]:
+                work.result()  # that of tag 0 first, which only ends because the other has failed
+
+    return _heard(world, run)[1]
+
+
+def test_the_first_of_several_failed_threads_says_why() -> None:
+    first, second = run_ranks(2, _cut_off)
+    assert first == second
+    assert "the cable was cut" in first
 
 
 def _killed_in(what: str, victim: int) -> tuple[int, str]:

@@ -27,8 +27,9 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# Everything that a rank would otherwise import by itself, some of it lazily in torch. Names that
-# cannot be imported are skipped by the fork server.
+# Everything that a rank would otherwise import by itself, some of it lazily in torch: for our own
+# packages that was more work than most tests. Names that cannot be imported are skipped by the fork
+# server.
 PRELOADED = (
     "torch",
     "torch._dynamo",
@@ -39,6 +40,9 @@ PRELOADED = (
     "torch.distributed.tensor",
     "torch.distributed.tensor.parallel",
     "pytest",
+    "sharding",
+    "ckpt.api",
+    "ckpt.service.checkpointer",
     "tests.ranks",
 )
 # How long the other ranks may go on after one of them has failed: long enough to fail by themselves

@@ -19,6 +19,7 @@ from ckpt.layout.piece import Holding, Kind
 from ckpt.layout.plain import Ranks, UnsupportedTensor
 from ckpt.layout.region import Shape
 from ckpt.layout.tensor import overlaps_itself
+from ckpt.state.arrays import tensor_of, why_no_tensor
 from ckpt.state.bind_composite import bind_composite
 from ckpt.state.bind_optimizer import bind_optimizer
 from ckpt.state.describe import (
@@ -102,6 +103,7 @@ def bind_state(
     names = Names(catalog, rename, skip, aliases=described.aliases, call=call)
     binding = _Binder(names, ranks)
     binding.add_tensors(leaves.tensors)
+    binding.add_arrays(leaves.arrays)
     for source, kind in described.tensors():
         # Components follow their composite.
         if described.components.isdisjoint(source.fqns):
@@ -164,6 +166,21 @@ class _Binder:
                 self.holdings.extend(tensor_holdings(saved, tensor, Kind.OTHER, self.ranks))
             except UnsupportedTensor as refused:
                 names.problems.append(Problem(ProblemKind.UNSUPPORTED, saved, refused.problem))
+
+    def add_arrays(self, arrays: Sequence[tuple[str, Any]]) -> None:
+        tensors = []
+        for fqn, array in arrays:
+            tensor = tensor_of(array)
+            if tensor is None:
+                text = f"is {why_no_tensor(array)}"
+            elif not array.flags.writeable:
+                text = "is an array that cannot be written to; put a copy() of it into the state"
+            else:
+                tensors.append((fqn, tensor))
+                continue
+            if not self.names.skip(fqn):
+                self.names.report(ProblemKind.UNSUPPORTED, fqn, text)
+        self.add_tensors(tensors)
 
     def add_composite(self, fqn: str, tensor: torch.Tensor, kind: Kind) -> None:
         if self.names.skip(fqn):
@@ -295,7 +312,8 @@ class _Binder:
                 return
             value = own[0]
         names.loaded_values.append(fqn)
-        self.steps.append(self.per_rank_step(slot, marked, join_tree(value, _no_tensor)))
+        live = None if is_object(marked.value) else marked.value
+        self.steps.append(self.per_rank_step(slot, marked, join_tree(value, _no_tensor, live)))
 
     def per_rank_step(self, slot: LocatedValue, marked: PerRank, value: Any) -> Callable[[], None]:
         if is_object(marked.value):

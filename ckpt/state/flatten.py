@@ -18,6 +18,7 @@ from ckpt.layout.composites import is_composite
 from ckpt.layout.holdings import plain_holdings, tensor_holdings
 from ckpt.layout.piece import Holding, Kind, Owned
 from ckpt.layout.plain import Ranks, UnsupportedTensor
+from ckpt.state.arrays import tensor_of, why_no_tensor
 from ckpt.state.describe import Described, adopt_parameters, describe_modules
 from ckpt.state.optimizer import FlatOptimizer, flatten_groups, flatten_optimizer
 from ckpt.state.types import FlatState, PerRank
@@ -94,6 +95,7 @@ def values_of(structure: Structure, leaves: Leaves, ranks: Ranks, state: Any) ->
         if groups:  # none when it was refused
             building.add_optimizer(flatten_groups(path, optimizer, groups, ranks))
     building.add_values(leaves)
+    building.add_arrays(leaves)
     building.add_trees(leaves, structure.extra_states)
     building.add_per_rank(leaves)
     # Names of values may be new at every save, so they are compared with those that last.
@@ -173,6 +175,15 @@ class _Building:
         for slot in leaves.values:
             self.names.append(slot.fqn)
             self.values[slot.fqn] = split_tree(slot.value, slot.fqn, self.problems)[0]
+
+    def add_arrays(self, leaves: Leaves) -> None:
+        for fqn, array in leaves.arrays:
+            self.names.append(fqn)
+            tensor = tensor_of(array)
+            if tensor is None:
+                self.problems.append(f"{fqn}: {why_no_tensor(array)}")
+            else:
+                self.add_tensor(fqn, tensor, Kind.OTHER)
 
     def add_trees(self, leaves: Leaves, extra_states: Sequence[tuple[str, nn.Module]]) -> None:
         for fqn, thing in leaves.objects:

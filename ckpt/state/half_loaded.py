@@ -79,6 +79,8 @@ def _objects_of(state: Any) -> Iterator[Any]:
         yield from params_of(optimizer)
     for _, tensor in leaves.tensors:
         yield tensor
+    for _, array in leaves.arrays:
+        yield array
 
 
 def _refuse(item: Any) -> None:

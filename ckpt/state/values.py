@@ -19,6 +19,7 @@ from ckpt.layout.composite import CompositeType
 from ckpt.layout.composites import take_apart, type_of
 from ckpt.layout.plain import UnsupportedTensor
 from ckpt.layout.torch_composites import outer_shape
+from ckpt.state.arrays import is_array, is_scalar, scalar_like, tensor_of, why_no_tensor
 from ckpt.state.composites import (
     TYPE_KEY,
     composite_of,
@@ -32,7 +33,7 @@ TENSOR_KEY = "$tensor"
 FIELDS_KEY = "$fields"
 DEPTH_MAX = 100
 
-# Compared by exact type: a subclass (an IntEnum, numpy's float64) would come back as its base.
+# Compared by exact type: a subclass (an IntEnum) would come back as its base.
 SCALARS = frozenset({type(None), bool, int, float, str, bytes})
 # Saved as a plain dict; a load gives them back the type that the live state has at the same place.
 DICTS: tuple[type, ...] = (dict, OrderedDict, Counter, defaultdict)
@@ -59,12 +60,13 @@ def join_tree(value: Any, tensor_of: Callable[[str], Any], like: Any = None) -> 
     """`value` with every reference replaced by `tensor_of(fqn)`; containers are new.
 
     Composites are put together, which raises Mismatch or InvalidState where that is not possible.
-    `like` is a live tree: where it has an OrderedDict, Counter or defaultdict, the result has one
-    too.
+    `like` is a live tree: where it has an OrderedDict, Counter, defaultdict, or an array or scalar
+    of numpy, the result has one too.
     """
     if isinstance(value, dict):
         if is_reference(value):
-            return tensor_of(value[TENSOR_KEY])
+            tensor = tensor_of(value[TENSOR_KEY])
+            return tensor.numpy() if is_array(like) else tensor
         if is_description(value):
             components = join_tree(value["components"], tensor_of)
             fqn = next(iter(references(value)), "").rpartition(".")[0]
@@ -79,7 +81,7 @@ def join_tree(value: Any, tensor_of: Callable[[str], Any], like: Any = None) -> 
             join_tree(item, tensor_of, _item_like(like, index)) for index, item in enumerate(value)
         ]
         return items if isinstance(value, list) else tuple(items)
-    return value
+    return scalar_like(value, like)
 
 
 def renamed_tree(value: Any, name_of: Callable[[str], str]) -> Any:
@@ -121,6 +123,10 @@ class _Splitter:
         kind = type(tree)
         if kind in SCALARS:
             return tree
+        if is_scalar(tree):
+            return tree.item()
+        if is_array(tree):
+            return self.split_array(tree, path)
         if isinstance(tree, torch.Tensor):
             if (type_ := type_of(tree)) is not None:
                 return self.split_composite(tree, type_, path, depth)
@@ -144,6 +150,14 @@ class _Splitter:
             return {FIELDS_KEY: list(tree._fields), "items": items}
         self.problems.append(f"{path}: {why_not_storable(tree)}")
         return None
+
+    def split_array(self, array: Any, path: str) -> Any:
+        tensor = tensor_of(array)
+        if tensor is None:
+            self.problems.append(f"{path}: {why_no_tensor(array)}")
+            return None
+        self.tensors.append((path, tensor))
+        return {TENSOR_KEY: path}
 
     def split_composite(
         self, tensor: torch.Tensor, type_: CompositeType, path: str, depth: int
@@ -210,7 +224,7 @@ def _item_like(like: Any, index: int) -> Any:
 
 def _advice(leaf: Any, kind: type) -> str:
     if kind.__module__ == "numpy":
-        return "convert it with .item() or .tolist(), or to a tensor with torch.from_numpy"
+        return "convert it with float(), int(), str() or tolist(), or put it into an array"
     if isinstance(leaf, (torch.device, torch.dtype)):
         return "convert it with str()"
     if isinstance(leaf, tuple):

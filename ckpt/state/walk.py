@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ckpt.state.arrays import is_array, is_scalar
 from ckpt.state.types import PerRank
 from ckpt.state.values import DEPTH_MAX, SCALARS, why_not_storable
 
@@ -38,6 +39,7 @@ class Leaves:
     """The leaves of a state in walking order; `tuples` are those walked into, outermost first."""
 
     tensors: list[tuple[str, torch.Tensor]] = field(default_factory=list)
+    arrays: list[tuple[str, Any]] = field(default_factory=list)
     modules: list[tuple[str, nn.Module]] = field(default_factory=list)
     optimizers: list[tuple[str, torch.optim.Optimizer]] = field(default_factory=list)
     objects: list[tuple[str, Any]] = field(default_factory=list)
@@ -97,8 +99,10 @@ def _walk_container(node: Any, path: str, place: Location, leaves: Leaves, depth
 
 
 def _visit(node: Any, fqn: str, place: Location, leaves: Leaves, depth: int) -> None:
-    if type(node) in SCALARS:
+    if type(node) in SCALARS or is_scalar(node):
         leaves.values.append(LocatedValue(fqn, node, place))
+    elif is_array(node):
+        leaves.arrays.append((fqn, node))
     elif hasattr(type(node), "local_shards"):
         # Before tensors, of which torch's ShardedTensor is one.
         leaves.problems.append(
@@ -139,6 +143,6 @@ def _is_pure(node: Any, depth: int) -> bool:
         if isinstance(child, (dict, list, tuple)):
             if not _is_pure(child, depth + 1):
                 return False
-        elif isinstance(child, (torch.Tensor, PerRank)) or is_object(child):
+        elif isinstance(child, (torch.Tensor, PerRank)) or is_array(child) or is_object(child):
             return False  # modules and optimizers are objects by this test
     return True

@@ -1,6 +1,6 @@
 """All benchmarks, one after the other, and a table of bars against what was measured: `make bench`.
 
-    python -m benchmarks [save_load small_tensors async_save state_dicts engine_save fsdp1
+    python -m benchmarks [save_load cold_load small_tensors async_save state_dicts engine_save fsdp1
                           memory dedup export convert manifest coordinator s3 overhead step
                           device_counts scale host_time]
 
@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 BENCHMARKS: dict[str, tuple[str, ...]] = {
     "save_load": ("--gib", "1", "--rounds", "3"),
+    "cold_load": ("--gib", "1", "--rounds", "3"),
     "small_tensors": ("--rounds", "5"),
     "state_dicts": ("--params", "50e6"),
     "async_save": ("--gib", "1", "--rounds", "3"),

@@ -34,7 +34,8 @@ from storage import Store, StoreLike, open_store
 
 MIB = 1 << 20
 REMOTE_REQUESTS = 4  # in flight at once per rank
-DIRECT_NBYTES_MIN = 16 * MIB  # smaller files go through the page cache unless `io` says otherwise
+DISK_REQUESTS = 4  # in flight at once per rank, around the page cache
+DIRECT_NBYTES_MIN = 16 * MIB  # less goes through the page cache unless `io` says otherwise
 
 Io = Literal["auto", "buffered", "direct"]
 
@@ -199,6 +200,7 @@ def load(
     cache_bytes_max: SupportsIndex | None = None,
     process_group: dist.ProcessGroup | None = None,
     storage_options: Mapping[str, Any] | None = None,
+    io: Io = "auto",
 ) -> LoadReport:
     """Load the checkpoint of `step`, or the latest, into `state`, in place and bit for bit.
 
@@ -218,6 +220,9 @@ def load(
     for the next load on this machine: what matches its checksum there is not read from `url` again.
     Ranks and jobs may share one; it may be removed at any time.
 
+    `io="buffered"` reads local files through the page cache, `"direct"` around it. `"auto"` reads
+    around it what is not in it, where a rank reads 16 MiB or more.
+
     Raises the same error on every rank: NoCheckpoint, Mismatch (with every problem), Corrupt,
     UnsupportedFormat with the state unchanged; LoadInterrupted when it is half-loaded.
     """
@@ -226,7 +231,7 @@ def load(
         context = this_process.of_group(process_group)
         context.background.wait()
         store = collectively(context.world, "open", lambda: context.store(url, storage_options))
-        path = read_path(store)
+        path = read_path(store, io)
         if cache is not None:
             kept = collectively(
                 context.world, "cache", lambda: BlockCache(cache, plain_int(cache_bytes_max))
@@ -297,11 +302,19 @@ def _write_path(io: Io, store: Store, staging: Staging) -> WritePath:
     return WritePath(direct=True, writers=1, direct_nbytes_min=least, staging=staging)
 
 
-def read_path(store: Store) -> ReadPath:
-    """How loads read from `store`: object stores get several requests at once."""
+def read_path(store: Store, io: Io = "auto") -> ReadPath:
+    """How loads read from `store`: object stores and disks get several requests at once, memory
+    one. See DECISIONS.md for the numbers.
+    """
+    one_of("io", io, ("auto", "buffered", "direct"))
     if store.part_nbytes_min > 1:
         return ReadPath(readers=REMOTE_REQUESTS)
-    return ReadPath(request_nbytes_max=2 * MIB)  # checked while it is still in the CPU's cache
+    path = ReadPath(request_nbytes_max=4 * MIB)  # checked while it is still in the CPU's cache
+    if io == "buffered":
+        return path
+    if io == "direct":
+        return replace(path, direct_readers=DISK_REQUESTS, direct_always=True)
+    return replace(path, direct_readers=DISK_REQUESTS, direct_nbytes_min=DIRECT_NBYTES_MIN)
 
 
 def resumed(

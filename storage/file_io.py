@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import mmap
 import os
 import stat
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -26,9 +27,14 @@ _VECTORS_MAX = 1024
 # Smaller writes are left to the kernel, which merges them.
 _WRITEBACK_BYTES_MIN = 4 * 1024 * 1024
 
+_DIRECT_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | getattr(os, "O_DIRECT", 0)
+# What filesystems answer that cannot read around the cache, or not with this alignment.
+_DIRECT_REFUSED = {errno.EINVAL, errno.EOPNOTSUPP}
 
-def read_into(fd: int, start: int, views: Sequence[memoryview]) -> int:
+
+def read_into(file: OpenFile, start: int, views: Sequence[memoryview]) -> int:
     """Fill `views` from byte `start` on; returns the bytes read, fewer at the file's end."""
+    fd = file.fd
     if len(views) == 1:
         got = os.preadv(fd, views, start)
         if got == views[0].nbytes:  # by far the most frequent case
@@ -43,6 +49,81 @@ def read_into(fd: int, start: int, views: Sequence[memoryview]) -> int:
         got += count
         rest = drop_front(rest, count)
     return got
+
+
+class AroundCache:
+    """Reads around the page cache, and through it where the filesystem refuses that. Thread-safe.
+
+    By way of aligned memory of its own, which is there while any read is under way. Not straight
+    into the caller's: a fork in the middle of a direct read into private memory could leave the
+    bytes in the child (open(2)), and an anonymous `mmap` of Python is shared.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[mmap.mmap] = []
+        self._readers = 0
+        self._lock = ForkSafeLock()
+
+    def read_into(self, file: OpenFile, start: int, views: Sequence[memoryview]) -> int:
+        """As the function of this name."""
+        nbytes = sum(view.nbytes for view in views)
+        first = start // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+        # Whole blocks around what is requested; at the end of the file the kernel reads less.
+        room = -(-(start - first + nbytes) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        with self._memory(room) as memory, memoryview(memory)[:room] as window:
+            got = max(0, _read_aligned(file, first, window) - (start - first))
+            done = _copy_to(views, window[start - first :], min(got, nbytes))
+        rest = drop_front(list(views), done)
+        return done + read_into(file, start + done, rest) if rest else done
+
+    @contextlib.contextmanager
+    def _memory(self, nbytes: int) -> Iterator[mmap.mmap]:
+        with self._lock:
+            self._readers += 1
+            memory = self._free.pop() if self._free else None
+        try:
+            if memory is None or len(memory) < nbytes:
+                memory = mmap.mmap(-1, nbytes)
+            yield memory
+        finally:
+            with self._lock:
+                self._readers -= 1
+                if memory is not None:
+                    self._free.append(memory)
+                if not self._readers:
+                    self._free.clear()
+
+
+def _read_aligned(file: OpenFile, start: int, window: memoryview) -> int:
+    """The bytes that were read around the page cache, fewer at the file's end or when refused."""
+    fd = file.direct_fd()
+    done = 0
+    while fd >= 0 and done < window.nbytes:
+        try:
+            count = os.preadv(fd, [window[done:]], start + done)
+        except OSError as error:
+            if error.errno not in _DIRECT_REFUSED:
+                raise
+            file.refuses_direct = True
+            break
+        done += count
+        if not count or count % ALIGNMENT_BYTES:
+            break
+    return done
+
+
+def _copy_to(views: Sequence[memoryview], source: memoryview, nbytes: int) -> int:
+    """Copy the first `nbytes` of `source` to the front of `views`; returns `nbytes`."""
+    address = _address(source) if nbytes else 0
+    left = nbytes
+    for view in views:
+        count = min(view.nbytes, left)
+        if count:
+            # Without the GIL, which an assignment to a slice would hold.
+            ctypes.memmove(_address(view), address, count)
+        address += count
+        left -= count
+    return nbytes
 
 
 class BufferedFile:
@@ -181,6 +262,7 @@ class OpenFile:
     """An open file in use by some threads; closed when it is retired and the last one leaves."""
 
     def __init__(self, owner: OpenFiles, path: str) -> None:
+        self._direct_fd = -1
         # O_NONBLOCK: opening a named pipe that somebody left in the directory must not wait.
         self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         status = os.fstat(self.fd)
@@ -189,16 +271,31 @@ class OpenFile:
             raise FileNotFoundError(errno.ENOENT, "not a regular file", path)
         self.nbytes = status.st_size
         self.users = 1
+        self.refuses_direct = not hasattr(os, "O_DIRECT")
+        self._path = path
+        self._opening = ForkSafeLock()
         self.retired = False
         self._owner = owner
 
     def is_deleted(self) -> bool:
         return os.fstat(self.fd).st_nlink == 0
 
+    def direct_fd(self) -> int:
+        """A descriptor for reads around the page cache, -1 where these are refused."""
+        with self._opening:
+            if self._direct_fd < 0 and not self.refuses_direct:
+                try:
+                    self._direct_fd = os.open(self._path, _DIRECT_FLAGS)
+                except OSError:
+                    # Whatever the reason: `fd` is open, and gives the bytes or the right error.
+                    self.refuses_direct = True
+            return -1 if self.refuses_direct else self._direct_fd
+
     def close(self) -> None:
-        fd, self.fd = self.fd, -1
-        if fd >= 0:
-            os.close(fd)
+        fds, self.fd, self._direct_fd = (self.fd, self._direct_fd), -1, -1
+        for fd in fds:
+            if fd >= 0:
+                os.close(fd)
 
     def __enter__(self) -> OpenFile:
         return self

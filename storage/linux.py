@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import functools
+import mmap
 import os
+import sys
 from typing import Any
+
+import numpy as np
 
 _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
 _SYNC_FILE_RANGE_WRITE = 2
+_SYS_CACHESTAT = 451  # on every architecture that torch runs on; since Linux 6.5
 
 
 def rename_without_replacing(source: str, target: str) -> None:
@@ -43,6 +49,48 @@ def start_writeback(fd: int, start: int, nbytes: int) -> None:
         ctypes.c_int64(nbytes),
         ctypes.c_uint(_SYNC_FILE_RANGE_WRITE),
     )
+
+
+def cached_nbytes(fd: int, start: int, nbytes: int) -> int:
+    """How many of these bytes of a file are in the page cache, in whole pages.
+
+    All of them where the kernel does not tell: it has neither cachestat(2) nor, for a file of
+    another user, an honest mincore(2). Not preadv2(2) with RWF_NOWAIT, which starts to read what it
+    does not find.
+    """
+    if nbytes <= 0:
+        return 0
+    with contextlib.suppress(OSError):
+        return _cachestat(fd, start, nbytes) * mmap.PAGESIZE
+    with contextlib.suppress(OSError, ValueError):
+        return _mincore(fd, start, nbytes) * mmap.PAGESIZE
+    return nbytes
+
+
+def _cachestat(fd: int, start: int, nbytes: int) -> int:
+    if not sys.platform.startswith("linux"):
+        raise OSError(errno.ENOSYS, "cachestat is not available here")
+    answer = (ctypes.c_uint64 * 5)()  # pages in the cache, dirty, under writeback, evicted, ...
+    _call(
+        "syscall",
+        ctypes.c_long(_SYS_CACHESTAT),
+        ctypes.c_int(fd),
+        (ctypes.c_uint64 * 2)(start, nbytes),
+        answer,
+        ctypes.c_uint(0),
+    )
+    return int(answer[0])
+
+
+def _mincore(fd: int, start: int, nbytes: int) -> int:
+    before = start % mmap.ALLOCATIONGRANULARITY
+    length = before + nbytes
+    answer = np.zeros(-(-length // mmap.PAGESIZE), np.uint8)
+    with mmap.mmap(fd, length, mmap.MAP_SHARED, mmap.PROT_READ, offset=start - before) as mapped:
+        # The array holds on to the mapping, so it has to be gone before that is closed.
+        address = np.frombuffer(mapped, np.uint8).__array_interface__["data"][0]
+        _call("mincore", ctypes.c_void_p(address), ctypes.c_size_t(length), answer.ctypes)
+    return int((answer & 1).sum())
 
 
 @functools.cache

@@ -29,9 +29,16 @@ from storage.errors import (
     StorageError,
     TransientError,
 )
-from storage.file_io import ALIGNMENT_BYTES, BufferedFile, DirectFile, OpenFiles, read_into
+from storage.file_io import (
+    ALIGNMENT_BYTES,
+    AroundCache,
+    BufferedFile,
+    DirectFile,
+    OpenFiles,
+    read_into,
+)
 from storage.keys import check_key, check_prefix, finished_name, unfinished_name
-from storage.linux import rename_without_replacing
+from storage.linux import cached_nbytes, rename_without_replacing
 from storage.ranges import PartLedger, flat_views, part_count
 from storage.store import ByteRange, ExclusiveCreate, JointWriter, ObjectInfo, ObjectWriter, Store
 
@@ -57,6 +64,7 @@ class LocalStore(Store):
         self.url = self._root
         self.exclusive_create = ExclusiveCreate.ATOMIC
         self._open_files = OpenFiles(open_files_max)
+        self._around_cache = AroundCache()
         # Directories whose own entry in their parent is known to survive a power failure.
         self._entry_durable: set[str] = set()
         self._made_above_root: set[str] = set()
@@ -74,7 +82,7 @@ class LocalStore(Store):
                 return bytes(target)
             with self._open_files.uncached(path) as file:
                 target = bytearray(file.nbytes)
-                read_into(file.fd, 0, [memoryview(target)] if target else [])
+                read_into(file, 0, [memoryview(target)] if target else [])
                 return bytes(target)
         except OSError as error:
             raise self._translated(error, "read", key) from error
@@ -82,6 +90,20 @@ class LocalStore(Store):
     def get_into(self, key: str, start: int, buffers: Sequence[memoryview]) -> None:
         try:
             self._read(key, self._path(key), start, flat_views(buffers))
+        except OSError as error:
+            raise self._translated(error, "read", key) from error
+
+    def get_direct_into(self, key: str, start: int, buffers: Sequence[memoryview]) -> None:
+        try:
+            self._read(key, self._path(key), start, flat_views(buffers), direct=True)
+        except OSError as error:
+            raise self._translated(error, "read", key) from error
+
+    def is_cold(self, key: str, byte_range: ByteRange) -> bool:
+        start, nbytes = byte_range.start, byte_range.nbytes
+        try:
+            with self._open_files.acquire(self._path(key)) as file:
+                return cached_nbytes(file.fd, start, nbytes) * 2 < nbytes
         except OSError as error:
             raise self._translated(error, "read", key) from error
 
@@ -261,10 +283,19 @@ class LocalStore(Store):
     def _path(self, key: str) -> str:
         return os.path.join(self._root, check_key(key))
 
-    def _read(self, key: str, path: str, start: int, views: Sequence[memoryview]) -> None:
+    def _read(
+        self,
+        key: str,
+        path: str,
+        start: int,
+        views: Sequence[memoryview],
+        *,
+        direct: bool = False,
+    ) -> None:
         end = start + sum(view.nbytes for view in views)
         with self._open_files.acquire(path) as file:
-            if start < 0 or end > file.nbytes or read_into(file.fd, start, views) < end - start:
+            read = self._around_cache.read_into if direct else read_into
+            if start < 0 or end > file.nbytes or read(file, start, views) < end - start:
                 raise ShortReadError(
                     f"read {key} in {self.url}: bytes {start} to {end} were requested, the object "
                     f"has {file.nbytes}"

@@ -195,6 +195,12 @@ class RetryingStore(WrappedStore):
     def get_into(self, key: str, start: int, buffers: Sequence[memoryview]) -> None:
         self._policy.run(lambda: self.inner.get_into(key, start, buffers))
 
+    def get_direct_into(self, key: str, start: int, buffers: Sequence[memoryview]) -> None:
+        self._policy.run(lambda: self.inner.get_direct_into(key, start, buffers))
+
+    def is_cold(self, key: str, byte_range: ByteRange) -> bool:
+        return self._policy.run(lambda: self.inner.is_cold(key, byte_range))
+
     def create(
         self,
         key: str,

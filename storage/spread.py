@@ -68,6 +68,12 @@ class SpreadStore(WrappedStore):
     def get_into(self, key: str, start: int, buffers: Sequence[memoryview]) -> None:
         self._find(key, lambda place: self.inner.get_into(place, start, buffers))
 
+    def get_direct_into(self, key: str, start: int, buffers: Sequence[memoryview]) -> None:
+        self._find(key, lambda place: self.inner.get_direct_into(place, start, buffers))
+
+    def is_cold(self, key: str, byte_range: ByteRange) -> bool:
+        return self._find(key, lambda place: self.inner.is_cold(place, byte_range))
+
     def info(self, key: str) -> ObjectInfo:
         return self._find(key, self.inner.info)._replace(key=key)
 

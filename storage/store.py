@@ -131,6 +131,18 @@ class Store(ABC):
         Raises like `get`; after an error the buffers hold undefined bytes.
         """
 
+    def get_direct_into(self, key: str, start: int, buffers: Sequence[memoryview]) -> None:
+        """`get_into` around the page cache, where the back-end can."""
+        self.get_into(key, start, buffers)
+
+    def is_cold(self, key: str, byte_range: ByteRange) -> bool:
+        """Whether most of these bytes are on a disk and not in this machine's memory, so that it is
+        better to read them by `get_direct_into`, several requests at once.
+
+        False where that cannot be told. Raises KeyNotFoundError.
+        """
+        return False
+
     @abstractmethod
     def create(
         self,

@@ -67,8 +67,8 @@ class FaultPlan:
 class FaultyStore(WrappedStore):
     """`inner`, until `plan` strikes. Once killed, it refuses everything with Killed.
 
-    Operations are: get, get_into, create, write_part, publish (the end of the block of `create`),
-    put_if_absent, list, info, delete, sync, abort_unfinished.
+    Operations are: get, get_into (direct or not), create, write_part, publish (the end of the block
+    of `create`), put_if_absent, list, info, delete, sync, abort_unfinished.
     """
 
     def __init__(self, inner: Store, plan: FaultPlan) -> None:
@@ -81,6 +81,9 @@ class FaultyStore(WrappedStore):
 
     def get_into(self, key: str, start: int, buffers: Sequence[memoryview]) -> None:
         self.perform("get_into", key, lambda: self.inner.get_into(key, start, buffers))
+
+    def get_direct_into(self, key: str, start: int, buffers: Sequence[memoryview]) -> None:
+        self.perform("get_into", key, lambda: self.inner.get_direct_into(key, start, buffers))
 
     def create(
         self,
@@ -241,6 +244,10 @@ class CountingStore(WrappedStore):
     def get_into(self, key: str, start: int, buffers: Sequence[memoryview]) -> None:
         self.count("get_into", sum(buffer.nbytes for buffer in buffers))
         self.inner.get_into(key, start, buffers)
+
+    def get_direct_into(self, key: str, start: int, buffers: Sequence[memoryview]) -> None:
+        self.count("get_into", sum(buffer.nbytes for buffer in buffers))
+        self.inner.get_direct_into(key, start, buffers)
 
     def create(
         self,

@@ -50,6 +50,12 @@ class WrappedStore(Store):
     def get_into(self, key: str, start: int, buffers: Sequence[memoryview]) -> None:
         self.inner.get_into(self._inner_key(key), start, buffers)
 
+    def get_direct_into(self, key: str, start: int, buffers: Sequence[memoryview]) -> None:
+        self.inner.get_direct_into(self._inner_key(key), start, buffers)
+
+    def is_cold(self, key: str, byte_range: ByteRange) -> bool:
+        return self.inner.is_cold(self._inner_key(key), byte_range)
+
     def create(
         self,
         key: str,

@@ -176,6 +176,7 @@ def _fill(
     recorder.count("read_bytes", reader.nbytes_read)
     recorder.count("passed_bytes", reader.nbytes_passed)
     recorder.count("cached_bytes", reader.nbytes_cached)
+    recorder.count("direct_bytes", reader.nbytes_direct)
     return LoadReport(
         manifest.header.step,
         manifest.header.attempt,

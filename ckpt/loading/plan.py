@@ -36,6 +36,10 @@ class ReadPath:
     request. With several readers, blocks for other ranks are read ahead of their round, up to
     `read_ahead_nbytes_max` bytes that are read and not sent yet. What `cache` has is not read from
     the store.
+
+    With `direct_readers`, what the store says is on a disk and not in memory is read around the
+    page cache, that many requests at once, and with `direct_always` everything is. A rank that
+    needs less than `direct_nbytes_min` reads all of it through the page cache.
     """
 
     request_nbytes_max: int = 8 * MIB
@@ -43,6 +47,9 @@ class ReadPath:
     readers: int = 1
     read_ahead_nbytes_max: int = 64 * MIB
     cache: BlockCache | None = None
+    direct_readers: int = 0
+    direct_always: bool = False
+    direct_nbytes_min: int = 0
 
 
 class Direct(NamedTuple):

@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from functools import partial
-from itertools import pairwise
+from itertools import compress, pairwise
+from operator import not_
 from typing import NamedTuple
 
 import numpy as np
@@ -37,10 +38,10 @@ from ckpt.layout.memory import (
 )
 from ckpt.layout.region import row_major_strides
 from ckpt.layout.reshard import clip_patch
-from ckpt.loading.byte_line import Ints, NeededBlocks, file_starts, requests
+from ckpt.loading.byte_line import Ints, NeededBlocks, file_starts, length, requests
 from ckpt.loading.plan import PACKED_COUNT_MIN, Need, ReadPath, ReadPlan, Scatter, whole_need
 from ckpt.loading.shared_reads import SharedRun
-from storage import ShortReadError, Store
+from storage import ByteRange, ShortReadError, Store
 
 
 class ReadPart(NamedTuple):
@@ -109,32 +110,41 @@ class Reader:
         self.nbytes_read = 0
         self.nbytes_passed = 0  # read over, between what is needed
         self.nbytes_cached = 0
+        self.nbytes_direct = 0  # of those of the store, around the page cache
+        self._nbytes = length(self.blocks.runs())
 
     def read_private(self, runs: Ints) -> None:
         """Read the blocks of `runs` and put them where the plan says."""
-        reads = [partial(self._read_and_deliver, rows) for rows in self._requests(runs)]
-        if self._path.readers <= 1:
-            for read in reads:
-                read()
-            return
-        with ThreadPoolExecutor(self._path.readers) as pool:
-            running = [pool.submit(read) for read in reads]
-            # After the first error the rest need not be read: the load fails anyway.
-            done, waiting = wait(running, return_when=FIRST_EXCEPTION)
-            for future in waiting:
-                future.cancel()
-            for future in done:
-                future.result()
+        requests = self._requests(runs)
+        cold = [self._is_cold(rows) for rows in requests]
+        reads = [partial(self._read_and_deliver, *one) for one in zip(requests, cold, strict=True)]
+        if self._path.readers > 1:
+            _run_all(reads, (), self._path.readers)
+        else:
+            # What is in memory is only copied: a second thread would cost more than it gains.
+            beside = list(compress(reads, cold))
+            _run_all(beside, compress(reads, map(not_, cold)), self._path.direct_readers)
+
+    def _is_cold(self, rows: Ints) -> bool:
+        """Whether the request of these blocks is read around the page cache."""
+        path = self._path
+        if not path.direct_readers or self._nbytes < path.direct_nbytes_min:
+            return False
+        file, start, stop = self._range(rows)
+        return path.direct_always or self._store.is_cold(self._keys[file], ByteRange(start, stop))
 
     def requests(self, runs: Ints) -> list[ReadRange]:
         """The ranges that reading `runs` requests from the store; nothing is read."""
         ranges = []
         for rows in self._requests(runs):
-            file, start = self._place(int(rows[0]))
-            span = int(self.blocks.stop[rows[-1]] - self.blocks.start[rows[0]])
             nbytes = int((self.blocks.stop[rows] - self.blocks.start[rows]).sum())
-            ranges.append(ReadRange(file, start, start + span, nbytes))
+            ranges.append(ReadRange(*self._range(rows), nbytes))
         return ranges
+
+    def _range(self, rows: Ints) -> tuple[int, int, int]:
+        """The file of a request, and where it starts and stops in it."""
+        file, start = self._place(int(rows[0]))
+        return file, start, start + int(self.blocks.stop[rows[-1]] - self.blocks.start[rows[0]])
 
     def _requests(self, runs: Ints) -> list[Ints]:
         """Rows of the blocks in `runs`, those of one request together."""
@@ -192,7 +202,7 @@ class Reader:
         if row < group.stop:
             yield ReadPart(row, group.stop)
 
-    def _read_and_deliver(self, rows: Ints) -> None:
+    def _read_and_deliver(self, rows: Ints, is_cold: bool = False) -> None:
         parts = list(self._parts(rows))
         buffers: list[memoryview] = []
         read: list[memoryview] = []
@@ -210,7 +220,8 @@ class Reader:
             for part, data in zip(parts, read, strict=True):
                 self._check(part.first, part.last, data)
 
-        self._get(int(rows[0]), buffers, sum(data.nbytes for data in read), check)
+        needed = sum(data.nbytes for data in read)
+        self._get(int(rows[0]), buffers, needed, check, direct=is_cold)
         with self._streams.entered():
             for part, data in zip(parts, read, strict=True):
                 self._deliver_part(part, data)
@@ -250,7 +261,8 @@ class Reader:
             first, last = int(rows[0]), int(rows[-1]) + 1
             start, stop = self.blocks.start[first], self.blocks.stop[last - 1]
             data = buffer[int(start) - run.start : int(stop) - run.start]
-            self._get(first, [data], data.nbytes, partial(self._check, first, last, data))
+            check = partial(self._check, first, last, data)
+            self._get(first, [data], data.nbytes, check, direct=self._is_cold(rows))
         return buffer
 
     def deliver_run(self, run: SharedRun, data: memoryview) -> None:
@@ -266,7 +278,13 @@ class Reader:
                 data = data[nbytes:]
 
     def _get(
-        self, row: int, buffers: Sequence[memoryview], needed: int, check: Callable[[], None]
+        self,
+        row: int,
+        buffers: Sequence[memoryview],
+        needed: int,
+        check: Callable[[], None],
+        *,
+        direct: bool = False,
     ) -> None:
         """Fill `buffers` from the start of a block on: from the cache, if what it has passes
         `check`, or from the store. `needed` of their bytes are; the rest is read over.
@@ -282,8 +300,9 @@ class Reader:
                 return
         with self._counting:
             self.nbytes_read += needed
+            self.nbytes_direct += direct * needed
             self.nbytes_passed += sum(buffer.nbytes for buffer in buffers) - needed
-        read_into(self._store, self._keys[file], start, buffers)
+        read_into(self._store, self._keys[file], start, buffers, direct=direct)
         check()
         if cache is not None:
             # After the check: nothing is gained by keeping what every load would have to read
@@ -326,10 +345,31 @@ class Reader:
                 narrowed(scatter.target, patch.target_box).copy_(source)
 
 
-def read_into(store: Store, key: str, start: int, buffers: Sequence[memoryview]) -> None:
+def _run_all(
+    beside: Sequence[Callable[[], None]], here: Iterable[Callable[[], None]], threads: int
+) -> None:
+    """Run `beside` in up to `threads` threads, and `here`, in turn, in this one meanwhile.
+
+    Raises the first error. The rest need not be read then: the load fails anyway.
+    """
+    with ThreadPoolExecutor(max(threads, 1)) as pool:  # starts no thread that it does not need
+        running = [pool.submit(read) for read in beside]
+        try:
+            for read in here:
+                read()
+            for future in wait(running, return_when=FIRST_EXCEPTION).done:
+                future.result()
+        finally:
+            for future in running:
+                future.cancel()
+
+
+def read_into(
+    store: Store, key: str, start: int, buffers: Sequence[memoryview], *, direct: bool = False
+) -> None:
     """`get_into` of a data file. Raises Corrupt when the file ends too early."""
     try:
-        store.get_into(key, start, buffers)
+        (store.get_direct_into if direct else store.get_into)(key, start, buffers)
     except ShortReadError as error:
         raise Corrupt(
             f"{error}: the file was cut. Load an older step, or restore this file from a copy."

@@ -147,6 +147,7 @@ class UrlTarget(Target):
             attempt=attempt,
             process_group=self.process_group,
             storage_options=self.storage_options,
+            io=self.saving.get("io", "auto"),
         )
 
     def resumed(self, attempt: str) -> None:

@@ -182,10 +182,10 @@ def test_a_deletion_at_any_moment_leaves_readers_whole_bytes_or_an_error_that_sa
     assert runs > 50 and bool(failed) == (case != "a load of the latest")
 
 
-def _skip_what_is_gone(self: Reader, request: Any) -> None:
+def _skip_what_is_gone(self: Reader, *request: Any) -> None:
     """Bug: what cannot be read any more is left out."""
     with contextlib.suppress(KeyNotFoundError):
-        _read(self, request)
+        _read(self, *request)
 
 
 def _delete_first(self: LogWriter, attempt: str) -> Record | None:

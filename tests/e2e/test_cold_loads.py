@@ -1,0 +1,222 @@
+"""Loads of files that are not in memory, all of them or in part: which bytes are read how, counted.
+
+Method: ranks as threads over local stores that say which ranges are cold, by a rule or by the
+kernel, and note who reads what and how.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckpt
+from ckpt.errors import LoadInterrupted
+from ckpt.loading.load import LoadOptions
+from ckpt.loading.plan import ReadPath
+from ckpt.testing import RanksFailed
+from storage import ByteRange, StorageError
+from storage.linux import cached_nbytes
+from storage.local import LocalStore
+from tests.e2e.job import Job, Sharded
+
+MIB = 1 << 20
+TENSORS = 12  # of 1 MiB
+
+Rule = Callable[[str, ByteRange], bool]
+
+
+class Noting(LocalStore):
+    """A local store whose ranges are cold by a rule."""
+
+    def __init__(self, root: str, rule: Rule) -> None:
+        super().__init__(root)
+        self.rule = rule
+        self.asked = 0
+        self.reads: list[tuple[ByteRange, bool, int]] = []  # range, whether direct, thread
+        self.before_direct: Callable[[], object] = lambda: None
+
+    def is_cold(self, key: str, byte_range: ByteRange) -> bool:
+        self.asked += 1
+        return self.rule(key, byte_range)
+
+    def get_into(self, key: str, start: int, buffers: Sequence[memoryview]) -> None:
+        self._note(start, buffers, direct=False)
+        super().get_into(key, start, buffers)
+
+    def get_direct_into(self, key: str, start: int, buffers: Sequence[memoryview]) -> None:
+        self._note(start, buffers, direct=True)
+        self.before_direct()
+        super().get_direct_into(key, start, buffers)
+
+    def _note(self, start: int, buffers: Sequence[memoryview], *, direct: bool) -> None:
+        where = ByteRange(start, start + sum(buffer.nbytes for buffer in buffers))
+        self.reads.append((where, direct, threading.get_ident()))
+
+    def nbytes(self, *, direct: bool) -> int:
+        """Bytes that were read so."""
+        return sum(where.nbytes for where, is_direct, _ in self.reads if is_direct == direct)
+
+
+def _state(scale: float = 1.0) -> dict[str, torch.Tensor]:
+    return {f"t{i:02d}": torch.full((MIB // 4,), i + 1.0) * scale for i in range(TENSORS)}
+
+
+def _saved(root: Path) -> None:
+    store = LocalStore(str(root))
+    Job(1, lambda rank: store).save(lambda rank: _state(), step=1)
+
+
+def _load(store: LocalStore, path: ReadPath) -> tuple[dict[str, Any], Any]:
+    state = _state(0.0)
+    report = Job(1, lambda rank: store).load(lambda rank: state, options=LoadOptions(path=path))
+    return state, report[0]
+
+
+def _is_right(state: dict[str, Any]) -> bool:
+    return all(torch.equal(state[name], saved) for name, saved in _state().items())
+
+
+AUTO = ReadPath(request_nbytes_max=MIB, direct_readers=4)
+
+
+def test_of_a_file_that_is_partly_in_memory_the_rest_is_read_around_the_cache(
+    tmp_path: Path,
+) -> None:
+    """Every third request is cold. The others are read by the thread that loads."""
+    _saved(tmp_path)
+    asked: list[int] = []
+
+    def every_third(key: str, byte_range: ByteRange) -> bool:
+        asked.append(byte_range.nbytes)
+        return len(asked) % 3 == 0
+
+    store = Noting(str(tmp_path), every_third)
+    state, report = _load(store, AUTO)
+    assert _is_right(state)
+    assert store.asked == TENSORS
+    cold = sum(asked[2::3])
+    assert store.nbytes(direct=True) == report.counters["direct_bytes"] == cold
+    assert store.nbytes(direct=False) == TENSORS * MIB - cold
+    assert report.nbytes_read == TENSORS * MIB
+    loading = {thread for _, direct, thread in store.reads if not direct}
+    assert len(loading) == 1
+    assert not loading & {thread for _, direct, thread in store.reads if direct}
+
+
+@pytest.mark.parametrize(
+    ("path", "asked", "direct"),
+    [
+        (ReadPath(request_nbytes_max=MIB), 0, 0),
+        (AUTO, TENSORS, TENSORS),
+        (ReadPath(MIB, direct_readers=4, direct_nbytes_min=TENSORS * MIB), TENSORS, TENSORS),
+        (ReadPath(MIB, direct_readers=4, direct_nbytes_min=TENSORS * MIB + 1), 0, 0),
+        (ReadPath(MIB, direct_readers=4, direct_always=True), 0, TENSORS),
+    ],
+    ids=["buffered", "auto", "enough", "little", "direct"],
+)
+def test_which_loads_go_around_the_cache(
+    tmp_path: Path, path: ReadPath, asked: int, direct: int
+) -> None:
+    _saved(tmp_path)
+    store = Noting(str(tmp_path), lambda key, byte_range: True)
+    state, _ = _load(store, path)
+    assert _is_right(state)
+    assert (store.asked, store.nbytes(direct=True)) == (asked, direct * MIB)
+    assert len(store.reads) == TENSORS
+
+
+def test_cold_requests_are_in_flight_together(tmp_path: Path) -> None:
+    """Four wait for each other in the store: with fewer in flight, nobody would come."""
+    _saved(tmp_path)
+    store = Noting(str(tmp_path), lambda key, byte_range: True)
+    together = threading.Barrier(4)
+    store.before_direct = lambda: together.wait(60)
+    state, _ = _load(store, AUTO)
+    assert _is_right(state)
+    assert len({thread for _, _, thread in store.reads}) <= 4
+
+
+def test_after_a_cold_read_has_failed_the_rest_is_not_read(tmp_path: Path) -> None:
+    _saved(tmp_path)
+    store = Noting(str(tmp_path), lambda key, byte_range: True)
+
+    def fail() -> None:
+        raise StorageError("planted")
+
+    store.before_direct = fail
+    with pytest.raises(RanksFailed) as caught:
+        _load(store, ReadPath(MIB, direct_readers=1))
+    assert isinstance(caught.value.errors[0], LoadInterrupted)
+    assert "planted" in str(caught.value.errors[0])
+    assert len(store.reads) < TENSORS
+
+
+def test_shared_and_sharded_blocks_are_read_around_the_cache_once(tmp_path: Path) -> None:
+    """Two ranks load a replica and their halves of a tensor; all is cold."""
+    full = torch.arange(2.0 * MIB).reshape(2048, 1024)
+
+    def state(rank: int, scale: float) -> dict[str, Any]:
+        return {"sharded": Sharded(full * scale, rank, 2), "replica": full * scale}
+
+    stores = [Noting(str(tmp_path), lambda key, byte_range: True) for _ in range(2)]
+    job = Job(2, stores.__getitem__)
+    job.save(lambda rank: state(rank, 1.0), step=1)
+    states = [state(rank, 0.0) for rank in range(2)]
+    reports = job.load(states.__getitem__, options=LoadOptions(path=AUTO))
+    for rank in range(2):
+        assert torch.equal(states[rank]["replica"], full)
+        assert torch.equal(states[rank]["sharded"].local, state(rank, 1.0)["sharded"].local)
+    read = [store.nbytes(direct=True) for store in stores]
+    assert sum(read) == 2 * full.nbytes and min(read) > 0
+    assert read == [report.counters["direct_bytes"] for report in reports]
+
+
+@pytest.mark.parametrize("io", ["auto", "buffered", "direct"])
+def test_a_load_with_io(tmp_path: Path, io: Any) -> None:
+    """16 MiB that the save has written around the cache are not in it after the load, unless it
+    went through it."""
+    state = {"t": torch.arange(16 * MIB // 4)}
+    ckpt.save(state, tmp_path, step=1, io="direct")
+    (data,) = tmp_path.rglob("*.safetensors")
+    if _cached(data) > MIB:
+        pytest.skip("this filesystem keeps its files in memory")
+    loaded = {"t": torch.zeros(16 * MIB // 4, dtype=torch.int64)}
+    report = ckpt.load(loaded, tmp_path, io=io)
+    assert torch.equal(loaded["t"], state["t"])
+    expected = 0 if io == "buffered" else state["t"].nbytes
+    assert report.counters["direct_bytes"] == expected
+    # The end of the file, with its checksums, may be in memory.
+    assert (_cached(data) < MIB) == (io != "buffered")
+    with pytest.raises(ValueError, match="io='fast'"):
+        ckpt.load(loaded, tmp_path, io="fast")  # type: ignore[arg-type]
+
+
+def test_a_checkpointer_reads_as_it_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = {"t": torch.ones(8)}
+    ckpt.save(state, tmp_path, step=1)
+    passed: list[str] = []
+    real = ckpt.api.load
+
+    def load(*args: Any, io: str, **kwargs: Any) -> Any:
+        passed.append(io)
+        return real(*args, io=io, **kwargs)
+
+    monkeypatch.setattr(ckpt.api, "load", load)
+    for io in ("buffered", "auto"):
+        with ckpt.Checkpointer(tmp_path, state, io=io) as checkpointer:  # type: ignore[arg-type]
+            checkpointer.restore()
+    assert passed == ["buffered", "auto"]
+
+
+def _cached(path: Path) -> int:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        return cached_nbytes(fd, 0, path.stat().st_size)
+    finally:
+        os.close(fd)

@@ -184,7 +184,9 @@ class GenericStore(Store):
         self._fs.invalidate_cache()
         try:
             entries = self._fs.find(top or "/", detail=True)
-        except FileNotFoundError:
+        except FileNotFoundError as error:
+            if _reason(error) is not error:
+                raise
             return {}
         skip = len(self._fs._strip_protocol(self._root)) + 1 if self._root else 0
         return {path[skip:].lstrip("/"): entry for path, entry in entries.items()}
@@ -205,6 +207,7 @@ class GenericStore(Store):
             raise self._translated(error, operation, key) from error
 
     def _translated(self, error: Exception, operation: str, key: str) -> StorageError:
+        error = _reason(error)
         where = f"{operation} {key} in {self.url}: {type(error).__name__}: {error}"
         if isinstance(error, (FileNotFoundError, IsADirectoryError)) and operation != "create":
             return KeyNotFoundError(where)
@@ -213,6 +216,21 @@ class GenericStore(Store):
         if isinstance(error, (TimeoutError, ConnectionError)) and operation != "create":
             return TransientError(where)
         return StorageError(where)
+
+
+def _reason(error: Exception) -> Exception:
+    """What is behind a "not found": fsspec's HTTP says so, too, of a server that does not answer or
+    answers that it cannot now.
+    """
+    cause = error.__cause__
+    if not isinstance(error, FileNotFoundError) or not isinstance(cause, Exception):
+        return error
+    status = getattr(cause, "status", None)  # of the answer, as aiohttp has it
+    # Not of 401 and 403: object stores answer with them for what is not there.
+    if isinstance(status, int) and (status == 429 or status >= 500):
+        return ConnectionError(f"{cause}")
+    not_there = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+    return cause if isinstance(cause, OSError) and not isinstance(cause, not_there) else error
 
 
 class GenericWriter(ObjectWriter):

@@ -11,13 +11,12 @@ from typing import Any
 from ckpt.cli.commandline import OK, PROBLEM
 from ckpt.cli.screen import age, counted, date, fields_json, show_json, show_table, size
 from ckpt.commit.lines import latest_last
-from ckpt.commit.locate import live_entries
+from ckpt.commit.locate import commit_times, entry_by_path, live_entries
 from ckpt.commit.log import Log
-from ckpt.commit.names import MANIFEST_NAME
 from ckpt.commit.records import LiveEntry
-from ckpt.errors import Corrupt
+from ckpt.errors import Corrupt, NoCheckpoint
 from ckpt.tools.overview import AttemptUsage, Event, disk_usage, history
-from storage import KeyNotFoundError, Store, open_store
+from storage import open_store
 
 WHAT_HAPPENED = {
     "CLAIM": "a session began to write",
@@ -35,35 +34,53 @@ WHAT_HAPPENED = {
 def ls(arguments: argparse.Namespace) -> int:
     """`ckpt ls`."""
     with closing(open_store(arguments.url, **dict(arguments.option))) as store:
-        live = latest_last(live_entries(store))
-        rows = [(entry, _committed_unix(store, entry)) for entry in live]
+        try:
+            live = latest_last(live_entries(store))
+            times = commit_times(Log(store), live)
+        except NoCheckpoint as no_root:
+            return _ls_directory(entry_by_path(store, no_root), store.url, as_json=arguments.json)
     if arguments.json:
-        show_json([_entry_json(entry, unix) for entry, unix in rows])
+        show_json([_entry_json(entry, times[entry.attempt]) for entry in live])
         return OK
     print(f"{store.url}: {counted(len(live), 'checkpoint')}")
     shown = []
-    for entry, unix in rows:
+    for entry in live:
         notes = [] if entry.line is not None else ["no training's own; loads by its attempt"]
         notes += [word for word in ("pinned", "verified") if getattr(entry, word)]
         notes += ["latest"] if entry is live[-1] else []
         notes += [f"metric {entry.metric:g}"] if entry.metric is not None else []
-        needed = counted(len(entry.references), "other")
-        notes += [f"needs files of {needed}"] if entry.references else []
-        line = _line_cell(entry.line)
-        shown.append((f"{entry.step}", date(unix), line, entry.attempt, ", ".join(notes)))
-    show_table(("step", "committed", "line", "attempt", "notes"), shown, right=("step", "line"))
+        notes += _needs(entry)
+        committed, line = date(times[entry.attempt]), _line_cell(entry.line)
+        nbytes = "" if entry.nbytes is None else size(entry.nbytes)
+        shown.append((f"{entry.step}", committed, nbytes, line, entry.attempt, ", ".join(notes)))
+    show_table(
+        ("step", "committed", "size", "line", "attempt", "notes"),
+        shown,
+        right=("step", "size", "line"),
+    )
     return OK
+
+
+def _ls_directory(entry: LiveEntry, url: str, *, as_json: bool) -> int:
+    """The one checkpoint of a step's directory, of which no log says more."""
+    if as_json:
+        known = {"directory": "", "begun_unix": entry.committed_unix}
+        show_json([{**_entry_json(entry, None), **known}])
+        return OK
+    print(f"{url}: the directory of 1 checkpoint")
+    assert entry.nbytes is not None
+    row = (f"{entry.step}", date(entry.committed_unix), size(entry.nbytes), entry.attempt)
+    titles = ("step", "begun", "size", "attempt", "notes")
+    show_table(titles, [(*row, ", ".join(_needs(entry)))], right=("step", "size"))
+    return OK
+
+
+def _needs(entry: LiveEntry) -> list[str]:
+    return [f"needs files of {counted(len(entry.references), 'other')}"] * bool(entry.references)
 
 
 def _line_cell(line: int | None) -> str:
     return "none" if line is None else f"{line}"
-
-
-def _committed_unix(store: Store, entry: LiveEntry) -> float | None:
-    try:
-        return store.info(entry.prefix + MANIFEST_NAME).modified_unix
-    except KeyNotFoundError:
-        return None
 
 
 def _entry_json(entry: LiveEntry, unix: float | None) -> dict[str, Any]:
@@ -72,6 +89,7 @@ def _entry_json(entry: LiveEntry, unix: float | None) -> dict[str, Any]:
         "attempt": entry.attempt,
         "directory": entry.prefix.rstrip("/"),
         "committed_unix": unix,
+        "nbytes": entry.nbytes,
         "pinned": entry.pinned,
         "verified": entry.verified,
         "metric": entry.metric,

@@ -113,7 +113,13 @@ def _plan_json(store: Store, plan: RetentionPlan) -> dict[str, Any]:
 
 
 def _nbytes(store: Store, entries: Sequence[LiveEntry]) -> int:
-    return sum(info.nbytes for entry in entries for info in store.list(entry.prefix))
+    """What their own files take: as the log says, or as a listing of each that it says nothing of
+    shows.
+    """
+    listed = (entry.prefix for entry in entries if entry.nbytes is None)
+    return sum(entry.nbytes or 0 for entry in entries) + sum(
+        info.nbytes for prefix in listed for info in store.list(prefix)
+    )
 
 
 def _stopped(arguments: argparse.Namespace, count: int) -> int | None:

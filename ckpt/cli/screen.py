@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -27,13 +28,22 @@ from ckpt.cli.visible import below, visible
 from ckpt.errors import CheckpointError
 
 WIDTH_WITHOUT_TERMINAL = 200  # columns; rich would take 80 and fold most rows
+GAP = 2  # columns between those of a table
 MINUTE, HOUR, DAY = 60, 3600, 86400
+
+
+class _Console(Console):
+    """A console that lets who called it know that nobody reads any more."""
+
+    def on_broken_pipe(self) -> None:
+        """`ckpt.cli` ends the command then, as a success; rich would exit with 1."""
+        raise  # the error that this is called for
 
 
 @contextmanager
 def progress_bar(what: str, *, shown: bool = True) -> Iterator[Callable[[int, int], None] | None]:
     """A progress bar of bytes on stderr; None where stderr is no terminal, or not `shown`."""
-    console = Console(file=below(sys.stderr))
+    console = _Console(file=below(sys.stderr))
     if not shown or not console.is_terminal:
         yield None
         return
@@ -63,13 +73,31 @@ def show_table(
 
     Texts are what people copy: folded in a narrow terminal, never cut.
     """
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    cells = [[visible(cell) for cell in row] for row in rows]
+    width = None if sys.stdout.isatty() else WIDTH_WITHOUT_TERMINAL
+    console = _Console(width=width, file=below(sys.stdout))
+    widths = [max(map(cell_len, column)) for column in zip(titles, *cells, strict=True)]
+    if sum(widths) + GAP * len(widths) <= console.width:
+        # rich takes half a millisecond for a row: a minute for the checkpoints of a large root.
+        aligned = [(width, title in right) for width, title in zip(widths, titles, strict=True)]
+        console.print(Text(_padded(titles, aligned), style="bold"))
+        below(sys.stdout).writelines(f"{_padded(row, aligned)}\n" for row in cells)
+        return
+    table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0))
     for title in titles:
         table.add_column(title, justify="right" if title in right else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(visible(cell)) for cell in row))
-    width = None if sys.stdout.isatty() else WIDTH_WITHOUT_TERMINAL
-    Console(width=width, file=below(sys.stdout)).print(table)
+    for row in cells:
+        table.add_row(*map(Text, row))
+    console.print(table)
+
+
+def _padded(cells: Sequence[str], aligned: Sequence[tuple[int, bool]]) -> str:
+    """One row; each cell has a width, in columns of a terminal, and may stand to the right."""
+    padded = []
+    for cell, (width, is_right) in zip(cells, aligned, strict=True):
+        space = " " * (width - cell_len(cell))
+        padded.append(space + cell if is_right else cell + space)
+    return (" " * GAP).join(padded).rstrip()
 
 
 def confirmed(question: str, *, yes: bool) -> bool:
@@ -91,7 +119,7 @@ def confirmed(question: str, *, yes: bool) -> bool:
 
 def screen_width() -> int:
     """Columns of the terminal, or `WIDTH_WITHOUT_TERMINAL`."""
-    return Console(file=below(sys.stdout)).width if sys.stdout.isatty() else WIDTH_WITHOUT_TERMINAL
+    return _Console(file=below(sys.stdout)).width if sys.stdout.isatty() else WIDTH_WITHOUT_TERMINAL
 
 
 def show_names(title: str, names: Sequence[str], count_max: int, *, more: str = "") -> None:

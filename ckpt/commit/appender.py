@@ -90,8 +90,8 @@ class Settled(NamedTuple):
 class RecordDraft(NamedTuple):
     """The part of a record that depends on the state before it: what becomes of the live set.
 
-    `entry` is what a COMMIT adds, whose slot is set when the record is made, what a RETIRE removes,
-    or what a mark changes. The record's write id begins with `mark`.
+    `entry` is what a COMMIT adds, whose slot and time are set when the record is made, what a
+    RETIRE removes, or what a mark changes. The record's write id begins with `mark`.
     """
 
     kind: Kind
@@ -99,14 +99,16 @@ class RecordDraft(NamedTuple):
     entry: LiveEntry | None = None
     mark: bytes = b""
 
-    def live_after(self, state: LogState) -> LiveSet:
-        """The live set after the record that follows `state`."""
+    def live_after(self, state: LogState, time_unix: float) -> LiveSet:
+        """The live set after the record of this time that follows `state`."""
         if self.entry is None:
             return state.entries
         if self.kind == "RETIRE":
             return state.entries.drop(self.entry)
-        is_new = self.kind == "COMMIT"
-        return state.entries.put(replace(self.entry, slot=state.slot + 1) if is_new else self.entry)
+        entry = self.entry
+        if self.kind == "COMMIT":
+            entry = replace(entry, slot=state.slot + 1, committed_unix=time_unix)
+        return state.entries.put(entry)
 
 
 Build = Callable[[LogState], "RecordDraft | None"]
@@ -214,7 +216,7 @@ class Appender:
 
         def build(state: LogState) -> RecordDraft | None:
             entry = state.find(attempt)
-            if entry is None or any(attempt in other.references for other in state.live):
+            if entry is None or state.entries.users_of(attempt, after=entry.slot):
                 return None
             return RecordDraft("RETIRE", state.epoch, entry, mark=UNDONE)
 
@@ -234,7 +236,7 @@ class Appender:
             live=(),
             previous=self.log.digest_of(state),
         )
-        live = draft.live_after(state)
+        live = draft.live_after(state, bare.time_unix)
         try:
             record, _ = with_live(bare, live, self._write_segment)
         except StorageError as error:

@@ -35,6 +35,7 @@ class Segments:
         self._store = store
         self._known: dict[bytes, tuple[LiveEntry, ...]] = {}
         self._indexes: dict[bytes, dict[str, LiveEntry]] = {}
+        self._users: dict[bytes, dict[str, list[LiveEntry]]] = {}
         self._lock = threading.Lock()
 
     def entries(self, ref: SegmentRef) -> tuple[LiveEntry, ...]:
@@ -55,6 +56,18 @@ class Segments:
                 index = self._indexes[ref.digest] = {entry.attempt: entry for entry in entries}
         return index.get(attempt)
 
+    def users_of(self, ref: SegmentRef, attempt: str) -> list[LiveEntry]:
+        """The entries of a segment that refer to an attempt, ascending in slot."""
+        entries = self.entries(ref)
+        with self._lock:
+            users = self._users.get(ref.digest)
+            if users is None:
+                users = self._users[ref.digest] = {}
+                for entry in entries:
+                    for name in entry.references:
+                        users.setdefault(name, []).append(entry)
+        return users.get(attempt, [])
+
     def add(self, ref: SegmentRef, entries: tuple[LiveEntry, ...]) -> None:
         """Remember a segment that was just written."""
         with self._lock:
@@ -67,6 +80,7 @@ class Segments:
             for digest in self._known.keys() - kept:
                 del self._known[digest]
                 self._indexes.pop(digest, None)
+                self._users.pop(digest, None)
 
 
 @dataclass(frozen=True)
@@ -113,6 +127,18 @@ class LiveSet:
             if entry_there is not None:
                 return None if entry_there.slot in self.gone else entry_there
         return None
+
+    def users_of(self, attempt: str, *, after: int = -1) -> list[LiveEntry]:
+        """The entries that refer to an attempt, ascending in slot. All of them lie behind the slot
+        `after`, where the caller knows one: older segments are not read then.
+        """
+        users = [entry for entry in self.listed if attempt in entry.references]
+        for ref in self.refs:
+            if ref.last_slot > after:
+                assert self.segments is not None
+                there = self.segments.users_of(ref, attempt)
+                users += [entry for entry in there if entry.slot not in self.gone]
+        return sorted(users, key=_slot)
 
     def put(self, entry: LiveEntry) -> LiveSet:
         """With this entry, which may be one of a live attempt as it is now."""

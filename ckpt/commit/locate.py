@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -11,8 +12,11 @@ from ckpt.commit.names import MANIFEST_NAME
 from ckpt.commit.records import LiveEntry, manifest_digest
 from ckpt.errors import Corrupt, NoCheckpoint
 from ckpt.format.manifest import Manifest
+from ckpt.format.manifest_codec import decode_manifest
 from ckpt.format.references import PARENT, is_reference
 from storage import KeyNotFoundError, Store, TooLargeError
+
+READERS = 8  # records that are read at the same time
 
 
 class Located(NamedTuple):
@@ -42,6 +46,17 @@ def state_of(store: Store) -> LogState:
         log = pool.submit(Log(store).state)
         read_format(store)
         return log.result()
+
+
+def commit_times(log: Log, entries: Sequence[LiveEntry]) -> dict[str, float | None]:
+    """When each checkpoint was committed, by attempt: see `Log.committed_unix`."""
+    times = {entry.attempt: entry.committed_unix for entry in entries}
+    unsaid = [entry for entry in entries if entry.committed_unix is None]
+    if unsaid:
+        with ThreadPoolExecutor(READERS) as pool:
+            read = pool.map(log.committed_unix, unsaid)
+            times.update(zip((entry.attempt for entry in unsaid), read, strict=True))
+    return times
 
 
 def locate(store: Store, step: int | None = None, *, attempt: str = "") -> Located:
@@ -120,6 +135,28 @@ def _by_path(store: Store, step: int | None, no_root: NoCheckpoint) -> Located:
         return Located("", store.get(MANIFEST_NAME), None)
     except KeyNotFoundError:
         raise no_root from None
+
+
+def entry_by_path(store: Store, no_root: NoCheckpoint) -> LiveEntry:
+    """A step directory opened by its own path, as the log of its root would list it: without a
+    slot, and with the time at which its save began. Raises `no_root` where there is none.
+    """
+    data = _by_path(store, None, no_root).data
+    manifest = decode_manifest(data)
+    return LiveEntry(
+        attempt=manifest.header.attempt,
+        step=manifest.header.step,
+        slot=0,
+        manifest_nbytes=len(data),
+        manifest_digest=manifest_digest(data),
+        pinned=False,
+        verified=False,
+        metric=None,
+        references=manifest.references,
+        line=None,
+        committed_unix=float(manifest.header.created_unix),
+        nbytes=manifest.own_nbytes + len(data),
+    )
 
 
 def _choose(store: Store, live: tuple[LiveEntry, ...], step: int | None, attempt: str) -> LiveEntry:

@@ -185,7 +185,9 @@ def _no_checkpoint(store: Store) -> NoCheckpoint:
             "FORMAT was removed; load by a step directory's own path, <url>/steps/<step>-<attempt>"
         )
     elif MANIFEST_NAME in keys:
-        message += "; it is the directory of one step: did you mean to open it by its own path?"
+        root, steps, _ = store.url.rstrip("/").rpartition("/steps/")
+        message += "; it is the directory of one checkpoint, which `ckpt show` and `ckpt.load` open"
+        message += f"; its root is {root}" if steps else ""
     elif DCP_KEY in keys:
         message += (
             "; it is a checkpoint of torch.distributed.checkpoint: `ckpt import` makes one of ours "
@@ -368,6 +370,19 @@ class Log:
     def saw(self, record: Record) -> None:
         """Remember a record that is known to stand in the log, as an appender does with its own."""
         self._remember(self._end_at(record.slot, record))
+
+    def committed_unix(self, entry: LiveEntry) -> float | None:
+        """When a checkpoint was committed, in seconds by its writer's clock. One request where its
+        entry does not say; None where its COMMIT cannot be read any more.
+        """
+        if entry.committed_unix is not None:
+            return entry.committed_unix
+        try:
+            record = self.record(entry.slot)
+        except (KeyNotFoundError, Corrupt):
+            return None
+        # Another record stands there where a hole was filled.
+        return record.time_unix if record.attempt == entry.attempt else None
 
     def live_of(self, record: Record) -> LiveSet:
         """The live set after a record."""

@@ -6,6 +6,7 @@ import hashlib
 import math
 import struct
 from dataclasses import MISSING, asdict, dataclass, fields
+from functools import cache
 from typing import Any, Literal, NoReturn, get_args
 
 import msgpack
@@ -19,6 +20,7 @@ RECORD_NBYTES_MAX = 4 * 1024 * 1024  # bounds what a hostile record costs
 SEGMENT_NBYTES_MAX = 256 * 1024 * 1024
 SEGMENTS_MAX = 1000
 STEP_MAX = 10**18 - 1
+UNIX_MAX = 1e11  # of a time: about the year 5000
 INTEGER_MAX = 2**63 - 1
 FIRST_LINE = 0  # of every commit whose record does not name its line
 
@@ -33,6 +35,10 @@ class LiveEntry:
     `slot` is the log position of its COMMIT. `references` are attempts whose files it needs.
     `line` names the training that it is a state of: the slot of that line's first commit. None for
     what no training has saved: imports, and copies in another layout.
+
+    `committed_unix` is when it was first committed, in seconds since 1970 by its writer's clock,
+    and `nbytes` what its own data files and its MANIFEST take. Both are None where the record was
+    written before 0.2, or by a writer that did not say: see `Log.committed_unix`.
     """
 
     attempt: str
@@ -45,6 +51,8 @@ class LiveEntry:
     metric: float | None
     references: tuple[str, ...]
     line: int | None = FIRST_LINE
+    committed_unix: float | None = None
+    nbytes: int | None = None
 
     @property
     def prefix(self) -> str:
@@ -131,7 +139,11 @@ def record_digest(encoded: bytes) -> bytes:
 
 def _entry_map(entry: LiveEntry) -> dict[str, Any]:
     # The first line is not written: a root with one line has records as before there were lines.
-    line = {} if entry.line == FIRST_LINE else {"line": entry.line}
+    optional: dict[str, Any] = {} if entry.line == FIRST_LINE else {"line": entry.line}
+    if entry.committed_unix is not None:
+        optional["committed_unix"] = entry.committed_unix
+    if entry.nbytes is not None:
+        optional["nbytes"] = entry.nbytes
     return {
         "attempt": entry.attempt,
         "step": entry.step,
@@ -142,7 +154,7 @@ def _entry_map(entry: LiveEntry) -> dict[str, Any]:
         "verified": entry.verified,
         "metric": entry.metric,
         "references": list(entry.references),
-        **line,
+        **optional,
     }
 
 
@@ -227,6 +239,10 @@ def _entry_of(body: Any, where: str) -> LiveEntry:
         metric=None if metric is None else _checked(metric, float, where, "metric"),
         references=tuple(_attempt(name, where) for name in references),
         line=None if line is None else _integer(line, where, "line"),
+        committed_unix=_checked(got["committed_unix"], float, where, "committed_unix")
+        if "committed_unix" in got
+        else None,
+        nbytes=_integer(got["nbytes"], where, "nbytes") if "nbytes" in got else None,
     )
 
 
@@ -283,6 +299,9 @@ def entry_problem(entry: LiveEntry) -> str | None:
         return "step or manifest digest is out of range"
     if entry.metric is not None and not math.isfinite(entry.metric):
         return "metric is not a finite number"
+    # Not `math.isfinite`: commands show it as a date, and no calendar has all of those.
+    if entry.committed_unix is not None and not 0 <= entry.committed_unix <= UNIX_MAX:
+        return "the time of its commit is out of range"
     if entry.line is not None and entry.line > entry.slot:
         return f"is of line {entry.line}, which begins after its commit"
     if list(entry.references) != sorted(set(entry.references)) or entry.attempt in entry.references:
@@ -307,8 +326,7 @@ def _kind_problem(record: Record) -> str | None:
 
 def _typed(body: Any, cls: type, where: str) -> dict[str, Any]:
     """The map's fields, which must be those of `cls`, no more; those with a default may lack."""
-    expected = [field.name for field in fields(cls)]
-    optional = [field.name for field in fields(cls) if field.default is not MISSING]
+    expected, optional = _field_names(cls)
     if not isinstance(body, dict):
         corrupt_record(where, f"expected a map, got {type(body).__name__}")
     missing = [name for name in expected if name not in body and name not in optional]
@@ -322,6 +340,13 @@ def _typed(body: Any, cls: type, where: str) -> dict[str, Any]:
             "shardpoint"
         )
     return body
+
+
+@cache
+def _field_names(cls: type) -> tuple[tuple[str, ...], frozenset[str]]:
+    """All fields of a dataclass in their order, and those with a default."""
+    optional = frozenset(field.name for field in fields(cls) if field.default is not MISSING)
+    return tuple(field.name for field in fields(cls)), optional
 
 
 def _checked(value: Any, cls: type, where: str, name: str) -> Any:

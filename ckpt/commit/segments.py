@@ -10,6 +10,7 @@ import hashlib
 import struct
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
+from typing import TypeVar
 
 import numpy as np
 
@@ -22,10 +23,14 @@ from storage.store import Store
 
 SEGMENT_MAGIC = b"SHPTLIV1"
 
-_PINNED, _VERIFIED, _METRIC, _NO_LINE = 1, 2, 4, 8
+T = TypeVar("T")
+
+_PINNED, _VERIFIED, _METRIC, _NO_LINE, _TIME, _NBYTES = 1, 2, 4, 8, 16, 32
+_FLAGS_MAX = 63
 _NUMBERS = ("count", "epochs", "uniques", "steps", "slots", "manifest_nbytes")
 _REST = ("digest_sizes", "digests", "flags", "metrics", "lines")
 _FIELDS = (*_NUMBERS, *_REST, "reference_counts", "reference_epochs", "reference_uniques")
+_OPTIONAL = ("committed_unix", "nbytes")  # absent where no entry has one
 
 
 def encode_segment(entries: Sequence[LiveEntry]) -> bytes:
@@ -49,7 +54,12 @@ def encode_segment(entries: Sequence[LiveEntry]) -> bytes:
         pack_ints([attempt_epoch(name) for name in references]),
         _uniques(references),
     )
-    return SEGMENT_MAGIC + pack_map(dict(zip(_FIELDS, columns, strict=True)))
+    fields = dict(zip(_FIELDS, columns, strict=True))
+    if times := [e.committed_unix for e in entries if e.committed_unix is not None]:
+        fields["committed_unix"] = np.asarray(times, "<f8").tobytes()
+    if sizes := [entry.nbytes for entry in entries if entry.nbytes is not None]:
+        fields["nbytes"] = pack_ints(sizes)
+    return SEGMENT_MAGIC + pack_map(fields)
 
 
 def _uniques(names: Sequence[str]) -> bytes:
@@ -58,7 +68,8 @@ def _uniques(names: Sequence[str]) -> bytes:
 
 def _flags(entry: LiveEntry) -> int:
     flags = _PINNED * entry.pinned + _VERIFIED * entry.verified
-    return flags + _METRIC * (entry.metric is not None) + _NO_LINE * (entry.line is None)
+    flags += _METRIC * (entry.metric is not None) + _NO_LINE * (entry.line is None)
+    return flags + _TIME * (entry.committed_unix is not None) + _NBYTES * (entry.nbytes is not None)
 
 
 def decode_segment(data: bytes, *, where: str) -> tuple[LiveEntry, ...]:
@@ -67,7 +78,7 @@ def decode_segment(data: bytes, *, where: str) -> tuple[LiveEntry, ...]:
         raise _damaged(where, f"no segment starts with {data[:8]!r}")
     try:
         fields = unpack_map(data[len(SEGMENT_MAGIC) :])
-        if unknown := set(fields) - set(_FIELDS):
+        if unknown := set(fields) - {*_FIELDS, *_OPTIONAL}:
             raise UnsupportedFormat(
                 f"{where}: field {min(unknown)[:40]!r} is not known to this version; upgrade "
                 "shardpoint"
@@ -90,21 +101,28 @@ def _entries(fields: dict[str, memoryview]) -> tuple[LiveEntry, ...]:
     slots, flags, sizes, uses = (
         ints(name) for name in ("slots", "flags", "digest_sizes", "reference_counts")
     )
-    if any(one >= other for one, other in pairwise(slots)) or max(flags) > 15:
+    if any(one >= other for one, other in pairwise(slots)) or max(flags) > _FLAGS_MAX:
         raise Corrupt("slots are not ascending, or flags are out of range")
     names = _names(ints("epochs"), uniques)
     used = bytes(fields["reference_uniques"])
     if sum(uses) * 8 != len(used):
         raise Corrupt(f"{len(used)} bytes name {sum(uses)} references")
     references = _names(ints("reference_epochs", sum(uses)), used)
-    metrics = iter(np.frombuffer(fields["metrics"], "<f8").tolist())
     digests, ends, until = fields["digests"], list(accumulate(sizes)), list(accumulate(uses))
-    if ends[-1] != len(digests) or sum(bool(flag & _METRIC) for flag in flags) * 8 != len(
-        fields["metrics"]
-    ):
-        raise Corrupt("digests or metrics have another length than their entries")
+    if ends[-1] != len(digests):
+        raise Corrupt("digests have another length than their entries")
+    own_nbytes = ints("nbytes", sum(bool(f & _NBYTES) for f in flags)) if "nbytes" in fields else []
     rows = zip(
-        names, ints("steps"), slots, ints("manifest_nbytes"), flags, ints("lines"), strict=True
+        names,
+        ints("steps"),
+        slots,
+        ints("manifest_nbytes"),
+        flags,
+        ints("lines"),
+        _given(flags, _METRIC, _floats(fields["metrics"]), "metrics"),
+        _given(flags, _TIME, _floats(fields.get("committed_unix", b"")), "committed_unix"),
+        _given(flags, _NBYTES, own_nbytes, "nbytes"),
+        strict=True,
     )
     entries = tuple(
         LiveEntry(
@@ -115,16 +133,30 @@ def _entries(fields: dict[str, memoryview]) -> tuple[LiveEntry, ...]:
             manifest_digest=bytes(digests[ends[i] - sizes[i] : ends[i]]),
             pinned=bool(flag & _PINNED),
             verified=bool(flag & _VERIFIED),
-            metric=next(metrics) if flag & _METRIC else None,
+            metric=metric,
             references=tuple(references[until[i] - uses[i] : until[i]]),
             line=None if flag & _NO_LINE else line,
+            committed_unix=time,
+            nbytes=own,
         )
-        for i, (name, step, slot, nbytes, flag, line) in enumerate(rows)
+        for i, (name, step, slot, nbytes, flag, line, metric, time, own) in enumerate(rows)
     )
     for entry in entries:
         if problem := entry_problem(entry):
             raise Corrupt(f"checkpoint {entry.attempt}: {problem}")
     return entries
+
+
+def _floats(column: memoryview | bytes) -> list[float]:
+    return [float(value) for value in np.frombuffer(column, "<f8").tolist()]
+
+
+def _given(flags: Sequence[int], flag: int, values: Sequence[T], name: str) -> list[T | None]:
+    """A value for each entry that has this flag, None for the others."""
+    if sum(bool(each & flag) for each in flags) != len(values):
+        raise Corrupt(f"{len(values)} values in {name}, more or fewer entries have one")
+    given = iter(values)
+    return [next(given) if each & flag else None for each in flags]
 
 
 def _names(epochs: Sequence[int], uniques: bytes) -> list[str]:

@@ -32,7 +32,9 @@ class NotRetired(CheckpointError):
 
 def why_not_retire(state: LogState, entry: LiveEntry) -> str:
     """Why a live checkpoint has to stay, and what to do first; "" when it may go."""
-    users = [e for e in state.live if entry.attempt in e.references]
+    # References lead to older commits. Looking at every checkpoint would make a prune of a large
+    # root take the square of their number.
+    users = state.entries.users_of(entry.attempt, after=entry.slot)
     if entry.pinned:
         return "is pinned; unpin it first"
     if users:
@@ -40,9 +42,10 @@ def why_not_retire(state: LogState, entry: LiveEntry) -> str:
             f"is needed by {users[0].attempt} (step {users[0].step}), whose files are partly its "
             "own; retire that first"
         )
-    if len(state.live) == 1:
+    if len(state.entries) == 1:
         return "is the only checkpoint; save another first"
-    if entry.line is not None and sum(e.line is not None for e in state.live) == 1:
+    others = (e for e in state.newest_first() if e.line is not None and e.slot != entry.slot)
+    if entry.line is not None and next(others, None) is None:
         return (
             "is the only checkpoint that a training has saved here; without it an import would be "
             "resumed: save another first"
@@ -52,7 +55,7 @@ def why_not_retire(state: LogState, entry: LiveEntry) -> str:
 
 def refuse_needed(state: LogState, attempt: str) -> None:
     """Raise NotRetired when files of the attempt belong to a live checkpoint."""
-    if state.find(attempt) is not None or any(attempt in e.references for e in state.live):
+    if state.find(attempt) is not None or state.entries.users_of(attempt):
         raise NotRetired(f"{attempt} is live or needed by a live checkpoint; nothing was deleted")
 
 

@@ -30,7 +30,8 @@ logger = logging.getLogger(__name__)
 class Commit(NamedTuple):
     """What a save wants to commit. Its data and manifest must be durable already.
 
-    With `in_line` it is a state of the training that this session saves; imports are not.
+    With `in_line` it is a state of the training that this session saves; imports are not. `nbytes`
+    are those of its own data files and its MANIFEST, None where the caller does not know.
     """
 
     attempt: str
@@ -40,9 +41,10 @@ class Commit(NamedTuple):
     metric: float | None = None
     references: tuple[str, ...] = ()
     in_line: bool = True
+    nbytes: int | None = None
 
     def entry(self, *, line: int | None) -> LiveEntry:
-        """Its entry in the log, without the slot, which only the record has."""
+        """Its entry in the log, without the slot and the time, which only the record has."""
         return LiveEntry(
             attempt=self.attempt,
             step=self.step,
@@ -54,6 +56,7 @@ class Commit(NamedTuple):
             metric=None if self.metric is None else float(self.metric),
             references=tuple(sorted(set(self.references))),
             line=line,
+            nbytes=self.nbytes,
         )
 
 

@@ -290,7 +290,14 @@ def store_manifest(
     # until its outcome is known.
     with store.create(key, len(data), part_nbytes=len(data)) as writer:
         writer.write_part(0, [memoryview(data)])
-    return Commit(header.attempt, header.step, len(data), digest, references=manifest.references)
+    return Commit(
+        attempt=header.attempt,
+        step=header.step,
+        manifest_nbytes=len(data),
+        manifest_digest=digest,
+        references=manifest.references,
+        nbytes=manifest.own_nbytes + len(data),
+    )
 
 
 def _discard(session: RankedSession, header: Header) -> None:

@@ -36,7 +36,8 @@ class Keeper:
         self._is_ending = False
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="ckpt-keep")
         self._running: list[Future[None]] = []
-        self._commit_times: dict[str, float] = {}  # by attempt: each is one request, and stays
+        # By attempt, of those whose entries do not say: each is one request, and stays.
+        self._commit_times: dict[str, float] = {}
         self._warned: set[str] = set()
 
     def after_commit(self) -> None:
@@ -56,7 +57,9 @@ class Keeper:
         candidates = candidates_of(session.log, state, self._rule, self._commit_times)
         # Made anew, so that it forgets what is retired; 0 stands for a time that was not read.
         self._commit_times = {
-            entry.attempt: committed for entry, committed in candidates if committed
+            entry.attempt: committed
+            for entry, committed in candidates
+            if committed and entry.committed_unix is None
         }
         return plan_retention(candidates, self._rule, now_unix=time.time())
 

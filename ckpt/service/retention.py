@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from ckpt.commit.locate import commit_times
 from ckpt.commit.log import Log, LogState, latest_of
 from ckpt.commit.numbers import checked_count, plain_int
 from ckpt.commit.records import LiveEntry, Record
@@ -27,7 +28,11 @@ from ckpt.commit.sweep import NotRetired
 
 
 class LiveCheckpoint(NamedTuple):
-    """A live checkpoint, and when it was committed (seconds since 1970 by its writer's clock)."""
+    """A live checkpoint, and when it was committed (seconds since 1970 by its writer's clock).
+
+    The time is infinite where it cannot be told, and 0 where no rule asks and the log's newest
+    record does not say.
+    """
 
     entry: LiveEntry
     committed_unix: float
@@ -84,7 +89,9 @@ class KeepRule(ABC):
 
     @property
     def needs_ages(self) -> bool:
-        """Whether `committed_unix` matters: reading it is one request for each checkpoint."""
+        """Whether `committed_unix` matters. Reading it is one request for each checkpoint that was
+        saved by a version before 0.2; for others the newest record says it.
+        """
         return False
 
     def __or__(self, other: KeepRule) -> KeepRule:
@@ -222,7 +229,8 @@ class KeepBest(KeepRule):
 class KeepYounger(KeepRule):
     """Those committed less than `seconds` ago, by the clocks of their writer and of this process.
 
-    A clock that runs late keeps more: an age below zero is young.
+    A clock that runs late keeps more: an age below zero is young. So is one that is unknown,
+    because the record of the commit is gone or damaged.
     """
 
     seconds: float
@@ -233,7 +241,7 @@ class KeepYounger(KeepRule):
 
     def kept(self, candidates: Sequence[LiveCheckpoint], now_unix: float) -> Reasons:
         return {
-            entry.attempt: (f"{max(0.0, now_unix - committed):.0f} s old",)
+            entry.attempt: (_age_text(now_unix - committed),)
             for entry, committed in candidates
             if now_unix - committed < self.seconds
         }
@@ -241,6 +249,10 @@ class KeepYounger(KeepRule):
     @property
     def needs_ages(self) -> bool:
         return True
+
+
+def _age_text(seconds: float) -> str:
+    return f"{max(0.0, seconds):.0f} s old" if math.isfinite(seconds) else "its age is unknown"
 
 
 def plan_retention(
@@ -298,18 +310,21 @@ def _protected(entries: Sequence[LiveEntry]) -> list[tuple[str, str]]:
 def candidates_of(
     log: Log, state: LogState, rule: KeepRule, known: Mapping[str, float]
 ) -> list[LiveCheckpoint]:
-    """The live checkpoints with the time of their commits, read from the log where `rule` needs it.
+    """The live checkpoints with the times of their commits.
 
-    `known` are times that were read before, by attempt. Elsewhere the time is 0.
+    `known` are times that were read before, by attempt.
     """
-    candidates = []
-    for entry in state.live:
-        # One request each, so only where a rule looks at ages, and once: a commit's time stays.
-        committed = known.get(entry.attempt, 0.0)
-        if rule.needs_ages and entry.attempt not in known:
-            committed = log.record(entry.slot).time_unix
-        candidates.append(LiveCheckpoint(entry, committed))
-    return candidates
+    live = state.live
+    unsaid = [e for e in live if e.committed_unix is None and e.attempt not in known]
+    # One request each, so only where a rule looks at ages, and once: a commit's time stays.
+    read = commit_times(log, unsaid) if rule.needs_ages else {}
+    times = {name: math.inf if unix is None else unix for name, unix in read.items()}
+    return [
+        LiveCheckpoint(entry, entry.committed_unix)
+        if entry.committed_unix is not None
+        else LiveCheckpoint(entry, known.get(entry.attempt, times.get(entry.attempt, 0.0)))
+        for entry in live
+    ]
 
 
 def carry_out(

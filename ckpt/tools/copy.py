@@ -320,6 +320,11 @@ def _records(
             epoch += 1
             live = append(live, "CLAIM", epoch, None, created_unix)
         slot = len(records)
-        live = live.put(replace(entry, slot=slot, line=lines.setdefault(entry.line, slot)))
+        # What the source's log does not say, its manifest does.
+        since = created_unix if entry.committed_unix is None else entry.committed_unix
+        nbytes = manifest.own_nbytes + entry.manifest_nbytes
+        line = lines.setdefault(entry.line, slot)
+        entry = replace(entry, slot=slot, line=line, committed_unix=since, nbytes=nbytes)
+        live = live.put(entry)
         live = append(live, "COMMIT", epoch, entry.attempt, created_unix)
     return records, list(segments.items())

@@ -140,7 +140,8 @@ def commit_second_form(source: Store, located: LocatedCheckpoint, made: Manifest
     """
     data = encode_manifest(made)
     header = made.header
-    commit = Commit(header.attempt, header.step, len(data), manifest_digest(data))
+    nbytes = made.own_nbytes + len(data)
+    commit = Commit(header.attempt, header.step, len(data), manifest_digest(data), nbytes=nbytes)
     Maintenance.open(source).commit_copy(commit, of=located.manifest.header.attempt)
 
 

@@ -7,6 +7,7 @@ million checkpoints whose slots are computed, and requests that are counted.
 from __future__ import annotations
 
 import random
+from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -17,6 +18,8 @@ import pytest
 import torch
 
 import ckpt
+from ckpt.cli import looking
+from ckpt.cli.screen import date, show_table, size
 from ckpt.commit import appender
 from ckpt.commit import live as live_module
 from ckpt.commit.appender import Limits, Sources
@@ -38,8 +41,10 @@ from ckpt.commit.records import (
 )
 from ckpt.commit.segments import decode_segment, encode_segment, segment_of
 from ckpt.commit.session import Session
+from ckpt.commit.sweep import NotRetired
 from ckpt.commit.writer import Commit
 from ckpt.errors import CheckpointError, Corrupt, UnsupportedFormat
+from ckpt.format.columns import unpack_map
 from ckpt.tools.copy import copy
 from ckpt.tools.mend import mend
 from ckpt.world.base import SoloWorld
@@ -49,6 +54,7 @@ from storage.memory import MemoryBucket, MemoryStore
 from storage.store import ByteRange, ObjectInfo
 from storage.wrap import WrappedStore
 from tests.conftest import Scale
+from tests.counting import python_calls
 from tests.protocol.test_log import fields_of, sealed
 
 CHUNK = 8000  # checkpoints that are folded at a time, where nobody looks at the time between
@@ -58,6 +64,7 @@ NO_PAUSE = Sources(pause=lambda seconds: None)
 def entry(slot: int, **changes: Any) -> LiveEntry:
     name, digest = f"e000001-{slot:016x}", slot.to_bytes(32, "big")
     base = LiveEntry(name, 10 * slot, slot, 5000 + slot, digest, False, False, None, ())
+    base = replace(base, committed_unix=1e9 + slot / 4, nbytes=10**9 + slot)
     return replace(base, **changes) if changes else base
 
 
@@ -155,7 +162,9 @@ def test_a_root_with_segments_is_copied_whole_and_mended(tmp_path: Path) -> None
     url, target = str(tmp_path / "run"), str(tmp_path / "copy")
     for step in range(1, 13):
         ckpt.save({"x": torch.ones(3) * step}, url, step=step)
+    known = _times_and_sizes(url)
     copy(url, target, whole_root=True)
+    assert _times_and_sizes(target) == known and all(all(one) for one in known.values())
     state = {"x": torch.zeros(3)}
     assert ckpt.load(state, target, step=3).step == 3 and torch.equal(state["x"], torch.ones(3) * 3)
     assert ckpt.load(state, target).step == 12
@@ -164,9 +173,15 @@ def test_a_root_with_segments_is_copied_whole_and_mended(tmp_path: Path) -> None
         (tmp_path / "run" / "log" / f"{slot:020d}").unlink()
     report = mend(url)
     assert (report.filled, report.lost) == ((4, 5), ())
+    assert _times_and_sizes(url) == known
     ckpt.forget(url)
     ckpt.save({"x": torch.ones(3)}, url, step=13)
     assert [one.step for one in live_entries(open_store(url))] == list(range(1, 14))
+
+
+def _times_and_sizes(url: str) -> dict[str, tuple[float | None, int | None]]:
+    live = live_entries(open_store(url))
+    return {entry.attempt: (entry.committed_unix, entry.nbytes) for entry in live}
 
 
 # --- size and requests ----------------------------------------------------------------------------
@@ -228,6 +243,7 @@ class Long(WrappedStore):
         return self.inner.get_bounded(key, nbytes_max)
 
     def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
+        self.requests.append(prefix)
         if prefix != "log/":
             yield from self.inner.list(prefix, after=after)
             return
@@ -258,7 +274,7 @@ def test_records_stay_small_and_the_state_takes_few_requests(count: int, scale: 
     assert segments[0] == segments[1] == len(store.record.segments) <= 12
     assert state.find(entry(1).attempt) == entry(1) and store.asked() == (0, 0)
     print(f"{count}: record {len(encode_record(store.record))}, segments {segments}")
-    # Each entry takes about 60 bytes and is written again a few times only.
+    # Each entry takes about 80 bytes and is written again a few times only.
     assert store.written <= 800 * count
 
 
@@ -281,18 +297,123 @@ def test_the_latest_of_many_is_located_without_a_segment() -> None:
     assert store.asked()[1] == 0
 
 
+@pytest.mark.parametrize("count", [10, 1000, 100_000])
+def test_ls_takes_few_requests_however_many_checkpoints_there_are(
+    count: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown: list[Any] = []
+    monkeypatch.setattr(looking, "show_json", shown.extend)
+    monkeypatch.setattr(looking, "show_table", lambda titles, rows, right: shown.extend(rows))
+    store = Long(count)
+    looking.ls(Namespace(url=store, option=[], json=True))
+    # FORMAT, the end of the log by doubling and bisecting, two records, the segments.
+    requests, of_segments = store.asked()
+    assert requests <= 50 and of_segments <= 5
+    known = ("slot", "committed_unix", "nbytes")
+    expected = [tuple(getattr(entry(slot), name) for name in known[1:]) for slot in (1, count)]
+    assert [tuple(row[name] for name in known[1:]) for row in (shown[0], shown[-1])] == expected
+    assert len(shown) == count
+    if count > 1000:
+        return  # the table makes the same requests
+    shown.clear()
+    looking.ls(Namespace(url=store, option=[], json=False))
+    assert store.asked() == (requests, of_segments) and len(shown) == count
+    assert shown[-1][1:3] == (date(1e9 + count / 4), size(10**9 + count))
+    assert f"{count} checkpoints" in capsys.readouterr().out
+
+
+def test_a_table_of_many_rows_is_made_without_a_call_per_letter(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """rich makes hundreds of calls for a row, which is a minute for a large root."""
+    rows = [(f"{number}", "a", "b\x1b") for number in range(2000)]
+    calls = python_calls(lambda: show_table(("step", "x", "y"), rows, right=("step",)))
+    assert calls < 100 * len(rows)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["step", "x", "y"] and lines[5] == "   4  a  b\\x1b"
+
+
+@pytest.mark.usefixtures("small")
+def test_a_checkpoint_keeps_the_time_of_its_commit_whatever_is_done_to_it() -> None:
+    clock = iter(range(1000, 10**6, 10))
+    sources = Sources(pause=lambda seconds: None, clock=lambda: float(next(clock)))
+    store = MemoryStore()
+    session = Session.claim(store, sources=sources)
+    saved = [save(session, step, nbytes=500 + step) for step in range(30)]
+    log = Log(store)
+    times = {one.attempt: log.record(one.slot).time_unix for one in saved}
+    keeper = Maintenance.open(store, sources=sources)
+    keeper.pin(saved[3].attempt)
+    keeper.verified(saved[29].attempt)
+    keeper.retire(saved[4].attempt)
+    state = Log(store).state()
+    assert state.entries.refs and len(state.live) == 29
+    for one in state.live:
+        assert one.committed_unix == times[one.attempt] and one.nbytes == 500 + one.step
+
+
+def test_a_record_without_times_and_sizes_is_written_and_read_as_before() -> None:
+    """Bytes of a record of before; one of a time that no calendar has is refused."""
+    older = replace(entry(1), committed_unix=None, nbytes=None)
+    for known in (older, replace(older, committed_unix=5.5), replace(older, nbytes=7), entry(1)):
+        record = Record("COMMIT", 1, 1, b"w" * 16, 0.0, known.attempt, (known,), b"p" * 32)
+        body = fields_of(encode_record(record))["live"][0]
+        given = {name for name in ("committed_unix", "nbytes") if getattr(known, name) is not None}
+        assert set(body) & {"committed_unix", "nbytes"} == given
+        assert decode_record(encode_record(record), slot=1, where="log") == record
+    whole = fields_of(encode_record(record))
+    changes: list[dict[str, Any]] = [{"committed_unix": -1.0}, {"committed_unix": 2e11}]
+    changes += [{"committed_unix": float("nan")}, {"committed_unix": 5}, {"committed_unix": None}]
+    changes += [{"nbytes": -1}, {"nbytes": 1.5}, {"nbytes": None}, {"nbytes": 2**63}]
+    for change in changes:
+        live = [{**whole["live"][0], **change}]
+        with pytest.raises(Corrupt):
+            decode_record(sealed({**whole, "live": live}), slot=1, where="log")
+
+
+def test_a_retirement_among_many_takes_no_longer_than_among_few() -> None:
+    """Calls and not seconds: a prune of a large root took the square of its checkpoints."""
+    calls = []
+    for count in (1000, 30_000):
+        store = Long(count)
+        session = claim(store)
+        saved = save(session, 10**6, references=(entry(3).attempt,))
+        session.retire(entry(1).attempt, delete=False)  # reads the segments
+        store.asked()
+        with pytest.raises(NotRetired, match=f"needed by {saved.attempt}"):
+            session.retire(entry(3).attempt)
+        calls.append(python_calls(lambda: session.retire(entry(2).attempt, delete=False)))  # noqa: B023
+        assert store.asked()[1] == 0
+        assert session.state().find(entry(2).attempt) is None
+    # The live set in the record itself differs in size.
+    assert calls[1] <= 3 * calls[0]
+
+
 # --- segments that are damaged, or are not there --------------------------------------------------
 
 
 def test_a_segment_comes_back_equal() -> None:
     entries = (
-        entry(3, metric=0.25, pinned=True),
+        entry(2, committed_unix=None),
+        entry(3, metric=0.25, pinned=True, nbytes=None),
         entry(9, references=(entry(3).attempt,), line=None),
-        entry(10**12, verified=True, line=4, manifest_digest=b"short", step=10**17),
+        entry(
+            10**12,
+            verified=True,
+            line=4,
+            manifest_digest=b"short",
+            step=10**17,
+            nbytes=0,
+            committed_unix=0.0,
+        ),
     )
     assert decode_segment(encode_segment(entries), where="s") == entries
     ref, data = segment_of(entries)
-    assert (ref.count, ref.last_slot, ref.nbytes) == (3, 10**12, len(data))
+    assert (ref.count, ref.last_slot, ref.nbytes) == (4, 10**12, len(data))
+    older = tuple(replace(one, committed_unix=None, nbytes=None) for one in entries)
+    data = encode_segment(older)
+    assert b"committed_unix" not in data and not {"nbytes"} & set(unpack_map(data[8:]))
+    assert decode_segment(data, where="s") == older
 
 
 def test_a_changed_or_short_segment_is_damaged(seed: int) -> None:

@@ -210,7 +210,7 @@ def test_newer_format_is_refused_with_the_next_move() -> None:
     [
         ([], "empty or does not exist"),
         (["run1/FORMAT", "run1/log/x"], "did you mean memory://unnamed/run1"),
-        (["MANIFEST", "r0.safetensors"], "directory of one step"),
+        (["MANIFEST", "r0.safetensors"], "directory of one checkpoint"),
         (["photo.jpg"], r"other things \(such as 'photo.jpg'\)"),
         (["log/" + "0" * 20], "FORMAT was removed"),
     ],

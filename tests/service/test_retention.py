@@ -7,7 +7,9 @@ checkpoints; then plans are carried out on real roots in memory.
 from __future__ import annotations
 
 import logging
+import math
 import random
+from dataclasses import replace
 from typing import Literal
 
 import pytest
@@ -16,7 +18,7 @@ import ckpt
 from ckpt.commit.appender import Sources
 from ckpt.commit.log import Log
 from ckpt.commit.maintenance import Maintenance
-from ckpt.commit.names import attempt_name
+from ckpt.commit.names import attempt_name, record_key
 from ckpt.commit.records import LiveEntry
 from ckpt.commit.session import Session
 from ckpt.commit.writer import Commit
@@ -33,7 +35,10 @@ from ckpt.service.retention import (
     carry_out,
     plan_retention,
 )
-from storage.memory import MemoryStore
+from storage import Store, open_store
+from storage.memory import MemoryBucket, MemoryStore
+from storage.wrap import WrappedStore
+from tests.golden.test_root_v1 import ROOT as ROOT_V1
 
 NOW = 1_000_000.0
 
@@ -298,15 +303,66 @@ def test_carrying_out_stops_on_request() -> None:
     assert [one.step for one in gone] == [3]
 
 
-def test_ages_are_read_from_the_log_once_and_only_where_they_matter() -> None:
-    store, session = root_with(3, [100.0])
+class _Asked(WrappedStore):
+    """Keeps the keys that are read."""
+
+    def __init__(self, inner: Store) -> None:
+        super().__init__(inner)
+        self.keys: list[str] = []
+
+    def get_bounded(self, key: str, nbytes_max: int) -> bytes:
+        self.keys.append(key)
+        return super().get_bounded(key, nbytes_max)
+
+
+def test_ages_are_in_the_newest_record() -> None:
+    inner, _ = root_with(3, [100.0])
+    store = _Asked(inner)
     log = Log(store)
-    assert [c for _, c in candidates_of(log, session.state(), KeepLatest(1), {})] == [0.0] * 3
-    rule = KeepLatest(1) | KeepYounger(5.0)
-    candidates = candidates_of(log, session.state(), rule, {})
+    state = log.state()
+    store.keys.clear()
+    candidates = candidates_of(log, state, KeepYounger(5.0), {})
     assert [committed for _, committed in candidates] == [110.0, 120.0, 130.0]
+    assert not store.keys
+
+
+def test_ages_of_older_records_are_read_from_the_log_once_and_only_where_they_matter() -> None:
+    """A root of version 0.1: a checkpoint's age is in the record of its commit alone."""
+    store = _Asked(open_store(str(ROOT_V1)))
+    log = Log(store)
+    state = log.state()
+    assert [c for _, c in candidates_of(log, state, KeepLatest(1), {})] == [0.0] * 2
+    store.keys.clear()
+    rule = KeepLatest(1) | KeepYounger(5.0)
+    candidates = candidates_of(log, state, rule, {})
+    assert [c for _, c in candidates] == [log.record(e.slot).time_unix for e, _ in candidates]
     known = {one.attempt: 7.0 for one, _ in candidates}
-    assert [c for _, c in candidates_of(log, session.state(), rule, known)] == [7.0] * 3
+    assert sorted(store.keys[:2]) == [record_key(one.slot) for one, _ in candidates]
+    store.keys.clear()
+    assert [c for _, c in candidates_of(log, state, rule, known)] == [7.0] * 2 and not store.keys
+
+
+def test_what_has_an_age_that_nobody_knows_is_kept() -> None:
+    """The record in the slot of its commit is damaged, or another one since the log was mended."""
+    _, session = root_with(3, [100.0])
+    state = session.state()
+    older = [replace(one, committed_unix=None) for one in state.live]
+    others = replace(older[0], slot=older[1].slot)
+    bucket = MemoryBucket()
+    log = Log(MemoryStore(bucket))
+    for slot in range(2):
+        bucket.add(record_key(slot), session.log.raw(slot) if slot else b"damaged")
+    bucket.add(record_key(2), session.log.raw(2))
+    assert log.committed_unix(older[1]) == 120.0
+    for one in (others, replace(older[0], slot=0), replace(older[0], slot=9)):
+        assert log.committed_unix(one) is None
+        planned = plan_retention(
+            [LiveCheckpoint(one, math.inf), LiveCheckpoint(state.live[2], 0.0)],
+            KeepYounger(1.0),
+            now_unix=1e6,
+        )
+        kept_of = {verdict.entry.attempt: verdict.reasons for verdict in planned.keep}
+        assert "its age is unknown" in kept_of[one.attempt]
 
 
 def test_a_training_keeps_what_its_rule_keeps() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -19,8 +20,11 @@ from safetensors.torch import load_file, save_file
 
 import ckpt
 from ckpt.cli import main
+from ckpt.cli.screen import size
 from ckpt.commit.maintenance import Maintenance
 from storage import open_store
+from tests.golden.test_root_v1 import ROOT as ROOT_V1
+from tests.servers import free_port
 from tests.tools.conftest import data_files, sliced_net, stepped
 
 
@@ -36,6 +40,77 @@ def test_ls_lists_steps(plain_root: str, capsys: pytest.CaptureFixture[str]) -> 
     assert "2 checkpoints" in out and "latest" in out
     assert main(["ls", plain_root, "--json"]) == 0
     assert [entry["step"] for entry in json.loads(capsys.readouterr().out)] == [5, 10]
+
+
+def test_ls_has_times_of_the_log_and_sizes_of_the_files(
+    root: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A copy with other tools gives the files other times; listings are not asked for them."""
+    for path in Path(root).rglob("*"):
+        os.utime(path, (86400.0, 86400.0))
+    assert main(["ls", root, "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    saved = [event for event in reversed(ckpt.history(root)) if event.kind == "COMMIT"]
+    assert [one["committed_unix"] for one in listed] == [event.time_unix for event in saved]
+    for one in listed:
+        files = list((Path(root) / one["directory"]).iterdir())
+        own = sum(path.stat().st_size for path in files if path.name != "TELEMETRY")
+        assert one["nbytes"] == own > 0
+    assert main(["ls", root]) == 0
+    out = capsys.readouterr().out
+    assert "1970" not in out and size(listed[0]["nbytes"]) in out
+
+
+def test_ls_of_a_root_of_version_0_1_reads_the_times_from_its_commits(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["ls", str(ROOT_V1), "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    saved = [event for event in reversed(ckpt.history(str(ROOT_V1))) if event.kind == "COMMIT"]
+    assert [one["committed_unix"] for one in listed] == [event.time_unix for event in saved]
+    assert [one["nbytes"] for one in listed] == [None, None]
+
+
+def test_a_steps_directory_is_listed_and_opened_by_its_own_path(
+    root: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    entry = ckpt.list_steps(root)[0]
+    assert main(["ls", entry.url, "--json"]) == 0
+    (listed,) = json.loads(capsys.readouterr().out)
+    assert (listed["step"], listed["attempt"], listed["line"]) == (5, entry.attempt, None)
+    assert listed["committed_unix"] is None and listed["nbytes"] > 0
+    for arguments in (["ls"], ["show"], ["du"], ["verify"]):
+        assert main([*arguments, entry.url]) == 0
+        assert "5" in capsys.readouterr().out
+    assert main(["export", entry.url, str(tmp_path / "x.safetensors")]) == 0
+    capsys.readouterr()
+    # What needs the log says where it is.
+    for arguments in (["log"], ["prune", "--keep-last", "1"]):
+        assert main([arguments[0], entry.url, *arguments[1:]]) == 1
+        assert f"of one checkpoint, which `ckpt show` and `ckpt.load` open; its root is {root}" in (
+            capsys.readouterr().err
+        )
+
+
+@pytest.mark.parametrize("command", ["show", "ls", "log", "du"])
+def test_a_reader_that_has_seen_enough_is_no_failure(
+    command: str, plain_root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with `ckpt show | head -1`."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as closed:
+        monkeypatch.setattr(sys, "stdout", closed)
+        assert main([command, plain_root]) == 0
+
+
+def test_a_server_that_does_not_answer_is_not_taken_for_an_empty_place(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pytest.importorskip("aiohttp")
+    assert main(["ls", f"http://127.0.0.1:{free_port()}/run"]) == 1
+    error = capsys.readouterr().err
+    assert "Cannot connect" in error and "does not exist" not in error
 
 
 def test_show_tells_names_shapes_and_writers(

@@ -69,7 +69,7 @@ def add_prune(commands: Commands) -> None:
         "kept is what any rule keeps, and always: the latest, the last verified one, pinned ones,\n"
         "those whose files a kept one needs, and what no training saved (imports; see `ckpt rm`)",
     )
-    add_url(command)
+    add_url(command, "a root: a path, s3://bucket/prefix, or any url of fsspec")
     command.add_argument("--keep-last", type=count, metavar="N", help="the N newest")
     command.add_argument(
         "--keep-every", type=count, metavar="STEPS", help="the first at or after each multiple"

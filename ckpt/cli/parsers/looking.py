@@ -16,7 +16,7 @@ def add_ls(commands: Commands) -> None:
     command = commands.add(
         "ls",
         "looking:ls",
-        "list the checkpoints of a root",
+        "list the checkpoints of a root, with their times and sizes",
         "ckpt ls s3://bucket/run\nckpt ls runs/7b --json | jq '.[-1].step'",
     )
     add_url(command)
@@ -31,7 +31,7 @@ def add_log(commands: Commands) -> None:
         "show the history of a root: claims, commits, retirements, pins",
         "ckpt log runs/7b\nckpt log runs/7b -n 0 --json",
     )
-    add_url(command)
+    add_url(command, "a root: a path, s3://bucket/prefix, or any url of fsspec")
     command.add_argument(
         "-n",
         "--count",

@@ -52,7 +52,7 @@ def save(
     user: Mapping[str, str] | None = None,
     metric: float | None = None,
     dedup: bool = False,
-    telemetry: bool = False,
+    telemetry: bool = True,
     retry_seconds_max: float = BLOCKING_SECONDS,
     storage_options: Mapping[str, Any] | None = None,
 ) -> SaveReport:
@@ -64,10 +64,10 @@ def save(
 
     Replicas of buffers and plain tensors that differ between ranks are warned of, or refused
     (`replicas="strict"`); steps and small plain state of optimizers that differ are always refused.
-    `user` are notes to keep with the checkpoint, `metric` is how good it is. With `telemetry=True`,
-    how the save went on every rank is kept for `ckpt report`. A store that cannot refuse a second
-    writer is used only with `unsafe_single_writer=True`. `io="buffered"` writes local files through
-    the page cache, `"direct"` around it, and `"auto"` around it from 16 MiB on.
+    `user` are notes to keep with the checkpoint, `metric` is how good it is. How the save went on
+    every rank is kept for `ckpt report`, unless `telemetry=False`. A store that cannot refuse a
+    second writer is used only with `unsafe_single_writer=True`. `io="buffered"` writes local files
+    through the page cache, `"direct"` around it, and `"auto"` around it from 16 MiB on.
 
     A request to a store that is away is repeated for up to `retry_seconds_max`; the state of the
     training stands still meanwhile.
@@ -116,7 +116,7 @@ def async_save(
     replicas: Literal["warn", "strict"] = "warn",
     metric: float | None = None,
     dedup: bool = False,
-    telemetry: bool = False,
+    telemetry: bool = True,
     user: Mapping[str, str] | None = None,
     retry_seconds_max: float = BACKGROUND_SECONDS,
     process_group: dist.ProcessGroup | None = None,

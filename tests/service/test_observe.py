@@ -235,7 +235,7 @@ def test_checkpointer_keeps_telemetry_by_default(tmp_path: Path) -> None:
 def test_it_goes_with_its_checkpoint_and_copies_do_without(tmp_path: Path) -> None:
     url, copied = str(tmp_path / "run"), str(tmp_path / "copy")
     for step in (1, 2):
-        ckpt.save({"x": torch.ones(3)}, url, step=step, telemetry=True)
+        ckpt.save({"x": torch.ones(3)}, url, step=step)
     assert ckpt.verify(url).ok
     ckpt.copy(url, copied)
     assert ckpt.verify(copied).ok

@@ -164,7 +164,7 @@ def test_gaps_between_saves_are_reported(root: str) -> None:
 def test_root_without_telemetry_and_a_place_that_is_no_root(tmp_path: Path) -> None:
     url = str(tmp_path / "plain")
     for step in (1, 2):
-        ckpt.save({"x": torch.ones(8)}, url, step=step)
+        ckpt.save({"x": torch.ones(8)}, url, step=step, telemetry=False)
     report = report_of(url)
     assert [save.totals for save in report.saves] == [None, None] and report.slowest is None
     assert "is not known of 2 of 2 saves" in text_of(report)
@@ -175,7 +175,7 @@ def test_root_without_telemetry_and_a_place_that_is_no_root(tmp_path: Path) -> N
 def test_damaged_or_foreign_telemetry_is_left_out(tmp_path: Path) -> None:
     url = str(tmp_path / "run")
     for step in (1, 2, 3):
-        ckpt.save({"x": torch.ones(8)}, url, step=step, telemetry=True)
+        ckpt.save({"x": torch.ones(8)}, url, step=step)
     first, second, _ = sorted(Path(url, "steps").iterdir())
     (first / TELEMETRY_NAME).write_bytes(b"{" * 100_000)
     data = json.loads((second / TELEMETRY_NAME).read_bytes())
@@ -234,7 +234,7 @@ def test_hostile_texts_stay_texts(root: str) -> None:
 
 def test_names_and_notes_of_a_hostile_checkpoint_stay_texts(tmp_path: Path) -> None:
     url = str(tmp_path / "run")
-    ckpt.save({EVIL: torch.ones(8)}, url, step=1, user={"note": EVIL}, telemetry=True)
+    ckpt.save({EVIL: torch.ones(8)}, url, step=1, user={"note": EVIL})
     page = Page("".join(page_of(report_of(url))))
     assert "script" not in page.tags and "img" not in page.tags and "<script>" in page.text
 

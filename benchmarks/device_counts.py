@@ -16,6 +16,8 @@ from __future__ import annotations
 import argparse
 import gc
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -63,11 +65,12 @@ class Layers(nn.Module):
 
 
 class Counts(NamedTuple):
-    """Of one step; bytes in MiB."""
+    """Of one step; bytes in MiB. `clipping`: of clipping by the norm of all gradients, alone."""
 
     counted: dict[str, int]
     live_mib: float
     reserved_mib: float
+    clipping: dict[str, int]
 
 
 def counts_of(who: str, surface: str, ranks: int, *, low: bool) -> Counts:
@@ -84,22 +87,44 @@ def counts_of(who: str, surface: str, ranks: int, *, low: bool) -> Counts:
         gc.collect()
         allocator.empty_cache()
         step(model, optimizer)
-        before = dict(device.counts)
         allocator.reset_peak()
         shards = allocator.live_bytes
-        step(model, optimizer)
+        with counting(device) as counted:
+            step(model, optimizer)
+        live, reserved = allocator.live_peak_bytes - shards, allocator.reserved_bytes
+        # The first time torch finds out how the operations on DTensors are sharded.
+        for _ in range(2):
+            backward(model)
+            with counting(device) as clipping:
+                clip(model, surface)
         check(device)
-        return Counts(
-            {name: device.counts[name] - before.get(name, 0) for name in COUNTED},
-            (allocator.live_peak_bytes - shards) / MIB,
-            allocator.reserved_bytes / MIB,
-        )
+        return Counts(counted, live / MIB, reserved / MIB, clipping)
+
+
+@contextmanager
+def counting(device: Device) -> Iterator[dict[str, int]]:
+    """What is launched inside, by name, once it is over."""
+    before = device.counts.copy()
+    counted: dict[str, int] = {}
+    yield counted
+    counted.update((name, device.counts[name] - before[name]) for name in COUNTED)
 
 
 def step(model: Any, optimizer: torch.optim.Optimizer) -> None:
-    model(torch.ones(1, WIDTH, device=NAME)).sum().backward()
+    backward(model)
     optimizer.step()
     optimizer.zero_grad()
+
+
+def backward(model: Any) -> None:
+    model(torch.ones(1, WIDTH, device=NAME)).sum().backward()
+
+
+def clip(model: Any, surface: str) -> None:
+    if surface == "fully":
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    else:
+        model.clip_grad_norm_(1.0)
 
 
 def check(device: Device) -> None:
@@ -123,6 +148,7 @@ def main() -> None:
             name = f"{who}, {'fully_shard' if surface == 'fully' else 'the wrapper'}, {ranks} ranks"
             texts = [f"{counts.counted[what]} {what}" for what in COUNTED]
             texts += [f"live {counts.live_mib:.0f}", f"reserved {counts.reserved_mib:.0f}"]
+            texts += [f"clipping {counts.clipping['kernels']}"]
             print(f"{name}: {', '.join(texts)}", flush=True)
             if who == "torch":
                 torchs[surface] = counts
@@ -130,6 +156,7 @@ def main() -> None:
             peer = torchs[surface]
             for what in ("copies", "host waits"):
                 show(f"{name}: {what}", counts.counted[what], peer.counted[what])
+            show(f"{name}: clipping", counts.clipping["kernels"], peer.clipping["kernels"])
             show(f"{name}: live MiB", counts.live_mib, peer.live_mib)
             show(f"{name}: reserved MiB", counts.reserved_mib, peer.reserved_mib)
 

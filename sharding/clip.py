@@ -32,12 +32,14 @@ def clip_sharded(
     """
     total = _local_norm(sharded, norm_type, device)
     if math.isinf(norm_type):
-        total = torch.maximum(total, _local_norm(repeated, norm_type, device))
+        if repeated:
+            total = torch.maximum(total, _local_norm(repeated, norm_type, device))
         comm.all_reduce(total, maximum=True).wait()
     else:
         power = total**norm_type
         comm.all_reduce(power).wait()
-        power += _local_norm(repeated, norm_type, device) ** norm_type
+        if repeated:
+            power += _local_norm(repeated, norm_type, device) ** norm_type
         total = power ** (1.0 / norm_type)
     # Multiplied always, also by one: a test on the value would make the CPU wait for the device.
     scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
@@ -63,7 +65,8 @@ def _local_norm(
     for alike in _by_kind(grads):
         of_each = torch.stack(foreach_norm(alike, norm_type))
         norms.append(of_each.to(device=device, dtype=torch.float32))
-    total: torch.Tensor = torch.linalg.vector_norm(torch.cat(norms), norm_type)
+    joined = norms[0] if len(norms) == 1 else torch.cat(norms)
+    total: torch.Tensor = torch.linalg.vector_norm(joined, norm_type)
     return total
 
 

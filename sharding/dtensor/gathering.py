@@ -183,7 +183,7 @@ class ByExtension(Gathering):
         if tuple(made.shape) != shape:
             made = made.as_strided(shape, contiguous_strides(shape), 0)
         shown = made.detach()
-        if hasattr(shown, "__tensor_flatten__") and shown.shape == self._made[0].shape:
+        if hasattr(shown, "__tensor_flatten__"):
             # What a wrapper has beside memory (a scale) is an attribute of each object of its own:
             # the extension must set that of the one that modules show.
             self._filled = shown

@@ -139,10 +139,10 @@ class _AcceleratorStreams(Streams):
         self._reduce = self._module.Stream(device, priority=-1)
         # Of its own, so that the next unit's reduction need not wait for an all-reduce.
         self._repeat = self._module.Stream(device, priority=-1)
-        self._users: list[Any] = []
-        """Streams that hooks on gradients were given in place of that."""
-        self._unseen: list[Any] = []
-        """Those of all these streams with work that compute has not waited for."""
+        self._repeating: dict[Any, bool] = {}
+        """The streams that all-reduces went to, those of hooks among them, and whether they have
+        work that compute has not waited for.
+        """
         self._held: list[_Held] = []
         self._post_step: list[torch.Event] = []
 
@@ -167,10 +167,7 @@ class _AcceleratorStreams(Streams):
 
     def repeating(self, users: Any = None) -> AbstractContextManager[Any]:
         stream = self._repeat if users is None else users
-        if users is not None and users not in self._users:
-            self._users.append(users)
-        if stream not in self._unseen:
-            self._unseen.append(stream)
+        self._repeating[stream] = True
         stream.wait_stream(self._reduce)
         context: AbstractContextManager[Any] = self._module.stream(stream)
         return context
@@ -202,9 +199,10 @@ class _AcceleratorStreams(Streams):
     def compute_waits_for_reductions(self) -> None:
         self._compute().wait_stream(self._reduce)
         # A graph that is captured cannot wait for a stream that is not in it.
-        for stream in self._unseen:
-            self._compute().wait_stream(stream)
-        self._unseen = []
+        for stream, is_unseen in self._repeating.items():
+            if is_unseen:
+                self._compute().wait_stream(stream)
+                self._repeating[stream] = False
 
     def will_free(self, tensor: torch.Tensor) -> None:
         tensor.record_stream(self._compute())
@@ -248,9 +246,8 @@ class _AcceleratorStreams(Streams):
 
     def finish(self) -> None:
         self._reduce.synchronize()
-        self._repeat.synchronize()
-        for users in self._users:
-            users.synchronize()
+        for stream in self._repeating:
+            stream.synchronize()
         self._gather.synchronize()
 
 

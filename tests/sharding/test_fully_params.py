@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
@@ -383,6 +384,85 @@ def extensions_say_what_is_gathered_and_what_comes_of_it() -> None:
         assert made.untyped_storage().nbytes() == 0  # the extension's own memory too
 
 
+class Scaled(torch.Tensor):
+    """Values times a scale, which is an attribute; operations see the product."""
+
+    @staticmethod
+    def __new__(cls, values: torch.Tensor, scale: float) -> Any:
+        return torch.Tensor._make_wrapper_subclass(
+            cls, values.shape, values.stride(), dtype=torch.float32
+        )
+
+    def __init__(self, values: torch.Tensor, scale: float) -> None:
+        self.values_, self.scale = values, scale
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["values_"], self.scale
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, scale: Any, size: Any, stride: Any) -> Scaled:
+        return Scaled(inner["values_"], scale)
+
+    def __repr__(self) -> str:
+        return f"Scaled({self.values_}, {self.scale})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.as_strided.default):
+            return Scaled(func(args[0].values_, *args[1:], **kwargs or {}), args[0].scale)
+        plain = tree_map(lambda a: a.values_ * a.scale if isinstance(a, Scaled) else a, args)
+        return func(*plain, **kwargs or {})
+
+
+class Rescaled(Boxed):
+    """Shards whose values are sent times another scale at each gather."""
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> Any:
+        scales.append(2.0 ** len(scales))
+        rows = -(-outer_size[0] // mesh.size())
+        sent = self.data_.new_zeros((rows, *outer_size[1:]))
+        sent[: len(self.data_)] = self.data_ / scales[-1]
+        return (sent,), scales[-1]
+
+    def fsdp_post_all_gather(
+        self, outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None
+    ) -> Any:
+        if out is None:
+            return Scaled(outputs[0], metadata), outputs
+        # As float8 weights do it: the memory is that of the gather, and the scale comes with it.
+        assert isinstance(out, Scaled)
+        assert out.values_.data_ptr() == outputs[0].data_ptr()
+        out.scale = metadata
+        return None
+
+
+scales: list[float] = []
+
+
+def what_an_extension_has_beside_memory_is_that_of_the_last_gather() -> None:
+    size = dist.get_world_size()
+    for rows in (2 * size, 2 * size - 1):
+        trained = {}
+        for which in ("ours", "torch", "plain"):
+            scales.clear()
+            module: Any = Plain(rows, 3)
+            if which != "plain":
+                module.weight = nn.Parameter(Rescaled(module.weight.detach()))
+                shard = sharding.fully_shard if which == "ours" else torch_fsdp.fully_shard
+                shard(module)
+            outputs = []
+            for _ in range(3):
+                out = module(torch.ones(()))
+                out.backward()
+                outputs.append(float(out))
+            grad = module.weight.grad
+            trained[which] = (outputs, (grad if which == "plain" else grad.full_tensor()).tolist())
+            assert which == "plain" or scales[:3] == [1.0, 2.0, 4.0]
+        assert trained["ours"] == trained["torch"] == trained["plain"], (rows, trained)
+
+
 def halves_of_extensions_and_wrong_sizes_are_refused() -> None:
     class OnlyPre(Boxed):
         def fsdp_pre_all_gather(self, mesh: Any) -> Any:
@@ -561,6 +641,7 @@ test_on_two_ranks = claims(
         trainable_parameters_of_two_dtypes_need_a_dtype_for_reductions,
         offloaded_shards_lie_in_the_hosts_memory,
         extensions_say_what_is_gathered_and_what_comes_of_it,
+        what_an_extension_has_beside_memory_is_that_of_the_last_gather,
         halves_of_extensions_and_wrong_sizes_are_refused,
         extensions_may_be_put_on_shards_later,
         loads_and_conversions_are_followed,

@@ -376,6 +376,19 @@ def accumulation_without_reduction(run: Run) -> None:
 
 
 @scenario()
+def offload_and_accumulation_without_reduction(run: Run) -> None:
+    model = run.wrap(run.net(), offload=True)
+    optimizer = run.sgd(model)
+    for _ in range(2):
+        with _without_reduction(run, model):
+            model(run.batch()).sum().backward()
+            model(run.batch()).sum().backward()
+        model(run.batch()).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@scenario()
 def accumulation_before_a_backward_that_misses_units(run: Run) -> None:
     class Skipping(Net):
         skips = False

@@ -7,6 +7,7 @@ whose own small tensors must be real.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -24,7 +25,7 @@ from tests.streams.watching import Watching
 
 __all__ = ["simulated"]
 
-_GRAD = "_gradient_in_other_memory"
+_GRAD, _OWNER = "_gradient_in_other_memory", "_gradient_of"
 
 
 @contextmanager
@@ -66,6 +67,7 @@ def _replacements(watching: Watching, made: Device) -> Iterator[tuple[Any, str, 
     variable: Any = torch.autograd.Variable
     engine: Any = variable._execution_engine
     make_mesh: Any = DeviceMesh.__init__
+    make_tensor = torch.tensor
 
     def new_resize(self: Any, nbytes: int) -> Any:
         watching.resized(self, nbytes)
@@ -93,6 +95,12 @@ def _replacements(watching: Watching, made: Device) -> Iterator[tuple[Any, str, 
         with _disable_current_modes(), torch.device("cpu"):
             make_mesh(self, *args, **kwargs)
 
+    def new_tensor(values: Any, **kwargs: Any) -> torch.Tensor:
+        # A number would be copied to the device with all modes off.
+        if isinstance(values, float | int) and "device" in kwargs:
+            return torch.full((), values, **kwargs)
+        return make_tensor(values, **kwargs)
+
     def new_number(node: Any) -> None:
         # It runs on the stream that it was made on, wherever it comes in the order from now on.
         made.streams_of_nodes[node] = made.stream_of(node, made.current())
@@ -100,7 +108,10 @@ def _replacements(watching: Watching, made: Device) -> Iterator[tuple[Any, str, 
 
     def take_grad(self: Any) -> Any:
         kept = vars(self).get(_GRAD)
-        return grad.__get__(self) if kept is None else kept
+        found = grad.__get__(self) if kept is None else kept
+        if found is not None:
+            vars(found)[_OWNER] = weakref.ref(self)
+        return found
 
     def put_grad(self: Any, new: Any) -> None:
         vars(self).pop(_GRAD, None)
@@ -118,6 +129,7 @@ def _replacements(watching: Watching, made: Device) -> Iterator[tuple[Any, str, 
     yield tensor, "data_ptr", new_address
     yield tensor, "data", property(data.__get__, put_data)
     yield tensor, "grad", property(take_grad, put_grad)
+    yield torch, "tensor", new_tensor
     yield torch.autograd, "_engine_run_backward", new_run
     yield variable, "_execution_engine", _Engine(engine, new_queue)
     yield DeviceMesh, "__init__", new_mesh
@@ -141,7 +153,11 @@ def _change_memory(tensor: Any, new: Any) -> None:
     torch knows its own devices as alike in this, and a private one as different from all.
     """
     grad, made = tensor.grad, new.detach().requires_grad_(tensor.requires_grad)
+    owner = vars(tensor).get(_OWNER, lambda: None)()
+    is_its_gradient = owner is not None and owner.grad is tensor
     torch._C._swap_tensor_impl(tensor, made)
+    if is_its_gradient:
+        vars(owner)[_GRAD] = tensor  # what torch itself has there is as it was before
     tensor.fake_device, made.fake_device = made.fake_device, tensor.fake_device
     vars(tensor).pop(_GRAD, None)
     if grad is not None and grad.device == tensor.device and grad.shape == tensor.shape:

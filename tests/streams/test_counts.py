@@ -45,8 +45,9 @@ def test_a_step_takes_no_more_than_torchs(scale: Scale) -> None:
     for case, (ours, torchs) in counted(scale.soak).items():
         # torch lets the backend average; ours divide apart, so that every backend gives one result.
         divisions = UNITS if case[0] == "fully" else 0
+        assert torchs.counted["kernels"] > 0, case
         assert 0 < ours.counted["kernels"] <= torchs.counted["kernels"] + divisions, (case, ours)
-        assert ours.counted["collectives"] <= torchs.counted["collectives"], case
+        assert 0 < ours.counted["collectives"] <= torchs.counted["collectives"], case
         assert ours.counted["copies"] <= torchs.counted["copies"], (case, ours, torchs)
         assert ours.live_mib <= torchs.live_mib, (case, ours, torchs)
         assert ours.reserved_mib <= torchs.reserved_mib, (case, ours, torchs)
@@ -54,9 +55,18 @@ def test_a_step_takes_no_more_than_torchs(scale: Scale) -> None:
 
 @pytest.mark.ranks
 @pytest.mark.timeout(900)
+def test_clipping_by_the_norm_takes_no_more_than_torchs(scale: Scale) -> None:
+    for case, (ours, torchs) in counted(scale.soak).items():
+        assert 0 < ours.clipping["kernels"] <= torchs.clipping["kernels"], (case, ours, torchs)
+        assert ours.clipping["copies"] <= torchs.clipping["copies"], (case, ours, torchs)
+        assert ours.clipping["collectives"] == torchs.clipping["collectives"] == 1, case
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(900)
 def test_the_host_never_waits(scale: Scale) -> None:
     for case, (ours, _) in counted(scale.soak).items():
-        assert ours.counted["host waits"] == 0, case
+        assert ours.counted["host waits"] == ours.clipping["host waits"] == 0, case
 
 
 @pytest.mark.ranks

@@ -413,3 +413,21 @@ def test_kernels_copies_waits_and_bytes_are_counted() -> None:
     # x and its clone in one segment of 20 MiB, and what waits for the side stream takes no other
     assert counts["reserved"] == 22 * MiB
     assert counts["collectives"] == 1
+
+
+def gradient_in_other_memory() -> tuple[bool, bool, bool]:
+    with world(2), simulated():
+        param = torch.nn.Parameter(torch.ones(3))
+        shown = data(12).view(3, 4)
+        param.grad = torch.empty_like(param)
+        param.grad.data = shown
+        is_there = param.grad.data_ptr() == shown.data_ptr() and param.grad.shape == (3, 4)
+        again = param.grad is param.grad
+        param.grad = torch.zeros(3)
+        return is_there, again, param.grad.device.type == "cpu"
+
+
+@pytest.mark.ranks
+def test_a_gradient_may_lie_in_other_memory_than_its_parameter() -> None:
+    (found,) = run_ranks(1, gradient_in_other_memory, group=False, timeout_seconds=150)
+    assert found == (True, True, True)

@@ -59,9 +59,8 @@ TRIES: tuple[Try, ...] = (
 )
 # By what is left out, or the function that it is left out of: where to look first.
 FIRST: dict[str, Try] = {
-    "users.synchronize()": ("fully", "a_hook_on_a_stream_of_the_user_with_offload"),
     "wait_stream(stream)": HOOK_ASIDE,
-    "self._repeat.synchronize()": ("fully", "offload_over_an_axis_and_hooks"),
+    "stream.synchronize()": ("fully", "offload_over_an_axis_and_hooks"),
     "self._gather.synchronize()": ("flat", "offload_and_evaluation"),
     "finish: self.": OFFLOAD,
     "_repeat": OVER_AN_AXIS,

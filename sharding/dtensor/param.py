@@ -24,11 +24,13 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from sharding.dtensor.seam import (
     DTensorLike,
     concatenated,
+    dtensor_over,
     joined_mesh,
     local_of,
     make_dtensor,
     mark_sharded,
     replace_local,
+    spec_of,
     strided_shard,
 )
 from sharding.engine.blocks import Blocks, Cutting, Whole
@@ -111,6 +113,7 @@ class ShardedParam:
             self.axis = 0 if data.replicate is None else 1
         else:
             self.like, self.axis = _like_within(module_param.fqn, param, self.dim, data, within)
+        self._spec = spec_of(self.like, values.dtype)
         self.buffer = values.new_empty(0)
         local = self._padded(self._own_rows(values))
         self.param = nn.Parameter(self.to_dtensor(local), requires_grad=param.requires_grad)
@@ -191,7 +194,9 @@ class ShardedParam:
 
     def to_dtensor(self, local: torch.Tensor) -> DTensor:
         """A tensor like this rank's part as a DTensor like the parameter."""
-        return make_dtensor(local, self.like)
+        if local.dtype != self._spec.dtype:
+            self._spec = spec_of(self.like, local.dtype)
+        return dtensor_over(local, self._spec)
 
     def show(self) -> None:
         """Let all places show the sharded parameter."""

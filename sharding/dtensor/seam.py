@@ -13,8 +13,10 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 __all__ = [
     "DTensorLike",
+    "DTensorSpec",
     "as_parameter",
     "concatenated",
+    "dtensor_over",
     "flattened",
     "joined_mesh",
     "local_of",
@@ -22,6 +24,7 @@ __all__ = [
     "mark_sharded",
     "replace_local",
     "sharded_before_as",
+    "spec_of",
     "strided_shard",
     "version_of",
 ]
@@ -36,13 +39,30 @@ class DTensorLike(NamedTuple):
     stride: tuple[int, ...]
 
 
-def make_dtensor(local: torch.Tensor, like: DTensorLike) -> DTensor:
+class DTensorSpec(NamedTuple):
+    """What torch keeps at a DTensor of one dtype. Many DTensors may have one."""
+
+    dtype: torch.dtype
+    torchs: Any
+
+
+def spec_of(like: DTensorLike, dtype: torch.dtype) -> DTensorSpec:
+    """For DTensors like that, of that dtype."""
+    meta = spec_types.TensorMeta(like.shape, like.stride, dtype)
+    torchs = spec_types.DTensorSpec(like.mesh, like.placements, tensor_meta=meta)
+    return DTensorSpec(dtype, torchs)
+
+
+def dtensor_over(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     """A DTensor over `local` itself, on whatever device that is, without autograd."""
-    meta = spec_types.TensorMeta(like.shape, like.stride, local.dtype)
-    spec = spec_types.DTensorSpec(like.mesh, like.placements, tensor_meta=meta)
     constructor: Any = DTensor
-    made: DTensor = constructor(local, spec, requires_grad=False)
+    made: DTensor = constructor(local, spec.torchs, requires_grad=False)
     return made
+
+
+def make_dtensor(local: torch.Tensor, like: DTensorLike) -> DTensor:
+    """The same without a spec at hand."""
+    return dtensor_over(local, spec_of(like, local.dtype))
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:

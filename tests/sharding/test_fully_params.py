@@ -288,6 +288,18 @@ def trainable_parameters_of_two_dtypes_need_a_dtype_for_reductions() -> None:
             assert module[1].weight.grad.dtype is torch.float64
 
 
+def gradients_of_all_steps_share_what_describes_them() -> None:
+    model = sharded("ours", build("uneven"))
+    seen: dict[str, list[Any]] = {}
+    for _, mine in batches(3):
+        loss_of(model, mine).backward()
+        for name, param in model.named_parameters():
+            seen.setdefault(name, []).append(param.grad._spec)
+            assert param.grad.placements == param.placements and param.grad.shape == param.shape
+            param.grad = None
+    assert all(spec is specs[0] for specs in seen.values() for spec in specs)
+
+
 # F10 ---------------------------------------------------------------------------------------------
 
 
@@ -637,6 +649,7 @@ test_on_two_ranks = claims(
         what_is_frozen_stays_frozen,
         gathered_parameters_are_the_same_objects_for_ever,
         precision_is_that_of_the_policy,
+        gradients_of_all_steps_share_what_describes_them,
         dtypes_are_read_when_they_are_needed,
         trainable_parameters_of_two_dtypes_need_a_dtype_for_reductions,
         offloaded_shards_lie_in_the_hosts_memory,

@@ -10,6 +10,7 @@ from torch import nn
 
 from ckpt.layout import torch_fsdp
 from ckpt.layout.composites import type_of
+from ckpt.layout.plain import UnsupportedTensor
 from ckpt.layout.tensor import PLAIN_CLASSES, memory_of
 
 __all__ = ["Fingerprint", "add_module"]
@@ -92,7 +93,10 @@ def _add_unit(module: Any, fingerprint: Fingerprint) -> None:
             fingerprint.objects.append(param)
             fingerprint.tensors.append(memory)
     if hasattr(module, "__ckpt_pieces__"):
-        for owned in module.__ckpt_pieces__():
-            fingerprint.objects.append(owned.param)
-            local = owned.local
-            fingerprint.marks += (local.data_ptr(), local.shape, local.stride(), owned.views)
+        try:
+            for owned in module.__ckpt_pieces__():
+                fingerprint.objects.append(owned.param)
+                local = owned.local
+                fingerprint.marks += (local.data_ptr(), local.shape, local.stride(), owned.views)
+        except (UnsupportedTensor, RuntimeError):
+            fingerprint.marks.append(object())  # as above: described, it is refused by name

@@ -113,7 +113,8 @@ def describe_module(module: nn.Module, ranks: Ranks) -> ModuleLayout:
         extra_states=MappingProxyType(builder.extra_states),
         save_hooks=tuple(builder.save_hooks),
         load_hooks=tuple(builder.load_hooks),
-        problems=tuple(builder.problems),
+        # What an engine refuses to describe is refused as a plain attribute once more.
+        problems=tuple(dict.fromkeys(builder.problems)),
         composites=MappingProxyType(builder.composites),
         owned_by_param=MappingProxyType(builder.owned_by_param),
         _units=tuple((visit.name, visit.module) for visit in visits if visit.is_first_unit),
@@ -509,7 +510,11 @@ def _add_foreign(builder: _LayoutBuilder, visit: _Visit) -> None:
                 builder.covered.add(again)
                 builder.aliases[again] = fqn
         return
-    all_owned = [_renamed(owned, visit.name, builder.ranks) for owned in module.__ckpt_pieces__()]
+    try:
+        all_owned = _pieces_of(module, visit.name, builder.ranks)
+    except UnsupportedTensor as refused:
+        builder.problems.append(refused.problem)
+        return
     builder.foreign[id(module)] = (visit.name, all_owned)
     if hasattr(module, "__ckpt_aliases__"):
         for other, fqn in module.__ckpt_aliases__().items():
@@ -526,6 +531,19 @@ def _add_foreign(builder: _LayoutBuilder, visit: _Visit) -> None:
             builder.name_of.setdefault(id(owned.param), names[0])
         else:  # a buffer of the engine's own making: whatever it is called, it is no parameter
             builder.hidden.add(id(owned.param))
+
+
+def _pieces_of(module: Any, name: str, ranks: Ranks) -> list[Owned]:
+    """What the engine's module `name` answers. Raises UnsupportedTensor with absolute names."""
+    try:
+        owned = list(module.__ckpt_pieces__())
+    except UnsupportedTensor as refused:
+        raise UnsupportedTensor(_joined(name, refused.problem)) from refused
+    renamed = [_renamed(one, name, ranks) for one in owned]
+    for one in renamed:
+        if type(one.local) not in PLAIN_CLASSES:
+            refuse_unstorable(", ".join(one.fqns), one.local)
+    return renamed
 
 
 def _renamed(owned: Owned, prefix: str, ranks: Ranks) -> Owned:

@@ -16,6 +16,7 @@ import torch
 from ckpt.layout.dtypes import refusal_reason
 from ckpt.layout.piece import Owned, Piece, View
 from ckpt.layout.region import Shape, whole
+from ckpt.layout.tensor import PLAIN_CLASSES
 
 
 class Ranks(NamedTuple):
@@ -77,7 +78,8 @@ class UnsupportedTensor(Exception):
 def refuse_unstorable(fqn: str, tensor: torch.Tensor) -> None:
     """Raise `UnsupportedTensor` for tensors without bytes of their own that could be stored.
 
-    These are uninitialized, meta, sparse, nested and quantized tensors.
+    These are uninitialized, meta, sparse, nested and quantized tensors, and subclasses without
+    memory.
     """
     reason = _refusal(tensor)
     if reason is not None:
@@ -93,7 +95,24 @@ def _refusal(tensor: torch.Tensor) -> str | None:
         return "is a nested tensor: save tensor.values() and tensor.offsets() instead"
     if tensor.layout != torch.strided:
         return f"has layout {tensor.layout}: save its dense form or its indices and values instead"
+    if not _has_memory(tensor):
+        return (
+            f"is of class {type(tensor).__name__}, which has no memory of its own, and nothing "
+            "says what it consists of; keep a plain tensor, or let the class offer "
+            "__ckpt_pieces__()"
+        )
     return _dtype_refusal(tensor.dtype)
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """Whether it has; of tensors that say what they consist of others than this decide."""
+    if type(tensor) in PLAIN_CLASSES or hasattr(tensor, "__tensor_flatten__"):
+        return True
+    try:
+        tensor.untyped_storage().data_ptr()
+    except RuntimeError:  # torch has no other way to ask a wrapper
+        return False
+    return True
 
 
 @lru_cache(maxsize=64)

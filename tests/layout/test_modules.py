@@ -17,6 +17,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+import ckpt
 from ckpt.layout.modules import (
     ModuleLayout,
     Ranks,
@@ -189,6 +190,44 @@ def test_tensors_without_plain_bytes_are_refused_by_name(kind: str) -> None:
     """One sentence with the name and what to do."""
     with pytest.raises(UnsupportedTensor, match=r"^some\.fqn: .*(save|materialize)"):
         describe_tensor("some.fqn", _strange()[kind], ALONE)
+
+
+class WithoutMemory(torch.Tensor):
+    """Behaves like the tensor that it is made of, which it does not show."""
+
+    @staticmethod
+    def __new__(cls, values: torch.Tensor) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=values.dtype)
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self.values_ = values
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        bare = [one.values_ if isinstance(one, WithoutMemory) else one for one in args]
+        return cls(func(*bare, **kwargs or {}))
+
+
+class OwnerWithoutMemory(nn.Module):
+    """A foreign engine whose shard has no memory."""
+
+    def __ckpt_pieces__(self) -> list[Owned]:
+        local = WithoutMemory(torch.ones(3))
+        return [describe_tensor("w", torch.ones(3), ALONE)._replace(local=local)]
+
+
+def test_subclasses_without_memory_are_refused_by_name() -> None:
+    """As a tensor, as a parameter, and as what a foreign engine answers."""
+    refused = "is of class WithoutMemory, which has no memory of its own"
+    with pytest.raises(UnsupportedTensor, match=rf"^some\.fqn: {refused}"):
+        describe_tensor("some.fqn", WithoutMemory(torch.ones(3)), ALONE)
+    module = nn.Module()
+    module.w = nn.Parameter(WithoutMemory(torch.ones(3)))
+    for member in (module, OwnerWithoutMemory()):
+        (problem,) = describe_module(nn.Sequential(member), ALONE).problems
+        assert problem.startswith(f"0.w: {refused}")
+        with pytest.raises(ckpt.InvalidState, match=rf"net\.0\.w: {refused}"):
+            ckpt.save({"net": nn.Sequential(member)}, "memory://without-memory", step=1)
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (2, 3)])

@@ -38,6 +38,7 @@ from tests.sharding.fully_scenarios import (
 )
 from tests.sharding.models import build as build_small
 from tests.sharding.test_checkpoints import build as build_flat
+from tests.sharding.test_fully_params import Halved
 
 pytestmark = pytest.mark.ranks
 
@@ -187,6 +188,25 @@ def tied_parameters_are_stored_once_under_their_first_name() -> None:
     assert not layout.problems and dict(layout.aliases) == {"b.weight": "a.weight"}
 
 
+def shards_without_memory_are_refused_by_name() -> None:
+    model: Any = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    model[1].weight = nn.Parameter(Halved(model[1].weight.detach()))
+    sharding.fully_shard(model)
+    refused = r"net\.1\.weight: is of class Halved, .* __ckpt_pieces__"
+    root = shared_folder()
+    for _ in range(2):  # a second save would know the state of the first
+        with pytest.raises(ckpt.InvalidState, match=refused) as caught:
+            ckpt.save({"net": model}, root, step=1)
+        assert "1 problem" in str(caught.value)
+    plain = sharding.fully_shard(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)))
+    ckpt.save({"net": plain}, root, step=1)
+    with pytest.raises(ckpt.InvalidState, match=refused):
+        ckpt.load({"net": model}, root)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(root)
+
+
 test_on_two_ranks = claims(
     2,
     [
@@ -196,6 +216,7 @@ test_on_two_ranks = claims(
         full_dicts_come_and_go_by_our_functions_and_by_torchs,
         saves_and_loads_see_shards_in_every_state,
         tied_parameters_are_stored_once_under_their_first_name,
+        shards_without_memory_are_refused_by_name,
     ],
 )
 

@@ -49,7 +49,6 @@ from sharding.engine.unit import Phase, Root
 from sharding.flat.agreement import (
     cast_all_buffers,
     check_agreement,
-    check_equal_shards,
     members_text,
 )
 from sharding.flat.construction import Values, check_kinds, clamped, make_unit, prepare_params
@@ -373,7 +372,8 @@ class FullyShardedDataParallel(UnitAttributes, StatefulUnit):
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Reduce gradients by `hook(state, grad)`, or `hook(state, padded_grad, output_shard)`
-        where parameters are sharded; it divides too.
+        where parameters are sharded; it divides too. With `Blocks` or `Whole` ranks' shards differ
+        in length: the hook gets a copy in which each is padded to the longest.
 
         Once, on the root, before the first forward, without hybrid sharding: else AssertionError.
         ValueError when not callable. All units get the hook, or none.
@@ -388,7 +388,6 @@ class FullyShardedDataParallel(UnitAttributes, StatefulUnit):
                 raise AssertionError("register_comm_hook: hybrid sharding cannot have hooks")
             if unit.reduction.hook is not None:
                 raise AssertionError("register_comm_hook: a hook is registered already")
-            check_equal_shards(unit)
         for unit in units:
             comm_hook = hook_of(state, hook)
             unit.reduction = unit.reduction.with_hook(comm_hook)

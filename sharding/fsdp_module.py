@@ -214,6 +214,15 @@ class FSDPModule(TorchUnit):
 
     # --- communication --------------------------------------------------------------------------
 
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Whether gathers take memory on the stream of compute, so that no other stream keeps any.
+
+        What they cast and pack is then done there too, and they overlap with compute only where the
+        user starts them early (`unshard`, `set_modules_to_forward_prefetch`).
+        """
+        for group in sharded_groups(_as_module(self)):
+            group.store.gathers_on_compute = async_op
+
     def set_all_reduce_hook(
         self, hook: Callable[[torch.Tensor], None], *, stream: Any = None
     ) -> None:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sharding.engine.collectives import Comm, PendingCollective
+from sharding.engine.collectives import Comm, PendingCollective, RankParts
 from sharding.engine.pool import BufferPool
 from sharding.engine.store import Gradients, Outgoing, OutgoingForm, ParameterStore
 from sharding.engine.streams import Streams
@@ -260,17 +260,30 @@ class Reductions:
         self, store: ParameterStore, reduction: Reduction, hook: CommHook, outgoing: Outgoing
     ) -> _Started:
         (member,) = outgoing.members
-        out = full = member.whole
+        full = member.whole
         if reduction.shard is None:
+            out = full
             hook.hook(hook.state, full)
         else:
-            out = torch.zeros(member.part_numel, dtype=full.dtype, device=full.device)
-            hook.hook(hook.state, full, out)
+            if member.ranges:
+                full = _equal_parts(member, reduction.shard.size)
+            padded = torch.zeros(member.part_numel, dtype=full.dtype, device=full.device)
+            hook.hook(hook.state, full, padded)
+            out = padded[: outgoing.own_numels[0]]
 
         def end() -> None:
             store.add_gradients(outgoing, [out], keep_dtype=reduction.keep_dtype)
 
         return _Started(PendingCollective(()), end)
+
+
+def _equal_parts(member: RankParts, ranks: int) -> torch.Tensor:
+    """The member with zeros behind each rank's part, up to the longest: what hooks can reduce."""
+    rows = member.whole.new_zeros(ranks, member.part_numel)
+    for rank, row in enumerate(rows):
+        part = member.of(rank)
+        row[: part.numel()].copy_(part)
+    return rows.view(-1)
 
 
 def divide_factors(size: float) -> tuple[float, float]:

@@ -21,6 +21,7 @@ import enum
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -147,6 +148,10 @@ class ParameterStore(ABC):
         self.shown_on: object = None
         """The stream of the forwards from now on. Autograd runs a node on the stream that it was
         made on, and a graph of the device cannot have one that was made on a stream of before.
+        """
+        self.gathers_on_compute = False
+        """Whether gathers take their memory on the stream of compute, where they cast and pack too,
+        rather than on one of their own.
         """
         self._limit_gathers = limit_gathers
         self._pending = PendingCollective(())
@@ -275,7 +280,7 @@ class ParameterStore(ABC):
                 if is_early:
                     self.streams.release_all()
         # Memory that is made in inference mode could never be written outside of it again.
-        on_stream = self.streams.gathering()
+        on_stream = nullcontext() if self.gathers_on_compute else self.streams.gathering()
         with torch.inference_mode(False), torch.no_grad(), on_stream, self.ranges(RangeName.GATHER):
             self._pending = self.start_gather()
         self.state = State.GATHERING

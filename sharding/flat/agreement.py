@@ -11,7 +11,7 @@ from sharding.engine.precision import cast_buffers
 from sharding.flat.tree import clean_name
 from sharding.flat.unit import FlatUnit
 
-__all__ = ["cast_all_buffers", "check_agreement", "check_equal_shards", "members_text"]
+__all__ = ["cast_all_buffers", "check_agreement", "members_text"]
 
 
 def check_agreement(wrappers: Sequence[UnitAttributes]) -> None:
@@ -35,15 +35,6 @@ def _check_device(unit: FlatUnit) -> None:
             f"sharded parameters of {type(unit.wrapped).__name__} are on "
             f"{unit.store.flat.device}, expected {wanted}; pass device_id, and do not move the "
             "module after wrapping"
-        )
-
-
-def check_equal_shards(unit: FlatUnit) -> None:
-    """Raise AssertionError where ranks' shards differ in length, which comm hooks cannot have."""
-    if unit.store is not None and unit.store.layout.ranges:
-        raise AssertionError(
-            "register_comm_hook: hooks reduce equal shards, and those of "
-            f"{members_text(unit)} are not: shard_placement_fn returned Blocks or Whole"
         )
 
 

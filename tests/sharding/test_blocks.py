@@ -31,6 +31,7 @@ from sharding import (
     explain,
     fully_shard,
 )
+from sharding.comm_hooks import LowPrecisionState, bf16_compress_hook
 from sharding.flat.layout import FlatLayout, MemberSpec, row_major
 from sharding.flat.ragged import plan_ragged_layout
 from sharding.fsdp import fsdp_units
@@ -327,6 +328,39 @@ def compare_with_cut_anywhere(names: tuple[str, ...], options: dict[str, Any]) -
         same(with_blocks, trained(name, options), name)
 
 
+def mean_of_ranks(state: Any, full: torch.Tensor, out: torch.Tensor) -> None:
+    """A hook as users write them: for equal shards."""
+    ranks = dist.get_world_size()
+    assert full.numel() == ranks * out.numel()
+    everyones = [torch.empty_like(full) for _ in range(ranks)]
+    dist.all_gather(everyones, full)
+    total = sum(everyones[1:], everyones[0])  # in one order for all elements, wherever they lie
+    out.copy_(total.chunk(ranks)[dist.get_rank()] / ranks)
+
+
+def compare_hooks_with_cut_anywhere() -> None:
+    for hook, state in ((mean_of_ranks, None), (bf16_compress_hook, LowPrecisionState())):
+        results = []
+        for placing in (some_of_each, None):
+            model: Any = wrapped(
+                "ours", build("uneven"), use_orig_params=True, shard_placement_fn=placing
+            )
+            model.register_comm_hook(state, hook)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+            for _, own in batches(3):
+                model(own).square().mean().backward()
+                model(own).square().mean().backward()  # is added to the first
+                optimizer.step()
+                optimizer.zero_grad()
+            results.append(full_copies(model))
+        same(*results, hook.__name__)
+
+
+@pytest.mark.ranks
+def test_comm_hooks_get_equal_shards_and_give_what_they_give_without_blocks() -> None:
+    run_ranks(3, compare_hooks_with_cut_anywhere)
+
+
 BF16 = MixedPrecision(torch.bfloat16, torch.float32)
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -408,9 +442,6 @@ def refusals() -> None:
     images.to(memory_format=torch.channels_last)
     with pytest.raises(ValueError, match=r"weight: has strides .* return Whole"):
         wrap(images, lambda param: Blocks(4))
-    hooked = wrap(nn.Linear(4, 4), matrices_whole)
-    with pytest.raises(AssertionError, match="hooks reduce equal shards, and those of Linear"):
-        hooked.register_comm_hook(None, print)
     with pytest.raises(ValueError, match=r"weight: .*Whole.*FullyShardedDataParallel"):
         fully_shard(nn.Linear(4, 4), shard_placement_fn=matrices_whole)
     with pytest.raises(ValueError, match=r"weight: .*Blocks.*FullyShardedDataParallel"):

@@ -557,6 +557,16 @@ def comm_hooks(run: Run) -> None:
         run.train(model)
 
 
+@scenario(("orig",), torchs=())
+def comm_hooks_with_blocks(run: Run) -> None:
+    def hook(state: Any, full: torch.Tensor, out: torch.Tensor) -> None:
+        torch.distributed.reduce_scatter_single(out, full)
+
+    model = run.wrap(run.net(), shard_placement_fn=_whole_or_in_blocks)
+    model.register_comm_hook(None, hook)
+    run.train(model, steps=3)
+
+
 @scenario(FULLY)
 def a_group_of_its_own_for_reductions(run: Run) -> None:
     model = run.wrap(run.net(blocks=4))
@@ -647,6 +657,18 @@ def explicit_prefetch(run: Run) -> None:
     first.set_modules_to_forward_prefetch([second, third])
     third.set_modules_to_backward_prefetch([second, first])
     run.train(model, steps=3)
+
+
+@scenario(FULLY)
+def gathers_on_the_stream_of_compute(run: Run) -> None:
+    model = run.wrap(run.net(blocks=3), low=(BF16, FP32, None))
+    first, second, third = model.blocks
+    first.set_modules_to_forward_prefetch([second, third])
+    optimizer = run.sgd(model)
+    for there in (True, False, True):
+        model._set_unshard_async_op(there)
+        run.train(model, steps=2, optimizer=optimizer)
+        model.unshard(async_op=True)
 
 
 @scenario(FLAT)

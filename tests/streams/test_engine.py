@@ -14,8 +14,11 @@ import pytest
 
 from tests.conftest import Scale
 from tests.ranks import run_ranks
+from tests.streams.groups import world
 from tests.streams.running import Report, run_one, wanted
 from tests.streams.scenarios import SCENARIOS
+from tests.streams.simulation import simulated
+from tests.streams.training import Run
 
 Key = tuple[str, str, str]
 
@@ -90,3 +93,26 @@ def test_with_offload_no_copy_makes_the_host_wait_for_memory_that_is_not_pinned(
     for report in reports_of_runs:
         assert report.counts["kernels"] > 0 and not report.error
         assert "copies of memory that is not pinned" not in report.counts, str(report)
+
+
+def work_of_the_stream_of_gathers() -> list[int]:
+    """How much it does in a step when gathers are on that of compute, and when they are not."""
+    with world(8), simulated():
+        run = Run("ours", "fully")
+        model = run.wrap(run.net())
+        run.train(model, steps=1)
+        stream = model.fsdp_group.unit.runtime.streams._gather.agent
+        done = []
+        for on_compute in (True, False):
+            model._set_unshard_async_op(on_compute)
+            before = stream.time
+            run.train(model, steps=1)
+            done.append(stream.time - before)
+        return done
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(1800)
+def test_gathers_may_take_all_their_memory_on_the_stream_of_compute() -> None:
+    (done,) = run_ranks(1, work_of_the_stream_of_gathers, group=False, timeout_seconds=600)
+    assert done[0] == 0 < done[1]

@@ -108,10 +108,10 @@ def _replacements(watching: Watching, made: Device) -> Iterator[tuple[Any, str, 
 
     def take_grad(self: Any) -> Any:
         kept = vars(self).get(_GRAD)
-        found = grad.__get__(self) if kept is None else kept
-        if found is not None:
-            vars(found)[_OWNER] = weakref.ref(self)
-        return found
+        gradient = grad.__get__(self) if kept is None else kept
+        if gradient is not None:
+            vars(gradient)[_OWNER] = weakref.ref(self)
+        return gradient
 
     def put_grad(self: Any, new: Any) -> None:
         vars(self).pop(_GRAD, None)

@@ -429,5 +429,5 @@ def gradient_in_other_memory() -> tuple[bool, bool, bool]:
 
 @pytest.mark.ranks
 def test_a_gradient_may_lie_in_other_memory_than_its_parameter() -> None:
-    (found,) = run_ranks(1, gradient_in_other_memory, group=False, timeout_seconds=150)
-    assert found == (True, True, True)
+    (answers,) = run_ranks(1, gradient_in_other_memory, group=False, timeout_seconds=150)
+    assert answers == (True, True, True)

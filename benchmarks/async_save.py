@@ -1,9 +1,9 @@
 """Saves in the background on 2 ranks, FSDP2 + AdamW, against torch's DCP: what they cost training.
 
     python -m benchmarks.async_save [--gib 1] [--rounds 7] [--steps 4] [--directory DIR]
-                                    [--parts memory blocked cpu slow-down]
+                                    [--parts memory first blocked cpu slow-down]
 
-Four questions, each answered with ours and DCP interleaved in one run on the same state:
+Five questions, each answered with ours and DCP interleaved in one run on the same state:
 
 - blocked: seconds inside calls and hooks of the library per save, from the second save on, in units
   of one `memcpy` of this rank's state into memory that exists. DCP's time includes its
@@ -11,6 +11,8 @@ Four questions, each answered with ours and DCP interleaved in one run on the sa
 - slow-down: how much longer training steps take while a save is persisted, in units of a save's
   best peer; with no save in between as the zero.
 - CPU seconds of a whole save on all ranks, the copy included, with nothing else running.
+- first: CPU seconds and page faults of the call that begins the first save of a Checkpointer, and
+  of the same without the memory that is made ahead, in units of that copy.
 - memory: what the first save adds to the resident memory, against `host_bytes_max`.
 """
 
@@ -18,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import logging
 import multiprocessing
 import os
 import resource
@@ -42,11 +45,12 @@ import ckpt
 from benchmarks.measure import clear, extra_memory, most_of, report, row
 from benchmarks.save_load import GIB, WIDTH, Trained
 from ckpt.layout.memory import address_of, aligned_buffer, copy_bytes
+from ckpt.process import this_process
 from ckpt.saving.step_gate import steps as hooked_steps
 from tests.ranks import run_ranks
 
 Wait = Callable[[], object]
-PARTS = ("memory", "blocked", "cpu", "slow-down")
+PARTS = ("memory", "first", "blocked", "cpu", "slow-down")
 
 
 class Clock:
@@ -265,6 +269,52 @@ def measure_memory(gib: float, directory: str) -> None:
     clear(Path(directory))
 
 
+def measure_first(gib: float, rounds: int, directory: str) -> None:
+    """The memory of each save is dropped before the next one, as if that were the first."""
+    warnings.filterwarnings("ignore")
+    logging.getLogger("ckpt").setLevel(logging.ERROR)  # the same weights are saved on purpose
+    training = Training(int(gib * GIB), Path(directory))
+    staging = this_process.of_group(None).staging
+    copy = memcpy_seconds(training)
+    spent: dict[str, list[tuple[float, float]]] = {"ahead": [], "not ahead": []}
+    for number in range(rounds + 1):
+        for name, measured in spent.items():
+            before = time.thread_time()
+            copy()
+            seconds = time.thread_time() - before
+            staging.keep(0)
+            first = _first_save(training, made_ahead=name == "ahead")
+            if number:
+                measured.append((first[0] / seconds, first[1]))
+            training.clear()
+    rows = []
+    for name, measured in spent.items():
+        seconds, faults = (statistics.median(column) for column in zip(*measured, strict=True))
+        rows.append(row(f"CPU seconds, {name}", f"{most_of(seconds):.2f} memcpy", "<= 1.5 memcpy"))
+        rows.append(row(f"page faults, {name}", f"{most_of(faults):.0f}", "none"))
+    report(f"call of a first save, {gib:g} GiB on 2 ranks, median of {rounds} rounds", rows)
+
+
+def _first_save(training: Training, *, made_ahead: bool) -> tuple[float, float]:
+    """CPU seconds and page faults of the thread that trains in the call that begins a save."""
+    url = str(training.directory / "ours")
+    policy = ckpt.EverySteps(2) if made_ahead else ckpt.AtExit()
+    with ckpt.Checkpointer(url, training.trained.state, save=policy, snapshot="now") as saver:
+        step = 2 * next(training.number) + 1
+        saver.step(step)
+        this_process.of_group(None).background._preparation.is_over.wait()
+        dist.barrier()
+        seconds = time.thread_time()
+        faults = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+        if made_ahead:
+            saver.step(step + 1)
+        else:
+            saver.save_now()
+        seconds = time.thread_time() - seconds
+        faults = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - faults
+    return seconds, faults
+
+
 def rank_main(gib: float, rounds: int, steps: int, parts: list[str], directory: str) -> None:
     warnings.filterwarnings("ignore")
     # DCP's process mode starts a process of its own, which finds the others by these.
@@ -292,7 +342,10 @@ def main() -> None:
     if "memory" in given.parts:
         with tempfile.TemporaryDirectory(dir=given.directory) as directory:
             run_ranks(2, measure_memory, given.gib, directory, timeout_seconds=3600)
-    if set(given.parts) != {"memory"}:
+    if "first" in given.parts:
+        with tempfile.TemporaryDirectory(dir=given.directory) as directory:
+            run_ranks(2, measure_first, given.gib, given.rounds, directory, timeout_seconds=3600)
+    if not {"memory", "first"}.issuperset(given.parts):
         with tempfile.TemporaryDirectory(dir=given.directory) as directory:
             arguments = (given.gib, given.rounds, given.steps, given.parts, directory)
             run_ranks(2, rank_main, *arguments, timeout_seconds=3600)

@@ -19,14 +19,15 @@ from ckpt.commit.patience import (
 )
 from ckpt.errors import SaveDropped
 from ckpt.layout.memory import gc_paused
+from ckpt.layout.plain import Ranks
 from ckpt.loading.cache import BlockCache
 from ckpt.loading.load import LoadOptions, LoadReport, load_state
 from ckpt.loading.plan import ReadPath
 from ckpt.process import this_process
-from ckpt.saving.background import PendingSave, WhenBusy
+from ckpt.saving.background import PendingSave, Preparation, WhenBusy
 from ckpt.saving.report import SaveOptions, SaveReport
 from ckpt.saving.save import save_state
-from ckpt.saving.staging import Snapshot, StageOptions, stage
+from ckpt.saving.staging import Snapshot, StageOptions, buffers_for, stage
 from ckpt.saving.task import SaveTask
 from ckpt.saving.write import Staging, WritePath
 from ckpt.world.base import collectively
@@ -185,6 +186,28 @@ def async_save(
             )
     pending.call_seconds = time.perf_counter() - started
     return pending
+
+
+def make_ready(
+    state: Any,
+    url: StoreLike,
+    *,
+    host_bytes_max: SupportsIndex | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    io: Io = "auto",
+) -> Preparation:
+    """Make the memory of the first `async_save` of `state` in the background: copies into fresh
+    memory take ten times as long. It is used by that save, or given back by `Preparation.stop`.
+
+    Waits for no rank. Raises what the save would raise for this state and url.
+    """
+    with gc_paused():
+        context = this_process.of_group(process_group)
+        ranks = Ranks(context.world.rank, context.world.global_ranks)
+        path = _write_path(io, context.store(url, storage_options), context.staging)
+        need = buffers_for(state, ranks, path, plain_int(host_bytes_max))
+        return context.background.make_ready(context.staging, need)
 
 
 def load(

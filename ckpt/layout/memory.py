@@ -109,6 +109,12 @@ def staging_buffer(nbytes: int, *, pinned: bool) -> memoryview:
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy().data
 
 
+def touch(buffer: memoryview) -> None:
+    """Have the system put memory behind all of `buffer`, which zeroes it. Without the GIL."""
+    if len(buffer):
+        ctypes.memset(address_of(buffer), 0, len(buffer))
+
+
 def is_accelerator(device: torch.device) -> bool:
     """Whether the device works beside the host: what is copied from it without blocking is there
     only when the host has waited.

@@ -29,9 +29,10 @@ from ckpt.errors import Forked, SaveDropped
 from ckpt.format.part import Part
 from ckpt.saving.publish import publish
 from ckpt.saving.report import SaveReport
-from ckpt.saving.staging import Staged
+from ckpt.saving.staging import BufferNeed, Staged
 from ckpt.saving.step_gate import Gate
 from ckpt.saving.task import Attempt, SaveTask
+from ckpt.saving.write import Staging
 from ckpt.world.base import World
 
 logger = logging.getLogger(__name__)
@@ -142,6 +143,32 @@ class PendingSave:
         return None if isinstance(error, SaveDropped) else error
 
 
+class Preparation:
+    """Memory that is made for a save that may come."""
+
+    def __init__(self, staging: Staging) -> None:
+        self.is_stopped = threading.Event()
+        self.is_over = threading.Event()
+        self._staging = staging
+
+    def make(self, need: BufferNeed) -> None:
+        """Make the buffers, in the thread that calls. What fails is left to the save."""
+        try:
+            self._staging.make(
+                need.nbytes, need.number, pinned=need.pinned, is_stopped=self.is_stopped.is_set
+            )
+        except (MemoryError, OSError, RuntimeError) as error:
+            logger.info("memory for a save in the background was not made ahead: %s", error)
+        finally:
+            self.is_over.set()
+
+    def stop(self) -> None:
+        """Make no more of it, and give it back unless a save has begun, which uses it."""
+        if not self.is_stopped.is_set():
+            self.is_stopped.set()
+            self._staging.keep(0)
+
+
 class Background:
     """The worker of one world. Its methods are called by one thread, the one that trains."""
 
@@ -149,6 +176,7 @@ class Background:
         self._world = world
         self._pool: ThreadPoolExecutor | None = None
         self._pending: list[PendingSave] = []
+        self._preparation = Preparation(Staging())
 
     def is_busy(self) -> bool:
         """Whether a save is in flight."""
@@ -203,6 +231,8 @@ class Background:
         Returns when `begin` has returned, or with `is_blocking` when everything is copied. An error
         of `begin` is reported to all ranks and raised by `result`.
         """
+        # The worker is needed; what is ready by now is used.
+        self._preparation.is_stopped.set()
         try:
             staged = begin()
         except Exception as error:
@@ -222,6 +252,17 @@ class Background:
         pending.call_seconds = task.blocked_seconds()
         return pending
 
+    def make_ready(self, staging: Staging, need: BufferNeed) -> Preparation:
+        """Make the buffers of a first save in the worker, as long as no save begins."""
+        preparation = Preparation(staging)
+        if self.is_busy() or not need.number:
+            preparation.is_over.set()
+            return preparation
+        self._preparation.stop()
+        self._preparation = preparation
+        self._worker().submit(preparation.make, need)
+        return preparation
+
     def refuse(self, task: SaveTask, error: Exception) -> PendingSave:
         """A save that this rank cannot make; `error` is reported to the other ranks."""
         gate = Gate(frozenset(), frozenset())
@@ -236,21 +277,26 @@ class Background:
         return pending
 
     def _submit(self, pending: PendingSave, run: Callable[[], SaveReport]) -> None:
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(1, thread_name_prefix="ckpt-save")
-            _exit.watch(self)
+        pool = self._worker()
         kept = [one for one in self._pending if one._unreported_error() or not one.done()]
         try:
             # Listed before the worker can begin, so that no save runs that `settle` cannot see.
             self._pending = [*kept, pending]
-            self._pool.submit(_answer, pending._future, run)
+            pool.submit(_answer, pending._future, run)
         except BaseException:  # Ctrl-C too: the worker may or may not have received the save
             if pending._future.cancel():  # then it never begins
                 self._pending = kept
             raise
 
+    def _worker(self) -> ThreadPoolExecutor:
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(1, thread_name_prefix="ckpt-save")
+            _exit.watch(self)
+        return self._pool
+
     def close(self) -> None:
         """Wait for what is in flight and end the worker; failures are logged."""
+        self._preparation.stop()
         _log_unreported(self, EXIT_SECONDS_MAX)
         if self._pool is not None:
             self._pool.shutdown(wait=True)
@@ -321,6 +367,7 @@ class _Exit:
     def _at_exit(self) -> None:
         until = time.monotonic() + EXIT_SECONDS_MAX
         for background in list(self._watched):
+            background._preparation.is_stopped.set()  # else its thread would be joined to the end
             _log_unreported(background, max(0.0, until - time.monotonic()))
 
 

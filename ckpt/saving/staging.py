@@ -21,6 +21,7 @@ import torch
 
 from ckpt.commit.names import attempt_name, step_prefix
 from ckpt.errors import CheckpointError
+from ckpt.format.datafile import BLOCK_BYTES
 from ckpt.format.part import Part, PartTexts
 from ckpt.layout.memory import (
     SideStreams,
@@ -30,10 +31,10 @@ from ckpt.layout.memory import (
     devices_of,
 )
 from ckpt.layout.piece import Kind
-from ckpt.layout.plain import times_changed
+from ckpt.layout.plain import Ranks, times_changed
 from ckpt.layout.tensor import local_tensor
 from ckpt.saving.compared import digests_of
-from ckpt.saving.plan import Contents, contents_of
+from ckpt.saving.plan import Contents, PlanMemory, contents_of
 from ckpt.saving.save import write_sources
 from ckpt.saving.staged_files import CopyOrder, FilePlan, Image, copy_order, part_count, plan_files
 from ckpt.saving.step_gate import Gate, steps, storage_of
@@ -46,7 +47,7 @@ from ckpt.saving.task import (
     rank_contents,
     texts_of,
 )
-from ckpt.saving.write import Source, Staging, copy_elements
+from ckpt.saving.write import Source, Staging, WritePath, copy_elements
 from ckpt.state.types import FlatState
 
 logger = logging.getLogger(__name__)
@@ -361,6 +362,33 @@ def _report(split: _Split, snapshot: Snapshot, task: SaveTask) -> None:
             ", ".join(f"{chunk.fqn} ({chunk.nbytes / MIB:.1f} MiB)" for chunk in largest),
             ", ..." if len(split.others) > len(largest) else "",
         )
+
+
+class BufferNeed(NamedTuple):
+    """Buffers that a save will take: how many, of how many bytes each, and whether pinned."""
+
+    nbytes: int
+    number: int
+    pinned: bool
+
+
+def buffers_for(
+    state: Any, ranks: Ranks, path: WritePath, host_bytes_max: int | None
+) -> BufferNeed:
+    """What a save of `state` takes without `dedup`, or a little less; none for small states.
+
+    Raises like `contents_of`.
+    """
+    plan = contents_of(state, ranks, PlanMemory()).plan
+    files = plan.entries(path.file_nbytes_max, BLOCK_BYTES)
+    nbytes = path.part_nbytes
+    if max((file.nbytes for file in files), default=0) < nbytes:
+        return BufferNeed(nbytes, 0, False)  # its parts are of another size
+    # A header comes before the tensors, so there are at least so many.
+    count = sum(file.nbytes // nbytes + 1 for file in files)
+    if host_bytes_max is not None:
+        count = min(count, host_bytes_max // nbytes)
+    return BufferNeed(nbytes, count, bool(devices_of(source.view for source in plan.sources)))
 
 
 class _Room(NamedTuple):

@@ -5,7 +5,7 @@ shares -> sources -> files -> parts (vectors of live memory, or one aligned buff
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
@@ -37,9 +37,11 @@ from ckpt.layout.memory import (
     narrowed,
     staging_buffer,
     tensor_over,
+    touch,
 )
 from ckpt.layout.region import Region, Span, boxes_of
 from storage import Store
+from storage.forks import ForkSafeLock
 
 MIB = 1 << 20
 PACKED_NBYTES_MAX = 16 << 10  # chunks up to this size are copied together, many in one call
@@ -48,29 +50,55 @@ PACKED_NBYTES_MAX = 16 << 10  # chunks up to this size are copied together, many
 class Staging:
     """Buffers that outlive a save: fresh memory costs a page fault per 4 KiB, ten times a copy.
 
-    For one save at a time. Buffers of another size than the last ones are dropped.
+    For one save at a time. Buffers of another size than the last ones are dropped. Thread-safe, for
+    those that are made while a save may begin.
     """
 
     def __init__(self) -> None:
         self._free: list[memoryview] = []
         self._nbytes = 0
         self._pinned = False
+        self._lock = ForkSafeLock()
 
     def take(self, nbytes: int, *, pinned: bool) -> memoryview:
         """A writable buffer of `nbytes` that starts at a page boundary, with undefined content."""
-        if (self._nbytes, self._pinned) != (nbytes, pinned):
-            self._free.clear()
-            self._nbytes, self._pinned = nbytes, pinned
-        return self._free.pop() if self._free else staging_buffer(nbytes, pinned=pinned)
+        with self._lock:
+            self._use_size(nbytes, pinned)
+            if self._free:
+                return self._free.pop()
+        return staging_buffer(nbytes, pinned=pinned)
 
     def give_back(self, buffer: memoryview) -> None:
         """The buffer may be taken again; nothing refers to it any more."""
-        if len(buffer) == self._nbytes:
-            self._free.append(buffer)
+        with self._lock:
+            if len(buffer) == self._nbytes:
+                self._free.append(buffer)
 
     def keep(self, count_max: int) -> None:
         """Drop free buffers beyond `count_max`."""
-        del self._free[count_max:]
+        with self._lock:
+            del self._free[count_max:]
+
+    def make(
+        self, nbytes: int, count: int, *, pinned: bool, is_stopped: Callable[[], bool]
+    ) -> None:
+        """Make buffers, with memory behind them, until `count` are free or `is_stopped`."""
+        with self._lock:
+            if not is_stopped():
+                self._use_size(nbytes, pinned)
+        while not is_stopped() and len(self._free) < count:
+            buffer = staging_buffer(nbytes, pinned=pinned)
+            if not pinned:  # pinned memory is there already
+                touch(buffer)
+            with self._lock:
+                if is_stopped() or (self._nbytes, self._pinned) != (nbytes, pinned):
+                    return
+                self._free.append(buffer)
+
+    def _use_size(self, nbytes: int, pinned: bool) -> None:
+        if (self._nbytes, self._pinned) != (nbytes, pinned):
+            self._free.clear()
+            self._nbytes, self._pinned = nbytes, pinned
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from ckpt.commit.records import STEP_MAX
 from ckpt.errors import CheckpointError, Forked, InvalidState, RankFailed
 from ckpt.saving.staging import Snapshot
 from ckpt.service.agreement import Decision, Pace, StepAgreement
+from ckpt.service.ahead import Ahead
 from ckpt.service.alarm import Alarm, FailedSaves, Failure
 from ckpt.service.events import Observer, Restored, SaveSkipped, log_restored
 from ckpt.service.inflight import Saved, SavesInFlight
@@ -35,6 +36,7 @@ from ckpt.service.policies import (
     OnPreemption,
     OnSignal,
     SavePolicy,
+    is_regular,
 )
 from ckpt.service.preemption import Preempted, Signals
 from ckpt.service.restore import RestoreReport, restore_latest
@@ -161,6 +163,7 @@ class Checkpointer:
             training, self._schedule, self._failed, self._keeper, self._watcher
         )
         self._timer = StepTimer(training)
+        self._ahead = Ahead(training, is_regular=is_regular(save))
         self._is_closed = False
         self._pid = os.getpid()
         # Last, so that a constructor that fails leaves no handler behind.
@@ -255,7 +258,9 @@ class Checkpointer:
         self._training.progress.advance(step)
         self._watcher.called(step)
         try:
-            return self._one_call(metric)
+            begun = self._one_call(metric)
+            self._ahead.stepped(has_saved=begun or self._saves.newest is not None)
+            return begun
         finally:
             self._timer.left(saving=bool(self.in_flight))
 
@@ -384,6 +389,7 @@ class Checkpointer:
 
     def _leave(self) -> None:
         self._is_closed = True
+        self._ahead.stop()
         self._agreement.leave()
         self._watcher.close()
         self._keeper.close()

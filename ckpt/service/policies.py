@@ -283,6 +283,14 @@ def by_coordinator(policy: SavePolicy) -> SavePolicy:
     return AnyOf(tuple(part for part in policy.alternatives() if part.needs_clock))
 
 
+def is_regular(policy: SavePolicy) -> bool:
+    """Whether saves are due as the training goes on, not only when something happens to it."""
+    rare = (Never, OnSignal, OnPreemption, AtExit)
+    return any(
+        not any(isinstance(leaf, rare) for leaf in one.leaves()) for one in policy.alternatives()
+    )
+
+
 def preemption_of(policy: SavePolicy) -> OnPreemption | None:
     """How the job may be preempted: the first policy for that, None when there is none."""
     return next((leaf for leaf in policy.leaves() if isinstance(leaf, OnPreemption)), None)

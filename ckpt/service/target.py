@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, SupportsIndex, TypedDict
 
@@ -77,6 +77,12 @@ class Target(ABC):
     def start(self, state: Any, *, step: int, metric: float | None) -> Pending:
         """Begin a save; the training may go on when this returns."""
 
+    def make_ready(self, state: Any) -> Callable[[], object]:
+        """Make the memory of the first save ahead, in the background; not collective. Returns what
+        stops that, and gives back what no save has used.
+        """
+        return lambda: None
+
     @abstractmethod
     def load(self, state: Any, *, step: int, attempt: str) -> LoadReport:
         """Fill `state` from that attempt."""
@@ -138,6 +144,18 @@ class UrlTarget(Target):
             unsafe_single_writer=self.unsafe_single_writer,
             **self.saving,
         )
+
+    def make_ready(self, state: Any) -> Callable[[], object]:
+        if self.saving.get("dedup"):
+            return lambda: None  # which takes buffers as long as files
+        return api.make_ready(
+            state,
+            self.where,
+            host_bytes_max=self.saving.get("host_bytes_max"),
+            process_group=self.process_group,
+            storage_options=self.storage_options,
+            io=self.saving.get("io", "auto"),
+        ).stop
 
     def load(self, state: Any, *, step: int, attempt: str) -> LoadReport:
         return api.load(

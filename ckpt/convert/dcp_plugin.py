@@ -431,7 +431,7 @@ class DcpReader(StorageReader):
             box = Box(tuple(item.storage_offsets), tuple(item.lengths))
             holdings.append(piece_of(entry, box, into))
             ends.append((item, target))
-        fill(checkpoint.store, checkpoint.prefix, checkpoint.manifest, holdings, ReadPath())
+        fill(checkpoint, holdings, ReadPath())
         for (item, target), holding in zip(ends, holdings, strict=True):
             if holding.local is not target:
                 target.copy_(holding.local)  # as DCP does: a load may cast

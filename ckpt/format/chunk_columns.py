@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt.errors import Corrupt
+from ckpt.format.checksum_tables import fields_of_seals
 from ckpt.format.columns import Ints, checked_indexes, pack_ints, required_field, unpack_ints
 from ckpt.format.coverage import check_cover
 from ckpt.format.datafile import NDIM_MAX
@@ -66,7 +67,11 @@ def fields_of_chunks(m: Manifest) -> dict[str, bytes]:
 
 
 def fields_of_sums(m: Manifest) -> dict[str, bytes]:
-    """The fields with the checksums and digests of the chunks, encoded."""
+    """The fields with the checksums and digests of the chunks, or with the seals of the tables that
+    hold them, encoded.
+    """
+    if m.header.has_checksum_tables:
+        return fields_of_seals(m.seals)
     return {
         "checksums": m.checksums.astype("<u4").tobytes(),
         **({"blake3": m.digests.tobytes()} if len(m.digests) else {}),
@@ -262,7 +267,7 @@ def _decode_first_block(numels: Ints, itemsizes: Ints, block_bytes: int, counts:
             break
         first_block[start + 1 : start + 1 + len(blocks)] = blocks
     if last != counts.blocks:
-        raise Corrupt(f"field 'checksums': {counts.blocks}, expected {last}")
+        raise Corrupt(f"field 'counts': {counts.blocks} blocks, the chunks have {last}")
     return first_block
 
 

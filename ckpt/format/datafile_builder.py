@@ -10,6 +10,7 @@ from __future__ import annotations
 from functools import cached_property
 
 from ckpt.format.checksum import BlockChecksums
+from ckpt.format.checksum_tables import seal_of
 from ckpt.format.datafile import checksum_tensor
 from ckpt.format.part import PartFile
 from ckpt.format.rank_files import DataFile
@@ -38,9 +39,11 @@ class DataFileBuilder:
     @cached_property
     def tail(self) -> memoryview:
         """The bytes after the chunks, which must all have passed: reserved tensors, checksums."""
-        file = self._file
-        last = checksum_tensor(file.layout, self._checksums.result(), file.extras)
-        return memoryview(b"".join([*file.extras.values(), last]))
+        return memoryview(b"".join([*self._file.extras.values(), self._table]))
+
+    @cached_property
+    def _table(self) -> bytes:
+        return checksum_tensor(self._file.layout, self._checksums.result(), self._file.extras)
 
     def complete(self, start: int, part: memoryview) -> None:
         """Fill in what a part lacks that holds the bytes of chunks and begins at byte `start`.
@@ -64,4 +67,5 @@ class DataFileBuilder:
         """The file as its rank's part lists it, once all chunks have passed."""
         file = self._file
         checksums = self._checksums.result()
-        return PartFile(file.name, file.layout, file.entries.chunks, checksums, file.digests)
+        chunks, seal = file.entries.chunks, seal_of(self._table)
+        return PartFile(file.name, file.layout, chunks, checksums, file.digests, seal)

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from ckpt.errors import Corrupt, UnsupportedFormat
 from ckpt.format.checksum import block_count, crc32c
+from ckpt.format.checksum_tables import Seal, seal_of
 from ckpt.format.datafile import (
     CHECKSUM_MAGIC,
     CHECKSUMS,
@@ -48,6 +49,7 @@ class DataFileIndex:
     first_block: npt.NDArray[np.int64]  # [chunks + 1]
     checksums: npt.NDArray[np.uint32]
     checksum_offset: int
+    seal: Seal  # of the checksum tensor
     nbytes: int
 
 
@@ -112,6 +114,7 @@ def _read_index(read: Callable[[int, int], bytes], nbytes: int) -> DataFileIndex
         first_block=first_block,
         checksums=words[2 + len(extras) : -1].astype(np.uint32),
         checksum_offset=start,
+        seal=seal_of(words.tobytes()),
         nbytes=nbytes,
     )
 

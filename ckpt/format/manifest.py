@@ -16,6 +16,7 @@ import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field
 
 from ckpt.format.blake3 import Digests, no_digests
+from ckpt.format.checksum_tables import CHECKSUM_TABLES, NO_SEALS, Seals
 from ckpt.format.columns import Ints
 from ckpt.format.datafile import BLOCK_BYTES
 from ckpt.format.references import REFERENCES, is_reference, parse_reference
@@ -25,7 +26,9 @@ from ckpt.layout.region import Box, Region, Shape, Span
 VERSION = 1
 # The names in `required` that this version can read.
 PROGRESSIONS = "progressions"  # columns of chunks may be progressions
-FEATURES: frozenset[str] = frozenset({REFERENCES, PROGRESSIONS})
+FEATURES: frozenset[str] = frozenset({REFERENCES, PROGRESSIONS, CHECKSUM_TABLES})
+# Of a manifest without checksums, whose bytes say nothing of how many chunks there can be.
+SEALED_CHUNKS_MAX = 1 << 26
 # Far beyond any checkpoint; sums of element and byte counts below it cannot wrap around.
 NUMEL_MAX = 1 << 58
 
@@ -52,6 +55,11 @@ class Header(BaseModel):
     def has_progressions(self) -> bool:
         """Whether regular columns of the manifest are stored as their rules."""
         return PROGRESSIONS in self.required
+
+    @property
+    def has_checksum_tables(self) -> bool:
+        """Whether checksums and digests of chunks are in the data files alone."""
+        return CHECKSUM_TABLES in self.required
 
 
 class BoxTable:
@@ -115,7 +123,11 @@ class ChunkTable:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Manifest:
-    """One checkpoint. Two manifests are the same when their encodings are."""
+    """One checkpoint. Two manifests are the same when their encodings are.
+
+    Where the header has checksum tables, there are `seals` of them, and no `checksums` and
+    `digests`: `ckpt.loading.block_sums` reads them.
+    """
 
     header: Header
     files: tuple[str, ...]  # names relative to the step's directory, own ones first
@@ -131,6 +143,7 @@ class Manifest:
     values: bytes
     per_rank: tuple[bytes, ...]  # of each rank of the saving world, or empty
     digests: Digests = field(default_factory=no_digests)  # a row per chunk, or no rows
+    seals: Seals = NO_SEALS
 
     @property
     def own_nbytes(self) -> int:
@@ -176,8 +189,13 @@ class Manifest:
         """The region of `chunk` in its tensor's index space."""
         return self.chunks.region(chunk)
 
+    @property
+    def block_count(self) -> int:
+        """How many blocks all chunks have together."""
+        return int(self.chunks.first_block[-1])
+
     def chunk_checksums(self, chunk: int) -> npt.NDArray[np.uint32]:
-        """crc32c of each block of `chunk`."""
+        """crc32c of each block of `chunk`, of a manifest that holds them."""
         first = self.chunks.first_block
         return self.checksums[int(first[chunk]) : int(first[chunk + 1])]
 

@@ -9,10 +9,12 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 from pydantic import ValidationError
 
 from ckpt.errors import Corrupt, UnsupportedFormat
 from ckpt.format.blake3 import DIGEST_NBYTES, Digests, digests_from, no_digests
+from ckpt.format.checksum_tables import CHECKSUM_TABLES, NO_SEALS, Seals, decode_seals
 from ckpt.format.chunk_columns import (
     ChunkBounds,
     Counts,
@@ -36,6 +38,7 @@ from ckpt.format.datafile_index import bounded_numel
 from ckpt.format.manifest import (
     FEATURES,
     NUMEL_MAX,
+    SEALED_CHUNKS_MAX,
     VERSION,
     ChunkTable,
     Header,
@@ -55,9 +58,10 @@ from ckpt.layout.dtypes import DTYPES
 from ckpt.layout.region import Shape
 
 MAGIC = b"\x93CKPTMF\n"
-
-
 DIGEST_BYTES = 32
+SUM_FIELDS = ("checksums", "blake3")
+SEAL_FIELDS = ("table_nbytes", "table_digests")
+BLOCKS_MAX = 1 << 62
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
@@ -82,8 +86,9 @@ class ManifestEncoder:
         """The bytes of a MANIFEST object: one encoding per manifest."""
         fields = self._fields(manifest)
         if not len(manifest.digests):
-            # What no later manifest has: the checksums.
-            self._last = (replace(manifest, checksums=no_checksums()), {**fields, "checksums": b""})
+            # Without what no later manifest has: the checksums.
+            kept = {name: data for name, data in fields.items() if name != "checksums"}
+            self._last = (replace(manifest, checksums=no_checksums()), kept)
         body = pack_map(fields)
         head = MAGIC + VERSION.to_bytes(4, "little") + bytes(4) + len(body).to_bytes(8, "little")
         digest = hashlib.sha256(head)
@@ -125,7 +130,7 @@ def _has_same_table(one: Manifest, other: Manifest) -> bool:
 
 def _fields_of_header(m: Manifest) -> dict[str, bytes]:
     counts = [len(m.files), len(m.fqns), len(set(m.shapes)), len(m.chunks), len(m.chunks.boxes)]
-    counts += [len(m.checksums), len(m.aliases), len(m.per_rank)]
+    counts += [m.block_count, len(m.aliases), len(m.per_rank)]
     return {
         "header": m.header.model_dump_json().encode("utf-8"),
         "counts": np.array(counts, dtype="<u8").tobytes(),
@@ -206,7 +211,7 @@ def decode_manifest(data: bytes | memoryview) -> Manifest:
     if counts.tensors and int(kinds.max()) > 15:
         raise Corrupt(f"field 'kinds': {int(kinds.max())}, at most 15")
     itemsizes = np.array([DTYPES[name].itemsize for name in dtypes], dtype=np.uint8)
-    checksums = np.frombuffer(required_field(fields, "checksums"), dtype="<u4")
+    checksums, digests, seals = _decode_sums(fields, counts, header, file_nbytes - data_start)
     chunks = decode_chunks(
         fields,
         counts,
@@ -228,7 +233,8 @@ def decode_manifest(data: bytes | memoryview) -> Manifest:
         checksums=checksums,
         values=bytes(required_field(fields, "values")),
         per_rank=_decode_per_rank(fields, counts),
-        digests=_decode_digests(fields, counts),
+        digests=digests,
+        seals=seals,
     )
 
 
@@ -287,20 +293,22 @@ def _decode_counts(fields: Mapping[str, memoryview], header: Header) -> Counts:
     if len(raw) != 8 * len(Counts._fields):
         raise Corrupt(f"field 'counts': {len(raw)} bytes, expected {8 * len(Counts._fields)}")
     counts = Counts(*np.frombuffer(raw, dtype="<u8").tolist())
+    is_sealed = header.has_checksum_tables
     bounds = Counts(
         files=len(required_field(fields, "file_names")),
         tensors=len(required_field(fields, "fqns")) + 1,
         shapes=counts.tensors,
-        chunks=counts.blocks,
+        chunks=min(counts.blocks, SEALED_CHUNKS_MAX) if is_sealed else counts.blocks,
         boxes=counts.chunks,
-        blocks=len(required_field(fields, "checksums")) // 4,
+        # Of more blocks than that nothing is made; their number is compared with the chunks.
+        blocks=BLOCKS_MAX if is_sealed else len(required_field(fields, "checksums")) // 4,
         aliases=len(required_field(fields, "alias_names")) + 1,
         ranks=len(required_field(fields, "per_rank")),
     )
     for name, count, bound in zip(Counts._fields, counts, bounds, strict=True):
         if count > bound:
             raise Corrupt(f"field 'counts': {count} {name}, there can be at most {bound}")
-    if 4 * counts.blocks != len(required_field(fields, "checksums")):
+    if not is_sealed and 4 * counts.blocks != len(required_field(fields, "checksums")):
         raise Corrupt(
             f"field 'checksums': {len(fields['checksums'])} bytes for {counts.blocks} blocks"
         )
@@ -347,6 +355,29 @@ def _check_references_used(files: Sequence[str], chunks: ChunkTable) -> None:
     for name, count in zip(files, used, strict=True):
         if is_reference(name) and not count:
             raise Corrupt(f"field 'file_names': {name!r:.300} holds no chunk of this checkpoint")
+
+
+class _SumsOrSeals(NamedTuple):
+    checksums: npt.NDArray[np.uint32]
+    digests: Digests
+    seals: Seals
+
+
+def _decode_sums(
+    fields: Mapping[str, memoryview], counts: Counts, header: Header, rooms: Int64s
+) -> _SumsOrSeals:
+    """Checksums and digests of chunks, or the seals of the tables that hold them."""
+    elsewhere = SUM_FIELDS if header.has_checksum_tables else SEAL_FIELDS
+    if wrong := [name for name in elsewhere if name in fields]:
+        word = "with" if header.has_checksum_tables else "without"
+        raise Corrupt(f"field {wrong[0]!r}: in a manifest {word} {CHECKSUM_TABLES!r}")
+    if header.has_checksum_tables:
+        seals = decode_seals(fields, rooms)
+        if counts.blocks > int(seals.word_counts().sum(dtype=np.float64)):
+            raise Corrupt(f"field 'table_nbytes': tables too small for {counts.blocks} blocks")
+        return _SumsOrSeals(no_checksums(), no_digests(), seals)
+    checksums = np.frombuffer(required_field(fields, "checksums"), dtype="<u4")
+    return _SumsOrSeals(checksums, _decode_digests(fields, counts), NO_SEALS)
 
 
 def _decode_digests(fields: Mapping[str, memoryview], counts: Counts) -> Digests:

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
+from itertools import repeat
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from ckpt.errors import InvalidState
-from ckpt.format.blake3 import Digests
+from ckpt.format.blake3 import Digests, no_digests
+from ckpt.format.checksum_tables import NO_SEALS, Seal, Seals
 from ckpt.format.codec import encode_values
 from ckpt.format.columns import Ints
 from ckpt.format.coverage import check_cover
 from ckpt.format.manifest import (
+    SEALED_CHUNKS_MAX,
     BoxTable,
     ChunkTable,
     Header,
@@ -23,6 +27,7 @@ from ckpt.format.manifest import (
     Manifest,
     int64s,
     narrowed,
+    no_checksums,
     starts_of,
 )
 from ckpt.format.part import Part, TensorRecord
@@ -61,6 +66,17 @@ def build_manifest(
     return kept.merged.manifest(header, parts)
 
 
+def _check_count(chunks: int) -> None:
+    """Raises InvalidState for a manifest that readers would take for a hostile one."""
+    if chunks > SEALED_CHUNKS_MAX:
+        raise InvalidState(
+            [
+                f"{chunks} regions of tensors on all ranks, at most {SEALED_CHUNKS_MAX} fit into "
+                "one manifest: save fewer tensors, or on fewer ranks"
+            ]
+        )
+
+
 class _Merged:
     """All parts as one table of chunks: what does not change from save to save."""
 
@@ -74,16 +90,30 @@ class _Merged:
         columns = _merge_chunks(parts, tensor_of, _file_indexes(parts))
         self._order = _table_order(columns, len(tensors))
         self._positions = narrowed(columns.position[self._order])
-        self._blocks = _run_index(columns.block_counts, self._order)
+        self._block_counts = narrowed(columns.block_counts)
         self._data_start = int64s([])
         self._chunks = _chunk_table(columns, self._order, len(tensors))
         numels = int64s([math.prod(shape) for shape in self._shapes])
         if problems := check_cover(self._chunks, self._fqns, self._shapes, numels):
             raise InvalidState([self._with_writers(text, columns, parts) for text in problems])
 
+    @cached_property
+    def _blocks(self) -> Ints:
+        """Where the checksums of the table come from, among those of all parts."""
+        return _run_index(self._block_counts, self._order)
+
     def manifest(self, header: Header, parts: Sequence[Part]) -> Manifest:
         """The manifest of these parts, whose structures are those that this was made of."""
         files = _merge_files(parts, header)
+        if header.has_checksum_tables:
+            _check_count(len(self._chunks))
+            seals = Seals.of([file.seal for file in files])
+            if not len(seals.nbytes):
+                raise ValueError("a manifest with checksum tables needs the seals of all files")
+            checksums, digests = no_checksums(), no_digests()
+        else:
+            checksums = np.concatenate([part.checksums for part in parts])[self._blocks]
+            digests, seals = _merge_digests(parts, self._order), NO_SEALS
         data_start = int64s([file.data_start for file in files])
         if not np.array_equal(data_start, self._data_start) or not len(self._chunks.byte_start):
             # The same table as before wherever it can be: its encoding is known then.
@@ -103,10 +133,11 @@ class _Merged:
             kinds=self._kinds,
             aliases=self._aliases,
             chunks=self._chunks,
-            checksums=np.concatenate([part.checksums for part in parts])[self._blocks],
+            checksums=checksums,
             values=next((part.values for part in parts if part.values), nothing),
             per_rank=tuple([data or nothing for data in per_rank]) if any(per_rank) else (),
-            digests=_merge_digests(parts, self._order),
+            digests=digests,
+            seals=seals,
         )
 
     def _with_writers(self, problem: str, columns: _Columns, parts: Sequence[Part]) -> str:
@@ -124,6 +155,7 @@ class _File(NamedTuple):
     name: str
     nbytes: int
     data_start: int
+    seal: Seal | None
 
 
 def _merge_files(parts: Sequence[Part], header: Header) -> list[_File]:
@@ -131,7 +163,9 @@ def _merge_files(parts: Sequence[Part], header: Header) -> list[_File]:
     of_all = [
         file
         for p in parts
-        for file in map(_File, p.files, p.file_nbytes.tolist(), p.file_data_start.tolist())
+        for file in map(
+            _File, p.files, p.file_nbytes.tolist(), p.file_data_start.tolist(), _seals_of(p, header)
+        )
     ]
     own = [file for file in of_all if not is_reference(file.name)]
     shared = sorted({file for file in of_all if is_reference(file.name)})
@@ -145,6 +179,13 @@ def _merge_files(parts: Sequence[Part], header: Header) -> list[_File]:
     if wrong := [file.name for file in shared if parse_reference(file.name) is None]:
         raise ValueError(f"{wrong[0]} is not a data file of another attempt")
     return [*own, *shared]
+
+
+def _seals_of(part: Part, header: Header) -> Iterable[Seal | None]:
+    """The seals of a part's files, where the manifest will hold them."""
+    if header.has_checksum_tables and len(part.seals.nbytes):
+        return map(part.seals.of_file, range(len(part.files)))
+    return repeat(None)
 
 
 def _file_indexes(parts: Sequence[Part]) -> list[Int64s]:
@@ -282,13 +323,13 @@ def _chunk_table(columns: _Columns, order: npt.NDArray[np.intp], tensors: int) -
     )
 
 
-def _run_index(lengths: Int64s, order: npt.NDArray[np.intp]) -> Ints:
+def _run_index(lengths: Ints, order: npt.NDArray[np.intp]) -> Ints:
     """Where the items of runs of these lengths come from when the runs are put into `order`.
 
     Vectorized over items: a checkpoint has millions of block checksums.
     """
     sources = starts_of(lengths)[:-1][order]
-    sizes = lengths[order]
+    sizes = lengths[order].astype(np.int64)
     targets = starts_of(sizes)
     return narrowed(np.arange(int(targets[-1])) + np.repeat(sources - targets[:-1], sizes))
 

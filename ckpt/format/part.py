@@ -20,6 +20,7 @@ import numpy.typing as npt
 from ckpt.errors import Corrupt, InvalidState
 from ckpt.format.blake3 import Digests, no_digests
 from ckpt.format.checksum import crc32c
+from ckpt.format.checksum_tables import NO_SEALS, Seal, Seals, fields_of_seals
 from ckpt.format.codec import decode_values, encode_values
 from ckpt.format.columns import Ints, pack_ints, pack_map
 from ckpt.format.datafile import DataFileLayout, StoredChunk, region_start
@@ -41,7 +42,7 @@ class TensorRecord(NamedTuple):
 
 class PartFile(NamedTuple):
     """A data file that a rank has written, with the crc32c of all blocks of its chunks in file
-    order, and a digest per chunk or none.
+    order, a digest per chunk or none, and the seal of its checksum table.
     """
 
     name: str
@@ -49,6 +50,7 @@ class PartFile(NamedTuple):
     chunks: Sequence[StoredChunk]
     block_checksums: npt.NDArray[np.uint32]
     digests: Digests = no_digests()
+    seal: Seal | None = None
 
 
 class ReplicaColumns(NamedTuple):
@@ -95,9 +97,10 @@ class Part:
     replicas: ReplicaColumns = NO_REPLICAS
     warnings: tuple[str, ...] = field(default=())
     digests: Digests = field(default_factory=no_digests)  # a row per chunk, or no rows
+    seals: Seals = NO_SEALS  # of the files' checksum tables
 
     def structure(self) -> bytes:
-        """Everything but checksums, digests, values, warnings and sizes of files, encoded."""
+        """All but checksums, digests, seals, values, warnings and sizes of files, encoded."""
         names: dict[str, int] = {}
         dtypes = [names.setdefault(tensor.dtype, len(names)) for tensor in self.tensors]
         boxes = BoxTable.of(self.boxes)
@@ -148,18 +151,23 @@ class Part:
         """sha256 of `structure()`: 32 bytes."""
         return hashlib.sha256(self.structure()).digest()
 
-    def variable(self) -> bytes:
-        """What differs from save to save, encoded."""
+    def variable(self, *, sealed: bool = False) -> bytes:
+        """What differs from save to save, encoded; `sealed`, for a manifest with checksum tables,
+        with their seals in place of checksums and digests.
+        """
         texts = [dict(self.value_digests), list(self.warnings)]
+        sums = {
+            "checksums": self.checksums.astype("<u4").tobytes(),
+            "digests": self.digests.tobytes(),
+        }
         return pack_map(
             {
                 "structure_digest": self.structure_digest(),
                 "file_nbytes": pack_ints(self.file_nbytes),
                 "file_data_starts": pack_ints(self.file_data_start),
-                "checksums": self.checksums.astype("<u4").tobytes(),
                 "values": self.values,
                 "per_rank": self.per_rank,
-                "digests": self.digests.tobytes(),
+                **(fields_of_seals(self.seals) if sealed else sums),
                 "replica_digests": self.replicas.digests.astype("<u4").tobytes(),
                 "texts": _json(texts),
             }
@@ -237,6 +245,7 @@ class FileColumns(NamedTuple):
     block_counts: Int64s
     checksums: npt.NDArray[np.uint32]
     digests: Digests = no_digests()
+    seal: Seal | None = None
 
 
 def columns_of(file: PartFile) -> FileColumns:
@@ -250,6 +259,7 @@ def columns_of(file: PartFile) -> FileColumns:
         block_counts=file.layout.block_counts,
         checksums=file.block_checksums,
         digests=file.digests,
+        seal=file.seal,
     )
 
 
@@ -297,6 +307,7 @@ def part_of_files(
         block_counts=np.concatenate([int64s([]), *(file.block_counts for file in files)]),
         checksums=np.concatenate([no_sums, *(file.checksums for file in files)]),
         digests=np.concatenate([no_digests(), *(file.digests for file in files)]),
+        seals=Seals.of([file.seal for file in files]),
         **texts._asdict(),
     )
 
@@ -315,6 +326,7 @@ def part_again(part: Part, files: Sequence[PartFile], texts: PartTexts) -> Part:
         checksums=np.concatenate(
             [np.zeros(0, dtype=np.uint32), *(file.block_checksums for file in files)]
         ),
+        seals=Seals.of([file.seal for file in files]),
         **texts._asdict(),
     )
 

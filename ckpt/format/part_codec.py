@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 
 from ckpt.errors import Corrupt
-from ckpt.format.blake3 import digests_from
+from ckpt.format.blake3 import digests_from, no_digests
+from ckpt.format.checksum_tables import NO_SEALS, decode_seals
 from ckpt.format.columns import Ints, as_int64s, unpack_ints, unpack_map
-from ckpt.format.manifest import BoxTable, Int64s, starts_of
+from ckpt.format.manifest import BoxTable, Int64s, no_checksums, starts_of
 from ckpt.format.part import Part, ReplicaColumns, TensorRecord
 
 
@@ -81,7 +82,7 @@ class PartReader:
             part = self._part(structure, rest)
         except (KeyError, ValueError, TypeError, IndexError) as error:
             raise _unreadable(error) from error
-        if structure.blocks != len(part.checksums):
+        if not len(part.seals.nbytes) and structure.blocks != len(part.checksums):
             raise Corrupt(
                 f"rank {part.rank}: {len(part.checksums)} checksums are not one per block"
             )
@@ -158,14 +159,19 @@ class PartReader:
             digests, warnings = json.loads(texts)
             self._texts[texts] = (digests, tuple(warnings))
         value_digests, texts_of_warnings = self._texts[texts]
+        file_nbytes = as_int64s(
+            unpack_ints(rest["file_nbytes"], files, "file_nbytes"), "file_nbytes"
+        )
+        is_sealed = "table_digests" in rest
         return replace(
             fixed,
-            file_nbytes=as_int64s(
-                unpack_ints(rest["file_nbytes"], files, "file_nbytes"), "file_nbytes"
-            ),
+            file_nbytes=file_nbytes,
             file_data_start=data_start,
             chunk_byte_start=structure.positions + data_start[fixed.chunk_file],
-            checksums=np.frombuffer(rest["checksums"], dtype="<u4"),
+            checksums=no_checksums()
+            if is_sealed
+            else np.frombuffer(rest["checksums"], dtype="<u4"),
+            seals=decode_seals(rest, file_nbytes - data_start) if is_sealed else NO_SEALS,
             values=bytes(rest["values"]),
             value_digests=value_digests,
             per_rank=bytes(rest["per_rank"]),
@@ -173,7 +179,7 @@ class PartReader:
                 digests=np.frombuffer(rest["replica_digests"], dtype="<u4")
             ),
             warnings=texts_of_warnings,
-            digests=digests_from(rest["digests"]),
+            digests=no_digests() if is_sealed else digests_from(rest["digests"]),
         )
 
 

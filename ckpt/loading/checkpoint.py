@@ -28,6 +28,7 @@ from ckpt.format.manifest_codec import decode_manifest
 from ckpt.layout.dtypes import DTYPES, torch_dtype
 from ckpt.layout.piece import Holding, Kind, Piece
 from ckpt.layout.region import Box, Region, Shape, Span, is_inside, whole
+from ckpt.loading.block_sums import BlockSums
 from ckpt.loading.plan import ReadPath, plan_reads
 from ckpt.loading.reader import Reader
 from storage import KeyNotFoundError, Store, StoreLike, open_store
@@ -183,6 +184,7 @@ class Checkpoint:
         self.manifest = located.manifest
         self.entry = located.entry
         self._path = path or ReadPath(readers=4)
+        self.sums = BlockSums(store, located.prefix, located.manifest, self._path.cache)
 
     @property
     def url(self) -> str:
@@ -322,7 +324,7 @@ class Checkpoint:
         target = torch.empty(shape, dtype=torch_dtype(entry.dtype))
         wanted = [piece_of(entry, region, target)]
         try:
-            fill(self.store, self.prefix, self.manifest, wanted, self._path)
+            fill(self, wanted, self._path)
         except KeyNotFoundError as error:
             if self._was_retired():
                 raise NoCheckpoint(
@@ -357,14 +359,12 @@ def piece_of(entry: StoredTensor, region: Region, target: torch.Tensor) -> Holdi
     return Holding(target, (piece,), Kind.OTHER, synchronized=True)
 
 
-def fill(
-    store: Store, prefix: str, manifest: Manifest, holdings: Sequence[Holding], path: ReadPath
-) -> None:
+def fill(checkpoint: Checkpoint, holdings: Sequence[Holding], path: ReadPath) -> None:
     """Read the holdings' pieces into their memory, every block checked.
 
     Raises Corrupt and the store's errors; the memory is undefined then.
     """
-    reader = Reader(store, prefix, manifest, plan_reads(manifest, holdings), path)
+    reader = Reader(checkpoint.sums, plan_reads(checkpoint.manifest, holdings), path)
     reader.read_private(reader.blocks.runs())
 
 

@@ -20,6 +20,7 @@ from ckpt.format.manifest_codec import decode_manifest
 from ckpt.layout.dtypes import torch_dtype
 from ckpt.layout.piece import Kind
 from ckpt.layout.plain import Ranks
+from ckpt.loading.block_sums import BlockSums
 from ckpt.loading.byte_line import file_starts
 from ckpt.loading.exchange import Exchange
 from ckpt.loading.matching import match
@@ -272,7 +273,8 @@ def _reader(
     store: Store, located: tuple[str, Manifest], binding: Binding, path: ReadPath
 ) -> Reader:
     prefix, manifest = located
-    return Reader(store, prefix, manifest, plan_reads(manifest, binding.holdings), path)
+    sums = BlockSums(store, prefix, manifest, path.cache)
+    return Reader(sums, plan_reads(manifest, binding.holdings), path)
 
 
 class _Sums(NamedTuple):

@@ -27,6 +27,7 @@ from ckpt.commit.locate import file_key, file_keys
 from ckpt.errors import Corrupt
 from ckpt.format.checksum import crc32c_of_each
 from ckpt.format.manifest import Manifest
+from ckpt.format.stored_index import read_into
 from ckpt.layout.memory import (
     CallersStreams,
     address_of,
@@ -38,10 +39,11 @@ from ckpt.layout.memory import (
 )
 from ckpt.layout.region import row_major_strides
 from ckpt.layout.reshard import clip_patch
+from ckpt.loading.block_sums import BlockSums, TableRange, cache_prefix
 from ckpt.loading.byte_line import Ints, NeededBlocks, file_starts, length, requests
 from ckpt.loading.plan import PACKED_COUNT_MIN, Need, ReadPath, ReadPlan, Scatter, whole_need
 from ckpt.loading.shared_reads import SharedRun
-from storage import ByteRange, ShortReadError, Store
+from storage import ByteRange
 
 
 class ReadPart(NamedTuple):
@@ -77,6 +79,13 @@ class ReadRange(NamedTuple):
     nbytes: int
 
 
+class _Request(NamedTuple):
+    """Rows of blocks that are read together, and the checksum table that comes with them."""
+
+    rows: Ints
+    table: TableRange | None
+
+
 class Reader:
     """Executes a plan: reads runs of blocks, checks every block, delivers the bytes.
 
@@ -84,12 +93,12 @@ class Reader:
     Corrupt when bytes differ from what was written, and the store's errors.
     """
 
-    def __init__(
-        self, store: Store, directory: str, manifest: Manifest, plan: ReadPlan, path: ReadPath
-    ) -> None:
-        self._store = store
-        self._directory = directory
-        self._keys = file_keys(directory, manifest)
+    def __init__(self, sums: BlockSums, plan: ReadPlan, path: ReadPath) -> None:
+        manifest = sums.manifest
+        self._sums = sums
+        self._store = sums.store
+        self._directory = sums.directory
+        self._keys = file_keys(sums.directory, manifest)
         self._manifest = manifest
         self._needs = dict(plan.needs)
         self._packed = plan.packed
@@ -103,20 +112,19 @@ class Reader:
         self._is_packed = np.isin(
             self.blocks.chunk, np.fromiter(plan.packed, np.int64, len(plan.packed))
         )
-        # By the checkpoint's own name and not by its path, so that a copy of it shares the cache.
-        header = manifest.header
-        self._cache_keys = file_keys(f"{header.step:08d}-{header.attempt}/", manifest)
+        self._cache_keys = file_keys(cache_prefix(manifest), manifest)
         self._counting = threading.Lock()
         self.nbytes_read = 0
         self.nbytes_passed = 0  # read over, between what is needed
         self.nbytes_cached = 0
         self.nbytes_direct = 0  # of those of the store, around the page cache
         self._nbytes = length(self.blocks.runs())
+        self._listed: set[int] = set()  # files whose tables `requests` has listed
 
     def read_private(self, runs: Ints) -> None:
         """Read the blocks of `runs` and put them where the plan says."""
         requests = self._requests(runs)
-        cold = [self._is_cold(rows) for rows in requests]
+        cold = [self._is_cold(request.rows) for request in requests]
         reads = [partial(self._read_and_deliver, *one) for one in zip(requests, cold, strict=True)]
         if self._path.readers > 1:
             _run_all(reads, (), self._path.readers)
@@ -134,11 +142,20 @@ class Reader:
         return path.direct_always or self._store.is_cold(self._keys[file], ByteRange(start, stop))
 
     def requests(self, runs: Ints) -> list[ReadRange]:
-        """The ranges that reading `runs` requests from the store; nothing is read."""
+        """The ranges that reading `runs` requests from the store; nothing is read. Tables that
+        earlier calls have listed are left out.
+        """
         ranges = []
-        for rows in self._requests(runs):
+        for rows, table in self._requests(runs):
+            file, start, stop = self._range(rows)
             nbytes = int((self.blocks.stop[rows] - self.blocks.start[rows]).sum())
-            ranges.append(ReadRange(*self._range(rows), nbytes))
+            if self._sums.in_files and file not in self._listed:
+                self._listed.add(file)
+                if table is None:
+                    ranges.append(ReadRange(*self._sums.table_of(file), 0))
+                else:
+                    stop = table.stop
+            ranges.append(ReadRange(file, start, stop, nbytes))
         return ranges
 
     def _range(self, rows: Ints) -> tuple[int, int, int]:
@@ -146,13 +163,30 @@ class Reader:
         file, start = self._place(int(rows[0]))
         return file, start, start + int(self.blocks.stop[rows[-1]] - self.blocks.start[rows[0]])
 
-    def _requests(self, runs: Ints) -> list[Ints]:
-        """Rows of the blocks in `runs`, those of one request together."""
+    def _requests(self, runs: Ints) -> list[_Request]:
+        """The blocks in `runs`, those of one request together."""
         rows = self.blocks.within(runs)
         wanted = NeededBlocks(*(column[rows] for column in self.blocks))
         path = self._path
         reads = requests(wanted, self._files, path.request_nbytes_max, path.gap_nbytes_max)
-        return [rows[one.start : one.stop] for one in reads]
+        together = [rows[one.start : one.stop] for one in reads]
+        if not self._sums.in_files:
+            return [_Request(rows, None) for rows in together]
+        files = [self._place(int(rows[0]))[0] for rows in together]
+        self._sums.expect(np.unique(files))
+        counts = np.bincount(files, minlength=1)
+        return [
+            _Request(rows, self._table_behind(file, rows) if counts[file] == 1 else None)
+            for file, rows in zip(files, together, strict=True)
+        ]
+
+    def _table_behind(self, file: int, rows: Ints) -> TableRange | None:
+        """The checksum table of a file, if the only request for its blocks should go on to it."""
+        if not self._sums.may_join(file):
+            return None
+        table = self._sums.table_of(file)
+        gap = table.start - self._range(rows)[2]
+        return table if gap <= self._path.gap_nbytes_max else None
 
     def _place(self, row: int) -> tuple[int, int]:
         """The file of a block, and where the block starts in it."""
@@ -202,8 +236,8 @@ class Reader:
         if row < group.stop:
             yield ReadPart(row, group.stop)
 
-    def _read_and_deliver(self, rows: Ints, is_cold: bool = False) -> None:
-        parts = list(self._parts(rows))
+    def _read_and_deliver(self, request: _Request, is_cold: bool = False) -> None:
+        parts = list(self._parts(request.rows))
         buffers: list[memoryview] = []
         read: list[memoryview] = []
         for index, part in enumerate(parts):
@@ -220,8 +254,7 @@ class Reader:
             for part, data in zip(parts, read, strict=True):
                 self._check(part.first, part.last, data)
 
-        needed = sum(data.nbytes for data in read)
-        self._get(int(rows[0]), buffers, needed, check, direct=is_cold)
+        self._get(request, buffers, sum(data.nbytes for data in read), check, direct=is_cold)
         with self._streams.entered():
             for part, data in zip(parts, read, strict=True):
                 self._deliver_part(part, data)
@@ -257,12 +290,13 @@ class Reader:
     def read_run(self, run: SharedRun) -> memoryview:
         """The checked bytes of a run, in the order of the line."""
         buffer = memoryview(bytearray(run.stop - run.start))
-        for rows in self._requests(np.array([[run.start, run.stop]])):
-            first, last = int(rows[0]), int(rows[-1]) + 1
+        for request in self._requests(np.array([[run.start, run.stop]])):
+            first, last = int(request.rows[0]), int(request.rows[-1]) + 1
             start, stop = self.blocks.start[first], self.blocks.stop[last - 1]
             data = buffer[int(start) - run.start : int(stop) - run.start]
             check = partial(self._check, first, last, data)
-            self._get(first, [data], data.nbytes, check, direct=self._is_cold(rows))
+            is_cold = self._is_cold(request.rows)
+            self._get(request, [data], data.nbytes, check, direct=is_cold)
         return buffer
 
     def deliver_run(self, run: SharedRun, data: memoryview) -> None:
@@ -279,17 +313,29 @@ class Reader:
 
     def _get(
         self,
-        row: int,
+        request: _Request,
         buffers: Sequence[memoryview],
         needed: int,
-        check: Callable[[], None],
+        check_blocks: Callable[[], None],
         *,
         direct: bool = False,
     ) -> None:
-        """Fill `buffers` from the start of a block on: from the cache, if what it has passes
-        `check`, or from the store. `needed` of their bytes are; the rest is read over.
+        """Fill `buffers` from the start of a block on: from the cache, if what it has passes the
+        checks, or from the store. `needed` of their bytes are; the rest is read over. The table of
+        the request follows.
         """
-        file, start = self._place(row)
+        file, start = self._place(int(request.rows[0]))
+        table = memoryview(b"")
+        if request.table is not None:
+            stop = start + sum(buffer.nbytes for buffer in buffers)
+            table = memoryview(bytearray(request.table.stop - request.table.start))
+            buffers = [*buffers, memoryview(bytearray(request.table.start - stop)), table]
+
+        def check() -> None:
+            if table.nbytes:
+                self._sums.take(file, table)
+            check_blocks()
+
         cache, root = self._path.cache, self._manifest.header.root
         if cache is not None and cache.fill(root, self._cache_keys[file], start, buffers):
             # Bytes of a cache that do not match are no damage of the checkpoint: read the store.
@@ -314,7 +360,7 @@ class Reader:
         rows = slice(first, last)
         chunk, number = self.blocks.chunk[rows], self.blocks.number[rows]
         sizes = (self.blocks.stop[rows] - self.blocks.start[rows]).tolist()
-        expected = self._manifest.checksums[self._manifest.chunks.first_block[chunk] + number]
+        expected = self._sums.of_blocks(chunk, number)
         actual = np.array(crc32c_of_each(data, sizes), dtype=np.uint32)
         if len(bad := np.flatnonzero(actual != expected)):
             row = bad[0]
@@ -362,18 +408,6 @@ def _run_all(
         finally:
             for future in running:
                 future.cancel()
-
-
-def read_into(
-    store: Store, key: str, start: int, buffers: Sequence[memoryview], *, direct: bool = False
-) -> None:
-    """`get_into` of a data file. Raises Corrupt when the file ends too early."""
-    try:
-        (store.get_direct_into if direct else store.get_into)(key, start, buffers)
-    except ShortReadError as error:
-        raise Corrupt(
-            f"{error}: the file was cut. Load an older step, or restore this file from a copy."
-        ) from error
 
 
 def _may_write(tensor: torch.Tensor) -> contextlib.AbstractContextManager[None]:

@@ -16,22 +16,26 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ckpt.commit.locate import read_manifest
+from ckpt.commit.locate import file_key, read_manifest
+from ckpt.commit.names import step_prefix
 from ckpt.commit.records import LiveEntry
 from ckpt.commit.session import Session
 from ckpt.errors import CheckpointError
 from ckpt.format.blake3 import digest_of
 from ckpt.format.checksum import block_checksums
-from ckpt.format.datafile import StoredChunk
+from ckpt.format.datafile import DIGESTS, StoredChunk
 from ckpt.format.manifest import Header, Manifest
 from ckpt.format.manifest_codec import decode_manifest
 from ckpt.format.part import Part
+from ckpt.format.stored_index import check_seal, digests_in, extra_of, index_of
 from ckpt.layout.memory import bytes_at, is_plain_memory
 from ckpt.saving.dedup import (
     Checksums,
     Division,
     Known,
+    StoredSums,
     divide,
+    known_of_files,
     known_of_manifest,
     known_of_part,
     nbytes_held,
@@ -102,15 +106,22 @@ class Previous:
         )
         return Base(tuple(sorted(allowed)), data if allowed else b"")
 
-    def known_of(self, base: Base, chunks: Sequence[StoredChunk]) -> Known:
-        """Where the bytes of `chunks` are stored, as far as this rank knows.
+    def known_of(
+        self, base: Base, chunks: Sequence[StoredChunk], header: Header, store: Store
+    ) -> Known:
+        """Where the bytes of `chunks` are stored, as far as this rank knows, for a checkpoint with
+        that header.
 
         Ranks may know different checkpoints, and one rank an older one. That does no harm: only
         files of allowed attempts are referred to, those are live, and bytes are compared.
         """
-        if base.manifest:
-            return known_of_manifest(decode_manifest(base.manifest), chunks)
-        return self.known
+        if not base.manifest:
+            return self.known
+        manifest = decode_manifest(base.manifest)
+        if not header.has_checksum_tables and not manifest.header.has_checksum_tables:
+            return known_of_manifest(manifest, chunks)
+        # This rank reads what the files say that have its own chunks, and no others.
+        return known_of_files(manifest, chunks, lambda file: _sums_of(store, manifest, file))
 
     def remember(self, header: Header, part: Part, manifest: Manifest | None) -> None:
         """Keep a checkpoint that was committed: `part` is this rank's; only the coordinator passes
@@ -140,14 +151,37 @@ def _read(store: Store, entry: LiveEntry) -> tuple[Manifest | None, bytes]:
         return None, b""
 
 
+def _sums_of(store: Store, manifest: Manifest, file: int) -> StoredSums | None:
+    """What a data file of the previous checkpoint says of its chunks. None without digests, and
+    where it is not as its manifest says: a load raises that error.
+    """
+    prefix = step_prefix(manifest.header.step, manifest.header.attempt)
+    key = file_key(prefix, manifest.files[file])
+    try:
+        index = index_of(store, key, int(manifest.file_nbytes[file]))
+        if manifest.header.has_checksum_tables:
+            check_seal(index.seal, manifest.seals.of_file(file), f"{store.url}/{key}")
+        if DIGESTS not in index.extras:
+            return None
+        return StoredSums(index, digests_in(key, index, extra_of(store, key, index, DIGESTS)))
+    except (CheckpointError, KeyNotFoundError) as error:
+        logger.warning(
+            "this save writes again what is in %s, because that cannot be read: %s", key, error
+        )
+        return None
+
+
 def _can_be_base(manifest: Manifest, entry: LiveEntry, block_nbytes: int) -> bool:
-    """Whether the next checkpoint may refer to its files: it has digests and blocks of this size.
+    """Whether the next checkpoint may refer to its files: by its manifest, it has blocks of this
+    size, and digests unless these are in the files.
 
     Its root is not compared: a copied root has a new name, but its checkpoints keep the old one.
     """
     header = manifest.header
     is_named_right = (header.step, header.attempt) == (entry.step, entry.attempt)
-    return is_named_right and header.block_bytes == block_nbytes and len(manifest.digests) > 0
+    # With checksum tables, digests are in the files, and each rank looks into its own.
+    may_have_digests = header.has_checksum_tables or len(manifest.digests) > 0
+    return is_named_right and header.block_bytes == block_nbytes and may_have_digests
 
 
 class Referred(NamedTuple):
@@ -164,20 +198,21 @@ def everything(sources: Sequence[Source]) -> Referred:
 
 
 def refer(
-    sources: Sequence[Source], base: Base, previous: Previous, *, block_nbytes: int
+    sources: Sequence[Source], base: Base, previous: Previous, *, header: Header, store: Store
 ) -> Referred:
-    """Hash all sources, and leave out those whose bytes are stored already.
+    """Hash all sources, and leave out those whose bytes are stored already; `header` is that of the
+    save.
 
     Every byte is hashed at every save. The bytes must not change until the files are written.
     """
     chunks = [source.chunk for source in sources]
     digests = [digest_of(_bytes_of(source, HASHED_NBYTES)) for source in sources]
 
-    known = previous.known_of(base, chunks) if base.allowed else {}
+    known = previous.known_of(base, chunks, header, store) if base.allowed else {}
     division = divide(
         chunks,
         digests,
-        lambda index: _checksums(sources[index], block_nbytes),
+        lambda index: _checksums(sources[index], header.block_bytes),
         known=known,
         allowed=base.allowed,
     )

@@ -16,15 +16,18 @@ few and hold no more than a fixed multiple of its own bytes: see `references_all
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import zip_longest
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from ckpt.commit.records import LiveEntry
-from ckpt.format.blake3 import digests_from
+from ckpt.format.blake3 import Digests, digests_from
+from ckpt.format.checksum_tables import Seal
 from ckpt.format.datafile import StoredChunk
+from ckpt.format.datafile_index import DataFileIndex
 from ckpt.format.manifest import Header, Manifest
 from ckpt.format.metadata import FileRange
 from ckpt.format.part import FileColumns, Part
@@ -47,6 +50,7 @@ class SharedFile(NamedTuple):
     attempt: str
     nbytes: int
     data_start: int
+    seal: Seal | None = None
 
 
 class KnownChunk(NamedTuple):
@@ -98,8 +102,8 @@ def known_of_part(part: Part, header: Header) -> dict[Identity, KnownChunk]:
     """The chunks of one rank's part of a checkpoint that was committed. Empty without digests."""
     if not len(part.digests):
         return {}
-    sizes = zip(part.files, part.file_nbytes.tolist(), part.file_data_start.tolist(), strict=True)
-    files = [_shared_file(header, *file) for file in sizes]
+    seals = [part.seals.of_file(file) for file in range(len(part.seals.nbytes))]
+    files = _shared_files(header, part, seals)
     first_block = np.concatenate([[0], np.cumsum(part.block_counts)]).tolist()
     known = {}
     rows = zip(
@@ -126,32 +130,78 @@ def known_of_manifest(
     """Those of the `wanted` chunks that a checkpoint has. Empty when it has no digests."""
     if not len(manifest.digests):
         return {}
-    sizes = zip(
-        manifest.files,
-        manifest.file_nbytes.tolist(),
-        manifest.file_data_start.tolist(),
-        strict=True,
-    )
-    files = [_shared_file(manifest.header, *file) for file in sizes]
+    files = _shared_files(manifest.header, manifest, ())
+    return {
+        chunk: KnownChunk(
+            files[int(manifest.chunks.file[number])],
+            int(manifest.chunks.byte_start[number]),
+            manifest.digests[number].tobytes(),
+            manifest.chunk_checksums(number),
+        )
+        for chunk, number in _matches(manifest, wanted)
+    }
+
+
+class StoredSums(NamedTuple):
+    """What a data file says of its chunks' bytes: its index, and a digest per chunk."""
+
+    described: DataFileIndex
+    digests: Digests
+
+
+def known_of_files(
+    manifest: Manifest,
+    wanted: Iterable[StoredChunk],
+    sums_of: Callable[[int], StoredSums | None],
+) -> dict[Identity, KnownChunk]:
+    """As `known_of_manifest`, by what the data files themselves say: `sums_of(file)`, None for one
+    that cannot be referred to.
+    """
     known = {}
-    for chunk in map(identity, wanted):
-        number = _find(manifest, chunk)
-        if number >= 0:
+    files = _shared_files(manifest.header, manifest, ())
+    opened: dict[int, StoredSums | None] = {}
+    for chunk, number in _matches(manifest, wanted):
+        file = int(manifest.chunks.file[number])
+        if file not in opened:
+            opened[file] = sums_of(file)
+        there = opened[file]
+        if there is None:
+            continue
+        index, digests = there
+        shared = files[file]._replace(seal=index.seal)
+        byte_start = int(manifest.chunks.byte_start[number])
+        position = int(np.searchsorted(index.offsets, byte_start))
+        if position < len(index.offsets) and identity(index.chunks[position]) == chunk:
+            first, last = index.first_block[position : position + 2].tolist()
             known[chunk] = KnownChunk(
-                files[int(manifest.chunks.file[number])],
-                int(manifest.chunks.byte_start[number]),
-                manifest.digests[number].tobytes(),
-                manifest.chunk_checksums(number),
+                shared, byte_start, digests[position].tobytes(), index.checksums[first:last]
             )
     return known
 
 
-def _shared_file(header: Header, name: str, nbytes: int, data_start: int) -> SharedFile:
-    reference = parse_reference(name)
-    if reference is not None:
-        return SharedFile(name, reference.attempt, nbytes, data_start)
-    name = reference_to(header.step, header.attempt, name)
-    return SharedFile(name, header.attempt, nbytes, data_start)
+def _matches(manifest: Manifest, wanted: Iterable[StoredChunk]) -> Iterator[tuple[Identity, int]]:
+    """Those of the `wanted` chunks that a manifest has, with their numbers in it."""
+    for chunk in map(identity, wanted):
+        number = _find(manifest, chunk)
+        if number >= 0:
+            yield chunk, number
+
+
+def _shared_files(
+    header: Header, files: Part | Manifest, seals: Sequence[Seal]
+) -> list[SharedFile]:
+    """All files of a checkpoint, or of one rank's part of it, as a later one would name them."""
+    columns = zip_longest(
+        files.files, files.file_nbytes.tolist(), files.file_data_start.tolist(), seals
+    )
+    shared = []
+    for name, nbytes, data_start, seal in columns:
+        reference = parse_reference(name)
+        attempt = header.attempt if reference is None else reference.attempt
+        if reference is None:
+            name = reference_to(header.step, header.attempt, name)
+        shared.append(SharedFile(name, attempt, nbytes, data_start, seal))
+    return shared
 
 
 def _find(manifest: Manifest, chunk: Identity) -> int:
@@ -233,6 +283,7 @@ def _columns(file: SharedFile, rows: Sequence[tuple[StoredChunk, KnownChunk]]) -
         name=file.name,
         nbytes=file.nbytes,
         data_start=file.data_start,
+        seal=file.seal,
         chunks=[chunk for chunk, _ in rows],
         offsets=np.array([there.byte_start for _, there in rows], dtype=np.int64),
         block_counts=np.array([len(there.checksums) for _, there in rows], dtype=np.int64),

@@ -64,9 +64,11 @@ class Received(NamedTuple):
 
 
 def gather_parts(
-    part: Part, report: RankReport, world: World, known: Structures
+    part: Part, report: RankReport, world: World, known: Structures, *, sealed: bool
 ) -> Callable[[], Received]:
     """Send this rank's part to the coordinator. Returns a function that decodes what it received.
+
+    `sealed`: with seals in place of checksums, for a manifest with checksum tables.
 
     Decoding may raise, so the function is called later, in a step in which all ranks agree: an
     error here would leave the others waiting for the coordinator's answer.
@@ -75,7 +77,7 @@ def gather_parts(
         known.kept, known.encoder = KeptMerge(), ManifestEncoder()
         return lambda: Received([part], [report])
     structure = part.structure()
-    payload = joined(b"" if structure == known.sent else structure, part.variable())
+    payload = joined(b"" if structure == known.sent else structure, part.variable(sealed=sealed))
     received = world.gather_to_coordinator("parts", joined(report.encode(), payload))
     known.sent = structure
 

@@ -20,6 +20,7 @@ from ckpt.commit.session import ReferenceRetired, Session
 from ckpt.commit.sweep import NotRetired
 from ckpt.commit.writer import Commit
 from ckpt.errors import Fenced, InvalidState, LogDiverged, OutcomeUnknown, SaveDropped
+from ckpt.format.checksum_tables import CHECKSUM_TABLES
 from ckpt.format.datafile import BLOCK_BYTES
 from ckpt.format.manifest import PROGRESSIONS, Header, Manifest
 from ckpt.format.manifest_codec import ManifestEncoder
@@ -38,8 +39,8 @@ from storage import Store
 logger = logging.getLogger(__name__)
 
 
-# From that many ranks on, manifests hold the rules of regular layouts; with fewer, older versions
-# can read them.
+# From that many ranks on, manifests hold the rules of regular layouts, and seals of the files'
+# checksums; with fewer, older versions can read them.
 RULES_RANKS_MIN = 128
 TRIES = 3  # of a save that refers to other checkpoints, each time that one of them is retired
 
@@ -96,7 +97,13 @@ def _publish(task: SaveTask, attempt: Attempt, write: Callable[[Attempt], Part])
 
             part = collectively(session.world, "write", run)
         with task.recorder.span("parts"):
-            parts = gather_parts(part, task.rank_report(), session.world, memory.structures)
+            parts = gather_parts(
+                part,
+                task.rank_report(),
+                session.world,
+                memory.structures,
+                sealed=header.has_checksum_tables,
+            )
         report, committed = _commit(parts, task, header)
     except (Fenced, LogDiverged, OutcomeUnknown):
         # Delete nothing: the root belongs to another session now, or the commit may have happened.
@@ -151,7 +158,8 @@ def _start(task: SaveTask, modules: Callable[[], Sequence[str]], *, may_refer: b
     if session is not None:
         try:
             header = header_of(task, session.new_attempt(), modules())
-            required = [PROGRESSIONS] if task.session.world.size >= RULES_RANKS_MIN else []
+            is_large = task.session.world.size >= RULES_RANKS_MIN
+            required = [PROGRESSIONS, CHECKSUM_TABLES] if is_large else []
             encoded_base = b""
             if task.options.dedup:
                 previous = task.memory.previous

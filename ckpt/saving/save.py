@@ -71,7 +71,7 @@ def write_sources(
     if attempt.base is not None:
         with recorder.span("digest", sum(source.chunk.nbytes for source in sources)):
             previous = task.memory.previous
-            referred = refer(sources, attempt.base, previous, block_nbytes=header.block_bytes)
+            referred = refer(sources, attempt.base, previous, header=header, store=task.store)
         entries = entries_of(referred.sources, path.file_nbytes_max, header.block_bytes)
     with recorder.span("write", sum(file.nbytes for file in entries)):
         texts = texts_of(contents, task)

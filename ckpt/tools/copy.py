@@ -39,9 +39,10 @@ from ckpt.format.datafile_index import DataFileIndex
 from ckpt.format.manifest import Manifest
 from ckpt.format.manifest_codec import decode_manifest, encode_manifest
 from ckpt.format.references import REFERENCES, is_reference
+from ckpt.format.stored_index import index_of
 from ckpt.loading.checkpoint import Checkpoint, LocatedCheckpoint, find_checkpoint
 from ckpt.saving.resumable import begin, end, is_another_file
-from ckpt.tools.relay import check_index, index_of, is_there, relay_file, tiles_of
+from ckpt.tools.relay import check_index, is_there, relay_file, tiles_of
 from ckpt.tools.rewrite import own_layout, rewrite
 from storage import KeyNotFoundError, Store, StoreLike, open_store, options_of_other
 from storage.memory import MemoryStore

@@ -176,6 +176,8 @@ def diff_checkpoints(
     a: Checkpoint, b: Checkpoint, options: DiffOptions, progress: Progress | None = None
 ) -> DiffReport:
     """As `diff`, of checkpoints that are open."""
+    for one in (a, b):
+        one.sums.read_all(options.threads)
     names_a = _renamed(a, options)
     names_b = {name: name for name in b if _is_selected(name, options)}
     pairs = [_pair(a, b, names_a[name], name) for name in names_b if name in names_a]
@@ -270,7 +272,7 @@ def _pair(a: Checkpoint, b: Checkpoint, name_a: str, name_b: str) -> _Pair:
     if shape_a == shape_b and numel:
         spans = (Span(0, numel),)
         if dtype_a == dtype_b:
-            spans = _differing_spans(a.manifest, at_a, b.manifest, at_b)
+            spans = _differing_spans(a, at_a, b, at_b)
     return _Pair(name_a, name_b, dtype_a, dtype_b, shape_a, shape_b, spans)
 
 
@@ -278,18 +280,19 @@ def _number(checkpoint: Checkpoint, name: str) -> int:
     return checkpoint.manifest.index(checkpoint.aliases.get(name, name))
 
 
-def _differing_spans(a: Manifest, at_a: int, b: Manifest, at_b: int) -> tuple[Span, ...]:
+def _differing_spans(one: Checkpoint, at_a: int, other: Checkpoint, at_b: int) -> tuple[Span, ...]:
     """Elements of one tensor that may differ, as ascending disjoint spans; nothing else does."""
+    a, b = one.manifest, other.manifest
     numel = math.prod(a.shapes[at_a])
     itemsize = DTYPES[a.dtypes[at_a]].itemsize
     # The blocks of a box are no runs of the tensor's order: only equal boxes can be compared.
     if _boxed(a, at_a) or _boxed(b, at_b):
         same = _same_regions(a, at_a, b, at_b) and np.array_equal(
-            _checksums(a, at_a), _checksums(b, at_b)
+            _checksums(one, at_a), _checksums(other, at_b)
         )
         return () if same else (Span(0, numel),)
     ends_a, ends_b = _block_ends(a, at_a, itemsize), _block_ends(b, at_b, itemsize)
-    sums_a, sums_b = _checksums(a, at_a), _checksums(b, at_b)
+    sums_a, sums_b = _checksums(one, at_a), _checksums(other, at_b)
     if np.array_equal(ends_a, ends_b) and np.array_equal(sums_a, sums_b):
         return ()
     # From one common end to the next, the bytes of both are the same elements, in whole blocks.
@@ -323,9 +326,8 @@ def _same_regions(a: Manifest, at_a: int, b: Manifest, at_b: int) -> bool:
     return [*map(a.region, a.chunks.of_tensor(at_a))] == [*map(b.region, b.chunks.of_tensor(at_b))]
 
 
-def _checksums(manifest: Manifest, index: int) -> np.ndarray[Any, np.dtype[np.uint32]]:
-    chunks, first_block = manifest.chunks.of_tensor(index), manifest.chunks.first_block
-    return manifest.checksums[int(first_block[chunks.start]) : int(first_block[chunks.stop])]
+def _checksums(checkpoint: Checkpoint, index: int) -> np.ndarray[Any, np.dtype[np.uint32]]:
+    return checkpoint.sums.of_chunks(checkpoint.manifest.chunks.of_tensor(index))
 
 
 def _block_ends(

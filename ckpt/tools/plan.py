@@ -30,6 +30,7 @@ from ckpt.layout.even import LAYOUTS, EvenLayout, wanted_part
 from ckpt.layout.piece import Holding, Kind, Piece
 from ckpt.layout.plain import Ranks
 from ckpt.layout.region import Box, Region, Shape, whole
+from ckpt.loading.block_sums import BlockSums
 from ckpt.loading.byte_line import NeededBlocks
 from ckpt.loading.checkpoint import Checkpoint, find_checkpoint
 from ckpt.loading.exchange import nbytes_under_way
@@ -406,7 +407,7 @@ class _RankNeeds(NamedTuple):
     ) -> RankPlan:
         """The plan of this rank among others."""
         sharing = part.sharing
-        reader = Reader(store, prefix, manifest, self.reads, path)
+        reader = Reader(BlockSums(store, prefix, manifest, path.cache), self.reads, path)
         requests = reader.requests(sharing.private)
         private_max = max((_length(request) for request in requests), default=0)
         received = 0

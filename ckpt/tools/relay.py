@@ -18,11 +18,11 @@ from ckpt.errors import Corrupt
 from ckpt.format.checksum import crc32c
 from ckpt.format.crc_combine import joined_crc32c
 from ckpt.format.datafile import CHECKSUM_MAGIC
-from ckpt.format.datafile_index import DataFileIndex, read_data_file_index
+from ckpt.format.datafile_index import DataFileIndex
 from ckpt.format.manifest import Manifest
 from ckpt.format.object_parts import PART_NBYTES, fill_and_send, sending
+from ckpt.format.stored_index import check_seal, index_of, read_into
 from ckpt.layout.memory import aligned_buffer
-from ckpt.loading.reader import read_into
 from ckpt.saving.resumable import is_written
 from storage import Store
 
@@ -44,20 +44,11 @@ class Fragment(NamedTuple):
     nbytes: int
 
 
-def index_of(store: Store, key: str, nbytes: int) -> DataFileIndex:
-    """The index in a data file's header. Raises Corrupt, UnsupportedFormat, the store's errors."""
-
-    def read(start: int, stop: int) -> bytes:
-        data = bytearray(stop - start)
-        if data:
-            read_into(store, key, start, [memoryview(data)])
-        return bytes(data)
-
-    return read_data_file_index(read, nbytes, name=f"{store.url}/{key}")
-
-
 def check_index(index: DataFileIndex, manifest: Manifest, file: int, key: str) -> None:
     """Raises Corrupt unless a file and the manifest agree on every checksum of file `file`."""
+    if manifest.header.has_checksum_tables:
+        check_seal(index.seal, manifest.seals.of_file(file), key)
+        return
     chunks = manifest.chunks
     place = {start: position for position, start in enumerate(index.offsets.tolist())}
     for chunk in np.flatnonzero(chunks.file == file).tolist():

@@ -203,7 +203,7 @@ def _written(checkpoint: Checkpoint, target: Store, file: DataFile, add: Counter
     if there is None:
         return _write(checkpoint, target, file, add)
     add.skip(layout.nbytes)
-    return PartFile(file.name, layout, file.entries.chunks, there.checksums)
+    return PartFile(file.name, layout, file.entries.chunks, there.checksums, seal=there.seal)
 
 
 def _write(checkpoint: Checkpoint, target: Store, file: DataFile, add: Counter) -> PartFile:
@@ -248,7 +248,7 @@ def _bytes_of(
         number = manifest.index(chunk.fqn)
         wanted = StoredTensor(number, chunk.fqn, chunk.dtype, chunk.global_shape)
         holding = piece_of(wanted, band.region, target)
-        fill(checkpoint.store, checkpoint.prefix, manifest, [holding], ReadPath())
+        fill(checkpoint, [holding], ReadPath())
         return band, buffer
 
     manifest = checkpoint.manifest

@@ -16,7 +16,7 @@ import numpy as np
 from ckpt.commit.locate import file_key
 from ckpt.commit.names import MANIFEST_NAME
 from ckpt.errors import CheckpointError, Corrupt, InvalidState
-from ckpt.format.blake3 import DIGEST_NBYTES, Digests, digests_from, no_digests
+from ckpt.format.blake3 import Digests
 from ckpt.format.checksum import crc32c
 from ckpt.format.codec import decode_values
 from ckpt.format.datafile import DIGESTS, PER_RANK, VALUES
@@ -27,6 +27,7 @@ from ckpt.format.merging import build_manifest
 from ckpt.format.metadata import FileDescription, data_file_name, describe_file
 from ckpt.format.part import FileColumns, Part, PartTexts, TensorRecord, part_of_files
 from ckpt.format.references import parse_reference
+from ckpt.format.stored_index import digests_in, extra_of
 from storage.errors import KeyExistsError, KeyNotFoundError
 from storage.store import ByteRange, Store
 
@@ -143,7 +144,7 @@ def is_data_file(name: str) -> bool:
 
 def _open_file(store: Store, key: str, name: str, nbytes: int) -> _SalvagedFile:
     index, place = _open_index(store, key, nbytes)
-    extras = {extra: _extra(store, key, index, extra) for extra in index.extras}
+    extras = {extra: extra_of(store, key, index, extra) for extra in index.extras}
     for extra in (VALUES, PER_RANK):
         # Raises Corrupt: a manifest with values that nothing can decode would load nowhere.
         if extra in extras:
@@ -154,7 +155,7 @@ def _open_file(store: Store, key: str, name: str, nbytes: int) -> _SalvagedFile:
         place,
         extras.get(VALUES, b""),
         extras.get(PER_RANK, b""),
-        _digests(key, index, extras.get(DIGESTS)),
+        digests_in(key, index, extras.get(DIGESTS)),
     )
 
 
@@ -170,22 +171,6 @@ def _open_index(store: Store, key: str, nbytes: int) -> tuple[DataFileIndex, Fil
     if place.header.block_bytes != index.block_bytes:
         raise Corrupt(f"{key}: block_bytes {index.block_bytes}, header {place.header.block_bytes}")
     return index, place
-
-
-def _extra(store: Store, key: str, index: DataFileIndex, extra: str) -> bytes:
-    start, nbytes = index.extras[extra]
-    data = store.get(key, ByteRange(start, start + nbytes)) if nbytes else b""
-    if crc32c(data) != index.extra_checksums[extra]:
-        raise Corrupt(f"{key}: {extra} does not match its checksum")
-    return data
-
-
-def _digests(key: str, index: DataFileIndex, data: bytes | None) -> Digests:
-    if data is None:
-        return no_digests()
-    if len(data) != DIGEST_NBYTES * len(index.chunks):
-        raise Corrupt(f"{key}: {DIGESTS} has {len(data)} bytes for {len(index.chunks)} chunks")
-    return digests_from(data)
 
 
 def _check_chunks(store: Store, key: str, index: DataFileIndex, chunks: range, verify: bool) -> int:
@@ -276,8 +261,8 @@ class _Shared:
             raise Corrupt(f"{key}: has blocks of {index.block_bytes} bytes")
         if DIGESTS not in index.extras:
             raise Corrupt(f"{key}: has no {DIGESTS}, which chunks that are shared must have")
-        data = _extra(self._store, key, index, DIGESTS)
-        return _ReferencedFile(index, _digests(key, index, data))
+        data = extra_of(self._store, key, index, DIGESTS)
+        return _ReferencedFile(index, digests_in(key, index, data))
 
 
 def _chunks_between(name: str, index: DataFileIndex, start: int, stop: int) -> range:
@@ -305,6 +290,7 @@ def _some_chunks(name: str, file: _ReferencedFile, chosen: Sequence[int]) -> Fil
         block_counts=counts,
         checksums=np.concatenate(sums),
         digests=file.digests[chosen],
+        seal=index.seal,
     )
 
 
@@ -378,6 +364,7 @@ def _part(rank: int, files: Sequence[_SalvagedFile]) -> Part:
             block_counts=np.diff(file.described.first_block),
             checksums=file.described.checksums,
             digests=file.digests,
+            seal=file.described.seal,
         )
         for file in files
     ]

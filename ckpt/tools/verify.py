@@ -18,12 +18,13 @@ import numpy as np
 from ckpt.commit.locate import file_key
 from ckpt.commit.numbers import plain_int
 from ckpt.errors import Corrupt, UnsupportedFormat
-from ckpt.format.checksum import crc32c
+from ckpt.format.checksum import crc32c, crc32c_of_each
 from ckpt.format.datafile import DIGESTS
 from ckpt.format.datafile_index import read_data_file_index
 from ckpt.format.manifest import Manifest
 from ckpt.format.references import is_reference
 from ckpt.layout.memory import aligned_buffer
+from ckpt.loading.block_sums import BlockSums
 from ckpt.loading.checkpoint import find_checkpoint
 from storage import ByteRange, KeyNotFoundError, ShortReadError, Store, StoreLike, open_store
 
@@ -83,14 +84,15 @@ def verify(
     with closing(open_store(url, **(storage_options or {}))) as store:
         located = find_checkpoint(store, step)
         manifest = located.manifest
-        damage = _all_damage(store, located.prefix, manifest, plain_int(threads), progress)
+        sums = BlockSums(store, located.prefix, manifest)
+        damage = _all_damage(sums, plain_int(threads), progress)
         damage.sort(key=lambda entry: (entry.file, entry.start, entry.block))
     return VerifyReport(
         url=f"{store.url.rstrip('/')}/{located.prefix}".rstrip("/"),
         step=manifest.header.step,
         attempt=manifest.header.attempt,
         files=len(manifest.files),
-        blocks=len(manifest.checksums),
+        blocks=manifest.block_count,
         nbytes=_nbytes(manifest),
         damage=tuple(damage),
     )
@@ -112,19 +114,22 @@ class _BlockRun(NamedTuple):
         return self.blocks[-1][3] - self.blocks[0][2]
 
 
-def _all_damage(
-    store: Store, prefix: str, manifest: Manifest, threads: int, progress: Progress | None
-) -> list[Damage]:
+def _all_damage(sums: BlockSums, threads: int, progress: Progress | None) -> list[Damage]:
+    store, prefix, manifest = sums.store, sums.directory, sums.manifest
     damage: list[Damage] = []
     done, total = 0, _nbytes(manifest)
-    readable = []
+    readable, known = [], []
     for file, name in enumerate(manifest.files):
         # Values in a file of another checkpoint are that one's; damage to them does no harm here.
         extras = {DIGESTS} if is_reference(name) else None
         nbytes = int(manifest.file_nbytes[file])
-        damaged, usable = _file_damage(store, file_key(prefix, name), nbytes, extras)
-        damage += damaged
+        key = file_key(prefix, name)
+        damaged, usable = _file_damage(store, key, nbytes, extras)
+        lost = _lost_table(sums, file) if usable else ""
+        # Where the file's own header or end is damaged, that has been said.
+        damage += damaged or ([Damage(key, "", -1, 0, nbytes, lost)] if lost else [])
         readable.append(usable)
+        known.append(not lost)
     buffers: SimpleQueue[memoryview] = SimpleQueue()
     # A run ends with the block that goes beyond READ_NBYTES, so there is room for one block more.
     for _ in range(threads):
@@ -133,7 +138,7 @@ def _all_damage(
     def check(run: _BlockRun) -> tuple[int, list[Damage]]:
         buffer = buffers.get()
         try:
-            return run.nbytes, _run_damage(store, prefix, manifest, run, buffer)
+            return run.nbytes, _run_damage(sums, run, buffer, known=known[run.file])
         finally:
             buffers.put(buffer)
 
@@ -153,6 +158,15 @@ def _all_damage(
     if progress is not None:
         progress(total, total)
     return damage
+
+
+def _lost_table(sums: BlockSums, file: int) -> str:
+    """Why the checksums of the blocks in a file are not known; "" when they are."""
+    try:
+        sums.read(file)
+    except (Corrupt, UnsupportedFormat) as error:
+        return str(error)
+    return ""
 
 
 def _file_damage(
@@ -218,26 +232,28 @@ def _runs(manifest: Manifest) -> Iterator[_BlockRun]:
 
 
 def _run_damage(
-    store: Store, prefix: str, manifest: Manifest, run: _BlockRun, buffer: memoryview
+    sums: BlockSums, run: _BlockRun, buffer: memoryview, *, known: bool
 ) -> list[Damage]:
-    key = file_key(prefix, manifest.files[run.file])
+    """What is wrong with blocks; where their checksums are not `known`, only whether they end."""
+    manifest = sums.manifest
+    key = file_key(sums.directory, manifest.files[run.file])
     base = run.blocks[0][2]
     data = buffer[: run.nbytes]
     try:
-        store.get_into(key, base, [data])
+        sums.store.get_into(key, base, [data])
     except (ShortReadError, KeyNotFoundError):
         # The length of the file has been reported; say which tensors that costs.
         return [_damage(manifest, key, block, "is cut off") for block in run.blocks]
-    first = manifest.chunks.first_block
-    damage = []
-    for block in run.blocks:
-        chunk, number, start, stop = block
-        if (
-            crc32c(data[start - base : stop - base])
-            != manifest.checksums[int(first[chunk]) + number]
-        ):
-            damage.append(_damage(manifest, key, block, "does not match its checksum"))
-    return damage
+    if not known:
+        return []
+    blocks = np.array(run.blocks, dtype=np.int64)
+    expected = sums.of_blocks(blocks[:, 0], blocks[:, 1]).tolist()
+    actual = crc32c_of_each(data, (blocks[:, 3] - blocks[:, 2]).tolist())
+    return [
+        _damage(manifest, key, block, "does not match its checksum")
+        for block, checksum, own in zip(run.blocks, expected, actual, strict=True)
+        if checksum != own
+    ]
 
 
 def _damage(manifest: Manifest, key: str, block: tuple[int, int, int, int], what: str) -> Damage:

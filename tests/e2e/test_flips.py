@@ -10,15 +10,18 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 
-from ckpt.errors import CheckpointError, LoadInterrupted
+from ckpt.errors import CheckpointError, Corrupt, LoadInterrupted
 from ckpt.format.manifest import Manifest
 from ckpt.format.manifest_codec import decode_manifest
+from ckpt.loading.checkpoint import Checkpoint, LocatedCheckpoint
 from ckpt.loading.load import LoadOptions, load_state
+from ckpt.loading.plan import ReadPath
 from ckpt.saving import publish, task
 from ckpt.testing import RanksFailed
 from ckpt.world.base import SoloWorld
@@ -96,6 +99,15 @@ class Saved(NamedTuple):
 
 
 @pytest.fixture
+def sealed(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Saved:
+    """As `saved`, with the manifest that many ranks have: a seal per file in place of checksums."""
+    monkeypatch.setattr(publish, "RULES_RANKS_MIN", 1)
+    there: Saved = request.getfixturevalue("saved")
+    assert there.manifest.header.has_checksum_tables and not len(there.manifest.checksums)
+    return there
+
+
+@pytest.fixture
 def saved(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Saved:
     for module in (publish, task):
         monkeypatch.setattr(module, "BLOCK_BYTES", BLOCK_NBYTES)
@@ -108,9 +120,9 @@ def saved(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Sa
     return Saved(store, keys, nbytes, manifest)
 
 
-def _outcome(store: Store, state: dict[str, Any]) -> Exception | None:
+def _outcome(store: Store, state: dict[str, Any], path: ReadPath | None = None) -> Exception | None:
     """What a load into `state` raised. A wrong kind of error, or wrong bits, fail the test."""
-    options = LoadOptions()
+    options = LoadOptions(path=path or ReadPath())
     try:
         load_state(state, store=store, world=SoloWorld(), step=None, options=options)
     except CheckpointError as error:
@@ -163,6 +175,57 @@ def test_every_flipped_bit_is_refused_or_harmless(
             assert key in str(error)
     part = refused / len(chosen)
     assert part > (0.5 if name.startswith("rank") else 0.99), f"only {part:.0%} refused"
+
+
+@pytest.mark.parametrize("path", [ReadPath(), ReadPath(gap_nbytes_max=0, request_nbytes_max=4096)])
+def test_every_flipped_byte_of_a_table_in_a_file_is_refused(sealed: Saved, path: ReadPath) -> None:
+    """Fetched with the blocks before it, and by a request of its own; also where the checksum that
+    was changed is that of no block.
+    """
+    for file, name in enumerate(sealed.manifest.files):
+        (key,) = (k for k in sealed.nbytes if k.endswith(name))
+        stop = sealed.nbytes[key]
+        start = stop - int(sealed.manifest.seals.nbytes[file])
+        for offset in range(start, stop, 3):
+            flipped = FlippedStore(sealed.store, key, 8 * offset + offset % 8)
+            error = _outcome(flipped, _state(5), path)
+            assert isinstance(error, LoadInterrupted), f"byte {offset} of {key}"
+            assert f"{key}: its checksums ({stop - start} bytes) are not those" in str(error)
+
+
+def test_every_flipped_bit_of_a_seal_is_refused(sealed: Saved) -> None:
+    """By the digest of the manifest; under a right one, where the manifest was made by another, by
+    the tables.
+    """
+    data = sealed.store.get(sealed.keys["MANIFEST"])
+    first = data.index(sealed.manifest.seals.digests.tobytes())
+    for offset in range(first, first + sealed.manifest.seals.digests.nbytes):
+        error = _outcome(FlippedStore(sealed.store, sealed.keys["MANIFEST"], 8 * offset), _state(5))
+        assert error is not None and not isinstance(error, LoadInterrupted)
+        assert sealed.keys["MANIFEST"] in str(error)
+    prefix = sealed.keys["MANIFEST"].removesuffix("MANIFEST")
+    seals = sealed.manifest.seals
+    for file, name in enumerate(sealed.manifest.files):
+        digests = seals.digests.copy()
+        digests[file, 7] ^= 1
+        changed = replace(sealed.manifest, seals=seals._replace(digests=digests))
+        opened = Checkpoint(sealed.store, LocatedCheckpoint(prefix, changed, None))
+        with pytest.raises(Corrupt, match=f"{name}: its checksums"):
+            for fqn in opened:
+                opened.read(fqn)
+
+
+def test_every_block_is_checked_where_files_have_the_checksums(sealed: Saved) -> None:
+    """One bit in each block of each chunk: the error names it as with any manifest."""
+    chunks = sealed.manifest.chunks
+    for chunk in range(len(chunks)):
+        name = sealed.manifest.files[int(chunks.file[chunk])]
+        (key,) = (k for k in sealed.nbytes if k.endswith(name))
+        start, nbytes = int(chunks.byte_start[chunk]), sealed.manifest.chunk_nbytes(chunk)
+        for offset in range(start, start + nbytes, BLOCK_NBYTES):
+            error = _outcome(FlippedStore(sealed.store, key, 8 * offset + 7), _state(5))
+            assert isinstance(error, LoadInterrupted)
+            assert str(_expected_block(sealed, key, offset)) in str(error)
 
 
 def test_every_byte_of_every_tensor_is_covered_by_a_checksum(saved: Saved) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt.format.checksum import block_count
+from ckpt.format.checksum_tables import seal_of
 from ckpt.format.codec import encode_values
 from ckpt.format.datafile import StoredChunk, order_key
 from ckpt.format.manifest import Header, int64s
@@ -74,6 +75,7 @@ def saved_again(parts: list[Part], seed: int, *, longer_headers: bool = False) -
             "file_data_start": part.file_data_start + grown,
             "chunk_byte_start": part.chunk_byte_start + grown,
             "checksums": _sums(rng, len(part.checksums)),
+            "seals": part.seals._replace(digests=part.seals.digests ^ np.uint8(seed % 255 + 1)),
             "values": encode_values({"step": seed}) if part.rank == 0 else b"",
             "value_digests": {"step": seed},
             "per_rank": encode_values({"rng": bytes([part.rank % 256])}),
@@ -127,7 +129,10 @@ def _file(rng: np.random.Generator, name: str, chunks: list[StoredChunk]) -> Fil
     counts = int64s([block_count(int(size), BLOCK_BYTES) for size in nbytes])
     end = 4096 + int(nbytes.sum())
     offsets = 4096 + np.cumsum(nbytes) - nbytes
-    return FileColumns(name, end + 64, 4096, chunks, offsets, counts, _sums(rng, counts.sum()))
+    sums = _sums(rng, counts.sum())
+    seal = seal_of(bytes(8) + sums.tobytes() + bytes(4))
+    nbytes = end + seal.nbytes + 64
+    return FileColumns(name, nbytes, 4096, chunks, offsets, counts, sums, seal=seal)
 
 
 def _sums(rng: np.random.Generator, count: int) -> npt.NDArray[np.uint32]:

@@ -8,6 +8,7 @@ import numpy as np
 
 from ckpt.format.blake3 import digest_of, digests_from, no_digests
 from ckpt.format.checksum import block_checksums
+from ckpt.format.checksum_tables import seal_of
 from ckpt.format.codec import encode_values
 from ckpt.format.datafile import StoredChunk, checksum_tensor, layout_data_file, order_key
 from ckpt.format.manifest import Header, Manifest
@@ -181,14 +182,13 @@ def _rank(
     )
     none = np.zeros(0, dtype=np.uint32)
     sums = np.concatenate([none, *(block_checksums(data, header.block_bytes) for data in stored)])
-    data = b"".join(
-        [layout.header, *stored, *extras.values(), checksum_tensor(layout, sums, extras)]
-    )
+    table = checksum_tensor(layout, sums, extras)
+    data = b"".join([layout.header, *stored, *extras.values(), table])
     assert len(data) == layout.nbytes
     name = data_file_name(rank, 0)
     part = make_part(
         rank=rank,
-        files=[PartFile(name, layout, chunks, sums, digests)],
+        files=[PartFile(name, layout, chunks, sums, digests, seal_of(table))],
         tensors=TENSORS,
         aliases=ALIASES,
         values=VALUES,

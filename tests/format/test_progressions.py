@@ -12,6 +12,7 @@ import torch
 
 import ckpt
 from ckpt.errors import Corrupt, UnsupportedFormat
+from ckpt.format.checksum_tables import CHECKSUM_TABLES
 from ckpt.format.columns import pack_ints, pack_map, unpack_map
 from ckpt.format.manifest import PROGRESSIONS, ChunkTable, Manifest
 from ckpt.format.manifest_codec import decode_manifest, encode_manifest
@@ -148,7 +149,7 @@ def test_saves_of_many_ranks_hold_rules_and_are_salvaged_as_they_were(
     ckpt.load(loaded, str(tmp_path))
     assert all(torch.equal(loaded[name], state[name]) for name in state)
     with ckpt.open(str(tmp_path)) as opened:
-        assert opened.manifest.header.required == (PROGRESSIONS,)
+        assert opened.manifest.header.required == (PROGRESSIONS, CHECKSUM_TABLES)
     path = Path(report.path.removeprefix("file://")) / "MANIFEST"
     before = path.read_bytes()
     path.unlink()

@@ -156,7 +156,8 @@ def test_a_rank_remembers_of_its_part_what_the_manifest_would_tell_it() -> None:
             sample.manifest.chunks
         )
         for key, there in together.items():
-            assert known_here[key][:3] == there[:3]
+            # Of the tables in files, a manifest with all checksums says nothing.
+            assert known_here[key][:3] == (there.file._replace(seal=None), *there[1:3])
             assert np.array_equal(known_here[key].checksums, there.checksums)
             attempt = header.attempt if key.fqn in ("phase", "weight.columns") else None
             assert there.file.attempt == (attempt or INCREMENTS[0].attempt)

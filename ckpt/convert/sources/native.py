@@ -61,7 +61,7 @@ class NativeSource(CheckpointSource):
             info = tensors[fqn]
             entry = StoredTensor(checkpoint.manifest.index(fqn), fqn, info.dtype, info.shape)
             holdings.append(piece_of(entry, span, target))
-        fill(checkpoint.store, checkpoint.prefix, checkpoint.manifest, holdings, ReadPath())
+        fill(checkpoint, holdings, ReadPath())
 
     def close(self) -> None:
         self.checkpoint.close()

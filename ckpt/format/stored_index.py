@@ -1,0 +1,73 @@
+"""Data files in a store, opened: indexes in headers, reserved tensors, checksum tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ckpt.errors import Corrupt
+from ckpt.format.blake3 import DIGEST_NBYTES, Digests, digests_from, no_digests
+from ckpt.format.checksum import crc32c
+from ckpt.format.checksum_tables import Seal, seal_of
+from ckpt.format.datafile import DIGESTS
+from ckpt.format.datafile_index import DataFileIndex, read_data_file_index
+from storage import ShortReadError, Store
+
+
+def read_into(
+    store: Store, key: str, start: int, buffers: Sequence[memoryview], *, direct: bool = False
+) -> None:
+    """`get_into` of a data file. Raises Corrupt when the file ends too early."""
+    try:
+        (store.get_direct_into if direct else store.get_into)(key, start, buffers)
+    except ShortReadError as error:
+        raise Corrupt(
+            f"{error}: the file was cut. Load an older step, or restore this file from a copy."
+        ) from error
+
+
+def read_bytes(store: Store, key: str, start: int, stop: int) -> bytes:
+    """Bytes `start` to `stop` of a data file. Raises Corrupt when the file ends too early."""
+    data = bytearray(stop - start)
+    if data:
+        read_into(store, key, start, [memoryview(data)])
+    return bytes(data)
+
+
+def index_of(store: Store, key: str, nbytes: int) -> DataFileIndex:
+    """The index in a data file's header. Raises Corrupt, UnsupportedFormat, the store's errors."""
+    return read_data_file_index(
+        lambda start, stop: read_bytes(store, key, start, stop), nbytes, name=f"{store.url}/{key}"
+    )
+
+
+def check_seal(actual: Seal, expected: Seal, where: str) -> None:
+    """Raises Corrupt, naming the file, unless its checksum table is the one of the manifest."""
+    if actual != expected:
+        raise Corrupt(
+            f"{where}: its checksums ({actual.nbytes} bytes) are not those that MANIFEST has the "
+            f"digest of ({expected.nbytes} bytes): they were changed, or the file belongs to "
+            "another checkpoint. Load an older step, or restore this file from a copy."
+        )
+
+
+def check_table(table: bytes | memoryview, expected: Seal, where: str) -> None:
+    """Raises Corrupt, naming the file, unless `table` has this seal."""
+    check_seal(seal_of(table), expected, where)
+
+
+def extra_of(store: Store, key: str, index: DataFileIndex, extra: str) -> bytes:
+    """The bytes of a reserved tensor. Raises Corrupt unless they match their checksum."""
+    start, nbytes = index.extras[extra]
+    data = read_bytes(store, key, start, start + nbytes)
+    if crc32c(data) != index.extra_checksums[extra]:
+        raise Corrupt(f"{key}: {extra} does not match its checksum")
+    return data
+
+
+def digests_in(key: str, index: DataFileIndex, data: bytes | None) -> Digests:
+    """A row per chunk of what the reserved tensor of digests holds; no rows without one."""
+    if data is None:
+        return no_digests()
+    if len(data) != DIGEST_NBYTES * len(index.chunks):
+        raise Corrupt(f"{key}: {DIGESTS} has {len(data)} bytes for {len(index.chunks)} chunks")
+    return digests_from(data)

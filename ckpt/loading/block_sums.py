@@ -1,0 +1,265 @@
+"""The checksums of a checkpoint's blocks: from its manifest, or from the tables in its data files.
+
+A manifest with checksum tables has a seal per file. The table itself, a few bytes per block at the
+end of the file, is read once, before or with the first blocks of that file, and checked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ckpt.commit.locate import file_key
+from ckpt.errors import Corrupt
+from ckpt.format.checksum_tables import Uint32s
+from ckpt.format.columns import Ints
+from ckpt.format.datafile_index import read_data_file_index
+from ckpt.format.manifest import Int64s, Manifest
+from ckpt.format.references import is_reference
+from ckpt.format.stored_index import check_table, read_into
+from ckpt.loading.cache import BlockCache
+from storage import Store
+
+
+class TableRange(NamedTuple):
+    """Where the checksum table of data file number `file` lies: at its end."""
+
+    file: int
+    start: int
+    stop: int
+
+
+class _FileSums(NamedTuple):
+    """The checksums of the blocks in one file, and the chunks that the manifest has of it with the
+    first of theirs; `chunks` ascend.
+    """
+
+    checksums: Uint32s
+    chunks: Ints
+    first: Int64s
+
+
+class BlockSums:
+    """What the blocks of one checkpoint must have as checksums. Safe to use from several threads.
+
+    Methods that may read raise Corrupt, naming the file, when a table is not the one that the
+    manifest has the seal of, and the store's errors. What `cache` has is not read from the store.
+    """
+
+    def __init__(
+        self, store: Store, directory: str, manifest: Manifest, cache: BlockCache | None = None
+    ) -> None:
+        self.store = store
+        self.directory = directory
+        self.manifest = manifest
+        self._cache = cache
+        self._chunks: dict[int, Ints] = {}  # by file, ascending as their bytes
+        self._sums: dict[int, Future[_FileSums]] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def in_files(self) -> bool:
+        """Whether the data files have the checksums, and not the manifest."""
+        return self.manifest.header.has_checksum_tables
+
+    def of_blocks(self, chunks: Ints, numbers: Ints) -> Uint32s:
+        """The checksums of blocks: `numbers[i]` of chunk `chunks[i]`."""
+        table = self.manifest.chunks
+        if not self.in_files:
+            inline: Uint32s = self.manifest.checksums[table.first_block[chunks] + numbers]
+            return inline
+        files = table.file[chunks]
+        sums = np.empty(len(chunks), dtype=np.uint32)
+        for file in np.unique(files).tolist():
+            rows = np.flatnonzero(files == file)
+            here = self._of_file(file)
+            first = here.first[np.searchsorted(here.chunks, chunks[rows])]
+            sums[rows] = here.checksums[first + numbers[rows]]
+        return sums
+
+    def of_chunks(self, chunks: range) -> Uint32s:
+        """The checksums of all blocks of chunks that follow each other in the manifest."""
+        first = self.manifest.chunks.first_block
+        if not self.in_files:
+            return self.manifest.checksums[int(first[chunks.start]) : int(first[chunks.stop])]
+        counts = np.diff(first[chunks.start : chunks.stop + 1]).astype(np.int64)
+        ends = np.cumsum(counts)
+        numbers = np.arange(int(counts.sum())) - np.repeat(ends - counts, counts)
+        return self.of_blocks(np.repeat(np.arange(chunks.start, chunks.stop), counts), numbers)
+
+    def read(self, file: int) -> None:
+        """Read the table of a file, unless that was done."""
+        if self.in_files:
+            self._of_file(file)
+
+    def read_all(self, threads: int) -> None:
+        """Read the tables of all files, several at once."""
+        if self.in_files:
+            files = range(len(self.manifest.files))
+            self.expect(np.arange(len(files)))
+            with ThreadPoolExecutor(threads, thread_name_prefix="ckpt-sums") as pool:
+                for _ in pool.map(self._of_file, files):
+                    pass
+
+    def expect(self, files: Ints) -> None:
+        """Blocks of these files will be asked for: find their chunks now, in one pass."""
+        if not self.in_files:
+            return
+        with self._lock:
+            new = np.array([file for file in files.tolist() if file not in self._chunks], dtype=int)
+            if not len(new):
+                return
+            chunks = self.manifest.chunks
+            is_new = np.zeros(len(self.manifest.files), dtype=bool)
+            is_new[new] = True
+            here = np.flatnonzero(is_new[chunks.file])
+            here = here[np.lexsort((chunks.byte_start[here], chunks.file[here]))]
+            counts = np.bincount(chunks.file[here], minlength=len(is_new))
+            edges = [0, *np.cumsum(counts[np.sort(new)]).tolist()]
+            for file, (start, stop) in zip(np.sort(new).tolist(), pairwise(edges), strict=True):
+                self._chunks[file] = here[start:stop]
+
+    def table_of(self, file: int) -> TableRange:
+        """The bytes of a file that hold its table; for a file of another attempt, whose header has
+        to be read too, the end of them.
+        """
+        stop = int(self.manifest.file_nbytes[file])
+        return TableRange(file, stop - int(self.manifest.seals.nbytes[file]), stop)
+
+    def may_join(self, file: int) -> bool:
+        """Whether a request for blocks of this file can fetch its table, too, and nothing has."""
+        return self.in_files and file not in self._sums and not self._is_of_another(file)
+
+    def take(self, file: int, table: memoryview) -> None:
+        """The table of a file as it was read with blocks of the file. Raises Corrupt."""
+        self._check(file, table)
+        self.expect(np.array([file]))
+        future: Future[_FileSums] = Future()
+        future.set_result(self._own(file, table))
+        with self._lock:
+            self._sums.setdefault(file, future)
+
+    def _is_of_another(self, file: int) -> bool:
+        return is_reference(self.manifest.files[file])
+
+    def _of_file(self, file: int) -> _FileSums:
+        with self._lock:
+            future = self._sums.get(file)
+            is_mine = future is None
+            if future is None:
+                future = self._sums[file] = Future()
+        if is_mine:
+            try:
+                future.set_result(self._read(file))
+            except BaseException as error:
+                with self._lock:
+                    del self._sums[file]  # a store that failed once may answer the next time
+                future.set_exception(error)
+        return future.result()
+
+    def _read(self, file: int) -> _FileSums:
+        self.expect(np.array([file]))
+        if self._is_of_another(file):
+            return self._of_another(file)
+        place = self.table_of(file)
+        table = memoryview(bytearray(place.stop - place.start))
+        cache, root = self._cache, self.manifest.header.root
+        key = self._cache_key(file)
+        if cache is not None and cache.fill(root, key, place.start, [table]):
+            # As with blocks: what does not match is read from the store.
+            with contextlib.suppress(Corrupt):
+                self._check(file, table)
+                return self._own(file, table)
+        read_into(self.store, self._key(file), place.start, [table])
+        self._check(file, table)
+        if cache is not None:
+            cache.keep(root, key, place.start, [table])
+        return self._own(file, table)
+
+    def _own(self, file: int, table: memoryview) -> _FileSums:
+        """The checksums in a checked table: the manifest has all chunks of the file."""
+        chunks = self._chunks[file]
+        first = self.manifest.chunks.first_block
+        counts = first[chunks + 1] - first[chunks]
+        total = int(counts.sum())
+        words = np.frombuffer(table, dtype="<u4")
+        # In front of them are words about header and reserved tensors, behind them one.
+        if len(words) < total + 3:
+            raise Corrupt(
+                f"{self._where(file)}: {len(words)} words of checksums for {total} blocks of "
+                "MANIFEST"
+            )
+        return _sorted(words[len(words) - 1 - total : -1], chunks, np.cumsum(counts) - counts)
+
+    def _of_another(self, file: int) -> _FileSums:
+        """The checksums of a file that has other chunks besides: its header says which."""
+        place = self.table_of(file)
+        header = memoryview(bytearray(int(self.manifest.file_data_start[file])))
+        table = memoryview(bytearray(place.stop - place.start))
+        cache, root, key = self._cache, self.manifest.header.root, self._cache_key(file)
+        parts = ((0, header), (place.start, table))
+        if cache is not None and all(cache.fill(root, key, start, [data]) for start, data in parts):
+            with contextlib.suppress(Corrupt):
+                return self._described(file, header, table)
+        for start, data in parts:
+            read_into(self.store, self._key(file), start, [data])
+        sums = self._described(file, header, table)
+        if cache is not None:
+            for start, data in parts:
+                cache.keep(root, key, start, [data])
+        return sums
+
+    def _described(self, file: int, header: memoryview, table: memoryview) -> _FileSums:
+        """The checksums in the table of a file with this header. Raises Corrupt."""
+        self._check(file, table)
+        nbytes, chunks = int(self.manifest.file_nbytes[file]), self._chunks[file]
+
+        def read(start: int, stop: int) -> bytes:
+            if stop <= len(header):
+                return bytes(header[start:stop])
+            return bytes(table) if start == nbytes - len(table) and stop == nbytes else b""
+
+        index = read_data_file_index(read, nbytes, name=self._where(file))
+        starts = self.manifest.chunks.byte_start[chunks]
+        places = np.searchsorted(index.offsets, starts)
+        first = self.manifest.chunks.first_block
+        counts = first[chunks + 1] - first[chunks]
+        inside = np.minimum(places, len(index.offsets) - 1)
+        if (
+            not len(index.offsets)
+            or index.block_bytes != self.manifest.header.block_bytes
+            or np.any(index.offsets[inside] != starts)
+            or np.any(np.diff(index.first_block)[inside] != counts)
+        ):
+            raise Corrupt(f"{self._where(file)}: its chunks are not those of MANIFEST")
+        return _sorted(index.checksums, chunks, index.first_block[inside])
+
+    def _check(self, file: int, table: memoryview) -> None:
+        check_table(table, self.manifest.seals.of_file(file), self._where(file))
+
+    def _key(self, file: int) -> str:
+        return file_key(self.directory, self.manifest.files[file])
+
+    def _where(self, file: int) -> str:
+        return f"{self.store.url.rstrip('/')}/{self._key(file)}"
+
+    def _cache_key(self, file: int) -> str:
+        return file_key(cache_prefix(self.manifest), self.manifest.files[file])
+
+
+def cache_prefix(manifest: Manifest) -> str:
+    """What keys of a checkpoint begin with in a cache: by its own name and not by its path, so that
+    a copy of it shares the cache.
+    """
+    return f"{manifest.header.step:08d}-{manifest.header.attempt}/"
+
+
+def _sorted(checksums: Uint32s, chunks: Ints, first: npt.NDArray[np.integer]) -> _FileSums:
+    order = np.argsort(chunks)
+    return _FileSums(checksums, chunks[order], first[order].astype(np.int64))

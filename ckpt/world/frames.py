@@ -28,6 +28,10 @@ class FrameKind(IntEnum):
     ASK = 10  # to ranks below: who has not come to round `number`? To the parent: are you there?
     ABSENT = 11  # the answer of one who has not come: its rank
     HERE = 12  # the answer of a parent
+    AGAIN = 13  # the first on a connection that replaces a broken one: who, and how much had come
+    WELCOME = 14  # the answer: how much had come there
+    KNOCK = 15  # the only one on a connection, to a child: the one between us has ended here
+    COUNT = 16  # how many messages have come so far
 
 
 class Frame(NamedTuple):
@@ -43,6 +47,11 @@ class Frame(NamedTuple):
         name = self.name.encode()
         head = _HEAD.pack(self.kind, self.world, self.number, len(name), len(self.body))
         return b"".join([head, name, self.body])
+
+    @property
+    def nbytes(self) -> int:
+        """As encoded."""
+        return _HEAD.size + len(self.name.encode()) + len(self.body)
 
 
 class FrameReader:

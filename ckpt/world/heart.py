@@ -2,8 +2,14 @@
 
 Neighbours in the tree of a world are connected; worlds share connections. Nothing is sent while
 nothing is to be said: a process that dies is noticed because the kernel ends its connections. That
-alone proves nothing, so it is confirmed in a second way (`Card.fate`), and a slow or silent
+alone proves nothing, so it is confirmed in a second way (`Card.death`), and a slow or silent
 connection is no sign at all.
+
+Note "mending": where the process lives, the connection broke on its way. The child connects anew,
+and the parent asks it to, in case it has not noticed; `ckpt.world.link` sends again what was lost.
+Connections have numbers, so that neither an old one nor a late request breaks a newer one. When
+none is made anew in `MEND_SECONDS`, the process counts as lost. That time begins again once the
+new connection is of use: what breaks every connection at its first message must not go on for ever.
 """
 
 from __future__ import annotations
@@ -11,6 +17,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import errno
+import functools
 import logging
 import math
 import os
@@ -22,32 +29,33 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
-from ckpt.world.frames import WORLD_NBYTES, Frame, FrameKind, FrameReader, MiB
-from ckpt.world.liveness import Card, ProcessIdentity, this_network
+from ckpt.world.frames import Frame, FrameKind, MiB
+from ckpt.world.link import (
+    NOBODY,
+    Link,
+    Neighbour,
+    again,
+    card_of,
+    hello,
+    knock,
+    read_welcome,
+    welcome,
+)
+from ckpt.world.liveness import CONNECT_SECONDS, Card, ProcessIdentity, this_network
 
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
-HELLO_NBYTES_MAX = 16 * 1024
 FLUSH_SECONDS = 5.0
 UNREAD_SECONDS = 1.0
 NAMELESS_MAX = 256  # connections of strangers, or of ranks that connect just now
 FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 FULL_SECONDS = 0.5
-NOBODY = bytes(WORLD_NBYTES)
+MEND_SECONDS = 30.0
+MEND_PAUSES = (0.01, 1.0)  # between attempts: the first, and the longest
 LEFT = "has left"  # and means to: no failure
-
-
-class Neighbour(NamedTuple):
-    """A process at the other end of a connection: the parent in some tree, or a child in one.
-
-    `rank` is its rank in torch.distributed.
-    """
-
-    is_parent: bool
-    rank: int
 
 
 class Receiver(Protocol):
@@ -60,68 +68,6 @@ class Receiver(Protocol):
         """That process sends nothing more, because it "has died", `LEFT`, or what else `how`
         says.
         """
-
-
-class _Link:
-    """One connection. `send` and `flush` are for all threads, the rest for the heart's.
-
-    Note "Ctrl-C": it may come to the main thread between any two steps of Python's, and other
-    worlds send on the same connection. So what the kernel takes is counted in the same step in
-    which it is handed over, and everything else follows from that count, as often as it is done.
-    """
-
-    def __init__(self, sock: socket.socket, neighbour: Neighbour | None, card: Card | None) -> None:
-        sock.setblocking(False)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        _keep_alive(sock)
-        self.sock = sock
-        self.neighbour = neighbour
-        self.card = card
-        self.reader = FrameReader(HELLO_NBYTES_MAX)
-        self.has_left = False
-        self.has_ended = False  # what is sent: all has gone, and nothing follows
-        self._lock = threading.Lock()
-        self._outbox: deque[tuple[int, memoryview]] = deque()  # each with the count at its end
-        self._count = deque([0], maxlen=1)  # of bytes that the kernel has taken, ever
-
-    def send(self, data: bytes) -> bool:
-        """Send as much as is taken at once, and keep the rest. Returns whether nothing is left."""
-        with self._lock:
-            begin = self._outbox[-1][0] if self._outbox else self._count[0]
-            self._outbox.append((begin + len(data), memoryview(data)))
-            return self._sent()
-
-    def flush(self) -> bool:
-        """Send more of what is left. Returns whether nothing is."""
-        with self._lock:
-            return self._sent()
-
-    def _sent(self) -> bool:
-        while self._outbox:
-            end, data = self._outbox[0]
-            left = end - self._count[0]
-            if left == 0:
-                self._outbox.popleft()
-                continue
-            try:
-                # One step; see note "Ctrl-C".
-                self._count.extend(
-                    map(self._count[0].__add__, map(self.sock.send, (data[data.nbytes - left :],)))
-                )
-            except BlockingIOError:
-                return False
-            except OSError:  # its end is noticed by reading, and confirmed
-                self._outbox.clear()
-                return True
-        return True
-
-    def end(self) -> None:
-        """Send nothing more. What the other side still sends must be read: a socket that is closed
-        with something unread takes back what has not arrived.
-        """
-        self.has_ended = True
-        with contextlib.suppress(OSError):  # it is gone
-            self.sock.shutdown(socket.SHUT_WR)
 
 
 class Heart:
@@ -137,8 +83,8 @@ class Heart:
         self._woken, self._wake = socket.socketpair()
         self._lock = threading.RLock()
         self._tasks: deque[Callable[[], None]] = deque()
-        self._links: dict[Neighbour, _Link] = {}
-        self._nameless: dict[_Link, None] = {}  # accepted, and have not said who they are
+        self._links: dict[Neighbour, Link] = {}
+        self._nameless: dict[Link, None] = {}  # accepted, and have not said who they are
         self._unsent: dict[Neighbour, list[bytes]] = {}  # for children that have not connected yet
         self._lost: dict[Neighbour, str] = {}
         self._worlds: dict[bytes, Receiver] = {}
@@ -168,12 +114,12 @@ class Heart:
     def connect(self, card: Card, seconds: float) -> None:
         """Connect to a parent. Raises OSError when it cannot be reached."""
         neighbour = Neighbour(True, card.rank)
-        link = _Link(card.connect(seconds), neighbour, card)
+        sock = card.connect(seconds)
+        sock.sendall(hello(self.card, card))
+        link = Link(sock, neighbour, card)
         link.reader.trust()
-        hello = Frame(FrameKind.HELLO, NOBODY, name=card.token, body=self.card.encode()).encode()
-        with self._lock:  # nothing of another thread goes before the hello
+        with self._lock:
             self._links[neighbour] = link
-            self.send(neighbour, hello)
         self._later(lambda: self._watch(link))
 
     def give_up(self, neighbour: Neighbour, how: str) -> None:
@@ -289,14 +235,15 @@ class Heart:
                 return
             for key, events in self._selector.select(None if left == math.inf else left):
                 try:
-                    if isinstance(key.data, _Link):
+                    if isinstance(key.data, Link):
                         self._move(key.data, events)
                     else:
                         key.data()
                 except Exception as error:
                     logger.exception("the ranks of this process may hear nothing more")
                     how = f"cannot be heard any more ({type(error).__name__}: {error})"
-                    if isinstance(key.data, _Link):
+                    if isinstance(key.data, Link):
+                        self._close(key.data)
                         self._drop_link(key.data, how)
 
     def _end_all(self) -> None:
@@ -320,7 +267,7 @@ class Heart:
         while self._tasks:
             self._tasks.popleft()()
 
-    def _flush(self, link: _Link) -> None:
+    def _flush(self, link: Link) -> None:
         if link.sock.fileno() < 0 or link.has_ended:
             return
         if not link.flush():
@@ -332,7 +279,7 @@ class Heart:
             if all(one.has_ended for one in self._links.values()):
                 self._ends = min(self._ends, time.monotonic() + UNREAD_SECONDS)
 
-    def _watch(self, link: _Link, events: int = selectors.EVENT_READ) -> None:
+    def _watch(self, link: Link, events: int = selectors.EVENT_READ) -> None:
         if link.sock.fileno() < 0:
             return
         if link.sock in self._selector.get_map():
@@ -352,7 +299,7 @@ class Heart:
             return  # or it has gone again
         if len(self._nameless) >= NAMELESS_MAX:
             self._end(next(iter(self._nameless)))
-        link = _Link(sock, None, None)
+        link = Link(sock, None, None)
         self._nameless[link] = None
         self._watch(link)
 
@@ -364,7 +311,7 @@ class Heart:
         if self._listener.fileno() >= 0:
             self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
-    def _move(self, link: _Link, events: int) -> None:
+    def _move(self, link: Link, events: int) -> None:
         if events & selectors.EVENT_WRITE:
             self._flush(link)
         if not events & selectors.EVENT_READ:
@@ -382,14 +329,22 @@ class Heart:
             for frame in link.reader.feed(data):
                 self._take(link, frame)
         except ValueError as error:
+            if link.neighbour is not None:
+                raise
             logger.warning("a connection that is none of ours was ended: %s", error)
             self._end(link)
 
-    def _take(self, link: _Link, frame: Frame) -> None:
+    def _take(self, link: Link, frame: Frame) -> None:
         if link.neighbour is None:
             self._greet(link, frame)
-        elif frame.kind is FrameKind.BYE:
+            return
+        report = link.took(frame)
+        if report and not link.send(report):
+            self._later(lambda: self._flush(link))
+        if frame.kind is FrameKind.BYE:
             link.has_left = True
+        elif frame.kind is FrameKind.COUNT:
+            link.reported(frame.body)
         else:
             with self._lock:
                 receiver = self._worlds.get(frame.world)
@@ -398,53 +353,151 @@ class Heart:
             if receiver is not None:
                 receiver.receive(link.neighbour, frame)
 
-    def _greet(self, link: _Link, frame: Frame) -> None:
+    def _greet(self, link: Link, frame: Frame) -> None:
         """The first frame of a connection: only who can read the store knows the token."""
-        if frame.kind is not FrameKind.HELLO or not secrets.compare_digest(
+        greetings = {
+            FrameKind.HELLO: self._begin_link,
+            FrameKind.AGAIN: self._resume_link,
+            FrameKind.KNOCK: self._open_up,
+        }
+        greet = greetings.get(frame.kind)
+        if greet is None or not secrets.compare_digest(
             frame.name.encode(), self.card.token.encode()
         ):
             raise ValueError("its first message is not that of a rank of this job")
+        received, card = card_of(frame)
+        greet(link, card, frame.number, received)
+
+    def _begin_link(self, link: Link, card: Card, number: int, received: int) -> None:
+        """The first connection of a child, or the first that has come through."""
+        neighbour = Neighbour(False, card.rank)
+        known = self._links.get(neighbour)
+        if known is not None and known.card is not None:
+            if known.card.token == card.token:
+                raise ValueError(f"connection {number} of rank {card.rank} is older than another")
+            self._close(known)  # of a heart before this one
         link.reader.trust()
-        link.card = Card.decode(frame.body)
-        link.neighbour = Neighbour(False, link.card.rank)
+        link.card, link.neighbour, link.number = card, neighbour, number
         self._nameless.pop(link, None)
         with self._lock:
-            self._links[link.neighbour] = link
-            for data in self._unsent.pop(link.neighbour, []):
-                self.send(link.neighbour, data)
+            self._links[neighbour] = link
+            for data in self._unsent.pop(neighbour, []):
+                self.send(neighbour, data)
 
-    def _end(self, link: _Link) -> None:
-        """A connection has ended: find out whether its process has."""
-        self._nameless.pop(link, None)
-        if link.sock.fileno() >= 0:
+    def _resume_link(self, link: Link, card: Card, number: int, received: int) -> None:
+        """A child has made its connection anew: what is missing here and there follows."""
+        neighbour = Neighbour(False, card.rank)
+        with self._lock:
+            known = self._links.get(neighbour)
+            if known is None and neighbour not in self._lost and not received:
+                link.sock.send(welcome(0))
+                self._begin_link(link, card, number, received)
+                return
+            if known is None or known.card is None or known.card.token != card.token:
+                raise ValueError(f"rank {card.rank} of that connection counts as lost")
+            if number <= known.number:
+                raise ValueError(f"connection {number} of rank {card.rank} is older than another")
+            self._nameless.pop(link, None)
             self._selector.unregister(link.sock)
-            link.sock.close()
-        if link.neighbour is None or link.card is None:
+            self._close(known)
+            with contextlib.suppress(OSError):  # ended again, which is noticed by reading
+                link.sock.send(welcome(known.received))
+            known.resume(link.sock, number, received)
+        self._flush(known)
+
+    def _open_up(self, link: Link, card: Card, number: int, received: int) -> None:
+        """A parent reports that a connection has ended, in case this end of it has not."""
+        self._end(link)
+        known = self._links.get(Neighbour(True, card.rank))
+        if known is not None and known.is_open and known.number <= number:
+            self._end(known)
+
+    def _end(self, link: Link) -> None:
+        """A connection has ended: it is made anew, unless the process at its other end is gone."""
+        self._nameless.pop(link, None)
+        self._close(link)
+        if link.neighbour is None:
             return
         if link.has_left or self._is_stopped:
             self._drop_link(link, LEFT)
             return
-        card = link.card
-        self.begin(lambda: self._drop_link(link, _fate(card)))
+        with self._lock:
+            if not link.is_mending:
+                link.is_mending = True
+                self.begin(functools.partial(self._mend, link, link.mend_until(MEND_SECONDS)))
 
-    def _drop_link(self, link: _Link, how: str) -> None:
+    def _close(self, link: Link) -> None:
+        if link.sock.fileno() >= 0:
+            if link.sock in self._selector.get_map():
+                self._selector.unregister(link.sock)
+            link.close()
+
+    def _drop_link(self, link: Link, how: str) -> None:
+        """Count its process as lost, unless a connection to it was made anew meanwhile."""
         neighbour = link.neighbour
         if neighbour is None:
             return
         with self._lock:
-            self._links.pop(neighbour, None)
+            if link.is_open or self._links.get(neighbour) is not link:
+                return
+            self._links.pop(neighbour)
             self._lost[neighbour] = how
             receivers = list(self._worlds.values())
         for receiver in receivers:
             receiver.lost(neighbour, how)
 
+    # a thread for each connection that broke
 
-def _fate(card: Card) -> str:
-    """What became of a process; worlds must hear of its end even when nobody can look for it."""
-    try:
-        return card.fate()
-    except Exception as error:
-        return f"has lost its connection and cannot be looked for ({type(error).__name__}: {error})"
+    def _mend(self, link: Link, until: float) -> None:
+        """Make a connection anew, or find out that its process is gone; see note "mending"."""
+        pause, longest = MEND_PAUSES
+        opened = link.opened
+        while True:
+            with self._lock:
+                if link.is_open or link not in self._links.values():
+                    link.is_mending = False
+                    return
+                number = link.number
+            if link.opened != opened:  # it broke once more, while this thread slept
+                opened, pause = link.opened, MEND_PAUSES[0]
+            is_over, how = self._attempt(link, number)
+            if is_over or time.monotonic() > min(until, self._ends):
+                self._drop_link(link, how)
+            elif not link.is_open:
+                time.sleep(pause)
+                pause = min(longest, 2 * pause)
+
+    def _attempt(self, link: Link, number: int) -> tuple[bool, str]:
+        """Whether there is no more hope, and what to say of that process if it stays as it is."""
+        assert link.card is not None and link.neighbour is not None
+        why = "it makes none"
+        try:
+            death = link.card.death()
+            if death:
+                return True, death
+            if link.neighbour.is_parent:
+                self._reconnect(link, link.card, number + 1)
+            else:
+                with link.card.connect(CONNECT_SECONDS) as sock:
+                    sock.sendall(knock(self.card, link.card, number))
+        except OSError as error:
+            why = str(error)
+            death = link.card.death(error)
+        except Exception as error:
+            # Worlds must hear of this end even when nobody can look into it.
+            return True, f"has lost its connection ({type(error).__name__}: {error})"
+        text = f"has lost its connection, and no new one was made in {MEND_SECONDS:g} s ({why}),"
+        return bool(death), death or text
+
+    def _reconnect(self, link: Link, card: Card, number: int) -> None:
+        link.number = number  # also when it fails: the parent may see this one after the next
+        with contextlib.ExitStack() as stack:
+            sock = stack.enter_context(card.connect(CONNECT_SECONDS))
+            sock.settimeout(CONNECT_SECONDS)
+            sock.sendall(again(self.card, card, number, link.received))
+            link.resume(sock, number, read_welcome(sock))
+            stack.pop_all()
+        self._later(lambda: self._flush(link))
 
 
 def _listening() -> socket.socket:
@@ -455,14 +508,6 @@ def _listening() -> socket.socket:
                 ("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=128
             )
     return socket.create_server(("", 0), backlog=128)
-
-
-def _keep_alive(sock: socket.socket) -> None:
-    """Keep firewalls from forgetting an idle connection; two hours without an answer end it."""
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    if hasattr(socket, "TCP_KEEPIDLE"):
-        for option, value in (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 60), ("TCP_KEEPCNT", 120)):
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 
 _all_hearts: weakref.WeakSet[Heart] = weakref.WeakSet()

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
 import time
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-CONFIRM_SECONDS = 2.0  # the kernel closes a process's connections before it takes its pid away
 CONNECT_SECONDS = 10.0
 
 
@@ -104,25 +104,38 @@ class Card(NamedTuple):
                 error = OSError(f"host {host!r}: {failed}")
         raise error
 
-    def fate(self) -> str:
-        """What became of a process whose connection has ended: it is asked for in a second way.
+    def death(self, refusal: OSError | None = None) -> str:
+        """What proves that this process is gone, "" if nothing does: a second way to ask, once its
+        connection has ended or it is missing.
 
-        "has died", or why it cannot be reached although it may live. Takes up to some seconds.
+        `refusal` is why it could not be connected to. Only where its pid cannot be looked up does a
+        closed port count; one that is closed although the process runs may be open again.
         """
-        until = time.monotonic() + CONFIRM_SECONDS
         runs = self.process.runs()
-        while runs and time.monotonic() < until:
-            time.sleep(0.01)
-            runs = self.process.runs()
-        if runs is not None:
-            return "has lost its connection, though its process runs," if runs else "has died"
-        while True:
-            try:
-                self.connect(CONNECT_SECONDS).close()
-            except ConnectionRefusedError:
-                return "has died (its connection ended and its port is closed)"
-            except OSError as error:
-                return f"cannot be reached (its connection ended; a new one: {error})"
-            if time.monotonic() > until:
-                return "has lost its connection, though its process listens,"
-            time.sleep(0.1)
+        if runs is None and isinstance(refusal, ConnectionRefusedError):
+            return "has died (its port is closed)"
+        return "has died" if runs is False else ""
+
+
+def hosts_of(store: Any) -> tuple[str, ...]:
+    """By which addresses other machines may reach this one: that of the way to the rendezvous
+    store first, then by name.
+    """
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    hosts = []
+    with contextlib.suppress(AttributeError, OSError):  # a FileStore has no host
+        family, kind, _, _, address = socket.getaddrinfo(
+            store.host, store.port, type=socket.SOCK_DGRAM
+        )[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)  # sends nothing; the system chooses the way
+            hosts.append(str(probe.getsockname()[0]))
+        if _is_loopback(hosts[0]):  # the store is here: others reach this machine as they do it
+            hosts.append(store.host)
+    hosts.append(socket.gethostname())
+    return tuple(host for host in hosts if not _is_loopback(host))
+
+
+def _is_loopback(host: str) -> bool:
+    return host in ("localhost", "::1") or host.startswith("127.")

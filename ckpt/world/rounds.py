@@ -26,7 +26,8 @@ from typing import Any, NamedTuple, TypeVar
 from ckpt.errors import RankFailed
 from ckpt.world.agreement import ranks_text
 from ckpt.world.frames import Frame, FrameKind, pack
-from ckpt.world.heart import LEFT, Heart, Neighbour
+from ckpt.world.heart import LEFT, Heart
+from ckpt.world.link import Neighbour
 from ckpt.world.tree import Family, family
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,6 @@ import itertools
 import json
 import os
 import secrets
-import socket
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -28,8 +27,9 @@ from ckpt.world.attendance import Board
 from ckpt.world.base import Message, SoloWorld, Transfers, World, check_all_to_all
 from ckpt.world.board import ProcessBoard, WorldBoard
 from ckpt.world.frames import WORLD_NBYTES, MiB, unpack
-from ckpt.world.heart import Heart, Neighbour
-from ckpt.world.liveness import CONNECT_SECONDS, Card
+from ckpt.world.heart import Heart
+from ckpt.world.link import Neighbour
+from ckpt.world.liveness import CONNECT_SECONDS, Card, hosts_of
 from ckpt.world.rounds import STORE_SECONDS, Deadlines, Rounds
 from ckpt.world.tree import family
 
@@ -551,7 +551,7 @@ class _ThisProcess:
     def _taken(self, before: Process | None) -> Process:
         # There is no public way to the store that all ranks share already.
         base: Any = dist.distributed_c10d._get_default_store()
-        hosts = _hosts(base)
+        hosts = hosts_of(base)
         # An own connection, so that nothing waits behind the user's requests, nor they behind
         # these. Where it cannot be had (older torch) the store is shared.
         with contextlib.suppress(AttributeError, NotImplementedError, RuntimeError):
@@ -574,27 +574,3 @@ class _ThisProcess:
 _this_process = _ThisProcess()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_this_process.forked)
-
-
-def _hosts(store: Any) -> tuple[str, ...]:
-    """By which addresses other machines may reach this one: that of the way to the rendezvous
-    store first, then by name.
-    """
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    hosts = []
-    with contextlib.suppress(AttributeError, OSError):  # a FileStore has no host
-        family, kind, _, _, address = socket.getaddrinfo(
-            store.host, store.port, type=socket.SOCK_DGRAM
-        )[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(address)  # sends nothing; the system chooses the way
-            hosts.append(str(probe.getsockname()[0]))
-        if _is_loopback(hosts[0]):  # the store is here: others reach this machine as they do it
-            hosts.append(store.host)
-    hosts.append(socket.gethostname())
-    return tuple(host for host in hosts if not _is_loopback(host))
-
-
-def _is_loopback(host: str) -> bool:
-    return host in ("localhost", "::1") or host.startswith("127.")

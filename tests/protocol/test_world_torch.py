@@ -330,7 +330,7 @@ def _killed_on_another_machine() -> tuple[int, str]:
 
 def test_silent_rank_of_another_machine_is_named() -> None:
     for heard in run_ranks(3, _killed_on_another_machine, allow_dead=[1])[::2]:
-        assert heard[0] == 1 and "has died (its connection ended" in heard[1]
+        assert heard[0] == 1 and "has died (its port is closed)" in heard[1]
 
 
 def _hang() -> tuple[int, str]:

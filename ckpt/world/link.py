@@ -1,0 +1,228 @@
+"""One link to another process: messages in order, once each, over one connection after another.
+
+Each side counts the whole messages that have come and now and then reports the count; what is sent
+is kept until it is reported. A connection that breaks is replaced: both sides tell their counts,
+and each sends again what the other has not received. What was received in part is thrown away.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import socket
+import struct
+import threading
+import time
+from bisect import bisect_right
+from collections import deque
+from typing import NamedTuple
+
+from ckpt.world.frames import WORLD_NBYTES, Frame, FrameKind, FrameReader
+from ckpt.world.liveness import Card
+
+NOBODY = bytes(WORLD_NBYTES)
+HELLO_NBYTES_MAX = 16 * 1024
+REPORT_NBYTES = 256 * 1024  # as much is kept after it has come
+STOOD_SECONDS = 1.0  # a connection that held so long is of use, though nothing was sent
+KEPT_NBYTES_MIN = 256  # what it takes to keep the smallest message
+_COUNT = struct.Struct("<Q")
+
+
+class Neighbour(NamedTuple):
+    """A process at the other end of a connection: the parent in some tree, or a child in one.
+
+    `rank` is its rank in torch.distributed.
+    """
+
+    is_parent: bool
+    rank: int
+
+
+class Link:
+    """Messages to and from one process. `send` and `flush` are for all threads; the rest is for
+    the heart's, or, while no connection is open, for the one thread that makes it anew.
+
+    Note "Ctrl-C": it may come to the main thread between any two steps of Python's, and other
+    worlds send on the same connection. So what the kernel takes is counted in the same step in
+    which it is handed over, and everything else follows from that count, as often as it is done.
+    """
+
+    def __init__(self, sock: socket.socket, neighbour: Neighbour | None, card: Card | None) -> None:
+        self.neighbour = neighbour
+        self.card = card
+        self.number = 0  # of the connection
+        self.received = 0  # messages
+        self.has_left = False
+        self.has_ended = False  # what is sent: all has gone, and nothing follows
+        self.is_mending = False
+        self._mend_until = 0.0
+        self._moved = -1  # messages, when it broke the last time
+        self._unreported = 0  # bytes
+        self._lock = threading.Lock()
+        # What is not reported as received: each message with the count of bytes at its end.
+        self._outbox: list[tuple[int, memoryview]] = []
+        self._reported = 0  # messages, so the number of the first in the outbox
+        self._count = deque([0], maxlen=1)  # of bytes that the kernel has taken, of all messages
+        self._use(sock)
+
+    def _use(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        _keep_alive(sock)
+        self.sock = sock
+        self.reader = FrameReader(HELLO_NBYTES_MAX)
+        self.is_open = True
+        self.opened = time.monotonic()
+
+    def mend_until(self, seconds: float) -> float:
+        """Until when to make its connection anew: so long, from the first break after which it was
+        of no use.
+        """
+        now, moved = time.monotonic(), self.received + self._reported
+        if moved != self._moved or now - self.opened > STOOD_SECONDS:
+            self._mend_until = now + seconds
+        self._moved = moved
+        return self._mend_until
+
+    def send(self, data: bytes) -> bool:
+        """Send as much as is taken at once, and keep the rest. Returns whether nothing is left, or
+        waits for a new connection.
+        """
+        with self._lock:
+            begin = self._outbox[-1][0] if self._outbox else self._count[0]
+            self._outbox.append((begin + len(data), memoryview(data)))
+            return self._sent()
+
+    def flush(self) -> bool:
+        """Send more of what is left. Returns what `send` does."""
+        with self._lock:
+            return self._sent()
+
+    def _sent(self) -> bool:
+        while self.is_open:
+            index = bisect_right(self._outbox, self._count[0], key=operator.itemgetter(0))
+            if index == len(self._outbox):
+                return True
+            end, data = self._outbox[index]
+            left = end - self._count[0]
+            try:
+                # One step; see note "Ctrl-C".
+                self._count.extend(
+                    map(self._count[0].__add__, map(self.sock.send, (data[data.nbytes - left :],)))
+                )
+            except BlockingIOError:
+                return False
+            except OSError:  # its end is noticed by reading
+                return True
+        return True
+
+    def took(self, frame: Frame) -> bytes:
+        """Count a message that has come. Returns what to send when it is time to report."""
+        self.received += 1
+        self._unreported += max(KEPT_NBYTES_MIN, frame.nbytes)
+        if self._unreported < REPORT_NBYTES or self.has_ended:
+            return b""
+        self._unreported = 0
+        return Frame(FrameKind.COUNT, NOBODY, body=_COUNT.pack(self.received)).encode()
+
+    def reported(self, body: bytes) -> None:
+        """Keep nothing of what the other side has received. Raises ValueError when that cannot
+        be.
+        """
+        received = _count(body)
+        with self._lock:
+            if received > self._reported:  # else it was sent before the connection was made anew
+                self._drop(received)
+
+    def _drop(self, received: int) -> None:
+        number = received - self._reported
+        if not 0 <= number <= len(self._outbox):
+            last = self._reported + len(self._outbox)
+            raise ValueError(f"{received} messages were received of {self._reported} to {last}")
+        del self._outbox[:number]
+        self._reported = received
+
+    def resume(self, sock: socket.socket, number: int, received: int) -> None:
+        """Go on over connection `number`. The other side has received so many messages."""
+        with self._lock:
+            self._drop(received)
+            if self._outbox:
+                end, data = self._outbox[0]
+                self._count.append(end - data.nbytes)
+            self.number = number
+            self._use(sock)
+            self.reader.trust()
+
+    def close(self) -> None:
+        """Close the connection; what is sent from now on waits for another."""
+        with self._lock:
+            self.is_open = False
+            self.sock.close()
+
+    def end(self) -> None:
+        """Send nothing more. What the other side still sends must be read: a socket that is closed
+        with something unread takes back what has not arrived.
+        """
+        self.has_ended = True
+        with contextlib.suppress(OSError):  # it is gone
+            self.sock.shutdown(socket.SHUT_WR)
+
+
+# --- the first messages of a connection, which do not count ---------------------------------------
+
+
+def hello(ours: Card, theirs: Card) -> bytes:
+    """What the first connection of a link begins with."""
+    return Frame(FrameKind.HELLO, NOBODY, name=theirs.token, body=ours.encode()).encode()
+
+
+def again(ours: Card, theirs: Card, number: int, received: int) -> bytes:
+    """What connection `number` of a link begins with; `welcome` is the answer."""
+    body = _COUNT.pack(received) + ours.encode()
+    return Frame(FrameKind.AGAIN, NOBODY, number, theirs.token, body).encode()
+
+
+def knock(ours: Card, theirs: Card, number: int) -> bytes:
+    """What a parent sends over a connection of its own: connection `number` has ended here."""
+    return Frame(FrameKind.KNOCK, NOBODY, number, theirs.token, ours.encode()).encode()
+
+
+def card_of(frame: Frame) -> tuple[int, Card]:
+    """How many messages the sender of a first message has received, and its card."""
+    if frame.kind is FrameKind.AGAIN:
+        return _count(frame.body[: _COUNT.size]), Card.decode(frame.body[_COUNT.size :])
+    return 0, Card.decode(frame.body)
+
+
+def welcome(received: int) -> bytes:
+    """The answer to `again`, before any message of the link."""
+    return Frame(FrameKind.WELCOME, NOBODY, body=_COUNT.pack(received)).encode()
+
+
+def read_welcome(sock: socket.socket) -> int:
+    """How many messages the other side has received. Raises OSError when it does not say."""
+    data = b""
+    while left := len(welcome(0)) - len(data):
+        more = sock.recv(left)
+        if not more:
+            raise ConnectionResetError("the other side has ended it")
+        data += more
+    for frame in FrameReader(HELLO_NBYTES_MAX).feed(data):
+        if frame.kind is FrameKind.WELCOME:
+            return _count(frame.body)
+    raise ConnectionAbortedError("the other side answers something else")
+
+
+def _count(data: bytes) -> int:
+    try:
+        return int(_COUNT.unpack(data)[0])
+    except struct.error as error:
+        raise ValueError(f"a count of messages of {len(data)} bytes") from error
+
+
+def _keep_alive(sock: socket.socket) -> None:
+    """Keep firewalls from forgetting an idle connection; two hours without an answer end it."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if hasattr(socket, "TCP_KEEPIDLE"):
+        for option, value in (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 60), ("TCP_KEEPCNT", 120)):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)

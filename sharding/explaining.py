@@ -183,9 +183,11 @@ def _planned_page(explanation: Explanation) -> str:
             for event in step
         )
         rows.append(f"<tr><th>{_name(unit)}</th>{cells}</tr>")
-    return _PAGE.format(
-        note="as planned: no step has been made yet",
-        body=f"<table><tr><th></th>{head}</tr>\n{_NEWLINE.join(rows)}\n</table>",
+    return _page(
+        "As planned, since no step has been made yet: a row for each unit, a column for each event "
+        "in order, and no scale of time. The text of an event says how much is gathered after it.",
+        [what for what in _MEANINGS if what != "held"],
+        f"<table><tr><th>unit</th>{head}</tr>\n{_NEWLINE.join(rows)}\n</table>",
     )
 
 
@@ -239,11 +241,31 @@ def _recorded_page(explanation: Explanation) -> str:
             if bar.unit == number
         )
         rows.append(f"<tr><th>{_name(unit)}</th><td><div>{drawn}</div></td></tr>")
-    return _PAGE.format(
-        note=f"the last step of this rank, {1e3 * whole:.3f} ms from the first forward to the last "
-        "gradient, by the host's clock",
-        body=f'<table class="times">\n{_NEWLINE.join(rows)}\n</table>',
+    return _page(
+        f"The last step of this rank, {1e3 * whole:.3f} ms from the first forward to the last "
+        "gradient, from left to right by the host's clock: a row for each unit. On an accelerator "
+        "the host runs ahead of the device. The text of a bar says from when to when it lasted.",
+        [what for what in _MEANINGS if what != "free"],
+        f'<table class="times">\n{_NEWLINE.join(rows)}\n</table>',
     )
+
+
+_MEANINGS = {
+    "gather": "weights are gathered from all ranks that share them",
+    "held": "the gathered weights are in memory",
+    "forward": "forward of the unit's modules",
+    "backward": "backward of the unit's modules",
+    "free": "the gathered weights are given back",
+    "reduce": "gradients are summed over the ranks, each keeps its shard",
+}
+
+
+def _page(note: str, shown: Sequence[str], body: str) -> str:
+    legend = "".join(
+        f'<li><b class="{what}"></b> {what}: {escape.escape(_MEANINGS[what])}</li>'
+        for what in shown
+    )
+    return _PAGE.format(note=note, legend=legend, body=body)
 
 
 def _name(unit: UnitFacts) -> str:
@@ -253,17 +275,22 @@ def _name(unit: UnitFacts) -> str:
 _NEWLINE = "\n"  # not to be written inside an f-string before Python 3.12
 
 _PAGE = """<!doctype html>
-<meta charset="utf-8"><title>one training step</title>
+<meta charset="utf-8"><title>One training step</title>
 <style>
  body {{ font: 12px monospace }} table {{ border-collapse: collapse }}
  td, th {{ border: 1px solid #ddd; padding: 2px 6px }}
  .times {{ width: 100% }} .times td {{ width: 100%; padding: 0 }}
  .times div {{ position: relative; height: 22px }}
  .times i {{ position: absolute; top: 3px; bottom: 3px; min-width: 1px }}
+ ul {{ list-style: none; padding: 0; columns: 2; max-width: 90em }}
+ li b {{ display: inline-block; width: 2em; height: 1em; vertical-align: text-bottom }}
+ .held {{ background: #eef }}
  .times .held {{ top: 0; bottom: 0; background: #eef; z-index: -1 }} .times .reduce {{ top: 15px }}
  .gather {{ background: #9cf }} .free {{ background: #eee }}
  .forward {{ background: #cfc }} .backward {{ background: #fc9 }} .reduce {{ background: #fcf }}
 </style>
+<h1>One training step</h1>
 <p>{note}</p>
+<ul>{legend}</ul>
 {body}
 """

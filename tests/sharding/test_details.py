@@ -6,6 +6,7 @@ Method: each part by itself where it needs no ranks, through the class where it 
 from __future__ import annotations
 
 import itertools
+import re
 import warnings
 from typing import Any
 
@@ -295,6 +296,7 @@ def test_a_model_can_be_explained() -> None:
     text, page = run_ranks(2, explained)[0]
     assert "0.weight (7, 6) at 0, " in text
     assert page.count("<tr>") == 3 and "<th>1</th>" in page
+    assert_legend(page)
 
 
 def recorded() -> tuple[list[str], str]:
@@ -321,7 +323,16 @@ def test_the_page_shows_the_step_that_was_made() -> None:
     ]  # fmt: skip
     for what, count in {"gather": 3, "held": 3, "forward": 2, "backward": 2, "reduce": 2}.items():
         assert page.count(f'<i class="{what}"') == count
-    assert "the last step of this rank" in page
+    assert "The last step of this rank" in page
+    assert_legend(page)
+
+
+def assert_legend(page: str) -> None:
+    """Every color on the page is explained, and none that is not there."""
+    explained_ones = set(re.findall(r'<li><b class="(\w+)">', page))
+    assert explained_ones == set(re.findall(r'<(?:i|td) class="(\w+)"', page))
+    for what in explained_ones:
+        assert f".{what} {{" in page
 
 
 # C30 ---------------------------------------------------------------------------------------------

@@ -360,7 +360,7 @@ class FullyShardedDataParallel(UnitAttributes, StatefulUnit):
             )
         # Nothing to add over ranks: as an unwrapped model clips, without a collective.
         if not any(unit.settings.is_sharded for unit in units if unit.store is not None):
-            return nn.utils.clip_grad_norm_(repeated, max_norm, norm_type)
+            return nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type)
         return clip_sharded(
             [param.grad for param in sharded if param.grad is not None],
             [param.grad for param in repeated if param.grad is not None],

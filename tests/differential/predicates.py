@@ -37,13 +37,28 @@ def is_local(draw: Draw, op: Op, difference: Difference) -> bool:
 
     With original parameters torch does not know its own flat ones again.
     """
-    if op.name != "load" or op.args["form"] != "LOCAL" or draw.strategy == "NO_SHARD":
+    if op.args.get("form") != "LOCAL":
+        return False
+    if op.name == "state" and draw.strategy == "NO_SHARD" and draw.group == "tensor":
+        return _leaves_parallel(difference)
+    if op.name != "load" or draw.strategy == "NO_SHARD":
         return False
     refused = difference.what == "raised" or difference.where == ".gave.unexpected"
     if draw.orig and refused and "_flat_param" in str(difference.torch):
         return True
     about_keys = op.args["change"] in ("drop", "add", "shape", "drop_all")
     return about_keys and (difference.what == "raised" or difference.where.startswith(".gave"))
+
+
+def _leaves_parallel(difference: Difference) -> bool:
+    """Whether torch's is a shard of tensor parallelism, and ours the whole of it."""
+    theirs, ours = difference.values
+    return (
+        difference.what == "about"
+        and (theirs.about[0], ours.about[0]) == ("DTensor", "Tensor")
+        and theirs.about[-1] == ours.about[2]
+        and _overlap_equally(theirs, ours)
+    )
 
 
 def shows_unsharded(draw: Draw, op: Op, difference: Difference) -> bool:
@@ -255,12 +270,13 @@ def evaluated(draw: Draw, op: Op, difference: Difference) -> bool:
 
 def _kept_through_forward(draw: Draw, op: Op) -> bool:
     """Whether this call trains with what torch kept after backwards, over a step and then over a
-    forward without gradients, after which ours gathers again.
+    forward without gradients, or until it was to free again: after both ours gathers again.
     """
     keeps = stepped = ran = False
     for one in _before(draw, op):
         if one.name == "reshards_after_backward":
             keeps = not one.args["on"]
+            ran = ran or (stepped and not keeps)
         elif one.name in ("train", "step"):
             stepped, ran = keeps, False
         elif one.name == "evaluate":

@@ -43,7 +43,7 @@ def test_what_is_read_after_a_forward_without_gradients_is_listed_until_the_next
     assert not _one(unwritten, shown, 1) and not _one(unwritten, held, 2)
 
 
-def test_what_backwards_kept_is_listed_after_a_step_and_a_forward_without_gradients() -> None:
+def test_what_backwards_kept_is_listed_after_a_step_and_what_ends_it() -> None:
     train = Op("train", {"steps": 1})
     keep, free = (
         Op("reshards_after_backward", {"on": on, "recurse": True}) for on in (False, True)
@@ -52,7 +52,10 @@ def test_what_backwards_kept_is_listed_after_a_step_and_a_forward_without_gradie
     draw = _draw(face="fully", ops=ops, precision="bf16", reshard=False)
     wrong = _seen(torch.ones(2), torch.ones(2) * 1.01, ".gave[0][1]")
     assert _one(draw, wrong, 4) and not _one(draw, wrong, 2)
-    for others in ((free, *ops[1:]), (*ops[:2], *ops[3:]), (keep, *ops[2:])):
+    more = [Op("train", {"steps": steps}) for steps in (1, 2)]
+    turned_back = dataclasses.replace(draw, ops=(keep, train, free, *more))
+    assert _one(turned_back, wrong, 3) and not _one(turned_back, wrong, 4)
+    for others in ((free, *ops[1:]), (keep, train, *more), (keep, *ops[2:])):
         assert not _one(dataclasses.replace(draw, ops=others), wrong), others
     freed = dataclasses.replace(draw, ops=(*ops[:3], Op("reshard"), ops[-1]))
     assert not _one(freed, wrong)
@@ -142,6 +145,19 @@ def test_local_dicts_are_listed_only_for_keys_that_they_lost_or_gained() -> None
         loads = dataclasses.replace(draw, ops=(Op("load", {**arguments, "change": change}),))
         assert _one(loads, _seen(["a"], ["b"], ".gave.missing")) is meant
         assert not _one(loads, _seen(torch.ones(2), torch.ones(2) * 1.01))
+
+
+def test_tensor_parallel_shards_are_listed_in_local_dicts_of_no_shard_with_equal_values() -> None:
+    arguments = {"form": "LOCAL", "change": "", "strict": True, "offload": False, "rank0": False}
+    draw = _draw(face="flat", strategy="NO_SHARD", group="tensor", ops=(Op("state", arguments),))
+    whole = Tensor(("Tensor", (4,), torch.float32, False), torch.arange(4.0))
+    about = ("DTensor", (4,), ("S(0)",), (2,), torch.float32)
+    for part, offset, meant in (((2.0, 3), 2, True), ((2.0, 3), 0, False), ((2.0, 9), 2, False)):
+        theirs = Tensor(about, torch.tensor(part), (offset,))
+        wrong = Difference(".gave.a", "about", "", "", (theirs, whole))
+        assert _one(draw, wrong) is meant
+        assert not _one(dataclasses.replace(draw, strategy="FULL_SHARD"), wrong)
+        assert not _one(dataclasses.replace(draw, group="world"), wrong)
 
 
 def test_buffers_cast_early_are_listed_when_the_cast_is_all_that_differs() -> None:

@@ -351,6 +351,24 @@ def names_that_are_no_parameters_are_refused() -> None:
     assert {*to_load["param_groups"][0]["params"]} == {key for key, _ in model.named_parameters()}
 
 
+def whole_models_are_clipped_in_the_order_of_their_parameters() -> None:
+    """The sum of norms of several parameters has other last bits in another order."""
+    norms = {}
+    for name in BOTH:
+        layers = [nn.Linear(2, 2, bias=False, dtype=torch.float64) for _ in range(3)]
+        model = engine(name)(
+            nn.Sequential(*layers),
+            ignored_modules=[layers[0]],
+            sharding_strategy=ShardingStrategy.NO_SHARD,
+            use_orig_params=True,
+        )
+        model(torch.ones(2, 2, dtype=torch.float64)).sum().backward()
+        for param, norm in zip(model.parameters(), (1e16, 1.0, 1.0), strict=True):
+            param.grad.zero_()[0, 0] = norm
+        norms[name] = model.clip_grad_norm_(1.0, norm_type=1.0).item()
+    assert norms["ours"] == norms["torch"]
+
+
 test_on_two_ranks = claims(
     2,
     [
@@ -368,5 +386,6 @@ test_on_two_ranks = claims(
         state_dicts_cast_back_only_buffers_that_mixed_precision_casts,
         optimizers_keyed_by_names_go_out_and_in_by_the_names_they_use,
         names_that_are_no_parameters_are_refused,
+        whole_models_are_clipped_in_the_order_of_their_parameters,
     ],
 )

@@ -3,9 +3,10 @@
     python -m benchmarks.coordinator [--ranks 64 256 1024]
 
 The parts of a Llama-70B with AdamW (2,892 tensors) in even shards are made by arithmetic, without
-processes, and decoded, compared, merged and encoded as a save does it. Prints CPU seconds, what it
-received per rank, bytes of the manifest with results and with rules, and the peak of memory with
-the parts themselves; asserts what is a count.
+processes, and decoded, compared, merged and encoded as a save does it: with seals in place of
+checksums, as many ranks do it, and with checksums. Prints CPU seconds, what it received per rank,
+bytes of the manifest with results, with rules, and with seals, and the peak of memory with the
+parts themselves; asserts what is a count.
 """
 
 from __future__ import annotations
@@ -15,13 +16,15 @@ import math
 import resource
 import time
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
 from benchmarks.measure import report, row
 from ckpt.format.checksum import crc32c
+from ckpt.format.checksum_tables import CHECKSUM_TABLES, Seals, seal_of
 from ckpt.format.codec import encode_values
-from ckpt.format.manifest import PROGRESSIONS, Header, int64s
+from ckpt.format.manifest import PROGRESSIONS, Header, Manifest, int64s
 from ckpt.format.manifest_codec import encode_manifest
 from ckpt.format.merging import build_manifest, replica_differences, value_differences
 from ckpt.format.part import Part, ReplicaColumns, TensorRecord
@@ -31,49 +34,80 @@ BLOCK_NBYTES = 1 << 20
 HEADER_NBYTES = 160 << 10
 WIDTH, KEYS, INNER, WORDS, LAYERS = 8192, 1024, 28672, 128256, 80
 MIB = 1 << 20
+SEALED_FILE_NBYTES = 80  # of a manifest: name, sizes, seal
 
 
 def main() -> None:
     """Measure every number of ranks that was asked for."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[64, 256])
-    for ranks in parser.parse_args().ranks:
-        measure(ranks)
+    parser.add_argument("--only-seals", action="store_true", help="no saves with checksums")
+    options = parser.parse_args()
+    for ranks in options.ranks:
+        measure(ranks, compared=not options.only_seals)
 
 
-def measure(ranks: int) -> None:
-    """Two saves of `ranks` ranks on a coordinator."""
-    model = Model()
-    seconds, received, manifests = [], [], []
-    known = Structures()
+class Saves(NamedTuple):
+    """Two saves on a coordinator: per save CPU seconds and bytes received; the last manifest."""
+
+    seconds: list[float]
+    received: list[int]
+    manifest: Manifest
+    nbytes: int
+    peak: int
+
+
+def saves_of(ranks: int, required: tuple[str, ...]) -> Saves:
+    """The first save of `ranks` ranks, and one in which only values changed."""
+    model, known = Model(), Structures()
+    header = header_of(ranks).model_copy(update={"required": required})
+    seconds, received = [], []
     for save in range(2):
         parts = (model.part(rank, ranks, save) for rank in range(ranks))
-        sent = [(b"" if save else part.structure(), part.variable()) for part in parts]
+        sealed = header.has_checksum_tables
+        sent = [(b"" if save else part.structure(), part.variable(sealed=sealed)) for part in parts]
         received.append(sum(len(structure) + len(rest) for structure, rest in sent))
         begun = time.process_time()
         got = known.parts(sent)
         assert not value_differences(got) and replica_differences(got, known.kept) == ([], [])
-        manifest = build_manifest(header_of(ranks), got, known.kept)
-        manifests.append(known.encoder.encode(manifest).data)
+        manifest = build_manifest(header, got, known.kept)
+        nbytes = len(known.encoder.encode(manifest).data)
         seconds.append(time.process_time() - begun)
-    ruled = header_of(ranks).model_copy(update={"required": (PROGRESSIONS,)})
-    rules = len(encode_manifest(replace(manifest, header=ruled)))
-    sums = manifest.checksums.nbytes
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    report(
-        f"coordinator of {ranks} ranks, {len(manifest.chunks)} chunks",
-        [
-            row("first save, CPU", f"{seconds[0]:.2f} s", "<= 2 s"),
-            row("later save, CPU", f"{seconds[1]:.2f} s", "<= 0.2 s"),
-            row("received of a rank, first", f"{received[0] / ranks / 1024:.1f} KiB", "-"),
-            row("received of a rank, later", f"{received[1] / ranks / 1024:.1f} KiB", "-"),
-            row("manifest of results", f"{len(manifests[1]) / MIB:.2f} MiB", "-"),
-            row("manifest of rules", f"{rules / MIB:.2f} MiB", "<= 32 MiB"),
-            row("of it checksums", f"{sums / MIB:.2f} MiB", "-"),
-            row("peak of the process", f"{peak / MIB:.0f} MiB", "<= 512 MiB"),
-        ],
-    )
-    assert rules - sums <= MIB, f"{rules - sums} bytes beside checksums"
+    return Saves(seconds, received, manifest, nbytes, peak)
+
+
+def measure(ranks: int, *, compared: bool) -> None:
+    """Saves of `ranks` ranks with seals; `compared` with those that have checksums."""
+    sealed = saves_of(ranks, (PROGRESSIONS, CHECKSUM_TABLES))
+    manifest = sealed.manifest
+    rows = [
+        row("first save, CPU", f"{sealed.seconds[0]:.2f} s", "<= 2 s"),
+        row("later save, CPU", f"{sealed.seconds[1]:.2f} s", "<= 0.2 s"),
+        row("received of a rank, first", f"{sealed.received[0] / ranks / 1024:.1f} KiB", "-"),
+        row("received of a rank, later", f"{sealed.received[1] / ranks / 1024:.1f} KiB", "-"),
+        row("manifest of rules and seals", f"{sealed.nbytes / MIB:.2f} MiB", "<= 32 MiB"),
+        row("checksums of blocks, all ranks", f"{4 * manifest.block_count / MIB:.2f} MiB", "-"),
+        row("peak of the process", f"{sealed.peak / MIB:.0f} MiB", "<= 512 MiB"),
+    ]
+    if compared:
+        plain = saves_of(ranks, ())
+        ruled = plain.manifest.header.model_copy(update={"required": (PROGRESSIONS,)})
+        rules = len(encode_manifest(replace(plain.manifest, header=ruled)))
+        rows += [
+            row("first save with checksums, CPU", f"{plain.seconds[0]:.2f} s", "-"),
+            row("later save with checksums, CPU", f"{plain.seconds[1]:.2f} s", "-"),
+            row(
+                "received of a rank, later, then",
+                f"{plain.received[1] / ranks / 1024:.1f} KiB",
+                "-",
+            ),
+            row("manifest of results", f"{plain.nbytes / MIB:.2f} MiB", "-"),
+            row("manifest of rules", f"{rules / MIB:.2f} MiB", "-"),
+        ]
+    report(f"coordinator of {ranks} ranks, {len(manifest.chunks)} chunks", rows)
+    beside = sealed.nbytes - SEALED_FILE_NBYTES * ranks
+    assert beside <= MIB, f"{beside} bytes beside names, sizes and seals of files"
 
 
 def header_of(ranks: int) -> Header:
@@ -140,6 +174,7 @@ class Model:
             values=b"" if rank else encode_values(self._values),
             value_digests={k: crc32c(encode_values(v)) for k, v in sorted(self._values.items())},
             per_rank=b"",
+            seals=Seals.of([seal_of(rng.bytes(12 + 4 * int(blocks.sum())))]),
             replicas=ReplicaColumns(scalars, none, none, np.full(len(scalars), save, np.uint32)),
         )
 

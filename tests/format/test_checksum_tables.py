@@ -5,10 +5,13 @@ from __future__ import annotations
 import hashlib
 import tracemalloc
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+import ckpt
 from ckpt.errors import Corrupt, InvalidState, UnsupportedFormat
 from ckpt.format.checksum_tables import CHECKSUM_TABLES, NO_SEALS
 from ckpt.format.columns import pack_ints, pack_map, unpack_map
@@ -18,7 +21,15 @@ from ckpt.format.merging import build_manifest
 from ckpt.format.part import Part
 from ckpt.saving.parts import Structures
 from tests.format.many_parts import header_of, random_parts, saved_again
-from tests.format.sample import HEADER, INCREMENTS, make_increments, make_sample
+from tests.format.sample import (
+    HEADER,
+    INCREMENTS,
+    STEP_DIR,
+    TENSORS,
+    make_increments,
+    make_sample,
+    tensor_bytes,
+)
 from tests.format.test_manifest import column, counts, envelope
 
 
@@ -27,6 +38,7 @@ def sealed(header: Header) -> Header:
     return header.model_copy(update={"required": required})
 
 
+GOLDEN = Path(__file__).parent.parent / "golden" / "v1_checksum_tables"
 SAMPLE = make_sample(sealed(HEADER))
 ENCODED = encode_manifest(SAMPLE.manifest)
 
@@ -177,3 +189,17 @@ def test_the_bytes_do_not_grow_with_the_blocks() -> None:
 
     few, many = (len(encode_manifest(manifest_of(blocks))) for blocks in (1, 1000))
     assert many <= few + 3 * len(SAMPLE.manifest.files)
+
+
+def test_golden_checkpoint_is_read_and_written_for_ever() -> None:
+    """`tests/golden/v1_checksum_tables` is never regenerated: whole tensors, every byte checked,
+    and today's encoders write the same bytes.
+    """
+    for name, data in {**SAMPLE.files, "MANIFEST": ENCODED}.items():
+        assert (GOLDEN / STEP_DIR / name).read_bytes() == data, name
+    url = f"{GOLDEN}/{STEP_DIR}"
+    assert ckpt.verify(url).ok
+    with ckpt.open(url) as opened:
+        for info in TENSORS:
+            tensor = opened[info.fqn].contiguous().flatten()
+            assert tensor.view(torch.uint8).numpy().tobytes() == tensor_bytes(info)

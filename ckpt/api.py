@@ -36,7 +36,10 @@ from storage import Store, StoreLike, open_store
 MIB = 1 << 20
 REMOTE_REQUESTS = 4  # in flight at once per rank
 DISK_REQUESTS = 4  # in flight at once per rank, around the page cache
-DIRECT_NBYTES_MIN = 16 * MIB  # less goes through the page cache unless `io` says otherwise
+# Less goes through the page cache, unless `io` says otherwise: a file that is saved, and all that a
+# rank loads.
+DIRECT_SAVE_NBYTES_MIN = 4 * MIB
+DIRECT_LOAD_NBYTES_MIN = 16 * MIB
 
 Io = Literal["auto", "buffered", "direct"]
 
@@ -68,7 +71,7 @@ def save(
     `user` are notes to keep with the checkpoint, `metric` is how good it is. How the save went on
     every rank is kept for `ckpt report`, unless `telemetry=False`. A store that cannot refuse a
     second writer is used only with `unsafe_single_writer=True`. `io="buffered"` writes local files
-    through the page cache, `"direct"` around it, and `"auto"` around it from 16 MiB on.
+    through the page cache, `"direct"` around it, and `"auto"` around it from 4 MiB on.
 
     A request to a store that is away is repeated for up to `retry_seconds_max`; the state of the
     training stands still meanwhile.
@@ -321,7 +324,7 @@ def _write_path(io: Io, store: Store, staging: Staging) -> WritePath:
     if io == "buffered":
         return WritePath(staging=staging)
     # One part is checksummed while the one before it is on its way to the disk.
-    least = DIRECT_NBYTES_MIN if io == "auto" else 0
+    least = DIRECT_SAVE_NBYTES_MIN if io == "auto" else 0
     return WritePath(direct=True, writers=1, direct_nbytes_min=least, staging=staging)
 
 
@@ -337,7 +340,7 @@ def read_path(store: Store, io: Io = "auto") -> ReadPath:
         return path
     if io == "direct":
         return replace(path, direct_readers=DISK_REQUESTS, direct_always=True)
-    return replace(path, direct_readers=DISK_REQUESTS, direct_nbytes_min=DIRECT_NBYTES_MIN)
+    return replace(path, direct_readers=DISK_REQUESTS, direct_nbytes_min=DIRECT_LOAD_NBYTES_MIN)
 
 
 def resumed(

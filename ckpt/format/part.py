@@ -147,6 +147,27 @@ class Part:
     def _counts(self) -> tuple[int, int, int]:
         return len(self.chunk_file), len(self.boxes), len(self.replicas.tensor)
 
+    def is_like(self, other: Part) -> bool:
+        """Whether `structure()` of both is the same, as far as that shows without encoding them: in
+        parts that share what follows from the chunks (`part_again`). False where it does not.
+        """
+        shared = (
+            "tensors",
+            "chunk_tensor",
+            "chunk_file",
+            "chunk_start",
+            "chunk_numel",
+            "chunk_box",
+            "boxes",
+            "block_counts",
+        )
+        return (
+            all(getattr(self, name) is getattr(other, name) for name in shared)
+            and (self.rank, self.files, self.aliases) == (other.rank, other.files, other.aliases)
+            and np.array_equal(self.chunk_position, other.chunk_position)
+            and all(map(np.array_equal, self.replicas[:3], other.replicas[:3]))
+        )
+
     def structure_digest(self) -> bytes:
         """sha256 of `structure()`: 32 bytes."""
         return hashlib.sha256(self.structure()).digest()

@@ -23,11 +23,13 @@ class Structures:
     """The structures of the parts of all ranks; see note "known structures".
 
     Sender and coordinator forget together, because a round that fails on one rank fails on all.
-    `sent` is this rank's own, the rest is empty except on the coordinator.
+    `sent` is this rank's own, the rest is empty except on the coordinator. A process alone sends
+    nothing; it compares with the `last` part.
     """
 
     def __init__(self) -> None:
         self.sent = b""
+        self.last: Part | None = None
         self.kept = KeptMerge()
         self.encoder = ManifestEncoder()
         self._of_ranks: dict[int, PartStructure] = {}
@@ -35,6 +37,7 @@ class Structures:
     def forget(self) -> None:
         """Have this rank send its structure again."""
         self.sent = b""
+        self.last = None
 
     def parts(self, received: Sequence[tuple[bytes, bytes]]) -> list[Part]:
         """The parts of structures (empty when known) and variable rests, in rank order.
@@ -74,7 +77,9 @@ def gather_parts(
     error here would leave the others waiting for the coordinator's answer.
     """
     if world.size == 1:
-        known.kept, known.encoder = KeptMerge(), ManifestEncoder()
+        if known.last is None or not part.is_like(known.last):
+            known.kept, known.encoder = KeptMerge(), ManifestEncoder()
+        known.last = part
         return lambda: Received([part], [report])
     structure = part.structure()
     payload = joined(b"" if structure == known.sent else structure, part.variable(sealed=sealed))

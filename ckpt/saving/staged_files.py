@@ -116,7 +116,7 @@ def copy_order(
         tuple(tuple(one for one in plan if one.source in first) for plan in plans),
         tuple(later),
         sum(one.stop - one.start for ranges in later for one in ranges),
-        devices_of(source.view for source in sources),
+        devices_of(source.view for source in sources if not source.address),
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -18,8 +18,11 @@ import torch
 from torch import nn
 
 import ckpt
+from ckpt.format import merging
+from ckpt.format.part import Part
 from ckpt.process import open_root
 from ckpt.saving import plan as contents
+from ckpt.saving import publish
 from storage import open_store
 from tests.e2e.job import Job, Sharded
 from tests.service.staging import differing, saved_tensors, tensors_now
@@ -174,6 +177,46 @@ def test_steps_of_training_use_the_plan_again(monkeypatch: pytest.MonkeyPatch) -
             assert checkpoint.values["step"] == state["step"]
         train(state)
     assert len(calls) == 1
+
+
+def test_a_process_alone_merges_again_only_what_has_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The table of chunks and its proof are kept while values change, and are anew with a tensor
+    more, another alias, and after a save that failed.
+    """
+    merged: list[int] = []
+    init = merging._Merged.__init__
+
+    def noted(self: merging._Merged, parts: Sequence[Part]) -> None:
+        merged.append(1)
+        init(self, parts)
+
+    monkeypatch.setattr(merging._Merged, "__init__", noted)
+    url = f"{URL}-alone"
+    state: State = {"a": torch.randn(3), "b": torch.randn(4)}
+    for step in range(9):
+        if step == 3:
+            state["c"] = torch.randn(2)
+        if step == 5:
+            state["d"] = state["c"]
+        if step == 7:
+            with monkeypatch.context() as patch, pytest.raises(OSError, match="planted"):
+                patch.setattr(publish, "store_manifest", _fail)
+                ckpt.save(state, url, step=100)
+        state["a"].add_(1)
+        expected = tensors_now(state)
+        ckpt.save(state, url, step=step)
+        saved = saved_tensors(url, step)
+        assert ("d" in saved) == (step >= 5)
+        saved.pop("d", None)  # a name of "c", and no tensor of its own
+        assert differing(saved, expected) == []
+    # The failed save had the structure of the ones before it.
+    assert len(merged) == 4
+
+
+def _fail(*_: Any) -> None:
+    raise OSError("planted")
 
 
 def test_a_state_that_is_gone_is_not_kept_alive() -> None:

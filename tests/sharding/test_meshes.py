@@ -7,6 +7,7 @@ steps must be the same. Checkpoints of each move to other layouts and back, bit 
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ import ckpt
 import sharding
 from tests.ranks import run_ranks
 from tests.sharding.fully_scenarios import ENGINES, claims
+from tests.sharding.test_fully_checkpoints import shared_folder
 
 pytestmark = pytest.mark.ranks
 
@@ -142,7 +144,81 @@ def layouts_are_those_of_torch() -> None:
             )
 
 
-test_on_four_ranks = claims(4, [layouts_are_those_of_torch])
+class Layers(nn.Module):
+    """A layer whose weight is cut over several axes, around one that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(8, 6))
+        self.last = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight: Any = self.weight
+        if not isinstance(weight, DTensor):
+            return self.last(torch.tanh(nn.functional.linear(x, weight)))
+        mesh = weight.device_mesh
+        everywhere = DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        out: Any = nn.functional.linear(everywhere, weight)
+        return self.last(torch.tanh(out.full_tensor()))
+
+
+def step_all(model: nn.Module, batches: list[torch.Tensor]) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for batch in batches:
+        model(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def wrappers_over_several_axes_train_and_are_saved_as_the_unsharded_model() -> None:
+    generator = torch.Generator().manual_seed(1)
+    batches = [torch.randn(4, 6, generator=generator) for _ in range(3)]
+    plain = Layers()
+    step_all(plain, batches)
+    wanted = {name: param.detach() for name, param in plain.named_parameters()}
+    root, step = shared_folder(), 0
+    for shape, cuts in (((1, 2, 2), (0, 0)), ((1, 2, 2), (1, 0)), ((2, 2, 1), (0, 1))):
+        for orig in (False, True):
+            mesh = init_device_mesh("cpu", shape, mesh_dim_names=TWO_AXES)
+            bare = Layers()
+            placements = [Shard(cut) for cut in cuts]
+            weight = distribute_tensor(bare.weight.detach(), mesh["ep", "tp"], placements)
+            bare.weight = nn.Parameter(weight)
+            model: Any = sharding.FullyShardedDataParallel(
+                bare, device_mesh=mesh["dp"], use_orig_params=orig
+            )
+            row = (mesh.get_coordinate() or [0])[0]
+            step_all(model, [batch.chunk(shape[0])[row] for batch in batches])
+            where = f"{shape} {cuts} {orig}"
+            assert_state(model.state_dict(), wanted, where)
+            with sharding.FullyShardedDataParallel.summon_full_params(model, writeback=False):
+                shown: Any = model.module.weight
+                assert shown.placements == tuple(placements), where
+                torch.testing.assert_close(shown.full_tensor(), wanted["weight"])
+            if orig:
+                ckpt.save({"model": model}, root, step=(step := step + 1))
+                alone = Layers()
+                ckpt.load({"model": alone}, root)
+                assert_state(dict(alone.state_dict()), wanted, where)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(root)
+
+
+def assert_state(state: Any, wanted: dict[str, torch.Tensor], where: str) -> None:
+    assert state.keys() == wanted.keys(), where
+    for name, value in wanted.items():
+        torch.testing.assert_close(state[name], value, msg=lambda m, n=name: f"{where} {n}: {m}")
+
+
+test_on_four_ranks = claims(
+    4,
+    [
+        layouts_are_those_of_torch,
+        wrappers_over_several_axes_train_and_are_saved_as_the_unsharded_model,
+    ],
+)
 
 
 # Checkpoints -------------------------------------------------------------------------------------

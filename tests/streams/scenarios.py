@@ -17,7 +17,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     offload_wrapper,
 )
 from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
 from sharding import Blocks, Whole
@@ -223,24 +223,75 @@ def a_mesh_for_each_parameter(run: Run) -> None:
     run.train(model, steps=1, optimizer=optimizer)
 
 
-@scenario(FULLY, ranks_min=8)
-def tensor_parallelism_over_two_axes(run: Run) -> None:
-    class Local(Net):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            local: Any = self.weight
-            return super().forward(x) + local.to_local().sum()
+class Local(Net):
+    """Has a parameter that is cut over other axes of the mesh."""
 
-    names = ("dp", "ep", "tp")
-    mesh = run.mesh(2, 2, 2, names=names)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        local: Any = self.weight
+        return super().forward(x) + local.to_local().sum()
+
+
+AXES = ("dp", "ep", "tp")
+
+
+def _cut_over_two_axes(run: Run) -> tuple[Any, Any]:
+    """A model, and the axis of data of its mesh."""
+    mesh = run.mesh(2, 2, 2, names=AXES)
     bare = run.net(Local)
     local = run.net(nn.Linear, 6, WIDTH).weight.detach()
     cut = DTensor.from_local(local, mesh["ep", "tp"], [Shard(0), Shard(0)], run_check=False)
     bare.weight = nn.Parameter(cut)
-    model = bare
-    for unit in (*bare.blocks, bare):
-        model = run.module.fully_shard(unit, mesh=mesh["dp"])
+    return bare, mesh["dp"]
+
+
+@scenario(FULLY, ranks_min=8)
+def tensor_parallelism_over_two_axes(run: Run) -> None:
+    model, data = _cut_over_two_axes(run)
+    for unit in (*model.blocks, model):
+        model = run.module.fully_shard(unit, mesh=data)
     run.models.append(model)
     run.train(model, steps=3)
+
+
+@scenario(FLAT, torchs=(), ranks_min=8)
+def tensor_parallelism_over_two_axes_in_the_wrapper(run: Run) -> None:
+    bare, data = _cut_over_two_axes(run)
+    orig = run.surface == "orig"
+    model = run.module.FullyShardedDataParallel(
+        bare, device_mesh=data, device_id=run.device, use_orig_params=orig
+    )
+    run.models.append(model)
+    run.train(model, steps=3)
+
+
+class OnOneMesh(nn.Module):
+    """All of its parameters lie on one mesh for everything."""
+
+    def __init__(self, mesh: Any) -> None:
+        super().__init__()
+        for name, rows in (("first", 12), ("second", 7)):
+            placements = [Replicate(), Replicate(), Shard(0)]
+            whole = DTensor.from_local(torch.ones(rows, 5), mesh, placements, run_check=False)
+            self.register_parameter(name, nn.Parameter(whole))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        params: list[Any] = list(self.parameters())
+        return sum((one.to_local().square().sum() for one in params), x.sum())
+
+
+@scenario(FULLY, ranks_min=8)
+def parameters_on_a_mesh_for_everything(run: Run) -> None:
+    from torch.distributed.fsdp import DataParallelMeshDims
+
+    mesh = run.mesh(2, 2, 2, names=("dp", "cp", "tp"))
+    for data in (
+        DataParallelMeshDims(shard=("dp", "cp")),
+        DataParallelMeshDims(shard="cp", replicate="dp"),
+    ):
+        model = run.net(OnOneMesh, mesh)
+        model = run.module.fully_shard(model, mesh=mesh, dp_mesh_dims=data)
+        run.models.append(model)
+        run.train(model, steps=3)
 
 
 @scenario(world=1)

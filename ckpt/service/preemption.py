@@ -4,7 +4,8 @@ Note "two signals": the first one that ends a job requests a last save; a later 
 process at once, as it would have without this library. One order may arrive several times, because
 schedulers signal all processes and launchers pass signals on, so a signal that comes shortly after
 the first counts as the same order. Handlers that were there before are called too, and put back at
-the end.
+the end. Where another one was put on top meanwhile, ours stays below it, and does what the one
+before it does: a process must not become deaf to an order to end.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ class Signals:
         self._arrived: list[int] = []
         self._ends_seconds = self._ordered_seconds = math.inf
         self._previous: dict[int, Any] = {}
+        self._is_over = False
         self._pid = os.getpid()
 
     def install(self) -> None:
@@ -73,11 +75,18 @@ class Signals:
 
     def restore(self) -> None:
         """Put the previous handlers back, where nobody else has put another one meanwhile."""
-        for number, previous in self._previous.items():
+        self._is_over = True
+        for number in self._previous:
             ours = signal.getsignal(number) == self._handle
+            previous = self._before(number)
             if ours and previous is not None:  # None: installed by other means than Python's
                 signal.signal(number, previous)
-        self._previous.clear()
+
+    def _before(self, number: int) -> Any:
+        """The handler that was there before this one and those of others that are over."""
+        previous = self._previous.get(number)
+        of = getattr(previous, "__self__", None)
+        return of._before(number) if isinstance(of, Signals) and of._is_over else previous
 
     def take(self) -> tuple[int, ...]:
         """Signals that arrived since the last call, in any thread."""
@@ -103,6 +112,13 @@ class Signals:
             # signal is meant for the child, and has to end it.
             _end_by(number)
             return
+        previous = self._before(number)
+        if self._is_over:
+            if callable(previous):
+                previous(number, frame)
+            elif previous is signal.SIG_DFL:
+                _end_by(number)
+            return
         now = self._clock()
         if self._preemption is not None and number in self._preemption.signals:
             if self.must_end:
@@ -112,7 +128,6 @@ class Signals:
             self._ordered_seconds = now
             self._ends_seconds = now + self._preemption.grace_seconds
         self._arrived.append(number)
-        previous = self._previous.get(number)
         # Python's own handler of SIGINT raises KeyboardInterrupt, and the policy asks for a save.
         if callable(previous) and previous is not signal.default_int_handler:
             previous(number, frame)

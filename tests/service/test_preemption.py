@@ -7,6 +7,7 @@ scheduler. Each job continues from the checkpoint of the one before.
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import signal
@@ -170,6 +171,54 @@ def test_sigterm_alone_saves_the_last_step_and_leaves_by_status_0() -> None:
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     with ckpt.open(url) as saved:
         assert saved.values["step"] == 7
+
+
+def _over_each_other(order: tuple[int, ...]) -> tuple[list[bool], Any]:
+    """Three Checkpointers that end in this order, and a signal after each end: whether it came to
+    the one that was there before them all, and the handler that is left.
+    """
+    came: list[int] = []
+    first = signal.signal(signal.SIGUSR1, lambda number, frame: came.append(number))
+    mine = signal.getsignal(signal.SIGUSR1)
+    heard = []
+    try:
+        all_three = []
+        for index in range(3):
+            url = f"memory://over-{index}"
+            policy = ckpt.OnSignal()
+            one = ckpt.Checkpointer(url, {"a": torch.ones(1)}, save=policy)
+            one.__enter__()
+            all_three.append(one)
+        for index in order:
+            all_three[index].close()
+            came.clear()
+            os.kill(os.getpid(), signal.SIGUSR1)
+            heard.append(came == [signal.SIGUSR1])
+        return heard, signal.getsignal(signal.SIGUSR1) is mine
+    finally:
+        signal.signal(signal.SIGUSR1, first)
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_checkpointers_that_end_in_any_order_leave_the_handler_that_was_there(
+    order: tuple[int, ...],
+) -> None:
+    assert _over_each_other(order) == ([True] * 3, True)
+
+
+def test_a_process_is_not_deaf_to_an_order_to_end_after_checkpointers_that_overlapped() -> None:
+    policy = ckpt.OnPreemption(60.0)
+    for order in ((0, 1), (1, 0)):
+        before = signal.getsignal(signal.SIGTERM)
+        both = [
+            ckpt.Checkpointer(f"memory://deaf-{index}", {"a": torch.ones(1)}, save=policy)
+            for index in range(2)
+        ]
+        for one in both:
+            one.__enter__()
+        for index in order:
+            both[index].close()
+        assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_an_order_to_end_that_arrives_twice_is_one() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -106,15 +107,19 @@ class Part:
         boxes = BoxTable.of(self.boxes)
         # Plain JSON for the few texts: fqns of a rank are read by one reader, our own.
         texts = [self.rank, list(self.files), dict(sorted(self.aliases.items()))]
-        # By itself, because most ranks have the same tensors and it is most of a part.
-        tensors = pack_map(
-            {
-                "texts": _json([list(names), [tensor.fqn for tensor in self.tensors]]),
-                "dtype_ids": pack_ints(dtypes),
-                "kinds": pack_ints([tensor.kind for tensor in self.tensors]),
-                "ndims": pack_ints([len(tensor.shape) for tensor in self.tensors]),
-                "dims": pack_ints([size for tensor in self.tensors for size in tensor.shape]),
-            }
+        # By itself, because most ranks have the same tensors and it is most of a part: the
+        # coordinator gets it from each of them, and unpacks it once.
+        tensors = zlib.compress(
+            pack_map(
+                {
+                    "texts": _json([list(names), [tensor.fqn for tensor in self.tensors]]),
+                    "dtype_ids": pack_ints(dtypes),
+                    "kinds": pack_ints([tensor.kind for tensor in self.tensors]),
+                    "ndims": pack_ints([len(tensor.shape) for tensor in self.tensors]),
+                    "dims": pack_ints([size for tensor in self.tensors for size in tensor.shape]),
+                }
+            ),
+            level=1,
         )
         return pack_map(
             {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -67,7 +68,7 @@ class PartReader:
         """What `Part.structure` encoded. Raises Corrupt."""
         try:
             return self._structure(unpack_map(data), hashlib.sha256(data).digest())
-        except (KeyError, ValueError, TypeError, IndexError) as error:
+        except (KeyError, ValueError, TypeError, IndexError, zlib.error) as error:
             raise _unreadable(error) from error
 
     def part(self, structure: PartStructure, variable: bytes | memoryview) -> Part:
@@ -103,7 +104,7 @@ class PartReader:
 
         encoded = bytes(fixed["tensors"])
         if encoded not in self._tensors:
-            self._tensors[encoded] = _decode_tensors(unpack_map(encoded))
+            self._tensors[encoded] = _decode_tensors(unpack_map(zlib.decompress(encoded)))
         tensors = self._tensors[encoded]
         box_first = starts_of(ints("box_ndims", box_count))
         boxes = BoxTable(

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from ckpt.errors import Corrupt
+from ckpt.format.columns import pack_map, unpack_map
 from ckpt.format.coverage import check_cover
 from ckpt.format.manifest_codec import decode_manifest, encode_manifest
 from ckpt.format.merging import build_manifest, replica_differences
-from ckpt.format.part import Part
+from ckpt.format.part import Part, PartTexts, TensorRecord, part_of_files
 from ckpt.saving.parts import Structures
 from tests.format.many_parts import header_of, random_parts, saved_again
 
@@ -77,3 +78,18 @@ def test_tensors_that_ranks_have_in_common_are_decoded_once() -> None:
     received = Structures().parts([(part.structure(), part.variable()) for part in parts])
     tables = {part.tensors for part in parts}
     assert len({id(part.tensors) for part in received}) == len(tables) < len(parts)
+
+
+def test_names_that_all_ranks_have_take_a_fraction_of_their_length_in_a_part() -> None:
+    """The coordinator gets them from each rank; damaged ones are refused."""
+    names = [f"model.layers.{number}.feed_forward.gate_proj.weight" for number in range(1000)]
+    records = [TensorRecord(name, "float32", (64, 32), 0) for name in names]
+    part = part_of_files([], rank=0, tensors=records, texts=PartTexts({}))
+    structure = part.structure()
+    assert 8 * len(structure) < sum(map(len, names))
+    (received,) = Structures().parts([(structure, part.variable())])
+    assert list(received.tensors) == sorted(records)
+    fields = {name: bytes(data) for name, data in unpack_map(structure).items()}
+    for wrong in (fields["tensors"][:-9], b"", b"\x78\x9c" + bytes(20)):
+        with pytest.raises(Corrupt, match="not readable"):
+            Structures().parts([(pack_map({**fields, "tensors": wrong}), part.variable())])

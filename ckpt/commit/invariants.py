@@ -268,6 +268,7 @@ def check_deletions(history: History) -> list[str]:
     violations: list[str] = []
     live: tuple[LiveEntry, ...] = ()
     deleted: dict[str, int] = {}
+    created: dict[str, int] = {}
     stored: dict[str, bytes] = {}
     for position, change in enumerate(history.changes):
         if change.data is not None and change.key.startswith(SEGMENTS_PREFIX):
@@ -283,13 +284,17 @@ def check_deletions(history: History) -> list[str]:
                     f"I6: {record.attempt} was committed after files of it were deleted"
                 )
         parsed = parse_step_key(change.key)
+        if change.op == "create":
+            created[change.key] = position
         if change.op != "delete" or parsed is None:
             continue
         attempt, name = parsed[1], parsed[2]
         needed = any(attempt in (e.attempt, *e.references) for e in live)
         if needed:
             violations.append(f"I6: {change.key} was deleted while a live checkpoint needed it")
-        if name == MANIFEST_NAME and attempt in deleted:
+        # A writer that stalled may create it after the rest was swept: then nothing was torn.
+        since = created.get(change.key, -1)
+        if name == MANIFEST_NAME and since < deleted.get(attempt, -1):
             violations.append(f"I6: {change.key} was deleted after other files of its attempt")
         deleted.setdefault(attempt, position)
     return violations

@@ -34,7 +34,7 @@ from ckpt.saving.task import NONE_HERE, UNCHANGED, Attempt, SaveTask, header_of
 from ckpt.telemetry.history import CommittedSave, RankReport, log_saved, totals_of, write_telemetry
 from ckpt.telemetry.record import SaveTotals
 from ckpt.world.base import collectively
-from storage import Store
+from storage import KeyExistsError, Store
 
 logger = logging.getLogger(__name__)
 
@@ -296,8 +296,14 @@ def store_manifest(
     key = step_prefix(header.step, header.attempt) + MANIFEST_NAME
     # Not `put_if_absent`, which leaves a lost answer to its caller: the end of `create` is repeated
     # until its outcome is known.
-    with store.create(key, len(data), part_nbytes=len(data)) as writer:
-        writer.write_part(0, [memoryview(data)])
+    try:
+        with store.create(key, len(data), part_nbytes=len(data)) as writer:
+            writer.write_part(0, [memoryview(data)])
+    except KeyExistsError:
+        # A `ckpt salvage` that ran meanwhile found the data files complete and no MANIFEST.
+        if store.get_bounded(key, len(data)) != data:
+            raise
+        store.sync([key])
     return Commit(
         attempt=header.attempt,
         step=header.step,

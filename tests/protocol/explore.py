@@ -22,6 +22,7 @@ from storage.store import ByteRange, Store
 from storage.wrap import WrappedStore
 
 PUT_FAULTS = ("unknown, applied", "unknown, lost", "unknown, late", "killed before", "killed after")
+FAULTS = {"put": PUT_FAULTS, "file": ("killed before",)}
 
 
 Outside = Callable[[], dict[str, Callable[[], None]]]
@@ -73,10 +74,17 @@ class Run:
     """One run: the actors, the store below them, and writes that are still under way."""
 
     def __init__(
-        self, store: Store, choices: Choices, pool: ThreadPoolExecutor, outside: Outside | None
+        self,
+        store: Store,
+        choices: Choices,
+        pool: ThreadPoolExecutor,
+        outside: Outside | None,
+        *,
+        stops_at_files: bool = False,
     ) -> None:
         self.store = store
         self.choices = choices
+        self.stops_at_files = stops_at_files
         self.outside: Outside = outside or dict
         self.stops_at_reads = outside is not None
         self.under_way: list[tuple[str, bytes]] = []
@@ -118,7 +126,7 @@ class Run:
             outside[chosen]()
             return current
         actor = running[chosen]
-        faults = [(fault, 1) for fault in PUT_FAULTS] if actor.stopped_at == "put" else []
+        faults = [(fault, 1) for fault in FAULTS.get(actor.stopped_at or "", ())]
         actor.order = self.choices.choose([("done", 0), *faults])
         actor.stopped_at = None
         actor.go.release()
@@ -175,6 +183,8 @@ class SteppedStore(WrappedStore):
 
     def put_if_absent(self, key: str, data: bytes) -> None:
         if not key.startswith("log/"):
+            if self._run.stops_at_files and self._run.stop(self._actor, "file") != "done":
+                raise Killed
             return self.inner.put_if_absent(key, data)
         order = self._run.stop(self._actor, "put")
         if order == "killed before":
@@ -202,19 +212,21 @@ def explore(
     budget: int,
     outside: Outside | None = None,
     arrived: list[str] | None = None,
+    stops_at_files: bool = False,
 ) -> tuple[int, list[str]]:
     """All runs within `budget`: how many, and the violations of the first run that has any.
 
     `outside()` are the things by name that somebody else may do at this moment of a run. With it,
     actors stop where they read the log, too.
-    `arrived` gets the keys of a run that were written after their writer had given up.
+    `arrived` gets the keys of a run that were written after their writer had given up. With
+    `stops_at_files`, actors stop before they create data files and manifests, too.
     """
     runs = 0
     prefix: list[int] = []
     with ThreadPoolExecutor(8) as pool:
         while True:
             store, choices = make(), Choices(prefix, budget)
-            run = Run(store, choices, pool, outside)
+            run = Run(store, choices, pool, outside, stops_at_files=stops_at_files)
             run.go(actors())
             runs += 1
             if arrived is not None:

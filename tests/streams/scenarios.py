@@ -610,11 +610,12 @@ def comm_hooks(run: Run) -> None:
 
 @scenario(("orig",), torchs=())
 def comm_hooks_with_blocks(run: Run) -> None:
-    def hook(state: Any, full: torch.Tensor, out: torch.Tensor) -> None:
-        torch.distributed.reduce_scatter_single(out, full)
+    from torch.distributed.algorithms._comm_hooks import default_hooks
 
+    run.dtypes.add(BF16)
     model = run.wrap(run.net(), shard_placement_fn=_whole_or_in_blocks)
-    model.register_comm_hook(None, hook)
+    state = default_hooks.LowPrecisionState(torch.distributed.group.WORLD)
+    model.register_comm_hook(state, default_hooks.bf16_compress_hook)
     run.train(model, steps=3)
 
 

@@ -105,27 +105,33 @@ class Heart:
 
     # for worlds
 
-    def is_connected_to(self, parent: int) -> bool:
-        """Whether there is, or was, a connection to that parent."""
-        with self._lock:
-            neighbour = Neighbour(True, parent)
-            return neighbour in self._links or neighbour in self._lost
-
     def connect(self, card: Card, seconds: float) -> None:
         """Connect to a parent. Raises OSError when it cannot be reached."""
         neighbour = Neighbour(True, card.rank)
         sock = card.connect(seconds)
         sock.sendall(hello(self.card, card))
+        self.sent += 1
         link = Link(sock, neighbour, card)
         link.reader.trust()
         with self._lock:
             self._links[neighbour] = link
         self._later(lambda: self._watch(link))
 
-    def give_up(self, neighbour: Neighbour, how: str) -> None:
-        """Note that there will be no connection to that process."""
+    def has_met(self, neighbour: Neighbour) -> bool:
+        """Whether that process has ever connected, or is known never to."""
         with self._lock:
+            return neighbour in self._links or neighbour in self._lost
+
+    def give_up(self, neighbour: Neighbour, how: str) -> None:
+        """Count a process that has not connected as lost."""
+        with self._lock:
+            if neighbour in self._links:
+                return
             self._lost[neighbour] = how
+            self._unsent.pop(neighbour, None)
+            receivers = list(self._worlds.values())
+        for receiver in receivers:
+            receiver.lost(neighbour, how)
 
     @property
     def is_stopped(self) -> bool:

@@ -33,6 +33,11 @@ from ckpt.world.tree import Family, family
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
+UNMET = "unmet"
+NEVER_MET = (
+    "it has never connected to the others: it did not start, died before anybody could know of it, "
+    "or does something else"
+)
 STORE_SECONDS = 2.0  # for a request beside a failure, to a store whose host may be gone
 
 
@@ -100,6 +105,7 @@ class Rounds:
         self._gone: dict[int, _Gone] = {}
         self._absent: dict[int, set[int]] = {}
         self._here: set[int] = set()
+        self._unmet: set[int] = set()
         self._flags: set[str] = set()
         self._news = b""
         self._failure: RankFailed | None = None
@@ -282,6 +288,8 @@ class Rounds:
                 [rank for rank in others if self._is_above(sender) != self._is_above(rank)], frame
             )
             self._absent.setdefault(frame.number, set()).add(int(frame.body))
+            if frame.name == UNMET:
+                self._unmet.add(int(frame.body))
         elif frame.kind is FrameKind.HERE:
             self._here.add(frame.number)
 
@@ -324,12 +332,20 @@ class Rounds:
         if can_be_missed and frame.number > self._number:
             self._send([sender], frame._replace(kind=FrameKind.ABSENT, body=b"%d" % self._rank))
         if self._is_above(sender):
-            self._send(self._lacking(frame.number), frame)
+            lacking = self._lacking(frame.number)
+            for child in self._never_met(lacking):  # it cannot answer for itself
+                body = b"%d" % child
+                absent = frame._replace(kind=FrameKind.ABSENT, name=UNMET, body=body)
+                self._send([sender], absent)
+            self._send(lacking, frame)
         elif self._family.parent is not None:
             self._send([self._family.parent], frame)
 
     def _lacking(self, number: int) -> list[int]:
         return [child for child, last in self._last_ups.items() if last < number]
+
+    def _never_met(self, children: list[int]) -> list[int]:
+        return [one for one in children if not self._heart.has_met(self._neighbours[one])]
 
     def _is_above(self, rank: int) -> bool:
         return rank == self._family.parent
@@ -479,7 +495,11 @@ class _Wait:
         rounds = self._rounds
         with rounds._changed:
             parent = rounds._family.parent
-            whom = rounds._lacking(self._number) if parent is None else [parent]
+            whom = [parent] if parent is not None else rounds._lacking(self._number)
+            if parent is None:
+                unmet = rounds._never_met(whom)  # they cannot answer for themselves
+                rounds._absent.setdefault(self._number, set()).update(unmet)
+                rounds._unmet.update(unmet)
             rounds._send(whom, Frame(FrameKind.ASK, rounds._world, self._number, self._name))
 
     def _lacking_blocks(self) -> list[range]:
@@ -500,8 +520,8 @@ class _Wait:
             return
         raise RankFailed(
             f"rank {missing[0]} did not answer within {rounds._deadlines.round_seconds_max:g} "
-            f"s in phase {self._name!r} ({ranks_text(missing)} missing); it hangs, or took another "
-            "path",
+            f"s in phase {self._name!r} ({ranks_text(missing)} missing); "
+            + (NEVER_MET if missing[0] in rounds._unmet else "it hangs, or took another path"),
             rank=missing[0],
             phase=self._name,
         )

@@ -30,6 +30,7 @@ from ckpt.world.frames import WORLD_NBYTES, MiB, unpack
 from ckpt.world.heart import Heart
 from ckpt.world.link import Neighbour
 from ckpt.world.liveness import CONNECT_SECONDS, Card, hosts_of
+from ckpt.world.missing import Missing, card_key
 from ckpt.world.rounds import STORE_SECONDS, Deadlines, Rounds
 from ckpt.world.tree import family
 
@@ -76,6 +77,7 @@ class Process:
         self.store = store
         self.heart = heart
         self.job = job
+        self.missing = Missing(heart, lambda: self.store)
         self.board = ProcessBoard(store, rank)
 
     def use(self, store: Any) -> None:
@@ -113,10 +115,11 @@ class TorchWorld(World):
         self._rounds = Rounds(
             heart, self._key, self.global_ranks, self.rank, self._store, self._deadlines
         )
-        parent = family(self.rank, self.size).parent
+        parent, blocks = family(self.rank, self.size)
         if parent is not None:
             _connect(self._process, self.global_ranks[parent], self._deadlines.round_seconds_max)
         heart.register(self._key, self._rounds, self)
+        self._process.missing.expect([self.global_ranks[block.start] for block in blocks])
         self._broken: RankFailed | None = None
         self._group: Any = None
 
@@ -490,23 +493,27 @@ def _connect(process: Process, parent: int, seconds: float) -> None:
 
     Without success it counts as lost, and the first round says so.
     """
-    heart = process.heart
-    if heart.is_connected_to(parent):
+    heart, neighbour = process.heart, Neighbour(True, parent)
+    if heart.has_met(neighbour):
         return
-    key, store = _card_key(parent), process.store
+    key, store = card_key(parent), process.store
     # A client that waits holds up all other threads that use it.
     with contextlib.suppress(AttributeError, NotImplementedError, RuntimeError):
         store = store.clone()
     try:
         store.wait([key], timedelta(seconds=seconds))
-        heart.connect(Card.decode(store.get(key)), CONNECT_SECONDS)
     except (RuntimeError, OSError) as error:
-        how = f"cannot be reached ({type(error).__name__}: {error})"
-        heart.give_up(Neighbour(True, parent), how)
-
-
-def _card_key(rank: int) -> str:
-    return f"shardpoint/process/{rank}"
+        how = f"has not joined this job within {seconds:g} s ({type(error).__name__}: {error})"
+        heart.give_up(neighbour, how)
+        return
+    try:
+        card = Card.decode(store.get(key))
+        heart.connect(card, CONNECT_SECONDS)
+    except OSError as error:
+        how = card.death(error) or f"cannot be reached ({type(error).__name__}: {error})"
+        heart.give_up(neighbour, how)
+    except RuntimeError as error:
+        heart.give_up(neighbour, f"cannot be found ({type(error).__name__}: {error})")
 
 
 def _own_prefix(process: Process, ranks: tuple[int, ...], rank: int) -> tuple[Any, bytes]:
@@ -567,7 +574,7 @@ class _ThisProcess:
         if before is not None:
             before.heart.retire()
         heart = Heart(rank, hosts)
-        base.set(_card_key(rank), heart.card.encode())
+        base.set(card_key(rank), heart.card.encode())
         return Process(rank, base, heart, job)
 
 

@@ -1,0 +1,120 @@
+"""Ranks that die before their first connection: no connection ends, so they are looked for.
+
+A process leaves its card in the rendezvous store before it connects to anybody. The parent of a
+rank that does not come reads that card and asks for the process in a second way, as for one whose
+connection has ended. A rank without a card may be late, or never come: only a deadline tells.
+
+Note "one request": while ranks are missing, a process asks the store once in `LOOK_SECONDS` whether
+all of a group have left their cards; the cards are read when they have, and the group is halved
+when not. So one rank that never starts hides no other, and 32 cost no more than one.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ckpt.world.heart import Heart
+from ckpt.world.link import Neighbour
+from ckpt.world.liveness import Card
+
+logger = logging.getLogger(__name__)
+
+LOOK_SECONDS = 5.0
+LOOK_CONNECT_SECONDS = 2.0
+
+
+class Missing:
+    """The children of a process, in any of its worlds, that have not connected. For all threads.
+
+    `store` gives the rendezvous store that all ranks share.
+    """
+
+    def __init__(self, heart: Heart, store: Callable[[], Any]) -> None:
+        self._heart = heart
+        self._store = store
+        self._lock = threading.Lock()
+        self._expected: set[int] = set()
+        self._groups: deque[list[int]] = deque()  # of ranks whose cards are not known
+        self._cards: dict[int, Card] = {}
+        self._is_looking = False
+
+    def expect(self, children: Sequence[int]) -> None:
+        """Look for ranks of torch.distributed that should connect to this process, until they
+        have.
+        """
+        with self._lock:
+            new = [rank for rank in children if rank not in self._expected and self._lacks(rank)]
+            if not new:
+                return
+            self._expected.update(new)
+            self._groups.append(new)
+            if not self._is_looking:
+                self._is_looking = True
+                self._heart.begin(self._look_on)
+
+    def _lacks(self, rank: int) -> bool:
+        return not self._heart.has_met(Neighbour(False, rank))
+
+    def _look_on(self) -> None:
+        while True:
+            time.sleep(LOOK_SECONDS)
+            with self._lock:
+                self._expected = {rank for rank in self._expected if self._lacks(rank)}
+                if not self._expected or self._heart.is_stopped:
+                    self._is_looking = False
+                    return
+            try:
+                self.look()
+            except Exception as error:  # the round's deadline is left
+                logger.debug("no look for ranks that have not connected: %s", error)
+
+    def look(self) -> None:
+        """Ask the store for cards, once, and see whether those whose cards are known live."""
+        with self._lock:
+            group = self._groups.popleft() if self._groups else []
+        group = [rank for rank in group if self._lacks(rank)]
+        try:
+            known = self._read(group)
+        except BaseException:
+            self._ask_again(group)
+            raise
+        if not known and group:
+            self._ask_again(group[: len(group) // 2], group[len(group) // 2 :])
+        self._cards.update(known)
+        for rank, card in list(self._cards.items()):
+            if not self._lacks(rank):
+                del self._cards[rank]
+            elif death := _death(card):
+                how = f"{death} before its first connection"
+                self._heart.give_up(Neighbour(False, rank), how)
+
+    def _ask_again(self, *groups: list[int]) -> None:
+        with self._lock:
+            self._groups.extend(group for group in groups if group)
+
+    def _read(self, group: list[int]) -> dict[int, Card]:
+        keys = [card_key(rank) for rank in group]
+        if not keys or not self._store().check(keys):
+            return {}
+        cards = self._store().multi_get(keys)
+        return {rank: Card.decode(one) for rank, one in zip(group, cards, strict=True)}
+
+
+def _death(card: Card) -> str:
+    """What proves that a process is gone, "" if nothing does."""
+    if card.process.runs() is None:
+        try:
+            card.connect(LOOK_CONNECT_SECONDS).close()
+        except OSError as error:
+            return card.death(error)
+    return card.death()
+
+
+def card_key(rank: int) -> str:
+    """Where the card of a rank of torch.distributed lies in the rendezvous store."""
+    return f"shardpoint/process/{rank}"

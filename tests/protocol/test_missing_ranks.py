@@ -1,0 +1,185 @@
+"""Ranks that die before their first connection, or never come: who is named, when, at what cost.
+
+Method: processes that are gone are cards with the start time of another one; their parents are told
+to look, and what they ask the store is counted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+import ckpt.world.missing
+from ckpt.errors import RankFailed
+from ckpt.world.frames import Frame
+from ckpt.world.heart import Heart
+from ckpt.world.link import Neighbour
+from ckpt.world.liveness import Card, ProcessIdentity
+from ckpt.world.missing import Missing, card_key
+from ckpt.world.rounds import Deadlines
+from ckpt.world.torch_world import Process, TorchWorld
+from tests.protocol.test_world_counts import TCP_STORE, CountingStore
+from tests.ranks import run_ranks
+
+
+class Losses:
+    """The world of a parent, as far as it hears of ranks that are lost."""
+
+    def __init__(self) -> None:
+        self.all: dict[int, str] = {}
+
+    def receive(self, neighbour: Neighbour, frame: Frame) -> None:
+        raise AssertionError("nobody sends anything")
+
+    def lost(self, neighbour: Neighbour, how: str) -> None:
+        assert not neighbour.is_parent
+        self.all[neighbour.rank] = how
+
+
+@contextlib.contextmanager
+def hearts(count: int) -> Iterator[list[Heart]]:
+    made = [Heart(rank, ("127.0.0.1",)) for rank in range(count)]
+    try:
+        yield made
+    finally:
+        for heart in made:
+            heart.stop()
+
+
+def _of_dead(card: Card) -> Card:
+    who = ProcessIdentity.this()
+    return card._replace(process=ProcessIdentity(who.machine, who.pid, f"not {who.started}"))
+
+
+def _elsewhere(card: Card, *, port: int) -> Card:
+    return card._replace(process=ProcessIdentity("another machine", 1, "1"), port=port)
+
+
+def test_looking_costs_one_request_and_one_more_for_the_cards(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of 32 missing ranks 9 has died, 20 has no card, and the others live: 9 alone is lost."""
+    monkeypatch.setattr(ckpt.world.missing, "LOOK_SECONDS", 1e6)
+    server = TCP_STORE("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store, losses, children = CountingStore(server), Losses(), range(1, 33)
+    with hearts(1) as (heart,):
+        heart.register(b"w" * 16, losses, losses)
+        for rank in set(children) - {20}:
+            card = heart.card._replace(rank=rank)
+            server.set(card_key(rank), (_of_dead(card) if rank == 9 else card).encode())
+        missing = Missing(heart, lambda: store)
+        missing.expect(children)
+        missing.expect(children)  # as for another world of the same ranks
+        costs = []
+        for _ in range(40):
+            before = store.counts.total()
+            missing.look()
+            costs.append(store.counts.total() - before)
+        assert losses.all == {9: "has died before its first connection"}
+        assert max(costs) <= 2 and set(costs[-20:]) == {1}, "rank 20 is still asked for"
+        assert store.counts["multi_get"] <= 6
+        server.set(card_key(20), _of_dead(heart.card._replace(rank=20)).encode())
+        missing.look()
+        assert set(losses.all) == {9, 20}
+        before = store.counts.total()
+        missing.look()
+        assert store.counts.total() == before, "all cards are known"
+
+
+def test_ranks_of_other_machines_are_looked_for_at_their_port(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ckpt.world.missing, "LOOK_SECONDS", 1e6)
+    server = TCP_STORE("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    losses = Losses()
+    with hearts(3) as (parent, gone, alive):
+        parent.register(b"w" * 16, losses, losses)
+        gone.stop()
+        for heart in (gone, alive):
+            card = _elsewhere(heart.card, port=heart.card.port)
+            server.set(card_key(card.rank), card.encode())
+        missing = Missing(parent, lambda: server)
+        missing.expect([1, 2])
+        missing.look()
+        assert losses.all == {1: "has died (its port is closed) before its first connection"}
+
+
+def _fail_without(
+    last: int, place: Callable[[Any, Heart], object], deadlines: Deadlines
+) -> set[str]:
+    """What the ranks before `last`, which does not come, hear in a round."""
+    server = TCP_STORE("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with hearts(last + 1) as made, ThreadPoolExecutor(last) as pool:
+        place(server, made[last])
+        for heart in made[:last]:
+            server.set(card_key(heart.card.rank), heart.card.encode())
+
+        def come(rank: int) -> str:
+            process = Process(rank, server.clone(), made[rank])
+            world = TorchWorld(members=tuple(range(last + 1)), process=process, deadlines=deadlines)
+            with pytest.raises(RankFailed) as caught:
+                world.gather("parts", b"")
+            assert caught.value.rank == last
+            world.close()
+            return str(caught.value)
+
+        return set(pool.map(come, range(last)))
+
+
+@pytest.mark.parametrize("children_max", [1, 32])
+def test_a_death_before_the_first_connection_is_named_long_before_the_deadline(
+    children_max: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its parent, which is rank 0 or one that rank 0 waits for."""
+    monkeypatch.setattr("ckpt.world.tree.CHILDREN_MAX", children_max)
+    monkeypatch.setattr(ckpt.world.missing, "LOOK_SECONDS", 0.1)
+
+    def place(server: Any, heart: Heart) -> None:
+        server.set(card_key(2), _of_dead(heart.card).encode())
+
+    said = _fail_without(2, place, Deadlines(round_seconds_max=60.0))
+    assert said == {"rank 2 has died before its first connection in phase 'parts'"}
+
+
+@pytest.mark.parametrize("children_max", [1, 32])
+def test_a_rank_that_never_came_is_named_at_the_deadline_and_the_error_says_so(
+    children_max: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not its parent, which waits for it, too, and answers for it."""
+    monkeypatch.setattr("ckpt.world.tree.CHILDREN_MAX", children_max)
+    deadlines = Deadlines(round_seconds_max=1.0, grace_seconds=60.0)
+    (said,) = _fail_without(2, lambda server, heart: None, deadlines)
+    assert said == (
+        "rank 2 did not answer within 1 s in phase 'parts' (rank 2 missing); it has never "
+        "connected to the others: it did not start, died before anybody could know of it, or does "
+        "something else"
+    )
+
+
+# --- real processes -------------------------------------------------------------------------------
+
+
+def _die_in_connecting() -> str:
+    ckpt.world.missing.LOOK_SECONDS = 0.2
+
+    def die(heart: Heart, card: Card, seconds: float) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if os.environ["RANK"] == "2":
+        pytest.MonkeyPatch().setattr(Heart, "connect", die)
+    world = TorchWorld()
+    with pytest.raises(RankFailed) as caught:
+        world.gather("parts", b"")
+    return str(caught.value)
+
+
+@pytest.mark.ranks
+def test_a_process_killed_before_its_first_connection_is_named() -> None:
+    results = run_ranks(3, _die_in_connecting, allow_dead=[2])
+    assert set(results[:2]) == {"rank 2 has died before its first connection in phase 'parts'"}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -201,6 +202,7 @@ def test_a_child_that_is_forked_meanwhile_saves_and_the_parent_goes_on(
     with context.staging._lock:
         child = os.fork()
         if child == 0:
+            signal.alarm(120)  # ends a child that waits for a lock for ever
             code = 1
             try:
                 context.staging.give_back(context.staging.take(PART, pinned=False))

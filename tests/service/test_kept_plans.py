@@ -182,8 +182,8 @@ def test_steps_of_training_use_the_plan_again(monkeypatch: pytest.MonkeyPatch) -
 def test_a_process_alone_merges_again_only_what_has_changed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The table of chunks and its proof are kept while values change, and are anew with a tensor
-    more, another alias, and after a save that failed.
+    """The table of chunks and its proof are kept while values change, and are anew with
+    another type, a tensor more, an alias more, and after a save that failed.
     """
     merged: list[int] = []
     init = merging._Merged.__init__
@@ -196,6 +196,8 @@ def test_a_process_alone_merges_again_only_what_has_changed(
     url = f"{URL}-alone"
     state: State = {"a": torch.randn(3), "b": torch.randn(4)}
     for step in range(9):
+        if step == 2:
+            state["b"] = torch.arange(4, dtype=torch.int32)  # as many bytes at the same place
         if step == 3:
             state["c"] = torch.randn(2)
         if step == 5:
@@ -212,7 +214,7 @@ def test_a_process_alone_merges_again_only_what_has_changed(
         saved.pop("d", None)  # a name of "c", and no tensor of its own
         assert differing(saved, expected) == []
     # The failed save had the structure of the ones before it.
-    assert len(merged) == 4
+    assert len(merged) == 5
 
 
 def _fail(*_: Any) -> None:

@@ -304,29 +304,44 @@ class Appender:
     def _stands(self, record: Record, data: bytes) -> bool:
         """True: `record` stands, and so do the one that it builds on and the MANIFEST of a COMMIT.
 
-        Read in this order and after the append: if the root was exchanged before that, one of the
-        three is gone or has other bytes.
+        Looked for after the append: if the root was exchanged before that, one of the three is gone
+        or has other bytes.
         """
         lacks_manifest = False
         try:
-            before = self.log.raw(record.slot - 1) if record.previous is not None else None
-            is_there = self.log.raw(record.slot) == data
-            is_there = is_there and self.log.has_new_segments(record, before)
-            # What was retired meanwhile is gone, and was committed all the same.
+            is_there = self._is_in_place(record, data)
             if is_there and self._manifest_is_gone(record):
+                # What was retired meanwhile was committed all the same. If the root was exchanged
+                # since the first look, the record is not in its place now, or came there since.
+                is_there = self._is_in_place(record, data)
                 lacks_manifest = self.log.state().find(record.live[-1].attempt) is not None
         except (KeyNotFoundError, Corrupt):
-            is_there, before = False, None
+            is_there = False
         except StorageError as error:
             raise self._unknown(record) from error
         self._pending = None
-        if not is_there or (before is not None and record_digest(before) != record.previous):
+        if not is_there:
             raise diverged(self.store.url, record.slot)
         if lacks_manifest:
             self._take_back_own(record)
         self.log.saw(record)
         self._known = record
         return True
+
+    def _is_in_place(self, record: Record, data: bytes) -> bool:
+        """Whether `record` is in its slot, and below it the one that it was made for.
+
+        In this order: an earlier request of this process that got no answer may bring the record
+        into a log that was exchanged meanwhile, where the one below is another.
+        """
+        if self.log.raw(record.slot) != data:
+            return False
+        if record.previous is None:
+            return self.log.has_new_segments(record, None)
+        before = self.log.raw(record.slot - 1)
+        return record_digest(before) == record.previous and self.log.has_new_segments(
+            record, before
+        )
 
     def _take_back_own(self, record: Record) -> NoReturn:
         """Raise LogDiverged for a COMMIT that stands without its MANIFEST, once it is retired."""

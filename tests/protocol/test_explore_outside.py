@@ -66,6 +66,7 @@ class _Outside(Scenario):
         self.copy: Store | None = None
         self.is_over = False
         self.is_killed = False
+        self.is_left = False
         self.registry = SessionRegistry()
         self.history = History()
         self._drawn = 0
@@ -78,7 +79,9 @@ class _Outside(Scenario):
                 self._save(store, self.history, steps)
                 if self.copy is not None and self.then is not None:
                     self._save(self.copy, self.then, (9,))
-            except CheckpointError:
+            except CheckpointError as error:
+                # It could not take its commit back, and says so.
+                self.is_left = "the next job that saves there retires it" in str(error)
                 return
             except explorer.Killed:
                 self.is_killed = True
@@ -136,13 +139,13 @@ class _Outside(Scenario):
         return problems
 
     def _is_of_nobody(self, violation: str) -> bool:
-        """A commit without files whose process was killed right behind it, or that arrived when its
-        process had given up: nobody is left to take it back but the next job.
+        """A commit without files whose process was killed right behind it, got no answer when it
+        took it back, or had given up when it arrived: only the next job can take it back.
 
         Until then readers of this one checkpoint get an error.
         """
         acknowledged = any(attempt in violation for attempt in self.history.acknowledged)
-        is_alone = self.is_killed or bool(self.arrived)
+        is_alone = self.is_killed or self.is_left or bool(self.arrived)
         return violation.startswith("I1:") and not acknowledged and is_alone
 
 

@@ -1,17 +1,24 @@
 """Save to and load from S3 in one process, against the best raw client and DCP over s3fs.
 
     python -m benchmarks.s3 [--mib 256] [--rounds 5] [--endpoint URL]
+    python -m benchmarks.s3 --disturbed
 
 The server is a real Ceph RADOS gateway where its programs are installed (`make test-ceph` installs
 them) or the one of `--endpoint`, else moto, which is so slow that all clients look alike. The raw
 client is obstore with the same bytes, parts, requests in flight and unsigned payloads: one `put`
 from memory, and ranged `get`s copied into the memory of the state.
+
+With `--disturbed`, saves and loads go through a proxy that refuses a tenth of all requests with
+`SlowDown` and swallows the third part, or range, of each; compared with the same through a proxy
+that forwards everything.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
+import random
 import shutil
 import subprocess
 import tempfile
@@ -20,6 +27,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +40,7 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, Fsspec
 import ckpt
 from benchmarks.measure import extra_memory, interleaved, ratio, report, row, speed
 from ckpt.layout.memory import host_bytes
+from tests.fault_proxy import Request, Rule, fault_proxy
 from tests.servers import S3Server, free_port, moto_server
 
 MIB = 1 << 20
@@ -180,11 +189,69 @@ def measure(name: str, server: S3Server, *, mib: int, rounds: int) -> None:
     )
 
 
+def disturbed(server: S3Server, *, mib: int, rounds: int) -> None:
+    """Saves and loads through a proxy that disturbs, against the same through one that does not."""
+    state = {f"layer{n}.weight": torch.randn(4 * MIB) for n in range(max(1, mib // 16))}
+    bucket, steps = server.make_bucket(), iter(range(1 << 30))
+    with (
+        fault_proxy(server.endpoint_url) as calm,
+        fault_proxy(server.endpoint_url, held_seconds=600) as rough,
+    ):
+        proxies = {"undisturbed": calm, "disturbed": rough}
+
+        def save(name: str) -> None:
+            rough.rule = disturbing("PUT", "partNumber=")
+            options = {**S3Server(proxies[name].endpoint_url).options, "unsigned_payload": True}
+            ckpt.save(state, f"s3://{bucket}/{name}", step=next(steps), storage_options=options)
+
+        def load(name: str) -> None:
+            rough.rule = disturbing("GET", ".safetensors")
+            options = {**S3Server(proxies[name].endpoint_url).options, "unsigned_payload": True}
+            ckpt.load(state, f"s3://{bucket}/{name}", storage_options=options)
+
+        rows = []
+        for what, run in (("save", save), ("load", load)):
+            times = interleaved(
+                {name: partial(run, name) for name in proxies},
+                rounds=rounds,
+                between=lambda _: None,
+            )
+            longer = ratio(times, "disturbed", "undisturbed")
+            rows.append(row(f"{what}, time over an undisturbed one", f"{longer:.2f}x", "<= 1.3x"))
+        counts = rough.counts
+        rows.append(
+            row(
+                "requests swallowed and refused", f"{counts['held']}, {counts['slow_down']}", "none"
+            )
+        )
+        rows.append(
+            row(
+                "requests sent, over undisturbed",
+                f"{len(rough.requests) / len(calm.requests):.2f}x",
+                "none",
+            )
+        )
+    report(f"{mib} MiB, one process, behind proxies, median of {rounds}", rows)
+
+
+def disturbing(method: str, what: str) -> Rule:
+    """A tenth of all requests is refused, and the third of the kind swallowed."""
+    rng, numbers = random.Random(1), itertools.count(1)
+
+    def rule(request: Request) -> str:
+        if request.method == method and what in request.path and next(numbers) == 3:
+            return "held"
+        return "slow_down" if rng.random() < 0.1 else ""
+
+    return rule
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mib", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--endpoint", default=None, help="an S3 server that is running")
+    parser.add_argument("--disturbed", action="store_true", help="behind a proxy that fails")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
@@ -192,6 +259,9 @@ def main() -> None:
         tempfile.TemporaryDirectory() as directory,
         server(arguments.endpoint, Path(directory)) as (name, running),
     ):
+        if arguments.disturbed:
+            disturbed(running, mib=arguments.mib, rounds=arguments.rounds)
+            return
         measure(name, running, mib=arguments.mib, rounds=arguments.rounds)
 
 

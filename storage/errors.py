@@ -43,5 +43,9 @@ class TransientError(StorageError):
     """Did not happen this time and may succeed when repeated: throttling, a reset connection."""
 
 
+class SlowDownError(TransientError):
+    """The server has more requests than it takes now: fewer of them would be answered sooner."""
+
+
 class OutcomeUnknownError(StorageError):
     """A write was sent and no answer came: it may have happened, or may still happen."""

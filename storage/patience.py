@@ -24,6 +24,7 @@ class Patience:
 
     def __init__(self) -> None:
         self.usual_seconds = 0.0  # the policy's own bound
+        self.who = ""  # whose requests these are, for lines of the log: "rank 3"
         self._changed = threading.Condition(ForkSafeLock())  # type: ignore[arg-type]
         self._seconds: float | None = None
         self._waiting = 0
@@ -82,7 +83,10 @@ class Patience:
                 return
             self._logged, self._is_logged = now, True
             waited = now - self._began
-        logger.warning("%s; tried again since %.0f s, for %g s at most", error, waited, limit)
+        whose = f"{self.who}: " if self.who else ""
+        logger.warning(
+            "%s%s; tried again since %.0f s, for %g s at most", whose, error, waited, limit
+        )
 
     def end(self, now: float, *, is_answered: bool) -> None:
         """A repeated request was answered, or given up."""

@@ -124,14 +124,17 @@ class Trial:
 
 
 def run_publishing(
-    policy: RetryPolicy, send: Callable[[], None], is_ours: Callable[[], bool]
+    policy: RetryPolicy,
+    send: Callable[[], None],
+    is_ours: Callable[[], bool],
+    is_sent_twice: Callable[[], bool] = lambda: False,
 ) -> None:
     """Repeat `send`, which publishes an object, until its outcome is known.
 
     Repeating a request whose answer was lost shows its outcome: the repetition is refused
     because the object exists, or because the upload it completes is gone; `is_ours` then decides
-    whether the object is the one that we sent. Raises OutcomeUnknownError when no attempt was
-    answered.
+    whether the object is the one that we sent. So it does where `is_sent_twice` says that one
+    `send` has sent two requests. Raises OutcomeUnknownError when no attempt was answered.
     """
     sent = 0
 
@@ -141,7 +144,7 @@ def run_publishing(
         try:
             send()
         except (KeyExistsError, KeyNotFoundError):
-            if sent == 1 or not is_ours():
+            if (sent == 1 and not is_sent_twice()) or not is_ours():
                 raise
 
     try:

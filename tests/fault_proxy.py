@@ -23,7 +23,8 @@ from urllib.parse import urlsplit
 
 # Not forwarded, so that nothing happened:
 #   error500, slow_down (503), too_many (429): the answer of that name
-#   held: no answer, for as long as the proxy holds on; reset: the connection is reset
+#   held: nothing is read but the head and nothing answered, for as long as the proxy holds on
+#   reset: the connection is reset
 # Forwarded, so that it happened:
 #   lost_reply: the connection is reset instead of the answer
 #   cut_body: of the answer's body the first half, then a reset; without a body a lost_reply
@@ -143,11 +144,13 @@ class _Handler(BaseHTTPRequestHandler):
         """Quiet."""
 
     def _serve(self) -> None:
-        body = self._body()
         kind = self.server.proxy.fault_for(
             Request(self.command, self.path, {n.lower(): v for n, v in self.headers.items()})
         )
-        if kind in _ANSWERS:
+        body = b"" if kind == "held" else self._body()
+        if body is None:  # as a server does: what was not sent whole did not happen
+            self._reset()
+        elif kind in _ANSWERS:
             status, code = _ANSWERS[kind]
             self._answer(status, [("Content-Type", "application/xml")], _BODY.format(code).encode())
         elif kind == "held":
@@ -160,9 +163,12 @@ class _Handler(BaseHTTPRequestHandler):
 
     do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _serve
 
-    def _body(self) -> bytes:
+    def _body(self) -> bytes | None:
+        """None when the client went away before its end."""
         if self.headers.get("Transfer-Encoding", "").lower() != "chunked":
-            return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            nbytes = int(self.headers.get("Content-Length", 0))
+            body = self.rfile.read(nbytes)
+            return body if len(body) == nbytes else None
         chunks = []
         while size := int(self.rfile.readline().split(b";")[0], 16):
             chunks.append(self.rfile.read(size))

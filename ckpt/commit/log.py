@@ -237,8 +237,10 @@ class Log:
     def state(self) -> LogState:
         """What exists now. At most 50 requests for a million records, one or two when warm."""
         end = self._end
-        last = self._last_slot(self._last_listed() if end is None else end.slot)
-        if end is None or last != end.slot:
+        if end is None:
+            end = self._first_look()
+            self._remember(end)
+        elif (last := self._last_slot(end.slot)) != end.slot:
             end = self._read_end(last)
             self._remember(end)
         return end.state
@@ -401,11 +403,29 @@ class Log:
     def _decoded(self, slot: int, data: bytes) -> Record:
         return decode_record(data, slot=slot, where=f"{self.store.url}/{record_key(slot)}")
 
-    def _read_end(self, last: int) -> _LogEnd:
-        """The newest record that counts, looking back from the occupied slot `last`."""
+    def _first_look(self) -> _LogEnd:
+        """The end of a log that nothing is known of."""
+        listed = self._last_listed()
+        if not 0 <= listed < LISTED_MAX - 1:  # nothing is known, or a page of many
+            return self._read_end(self._last_slot(listed))
+        # Mostly the listed record is the newest: it is read while that is being found out.
+        with ThreadPoolExecutor(1) as pool:
+            newer = pool.submit(self._last_slot, listed)
+            read = None
+            # Where a newer one stands behind it, a damaged record may still be passed over.
+            with contextlib.suppress(KeyNotFoundError, Corrupt):
+                read = self._with_the_one_before(listed)
+            last = newer.result()
+        return self._read_end(last, read if last == listed else None)
+
+    def _read_end(self, last: int, read: tuple[Record, bytes | None] | None = None) -> _LogEnd:
+        """The newest record that counts, looking back from the occupied slot `last`; `read` is that
+        one with the one before it, where it was read already.
+        """
         slot = last
         while slot >= 0:
-            record, before = self._with_the_one_before(slot)
+            record, before = read or self._with_the_one_before(slot)
+            read = None
             if is_follower(record, before) and self.has_new_segments(record, before):
                 return self._end_at(last, record)
             if before is not None or not record.slot:

@@ -74,6 +74,7 @@ def patience_for(store: Store, world: World, seconds: float) -> Iterator[None]:
     if patience is None:
         yield
         return
+    patience.who = f"rank {world.rank}" if world.size > 1 else ""
     patience.set(seconds, world.report_storage_wait)
     try:
         yield

@@ -20,6 +20,7 @@ from storage.errors import (
     NoSpaceError,
     OutcomeUnknownError,
     ShortReadError,
+    SlowDownError,
     StorageError,
     TransientError,
 )
@@ -112,7 +113,9 @@ def answered(
         return NoSpaceError(text)
     # 409 is S3's answer while another conditional write to the key is under way: nobody has won
     # yet.
-    if code in _THROTTLED_CODES or status in (409, 429):
+    if code in _THROTTLED_CODES or status == 429:
+        return SlowDownError(text)
+    if status == 409:
         return TransientError(text)
     if status == 412 or code == "PreconditionFailed":
         return KeyExistsError(f"{where}: exists already")
@@ -123,5 +126,7 @@ def answered(
     if status in (401, 403) or code in _DENIED_CODES:
         return AccessDeniedError(f"{text}; check the credentials and the bucket's policy")
     if status >= 500 or code == "RequestTimeout":
-        return TransientError(text) if may_be_repeated else OutcomeUnknownError(text)
+        if not may_be_repeated:
+            return OutcomeUnknownError(text)
+        return SlowDownError(text) if status == 503 else TransientError(text)
     return StorageError(text)

@@ -1,34 +1,36 @@
-"""S3 with its bytes moved by obstore (`storage.s3.objects`).
+"""S3 with its bytes moved by `storage.s3.wire`, and what commits by obstore (`storage.s3.objects`).
 
 Endpoint, region, credentials and addressing style come from the s3fs client, which stays in charge
-of listings, deletions and unfinished uploads. So every option and environment variable means the
-same with both. Where obstore cannot honour an option, the store works as if obstore were not
-installed, and logs that at debug level.
+of listings, deletions, unfinished uploads and whatever is sent a second time. So every option and
+environment variable means the same with both. Where these clients cannot honour an option, the
+store works as if obstore were not installed, and logs that at debug level.
 """
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from datetime import datetime, timedelta, timezone
-from typing import Any
-from urllib.parse import urlsplit
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+from urllib.parse import quote, urlsplit
 
 from obstore.store import S3Store as ObstoreS3
 
-from storage.errors import (
-    KeyExistsError,
-    KeyNotFoundError,
-    OutcomeUnknownError,
-)
 from storage.forks import ForkSafeLock
-from storage.ranges import PartLedger
+from storage.hedging import Like
 from storage.retry import RetryPolicy
-from storage.s3.objects import REQUEST_SECONDS_MAX, Objects, RangesRefused, bounds
+from storage.s3.facts import ClientFacts
+from storage.s3.objects import REQUEST_SECONDS_MAX, Objects, bounds
 from storage.s3.options import Transfer
-from storage.s3.store import ClientFacts, S3Store, S3Writer
+from storage.s3.requests import Again, filled
+from storage.s3.store import S3Store
+from storage.s3.wire import Wire, WireRequest
+
+T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
@@ -36,11 +38,14 @@ _log = logging.getLogger(__name__)
 _IMPORTED_BY = os.getpid()
 
 
-class FastS3Store(S3Store):
-    """S3Store with obstore for what is large: reads, parts of objects, conditional PUTs.
+class _Clients(NamedTuple):
+    objects: Objects
+    wire: Wire
 
-    Uploads come straight from the caller's memory and carry a CRC-64/NVME for the server to check.
-    Completing a multi-part upload is not conditional here: the key is looked at just before.
+
+class FastS3Store(S3Store):
+    """S3Store with reads and data files straight from and into the caller's memory
+    (`storage.s3.wire`), and what commits by obstore. Bodies carry a checksum for the server.
     """
 
     def __init__(
@@ -63,10 +68,14 @@ class FastS3Store(S3Store):
         )
         self._transfer = transfer
         self._opening = ForkSafeLock()
-        self._opened: list[Objects | None] = []
+        self._opened: list[_Clients | None] = []
 
     def objects(self) -> Objects | None:
         """The fast client, created at first use; None where s3fs does everything."""
+        clients = self._clients()
+        return None if clients is None else clients.objects
+
+    def _clients(self) -> _Clients | None:
         if os.getpid() != _IMPORTED_BY:
             return None
         with self._opening:
@@ -74,7 +83,7 @@ class FastS3Store(S3Store):
                 self._opened.append(self._open())
             return self._opened[0]
 
-    def _open(self) -> Objects | None:
+    def _open(self) -> _Clients | None:
         problem = self.unusual_option()
         if not problem:
             facts = self.client_facts()
@@ -82,81 +91,123 @@ class FastS3Store(S3Store):
         if problem:
             _log.debug("%s: %s is for s3fs alone; obstore is not used", self.url, problem)
             return None
-        return open_s3_objects(self.url, facts, self._transfer, self.retry)
+        objects = open_s3_objects(self.url, facts, self._transfer, self.retry)
+        wire = Wire(self.url, facts, unsigned=_is_unsigned(facts, self._transfer))
+        return _Clients(objects, wire)
 
     def close(self) -> None:
         with self._opening:
+            for clients in self._opened:
+                if clients is not None:
+                    clients.wire.close()
             self._opened.clear()
         super().close()
 
     def _fetch_all(self, key: str, nbytes_max: int | None) -> bytes:
-        objects = self.objects()
-        if objects is None:
+        clients = self._clients()
+        if clients is None:
             return super()._fetch_all(key, nbytes_max)
-        return objects.get(self.full_key(key), key, nbytes_max)
+        return self._raced_by_wire(
+            Like("get", nbytes_max or 0),
+            f"read {key}",
+            lambda request: clients.wire.get(request, self.full_key(key), key, nbytes_max),
+            partial(self._read_all, key=key, nbytes_max=nbytes_max),
+        )
 
     def _fetch_range(self, key: str, start: int, views: Sequence[memoryview]) -> int:
-        objects = self.objects()
-        if objects is not None:
-            with contextlib.suppress(RangesRefused):
-                return objects.fill(self.full_key(key), key, start, views)
-            _log.debug("%s: a ranged read was answered by 200, not 206: reading by s3fs", self.url)
-            # For good: a server that ignores a range does so each time.
-            self._opened[:] = [None]
-        return super()._fetch_range(key, start, views)
+        clients = self._clients()
+        if clients is None:
+            return super()._fetch_range(key, start, views)
+        nbytes = sum(view.nbytes for view in views)
 
-    def _put_new(
-        self, key: str, body: bytes, metadata: dict[str, str], *, may_be_repeated: bool
+        def fill(request: WireRequest) -> int | memoryview:
+            return clients.wire.fill(request, self.full_key(key), key, start, views)
+
+        again = partial(self._read_copy, key=key, start=start, nbytes=nbytes)
+        return filled(self._raced_by_wire(Like("read", nbytes), f"read {key}", fill, again), views)
+
+    def put_new(
+        self, key: str, body: bytes, metadata: dict[str, str], again: Again[object] | None = None
     ) -> None:
-        objects = self.objects()
-        if objects is None:
-            super()._put_new(key, body, metadata, may_be_repeated=may_be_repeated)
+        clients = self._clients()
+        if clients is None:
+            super().put_new(key, body, metadata, again)
             return
-        objects.put_new(self.full_key(key), key, body, metadata, may_be_repeated=may_be_repeated)
+        full_key = self.full_key(key)
+        if again is None:
+            clients.objects.put_new(full_key, key, body, metadata, may_be_repeated=False)
+            return
+        headers = {"If-None-Match": "*", **_checksum_header(self.checksum_of(body))}
+        headers |= {f"x-amz-meta-{name}": value for name, value in metadata.items()}
+        views = [memoryview(body)] if body else []
+        self._raced_by_wire(
+            Like("put", len(body)),
+            f"create {key}",
+            lambda request: clients.wire.put(request, full_key, key, views, headers=headers),
+            again,
+        )
 
-    def _writer(self, ledger: PartLedger) -> S3Writer:
-        objects = self.objects()
-        return super()._writer(ledger) if objects is None else FastS3Writer(self, objects, ledger)
+    def put_part(
+        self, key: str, upload_id: str, index: int, views: Sequence[memoryview]
+    ) -> dict[str, Any]:
+        clients = self._clients()
+        if clients is None:
+            return super().put_part(key, upload_id, index, views)
+        part: dict[str, Any] = {"PartNumber": index + 1, **self.checksum_of(*views)}
+        query = f"partNumber={index + 1}&uploadId={quote(upload_id, safe='')}"
 
-
-class FastS3Writer(S3Writer):
-    """Several parts are one upload that obstore runs and repeats the requests of."""
-
-    def __init__(self, store: FastS3Store, objects: Objects, ledger: PartLedger) -> None:
-        super().__init__(store, ledger)
-        self._objects = objects
-
-    def __enter__(self) -> FastS3Writer:
-        if self.in_parts:
-            self._upload = self._objects.upload(
-                self._full_key, self._ledger.key, self.part_nbytes, self._metadata
+        def put(request: WireRequest) -> dict[str, Any]:
+            tag = clients.wire.put(
+                request,
+                self.full_key(key),
+                key,
+                views,
+                headers=_checksum_header(part),
+                query=query,
             )
-        return self
+            return {**part, "ETag": tag}
 
-    def _send_part(self, index: int, views: Sequence[memoryview]) -> None:
-        self._upload.write(index, views)
+        return self._raced_by_wire(
+            Like("part", sum(view.nbytes for view in views)),
+            f"write part {index + 1} of {key}",
+            put,
+            partial(self._put_part_copy, key, upload_id, index, views),
+        )
 
-    def _publish(self) -> None:
-        if not self.in_parts:
-            super()._publish()
-            return
-        store, key = self._store, self._ledger.key
-        with contextlib.suppress(KeyNotFoundError):
-            # obstore has no conditional completion. The window between this look and the end is
-            # harmless for data files, whose names are unique, and the record that commits is one
-            # PUT.
-            store.retry.run(lambda: store.info(key))
-            raise KeyExistsError(f"create {key} in {store.url}: exists already")
+    def _raced_by_wire(
+        self, like: Like, what: str, send: Callable[[WireRequest], T], again: Again[T]
+    ) -> T:
+        """`raced` where the first request is sent by this thread, and may be ended by the race.
+
+        Nobody else touches the caller's memory: a second request has a copy.
+        """
+        filesystem = self._filesystem()
+        request, first = WireRequest(), Future[T]()
+        race = asyncio.run_coroutine_threadsafe(
+            self.hedger.race(
+                like, f"{what} in {self.url}", first, partial(again, filesystem), request.drop
+            ),
+            filesystem.loop,
+        )
         try:
-            self._upload.finish()
-        except (KeyNotFoundError, OutcomeUnknownError):
-            # Of a request whose answer was lost we learn by its repetition: the upload is gone.
-            if not store.retry.run(self._is_ours):
-                raise
+            answer = send(request)
+        except Exception as error:
+            if request.is_dropped:
+                first.cancel()
+            else:
+                first.set_exception(error)
+        except BaseException:
+            race.cancel()
+            raise
+        else:
+            first.set_result(answer)
+        return race.result()
 
-    def _discard(self) -> None:
-        if self.in_parts:
-            self._upload.abort()
+
+def _checksum_header(arguments: Mapping[str, Any]) -> dict[str, str]:
+    """The header for what `checksum_of` returns."""
+    value = arguments.get("ChecksumCRC32C")
+    return {} if value is None else {"x-amz-checksum-crc32c": value}
 
 
 def open_s3_objects(
@@ -164,12 +215,11 @@ def open_s3_objects(
 ) -> Objects:
     """The bucket of `facts`, with unsigned payloads and checksums as `transfer` has them."""
     is_tls = urlsplit(facts.endpoint_url).scheme == "https"
-    unsigned = transfer.unsigned_payload
     config: dict[str, Any] = {
         "endpoint": facts.endpoint_url,
         "region": facts.region,
         "virtual_hosted_style_request": facts.bucket_in_host,
-        "unsigned_payload": is_tls if unsigned is None else unsigned,
+        "unsigned_payload": _is_unsigned(facts, transfer),
         "skip_signature": facts.anonymous,
         "conditional_put": "etag",
     }
@@ -194,6 +244,12 @@ def open_s3_objects(
         return ObstoreS3(facts.bucket, client_options=client, retry_config=retry_config, **config)
 
     return Objects(url, store(1), store(retry.attempts_max), retry, facts.loop)
+
+
+def _is_unsigned(facts: ClientFacts, transfer: Transfer) -> bool:
+    if transfer.unsigned_payload is not None:
+        return transfer.unsigned_payload
+    return urlsplit(facts.endpoint_url).scheme == "https"
 
 
 def _credentials_by(facts: ClientFacts) -> Any:

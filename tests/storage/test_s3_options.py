@@ -169,10 +169,11 @@ def test_every_upload_carries_a_checksum_for_the_server(
         write_object(store, "one", b"x" * 100, part_nbytes=5 * MiB)
         write_object(store, "parts", bytes(6 * MiB), part_nbytes=5 * MiB)
         store.close()
-    name = "x-amz-checksum-crc64nvme" if fast else "x-amz-checksum-crc32c"
     puts = [request for request in proxy.requests if request.method == "PUT"]
-    assert len(puts) == 4
-    assert [name in request.headers for request in puts] == [checksums] * 4
+    sent = [[n for n in request.headers if n.startswith("x-amz-checksum-")] for request in puts]
+    # What commits goes by obstore, which has one checksum only.
+    names = ["crc64nvme" if fast else "crc32c", "crc32c", "crc32c", "crc32c"]
+    assert sent == [[f"x-amz-checksum-{name}"] if checksums else [] for name in names]
 
 
 def test_a_forked_child_uses_s3fs(moto: S3Server) -> None:

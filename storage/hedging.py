@@ -1,0 +1,245 @@
+"""Requests that take far longer than their like are sent a second time; the first answer counts.
+
+One connection that swallows everything would hold a whole training until it times out. When the
+second request is sent follows from how long others of its kind and size took. How many there may be
+is bounded by a share of all requests, as in Dean and Barroso, "The Tail at Scale" (CACM 2013),
+https://research.google/pubs/the-tail-at-scale/. Amazon recommends the same for S3:
+https://docs.aws.amazon.com/AmazonS3/latest/userguide/optimizing-performance-guidelines.html
+
+Only for requests that may arrive twice. What commits is sent once, see `Store.put_if_absent`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar
+
+from storage.errors import SlowDownError, TransientError
+from storage.patience import LOG_SECONDS, Patience
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+
+class Like(NamedTuple):
+    """What makes requests comparable: the kind, and the size class of the `nbytes` they move."""
+
+    kind: str
+    nbytes: int = 0
+
+    @property
+    def size_class(self) -> int:
+        """Sizes up to the same power of two are alike; below 64 KiB the latency is what counts."""
+        return max(self.nbytes - 1, 0xFFFF).bit_length()
+
+
+@dataclass(frozen=True, slots=True)
+class HedgeLimits:
+    """When a request is sent again, how often that may happen, and when it is given up.
+
+    A second request goes out after `multiple` times the `quantile` of the last `samples_max`
+    durations of its like, not before `floor_seconds`; after `unknown_seconds` where fewer than
+    `samples_min` are known. Every answer earns `share` of a second request, up to `saved_max` of
+    them. An answer that says "slow down" costs `slow_down_cost`: where a sixth of all answers say
+    so, none is earned.
+
+    A request is given up `deadline_seconds` after it was sent, plus the time that its bytes take at
+    `slowest_bytes_per_second`: 1,024 ranks with 4 requests each behind 10 Gb/s have ten times that.
+    """
+
+    multiple: float = 3.0
+    quantile: float = 0.95
+    floor_seconds: float = 0.5
+    unknown_seconds: float = 10.0
+    samples_min: int = 4
+    samples_max: int = 128
+    share: float = 0.05
+    saved_max: float = 4.0
+    slow_down_cost: float = 0.25
+    deadline_seconds: float = 60.0
+    slowest_bytes_per_second: float = 32 << 10
+    late_seconds: float = 10.0  # a line of the log says that a request waits
+    tick_seconds: float = 0.25  # others that are answered meanwhile change what is long
+
+
+class HedgeRule:
+    """Decides from the durations of earlier requests. Knows no clock; used by one thread."""
+
+    def __init__(self, limits: HedgeLimits) -> None:
+        self._limits = limits
+        self._seconds: dict[tuple[str, int], deque[float]] = {}
+        self._saved = limits.saved_max / 2  # a few for the first requests of a process
+
+    def delay(self, like: Like) -> float:
+        """Seconds after which a request of that like is to be sent again."""
+        limits = self._limits
+        typical = self.typical(like)
+        if typical is None:
+            return limits.unknown_seconds
+        return max(limits.multiple * typical, limits.floor_seconds)
+
+    def typical(self, like: Like) -> float | None:
+        """The quantile of the durations of its like in seconds; None where too few are known."""
+        known = self._seconds.get((like.kind, like.size_class), ())
+        if len(known) < self._limits.samples_min:
+            return None
+        return sorted(known)[math.ceil(self._limits.quantile * len(known)) - 1]
+
+    def deadline(self, like: Like) -> float:
+        """Seconds after which a request of that like is given up."""
+        limits = self._limits
+        return limits.deadline_seconds + like.nbytes / limits.slowest_bytes_per_second
+
+    def answered(self, like: Like, seconds: float) -> None:
+        """A request was answered after `seconds`."""
+        known = self._seconds.setdefault(
+            (like.kind, like.size_class), deque(maxlen=self._limits.samples_max)
+        )
+        known.append(seconds)
+        self._saved = min(self._saved + self._limits.share, self._limits.saved_max)
+
+    def refused(self) -> None:
+        """The server said that it has too many requests."""
+        self._saved = max(self._saved - self._limits.slow_down_cost, 0.0)
+
+    def take(self) -> bool:
+        """Whether a second request may be sent now; it is counted as sent."""
+        if self._saved < 1.0:
+            return False
+        self._saved -= 1.0
+        return True
+
+
+@dataclass
+class HedgeTally:
+    """What happened so far: requests that may be hedged, second ones, those of them that won."""
+
+    requests: int = 0
+    hedges: int = 0
+    won: int = 0
+
+
+class Hedger:
+    """Races requests of one store on its event loop. All its coroutines run on the same loop."""
+
+    def __init__(
+        self,
+        patience: Patience,
+        limits: HedgeLimits | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.tally = HedgeTally()
+        self._patience = patience
+        self._limits = limits or HedgeLimits()
+        self._rule = HedgeRule(self._limits)
+        self._clock = clock
+        self._logged = -math.inf
+
+    async def run(
+        self,
+        like: Like,
+        what: str,
+        send: Callable[[], Awaitable[T]],
+        again: Callable[[], Awaitable[T]],
+    ) -> T:
+        """The first answer to `send()`, or to `again()` after it; the other call is cancelled.
+
+        `what` names request and object in messages. Raises what the first call raised, when the
+        second one fails too, and TransientError after the deadline.
+        """
+        first: asyncio.Future[T] = asyncio.ensure_future(send())
+        return await self._race(like, what, first, again, first.cancel)
+
+    async def race(
+        self,
+        like: Like,
+        what: str,
+        first: Future[T],
+        again: Callable[[], Awaitable[T]],
+        drop: Callable[[], object],
+    ) -> T:
+        """`run` for a first request that another thread sends; `drop()` makes it end at once."""
+        return await self._race(like, what, asyncio.wrap_future(first), again, drop)
+
+    async def _race(
+        self,
+        like: Like,
+        what: str,
+        first: asyncio.Future[T],
+        again: Callable[[], Awaitable[T]],
+        drop: Callable[[], object],
+    ) -> T:
+        self.tally.requests += 1
+        running = [_Running(first, self._clock())]
+        try:
+            while True:
+                waiting = [one.future for one in running if not one.future.done()]
+                await asyncio.wait(
+                    waiting,
+                    timeout=self._limits.tick_seconds,
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+                for one in running:
+                    if one.future.done() and not one.is_seen:
+                        one.is_seen = True
+                        if self._is_answer(like, one):
+                            self.tally.won += one is not running[0]
+                            return one.future.result()
+                if all(one.is_seen for one in running):
+                    return first.result()
+                waited = self._clock() - running[0].started
+                if waited >= self._rule.deadline(like):
+                    raise TransientError(self._given_up(what, waited, len(running)))
+                self._report(like, what, waited, len(running))
+                if len(running) == 1 and waited >= self._rule.delay(like) and self._rule.take():
+                    self.tally.hedges += 1
+                    running.append(_Running(asyncio.ensure_future(again()), self._clock()))
+        finally:
+            if not first.done():
+                drop()
+            for one in running[1:]:
+                one.future.cancel()
+
+    def _is_answer(self, like: Like, one: _Running[T]) -> bool:
+        error = None if one.future.cancelled() else one.future.exception()
+        if error is None and not one.future.cancelled():
+            self._rule.answered(like, self._clock() - one.started)
+            return True
+        if isinstance(error, SlowDownError):
+            self._rule.refused()
+        return False
+
+    def _given_up(self, what: str, waited: float, sent: int) -> str:
+        times = "sent twice" if sent > 1 else "sent once"
+        return f"{what}: no answer within {waited:.0f} s ({times})"
+
+    def _report(self, like: Like, what: str, waited: float, sent: int) -> None:
+        now = self._clock()
+        if waited < self._limits.late_seconds or now - self._logged < LOG_SECONDS:
+            return
+        self._logged = now
+        typical = self._rule.typical(like)
+        logger.warning(
+            "%s%s: no answer for %.0f s%s; %s, given up after %.0f s",
+            f"{self._patience.who}: " if self._patience.who else "",
+            what,
+            waited,
+            "" if typical is None else f", where its like take {typical:.2g} s",
+            "sent a second time" if sent > 1 else "sent once",
+            self._rule.deadline(like),
+        )
+
+
+@dataclass(eq=False)
+class _Running(Generic[T]):
+    future: asyncio.Future[T]
+    started: float
+    is_seen: bool = False

@@ -1,0 +1,242 @@
+"""A request that takes far longer than its like is sent a second time: when, how often, who wins.
+
+Method: the rule is fed with durations. Races run on an event loop whose clock jumps to the next
+thing that happens, so that a minute takes a millisecond and every duration is exact.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import selectors
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import pytest
+
+from storage.errors import SlowDownError, StorageError, TransientError
+from storage.hedging import HedgeLimits, Hedger, HedgeRule, Like
+from storage.patience import Patience
+
+T = TypeVar("T")
+LIMITS = HedgeLimits()
+PART = Like("part", 16 << 20)
+
+
+class _Jumping(selectors.SelectSelector):
+    """Waits by moving the clock. Waiting for nothing at all would be for ever."""
+
+    now = 0.0
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        if timeout is None:
+            raise AssertionError("nothing will ever happen")
+        self.now += max(timeout, 0.0)
+        return super().select(0)
+
+
+class Simulation:
+    """A loop in simulated time, and a hedger on it."""
+
+    def __init__(self, limits: HedgeLimits = LIMITS) -> None:
+        self._selector = _Jumping()
+        self.loop = asyncio.SelectorEventLoop(self._selector)
+        self.loop.time = lambda: self._selector.now  # type: ignore[method-assign]
+        self.patience = Patience()
+        self.hedger = Hedger(self.patience, limits, clock=self.loop.time)
+        self.sent: list[float] = []  # when each request was sent
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        try:
+            return self.loop.run_until_complete(coroutine)
+        finally:
+            self.loop.run_until_complete(asyncio.sleep(0))
+
+    def request(
+        self, *seconds: float, errors: dict[int, StorageError] | None = None
+    ) -> Callable[[], Awaitable[int]]:
+        """A request whose n-th sending is answered by n after `seconds[n]`, or fails then."""
+
+        numbers = iter(range(len(seconds)))
+
+        async def send() -> int:
+            number = next(numbers)
+            self.sent.append(self.loop.time())
+            await asyncio.sleep(seconds[number])
+            if errors and number in errors:
+                raise errors[number]
+            return number
+
+        return send
+
+    def learn(self, *seconds: float) -> None:
+        """Requests for parts that took so long each."""
+        for one in seconds:
+            send = self.request(one)
+            self.run(self.hedger.run(PART, "write", send, send))
+        self.sent.clear()
+
+    def race(self, send: Callable[[], Awaitable[int]]) -> tuple[int, float]:
+        """What came, and after how many seconds."""
+        began = self.loop.time()
+        return self.run(self.hedger.run(PART, "write a", send, send)), self.loop.time() - began
+
+
+@pytest.fixture
+def sim() -> Iterator[Simulation]:
+    simulation = Simulation()
+    yield simulation
+    simulation.loop.close()
+
+
+# --- the rule -------------------------------------------------------------------------------------
+
+
+def test_the_delay_is_a_multiple_of_a_high_quantile_of_its_like_with_a_floor() -> None:
+    rule = HedgeRule(LIMITS)
+    for number in range(100):
+        assert rule.delay(PART) == LIMITS.unknown_seconds or number >= LIMITS.samples_min
+        rule.answered(PART, 1.0 + number / 100)
+    assert rule.delay(PART) == pytest.approx(3 * 1.94)
+    assert rule.delay(Like("part", (16 << 20) - 5)) == rule.delay(PART)
+    for other in (Like("part", 4 << 20), Like("read", 16 << 20)):
+        assert rule.delay(other) == LIMITS.unknown_seconds
+    for _ in range(LIMITS.samples_max):  # the old ones are forgotten
+        rule.answered(PART, 0.01)
+    assert rule.delay(PART) == LIMITS.floor_seconds
+
+
+@pytest.mark.parametrize("slow_downs", [0.0, 0.1, 0.2, 1.0])
+def test_second_requests_are_a_small_share_and_fewer_the_more_the_server_refuses(
+    slow_downs: float, rng: random.Random
+) -> None:
+    """Whatever is asked for: every request would like to be sent again."""
+    rule, count = HedgeRule(LIMITS), 10_000
+    taken = answers = 0
+    for _ in range(count):
+        taken += rule.take()
+        if rng.random() < slow_downs:
+            rule.refused()
+        else:
+            answers += 1
+            rule.answered(PART, 1.0)
+    assert taken <= LIMITS.saved_max / 2 + LIMITS.share * answers
+    expected = {0.0: 500, 0.1: 200, 0.2: 60, 1.0: 2}[slow_downs]
+    assert taken <= expected * 1.3
+    assert taken >= 1
+
+
+def test_the_first_requests_of_a_process_have_a_few_second_ones() -> None:
+    rule = HedgeRule(LIMITS)
+    assert [rule.take() for _ in range(4)] == [True, True, False, False]
+    for _ in range(1000):
+        rule.answered(PART, 1.0)
+    assert [rule.take() for _ in range(6)] == [True] * 4 + [False] * 2
+
+
+# --- races ----------------------------------------------------------------------------------------
+
+
+def test_a_request_that_is_swallowed_costs_a_multiple_of_its_like(sim: Simulation) -> None:
+    sim.learn(*[1.0] * 20)
+    answer, seconds = sim.race(sim.request(1e6, 1.0))
+    assert answer == 1
+    assert sim.sent == [sim.sent[0], pytest.approx(sim.sent[0] + 3.0, abs=LIMITS.tick_seconds)]
+    assert seconds == pytest.approx(4.0, abs=LIMITS.tick_seconds)
+    assert (sim.hedger.tally.hedges, sim.hedger.tally.won) == (1, 1)
+
+
+def test_a_request_like_the_others_is_sent_once(sim: Simulation) -> None:
+    sim.learn(*[1.0] * 20)
+    answer, seconds = sim.race(sim.request(2.9, 0.0))
+    assert answer == 0
+    assert seconds == pytest.approx(2.9)
+    assert len(sim.sent) == 1
+
+
+def test_the_first_answer_counts_whichever_request_it_is_for(sim: Simulation) -> None:
+    sim.learn(*[1.0] * 20)
+    answer, seconds = sim.race(sim.request(3.5, 1e6))
+    assert answer == 0
+    assert seconds == pytest.approx(3.5)
+    assert (sim.hedger.tally.hedges, sim.hedger.tally.won) == (1, 0)
+
+
+def test_what_is_long_follows_from_the_others_that_are_answered_meanwhile(sim: Simulation) -> None:
+    """The very first request is swallowed: the others, which run beside it, show what is usual."""
+
+    async def all_of_them() -> list[int]:
+        sends = [sim.request(1e6, 1.0), *(sim.request(1.0) for _ in range(8))]
+        return await asyncio.gather(*(sim.hedger.run(PART, "a", s, s) for s in sends))
+
+    assert sim.run(all_of_them()) == [1] + [0] * 8
+    assert sim.loop.time() == pytest.approx(4.0, abs=2 * LIMITS.tick_seconds)
+
+
+def test_of_a_hundred_requests_at_once_one_that_hangs_is_sent_again_and_no_other(
+    sim: Simulation,
+) -> None:
+    rng = random.Random(1)
+
+    async def everything() -> None:
+        async def one(number: int) -> None:
+            send = sim.request(1e6 if number == 7 else rng.uniform(0.5, 1.5), 1.0)
+            await sim.hedger.run(PART, "a", send, send)
+
+        await asyncio.gather(*(one(number) for number in range(100)))
+
+    sim.run(everything())
+    assert (len(sim.sent), sim.hedger.tally.hedges, sim.hedger.tally.won) == (101, 1, 1)
+
+
+def test_slow_down_is_no_reason_to_send_more(sim: Simulation) -> None:
+    """The answer is raised at once, and repeating is up to the policy with its pauses."""
+    sim.learn(*[1.0] * 20)
+    with pytest.raises(SlowDownError):
+        sim.race(sim.request(0.1, 0.1, errors={0: SlowDownError("503")}))
+    assert len(sim.sent) == 1
+
+
+@pytest.mark.parametrize("late", [3.2, 9.0])
+def test_a_first_request_that_fails_late_waits_for_the_second(sim: Simulation, late: float) -> None:
+    sim.learn(*[1.0] * 20)
+    assert sim.race(sim.request(late, 2.0, errors={0: TransientError("lost")}))[0] == 1
+    assert sim.hedger.tally.won == 1
+
+
+@pytest.mark.parametrize("late", [3.2, 9.0])
+def test_when_both_fail_the_error_is_that_of_the_first(sim: Simulation, late: float) -> None:
+    sim.learn(*[1.0] * 20)
+    errors: dict[int, StorageError] = {0: TransientError("first"), 1: StorageError("second")}
+    with pytest.raises(TransientError, match="first"):
+        sim.race(sim.request(late, 2.0, errors=errors))
+
+
+def test_a_deadline_names_the_object_and_a_line_of_the_log_comes_long_before(
+    sim: Simulation, caplog: pytest.LogCaptureFixture
+) -> None:
+    sim.patience.who = "rank 3"
+    sim.learn(*[1.0] * 20)
+    began = sim.loop.time()
+    with pytest.raises(TransientError, match=r"write a: no answer within 57\d s \(sent twice\)"):
+        sim.race(sim.request(1e6, 1e6))
+    assert sim.loop.time() - began == pytest.approx(60 + 512, abs=1)
+    lines = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert lines[0].startswith("rank 3: write a: no answer for 10 s, where its like take 1 s; ")
+    assert 10 < len(lines) < 20  # every half a minute
+
+
+def test_the_request_of_another_thread_is_dropped_when_it_loses(sim: Simulation) -> None:
+    sim.learn(*[1.0] * 20)
+    first, dropped = Future[int](), []
+    send = sim.request(1.0)
+    race = sim.hedger.race(PART, "write a", first, send, lambda: dropped.append(sim.loop.time()))
+    assert sim.run(race) == 0
+    assert dropped == [sim.loop.time()]
+    first, dropped = Future[int](), []
+    first.set_result(5)
+    race = sim.hedger.race(PART, "write a", first, send, lambda: dropped.append(0.0))
+    assert sim.run(race) == 5
+    assert not dropped

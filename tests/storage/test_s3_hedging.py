@@ -1,0 +1,175 @@
+"""A connection that swallows a request holds neither a save nor a load; what commits is sent once.
+
+Method: the proxy swallows the first request of a kind for longer than any test runs, for both
+clients, whose limits are short. Requests are counted at the proxy. A loaded machine may add second
+requests, never more than the limits allow, and no test depends on there being none.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from storage import OutcomeUnknownError, StorageError, Store
+from storage.hedging import HedgeLimits, Hedger, HedgeTally
+from storage.retry import RetryingStore, RetryPolicy
+from storage.s3.store import S3Store
+from storage.testing import write_object
+from tests.fault_proxy import FaultProxy, Request, Rule, fault_proxy
+from tests.servers import S3Server
+from tests.storage.test_s3 import make_store
+
+pytestmark = pytest.mark.server
+
+MiB = 1024 * 1024
+LIMITS = HedgeLimits(floor_seconds=0.3, unknown_seconds=0.5, tick_seconds=0.05)
+POLICY = RetryPolicy(pause_first_seconds=0.01, pause_max_seconds=0.1)
+
+
+@pytest.fixture(params=["s3fs", "obstore"])
+def client(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def proxy(moto: S3Server) -> Iterator[FaultProxy]:
+    with fault_proxy(moto.endpoint_url, held_seconds=600) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def inner(moto: S3Server, proxy: FaultProxy, client: str) -> Iterator[S3Store]:
+    server = S3Server(proxy.endpoint_url)
+    store = make_store(client, moto.make_bucket(), server, retry=POLICY)
+    store.hedger = Hedger(POLICY.patience, LIMITS)
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def store(inner: S3Store) -> Store:
+    return RetryingStore(inner, POLICY)
+
+
+def swallowing(method: str, what: str, slow_downs: float = 0.0) -> Rule:
+    """The first request of that method with `what` in its path is swallowed; of the others, a share
+    is refused.
+    """
+    first, rng = iter([True]), random.Random(1)
+
+    def rule(request: Request) -> str:
+        if request.method == method and what in request.path and next(first, False):
+            return "held"
+        return "slow_down" if rng.random() < slow_downs else ""
+
+    return rule
+
+
+def won(tally: HedgeTally) -> int:
+    """How many second requests won, after a look at how many there were."""
+    assert tally.hedges <= LIMITS.saved_max / 2 + LIMITS.share * tally.requests
+    return tally.won
+
+
+@pytest.mark.parametrize(
+    ("method", "what", "nbytes"),
+    [
+        ("POST", "?uploads", 6 * MiB),
+        ("PUT", "partNumber=2", 11 * MiB),
+        ("POST", "uploadId=", 6 * MiB),
+        ("PUT", "/a", 100),
+    ],
+    ids=["begin", "part", "end", "one request"],
+)
+def test_every_request_of_an_upload_may_be_swallowed(
+    store: Store, inner: S3Store, proxy: FaultProxy, method: str, what: str, nbytes: int
+) -> None:
+    data = random.Random(2).randbytes(nbytes)
+    proxy.rule = swallowing(method, what)
+    write_object(store, "a", data, part_nbytes=5 * MiB)
+    assert proxy.counts["held"] == 1
+    assert won(inner.hedger.tally) >= 1
+    proxy.pause()
+    assert store.get("a") == data
+
+
+def test_every_kind_of_read_may_be_swallowed(
+    store: Store, inner: S3Store, proxy: FaultProxy
+) -> None:
+    data = random.Random(2).randbytes(3 * MiB)
+    store.put_if_absent("a", data)
+    target = bytearray(2 * MiB)
+    proxy.rule = swallowing("GET", "/a")
+    store.get_into("a", 7, [memoryview(target)[:9], memoryview(target)[9:]])
+    assert target == data[7 : 2 * MiB + 7]
+    proxy.rule = swallowing("GET", "/a")
+    assert store.get_bounded("a", 3 * MiB) == data
+    assert proxy.counts["held"] == won(inner.hedger.tally) == 2
+    for _ in range(40):  # earns two more
+        store.info("a")
+    proxy.rule = swallowing("GET", "list-type=2")
+    assert [entry.key for entry in store.list("")] == ["a"]
+    proxy.rule = swallowing("HEAD", "/a")
+    assert store.info("a").nbytes == len(data)
+    assert proxy.counts["held"] == 4
+
+
+def test_a_conditional_put_is_sent_once_however_long_it_takes(
+    moto: S3Server, proxy: FaultProxy, client: str
+) -> None:
+    """The server has it, or not: only the caller can settle that."""
+    server, impatient = S3Server(proxy.endpoint_url), {"config_kwargs": {"read_timeout": 2}}
+    inner = make_store(client, moto.make_bucket(), server, retry=POLICY, options=impatient)
+    inner.hedger = Hedger(POLICY.patience, LIMITS)
+    proxy.rule = swallowing("PUT", "log/1")
+    with pytest.raises(OutcomeUnknownError):
+        RetryingStore(inner, POLICY).put_if_absent("log/1", b"x")
+    assert [request.method for request in proxy.requests] == ["PUT"]
+    assert inner.hedger.tally == HedgeTally()
+    inner.close()
+
+
+def test_a_swallowed_part_and_a_tenth_of_refusals_add_few_requests(
+    store: Store, inner: S3Store, proxy: FaultProxy
+) -> None:
+    """Each refusal is repeated once more, by the policy, and the swallowed part by the hedge."""
+    data = random.Random(3).randbytes(21 * MiB)
+    proxy.rule = swallowing("PUT", "partNumber=2", slow_downs=0.1)
+    for key in ("a", "b"):
+        write_object(store, key, data, part_nbytes=5 * MiB)
+    tally = inner.hedger.tally
+    assert won(tally) >= 1
+    parts = [request for request in proxy.requests if "partNumber=" in request.path]
+    assert len(parts) <= 2 * 5 + proxy.counts["slow_down"] + tally.hedges
+    proxy.pause()
+    for key in ("a", "b"):
+        assert store.get(key) == data
+
+
+@pytest.mark.parametrize("is_same", [True, False], ids=["same bytes", "others"])
+def test_a_part_whose_tag_changed_counts_if_its_bytes_did_not(
+    inner: S3Store, is_same: bool, client: str
+) -> None:
+    """A first request that arrives after the second leaves the same bytes, and where the server
+    encrypts, another tag.
+    """
+    if client == "obstore":
+        return  # the same code
+    data = random.Random(4).randbytes(6 * MiB)
+    writer = inner.create("a", len(data), part_nbytes=5 * MiB).__enter__()
+    writer.write_part(0, [memoryview(data)[: 5 * MiB]])
+    writer.write_part(1, [memoryview(data)[5 * MiB :]])
+    if is_same:
+        writer._parts[1]["ETag"] = '"0123456789abcdef0123456789abcdef"'
+    else:
+        inner.put_part("a", json.loads(writer.token)["upload"], 1, [memoryview(bytes(99))])
+    if is_same:
+        writer.__exit__(None, None, None)
+        assert inner.get("a") == data
+    else:
+        with pytest.raises(StorageError, match="InvalidPart"):
+            writer.__exit__(None, None, None)
+        assert list(inner.list("")) == []

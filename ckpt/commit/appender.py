@@ -312,7 +312,8 @@ class Appender:
             is_there = self._is_in_place(record, data)
             if is_there and self._manifest_is_gone(record):
                 # What was retired meanwhile was committed all the same. If the root was exchanged
-                # since the first look, the record is not in its place now, or came there since.
+                # in or since the first look, the record is not in its place now, or was brought
+                # there by an earlier request of this process that got no answer: it is live then.
                 is_there = self._is_in_place(record, data)
                 lacks_manifest = self.log.state().find(record.live[-1].attempt) is not None
         except (KeyNotFoundError, Corrupt):
@@ -331,17 +332,14 @@ class Appender:
     def _is_in_place(self, record: Record, data: bytes) -> bool:
         """Whether `record` is in its slot, and below it the one that it was made for.
 
-        In this order: an earlier request of this process that got no answer may bring the record
-        into a log that was exchanged meanwhile, where the one below is another.
+        Its own slot is read last: of an older backup of the same log it is what lacks.
         """
-        if self.log.raw(record.slot) != data:
-            return False
-        if record.previous is None:
-            return self.log.has_new_segments(record, None)
-        before = self.log.raw(record.slot - 1)
-        return record_digest(before) == record.previous and self.log.has_new_segments(
-            record, before
-        )
+        before = None
+        if record.previous is not None:
+            before = self.log.raw(record.slot - 1)
+            if record_digest(before) != record.previous:
+                return False
+        return self.log.raw(record.slot) == data and self.log.has_new_segments(record, before)
 
     def _take_back_own(self, record: Record) -> NoReturn:
         """Raise LogDiverged for a COMMIT that stands without its MANIFEST, once it is retired."""

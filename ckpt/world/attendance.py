@@ -199,9 +199,13 @@ class Ledger:
     def _note(self, raw: bytes) -> None:
         """A sheet that was heard or read."""
         with self._lock:
-            if raw and raw != self._raw:
-                self._raw, self._changed = raw, self._clock()
-                self._sheet = _Sheet.decode(raw)
+            if not raw or raw == self._raw:
+                return
+            sheet, known = _Sheet.decode(raw), self._sheet
+            # The copy in the store may be older: it goes with the next request of the keeper.
+            if known is not None and known.keeper == sheet.keeper and known.number > sheet.number:
+                return
+            self._raw, self._changed, self._sheet = raw, self._clock(), sheet
 
     def _is_keeper(self) -> bool:
         return self._sheet is not None and self._sheet.keeper == self._rank

@@ -27,6 +27,9 @@ from storage.store import Store
 from tests.conftest import Scale
 from tests.protocol.explore import explore
 
+# Minutes on a loaded machine.
+pytestmark = pytest.mark.timeout(900)
+
 LIMITS = Limits(tries_max=2)
 
 

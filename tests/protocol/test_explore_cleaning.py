@@ -51,6 +51,9 @@ from tests.protocol.test_explore import LIMITS
 from tests.protocol.test_explore_readers import saved
 from tests.protocol.test_session import NO_PAUSE
 
+# Minutes on a loaded machine.
+pytestmark = pytest.mark.timeout(900)
+
 THIRD = "steps/00000003-"
 
 
@@ -271,7 +274,10 @@ def _explore(name: str, budget: int) -> tuple[int, list[str]]:
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.soak if "on the copy" in name else ()) for name in CASES],
+)
 def test_whoever_stalls_anywhere_meets_every_clean_up(name: str) -> None:
     runs, problems = _explore(name, 1)
     assert not problems, f"run {runs}: " + "\n".join(problems)

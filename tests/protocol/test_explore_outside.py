@@ -39,6 +39,9 @@ from tests.protocol.explore import explore
 from tests.protocol.test_explore import LIMITS, Scenario, save
 from tests.protocol.test_session import NO_PAUSE
 
+# Minutes on a loaded machine.
+pytestmark = pytest.mark.timeout(900)
+
 
 def _objects(bucket: MemoryBucket) -> dict[str, bytes]:
     return {key: bytes(bucket.find(key)[0]) for key in bucket.keys_from("", "")}  # type: ignore[index]

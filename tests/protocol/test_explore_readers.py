@@ -41,6 +41,9 @@ from tests.protocol.explore import SteppedStore, explore
 from tests.protocol.test_explore import LIMITS
 from tests.protocol.test_session import NO_PAUSE
 
+# Minutes on a loaded machine.
+pytestmark = pytest.mark.timeout(900)
+
 NAMES, NUMEL = ("t0", "t1"), 4
 
 

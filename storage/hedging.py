@@ -199,7 +199,10 @@ class Hedger:
                 if waited >= self._rule.deadline(like):
                     raise TransientError(self._given_up(what, waited, len(running)))
                 self._report(like, what, waited, len(running))
-                if len(running) == 1 and waited >= self._rule.delay(like) and self._rule.take():
+                # The second one may have been refused: the next follows after twice the time.
+                is_alone = sum(not one.is_seen for one in running) == 1
+                delay = self._rule.delay(like) * 2.0 ** (len(running) - 1)
+                if is_alone and waited >= delay and self._rule.take():
                     self.tally.hedges += 1
                     running.append(_Running(asyncio.ensure_future(again()), self._clock()))
         finally:
@@ -218,8 +221,7 @@ class Hedger:
         return False
 
     def _given_up(self, what: str, waited: float, sent: int) -> str:
-        times = "sent twice" if sent > 1 else "sent once"
-        return f"{what}: no answer within {waited:.0f} s ({times})"
+        return f"{what}: no answer within {waited:.0f} s (sent {sent} times)"
 
     def _report(self, like: Like, what: str, waited: float, sent: int) -> None:
         now = self._clock()
@@ -233,7 +235,7 @@ class Hedger:
             what,
             waited,
             "" if typical is None else f", where its like take {typical:.2g} s",
-            "sent a second time" if sent > 1 else "sent once",
+            "sent again" if sent > 1 else "sent once",
             self._rule.deadline(like),
         )
 

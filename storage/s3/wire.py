@@ -300,7 +300,7 @@ def _exchanged(
         for view in body:
             for start in range(0, view.nbytes, _SLICE_NBYTES):
                 connection.send(view[start : start + _SLICE_NBYTES])
-    except OSError:
+    except ConnectionError:  # and not a timeout, after which nothing more is waited for
         # A server may refuse a request before it has read all of it, and close.
         with contextlib.suppress(*_BROKEN):
             return connection.getresponse()

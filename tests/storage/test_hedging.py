@@ -206,7 +206,17 @@ def test_a_first_request_that_fails_late_waits_for_the_second(sim: Simulation, l
     assert sim.hedger.tally.won == 1
 
 
-@pytest.mark.parametrize("late", [3.2, 9.0])
+def test_a_second_request_that_is_refused_is_followed_by_another(sim: Simulation) -> None:
+    """The first one is swallowed: without a third, the save would wait for it to the end."""
+    sim.learn(*[1.0] * 20)
+    errors: dict[int, StorageError] = {1: SlowDownError("503")}
+    answer, seconds = sim.race(sim.request(1e6, 0.1, 1.0, errors=errors))
+    assert answer == 2
+    assert seconds == pytest.approx(7.0, abs=2 * LIMITS.tick_seconds)
+    assert (sim.hedger.tally.hedges, sim.hedger.tally.won) == (2, 1)
+
+
+@pytest.mark.parametrize("late", [3.2, 5.5])
 def test_when_both_fail_the_error_is_that_of_the_first(sim: Simulation, late: float) -> None:
     sim.learn(*[1.0] * 20)
     errors: dict[int, StorageError] = {0: TransientError("first"), 1: StorageError("second")}
@@ -220,7 +230,7 @@ def test_a_deadline_names_the_object_and_a_line_of_the_log_comes_long_before(
     sim.patience.who = "rank 3"
     sim.learn(*[1.0] * 20)
     began = sim.loop.time()
-    with pytest.raises(TransientError, match=r"write a: no answer within 57\d s \(sent twice\)"):
+    with pytest.raises(TransientError, match=r"write a: no answer within 57\d s \(sent 2 times\)"):
         sim.race(sim.request(1e6, 1e6))
     assert sim.loop.time() - began == pytest.approx(60 + 512, abs=1)
     lines = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]

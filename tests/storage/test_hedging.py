@@ -250,3 +250,45 @@ def test_the_request_of_another_thread_is_dropped_when_it_loses(sim: Simulation)
     race = sim.hedger.race(PART, "write a", first, send, lambda: dropped.append(0.0))
     assert sim.run(race) == 5
     assert not dropped
+
+
+# --- without a budget -----------------------------------------------------------------------------
+
+
+def _spend_all(sim: Simulation) -> None:
+    for _ in range(20):
+        sim.hedger._rule.refused()
+    assert not sim.hedger._rule.take()
+
+
+def test_a_stuck_request_is_sent_again_without_a_budget(sim: Simulation) -> None:
+    sim.learn(*[1.0] * LIMITS.samples_min)
+    _spend_all(sim)
+    answer, seconds = sim.race(sim.request(1e6, 1.0))
+    assert answer == 1
+    assert seconds == pytest.approx(LIMITS.stuck_multiple * 1.0 + 1.0, abs=LIMITS.tick_seconds)
+
+
+def test_one_at_a_time_is_sent_again_without_a_budget(sim: Simulation) -> None:
+    sim.learn(*[1.0] * LIMITS.samples_min)
+    _spend_all(sim)
+    sends, began = [sim.request(1e6, 1.0) for _ in range(3)], sim.loop.time()
+
+    async def all_three() -> list[int]:
+        races = [sim.hedger.run(PART, "write a", send, send) for send in sends]
+        return await asyncio.gather(*races)
+
+    assert sim.run(all_three()) == [1, 1, 1]
+    again = [sent - began for sent in sorted(sim.sent)[3:]]
+    for number, seconds in enumerate(again):  # each when the one before it is answered
+        late = seconds - (LIMITS.stuck_multiple + 1.0 * number)
+        assert 0 <= late <= 3 * LIMITS.tick_seconds, again
+
+
+def test_a_stuck_request_is_followed_further_when_the_server_refuses(sim: Simulation) -> None:
+    sim.learn(*[1.0] * LIMITS.samples_min)
+    _spend_all(sim)
+    send = sim.request(1e6, 0.1, 0.1, 1.0, errors={1: SlowDownError("x"), 2: SlowDownError("x")})
+    answer, seconds = sim.race(send)
+    assert answer == 3 and seconds < 40
+    assert not sim.hedger._stuck

@@ -60,7 +60,7 @@ def copies_go_aside() -> None:
     with Stream(name="the training"):
         x = trained()
         assert is_accelerator(x.device) and not is_accelerator(torch.device("cpu"))
-        source: Any = SimpleNamespace(view=x, chunk=SimpleNamespace(nbytes=400))
+        source: Any = SimpleNamespace(view=x, address=0, chunk=SimpleNamespace(nbytes=400))
         order = copy_order((), [source], ())
         assert order.devices == (x.device,)
         side = SideStreams(order.devices)

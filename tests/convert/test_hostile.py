@@ -173,6 +173,19 @@ def test_plain_values_come_back_from_every_protocol() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("name", [{}, [], 3, None, ("w",)], ids=repr)
+def test_names_in_metadata_that_are_none_are_refused(tmp_path: Path, name: Any) -> None:
+    dcp.save({"w": torch.arange(6.0)}, checkpoint_id=tmp_path)
+    with open(tmp_path / ".metadata", "rb") as file:
+        metadata = pickle.load(file)
+    (index,) = metadata.storage_data
+    object.__setattr__(index, "fqn", name)
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(Corrupt, match="no name of a tensor"):
+        open_source(str(tmp_path))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_flipped_and_cut_metadata_is_refused_or_harmless(
     tmp_path: Path, rng: Any, scale: Any
 ) -> None:

@@ -335,14 +335,17 @@ def _places(storage: Any, folder: str) -> _Places:
                 f"{info.field('transform_descriptors')!r:.60}; save without it"
             )
         name, start, nbytes = (info.field(n) for n in ("relative_path", "offset", "length"))
+        fqn = index.field("fqn")
+        if not isinstance(fqn, str):
+            raise Corrupt(f"storage_data: a {type(fqn).__name__} is no name of a tensor")
         if not (isinstance(name, str) and _is_size(start) and _is_size(nbytes)):
-            raise Corrupt(f"storage_data: {index.field('fqn')!r:.100} has no place in a file")
+            raise Corrupt(f"storage_data: {fqn!r:.100} has no place in a file")
         try:
             check_key(name)
         except InvalidKeyError as error:
             raise Corrupt(f"storage_data: {error}") from error
         offset = index.field("offset")
-        key = (index.field("fqn"), None if offset is None else _shape(offset))
+        key = (fqn, None if offset is None else _shape(offset))
         places[key] = StoredBlob(folder + name, start, nbytes)
     return places
 

@@ -24,7 +24,7 @@ import torch.distributed as dist
 import ckpt
 from benchmarks.measure import clear, interleaved, ratio, report, row, speed
 from benchmarks.save_load import GIB, Trained, dcp_load, dcp_save, raw_load, raw_save
-from ckpt.layout.memory import aligned_buffer
+from ckpt.layout.buffers import aligned_buffer
 from tests.ranks import run_ranks
 
 REQUEST_NBYTES = 2 << 20

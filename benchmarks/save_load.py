@@ -28,7 +28,8 @@ from torch.distributed.fsdp import fully_shard
 import ckpt
 from benchmarks.measure import clear, interleaved, ratio, report, row, speed
 from ckpt.format.checksum import crc32c
-from ckpt.layout.memory import address_of, aligned_buffer, copy_bytes, host_bytes
+from ckpt.layout.buffers import address_of, aligned_buffer, copy_bytes
+from ckpt.layout.memory import host_bytes
 from tests.ranks import run_ranks
 
 GIB = 1 << 30

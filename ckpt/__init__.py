@@ -46,9 +46,9 @@ if TYPE_CHECKING:
     from ckpt.errors import UnsupportedFormat as UnsupportedFormat
     from ckpt.layout.composites import register_tensor_type as register_tensor_type
     from ckpt.loading.checkpoint import Checkpoint as Checkpoint
-    from ckpt.loading.checkpoint import StepInfo as StepInfo
-    from ckpt.loading.checkpoint import list_steps as list_steps
     from ckpt.loading.checkpoint import open_checkpoint
+    from ckpt.loading.contents import StepInfo as StepInfo
+    from ckpt.loading.contents import list_steps as list_steps
     from ckpt.loading.load import LoadReport as LoadReport
     from ckpt.saving.background import PendingSave as PendingSave
     from ckpt.saving.report import SaveReport as SaveReport
@@ -148,7 +148,7 @@ _HOMES = {
     "SavesFailed": "ckpt.service.alarm",
     "Selection": "ckpt.convert.export",
     "StateDictType": "ckpt.state_dict.config",
-    "StepInfo": "ckpt.loading.checkpoint",
+    "StepInfo": "ckpt.loading.contents",
     "StoreRefused": "ckpt.errors",
     "LogDiverged": "ckpt.errors",
     "Forked": "ckpt.errors",
@@ -162,7 +162,7 @@ _HOMES = {
     "export": "ckpt.convert.export",
     "history": "ckpt.tools.overview",
     "import_checkpoint": "ckpt.convert.import_",
-    "list_steps": "ckpt.loading.checkpoint",
+    "list_steps": "ckpt.loading.contents",
     "load": "ckpt.api",
     "load_model_state_dict": "ckpt.state_dict.api",
     "load_optimizer_state_dict": "ckpt.state_dict.api",

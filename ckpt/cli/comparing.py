@@ -20,7 +20,8 @@ from ckpt.cli.screen import (
     value_json,
 )
 from ckpt.errors import CheckpointError
-from ckpt.loading.checkpoint import list_steps, open_checkpoint
+from ckpt.loading.checkpoint import open_checkpoint
+from ckpt.loading.contents import list_steps
 from ckpt.tools.diff import DiffOptions, DiffReport, TensorChange, diff, renaming
 from ckpt.tools.plan import LoadPlan, RankPlan, RequestedNames, entry_for, plan_ranks, wanted_like
 from storage import options_of_other

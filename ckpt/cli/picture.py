@@ -9,9 +9,8 @@ from collections.abc import Iterator, Sequence
 
 from ckpt.cli.screen import counted, date, screen_width, shape_text, show_table, size, write_page
 from ckpt.cli.visible import page_text
-from ckpt.layout.dtypes import dtype_name
 from ckpt.layout.region import Box, Region
-from ckpt.loading.checkpoint import Checkpoint
+from ckpt.loading.contents import CheckpointContents
 from ckpt.tools.shard_map import PartOnMap, TensorOnMap, TensorsMap, map_of, rectangles
 
 SHADES = " ░▒▓█"
@@ -21,7 +20,7 @@ WIDTH, HEIGHT = 150, 42  # pixels of one tensor's picture
 FILE_WIDTH = 900  # pixels of the longest file's bar
 
 
-def show_map(checkpoint: Checkpoint, names: Sequence[str], output: str | None) -> None:
+def show_map(checkpoint: CheckpointContents, names: Sequence[str], output: str | None) -> None:
     """Print the picture, or write it to the new or old file `output`, which names a local path."""
     tensors_map = map_of(checkpoint, names)
     if output is None:
@@ -37,7 +36,7 @@ def show_map(checkpoint: Checkpoint, names: Sequence[str], output: str | None) -
 # In the terminal -------------------------------------------------------------------------------
 
 
-def _show_in_terminal(checkpoint: Checkpoint, tensors_map: TensorsMap) -> None:
+def _show_in_terminal(checkpoint: CheckpointContents, tensors_map: TensorsMap) -> None:
     header = checkpoint.manifest.header
     print(checkpoint.url)
     print(f"step {header.step}, {header.world_size} ranks, {date(header.created_unix)}")
@@ -102,7 +101,7 @@ svg { display: block; } rect:hover { stroke: #000; stroke-width: 1.5; }
 """
 
 
-def page_of(checkpoint: Checkpoint, tensors_map: TensorsMap) -> Iterator[str]:
+def page_of(checkpoint: CheckpointContents, tensors_map: TensorsMap) -> Iterator[str]:
     """The page, in pieces: ranks, tensors with the parts that each rank stored, files."""
     header = checkpoint.manifest.header
     title = page_text(f"step {header.step} of {checkpoint.store.url}")
@@ -147,7 +146,7 @@ def _tensors(tensors_map: TensorsMap) -> Iterator[str]:
         left -= used
         yield (
             f'<tr><td class="name">{page_text(info.fqn)}</td><td>{info.kind.name.lower()}</td>'
-            f"<td>{dtype_name(info.dtype)}</td><td>{shape_text(info.shape)}</td>"
+            f"<td>{info.dtype_name}</td><td>{shape_text(info.shape)}</td>"
             f'<td class="number">{size(info.nbytes)}</td><td class="number">{len(tensor.parts)}'
             f"</td><td>{picture}</td></tr>\n"
         )

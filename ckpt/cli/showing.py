@@ -22,10 +22,9 @@ from ckpt.cli.screen import (
 )
 from ckpt.commit.lines import line_text
 from ckpt.errors import CheckpointError
-from ckpt.layout.dtypes import dtype_name
 from ckpt.layout.region import Box, Region
-from ckpt.loading.checkpoint import Checkpoint, TensorInfo, open_checkpoint
-from ckpt.state.composites import is_description, shown_type
+from ckpt.loading.contents import CheckpointContents, TensorInfo, open_contents
+from ckpt.state.descriptions import is_description, shown_type
 from ckpt.tools.shard_map import rank_of, rank_order
 
 
@@ -33,7 +32,7 @@ def show(arguments: argparse.Namespace) -> int:
     """`ckpt show`."""
     if arguments.output and not arguments.map:
         raise CheckpointError("--output is for --map; send other output to a file with >")
-    with open_checkpoint(
+    with open_contents(
         arguments.url, arguments.step, storage_options=dict(arguments.option)
     ) as checkpoint:
         names = fnmatch.filter(checkpoint.keys(), arguments.pattern)
@@ -53,7 +52,7 @@ def show(arguments: argparse.Namespace) -> int:
     return OK
 
 
-def _show_tables(checkpoint: Checkpoint, infos: Sequence[TensorInfo]) -> None:
+def _show_tables(checkpoint: CheckpointContents, infos: Sequence[TensorInfo]) -> None:
     header = checkpoint.manifest.header
     print(checkpoint.url)
     line = "" if checkpoint.entry is None else f", {line_text(checkpoint.entry.line)}"
@@ -62,7 +61,7 @@ def _show_tables(checkpoint: Checkpoint, infos: Sequence[TensorInfo]) -> None:
     rows = []
     for info in infos:
         kind = f"= {info.alias_of}" if info.alias_of else info.kind.name.lower()
-        dtype, shape = dtype_name(info.dtype), shape_text(info.shape)
+        dtype, shape = info.dtype_name, shape_text(info.shape)
         rows.append((info.fqn, kind, dtype, shape, size(info.nbytes), _writers(info)))
     show_table(("name", "kind", "dtype", "shape", "size", "stored by"), rows, right=("size",))
     print()
@@ -79,7 +78,7 @@ def _shown_value(value: Any) -> str:
     return short(repr(value))
 
 
-def _show_ranks(checkpoint: Checkpoint) -> None:
+def _show_ranks(checkpoint: CheckpointContents) -> None:
     """Who stored how much: bytes and files by rank."""
     manifest = checkpoint.manifest
     nbytes: Counter[str] = Counter()
@@ -104,7 +103,7 @@ def _writers(info: TensorInfo) -> str:
     return f"{shown} ({len(info.parts)} parts)" if len(info.parts) > 1 else shown
 
 
-def _checkpoint_json(checkpoint: Checkpoint, infos: Sequence[TensorInfo]) -> dict[str, Any]:
+def _checkpoint_json(checkpoint: CheckpointContents, infos: Sequence[TensorInfo]) -> dict[str, Any]:
     header = checkpoint.manifest.header
     return {
         "url": checkpoint.url,
@@ -124,7 +123,7 @@ def _checkpoint_json(checkpoint: Checkpoint, infos: Sequence[TensorInfo]) -> dic
 
 def _tensor_json(info: TensorInfo) -> dict[str, Any]:
     return {
-        "dtype": dtype_name(info.dtype),
+        "dtype": info.dtype_name,
         "shape": list(info.shape),
         "kind": info.kind.name.lower(),
         "nbytes": info.nbytes,

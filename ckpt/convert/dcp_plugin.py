@@ -59,10 +59,12 @@ from ckpt.format.part import TensorRecord, columns_of, part_of_files, part_texts
 from ckpt.format.part_codec import decode_part, encode_part
 from ckpt.format.rank_files import RankContents, rank_files
 from ckpt.layout.dtypes import dtype_name, refusal_reason, torch_dtype
+from ckpt.layout.kind import Kind
 from ckpt.layout.memory import is_plain_memory
-from ckpt.layout.piece import Holding, Kind
+from ckpt.layout.piece import Holding
 from ckpt.layout.region import Box
-from ckpt.loading.checkpoint import StoredTensor, fill, piece_of
+from ckpt.loading.checkpoint import fill, piece_of
+from ckpt.loading.contents import StoredTensor
 from ckpt.loading.plan import ReadPath
 from ckpt.process import claimed, this_process
 from ckpt.saving.publish import store_manifest

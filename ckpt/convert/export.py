@@ -30,7 +30,7 @@ from ckpt.convert.targets.writing import Progress
 from ckpt.errors import CheckpointError, InvalidState
 from ckpt.format.object_parts import PART_NBYTES
 from ckpt.layout.dtypes import DTYPES, dtype_name, torch_dtype
-from ckpt.layout.piece import Kind
+from ckpt.layout.kind import Kind
 from ckpt.process import world_of
 from ckpt.world.base import collectively
 from storage import Store, StoreLike, open_store, options_of_other

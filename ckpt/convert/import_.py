@@ -41,8 +41,9 @@ from ckpt.format.part import (
     part_texts,
 )
 from ckpt.format.rank_files import DataFile, RankContents, rank_files
+from ckpt.layout.buffers import aligned_buffer
 from ckpt.layout.dtypes import DTYPES
-from ckpt.layout.memory import aligned_buffer, host_bytes, tensor_over
+from ckpt.layout.memory import host_bytes, tensor_over
 from ckpt.layout.region import Region, Span
 from ckpt.loading.checkpoint import open_checkpoint
 from ckpt.process import open_beside, world_of

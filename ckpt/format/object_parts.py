@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar
 
-from ckpt.layout.memory import aligned_buffer
+from ckpt.layout.buffers import aligned_buffer
 from storage import ObjectWriter, Store
 from storage.store import JointWriter
 

@@ -23,7 +23,8 @@ from typing import Any
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ckpt.errors import CheckpointError, NoCheckpoint
-from ckpt.loading.checkpoint import list_steps, open_checkpoint
+from ckpt.loading.checkpoint import open_checkpoint
+from ckpt.loading.contents import list_steps
 from ckpt.service.checkpointer import SAVE_DEFAULT, Checkpointer
 from ckpt.service.policies import SavePolicy
 from ckpt.state.rng import RandomStates

@@ -32,7 +32,8 @@ from lightning.fabric.wrappers import _FabricModule, _FabricOptimizer
 from ckpt.api import async_save, load
 from ckpt.commit.sweep import NotRetired
 from ckpt.errors import CheckpointError, NoCheckpoint
-from ckpt.loading.checkpoint import StepInfo, list_steps, open_checkpoint
+from ckpt.loading.checkpoint import open_checkpoint
+from ckpt.loading.contents import StepInfo, list_steps
 from ckpt.process import session_of
 from ckpt.saving.background import PendingSave
 from ckpt.world.torch_world import group_of_this_process

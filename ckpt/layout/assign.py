@@ -11,7 +11,8 @@ from collections.abc import Iterable, Sequence
 from heapq import heapify, heapreplace
 from typing import NamedTuple
 
-from ckpt.layout.piece import Holding, Kind, Piece
+from ckpt.layout.kind import Kind
+from ckpt.layout.piece import Holding, Piece
 from ckpt.layout.region import Box, Region, Span, span_of
 
 MIB = 1 << 20

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from ckpt.layout.kind import Kind
 from ckpt.layout.modules import describe_tensor
-from ckpt.layout.piece import Holding, Kind, Owned, Piece, View
+from ckpt.layout.piece import Holding, Owned, Piece, View
 from ckpt.layout.plain import Ranks
 from ckpt.layout.region import Box, Shape, whole
 from ckpt.layout.sharded_tensor import describe_sharded_tensor, is_sharded_tensor

@@ -1,4 +1,4 @@
-"""Host memory as bytes: views of live tensors without a copy, and aligned buffers.
+"""Host memory of tensors as bytes: views of live tensors without a copy, and tensors over bytes.
 
 The only file that turns a tensor's address into memory. A view does not keep its tensor alive; the
 caller holds on to the tensor for as long as it uses the view.
@@ -6,15 +6,14 @@ caller holds on to the tensor for as long as it uses the view.
 
 from __future__ import annotations
 
-import ctypes
 import gc
-import mmap
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 
+from ckpt.layout.buffers import aligned_buffer, bytes_at
 from ckpt.layout.piece import Holding, Piece
 from ckpt.layout.region import Box, Shape, Span
 from ckpt.layout.tensor import copyable
@@ -40,15 +39,6 @@ def host_bytes(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, writable, without a copy. Empty for an empty tensor."""
     nbytes = tensor.numel() * tensor.element_size()
     return bytes_at(tensor.data_ptr(), nbytes)
-
-
-def bytes_at(address: int, nbytes: int) -> memoryview:
-    """`nbytes` of this process's memory from `address` on."""
-    if nbytes == 0:
-        # Tensors without elements have the address 0.
-        return memoryview(bytearray())
-    # Views of ctypes arrays have a format of their own that can neither be indexed nor assigned.
-    return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
 
 
 def is_plain_memory(tensor: torch.Tensor) -> bool:
@@ -96,23 +86,12 @@ def tensor_over(buffer: memoryview, dtype: torch.dtype, shape: Shape) -> torch.T
     return torch.frombuffer(buffer, dtype=dtype).view(shape)
 
 
-def aligned_buffer(nbytes: int) -> memoryview:
-    """Zeroed writable memory that starts at a page boundary. Freed with its last view."""
-    return memoryview(mmap.mmap(-1, max(nbytes, 1)))[:nbytes]
-
-
 def staging_buffer(nbytes: int, *, pinned: bool) -> memoryview:
     """Writable memory that starts at a page boundary; pinned for fast copies from a device."""
     if not pinned:
         return aligned_buffer(nbytes)
     # The array keeps the tensor alive, and the view keeps the array alive.
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy().data
-
-
-def touch(buffer: memoryview) -> None:
-    """Have the system put memory behind all of `buffer`, which zeroes it. Without the GIL."""
-    if len(buffer):
-        ctypes.memset(address_of(buffer), 0, len(buffer))
 
 
 def is_accelerator(device: torch.device) -> bool:
@@ -188,13 +167,3 @@ class CallersStreams:
             for module, stream in self._streams:
                 stack.enter_context(module.stream(stream))
             yield
-
-
-def address_of(buffer: memoryview) -> int:
-    """Where a writable, non-empty buffer starts."""
-    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
-
-
-def copy_bytes(target_address: int, source_address: int, nbytes: int) -> None:
-    """Copy memory with the GIL released, so that a training loop keeps running."""
-    ctypes.memmove(target_address, source_address, nbytes)

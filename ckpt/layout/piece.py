@@ -6,11 +6,11 @@ These values alone describe how any engine holds tensors. An engine takes part b
 
 from __future__ import annotations
 
-import enum
 from typing import NamedTuple
 
 import torch
 
+from ckpt.layout.kind import Kind
 from ckpt.layout.region import Box, Region, Shape
 from ckpt.layout.tensor import template_of
 
@@ -29,25 +29,6 @@ class Piece(NamedTuple):
     region: Region
     local_region: Region
     holders: tuple[int, ...]
-
-
-class Kind(enum.IntEnum):
-    """What a tensor is to training. The numbers are part of the format."""
-
-    PARAMETER = 0
-    OPTIMIZER = 1  # optimizer state of any shape
-    BUFFER = 2
-    OTHER = 3  # any other tensor in the state
-
-    @classmethod
-    def of(cls, number: int) -> Kind:
-        """The kind with that number. One that a later version added counts as `OTHER`, so that its
-        checkpoints stay readable.
-        """
-        return cls(number) if number in _KIND_NUMBERS else cls.OTHER
-
-
-_KIND_NUMBERS = frozenset(int(kind) for kind in Kind)
 
 
 class Holding(NamedTuple):

@@ -18,7 +18,7 @@ from ckpt.format.codec import decode_values
 from ckpt.format.manifest import Manifest
 from ckpt.format.manifest_codec import decode_manifest
 from ckpt.layout.dtypes import torch_dtype
-from ckpt.layout.piece import Kind
+from ckpt.layout.kind import Kind
 from ckpt.layout.plain import Ranks
 from ckpt.loading.block_sums import BlockSums
 from ckpt.loading.byte_line import file_starts

@@ -28,15 +28,8 @@ from ckpt.errors import Corrupt
 from ckpt.format.checksum import crc32c_of_each
 from ckpt.format.manifest import Manifest
 from ckpt.format.stored_index import read_into
-from ckpt.layout.memory import (
-    CallersStreams,
-    address_of,
-    bytes_at,
-    copy_bytes,
-    devices_of,
-    narrowed,
-    tensor_over,
-)
+from ckpt.layout.buffers import address_of, bytes_at, copy_bytes
+from ckpt.layout.memory import CallersStreams, devices_of, narrowed, tensor_over
 from ckpt.layout.region import row_major_strides
 from ckpt.layout.reshard import clip_patch
 from ckpt.loading.block_sums import BlockSums, TableRange, cache_prefix

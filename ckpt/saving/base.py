@@ -28,7 +28,8 @@ from ckpt.format.manifest import Header, Manifest
 from ckpt.format.manifest_codec import decode_manifest
 from ckpt.format.part import Part
 from ckpt.format.stored_index import check_seal, digests_in, extra_of, index_of
-from ckpt.layout.memory import bytes_at, is_plain_memory
+from ckpt.layout.buffers import bytes_at
+from ckpt.layout.memory import is_plain_memory
 from ckpt.saving.dedup import (
     Checksums,
     Division,

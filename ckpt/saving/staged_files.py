@@ -23,7 +23,8 @@ from ckpt.format.datafile_builder import DataFileBuilder
 from ckpt.format.object_parts import PartSender, part_nbytes_for, sending
 from ckpt.format.part import PartFile
 from ckpt.format.rank_files import DataFile, RankContents, rank_files
-from ckpt.layout.memory import SideStreams, address_of, copy_bytes, devices_of, tensor_over
+from ckpt.layout.buffers import address_of, copy_bytes
+from ckpt.layout.memory import SideStreams, devices_of, tensor_over
 from ckpt.saving.write import MIB, Source, Staging, WritePath, copy_elements
 from storage import Store
 

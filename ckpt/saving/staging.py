@@ -23,14 +23,9 @@ from ckpt.commit.names import attempt_name, step_prefix
 from ckpt.errors import CheckpointError
 from ckpt.format.datafile import BLOCK_BYTES
 from ckpt.format.part import Part, PartTexts
-from ckpt.layout.memory import (
-    SideStreams,
-    address_of,
-    aligned_buffer,
-    copy_bytes,
-    devices_of,
-)
-from ckpt.layout.piece import Kind
+from ckpt.layout.buffers import address_of, aligned_buffer, copy_bytes
+from ckpt.layout.kind import Kind
+from ckpt.layout.memory import SideStreams, devices_of
 from ckpt.layout.plain import Ranks, times_changed
 from ckpt.layout.tensor import local_tensor
 from ckpt.saving.compared import digests_of

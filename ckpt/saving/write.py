@@ -26,18 +26,15 @@ from ckpt.format.object_parts import PartSender, sending
 from ckpt.format.part import PartFile
 from ckpt.format.rank_files import DataFile
 from ckpt.layout.assign import Share
+from ckpt.layout.buffers import address_of, bytes_at, copy_bytes, touch
 from ckpt.layout.dtypes import dtype_name
 from ckpt.layout.memory import (
-    address_of,
-    bytes_at,
-    copy_bytes,
     devices_of,
     is_plain_memory,
     local_view,
     narrowed,
     staging_buffer,
     tensor_over,
-    touch,
 )
 from ckpt.layout.region import Region, Span, boxes_of
 from storage import Store

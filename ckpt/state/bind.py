@@ -15,7 +15,8 @@ import torch
 from ckpt.errors import InvalidState
 from ckpt.layout.composites import is_composite
 from ckpt.layout.holdings import holdings_of, plain_holdings, tensor_holdings
-from ckpt.layout.piece import Holding, Kind
+from ckpt.layout.kind import Kind
+from ckpt.layout.piece import Holding
 from ckpt.layout.plain import Ranks, UnsupportedTensor
 from ckpt.layout.region import Shape
 from ckpt.layout.tensor import overlaps_itself

@@ -13,9 +13,10 @@ import torch
 
 from ckpt.layout.composites import type_of
 from ckpt.layout.holdings import tensor_holdings
-from ckpt.layout.piece import Holding, Kind
+from ckpt.layout.kind import Kind
+from ckpt.layout.piece import Holding
 from ckpt.layout.plain import Ranks
-from ckpt.state.composites import TYPE_KEY, shown_type
+from ckpt.state.descriptions import TYPE_KEY, shown_type
 from ckpt.state.names import Names
 from ckpt.state.trees import bind_tree
 from ckpt.state.types import Problem, ProblemKind

@@ -15,8 +15,9 @@ import torch
 
 from ckpt.errors import Mismatch
 from ckpt.layout.holdings import holdings_of, tensor_holdings
+from ckpt.layout.kind import Kind
 from ckpt.layout.likeness import Likeness, likeness, zeros_beside, zeros_like
-from ckpt.layout.piece import Holding, Kind, Owned
+from ckpt.layout.piece import Holding, Owned
 from ckpt.layout.plain import Ranks
 from ckpt.layout.tensor import local_tensor
 from ckpt.state.names import Names

@@ -1,16 +1,9 @@
-"""Composites as values: descriptions, which name a type and refer to the components.
-
-    {"$tensor_type": "torch.sparse_coo", "shape": (3, 4), "dtype": "float32",
-     "context": {"coalesced": True},
-     "components": {"indices": {"$tensor": "mask.indices"}, "values": {"$tensor": "mask.values"}}}
-
-A component's name is that of the tensor, a dot, and its own; a component may be a composite itself.
-"""
+"""Composites as values and back: `ckpt.state.descriptions` has the form of their values."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, TypeGuard
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -21,10 +14,7 @@ from ckpt.layout.dtypes import dtype_name
 from ckpt.layout.plain import UnsupportedTensor
 from ckpt.layout.plain_context import NoPlainForm, context_of, plain_of
 from ckpt.layout.region import Shape
-
-# Values with this key need version 2 of the encoding, see `ckpt.format.codec`.
-TYPE_KEY = "$tensor_type"
-_KEYS = frozenset({TYPE_KEY, "shape", "dtype", "context", "components"})
+from ckpt.state.descriptions import TYPE_KEY, is_description
 
 
 def description(
@@ -48,11 +38,6 @@ def description(
         "context": context,
         "components": dict(parts["components"]),
     }
-
-
-def is_description(value: object) -> TypeGuard[dict[str, Any]]:
-    """Whether a value stands for a composite."""
-    return isinstance(value, dict) and value.keys() == _KEYS
 
 
 def composite_of(described: Mapping[str, Any], fqn: str, components: Mapping[str, Any]) -> Any:
@@ -85,21 +70,3 @@ def unknown_types(value: Any) -> list[str]:
     if isinstance(value, (list, tuple)):
         return [text for item in value for text in unknown_types(item)]
     return []
-
-
-def shown_type(described: Mapping[str, Any]) -> str:
-    """A composite in a few words: its type, dtype and shape."""
-    sizes = ", ".join("?" if size == -1 else str(size) for size in described["shape"])
-    return f"{described[TYPE_KEY]} of {described['dtype']} ({sizes})"
-
-
-def with_names(value: Any, name_of: Callable[[str], str], key: str) -> Any:
-    """`value` with another name in each reference (the dicts with nothing but `key`)."""
-    if isinstance(value, dict):
-        if len(value) == 1 and key in value:
-            return {key: name_of(value[key])}
-        return {name: with_names(item, name_of, key) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        items = [with_names(item, name_of, key) for item in value]
-        return items if isinstance(value, list) else tuple(items)
-    return value

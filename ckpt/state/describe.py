@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 from ckpt.layout.holdings import holdings_of
+from ckpt.layout.kind import Kind
 from ckpt.layout.modules import ModuleLayout, UnsupportedTensor, describe_module, describe_tensor
-from ckpt.layout.piece import Holding, Kind, Owned
+from ckpt.layout.piece import Holding, Owned
 from ckpt.layout.plain import Ranks
 from ckpt.layout.region import Shape
 from ckpt.state.values import join

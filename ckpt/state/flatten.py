@@ -16,7 +16,8 @@ from torch import nn
 from ckpt.errors import InvalidState
 from ckpt.layout.composites import is_composite
 from ckpt.layout.holdings import plain_holdings, tensor_holdings
-from ckpt.layout.piece import Holding, Kind, Owned
+from ckpt.layout.kind import Kind
+from ckpt.layout.piece import Holding, Owned
 from ckpt.layout.plain import Ranks, UnsupportedTensor
 from ckpt.state.arrays import tensor_of, why_no_tensor
 from ckpt.state.describe import Described, adopt_parameters, describe_modules

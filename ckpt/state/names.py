@@ -7,7 +7,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
-from ckpt.state.composites import is_description, shown_type, unknown_types
+from ckpt.state.composites import unknown_types
+from ckpt.state.descriptions import is_description, shown_type
 from ckpt.state.requested import CHECKPOINT, CallArguments
 from ckpt.state.types import Catalog, Problem, ProblemKind, TensorEntry
 from ckpt.state.values import references

@@ -17,8 +17,9 @@ import torch
 
 from ckpt.layout.dtensor import refuse_composite_shards
 from ckpt.layout.holdings import holdings_of, tensor_holdings
+from ckpt.layout.kind import Kind
 from ckpt.layout.likeness import likeness
-from ckpt.layout.piece import Holding, Kind, Owned, Piece, View
+from ckpt.layout.piece import Holding, Owned, Piece, View
 from ckpt.layout.plain import Ranks, UnsupportedTensor
 from ckpt.layout.region import Box, Span
 from ckpt.layout.tensor import is_plain, local_tensor

@@ -17,7 +17,8 @@ from typing import Any, Literal, NamedTuple, TypeGuard
 import torch
 
 from ckpt.errors import Mismatch
-from ckpt.layout.piece import Holding, Kind, Owned, Piece
+from ckpt.layout.kind import Kind
+from ckpt.layout.piece import Holding, Owned, Piece
 from ckpt.layout.plain import Ranks
 from ckpt.layout.region import Region, Span, whole
 from ckpt.state.types import OnReshard, PerRank

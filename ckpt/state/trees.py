@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ckpt.layout.holdings import tensor_holdings
+from ckpt.layout.kind import Kind
 from ckpt.layout.likeness import zeros_beside, zeros_like
-from ckpt.layout.piece import Holding, Kind, Owned
+from ckpt.layout.piece import Holding, Owned
 from ckpt.layout.plain import Ranks, UnsupportedTensor
 from ckpt.state.composites import unknown_types
 from ckpt.state.names import Names

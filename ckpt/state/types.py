@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ckpt.layout.piece import Holding, Kind, Owned
+from ckpt.layout.kind import Kind
+from ckpt.layout.piece import Holding, Owned
 from ckpt.layout.region import Shape
 
 OnReshard = Callable[[Sequence[Any], int, int], Any]

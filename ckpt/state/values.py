@@ -20,13 +20,8 @@ from ckpt.layout.composites import take_apart, type_of
 from ckpt.layout.plain import UnsupportedTensor
 from ckpt.layout.torch_composites import outer_shape
 from ckpt.state.arrays import is_array, is_scalar, scalar_like, tensor_of, why_no_tensor
-from ckpt.state.composites import (
-    TYPE_KEY,
-    composite_of,
-    description,
-    is_description,
-    with_names,
-)
+from ckpt.state.composites import composite_of, description
+from ckpt.state.descriptions import TYPE_KEY, is_description, with_names
 
 TENSOR_KEY = "$tensor"
 # A named tuple: its fields, and beside them its "items".

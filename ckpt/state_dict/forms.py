@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 
 from ckpt.errors import InvalidState
+from ckpt.layout.kind import Kind
 from ckpt.layout.memory import local_view
-from ckpt.layout.piece import Holding, Kind, Piece
+from ckpt.layout.piece import Holding, Piece
 from ckpt.layout.plain import Ranks
 from ckpt.layout.region import Box, Span, boxes_of, whole
 from ckpt.layout.sharded_tensor import (

@@ -11,7 +11,8 @@ from torch import nn
 
 from ckpt.errors import Mismatch
 from ckpt.layout.holdings import form_holdings
-from ckpt.layout.piece import Holding, Kind
+from ckpt.layout.kind import Kind
+from ckpt.layout.piece import Holding
 from ckpt.layout.plain import Ranks, UnsupportedTensor
 from ckpt.layout.sharded_tensor import is_tensor
 from ckpt.state.bind import Binding, bind_state

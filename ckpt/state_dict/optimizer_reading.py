@@ -12,7 +12,8 @@ import torch
 
 from ckpt.errors import Mismatch
 from ckpt.layout.holdings import form_holdings
-from ckpt.layout.piece import Holding, Kind
+from ckpt.layout.kind import Kind
+from ckpt.layout.piece import Holding
 from ckpt.layout.plain import Ranks, UnsupportedTensor
 from ckpt.layout.region import Shape
 from ckpt.layout.sharded_tensor import is_sharded_tensor, is_tensor

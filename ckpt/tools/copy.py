@@ -40,7 +40,8 @@ from ckpt.format.manifest import Manifest
 from ckpt.format.manifest_codec import decode_manifest, encode_manifest
 from ckpt.format.references import REFERENCES, is_reference
 from ckpt.format.stored_index import index_of
-from ckpt.loading.checkpoint import Checkpoint, LocatedCheckpoint, find_checkpoint
+from ckpt.loading.checkpoint import Checkpoint
+from ckpt.loading.contents import LocatedCheckpoint, find_checkpoint
 from ckpt.saving.resumable import begin, end, is_another_file
 from ckpt.tools.relay import check_index, is_there, relay_file, tiles_of
 from ckpt.tools.rewrite import own_layout, rewrite

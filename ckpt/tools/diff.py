@@ -29,7 +29,8 @@ from ckpt.format.crc_combine import joined_crc32c
 from ckpt.format.manifest import Manifest
 from ckpt.layout.dtypes import DTYPES
 from ckpt.layout.region import Shape, Span
-from ckpt.loading.checkpoint import Checkpoint, find_checkpoint
+from ckpt.loading.checkpoint import Checkpoint
+from ckpt.loading.contents import find_checkpoint
 from ckpt.loading.plan import ReadPath
 from ckpt.tools.pipeline import in_order
 from storage import StoreLike, open_store, options_of_other

@@ -27,12 +27,14 @@ from ckpt.format.manifest import Manifest
 from ckpt.format.manifest_codec import encode_manifest
 from ckpt.layout.dtypes import DTYPES, dtype_name, torch_dtype
 from ckpt.layout.even import LAYOUTS, EvenLayout, wanted_part
-from ckpt.layout.piece import Holding, Kind, Piece
+from ckpt.layout.kind import Kind
+from ckpt.layout.piece import Holding, Piece
 from ckpt.layout.plain import Ranks
 from ckpt.layout.region import Box, Region, Shape, whole
 from ckpt.loading.block_sums import BlockSums
 from ckpt.loading.byte_line import NeededBlocks
-from ckpt.loading.checkpoint import Checkpoint, find_checkpoint
+from ckpt.loading.checkpoint import Checkpoint
+from ckpt.loading.contents import find_checkpoint
 from ckpt.loading.exchange import nbytes_under_way
 from ckpt.loading.load import catalog_of
 from ckpt.loading.needs import all_together, needs_of

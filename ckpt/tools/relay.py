@@ -22,7 +22,7 @@ from ckpt.format.datafile_index import DataFileIndex
 from ckpt.format.manifest import Manifest
 from ckpt.format.object_parts import PART_NBYTES, fill_and_send, sending
 from ckpt.format.stored_index import check_seal, index_of, read_into
-from ckpt.layout.memory import aligned_buffer
+from ckpt.layout.buffers import aligned_buffer
 from ckpt.saving.resumable import is_written
 from storage import Store
 

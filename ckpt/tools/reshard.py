@@ -24,9 +24,10 @@ from ckpt.format.manifest import Header, Manifest
 from ckpt.format.manifest_codec import encode_manifest
 from ckpt.format.references import REFERENCES
 from ckpt.layout.even import EvenLayout, even_part
-from ckpt.layout.piece import Kind
+from ckpt.layout.kind import Kind
 from ckpt.layout.region import Box, Region, Shape, span_of, whole
-from ckpt.loading.checkpoint import Checkpoint, LocatedCheckpoint, find_checkpoint
+from ckpt.loading.checkpoint import Checkpoint
+from ckpt.loading.contents import LocatedCheckpoint, find_checkpoint
 from ckpt.tools.copy import CopyMeter, CopyReport, report_of_one
 from ckpt.tools.plan import checked_ranks
 from ckpt.tools.rewrite import Layout, chunk_of, rewrite

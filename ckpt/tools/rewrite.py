@@ -32,10 +32,12 @@ from ckpt.format.part import (
     part_of_files,
 )
 from ckpt.format.rank_files import DataFile, RankContents, rank_files
+from ckpt.layout.buffers import aligned_buffer
 from ckpt.layout.dtypes import DTYPES, torch_dtype
-from ckpt.layout.memory import aligned_buffer, tensor_over
+from ckpt.layout.memory import tensor_over
 from ckpt.layout.region import Box, Region, Span, span_of
-from ckpt.loading.checkpoint import Checkpoint, StoredTensor, fill, piece_of
+from ckpt.loading.checkpoint import Checkpoint, fill, piece_of
+from ckpt.loading.contents import StoredTensor
 from ckpt.loading.plan import ReadPath
 from ckpt.saving.resumable import begin, end
 from ckpt.saving.write import PartStream, Staging

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ckpt.layout.region import Region, Shape, boxes_of
-from ckpt.loading.checkpoint import Checkpoint, TensorInfo
+from ckpt.loading.contents import CheckpointContents, TensorInfo
 
 
 class Rectangle(NamedTuple):
@@ -66,7 +66,7 @@ class TensorsMap:
     tensors: tuple[TensorOnMap, ...]
 
 
-def map_of(checkpoint: Checkpoint, names: Sequence[str] | None = None) -> TensorsMap:
+def map_of(checkpoint: CheckpointContents, names: Sequence[str] | None = None) -> TensorsMap:
     """The map of all tensors of a checkpoint, or of those in `names`, in that order.
 
     Tied names are left out: their parts are those of the stored tensor. Reads no tensor. Raises

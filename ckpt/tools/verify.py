@@ -23,9 +23,9 @@ from ckpt.format.datafile import DIGESTS
 from ckpt.format.datafile_index import read_data_file_index
 from ckpt.format.manifest import Manifest
 from ckpt.format.references import is_reference
-from ckpt.layout.memory import aligned_buffer
+from ckpt.layout.buffers import aligned_buffer
 from ckpt.loading.block_sums import BlockSums
-from ckpt.loading.checkpoint import find_checkpoint
+from ckpt.loading.contents import find_checkpoint
 from storage import ByteRange, KeyNotFoundError, ShortReadError, Store, StoreLike, open_store
 
 MIB = 1 << 20

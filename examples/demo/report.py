@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TypeAlias
 
 from ckpt import Checkpoint
-from ckpt.layout.piece import Kind
-from ckpt.loading.checkpoint import TensorInfo
+from ckpt.layout.kind import Kind
+from ckpt.loading.contents import TensorInfo
 
 Run: TypeAlias = dict[int, float]
 Stored: TypeAlias = tuple[Checkpoint, list[TensorInfo]]

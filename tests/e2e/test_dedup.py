@@ -37,7 +37,7 @@ from ckpt.errors import CheckpointError, Corrupt, NoCheckpoint
 from ckpt.format.codec import encode_values
 from ckpt.format.manifest import Manifest
 from ckpt.format.manifest_codec import decode_manifest
-from ckpt.loading.checkpoint import find_checkpoint
+from ckpt.loading.contents import find_checkpoint
 from ckpt.saving import base as previous
 from ckpt.saving.dedup import ATTEMPTS_MAX, NBYTES_MULTIPLE_MAX
 from ckpt.saving.report import SaveOptions

@@ -19,7 +19,8 @@ import torch
 from ckpt.errors import CheckpointError, Corrupt, LoadInterrupted
 from ckpt.format.manifest import Manifest
 from ckpt.format.manifest_codec import decode_manifest
-from ckpt.loading.checkpoint import Checkpoint, LocatedCheckpoint
+from ckpt.loading.checkpoint import Checkpoint
+from ckpt.loading.contents import LocatedCheckpoint
 from ckpt.loading.load import LoadOptions, load_state
 from ckpt.loading.plan import ReadPath
 from ckpt.saving import publish, task

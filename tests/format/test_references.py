@@ -23,7 +23,7 @@ from ckpt.format.manifest_codec import decode_manifest, encode_manifest
 from ckpt.format.merging import build_manifest
 from ckpt.format.metadata import FileRange, describe_file
 from ckpt.format.references import parse_reference, reference_to
-from ckpt.loading.checkpoint import find_checkpoint
+from ckpt.loading.contents import find_checkpoint
 from ckpt.tools.salvage import _chunks_between, matches_manifest, salvage
 from storage import open_store
 from tests.format.sample import INCREMENTS, increment_dir, make_increments

@@ -19,8 +19,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, f
 
 from ckpt.layout.fingerprint import Fingerprint, add_module
 from ckpt.layout.holdings import tensor_holdings
+from ckpt.layout.kind import Kind
 from ckpt.layout.modules import Ranks, UnsupportedTensor, describe_module, describe_tensor
-from ckpt.layout.piece import Kind, Owned, Piece, View
+from ckpt.layout.piece import Owned, Piece, View
 from ckpt.layout.region import Span
 from ckpt.layout.sharded_tensor import sharding_of
 from tests.layout.models import Awkward, awkward

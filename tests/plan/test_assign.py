@@ -17,7 +17,8 @@ from ckpt.layout.assign import (
     part_of,
     share_evenly,
 )
-from ckpt.layout.piece import Holding, Kind, Piece
+from ckpt.layout.kind import Kind
+from ckpt.layout.piece import Holding, Piece
 from ckpt.layout.region import Box, Region, Span, boxes_of, whole
 
 

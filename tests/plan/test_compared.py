@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from ckpt.format.checksum import crc32c
-from ckpt.layout.piece import Holding, Kind, Piece
+from ckpt.layout.kind import Kind
+from ckpt.layout.piece import Holding, Piece
 from ckpt.layout.region import Span, whole
 from ckpt.saving import compared
 from ckpt.saving.compared import JOINED_NBYTES_MAX, digests_of

@@ -19,7 +19,7 @@ from torch import nn
 
 import ckpt
 from ckpt.commit.ranked import SessionRegistry, open_session
-from ckpt.layout.memory import aligned_buffer
+from ckpt.layout.buffers import aligned_buffer
 from ckpt.saving.background import Background, PendingSave
 from ckpt.saving.report import SaveOptions
 from ckpt.saving.staged_files import Image

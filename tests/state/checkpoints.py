@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from ckpt.format.codec import decode_values, encode_values
-from ckpt.layout.piece import Kind, Piece
+from ckpt.layout.kind import Kind
+from ckpt.layout.piece import Piece
 from ckpt.layout.plain import Ranks
 from ckpt.layout.region import Region, boxes_of
 from ckpt.state.bind import Binding, bind_state

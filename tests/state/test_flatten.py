@@ -13,7 +13,7 @@ from torch import nn
 
 from ckpt.errors import InvalidState
 from ckpt.format.codec import encode_values
-from ckpt.layout.piece import Kind
+from ckpt.layout.kind import Kind
 from ckpt.layout.plain import Ranks
 from ckpt.state.flatten import flatten_state
 from ckpt.state.rng import rng_state

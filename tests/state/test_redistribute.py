@@ -17,7 +17,8 @@ import pytest
 import torch
 
 from ckpt.errors import Mismatch
-from ckpt.layout.piece import Holding, Kind, Piece
+from ckpt.layout.kind import Kind
+from ckpt.layout.piece import Holding, Piece
 from ckpt.layout.region import Box, Region, Shape, Span, whole
 from ckpt.state_dict import redistribute as module
 from ckpt.state_dict.redistribute import redistribute

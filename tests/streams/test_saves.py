@@ -17,8 +17,9 @@ import pytest
 import torch
 
 import ckpt.saving.compared
+from ckpt.layout.kind import Kind
 from ckpt.layout.memory import SideStreams, devices_of, is_accelerator
-from ckpt.layout.piece import Holding, Kind, Piece
+from ckpt.layout.piece import Holding, Piece
 from ckpt.layout.region import whole
 from ckpt.saving.staged_files import copy_order
 from ckpt.saving.staging import Staged

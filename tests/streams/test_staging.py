@@ -19,7 +19,7 @@ from torch import nn
 import ckpt.saving.staged_files as staged_files
 import ckpt.saving.write as writing
 from ckpt.commit.ranked import SessionRegistry, open_session
-from ckpt.layout.memory import address_of, aligned_buffer
+from ckpt.layout.buffers import address_of, aligned_buffer
 from ckpt.saving.background import Background
 from ckpt.saving.report import SaveOptions
 from ckpt.saving.staging import Staged, StageOptions, stage

@@ -15,7 +15,8 @@ import pytest
 import torch
 
 import ckpt.state_dict.redistribute as redistribution
-from ckpt.layout.piece import Holding, Kind, Piece
+from ckpt.layout.kind import Kind
+from ckpt.layout.piece import Holding, Piece
 from ckpt.layout.plain import Ranks
 from ckpt.layout.region import Box, whole
 from ckpt.state_dict.config import StateDictType

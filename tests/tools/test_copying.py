@@ -34,7 +34,8 @@ from ckpt.format.manifest_codec import encode_manifest
 from ckpt.format.stored_index import index_of
 from ckpt.layout.even import even_part
 from ckpt.layout.region import Box, Span, boxes_of
-from ckpt.loading.checkpoint import Checkpoint, LocatedCheckpoint, find_checkpoint
+from ckpt.loading.checkpoint import Checkpoint
+from ckpt.loading.contents import LocatedCheckpoint, find_checkpoint
 from ckpt.tools.copy import copy_checkpoint, copy_root
 from ckpt.tools.reshard import NewLayout, commit_second_form, cut_for, new_header
 from ckpt.tools.rewrite import bands_of, own_layout, rewrite

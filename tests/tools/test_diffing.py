@@ -19,7 +19,8 @@ import ckpt
 from ckpt.cli import main
 from ckpt.format.checksum import crc32c
 from ckpt.format.crc_combine import joined_crc32c
-from ckpt.loading.checkpoint import Checkpoint, find_checkpoint
+from ckpt.loading.checkpoint import Checkpoint
+from ckpt.loading.contents import find_checkpoint
 from ckpt.tools.diff import DiffOptions, diff_checkpoints
 from storage import open_store
 from storage.testing import CountingStore

@@ -14,9 +14,10 @@ import torch
 import ckpt
 from ckpt.format.manifest import Manifest
 from ckpt.format.manifest_codec import decode_manifest
-from ckpt.layout.piece import Kind
+from ckpt.layout.kind import Kind
 from ckpt.layout.region import Box, Span
-from ckpt.loading.checkpoint import Checkpoint, find_checkpoint
+from ckpt.loading.checkpoint import Checkpoint
+from ckpt.loading.contents import find_checkpoint
 from storage import open_store
 from storage.testing import CountingStore
 from tests.tools.conftest import BIG, data_files, sliced_net, stepped
@@ -192,7 +193,7 @@ def test_a_kind_of_a_later_version_is_loaded_and_shown_as_any_other_tensor(
         return replace(manifest, kinds=np.full_like(manifest.kinds, 9))
 
     monkeypatch.setattr("ckpt.loading.load.decode_manifest", of_a_later_version)
-    monkeypatch.setattr("ckpt.loading.checkpoint.decode_manifest", of_a_later_version)
+    monkeypatch.setattr("ckpt.loading.contents.decode_manifest", of_a_later_version)
     state = {"x": torch.zeros(5)}
     ckpt.load(state, str(tmp_path))
     assert torch.equal(state["x"], torch.arange(5.0))

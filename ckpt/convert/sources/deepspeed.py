@@ -30,7 +30,7 @@ from ckpt.convert.sources.torch_pickle import TensorRef
 from ckpt.convert.sources.tree import bare_names
 from ckpt.errors import Corrupt, UnsupportedFormat
 from ckpt.layout.dtypes import DTYPES
-from ckpt.layout.piece import Kind
+from ckpt.layout.kind import Kind
 from ckpt.layout.region import Shape, Span
 from storage import Store
 

@@ -8,8 +8,9 @@ from typing import SupportsIndex
 
 from ckpt.convert.sources.source import CheckpointSource, ReadRequest, SourceContents, SourceTensor
 from ckpt.format.manifest import MODULES, Manifest
-from ckpt.layout.piece import Kind
-from ckpt.loading.checkpoint import Checkpoint, StoredTensor, fill, find_checkpoint, piece_of
+from ckpt.layout.kind import Kind
+from ckpt.loading.checkpoint import Checkpoint, fill, piece_of
+from ckpt.loading.contents import StoredTensor, find_checkpoint
 from ckpt.loading.plan import ReadPath
 from storage import Store
 

@@ -19,7 +19,7 @@ from ckpt.convert.sources.source import (
 from ckpt.errors import Corrupt, NoCheckpoint
 from ckpt.format.datafile import HEADER_BYTES_MAX, NDIM_MAX
 from ckpt.layout.dtypes import NATIVE_BY_CODE
-from ckpt.layout.piece import Kind
+from ckpt.layout.kind import Kind
 from ckpt.layout.region import Box, Shape, is_inside, span_of
 from storage import ByteRange, KeyNotFoundError, ShortReadError, Store
 from storage.keys import check_key

@@ -17,9 +17,10 @@ import torch
 
 from ckpt.errors import Corrupt
 from ckpt.format.coverage import cover_problem
+from ckpt.layout.buffers import aligned_buffer
 from ckpt.layout.dtypes import DTYPES
-from ckpt.layout.memory import aligned_buffer, host_bytes, tensor_over
-from ckpt.layout.piece import Kind
+from ckpt.layout.kind import Kind
+from ckpt.layout.memory import host_bytes, tensor_over
 from ckpt.layout.region import Box, Region, Shape, Span, boxes_of, row_major_strides
 from ckpt.layout.reshard import Patch, Run, copies
 from storage import ShortReadError, Store

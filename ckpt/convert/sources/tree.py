@@ -16,7 +16,7 @@ from ckpt.convert.sources.pickles import Opaque, PickledObject
 from ckpt.convert.sources.source import Refusal
 from ckpt.convert.sources.torch_pickle import UnreadableTensor
 from ckpt.errors import UnsupportedFormat
-from ckpt.layout.piece import Kind
+from ckpt.layout.kind import Kind
 from ckpt.state.names import WRAPPER_PARTS, split_state_name
 from ckpt.state.values import DEPTH_MAX, TENSOR_KEY, is_key, join
 

@@ -10,7 +10,7 @@ from ckpt.convert.targets.writing import fill_part
 from ckpt.errors import Corrupt
 from ckpt.format.checksum import crc32c
 from ckpt.format.object_parts import PART_NBYTES
-from ckpt.layout.memory import aligned_buffer
+from ckpt.layout.buffers import aligned_buffer
 from storage import Store
 
 

@@ -1,0 +1,304 @@
+"""What a checkpoint has, from its manifest alone: names, shapes, dtypes, values, where parts lie.
+
+Needs no torch, and so do the commands and tools that move no tensor.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex, TypeVar
+
+from ckpt.commit.lines import latest_last
+from ckpt.commit.locate import check_self_contained, live_entries, locate
+from ckpt.commit.names import MANIFEST_NAME
+from ckpt.commit.numbers import plain_int
+from ckpt.commit.records import LiveEntry
+from ckpt.errors import Corrupt, NoCheckpoint, UnsupportedFormat
+from ckpt.format.codec import decode_values
+from ckpt.format.manifest import MODULES, Manifest
+from ckpt.format.manifest_codec import decode_manifest
+from ckpt.layout.dtypes import DTYPES, torch_dtype
+from ckpt.layout.kind import Kind
+from ckpt.layout.region import Region, Shape
+from storage import Store, StoreLike, open_store
+
+if TYPE_CHECKING:
+    import torch
+
+_Opened = TypeVar("_Opened", bound="CheckpointContents")
+
+
+@dataclass(frozen=True, slots=True)
+class LocatedCheckpoint:
+    """A checkpoint in a store; `prefix` is its directory, "" or with a closing slash."""
+
+    prefix: str
+    manifest: Manifest
+    entry: LiveEntry | None  # None for a step directory on its own
+
+
+class StoredPart(NamedTuple):
+    """A region of a tensor, and the file and bytes that hold it.
+
+    `file` is as in the manifest: `../<step directory>/<name>` in another one's directory.
+    """
+
+    region: Region
+    file: str
+    byte_start: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One tensor of a checkpoint. `alias_of` names the stored tensor of a tied one."""
+
+    fqn: str
+    dtype_name: str
+    shape: Shape
+    kind: Kind
+    nbytes: int
+    parts: tuple[StoredPart, ...]
+    alias_of: str | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The element type. Raises ValueError where this torch does not have it."""
+        return torch_dtype(self.dtype_name)
+
+
+@dataclass(frozen=True, slots=True)
+class StepInfo:
+    """One checkpoint of a root. `url` opens it by itself, also after it was copied elsewhere,
+    unless it needs files of others: `references` are the attempts of those.
+
+    Checkpoints of one `line` were saved by one training, one after the other; None for imports and
+    copies in another layout, which no training resumes from.
+    """
+
+    step: int
+    attempt: str
+    url: str
+    pinned: bool
+    verified: bool
+    metric: float | None
+    references: tuple[str, ...] = ()
+    line: int | None = 0
+
+
+class StoredTensor(NamedTuple):
+    """A tensor of the manifest; `number` is its place in the columns."""
+
+    number: int
+    fqn: str
+    dtype: str
+    shape: Shape
+
+
+def open_contents(
+    url: StoreLike,
+    step: SupportsIndex | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> CheckpointContents:
+    """What the checkpoint of `step` has, by default the latest one. Takes and raises what
+    `open_checkpoint` does.
+    """
+    store = open_store(url, **(storage_options or {}))
+    try:
+        return CheckpointContents(store, find_checkpoint(store, step))
+    except BaseException:
+        store.close()
+        raise
+
+
+def list_steps(
+    url: StoreLike, storage_options: Mapping[str, Any] | None = None
+) -> tuple[StepInfo, ...]:
+    """The checkpoints of a root in the order of their commits; the last one is the latest.
+
+    Those of no line (imports, copies in another layout) stand before all others for that reason.
+    Empty when nothing was saved there yet, so that a training can ask before it loads. Raises
+    NoCheckpoint when something else is at `url`, and the store's errors.
+    """
+    store = open_store(url, **(storage_options or {}))
+    try:
+        live = _live_entries(store)
+    finally:
+        store.close()
+    return tuple(
+        StepInfo(
+            step=entry.step,
+            attempt=entry.attempt,
+            url=f"{store.url.rstrip('/')}/{entry.prefix.rstrip('/')}",
+            pinned=entry.pinned,
+            verified=entry.verified,
+            metric=entry.metric,
+            references=entry.references,
+            line=entry.line,
+        )
+        for entry in latest_last(live)
+    )
+
+
+def _live_entries(store: Store) -> tuple[LiveEntry, ...]:
+    try:
+        return live_entries(store)
+    except NoCheckpoint:
+        # An empty place is where a training is about to save; anything else there is a wrong url.
+        if next(iter(store.list("")), None) is None:
+            return ()
+        raise
+
+
+def find_checkpoint(store: Store, step: SupportsIndex | None = None) -> LocatedCheckpoint:
+    """The checkpoint of `step` in a root, by default the latest, or the one of a step directory.
+
+    Raises like `open_checkpoint`.
+    """
+    number: int | None = plain_int(step)
+    located = locate(store, number)
+    where = f"{store.url}/{located.prefix}{MANIFEST_NAME}"
+    try:
+        manifest = decode_manifest(located.data)
+    except (Corrupt, UnsupportedFormat) as error:
+        raise type(error)(f"{where}: {error}") from error
+    # A step directory has its own step only, whichever was requested.
+    if number is not None and manifest.header.step != number:
+        raise NoCheckpoint(f"{where} is of step {manifest.header.step}; step {number} is not here")
+    check_self_contained(store, located.prefix, manifest)
+    return LocatedCheckpoint(located.prefix, manifest, located.entry)
+
+
+class CheckpointContents:
+    """What one checkpoint has, tied names included; reads nothing. Safe to use from several
+    threads.
+    """
+
+    def __init__(self, store: Store, located: LocatedCheckpoint) -> None:
+        self.store = store
+        self.prefix = located.prefix
+        self.manifest = located.manifest
+        self.entry = located.entry
+
+    @property
+    def url(self) -> str:
+        """The step directory."""
+        return f"{self.store.url.rstrip('/')}/{self.prefix}".rstrip("/")
+
+    @property
+    def step(self) -> int:
+        """The step that was saved."""
+        return self.manifest.header.step
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks saved it."""
+        return self.manifest.header.world_size
+
+    @property
+    def user(self) -> Mapping[str, str]:
+        """The notes that were given to the save as `user=`."""
+        return {k: note for k, note in self.manifest.header.user.items() if k != MODULES}
+
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        """Tied names, each with the fqn under which its tensor is stored."""
+        return self.manifest.aliases
+
+    @cached_property
+    def values(self) -> dict[str, Any]:
+        """The values that were the same on all ranks, by fqn."""
+        return dict(decode_values(self.manifest.values)) if self.manifest.values else {}
+
+    @cached_property
+    def per_rank(self) -> tuple[dict[str, Any], ...]:
+        """The `PerRank` values of each rank that saved, by fqn; empty when there were none."""
+        return tuple(dict(decode_values(data)) for data in self.manifest.per_rank)
+
+    @cached_property
+    def _names(self) -> tuple[str, ...]:
+        return tuple(sorted((*self.manifest.fqns, *self.manifest.aliases)))
+
+    def keys(self) -> tuple[str, ...]:
+        """All tensor names, tied ones included, sorted."""
+        return self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __contains__(self, fqn: object) -> bool:
+        return isinstance(fqn, str) and (fqn in self.aliases or self._is_stored(fqn))
+
+    def info(self, fqn: str) -> TensorInfo:
+        """Dtype, shape and kind of a tensor, and where its parts are stored. Raises KeyError."""
+        entry = self._stored(fqn)
+        return TensorInfo(
+            fqn=fqn,
+            dtype_name=entry.dtype,
+            shape=entry.shape,
+            kind=Kind.of(int(self.manifest.kinds[entry.number])),
+            nbytes=math.prod(entry.shape) * DTYPES[entry.dtype].itemsize,
+            parts=tuple(self._parts(entry.number)),
+            alias_of=self.aliases.get(fqn),
+        )
+
+    def close(self) -> None:
+        """Release connections. What was read stays valid."""
+        self.store.close()
+
+    def __enter__(self: _Opened) -> _Opened:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Checkpoint step {self.step} of {self.url}: {len(self)} tensors>"
+
+    def _is_stored(self, fqn: str) -> bool:
+        try:
+            self.manifest.index(fqn)
+        except KeyError:
+            return False
+        return True
+
+    def _stored(self, fqn: str) -> StoredTensor:
+        stored = self.aliases.get(fqn, fqn)
+        try:
+            index = self.manifest.index(stored)
+        except KeyError:
+            raise KeyError(f"{fqn!r} is not in {self!r}{_hint(fqn, self._names)}") from None
+        return StoredTensor(index, stored, self.manifest.dtypes[index], self.manifest.shapes[index])
+
+    def _parts(self, index: int) -> Iterator[StoredPart]:
+        chunks = self.manifest.chunks
+        for chunk in range(int(chunks.first[index]), int(chunks.first[index + 1])):
+            yield StoredPart(
+                region=self.manifest.region(chunk),
+                file=self.manifest.files[int(chunks.file[chunk])],
+                byte_start=int(chunks.byte_start[chunk]),
+                nbytes=self.manifest.chunk_nbytes(chunk),
+            )
+
+
+def _hint(fqn: str, names: Sequence[str]) -> str:
+    tail = fqn.rpartition(".")[2]
+    close = [name for name in names if name.endswith(f".{fqn}")]
+    if not close:
+        some = [name for name in names if name.endswith(tail)] or list(names)
+        # Bounded, since every name is compared: a hint must not take seconds.
+        close = difflib.get_close_matches(fqn, some[:2000], n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""

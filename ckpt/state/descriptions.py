@@ -1,0 +1,40 @@
+"""Descriptions: what stands for a composite among values. They name its type and its components.
+
+    {"$tensor_type": "torch.sparse_coo", "shape": (3, 4), "dtype": "float32",
+     "context": {"coalesced": True},
+     "components": {"indices": {"$tensor": "mask.indices"}, "values": {"$tensor": "mask.values"}}}
+
+A component's name is that of the tensor, a dot, and its own; a component may be a composite itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeGuard
+
+# Values with this key need version 2 of the encoding, see `ckpt.format.codec`.
+TYPE_KEY = "$tensor_type"
+_KEYS = frozenset({TYPE_KEY, "shape", "dtype", "context", "components"})
+
+
+def is_description(value: object) -> TypeGuard[dict[str, Any]]:
+    """Whether a value stands for a composite."""
+    return isinstance(value, dict) and value.keys() == _KEYS
+
+
+def shown_type(described: Mapping[str, Any]) -> str:
+    """A composite in a few words: its type, dtype and shape."""
+    sizes = ", ".join("?" if size == -1 else str(size) for size in described["shape"])
+    return f"{described[TYPE_KEY]} of {described['dtype']} ({sizes})"
+
+
+def with_names(value: Any, name_of: Callable[[str], str], key: str) -> Any:
+    """`value` with another name in each reference (the dicts with nothing but `key`)."""
+    if isinstance(value, dict):
+        if len(value) == 1 and key in value:
+            return {key: name_of(value[key])}
+        return {name: with_names(item, name_of, key) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        items = [with_names(item, name_of, key) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    return value

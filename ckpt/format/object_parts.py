@@ -9,8 +9,8 @@ imports, and files of other libraries. What the bytes mean is not known here.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar
@@ -83,7 +83,7 @@ class PartSender:
         self._writer = writer
         self._add = add
         self._pool = ThreadPoolExecutor(threads, "ckpt-write") if threads else None
-        self._in_flight: deque[tuple[Future[None], Callable[[], None]]] = deque()
+        self._in_flight: dict[Future[None], Callable[[], None]] = {}
 
     def __enter__(self) -> PartSender:
         return self
@@ -114,15 +114,12 @@ class PartSender:
             self._writer.write_part(index, buffers)
             done()
         else:
-            self._in_flight.append(
-                (self._pool.submit(self._writer.write_part, index, buffers), done)
-            )
+            self._in_flight[self._pool.submit(self._writer.write_part, index, buffers)] = done
 
     def wait_for_one(self) -> None:
-        """Returns when the oldest part in flight is written."""
-        future, done = self._in_flight.popleft()
-        future.result()
-        done()
+        """Returns when any part in flight is written: one that stalls does not hold the others."""
+        assert self._in_flight, "nothing is in flight"
+        self._finish(wait(self._in_flight, return_when=FIRST_COMPLETED).done)
 
     def wait_for_all(self) -> None:
         """Returns when every part that was sent is written."""
@@ -131,8 +128,14 @@ class PartSender:
 
     def collect(self) -> None:
         """Call `after` of the parts that are written already, without waiting."""
-        while self._in_flight and self._in_flight[0][0].done():
-            self.wait_for_one()
+        self._finish([future for future in self._in_flight if future.done()])
+
+    def _finish(self, futures: Iterable[Future[None]]) -> None:
+        """Call `after` of parts that are written; raises what failed."""
+        for future in futures:
+            done = self._in_flight.pop(future)
+            future.result()
+            done()
 
     def _written(self, nbytes: int, after: Callable[[], None]) -> None:
         after()

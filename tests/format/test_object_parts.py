@@ -103,6 +103,31 @@ def test_nothing_is_visible_and_no_thread_writes_after_a_failure(
     assert running and names.isdisjoint(set(running) - {threading.current_thread().name})
 
 
+def test_a_part_that_stalls_holds_no_other(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first part ends when all others are written, by the one other thread."""
+    others = threading.Semaphore(0)
+    count = -(-NBYTES // PART_NBYTES) - 1
+    created = MemoryStore.create
+
+    def create(self: MemoryStore, *args: Any, **how: Any) -> Any:
+        writer = created(self, *args, **how)
+        write_part = writer.write_part
+
+        def write(index: int, buffers: Any) -> None:
+            for _ in range(0 if index else count):
+                assert others.acquire(timeout=60), "held by the first part"
+            write_part(index, buffers)
+            others.release()
+
+        monkeypatch.setattr(writer, "write_part", write)
+        return writer
+
+    monkeypatch.setattr(MemoryStore, "create", create)
+    with sending(store, "k", NBYTES, part_nbytes=PART_NBYTES, threads=2) as sender:
+        fill_and_send(sender, fill=fill, finish=lambda start, part, filled: None)
+    assert store.get("k") == EXPECTED
+
+
 def test_the_end_of_the_block_waits_for_parts_and_raises_what_failed(store: Store) -> None:
     """The last of them are in flight then: a part that is too short is refused by the writer."""
     with (

@@ -197,15 +197,15 @@ def disturbed(server: S3Server, *, mib: int, rounds: int) -> None:
         fault_proxy(server.endpoint_url) as calm,
         fault_proxy(server.endpoint_url, held_seconds=600) as rough,
     ):
-        proxies = {"undisturbed": calm, "disturbed": rough}
+        proxies, rng = {"undisturbed": calm, "disturbed": rough}, random.Random(1)
 
         def save(name: str) -> None:
-            rough.rule = disturbing("PUT", "partNumber=")
+            rough.rule = disturbing("PUT", "partNumber=", rng)
             options = {**S3Server(proxies[name].endpoint_url).options, "unsigned_payload": True}
             ckpt.save(state, f"s3://{bucket}/{name}", step=next(steps), storage_options=options)
 
         def load(name: str) -> None:
-            rough.rule = disturbing("GET", ".safetensors")
+            rough.rule = disturbing("GET", ".safetensors", rng)
             options = {**S3Server(proxies[name].endpoint_url).options, "unsigned_payload": True}
             ckpt.load(state, f"s3://{bucket}/{name}", storage_options=options)
 
@@ -234,9 +234,9 @@ def disturbed(server: S3Server, *, mib: int, rounds: int) -> None:
     report(f"{mib} MiB, one process, behind proxies, median of {rounds}", rows)
 
 
-def disturbing(method: str, what: str) -> Rule:
+def disturbing(method: str, what: str, rng: random.Random) -> Rule:
     """A tenth of all requests is refused, and the third of the kind swallowed."""
-    rng, numbers = random.Random(1), itertools.count(1)
+    numbers = itertools.count(1)
 
     def rule(request: Request) -> str:
         if request.method == method and what in request.path and next(numbers) == 3:

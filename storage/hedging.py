@@ -16,7 +16,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -36,9 +36,11 @@ class Like(NamedTuple):
     nbytes: int = 0
 
     @property
-    def size_class(self) -> int:
-        """Sizes up to the same power of two are alike; below 64 KiB the latency is what counts."""
-        return max(self.nbytes - 1, 0xFFFF).bit_length()
+    def group(self) -> tuple[str, int]:
+        """The same for all that are alike: sizes up to the same power of two are; below 64 KiB the
+        latency is what counts.
+        """
+        return self.kind, max(self.nbytes - 1, 0xFFFF).bit_length()
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +51,12 @@ class HedgeLimits:
     durations of its like, not before `floor_seconds`; after `unknown_seconds` where fewer than
     `samples_min` are known. Every answer earns `share` of a second request, up to `saved_max` of
     them. An answer that says "slow down" costs `slow_down_cost`: where a sixth of all answers say
-    so, none is earned. One that has waited for `stuck_multiple` times the quantile, and for
-    `stuck_seconds`, is sent again without having been earned, one at a time.
+    so, none is earned. Without having been earned, one at a time is sent again that is stuck: it
+    has waited for `stuck_multiple` times the quantile, and for `stuck_seconds`; or it is slower
+    than its like, by `overtaken_multiple`, and `overtaken_min` of them were sent after it and are
+    answered, which tells of its connection and not of a server that is slow for all.
+    After a second request that failed the next one waits for `failed_seconds`, then twice as long
+    each time.
 
     A request is given up `deadline_seconds` after it was sent, plus the time that its bytes take at
     `slowest_bytes_per_second`: 1,024 ranks with 4 requests each behind 10 Gb/s have ten times that.
@@ -67,10 +73,14 @@ class HedgeLimits:
     slow_down_cost: float = 0.25
     stuck_multiple: float = 10.0
     stuck_seconds: float = 5.0
+    overtaken_min: int = 4
+    overtaken_multiple: float = 1.5
+    failed_seconds: float = 0.2
+    failed_seconds_max: float = 10.0
     deadline_seconds: float = 60.0
     slowest_bytes_per_second: float = 32 << 10
     late_seconds: float = 10.0  # a line of the log says that a request waits
-    tick_seconds: float = 0.25  # others that are answered meanwhile change what is long
+    tick_seconds: float = 0.1  # between looks: what others did meanwhile changes what is long
 
 
 class HedgeRule:
@@ -84,22 +94,26 @@ class HedgeRule:
     def delay(self, like: Like) -> float:
         """Seconds after which a request of that like is to be sent again."""
         limits = self._limits
-        typical = self.typical(like)
-        if typical is None:
-            return limits.unknown_seconds
-        return max(limits.multiple * typical, limits.floor_seconds)
+        return self._after(like, limits.multiple, limits.floor_seconds, limits.unknown_seconds)
 
-    def stuck(self, like: Like) -> float:
-        """Seconds after which no server that works leaves a request of that like."""
+    def stuck(self, like: Like, overtaken: int = 0) -> float:
+        """Seconds after which no server that works leaves a request of that like, when `overtaken`
+        others were sent after it and answered.
+        """
         limits = self._limits
+        if overtaken >= limits.overtaken_min:
+            unknown = limits.unknown_seconds
+            return self._after(like, limits.overtaken_multiple, limits.floor_seconds, unknown)
+        unknown = max(2 * limits.unknown_seconds, limits.stuck_seconds)
+        return self._after(like, limits.stuck_multiple, limits.stuck_seconds, unknown)
+
+    def _after(self, like: Like, multiple: float, least: float, unknown: float) -> float:
         typical = self.typical(like)
-        if typical is None:
-            return max(2 * limits.unknown_seconds, limits.stuck_seconds)
-        return max(limits.stuck_multiple * typical, limits.stuck_seconds)
+        return unknown if typical is None else max(multiple * typical, least)
 
     def typical(self, like: Like) -> float | None:
         """The quantile of the durations of its like in seconds; None where too few are known."""
-        known = self._seconds.get((like.kind, like.size_class), ())
+        known = self._seconds.get(like.group, ())
         if len(known) < self._limits.samples_min:
             return None
         return sorted(known)[math.ceil(self._limits.quantile * len(known)) - 1]
@@ -111,9 +125,7 @@ class HedgeRule:
 
     def answered(self, like: Like, seconds: float) -> None:
         """A request was answered after `seconds`."""
-        known = self._seconds.setdefault(
-            (like.kind, like.size_class), deque(maxlen=self._limits.samples_max)
-        )
+        known = self._seconds.setdefault(like.group, deque(maxlen=self._limits.samples_max))
         known.append(seconds)
         self._saved = min(self._saved + self._limits.share, self._limits.saved_max)
 
@@ -154,6 +166,7 @@ class Hedger:
         self._clock = clock
         self._logged = -math.inf
         self._stuck: list[_Running[Any]] = []  # the one request that was sent again unearned
+        self._firsts: dict[tuple[str, int], list[_Running[Any]]] = {}  # unanswered ones, by group
 
     async def run(
         self,
@@ -191,6 +204,8 @@ class Hedger:
     ) -> T:
         self.tally.requests += 1
         running = [_Running(first, self._clock())]
+        others = self._firsts.setdefault(like.group, [])
+        others.append(running[0])
         try:
             while True:
                 waiting = [one.future for one in running if not one.future.done()]
@@ -203,6 +218,8 @@ class Hedger:
                     if one.future.done() and not one.is_seen:
                         one.is_seen = True
                         if self._is_answer(like, one):
+                            for other in others:
+                                other.overtaken += other.started < one.started
                             self.tally.won += one is not running[0]
                             return one.future.result()
                 if all(one.is_seen for one in running):
@@ -211,13 +228,11 @@ class Hedger:
                 if waited >= self._rule.deadline(like):
                     raise TransientError(self._given_up(what, waited, len(running)))
                 self._report(like, what, waited, len(running))
-                # The second one may have been refused: the next follows after twice the time.
-                is_alone = sum(not one.is_seen for one in running) == 1
-                delay = self._rule.delay(like) * 2.0 ** (len(running) - 1)
-                if is_alone and waited >= delay and self._may_send(like, waited, running[0]):
+                if self._may_send(like, running):
                     self.tally.hedges += 1
                     running.append(_Running(asyncio.ensure_future(again()), self._clock()))
         finally:
+            others.remove(running[0])
             if running[0] in self._stuck:
                 self._stuck.clear()
             if not first.done():
@@ -225,15 +240,27 @@ class Hedger:
             for one in running[1:]:
                 one.future.cancel()
 
-    def _may_send(self, like: Like, waited: float, first: _Running[T]) -> bool:
-        """Whether a request that has waited so long is sent again."""
-        if self._rule.take():
+    def _may_send(self, like: Like, running: Sequence[_Running[T]]) -> bool:
+        """Whether one more request is sent: all but one have failed, and that one is late."""
+        now = self._clock()
+        left = [one for one in running if not one.is_seen]
+        if len(left) > 1 or now - running[-1].started < self._pause(len(running) - 1):
+            return False
+        waited, first = now - left[0].started, running[0]
+        if waited >= self._rule.delay(like) and self._rule.take():
             return True
         # A server that is slow for all, because it has too much to do, gets one more at a time.
-        if waited < self._rule.stuck(like) or (self._stuck and first not in self._stuck):
+        stuck = self._rule.stuck(like, left[0].overtaken)
+        if waited < stuck or (self._stuck and first not in self._stuck):
             return False
         self._stuck[:] = [first]
         return True
+
+    def _pause(self, failed: int) -> float:
+        """Seconds between second requests, after so many that failed."""
+        limits = self._limits
+        longer = limits.failed_seconds * 2.0 ** min(failed - 1, 64)
+        return min(longer, limits.failed_seconds_max) if failed else 0.0
 
     def _is_answer(self, like: Like, one: _Running[T]) -> bool:
         error = None if one.future.cancelled() else one.future.exception()
@@ -269,3 +296,4 @@ class _Running(Generic[T]):
     future: asyncio.Future[T]
     started: float
     is_seen: bool = False
+    overtaken: int = 0  # others of its like that were sent later and are answered

@@ -1,4 +1,4 @@
-"""Servers shared by the storage tests of one run."""
+"""What the storage tests share: a server for all of one run, and each client through a proxy."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.fault_proxy import FaultProxy, fault_proxy
 from tests.servers import S3Server, moto_server
 
 
@@ -13,3 +14,21 @@ from tests.servers import S3Server, moto_server
 def moto() -> Iterator[S3Server]:
     with moto_server() as server:
         yield server
+
+
+@pytest.fixture(params=["s3fs", "obstore"])
+def client(request: pytest.FixtureRequest) -> str:
+    """What moves the bytes; for `make_store`."""
+    return str(request.param)
+
+
+@pytest.fixture
+def held_seconds() -> float:
+    """How long the proxy holds what it swallows; modules may have their own."""
+    return 1.0
+
+
+@pytest.fixture
+def proxy(moto: S3Server, held_seconds: float) -> Iterator[FaultProxy]:
+    with fault_proxy(moto.endpoint_url, held_seconds=held_seconds) as proxy:
+        yield proxy

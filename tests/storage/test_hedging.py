@@ -212,8 +212,24 @@ def test_a_second_request_that_is_refused_is_followed_by_another(sim: Simulation
     errors: dict[int, StorageError] = {1: SlowDownError("503")}
     answer, seconds = sim.race(sim.request(1e6, 0.1, 1.0, errors=errors))
     assert answer == 2
-    assert seconds == pytest.approx(7.0, abs=2 * LIMITS.tick_seconds)
+    assert seconds == pytest.approx(3.0 + LIMITS.failed_seconds + 1.0, abs=2 * LIMITS.tick_seconds)
     assert (sim.hedger.tally.hedges, sim.hedger.tally.won) == (2, 1)
+
+
+def test_second_requests_that_fail_follow_each_other_in_growing_distances(sim: Simulation) -> None:
+    sim.learn(*[1.0] * 100)
+    errors: dict[int, StorageError] = {n: SlowDownError("503") for n in (1, 2)}
+    began = sim.loop.time()
+    assert sim.race(sim.request(1e6, 0.01, 0.01, 1.0, errors=errors))[0] == 3
+    again = [sent - began - 3.0 for sent in sim.sent[1:]]
+    assert again == pytest.approx([0.0, 0.2, 0.6], abs=3 * LIMITS.tick_seconds)
+
+
+def test_a_second_request_has_its_own_time_when_the_first_has_failed(sim: Simulation) -> None:
+    sim.learn(*[1.0] * 20)
+    errors: dict[int, StorageError] = {0: TransientError("lost")}
+    assert sim.race(sim.request(3.2, 2.5, errors=errors))[0] == 1
+    assert len(sim.sent) == 2
 
 
 @pytest.mark.parametrize("late", [3.2, 5.5])
@@ -292,3 +308,28 @@ def test_a_stuck_request_is_followed_further_when_the_server_refuses(sim: Simula
     answer, seconds = sim.race(send)
     assert answer == 3 and seconds < 40
     assert not sim.hedger._stuck
+
+
+def test_who_is_overtaken_is_sent_again_soon_without_a_budget(sim: Simulation) -> None:
+    """That others were sent later and are answered tells of its connection, not of the server."""
+    sim.learn(*[1.0] * 20)
+    _spend_all(sim)
+
+    async def seconds_beside(count: int) -> float:
+        async def other(after: float) -> None:
+            await asyncio.sleep(after)
+            send = sim.request(0.5)
+            await sim.hedger.run(PART, "write b", send, send)
+
+        send, began = sim.request(1e6, 1.0), sim.loop.time()
+        others = [asyncio.ensure_future(other(0.1 * (n + 1))) for n in range(count)]
+        assert await sim.hedger.run(PART, "write a", send, send) == 1
+        await asyncio.gather(*others)
+        return sim.loop.time() - began
+
+    soon = LIMITS.overtaken_multiple * 1.0 + 1.0
+    assert sim.run(seconds_beside(LIMITS.overtaken_min)) == pytest.approx(soon, abs=0.2)
+    _spend_all(sim)
+    late = LIMITS.stuck_multiple * 1.0 + 1.0
+    assert sim.run(seconds_beside(LIMITS.overtaken_min - 1)) == pytest.approx(late, abs=0.2)
+    assert not any(sim.hedger._firsts.values())

@@ -54,11 +54,6 @@ def make_store(client: str, bucket: str, server: S3Server, **more: Any) -> S3Sto
     return store
 
 
-@pytest.fixture(params=["s3fs", "obstore"])
-def client(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
 class TestS3StoreOnMoto(StoreContract):
     part_nbytes = 5 * MiB
 

@@ -29,17 +29,6 @@ PATIENT_CLIENT = {"config_kwargs": {"read_timeout": 60, "connect_timeout": 60}}
 PATIENT = RetryPolicy(attempts_max=12, pause_first_seconds=0.01, pause_max_seconds=0.1)
 
 
-@pytest.fixture(params=["s3fs", "obstore"])
-def client(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture
-def proxy(moto: S3Server) -> Iterator[FaultProxy]:
-    with fault_proxy(moto.endpoint_url, held_seconds=1) as proxy:
-        yield proxy
-
-
 @pytest.fixture
 def store(moto: S3Server, proxy: FaultProxy, client: str) -> Iterator[Store]:
     """Repeats as the usual store does, in less time."""

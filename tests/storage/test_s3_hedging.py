@@ -18,7 +18,7 @@ from storage.hedging import HedgeLimits, Hedger, HedgeTally
 from storage.retry import RetryingStore, RetryPolicy
 from storage.s3.store import S3Store
 from storage.testing import write_object
-from tests.fault_proxy import FaultProxy, Request, Rule, fault_proxy
+from tests.fault_proxy import FaultProxy, Request, Rule
 from tests.servers import S3Server
 from tests.storage.test_s3 import make_store
 
@@ -29,15 +29,10 @@ LIMITS = HedgeLimits(floor_seconds=0.3, unknown_seconds=0.5, tick_seconds=0.05)
 POLICY = RetryPolicy(pause_first_seconds=0.01, pause_max_seconds=0.1)
 
 
-@pytest.fixture(params=["s3fs", "obstore"])
-def client(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
 @pytest.fixture
-def proxy(moto: S3Server) -> Iterator[FaultProxy]:
-    with fault_proxy(moto.endpoint_url, held_seconds=600) as proxy:
-        yield proxy
+def held_seconds() -> float:
+    """Longer than any test runs."""
+    return 600.0
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 
-from ckpt.cli.parsers import comparing, keeping, looking, moving
+from ckpt.cli.parsers import comparing, costing, keeping, looking, moving
 from ckpt.cli.parsers.arguments import Command, Commands
 from ckpt.version import __version__
 
@@ -24,6 +24,7 @@ examples:
   ckpt report runs/7b --output report.html         a page: saves, slow ranks, warnings
   ckpt diff runs/7b other/run                      which tensors changed, and by how much
   ckpt plan runs/7b --ranks 8 --layout fsdp2       what a load on 8 ranks would read
+  ckpt cost --params 70B --ranks 512 --every 10m --mtbf 6h
   ckpt verify s3://bucket/run -o endpoint_url=http://localhost:9000
   ckpt cp /nvme/run s3://bucket/release-1200       a copy, verified, that can be resumed
   ckpt reshard runs/7b runs/on-8 --ranks 8         the latest, laid out for 8 ranks
@@ -84,6 +85,7 @@ _COMMANDS = (
     looking.add_report,
     comparing.add_diff,
     comparing.add_plan,
+    costing.add_cost,
     keeping.add_verify,
     moving.add_cp,
     moving.add_reshard,

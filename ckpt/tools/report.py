@@ -35,7 +35,7 @@ GAP = 3.0  # times the usual time between saves that is worth a warning
 DAY_SECONDS = 86400.0
 SEVERITIES = ("bad", "warning", "note")
 
-# `ckpt.layout.piece.Kind`, which needs torch; the numbers are part of the format.
+# `ckpt.layout.kind.Kind` in the plural; the numbers are part of the format.
 KINDS = {0: "parameters", 1: "optimizer", 2: "buffers", 3: "other tensors"}
 
 
@@ -281,14 +281,14 @@ def _notices_of_gaps(saves: Sequence[ReportedSave], now_unix: float) -> list[Not
     notices = [
         Notice(
             "warning",
-            f"{_duration(seconds)} without a save between steps {a.step} and {b.step}; usual are "
-            f"{_duration(usual)}",
+            f"{duration(seconds)} without a save between steps {a.step} and {b.step}; usual are "
+            f"{duration(usual)}",
         )
         for seconds, a, b in gaps[:5]
     ]
     since = now_unix - saves[-1].committed_unix
     if since > GAP * usual:
-        text = f"no save for {_duration(since)}; usual are {_duration(usual)}"
+        text = f"no save for {duration(since)}; usual are {duration(usual)}"
         notices.append(Notice("note", f"{text}; has the training ended?"))
     return notices
 
@@ -316,7 +316,7 @@ def _when(unix: float) -> str:
     return time.strftime("on %Y-%m-%d at %H:%M:%S", time.localtime(unix))
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
     """`0.4 s`, `12 min`, `3.5 h`, `2.1 d`."""
     for limit, unit, name in ((120, 1, "s"), (7200, 60, "min"), (2 * DAY_SECONDS, 3600, "h")):
         if seconds < limit:

@@ -341,7 +341,7 @@ def to_look_at(root: str) -> str:
 @pytest.mark.parametrize(
     "commands",
     [
-        ["ls", "log", "du", "report", "rm 3 --dry-run"],
+        ["ls", "log", "du", "report", "cost", "rm 3 --dry-run"],
         ["show", "show --json", "show --map"],
         ["verify"],
         ["prune --keep-last 1 --dry-run"],

@@ -182,9 +182,25 @@ def best(text: str) -> tuple[int, str]:
     return count(number), mode or "min"
 
 
+def params(text: str) -> int:
+    """The argument N: a number of parameters, such as 70B."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMBT]?)", text.upper())
+    number = 0 if match is None else float(match[1]) * 1000 ** " KMBT".index(match[2] or " ")
+    if number < 1 or number >= 2**63:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of parameters; write e.g. 70B")
+    return round(number)
+
+
+def number(text: str) -> float:
+    """The argument PRICE: a number of at least 0."""
+    if re.fullmatch(r"\d+(\.\d*)?|\.\d+", text) is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0")
+    return float(text)
+
+
 def seconds(text: str) -> float:
-    """The argument AGE, such as 90m, in seconds."""
+    """The argument AGE or TIME, such as 90m, in seconds."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text)
     if match is None or not float(match[1]):
-        raise argparse.ArgumentTypeError(f"{text!r} is no age; write e.g. 90m, 12h or 7d")
+        raise argparse.ArgumentTypeError(f"{text!r} is no time; write e.g. 0.5s, 90m, 12h or 7d")
     return float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]

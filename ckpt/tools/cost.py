@@ -1,0 +1,289 @@
+"""What checkpoints cost: bytes, bandwidth, requests, money, and the work that a failure takes.
+
+    Workload (from numbers, or measured_of(report)) -> cost_of(workload, prices) -> Cost
+
+Arithmetic alone: nothing is read, no price and no speed is assumed. What follows from a number
+that is not known is None.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import NamedTuple
+
+from ckpt.layout.dtypes import DTYPES
+from ckpt.tools.report import Report
+from storage.ranges import part_count
+
+MIB, GIB = 1 << 20, 1 << 30
+MONTH_SECONDS = 365 * 86400 / 12  # 730 hours
+# How saves and loads meet an object store: `WritePath.file_nbytes_max`, the parts of uploads, and
+# `ReadPath.request_nbytes_max`. Their own files need torch; a test compares the numbers.
+FILE_NBYTES, PART_NBYTES, READ_NBYTES = 4 * GIB, 16 * MIB, 8 * MIB
+# Beside data files: MANIFEST, the record of the log that commits it, TELEMETRY.
+OBJECTS_OF_A_SAVE = 3
+
+# Tensors of the parameters' shape that an optimizer of torch keeps for each parameter.
+OPTIMIZER_STATES = {
+    "adam": 2,
+    "adamw": 2,
+    "adagrad": 1,
+    "lion": 1,
+    "muon": 1,
+    "rmsprop": 1,
+    "sgd-momentum": 1,
+    "sgd": 0,
+    "none": 0,
+}
+
+
+def state_nbytes(
+    params: int, optimizer: str, *, dtype: str, state_dtype: str = "", master_dtype: str = ""
+) -> int:
+    """Bytes of a model of `params` parameters with the state of its optimizer.
+
+    Parameters have `dtype`; states have `state_dtype`, by default the parameters' as in torch;
+    `master_dtype` is that of a second copy of the parameters, by default there is none. Steps,
+    buffers and values are left out: together they are less than a thousandth. Raises ValueError for
+    an unknown name.
+    """
+    for name in (dtype, state_dtype, master_dtype):
+        if name and name not in DTYPES:
+            raise ValueError(f"{name!r} is no dtype that can be stored; one is 'bfloat16'")
+    if optimizer not in OPTIMIZER_STATES:
+        raise ValueError(f"{optimizer!r}: expected one of {', '.join(OPTIMIZER_STATES)}")
+    if params < 1:
+        raise ValueError(f"params={params}: expected at least 1")
+    each = DTYPES[dtype].itemsize
+    each += OPTIMIZER_STATES[optimizer] * DTYPES[state_dtype or dtype].itemsize
+    each += DTYPES[master_dtype].itemsize if master_dtype else 0
+    return params * each
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What a training saves and how often it fails. None: not known.
+
+    `nbytes` are those of one checkpoint, `keep` how many are kept. `every_seconds` pass from save
+    to save, `mtbf_seconds` from failure to failure of the whole job, on average. A save costs the
+    training `blocked_seconds`, and the checkpoint exists `persist_seconds` after the call. A new
+    start takes `restart_seconds` until the first step.
+    """
+
+    nbytes: int
+    ranks: int
+    every_seconds: float | None = None
+    keep: int | None = None
+    mtbf_seconds: float | None = None
+    blocked_seconds: float | None = None
+    persist_seconds: float | None = None
+    restart_seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("nbytes", "ranks", "keep"):
+            count = getattr(self, name)
+            if count is not None and count < 1:
+                raise ValueError(f"{name}={count}: expected at least 1")
+        for name in ("every", "mtbf", "blocked", "persist", "restart"):
+            seconds = getattr(self, f"{name}_seconds")
+            if seconds is not None and not 0 < seconds < math.inf:
+                raise ValueError(f"{name}_seconds={seconds}: expected a number above 0")
+
+
+class Prices(NamedTuple):
+    """In any one currency; None: not given. A price list's GB are 2^30 bytes at most providers."""
+
+    gib_month: float | None = None
+    thousand_writes: float | None = None
+    thousand_reads: float | None = None
+    rank_hour: float | None = None
+
+
+class Bill(NamedTuple):
+    """Of one month, in the currency of the prices; None where a price or a number is missing."""
+
+    storage: float | None
+    writes: float | None
+    reads: float | None
+    lost_work: float | None
+
+    @property
+    def total(self) -> float | None:
+        """The sum of those that are known; None when none is."""
+        known = [amount for amount in self if amount is not None]
+        return sum(known) if known else None
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What `cost_of` computed. Seconds, bytes, and shares of the training's time from 0 on.
+
+    `nbytes_per_second` is what the store takes on average, `burst_nbytes_per_second` while a save
+    is under way. `stored_nbytes_max` counts the checkpoint that is being written beside those kept.
+    `best_every_young` and `best_every_daly` are None unless `blocked_seconds` is known;
+    `blocked_seconds_at_best` is the cost of a save for which `every_seconds` is the best by Young's
+    formula.
+    """
+
+    nbytes_per_rank: int
+    nbytes_per_second: float | None
+    burst_nbytes_per_second: float | None
+    requests_of_save: int
+    requests_of_load: int
+    stored_nbytes_max: int | None
+    saves_per_month: float | None
+    failures_per_month: float | None
+    lost_seconds_per_failure: float | None
+    blocked_share: float | None
+    lost_share: float | None
+    best_every_young: float | None
+    best_every_daly: float | None
+    blocked_seconds_at_best: float | None
+    bill: Bill
+
+
+def cost_of(load: Workload, prices: Prices | None = None) -> Cost:
+    """What follows from the numbers of `load`, and from prices where they are given."""
+    every, mtbf, persist = _every(load), load.mtbf_seconds, load.persist_seconds
+    per_rank = -(-load.nbytes // load.ranks)
+    lost = _known(lost_seconds, every, persist or 0.0)
+    down = _known(lambda work: work + (load.restart_seconds or 0.0), lost)
+    cost = Cost(
+        nbytes_per_rank=per_rank,
+        nbytes_per_second=_known(_ratio, load.nbytes, every),
+        burst_nbytes_per_second=_known(_ratio, load.nbytes, persist),
+        requests_of_save=load.ranks * requests_of_upload(per_rank) + OBJECTS_OF_A_SAVE,
+        requests_of_load=load.ranks * part_count(per_rank, READ_NBYTES),
+        stored_nbytes_max=None if load.keep is None else (load.keep + 1) * load.nbytes,
+        saves_per_month=_known(_ratio, MONTH_SECONDS, every),
+        failures_per_month=_known(_ratio, MONTH_SECONDS, mtbf),
+        lost_seconds_per_failure=lost,
+        blocked_share=_known(_ratio, load.blocked_seconds, every),
+        lost_share=_known(_ratio, down, mtbf),
+        best_every_young=_known(young, load.blocked_seconds, mtbf),
+        best_every_daly=_known(daly, load.blocked_seconds, mtbf),
+        blocked_seconds_at_best=_known(lambda t, m: t**2 / (2 * m), every, mtbf),
+        bill=Bill(None, None, None, None),
+    )
+    return cost if prices is None else replace(cost, bill=_bill(cost, load, prices))
+
+
+def requests_of_upload(nbytes: int) -> int:
+    """Requests that store one rank's data in S3, in files of at most `FILE_NBYTES`: one for a small
+    file, else one for each part and two around them.
+    """
+    files, rest = divmod(nbytes, FILE_NBYTES)
+    return files * _of_one_file(FILE_NBYTES) + (_of_one_file(rest) if rest else 0)
+
+
+def _of_one_file(nbytes: int) -> int:
+    parts = part_count(nbytes, PART_NBYTES)
+    return parts + 2 if parts > 1 else 1
+
+
+def lost_seconds(every_seconds: float, persist_seconds: float) -> float:
+    """Training that a failure at a random moment takes back, on average.
+
+    A failure `t` seconds after a save began loses `t`, or `t + every` while that save is not
+    committed yet: half an interval, and `persist` seconds more. `persist` is at most `every`.
+    """
+    return every_seconds / 2 + persist_seconds
+
+
+def young(blocked_seconds: float, mtbf_seconds: float) -> float:
+    """The best seconds between saves, in first order: sqrt(2 * cost of a save * MTBF).
+
+    J. W. Young, "A first order approximation to the optimum checkpoint interval", Communications of
+    the ACM 17(9), 1974, pages 530-531.
+    """
+    return math.sqrt(2 * blocked_seconds * mtbf_seconds)
+
+
+def daly(blocked_seconds: float, mtbf_seconds: float) -> float:
+    """The best seconds of work between saves, in higher order; the MTBF where a save costs twice
+    that or more.
+
+    J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps",
+    Future Generation Computer Systems 22(3), 2006, pages 303-312.
+    """
+    if blocked_seconds >= 2 * mtbf_seconds:
+        return mtbf_seconds
+    x = blocked_seconds / (2 * mtbf_seconds)
+    return young(blocked_seconds, mtbf_seconds) * (1 + math.sqrt(x) / 3 + x / 9) - blocked_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What a root shows of its training: medians over `saves` of its newest saves.
+
+    `sessions` jobs have written to it within `span_seconds`: every restart is one, and so is every
+    other job; so they bound the failures and do not count them.
+    """
+
+    workload: Workload
+    saves: int
+    sessions: int
+    span_seconds: float
+
+
+def measured_of(report: Report) -> Measured | None:
+    """The numbers of the newest saves of a root; None where telemetry is known of none of them.
+
+    The time between saves is the median, which a few restarts do not move. A checkpoint that needs
+    files of others counts as if it had its own.
+    """
+    totals = report.totals
+    if not totals:
+        return None
+    times = [save.committed_unix for save in report.saves]
+    gaps = [after - before for before, after in pairwise(times) if after > before]
+    newest = totals[-1]
+    load = Workload(
+        nbytes=max(newest.nbytes + newest.nbytes_referenced, 1),
+        ranks=max(newest.ranks, 1),
+        every_seconds=statistics.median(gaps) if gaps else None,
+        keep=len(report.live) or None,
+        blocked_seconds=_median([one.blocked_seconds for one in totals]),
+        persist_seconds=_median([one.seconds for one in totals]),
+    )
+    return Measured(load, len(totals), report.sessions, times[-1] - times[0])
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return statistics.median(values) or None
+
+
+def _every(load: Workload) -> float | None:
+    """From save to save: the next one waits for the one before it, where that takes longer."""
+    if load.every_seconds is None:
+        return None
+    return max(load.every_seconds, load.persist_seconds or 0.0)
+
+
+def _bill(cost: Cost, load: Workload, prices: Prices) -> Bill:
+    # After a failure all ranks load once.
+    reads = _known(lambda count: count * cost.requests_of_load, cost.failures_per_month)
+    writes = _known(lambda count: count * cost.requests_of_save, cost.saves_per_month)
+    hours = _known(
+        lambda share: share * load.ranks * MONTH_SECONDS / 3600,
+        _known(lambda a, b: a + b, cost.lost_share, cost.blocked_share or 0.0),
+    )
+    return Bill(
+        storage=_known(lambda n, price: n / GIB * price, cost.stored_nbytes_max, prices.gib_month),
+        writes=_known(lambda n, price: n / 1000 * price, writes, prices.thousand_writes),
+        reads=_known(lambda n, price: n / 1000 * price, reads, prices.thousand_reads),
+        lost_work=_known(lambda n, price: n * price, hours, prices.rank_hour),
+    )
+
+
+def _known(formula: Callable[..., float], *numbers: float | None) -> float | None:
+    """The formula's value; None where one of its numbers is not known."""
+    return None if any(number is None for number in numbers) else formula(*numbers)
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole

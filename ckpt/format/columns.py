@@ -136,6 +136,9 @@ def unpack_strings(data: memoryview, sizes: Ints, name: str) -> tuple[str, ...]:
             f"field {name!r}: strings take {ends[-1] if ends else 0} bytes of {len(data)}"
         )
     raw = bytes(data)
+    if raw.isascii():  # then bytes are characters, and one call decodes them all
+        text = raw.decode("ascii")
+        return tuple([text[a:b] for a, b in zip([0, *ends], ends, strict=False)])
     try:
         return tuple([raw[a:b].decode() for a, b in zip([0, *ends], ends, strict=False)])
     except UnicodeDecodeError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -203,7 +204,7 @@ def decode_manifest(data: bytes | memoryview) -> Manifest:
         "file_data_starts",
     )
     fqns = _decode_names(fields, "fqn", counts.tensors)
-    if any(a >= b for a, b in pairwise(fqns)):
+    if any(map(operator.ge, fqns, fqns[1:])):
         raise Corrupt("field 'fqns': names are not sorted, or one appears twice")
     dtypes = _decode_dtypes(fields, counts)
     shapes, numels = _decode_shapes(fields, counts)

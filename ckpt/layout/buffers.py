@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+from collections import deque
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
 
 
 def aligned_buffer(nbytes: int) -> memoryview:
@@ -34,3 +37,11 @@ def address_of(buffer: memoryview) -> int:
 def copy_bytes(target_address: int, source_address: int, nbytes: int) -> None:
     """Copy memory with the GIL released, so that a training loop keeps running."""
     ctypes.memmove(target_address, source_address, nbytes)
+
+
+def scatter_bytes(targets: Iterable[int], source_address: int, sizes: Sequence[int]) -> None:
+    """`copy_bytes` of consecutive parts of these sizes to addresses of their own: thousands, so the
+    loop is the interpreter's.
+    """
+    sources = accumulate(sizes, initial=source_address)
+    deque(map(ctypes.memmove, targets, sources, sizes), maxlen=0)

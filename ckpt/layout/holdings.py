@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from itertools import compress
+from operator import not_
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,7 +15,7 @@ from ckpt.layout.piece import Holding, Owned, Piece, View
 from ckpt.layout.plain import Ranks
 from ckpt.layout.region import Box, Shape, whole
 from ckpt.layout.sharded_tensor import describe_sharded_tensor, is_sharded_tensor
-from ckpt.layout.tensor import is_plain
+from ckpt.layout.tensor import are_plain, is_plain
 
 Named = tuple[str, torch.Tensor]
 
@@ -107,44 +109,87 @@ def form_holdings(
     ]
 
 
-def plain_holdings(
-    tensors: Sequence[Named], ranks: Ranks, *, kept: bool
-) -> tuple[list[Holding], dict[str, str], list[Named]]:
-    """Plain tensors as whole holdings, aliases of those that share their memory, and the others.
+class WholeTensors(NamedTuple):
+    """Plain tensors that this rank has whole, as columns; no two are the same elements of memory.
 
-    Two tensors are tied when they are the same elements of the same memory. Holdings that are to be
-    `kept` never have the object itself, which may then go away before them.
+    States of many thousand tensors consist of these, and a holding with a piece for each of them
+    costs several times what a load does with it. `addresses` are where they start.
     """
-    holders = ranks.everyone
-    holdings: list[Holding] = []
-    aliases: dict[str, str] = {}
+
+    fqns: Sequence[str]
+    tensors: Sequence[torch.Tensor]
+    addresses: Sequence[int]
+    holders: tuple[int, ...]
+
+    def holdings(self, *, kept: bool) -> list[Holding]:
+        """The same as holdings. Those that are to be `kept` never have the object itself, which
+        may then go away before them.
+        """
+        holdings = []
+        # There are few shapes; a region is made once for each.
+        regions: dict[Shape, tuple[Shape, Box]] = {}
+        kind = Kind.OTHER
+        for fqn, tensor in zip(self.fqns, self.tensors, strict=True):
+            size = tensor.shape
+            known = regions.get(size)
+            if known is None:
+                shape = tuple(size)
+                known = regions[size] = (shape, whole(shape))
+            shape, box = known
+            local = tensor.detach() if kept or tensor.requires_grad else tensor
+            piece = Piece(fqn, shape, tensor.dtype, box, box, self.holders)
+            holdings.append(Holding(local, (piece,), kind, False, ()))
+        return holdings
+
+    def only(self, rows: Sequence[int]) -> WholeTensors:
+        """Those in `rows`."""
+        return WholeTensors(
+            [self.fqns[row] for row in rows],
+            [self.tensors[row] for row in rows],
+            [self.addresses[row] for row in rows],
+            self.holders,
+        )
+
+
+def whole_tensors(
+    tensors: Sequence[Named], ranks: Ranks
+) -> tuple[WholeTensors, dict[str, str], list[Named]]:
+    """The plain ones of `tensors`, aliases of those that share their memory, and the others.
+
+    Two tensors are tied when they are the same elements of the same memory.
+    """
     others: list[Named] = []
-    # States of many thousand tensors have few shapes; a region is made once for each.
-    regions: dict[Shape, tuple[Shape, Box]] = {}
+    if not are_plain([tensor for _, tensor in tensors]):
+        plain = [is_plain(tensor) for _, tensor in tensors]
+        others = list(compress(tensors, map(not_, plain)))
+        tensors = list(compress(tensors, plain))
+    fqns = [fqn for fqn, _ in tensors]
+    whole = [tensor for _, tensor in tensors]
+    addresses = [tensor.data_ptr() for tensor in whole]
+    columns = WholeTensors(fqns, whole, addresses, ranks.everyone)
+    if len(set(addresses)) == len(addresses):
+        return columns, {}, others
+    first_rows, aliases = _untied(columns)
+    return columns.only(first_rows), aliases, others
+
+
+def _untied(tensors: WholeTensors) -> tuple[list[int], dict[str, str]]:
+    """The rows of tensors that are tied to none before them, and the aliases of the rest."""
+    rows = []
+    aliases: dict[str, str] = {}
     by_address: dict[int, Named] = {}
-    kind = Kind.OTHER
-    for fqn, tensor in tensors:
-        if not is_plain(tensor):
-            others.append((fqn, tensor))
-            continue
-        size = tensor.shape
-        known = regions.get(size)
-        if known is None:
-            shape = tuple(size)
-            known = regions[size] = (shape, whole(shape))
-        shape, box = known
+    for row, (fqn, tensor, address) in enumerate(zip(*tensors[:3], strict=True)):
         # The address finds candidates; a view that begins where its base does is another tensor.
-        first_fqn, first = by_address.setdefault(tensor.data_ptr(), (fqn, tensor))
-        if first is not tensor and tensor.numel() and _same_elements(first, tensor):
+        first_fqn, first = by_address.setdefault(address, (fqn, tensor))
+        if first is tensor:
+            is_tied = first_fqn != fqn
+        else:
+            is_tied = bool(tensor.numel()) and _same_elements(first, tensor)
+        if is_tied:
             aliases[fqn] = first_fqn
-            continue
-        if first is tensor and first_fqn != fqn:
-            aliases[fqn] = first_fqn
-            continue
-        local = tensor.detach() if kept or tensor.requires_grad else tensor
-        piece = Piece(fqn, shape, tensor.dtype, box, box, holders)
-        holdings.append(Holding(local, (piece,), kind, False, ()))
-    return holdings, aliases, others
+        else:
+            rows.append(row)
+    return rows, aliases
 
 
 def _same_elements(a: torch.Tensor, b: torch.Tensor) -> bool:

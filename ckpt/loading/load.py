@@ -274,7 +274,7 @@ def _reader(
 ) -> Reader:
     prefix, manifest = located
     sums = BlockSums(store, prefix, manifest, path.cache)
-    return Reader(sums, plan_reads(manifest, binding.holdings), path)
+    return Reader(sums, plan_reads(manifest, binding.others, binding.plain), path)
 
 
 class _Sums(NamedTuple):
@@ -338,17 +338,11 @@ def _transfer(
 
 def catalog_of(manifest: Manifest) -> Catalog:
     """Names, shapes, dtypes and values of a checkpoint, without its tensors' bytes."""
-    dtypes = {name: torch_dtype(name) for name in set(manifest.dtypes)}
-    kind_of = {number: Kind.of(number) for number in set(manifest.kinds.tolist())}
-    kinds = [kind_of[number] for number in manifest.kinds.tolist()]
-    tensors = {
-        fqn: TensorEntry(dtypes[dtype], shape, kind)
-        for fqn, dtype, shape, kind in zip(
-            manifest.fqns, manifest.dtypes, manifest.shapes, kinds, strict=True
-        )
-    }
+    # Of many thousand tensors few differ in more than their names.
+    alike = list(zip(manifest.dtypes, manifest.shapes, manifest.kinds.tolist(), strict=True))
+    entries = {one: TensorEntry(torch_dtype(one[0]), one[1], Kind.of(one[2])) for one in set(alike)}
     return Catalog(
-        tensors=tensors,
+        tensors=dict(zip(manifest.fqns, map(entries.__getitem__, alike), strict=True)),
         values=decode_values(manifest.values),
         aliases=dict(manifest.aliases),
         per_rank=[decode_values(values) for values in manifest.per_rank],

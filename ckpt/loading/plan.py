@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from ckpt.format.datafile import SMALL_NBYTES_MAX
 from ckpt.format.manifest import Manifest
 from ckpt.layout.dtypes import DTYPES
+from ckpt.layout.holdings import WholeTensors
 from ckpt.layout.memory import is_plain_memory, local_view, narrowed
 from ckpt.layout.piece import Holding, Piece
 from ckpt.layout.region import Box, Region, Shape, Span, boxes_of, row_major_strides, span_of, whole
@@ -84,7 +86,7 @@ class Need(NamedTuple):
 
 
 class ReadPlan(NamedTuple):
-    """Everything that one rank reads, by chunk. The holdings keep the target memory alive.
+    """Everything that one rank reads, by chunk. `targets` keep the memory alive that is filled.
 
     `packed` are chunks of one small block that are wanted once, whole, at an address. There can be
     thousands of them, so that is all that is noted.
@@ -92,7 +94,7 @@ class ReadPlan(NamedTuple):
 
     needs: dict[int, Need]
     packed: dict[int, int]
-    holdings: Sequence[Holding]
+    targets: tuple[Sequence[Holding], Sequence[WholeTensors]]
 
     def blocks(self, manifest: Manifest) -> NeededBlocks:
         """The blocks that are needed, in the order of the byte line."""
@@ -126,10 +128,14 @@ def _sizes(manifest: Manifest, chunks: Ints) -> Ints:
     return manifest.chunks.numel[chunks].astype(np.int64) * np.array(itemsizes, dtype=np.int64)
 
 
-def plan_reads(manifest: Manifest, holdings: Sequence[Holding]) -> ReadPlan:
-    """Which blocks of which chunks fill `holdings`, and how. Names and shapes must match."""
+def plan_reads(
+    manifest: Manifest, holdings: Sequence[Holding], plain: Sequence[WholeTensors] = ()
+) -> ReadPlan:
+    """Which blocks of which chunks fill `holdings` and `plain`, and how. Names, shapes and dtypes
+    must match.
+    """
     needs: dict[int, Need] = {}
-    packed, rest = _pack(manifest, holdings, needs)
+    packed, rest = _pack(manifest, holdings, plain, needs)
     chunks = _Chunks(manifest, wanted=len(rest))
     block_nbytes = manifest.header.block_bytes
     for piece, view in rest:
@@ -144,11 +150,14 @@ def plan_reads(manifest: Manifest, holdings: Sequence[Holding]) -> ReadPlan:
                 need = needs[chunk] = chunks.need(chunk, piece.dtype.itemsize)
             for copy in chunk_copies:
                 _add_copy(need, copy, view, address, block_nbytes)
-    return ReadPlan(needs, packed, holdings)
+    return ReadPlan(needs, packed, (holdings, plain))
 
 
 def _pack(
-    manifest: Manifest, holdings: Sequence[Holding], needs: dict[int, Need]
+    manifest: Manifest,
+    holdings: Sequence[Holding],
+    plain: Sequence[WholeTensors],
+    needs: dict[int, Need],
 ) -> tuple[dict[int, int], list[tuple[Piece, torch.Tensor]]]:
     """The packed chunks of a plan, and the pieces that are something else, with their memory.
 
@@ -158,8 +167,10 @@ def _pack(
     packed: dict[int, int] = {}
     rest: list[tuple[Piece, torch.Tensor]] = []
     otherwise = {-1}  # wanted, but not to be packed; -1 stands for what is not small
-    packable = _packable(manifest) if len(holdings) >= PACKED_COUNT_MIN else {}
-    for holding in holdings:
+    count = len(holdings) + sum(len(some.fqns) for some in plain)
+    packable = _packable(manifest) if count >= PACKED_COUNT_MIN else {}
+    left = [some.only(_pack_whole(some, packable, packed)) for some in plain]
+    for holding in chain(*(some.holdings(kept=False) for some in left), holdings):
         for piece in holding.pieces:
             view = local_view(holding, piece)
             small = packable.get(piece.fqn, -1)
@@ -171,6 +182,21 @@ def _pack(
             otherwise.add(small)
             rest.append((piece, view))
     return packed, rest
+
+
+def _pack_whole(
+    plain: WholeTensors, packable: Mapping[str, int], packed: dict[int, int]
+) -> list[int]:
+    """Pack what is wanted for the first time of `plain`; returns the rows of all others."""
+    left = []
+    for row, (fqn, tensor, address) in enumerate(zip(*plain[:3], strict=True)):
+        chunk = packable.get(fqn)
+        # Plain tensors in host memory without gaps are plain memory.
+        if chunk is None or chunk in packed or not (tensor.is_cpu and tensor.is_contiguous()):
+            left.append(row)
+        else:
+            packed[chunk] = address
+    return left
 
 
 def whole_need(manifest: Manifest, chunk: int, address: int) -> Need:

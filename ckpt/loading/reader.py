@@ -28,7 +28,7 @@ from ckpt.errors import Corrupt
 from ckpt.format.checksum import crc32c_of_each
 from ckpt.format.manifest import Manifest
 from ckpt.format.stored_index import read_into
-from ckpt.layout.buffers import address_of, bytes_at, copy_bytes
+from ckpt.layout.buffers import address_of, bytes_at, copy_bytes, scatter_bytes
 from ckpt.layout.memory import CallersStreams, devices_of, narrowed, tensor_over
 from ckpt.layout.region import row_major_strides
 from ckpt.layout.reshard import clip_patch
@@ -263,12 +263,10 @@ class Reader:
             if not part.address or len(need.directs) > 1 or need.scatters:
                 self._deliver(segment, data)
             return
-        source, packed = address_of(data), self._packed
         rows = slice(part.first, part.last)
         sizes = (self.blocks.stop[rows] - self.blocks.start[rows]).tolist()
-        for chunk, nbytes in zip(self.blocks.chunk[rows].tolist(), sizes, strict=True):
-            copy_bytes(packed[chunk], source, nbytes)
-            source += nbytes
+        targets = map(self._packed.__getitem__, self.blocks.chunk[rows].tolist())
+        scatter_bytes(targets, address_of(data), sizes)
 
     def _segment(self, first: int, last: int, address: int = 0) -> Segment:
         start = int(self.blocks.number[first]) * self._block_nbytes

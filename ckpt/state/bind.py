@@ -14,7 +14,7 @@ import torch
 
 from ckpt.errors import InvalidState
 from ckpt.layout.composites import is_composite
-from ckpt.layout.holdings import holdings_of, plain_holdings, tensor_holdings
+from ckpt.layout.holdings import WholeTensors, holdings_of, tensor_holdings, whole_tensors
 from ckpt.layout.kind import Kind
 from ckpt.layout.piece import Holding
 from ckpt.layout.plain import Ranks, UnsupportedTensor
@@ -42,17 +42,24 @@ from ckpt.state.walk import Leaves, LocatedValue, Location, is_object, walk
 class Binding:
     """What to fill, what does not fit, and the two steps around the filling.
 
-    `holdings` are live memory, or fresh memory that `finish()` installs; their pieces bear the
+    `plain` and `others` are live memory, or fresh memory that `finish()` installs; they bear the
     checkpoint's names. `fatal` are the texts of the problems that forbid the load.
     """
 
-    holdings: list[Holding]
+    plain: Sequence[WholeTensors]
+    others: Sequence[Holding]
     problems: tuple[Problem, ...]
     fatal: tuple[str, ...]
     described: Described
     steps: list[Callable[[], None]]
     report: Loaded
     missing_tensors_count: int
+
+    @property
+    def holdings(self) -> list[Holding]:
+        """All that is filled."""
+        plain = [holding for whole in self.plain for holding in whole.holdings(kept=False)]
+        return [*plain, *self.others]
 
     @property
     def tally(self) -> Tally:
@@ -129,6 +136,7 @@ class _Binder:
 
     names: Names
     ranks: Ranks
+    plain: list[WholeTensors] = field(default_factory=list)
     holdings: list[Holding] = field(default_factory=list)
     steps: list[Callable[[], None]] = field(default_factory=list)
     new_items: dict[int, dict[Any, Any]] = field(default_factory=dict)
@@ -136,12 +144,12 @@ class _Binder:
     def add_tensors(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
         names = self.names
         bound = []
+        loaded = names.loaded_tensors
         unchanged = names.unchanged_tensors()
         for fqn, tensor in tensors:
             # Thousands of tensors stand under their own names as they are: a short way for them.
             entry = unchanged.get(fqn)
             if entry is not None and entry.dtype is tensor.dtype and entry.shape == tensor.shape:
-                names.used.add(fqn)
                 saved = fqn
             elif is_composite(tensor):
                 self.add_composite(fqn, tensor, Kind.OTHER)
@@ -152,16 +160,18 @@ class _Binder:
                 saved = fitting
             # Several elements of the checkpoint would be written to one place, the last one wins.
             if not tensor.is_contiguous() and overlaps_itself(tensor):
+                names.used.add(saved)
                 names.report(
                     ProblemKind.UNSUPPORTED,
                     fqn,
                     "is an expanded tensor whose elements share memory; make it contiguous() first",
                 )
                 continue
-            names.loaded_tensors.append(fqn)
+            loaded.append(fqn)
             bound.append((saved, tensor))
-        holdings, _, others = plain_holdings(bound, self.ranks, kept=False)
-        self.holdings.extend(holdings)
+        names.used.update([saved for saved, _ in bound])
+        plain, _, others = whole_tensors(bound, self.ranks)
+        self.plain.append(plain)
         for saved, tensor in others:
             try:
                 self.holdings.extend(tensor_holdings(saved, tensor, Kind.OTHER, self.ranks))
@@ -383,6 +393,7 @@ class _Binder:
             not_asked=not_asked,
         )
         return Binding(
+            self.plain,
             self.holdings,
             problems,
             tuple(fatal_texts(problems, strict=strict)),

@@ -15,7 +15,7 @@ from torch import nn
 
 from ckpt.errors import InvalidState
 from ckpt.layout.composites import is_composite
-from ckpt.layout.holdings import plain_holdings, tensor_holdings
+from ckpt.layout.holdings import tensor_holdings, whole_tensors
 from ckpt.layout.kind import Kind
 from ckpt.layout.piece import Holding, Owned
 from ckpt.layout.plain import Ranks, UnsupportedTensor
@@ -137,7 +137,8 @@ class _Building:
     names: list[str] = field(default_factory=list)
 
     def add_tensors(self, leaves: Leaves) -> None:
-        self.holdings, self.aliases, others = plain_holdings(leaves.tensors, self.ranks, kept=True)
+        plain, self.aliases, others = whole_tensors(leaves.tensors, self.ranks)
+        self.holdings = plain.holdings(kept=True)
         self.names = [fqn for fqn, _ in leaves.tensors]
         for fqn, tensor in others:
             if is_composite(tensor):

@@ -6,15 +6,22 @@ and compares every tensor bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 import ckpt
+from ckpt.layout.plain import Ranks
+from ckpt.loading.checkpoint import find_checkpoint
+from ckpt.loading.load import catalog_of
+from ckpt.loading.plan import plan_reads
 from ckpt.saving.write import PartStream, Source
+from ckpt.state.bind import bind_state
 from storage.local import LocalStore
+from tests.counting import python_calls
 
 
 def _small(count: int = 40) -> dict[str, torch.Tensor]:
@@ -62,6 +69,39 @@ def test_small_tensors_are_copied_by_one_call(monkeypatch: pytest.MonkeyPatch) -
     state["large"] = torch.randn(50_000)
     ckpt.save(state, "memory://one-call", step=1)
     assert packed == [sorted(state.keys() - {"large"})]
+
+
+def _calls_per_tensor(url: str, measured: Callable[[dict[str, torch.Tensor], str], object]) -> int:
+    """How many calls each further tensor of a state costs, after the state was saved twice."""
+    calls = []
+    for count in (500, 1500):
+        state = {f"layer{index:04d}.weight": torch.randn(16) for index in range(count)}
+        root = f"{url}/{count}"
+        for step in range(2):
+            ckpt.save(state, root, step=step, io="buffered")
+        calls.append(python_calls(partial(measured, state, root)))
+    return round((calls[1] - calls[0]) / 1000)
+
+
+def test_a_load_makes_few_calls_per_tensor(tmp_path: Path) -> None:
+    assert _calls_per_tensor(str(tmp_path), ckpt.load) <= 10
+
+
+def test_columns_of_whole_tensors_are_planned_as_their_holdings_are(tmp_path: Path) -> None:
+    state = _small()
+    url = str(tmp_path / "run")
+    ckpt.save(state, url, step=0)
+    tied = torch.zeros(7, 3)
+    target = {**_blank(state), "a007": tied, "tied": tied, "again": torch.zeros(7, 3)}
+    target["b003"] = torch.zeros(9, 5, requires_grad=True)
+    target["c004"] = torch.zeros(13, dtype=torch.int64)[1::2]
+    manifest = find_checkpoint(LocalStore(url)).manifest
+    names = {"tied": "a007", "again": "a001"}
+    binding = bind_state(target, catalog_of(manifest), Ranks.alone(), rename=names)
+    columns = plan_reads(manifest, binding.others, binding.plain)
+    rows = plan_reads(manifest, binding.holdings)
+    assert len(columns.packed) > 3 * 40
+    assert columns[:2] == rows[:2]
 
 
 def test_a_small_tensor_that_is_wanted_twice_fills_both(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ shells where they are installed; the page is looked at by a parser, and by a bro
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -349,7 +350,9 @@ def to_look_at(root: str) -> str:
     ],
     ids=lambda commands: commands[0].partition(" ")[0],
 )
-def test_commands_that_move_no_tensor_import_no_torch(to_look_at: str, commands: list[str]) -> None:
+def test_commands_that_move_no_tensor_import_no_torch(
+    to_look_at: str, commands: list[str], tmp_path: Path
+) -> None:
     """In interpreters that have just started. Memory is counted: no machine can vouch for time."""
     code = "import sys\nfrom ckpt.cli import main\n"
     for command in commands:
@@ -358,7 +361,15 @@ def test_commands_that_move_no_tensor_import_no_torch(to_look_at: str, commands:
     # Not by getrusage, whose peak a new program takes over from the process that started it.
     code += "status = dict(line.split(':') for line in open('/proc/self/status'))\n"
     code += "print('torch' in sys.modules, *status['VmHWM'].split(), file=sys.stderr)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    environment = {**os.environ, "PYTHONPATH": str(Path(ckpt.__file__).parents[1])}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,  # `report` writes its page there
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.returncode == 0, done.stderr
     has_torch, peak, unit = done.stderr.split()[-3:]
     assert (has_torch, unit) == ("False", "kB")

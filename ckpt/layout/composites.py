@@ -14,12 +14,13 @@ from typing import NamedTuple
 import torch
 
 from ckpt.errors import InvalidState, Mismatch
+from ckpt.layout.component_shards import ComponentShard, sharded_type, stand_in_shard
 from ckpt.layout.composite import CompositeType, Parts, wrapper_type
 from ckpt.layout.foreign_composites import library_type_named, library_type_of
 from ckpt.layout.piece import Owned
 from ckpt.layout.plain import UnsupportedTensor, whole_tensor
 from ckpt.layout.region import Shape
-from ckpt.layout.tensor import PLAIN_CLASSES, is_dtensor
+from ckpt.layout.tensor import PLAIN_CLASSES, is_dtensor, memory_of
 from ckpt.layout.torch_composites import outer_shape, torch_type_named, torch_type_of
 
 _of_class: dict[type, CompositeType] = {}
@@ -45,10 +46,17 @@ def register_tensor_type(kind: type[torch.Tensor], name: str) -> None:
 
 
 def type_of(tensor: torch.Tensor) -> CompositeType | None:
-    """The type of a composite; None for plain tensors, DTensors and what nobody registered."""
+    """The type of a composite, or of a DTensor with shards of that type; None for plain tensors,
+    other DTensors and what nobody registered.
+    """
     kind = type(tensor)
-    if kind not in PLAIN_CLASSES and (is_dtensor(tensor) or hasattr(tensor, "__ckpt_pieces__")):
-        return None
+    if kind not in PLAIN_CLASSES:
+        if is_dtensor(tensor):
+            local = memory_of(tensor)
+            inner = None if type(local) in PLAIN_CLASSES else type_of(local)
+            return None if inner is None else sharded_type(inner)
+        if hasattr(tensor, "__ckpt_pieces__"):
+            return None
     if (known := _of_class.get(kind)) is not None:
         return known
     return torch_type_of(tensor) or library_type_of(tensor)
@@ -82,7 +90,12 @@ def take_apart(fqn: str, tensor: torch.Tensor, kind: CompositeType) -> Parts:
             f"{fqn}: the component {odd[0]} of the {kind.name} is a "
             f"{type(components[odd[0]]).__name__}, not a tensor"
         )
-    return Parts({name: item.detach() for name, item in components.items()}, context)
+    detached = {
+        # A shard is detached already, and would lose its place.
+        name: item if isinstance(item, ComponentShard) else item.detach()
+        for name, item in components.items()
+    }
+    return Parts(detached, context)
 
 
 class Composite(NamedTuple):
@@ -117,6 +130,8 @@ def stand_in(composite: Composite, components: Sequence[Owned]) -> Owned:
     shape = outer_shape(tensor)
     dtype = tensor.dtype if tensor.dtype.is_floating_point else torch.uint8
     one = torch.zeros((), dtype=dtype, device=tensor.device)
+    if is_dtensor(tensor):
+        return stand_in_shard(composite.fqn, tensor, one.expand(memory_of(tensor).shape))
     # No state is shaped like a nested tensor, which has no shape.
     local = one.expand((0,) if -1 in shape else shape)
     first = components[0].views[0].pieces[0]
@@ -137,6 +152,8 @@ def put_together(
     kind = type_named(name)
     if kind is None:
         raise InvalidState([f"{fqn}: {why_unknown(name)}"])
+    if any(isinstance(item, ComponentShard) for item in parts.components.values()):
+        kind = sharded_type(kind)
     try:
         return kind.build(parts, shape, dtype)
     except (TypeError, ValueError, KeyError, IndexError, AssertionError, RuntimeError) as error:

@@ -9,7 +9,7 @@ process.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ import torch
 from ckpt.layout.piece import Owned, Piece, View
 from ckpt.layout.plain import Ranks, UnsupportedTensor, refuse_unstorable
 from ckpt.layout.region import Box, Shape
-from ckpt.layout.tensor import is_dtensor, local_tensor
+from ckpt.layout.tensor import is_dtensor, local_tensor, memory_of
 
 
 class Cut(NamedTuple):
@@ -181,6 +181,51 @@ def describe_dtensor(
         raise UnsupportedTensor(f"{fqn}: {refused.problem}") from None
     holders = _holders(placements, mesh, coordinate, ranks)
     return _owned(fqn, tensor, local, boxes, holders, _owners(mesh, ranks))
+
+
+class ShardPlace(NamedTuple):
+    """Where this rank's shard of a DTensor lies, whatever its local tensor is.
+
+    `boxes` are in the tensor's coordinates and in those of the shard. `owners` are global ranks.
+    """
+
+    boxes: tuple[tuple[Box, Box], ...]
+    local_shape: Shape
+    cut_dims: tuple[int, ...]
+    owners: tuple[int, ...]
+    mesh: Any
+    placements: tuple[Any, ...]
+    device: torch.device
+
+    def holders(self, dims: Container[int]) -> tuple[int, ...]:
+        """The global ranks with the same of something that is cut with `dims` of the tensor."""
+        along = tuple(
+            index if getattr(placement, "dim", None) in dims else slice(None)
+            for placement, index in zip(self.placements, self.mesh.get_coordinate(), strict=True)
+        )
+        return tuple(sorted(self.mesh.mesh[along].flatten().tolist()))
+
+
+def placed(tensor: torch.Tensor) -> ShardPlace:
+    """Where the shard lies. Raises `UnsupportedTensor`, without a name, as `describe_dtensor`."""
+    mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
+    placements: tuple[Any, ...] = tuple(tensor.placements)  # type: ignore[attr-defined]
+    local = memory_of(tensor)
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise UnsupportedTensor("this rank is outside of its mesh")
+    shape, local_shape = tuple(tensor.shape), tuple(local.shape)
+    layout = _Layout(placements, tuple(mesh.shape), tuple(coordinate), shape, local_shape, False)
+    boxes = _boxes_of(layout)
+    cut = {
+        placement.dim
+        for placement, size in zip(placements, mesh.shape, strict=True)
+        if not placement.is_replicate() and size > 1
+    }
+    owners = tuple(sorted(mesh.mesh.flatten().tolist()))
+    return ShardPlace(
+        boxes, local_shape, tuple(sorted(cut)), owners, mesh, placements, local.device
+    )
 
 
 def refuse_composite_shards(fqn: str, local: torch.Tensor) -> None:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ckpt.layout.component_shards import is_repeated
 from ckpt.layout.kind import Kind
 from ckpt.layout.modules import describe_tensor
 from ckpt.layout.piece import Holding, Owned, Piece, View
@@ -88,7 +89,7 @@ def tensor_holdings(
             synchronized=like.synchronized,
             owners=like.owners or (),
         )
-    must_agree = must_agree and is_plain(tensor)
+    must_agree = (must_agree and is_plain(tensor)) or is_repeated(tensor)
     names = owned, owned.local, lambda name: name
     return list(holdings_of(*names, kind=kind, must_agree=must_agree))
 

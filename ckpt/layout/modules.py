@@ -440,6 +440,18 @@ def _add_managed(builder: _LayoutBuilder, places: Mapping[int, Mapping[str, _Mem
 
 
 def _add_unit(builder: _LayoutBuilder, fqns: list[str], managed: torch_fsdp.Managed) -> None:
+    if managed.sharded is not None:
+        tensor = managed.sharded()
+        composite = composite_at(fqns[0], tensor)
+        if composite is not None:
+            # Its components say by themselves who holds them.
+            held = _Replicas(builder.ranks.everyone, False, frozenset(), "")
+            components = _add_composite(builder, builder.params, composite, held)
+            builder.owned_by_param[id(tensor)] = stand_in(composite, components)
+            for fqn in [other for other, stored in builder.aliases.items() if stored == fqns[0]]:
+                del builder.aliases[fqn]
+                _add_alias(builder, fqn, fqns[0])
+            return
     for owned in managed.describe(fqns, builder.ranks):
         builder.params.append(owned)
         builder.owned_by_param[id(owned.param)] = owned

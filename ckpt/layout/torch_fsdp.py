@@ -33,12 +33,13 @@ class Managed(NamedTuple):
 
     `members` has the attributes that show each member, tied ones included. `describe` takes the
     members' names and raises `UnsupportedTensor`. `tied` lists further objects by which optimizers
-    may know a member.
+    may know a member. `sharded` gives the DTensor that is stored, where there is one.
     """
 
     members: tuple[tuple[AttributeRef, ...], ...]
     describe: Callable[[Sequence[str], Ranks], list[Owned]]
     tied: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
+    sharded: Callable[[], torch.Tensor] | None = None
 
 
 # --- FSDP2 ---------------------------------------------------------------------------------------
@@ -60,24 +61,31 @@ def fsdp2_params(module: nn.Module) -> Iterator[Managed]:
                 AttributeRef(info.module, info.param_name),
                 *(AttributeRef(*place) for place in shared),
             )
-            yield Managed((places,), partial(_describe_fsdp2, fsdp_param, places[0]))
+            sharded = partial(_fsdp2_sharded, fsdp_param, places[0])
+            describe = partial(_describe_fsdp2, fsdp_param, sharded)
+            yield Managed((places,), describe, sharded=sharded)
 
 
 def _describe_fsdp2(
-    fsdp_param: Any, place: AttributeRef, fqns: Sequence[str], ranks: Ranks
+    fsdp_param: Any, sharded_of: Callable[[], torch.Tensor], fqns: Sequence[str], ranks: Ranks
 ) -> list[Owned]:
+    (fqn,) = fqns
+    sharded = sharded_of()
+    return [describe_dtensor(fqn, sharded, ranks, fsdp_cut=_fsdp_cut(fsdp_param, sharded))]
+
+
+def _fsdp2_sharded(fsdp_param: Any, place: AttributeRef) -> torch.Tensor:
     """The sharded parameter of an FSDP2 unit, whatever the module shows.
 
     Its local tensor is a view of the padded buffer that the unit gathers from, so that a value
     written in place is what the next forward uses.
     """
-    (fqn,) = fqns
-    sharded = fsdp_param.sharded_param
+    sharded: torch.Tensor = fsdp_param.sharded_param
     shown = place.module._parameters.get(place.name)
     # Before the first forward the user may still have replaced the parameter; torch adopts it then.
     if shown is not None and fsdp_param.sharded_state.name == "SHARDED":
         sharded = shown
-    return [describe_dtensor(fqn, sharded, ranks, fsdp_cut=_fsdp_cut(fsdp_param, sharded))]
+    return sharded
 
 
 def _fsdp_cut(fsdp_param: Any, sharded: Any) -> FsdpCut | None:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ckpt.layout.component_shards import global_shape
 from ckpt.layout.composites import type_of
 from ckpt.layout.holdings import tensor_holdings
 from ckpt.layout.kind import Kind
@@ -65,7 +66,7 @@ def bind_composite(
     entries = names.catalog.tensors
     if _unnamed(described) == _unnamed(live) and all(
         entries[saved_fqn].dtype is component.dtype
-        and entries[saved_fqn].shape == tuple(component.shape)
+        and entries[saved_fqn].shape == global_shape(component)
         for saved_fqn, (_, component) in zip(used, components, strict=True)
     ):
         holdings = [

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from ckpt.layout.component_shards import is_repeated
 from ckpt.layout.holdings import holdings_of
 from ckpt.layout.kind import Kind
 from ckpt.layout.modules import ModuleLayout, UnsupportedTensor, describe_module, describe_tensor
@@ -49,7 +50,9 @@ class DescribedTensor(NamedTuple):
     def holdings(self, kind: Kind) -> Iterator[Holding]:
         """What this rank has of it, under full names; live memory."""
         owned = self.owned
-        return holdings_of(owned, owned.local, lambda fqn: join(self.path, fqn), kind=kind)
+        must_agree = is_repeated(owned.param)
+        names = owned, owned.local, lambda fqn: join(self.path, fqn)
+        return holdings_of(*names, kind=kind, must_agree=must_agree)
 
 
 @dataclass(frozen=True, slots=True)

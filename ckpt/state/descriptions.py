@@ -9,7 +9,7 @@ A component's name is that of the tensor, a dot, and its own; a component may be
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeGuard
 
 # Values with this key need version 2 of the encoding, see `ckpt.format.codec`.
@@ -20,6 +20,16 @@ _KEYS = frozenset({TYPE_KEY, "shape", "dtype", "context", "components"})
 def is_description(value: object) -> TypeGuard[dict[str, Any]]:
     """Whether a value stands for a composite."""
     return isinstance(value, dict) and value.keys() == _KEYS
+
+
+def descriptions(value: Any) -> Iterator[dict[str, Any]]:
+    """The descriptions in a value, those of components after that which they belong to."""
+    if is_description(value):
+        yield value
+    items = value.values() if isinstance(value, dict) else value
+    if isinstance(value, (dict, list, tuple)):
+        for item in items:
+            yield from descriptions(item)
 
 
 def shown_type(described: Mapping[str, Any]) -> str:

@@ -4,20 +4,29 @@ hyperparameters.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 
+from ckpt.layout.component_shards import (
+    ComponentShard,
+    global_shape,
+    laid_out_like,
+    zeros_like_shard,
+)
+from ckpt.layout.composites import type_named
+from ckpt.layout.cutting import WholeParts
 from ckpt.layout.holdings import tensor_holdings
 from ckpt.layout.kind import Kind
 from ckpt.layout.likeness import zeros_beside, zeros_like
 from ckpt.layout.piece import Holding, Owned
 from ckpt.layout.plain import Ranks, UnsupportedTensor
 from ckpt.state.composites import unknown_types
+from ckpt.state.descriptions import TYPE_KEY, descriptions, shown_type
 from ckpt.state.names import Names
 from ckpt.state.types import Problem, ProblemKind, TensorEntry
-from ckpt.state.values import join_tree, references, split_tree
+from ckpt.state.values import TENSOR_KEY, is_reference, join_tree, references, split_tree
 
 
 class BoundTree(NamedTuple):
@@ -47,8 +56,10 @@ def bind_tree(
     live_tensors = dict(split_tree(live, saved, [])[1])
     tensors: dict[str, torch.Tensor] = {}
     holdings: list[Holding] = []
-    for text in unknown_types(value):
+    unknown = unknown_types(value)
+    for text in unknown:
         names.report(ProblemKind.VALUE, saved, text)
+    shards = {} if unknown else _shards(value, live_tensors, names, saved, beside)
     for fqn in references(value):
         entry = names.catalog.tensors.get(fqn)
         if entry is None:
@@ -58,7 +69,9 @@ def bind_tree(
             continue
         names.used.add(fqn)
         target = live_tensors.get(fqn)
-        if target is None or tuple(target.shape) != entry.shape or target.dtype is not entry.dtype:
+        if fqn in shards:
+            target = shards[fqn]
+        elif target is None or not _fits(target, entry):
             device = None if target is None else target.device
             if target is None and beside is not None and beside.template is not None:
                 target = _laid_out(beside, entry)
@@ -66,13 +79,75 @@ def bind_tree(
                 target = torch.zeros(entry.shape, dtype=entry.dtype, device=device)
         elif not in_place:
             # The live one keeps its value until its owner gets the whole tree.
-            target = torch.zeros_like(target)
+            target = zeros_like_shard(target) if _is_shard(target) else torch.zeros_like(target)
         tensors[fqn] = target
         try:
             holdings += tensor_holdings(fqn, target, Kind.OTHER, ranks)
         except UnsupportedTensor as refused:
             names.problems.append(Problem(ProblemKind.UNSUPPORTED, fqn, refused.problem))
     return BoundTree(holdings, lambda: join_tree(value, tensors.__getitem__, live))
+
+
+def _is_shard(tensor: torch.Tensor) -> TypeGuard[ComponentShard]:
+    return isinstance(tensor, ComponentShard)
+
+
+def _fits(target: torch.Tensor, entry: TensorEntry) -> bool:
+    return global_shape(target) == entry.shape and target.dtype is entry.dtype
+
+
+def _shards(
+    value: Any,
+    live: Mapping[str, torch.Tensor],
+    names: Names,
+    saved: str,
+    beside: Owned | None,
+) -> dict[str, torch.Tensor]:
+    """Fresh parts, by name, of the components of those composites in `value` that are to be sharded
+    like the parameter `beside`, and of which the live tree has none that fit.
+    """
+    template = None if beside is None else beside.template
+    made: dict[str, torch.Tensor] = {}
+    if template is None:
+        return made
+    for described in descriptions(value):
+        entries = {fqn: names.catalog.tensors.get(fqn) for fqn in references(described)}
+        fit = [e and fqn in live and _fits(live[fqn], e) for fqn, e in entries.items()]
+        if tuple(described["shape"]) != tuple(template.shape) or None in entries.values():
+            continue
+        if not all(fit):
+            try:
+                made |= _sharded_like(template, described, names)
+            except UnsupportedTensor as refused:
+                names.report(
+                    ProblemKind.VALUE,
+                    saved,
+                    f"is a {shown_type(described)}, which cannot be cut like its parameter on this "
+                    f"rank: {refused.problem}; load on a number of ranks whose shards end where "
+                    f"blocks end{names.call.or_skip}",
+                )
+    return made
+
+
+def _sharded_like(
+    template: torch.Tensor, described: Mapping[str, Any], names: Names
+) -> dict[str, torch.Tensor]:
+    fqns = {}
+    for name, item in described["components"].items():
+        if not is_reference(item):
+            raise UnsupportedTensor(f"its component {name} consists of others")
+        fqns[name] = item[TENSOR_KEY]
+    entries = {name: names.catalog.tensors[fqn] for name, fqn in fqns.items()}
+    whole = WholeParts(
+        {name: entry.shape for name, entry in entries.items()},
+        {name: entry.dtype for name, entry in entries.items()},
+        described["context"],
+    )
+    kind, dtype = type_named(described[TYPE_KEY]), getattr(torch, str(described["dtype"]), None)
+    if kind is None or not isinstance(dtype, torch.dtype):
+        raise UnsupportedTensor("its description is damaged")
+    parts = laid_out_like(template, kind, whole, dtype)
+    return {fqns[name]: part for name, part in parts.items()}
 
 
 def _laid_out(beside: Owned, entry: TensorEntry) -> torch.Tensor:

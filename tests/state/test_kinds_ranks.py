@@ -16,7 +16,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.testing._internal import two_tensor
 
 import ckpt
 from ckpt.errors import InvalidState
@@ -167,12 +166,6 @@ def _containers(folder: str) -> dict[str, Any]:
     next(iter(odd["optim"].state.values()))["GG"][1] = torch.ones(2)
     with pytest.raises(InvalidState, match=r"optim\.state\.0\.weight\.GG\.0: .*plain"):
         ckpt.save(odd, f"{folder}/two", step=2)
-    # Nothing says how what a shard consists of is cut.
-    pair = two_tensor.TwoTensor(torch.ones(2, 3), torch.ones(2, 3))
-    mesh = init_device_mesh("cpu", (2,))
-    shards = DTensor.from_local(pair, mesh, [Shard(0)], run_check=False)
-    with pytest.raises(InvalidState, match="w: its shards are of class TwoTensor"):
-        ckpt.save({"w": shards}, f"{folder}/two", step=2)
     return before
 
 

@@ -627,6 +627,20 @@ def test_documents_name_no_missing_file() -> None:
     assert not problems, "\n" + "\n".join(problems)
 
 
+def test_the_readme_has_the_numbers_of_the_page_about_performance() -> None:
+    """One source: a figure changes in docs/performance.md, and a program writes it to README.md."""
+    from docs.readme_numbers import filled
+
+    readme, performance = (
+        (ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/performance.md")
+    )
+    assert filled(readme, performance) == readme, "run: python docs/readme_numbers.py"
+    changed = performance.replace("| DCP | ", "| DCP | 9")
+    assert filled(readme, changed) != readme
+    with pytest.raises(ValueError, match="0 rows below 'Tools'"):
+        filled(readme, performance.replace("`dcp_to_torch_save`", "`dcp`"))
+
+
 def test_packages_say_that_they_are_typed() -> None:
     assert all((ROOT / package / "py.typed").exists() for package in PACKAGES)
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import ckpt
 from examples.demo.report import Run, write_report
+from examples.demo.timeline import Story, timeline
 from storage import open_store
 
 HERE = Path(__file__).resolve().parent
@@ -148,6 +149,10 @@ def main() -> None:
     events = {KILLED_IN_SAVE_OF: "SIGKILL while saving", latest.step: "resumed from here"}
     events[saved.step] = "SIGTERM: saved, and left"
     write_report(picture, runs, stored, events=events, text=text)
+    ends = (SAVE_EVERY, KILLED_IN_SAVE_OF, latest.step, saved.step)
+    story = Story(whole, killed, same, half, *ends)
+    (demo.out / "timeline.json").write_text(story.to_json(), encoding="utf-8")
+    (demo.out / "timeline.svg").write_text(timeline(story), encoding="utf-8")
     say(f"\nall as promised, in {time.monotonic() - started:.0f} s. Look at {picture}")
 
 

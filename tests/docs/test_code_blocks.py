@@ -180,6 +180,22 @@ def assert_exists(words: list[str], where: str) -> None:
         raise AssertionError(f"{where}: {line!r}: nothing checks this; mark the block as text")
 
 
+def test_the_picture_of_the_readme_is_drawn_from_a_run() -> None:
+    from examples.demo.timeline import Story, timeline
+
+    story = Story.from_json((ROOT / "docs" / "timeline.json").read_text())
+    assert all(story.whole[step] == loss for step, loss in story.on_4.items())
+    assert (ROOT / "docs" / "timeline.svg").read_text() == timeline(story), (
+        "run: python -m examples.demo.timeline docs/timeline.json docs/timeline.svg"
+    )
+
+
+def test_the_page_of_commands_is_that_of_the_command_line() -> None:
+    from docs.cli_page import page
+
+    assert (ROOT / "docs" / "cli.md").read_text() == page(), "run: python -m docs.cli_page"
+
+
 def test_every_block_says_what_it_is() -> None:
     """An unmarked block would be neither run nor shown as what it is."""
     unknown = [

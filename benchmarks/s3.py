@@ -2,6 +2,7 @@
 
     python -m benchmarks.s3 [--mib 256] [--rounds 5] [--endpoint URL]
     python -m benchmarks.s3 --disturbed
+    python -m benchmarks.s3 --delay 1.0 --gbit 0.5
 
 The server is a real Ceph RADOS gateway where its programs are installed (`make test-ceph` installs
 them) or the one of `--endpoint`, else moto, which is so slow that all clients look alike. The raw
@@ -11,6 +12,11 @@ from memory, and ranged `get`s copied into the memory of the state.
 With `--disturbed`, saves and loads go through a proxy that refuses a tenth of all requests with
 `SlowDown` and swallows the third part, or range, of each; compared with the same through a proxy
 that forwards everything.
+
+With `--delay`, loads go through a proxy whose answers come so many seconds late, over a link of
+`--gbit` that all share: with as many requests in flight as a load finds right, with a fixed number,
+and by obstore with 4 and with 16. What counts is the product of the two: 1 s at 0.5 Gb/s needs as
+many requests as 50 ms at 10 Gb/s, which no proxy in Python carries.
 """
 
 from __future__ import annotations
@@ -38,6 +44,7 @@ from obstore.store import S3Store
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
 import ckpt
+import ckpt.api as api
 from benchmarks.measure import extra_memory, interleaved, ratio, report, row, speed
 from ckpt.layout.memory import host_bytes
 from tests.fault_proxy import Request, Rule, fault_proxy
@@ -90,7 +97,13 @@ class Raw:
             max_concurrency=IN_FLIGHT,
         )
 
-    def download(self, key: str, tensors: list[torch.Tensor], chunk_nbytes: int) -> None:
+    def download(
+        self,
+        key: str,
+        tensors: list[torch.Tensor],
+        chunk_nbytes: int,
+        in_flight: int = IN_FLIGHT,
+    ) -> None:
         """`chunk_nbytes=0`: whole ranges, then one copy; otherwise streamed in such chunks."""
 
         def fetch(start: int, target: memoryview) -> None:
@@ -111,7 +124,7 @@ class Raw:
             for start in range(0, len(view), RANGE_NBYTES):
                 requests.append((position + start, view[start : start + RANGE_NBYTES]))
             position += len(view)
-        with ThreadPoolExecutor(IN_FLIGHT) as pool:
+        with ThreadPoolExecutor(in_flight) as pool:
             list(pool.map(lambda request: fetch(*request), requests))
 
 
@@ -189,6 +202,44 @@ def measure(name: str, server: S3Server, *, mib: int, rounds: int) -> None:
     )
 
 
+def far(server: S3Server, *, mib: int, rounds: int, delay: float, gbit: float) -> None:
+    """Loads over a long link, with as many requests in flight as they find right, and others."""
+    tensors = [torch.randn(4 * MIB) for _ in range(max(1, mib // 16))]
+    state = {f"layer{layer}.weight": tensor for layer, tensor in enumerate(tensors)}
+    bucket = server.make_bucket()
+    root, most = f"s3://{bucket}/ours", api.REMOTE_REQUESTS_MAX
+    ckpt.save(state, root, step=0, storage_options={**server.options, "unsigned_payload": True})
+    Raw(server, bucket).upload("raw", tensors)
+    seen: dict[str, list[int]] = {"ours": [], "ours, fixed": []}
+    with fault_proxy(server.endpoint_url, rule=lambda request: "") as proxy:
+        proxy.delay_seconds, proxy.bandwidth = delay, gbit * 1e9 / 8
+        there = S3Server(proxy.endpoint_url)
+        options, raw = {**there.options, "unsigned_payload": True}, Raw(there, bucket)
+
+        def load(name: str, requests_max: int) -> None:
+            api.REMOTE_REQUESTS_MAX, proxy.in_flight_max = requests_max, 0
+            ckpt.load(state, root, storage_options=options)
+            seen[name].append(proxy.in_flight_max)
+
+        loads: dict[str, Callable[[], object]] = {
+            "ours": lambda: load("ours", most),
+            "ours, fixed": lambda: load("ours, fixed", api.REMOTE_REQUESTS),
+        }
+        for count in (IN_FLIGHT, most):
+            loads[f"obstore, {count}"] = partial(raw.download, "raw", tensors, 256 << 10, count)
+        times = interleaved(loads, rounds=rounds, between=lambda _: None)
+    peers = [name for name in loads if name.startswith("obstore")]
+    best = min(peers, key=lambda peer: ratio(times, peer, "ours"))
+    rows = [
+        row(f"speed over {peer}", f"{speed(times, 'ours', peer):.2f}x", bar)
+        for peer, bar in (("ours, fixed", "none"), (peers[0], "none"), (best, ">= 0.9x"))
+    ]
+    counts = ", ".join(f"{name}: {max(counts)}" for name, counts in seen.items())
+    rows.append(row("requests in flight at most", counts, "none"))
+    title = f"{mib} MiB, one process, {delay:g} s and {gbit:g} Gb/s away, median of {rounds}"
+    report(title, rows)
+
+
 def disturbed(server: S3Server, *, mib: int, rounds: int) -> None:
     """Saves and loads through a proxy that disturbs, against the same through one that does not."""
     state = {f"layer{n}.weight": torch.randn(4 * MIB) for n in range(max(1, mib // 16))}
@@ -251,6 +302,8 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--endpoint", default=None, help="an S3 server that is running")
+    parser.add_argument("--delay", type=float, default=0.0, help="seconds; from a far server")
+    parser.add_argument("--gbit", type=float, default=0.5, help="Gb/s of the link to it")
     parser.add_argument("--disturbed", action="store_true", help="behind a proxy that fails")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
@@ -259,10 +312,14 @@ def main() -> None:
         tempfile.TemporaryDirectory() as directory,
         server(arguments.endpoint, Path(directory)) as (name, running),
     ):
+        size = {"mib": arguments.mib, "rounds": arguments.rounds}
         if arguments.disturbed:
-            disturbed(running, mib=arguments.mib, rounds=arguments.rounds)
+            disturbed(running, **size)
             return
-        measure(name, running, mib=arguments.mib, rounds=arguments.rounds)
+        if arguments.delay:
+            far(running, **size, delay=arguments.delay, gbit=arguments.gbit)
+            return
+        measure(name, running, **size)
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ from storage import Store, StoreLike, open_store
 
 MIB = 1 << 20
 REMOTE_REQUESTS = 4  # in flight at once per rank
+REMOTE_REQUESTS_MAX = 16  # of reads, where more of them move more: 128 MiB
 DISK_REQUESTS = 4  # in flight at once per rank, around the page cache
 # Less goes through the page cache, unless `io` says otherwise: a file that is saved, and all that a
 # rank loads.
@@ -334,7 +335,7 @@ def read_path(store: Store, io: Io = "auto") -> ReadPath:
     """
     one_of("io", io, ("auto", "buffered", "direct"))
     if store.part_nbytes_min > 1:
-        return ReadPath(readers=REMOTE_REQUESTS)
+        return ReadPath(readers=REMOTE_REQUESTS, readers_max=REMOTE_REQUESTS_MAX)
     path = ReadPath(request_nbytes_max=4 * MIB)  # checked while it is still in the CPU's cache
     if io == "buffered":
         return path

@@ -1,5 +1,7 @@
 """An HTTP proxy in front of an S3 server that makes requests fail in every way that clouds do.
 
+It can also be far away: answers come late, over a link that all share.
+
 with moto_server() as server, fault_proxy(server.endpoint_url, rate=0.2, seed=7) as proxy:
     options = S3Server(proxy.endpoint_url).options
 """
@@ -13,6 +15,7 @@ import socket
 import socketserver
 import struct
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -71,6 +74,11 @@ class FaultProxy:
         self.requests: list[Request] = []
         self.counts: Counter[str] = Counter()
         self.paused = False
+        self.delay_seconds = 0.0  # of every answer
+        self.bandwidth = 0.0  # bytes per second of all bodies together, 0 for no bound
+        self.in_flight = 0
+        self.in_flight_max = 0
+        self._busy_until = 0.0
         self._lock = threading.Lock()
         self._server = _Server(("127.0.0.1", 0), _Handler)
         self._server.proxy = self
@@ -87,6 +95,29 @@ class FaultProxy:
         with self._lock:
             self.counts[kind] += 1
         return kind
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """One more request is in flight."""
+        with self._lock:
+            self.in_flight += 1
+            self.in_flight_max = max(self.in_flight_max, self.in_flight)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self.in_flight -= 1
+
+    def carry(self, nbytes: int) -> None:
+        """Returns when a body of `nbytes` and its answer have come over the link."""
+        moved = 0.0
+        if self.bandwidth:
+            with self._lock:
+                now = time.monotonic()
+                self._busy_until = max(self._busy_until, now) + nbytes / self.bandwidth
+                moved = self._busy_until - now
+        if seconds := moved + self.delay_seconds:
+            self.closing.wait(seconds)
 
     def run(self) -> None:
         self._server.serve_forever(poll_interval=0.05)
@@ -144,6 +175,10 @@ class _Handler(BaseHTTPRequestHandler):
         """Quiet."""
 
     def _serve(self) -> None:
+        with self.server.proxy.counted():
+            self._answered()
+
+    def _answered(self) -> None:
         kind = self.server.proxy.fault_for(
             Request(self.command, self.path, {n.lower(): v for n, v in self.headers.items()})
         )
@@ -186,6 +221,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.upstream.endheaders(body)
         response = self.upstream.getresponse()
         answer = response.read()
+        self.server.proxy.carry(len(body) + len(answer))
         headers = [(n, v) for n, v in response.getheaders() if n.lower() not in dropped]
         if self.command == "HEAD":
             headers.append(("Content-Length", response.headers.get("Content-Length", "0")))

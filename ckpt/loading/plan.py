@@ -35,9 +35,11 @@ class ReadPath:
     """Bounds of reading: bytes of one request, and how many requests are in flight at once.
 
     A request reads over what is not needed, up to `gap_nbytes_max` at a time, where that saves a
-    request. With several readers, blocks for other ranks are read ahead of their round, up to
-    `read_ahead_nbytes_max` bytes that are read and not sent yet. What `cache` has is not read from
-    the store.
+    request. `readers` requests are in flight at once, and up to `readers_max` where that moves more
+    bytes per second (`loading/in_flight`): in memory are at most that many times
+    `request_nbytes_max`. With several readers, blocks for other ranks are read ahead of their
+    round, up to `read_ahead_nbytes_max` bytes that are read and not sent yet. What `cache` has is
+    not read from the store.
 
     With `direct_readers`, what the store says is on a disk and not in memory is read around the
     page cache, that many requests at once, and with `direct_always` everything is. A rank that
@@ -47,11 +49,17 @@ class ReadPath:
     request_nbytes_max: int = 8 * MIB
     gap_nbytes_max: int = 64 << 10
     readers: int = 1
+    readers_max: int = 0
     read_ahead_nbytes_max: int = 64 * MIB
     cache: BlockCache | None = None
     direct_readers: int = 0
     direct_always: bool = False
     direct_nbytes_min: int = 0
+
+    @property
+    def in_flight_max(self) -> int:
+        """The most requests that are in flight at once, of those that one rank needs alone."""
+        return max(self.readers, self.readers_max, 1)
 
 
 class Direct(NamedTuple):

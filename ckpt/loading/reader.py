@@ -34,6 +34,7 @@ from ckpt.layout.region import row_major_strides
 from ckpt.layout.reshard import clip_patch
 from ckpt.loading.block_sums import BlockSums, TableRange, cache_prefix
 from ckpt.loading.byte_line import Ints, NeededBlocks, file_starts, length, requests
+from ckpt.loading.in_flight import Read, RequestWindow, run_within
 from ckpt.loading.plan import PACKED_COUNT_MIN, Need, ReadPath, ReadPlan, Scatter, whole_need
 from ckpt.loading.shared_reads import SharedRun
 from storage import ByteRange
@@ -120,7 +121,9 @@ class Reader:
         cold = [self._is_cold(request.rows) for request in requests]
         reads = [partial(self._read_and_deliver, *one) for one in zip(requests, cold, strict=True)]
         if self._path.readers > 1:
-            _run_all(reads, (), self._path.readers)
+            window = RequestWindow(self._path.readers, self._path.in_flight_max)
+            sized = map(Read, reads, map(self._nbytes_of, requests))
+            run_within(window, list(sized), repeated=lambda: self._store.retries)
         else:
             # What is in memory is only copied: a second thread would cost more than it gains.
             beside = list(compress(reads, cold))
@@ -155,6 +158,10 @@ class Reader:
         """The file of a request, and where it starts and stops in it."""
         file, start = self._place(int(rows[0]))
         return file, start, start + int(self.blocks.stop[rows[-1]] - self.blocks.start[rows[0]])
+
+    def _nbytes_of(self, request: _Request) -> int:
+        _, start, stop = self._range(request.rows)
+        return (stop if request.table is None else request.table.stop) - start
 
     def _requests(self, runs: Ints) -> list[_Request]:
         """The blocks in `runs`, those of one request together."""

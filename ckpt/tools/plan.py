@@ -420,7 +420,7 @@ class _RankNeeds(NamedTuple):
                 received += run.nbytes
         window = nbytes_under_way(sharing.shared, ShareLimits(), path)
         # Each reader has one request under way.
-        in_flight = private_max * min(max(path.readers, 1), max(len(requests), 1))
+        in_flight = private_max * min(path.in_flight_max, max(len(requests), 1))
         return RankPlan(
             rank=part.rank,
             nbytes_wanted=self.nbytes_wanted,

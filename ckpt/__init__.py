@@ -73,6 +73,7 @@ if TYPE_CHECKING:
     from ckpt.state.own import declare_optimizer_state as declare_optimizer_state
     from ckpt.state.rng import rng_state as rng_state
     from ckpt.state.types import PerRank as PerRank
+    from ckpt.state.types import Stages as Stages
     from ckpt.state_dict.api import load_model_state_dict as load_model_state_dict
     from ckpt.state_dict.api import load_optimizer_state_dict as load_optimizer_state_dict
     from ckpt.state_dict.api import model_state_dict as model_state_dict
@@ -148,6 +149,7 @@ _HOMES = {
     "SavesFailed": "ckpt.service.alarm",
     "Selection": "ckpt.convert.export",
     "StateDictType": "ckpt.state_dict.config",
+    "Stages": "ckpt.state.types",
     "StepInfo": "ckpt.loading.contents",
     "StoreRefused": "ckpt.errors",
     "LogDiverged": "ckpt.errors",

@@ -26,7 +26,7 @@ from ckpt.loading.plan import ReadPath
 from ckpt.process import this_process
 from ckpt.saving.background import PendingSave, Preparation, WhenBusy
 from ckpt.saving.report import SaveOptions, SaveReport
-from ckpt.saving.save import save_state
+from ckpt.saving.save import flattened, save_state
 from ckpt.saving.staging import Snapshot, StageOptions, buffers_for, stage
 from ckpt.saving.task import SaveTask
 from ckpt.saving.write import Staging, WritePath
@@ -66,6 +66,10 @@ def save(
     `state` is any nesting of dicts and lists with modules, optimizers, schedulers, objects with
     `state_dict()`, tensors and values. Collective over `process_group` (default: all ranks), or
     without torch.distributed on this process alone. Nothing that exists is overwritten.
+
+    Ranks may hold different things, such as stages of a pipeline with the names of the whole model:
+    names of different ranks are united, and a plain tensor or value of one name on several ranks
+    has to be the same there.
 
     Replicas of buffers and plain tensors that differ between ranks are warned of, or refused
     (`replicas="strict"`); steps and small plain state of optimizers that differ are always refused.
@@ -177,6 +181,9 @@ def async_save(
             SaveOptions(replicas, path, dict(user or {}), metric, dedup, telemetry),
             retry_seconds_max=checked_seconds(retry_seconds_max),
         )
+        if root is None:
+            # Collective as opening is. What fails here fails in the save as well.
+            flattened(state, task)
         # A skipped save is refused through its task: the other ranks may not have skipped it, and
         # all of them have to learn of it in one collective.
         if is_skipped:
@@ -220,7 +227,7 @@ def load(
     *,
     step: SupportsIndex | None = None,
     attempt: str = "",
-    strict: bool = True,
+    strict: bool | Literal["state"] = True,
     rename: Callable[[str], str] | Mapping[str, str] | None = None,
     skip: Callable[[str], bool] | Iterable[str] = (),
     cache: str | os.PathLike[str] | None = None,
@@ -232,10 +239,12 @@ def load(
     """Load the checkpoint of `step`, or the latest, into `state`, in place and bit for bit.
 
     `url` is a root or one step's directory. The state may be sharded in any other way than the one
-    that was saved. `strict=False` tolerates missing and unexpected names; shapes and dtypes never
-    differ, and where no name matches it raises Mismatch all the same. When fewer names match than
-    not, the report and the log warn, with the nearest names. `rename` gives the checkpoint's name
-    for a name of the state, `skip` leaves names out.
+    that was saved. The ranks may hold different things, such as stages: together they have to have
+    a place for everything. `strict="state"` takes what the state has from a checkpoint that has
+    more, such as one stage from that of a whole model. `strict=False` tolerates missing and
+    unexpected names; shapes and dtypes never differ, and where no name matches it raises Mismatch
+    all the same. When fewer names match than not, the report and the log warn, with the nearest
+    names. `rename` gives the checkpoint's name for a name of the state, `skip` leaves names out.
 
     The latest is the newest that a training has saved there. Imports and copies in another layout
     are not, unless there is nothing else; `attempt` names one of them, or one of several
@@ -255,6 +264,8 @@ def load(
     """
     check_order(state, url, "load(state, url)")
     with gc_paused():
+        if strict not in (True, False, "state"):
+            raise ValueError(f'strict={strict!r}; expected True, False or "state"')
         context = this_process.of_group(process_group)
         context.background.wait()
         store = collectively(context.world, "open", lambda: context.store(url, storage_options))

@@ -85,6 +85,13 @@ class SaveDropped(CheckpointError):
     """
 
 
+class NamesChanged(CheckpointError):
+    """A rank holds things of other names than it has told the other ranks.
+
+    A save tells them and begins again, so that no caller meets this.
+    """
+
+
 class RankFailed(CheckpointError):
     """A rank failed or died; raised on every rank with the same text.
 

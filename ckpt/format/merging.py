@@ -32,6 +32,7 @@ from ckpt.format.manifest import (
 )
 from ckpt.format.part import Part, TensorRecord
 from ckpt.format.references import REFERENCES, is_reference, parse_reference
+from ckpt.format.uniting import GROUPS, is_groups, sent_by, united_values
 from ckpt.layout.region import Box
 
 
@@ -134,7 +135,7 @@ class _Merged:
             aliases=self._aliases,
             chunks=self._chunks,
             checksums=checksums,
-            values=next((part.values for part in parts if part.values), nothing),
+            values=united_values(parts),
             per_rank=tuple([data or nothing for data in per_rank]) if any(per_rank) else (),
             digests=digests,
             seals=seals,
@@ -471,19 +472,16 @@ def _key_of(name: str) -> str:
 
 def _way_out(fqn: str, values: Collection[str]) -> str:
     """The end of a message about what an optimizer has otherwise on some ranks; "" for the rest."""
-    optimizers = [value.removesuffix(_GROUPS) for value in values if value.endswith(_GROUPS)]
+    optimizers = [value.removesuffix(GROUPS) for value in values if value.endswith(GROUPS)]
     for path in optimizers:
         if fqn.startswith(f"{path}.state."):
             return or_per_rank(fqn, values)
-        if f"{fqn}.".startswith((f"{path}{_GROUPS}.", f"{path}.user_state.")):
+        if f"{fqn}.".startswith((f"{path}{GROUPS}.", f"{path}.user_state.")):
             return (
                 ", or keep what is each rank's own outside of the optimizer: beside it in the "
                 "state, as PerRank(value)"
             )
     return ""
-
-
-_GROUPS = ".param_groups"
 
 
 def _unsynchronized(region: _ReplicaRegion, groups: str) -> str:
@@ -499,35 +497,36 @@ def _region_name(region: _ReplicaRegion) -> str:
 
 
 def value_differences(parts: Sequence[Part]) -> list[str]:
-    """One text per value that is not the same on all ranks of the world."""
+    """One text per value that is not the same on all ranks that have it.
+
+    Param groups may be those of several ranks, each with parameters of its own.
+    """
     if all(part.value_digests == parts[0].value_digests for part in parts):
         return []
     digests = {part.rank: part.value_digests for part in parts}
     problems = []
+    sent = sent_by(parts)
     for fqn, groups in _differences(digests):
+        versions = [one.rank for one in sent if is_groups(one.values.get(fqn), fqn)]
+        if {digests[rank][fqn] for rank in versions} >= set(groups):
+            continue  # each as one of the ranks has sent it, to be united
         way_out = _way_out(fqn, {name for part in parts for name in part.value_digests})
         do = f"make it equal on all ranks first{way_out}" if way_out else _WRAP
-        group = _OR_GROUP if None in groups else ""
-        problems.append(f"{fqn}: the value differs between ranks ({_groups(groups)}); {do}{group}")
+        problems.append(f"{fqn}: the value differs between ranks ({_groups(groups)}); {do}")
     return problems
 
 
 _WRAP = "wrap it in PerRank to keep every rank's own"
-_OR_GROUP = ", or save with process_group= the ranks that have it"
 
 
 def _differences(
     digests: Mapping[int, Mapping[str, int]],
 ) -> list[tuple[str, dict[int | None, list[int]]]]:
-    """Per name with more than one digest: the ranks by digest; None where a rank lacks the name."""
+    """Per name with more than one digest: the ranks by digest."""
     ranks_by_digest: dict[str, dict[int | None, list[int]]] = {}
     for rank, own in sorted(digests.items()):
         for fqn, digest in own.items():
             ranks_by_digest.setdefault(fqn, {}).setdefault(digest, []).append(rank)
-    for groups in ranks_by_digest.values():
-        having = {rank for ranks in groups.values() for rank in ranks}
-        if missing := [rank for rank in sorted(digests) if rank not in having]:
-            groups[None] = missing
     return [
         (fqn, ranks_by_digest[fqn])
         for fqn in sorted(ranks_by_digest)

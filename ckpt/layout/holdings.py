@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import compress
 from operator import not_
 from typing import Any, NamedTuple
@@ -121,6 +121,7 @@ class WholeTensors(NamedTuple):
     tensors: Sequence[torch.Tensor]
     addresses: Sequence[int]
     holders: tuple[int, ...]
+    held: Mapping[str, tuple[int, ...]]  # by name, where others hold a tensor; see `Ranks`
 
     def holdings(self, *, kept: bool) -> list[Holding]:
         """The same as holdings. Those that are to be `kept` never have the object itself, which
@@ -138,7 +139,8 @@ class WholeTensors(NamedTuple):
                 known = regions[size] = (shape, whole(shape))
             shape, box = known
             local = tensor.detach() if kept or tensor.requires_grad else tensor
-            piece = Piece(fqn, shape, tensor.dtype, box, box, self.holders)
+            holders = self.held.get(fqn) or self.holders
+            piece = Piece(fqn, shape, tensor.dtype, box, box, holders)
             holdings.append(Holding(local, (piece,), kind, False, ()))
         return holdings
 
@@ -149,6 +151,7 @@ class WholeTensors(NamedTuple):
             [self.tensors[row] for row in rows],
             [self.addresses[row] for row in rows],
             self.holders,
+            self.held,
         )
 
 
@@ -167,7 +170,7 @@ def whole_tensors(
     fqns = [fqn for fqn, _ in tensors]
     whole = [tensor for _, tensor in tensors]
     addresses = [tensor.data_ptr() for tensor in whole]
-    columns = WholeTensors(fqns, whole, addresses, ranks.everyone)
+    columns = WholeTensors(fqns, whole, addresses, ranks.everyone, ranks.held)
     if len(set(addresses)) == len(addresses):
         return columns, {}, others
     first_rows, aliases = _untied(columns)

@@ -144,7 +144,7 @@ def describe_tensor(
     return whole_tensor(
         fqn,
         tensor,
-        holders=ranks.everyone if holders is None else holders,
+        holders=ranks.holders_of(fqn) if holders is None else holders,
         synchronized=synchronized,
         owners=owners,
     )
@@ -387,7 +387,7 @@ def _described(fqn: str, tensor: torch.Tensor, ranks: Ranks, held: _Replicas) ->
         fqn,
         tensor,
         ranks,
-        holders=held.holders,
+        holders=held.holders if held.owners else None,
         synchronized=held.synchronized,
         owners=held.owners,
     )

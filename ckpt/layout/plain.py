@@ -7,8 +7,9 @@ and the pieces of a tensor that lies whole in local memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -18,15 +19,21 @@ from ckpt.layout.piece import Owned, Piece, View
 from ckpt.layout.region import Shape, whole
 from ckpt.layout.tensor import PLAIN_CLASSES
 
+_BY_EVERYONE: Mapping[str, tuple[int, ...]] = MappingProxyType({})
+
 
 class Ranks(NamedTuple):
     """The world of a checkpoint: this rank's index in it, and torch's global rank of each member.
 
     Everything else in this package speaks of indices into `global_ranks`.
+
+    `held` has, by name, who holds the plain tensors that some ranks hold and others do not. Nothing
+    in a tensor says so; the ranks have told each other.
     """
 
     rank: int
     global_ranks: tuple[int, ...]
+    held: Mapping[str, tuple[int, ...]] = _BY_EVERYONE
 
     @classmethod
     def alone(cls) -> Ranks:
@@ -37,6 +44,19 @@ class Ranks(NamedTuple):
     def everyone(self) -> tuple[int, ...]:
         """All indices of the world."""
         return tuple(range(len(self.global_ranks)))
+
+    def holders_of(self, fqn: str) -> tuple[int, ...]:
+        """Who holds a plain tensor of that name, if no engine says otherwise."""
+        return self.held.get(fqn) or self.everyone
+
+    def below(self, path: str) -> Ranks:
+        """The same ranks for names that are relative to `path`."""
+        if not self.held or not path:
+            return self
+        start = len(path) + 1
+        inside = f"{path}."
+        held = {n[start:]: ranks for n, ranks in self.held.items() if n.startswith(inside)}
+        return self._replace(held=held)
 
     def indices_of(self, global_ranks: Sequence[int]) -> tuple[int, ...]:
         """Indices of those `global_ranks` that are in the world, ascending, this rank always among

@@ -35,17 +35,19 @@ from ckpt.loading.shared_reads import (
     share,
     weigh,
 )
+from ckpt.loading.unasked import left_by_all
 from ckpt.state.bind import Binding, bind_state
 from ckpt.state.half_loaded import filling
 from ckpt.state.matching import Tally, total, with_nearest
-from ckpt.state.types import Catalog, Loaded, ProblemKind, TensorEntry
+from ckpt.state.requested import CHECKPOINT
+from ckpt.state.types import Catalog, Loaded, ProblemKind, Strict, TensorEntry
 from ckpt.telemetry.recorder import PhaseSpan, Recorder
 from ckpt.world.base import World, collectively
 from storage import StorageError, Store
 
 logger = logging.getLogger(__name__)
 
-_SUMS = struct.Struct("<7Q")
+_SUMS = struct.Struct("<8Q")
 RETIRED_MAX = 20  # times in a row that retention may be faster than one load
 
 
@@ -53,7 +55,7 @@ RETIRED_MAX = 20  # times in a row that retention may be faster than one load
 class LoadOptions:
     """What a load accepts and how it reads."""
 
-    strict: bool = True
+    strict: Strict = True
     rename: Callable[[str], str] | Mapping[str, str] | None = None
     skip: Callable[[str], bool] | Iterable[str] = ()
     path: ReadPath = field(default_factory=ReadPath)
@@ -158,7 +160,12 @@ def _fill(
         )
     with recorder.span("plan"):
         reader = collectively(world, "plan", lambda: _reader(store, located, binding, options.path))
-        groups, sums = _groups(reader, manifest, world, options, binding.tally)
+        # Where one rank has a place for everything, no other has to be asked.
+        has_left = options.strict is True and len(binding.fatal) > len(binding.fatal_here)
+        mine = _Sums(binding.tally, has_left=has_left)
+        groups, sums = _groups(reader, manifest, world, options, mine)
+        if world.size > 1 and sums.has_left == world.size:
+            _refuse_left(binding, catalog_of(manifest), world, where)
         warnings = _warnings(binding, manifest, world, sums.tally, where)
 
     def prepare() -> Sharing:
@@ -227,9 +234,17 @@ def _bind(
         rename=options.rename,
         skip=options.skip,
     )
-    if binding.fatal:
-        raise Mismatch(binding.fatal, where)
+    # What is left over may have its place on another rank; see `_refuse_left`.
+    fatal = binding.fatal if world.size == 1 else binding.fatal_here
+    if fatal:
+        raise Mismatch(fatal, where)
     return binding
+
+
+def _refuse_left(binding: Binding, catalog: Catalog, world: World, where: str) -> None:
+    """Raise Mismatch on all ranks for what no rank's state has a place for. Collective."""
+    left = left_by_all(world, catalog, binding.left).problems(CHECKPOINT)
+    world.agree("compare", Mismatch([one.text for one in left], where) if left else None)
 
 
 def _warnings(
@@ -277,24 +292,32 @@ def _reader(
     return Reader(sums, plan_reads(manifest, binding.others, binding.plain), path)
 
 
+_NO_WEIGHT = Weight(0, 0, 0)
+
+
 class _Sums(NamedTuple):
-    """What all ranks together report before they read, and a name for this load."""
+    """What all ranks together report before they read, and a name for this load.
+
+    `has_left` counts the ranks whose state has no place for something of the checkpoint.
+    """
 
     tally: Tally
-    weight: Weight
-    name: str
+    weight: Weight = _NO_WEIGHT
+    has_left: int = 0
+    name: str = ""
 
     def encode(self) -> bytes:
-        return _SUMS.pack(*self.tally, *self.weight) + self.name.encode()
+        return _SUMS.pack(*self.tally, *self.weight, self.has_left) + self.name.encode()
 
     @classmethod
     def decode(cls, data: bytes) -> _Sums:
-        numbers = _SUMS.unpack_from(data)
-        return cls(Tally(*numbers[:4]), Weight(*numbers[4:]), data[_SUMS.size :].decode())
+        *numbers, has_left = _SUMS.unpack_from(data)
+        name = data[_SUMS.size :].decode()
+        return cls(Tally(*numbers[:4]), Weight(*numbers[4:]), has_left, name)
 
 
 def _groups(
-    reader: Reader, manifest: Manifest, world: World, options: LoadOptions, tally: Tally
+    reader: Reader, manifest: Manifest, world: World, options: LoadOptions, mine: _Sums
 ) -> tuple[list[Group], _Sums]:
     """With whom this rank shares what it needs, and the sums over all ranks."""
     needs, limits = reader.blocks.runs(), options.sharing
@@ -303,8 +326,7 @@ def _groups(
         line = int(file_starts(manifest.file_nbytes)[-1])
         with world.transfers("needs") as wires:
             groups = match(wires, world.rank, world.size, needs, line)
-    mine = _Sums(tally, weigh(needs, groups, world.rank, limits), "")
-    sums = _summed(world, mine)
+    sums = _summed(world, mine._replace(weight=weigh(needs, groups, world.rank, limits)))
     if sums.weight.is_little(limits):
         groups = long_only(groups, limits)
     return groups, sums
@@ -318,7 +340,9 @@ def _summed(world: World, mine: _Sums) -> _Sums:
         every = [_Sums.decode(one) for one in reports]
         weights = zip(*(one.weight for one in every), strict=True)
         weight = Weight(*(sum(column) for column in weights))
-        answer = _Sums(total([one.tally for one in every]), weight, secrets.token_hex(8)).encode()
+        tally = total([one.tally for one in every])
+        has_left = sum(one.has_left for one in every)
+        answer = _Sums(tally, weight, has_left, secrets.token_hex(8)).encode()
     return _Sums.decode(world.broadcast("sums of needs", answer))
 
 

@@ -25,13 +25,14 @@ from functools import partial
 from typing import Literal
 
 from ckpt.commit.patience import HURRIED_SECONDS, patience_for
-from ckpt.errors import Forked, SaveDropped
+from ckpt.errors import Forked, NamesChanged, SaveDropped
 from ckpt.format.part import Part
 from ckpt.saving.publish import publish
 from ckpt.saving.report import SaveReport
+from ckpt.saving.save import report_names_of_copied
 from ckpt.saving.staging import BufferNeed, Staged
 from ckpt.saving.step_gate import Gate
-from ckpt.saving.task import Attempt, SaveTask
+from ckpt.saving.task import Attempt, SaveTask, refuse_other_names
 from ckpt.saving.write import Staging
 from ckpt.world.base import World
 
@@ -330,10 +331,14 @@ def _run(pending: PendingSave, task: SaveTask, staged: Staged) -> SaveReport:
     try:
         try:
             staged.copy()
+            refuse_other_names(staged.contents, task)
         except Exception as caught:
             # Raised by `agree`: the other ranks wait there, and all must end with the same error.
             error = caught
-        task.session.world.agree("begin", error)
+        try:
+            task.session.world.agree("begin", error)
+        except NamesChanged:
+            report_names_of_copied(staged.contents, task)
         watched = replace(task, blocked_seconds=blocked_seconds)
         with pending._patient(task):
             return publish(watched, lambda: staged.contents.modules, write)

@@ -219,7 +219,7 @@ class PlanMemory:
         self, fingerprint: Fingerprint, structure: Structure, others: list[Holding], plan: SavePlan
     ) -> None:
         """Remember a plan as long as all objects of the state live."""
-        self._kept = _Kept(Remembered(fingerprint, self._forget), structure, others, plan)
+        self._kept = _Kept(Remembered(fingerprint, self.forget), structure, others, plan)
 
     def memo_of(self, chunks: Sequence[StoredChunk], tensors: tuple[TensorRecord, ...]) -> Memo:
         """The results for these chunks, which hold wherever they lie in memory."""
@@ -231,7 +231,8 @@ class PlanMemory:
         """After a failed save: the next one must not be compared with its part."""
         self._chunks[2].keep("part", None)
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """The next plan is made anew."""
         self._kept = None
 
 

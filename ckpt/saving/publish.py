@@ -19,7 +19,14 @@ from ckpt.commit.records import LiveEntry
 from ckpt.commit.session import ReferenceRetired, Session
 from ckpt.commit.sweep import NotRetired
 from ckpt.commit.writer import Commit
-from ckpt.errors import Fenced, InvalidState, LogDiverged, OutcomeUnknown, SaveDropped
+from ckpt.errors import (
+    Fenced,
+    InvalidState,
+    LogDiverged,
+    NamesChanged,
+    OutcomeUnknown,
+    SaveDropped,
+)
 from ckpt.format.checksum_tables import CHECKSUM_TABLES
 from ckpt.format.datafile import BLOCK_BYTES
 from ckpt.format.manifest import PROGRESSIONS, Header, Manifest
@@ -59,7 +66,7 @@ def publish(
         return _publish_in_tries(task, modules, write)
     except Exception as error:
         task.memory.plans.forget_part()
-        if not isinstance(error, SaveDropped):
+        if not isinstance(error, SaveDropped | NamesChanged):
             task.memory.history.failed(task.step, error)
         raise
 

@@ -7,20 +7,24 @@ from typing import Any
 
 from ckpt.commit.names import step_prefix
 from ckpt.commit.ranked import RankedSession
+from ckpt.errors import InvalidState, NamesChanged
 from ckpt.format.part import Part
 from ckpt.format.rank_files import rank_files
 from ckpt.saving.base import everything, refer
 from ckpt.saving.compared import digests_of
+from ckpt.saving.holders import inventory_of, report_names
 from ckpt.saving.plan import Contents, contents_of
-from ckpt.saving.publish import publish
+from ckpt.saving.publish import TRIES, publish
 from ckpt.saving.report import SaveOptions, SaveReport
 from ckpt.saving.task import (
     Attempt,
     PartMemory,
     SaveTask,
     Written,
+    modules_of,
     part_of,
     rank_contents,
+    refuse_other_names,
     texts_of,
 )
 from ckpt.saving.write import Source, entries_of, write_files
@@ -43,21 +47,75 @@ def save_state(
     for a rank that dies while the commit is reported to the others.
     """
     task = SaveTask(session, store, memory, step, options)
-    contents: Contents | Exception
+    # Names may change once more while the ranks tell them; a state that changes in every try is
+    # changed by another thread.
+    for _ in range(TRIES - 1):
+        try:
+            return _save_once(state, task)
+        except NamesChanged:
+            memory.learn(None)
+    return _save_once(state, task)
+
+
+def flattened(state: Any, task: SaveTask) -> Contents | Exception:
+    """What is to be saved, or why it cannot be. Collective where the ranks have not told each other
+    what they hold, which they do here then.
+    """
+    memory, world = task.memory, task.session.world
+    contents = _flattened(state, task)
+    if world.size == 1 or memory.holders is not None:
+        return contents
+    inventory = None if isinstance(contents, Exception) else inventory_of(contents, task.ranks)
+    try:
+        holders = report_names(world, inventory)
+    except InvalidState as error:
+        return error  # raised on all ranks, so all get it back here
+    memory.learn(holders)
+    if holders is not None and holders.tensors:
+        contents = _flattened(state, task)
+    return contents
+
+
+def report_names_of_copied(contents: Contents, task: SaveTask) -> None:
+    """Let the ranks tell each other what they hold, after the state was copied. Collective.
+
+    Raises InvalidState on all ranks when one has not copied what is its share then.
+    """
+    before, world = task.ranks.held, task.session.world
+    inventory = inventory_of(contents, task.ranks)
+    holders = report_names(world, inventory)
+    after = holders.tensors if holders is not None else {}
+    plain = [tensor.fqn for tensor in inventory.tensors if tensor.is_plain]
+    moved = [fqn for fqn in plain if before.get(fqn) != after.get(fqn)]
+    task.memory.learn(holders)
+    problems = [
+        f"{fqn}: other ranks hold it now than at the last save, and were found out only after the "
+        "state was copied in the background; save again, which works now"
+        for fqn in moved
+    ]
+    world.agree("holders", InvalidState(problems) if problems else None)
+
+
+def _flattened(state: Any, task: SaveTask) -> Contents | Exception:
     try:
         with task.recorder.span("flatten"):
-            contents = contents_of(state, task.ranks, memory.plans)
+            return contents_of(state, task.ranks, task.memory.plans)
     except Exception as error:
         # Raised in `write`, where all ranks agree: the others wait there for this rank.
-        contents = error
+        return error
+
+
+def _save_once(state: Any, task: SaveTask) -> SaveReport:
+    contents = flattened(state, task)
 
     def write(attempt: Attempt) -> Part:
         if isinstance(contents, Exception):
             raise contents
+        refuse_other_names(contents, task)
         written = write_sources(contents.plan.sources, contents, attempt, task)
         return part_of(contents, written, digests_of(contents.plan.compared), task)
 
-    modules = () if isinstance(contents, Exception) else contents.modules
+    modules = () if isinstance(contents, Exception) else modules_of(contents, task)
     return publish(task, lambda: modules, write)
 
 

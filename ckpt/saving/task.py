@@ -14,7 +14,8 @@ import numpy.typing as npt
 from ckpt.commit.patience import BACKGROUND_SECONDS
 from ckpt.commit.ranked import RankedSession
 from ckpt.commit.records import STEP_MAX
-from ckpt.errors import InvalidState
+from ckpt.errors import InvalidState, NamesChanged
+from ckpt.format.codec import encode_values
 from ckpt.format.datafile import BLOCK_BYTES
 from ckpt.format.manifest import MODULES, Header
 from ckpt.format.part import (
@@ -31,6 +32,7 @@ from ckpt.format.part import (
 from ckpt.format.rank_files import RankContents
 from ckpt.layout.plain import Ranks
 from ckpt.saving.base import Base, Previous, Referred
+from ckpt.saving.holders import Holders, inventory_of
 from ckpt.saving.parts import Structures
 from ckpt.saving.plan import Contents, PlanMemory, SavePlan
 from ckpt.saving.report import SaveOptions
@@ -48,7 +50,8 @@ class PartMemory:
 
     `previous` is what a save with `dedup` may refer to, `plans` holds what
     this rank need not compute again, `evidence` which optimizers wait for saves in the background,
-    `history` the reports of earlier saves.
+    `history` the reports of earlier saves. `holders` is what the ranks have told each other of what
+    they hold; None until they have.
     """
 
     def __init__(self) -> None:
@@ -57,6 +60,14 @@ class PartMemory:
         self.plans = PlanMemory()
         self.evidence = Evidence()
         self.history = SaveHistory()
+        self.holders: Holders | None = None
+
+    def learn(self, holders: Holders | None) -> None:
+        """Keep what the ranks have told each other; plans that it makes wrong are forgotten."""
+        before = self.holders.tensors if self.holders else {}
+        if holders is not None and holders.tensors != before:
+            self.plans.forget()
+        self.holders = holders
 
 
 class Attempt(NamedTuple):
@@ -87,7 +98,9 @@ class SaveTask:
 
     @property
     def ranks(self) -> Ranks:
-        return Ranks(self.session.world.rank, self.session.world.global_ranks)
+        world, holders = self.session.world, self.memory.holders
+        ranks = Ranks(world.rank, world.global_ranks)
+        return ranks._replace(held=holders.tensors) if holders and holders.tensors else ranks
 
     @property
     def retries(self) -> int:
@@ -131,12 +144,33 @@ def header_of(task: SaveTask, attempt: str, modules: Sequence[str]) -> Header:
 
 def texts_of(contents: Contents, task: SaveTask) -> PartTexts:
     """What this rank's files and its part hold besides tensors."""
-    return part_texts(
+    texts = part_texts(
         aliases=contents.flat.aliases,
         values=contents.flat.values,
-        keeps_values=task.session.world.rank == 0,
+        keeps_values=False,
         per_rank=contents.flat.per_rank,
     )
+    values, holders = contents.flat.values, task.memory.holders
+    if task.session.world.size > 1 and holders is not None:
+        values = {fqn: value for fqn, value in values.items() if fqn in holders.sends}
+    # The coordinator always sends some: a checkpoint of no values has an empty mapping of them.
+    is_sent = values or task.session.world.rank == 0
+    return texts._replace(values=encode_values(values) if is_sent else b"")
+
+
+def modules_of(contents: Contents, task: SaveTask) -> tuple[str, ...]:
+    """The paths of the modules of all ranks' states, as far as the ranks know them."""
+    holders = task.memory.holders
+    return contents.modules if holders is None else holders.modules or contents.modules
+
+
+def refuse_other_names(contents: Contents, task: SaveTask) -> None:
+    """Raises NamesChanged unless the other ranks know the names of what this one holds."""
+    if task.session.world.size == 1:
+        return
+    holders = task.memory.holders
+    if holders is None or inventory_of(contents, task.ranks) != holders.of:
+        raise NamesChanged("this rank holds things of other names than it has told the others")
 
 
 def rank_contents(

@@ -30,10 +30,10 @@ from ckpt.state.describe import (
     describe_modules,
 )
 from ckpt.state.matching import Tally
-from ckpt.state.names import Names, Rename, Skip
+from ckpt.state.names import Left, Names, Rename, Skip
 from ckpt.state.requested import CHECKPOINT, CallArguments
 from ckpt.state.trees import bind_tree
-from ckpt.state.types import Catalog, Loaded, PerRank, Problem, ProblemKind, fatal_texts
+from ckpt.state.types import Catalog, Loaded, PerRank, Problem, ProblemKind, Strict, fatal_texts
 from ckpt.state.values import join_tree, references
 from ckpt.state.walk import Leaves, LocatedValue, Location, is_object, walk
 
@@ -43,7 +43,8 @@ class Binding:
     """What to fill, what does not fit, and the two steps around the filling.
 
     `plain` and `others` are live memory, or fresh memory that `finish()` installs; they bear the
-    checkpoint's names. `fatal` are the texts of the problems that forbid the load.
+    checkpoint's names. `fatal` are the texts of the problems that forbid the load; what is `left`
+    does not, where another rank has a place for it.
     """
 
     plain: Sequence[WholeTensors]
@@ -54,6 +55,14 @@ class Binding:
     steps: list[Callable[[], None]]
     report: Loaded
     missing_tensors_count: int
+    left: Left
+
+    @property
+    def fatal_here(self) -> list[str]:
+        """Those of `fatal` that no other rank's state can make right."""
+        rest = [p for p in self.problems if p.kind is not ProblemKind.UNEXPECTED]
+        fatal = set(self.fatal)
+        return [problem.text for problem in rest if problem.text in fatal]
 
     @property
     def holdings(self) -> list[Holding]:
@@ -89,7 +98,7 @@ def bind_state(
     catalog: Catalog,
     ranks: Ranks,
     *,
-    strict: bool = True,
+    strict: Strict = True,
     rename: Rename = None,
     skip: Skip = None,
     call: CallArguments = CHECKPOINT,
@@ -98,8 +107,8 @@ def bind_state(
 
     `rename` gives the checkpoint's name for a name of the state, or for a dotted prefix of names;
     `skip` says which names to leave alone. With `strict=False`, missing and unexpected names are
-    not fatal; what has another shape or dtype always is. Raises InvalidState when `state` itself is
-    unusable.
+    not fatal, with "state" the unexpected ones; what has another shape or dtype always is. Raises
+    InvalidState when `state` itself is unusable.
     """
     leaves = walk(state)
     described = describe_modules(leaves, ranks, loading=True)
@@ -369,26 +378,15 @@ class _Binder:
             self.names.report(ProblemKind.PER_RANK, fqn, f"on_reshard raised {error!r}")
             return None
 
-    def result(self, state: Any, described: Described, strict: bool) -> Binding:
+    def result(self, state: Any, described: Described, strict: Strict) -> Binding:
         names = self.names
-        unexpected, not_asked = names.unexpected(_entries(state, names))
-        for name in unexpected:
-            names.problems.append(
-                Problem(
-                    ProblemKind.UNEXPECTED,
-                    name,
-                    f"{name}: is in the {names.call.source} and has no place in the state"
-                    + names.call.moves(
-                        rename="pass rename= if the state calls it otherwise", leave="leave it out"
-                    ),
-                )
-            )
-        problems = tuple(names.problems)
+        left, not_asked = names.left(_entries(state, names))
+        problems = (*names.problems, *left.problems(names.call))
         report = Loaded(
             tensors=tuple(names.loaded_tensors),
             values=tuple(names.loaded_values),
             missing=tuple(p.fqn for p in problems if p.kind is ProblemKind.MISSING),
-            unexpected=tuple(unexpected),
+            unexpected=tuple(left.names),
             skipped=tuple(names.skipped),
             not_asked=not_asked,
         )
@@ -401,6 +399,7 @@ class _Binder:
             self.steps,
             report,
             len(names.missing_tensors),
+            left,
         )
 
 

@@ -185,14 +185,8 @@ class _OptimizerBinder:
         # By parameters, not by position: groups may have been made in another order.
         live_sets = [{name for saved in group for name in saved if name} for group in wanted]
         live_names = set().union(*live_sets)
-        if extra := sorted(self.saved_names - live_names):
-            self.names.report(
-                ProblemKind.UNEXPECTED,
-                fqn,
-                f"the {self.names.call.source}'s optimizer has {len(extra)} parameters more, "
-                f"{extra[0]} the first"
-                + self.names.call.moves(rename="pass rename=", leave="leave them out"),
-            )
+        extra = sorted(self.saved_names - live_names)
+        self.names.leave_params(f"{self.saved_path}.param_groups", extra)
         for name in extra:  # covered by the one problem above
             if name in self.states:
                 self.names.used |= self.states[name].fqns
@@ -202,6 +196,8 @@ class _OptimizerBinder:
             number = next((n for n, saved in free.items() if saved == live), None)
             if number is not None:
                 del free[number]
+            elif (number := self.alike(live, saved_groups)) is not None:
+                pass
             elif live or len(live_sets) == len(saved_groups):
                 # Else it is an empty group that the checkpoint lacks: it keeps its options.
                 self.names.report(
@@ -209,6 +205,17 @@ class _OptimizerBinder:
                 )
             matched.append(number)
         return matched
+
+    def alike(self, live: set[str], saved_groups: Sequence[Mapping[str, Any]]) -> int | None:
+        """The first of the saved groups that have the parameters of one live group, if all of these
+        have the same options: groups that stages had each for itself, or as one.
+        """
+        having = [n for n, group in enumerate(saved_groups) if not live.isdisjoint(group["params"])]
+        if not having or not live <= set().union(*(saved_groups[n]["params"] for n in having)):
+            return None
+        first = options_of(saved_groups[having[0]])
+        is_same = all(options_of(saved_groups[n]) == first for n in having[1:])
+        return having[0] if is_same else None
 
     def difference(
         self, index: int, live: set[str], count: int, saved_groups: list[dict[str, Any]]

@@ -87,7 +87,7 @@ def describe_modules(leaves: Leaves, ranks: Ranks, *, loading: bool) -> Describe
     """The modules of a state, each tensor under one name; more names for one tensor are aliases."""
     described = Described()
     for path, module in leaves.modules:
-        layout = describe_module(module, ranks)
+        layout = describe_module(module, ranks.below(path))
         described.layouts.append(layout)
         hooks = layout.load_hooks if loading else layout.save_hooks
         described.problems.extend(_below(path, problem) for problem in (*layout.problems, *hooks))

@@ -70,10 +70,10 @@ def structure_of(leaves: Leaves, ranks: Ranks) -> Structure:
     optimizers = []
     for path, optimizer in leaves.optimizers:
         flat = flatten_optimizer(path, optimizer, described, ranks)
-        building.add_optimizer(flat)
+        building.add_optimizer(path, flat, is_further=False)
         optimizers.append((path, optimizer, flat.groups))
     return Structure(
-        building.holdings,
+        _agreeing(building.holdings, ranks),
         building.aliases,
         frozenset(building.names),
         tuple(optimizers),
@@ -92,9 +92,12 @@ def values_of(structure: Structure, leaves: Leaves, ranks: Ranks, state: Any) ->
     building = _Building(list(structure.problems), ranks)
     building.values.update(structure.values)
     building.per_rank.update(structure.per_rank)
+    paths: set[str] = set()
     for path, optimizer, groups in structure.optimizers:
         if groups:  # none when it was refused
-            building.add_optimizer(flatten_groups(path, optimizer, groups, ranks))
+            flat = flatten_groups(path, optimizer, groups, ranks)
+            building.add_optimizer(path, flat, is_further=path in paths)
+            paths.add(path)
     building.add_values(leaves)
     building.add_arrays(leaves)
     building.add_trees(leaves, structure.extra_states)
@@ -107,7 +110,7 @@ def values_of(structure: Structure, leaves: Leaves, ranks: Ranks, state: Any) ->
     if building.problems:
         raise InvalidState(building.problems)
     return FlatState(
-        [*structure.holdings, *building.holdings],
+        [*structure.holdings, *_agreeing(building.holdings, ranks)],
         building.values,
         building.per_rank,
         {**structure.aliases, **building.aliases},
@@ -115,6 +118,22 @@ def values_of(structure: Structure, leaves: Leaves, ranks: Ranks, state: Any) ->
         structure.owned_by_param,
         structure.witnesses,
     )
+
+
+def _agreeing(holdings: list[Holding], ranks: Ranks) -> list[Holding]:
+    """`holdings`, of which those that some ranks hold by their names alone have to be equal there.
+
+    Where all ranks have the same names, a tensor that differs is a replica that somebody forgot to
+    synchronize. Where they have not, it may as well be another tensor.
+    """
+    if not ranks.held:
+        return holdings
+    return [
+        one._replace(must_agree=True)
+        if one.is_unshared and any(piece.fqn in ranks.held for piece in one.pieces)
+        else one
+        for one in holdings
+    ]
 
 
 def _repeated(names: Sequence[str]) -> list[str]:
@@ -163,12 +182,17 @@ class _Building:
             self.values[fqn] = split_tree(tensor, fqn, self.problems)[0]
         self.aliases.update(described.aliases)
 
-    def add_optimizer(self, flat: FlatOptimizer) -> None:
+    def add_optimizer(self, path: str, flat: FlatOptimizer, *, is_further: bool) -> None:
         self.problems += flat.problems
         self.holdings += flat.holdings
         self.witnesses += flat.witnesses
-        self.names += flat.names
+        groups = f"{path}.param_groups"
+        before = self.values.get(groups) if is_further else None
         self.values.update(flat.values)
+        self.names += flat.names
+        if before is not None:  # the groups of all stages of this rank, one after the other
+            self.values[groups] = [*before, *flat.values[groups]]
+            self.names.remove(groups)
         for fqn, own in flat.own.items():
             self.per_rank[fqn] = own.entry
             self.holdings += own.holdings(self.ranks)

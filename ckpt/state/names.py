@@ -4,14 +4,49 @@ place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from ckpt.state.composites import unknown_types
 from ckpt.state.descriptions import is_description, shown_type
 from ckpt.state.requested import CHECKPOINT, CallArguments
 from ckpt.state.types import Catalog, Problem, ProblemKind, TensorEntry
 from ckpt.state.values import references
+
+
+class Left(NamedTuple):
+    """What the checkpoint has and this rank's state has no place for: names of leaves, and, by the
+    names of param groups, parameters.
+    """
+
+    names: Sequence[str]
+    params: Mapping[str, Sequence[str]]
+
+    def problems(self, call: CallArguments) -> list[Problem]:
+        """That all of it is unexpected."""
+        more = [
+            Problem(
+                ProblemKind.UNEXPECTED,
+                fqn,
+                f"{fqn}: the {call.source}'s optimizer has {len(params)} parameters more, "
+                f"{params[0]} the first"
+                + call.moves(rename="pass rename=", leave="leave them out"),
+            )
+            for fqn, params in self.params.items()
+            if params
+        ]
+        return more + [
+            Problem(
+                ProblemKind.UNEXPECTED,
+                name,
+                f"{name}: is in the {call.source} and has no place in the state"
+                + call.moves(
+                    rename="pass rename= if the state calls it otherwise", leave="leave it out"
+                ),
+            )
+            for name in self.names
+        ]
+
 
 Rename = Mapping[str, str] | Callable[[str], str] | None
 Skip = Callable[[str], bool] | Iterable[str] | None
@@ -45,6 +80,8 @@ class Names:
         self.missing_tensors: list[str] = []
         self.loaded_values: list[str] = []
         self.skipped: list[str] = []
+        # By the name of param groups: parameters of the checkpoint's that the state's lack.
+        self.extra_params: dict[str, list[str]] = {}
         self._tied: dict[str, list[str]] | None = None
         self._by_rest: dict[str, str] | None = None
 
@@ -141,6 +178,20 @@ class Names:
             stored = self.catalog.aliases.get(name, name)
             yield stored
             yield from (tied for tied, to in self.catalog.aliases.items() if to == stored)
+
+    def leave_params(self, fqn: str, params: Sequence[str]) -> None:
+        """Note the parameters of saved param groups that an optimizer lacks. Of several optimizers
+        that are parts of one, what all of them lack is left.
+        """
+        known = self.extra_params.get(fqn)
+        kept = params if known is None else [param for param in params if param in known]
+        self.extra_params[fqn] = list(kept)
+
+    def left(self, entries: Collection[str]) -> tuple[Left, int]:
+        """What of the checkpoint was not requested, and how many names are under other entries."""
+        unexpected, not_asked = self.unexpected(entries)
+        params = {fqn: extra for fqn, extra in self.extra_params.items() if extra}
+        return Left(unexpected, params), not_asked
 
     def skip(self, fqn: str) -> bool:
         """Whether the caller wants `fqn` left alone; the report then lists it."""

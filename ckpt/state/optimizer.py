@@ -24,7 +24,7 @@ from ckpt.layout.plain import Ranks, UnsupportedTensor
 from ckpt.layout.region import Box, Span
 from ckpt.layout.tensor import is_plain, local_tensor
 from ckpt.state.describe import Described, DescribedTensor, LogicalTensor
-from ckpt.state.optimizer_kinds import NUMBERS, StateKind, is_known_everywhere, kind_of
+from ckpt.state.optimizer_kinds import NUMBERS, StateKind, kind_of
 from ckpt.state.own import PerRankState, StateDeclaration, declared, layout_of, own_state
 from ckpt.state.values import split_tree
 
@@ -293,7 +293,7 @@ class _Saving:
         if first is not None:
             return first.holders
         # Nobody has the first element of an empty tensor.
-        rank = (owned.owners or (0,))[0]
+        rank = (owned.owners or owned.views[0].pieces[0].holders)[0]
         return (rank,) if 0 in member.global_shape and self.ranks.rank == rank else ()
 
     def add_own(self, named: NamedParam, name: str, content: Any) -> None:
@@ -347,7 +347,7 @@ class _Saving:
             fqn = f"{self.path}.state.{full}.{name}"
             self.flat.names.append(fqn)
             self.flat.values[fqn] = self.split(content, fqn, named.owned)
-            if not is_known_everywhere(named.owned, self.ranks):
+            if not (named.owned.is_whole or named.owned.template is not None):
                 self.flat.problems.append(
                     f"{fqn}: a {type(content).__name__} in the state of a parameter that other "
                     "ranks may hold nothing of; use a number or a tensor, or say that each rank "

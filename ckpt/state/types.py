@@ -5,9 +5,10 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
+from torch import nn
 
 from ckpt.layout.kind import Kind
 from ckpt.layout.piece import Holding, Owned
@@ -29,6 +30,22 @@ class PerRank:
 
     value: Any
     on_reshard: OnReshard | None = None
+
+
+class Stages:
+    """Marks several modules, or several optimizers, that are parts of one under one name.
+
+    For ranks with several stages of a pipeline, each with the names of the whole model: `{"model":
+    Stages(first, third), "optim": Stages(optimizer_of_first, optimizer_of_third)}`. No two of them
+    may have a name in common. Raises TypeError for anything else.
+    """
+
+    def __init__(self, *parts: nn.Module | torch.optim.Optimizer) -> None:
+        kinds = (nn.Module, torch.optim.Optimizer)
+        if not parts or not any(all(isinstance(one, kind) for one in parts) for kind in kinds):
+            names = ", ".join(type(one).__name__ for one in parts)
+            raise TypeError(f"Stages({names}): expected modules alone, or optimizers alone")
+        self.parts = parts
 
 
 class TensorEntry(NamedTuple):
@@ -93,11 +110,18 @@ class Problem(NamedTuple):
     text: str
 
 
-def fatal_texts(problems: Iterable[Problem], *, strict: bool) -> list[str]:
+# What a load insists on: that state and checkpoint have the same names, that the checkpoint has all
+# names of the state ("state"), or neither.
+Strict = bool | Literal["state"]
+
+
+def fatal_texts(problems: Iterable[Problem], *, strict: Strict) -> list[str]:
     """The texts of the problems that forbid a load; without `strict`, names may be missing."""
     # A name on one side only leaves memory as it is; a wrong shape, dtype or value would end as
     # wrong numbers, so nothing tolerates that.
-    tolerated = () if strict else (ProblemKind.MISSING, ProblemKind.UNEXPECTED)
+    tolerated: tuple[ProblemKind, ...] = ()
+    if strict is not True:
+        tolerated = (ProblemKind.UNEXPECTED, *((ProblemKind.MISSING,) if not strict else ()))
     return [problem.text for problem in problems if problem.kind not in tolerated]
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ckpt.state.arrays import is_array, is_scalar
-from ckpt.state.types import PerRank
+from ckpt.state.types import PerRank, Stages
 from ckpt.state.values import DEPTH_MAX, SCALARS, why_not_storable
 
 
@@ -115,6 +115,9 @@ def _visit(node: Any, fqn: str, place: Location, leaves: Leaves, depth: int) -> 
         leaves.modules.append((fqn, node))
     elif isinstance(node, torch.optim.Optimizer):
         leaves.optimizers.append((fqn, node))
+    elif isinstance(node, Stages):
+        for part in node.parts:  # all under one name, as parts of one
+            _visit(part, fqn, place, leaves, depth)
     elif isinstance(node, PerRank):
         leaves.per_rank.append(LocatedValue(fqn, node, place))
     elif isinstance(node, (dict, list, tuple)):
@@ -143,6 +146,10 @@ def _is_pure(node: Any, depth: int) -> bool:
         if isinstance(child, (dict, list, tuple)):
             if not _is_pure(child, depth + 1):
                 return False
-        elif isinstance(child, (torch.Tensor, PerRank)) or is_array(child) or is_object(child):
+        elif (
+            isinstance(child, (torch.Tensor, PerRank, Stages))
+            or is_array(child)
+            or is_object(child)
+        ):
             return False  # modules and optimizers are objects by this test
     return True

@@ -15,7 +15,7 @@ from ckpt.layout.plain import Ranks
 from ckpt.state.bind_optimizer import bind_optimizer
 from ckpt.state.bind_parameter import BoundOptimizer
 from ckpt.state.describe import Described
-from ckpt.state.names import Names
+from ckpt.state.names import Left, Names
 from ckpt.state.optimizer import named_groups, params_of, refusals
 from ckpt.state.own import declared, tensors_of
 from ckpt.state.requested import LoadRequest, Unshared
@@ -195,6 +195,7 @@ class OptimizerLoad:
         if problems := refusals(PATH, optimizer, self.described, self.ranks):
             return problems
         self.bound.append(bind_optimizer(PATH, target, self.described, names, self.ranks))
+        names.problems += Left((), names.extra_params).problems(self.call)
         self.loaded.append(names)
         return fatal_texts(names.problems, strict=self.strict)
 

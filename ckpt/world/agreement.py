@@ -24,8 +24,12 @@ _SHARED_CLASSES: dict[str, Callable[[Any], CheckpointError]] = {
         errors.OutcomeUnknown,
         errors.LoadInterrupted,
         errors.SaveDropped,
+        errors.NamesChanged,
     )
 }
+
+
+_AGAIN = errors.NamesChanged.__name__
 
 
 def encode_error(error: BaseException | None) -> bytes:
@@ -64,6 +68,8 @@ def error_of_failures(phase: str, failures: bytes, size: int) -> CheckpointError
     if not failures:
         return None
     failed = {rank: body for rank, body in json.loads(failures)}
+    # Ranks that would only have begun again must not hide why another one cannot.
+    failed = {r: b for r, b in failed.items() if b["shared"] != _AGAIN} or failed
     shared = {body["shared"] for body in failed.values()}
     cls = _SHARED_CLASSES.get(shared.pop()) if len(shared) == 1 else None
     if cls is None:

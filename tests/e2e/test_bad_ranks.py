@@ -178,7 +178,7 @@ def test_a_death_in_the_last_round_leaves_a_checkpoint_and_the_log_says_so(
 ) -> None:
     """Rank 1 dies at each call in turn: wherever rank 0 raises, it says how the step ended."""
     outcomes = set()
-    for call in range(1, 9):
+    for call in range(1, 11):
         place = open_store(f"{store.url}/{call}")
         registry = SessionRegistry()
 

@@ -72,6 +72,7 @@ if TYPE_CHECKING:
     from ckpt.service.retention import KeepYounger as KeepYounger
     from ckpt.state.own import declare_optimizer_state as declare_optimizer_state
     from ckpt.state.rng import rng_state as rng_state
+    from ckpt.state.types import PerGroup as PerGroup
     from ckpt.state.types import PerRank as PerRank
     from ckpt.state.types import Stages as Stages
     from ckpt.state_dict.api import load_model_state_dict as load_model_state_dict
@@ -139,6 +140,7 @@ _HOMES = {
     "OnSignal": "ckpt.service.policies",
     "OutcomeUnknown": "ckpt.errors",
     "PendingSave": "ckpt.saving.background",
+    "PerGroup": "ckpt.state.types",
     "PerRank": "ckpt.state.types",
     "Preempted": "ckpt.service.preemption",
     "RankFailed": "ckpt.errors",

@@ -7,7 +7,7 @@ until `prepare()`, nothing of the state has changed.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -31,9 +31,19 @@ from ckpt.state.describe import (
 )
 from ckpt.state.matching import Tally
 from ckpt.state.names import Left, Names, Rename, Skip
+from ckpt.state.per_group import NOT_IN_GROUP, GroupValue, group_of, group_values, value_for
 from ckpt.state.requested import CHECKPOINT, CallArguments
 from ckpt.state.trees import bind_tree
-from ckpt.state.types import Catalog, Loaded, PerRank, Problem, ProblemKind, Strict, fatal_texts
+from ckpt.state.types import (
+    Catalog,
+    Loaded,
+    PerGroup,
+    PerRank,
+    Problem,
+    ProblemKind,
+    Strict,
+    fatal_texts,
+)
 from ckpt.state.values import join_tree, references
 from ckpt.state.walk import Leaves, LocatedValue, Location, is_object, walk
 
@@ -320,6 +330,11 @@ class _Binder:
         if names.skip(fqn):
             return
         name = names.rename(fqn)
+        if isinstance(marked, PerGroup):
+            groups = group_values(names.catalog.values, name)
+            if groups:
+                self.add_per_group(slot, groups)
+                return
         all_values = [own[name] for own in names.catalog.per_rank if name in own]
         if not all_values:
             if (saved := names.value(fqn)) is None:
@@ -331,14 +346,41 @@ class _Binder:
             if own is None:
                 return
             value = own[0]
-        names.loaded_values.append(fqn)
-        live = None if is_object(marked.value) else marked.value
-        self.steps.append(self.per_rank_step(slot, marked, join_tree(value, _no_tensor, live)))
+        self.install_marked(slot, value)
 
-    def per_rank_step(self, slot: LocatedValue, marked: PerRank, value: Any) -> Callable[[], None]:
+    def add_per_group(self, slot: LocatedValue, saved: Sequence[GroupValue]) -> None:
+        names, fqn, marked, size = self.names, slot.fqn, slot.value, len(self.ranks.global_ranks)
+        names.used.update(one.fqn for one in saved)
+        group = group_of(marked, self.ranks)
+        if group is None:
+            names.report(ProblemKind.PER_RANK, fqn, NOT_IN_GROUP)
+            return
+        value = value_for(saved, group, size)
+        if value is None and marked.on_reshard is None:
+            names.report(
+                ProblemKind.PER_RANK,
+                fqn,
+                f"was saved by groups {[list(one.group) for one in saved]} with different values, "
+                f"and is loaded by group {list(group)}; say what it gets with PerGroup(..., "
+                "on_reshard=fn), or leave it alone with skip=",
+            )
+            return
+        if value is None:
+            every = [one.value for one in saved]
+            value = self.reshard_marked(fqn, marked, every, group[0])
+        if value is not None:
+            self.install_marked(slot, value[0])
+
+    def install_marked(self, slot: LocatedValue, value: Any) -> None:
+        """Give `slot` its value once all is loaded."""
+        marked = slot.value
+        self.names.loaded_values.append(slot.fqn)
+        live = None if is_object(marked.value) else marked.value
+        own = join_tree(value, _no_tensor, live)
         if is_object(marked.value):
-            return lambda: marked.value.load_state_dict(value)
-        return lambda: self.replace(slot.place, PerRank(value, marked.on_reshard))
+            self.steps.append(lambda: marked.value.load_state_dict(own))
+        else:
+            self.steps.append(lambda: self.replace(slot.place, replace(marked, value=own)))
 
     def replace(self, place: Location, value: Any) -> None:
         """Set the item at `place`; of a tuple, when the tuple is made anew."""
@@ -372,8 +414,15 @@ class _Binder:
                 "rank gets what with PerRank(..., on_reshard=fn), or leave it alone with skip=",
             )
             return None
+        return self.reshard_marked(fqn, marked, all_values, self.ranks.rank)
+
+    def reshard_marked(
+        self, fqn: str, marked: PerRank | PerGroup, values: Sequence[Any], rank: int
+    ) -> tuple[Any] | None:
+        """What the user's function makes of `values`; None, and a problem, when it raises."""
+        assert marked.on_reshard is not None
         try:
-            return (marked.on_reshard(all_values, self.ranks.rank, size),)
+            return (marked.on_reshard(values, rank, len(self.ranks.global_ranks)),)
         except Exception as error:  # the user's function: reported beside all that does not fit
             self.names.report(ProblemKind.PER_RANK, fqn, f"on_reshard raised {error!r}")
             return None

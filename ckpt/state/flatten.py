@@ -22,7 +22,8 @@ from ckpt.layout.plain import Ranks, UnsupportedTensor
 from ckpt.state.arrays import tensor_of, why_no_tensor
 from ckpt.state.describe import Described, adopt_parameters, describe_modules
 from ckpt.state.optimizer import FlatOptimizer, flatten_groups, flatten_optimizer
-from ckpt.state.types import FlatState, PerRank
+from ckpt.state.per_group import NOT_IN_GROUP, entry_of, group_of
+from ckpt.state.types import FlatState, PerGroup, PerRank
 from ckpt.state.values import join, split_tree
 from ckpt.state.walk import Leaves, is_object, walk
 from ckpt.world.base import World
@@ -234,16 +235,23 @@ class _Building:
 
     def add_per_rank(self, leaves: Leaves) -> None:
         for slot in leaves.per_rank:
-            marked: PerRank = slot.value
+            marked: PerRank | PerGroup = slot.value
             own = marked.value.state_dict() if is_object(marked.value) else marked.value
             value, tensors = split_tree(own, slot.fqn, self.problems)
             if tensors:
                 self.problems.append(
-                    f"{tensors[0][0]}: a tensor in a PerRank value; convert it with .tolist() or "
-                    "to bytes, or keep the tensor outside"
+                    f"{tensors[0][0]}: a tensor in a {type(marked).__name__} value; convert it "
+                    "with .tolist() or to bytes, or keep the tensor outside"
                 )
             self.names.append(slot.fqn)
-            self.per_rank[slot.fqn] = value
+            if isinstance(marked, PerRank):
+                self.per_rank[slot.fqn] = value
+            elif (group := group_of(marked, self.ranks)) is None:
+                self.problems.append(f"{slot.fqn}: {NOT_IN_GROUP}")
+            else:
+                name, entry = entry_of(slot.fqn, group, value, self.ranks)
+                self.names.append(name)
+                self.values[name] = entry
 
 
 def _itself(tensor: torch.Tensor) -> torch.Tensor:

@@ -136,6 +136,12 @@ class Names:
                 fqn,
                 "was saved per rank; mark it with PerRank(...) in the state, or skip= it",
             )
+        elif any(known.startswith(f"{name}~group") for known in self.catalog.values):
+            self.report(
+                ProblemKind.VALUE,
+                fqn,
+                "was saved per group; mark it with PerGroup(...) in the state, or skip= it",
+            )
         else:
             self.report_missing(fqn, name)
         return None

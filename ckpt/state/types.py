@@ -32,6 +32,23 @@ class PerRank:
     on_reshard: OnReshard | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class PerGroup:
+    """Marks a value of the state that the ranks of a group have in common, and other groups have
+    otherwise: the scheduler of a stage.
+
+    `value` is as in `PerRank`, `group` a device mesh, a process group or the numbers of the ranks,
+    this rank among them. The ranks of a group must have equal values, or the save fails. A load in
+    the same groups of as many ranks gives each its own back; in others, what all groups had alike.
+    Where that differs, `on_reshard(values of the groups, first rank of this group, world_size)` is
+    called; without it the load fails before it touches anything.
+    """
+
+    value: Any
+    group: Any
+    on_reshard: OnReshard | None = None
+
+
 class Stages:
     """Marks several modules, or several optimizers, that are parts of one under one name.
 

@@ -1,7 +1,7 @@
 """Walking a state: which leaves it has, under which names, and where in its containers they stand.
 
 Saving and loading walk alike, so that the same state gives the same names. A container without
-tensors, modules, optimizers, objects and `PerRank` is one value; any other is walked into, child by
+tensors, modules, optimizers, objects and marks is one value; any other is walked into, child by
 child.
 """
 
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ckpt.state.arrays import is_array, is_scalar
-from ckpt.state.types import PerRank, Stages
+from ckpt.state.types import PerGroup, PerRank, Stages
 from ckpt.state.values import DEPTH_MAX, SCALARS, why_not_storable
 
 
@@ -118,7 +118,7 @@ def _visit(node: Any, fqn: str, place: Location, leaves: Leaves, depth: int) -> 
     elif isinstance(node, Stages):
         for part in node.parts:  # all under one name, as parts of one
             _visit(part, fqn, place, leaves, depth)
-    elif isinstance(node, PerRank):
+    elif isinstance(node, PerRank | PerGroup):
         leaves.per_rank.append(LocatedValue(fqn, node, place))
     elif isinstance(node, (dict, list, tuple)):
         if _is_pure(node, 0):
@@ -147,7 +147,7 @@ def _is_pure(node: Any, depth: int) -> bool:
             if not _is_pure(child, depth + 1):
                 return False
         elif (
-            isinstance(child, (torch.Tensor, PerRank, Stages))
+            isinstance(child, (torch.Tensor, PerRank, PerGroup, Stages))
             or is_array(child)
             or is_object(child)
         ):

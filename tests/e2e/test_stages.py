@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -123,8 +124,6 @@ def test_stages_are_saved_as_one_model_and_load_under_other_numbers_of_stages(
         ckpt.load(stage, f"{root}/plain", step=1, strict="state")
     exported = tmp_path / "whole.safetensors"
     ckpt.export(f"{root}/plain", str(exported), step=1)
-    from safetensors.torch import load_file
-
     expected = trained(1)[0].state_dict()
     whole_file = load_file(str(exported))
     assert whole_file.keys() == expected.keys()

@@ -1,0 +1,72 @@
+"""Values that a group of ranks has in common and other groups have otherwise.
+
+Stored as common values, one for each group: `<name>~group<n>`, where n is the group's lowest rank,
+is `{"group": ranks, "world_size": ranks of the world that saved, "value": value}`. So the ranks of
+a group are compared like those of the world are in other values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ckpt.layout.plain import Ranks
+from ckpt.state.types import PerGroup
+
+_SUFFIX = "~group"
+NOT_IN_GROUP = "this rank is not in the group of its PerGroup value; pass the group that it is in"
+
+
+class GroupValue(NamedTuple):
+    """The value of one group, as a checkpoint has it under `fqn`."""
+
+    fqn: str
+    group: tuple[int, ...]
+    world_size: int
+    value: Any
+
+
+def group_of(marked: PerGroup, ranks: Ranks) -> tuple[int, ...] | None:
+    """The group's ranks in the world, ascending; None when this rank is not among them."""
+    group: Any = marked.group
+    if hasattr(group, "mesh"):
+        members = group.mesh.flatten().tolist()
+    elif isinstance(group, Sequence):
+        members = list(group)
+    else:
+        members = torch.distributed.get_process_group_ranks(group)
+    known = ranks.known_of(members)
+    return known if ranks.rank in known else None
+
+
+def entry_of(fqn: str, group: tuple[int, ...], value: Any, ranks: Ranks) -> tuple[str, Any]:
+    """The name and the value that a checkpoint has for `group`."""
+    entry = {"group": list(group), "world_size": len(ranks.global_ranks), "value": value}
+    return f"{fqn}{_SUFFIX}{group[0]}", entry
+
+
+def group_values(values: Mapping[str, Any], name: str) -> list[GroupValue]:
+    """The values of all groups that a checkpoint has for `name`, by their lowest ranks."""
+    return sorted(_group_values(values, name), key=lambda one: one.group)
+
+
+def _group_values(values: Mapping[str, Any], name: str) -> Iterator[GroupValue]:
+    prefix = f"{name}{_SUFFIX}"
+    for fqn, entry in values.items():
+        if not fqn.startswith(prefix) or not fqn[len(prefix) :].isdecimal():
+            continue
+        if isinstance(entry, dict) and entry.keys() == {"group", "world_size", "value"}:
+            yield GroupValue(fqn, tuple(entry["group"]), entry["world_size"], entry["value"])
+
+
+def value_for(saved: Sequence[GroupValue], group: tuple[int, ...], size: int) -> tuple[Any] | None:
+    """What a group of `size` ranks' world gets back by itself; None where only the user knows."""
+    for one in saved:
+        if one.group == group and one.world_size == size:
+            return (one.value,)
+    # Groups that were of one mind leave nothing to decide.
+    if all(one.value == saved[0].value for one in saved[1:]):
+        return (saved[0].value,)
+    return None

@@ -1,0 +1,163 @@
+"""Experts, tied embeddings, generator and critic, values of groups: ranks that hold unlike things.
+
+Method: real gloo ranks, saved on four and loaded on two and on one. Values follow from names and a
+seed (`tests.e2e.stages`), so that each rank knows what it has to get.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import ckpt
+from ckpt.errors import InvalidState, Mismatch
+from tests.e2e.stages import differences, fill, optimizer_of
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+EXPERTS = 4
+
+
+class Moe(nn.Module):
+    """A router that all ranks have, experts of which each has some, and stacked weights."""
+
+    def __init__(self, experts: Iterable[int] = range(EXPERTS)) -> None:
+        super().__init__()
+        self.router = nn.Linear(5, EXPERTS)
+        self.experts = nn.ModuleDict({str(number): nn.Linear(5, 3) for number in experts})
+        self.stacked = nn.Parameter(torch.empty(EXPERTS, 3, 5))
+
+
+class Ends(nn.Module):
+    """The embedding of a first and of a last stage, which are one, and a layer of its own."""
+
+    def __init__(self, layers: Iterable[str]) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, 3)
+        self.layers = nn.ModuleDict({name: nn.Linear(3, 3) for name in layers})
+
+
+def state_of(model: nn.Module, seed: int) -> dict[str, Any]:
+    """The model and its optimizer, stepped once on values of `seed`."""
+    optimizer = optimizer_of(model)
+    fill(model, seed)
+    optimizer.step()
+    return {"model": model, "optim": optimizer}
+
+
+def whole(make: Callable[[], nn.Module], seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    state = state_of(make(), seed)
+    return state["model"], state["optim"]
+
+
+def all_experts() -> nn.Module:
+    return Moe()
+
+
+def both_ends() -> nn.Module:
+    return Ends(["first", "last"])
+
+
+def odd_of(state: dict[str, Any], make: Callable[[], nn.Module], seed: int) -> list[str]:
+    return differences(state["model"], state["optim"], seed, whole(make, seed))
+
+
+def local_experts(size: int, rank: int, seed: int) -> dict[str, Any]:
+    """Experts as modules of their own, the stacked ones over a mesh of experts, the router sharded
+    over the data mesh: the same ranks.
+    """
+    count = EXPERTS // size
+    model = Moe(range(rank * count, (rank + 1) * count))
+    experts = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
+    cut = distribute_tensor(torch.empty(EXPERTS, 3, 5), experts, [Shard(0)], src_data_rank=None)
+    model.stacked = nn.Parameter(cut)
+    fully_shard(model.router, mesh=init_device_mesh("cpu", (size,), mesh_dim_names=("dp",)))
+    return state_of(model, seed)
+
+
+def saved_by_four(root: str) -> list[str]:
+    rank = dist.get_rank()
+    ckpt.save(local_experts(4, rank, 1), f"{root}/experts", step=1)
+    names = ["first"] if rank == 0 else ["last"]
+    ends = state_of(Ends(names) if rank in (0, 3) else nn.ModuleDict(), 2) if rank in (0, 3) else {}
+    ckpt.save({**ends, "n": 5}, f"{root}/ends", step=1)
+    part = "generator" if rank < 2 else "critic"
+    model, optimizer = whole(lambda: Moe([0]) if rank < 2 else Ends(["first"]), 3)
+    trained = {part: model, f"{part}_optim": optimizer}
+    ckpt.save(trained, f"{root}/pair", step=1)
+    fill(model, 9)
+    ckpt.load(trained, f"{root}/pair")
+    make = (lambda: Moe([0])) if rank < 2 else (lambda: Ends(["first"]))
+    odd = odd_of({"model": model, "optim": optimizer}, make, 3)
+    return odd + groups(root, rank)
+
+
+def groups(root: str, rank: int) -> list[str]:
+    """Values that stages have in common, and what becomes of them in other groups."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    data: DeviceMesh = mesh["dp"]
+    odd = []
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=3)
+    schedule.last_epoch = 10 + rank // 2
+    state = {"s": ckpt.PerGroup(schedule, data), "of": ckpt.PerGroup([rank // 2], data), "n": 1}
+    state["alike"] = ckpt.PerGroup("all", data)
+    ckpt.save(state, f"{root}/groups", step=1)
+    schedule.last_epoch = 0
+    state |= {"of": ckpt.PerGroup([], data), "alike": ckpt.PerGroup("", data)}
+    ckpt.load(state, f"{root}/groups")
+    if (schedule.last_epoch, state["of"].value) != (10 + rank // 2, [rank // 2]):
+        odd.append(f"groups: {schedule.last_epoch} {state['of'].value}")
+    # Other groups: what all had alike needs nobody, the rest a function of the user's.
+    alone = {"alike": ckpt.PerGroup("", [rank]), "of": ckpt.PerGroup([], [rank])}
+    with pytest.raises(Mismatch, match=r"of: was saved by groups \[\[0, 1\], \[2, 3\]\]"):
+        ckpt.load(alone, f"{root}/groups")
+    alone["of"] = ckpt.PerGroup([], [rank], lambda values, first, size: [values, first, size])
+    ckpt.load(alone, f"{root}/groups")
+    got = (alone["alike"].value, alone["of"].value)
+    if got != ("all", [[[0], [1]], rank, 4]):
+        odd.append(f"other groups: {got}")
+    with pytest.raises(InvalidState, match=r"x~group0: the value differs .* on 0; .* on 1"):
+        ckpt.save({"x": ckpt.PerGroup(rank, data)}, f"{root}/differing", step=1)
+    with pytest.raises(InvalidState, match="this rank is not in the group"):
+        ckpt.save({"x": ckpt.PerGroup(1, [(rank + 1) % 4])}, f"{root}/differing", step=1)
+    with pytest.raises(Mismatch, match="was saved per group"):
+        ckpt.load({"of": 0, "alike": ckpt.PerGroup("", data)}, f"{root}/groups")
+    return odd
+
+
+def loaded_by_two(root: str) -> list[str]:
+    rank = dist.get_rank()
+    state = local_experts(2, rank, 8)
+    ckpt.load(state, f"{root}/experts")
+    return odd_of(state, all_experts, 1)
+
+
+def test_what_unlike_ranks_saved_loads_on_other_numbers_of_ranks(tmp_path: Path) -> None:
+    root = str(tmp_path)
+    assert run_ranks(4, saved_by_four, root, timeout_seconds=180.0) == [[]] * 4
+    assert run_ranks(2, loaded_by_two, root, timeout_seconds=180.0) == [[]] * 2
+    dense = state_of(all_experts(), 8)
+    ckpt.load(dense, f"{root}/experts")
+    assert odd_of(dense, all_experts, 1) == []
+    ends = {**state_of(both_ends(), 8), "n": 0}
+    ckpt.load(ends, f"{root}/ends")
+    assert odd_of(ends, both_ends, 2) == []
+    assert ends["n"] == 5
+    critic = tmp_path / "critic.safetensors"
+    ckpt.export(f"{root}/pair", str(critic), selection=ckpt.Selection(entry="critic"))
+    expected = whole(lambda: Ends(["first"]), 3)[0].state_dict()
+    weights = load_file(str(critic))
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in weights.items())

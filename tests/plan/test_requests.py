@@ -7,16 +7,20 @@ Then loads of other numbers of ranks over a counting store.
 from __future__ import annotations
 
 import random
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+import ckpt
 from ckpt.loading.byte_line import NeededBlocks, file_starts, requests, without
 from ckpt.loading.load import LoadOptions
 from ckpt.loading.plan import ReadPath
 from storage import open_store
 from storage.testing import CountingStore
+from tests.counting import python_calls
 from tests.e2e.job import Job, Sharded
 
 
@@ -126,3 +130,15 @@ def test_small_gaps_are_read_over_and_do_not_count_as_read(
     assert report.nbytes_read == 200 << 10
     assert report.counters["passed_bytes"] == (180 << 10 if gap else 0)
     assert all(torch.equal(wanted[name], state[name]) for name in wanted)
+
+
+def test_a_request_costs_few_calls_besides_its_bytes(tmp_path: Path) -> None:
+    """After megabytes have gone through the CPU's cache each call costs several times as much."""
+    calls = []
+    for count in (2, 10):
+        state = {f"layer{index}": torch.zeros(1 << 20) for index in range(count)}  # a request each
+        url = str(tmp_path / str(count))
+        ckpt.save(state, url, step=0, io="buffered")
+        ckpt.load(state, url, io="buffered")
+        calls.append(python_calls(partial(ckpt.load, state, url, io="buffered")))
+    assert (calls[1] - calls[0]) / 8 <= 155

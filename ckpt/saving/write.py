@@ -116,12 +116,13 @@ class WritePath:
     staging: Staging = field(default_factory=lambda: Staging())
 
     def for_file(self, nbytes: int) -> WritePath:
-        """The path of a file of `nbytes`. Small files are written by the caller's thread and
-        through the page cache: threads and direct writes would cost more than they save.
+        """The path of a file of `nbytes`. Small files are written through the page cache, and those
+        of one part by the caller's thread, which would only wait for another: direct writes and
+        threads would cost more than they save.
         """
-        if not self.direct or nbytes >= self.direct_nbytes_min:
-            return self
-        return replace(self, direct=False, writers=0)
+        direct = self.direct and nbytes >= self.direct_nbytes_min
+        is_alone = nbytes <= self.part_nbytes or direct is not self.direct
+        return replace(self, direct=direct, writers=0 if is_alone else self.writers)
 
 
 class Source(NamedTuple):

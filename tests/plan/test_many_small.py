@@ -6,6 +6,7 @@ and compares every tensor bit for bit.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -69,6 +70,24 @@ def test_small_tensors_are_copied_by_one_call(monkeypatch: pytest.MonkeyPatch) -
     state["large"] = torch.randn(50_000)
     ckpt.save(state, "memory://one-call", step=1)
     assert packed == [sorted(state.keys() - {"large"})]
+
+
+def test_a_file_of_one_part_is_written_by_the_thread_that_saves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = []
+    start = threading.Thread.start
+
+    def noted(thread: threading.Thread) -> None:
+        started.append(thread.name)
+        start(thread)
+
+    url = str(tmp_path / "run")
+    for step, mib in enumerate((5, 5, 20)):
+        monkeypatch.setattr(threading.Thread, "start", start if step == 0 else noted)
+        ckpt.save({"x": torch.zeros(mib << 18)}, url, step=step, io="direct")
+        is_of_parts = mib == 20
+        assert any(name.startswith("ckpt-write") for name in started) == is_of_parts
 
 
 def _calls_per_tensor(url: str, measured: Callable[[dict[str, torch.Tensor], str], object]) -> int:

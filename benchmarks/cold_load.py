@@ -10,10 +10,8 @@ O_DIRECT into aligned memory, four requests of 2 MiB at once.
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
-import tempfile
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -22,10 +20,9 @@ from pathlib import Path
 import torch.distributed as dist
 
 import ckpt
-from benchmarks.measure import clear, interleaved, ratio, report, row, speed
+from benchmarks.measure import clear, interleaved, on_two_ranks, ratio, report, row, speed
 from benchmarks.save_load import GIB, Trained, dcp_load, dcp_save, raw_load, raw_save
 from ckpt.layout.buffers import aligned_buffer
-from tests.ranks import run_ranks
 
 REQUEST_NBYTES = 2 << 20
 IN_FLIGHT = 4
@@ -98,15 +95,5 @@ def rank_main(gib: float, rounds: int, directory: str) -> None:
     clear(base)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--gib", type=float, default=1.0)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--directory", default=None, help="on the disk to measure")
-    arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
-        run_ranks(2, rank_main, arguments.gib, arguments.rounds, directory, timeout_seconds=3600)
-
-
 if __name__ == "__main__":
-    main()
+    on_two_ranks(rank_main, __doc__, gib=1.0)

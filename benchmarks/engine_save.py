@@ -9,9 +9,7 @@ unit and state tensor.
 
 from __future__ import annotations
 
-import argparse
 import os
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,9 +24,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import ckpt
-from benchmarks.measure import clear, interleaved, ratio, report, row, speed
+from benchmarks.measure import clear, interleaved, on_two_ranks, ratio, report, row, speed
 from sharding import FullyShardedDataParallel, ModuleWrapPolicy
-from tests.ranks import run_ranks
 
 GIB = 1 << 30
 WIDTH = 1024
@@ -148,15 +145,5 @@ def name_of(candidate: str) -> str:
     return f"{engine} {io}"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--gib", type=float, default=0.5)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--directory", default=None, help="on the disk to measure")
-    arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
-        run_ranks(2, rank_main, arguments.gib, arguments.rounds, directory, timeout_seconds=3600)
-
-
 if __name__ == "__main__":
-    main()
+    on_two_ranks(rank_main, __doc__, gib=0.5)

@@ -7,10 +7,12 @@ rounds, a ratio within one round hardly does.
 
 from __future__ import annotations
 
+import argparse
 import gc
 import os
 import shutil
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +20,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+
+from tests.ranks import run_ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +81,22 @@ def ratio(
 def speed(samples: dict[str, list[Sample]], name: str, peer: str) -> float:
     """How many times as fast as `peer`: median over rounds."""
     return 1 / ratio(samples, name, peer)
+
+
+def on_two_ranks(
+    rank_main: Callable[[float, int, str], None], about: str | None, *, gib: float
+) -> None:
+    """A benchmark's command line: `rank_main(gib, rounds, directory)` on two ranks.
+
+    `about` is the docstring of its module, `gib` how much state it has unless it is told.
+    """
+    parser = argparse.ArgumentParser(description=(about or "").partition("\n")[0])
+    parser.add_argument("--gib", type=float, default=gib)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--directory", default=None, help="on the disk to measure")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
+        run_ranks(2, rank_main, arguments.gib, arguments.rounds, directory, timeout_seconds=3600)
 
 
 def row(what: str, measured: str, bar: str) -> str:

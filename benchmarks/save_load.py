@@ -9,10 +9,8 @@ all cases.
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
-import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -26,11 +24,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import ckpt
-from benchmarks.measure import clear, interleaved, ratio, report, row, speed
+from benchmarks.measure import clear, interleaved, on_two_ranks, ratio, report, row, speed
 from ckpt.format.checksum import crc32c
 from ckpt.layout.buffers import address_of, aligned_buffer, copy_bytes
 from ckpt.layout.memory import host_bytes
-from tests.ranks import run_ranks
 
 GIB = 1 << 30
 WIDTH = 1024
@@ -233,15 +230,5 @@ def rank_main(gib: float, rounds: int, directory: str) -> None:
     clear(base)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--gib", type=float, default=1.0)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--directory", default=None, help="on the disk to measure")
-    arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
-        run_ranks(2, rank_main, arguments.gib, arguments.rounds, directory, timeout_seconds=3600)
-
-
 if __name__ == "__main__":
-    main()
+    on_two_ranks(rank_main, __doc__, gib=1.0)

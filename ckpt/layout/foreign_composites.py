@@ -15,7 +15,13 @@ import torch
 from ckpt.layout.composite import CompositeType, Parts, wrapper_type
 from ckpt.layout.region import Shape
 
-__all__ = ["class_named", "library_type_named", "library_type_of", "name_of_class"]
+__all__ = [
+    "class_named",
+    "library_buffers",
+    "library_type_named",
+    "library_type_of",
+    "name_of_class",
+]
 
 _AO_QUANTIZATION = "torchao.quantization"
 _AO_OPTIM = "torchao.optim"
@@ -50,6 +56,9 @@ _CLASSES: dict[str, str] = {
     "torchao.Float8MMConfig": "torchao.float8.inference",
     "torchao.SubclassTensorArgs": f"{_AO_QUANTIZATION}.quantize_.workflows.nf4.nf4_tensor",
 }
+
+# Modules with tensors of their own that are no buffers.
+_MODULES: dict[str, str] = {"bitsandbytes.Linear8bitLt": "bitsandbytes.nn"}
 
 
 def library_type_of(tensor: Any) -> CompositeType | None:
@@ -101,6 +110,18 @@ def _class_at(module: str, name: str) -> type | None:
 
 
 # --- bitsandbytes --------------------------------------------------------------------------------
+
+
+def library_buffers(module: Any) -> dict[str, torch.Tensor]:
+    """Tensors of a library's module that are no buffers of it and belong to its weights, by the
+    names that the library's own state dicts give them.
+    """
+    if _name_in(_MODULES, type(module)) is None or module.state.has_fp16_weights:
+        return {}
+    # Scales of the rows; with the first forward they move from the weight to the module's state.
+    scales = getattr(module.weight, "SCB", None)
+    scales = module.state.SCB if scales is None else scales
+    return {} if scales is None else {"SCB": scales}
 
 
 def _take_4bit(tensor: Any) -> Parts:

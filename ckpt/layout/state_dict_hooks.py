@@ -17,7 +17,14 @@ __all__ = ["CANNOT", "load_changes", "overrides", "save_changes"]
 # accept names and layouts of older versions.
 _HARMLESS = ("torch.nn.", "torch.distributed.", "torch._dynamo.")
 # They add what a parameter consists of, which is stored with it: see `foreign_composites`.
-_HARMLESS_METHODS = frozenset({("bitsandbytes.nn.modules", "Linear4bit._save_to_state_dict")})
+_HARMLESS_FUNCTIONS = frozenset(
+    {
+        ("bitsandbytes.nn.modules", "Linear4bit._save_to_state_dict"),
+        ("bitsandbytes.nn.modules", "Linear8bitLt._save_to_state_dict"),
+        ("bitsandbytes.nn.modules", "Linear8bitLt._load_from_state_dict"),
+        ("bitsandbytes.nn.modules", "maybe_rearrange_weight"),
+    }
+)
 
 
 def save_changes(module: nn.Module) -> list[str]:
@@ -53,8 +60,10 @@ def _hook_names(*tables: Mapping[int, Callable[..., Any]]) -> Iterator[str]:
             function = _function_of(hook)
             if getattr(function, "__ckpt_neutral__", False):
                 continue
-            if not str(getattr(function, "__module__", "")).startswith(_HARMLESS):
-                yield f"hook {getattr(function, '__qualname__', type(function).__qualname__)}"
+            module = str(getattr(function, "__module__", ""))
+            name = str(getattr(function, "__qualname__", type(function).__qualname__))
+            if not module.startswith(_HARMLESS) and (module, name) not in _HARMLESS_FUNCTIONS:
+                yield f"hook {name}"
 
 
 def _function_of(hook: Any) -> Any:
@@ -76,6 +85,6 @@ def overrides(kind: type, names: Iterable[str]) -> tuple[str, ...]:
     for name in names:
         method = getattr(kind, name)
         place = str(getattr(method, "__module__", "")), getattr(method, "__qualname__", name)
-        if not place[0].startswith(_HARMLESS) and place not in _HARMLESS_METHODS:
+        if not place[0].startswith(_HARMLESS) and place not in _HARMLESS_FUNCTIONS:
             overridden.append(f"method {getattr(method, '__qualname__', name)}")
     return tuple(overridden)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.testing._internal import two_tensor
 
@@ -210,8 +211,74 @@ def test_4_bit_weights_of_bitsandbytes_come_back(tmp_path: Path, nested: bool) -
     assert type(made) is type(saved.weight) and torch.equal(made.data, saved.weight.data)
     saved.weight = made
     assert torch.equal(saved(x), loaded(x))
-    with pytest.raises(InvalidState, match="Linear8bitLt"):
-        ckpt.save({"model": library.nn.Linear8bitLt(8, 8)}, str(tmp_path), step=2)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_8_bit_weights_of_bitsandbytes_come_back(tmp_path: Path) -> None:
+    """They were refused: their scales move out of the weight in the first forward."""
+    library = pytest.importorskip("bitsandbytes")
+
+    def layer(seed: int) -> Any:
+        torch.manual_seed(seed)
+        made = library.nn.Linear8bitLt(64, 32, bias=False, has_fp16_weights=False)
+        made.weight.data = torch.randn(32, 64)
+        return made.to("cpu").eval()
+
+    x = torch.randn(2, 64).half()
+    saved = layer(1)
+    for step, has_run in enumerate((False, True)):
+        if has_run:
+            expected = saved(x)
+            assert saved.weight.SCB is None
+        ckpt.save({"model": saved}, str(tmp_path), step=step)
+        for is_used in (False, True):
+            loaded = layer(2)
+            if is_used:
+                assert not torch.equal(loaded(x), layer(1)(x))
+            ckpt.load({"model": loaded}, str(tmp_path))
+            assert torch.equal(loaded(x), layer(1)(x))
+    assert torch.equal(expected, loaded(x))
+    # Under the names that its own state dicts have.
+    ckpt.export(str(tmp_path), str(tmp_path / "model.safetensors"))
+    theirs = layer(3)
+    theirs.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    assert torch.equal(theirs(x), expected)
+    plain = library.nn.Linear8bitLt(64, 32, bias=False)
+    ckpt.save({"model": plain}, str(tmp_path), step=2)
+    with pytest.raises(Mismatch, match=r"weight: .*dtype torch.float32, state has torch.int8"):
+        ckpt.load({"model": loaded}, str(tmp_path), strict=False)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", ["AdamW8bit", "AdEMAMix8bit", "Lion8bit"])
+def test_8_bit_optimizers_of_bitsandbytes_go_on(tmp_path: Path, name: str) -> None:
+    library = pytest.importorskip("bitsandbytes")
+
+    def training(seed: int) -> dict[str, Any]:
+        torch.manual_seed(seed)
+        model = nn.Linear(128, 64)
+        kind = getattr(library.optim, name)
+        return {"model": model, "optim": kind(model.parameters(), lr=0.01, min_8bit_size=16)}
+
+    def step(state: dict[str, Any], seed: int) -> None:
+        torch.manual_seed(seed)
+        state["model"](torch.randn(4, 128)).square().sum().backward()
+        state["optim"].step()
+        state["optim"].zero_grad()
+
+    saved, loaded = training(1), training(2)
+    step(saved, 3)
+    ckpt.save(saved, str(tmp_path), step=1)
+    ckpt.load(loaded, str(tmp_path))
+    for seed in (4, 5):
+        step(saved, seed)
+        step(loaded, seed)
+    for ours, theirs in zip(saved["model"].parameters(), loaded["model"].parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+        a, b = saved["optim"].state[ours], loaded["optim"].state[theirs]
+        assert a.keys() == b.keys() and a["state1"].dtype is torch.uint8
+        for key in a:
+            assert torch.equal(torch.as_tensor(a[key]), torch.as_tensor(b[key])), key
 
 
 class Keeper:

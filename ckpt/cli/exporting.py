@@ -13,6 +13,7 @@ from ckpt.cli.ranks import ranks_of_launcher
 from ckpt.cli.screen import counted, fields_json, progress_bar, show_json, show_names, size
 from ckpt.convert.export import ExportReport, Selection, export
 from ckpt.convert.import_ import ImportReport, import_checkpoint
+from ckpt.convert.sources.dequantized import Dequantize
 from ckpt.convert.sources.torch_file import SUFFIXES
 from ckpt.tools.diff import renaming
 
@@ -35,6 +36,7 @@ def export_checkpoint(arguments: argparse.Namespace) -> int:
                 dtype=arguments.dtype,
                 keep_tied=arguments.keep_tied,
                 optimizer=arguments.optimizer,
+                preset=arguments.preset,
             ),
             format=arguments.format,
             shard_nbytes_max=arguments.shard_size,
@@ -69,6 +71,8 @@ def _show_export(report: ExportReport, seconds: float, *, as_json: bool) -> None
 def import_foreign(arguments: argparse.Namespace) -> int:
     """`ckpt import`."""
     started = time.monotonic()
+    dtype = arguments.dequantize
+    dequantize = None if dtype is None else Dequantize(dtype, arguments.dequantize_block)
     with ranks_of_launcher() as rank, progress_bar("importing", shown=rank == 0) as progress:
         report = import_checkpoint(
             arguments.source,
@@ -76,6 +80,7 @@ def import_foreign(arguments: argparse.Namespace) -> int:
             step=arguments.step,
             rename=renaming(arguments.rename),
             skip=arguments.skip,
+            dequantize=dequantize,
             memory_nbytes_max=arguments.memory_max,
             verify=arguments.verify,
             progress=progress,

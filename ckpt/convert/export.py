@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from ckpt.commit.numbers import plain_int
 from ckpt.convert.naming import Rename, renamed
+from ckpt.convert.presets import PEFT_FILE, check_file_name, preset_names
 from ckpt.convert.sources.opening import SourceOptions, is_file_name, open_source
 from ckpt.convert.sources.source import CheckpointSource, SourceContents
 from ckpt.convert.sources.torch_file import SUFFIXES
@@ -52,6 +53,10 @@ class Selection:
 
     `optimizer=True` exports the whole state, model, optimizer and values, by its full names. Where
     a source only numbers the parameters of an optimizer, `parameter_names` are their names.
+
+    `preset="peft"` takes the adapter of a model of peft, under the names that its `from_pretrained`
+    loads from `adapter_model.safetensors`; "peft:name" is one of several adapters. `rename` comes
+    after it, `include` and `exclude` are of names in the checkpoint.
     """
 
     entry: str | None = None
@@ -62,6 +67,7 @@ class Selection:
     keep_tied: bool = False
     optimizer: bool = False
     parameter_names: Sequence[str] | None = None
+    preset: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +136,9 @@ def export(
     selection = selection or Selection()
     kind = format or _format_of(target)
     folder, name = split_target(target, kind)
+    if selection.preset is not None:
+        name = PEFT_FILE if isinstance(target, Store) and kind == "safetensors" else name
+        check_file_name(selection.preset, name)
     target_options = options_of_other(url, storage_options, target, target_options)
     options = SourceOptions(
         step, selection.parameter_names, plain_int(memory_nbytes_max), dict(storage_options or {})
@@ -224,6 +233,8 @@ def choose(
         names = {fqn: contents.aliases.get(fqn, fqn) for fqn in _all_names(contents)}
         values = {n: v for n, v in contents.values.items() if _is_selected(n, selection)}
         entry = ""
+        if selection.preset is not None:
+            raise CheckpointError("preset= is for models; export it without optimizer=True")
         if selection.rename is not None:
             raise CheckpointError(
                 "rename= with optimizer=True: the optimizer names parameters too; import the "
@@ -240,10 +251,11 @@ def choose(
             f"{wanted} leaves none; entries are {', '.join(map(repr, contents.modules))}"
         )
     _check_refused(contents, entry, selection)
+    new_names = _new_names(kept, selection)
+    kept = {name: fqn for name, fqn in kept.items() if name in new_names}
     tied = _tied_names(kept)
     if selection.keep_tied and format == "safetensors":
         tied = {}
-    new_names = renamed(kept, selection.rename)
     outputs = [
         _output(contents, new_names[name], fqn, selection.dtype)
         for name, fqn in sorted(kept.items())
@@ -253,6 +265,15 @@ def choose(
         _check_dtypes(outputs)
     tied_names = {new_names[gone]: new_names[held] for gone, held in sorted(tied.items())}
     return ExportSelection(outputs, tied_names, values)
+
+
+def _new_names(names: Iterable[str], selection: Selection) -> dict[str, str]:
+    """What is exported, by its names in the checkpoint, with its names in the files."""
+    if selection.preset is None:
+        return renamed(names, selection.rename)
+    chosen = preset_names(selection.preset, names)
+    again = renamed(chosen.values(), selection.rename)
+    return {name: again[new] for name, new in chosen.items()}
 
 
 def _all_names(contents: SourceContents) -> list[str]:

@@ -68,7 +68,7 @@ class ImportReport:
     `skipped` are names of the source that `skip=` left out. `modules` are the entries that look
     like models: what `ckpt.export` takes by default if there is one. `left_out` are files of the
     source's folder of which nothing was taken, such as an optimizer's or a scheduler's beside the
-    weights; of DeepSpeed's optimizer files the weights were taken, and nothing else.
+    weights; DeepSpeed's optimizer files are among them where nothing but weights was taken of them.
     """
 
     step: int

@@ -45,9 +45,15 @@ def padded(flat: torch.Tensor, multiple: int) -> torch.Tensor:
     return torch.cat([flat, flat.new_zeros(-len(flat) % multiple)])
 
 
-def partitions(stage: int, size: int, rank: int) -> list[torch.Tensor]:
+def moments(name: str) -> dict[str, torch.Tensor]:
+    return {fqn: tensor * len(name) + 1 for fqn, tensor in weights().items()}
+
+
+def partitions(
+    stage: int, size: int, rank: int, own: dict[str, torch.Tensor] | None = None
+) -> list[torch.Tensor]:
     """The flat float32 tensors of one rank, by group."""
-    own = weights()
+    own = weights() if own is None else own
     groups = []
     for group in SHAPES:
         if stage == 3:
@@ -62,7 +68,12 @@ def partitions(stage: int, size: int, rank: int) -> list[torch.Tensor]:
     return groups
 
 
-def make(folder: Path, stage: int, size: int) -> None:
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def make(
+    folder: Path, stage: int, size: int, *, has_moments: bool = False, odd_rank: int | None = None
+) -> None:
     tag = folder / "global_step12"
     tag.mkdir(parents=True)
     (folder / "latest").write_text("global_step12")
@@ -73,7 +84,7 @@ def make(folder: Path, stage: int, size: int) -> None:
         "param_shapes": shapes,
         "shared_params": {"tied.weight": "embed.weight"},
         "global_steps": 12,
-        "lr_scheduler": LossScaler(),
+        "lr_scheduler": {"last_epoch": 12} if has_moments else LossScaler(),
         "ds_version": "0.16.0",
     }
     for rank in range(size):
@@ -84,6 +95,20 @@ def make(folder: Path, stage: int, size: int) -> None:
             "loss_scaler": LossScaler(),
             key: partitions(stage, size, rank),
         }
+        if has_moments:
+            flats = {m: partitions(stage, size, rank, moments(m)) for m in MOMENTS}
+            if rank == odd_rank:
+                flats["exp_avg"][1] = flats["exp_avg"][1][:-1].clone()
+            state["optimizer_state_dict" if stage == 3 else "base_optimizer_state"] = {
+                "state": {
+                    number: {m: flats[m][number] for m in MOMENTS} | {"step": torch.tensor(12.0)}
+                    for number in range(len(SHAPES))
+                },
+                "param_groups": [
+                    {"lr": 0.1 * (number + 1), "betas": (0.9, 0.99), "params": [number]}
+                    for number in range(len(SHAPES))
+                ],
+            }
         name = f"zero_pp_rank_{rank}_mp_rank_00"
         prefix = "bf16_" if stage == 1 else ""
         file = tag / f"{prefix}{name}_optim_states.pt"
@@ -111,6 +136,50 @@ def test_weights_of_all_stages(tmp_path: Path, stage: int, size: int) -> None:
         assert_same({name: opened[f"model.{name}"] for name in expected}, expected)
         assert dict(opened.aliases) == {"model.tied.weight": "model.embed.weight"}
         assert opened.values == {"model.global_steps": 12}
+
+
+class Net(torch.nn.Module):
+    """A model with parameters of these names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, tensor in weights().items():
+            path, _, last = name.rpartition(".")
+            if path not in dict(self.named_children()):
+                self.add_module(path, torch.nn.Module())
+            self.get_submodule(path).register_parameter(last, torch.nn.Parameter(tensor * 0))
+
+
+@pytest.mark.parametrize(("stage", "size"), [(1, 2), (2, 3), (3, 1), (3, 3)])
+def test_moments_of_all_stages(tmp_path: Path, stage: int, size: int) -> None:
+    """Only weights came, and a training began with empty moments."""
+    make(tmp_path / "ds", stage, size, has_moments=True)
+    rename = ["=model", "model.optimizer=optimizer", "model.lr_scheduler=lr_scheduler"]
+    report = ckpt.import_checkpoint(
+        str(tmp_path / "ds"), str(tmp_path / "run"), rename=rename, verify=True
+    )
+    assert report.left_out == () and report.modules == ("model",)
+    model = Net()
+    named = dict(model.named_parameters())
+    groups = [{"params": [named[name] for name in group]} for group in SHAPES]
+    optimizer = torch.optim.AdamW(groups)
+    state = {"model": model, "optimizer": optimizer}
+    ckpt.load(state, str(tmp_path / "run"), strict=False)
+    for name, param in named.items():
+        own = optimizer.state[param]
+        assert own["step"] == 12
+        assert all(torch.equal(own[m], moments(m)[name]) for m in MOMENTS)
+        assert torch.equal(param, weights()[name])
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.2]
+    with ckpt.open(str(tmp_path / "run")) as opened:
+        assert opened.values["lr_scheduler"] == {"last_epoch": 12}
+
+
+def test_an_optimizer_of_another_form_is_left_out(tmp_path: Path) -> None:
+    make(tmp_path / "ds", 2, 2, has_moments=True, odd_rank=1)
+    report = ckpt.import_checkpoint(str(tmp_path / "ds"), str(tmp_path / "run"), verify=True)
+    assert report.tensors == tuple(sorted([*weights(), "mask"]))
+    assert len(report.left_out) == 2 and "optimizer.param_groups" not in report.values
 
 
 def test_what_is_missing_is_reported(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 import ckpt
+from ckpt.cli import main
 from ckpt.convert.sources import dequantized
 from ckpt.convert.sources.source import FileSource, ReadRequest
 from ckpt.errors import InvalidState
@@ -104,6 +105,17 @@ def test_they_come_as_they_are_without_it(tmp_path: Path) -> None:
     ckpt.import_checkpoint(source, str(tmp_path / "run"), verify=True)
     with ckpt.open(str(tmp_path / "run")) as checkpoint:
         assert_same({name: checkpoint[name] for name in checkpoint}, state)
+
+
+def test_the_command_line_says_the_dtype_and_the_block(tmp_path: Path) -> None:
+    state = published(tmp_path)
+    arguments = ["import", str(tmp_path / "model.safetensors"), str(tmp_path / "run")]
+    assert main([*arguments, "--dequantize", "float32", "--dequantize-block", "4x3"]) == 0
+    with ckpt.open(str(tmp_path / "run")) as checkpoint:
+        assert torch.equal(checkpoint["a.weight"], numbers(state)["a.weight"])
+    assert main([*arguments[:2], str(tmp_path / "odd"), "--dequantize"]) == 1  # blocks of 128
+    with pytest.raises(SystemExit):
+        main([*arguments, "--dequantize", "--dequantize-block", "4"])
 
 
 @pytest.mark.parametrize(

@@ -167,6 +167,12 @@ def count(text: str) -> int:
     return int(text)
 
 
+def block(text: str) -> tuple[int, int]:
+    """The argument ROWSxCOLUMNS: two numbers of at least 1."""
+    rows, _, columns = text.partition("x")
+    return count(rows), count(columns)
+
+
 def count_or_all(text: str) -> int:
     """The argument N: at least 0, which stands for all."""
     if not text.isdigit():

@@ -11,6 +11,7 @@ from ckpt.cli.parsers.arguments import (
     add_rename,
     add_step,
     add_url,
+    block,
     count,
     nbytes,
 )
@@ -87,6 +88,11 @@ def add_export(commands: Commands) -> None:
     command.add_argument("--exclude", action="append", default=[], metavar="PATTERN")
     add_rename(command, r"replace in names, such as '^backbone\.=' ; repeatable, in order")
     command.add_argument(
+        "--preset",
+        metavar="NAME",
+        help="peft, or peft:adapter: an adapter_model.safetensors that peft loads",
+    )
+    command.add_argument(
         "--shard-size",
         type=nbytes,
         metavar="SIZE",
@@ -122,6 +128,21 @@ def add_import(commands: Commands) -> None:
     add_rename(command, r"replace in names, such as '^module\.=' ; repeatable, in order")
     command.add_argument(
         "--skip", action="append", default=[], metavar="PATTERN", help="leave out; repeatable"
+    )
+    command.add_argument(
+        "--dequantize",
+        nargs="?",
+        const="bfloat16",
+        metavar="DTYPE",
+        help="turn block-quantized weights (float8 with weight_scale_inv, MXFP4) into plain ones; "
+        "default: bfloat16",
+    )
+    command.add_argument(
+        "--dequantize-block",
+        type=block,
+        default=(128, 128),
+        metavar="ROWSxCOLUMNS",
+        help="what shares a factor of weight_scale_inv; default: 128x128",
     )
     add_memory_max(command)
     command.add_argument(

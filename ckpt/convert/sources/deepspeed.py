@@ -1,11 +1,13 @@
-"""Shard folders of DeepSpeed ZeRO as sources: the float32 weights that its optimizers keep.
+"""Shard folders of DeepSpeed ZeRO as sources: the float32 weights that its optimizers keep, and
+their other state.
 
 The files are pickles with objects of DeepSpeed's own classes among tensors. The restricted reader
 makes nothing of those objects, and nothing is needed of them: where a parameter lies in the flat
 partitions follows from its shape and the number of ranks (as in DeepSpeed's `zero_to_fp32.py`).
 
 Stages 1 and 2 join the ranks' partitions of a group into one flat tensor and lay parameters out in
-it one after the other. Stage 3 cuts every parameter into equal parts, one per rank, padded.
+it one after the other. Stage 3 cuts every parameter into equal parts, one per rank, padded. What an
+optimizer keeps for a flat tensor, such as its moments, has its shape and is laid out like it.
 """
 
 from __future__ import annotations
@@ -13,12 +15,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from ckpt.convert.sources.blobs import Blob, Opened, open_blob
 from ckpt.convert.sources.budget import MemoryBudget
 from ckpt.convert.sources.source import (
+    CheckpointSource,
     Chunk,
     FileSource,
     Refusal,
@@ -27,7 +30,7 @@ from ckpt.convert.sources.source import (
     check_chunks,
 )
 from ckpt.convert.sources.torch_pickle import TensorRef
-from ckpt.convert.sources.tree import bare_names
+from ckpt.convert.sources.tree import bare_names, name_tree
 from ckpt.errors import Corrupt, UnsupportedFormat
 from ckpt.layout.dtypes import DTYPES
 from ckpt.layout.kind import Kind
@@ -45,6 +48,7 @@ class FlatPartition(NamedTuple):
     start: int
     dtype: str
     numel: int
+    is_scalar: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +57,16 @@ class _Rank:
 
     stage: int
     flats: tuple[FlatPartition, ...]
+    optimizer: _ZeroState | None
+
+
+class _ZeroState(NamedTuple):
+    """The optimizer's own state of one rank: for each flat tensor its tensors of that shape and
+    those without dims, by name; and the options of each group of parameters.
+    """
+
+    flats: tuple[Mapping[str, FlatPartition], ...]
+    options: tuple[Mapping[str, Any], ...]
 
 
 def is_deepspeed(keys: Sequence[str]) -> bool:
@@ -60,17 +74,23 @@ def is_deepspeed(keys: Sequence[str]) -> bool:
     return any(OPTIM.fullmatch(key) for key in keys)
 
 
-def zero_files(keys: Sequence[str]) -> list[str]:
+def zero_files(keys: Sequence[str], source: CheckpointSource) -> list[str]:
     """Those of `keys` that `open_deepspeed` reads, or that say where to look.
 
-    The optimizer's files are not among them, though their weights are taken: what an optimizer has
-    beside those is left out.
+    The optimizer's files are among them where their state is in `source`. Otherwise only their
+    weights are taken, and the rest is left out.
     """
-    return [key for key in keys if MODEL.fullmatch(key) or key == "latest"]
+    whole = any(info.kind is Kind.OPTIMIZER for info in source.contents.tensors.values())
+    return [
+        key
+        for key in keys
+        if MODEL.fullmatch(key) or key == "latest" or (whole and OPTIM.fullmatch(key))
+    ]
 
 
 def open_deepspeed(store: Store, keys: Sequence[str], budget: MemoryBudget) -> FileSource:
-    """The float32 weights of a ZeRO checkpoint: a tag's folder, or the folder with `latest`.
+    """The float32 weights of a ZeRO checkpoint, by their names, and the state of its optimizer as
+    "optimizer", where it is laid out like them: a tag's folder, or the folder with `latest`.
 
     Raises UnsupportedFormat for tensor parallelism and other layouts that do not follow from
     shapes, Corrupt when files are missing or contradict each other, and the store's errors.
@@ -127,10 +147,44 @@ def _rank(store: Store, key: str, sizes: Mapping[str, int], budget: MemoryBudget
     for group in groups:
         if not group.is_row_major:
             raise UnsupportedFormat(f"{store.url}/{key}: a flat tensor with gaps")
-        numel = math.prod(group.shape)
-        flats.append(FlatPartition(key, opened.start_of(group), group.dtype, numel))
+        flats.append(_flat_of(key, opened, group))
+    own = state.get("optimizer_state_dict" if stage == 3 else "base_optimizer_state")
+    optimizer = _optimizer_of(key, opened, own, flats)
     opened.close()
-    return _Rank(int(stage), tuple(flats))
+    return _Rank(int(stage), tuple(flats), optimizer)
+
+
+def _flat_of(key: str, opened: Opened, ref: TensorRef) -> FlatPartition:
+    return FlatPartition(key, opened.start_of(ref), ref.dtype, math.prod(ref.shape))
+
+
+def _optimizer_of(
+    key: str, opened: Opened, state: Any, flats: Sequence[FlatPartition]
+) -> _ZeroState | None:
+    """What an optimizer keeps beside the weights; None where it is in no form that is known."""
+    own, groups = (_dict(state).get(name) for name in ("state", "param_groups"))
+    if not isinstance(own, dict) or not isinstance(groups, list) or not _are_groups(groups):
+        return None
+    # torch numbers parameters group by group; each is one flat tensor here.
+    if sorted(own, key=repr) != sorted(range(len(flats)), key=repr):
+        return None
+    by_flat = []
+    for number, flat in enumerate(flats):
+        tensors = {}
+        for name, item in _dict(own[number]).items():
+            if not isinstance(item, TensorRef) or not item.is_row_major or type(name) is not str:
+                return None
+            if math.prod(item.shape) != flat.numel and item.shape != ():
+                return None
+            tensors[name] = _flat_of(key, opened, item)._replace(is_scalar=item.shape == ())
+        by_flat.append(tensors)
+    return _ZeroState(tuple(by_flat), tuple(groups))
+
+
+def _are_groups(groups: Sequence[Any]) -> bool:
+    return all(
+        isinstance(group, dict) and all(isinstance(name, str) for name in group) for group in groups
+    )
 
 
 class _ModelStates:
@@ -157,6 +211,7 @@ class _ModelStates:
         shared = tree.get("shared_params")
         pairs = shared.items() if isinstance(shared, dict) else (shared or ())
         self.shared = {str(alias): str(name) for alias, name in pairs}
+        self.scheduler = tree.get("lr_scheduler")
         step = tree.get("global_steps")
         self.step = step if type(step) is int and step >= 0 else None
 
@@ -189,15 +244,77 @@ def _source(
     bare = bare_names([*tensors, *model.shared])
     for name, info in tensors.items():
         check_chunks(info, chunks[name], sizes)
+    state = _named_optimizer(model, ranks, bare)
+    for info, state_chunks in state.tensors.values():
+        check_chunks(info, state_chunks, sizes)
     contents = SourceContents(
-        {bare[name]: info._replace(fqn=bare[name]) for name, info in sorted(tensors.items())},
-        values={} if model.step is None else {"global_steps": model.step},
+        {bare[name]: info._replace(fqn=bare[name]) for name, info in sorted(tensors.items())}
+        | {name: info for name, (info, _) in state.tensors.items()},
+        values=state.values | ({} if model.step is None else {"global_steps": model.step}),
         aliases={bare[a]: bare[n] for a, n in model.shared.items() if n in tensors},
         refused=refused,
         modules=("",),
     )
     placed = {bare[name]: tensor_chunks for name, tensor_chunks in chunks.items()}
+    placed |= {name: state_chunks for name, (_, state_chunks) in state.tensors.items()}
     return FileSource(store, "DeepSpeed ZeRO checkpoint", contents, placed)
+
+
+class _NamedState(NamedTuple):
+    """The state of an optimizer by its names in the checkpoint."""
+
+    tensors: dict[str, tuple[SourceTensor, list[Chunk]]]
+    values: dict[str, Any]
+
+
+def _named_optimizer(
+    model: _ModelStates, ranks: Sequence[_Rank], bare: Mapping[str, str]
+) -> _NamedState:
+    """The optimizer's state and the scheduler's; nothing of what is in no form that is known."""
+    nothing = _NamedState({}, {})
+    optimizers = [rank.optimizer for rank in ranks if rank.optimizer is not None]
+    if len(optimizers) != len(ranks) or any(name.startswith("optimizer.") for name in bare):
+        return nothing
+    first = optimizers[0]
+    names = {name: flat.is_scalar for name, flat in first.flats[0].items()} if first.flats else {}
+    alike = all(
+        {name: flat.is_scalar for name, flat in flats.items()} == names
+        for optimizer in optimizers
+        for flats in optimizer.flats
+    )
+    if not alike or len(first.options) != len(model.groups):
+        return nothing
+    tensors: dict[str, tuple[SourceTensor, list[Chunk]]] = {}
+    place = _in_groups if ranks[0].stage in (1, 2) else _in_parts
+    for name, is_scalar in names.items():
+        if is_scalar:  # a count of steps, the same for all
+            flat = first.flats[0][name]
+            for param in (param for group in model.groups for param in group):
+                fqn = f"optimizer.state.{bare[param]}.{name}"
+                info = SourceTensor(fqn, flat.dtype, (), Kind.OPTIMIZER)
+                tensors[fqn] = info, [Chunk(Span(0, 1), flat.file, flat.start)]
+            continue
+        like = [
+            replace(rank, flats=tuple(flats[name] for flats in optimizer.flats))
+            for rank, optimizer in zip(ranks, optimizers, strict=True)
+        ]
+        for param, shape, dtype, chunks in place(model.groups, like):
+            fqn = f"optimizer.state.{bare[param]}.{name}"
+            tensors[fqn] = SourceTensor(fqn, dtype, shape, Kind.OPTIMIZER), chunks
+    groups = [
+        {**{key: item for key, item in options.items() if key != "params"}, "params": list(group)}
+        for options, group in zip(first.options, model.groups, strict=True)
+    ]
+    for group in groups:
+        group["params"] = [bare[param] for param in group["params"]]
+    named = name_tree({"param_groups": groups, "lr_scheduler": model.scheduler})
+    # Options that are no plain values are an optimizer's own business; without one there is none.
+    if any(fqn.startswith("param_groups") for fqn in (*named.refused, *named.tensors)):
+        return nothing
+    values = {"optimizer.param_groups": groups}
+    if model.scheduler and "lr_scheduler" in named.values and not named.refused:
+        values["lr_scheduler"] = model.scheduler
+    return _NamedState(tensors, values)
 
 
 _Placed = Iterator[tuple[str, Shape, str, list[Chunk]]]

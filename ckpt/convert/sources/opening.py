@@ -126,7 +126,8 @@ def _read_folder(store: Store, options: SourceOptions, keys: Sequence[str]) -> _
         dcp = [key for key in top if key.endswith(DATA_SUFFIX) or key in (METADATA, LIGHTNING_REST)]
         return _FolderSource(open_dcp(store, budget, parameter_names=names), dcp)
     if is_deepspeed(keys):
-        return _FolderSource(open_deepspeed(store, keys, budget), zero_files(keys))
+        source = open_deepspeed(store, keys, budget)
+        return _FolderSource(source, zero_files(keys, source))
     folder_keys = sorted(key.removesuffix(METADATA) for key in keys if key.endswith(f"/{METADATA}"))
     if folder_keys and all(folder.count("/") == 1 for folder in folder_keys):
         # Accelerate: pytorch_model_fsdp_0/ and optimizer_0/, one DCP directory for each.

@@ -6,7 +6,8 @@ is bounded by a share of all requests, as in Dean and Barroso, "The Tail at Scal
 https://research.google/pubs/the-tail-at-scale/. Amazon recommends the same for S3:
 https://docs.aws.amazon.com/AmazonS3/latest/userguide/optimizing-performance-guidelines.html
 
-Only for requests that may arrive twice. What commits is sent once, see `Store.put_if_absent`.
+Only for requests that may arrive twice: reads, parts of an upload, and conditional writes whose
+sender finds out whose object is there.
 """
 
 from __future__ import annotations
@@ -27,6 +28,10 @@ from storage.patience import LOG_SECONDS, Patience
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
+
+
+class NoAnswerError(TransientError):
+    """Nothing was answered within the deadline; what was sent may arrive all the same."""
 
 
 class Like(NamedTuple):
@@ -178,7 +183,7 @@ class Hedger:
         """The first answer to `send()`, or to `again()` after it; the other call is cancelled.
 
         `what` names request and object in messages. Raises what the first call raised, when the
-        second one fails too, and TransientError after the deadline.
+        second one fails too, and NoAnswerError after the deadline.
         """
         first: asyncio.Future[T] = asyncio.ensure_future(send())
         return await self._race(like, what, first, again, first.cancel)
@@ -226,7 +231,7 @@ class Hedger:
                     return first.result()
                 waited = self._clock() - running[0].started
                 if waited >= self._rule.deadline(like):
-                    raise TransientError(self._given_up(what, waited, len(running)))
+                    raise NoAnswerError(self._given_up(what, waited, len(running)))
                 self._report(like, what, waited, len(running))
                 if self._may_send(like, running):
                     self.tally.hedges += 1

@@ -190,9 +190,9 @@ class Store(ABC):
     def put_if_absent(self, key: str, data: bytes) -> None:
         """Create `key`, durable on return.
 
-        Raises KeyExistsError when the key is there already, OutcomeUnknownError when no answer
-        came: the object may exist now or later. Never leaves a partial object, never retries by
-        itself after an attempt whose outcome is unknown.
+        Raises KeyExistsError when another's object is there already, OutcomeUnknownError when no
+        answer came: the object may exist now or later. Never leaves a partial object, never retries
+        by itself after an attempt whose outcome is unknown.
         """
 
     @abstractmethod

@@ -48,11 +48,11 @@ def open_store(
 
     - a path or `file://PATH`: a directory of this machine;
     - `memory://NAME`: lives as long as this process, one per name;
-    - `s3://BUCKET/PREFIX`: S3, through obstore where it is installed (`shardpoint[fast]`) and
-      through s3fs. `storage_options` are those of `s3fs.S3FileSystem`, such as `endpoint_url`,
-      `key`, `secret`, `anon`, `profile`, those of `storage.s3.options.Transfer` (`fast`,
-      `unsigned_payload`, `checksums`), and `spread`: the number of key prefixes over which a new
-      root spreads its data files (see `storage.spread`);
+    - `s3://BUCKET/PREFIX`: S3, with the session and credentials of s3fs. `storage_options` are
+      those of `s3fs.S3FileSystem`, such as `endpoint_url`, `key`, `secret`, `anon`, `profile`,
+      those of `storage.s3.options.Transfer` (`fast`, `unsigned_payload`, `checksums`), and
+      `spread`: the number of key prefixes over which a new root spreads its data files (see
+      `storage.spread`);
     - `gs://BUCKET/PREFIX` and `az://CONTAINER/PREFIX`: with obstore (`shardpoint[fast]`), which
       creates exclusively there; without it like any other protocol;
     - a scheme of your own: see `register_store`;

@@ -31,6 +31,7 @@ from urllib.parse import urlsplit
 # Forwarded, so that it happened:
 #   lost_reply: the connection is reset instead of the answer
 #   cut_body: of the answer's body the first half, then a reset; without a body a lost_reply
+#   held_reply (by a rule only): nothing is answered for as long as the proxy holds on
 KINDS = ("error500", "slow_down", "too_many", "held", "reset", "lost_reply", "cut_body")
 _ANSWERS = {
     "error500": (500, "InternalError"),
@@ -228,7 +229,9 @@ class _Handler(BaseHTTPRequestHandler):
         if kind == "cut_body" and len(answer) > 1:
             self._answer(response.status, headers, answer, sent=len(answer) // 2)
             self._reset()
-        elif kind in ("lost_reply", "cut_body"):
+        elif kind in ("lost_reply", "cut_body", "held_reply"):
+            if kind == "held_reply":
+                self.server.proxy.closing.wait(self.server.proxy.held_seconds)
             self._reset()
         else:
             self._answer(response.status, headers, answer)

@@ -1,4 +1,4 @@
-"""The objects of one bucket through obstore, in S3, GCS and Azure: single requests, and uploads."""
+"""The objects of one bucket through obstore, in GCS and Azure: single requests, and uploads."""
 
 from __future__ import annotations
 

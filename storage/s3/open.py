@@ -1,8 +1,7 @@
-"""From an s3:// url and its options to a store: with obstore where it is installed."""
+"""From an s3:// url and its options to a store."""
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 from typing import Any
 
@@ -11,6 +10,7 @@ import s3fs
 from storage.errors import InvalidUrlError
 from storage.keys import check_key
 from storage.retry import RetryPolicy
+from storage.s3.fast import FastS3Store
 from storage.s3.options import BUCKET_PATTERN, PREFIX_NBYTES_MAX, Transfer
 from storage.s3.store import S3Store
 
@@ -31,14 +31,8 @@ def open_s3(url: str, place: str, options: dict[str, Any], retry: RetryPolicy) -
         if len(prefix.encode()) > PREFIX_NBYTES_MAX:
             raise InvalidUrlError(f"{url!r}: the prefix has more than {PREFIX_NBYTES_MAX} bytes")
     transfer, options = _split_options(place, options)
-    if transfer.fast is False or (transfer.fast is None and not _has_obstore()):
+    if transfer.fast is False:
         return S3Store(bucket, prefix, options=options, retry=retry, checksums=transfer.checksums)
-    try:
-        from storage.s3.fast import FastS3Store
-    except ImportError as error:
-        raise InvalidUrlError(
-            f"s3://{place}: fast=True needs obstore ({error}): pip install 'shardpoint[fast]'"
-        ) from error
     return FastS3Store(bucket, prefix, options=options, retry=retry, transfer=transfer)
 
 
@@ -61,7 +55,3 @@ def _split_options(place: str, options: dict[str, Any]) -> tuple[Transfer, dict[
                 "messages; pass key= and secret= instead"
             )
     return Transfer(**ours), rest
-
-
-def _has_obstore() -> bool:
-    return importlib.util.find_spec("obstore") is not None

@@ -28,7 +28,7 @@ _COMMON_CONFIG_OPTIONS = {
 class Transfer:
     """How bytes go to S3: the options that are ours and not s3fs's.
 
-    `fast`: by obstore where it is installed (None), always (True), never (False).
+    `fast`: by a client of our own (None, True), or all by s3fs (False).
     `unsigned_payload`: leave the body out of the signature; None means over https only, where TLS
     protects it. `checksums`: send one with every object, for the server to check.
     """

@@ -79,14 +79,22 @@ class S3Requests(HttpStore):
         return filled(self.raced(Like("read", nbytes), f"read {key}", read, again), views)
 
     def put_new(
-        self, key: str, body: bytes, metadata: dict[str, str], again: Again[object] | None = None
+        self,
+        key: str,
+        body: bytes,
+        metadata: dict[str, str],
+        again: Again[object],
+        *,
+        may_be_repeated: bool,
     ) -> None:
-        """One conditional PUT; sent once, unless `again` may be sent as well."""
+        """A conditional PUT, and `again` when it takes very long.
+
+        Without `may_be_repeated`, OutcomeUnknownError says that the first one may have happened.
+        """
         arguments = self.put_arguments(key, body, metadata)
-        if again is None:
-            self._call("create", key, "put_object", may_be_repeated=False, **arguments)
-            return
-        first = partial(self.send, "create", key, "put_object", **arguments)
+        first = partial(
+            self.send, "create", key, "put_object", may_be_repeated=may_be_repeated, **arguments
+        )
         self.raced(Like("put", len(body)), f"create {key}", first, again)
 
     def put_part(

@@ -15,9 +15,11 @@ from typing import Any
 from storage.errors import (
     KeyExistsError,
     KeyNotFoundError,
+    OutcomeUnknownError,
     StorageError,
+    TransientError,
 )
-from storage.hedging import Like
+from storage.hedging import Like, NoAnswerError
 from storage.keys import check_key, check_prefix
 from storage.ranges import PartLedger, flat_views, part_count, part_range
 from storage.retry import run_publishing
@@ -39,7 +41,7 @@ class S3Store(S3Requests):
     does only for those of one part; some servers ignore it altogether: probe before committing.
     `retry` is for publishing an object of `create`, which only this class knows how to repeat.
     Reads, listings and what makes a data file are sent a second time when they take far longer than
-    their like (`hedger`); `put_if_absent` never is.
+    their like (`hedger`), and so is what commits: whose object is there shows by a unique id in it.
     """
 
     exclusive_create = ExclusiveCreate.CONDITIONAL
@@ -92,7 +94,8 @@ class S3Store(S3Requests):
         self.abort_upload(self._full(key), json.loads(token)["upload"])
 
     def put_if_absent(self, key: str, data: bytes) -> None:
-        self.put_new(key, bytes(data), {})
+        writer = S3Writer(self, PartLedger(check_key(key), len(data), max(len(data), 1)))
+        writer.put_once(bytes(data))
 
     def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
         more: dict[str, Any] = {}
@@ -174,6 +177,7 @@ class S3Writer(ObjectWriter):
         self._upload_id: str = begun["upload"]
         self._parts: dict[int, dict[str, Any]] = {}
         self._is_sent_again = False  # whether a second request to publish is under way or was
+        self._refusal: KeyExistsError | None = None  # of a second one: there is another's object
 
     @property
     def token(self) -> str:
@@ -188,6 +192,28 @@ class S3Writer(ObjectWriter):
         """Publish the object of parts that were written by many."""
         self._parts = parts
         self._publish()
+
+    def put_once(self, data: bytes) -> None:
+        """Publish an object of one part as `Store.put_if_absent` does."""
+        self._small = data
+        try:
+            self._put_small(may_be_repeated=False)
+        except KeyExistsError as error:
+            is_certain = error is self._refusal or not self._is_sent_again
+            if is_certain or not self._was_ours():
+                raise
+        except TransientError as error:
+            # That one request was refused says nothing of the other.
+            if self._is_sent_again or isinstance(error, NoAnswerError):
+                raise OutcomeUnknownError(f"{error}; the object may exist") from error
+            raise
+
+    def _was_ours(self) -> bool:
+        """Whose the object is that is there, after two requests; that must be known for sure."""
+        try:
+            return self._is_ours()
+        except StorageError as error:
+            raise OutcomeUnknownError(f"{error}; the object may exist") from error
 
     @property
     def in_parts(self) -> bool:
@@ -242,11 +268,8 @@ class S3Writer(ObjectWriter):
         run_publishing(self._store.retry, self._send, self._is_ours, lambda: self._is_sent_again)
 
     def _send(self) -> None:
-        store, key = self._store, self._ledger.key
         if not self.in_parts:
-            arguments = store.put_arguments(key, self._small, self._metadata)
-            again = partial(self._send_again, "put_object", arguments)
-            store.put_new(key, self._small, self._metadata, again)
+            self._put_small(may_be_repeated=True)
             return
         try:
             self._complete()
@@ -254,6 +277,13 @@ class S3Writer(ObjectWriter):
             if type(error) is not StorageError or not self._renew_tags():
                 raise
             self._complete()
+
+    def _put_small(self, *, may_be_repeated: bool) -> None:
+        store, key = self._store, self._ledger.key
+        arguments = store.put_arguments(key, self._small, self._metadata)
+        again = partial(self._send_again, "put_object", arguments)
+        store.put_new(key, self._small, self._metadata, again, may_be_repeated=may_be_repeated)
+        self._raise_refusal()
 
     def _complete(self) -> None:
         store, key = self._store, self._ledger.key
@@ -268,16 +298,27 @@ class S3Writer(ObjectWriter):
         again = partial(self._send_again, method, arguments)
         # S3 may take minutes for a large object, and sends white space meanwhile.
         store.raced(Like("complete", self._ledger.nbytes), f"create {key}", first, again)
+        self._raise_refusal()
 
     async def _send_again(self, method: str, arguments: dict[str, Any], filesystem: Any) -> None:
-        """The request that publishes, once more: it is refused when the first was carried out."""
+        """The request that publishes, once more: it is refused when the first was carried out.
+
+        That there is an object of another is an answer, too: then no request of ours will be.
+        """
         self._is_sent_again = True
         send = partial(self._store.send, "create", self._ledger.key, filesystem=filesystem)
         try:
             await send(method=method, **arguments)
-        except (KeyExistsError, KeyNotFoundError):
-            if not self._is_mine(await send(method="head_object", Key=self._full_key)):
+        except (KeyExistsError, KeyNotFoundError) as error:
+            if self._is_mine(await send(method="head_object", Key=self._full_key)):
+                return
+            if not isinstance(error, KeyExistsError):
                 raise
+            self._refusal = error
+
+    def _raise_refusal(self) -> None:
+        if self._refusal is not None:
+            raise self._refusal
 
     def _renew_tags(self) -> bool:
         """Ask for the tags of the parts; whether any is not the one that we were told.

@@ -25,7 +25,7 @@ from botocore.awsrequest import AWSRequest
 from botocore.credentials import Credentials
 from botocore.httpsession import get_cert_path
 
-from storage.errors import StorageError, TransientError
+from storage.errors import OutcomeUnknownError, StorageError, TransientError
 from storage.forks import ForkSafeLock
 from storage.s3.answers import answered, translated
 from storage.s3.facts import ClientFacts
@@ -50,7 +50,7 @@ class Wire:
     def __init__(self, url: str, facts: ClientFacts, *, unsigned: bool) -> None:
         self._url = url
         self._facts = facts
-        self._unsigned = unsigned
+        self.unsigned = unsigned
         address = urlsplit(facts.endpoint_url)
         self._host, self._port = str(address.hostname), address.port
         self._tls = _tls() if address.scheme == "https" else None
@@ -99,10 +99,21 @@ class Wire:
         *,
         headers: Mapping[str, str],
         query: str = "",
+        may_be_repeated: bool = True,
     ) -> str:
-        """Send a body; the ETag of the answer."""
+        """Send a body; the ETag of the answer. Without `may_be_repeated`, OutcomeUnknownError says
+        that the server may have it.
+        """
         with self._sent(
-            request, "create", key, "PUT", full_key, headers=headers, query=query, body=views
+            request,
+            "create",
+            key,
+            "PUT",
+            full_key,
+            headers=headers,
+            query=query,
+            body=views,
+            may_be_repeated=may_be_repeated,
         ) as response:
             response.read(_REFUSAL_NBYTES_MAX)
             tag: str = response.getheader("ETag", "")
@@ -125,6 +136,7 @@ class Wire:
         headers: Mapping[str, str] | None = None,
         query: str = "",
         body: Sequence[memoryview] | None = None,
+        may_be_repeated: bool = True,
     ) -> Any:
         """The answer to one request, when it is a good one; its body is read in the block."""
         where = f"{operation} {key} in {self._url}"
@@ -142,11 +154,12 @@ class Wire:
                     _exchanged(connection, method, target, signed, body or ())
                 )
                 if response.status >= 300:
-                    raise self._refusal(response, where)
+                    raise self._refusal(response, where, may_be_repeated)
                 yield response
             except _BROKEN as error:
-                name = type(error).__name__
-                raise TransientError(f"{where}: no whole answer ({name})") from None
+                text = f"{where}: no whole answer ({type(error).__name__})"
+                kind = TransientError if may_be_repeated else OutcomeUnknownError
+                raise kind(text) from None
             finally:
                 request.end()
             # After `end`: a connection that another request uses must not be dropped with this one.
@@ -170,7 +183,7 @@ class Wire:
         if facts.anonymous:
             return target, headers
         unsigned = AWSRequest(method=method, url=facts.endpoint_url + target, headers=headers)
-        digest = UNSIGNED_PAYLOAD if self._unsigned and body else _sha256(body)
+        digest = UNSIGNED_PAYLOAD if self.unsigned and body else _sha256(body)
         _Signer(self._current_credentials(where), facts.region, digest).add_auth(unsigned)
         return target, dict(unsigned.headers.items())
 
@@ -226,7 +239,9 @@ class Wire:
             self._idle.append(connection)
         return True
 
-    def _refusal(self, response: http.client.HTTPResponse, where: str) -> StorageError:
+    def _refusal(
+        self, response: http.client.HTTPResponse, where: str, may_be_repeated: bool
+    ) -> StorageError:
         """Only the code and message of the answer are kept: a server may repeat the whole request
         in it, session token included.
         """
@@ -241,7 +256,9 @@ class Wire:
             for pattern in (_CODE, _MESSAGE)
         )
         text = f"{where}: {response.status}{' ' * bool(code)}{code}{': ' * bool(message)}{message}"
-        return answered(response.status, code, text=text, where=where, may_be_repeated=True)
+        return answered(
+            response.status, code, text=text, where=where, may_be_repeated=may_be_repeated
+        )
 
 
 class WireRequest:

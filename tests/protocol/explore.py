@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,8 +22,9 @@ from storage.store import ByteRange, Store
 from storage.wrap import WrappedStore
 
 PUT_FAULTS = ("unknown, applied", "unknown, lost", "unknown, late", "killed before", "killed after")
-FAULTS = {"put": PUT_FAULTS, "file": ("killed before",)}
-
+# Not among these, so that other searches are not longer: it is answered, and a copy that the store
+# has sent because the first one took long is still on its way.
+SENT_TWICE = "sent twice"
 
 Outside = Callable[[], dict[str, Callable[[], None]]]
 
@@ -81,8 +82,10 @@ class Run:
         outside: Outside | None,
         *,
         stops_at_files: bool = False,
+        put_faults: Sequence[str] = PUT_FAULTS,
     ) -> None:
         self.store = store
+        self.faults = {"put": put_faults, "file": ("killed before",)}
         self.choices = choices
         self.stops_at_files = stops_at_files
         self.outside: Outside = outside or dict
@@ -126,7 +129,7 @@ class Run:
             outside[chosen]()
             return current
         actor = running[chosen]
-        faults = [(fault, 1) for fault in FAULTS.get(actor.stopped_at or "", ())]
+        faults = [(fault, 1) for fault in self.faults.get(actor.stopped_at or "", ())]
         actor.order = self.choices.choose([("done", 0), *faults])
         actor.stopped_at = None
         actor.go.release()
@@ -189,6 +192,9 @@ class SteppedStore(WrappedStore):
         order = self._run.stop(self._actor, "put")
         if order == "killed before":
             raise Killed
+        if order == SENT_TWICE:
+            self._run.under_way.append((key, data))
+            return self.inner.put_if_absent(key, data)
         if order == "unknown, late":
             self._run.under_way.append((key, data))
         elif order != "unknown, lost":
@@ -213,20 +219,29 @@ def explore(
     outside: Outside | None = None,
     arrived: list[str] | None = None,
     stops_at_files: bool = False,
+    put_faults: Sequence[str] = PUT_FAULTS,
 ) -> tuple[int, list[str]]:
     """All runs within `budget`: how many, and the violations of the first run that has any.
 
     `outside()` are the things by name that somebody else may do at this moment of a run. With it,
     actors stop where they read the log, too.
     `arrived` gets the keys of a run that were written after their writer had given up. With
-    `stops_at_files`, actors stop before they create data files and manifests, too.
+    `stops_at_files`, actors stop before they create data files and manifests, too. `put_faults`
+    are the ways in which a write of the log may end beside the usual one.
     """
     runs = 0
     prefix: list[int] = []
     with ThreadPoolExecutor(8) as pool:
         while True:
             store, choices = make(), Choices(prefix, budget)
-            run = Run(store, choices, pool, outside, stops_at_files=stops_at_files)
+            run = Run(
+                store,
+                choices,
+                pool,
+                outside,
+                stops_at_files=stops_at_files,
+                put_faults=put_faults,
+            )
             run.go(actors())
             runs += 1
             if arrived is not None:

@@ -25,7 +25,7 @@ from ckpt.errors import CheckpointError, Fenced, OutcomeUnknown
 from storage.memory import MemoryStore
 from storage.store import Store
 from tests.conftest import Scale
-from tests.protocol.explore import explore
+from tests.protocol.explore import SENT_TWICE, explore
 
 # Minutes on a loaded machine.
 pytestmark = pytest.mark.timeout(900)
@@ -135,6 +135,22 @@ def test_every_schedule_and_fault_keeps_the_promises(case: str, scale: Scale) ->
     )
     assert not problems, f"run {runs}: " + "\n".join(problems)
     assert runs > 50
+
+
+@pytest.mark.parametrize("case", ["two jobs", "a job and every clean-up"])
+def test_a_write_that_the_store_sends_twice_keeps_the_promises(case: str, scale: Scale) -> None:
+    """One of the two is answered; the other may arrive whenever it likes."""
+    scenario = Scenario()
+    second = scenario.job(4) if case == "two jobs" else scenario.cleans_up
+    runs, problems = explore(
+        scenario.make,
+        lambda: {"a": scenario.job(3), "b": second},
+        scenario.check,
+        budget=scale.count(1, 3),
+        put_faults=[SENT_TWICE],
+    )
+    assert not problems, f"run {runs}: " + "\n".join(problems)
+    assert runs > 10
 
 
 @pytest.mark.parametrize("is_folded", [True, pytest.param(False, marks=pytest.mark.soak)])

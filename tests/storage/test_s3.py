@@ -50,7 +50,7 @@ def make_store(client: str, bucket: str, server: S3Server, **more: Any) -> S3Sto
         return S3Store(bucket, "runs/7", options=options, **more)
     transfer = more.pop("transfer", Transfer(unsigned_payload=True))
     store = FastS3Store(bucket, "runs/7", options=options, transfer=transfer, **more)
-    assert store.objects() is not None
+    assert store.wire() is not None
     return store
 
 

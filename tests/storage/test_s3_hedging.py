@@ -1,4 +1,4 @@
-"""A connection that swallows a request holds neither a save nor a load; what commits is sent once.
+"""A connection that swallows a request holds neither a save nor a load, nor what commits.
 
 Method: the proxy swallows the first request of a kind for longer than any test runs, for both
 clients, whose limits are short. Requests are counted at the proxy. A loaded machine may add second
@@ -7,14 +7,17 @@ requests, never more than the limits allow, and no test depends on there being n
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
-from storage import OutcomeUnknownError, StorageError, Store
-from storage.hedging import HedgeLimits, Hedger, HedgeTally
+from storage import KeyExistsError, OutcomeUnknownError, StorageError, Store, TransientError
+from storage.errors import SlowDownError
+from storage.hedging import HedgeLimits, Hedger, HedgeTally, NoAnswerError
 from storage.retry import RetryingStore, RetryPolicy
 from storage.s3.store import S3Store
 from storage.testing import write_object
@@ -49,7 +52,7 @@ def store(inner: S3Store) -> Store:
     return RetryingStore(inner, POLICY)
 
 
-def swallowing(method: str, what: str, slow_downs: float = 0.0) -> Rule:
+def swallowing(method: str, what: str, slow_downs: float = 0.0, kind: str = "held") -> Rule:
     """The first request of that method with `what` in its path is swallowed; of the others, a share
     is refused.
     """
@@ -57,7 +60,7 @@ def swallowing(method: str, what: str, slow_downs: float = 0.0) -> Rule:
 
     def rule(request: Request) -> str:
         if request.method == method and what in request.path and next(first, False):
-            return "held"
+            return kind
         return "slow_down" if rng.random() < slow_downs else ""
 
     return rule
@@ -112,18 +115,84 @@ def test_every_kind_of_read_may_be_swallowed(
     assert proxy.counts["held"] == 4
 
 
-def test_a_conditional_put_is_sent_once_however_long_it_takes(
+@pytest.mark.parametrize("kind", ["held", "held_reply"])
+def test_what_commits_may_be_swallowed_or_its_answer(
+    store: Store, inner: S3Store, proxy: FaultProxy, kind: str
+) -> None:
+    """Whether the first request or the second made the object: it is ours, and so it is said."""
+    proxy.rule = swallowing("PUT", "log/1", kind=kind)
+    store.put_if_absent("log/1", b"x")
+    assert proxy.counts[kind] == 1
+    assert won(inner.hedger.tally) >= 1
+    proxy.pause()
+    assert store.get("log/1") == b"x"
+    with pytest.raises(KeyExistsError):
+        store.put_if_absent("log/1", b"x")
+
+
+def test_what_commits_is_not_taken_for_ours_when_another_was_first(
+    store: Store, proxy: FaultProxy
+) -> None:
+    """Even if it has the same bytes, and both requests got the answer of a race or none."""
+    store.put_if_absent("log/1", b"x")
+    proxy.rule = swallowing("PUT", "log/1", kind="held_reply")
+    with pytest.raises(KeyExistsError):
+        store.put_if_absent("log/1", b"x")
+    assert proxy.counts["held_reply"] == 1
+
+
+def test_what_commits_is_unknown_when_no_request_was_answered(
     moto: S3Server, proxy: FaultProxy, client: str
 ) -> None:
-    """The server has it, or not: only the caller can settle that."""
     server, impatient = S3Server(proxy.endpoint_url), {"config_kwargs": {"read_timeout": 2}}
     inner = make_store(client, moto.make_bucket(), server, retry=POLICY, options=impatient)
     inner.hedger = Hedger(POLICY.patience, LIMITS)
-    proxy.rule = swallowing("PUT", "log/1")
+    proxy.rule = lambda request: "held" if request.method == "PUT" else ""
     with pytest.raises(OutcomeUnknownError):
         RetryingStore(inner, POLICY).put_if_absent("log/1", b"x")
-    assert [request.method for request in proxy.requests] == ["PUT"]
-    assert inner.hedger.tally == HedgeTally()
+    sent = [request.method for request in proxy.requests if "log/1" in request.path]
+    assert set(sent) == {"PUT"} and len(sent) <= 1 + inner.hedger.tally.hedges
+    inner.close()
+
+
+@pytest.mark.parametrize(
+    ("first", "is_sent_again", "expected"),
+    [
+        (SlowDownError("503"), False, SlowDownError),
+        (SlowDownError("503"), True, OutcomeUnknownError),
+        (NoAnswerError("nothing"), False, OutcomeUnknownError),
+        (KeyExistsError("taken"), False, KeyExistsError),
+        (KeyExistsError("taken"), True, OutcomeUnknownError),
+        (OutcomeUnknownError("lost"), False, OutcomeUnknownError),
+    ],
+)
+def test_a_refusal_is_certain_only_if_it_is_that_of_all_that_was_sent(
+    moto: S3Server,
+    monkeypatch: pytest.MonkeyPatch,
+    first: StorageError,
+    is_sent_again: bool,
+    expected: type[StorageError],
+) -> None:
+    """The second request, and whatever is asked after it, gets no answer."""
+    inner = make_store("s3fs", moto.make_bucket(), moto, retry=POLICY)
+
+    async def send(*args: Any, **arguments: Any) -> Any:
+        raise TransientError("lost")
+
+    def put_new(
+        key: str, body: bytes, metadata: dict[str, str], again: Any, *, may_be_repeated: bool
+    ) -> None:
+        assert not may_be_repeated
+        if is_sent_again:
+            with pytest.raises(TransientError):
+                asyncio.run(again(None))
+        raise first
+
+    monkeypatch.setattr(inner, "send", send)
+    monkeypatch.setattr(inner, "put_new", put_new)
+    with pytest.raises(StorageError) as caught:
+        inner.put_if_absent("log/1", b"x")
+    assert type(caught.value) is expected
     inner.close()
 
 

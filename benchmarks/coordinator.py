@@ -1,113 +1,182 @@
-"""What the coordinator of a save does with the parts of N ranks, first save and later ones.
+"""What ranks do with the parts of a save on their way to the coordinator, and what it does then.
 
-    python -m benchmarks.coordinator [--ranks 64 256 1024]
+    python -m benchmarks.coordinator [--ranks 64 256 1024] [--flat]
 
 The parts of a Llama-70B with AdamW (2,892 tensors) in even shards are made by arithmetic, without
-processes, and decoded, compared, merged and encoded as a save does it: with seals in place of
-checksums, as many ranks do it, and with checksums. Prints CPU seconds, what it received per rank,
-bytes of the manifest with results, with rules, and with seals, and the peak of memory with the
-parts themselves; asserts what is a count.
+processes, and pass through the code of a save: every rank of the tree merges its part with what
+comes from below and encodes that; rank 0 compares, proves and encodes the manifest. Two saves, in
+the second of which only values changed. Prints CPU seconds of rank 0, and of the ranks at each
+level; what rank 0 received, the rules that it decoded, by how much the process grew while it
+worked, and the manifest's bytes. `--flat` adds a save with checksums, whose parts come to rank 0
+one by one, as with few ranks. Asserts what is a count.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import math
-import resource
 import time
-from dataclasses import replace
+from collections import defaultdict
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from benchmarks.measure import report, row
+from benchmarks.simulation import resident
 from ckpt.format.checksum import crc32c
 from ckpt.format.checksum_tables import CHECKSUM_TABLES, Seals, seal_of
+from ckpt.format.chunk_rules import chunk_total
 from ckpt.format.codec import encode_values
-from ckpt.format.manifest import PROGRESSIONS, Header, Manifest, int64s
-from ckpt.format.manifest_codec import encode_manifest
+from ckpt.format.joint_manifest import differing_values
+from ckpt.format.manifest import PROGRESSIONS, Header, int64s
 from ckpt.format.merging import build_manifest, replica_differences, value_differences
 from ckpt.format.part import Part, ReplicaColumns, TensorRecord
+from ckpt.saving.joint_parts import JointParts
 from ckpt.saving.parts import Structures
+from ckpt.telemetry.history import PHASES, RankReport
+from ckpt.telemetry.recorder import PhaseSpan
+from ckpt.world.tree import family
 
 BLOCK_NBYTES = 1 << 20
 HEADER_NBYTES = 160 << 10
 WIDTH, KEYS, INNER, WORDS, LAYERS = 8192, 1024, 28672, 128256, 80
 MIB = 1 << 20
 SEALED_FILE_NBYTES = 80  # of a manifest: name, sizes, seal
+SAVES = ("first save", "values changed")
 
 
 def main() -> None:
     """Measure every number of ranks that was asked for."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[64, 256])
-    parser.add_argument("--only-seals", action="store_true", help="no saves with checksums")
+    parser.add_argument("--flat", action="store_true", help="saves without a tree, too")
     options = parser.parse_args()
     for ranks in options.ranks:
-        measure(ranks, compared=not options.only_seals)
+        report(f"a save of {ranks} ranks", [*_rows_of(ranks), *(_flat(ranks) * options.flat)])
 
 
-class Saves(NamedTuple):
-    """Two saves on a coordinator: per save CPU seconds and bytes received; the last manifest."""
+class Coordinator(NamedTuple):
+    """Rank 0 in one save."""
 
-    seconds: list[float]
-    received: list[int]
-    manifest: Manifest
-    nbytes: int
-    peak: int
+    seconds: float
+    received: int
+    rules: int
+    chunks: int
+    grown: int
+    manifest_nbytes: int
 
 
-def saves_of(ranks: int, required: tuple[str, ...]) -> Saves:
-    """The first save of `ranks` ranks, and one in which only values changed."""
+class Tree:
+    """Two saves of `ranks` ranks, one rank after the other from the leaves on."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+        self.model = Model()
+        # CPU seconds of all ranks but the first, by save and by how many levels are below
+        self.seconds: list[dict[int, list[float]]] = [defaultdict(list) for _ in SAVES]
+
+    def coordinator(self) -> list[Coordinator]:
+        """What rank 0 does in each save."""
+        known, below, _ = JointParts(), *self._below(0)
+        header = header_of(self.ranks)
+        required = (PROGRESSIONS, CHECKSUM_TABLES)
+        header = header.model_copy(update={"required": required})
+        saves = []
+        for save in range(len(SAVES)):
+            part = self.model.part(0, self.ranks, save)
+            gc.collect()
+            Path("/proc/self/clear_refs").write_text("5")
+            before, begun = resident("VmRSS"), time.process_time()
+            got = known.received(part, report_of(0), below[save])
+            assert got.regions.differences(got.rest) == ([], []) and not differing_values(got.rest)
+            made = got.table().manifest(header, got.rest)
+            seconds = time.process_time() - begun
+            rules = [one.structure.rules for one in known.below]
+            saves.append(
+                Coordinator(
+                    seconds=seconds,
+                    received=sum(map(len, below[save])),
+                    rules=sum(one.shape[1] for one in rules),
+                    chunks=sum(map(chunk_total, rules)),
+                    grown=resident("VmHWM") - before,
+                    manifest_nbytes=len(made.encoded.data),
+                )
+            )
+        return saves
+
+    def _below(self, rank: int) -> tuple[list[list[bytes]], int]:
+        """What the ranks right below one send, by save, and how many levels that is."""
+        sent: list[list[bytes]] = [[] for _ in SAVES]
+        levels = 0
+        for child in family(rank, self.ranks).children:
+            of_saves, height = self._sent(child)
+            levels = max(levels, height + 1)
+            for messages, message in zip(sent, of_saves, strict=True):
+                messages.append(message)
+        return sent, levels
+
+    def _sent(self, rank: int) -> tuple[list[bytes], int]:
+        known, (below, height) = JointParts(), self._below(rank)
+        messages = []
+        for save in range(len(SAVES)):
+            part = self.model.part(rank, self.ranks, save)
+            begun = time.process_time()
+            messages.append(known.payload(part, report_of(rank), below[save]))
+            self.seconds[save][height].append(time.process_time() - begun)
+        return messages, height
+
+
+def report_of(rank: int) -> RankReport:
+    """A report as ranks send it."""
+    spans = [PhaseSpan(phase, 1.7e9 + rank, 0.1234567, 1 << 30) for phase in PHASES[:-2]]
+    return RankReport(tuple(spans), 0.0123456, 0)
+
+
+def _rows_of(ranks: int) -> list[str]:
+    tree = Tree(ranks)
+    rows = []
+    limits = {0: "<= 2 s", 1: "<= 0.2 s"}
+    saves = tree.coordinator()
+    for number, (name, one) in enumerate(zip(SAVES, saves, strict=True)):
+        rows += [
+            row(f"{name}: rank 0, CPU", f"{one.seconds:.3f} s", limits[number]),
+            row(f"{name}: received by rank 0", f"{one.received / 1024:.0f} KiB", "-"),
+            row(f"{name}: rank 0 grows by", f"{one.grown / MIB:.0f} MiB", "<= 512 MiB"),
+            *(
+                row(
+                    f"{name}: {len(seconds)} ranks over {height} levels, CPU, mean and most",
+                    f"{1000 * float(np.mean(seconds)):.1f} and {1000 * max(seconds):.1f} ms",
+                    "-",
+                )
+                for height, seconds in sorted(tree.seconds[number].items(), reverse=True)
+            ),
+        ]
+    one = saves[0]
+    beside = one.manifest_nbytes - SEALED_FILE_NBYTES * ranks
+    assert beside <= MIB, f"{beside} bytes beside names, sizes and seals of files"
+    return [
+        *rows,
+        row("rules decoded by rank 0, chunks", f"{one.rules} for {one.chunks}", "-"),
+        row("manifest", f"{one.manifest_nbytes / MIB:.2f} MiB", "<= 32 MiB"),
+    ]
+
+
+def _flat(ranks: int) -> list[str]:
+    """Parts with checksums, one by one."""
     model, known = Model(), Structures()
-    header = header_of(ranks).model_copy(update={"required": required})
-    seconds, received = [], []
-    for save in range(2):
+    rows = []
+    for save, name in enumerate(SAVES):
         parts = (model.part(rank, ranks, save) for rank in range(ranks))
-        sealed = header.has_checksum_tables
-        sent = [(b"" if save else part.structure(), part.variable(sealed=sealed)) for part in parts]
-        received.append(sum(len(structure) + len(rest) for structure, rest in sent))
+        sent = [(b"" if save else part.structure(), part.variable()) for part in parts]
         begun = time.process_time()
         got = known.parts(sent)
         assert not value_differences(got) and replica_differences(got, known.kept) == ([], [])
-        manifest = build_manifest(header, got, known.kept)
-        nbytes = len(known.encoder.encode(manifest).data)
-        seconds.append(time.process_time() - begun)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return Saves(seconds, received, manifest, nbytes, peak)
-
-
-def measure(ranks: int, *, compared: bool) -> None:
-    """Saves of `ranks` ranks with seals; `compared` with those that have checksums."""
-    sealed = saves_of(ranks, (PROGRESSIONS, CHECKSUM_TABLES))
-    manifest = sealed.manifest
-    rows = [
-        row("first save, CPU", f"{sealed.seconds[0]:.2f} s", "<= 2 s"),
-        row("later save, CPU", f"{sealed.seconds[1]:.2f} s", "<= 0.2 s"),
-        row("received of a rank, first", f"{sealed.received[0] / ranks / 1024:.1f} KiB", "-"),
-        row("received of a rank, later", f"{sealed.received[1] / ranks / 1024:.1f} KiB", "-"),
-        row("manifest of rules and seals", f"{sealed.nbytes / MIB:.2f} MiB", "<= 32 MiB"),
-        row("checksums of blocks, all ranks", f"{4 * manifest.block_count / MIB:.2f} MiB", "-"),
-        row("peak of the process", f"{sealed.peak / MIB:.0f} MiB", "<= 512 MiB"),
-    ]
-    if compared:
-        plain = saves_of(ranks, ())
-        ruled = plain.manifest.header.model_copy(update={"required": (PROGRESSIONS,)})
-        rules = len(encode_manifest(replace(plain.manifest, header=ruled)))
-        rows += [
-            row("first save with checksums, CPU", f"{plain.seconds[0]:.2f} s", "-"),
-            row("later save with checksums, CPU", f"{plain.seconds[1]:.2f} s", "-"),
-            row(
-                "received of a rank, later, then",
-                f"{plain.received[1] / ranks / 1024:.1f} KiB",
-                "-",
-            ),
-            row("manifest of results", f"{plain.nbytes / MIB:.2f} MiB", "-"),
-            row("manifest of rules", f"{rules / MIB:.2f} MiB", "-"),
-        ]
-    report(f"coordinator of {ranks} ranks, {len(manifest.chunks)} chunks", rows)
-    beside = sealed.nbytes - SEALED_FILE_NBYTES * ranks
-    assert beside <= MIB, f"{beside} bytes beside names, sizes and seals of files"
+        known.encoder.encode(build_manifest(header_of(ranks), got, known.kept))
+        seconds = time.process_time() - begun
+        rows.append(row(f"{name}, flat, with checksums: CPU", f"{seconds:.2f} s", "-"))
+    return rows
 
 
 def header_of(ranks: int) -> Header:

@@ -229,6 +229,33 @@ class SimulatedWorld(World):
         one = self._round(name, payload, self._up, waits=self.rank == 0)
         return list(one.payloads) if self.rank == 0 else None
 
+    def merge_to_coordinator(
+        self, name: str, merge: Callable[[list[bytes]], bytes]
+    ) -> list[bytes] | None:
+        self.spend()
+        number, (parent, blocks) = self._next(), family(self.rank, self.size)
+        clock, cost = self.simulation.clock, self.cost
+        below, ends = [], self.now
+        for block in blocks:
+            letter = self.simulation.letter((number, block.start, self.rank))
+            if not letter.done.wait(WAIT_SECONDS_MAX) or letter.data is None:
+                raise RuntimeError(f"rank {block.start} has failed before {name!r}")
+            below.append(letter.data)
+            # They come over one link, this rank's.
+            ends = max(ends, letter.arrives) + len(letter.data) / clock.network_bytes_per_second
+            cost.nbytes[self.rank] += len(letter.data)
+        self._until(ends)
+        if parent is None:
+            self._begin_memory()
+            return below
+        data = merge(below)
+        self.spend()
+        letter = self.simulation.letter((number, self.rank, parent))
+        letter.data, letter.arrives = data, self.now + clock.hop_seconds
+        letter.done.set()
+        cost.messages[self.rank] += 1
+        return None
+
     def broadcast(self, name: str, payload: bytes | None) -> bytes:
         self.spend()
         number = self._next()
@@ -342,7 +369,7 @@ class SimulatedWorld(World):
 
     def _wait(self, one: _Round, name: str) -> None:
         if self.rank == 0:
-            memory = _resident("VmHWM")
+            memory = resident("VmHWM")
         if not one.done.wait(WAIT_SECONDS_MAX):
             raise TimeoutError(f"rank {self.rank} waits in {name!r}")
         if self.rank == 0:
@@ -353,11 +380,14 @@ class SimulatedWorld(World):
     def _note_memory(self, name: str, before: int) -> None:
         """Rank 0 works between the round of parts and the next: what does the process grow by?"""
         if name == "parts":
-            Path("/proc/self/clear_refs").write_text("5")
-            self._memory_began = _resident("VmRSS")
+            self._begin_memory()
         elif hasattr(self, "_memory_began"):
             self.cost.first_memory = before - self._memory_began
             del self._memory_began
+
+    def _begin_memory(self) -> None:
+        Path("/proc/self/clear_refs").write_text("5")
+        self._memory_began = resident("VmRSS")
 
     def _until(self, ends: float) -> None:
         self._cpu_began = time.thread_time()
@@ -451,6 +481,7 @@ class SimulatedStore(MemoryStore):
         """Durable at once."""
 
 
-def _resident(field_name: str) -> int:
+def resident(field_name: str) -> int:
+    """Bytes of this process in memory, `VmRSS`, or the most there were, `VmHWM`."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field_name))

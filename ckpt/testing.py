@@ -19,9 +19,17 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from ckpt.errors import RankFailed
 from ckpt.world.agreement import agreed_error, encode_error
 from ckpt.world.base import Message, Transfers, World, check_all_to_all
+from ckpt.world.tree import family
 
 T = TypeVar("T")
-_Op = Literal["gather", "gather_to_coordinator", "broadcast", "all_to_all", "transfers"]
+_Op = Literal[
+    "gather",
+    "gather_to_coordinator",
+    "merge_to_coordinator",
+    "broadcast",
+    "all_to_all",
+    "transfers",
+]
 
 
 class RankKilled(BaseException):
@@ -74,6 +82,12 @@ class _Call(NamedTuple):
     op: _Op
     name: str
     payload: Any
+
+
+class _Later:
+    """A payload that its rank has yet to merge."""
+
+    data: bytes | None = None
 
 
 class _Hub:
@@ -196,6 +210,18 @@ class _Hub:
         with self._changed:
             self._changed.notify_all()
 
+    def merged(self, later: Mapping[int, _Later], name: str) -> dict[int, bytes]:
+        """What ranks pass on, once all of them have merged it."""
+        until = time.monotonic() + self._deadline_seconds
+        with self._changed:
+            while missing := [rank for rank, one in later.items() if one.data is None]:
+                if self._broken is None:
+                    self._check_gone(missing, name, until)
+                if self._broken is not None:
+                    raise _copied(self._broken)
+                self._changed.wait(max(0.0, until - time.monotonic()))
+            return {rank: one.data or b"" for rank, one in later.items()}
+
     def _check_gone(self, missing: Sequence[int], name: str, until: float) -> None:
         gone = [rank for rank in missing if rank in self._gone]
         if gone:
@@ -247,6 +273,19 @@ class ThreadWorld(World):
         waits_for = range(self.size) if self.rank == 0 else (self.rank,)
         got = self._round("gather_to_coordinator", name, bytes(payload), waits_for)
         return [got[rank] for rank in range(self.size)] if self.rank == 0 else None
+
+    def merge_to_coordinator(
+        self, name: str, merge: Callable[[list[bytes]], bytes]
+    ) -> list[bytes] | None:
+        own, children = _Later(), family(self.rank, self.size).children
+        later = self._round("merge_to_coordinator", name, own, (self.rank, *children))
+        below = self._hub.merged({child: later[child] for child in children}, name)
+        payloads = [below[child] for child in children]
+        if self.rank == 0:
+            return payloads
+        own.data = bytes(merge(payloads))
+        self._hub.notice()
+        return None
 
     def broadcast(self, name: str, payload: bytes | None) -> bytes:
         if (payload is None) == (self.rank == 0):

@@ -51,15 +51,22 @@ def fields_of_chunks(m: Manifest) -> dict[str, bytes]:
     itemsizes = np.array([DTYPES[name].itemsize for name in m.dtypes], dtype=np.int64)
     counts = np.diff(chunks.first)
     nbytes = chunks.numel.astype(np.int64) * np.repeat(itemsizes, counts)
-    boxes = chunks.boxes
+    positions = chunks.byte_start.astype(np.int64) - m.file_data_start[chunks.file]
     pack = pack_regular if m.header.has_progressions else pack_ints
     return {
         "chunk_counts": pack(counts),
         "chunk_files": pack(chunks.file),
         "chunk_numels": pack(chunks.numel),
         "chunk_skips": pack(_skips(chunks)),
-        "chunk_gaps": pack(_gaps(m, nbytes, np.repeat(itemsizes, counts))),
+        "chunk_gaps": pack(gaps_of(chunks.file, positions, nbytes, np.repeat(itemsizes, counts))),
         "chunk_boxes": pack(chunks.box.astype(np.int64) + 1),
+        **fields_of_boxes(chunks.boxes),
+    }
+
+
+def fields_of_boxes(boxes: BoxTable) -> dict[str, bytes]:
+    """The fields with the unique boxes, encoded."""
+    return {
         "box_ndims": pack_ints(np.diff(boxes.first), constant=False),
         "box_offsets": pack_ints(boxes.offsets, constant=False),
         "box_sizes": pack_ints(boxes.sizes, constant=False),
@@ -92,19 +99,20 @@ def _skips(chunks: ChunkTable) -> Int64s:
     return skips
 
 
-def _gaps(m: Manifest, nbytes: Int64s, itemsizes: Int64s) -> npt.NDArray[np.uint64]:
-    """Bytes between each chunk and the one before it in its file, both in the canonical order.
+def gaps_of(
+    files: Ints, positions: Int64s, nbytes: Int64s, itemsizes: Int64s
+) -> npt.NDArray[np.uint64]:
+    """Bytes between each chunk and the one before it in its file, both in the canonical order;
+    `positions` count from the end of the file's header.
 
     Modulo 2^64: a file in another order costs space and nothing else.
     """
-    order = file_order(m.chunks.file, itemsizes)
-    file = m.chunks.file[order]
-    starts = m.chunks.byte_start[order].astype(np.int64)
-    expected = np.empty(len(order), dtype=np.int64)
+    order = file_order(files, itemsizes)
+    file, starts = files[order], positions[order]
+    expected = np.zeros(len(order), dtype=np.int64)
     if len(order):
         expected[1:] = (starts + nbytes[order])[:-1]
-        begins = np.append(True, file[1:] != file[:-1])
-        expected[begins] = m.file_data_start[file[begins]]
+        expected[np.append(True, file[1:] != file[:-1])] = 0
     gaps = np.empty(len(order), dtype=np.uint64)
     gaps[order] = (starts - expected).astype(np.uint64)
     return gaps

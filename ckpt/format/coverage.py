@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from ckpt.format.chunk_rules import BOXED, Of, Rules, chunk_table, lasts_of
 from ckpt.format.datafile import region_start
-from ckpt.format.manifest import ChunkTable, Int64s
+from ckpt.format.manifest import BoxTable, ChunkTable, Int64s
 from ckpt.layout.region import Box, Region, Shape, boxes_of, intersect, is_inside, span_of, whole
 
 # Grids of any size are checked in one pass. Anything else is cut recursively, which visits a box
@@ -158,6 +159,56 @@ def check_cover(
         if problem := seen[key]:
             problems.append(f"{fqns[t]}: {problem}")
     return problems
+
+
+def check_rules(
+    rules: Rules,
+    boxes: BoxTable,
+    fqns: Sequence[str],
+    shapes: Sequence[Shape],
+    numels: Int64s,
+) -> list[str]:
+    """`check_cover` of chunks that are given as rules, in the order of a table.
+
+    A rule of spans is checked as a whole. Of tensors with boxes, or with a problem, the chunks are
+    listed; those of one shape and the same rules once.
+    """
+    tensor = rules[Of.TENSOR]
+    first = np.searchsorted(tensor, np.arange(len(fqns) + 1))
+    boxed = np.zeros(len(fqns), dtype=bool)
+    boxed[tensor[(rules[Of.KIND] & BOXED) != 0]] = True
+    bad = _badly_ruled(rules, first, numels) & ~boxed
+
+    def listed(number: int) -> ChunkTable:
+        return chunk_table(rules[:, first[number] : first[number + 1]], boxes)
+
+    problems = [
+        f"{fqns[t]}: {_span_problem(listed(t), 0, shapes[t])}" for t in np.flatnonzero(bad).tolist()
+    ]
+    seen: dict[tuple[Shape, bytes], str | None] = {}
+    lines = [Of.KIND, Of.NUMEL, Of.START, Of.BOX, Of.START_STEP, Of.BOX_STEP, Of.COUNT]
+    for t in np.flatnonzero(boxed).tolist():
+        key = (shapes[t], rules[lines, first[t] : first[t + 1]].tobytes())
+        if key not in seen:
+            chunks = listed(t)
+            seen[key] = _boxed_problem(chunks, slice(0, len(chunks)), shapes[t])
+        if problem := seen[key]:
+            problems.append(f"{fqns[t]}: {problem}")
+    return problems
+
+
+def _badly_ruled(
+    rules: Rules, first: npt.NDArray[np.intp], numels: Int64s
+) -> npt.NDArray[np.bool_]:
+    """`_badly_spanned` of rules; those of tensor t are `first[t]` to `first[t + 1]`."""
+    tensor, starts = rules[Of.TENSOR], rules[Of.START]
+    ends = lasts_of(rules)[0] + rules[Of.NUMEL]
+    filled = np.flatnonzero(np.diff(first))
+    bad: npt.NDArray[np.bool_] = numels > 0
+    bad[filled] = (starts[first[filled]] != 0) | (ends[first[filled + 1] - 1] != numels[filled])
+    bad[tensor[(rules[Of.COUNT] > 1) & (rules[Of.START_STEP] != rules[Of.NUMEL])]] = True
+    bad[tensor[1:][(tensor[1:] == tensor[:-1]) & (starts[1:] != ends[:-1])]] = True
+    return bad
 
 
 def _badly_spanned(chunks: ChunkTable, numels: Int64s) -> npt.NDArray[np.bool_]:

@@ -220,3 +220,9 @@ def narrowed(values: Int64s) -> Ints:
 def no_checksums() -> npt.NDArray[np.uint32]:
     """The checksums of no blocks."""
     return np.zeros(0, dtype=np.uint32)
+
+
+def no_chunks() -> ChunkTable:
+    """A table without chunks."""
+    none = int64s([])
+    return ChunkTable(starts_of([]), none, none, none, none, none, BoxTable.of([]), starts_of([]))

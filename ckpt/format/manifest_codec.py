@@ -90,13 +90,7 @@ class ManifestEncoder:
             # Without what no later manifest has: the checksums.
             kept = {name: data for name, data in fields.items() if name != "checksums"}
             self._last = (replace(manifest, checksums=no_checksums()), kept)
-        body = pack_map(fields)
-        head = MAGIC + VERSION.to_bytes(4, "little") + bytes(4) + len(body).to_bytes(8, "little")
-        digest = hashlib.sha256(head)
-        digest.update(body)
-        end = digest.digest()
-        digest.update(end)
-        return Encoded(b"".join([head, body, end]), digest.digest())
+        return enveloped(fields)
 
     def _fields(self, m: Manifest) -> dict[str, bytes]:
         if self._last is not None and _has_same_table(m, self._last[0]):
@@ -104,18 +98,29 @@ class ManifestEncoder:
             return {
                 **same,
                 **_fields_of_header(m),
-                **_fields_of_files(m),
-                **_fields_of_values(m),
+                **fields_of_files(m),
+                **fields_of_values(m),
                 **fields_of_sums(m),
             }
         return {
             **_fields_of_header(m),
-            **_fields_of_files(m),
-            **_fields_of_tensors(m),
-            **_fields_of_values(m),
+            **fields_of_files(m),
+            **fields_of_tensors(m),
+            **fields_of_values(m),
             **fields_of_chunks(m),
             **fields_of_sums(m),
         }
+
+
+def enveloped(fields: Mapping[str, bytes]) -> Encoded:
+    """The bytes of a MANIFEST object with these fields."""
+    body = pack_map(fields)
+    head = MAGIC + VERSION.to_bytes(4, "little") + bytes(4) + len(body).to_bytes(8, "little")
+    digest = hashlib.sha256(head)
+    digest.update(body)
+    end = digest.digest()
+    digest.update(end)
+    return Encoded(b"".join([head, body, end]), digest.digest())
 
 
 def _has_same_table(one: Manifest, other: Manifest) -> bool:
@@ -130,15 +135,31 @@ def _has_same_table(one: Manifest, other: Manifest) -> bool:
 
 
 def _fields_of_header(m: Manifest) -> dict[str, bytes]:
-    counts = [len(m.files), len(m.fqns), len(set(m.shapes)), len(m.chunks), len(m.chunks.boxes)]
-    counts += [m.block_count, len(m.aliases), len(m.per_rank)]
+    return fields_of_header(
+        m.header,
+        Counts(
+            files=len(m.files),
+            tensors=len(m.fqns),
+            shapes=len(set(m.shapes)),
+            chunks=len(m.chunks),
+            boxes=len(m.chunks.boxes),
+            blocks=m.block_count,
+            aliases=len(m.aliases),
+            ranks=len(m.per_rank),
+        ),
+    )
+
+
+def fields_of_header(header: Header, counts: Counts) -> dict[str, bytes]:
+    """The fields `header` and `counts`."""
     return {
-        "header": m.header.model_dump_json().encode("utf-8"),
+        "header": header.model_dump_json().encode("utf-8"),
         "counts": np.array(counts, dtype="<u8").tobytes(),
     }
 
 
-def _fields_of_files(m: Manifest) -> dict[str, bytes]:
+def fields_of_files(m: Manifest) -> dict[str, bytes]:
+    """The fields that describe the data files, encoded."""
     names, name_sizes = pack_strings(m.files)
     return {
         "file_names": names,
@@ -148,7 +169,8 @@ def _fields_of_files(m: Manifest) -> dict[str, bytes]:
     }
 
 
-def _fields_of_tensors(m: Manifest) -> dict[str, bytes]:
+def fields_of_tensors(m: Manifest) -> dict[str, bytes]:
+    """The fields that describe tensors and aliases, encoded."""
     shapes = sorted(set(m.shapes))
     shape_ids = {shape: index for index, shape in enumerate(shapes)}
     dtypes = sorted(set(m.dtypes))
@@ -174,7 +196,8 @@ def _fields_of_tensors(m: Manifest) -> dict[str, bytes]:
     }
 
 
-def _fields_of_values(m: Manifest) -> dict[str, bytes]:
+def fields_of_values(m: Manifest) -> dict[str, bytes]:
+    """The fields with values, encoded."""
     return {
         "values": m.values,
         "per_rank": b"".join(m.per_rank),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import repeat
@@ -32,7 +32,7 @@ from ckpt.format.manifest import (
 )
 from ckpt.format.part import Part, TensorRecord
 from ckpt.format.references import REFERENCES, is_reference, parse_reference
-from ckpt.format.uniting import GROUPS, is_groups, sent_by, united_values
+from ckpt.format.uniting import GROUPS, EncodedValues, is_groups, sent_by, united_values
 from ckpt.layout.region import Box
 
 
@@ -67,7 +67,7 @@ def build_manifest(
     return kept.merged.manifest(header, parts)
 
 
-def _check_count(chunks: int) -> None:
+def check_count(chunks: int) -> None:
     """Raises InvalidState for a manifest that readers would take for a hostile one."""
     if chunks > SEALED_CHUNKS_MAX:
         raise InvalidState(
@@ -107,7 +107,7 @@ class _Merged:
         """The manifest of these parts, whose structures are those that this was made of."""
         files = _merge_files(parts, header)
         if header.has_checksum_tables:
-            _check_count(len(self._chunks))
+            check_count(len(self._chunks))
             seals = Seals.of([file.seal for file in files])
             if not len(seals.nbytes):
                 raise ValueError("a manifest with checksum tables needs the seals of all files")
@@ -135,7 +135,7 @@ class _Merged:
             aliases=self._aliases,
             chunks=self._chunks,
             checksums=checksums,
-            values=united_values(parts),
+            values=united_values(_values_of(parts)),
             per_rank=tuple([data or nothing for data in per_rank]) if any(per_rank) else (),
             digests=digests,
             seals=seals,
@@ -144,12 +144,19 @@ class _Merged:
     def _with_writers(self, problem: str, columns: _Columns, parts: Sequence[Part]) -> str:
         counts = [len(part.chunk_file) for part in parts]
         ranks = np.repeat([part.rank for part in parts], counts)
-        for position, fqn in enumerate(self._fqns):
-            if problem.startswith(f"{fqn}: "):
-                writers = sorted(set(ranks[columns.tensor == position].tolist()))
-                text = f"{problem} (written by ranks {writers[:20]})"
-                return f"{text}; {_TWO_MODELS}" if "overlap" in problem else text
-        return problem
+        return with_writers(problem, self._fqns, lambda tensor: ranks[columns.tensor == tensor])
+
+
+def with_writers(
+    problem: str, fqns: Sequence[str], writers_of: Callable[[int], npt.NDArray[np.integer]]
+) -> str:
+    """A problem of `check_cover` with the ranks that write the tensor: `writers_of(its index)`."""
+    for tensor, fqn in enumerate(fqns):
+        if problem.startswith(f"{fqn}: "):
+            writers = np.unique(writers_of(tensor)).tolist()
+            text = f"{problem} (written by ranks {writers[:20]})"
+            return f"{text}; {_TWO_MODELS}" if "overlap" in problem else text
+    return problem
 
 
 class _File(NamedTuple):
@@ -170,16 +177,23 @@ def _merge_files(parts: Sequence[Part], header: Header) -> list[_File]:
     ]
     own = [file for file in of_all if not is_reference(file.name)]
     shared = sorted({file for file in of_all if is_reference(file.name)})
-    names = [file.name for file in (*own, *shared)]
+    check_names([file.name for file in own], [file.name for file in shared], header)
+    return [*own, *shared]
+
+
+def check_names(own: Sequence[str], shared: Sequence[str], header: Header) -> None:
+    """Names of data files and of those of other attempts, these once for each way in which ranks
+    describe them. Raises InvalidState for a name that comes twice.
+    """
+    names = [*own, *shared]
     if len(set(names)) != len(names):
         raise InvalidState(
             [f"two data files have one name, or ranks differ in it: {_first_duplicate(names)}"]
         )
     if shared and REFERENCES not in header.required:
-        raise ValueError(f"the header must require {REFERENCES!r} for {shared[0].name}")
-    if wrong := [file.name for file in shared if parse_reference(file.name) is None]:
+        raise ValueError(f"the header must require {REFERENCES!r} for {shared[0]}")
+    if wrong := [name for name in shared if parse_reference(name) is None]:
         raise ValueError(f"{wrong[0]} is not a data file of another attempt")
-    return [*own, *shared]
 
 
 def _seals_of(part: Part, header: Header) -> Iterable[Seal | None]:
@@ -223,45 +237,58 @@ def _merge_tensors(parts: Sequence[Part]) -> tuple[list[TensorRecord], list[Int6
     if all(part.tensors == first for part in parts[1:]):
         return list(first), [np.arange(len(first))] * len(parts)
     # Most ranks have the same tensors: each distinct list is merged once, not once per rank.
-    lists: dict[tuple[TensorRecord, ...], list[int]] = {}
+    lists: dict[tuple[TensorRecord, ...], int] = {}
     for part in parts:
-        lists.setdefault(part.tensors, []).append(part.rank)
-    merged: dict[str, tuple[TensorRecord, int]] = {}
-    problems = []
-    for infos, ranks in lists.items():
-        for info in infos:
-            known, first_rank = merged.setdefault(info.fqn, (info, ranks[0]))
-            if known != info:
-                problems.append(
-                    f"{info.fqn}: {info.dtype}{list(info.shape)} of kind {info.kind} on rank "
-                    f"{ranks[0]}, "
-                    f"{known.dtype}{list(known.shape)} of kind {known.kind} on rank {first_rank}"
-                )
-    if problems:
-        raise InvalidState(problems)
-    tensors = [info for info, _ in sorted(merged.values())]
+        lists.setdefault(part.tensors, part.rank)
+    lowest = {info: rank for infos, rank in reversed(lists.items()) for info in infos}
+    tensors = agreed_tensors(lowest)
     positions = {info.fqn: position for position, info in enumerate(tensors)}
     by_list = {infos: int64s([positions[info.fqn] for info in infos]) for infos in lists}
     return tensors, [by_list[part.tensors] for part in parts]
 
 
+def agreed_tensors(lowest: Mapping[TensorRecord, int]) -> list[TensorRecord]:
+    """The records by fqn, given the lowest rank that has each. Raises InvalidState where ranks
+    describe a tensor in several ways.
+    """
+    merged: dict[str, tuple[TensorRecord, int]] = {}
+    problems = []
+    for info, rank in sorted(lowest.items(), key=lambda item: (item[0].fqn, item[1], item[0])):
+        known, first_rank = merged.setdefault(info.fqn, (info, rank))
+        if known != info:
+            problems.append(
+                f"{info.fqn}: {info.dtype}{list(info.shape)} of kind {info.kind} on rank {rank}, "
+                f"{known.dtype}{list(known.shape)} of kind {known.kind} on rank {first_rank}"
+            )
+    if problems:
+        raise InvalidState(problems)
+    return [info for info, _ in merged.values()]
+
+
 def _merge_aliases(parts: Sequence[Part], tensors: Sequence[TensorRecord]) -> dict[str, str]:
+    lowest = {alias: part.rank for part in reversed(parts) for alias in part.aliases.items()}
+    return agreed_aliases(lowest, tensors)
+
+
+def agreed_aliases(
+    lowest: Mapping[tuple[str, str], int], tensors: Sequence[TensorRecord]
+) -> dict[str, str]:
+    """The target of each tied name, given the lowest rank that has each pair of them. Raises
+    InvalidState where ranks tie a name to several tensors, or to one that is not stored.
+    """
     stored = {tensor.fqn for tensor in tensors}
     merged: dict[str, tuple[str, int]] = {}
     problems = []
-    for part in parts:
-        for name, target in part.aliases.items():
-            first, rank = merged.setdefault(name, (target, part.rank))
-            if first != target:
-                problems.append(
-                    f"{name}: tied to {target} on rank {part.rank}, to {first} on rank {rank}"
-                )
-            if target not in stored or name in stored:
-                problems.append(
-                    f"{name}: tied to {target}, expected a stored tensor of another name"
-                )
+    for (name, target), rank in sorted(lowest.items(), key=lambda item: (item[1], item[0])):
+        first, first_rank = merged.setdefault(name, (target, rank))
+        if first != target:
+            problems.append(
+                f"{name}: tied to {target} on rank {rank}, to {first} on rank {first_rank}"
+            )
+        if target not in stored or name in stored:
+            problems.append(f"{name}: tied to {target}, expected a stored tensor of another name")
     if problems:
-        raise InvalidState(sorted(set(problems)))
+        raise InvalidState(sorted(problems))
     return {name: target for name, (target, _) in sorted(merged.items())}
 
 
@@ -367,16 +394,33 @@ def replica_differences(parts: Sequence[Part], kept: KeptMerge | None = None) ->
     regions, ids, ranks, must_agree, order, firsts = kept.replicas
     digests = np.concatenate([part.replicas.digests for part in parts])[order]
     differing = digests != digests[firsts[ids]]  # from the first rank that has it
-    failures, warnings = {}, {}
+    unequal = []
     for number in np.unique(ids[differing]).tolist():
         those = slice(*firsts[number : number + 2].tolist())
+        pairs = list(zip(ranks[those].tolist(), digests[those].tolist(), strict=True))
+        unequal.append(DifferingRegion(regions[number], pairs, bool(must_agree[those].any())))
+    return texts_of_regions(unequal, parts[0].value_digests)
+
+
+class DifferingRegion(NamedTuple):
+    """A replica that is not the same on all ranks: the ranks that have it, with their digests."""
+
+    region: _ReplicaRegion
+    digests: Sequence[tuple[int, int]]
+    must_agree: bool
+
+
+def texts_of_regions(
+    unequal: Iterable[DifferingRegion], values: Collection[str]
+) -> ReplicaDifferences:
+    """What to say about them; `values` are the names of all values."""
+    failures, warnings = {}, {}
+    for region, digests, must_agree in unequal:
         groups: dict[int | None, list[int]] = {}
-        for rank, digest in zip(ranks[those].tolist(), digests[those].tolist(), strict=True):
+        for rank, digest in sorted(digests):
             groups.setdefault(digest, []).append(rank)
-        region = regions[number]
-        if must_agree[those].any():
+        if must_agree:
             text = disagreement(_region_name(region), groups, _STORED)
-            values = parts[0].value_digests
             failures[region] = text + (_way_out(region[0], values) or or_per_rank(region[0]))
         else:
             warnings[region] = _unsynchronized(region, _groups(groups))
@@ -503,14 +547,25 @@ def value_differences(parts: Sequence[Part]) -> list[str]:
     """
     if all(part.value_digests == parts[0].value_digests for part in parts):
         return []
-    digests = {part.rank: part.value_digests for part in parts}
+    return texts_of_values({part.rank: part.value_digests for part in parts}, _values_of(parts))
+
+
+def _values_of(parts: Sequence[Part]) -> list[EncodedValues]:
+    return [EncodedValues(part.rank, part.values) for part in parts if part.values]
+
+
+def texts_of_values(
+    digests: Mapping[int, Mapping[str, int]], values: Sequence[EncodedValues]
+) -> list[str]:
+    """`value_differences` of digests by rank, and of the values that ranks have sent."""
+    names = {name for of_rank in digests.values() for name in of_rank}
     problems = []
-    sent = sent_by(parts)
+    sent = sent_by(values)
     for fqn, groups in _differences(digests):
         versions = [one.rank for one in sent if is_groups(one.values.get(fqn), fqn)]
         if {digests[rank][fqn] for rank in versions} >= set(groups):
             continue  # each as one of the ranks has sent it, to be united
-        way_out = _way_out(fqn, {name for part in parts for name in part.value_digests})
+        way_out = _way_out(fqn, names)
         do = f"make it equal on all ranks first{way_out}" if way_out else _WRAP
         problems.append(f"{fqn}: the value differs between ranks ({_groups(groups)}); {do}")
     return problems

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from ckpt.errors import Corrupt, InvalidState
 from ckpt.format.blake3 import Digests, no_digests
 from ckpt.format.checksum import crc32c
-from ckpt.format.checksum_tables import NO_SEALS, Seal, Seals, fields_of_seals
+from ckpt.format.checksum_tables import NO_SEALS, Seal, Seals
 from ckpt.format.codec import decode_values, encode_values
 from ckpt.format.columns import Ints, pack_ints, pack_map
 from ckpt.format.datafile import DataFileLayout, StoredChunk, region_start
@@ -102,29 +102,13 @@ class Part:
 
     def structure(self) -> bytes:
         """All but checksums, digests, seals, values, warnings and sizes of files, encoded."""
-        names: dict[str, int] = {}
-        dtypes = [names.setdefault(tensor.dtype, len(names)) for tensor in self.tensors]
         boxes = BoxTable.of(self.boxes)
         # Plain JSON for the few texts: fqns of a rank are read by one reader, our own.
         texts = [self.rank, list(self.files), dict(sorted(self.aliases.items()))]
-        # By itself, because most ranks have the same tensors and it is most of a part: the
-        # coordinator gets it from each of them, and unpacks it once.
-        tensors = zlib.compress(
-            pack_map(
-                {
-                    "texts": _json([list(names), [tensor.fqn for tensor in self.tensors]]),
-                    "dtype_ids": pack_ints(dtypes),
-                    "kinds": pack_ints([tensor.kind for tensor in self.tensors]),
-                    "ndims": pack_ints([len(tensor.shape) for tensor in self.tensors]),
-                    "dims": pack_ints([size for tensor in self.tensors for size in tensor.shape]),
-                }
-            ),
-            level=1,
-        )
         return pack_map(
             {
                 "texts": _json(texts),
-                "tensors": tensors,
+                "tensors": encode_tensors(self.tensors),
                 "counts": np.array(self._counts, dtype="<u8").tobytes(),
                 "chunk_tensors": pack_ints(self.chunk_tensor),
                 "chunk_files": pack_ints(self.chunk_file),
@@ -177,15 +161,10 @@ class Part:
         """sha256 of `structure()`: 32 bytes."""
         return hashlib.sha256(self.structure()).digest()
 
-    def variable(self, *, sealed: bool = False) -> bytes:
-        """What differs from save to save, encoded; `sealed`, for a manifest with checksum tables,
-        with their seals in place of checksums and digests.
+    def variable(self) -> bytes:
+        """What differs from save to save, encoded. Seals are left out: of manifests with checksum
+        tables, joint parts have them.
         """
-        texts = [dict(self.value_digests), list(self.warnings)]
-        sums = {
-            "checksums": self.checksums.astype("<u4").tobytes(),
-            "digests": self.digests.tobytes(),
-        }
         return pack_map(
             {
                 "structure_digest": self.structure_digest(),
@@ -193,11 +172,32 @@ class Part:
                 "file_data_starts": pack_ints(self.file_data_start),
                 "values": self.values,
                 "per_rank": self.per_rank,
-                **(fields_of_seals(self.seals) if sealed else sums),
+                "checksums": self.checksums.astype("<u4").tobytes(),
+                "digests": self.digests.tobytes(),
                 "replica_digests": self.replicas.digests.astype("<u4").tobytes(),
-                "texts": _json(texts),
+                "texts": self.texts(),
             }
         )
+
+    def texts(self) -> bytes:
+        """Digests of values, and warnings, encoded."""
+        return _json([dict(self.value_digests), list(self.warnings)])
+
+
+def encode_tensors(tensors: Sequence[TensorRecord]) -> bytes:
+    """The tensors of a rank, packed. By themselves, because most ranks have the same, and they are
+    most of a part: who gets them from many ranks unpacks them once.
+    """
+    names: dict[str, int] = {}
+    dtypes = [names.setdefault(tensor.dtype, len(names)) for tensor in tensors]
+    fields = {
+        "texts": _json([list(names), [tensor.fqn for tensor in tensors]]),
+        "dtype_ids": pack_ints(dtypes),
+        "kinds": pack_ints([tensor.kind for tensor in tensors]),
+        "ndims": pack_ints([len(tensor.shape) for tensor in tensors]),
+        "dims": pack_ints([size for tensor in tensors for size in tensor.shape]),
+    }
+    return zlib.compress(pack_map(fields), level=1)
 
 
 def make_part(

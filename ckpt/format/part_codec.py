@@ -8,15 +8,13 @@ import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 
 from ckpt.errors import Corrupt
-from ckpt.format.blake3 import digests_from, no_digests
-from ckpt.format.checksum_tables import NO_SEALS, decode_seals
+from ckpt.format.blake3 import digests_from
 from ckpt.format.columns import Ints, as_int64s, unpack_ints, unpack_map
-from ckpt.format.manifest import BoxTable, Int64s, no_checksums, starts_of
+from ckpt.format.manifest import BoxTable, Int64s, starts_of
 from ckpt.format.part import Part, ReplicaColumns, TensorRecord
 
 
@@ -83,7 +81,7 @@ class PartReader:
             part = self._part(structure, rest)
         except (KeyError, ValueError, TypeError, IndexError) as error:
             raise _unreadable(error) from error
-        if not len(part.seals.nbytes) and structure.blocks != len(part.checksums):
+        if structure.blocks != len(part.checksums):
             raise Corrupt(
                 f"rank {part.rank}: {len(part.checksums)} checksums are not one per block"
             )
@@ -104,7 +102,7 @@ class PartReader:
 
         encoded = bytes(fixed["tensors"])
         if encoded not in self._tensors:
-            self._tensors[encoded] = _decode_tensors(unpack_map(zlib.decompress(encoded)))
+            self._tensors[encoded] = decode_tensors(encoded)
         tensors = self._tensors[encoded]
         box_first = starts_of(ints("box_ndims", box_count))
         boxes = BoxTable(
@@ -163,16 +161,12 @@ class PartReader:
         file_nbytes = as_int64s(
             unpack_ints(rest["file_nbytes"], files, "file_nbytes"), "file_nbytes"
         )
-        is_sealed = "table_digests" in rest
         return replace(
             fixed,
             file_nbytes=file_nbytes,
             file_data_start=data_start,
             chunk_byte_start=structure.positions + data_start[fixed.chunk_file],
-            checksums=no_checksums()
-            if is_sealed
-            else np.frombuffer(rest["checksums"], dtype="<u4"),
-            seals=decode_seals(rest, file_nbytes - data_start) if is_sealed else NO_SEALS,
+            checksums=np.frombuffer(rest["checksums"], dtype="<u4"),
             values=bytes(rest["values"]),
             value_digests=value_digests,
             per_rank=bytes(rest["per_rank"]),
@@ -180,11 +174,13 @@ class PartReader:
                 digests=np.frombuffer(rest["replica_digests"], dtype="<u4")
             ),
             warnings=texts_of_warnings,
-            digests=no_digests() if is_sealed else digests_from(rest["digests"]),
+            digests=digests_from(rest["digests"]),
         )
 
 
-def _decode_tensors(fields: Mapping[str, Any]) -> tuple[TensorRecord, ...]:
+def decode_tensors(data: bytes) -> tuple[TensorRecord, ...]:
+    """The inverse of `encode_tensors`."""
+    fields = unpack_map(zlib.decompress(data))
     dtype_names, fqns = json.loads(bytes(fields["texts"]))
     ndims = starts_of(unpack_ints(fields["ndims"], len(fqns), "ndims")).tolist()
     dims = unpack_ints(fields["dims"], ndims[-1], "dims").tolist()

@@ -6,6 +6,8 @@ In a table of chunks most columns count up or repeat over the ranks, tensor afte
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import numpy.typing as npt
 
@@ -24,20 +26,73 @@ def pack_regular(values: Ints) -> bytes:
         return plain
     items = np.asarray(values).astype(np.uint64)
     steps = items[1:] - items[:-1]  # modulo 2^64
-    indexes = np.flatnonzero(_begins(steps))
-    lengths = np.diff(indexes, append=len(items))
-    own_steps = np.append(steps, np.uint64(0))[indexes]
+    packed = _packed(items, steps, np.arange(len(items) + 1))
+    return packed if len(packed) < len(plain) else plain
+
+
+class Progressions(NamedTuple):
+    """A column as progressions of any lengths, one after the other; numbers modulo 2^64."""
+
+    lengths: npt.NDArray[np.int64]
+    firsts: _UInt64s
+    steps: _UInt64s
+
+    @classmethod
+    def of(cls, lengths: Ints, firsts: Ints, steps: Ints) -> Progressions:
+        """Of columns of any integer type; those without items are left out."""
+        kept = np.flatnonzero(lengths)
+        return cls(
+            lengths[kept].astype(np.int64),
+            firsts[kept].astype(np.uint64),
+            steps[kept].astype(np.uint64),
+        )
+
+    def items(self) -> Ints:
+        """All items."""
+        return _items(*self) if len(self.lengths) else np.zeros(0, dtype=np.uint8)
+
+
+def pack_progressions(column: Progressions) -> bytes:
+    """What `pack_regular` gives for the items, which need not be there for it.
+
+    No progression wraps around: items lie between its first and its last.
+    """
+    count = int(column.lengths.sum())
+    lasts = column.firsts + column.steps * (column.lengths - 1).astype(np.uint64)
+    if count < 3 or (np.all(lasts == lasts[0]) and np.all(column.firsts == lasts[0])):
+        few = column.items() if count < 3 else lasts[:1]
+        return pack_ints(few) if count < 3 else pack_ints(np.repeat(few, 2))
+    highest = max(int(lasts.max()), int(column.firsts.max()))
+    plain_nbytes = 1 + count * next(width for width in (1, 2, 4, 8) if highest < 1 << 8 * width)
+    # Where progressions begin shows in the first three items of each: further ones go on.
+    kept = np.minimum(column.lengths, 3)
+    own = np.repeat(np.arange(len(kept)), kept)
+    place = np.arange(len(own)) - np.repeat(np.cumsum(kept) - kept, kept)
+    items = column.firsts[own] + column.steps[own] * place.astype(np.uint64)
+    to_next = np.append(column.firsts[1:] - lasts[:-1], np.uint64(0))
+    steps = np.where(place[1:] > 0, column.steps[own[1:]], to_next[own[1:] - 1])
+    index = (np.cumsum(column.lengths) - column.lengths)[own] + place
+    packed = _packed(items, steps, np.append(index, count))
+    return packed if len(packed) < plain_nbytes else pack_ints(column.items())
+
+
+def _packed(items: _UInt64s, steps: _UInt64s, index: npt.NDArray[np.intp]) -> bytes:
+    """Progressions, each as long as it can be, of items at these indexes, the last the number of
+    all; `steps` lead to each but the first. Items that are left out go on like the one before.
+    """
+    begins = np.flatnonzero(_begins(steps))
+    lengths = np.diff(index[begins], append=index[-1])
+    own_steps = np.append(steps, np.uint64(0))[begins]
     own_steps[lengths == 1] = 0
-    packed = b"".join(
+    return b"".join(
         [
             bytes([PROGRESSIONS_CODE]),
-            len(indexes).to_bytes(8, "little"),
+            len(begins).to_bytes(8, "little"),
             pack_ints(lengths),
-            pack_ints(items[indexes]),
+            pack_ints(items[begins]),
             pack_ints(_zigzag(own_steps)),
         ]
     )
-    return packed if len(packed) < len(plain) else plain
 
 
 def unpack_regular(data: memoryview, count: int, name: str) -> Ints:

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, TypeGuard
 
 from ckpt.errors import InvalidState
 from ckpt.format.codec import decode_values, encode_values
-from ckpt.format.part import Part
 
 GROUPS = ".param_groups"
 
@@ -27,18 +26,24 @@ class Sent(NamedTuple):
     values: Mapping[str, Any]
 
 
-def sent_by(parts: Sequence[Part]) -> list[Sent]:
-    """What each rank has sent, without those that sent nothing."""
-    return [Sent(part.rank, decode_values(part.values)) for part in parts if part.values]
+class EncodedValues(NamedTuple):
+    """The values that one rank has sent, encoded; not empty."""
+
+    rank: int
+    data: bytes
 
 
-def united_values(parts: Sequence[Part]) -> bytes:
+def sent_by(encoded: Sequence[EncodedValues]) -> list[Sent]:
+    """What each rank has sent."""
+    return [Sent(rank, decode_values(data)) for rank, data in encoded]
+
+
+def united_values(encoded: Sequence[EncodedValues]) -> bytes:
     """The values of all ranks, encoded. Raises InvalidState for a parameter in two groups."""
-    encoded = [part.values for part in parts if part.values]
     if len(encoded) <= 1:
-        return encoded[0] if encoded else encode_values({})
+        return encoded[0].data if encoded else encode_values({})
     versions: dict[str, list[tuple[int, Any]]] = {}
-    for rank, values in sent_by(parts):
+    for rank, values in sent_by(encoded):
         for fqn, value in values.items():
             versions.setdefault(fqn, []).append((rank, value))
     united = {}

@@ -73,6 +73,15 @@ def decode_base(data: bytes) -> Base:
     return Base(tuple(json.loads(allowed)), manifest)
 
 
+class Holdings(NamedTuple):
+    """Bytes of a checkpoint's chunks by the attempt that wrote them, its own included, and bytes of
+    its own data files.
+    """
+
+    held: Mapping[str, int]
+    own_nbytes: int
+
+
 @dataclass
 class Previous:
     """The newest checkpoint of one session that was saved with digests, as one rank knows it.
@@ -124,14 +133,14 @@ class Previous:
         # This rank reads what the files say that have its own chunks, and no others.
         return known_of_files(manifest, chunks, lambda file: _sums_of(store, manifest, file))
 
-    def remember(self, header: Header, part: Part, manifest: Manifest | None) -> None:
+    def remember(self, header: Header, part: Part, holdings: Holdings | None) -> None:
         """Keep a checkpoint that was committed: `part` is this rank's; only the coordinator passes
-        the manifest.
+        what the checkpoint holds.
         """
         self.attempt, self.known = header.attempt, known_of_part(part, header)
-        if manifest is not None:
-            self.held = nbytes_held(manifest)
-            self.nbytes[header.attempt] = manifest.own_nbytes
+        if holdings is not None:
+            self.held = holdings.held
+            self.nbytes[header.attempt] = holdings.own_nbytes
 
     def _nbytes_of(self, store: Store, entry: LiveEntry) -> int:
         if entry.attempt not in self.nbytes:

@@ -15,6 +15,8 @@ from ckpt.format.manifest_codec import ManifestEncoder
 from ckpt.format.merging import KeptMerge
 from ckpt.format.part import Part
 from ckpt.format.part_codec import PartReader, PartStructure
+from ckpt.saving.joint_parts import JointParts
+from ckpt.saving.messages import joined, split
 from ckpt.telemetry.history import RankReport
 from ckpt.world.base import World
 
@@ -24,7 +26,8 @@ class Structures:
 
     Sender and coordinator forget together, because a round that fails on one rank fails on all.
     `sent` is this rank's own, the rest is empty except on the coordinator. A process alone sends
-    nothing; it compares with the `last` part.
+    nothing; it compares with the `last` part. `joint` is for saves of so many ranks that parts are
+    merged on their way to the coordinator.
     """
 
     def __init__(self) -> None:
@@ -32,12 +35,14 @@ class Structures:
         self.last: Part | None = None
         self.kept = KeptMerge()
         self.encoder = ManifestEncoder()
+        self.joint = JointParts()
         self._of_ranks: dict[int, PartStructure] = {}
 
     def forget(self) -> None:
         """Have this rank send its structure again."""
         self.sent = b""
         self.last = None
+        self.joint.forget()
 
     def parts(self, received: Sequence[tuple[bytes, bytes]]) -> list[Part]:
         """The parts of structures (empty when known) and variable rests, in rank order.
@@ -67,11 +72,9 @@ class Received(NamedTuple):
 
 
 def gather_parts(
-    part: Part, report: RankReport, world: World, known: Structures, *, sealed: bool
+    part: Part, report: RankReport, world: World, known: Structures
 ) -> Callable[[], Received]:
     """Send this rank's part to the coordinator. Returns a function that decodes what it received.
-
-    `sealed`: with seals in place of checksums, for a manifest with checksum tables.
 
     Decoding may raise, so the function is called later, in a step in which all ranks agree: an
     error here would leave the others waiting for the coordinator's answer.
@@ -82,7 +85,7 @@ def gather_parts(
         known.last = part
         return lambda: Received([part], [report])
     structure = part.structure()
-    payload = joined(b"" if structure == known.sent else structure, part.variable(sealed=sealed))
+    payload = joined(b"" if structure == known.sent else structure, part.variable())
     received = world.gather_to_coordinator("parts", joined(report.encode(), payload))
     known.sent = structure
 
@@ -92,14 +95,3 @@ def gather_parts(
         return Received(parts, [RankReport.decode(report) for report, _ in pairs])
 
     return decode
-
-
-def joined(first: bytes, second: bytes) -> bytes:
-    """Two messages as one; see `split`."""
-    return len(first).to_bytes(8, "little") + first + second
-
-
-def split(data: bytes) -> tuple[bytes, bytes]:
-    """The two messages that were joined."""
-    size = int.from_bytes(data[:8], "little")
-    return data[8 : 8 + size], data[8 + size :]

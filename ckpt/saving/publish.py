@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -29,13 +29,17 @@ from ckpt.errors import (
 )
 from ckpt.format.checksum_tables import CHECKSUM_TABLES
 from ckpt.format.datafile import BLOCK_BYTES
+from ckpt.format.joint_manifest import differing_values, warnings_of
 from ckpt.format.manifest import PROGRESSIONS, Header, Manifest
-from ckpt.format.manifest_codec import ManifestEncoder
+from ckpt.format.manifest_codec import Encoded, ManifestEncoder
 from ckpt.format.merging import build_manifest, replica_differences, value_differences
 from ckpt.format.part import Part
 from ckpt.format.references import REFERENCES
-from ckpt.saving.base import NOTHING, decode_base
-from ckpt.saving.parts import Received, gather_parts, joined, split
+from ckpt.saving.base import NOTHING, Holdings, decode_base
+from ckpt.saving.dedup import nbytes_held
+from ckpt.saving.joint_parts import JointReceived, gather_joint_parts
+from ckpt.saving.messages import joined, split
+from ckpt.saving.parts import Received, gather_parts
 from ckpt.saving.report import SaveReport
 from ckpt.saving.task import NONE_HERE, UNCHANGED, Attempt, SaveTask, header_of
 from ckpt.telemetry.history import CommittedSave, RankReport, log_saved, totals_of, write_telemetry
@@ -104,13 +108,7 @@ def _publish(task: SaveTask, attempt: Attempt, write: Callable[[Attempt], Part])
 
             part = collectively(session.world, "write", run)
         with task.recorder.span("parts"):
-            parts = gather_parts(
-                part,
-                task.rank_report(),
-                session.world,
-                memory.structures,
-                sealed=header.has_checksum_tables,
-            )
+            parts = _gathered(part, task, header)
         report, committed = _commit(parts, task, header)
     except (Fenced, LogDiverged, OutcomeUnknown):
         # Delete nothing: the root belongs to another session now, or the commit may have happened.
@@ -125,10 +123,22 @@ def _publish(task: SaveTask, attempt: Attempt, write: Callable[[Attempt], Part])
             session.session.give_up(header.attempt, step=header.step)
         raise
     if attempt.base is not None:
-        memory.previous.remember(header, part, committed.manifest)
+        memory.previous.remember(header, part, committed.holdings)
     if session.session is not None:
         _record(report, committed.reports, task)
     return report
+
+
+def _gathered(
+    part: Part, task: SaveTask, header: Header
+) -> Callable[[], Received | JointReceived | None]:
+    """Send this rank's part to the coordinator; of many ranks, merged on the way. Returns a
+    function that decodes, on the coordinator, what came there.
+    """
+    world, known, report = task.session.world, task.memory.structures, task.rank_report()
+    if header.has_checksum_tables:
+        return gather_joint_parts(part, report, world, known.joint)
+    return gather_parts(part, report, world, known)
 
 
 def _record(report: SaveReport, reports: Sequence[RankReport], task: SaveTask) -> None:
@@ -204,9 +214,12 @@ def _refuse_other_task(attempt: Attempt, task: SaveTask) -> None:
         raise InvalidState(problems)
 
 
-def _unchanged(parts: Sequence[Part]) -> list[str]:
-    """A warning when the save before had the same weights: the state may not be the trained one."""
-    warnings = {text for part in parts for text in (part.warnings or ("",))}
+def _unchanged(of_ranks: Iterable[Sequence[str]]) -> list[str]:
+    """A warning when the save before had the same weights: the state may not be the trained one.
+
+    `of_ranks` are the warnings of each rank.
+    """
+    warnings = {text for of_rank in of_ranks for text in (of_rank or ("",))}
     # Ranks without trainable tensors have no vote; at least one rank must have unchanged ones.
     if UNCHANGED not in warnings or not warnings <= {UNCHANGED, NONE_HERE}:
         return []
@@ -220,12 +233,12 @@ class _Committed(NamedTuple):
     """The outcome of a commit: `answer` is for all ranks, the rest for the coordinator alone."""
 
     answer: Mapping[str, Any] = {}
-    manifest: Manifest | None = None
+    holdings: Holdings | None = None  # of a save with `dedup`
     reports: Sequence[RankReport] = ()
 
 
 def _commit(
-    received_of: Callable[[], Received], task: SaveTask, header: Header
+    received_of: Callable[[], Received | JointReceived | None], task: SaveTask, header: Header
 ) -> tuple[SaveReport, _Committed]:
     """The coordinator checks that the parts are one whole checkpoint and commits it.
 
@@ -235,9 +248,11 @@ def _commit(
     session = ranked.session  # None on all ranks but the coordinator
 
     def run() -> _Committed:
-        if session is None:
+        # On all ranks: any of them may have failed to merge the parts of those below it.
+        received = received_of()
+        if session is None or received is None:
             return _Committed()
-        return _commit_parts(received_of(), task, header, session)
+        return _commit_received(received, task, header, session)
 
     # On the coordinator `_commit_parts` records this phase; on the other ranks it is the wait.
     with nullcontext() if session is not None else task.recorder.span("commit"):
@@ -265,25 +280,27 @@ def _commit(
     return report, committed
 
 
-def _commit_parts(
-    received: Received, task: SaveTask, header: Header, session: Session
+class _Stored(NamedTuple):
+    """A manifest in the root of its attempt, which is not committed yet."""
+
+    commit: Commit
+    own_nbytes: int  # of data files
+    nbytes_referenced: int
+    holdings: Holdings
+
+
+def _commit_received(
+    received: Received | JointReceived, task: SaveTask, header: Header, session: Session
 ) -> _Committed:
-    parts, reports = received
-    known = task.memory.structures
-    failures, warnings = replica_differences(parts, known.kept)
-    problems = value_differences(parts) + failures
-    problems += warnings if task.options.replicas == "strict" else []
-    warnings += _unchanged(parts)
+    problems, warnings = _problems(received, task)
     if problems:
         return _Committed({"problems": problems})
     with task.recorder.span("manifest"):
-        manifest = build_manifest(header, parts, known.kept)
-        commit = store_manifest(task.store, manifest, known.encoder)
-    commit = commit._replace(metric=task.options.metric, in_line=task.options.in_line)
-    nbytes = manifest.own_nbytes + commit.manifest_nbytes
-    nbytes_referenced = sum(manifest.nbytes_referenced().values())
-    made = CommittedSave(header.step, header.attempt, nbytes, nbytes_referenced, warnings)
-    totals = totals_of(made, reports, now_unix=time.time())
+        stored = _stored(received, task, header)
+    commit = stored.commit._replace(metric=task.options.metric, in_line=task.options.in_line)
+    nbytes = stored.own_nbytes + commit.manifest_nbytes
+    made = CommittedSave(header.step, header.attempt, nbytes, stored.nbytes_referenced, warnings)
+    totals = totals_of(made, received.reports, now_unix=time.time())
     try:
         with task.recorder.span("commit"):
             session.commit(commit)
@@ -291,15 +308,59 @@ def _commit_parts(
         return _Committed({"retired": str(error)})
     # From here on the checkpoint exists, so nothing may fail any more.
     answer = {"warnings": warnings, "totals": totals.ended(time.time()).model_dump()}
-    return _Committed(answer, manifest, reports)
+    return _Committed(answer, stored.holdings, received.reports)
+
+
+def _problems(received: Received | JointReceived, task: SaveTask) -> tuple[list[str], list[str]]:
+    """Where ranks differ: what fails the save, and what it warns of."""
+    if isinstance(received, JointReceived):
+        failures, warnings = received.regions.differences(received.rest)
+        problems = differing_values(received.rest) + failures
+        own_warnings: Iterable[Sequence[str]] = warnings_of(received.rest)
+    else:
+        parts = received.parts
+        failures, warnings = replica_differences(parts, task.memory.structures.kept)
+        problems = value_differences(parts) + failures
+        own_warnings = [part.warnings for part in parts]
+    problems += warnings if task.options.replicas == "strict" else []
+    return problems, warnings + _unchanged(own_warnings)
+
+
+def _stored(received: Received | JointReceived, task: SaveTask, header: Header) -> _Stored:
+    """The manifest of what all ranks have written. Raises InvalidState."""
+    known, keeps_holdings = task.memory.structures, task.options.dedup
+    if isinstance(received, JointReceived):
+        made = received.table().manifest(header, received.rest)
+        encoded, own_nbytes, nbytes, of_others = made
+        commit = _create_manifest(task.store, header, encoded, own_nbytes, of_others)
+        referenced = sum(of_others.values())
+        held = {header.attempt: nbytes - referenced, **of_others}
+        return _Stored(commit, own_nbytes, referenced, Holdings(held, own_nbytes))
+    manifest = build_manifest(header, received.parts, known.kept)
+    commit = store_manifest(task.store, manifest, known.encoder)
+    own_nbytes = manifest.own_nbytes
+    held = nbytes_held(manifest) if keeps_holdings else {}
+    referenced = sum(manifest.nbytes_referenced().values())
+    return _Stored(commit, own_nbytes, referenced, Holdings(held, own_nbytes))
 
 
 def store_manifest(
     store: Store, manifest: Manifest, encoder: ManifestEncoder | None = None
 ) -> Commit:
     """Create the MANIFEST of an attempt in its root, durable on return; returns its commit."""
-    data, digest = (encoder or ManifestEncoder()).encode(manifest)
-    header = manifest.header
+    encoded = (encoder or ManifestEncoder()).encode(manifest)
+    referenced = manifest.nbytes_referenced()
+    return _create_manifest(store, manifest.header, encoded, manifest.own_nbytes, referenced)
+
+
+def _create_manifest(
+    store: Store,
+    header: Header,
+    encoded: Encoded,
+    own_nbytes: int,
+    referenced: Mapping[str, int],
+) -> Commit:
+    data, digest = encoded
     key = step_prefix(header.step, header.attempt) + MANIFEST_NAME
     # Not `put_if_absent`, which leaves a lost answer to its caller: the end of `create` is repeated
     # until its outcome is known.
@@ -316,8 +377,8 @@ def store_manifest(
         step=header.step,
         manifest_nbytes=len(data),
         manifest_digest=digest,
-        references=manifest.references,
-        nbytes=manifest.own_nbytes + len(data),
+        references=tuple(sorted(referenced)),
+        nbytes=own_nbytes + len(data),
     )
 
 

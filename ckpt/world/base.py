@@ -67,6 +67,17 @@ class World(ABC):
         """Every rank's payload on the coordinator, in rank order; None elsewhere, at once."""
 
     @abstractmethod
+    def merge_to_coordinator(
+        self, name: str, merge: Callable[[list[bytes]], bytes]
+    ) -> list[bytes] | None:
+        """Payloads that are merged on their way: `merge(below)` gets those of the ranks right below
+        in the tree of the world, in rank order, and gives this rank's for the one above.
+
+        Returns `below` on the coordinator, which does not merge, and None elsewhere. Each rank
+        waits for those below it. An error that leaves `merge` ends the world.
+        """
+
+    @abstractmethod
     def broadcast(self, name: str, payload: bytes | None) -> bytes:
         """The coordinator's payload on every rank; the others pass None."""
 
@@ -203,6 +214,11 @@ class SoloWorld(World):
 
     def gather_to_coordinator(self, name: str, payload: bytes) -> list[bytes] | None:
         return [payload]
+
+    def merge_to_coordinator(
+        self, name: str, merge: Callable[[list[bytes]], bytes]
+    ) -> list[bytes] | None:
+        return []
 
     def broadcast(self, name: str, payload: bytes | None) -> bytes:
         assert payload is not None, f"round {name!r}: the coordinator must pass a payload"

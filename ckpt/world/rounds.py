@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from ckpt.errors import RankFailed
 from ckpt.world.agreement import ranks_text
-from ckpt.world.frames import Frame, FrameKind, pack
+from ckpt.world.frames import Frame, FrameKind, pack, unpack
 from ckpt.world.heart import LEFT, Heart
 from ckpt.world.link import Neighbour
 from ckpt.world.tree import Family, family
@@ -125,6 +125,26 @@ class Rounds:
             self._mine[number] = (name, payload)
             self._pass_up(number)
             self._find_stuck()
+
+    def from_below(self, number: int, name: str) -> list[bytes]:
+        """What each of the ranks right below passes up, in rank order, when all have come, for this
+        rank to merge: what it contributes after that goes up without them.
+        """
+        blocks = len(self._family.blocks)
+
+        def ready() -> dict[int, Frame] | None:
+            ups = self._ups.get(number, {})
+            return self._ups.pop(number, {}) if len(ups) == blocks else None
+
+        frames = self._wait(number, name, ready, needs_all=True) if blocks else {}
+        for child, frame in sorted(frames.items()):
+            if frame.name != name:
+                raise _other_path(child, frame.name, self._rank, name)
+        if self._family.parent is not None:
+            with self._changed:
+                taken = {child: frame._replace(body=b"") for child, frame in frames.items()}
+                self._ups[number] = taken
+        return [part for child in self._family.children for part in unpack(frames[child].body)]
 
     def answer(self, number: int, name: str, body: bytes) -> None:
         """Rank 0's answer to all. Does not wait."""

@@ -136,6 +136,16 @@ class TorchWorld(World):
             self._rounds.contribute(number, name, payload)
             return unpack(self._rounds.collected(number, name)) if self.rank == 0 else None
 
+    def merge_to_coordinator(
+        self, name: str, merge: Callable[[list[bytes]], bytes]
+    ) -> list[bytes] | None:
+        with self._in_round(name) as number:
+            below = self._rounds.from_below(number, name)
+            if self.rank == 0:
+                return below
+            self._rounds.contribute(number, name, merge(below))
+            return None
+
     def broadcast(self, name: str, payload: bytes | None) -> bytes:
         with self._in_round(name) as number:
             if self.rank == 0:

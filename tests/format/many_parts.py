@@ -110,9 +110,9 @@ def _part(
 ) -> Part:
     chunks = sorted(chunks, key=order_key)
     middle = len(chunks) // 2 if rank % 4 == 1 else len(chunks)
-    files = [_file(rng, f"rank{rank:05d}-000.safetensors", chunks[:middle])]
+    files = [data_file(rng, f"rank{rank:05d}-000.safetensors", chunks[:middle])]
     if middle < len(chunks):
-        files.append(_file(rng, f"rank{rank:05d}-001.safetensors", chunks[middle:]))
+        files.append(data_file(rng, f"rank{rank:05d}-001.safetensors", chunks[middle:]))
     replicas = ReplicaColumns(
         int64s(range(len(tensors))),
         int64s([0] * len(tensors)),
@@ -124,7 +124,8 @@ def _part(
     return part_of_files(files, rank=rank, tensors=tensors, texts=texts)
 
 
-def _file(rng: np.random.Generator, name: str, chunks: list[StoredChunk]) -> FileColumns:
+def data_file(rng: np.random.Generator, name: str, chunks: list[StoredChunk]) -> FileColumns:
+    """A file with these chunks, and with checksums and a seal at random."""
     nbytes = int64s([chunk.nbytes for chunk in chunks])
     counts = int64s([block_count(int(size), BLOCK_BYTES) for size in nbytes])
     end = 4096 + int(nbytes.sum())

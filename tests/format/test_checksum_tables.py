@@ -15,12 +15,14 @@ import ckpt
 from ckpt.errors import Corrupt, InvalidState, UnsupportedFormat
 from ckpt.format.checksum_tables import CHECKSUM_TABLES, NO_SEALS
 from ckpt.format.columns import pack_ints, pack_map, unpack_map
-from ckpt.format.manifest import PROGRESSIONS, Header, Manifest
+from ckpt.format.joint_codec import encode_rest
+from ckpt.format.joint_part import rest_of
+from ckpt.format.manifest import PROGRESSIONS, Header, Manifest, int64s
 from ckpt.format.manifest_codec import decode_manifest, encode_manifest
 from ckpt.format.merging import build_manifest
-from ckpt.format.part import Part
-from ckpt.saving.parts import Structures
-from tests.format.many_parts import header_of, random_parts, saved_again
+from ckpt.saving.joint_parts import JointParts
+from ckpt.telemetry.history import RankReport
+from tests.format.many_parts import header_of, random_parts
 from tests.format.sample import (
     HEADER,
     INCREMENTS,
@@ -136,32 +138,17 @@ def test_readers_that_do_not_know_tables_refuse_them_by_name(
         decode_manifest(ENCODED)
 
 
-def received(known: Structures, parts: list[Part], *, again: bool) -> list[Part]:
-    return known.parts(
-        [(b"" if again else part.structure(), part.variable(sealed=True)) for part in parts]
-    )
-
-
 @pytest.mark.parametrize("seed", range(6))
 def test_parts_that_travel_have_seals_alone(seed: int) -> None:
-    """Two saves: what the coordinator makes of the parts is what the parts themselves say, and a
-    part grows by less than 48 bytes per file, whatever the number of blocks.
-    """
-    ranks, known = 9, Structures()
-    parts = random_parts(seed, ranks)
-    for step in (1, 2):
-        header = sealed(header_of(ranks, step))
-        there = received(known, parts, again=step == 2)
-        assert all(not len(part.checksums) and not len(part.digests) for part in there)
-        manifest = build_manifest(header, there, known.kept)
-        expected = encode_manifest(build_manifest(header, parts))
-        assert known.encoder.encode(manifest).data == encode_manifest(manifest) == expected
-        for part in parts:
-            none = replace(part, seals=NO_SEALS, checksums=part.checksums[:0])
-            grown = len(part.variable(sealed=True)) - len(none.variable())
-            assert grown < 32 + 48 * len(part.files)
-        parts = saved_again(parts, seed)
-    assert decode_manifest(expected).seals.digests.tobytes() != bytes(32 * len(manifest.files))
+    """A message grows by less than 48 bytes per file, whatever the number of blocks."""
+    for part in random_parts(seed, 9):
+        report = RankReport((), 0.0, 0)
+        few = replace(part, checksums=part.checksums[:0])
+        assert JointParts().payload(few, report, []) == JointParts().payload(part, report, [])
+        rest = rest_of(part)
+        none = rest.own._replace(seals=NO_SEALS, nbytes=int64s([]), data_start=int64s([]))
+        grown = len(encode_rest(rest, bytes(32))) - len(encode_rest(replace(rest, own=none), b""))
+        assert grown < 64 + 48 * len(part.files)
 
 
 def test_parts_without_seals_make_no_manifest_with_them() -> None:

@@ -150,6 +150,10 @@ def ranks_of(
         ranks.close()
 
 
+def _joined(rank: int) -> Callable[[list[bytes]], bytes]:
+    return lambda below: b" ".join([b"%d" % rank, *below, b""])
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_a_round_costs_two_messages_a_rank_and_no_request(size: int) -> None:
     """Above that, it would not end at N log N."""
@@ -161,16 +165,20 @@ def test_a_round_costs_two_messages_a_rank_and_no_request(size: int) -> None:
             ranks.all(lambda r: ranks.worlds[r].broadcast("b", None if r else b"x" * 3_000_000))
         with ranks.costing() as collected:
             ranks.all(lambda r: ranks.worlds[r].gather_to_coordinator("c", b""))
+        with ranks.costing() as merged:
+            got = ranks.all(lambda r: ranks.worlds[r].merge_to_coordinator("d", _joined(r)))
+        assert sorted(b"".join(got[0]).split()) == sorted(b"%d" % r for r in range(1, size))
         with ranks.costing() as duplicated:
             others = ranks.all(lambda r: ranks.worlds[r].duplicate())
         ranks.all(lambda r: others[r].close())
     costs = {"create": ranks.creation, "gather": gathered, "broadcast": shared}
-    costs |= {"gather to 0": collected, "duplicate": duplicated}
+    costs |= {"gather to 0": collected, "merge to 0": merged, "duplicate": duplicated}
     print(f"{size} ranks", *(f"{name}: {cost}" for name, cost in costs.items()), sep="\n  ")
     assert sum(gathered.messages) == 2 * (size - 1)
     assert sum(shared.messages) == sum(collected.messages) == size - 1
+    assert sum(merged.messages) == size - 1
     assert max(gathered.messages) <= 1 + CHILDREN_MAX
-    for cost in (gathered, shared, collected):
+    for cost in (gathered, shared, collected, merged):
         assert sum(cost.requests) == 0
     assert max(ranks.creation.requests) <= 4 and sum(ranks.creation.messages) <= size
     assert max(duplicated.requests) <= 1 and sum(duplicated.messages) == 0

@@ -10,6 +10,7 @@ import threading
 
 import pytest
 
+import ckpt.world.tree
 from ckpt.errors import Fenced, InvalidState, Mismatch, OutcomeUnknown, RankFailed
 from ckpt.testing import RankKilled, RanksFailed, run_ranks
 from ckpt.world.base import SoloWorld, World
@@ -36,6 +37,32 @@ def test_gather_and_share_give_every_rank_the_same() -> None:
     assert [r[0] for r in results] == [[b"0", b"1", b"2"]] * 3
     assert [r[1] for r in results] == [[b"0", b"1", b"2"], None, None]
     assert [r[2] for r in results] == [b"hello"] * 3
+
+
+def merging(world: World) -> tuple[list[bytes] | None, list[list[bytes]]]:
+    """What the coordinator of a world gets, and what came to this rank to be merged."""
+    came: list[list[bytes]] = []
+
+    def merge(below: list[bytes]) -> bytes:
+        came.append(below)
+        return b"(%d%s)" % (world.rank, b"".join(below))
+
+    return world.merge_to_coordinator("parts", merge), came
+
+
+def test_payloads_are_merged_by_every_rank_of_the_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ckpt.world.tree, "CHILDREN_MAX", 2)
+    results = run_ranks(6, merging)
+    assert [got for got, _ in results] == [[b"(1(2))", b"(3(4)(5))"], *[None] * 5]
+    assert [came for _, came in results] == [
+        [],
+        [[b"(2)"]],
+        [[]],
+        [[b"(4)", b"(5)"]],
+        [[]],
+        [[]],
+    ]
+    assert merging(SoloWorld()) == ([], [])
 
 
 def test_exchange_delivers_uneven_and_empty_buffers() -> None:
@@ -112,13 +139,15 @@ def test_solo_world_raises_the_error_itself() -> None:
 
 
 @pytest.mark.parametrize("victim", [0, 1, 2])
-@pytest.mark.parametrize("call", [1, 2, 3, 4])
+@pytest.mark.parametrize("call", [1, 2, 3, 4, 5])
 def test_killed_rank_is_named_by_all_others(victim: int, call: int) -> None:
     def rank(world: World) -> None:
         world.gather("one", b"")
         world.broadcast("two", b"x" if world.rank == 0 else None)
         world.gather_to_coordinator("three", b"")
         world.agree("four", None)
+        world.merge_to_coordinator("five", lambda below: b"")
+        world.agree("six", None)
 
     with pytest.raises(RanksFailed) as caught:
         run_ranks(3, rank, kill={victim: call})

@@ -255,6 +255,9 @@ def _killed_in(what: str, victim: int) -> tuple[int, str]:
         "gather_to_coordinator": lambda: agreed(
             "parts", lambda: world.gather_to_coordinator("parts", b"")
         ),
+        "merge_to_coordinator": lambda: agreed(
+            "parts", lambda: world.merge_to_coordinator("parts", lambda below: b"")
+        ),
         "broadcast": lambda: agreed(
             "x", lambda: world.broadcast("plan", b"" if world.rank == 0 else None)
         ),
@@ -272,6 +275,7 @@ def _killed_in(what: str, victim: int) -> tuple[int, str]:
         ("gather", 2),
         ("gather", 0),
         ("gather_to_coordinator", 1),
+        ("merge_to_coordinator", 1),
         ("broadcast", 0),
         ("all_to_all", 1),
         ("transfers", 1),
@@ -286,20 +290,29 @@ def test_killed_rank_is_named_by_all_others(what: str, victim: int) -> None:
     assert len({heard[1] for heard in results if heard}) == 1
 
 
-def _killed_in_a_deep_tree(victim: int) -> tuple[int, str]:
+def _killed_in_a_deep_tree(victim: int, merges: bool) -> tuple[int, str]:
     ckpt.world.tree.CHILDREN_MAX = 2  # so that six ranks are three levels
     world = TorchWorld()
     world.gather("start", b"")
     if world.rank == victim:
         _die()
-    return _heard(world, lambda: world.gather("parts", b""))
+
+    def merge() -> None:
+        world.merge_to_coordinator("parts", lambda below: b"".join(below))
+        world.agree("parts", None)
+
+    return _heard(world, merge if merges else lambda: world.gather("parts", b""))
 
 
-@pytest.mark.parametrize("victim", [0, 1, 5])
-def test_a_rank_killed_anywhere_in_the_tree_is_named_by_all_others(victim: int) -> None:
-    results = run_ranks(6, _killed_in_a_deep_tree, victim, allow_dead=[victim])
-    heard = {one for rank, one in enumerate(results) if rank != victim}
-    assert heard == {(victim, f"rank {victim} has died in phase 'parts'")}
+@pytest.mark.parametrize(("victim", "merges"), [(0, False), (1, False), (5, False), (5, True)])
+def test_a_rank_killed_anywhere_in_the_tree_is_named_by_all_others(
+    victim: int, merges: bool
+) -> None:
+    results = run_ranks(6, _killed_in_a_deep_tree, victim, merges, allow_dead=[victim])
+    (heard,) = {one for rank, one in enumerate(results) if rank != victim}
+    # A rank that has passed on what it merged is in the next round already.
+    phases = ["'parts'", *(["'agree on parts'"] if merges else [])]
+    assert heard in [(victim, f"rank {victim} has died in phase {phase}") for phase in phases]
 
 
 def _stopped_for_long(scratch: str) -> list[bytes]:

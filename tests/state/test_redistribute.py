@@ -135,6 +135,9 @@ class Counting(World):
     def gather_to_coordinator(self, name: str, payload: bytes) -> list[bytes] | None:
         return self.inner.gather_to_coordinator(name, payload)
 
+    def merge_to_coordinator(self, name: str, merge: Any) -> list[bytes] | None:
+        return self.inner.merge_to_coordinator(name, merge)
+
     def broadcast(self, name: str, payload: bytes | None) -> bytes:
         return self.inner.broadcast(name, payload)
 

@@ -1,0 +1,316 @@
+"""From the joint part of all ranks to the manifest, and where ranks contradict each other.
+
+The bytes and the texts are those that `merging` makes of the single parts. What regular layouts
+have cut stays as rules from the ranks to the manifest: no table of all chunks is made.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from ckpt.errors import InvalidState
+from ckpt.format.checksum_tables import fields_of_seals
+from ckpt.format.chunk_columns import Counts, fields_of_boxes, gaps_of
+from ckpt.format.chunk_rules import (
+    BOXED,
+    SHARED,
+    Bools,
+    Of,
+    Rules,
+    chunk_total,
+    expanded,
+    lasts_of,
+    renamed,
+    sums_by_file,
+)
+from ckpt.format.codec import encode_values
+from ckpt.format.coverage import check_rules
+from ckpt.format.joint_part import JointRest, JointStructure, joined_sizes
+from ckpt.format.manifest import (
+    BoxTable,
+    Header,
+    Int64s,
+    Manifest,
+    int64s,
+    no_checksums,
+    no_chunks,
+    starts_of,
+)
+from ckpt.format.manifest_codec import (
+    Encoded,
+    enveloped,
+    fields_of_files,
+    fields_of_header,
+    fields_of_tensors,
+    fields_of_values,
+)
+from ckpt.format.merging import (
+    DifferingRegion,
+    ReplicaDifferences,
+    agreed_aliases,
+    agreed_tensors,
+    check_count,
+    check_names,
+    texts_of_regions,
+    texts_of_values,
+    with_writers,
+)
+from ckpt.format.progressions import Progressions, pack_progressions, pack_regular
+from ckpt.format.references import parse_reference
+from ckpt.format.uniting import united_values
+from ckpt.layout.dtypes import DTYPES
+
+
+class JointManifest(NamedTuple):
+    """A manifest as bytes, and the bytes of its own data files, of all its chunks, and of those in
+    files of other attempts, by attempt.
+    """
+
+    encoded: Encoded
+    own_nbytes: int
+    nbytes: int
+    referenced: Mapping[str, int]
+
+
+class JointTable:
+    """What follows from the structure of all ranks: proofs, and most of the manifest's bytes.
+
+    Raises InvalidState naming fqn, region and ranks when ranks contradict each other, or when the
+    chunks do not cover every tensor exactly once.
+    """
+
+    def __init__(self, structure: JointStructure) -> None:
+        self._structure = structure
+        lowest = zip(structure.tensors, structure.tensor_ranks.tolist(), strict=True)
+        self._tensors = agreed_tensors(dict(lowest))
+        self._aliases = agreed_aliases(structure.aliases, self._tensors)
+        self._fqns = tuple([tensor.fqn for tensor in self._tensors])
+        itemsizes = int64s([DTYPES[tensor.dtype].itemsize for tensor in self._tensors])
+        rules = structure.rules
+        shapes = [tensor.shape for tensor in self._tensors]
+        numels = int64s([math.prod(shape) for shape in shapes])
+        boxes = BoxTable.of(structure.boxes)
+        if problems := check_rules(rules, boxes, self._fqns, shapes, numels):
+            raise InvalidState(
+                [with_writers(text, self._fqns, self._writers_of) for text in problems]
+            )
+        self._chunks = chunk_total(rules)
+        check_count(self._chunks)
+        self._nbytes_shared = _nbytes_shared(structure, itemsizes)
+        self._nbytes = int((rules[Of.COUNT] * rules[Of.NUMEL] * itemsizes[rules[Of.TENSOR]]).sum())
+        rules = _with_gaps_of_all(rules, np.array(structure.several, dtype=bool), itemsizes)
+        rules, used = _with_numbered_boxes(rules)
+        self._boxes = BoxTable.of([structure.boxes[number] for number in used.tolist()])
+        self._chunk_fields = {
+            **_fields_of_rules(rules, len(structure.files), len(self._tensors)),
+            **fields_of_boxes(self._boxes),
+        }
+        self._tensor_fields: dict[str, bytes] = {}
+
+    def _writers_of(self, tensor: int) -> Int64s:
+        rules = self._structure.rules
+        rules = rules[:, rules[Of.TENSOR] == tensor]
+        ranks: Int64s = expanded(rules, np.ones(rules.shape[1], dtype=bool))[Of.RANK]
+        return ranks
+
+    def manifest(self, header: Header, rest: JointRest) -> JointManifest:
+        """The manifest of a save of this structure. Raises InvalidState like `JointTable`."""
+        structure = self._structure
+        if (structure.first_rank, structure.rank_count) != (0, header.world_size):
+            raise ValueError(f"{structure.rank_count} ranks from {structure.first_rank} on")
+        if not (header.has_progressions and header.has_checksum_tables):
+            raise ValueError("a joint part is for manifests with rules and seals")
+        check_names(structure.files, sorted([*structure.shared, *rest.differing]), header)
+        sizes = joined_sizes([rest.own, rest.shared])
+        nothing = encode_values({})
+        # The chunks are in their own fields.
+        head = Manifest(
+            header=header,
+            files=structure.files + structure.shared,
+            file_nbytes=sizes.nbytes,
+            file_data_start=sizes.data_start,
+            fqns=self._fqns,
+            dtypes=tuple([tensor.dtype for tensor in self._tensors]),
+            shapes=tuple([tensor.shape for tensor in self._tensors]),
+            kinds=np.array([tensor.kind for tensor in self._tensors], dtype=np.uint8),
+            aliases=self._aliases,
+            chunks=no_chunks(),
+            checksums=no_checksums(),
+            values=united_values(rest.values),
+            per_rank=tuple([data or nothing for data in rest.per_rank]),
+            seals=sizes.seals,
+        )
+        self._tensor_fields = self._tensor_fields or fields_of_tensors(head)
+        fields = {
+            **fields_of_header(header, self._counts(head)),
+            **fields_of_files(head),
+            **self._tensor_fields,
+            **fields_of_values(head),
+            **self._chunk_fields,
+            **fields_of_seals(head.seals),
+        }
+        own_nbytes = int(rest.own.nbytes.sum())
+        return JointManifest(enveloped(fields), own_nbytes, self._nbytes, self._nbytes_shared)
+
+    def _counts(self, head: Manifest) -> Counts:
+        return Counts(
+            files=len(head.files),
+            tensors=len(head.fqns),
+            shapes=len(set(head.shapes)),
+            chunks=self._chunks,
+            boxes=len(self._boxes),
+            blocks=self._structure.blocks,
+            aliases=len(head.aliases),
+            ranks=len(head.per_rank),
+        )
+
+
+def _nbytes_shared(structure: JointStructure, itemsizes: Int64s) -> dict[str, int]:
+    """Bytes of chunks in files of other attempts, by attempt."""
+    rules = structure.rules[:, (structure.rules[Of.KIND] & SHARED) != 0]
+    nbytes = rules[Of.NUMEL] * itemsizes[rules[Of.TENSOR]]
+    by_file = sums_by_file(rules, nbytes, len(structure.shared)).tolist()
+    held: dict[str, int] = {}
+    for name, of_file in zip(structure.shared, by_file, strict=True):
+        if reference := parse_reference(name):
+            held[reference.attempt] = held.get(reference.attempt, 0) + of_file
+    return held
+
+
+def _with_gaps_of_all(rules: Rules, several: Bools, itemsizes: Int64s) -> Rules:
+    """Ranks know the gaps in their own files. In a file of another attempt they do not, if several
+    ranks have chunks of it.
+    """
+    if not several.any():
+        return rules
+    before = np.append(0, np.cumsum(several))
+    ends = np.sort([rules[Of.FILE], lasts_of(rules)[1]], axis=0)
+    in_shared = (rules[Of.KIND] & SHARED) != 0
+    low, high = np.where(in_shared, ends, 0)
+    rules = expanded(rules, in_shared & (before[high + 1] > before[low])).copy()
+    in_shared = (rules[Of.KIND] & SHARED) != 0
+    chosen = np.flatnonzero(in_shared & several[np.where(in_shared, rules[Of.FILE], 0)])
+    sizes = itemsizes[rules[Of.TENSOR, chosen]]
+    nbytes = rules[Of.NUMEL, chosen] * sizes
+    gaps = gaps_of(rules[Of.FILE, chosen], rules[Of.PLACE, chosen], nbytes, sizes)
+    rules[Of.GAP, chosen] = gaps.view(np.int64)
+    return rules
+
+
+def _with_numbered_boxes(rules: Rules) -> tuple[Rules, Int64s]:
+    """Boxes in the order in which they come first in the table, as a manifest has one encoding; and
+    which boxes those are.
+    """
+    boxed = rules[:, (rules[Of.KIND] & BOXED) != 0]
+    # Tensors of one shape have mostly the same boxes: each run of them is looked at once.
+    runs = boxed[[Of.BOX, Of.BOX_STEP, Of.COUNT]]
+    _, firsts = np.unique(runs, axis=1, return_index=True)
+    boxed = boxed[:, np.sort(firsts)]
+    numbers = expanded(boxed, np.ones(boxed.shape[1], dtype=bool))[Of.BOX]
+    unique, first_at = np.unique(numbers, return_index=True)
+    used = unique[np.argsort(first_at)]
+    renumbered = np.zeros(int(unique.max(initial=-1)) + 1, dtype=np.int64)
+    renumbered[used] = np.arange(len(used))
+    return renamed(rules, Of.BOX, BOXED, renumbered), used
+
+
+def _fields_of_rules(rules: Rules, own_files: int, tensors: int) -> dict[str, bytes]:
+    """The columns of all chunks, encoded like those of a table of them."""
+    count = rules[Of.COUNT]
+    first = np.searchsorted(rules[Of.TENSOR], np.arange(tensors + 1))
+    chunk_counts = np.diff(starts_of(count)[first])
+    none = np.zeros_like(count)
+    in_shared = (rules[Of.KIND] & SHARED) != 0
+    files = rules[Of.FILE] + np.where(in_shared, own_files, 0)
+    columns = {
+        "chunk_files": Progressions.of(count, files, rules[Of.FILE_STEP]),
+        "chunk_numels": Progressions.of(count, rules[Of.NUMEL], none),
+        "chunk_skips": _skips(rules),
+        "chunk_gaps": Progressions.of(count, rules[Of.GAP], none),
+        "chunk_boxes": Progressions.of(count, rules[Of.BOX] + 1, rules[Of.BOX_STEP]),
+    }
+    packed = {name: pack_progressions(column) for name, column in columns.items()}
+    return {"chunk_counts": pack_regular(chunk_counts), **packed}
+
+
+def _skips(rules: Rules) -> Progressions:
+    """Elements between each span and the one before it in its tensor; zero for boxes."""
+    is_span = (rules[Of.KIND] & BOXED) == 0
+    spans = np.flatnonzero(is_span)
+    ends = (lasts_of(rules)[0] + rules[Of.NUMEL])[spans]
+    tensor, starts = rules[Of.TENSOR, spans], rules[Of.START, spans]
+    before = np.zeros(len(spans), dtype=np.int64)
+    before[1:] = np.where(tensor[1:] == tensor[:-1], ends[:-1], 0)
+    # The first chunk of a rule, then the others.
+    items = np.zeros((2, rules.shape[1]), dtype=np.int64)
+    items[0, spans] = starts - before
+    items[1] = np.where(is_span, rules[Of.START_STEP] - rules[Of.NUMEL], 0)
+    lengths = np.stack([np.ones_like(rules[Of.COUNT]), rules[Of.COUNT] - 1])
+    return Progressions.of(lengths.T.ravel(), items.T.ravel(), np.zeros(items.size, np.int64))
+
+
+class ReplicaRegions:
+    """The regions that ranks may have in common, numbered: what stays from save to save."""
+
+    def __init__(self, structure: JointStructure) -> None:
+        fqns = [tensor.fqn for tensor in structure.tensors]
+        self._lists = structure.replicas
+        tensor = np.concatenate([int64s([]), *(one.tensor for one in self._lists)])
+        start = np.concatenate([int64s([]), *(one.start for one in self._lists)])
+        # By name: where ranks describe a tensor in two ways, that is said elsewhere.
+        numbers = {fqn: number for number, fqn in enumerate(dict.fromkeys(fqns))}
+        name_of = int64s([numbers[fqn] for fqn in fqns])
+        regions, ids = np.unique(np.stack([name_of[tensor], start]), axis=1, return_inverse=True)
+        names = list(numbers)
+        self._regions = [(names[number], begin) for number, begin in regions.T.tolist()]
+        edges = np.cumsum([len(one.tensor) for one in self._lists])
+        self._ids = np.split(ids.reshape(-1), edges[:-1]) if self._lists else []
+
+    def differences(self, rest: JointRest) -> ReplicaDifferences:
+        """Where ranks have different bytes of what a checkpoint stores once."""
+        groups = [
+            (number, group.ranks, np.frombuffer(group.data, dtype="<u4"))
+            for number, of_list in enumerate(rest.replicas)
+            for group in of_list
+        ]
+        if not groups:
+            return ReplicaDifferences([], [])
+        ids = np.concatenate([self._ids[number] for number, _, _ in groups])
+        digests = np.concatenate([own for _, _, own in groups])
+        some = np.zeros(len(self._regions), dtype=np.uint32)
+        some[ids] = digests
+        differing = np.unique(ids[digests != some[ids]]).tolist()
+        regions = []
+        for region in differing:
+            pairs: list[tuple[int, int]] = []
+            must_agree = False
+            for number, ranks, own in groups:
+                for place in np.flatnonzero(self._ids[number] == region).tolist():
+                    pairs += [(rank, int(own[place])) for rank in ranks.tolist()]
+                    must_agree |= bool(self._lists[number].must_agree[place])
+            regions.append(DifferingRegion(self._regions[region], pairs, must_agree))
+        return texts_of_regions(regions, _digests_of(rest.texts[0].data))
+
+
+def differing_values(rest: JointRest) -> list[str]:
+    """One text per value that is not the same on all ranks that have it."""
+    by_text = [(_digests_of(group.data), group.ranks.tolist()) for group in rest.texts]
+    if all(digests == by_text[0][0] for digests, _ in by_text):
+        return []
+    of_ranks = {rank: digests for digests, ranks in by_text for rank in ranks}
+    return texts_of_values(of_ranks, rest.values)
+
+
+def warnings_of(rest: JointRest) -> list[list[str]]:
+    """The warnings of the ranks, each list of them once."""
+    return [json.loads(group.data)[1] for group in rest.texts]
+
+
+def _digests_of(texts: bytes) -> dict[str, int]:
+    digests: dict[str, int] = json.loads(texts)[0]
+    return digests

@@ -1,0 +1,449 @@
+"""Parts that are merged on their way give the manifest, and the errors, of all parts at once.
+
+Whatever the tree: joint parts are merged in random ones, through the bytes that ranks send, and
+compared with `merging`, which has all parts in one place.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+
+import benchmarks.scale
+import ckpt.world.tree
+from benchmarks.scale import LAYOUTS
+from ckpt.errors import Corrupt, InvalidState
+from ckpt.format.checksum import crc32c
+from ckpt.format.checksum_tables import CHECKSUM_TABLES, Seals
+from ckpt.format.chunk_rules import chunk_total
+from ckpt.format.codec import encode_values
+from ckpt.format.datafile import StoredChunk, order_key
+from ckpt.format.joint_manifest import differing_values
+from ckpt.format.joint_part import JointMerge, JointStructure, merge_structures, structure_of
+from ckpt.format.manifest import PROGRESSIONS, Header, int64s
+from ckpt.format.manifest_codec import encode_manifest
+from ckpt.format.merging import build_manifest, replica_differences, value_differences
+from ckpt.format.part import (
+    FileColumns,
+    Part,
+    PartTexts,
+    ReplicaColumns,
+    TensorRecord,
+    part_of_files,
+)
+from ckpt.format.progressions import Progressions, pack_progressions, pack_regular
+from ckpt.format.references import REFERENCES, reference_to
+from ckpt.layout.region import Box, Region, Span, span_of
+from ckpt.saving.joint_parts import JointParts, JointReceived
+from ckpt.saving.messages import split
+from ckpt.telemetry.history import RankReport
+from ckpt.world.tree import family
+from tests.conftest import Scale
+from tests.format.many_parts import data_file, header_of, random_parts, saved_again
+
+BEFORE = "e000001-" + "f" * 16
+Known = dict[int, JointParts]
+
+
+def sealed(ranks: int, step: int = 1) -> Header:
+    """The header of a save of so many ranks that parts are merged on their way."""
+    required = (REFERENCES, PROGRESSIONS, CHECKSUM_TABLES)
+    return header_of(ranks, step).model_copy(update={"required": required})
+
+
+def report_of(rank: int) -> RankReport:
+    return RankReport((), float(rank), 0)
+
+
+def random_tree(seed: int, ranks: int) -> dict[int, list[int]]:
+    """The children of each rank, in a tree in which those below a rank are consecutive."""
+    rng = np.random.default_rng(seed)
+    children: dict[int, list[int]] = {rank: [] for rank in range(ranks)}
+    todo = [range(ranks)]
+    while todo:
+        block = todo.pop()
+        if len(block) > 1:
+            inner = np.arange(block.start + 2, block.stop)
+            count = int(rng.integers(0, min(len(inner), 4) + 1))
+            cuts = sorted(rng.choice(inner, count, replace=False).tolist())
+            edges = [block.start + 1, *cuts, block.stop]
+            todo += [range(a, b) for a, b in pairwise(edges)]
+            children[block.start] = edges[:-1]
+    return children
+
+
+def received(known: Known, parts: Sequence[Part], children: dict[int, list[int]]) -> JointReceived:
+    """What comes to rank 0, every rank with what it has kept from save to save."""
+
+    def payload(rank: int) -> bytes:
+        return known[rank].payload(parts[rank], report_of(rank), below(rank))
+
+    def below(rank: int) -> list[bytes]:
+        return [payload(child) for child in children[rank]]
+
+    return known[0].received(parts[0], report_of(0), below(0))
+
+
+def outcome(make: Callable[[], bytes]) -> bytes | str:
+    """The manifest, or why there is none."""
+    try:
+        return make()
+    except (InvalidState, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def of_all_parts(header: Header, parts: Sequence[Part]) -> list[Any]:
+    return [
+        replica_differences(parts),
+        value_differences(parts),
+        outcome(lambda: encode_manifest(build_manifest(header, parts))),
+    ]
+
+
+def of_joint_parts(
+    header: Header, parts: Sequence[Part], known: Known, children: dict[int, list[int]]
+) -> list[Any]:
+    got = received(known, parts, children)
+    assert [report.blocked_seconds for report in got.reports] == list(range(len(parts)))
+    return [
+        got.regions.differences(got.rest),
+        differing_values(got.rest),
+        outcome(lambda: got.table().manifest(header, got.rest).encoded.data),
+    ]
+
+
+def kept_by(ranks: int) -> Known:
+    return {rank: JointParts() for rank in range(ranks)}
+
+
+def agrees(parts: Sequence[Part], seed: int = 0) -> bytes | str:
+    """Asserts that a random tree gives what all parts at once give; returns that."""
+    header = sealed(len(parts))
+    expected = of_all_parts(header, parts)
+    tree = random_tree(seed, len(parts))
+    assert of_joint_parts(header, parts, kept_by(len(parts)), tree) == expected
+    manifest: bytes | str = expected[2]
+    return manifest
+
+
+def varied(parts: Sequence[Part], seed: int) -> list[Part]:
+    """With values, warnings, aliases and digests that are not the same on all ranks."""
+    rng = np.random.default_rng(seed)
+    result = []
+    for part in parts:
+        digests = rng.integers(0, 2, len(part.replicas.tensor)).astype(np.uint32)
+        must_agree = rng.integers(0, 2, len(part.replicas.tensor))
+        own = replace(
+            part,
+            value_digests={"step": 1, "lr": int(rng.integers(2))},
+            per_rank=encode_values({"rng": part.rank}) if rng.integers(2) else b"",
+            warnings=("odd",) if rng.integers(2) else (),
+            replicas=part.replicas._replace(digests=digests, must_agree=must_agree),
+        )
+        if rng.integers(2) and part.tensors:
+            own = replace(own, aliases={"tied": part.tensors[0].fqn})
+        result.append(own)
+    return result
+
+
+def test_random_layouts_give_the_manifest_of_all_parts_at_once(scale: Scale) -> None:
+    for seed in range(scale.count(8, 200)):
+        parts = random_parts(seed, 2 + seed % 20)
+        assert isinstance(agrees(parts, seed), bytes)
+        agrees(varied(parts, seed), seed)
+
+
+def test_values_of_ranks_that_hold_different_things_are_united_like_those_of_all_parts() -> None:
+    """Param groups of stages, each sent by the first rank of its stage; some contradict others."""
+    for seed, clashes in enumerate((False, True, False)):
+        parts = []
+        for part in random_parts(seed, 12):
+            stage = part.rank % 4
+            names = [f"layer{stage}", *(["layer0"] if clashes and stage == 3 else [])]
+            value = [{"params": names, "lr": 0.1 * (stage % 2)}]
+            values = {"optim.param_groups": value, "n": 1}
+            digests = {name: crc32c(encode_values(one)) for name, one in values.items()}
+            sent = encode_values(values) if part.rank < 4 else b""
+            parts.append(replace(part, values=sent, value_digests=digests))
+        united = agrees(parts, seed)
+        assert isinstance(united, str if clashes else bytes), united
+        other = [replace(p, value_digests={**p.value_digests, "n": p.rank % 5}) for p in parts]
+        agrees(other, seed)
+
+
+def laid_out(layout: str, ranks: int, *, tensors: int = 9, byte_ranges: bool = False) -> list[Part]:
+    """What ranks write of a model in one of the layouts of `benchmarks.scale`; of what several
+    ranks hold, one by turns writes it, or, with `byte_ranges`, each of them a range.
+    """
+    rng = np.random.default_rng(ranks)
+    parts = []
+    for rank in range(ranks):
+        records, chunks, replicas = [], [], []
+        for tensor in range(tensors):
+            shape, region, holders = LAYOUTS[layout](tensor, rank, ranks)
+            records.append(TensorRecord(f"w{tensor}", "float32", shape, 0))
+            if len(holders) > 1:
+                replicas.append(tensor)
+            place = holders.index(rank)
+            own: list[Region] = [region] if holders[tensor % len(holders)] == rank else []
+            span = span_of(region, shape) if isinstance(region, Box) else region
+            if byte_ranges and len(holders) > 1 and span is not None:
+                edges = [span.start + span.numel * i // len(holders) for i in (place, place + 1)]
+                own = [Span(*edges)]
+            for one in own:
+                if one.numel:
+                    chunk = StoredChunk(f"w{tensor}", "float32", shape, one, 4 * one.numel, 0)
+                    chunks.append(chunk)
+        none = int64s([0] * len(replicas))
+        columns = ReplicaColumns(int64s(replicas), none, none, none.astype(np.uint32))
+        file = data_file(rng, f"rank{rank:05d}-000.safetensors", sorted(chunks, key=order_key))
+        texts = PartTexts({}, encode_values({}) if not rank else b"", {"step": 1}, b"", columns)
+        parts.append(part_of_files([file], rank=rank, tensors=records, texts=texts))
+    return parts
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_of_trainings_give_the_manifest_of_all_parts_at_once(
+    layout: str, monkeypatch: pytest.MonkeyPatch, scale: Scale
+) -> None:
+    monkeypatch.setattr(benchmarks.scale, "ROWS", 192)
+    monkeypatch.setattr(benchmarks.scale, "UNEVEN_ROWS", 19)
+    monkeypatch.setattr(benchmarks.scale, "SMALL_ROWS", 24)
+    monkeypatch.setattr(benchmarks.scale, "REPLICAS", 4)
+    for seed, ranks in enumerate((8, 24, 48)[: scale.count(2, 3)]):
+        assert isinstance(agrees(laid_out(layout, ranks), seed), bytes)
+        ranged = laid_out(layout, ranks, byte_ranges=True)
+        assert isinstance(agrees(ranged, seed + 9), bytes)
+
+
+def referring(parts: Sequence[Part], seed: int, *, differs: bool = False) -> list[Part]:
+    """Some chunks in files of another attempt: some files have chunks of one rank, some of many."""
+    rng = np.random.default_rng(seed)
+    result = []
+    for part in parts:
+        chosen = np.flatnonzero(rng.integers(0, 2, len(part.chunk_file)))
+        moved = np.where(
+            rng.integers(0, 2, len(chosen)), part.rank, rng.integers(0, 3, len(chosen))
+        )
+        names, of_chunk = np.unique(moved, return_inverse=True)
+        own = len(part.files)
+        file, start = part.chunk_file.copy(), part.chunk_byte_start.copy()
+        file[chosen] = own + of_chunk
+        start[chosen] = 64 + 4 * rng.integers(0, 1 << 20, len(chosen))
+        sizes = 1 << 23, 64 + 64 * int(differs and part.rank == len(parts) - 1)
+        digests = np.concatenate([part.seals.digests, np.ones((len(names), 32), dtype=np.uint8)])
+        result.append(
+            replace(
+                part,
+                files=(
+                    *part.files,
+                    *(reference_to(0, BEFORE, f"rank{name:05d}-000.safetensors") for name in names),
+                ),
+                file_nbytes=np.append(part.file_nbytes, [sizes[0]] * len(names)).astype(np.int64),
+                file_data_start=np.append(part.file_data_start, [sizes[1]] * len(names)).astype(
+                    np.int64
+                ),
+                chunk_file=file,
+                chunk_byte_start=start,
+                seals=Seals(np.append(part.seals.nbytes, [16] * len(names)), digests),
+            )
+        )
+    return result
+
+
+def test_references_to_other_attempts_give_the_manifest_of_all_parts_at_once() -> None:
+    for seed in range(6):
+        parts = random_parts(seed, 3 + seed)
+        assert isinstance(agrees(referring(parts, seed), seed), bytes)
+    texts = [agrees(referring(random_parts(seed, 9), seed, differs=True)) for seed in range(3)]
+    assert any("or ranks differ in it" in text for text in texts if isinstance(text, str))
+
+
+def test_references_count_bytes_by_attempt() -> None:
+    parts = referring(random_parts(3, 7), 3)
+    header = sealed(7)
+    got = received(kept_by(7), parts, random_tree(3, 7))
+    made = got.table().manifest(header, got.rest)
+    manifest = build_manifest(header, parts)
+    assert made.own_nbytes == manifest.own_nbytes
+    assert made.referenced == manifest.nbytes_referenced() and made.referenced[BEFORE] > 0
+    itemsizes = {"float32": 4, "int8": 1, "float64": 8}
+    numels = {one.fqn: (math.prod(one.shape), one.dtype) for p in parts for one in p.tensors}
+    assert made.nbytes == sum(numel * itemsizes[dtype] for numel, dtype in numels.values())
+
+
+def _changed(part: Part, what: str) -> Part:
+    """That part, in contradiction to others or to itself."""
+    if what == "shape":
+        first = part.tensors[0]
+        return replace(part, tensors=(first._replace(dtype="int16"), *part.tensors[1:]))
+    if what == "alias":
+        return replace(part, aliases={"tied": part.tensors[part.rank % 2].fqn})
+    if what == "missing alias":
+        return replace(part, aliases={"tied": "nowhere"})
+    if what == "gap":
+        return replace(part, chunk_numel=np.maximum(part.chunk_numel - 1, 1))
+    if what == "overlap":
+        return replace(part, chunk_start=np.maximum(part.chunk_start - 1, 0))
+    if what == "outside":
+        return replace(part, chunk_start=part.chunk_start + 1000)
+    assert what == "name"
+    return replace(part, files=("rank00001-000.safetensors", *part.files[1:]))
+
+
+@pytest.mark.parametrize(
+    "what", ["shape", "alias", "missing alias", "gap", "overlap", "outside", "name"]
+)
+def test_contradictions_are_refused_with_the_same_words(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks, tensors and regions are named as by the one who has all parts."""
+    monkeypatch.setattr(benchmarks.scale, "ROWS", 192)
+    for seed, layout in ((1, "FSDP2 uneven"), (2, "TP8 x FSDP")):
+        ranks = 16
+        parts = laid_out(layout, ranks, tensors=4)
+        victims = (3, 4, 11, 15)
+        bad = [_changed(part, what) if part.rank in victims else part for part in parts]
+        text = agrees(bad, seed)
+        assert isinstance(text, str) and text.startswith("InvalidState"), text
+    for seed in range(2):
+        some = random_parts(seed, 9)
+        bad = [_changed(p, what) if p.rank in (2, 7) and p.tensors else p for p in some]
+        agrees(bad, seed)
+
+
+def test_later_saves_send_no_structure_and_merge_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At no level of the tree. A structure that changes on one rank is sent, and the rest kept."""
+    ranks, header = 24, sealed(24)
+    merged: list[int] = []
+    described: list[int] = []
+
+    def noted(parts: Sequence[JointStructure]) -> JointMerge:
+        merged.append(parts[0].first_rank)
+        return merge_structures(parts)
+
+    def of_part(part: Part) -> JointStructure:
+        described.append(part.rank)
+        return structure_of(part)
+
+    monkeypatch.setattr("ckpt.saving.joint_parts.merge_structures", noted)
+    monkeypatch.setattr("ckpt.saving.joint_parts.structure_of", of_part)
+    known, tree = kept_by(ranks), random_tree(6, ranks)
+    parts, others = random_parts(1, ranks), random_parts(2, ranks)
+    assert of_joint_parts(header, parts, known, tree) == of_all_parts(header, parts)
+    assert sorted(merged) == list(range(ranks))
+    merged.clear()
+    described.clear()
+    for seed, longer in ((7, False), (8, True), (9, True)):
+        again = saved_again(parts, seed, longer_headers=longer)
+        assert of_joint_parts(header, again, known, tree) == of_all_parts(header, again)
+    assert merged == described == []
+    assert of_joint_parts(header, others, known, tree) == of_all_parts(header, others)
+    assert 0 in merged and set(described) == set(range(ranks))
+
+    # After a failed save all structures are sent again; they are the same, and nothing is merged.
+    merged.clear()
+    for one in known.values():
+        one.forget()
+    assert of_joint_parts(header, others, known, tree) == of_all_parts(header, others)
+    assert merged == []
+    leaf = max(rank for rank in tree if not tree[rank])
+    one_other = [_changed(p, "missing alias") if p.rank == leaf else p for p in others]
+    agreed = of_joint_parts(header, one_other, known, tree)
+    assert agreed == of_all_parts(header, one_other) and "nowhere" in agreed[2]
+    assert leaf in merged and 0 in merged and len(merged) < ranks
+
+
+@pytest.mark.parametrize(("layout", "rules_max"), [("FSDP2 even", 1), ("FSDP2 uneven", 2)])
+def test_what_comes_to_the_coordinator_does_not_grow_with_the_ranks(
+    layout: str, rules_max: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted at 16, 32 and 64 ranks in a tree of four children: rules that it decodes, and bytes
+    besides the names and seals of files.
+    """
+    monkeypatch.setattr(ckpt.world.tree, "CHILDREN_MAX", 4)
+    monkeypatch.setattr(benchmarks.scale, "ROWS", 1 << 10)
+    tensors, counts = 24, {}
+    for ranks in (16, 32, 64):
+        parts = laid_out(layout, ranks, tensors=tensors)
+        tree = {rank: list(family(rank, ranks).children) for rank in range(ranks)}
+        known, header = kept_by(ranks), sealed(ranks)
+        first = [known[child].payload(*_below(parts, known, tree, child)) for child in tree[0]]
+        structures = [split(split(data)[1])[0] for data in first]
+        got = known[0].received(parts[0], report_of(0), first)
+        rules = [one.structure.rules.shape[1] for one in known[0].below]
+        chunks = [chunk_total(one.structure.rules) for one in known[0].below]
+        assert sum(chunks) > 4 * sum(rules) or ranks == 16
+        assert max(rules) <= rules_max * tensors and len(rules) == 4
+        made = got.table().manifest(header, got.rest)
+        assert made.encoded.data == encode_manifest(build_manifest(header, parts))
+        again = [known[child].payload(*_below(parts, known, tree, child)) for child in tree[0]]
+        assert all(split(split(data)[1])[0] == b"" for data in again)
+        counts[ranks] = (sum(map(len, structures)), sum(map(len, again)))
+    print(counts)
+    for small, large in ((16, 32), (32, 64)):
+        assert counts[large][0] - counts[small][0] <= 40 * (large - small)
+        assert counts[large][1] - counts[small][1] <= 100 * (large - small)
+
+
+def _below(
+    parts: Sequence[Part], known: Known, tree: dict[int, list[int]], rank: int
+) -> tuple[Part, RankReport, list[bytes]]:
+    below = [known[child].payload(*_below(parts, known, tree, child)) for child in tree[rank]]
+    return parts[rank], report_of(rank), below
+
+
+def test_progressions_are_packed_like_their_items() -> None:
+    rng = np.random.default_rng(3)
+    for _ in range(500):
+        count = int(rng.integers(0, 9))
+        lengths = rng.integers(0, rng.integers(1, 9), count)
+        firsts = rng.integers(1 << 10, 1 << int(rng.integers(11, 40)), count)
+        steps = rng.integers(-2, 3, count) if rng.integers(2) else rng.integers(0, 2, count)
+        if rng.integers(2) and count:
+            firsts[:] = firsts[0]
+        column = Progressions.of(lengths, firsts, steps)
+        assert pack_progressions(column) == pack_regular(column.items().astype(np.int64))
+
+
+def test_damaged_messages_are_refused() -> None:
+    parts = random_parts(4, 2)
+    data = JointParts().payload(parts[1], report_of(1), [])
+    for wrong in (data[:-9], data[: len(data) // 2], data[:40] + bytes(len(data) - 40)):
+        with pytest.raises(Corrupt, match=r"readable|belong|bytes|field|msgpack"):
+            JointParts().received(parts[0], report_of(0), [wrong])
+    alone = JointParts()
+    alone.payload(parts[1], report_of(1), [])
+    with pytest.raises(Corrupt, match="never sent"):
+        JointParts().received(parts[0], report_of(0), [alone.payload(parts[1], report_of(1), [])])
+
+
+def test_a_part_without_seals_is_refused() -> None:
+    part = random_parts(4, 2)[1]
+    unsealed = replace(part, seals=Seals(part.seals.nbytes[:0], part.seals.digests[:0]))
+    with pytest.raises(ValueError, match="needs the seals of all files"):
+        JointParts().payload(unsealed, report_of(1), [])
+
+
+def test_ranks_that_take_turns_in_a_tensor_give_the_same_manifest() -> None:
+    """Chunks of one rule lie between those of another: ranks by columns, not by rows."""
+    ranks, groups = 12, 3
+    parts = []
+    rng = np.random.default_rng(0)
+    for rank in range(ranks):
+        place = rank % groups * (ranks // groups) + rank // groups
+        shape = (ranks, 5)
+        span = Span(5 * place, 5 * place + 5)
+        chunk = StoredChunk("w", "float32", shape, span, 20, 0)
+        file: FileColumns = data_file(rng, f"rank{rank:05d}-000.safetensors", [chunk])
+        texts = PartTexts({}, encode_values({}) if not rank else b"", {}, b"")
+        records = [TensorRecord("w", "float32", shape, 0)]
+        parts.append(part_of_files([file], rank=rank, tensors=records, texts=texts))
+    for seed in range(8):
+        assert isinstance(agrees(parts, seed), bytes)

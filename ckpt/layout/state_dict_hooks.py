@@ -16,13 +16,17 @@ __all__ = ["CANNOT", "load_changes", "overrides", "save_changes"]
 # Hooks and overrides in these packages either belong to a wrapper that we see through, or only
 # accept names and layouts of older versions.
 _HARMLESS = ("torch.nn.", "torch.distributed.", "torch._dynamo.")
-# They add what a parameter consists of, which is stored with it: see `foreign_composites`.
+# Most add what a parameter consists of, which is stored with it: see `foreign_composites`.
 _HARMLESS_FUNCTIONS = frozenset(
     {
         ("bitsandbytes.nn.modules", "Linear4bit._save_to_state_dict"),
         ("bitsandbytes.nn.modules", "Linear8bitLt._save_to_state_dict"),
         ("bitsandbytes.nn.modules", "Linear8bitLt._load_from_state_dict"),
         ("bitsandbytes.nn.modules", "maybe_rearrange_weight"),
+        # They give names of older versions their present ones, and leave all others as they are.
+        ("transformers.models.esm.modeling_esm", "EsmModel.load_hook"),
+        ("transformers.models.mamba.modeling_mamba", "MambaModel.load_hook"),
+        ("transformers.models.mamba2.modeling_mamba2", "Mamba2Model.load_hook"),
     }
 )
 

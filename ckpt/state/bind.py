@@ -45,7 +45,7 @@ from ckpt.state.types import (
     fatal_texts,
 )
 from ckpt.state.values import join_tree, references
-from ckpt.state.walk import Leaves, LocatedValue, Location, is_object, walk
+from ckpt.state.walk import Leaves, LocatedValue, Location, is_object, read_state, walk
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,7 +269,7 @@ class _Binder:
         names = self.names
         if names.skip(fqn) or (saved := names.value(fqn)) is None:
             return
-        live = read()
+        live = read_state(fqn, read)
         tree = bind_tree(*saved, live, names, self.ranks)
         names.loaded_values.append(fqn)
         self.holdings.extend(tree.holdings)

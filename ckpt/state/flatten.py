@@ -25,7 +25,7 @@ from ckpt.state.optimizer import FlatOptimizer, flatten_groups, flatten_optimize
 from ckpt.state.per_group import NOT_IN_GROUP, entry_of, group_of
 from ckpt.state.types import FlatState, PerGroup, PerRank
 from ckpt.state.values import join, split_tree
-from ckpt.state.walk import Leaves, is_object, walk
+from ckpt.state.walk import Leaves, is_object, read_state, walk
 from ckpt.world.base import World
 
 
@@ -227,7 +227,7 @@ class _Building:
             self.add_tree(fqn, module.get_extra_state, Kind.BUFFER)
 
     def add_tree(self, fqn: str, read: Callable[[], Any], kind: Kind) -> None:
-        value, tensors = split_tree(read(), fqn, self.problems)
+        value, tensors = split_tree(read_state(fqn, read), fqn, self.problems)
         self.names += [fqn, *(name for name, _ in tensors)]
         self.values[fqn] = value
         for name, tensor in tensors:
@@ -236,7 +236,9 @@ class _Building:
     def add_per_rank(self, leaves: Leaves) -> None:
         for slot in leaves.per_rank:
             marked: PerRank | PerGroup = slot.value
-            own = marked.value.state_dict() if is_object(marked.value) else marked.value
+            own = marked.value
+            if is_object(own):
+                own = read_state(slot.fqn, own.state_dict)
             value, tensors = split_tree(own, slot.fqn, self.problems)
             if tensors:
                 self.problems.append(

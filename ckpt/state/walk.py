@@ -7,13 +7,14 @@ child.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from ckpt.errors import CheckpointError, InvalidState
 from ckpt.state.arrays import is_array, is_scalar
 from ckpt.state.types import PerGroup, PerRank, Stages
 from ckpt.state.values import DEPTH_MAX, SCALARS, why_not_storable
@@ -69,6 +70,28 @@ def is_object(leaf: Any) -> bool:
     return callable(getattr(leaf, "state_dict", None)) and callable(
         getattr(leaf, "load_state_dict", None)
     )
+
+
+def read_state(fqn: str, read: Callable[[], Any]) -> Any:
+    """What `read`, the `state_dict` of an object at `fqn`, returns.
+
+    Raises InvalidState where the object has the function and no state: wrappers pass the call on to
+    what they wrap, whatever that is.
+    """
+    try:
+        return read()
+    except CheckpointError:
+        raise
+    except Exception as error:
+        # Not with the other problems of the state: its traceback is worth more than completeness.
+        name = getattr(read, "__qualname__", repr(read))
+        raise InvalidState(
+            [
+                f"{fqn}: {name}() raised {type(error).__name__}: {error}; leave it out of the "
+                "state, or put in what has a state (a DataLoader of Accelerate has one with "
+                "use_stateful_dataloader=True)"
+            ]
+        ) from error
 
 
 def _walk_container(node: Any, path: str, place: Location, leaves: Leaves, depth: int) -> None:

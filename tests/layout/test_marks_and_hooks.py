@@ -171,6 +171,29 @@ def test_hooks_are_known_through_partials_and_methods() -> None:
         assert save_changes(module) == load_changes(module) == []
 
 
+def _as_in(module: str, name: str) -> Any:
+    """A hook that stands where a library has it."""
+
+    def hook(*args: Any) -> None:
+        pass
+
+    hook.__module__, hook.__qualname__ = module, name
+    return hook
+
+
+def test_hooks_of_libraries_that_only_rename_old_names_change_nothing() -> None:
+    """Mamba of transformers was refused under `fully_shard` for one of them."""
+    mamba = "transformers.models.mamba.modeling_mamba"
+    for module_of_hook, name, changes in (
+        (mamba, "MambaModel.load_hook", []),
+        (mamba, "MambaModel.other_hook", ["hook MambaModel.other_hook"]),
+        ("mine.modeling_mamba", "MambaModel.load_hook", ["hook MambaModel.load_hook"]),
+    ):
+        module = nn.Linear(1, 1)
+        module._register_load_state_dict_pre_hook(_as_in(module_of_hook, name))
+        assert load_changes(module) == changes
+
+
 def test_a_neutral_hook_does_not_hide_those_after_it() -> None:
     module = nn.Linear(1, 1)
     for hook in (_neutral, nn.Linear.reset_parameters, _users):

@@ -208,6 +208,29 @@ def test_objects_give_their_state_with_tensors_beside() -> None:
     assert names({"thing": Thing()}) == ["thing.mean", "thing.n.1"]
 
 
+class Wrapper:
+    """As Accelerate's DataLoader: it has the functions, and what it wraps may have no state."""
+
+    def __init__(self, wrapped: Any) -> None:
+        self.wrapped = wrapped
+
+    def state_dict(self) -> Any:
+        return self.wrapped.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.wrapped.state = state
+
+
+@pytest.mark.parametrize("marked", [False, True])
+def test_an_object_without_state_is_refused_by_name_and_not_by_its_own_error(marked: bool) -> None:
+    """It ended in a bare AttributeError that named no part of the state."""
+    empty = Wrapper(object())
+    state = {"data": {"train": PerRank(empty) if marked else empty}}
+    with pytest.raises(InvalidState, match=r"data\.train: .*AttributeError.*leave it out") as caught:
+        flat(state)
+    assert isinstance(caught.value.__cause__, AttributeError)
+
+
 class WithExtra(nn.Module):
     def __init__(self, extra: Any) -> None:
         super().__init__()

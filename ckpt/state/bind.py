@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from ckpt.state.describe import (
 )
 from ckpt.state.matching import Tally
 from ckpt.state.names import Left, Names, Rename, Skip
+from ckpt.state.optimizer import EXTRA_STATE, adds_state, extra_state, set_extra_state
 from ckpt.state.per_group import NOT_IN_GROUP, GroupValue, group_of, group_values, value_for
 from ckpt.state.requested import CHECKPOINT, CallArguments
 from ckpt.state.trees import bind_tree
@@ -141,6 +143,9 @@ def bind_state(
         bound = bind_optimizer(path, optimizer, described, names, ranks)
         binding.holdings.extend(bound.holdings)
         binding.steps.append(bound.install)
+        if adds_state(optimizer):
+            read, install = (partial(each, optimizer) for each in (extra_state, set_extra_state))
+            binding.add_tree(f"{path}.{EXTRA_STATE}", read, install)
     for fqn, thing in leaves.objects:
         binding.add_tree(fqn, thing.state_dict, thing.load_state_dict)
     for fqn, module in described.extra_states:

@@ -21,7 +21,15 @@ from ckpt.layout.piece import Holding, Owned
 from ckpt.layout.plain import Ranks, UnsupportedTensor
 from ckpt.state.arrays import tensor_of, why_no_tensor
 from ckpt.state.describe import Described, adopt_parameters, describe_modules
-from ckpt.state.optimizer import FlatOptimizer, flatten_groups, flatten_optimizer
+from ckpt.state.optimizer import (
+    EXTRA_STATE,
+    FlatOptimizer,
+    adds_state,
+    extra_state,
+    flatten_groups,
+    flatten_optimizer,
+    params_of,
+)
 from ckpt.state.per_group import NOT_IN_GROUP, entry_of, group_of
 from ckpt.state.types import FlatState, PerGroup, PerRank
 from ckpt.state.values import join, split_tree
@@ -99,6 +107,7 @@ def values_of(structure: Structure, leaves: Leaves, ranks: Ranks, state: Any) ->
             flat = flatten_groups(path, optimizer, groups, ranks)
             building.add_optimizer(path, flat, is_further=path in paths)
             paths.add(path)
+            building.add_extra_state(path, optimizer, structure.owned_by_param)
     building.add_values(leaves)
     building.add_arrays(leaves)
     building.add_trees(leaves, structure.extra_states)
@@ -197,6 +206,22 @@ class _Building:
         for fqn, own in flat.own.items():
             self.per_rank[fqn] = own.entry
             self.holdings += own.holdings(self.ranks)
+
+    def add_extra_state(
+        self, path: str, optimizer: torch.optim.Optimizer, owned: Mapping[int, Owned]
+    ) -> None:
+        if not adds_state(optimizer):
+            return
+        fqn, before = f"{path}.{EXTRA_STATE}", len(self.holdings)
+        self.add_tree(fqn, partial(extra_state, optimizer), Kind.OTHER)
+        odd = [each for each in self.holdings[before:] if each.local.ndim]
+        if odd and not all(owned[id(param)].is_whole for param in params_of(optimizer)):
+            # Nothing tells whether they are shards, and of what.
+            self.problems.append(
+                f"{odd[0].pieces[0].fqn}: {type(optimizer).__qualname__}.state_dict() adds a "
+                "tensor of its own, and its parameters are sharded; keep it under the parameter in "
+                "optimizer.state, where it is known what it belongs to"
+            )
 
     def add_values(self, leaves: Leaves) -> None:
         for slot in leaves.values:

@@ -1,10 +1,10 @@
 """Optimizers by the names of their parameters, as they are saved.
 
 `<path>.state.<parameter>.<name>` is the state `name` of a parameter, a tensor or a value, and
-`<path>.param_groups` one value: a list of dicts, in which "params" lists names. How a state is
-stored follows from its kind, see `optimizer_kinds`. A scalar is written by the rank that holds the
-parameter's first element. Each member of a flat parameter has state of its own. No tensor changes
-its dtype.
+`<path>.param_groups` one value: a list of dicts, in which "params" lists names. What the
+optimizer's class adds to its state dict is `<path>.extra_state`. How a state is stored follows from
+its kind, see `optimizer_kinds`. A scalar is written by the rank that holds the parameter's first
+element. Each member of a flat parameter has state of its own. No tensor changes its dtype.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ from ckpt.state.values import split_tree
 NAME_KEYS = ("params", "param_names")
 # The name, below the optimizer's, of state under keys that are no parameters.
 USER_STATE = "user_state"
+# The same of what a class adds to its state dict.
+EXTRA_STATE = "extra_state"
 
 # torch calls them around `state_dict()` and `load_state_dict()`, which saves and loads never call.
 STATE_DICT_HOOKS = (
@@ -113,6 +115,30 @@ def user_state(state: Mapping[Any, Any]) -> dict[Any, Any]:
     return {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
 
 
+def adds_state(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer's class has a `state_dict` of its own that adds something."""
+    # Built where there can be something alone: of a wrapper it is the inner one's, as it is here.
+    if type(optimizer).state_dict is torch.optim.Optimizer.state_dict:
+        return False
+    return bool(extra_state(optimizer))
+
+
+def extra_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What its class adds to the state of parameters and groups: counters, schedules of its own."""
+    whole = optimizer.state_dict()
+    return {key: item for key, item in whole.items() if key not in ("state", "param_groups")}
+
+
+def set_extra_state(optimizer: torch.optim.Optimizer, extra: Mapping[str, Any]) -> None:
+    """Give `extra` to the optimizer's class, which takes it as a part of a whole state dict."""
+    state, groups = dict(optimizer.state), list(optimizer.param_groups)
+    packed = torch.optim.Optimizer.state_dict(optimizer)["param_groups"]
+    optimizer.load_state_dict({"state": {}, "param_groups": packed, **extra})
+    # The rest is what it was, and the same objects: schedulers hold the groups.
+    optimizer.state.update(state)
+    optimizer.param_groups[:] = groups
+
+
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
     """What a group says besides which parameters are in it."""
     return {key: item for key, item in group.items() if key not in NAME_KEYS}
@@ -136,6 +162,12 @@ def refusals(
             f"{path}: ZeroRedundancyOptimizer keeps the state of each parameter on one rank and "
             "does not say which; shard the model with fully_shard, or use the optimizer that it "
             "wraps"
+        )
+    if adds_state(optimizer) and "state" not in optimizer.state_dict():
+        problems.append(
+            f"{path}: {type(optimizer).__qualname__}.state_dict() has another form than "
+            "torch.optim.Optimizer's, so it cannot be told which parameters its parts belong to; "
+            "put the optimizer that it wraps into the state"
         )
     params = params_of(optimizer)
     strangers = [tuple(param.shape) for param in params if id(param) not in described.by_param]

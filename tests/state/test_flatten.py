@@ -226,7 +226,9 @@ def test_an_object_without_state_is_refused_by_name_and_not_by_its_own_error(mar
     """It ended in a bare AttributeError that named no part of the state."""
     empty = Wrapper(object())
     state = {"data": {"train": PerRank(empty) if marked else empty}}
-    with pytest.raises(InvalidState, match=r"data\.train: .*AttributeError.*leave it out") as caught:
+    with pytest.raises(
+        InvalidState, match=r"data\.train: .*AttributeError.*leave it out"
+    ) as caught:
         flat(state)
     assert isinstance(caught.value.__cause__, AttributeError)
 

@@ -1,0 +1,111 @@
+"""What an optimizer's class adds to its state dict is saved and comes back: a schedule, a counter.
+
+Such optimizers resumed without it, and nothing said so: saves read the state where it lies, and
+never called `state_dict()`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ckpt
+from ckpt.errors import InvalidState, Mismatch
+from tests.ranks import run_ranks
+
+
+class Counting(torch.optim.SGD):
+    """As SPAM is written: what its steps depend on is in an attribute, and in its state dict."""
+
+    def __init__(self, params: Any, extra: Any = None) -> None:
+        super().__init__(params, lr=0.5, momentum=0.5)
+        self.steps, self.extra = 0, extra
+
+    def step(self, closure: Any = None) -> None:
+        self.steps += 1
+        super().step(closure)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "steps": self.steps, "extra": self.extra}
+
+    def load_state_dict(self, state: Any) -> None:
+        super().load_state_dict(state)
+        self.steps, self.extra = state["steps"], state["extra"]
+
+
+class Around(torch.optim.SGD):
+    """A wrapper whose state dict has a form of its own."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"inner": super().state_dict()}
+
+
+def training(kind: Any = Counting, **options: Any) -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    return model, kind(model.parameters(), **options)
+
+
+def stepped(model: nn.Module, optimizer: Any, steps: int) -> None:
+    for _ in range(steps):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+
+
+def test_what_a_class_adds_comes_back_and_the_rest_stays_as_it_is(tmp_path: Path) -> None:
+    model, optimizer = training(extra={"mean": torch.ones(3), "names": ["a"]})
+    stepped(model, optimizer, 3)
+    ckpt.save({"model": model, "optimizer": optimizer}, str(tmp_path), step=3)
+
+    other, target = training()
+    group = target.param_groups[0]
+    ckpt.load({"model": other, "optimizer": target}, str(tmp_path))
+    assert target.steps == 3 and target.extra["names"] == ["a"]
+    assert torch.equal(target.extra["mean"], torch.ones(3))
+    # The class's own load made new groups and an empty state; a scheduler has the old ones.
+    assert target.param_groups[0] is group
+    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        bufs = [opt.state[p]["momentum_buffer"] for opt, p in ((optimizer, mine), (target, theirs))]
+        assert torch.equal(*bufs)
+
+
+def test_a_checkpoint_without_it_says_so(tmp_path: Path) -> None:
+    model, plain = training(torch.optim.SGD, lr=0.5, momentum=0.5)
+    ckpt.save({"model": model, "optimizer": plain}, str(tmp_path), step=1)
+    other, target = training()
+    state = {"model": other, "optimizer": target}
+    with pytest.raises(Mismatch, match=r"optimizer\.extra_state"):
+        ckpt.load(state, str(tmp_path))
+    assert "optimizer.extra_state" in ckpt.load(state, str(tmp_path), strict=False).loaded.missing
+
+
+def test_a_state_dict_of_another_form_is_refused(tmp_path: Path) -> None:
+    model, optimizer = training(Around, lr=0.5)
+    with pytest.raises(InvalidState, match=r"optimizer: Around.*has another form.*it wraps"):
+        ckpt.save({"model": model, "optimizer": optimizer}, str(tmp_path), step=1)
+
+
+def sharded(root: str) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model = fully_shard(nn.Linear(4, 4))
+    optimizer = Counting(model.parameters(), torch.tensor(2.0))
+    stepped(model, optimizer, 2)
+    state = {"model": model, "optimizer": optimizer}
+    ckpt.save(state, root, step=2)
+    optimizer.steps, optimizer.extra = 0, None
+    ckpt.load(state, root)
+    assert optimizer.steps == 2 and optimizer.extra.item() == 2.0
+    optimizer.extra = [torch.ones(2)]
+    with pytest.raises(InvalidState, match=r"optimizer\.extra_state\.extra\.0: .*are sharded"):
+        ckpt.save(state, root, step=3)
+
+
+@pytest.mark.ranks
+def test_tensors_among_it_are_refused_beside_shards(tmp_path: Path) -> None:
+    run_ranks(2, sharded, str(tmp_path), timeout_seconds=120)

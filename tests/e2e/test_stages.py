@@ -16,10 +16,13 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import ckpt
+import sharding
 from ckpt.errors import InvalidState, Mismatch
 from tests.e2e.stages import LAYERS, Model, differences, fill, optimizer_of, trained
 from tests.ranks import run_ranks
@@ -224,3 +227,68 @@ def changing(root: str) -> list[str]:
 def test_what_ranks_hold_may_change_between_saves(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         assert run_ranks(2, changing, str(tmp_path), timeout_seconds=180.0) == [[]] * 2
+
+
+def dicts_of(engine: Any, layers: list[int], group: Any) -> dict[str, Any]:
+    """The state dicts of a stage under a wrapper over the stage's own ranks, stepped once."""
+    model = Model(layers)
+    fill(model, 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that its wrapper is old
+        wrapped = engine(
+            model, process_group=group, device_id=torch.device("cpu"), use_orig_params=True
+        )
+        # Not Adam, whose `lerp` rounds by where in memory an element lies.
+        optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.5, momentum=0.5)
+        for parameter in wrapped.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        state = engine.optim_state_dict(wrapped, optimizer)["state"]
+        return {**wrapped.state_dict(), **_flat(state)}
+
+
+def shards_of(shard: Any, layers: list[int], mesh: DeviceMesh) -> dict[str, Any]:
+    """The state dict of a stage under `fully_shard`, as local tensors, before and after a load of
+    its own.
+    """
+    model = Model(layers)
+    fill(model, 3)
+    shard(model, mesh=mesh)
+    before = {name: local_of(tensor).clone() for name, tensor in model.state_dict().items()}
+    given = {name: tensor * 1 for name, tensor in model.state_dict().items()}
+    fill(model, 4)
+    model.load_state_dict(given)
+    after = {f"{name} again": local_of(tensor) for name, tensor in model.state_dict().items()}
+    return {**before, **after}
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _flat(state: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    return {f"{name}.{key}": one for name, of in state.items() for key, one in of.items()}
+
+
+def methods_per_stage() -> list[str]:
+    """What differs between our engine's methods and torch's on stages over ranks of their own."""
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))["dp"]
+    layers = [[0], [1, 2, 3]][rank // 2]  # stages of different size make different rounds
+    pairs = [
+        (
+            dicts_of(sharding.FullyShardedDataParallel, layers, mesh.get_group()),
+            dicts_of(TorchFSDP, layers, mesh.get_group()),
+        ),
+        (shards_of(sharding.fully_shard, layers, mesh), shards_of(fully_shard, layers, mesh)),
+    ]
+    return [
+        f"pair {number}: {name}"
+        for number, (ours, theirs) in enumerate(pairs)
+        for name in sorted(ours.keys() | theirs.keys())
+        if name not in ours or name not in theirs or not torch.equal(ours[name], theirs[name])
+    ]
+
+
+def test_state_dict_methods_work_per_stage_as_torch_s_do() -> None:
+    assert run_ranks(4, methods_per_stage, timeout_seconds=180.0) == [[]] * 4

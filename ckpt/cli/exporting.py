@@ -42,6 +42,7 @@ def export_checkpoint(arguments: argparse.Namespace) -> int:
             shard_nbytes_max=arguments.shard_size,
             memory_nbytes_max=arguments.memory_max,
             verify=arguments.verify,
+            dequantize=arguments.dequantize,
             progress=progress,
             storage_options=dict(arguments.option),
             target_options=dict(arguments.target_option) or None,

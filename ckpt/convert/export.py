@@ -21,6 +21,7 @@ import torch.distributed as dist
 from ckpt.commit.numbers import plain_int
 from ckpt.convert.naming import Rename, renamed
 from ckpt.convert.presets import PEFT_FILE, check_file_name, preset_names
+from ckpt.convert.sources.dense import DenseSource
 from ckpt.convert.sources.opening import SourceOptions, is_file_name, open_source
 from ckpt.convert.sources.source import CheckpointSource, SourceContents
 from ckpt.convert.sources.torch_file import SUFFIXES
@@ -109,6 +110,7 @@ def export(
     memory_nbytes_max: SupportsIndex | None = None,
     verify: bool = False,
     progress: Progress | None = None,
+    dequantize: bool = False,
     process_group: dist.ProcessGroup | None = None,
     target_options: Mapping[str, Any] | None = None,
     storage_options: Mapping[str, Any] | None = None,
@@ -125,6 +127,9 @@ def export(
     among them. What a killed export had finished is not written again by the next with the same
     arguments. `verify=True` reads all files back and compares every tensor with the source.
     A `Store` as the target gets `model.safetensors`, or `pytorch_model.bin` with `format="torch"`.
+    With `dequantize`, tensors that consist of others (quantized, sparse) are written as the dense
+    ones that they stand for, of their outer dtype, by the library that has their type; one at a
+    time is in memory whole. Without it, their components are written, under their names here.
     `memory_nbytes_max` is as in `ckpt.import_checkpoint`. `target_options` are for the target's
     store, by default those of the source when both have the same protocol. `progress(done, total)`
     counts bytes of the new files.
@@ -145,7 +150,7 @@ def export(
     )
     world = world_of(process_group)
     delivery = Delivery(folder, name, target_options, threads, PART_NBYTES, verify, world)
-    source = collectively(world, "open source", lambda: open_source(url, options, open_store))
+    source = collectively(world, "open source", lambda: _opened(url, options, dequantize))
 
     def plan() -> tuple[ExportSelection, Nested]:
         chosen = choose(source, selection, kind)
@@ -162,6 +167,17 @@ def export(
         return _report(source, chosen, planned, delivery, resumed)
     finally:
         source.close()
+
+
+def _opened(url: StoreLike, options: SourceOptions, dequantize: bool) -> CheckpointSource:
+    source = open_source(url, options, open_store)
+    if not dequantize:
+        return source
+    try:
+        return DenseSource(source)
+    except BaseException:
+        source.close()
+        raise
 
 
 def _report(

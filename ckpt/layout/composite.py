@@ -30,12 +30,17 @@ class CompositeType:
 
     `build(parts, shape, dtype)` is the inverse of `take`. `replace(live, new)` makes a live tensor
     equal to a new one whose components have other sizes; types without it are only filled in place.
+    `dense` gives the numbers that a tensor stands for, by the library's own code; types without it
+    have no such form. `outline(context)` is the dense form's shape and dtype, where these are not
+    those of the tensor; None for a shape that is the tensor's.
     """
 
     name: str
     take: Callable[[Any], Parts]
     build: Callable[[Parts, Shape, torch.dtype], torch.Tensor]
     replace: Callable[[Any, Any], None] | None = None
+    dense: Callable[[Any], torch.Tensor] | None = None
+    outline: Callable[[Any], tuple[Shape | None, torch.dtype]] | None = None
 
 
 def wrapper_type(kind: Any, name: str) -> CompositeType:
@@ -52,4 +57,12 @@ def wrapper_type(kind: Any, name: str) -> CompositeType:
         )
         return made
 
-    return CompositeType(name, take, build)
+    own = getattr(kind, "dequantize", None)
+    # Every tensor has one of torch's, for torch's own quantized tensors.
+    has_own = callable(own) and own is not torch.Tensor.dequantize
+    return CompositeType(name, take, build, dense=_dequantized if has_own else None)
+
+
+def _dequantized(tensor: Any) -> torch.Tensor:
+    dense: torch.Tensor = tensor.dequantize()
+    return dense

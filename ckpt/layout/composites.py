@@ -166,6 +166,21 @@ def put_together(
         ) from error
 
 
+def dense_form(fqn: str, tensor: torch.Tensor) -> torch.Tensor:
+    """The numbers that a composite stands for. Raises InvalidState where its library cannot say."""
+    kind = type_of(tensor)
+    assert kind is not None and kind.dense is not None, "asked for before"
+    try:
+        return kind.dense(tensor)
+    except (TypeError, ValueError, AssertionError, RuntimeError) as error:
+        raise InvalidState(
+            [
+                f"{fqn}: a {kind.name} is not made dense by its library: {type(error).__name__}: "
+                f"{error!s:.300}; leave it out, or export it as it is"
+            ]
+        ) from error
+
+
 def why_unknown(name: str) -> str:
     """What to do about a type that is not there."""
     library = name.partition(".")[0]

@@ -6,6 +6,7 @@ A library is imported only where one of its tensors is loaded, and only from the
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -26,6 +27,7 @@ __all__ = [
 _AO_QUANTIZATION = "torchao.quantization"
 _AO_OPTIM = "torchao.optim"
 _PARAMS_4BIT = "bitsandbytes.Params4bit"
+_NF4 = "torchao.NF4Tensor"
 
 
 # Where each class is.
@@ -77,8 +79,13 @@ def library_type_named(name: str) -> CompositeType | None:
     if kind is None:
         return None
     if name == _PARAMS_4BIT:
-        return CompositeType(name, _take_4bit, _build_4bit)
-    return wrapper_type(kind, name)
+        return CompositeType(
+            name, _take_4bit, _build_4bit, dense=_dense_4bit, outline=_outline_4bit
+        )
+    made = wrapper_type(kind, name)
+    if name == _NF4:  # its `dequantize` is a function of parts of it
+        made = replace(made, dense=lambda tensor: tensor.get_original_weight())
+    return made
 
 
 def name_of_class(kind: type) -> str | None:
@@ -122,6 +129,16 @@ def library_buffers(module: Any) -> dict[str, torch.Tensor]:
     scales = getattr(module.weight, "SCB", None)
     scales = module.state.SCB if scales is None else scales
     return {} if scales is None else {"SCB": scales}
+
+
+def _dense_4bit(tensor: Any) -> torch.Tensor:
+    functional: Any = import_module("bitsandbytes.functional")
+    dense: torch.Tensor = functional.dequantize_4bit(tensor.data, tensor.quant_state)
+    return dense
+
+
+def _outline_4bit(context: Any) -> tuple[Shape, torch.dtype]:
+    return tuple(context["shape"]), context["dtype"]
 
 
 def _take_4bit(tensor: Any) -> Parts:

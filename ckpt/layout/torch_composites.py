@@ -93,13 +93,16 @@ def _compressed(layout: torch.layout, *names: str) -> CompositeType:
         partial(_take_compressed, first, second),
         partial(_build_compressed, (first, second), layout),
         _replace_compressed,
+        torch.Tensor.to_dense,
     )
 
 
 _BY_ROWS = ("crow_indices", "col_indices")
 _BY_COLUMNS = ("ccol_indices", "row_indices")
 _OF_LAYOUT: dict[torch.layout, CompositeType] = {
-    torch.sparse_coo: CompositeType("torch.sparse_coo", _take_coo, _build_coo, _replace_coo),
+    torch.sparse_coo: CompositeType(
+        "torch.sparse_coo", _take_coo, _build_coo, _replace_coo, torch.Tensor.to_dense
+    ),
     torch.sparse_csr: _compressed(torch.sparse_csr, *_BY_ROWS),
     torch.sparse_bsr: _compressed(torch.sparse_bsr, *_BY_ROWS),
     torch.sparse_csc: _compressed(torch.sparse_csc, *_BY_COLUMNS),
@@ -179,7 +182,14 @@ def _replace_quantized(live: Any, new: Any) -> None:
     live.copy_(new)  # takes over scales and zero points as well
 
 
-_QUANTIZED = CompositeType("torch.quantized", _take_quantized, _build_quantized, _replace_quantized)
+_QUANTIZED = CompositeType(
+    "torch.quantized",
+    _take_quantized,
+    _build_quantized,
+    _replace_quantized,
+    torch.Tensor.dequantize,
+    lambda context: (None, torch.float32),
+)
 
 
 # --- nested --------------------------------------------------------------------------------------

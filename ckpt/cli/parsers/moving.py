@@ -99,6 +99,11 @@ def add_export(commands: Commands) -> None:
         help="cut into files of at most this size, e.g. 5GB, with an index",
     )
     add_memory_max(command)
+    command.add_argument(
+        "--dequantize",
+        action="store_true",
+        help="write quantized and sparse tensors as dense ones, by the library that has their type",
+    )
     command.add_argument("--keep-tied", action="store_true", help="write every tied name")
     command.add_argument(
         "--optimizer", action="store_true", help="the whole state; for torch files and DCP"

@@ -22,18 +22,18 @@ QUIET_ROUNDS = 4  # between such steps
 
 
 class RequestWindow:
-    """How many requests may be in flight, between `least` and `most`. Hill climbing: a round is as
+    """How many requests may be in flight, between `least` and `most`, `first` to begin with. Hill climbing: a round is as
     many answers as the window is wide, and a step is kept when the throughput follows it.
 
     Throughput is the bytes of a round over the time that its requests took, times the width: what
     is between rounds does not count. Knows no clock; used by one thread.
     """
 
-    def __init__(self, least: int, most: int) -> None:
-        self.width = least
+    def __init__(self, least: int, most: int, first: int = 0) -> None:
         self.most = max(most, least)
+        self.width = min(max(first, least), self.most)
         self._least = least
-        self._kept = least  # the width to which a step goes back
+        self._kept = self.width  # the width to which a step goes back
         self._throughput = 0.0  # at that width, in the last round there
         self._is_climbing = True
         self._quiet = 0  # rounds until the next step

@@ -130,7 +130,9 @@ class Reader:
         cold = [self._is_cold(request.rows) for request in requests]
         reads = [partial(self._read_and_deliver, *one) for one in zip(requests, cold, strict=True)]
         if self._path.readers > 1:
-            window = RequestWindow(self._path.readers, self._path.in_flight_max)
+            # Two times the least: a short load is over before it has found what is right.
+            readers = self._path.readers
+            window = RequestWindow(readers, self._path.in_flight_max, first=2 * readers)
             sized = map(Read, reads, map(self._nbytes_of, requests))
             run_within(window, list(sized), repeated=lambda: self._store.retries)
         else:

@@ -148,11 +148,14 @@ class HedgeRule:
 
 @dataclass
 class HedgeTally:
-    """What happened so far: requests that may be hedged, second ones, those of them that won."""
+    """What happened so far: requests that may be hedged, second ones, those of them that won, and
+    those that were sent because they were stuck, without having been earned.
+    """
 
     requests: int = 0
     hedges: int = 0
     won: int = 0
+    unearned: int = 0
 
 
 class Hedger:
@@ -259,6 +262,7 @@ class Hedger:
         if waited < stuck or (self._stuck and first not in self._stuck):
             return False
         self._stuck[:] = [first]
+        self.tally.unearned += 1
         return True
 
     def _pause(self, failed: int) -> float:

@@ -22,8 +22,10 @@ QUIET_ROUNDS = 4  # between such steps
 
 
 class RequestWindow:
-    """How many requests may be in flight, between `least` and `most`, `first` to begin with. Hill climbing: a round is as
-    many answers as the window is wide, and a step is kept when the throughput follows it.
+    """How many requests may be in flight, between `least` and `most`, `first` to begin with.
+
+    Hill climbing: a round is as many answers as the window is wide, and a step is kept when the
+    throughput follows it.
 
     Throughput is the bytes of a round over the time that its requests took, times the width: what
     is between rounds does not count. Knows no clock; used by one thread.

@@ -332,4 +332,5 @@ def test_who_is_overtaken_is_sent_again_soon_without_a_budget(sim: Simulation) -
     _spend_all(sim)
     late = LIMITS.stuck_multiple * 1.0 + 1.0
     assert sim.run(seconds_beside(LIMITS.overtaken_min - 1)) == pytest.approx(late, abs=0.2)
+    assert sim.hedger.tally.unearned == 2
     assert not any(sim.hedger._firsts.values())

@@ -67,8 +67,8 @@ def swallowing(method: str, what: str, slow_downs: float = 0.0, kind: str = "hel
 
 
 def won(tally: HedgeTally) -> int:
-    """How many second requests won, after a look at how many there were."""
-    assert tally.hedges <= LIMITS.saved_max / 2 + LIMITS.share * tally.requests
+    """How many second requests won, after a look at how many were earned."""
+    assert tally.hedges - tally.unearned <= LIMITS.saved_max / 2 + LIMITS.share * tally.requests
     return tally.won
 
 

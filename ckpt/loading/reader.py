@@ -137,8 +137,19 @@ class Reader:
             run_within(window, list(sized), repeated=lambda: self._store.retries)
         else:
             # What is in memory is only copied: a second thread would cost more than it gains.
-            beside = list(compress(reads, cold))
+            pieces = [piece for request in compress(requests, cold) for piece in self._cut(request)]
+            beside = [partial(self._read_and_deliver, piece, is_cold=True) for piece in pieces]
             _run_all(beside, compress(reads, map(not_, cold)), self._path.direct_readers)
+
+    def _cut(self, request: _Request) -> list[_Request]:
+        """A request around the page cache as several, which are in flight at once."""
+        path = self._path
+        blocks = NeededBlocks(*(column[request.rows] for column in self.blocks))
+        cuts = requests(blocks, self._files, path.direct_request_nbytes_max, path.gap_nbytes_max)
+        if len(cuts) == 1:
+            return [request]
+        # The table is read alone: it would come with the last, and the first may be there before.
+        return [_Request(request.rows[one.start : one.stop], None) for one in cuts]
 
     def _is_cold(self, rows: Ints) -> bool:
         """Whether the request of these blocks is read around the page cache."""

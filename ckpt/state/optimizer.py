@@ -118,7 +118,8 @@ def user_state(state: Mapping[Any, Any]) -> dict[Any, Any]:
 def adds_state(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the optimizer's class has a `state_dict` of its own that adds something."""
     # Built where there can be something alone: of a wrapper it is the inner one's, as it is here.
-    if type(optimizer).state_dict is torch.optim.Optimizer.state_dict:
+    own = getattr(type(optimizer), "state_dict", None)  # none of a view of several optimizers
+    if own is None or own is torch.optim.Optimizer.state_dict:
         return False
     return bool(extra_state(optimizer))
 

@@ -103,7 +103,7 @@ def global_shape(tensor: torch.Tensor) -> Shape:
     sizes = list(tensor.shape)
     for dim, along in sharded.cutting.dims[tensor.component].items():
         there, here = sharded.like.shape[dim], sharded.placed.local_shape[dim]
-        sizes[along] = sizes[along] * there // here
+        sizes[along] = _scaled(there, sizes[along], here)
     return tuple(sizes)
 
 
@@ -183,8 +183,10 @@ def _taken(tensor: Any, kind: CompositeType) -> Parts:
 
 def _parts_of(components: Mapping[str, torch.Tensor], sharded: _Sharded, context: Any) -> Parts:
     shards = {name: _shard(item, name, sharded) for name, item in components.items()}
-    for name in shards:
-        _boxes(sharded, name)  # raises for shards that end inside of blocks
+    for name, shard in shards.items():
+        # Both raise for shards that end inside of blocks.
+        _boxes(sharded, name)
+        global_shape(shard)
     return Parts(shards, context)
 
 

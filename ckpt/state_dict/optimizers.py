@@ -9,6 +9,7 @@ own: it is handed on as it is.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,8 +23,10 @@ from ckpt.layout.plain import Ranks
 from ckpt.layout.sharded_tensor import UnitSharding
 from ckpt.layout.tensor import template_of
 from ckpt.state.describe import Described
+from ckpt.state.descriptions import descriptions, shown_type
 from ckpt.state.names import split_state_name
 from ckpt.state.optimizer import (
+    FlatOptimizer,
     flatten_groups,
     flatten_optimizer,
     refusals,
@@ -206,6 +209,8 @@ def _taken(
         flat.holdings.extend(options.holdings)
         flat.values.update(options.values)
         flat.problems.extend(options.problems)
+    if output.form is not StateDictType.FULL:
+        flat.problems.extend(_sharded_composites(flat))
     if flat.problems:
         raise InvalidState(flat.problems)
     live = LiveTensors(
@@ -220,6 +225,23 @@ def _taken(
     is_alone = len(ranks.everyone) == 1
     agreed = NOTHING if keeps_own or is_alone else agreed_state(flat.holdings, flat.witnesses)
     return _Taken(live, flat.witnesses, agreed, flat.values, user, has_groups, flat.own, rest)
+
+
+def _sharded_composites(flat: FlatOptimizer) -> list[str]:
+    """What is wrong with composites of which this rank has a shard, in forms other than FULL."""
+    cut = {
+        piece.fqn
+        for holding in flat.holdings
+        for piece in holding.pieces
+        if piece.region.numel != math.prod(piece.global_shape)
+    }
+    return [
+        f"{fqn}: is a {shown_type(inside)}, whose shards have no form in sharded and local state "
+        "dicts; ask for a FULL one, or save with ckpt.save"
+        for fqn, value in flat.values.items()
+        for inside in descriptions(value)
+        if cut.intersection(references(inside))
+    ]
 
 
 def _keeps_own_scalars(output: DictForm) -> bool:

@@ -156,6 +156,15 @@ def _odd(folder: str) -> None:
     again = {"w": shard(Shared(torch.zeros(2, 4), torch.tensor(0.0)))}
     ckpt.load(again, folder)
     assert same(good["w"], again["w"])
+    model = nn.Linear(4, 4, bias=False)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.state[model.weight]["exp_avg"] = good["w"]
+    whole = ckpt.optimizer_state_dict(model, optimizer)["state"]["weight"]["exp_avg"]
+    assert torch.equal(whole.matrix, torch.cat([rows - 8 * rank, rows - 8 * rank + 8]))
+    for form in (ckpt.StateDictType.SHARDED, ckpt.StateDictType.LOCAL):
+        with pytest.raises(InvalidState, match=r"exp_avg: is a mine.Shared .*ask for a FULL"):
+            ckpt.optimizer_state_dict(model, optimizer, form)
     # Each rank quantized its own shard: there is no one scale.
     with pytest.raises(ckpt.CheckpointError, match=r"w\.scale: .*rank"):
         ckpt.save({"w": shard(Shared(rows, torch.tensor(float(rank))))}, folder, step=2)

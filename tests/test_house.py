@@ -641,6 +641,14 @@ def test_the_readme_has_the_numbers_of_the_page_about_performance() -> None:
         filled(readme, performance.replace("`dcp_to_torch_save`", "`dcp`"))
 
 
+def test_the_page_of_commands_is_that_of_the_command_line() -> None:
+    """Here and not beside the tests of the documents, since who adds an option runs this file."""
+    from docs.cli_page import page
+
+    written = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
+    assert written == page(), "run: python -m docs.cli_page"
+
+
 def test_packages_say_that_they_are_typed() -> None:
     assert all((ROOT / package / "py.typed").exists() for package in PACKAGES)
 

@@ -73,7 +73,7 @@ def _add_completion(commands: Commands) -> None:
         'eval "$(ckpt completion zsh)"          after compinit\n'
         "ckpt completion fish | source",
     )
-    command.add_argument("shell", choices=("bash", "zsh", "fish"))
+    command.add_argument("shell", choices=("bash", "zsh", "fish"), help="the shell that you use")
 
 
 # In the order in which help shows them.

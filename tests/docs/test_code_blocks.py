@@ -190,12 +190,6 @@ def test_the_picture_of_the_readme_is_drawn_from_a_run() -> None:
     )
 
 
-def test_the_page_of_commands_is_that_of_the_command_line() -> None:
-    from docs.cli_page import page
-
-    assert (ROOT / "docs" / "cli.md").read_text() == page(), "run: python -m docs.cli_page"
-
-
 def test_every_block_says_what_it_is() -> None:
     """An unmarked block would be neither run nor shown as what it is."""
     unknown = [

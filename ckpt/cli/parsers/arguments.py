@@ -72,8 +72,8 @@ def add_url(command: Command, help: str = "") -> None:
 def add_memory_max(command: Command) -> None:
     """`--memory-max`, for commands that read files of other libraries."""
     text = (
-        "memory to take for what describes tensors of other libraries' files, beside the bytes of "
-        "the tensors; default: 64MiB"
+        "memory for the metadata of other libraries' files, besides the bytes of the tensors; "
+        "default: 64MiB"
     )
     command.add_argument("--memory-max", type=nbytes, metavar="SIZE", help=text)
 
@@ -98,7 +98,7 @@ def add_step(command: Command) -> None:
 
 def add_json(command: Command) -> None:
     """`--json`: output for programs."""
-    command.add_argument("--json", action="store_true", help="for programs")
+    command.add_argument("--json", action="store_true", help="print JSON")
 
 
 def add_rename(command: Command, help: str) -> None:

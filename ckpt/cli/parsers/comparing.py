@@ -32,8 +32,10 @@ def add_diff(commands: Commands) -> None:
     command.add_argument(
         "--quick", action="store_true", help="compare checksums only; read no tensor"
     )
-    command.add_argument("--include", action="append", default=[], metavar="PATTERN")
-    command.add_argument("--exclude", action="append", default=[], metavar="PATTERN")
+    for name, text in (("include", "only names that match"), ("exclude", "no names that match")):
+        command.add_argument(
+            f"--{name}", action="append", default=[], metavar="PATTERN", help=f"{text}; repeatable"
+        )
     add_rename(command, "replace in names of a, such as '^backbone\\.=' ; repeatable, in order")
     command.add_argument(
         "--sort", choices=("name", "amount"), default="name", help="amount: relative norm first"
@@ -63,7 +65,7 @@ def add_plan(commands: Commands) -> None:
         "file; default: the state fits",
     )
     command.add_argument(
-        "--entry", help="with --like: below which name it stands; default: the only model"
+        "--entry", help="with --like: the name of its entry in the state; default: the only model"
     )
     add_memory_max(command)
     add_options(command, "--like-option", "of the store of --like (default: the same)")

@@ -26,7 +26,7 @@ def add_verify(commands: Commands) -> None:
     )
     add_url(command)
     add_step(command)
-    command.add_argument("--mark", action="store_true", help="note success in the log")
+    command.add_argument("--mark", action="store_true", help="record success in the log")
     add_json(command)
 
 
@@ -40,7 +40,7 @@ def add_salvage(commands: Commands) -> None:
     )
     add_url(command)
     command.add_argument("--step", type=int, help="of a root; default: all without a MANIFEST")
-    command.add_argument("--dry-run", action="store_true", help="check only, write no MANIFEST")
+    command.add_argument("--dry-run", action="store_true", help="check only; write no MANIFEST")
     add_json(command)
 
 
@@ -53,7 +53,7 @@ def add_mend(commands: Commands) -> None:
         "ckpt mend runs/7b --dry-run\nckpt mend runs/7b",
     )
     add_url(command, "a root: a path, s3://bucket/prefix, or any url of fsspec")
-    command.add_argument("--dry-run", action="store_true", help="look only, append nothing")
+    command.add_argument("--dry-run", action="store_true", help="look only; append nothing")
     add_json(command)
 
 
@@ -83,7 +83,7 @@ def add_prune(commands: Commands) -> None:
     command.add_argument(
         "--retire-unmeasured",
         action="store_true",
-        help="with --keep-best: checkpoints without a metric go, too; default: they stay",
+        help="with --keep-best: delete checkpoints without a metric too; default: keep them",
     )
     _add_consent(command)
     add_json(command)
@@ -101,14 +101,16 @@ def add_rm(commands: Commands) -> None:
     add_url(command, "a root: a path, s3://bucket/prefix, or any url of fsspec")
     command.add_argument("step", type=int, help="its step, as `ckpt ls` shows it")
     command.add_argument(
-        "--attempt", default="", help="which one, where the root has several of that step"
+        "--attempt", default="", help="which one, if the root has several checkpoints of that step"
     )
     _add_consent(command)
     add_json(command)
 
 
 def _add_consent(command: Command) -> None:
-    command.add_argument("--dry-run", action="store_true", help="say what would go, delete nothing")
+    command.add_argument(
+        "--dry-run", action="store_true", help="print what would be deleted; delete nothing"
+    )
     command.add_argument("--yes", "-y", action="store_true", help="delete without asking")
     command.set_defaults(after_interrupt="what was not confirmed is still there")
 

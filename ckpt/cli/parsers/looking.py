@@ -72,7 +72,7 @@ def add_show(commands: Commands) -> None:
     command.add_argument(
         "--output", metavar="FILE", help="with --map: write one self-contained HTML page"
     )
-    command.add_argument("--json", action="store_true", help="for programs: every stored part")
+    command.add_argument("--json", action="store_true", help="print JSON, with every stored part")
 
 
 def add_report(commands: Commands) -> None:
@@ -80,7 +80,7 @@ def add_report(commands: Commands) -> None:
     command = commands.add(
         "report",
         "reporting:report",
-        "write a page about the saves of a root: how long, how large, who was slow",
+        "write a page about the saves of a root: how long, how large, which ranks were slow",
         "ckpt report s3://bucket/run --output report.html\nckpt report runs/7b --json",
     )
     add_url(command, "a root: a path, s3://bucket/prefix, or any url of fsspec")

@@ -56,7 +56,9 @@ def add_reshard(commands: Commands) -> None:
         help="a new directory, or prefix of an object store; default: the root itself, where the "
         "new form becomes the latest checkpoint",
     )
-    command.add_argument("--ranks", type=count, required=True, metavar="N", help="that will load")
+    command.add_argument(
+        "--ranks", type=count, required=True, metavar="N", help="how many ranks will load it"
+    )
     add_layout(command)
     add_step(command)
     command.add_argument("--threads", type=count, default=3, metavar="N", help="default: 3")
@@ -76,7 +78,7 @@ def add_export(commands: Commands) -> None:
         "ckpt export runs/7b state.pt --optimizer\n"
         "torchrun --nproc-per-node 8 -m ckpt export runs/7b s3://bucket/model.safetensors",
     )
-    add_url(command, "a root or step of ours, a DCP directory, a .pt or .safetensors file")
+    add_url(command, "a root, a step's directory, a DCP directory, a .pt or .safetensors file")
     command.add_argument("target", help="the file to write, on a disk or in an object store")
     add_step(command)
     command.add_argument(
@@ -84,8 +86,10 @@ def add_export(commands: Commands) -> None:
     )
     command.add_argument("--entry", help="which module of the state; default: the only one")
     command.add_argument("--dtype", help="for floating-point tensors, e.g. bfloat16")
-    command.add_argument("--include", action="append", default=[], metavar="PATTERN")
-    command.add_argument("--exclude", action="append", default=[], metavar="PATTERN")
+    for name, text in (("include", "only names that match"), ("exclude", "no names that match")):
+        command.add_argument(
+            f"--{name}", action="append", default=[], metavar="PATTERN", help=f"{text}; repeatable"
+        )
     add_rename(command, r"replace in names, such as '^backbone\.=' ; repeatable, in order")
     command.add_argument(
         "--preset",
@@ -120,7 +124,7 @@ def add_import(commands: Commands) -> None:
     command = commands.add(
         "import",
         "exporting:import_foreign",
-        "make a checkpoint of ours of one that another library wrote; no code in it is run",
+        "import a checkpoint that another library wrote; no code in it is run",
         "ckpt import fsdp-checkpoint/ runs/7b --step 1200\n"
         "ckpt import model.safetensors runs/7b --rename '^=model.' --verify\n"
         "torchrun --nproc-per-node 8 -m ckpt import dcp/ s3://bucket/run",

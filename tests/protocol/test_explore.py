@@ -146,7 +146,7 @@ def test_a_write_that_the_store_sends_twice_keeps_the_promises(case: str, scale:
         scenario.make,
         lambda: {"a": scenario.job(3), "b": second},
         scenario.check,
-        budget=scale.count(1, 3),
+        budget=scale.count(1, 2),
         put_faults=[SENT_TWICE],
     )
     assert not problems, f"run {runs}: " + "\n".join(problems)

@@ -252,7 +252,7 @@ def test_a_backup_restored_between_look_and_commit_leaves_no_checkpoint_that_nob
 
 @pytest.mark.parametrize("backup_of", ["the same log", "a shorter log"])
 def test_a_copy_of_a_write_that_arrives_in_a_restored_backup_is_not_acknowledged(
-    backup_of: str, scale: Scale
+    backup_of: str,
 ) -> None:
     """The store sends what takes long a second time: the first may come after the second."""
     scenario = _Restored(backup_of)
@@ -260,7 +260,7 @@ def test_a_copy_of_a_write_that_arrives_in_a_restored_backup_is_not_acknowledged
         scenario.make,
         lambda: {"a": scenario.saves(3)},
         scenario.check,
-        budget=scale.count(2, 3),
+        budget=2,
         outside=scenario.outside,
         arrived=scenario.arrived,
         put_faults=[explorer.SENT_TWICE],

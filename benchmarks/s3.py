@@ -2,7 +2,7 @@
 
     python -m benchmarks.s3 [--mib 256] [--rounds 5] [--endpoint URL]
     python -m benchmarks.s3 --disturbed
-    python -m benchmarks.s3 --delay 1.0 --gbit 0.5
+    python -m benchmarks.s3 --delay 4 --gbit 0.125
 
 The server is a real Ceph RADOS gateway where its programs are installed (`make test-ceph` installs
 them) or the one of `--endpoint`, else moto, which is so slow that all clients look alike. The raw
@@ -15,7 +15,7 @@ that forwards everything.
 
 With `--delay`, loads go through a proxy whose answers come so many seconds late, over a link of
 `--gbit` that all share: with as many requests in flight as a load finds right, with a fixed number,
-and by obstore with 4 and with 16. What counts is the product of the two: 1 s at 0.5 Gb/s needs as
+and by obstore with 4 and with 16. What counts is the product of the two: 4 s at 0.125 Gb/s needs as
 many requests as 50 ms at 10 Gb/s, which no proxy in Python carries.
 """
 

@@ -1,0 +1,224 @@
+"""What was tried, by group, and how each row came out, with this library and with torch's DCP."""
+
+from __future__ import annotations
+
+import importlib
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from tests import ranks
+from tests.ranks import RanksFailed, run_ranks
+from tests.wild.engines import Writer, in_a_line
+from tests.wild.frameworks import FRAMEWORKS, Framework, try_framework
+from tests.wild.models import PEFT_AND_DIFFUSERS, TRANSFORMERS, Model
+from tests.wild.optimizers import (
+    BITSANDBYTES,
+    OF_PYTORCH_OPTIMIZER,
+    SCHEDULE_FREE,
+    TORCH,
+    Optimizer,
+)
+from tests.wild.relay import LOSS_ROUNDING, PATIENT, TENSOR_ROUNDING, adamw, relay
+from tests.wild.resuming import Resumed, resume_all
+
+BATCH = 24  # rows that share processes
+WRITERS: tuple[Writer, ...] = ("ours", "DCP")
+SHARDED = ("ddp", "fsdp2", "our fully_shard", "our FSDP")
+
+
+class Result(NamedTuple):
+    """A line of the table. `ours` and `dcp` are empty for a pass, or say what fails and where.
+
+    `remark` is what is no failure of either, such as engines under which an optimizer cannot step.
+    """
+
+    group: str
+    library: str
+    name: str
+    what: str
+    ours: str
+    dcp: str
+    remark: str = ""
+
+
+class Group(NamedTuple):
+    """Rows that are tried in the same way.
+
+    `try_rows` gets the names that are wanted, none for all, and what is to write the checkpoints.
+    """
+
+    title: str
+    needs: tuple[str, ...]
+    try_rows: Callable[[Sequence[str], Sequence[Writer]], Iterator[Result]]
+
+
+def missing_of(group: Group) -> str:
+    """Why the libraries of a group cannot be imported here; empty when they can."""
+    for name in group.needs:
+        try:
+            importlib.import_module(name)
+        except Exception as error:
+            return f"{name}: {in_a_line(error)}"
+    return ""
+
+
+def model_results(
+    rows: Sequence[Model], title: str, names: Sequence[str], writers: Sequence[Writer]
+) -> Iterator[Result]:
+    rows = [row for row in rows if not names or row.name in names]
+    for start in range(0, len(rows), BATCH):
+        batch = rows[start : start + BATCH]
+        outcomes: dict[str, dict[str, str]] = {}
+        for writer in writers:
+            with tempfile.TemporaryDirectory() as folder:
+                outcomes[writer] = relay(batch, writer, Path(folder))
+        # Where engines round differently, bits are compared under each of them by itself.
+        rounding = [as_optimizer(row) for row in batch if not row.is_exact]
+        separately = {writer: under_all_engines(rounding, writer) for writer in writers}
+        for row in batch:
+            failed = {
+                writer: outcomes[writer][row.name] or failures(separately[writer].get(row.name, ()))
+                for writer in writers
+            }
+            remark = "" if row.is_exact else ROUNDING_REMARK
+            yield Result(
+                title,
+                row.library,
+                row.name,
+                row.what,
+                failed["ours"],
+                failed.get("DCP", ""),
+                remark,
+            )
+
+
+ROUNDING_REMARK = (
+    f"engines round differently here: the relay is compared to {LOSS_ROUNDING:g} (losses) and "
+    f"{TENSOR_ROUNDING:g} (tensors), bits under each engine by itself, as with optimizers"
+)
+
+
+def as_optimizer(row: Model) -> Optimizer:
+    return Optimizer(row.name, row.library, adamw, row.build, row.loss)
+
+
+def optimizer_results(
+    rows: Sequence[Optimizer],
+    title: str,
+    names: Sequence[str],
+    writers: Sequence[Writer],
+) -> Iterator[Result]:
+    rows = [row for row in rows if not names or row.name in names]
+    for start in range(0, len(rows), BATCH):
+        batch = rows[start : start + BATCH]
+        outcomes = {writer: under_all_engines(batch, writer) for writer in writers}
+        for row in batch:
+            resumed = [outcomes.get(writer, {}).get(row.name, []) for writer in WRITERS]
+            yield optimizer_result(row, title, *resumed)
+
+
+def framework_results(
+    rows: Sequence[Framework], title: str, names: Sequence[str], writers: Sequence[Writer]
+) -> Iterator[Result]:
+    for row in rows:
+        if not names or row.name in names:
+            outcomes = {writer: try_framework(row, writer) for writer in writers}
+            ours, dcp = (outcomes.get(writer, "") for writer in WRITERS)
+            yield Result(title, row.library, row.name, row.what, ours, dcp)
+
+
+def under_all_engines(rows: Sequence[Optimizer], writer: Writer) -> dict[str, list[Resumed]]:
+    """Each row under every engine: in one process, and on two ranks."""
+    outcomes: dict[str, list[Resumed]] = {row.name: [] for row in rows}
+    # Torch's DCP knows nothing of the engines of this library.
+    sharded = [name for name in SHARDED if writer == "ours" or not name.startswith("our")]
+    if not rows:
+        return {}
+    with tempfile.TemporaryDirectory() as folder:
+        job = (resume_all, rows, ["plain"], writer, folder)
+        (alone,) = run_ranks(1, *job, group=False, **PATIENT)
+        for name, result in alone.items():
+            outcomes[name] += result
+        for name, result in on_two_ranks(rows, sharded, writer, folder).items():
+            outcomes[name] += result
+    return outcomes
+
+
+def on_two_ranks(
+    rows: Sequence[Optimizer], engines: Sequence[str], writer: Writer, folder: str
+) -> dict[str, list[Resumed]]:
+    """All rows share two processes; if that fails, each has its own, to see which it was."""
+    try:
+        return of_ranks(run_ranks(2, resume_all, rows, engines, writer, folder, **PATIENT))
+    except RanksFailed as error:
+        if len(rows) == 1:
+            return {rows[0].name: [Resumed("2 ranks", failed=in_a_line(error))]}
+    outcomes: dict[str, list[Resumed]] = {}
+    for row in rows:
+        with tempfile.TemporaryDirectory() as own:
+            outcomes.update(on_two_ranks([row], engines, writer, own))
+    return outcomes
+
+
+def of_ranks(outcomes: Sequence[dict[str, list[Resumed]]]) -> dict[str, list[Resumed]]:
+    """Of each row and engine, what the first rank has that something failed on, or rank 0."""
+    return {
+        name: [
+            next((each for each in ranks if each.failed), ranks[0])
+            for ranks in zip(*(one[name] for one in outcomes), strict=True)
+        ]
+        for name in outcomes[0]
+    }
+
+
+def optimizer_result(
+    row: Optimizer, title: str, ours: Sequence[Resumed], dcp: Sequence[Resumed]
+) -> Result:
+    refused = [each for each in ours if each.refused]
+    stepped = [each.engine for each in ours if not each.refused]
+    remark = ""
+    if refused:
+        where = ", ".join(each.engine for each in refused)
+        remark = f"cannot step here ({where}): {refused[0].refused}"
+    what = ", ".join(stepped)
+    return Result(title, row.library, row.name, what, failures(ours), failures(dcp), remark)
+
+
+def failures(outcomes: Sequence[Resumed]) -> str:
+    return "; ".join(f"{each.engine}: {each.failed}" for each in outcomes if each.failed)
+
+
+def preload() -> None:
+    """Have ranks forked from a process that has imported what each of them would import anew."""
+    ranks.PRELOADED = (
+        *ranks.PRELOADED,
+        "transformers.models.llama.modeling_llama",
+        "tests.wild.rows",
+    )
+
+
+def groups() -> tuple[Group, ...]:
+    """All groups, in the order of the page."""
+
+    def models(title: str, rows: Sequence[Model], *needs: str) -> Group:
+        return Group(title, needs, partial(model_results, rows, title))
+
+    def optimizers(title: str, rows: Sequence[Optimizer], *needs: str) -> Group:
+        return Group(title, needs, partial(optimizer_results, rows, title))
+
+    return (
+        models("Models of transformers", TRANSFORMERS, "transformers"),
+        models("Adapters and diffusion", PEFT_AND_DIFFUSERS, "peft", "diffusers"),
+        Group(
+            "Frameworks",
+            ("transformers", "accelerate", "lightning", "torchdata.stateful_dataloader"),
+            partial(framework_results, FRAMEWORKS, "Frameworks"),
+        ),
+        optimizers("Optimizers of torch", TORCH),
+        optimizers("Optimizers of schedulefree", SCHEDULE_FREE, "schedulefree"),
+        optimizers("Optimizers of pytorch_optimizer", OF_PYTORCH_OPTIMIZER, "pytorch_optimizer"),
+        optimizers("Optimizers of bitsandbytes", BITSANDBYTES, "bitsandbytes.optim"),
+    )

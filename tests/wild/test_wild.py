@@ -1,0 +1,77 @@
+"""Models, optimizers and frameworks of other libraries come out as `docs/compatibility.md` says.
+
+Method: every row is tried as the page describes; what passes there has to pass, and what fails has
+to fail, or the page is out of date. A seeded sample of single rows runs by default, in this
+process; everything, on several ranks, runs in `make soak` and `make test-wild`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.wild.models import TRANSFORMERS, Model
+from tests.wild.optimizers import SCHEDULE_FREE, TORCH, Optimizer
+from tests.wild.page import cell, expected, verdicts_of
+from tests.wild.relay import adamw
+from tests.wild.resuming import resume_one
+from tests.wild.rows import Group, groups, missing_of
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "compatibility.md"
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # those of the libraries
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("row", TORCH, ids=lambda row: row.name)
+def test_optimizers_of_torch_go_on_with_the_same_bits(row: Optimizer, tmp_path: Path) -> None:
+    assert not any(resume_one(row, "plain", "ours", str(tmp_path))[1:])
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("row", SCHEDULE_FREE, ids=lambda row: row.name)
+def test_schedule_free_optimizers_go_on_with_the_same_bits(row: Optimizer, tmp_path: Path) -> None:
+    pytest.importorskip("schedulefree", reason="the extra `wild` is not installed")
+    assert not any(resume_one(row, "plain", "ours", str(tmp_path))[1:])
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("row", TRANSFORMERS, ids=lambda row: row.name)
+def test_models_of_transformers_go_on_with_the_same_bits(row: Model, tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="the extra `huggingface` is not installed")
+    one = Optimizer(row.name, row.library, adamw, row.build, row.loss)
+    assert not any(resume_one(one, "plain", "ours", str(tmp_path))[1:])
+
+
+@pytest.mark.soak
+@pytest.mark.ranks
+@pytest.mark.parametrize("group", groups(), ids=lambda group: group.title)
+def test_all_rows_of_a_group_come_out_as_the_page_says(group: Group) -> None:
+    if missing := missing_of(group):
+        pytest.skip(f"`make test-wild` installs what is missing: {missing}")
+    page = expected(PAGE.read_text(encoding="utf-8"))
+    outcomes = {}
+    for result in group.try_rows((), ["ours"]):
+        outcomes[group.title, result.name] = result
+    said = {key: verdict for key, verdict in page.items() if key[0] == group.title}
+    wrong = [
+        f"{result.name}: {result.ours or 'passes'}"
+        for key, result in outcomes.items()
+        if said.get(key) != verdicts_of(result)[0]
+    ]
+    assert not wrong, "not as the page says:\n" + "\n".join(wrong)
+    assert outcomes.keys() == said.keys(), "write the page anew: python -m tests.wild --table"
+
+
+def test_the_page_has_all_rows_that_need_no_library() -> None:
+    """The page is generated; a row that was added or renamed shows here without a run."""
+    page = expected(PAGE.read_text(encoding="utf-8"))
+    for title, rows in (("Models of transformers", TRANSFORMERS), ("Optimizers of torch", TORCH)):
+        assert {name for head, name in page if head == title} == {row.name for row in rows}
+
+
+def test_a_cell_breaks_no_table() -> None:
+    """Errors of others hold anything."""
+    text = cell("a | b\n<c> `d` /tmp/x/y.py " + "long " * 100)
+    assert "\n" not in text and text.startswith("a / b (c) 'd' y.py") and text.endswith(" ...")

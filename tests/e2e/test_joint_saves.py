@@ -23,7 +23,7 @@ from storage import Store, open_store
 from tests.e2e.job import Job
 
 RANKS = 9
-INNER = 1  # a rank that has others below it, and one above
+INNER = 3  # below rank 1, which is below rank 0; rank 4 is below it
 
 
 @pytest.fixture(autouse=True)
@@ -106,6 +106,8 @@ def test_all_ranks_raise_what_they_raise_without_a_tree(
 
 
 def test_a_rank_that_cannot_merge_fails_the_save_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says so itself; those above it pass on that there is nothing, and have no error."""
+
     def failing(parts: Sequence[JointStructure]) -> JointMerge:
         if parts[0].first_rank == INNER:
             raise Corrupt("a part that came here is damaged")

@@ -227,7 +227,7 @@ class Model:
         return Part(
             rank=rank,
             files=(f"rank{rank:05d}-000.safetensors",),
-            file_nbytes=int64s([HEADER_NBYTES + int(nbytes.sum()) + 4 * int(blocks.sum())]),
+            file_nbytes=int64s([HEADER_NBYTES + int(nbytes.sum()) + 12 + 4 * int(blocks.sum())]),
             file_data_start=int64s([HEADER_NBYTES]),
             tensors=self.tensors,
             chunk_tensor=written,

@@ -72,7 +72,8 @@ def save(
     has to be the same there.
 
     Replicas of buffers and plain tensors that differ between ranks are warned of, or refused
-    (`replicas="strict"`); steps and small plain state of optimizers that differ are always refused.
+    (`replicas="strict"`); parameters that no engine shares, steps and small plain state of
+    optimizers that differ are always refused.
     `user` are notes to keep with the checkpoint, `metric` is how good it is. How the save went on
     every rank is kept for `ckpt report`, unless `telemetry=False`. A store that cannot refuse a
     second writer is used only with `unsafe_single_writer=True`. `io="buffered"` writes local files

@@ -421,7 +421,8 @@ def texts_of_regions(
             groups.setdefault(digest, []).append(rank)
         if must_agree:
             text = disagreement(_region_name(region), groups, _STORED)
-            failures[region] = text + (_way_out(region[0], values) or or_per_rank(region[0]))
+            do = _way_out(region[0], values) or or_per_rank(region[0])
+            failures[region] = f"{text}{do or _OWN}"
         else:
             warnings[region] = _unsynchronized(region, _groups(groups))
     return ReplicaDifferences(
@@ -478,12 +479,11 @@ def _numbered_replicas(parts: Sequence[Part]) -> tuple[list[_ReplicaRegion], Int
 
 
 _STORED = "a checkpoint stores one for all"
+_OWN = ", or give each rank's own a name of its own, as experts have"
 
 
 def disagreement(name: str, groups: Mapping[int | None, Sequence[int]], why: str) -> str:
-    """That ranks, in groups by digest, differ in a tensor which is kept once, `why`, and what to do
-    about it.
-    """
+    """That ranks, in groups by digest, differ in what is kept once, `why`, and what to do."""
     return (
         f"{name}: the ranks have different values of it ({_groups(groups)}), and {why}; make it "
         "equal on all ranks first"

@@ -131,16 +131,22 @@ def values_of(structure: Structure, leaves: Leaves, ranks: Ranks, state: Any) ->
 
 
 def _agreeing(holdings: list[Holding], ranks: Ranks) -> list[Holding]:
-    """`holdings`, of which those that some ranks hold by their names alone have to be equal there.
+    """`holdings`, of which plain parameters have to be equal on all ranks that have them, and so
+    does what only some ranks hold.
 
-    Where all ranks have the same names, a tensor that differs is a replica that somebody forgot to
-    synchronize. Where they have not, it may as well be another tensor.
+    Equal names do not make replicas: each rank may have experts of its own under them. A buffer or
+    a tensor by itself that all ranks have and that differs is one that somebody forgot to
+    synchronize, or BatchNorm's, which is never equal.
     """
-    if not ranks.held:
+    if len(ranks.global_ranks) == 1:
         return holdings
     return [
         one._replace(must_agree=True)
-        if one.is_unshared and any(piece.fqn in ranks.held for piece in one.pieces)
+        if one.is_unshared
+        and (
+            one.kind is Kind.PARAMETER
+            or (ranks.held and any(piece.fqn in ranks.held for piece in one.pieces))
+        )
         else one
         for one in holdings
     ]

@@ -10,12 +10,14 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import ckpt
 from ckpt.commit.locate import live_entries
@@ -96,6 +98,28 @@ def test_replicas_that_differ_are_warned_of_or_refused(store: Store) -> None:
     assert isinstance(error, InvalidState)
     assert "mean" in str(error)
     _check_goes_on(job, [1])
+
+
+def test_parameters_that_differ_are_refused_and_buffers_warned_of(store: Store) -> None:
+    """Experts of one name on each rank are no replicas: all but one would be gone."""
+    job = Job(SIZE, lambda rank: store)
+    job.save(lambda rank: state_at(1, rank, SIZE), step=1)
+
+    def model(rank: int, *, trained: bool) -> dict[str, Any]:
+        torch.manual_seed(0)
+        experts = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+        with torch.no_grad():
+            experts[0].weight += float(trained and rank == 2)
+            experts[1].running_mean += rank
+        return {"experts": experts}
+
+    reports = job.save(partial(model, trained=False), step=2)
+    assert "experts.1.running_mean" in reports[0].warnings[0]
+    error = _one_error(lambda: job.save(partial(model, trained=True), step=3))
+    assert isinstance(error, InvalidState)
+    for text in ("experts.0.weight", "on 0, 1; ", "on 2)", "a name of its own"):
+        assert text in str(error), error
+    _check_goes_on(job, [1, 2])
 
 
 def test_names_shapes_and_dtypes_that_differ_between_ranks_are_refused(store: Store) -> None:

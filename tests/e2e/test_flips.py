@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+import ckpt
 from ckpt.errors import CheckpointError, Corrupt, LoadInterrupted
 from ckpt.format.manifest import Manifest
 from ckpt.format.manifest_codec import decode_manifest
@@ -27,6 +28,7 @@ from ckpt.saving import publish, task
 from ckpt.testing import RanksFailed
 from ckpt.world.base import SoloWorld
 from storage import ByteRange, Store, open_store
+from storage.memory import MemoryStore
 from storage.wrap import WrappedStore
 from tests.conftest import Scale
 from tests.e2e.job import Job, Sharded
@@ -261,3 +263,18 @@ def test_every_block_is_checked_by_loads_of_parts_and_of_shared_blocks(saved: Sa
             errors = list(caught.value.errors.values())
             assert {type(error) for error in errors} == {LoadInterrupted} and len(errors) == size
             assert str(_expected_block(saved, key, offset)) in str(errors[0])
+
+
+def test_every_block_is_checked_that_is_read_beside_its_target() -> None:
+    """Memory of other strides is filled by a copy of what was read."""
+    store = MemoryStore()
+    saved = torch.arange(300 * 300.0).reshape(300, 300)
+    ckpt.save({"x": saved}, store, step=1, telemetry=False)
+    (key,) = [info.key for info in store.list("steps/") if info.key.endswith(".safetensors")]
+    start = store.get(key).index(saved.numpy().tobytes())
+    loaded = torch.zeros(300, 300).t()
+    ckpt.load({"x": loaded}, store)
+    assert torch.equal(loaded, saved)
+    for offset in range(start, start + saved.nbytes, 64 << 10):
+        with pytest.raises(LoadInterrupted, match="does not match its checksum"):
+            ckpt.load({"x": loaded}, FlippedStore(store, key, 8 * offset + 3))

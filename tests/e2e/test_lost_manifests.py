@@ -17,13 +17,16 @@ from torch import nn
 
 import ckpt
 from ckpt.cli import main
-from ckpt.commit.locate import live_entries
+from ckpt.commit.locate import live_entries, locate
+from ckpt.commit.names import MANIFEST_NAME
 from ckpt.commit.ranked import SessionRegistry, open_session
 from ckpt.convert import dcp_plugin, import_
 from ckpt.format.datafile import PER_RANK, VALUES
 from ckpt.format.datafile_index import read_data_file_index
+from ckpt.format.manifest_codec import decode_manifest
 from ckpt.format.metadata import describe_file
 from ckpt.saving.background import Background
+from ckpt.saving.publish import store_manifest
 from ckpt.saving.report import SaveOptions
 from ckpt.saving.staging import StageOptions, stage
 from ckpt.saving.task import PartMemory, SaveTask
@@ -31,7 +34,8 @@ from ckpt.saving.write import MIB, Staging, WritePath
 from ckpt.testing import run_ranks
 from ckpt.tools import rewrite
 from ckpt.world.base import SoloWorld, World
-from storage import open_store
+from storage import KeyExistsError, open_store
+from storage.memory import MemoryStore
 from storage.testing import PowerLossStore
 from tests.e2e.job import NO_WAITING, Job, assert_is_step, state_at
 
@@ -258,3 +262,17 @@ def test_files_are_durable_before_their_checkpoint_exists(writer: str, tmp_path:
         ckpt.import_checkpoint(str(tmp_path / "a.pt"), store, step=3)
     assert store.lose_power() == ()
     assert ckpt.verify(str(tmp_path / "run")).ok
+
+
+def test_a_manifest_of_other_bytes_is_not_taken_for_ones_own() -> None:
+    """As when `ckpt salvage` was faster; what it wrote must be this manifest, to the byte."""
+    store = MemoryStore()
+    ckpt.save({"x": torch.arange(6.0)}, store, step=1, telemetry=False)
+    located = locate(store)
+    assert located.entry is not None
+    manifest, key = decode_manifest(located.data), located.entry.prefix + MANIFEST_NAME
+    assert store_manifest(store, manifest).manifest_nbytes == len(located.data)
+    store.delete(key)
+    store.put_if_absent(key, located.data[:-1] + b"?")
+    with pytest.raises(KeyExistsError):
+        store_manifest(store, manifest)

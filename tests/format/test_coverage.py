@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
 from ckpt.format import coverage
-from ckpt.format.coverage import cover_problem
+from ckpt.format.coverage import check_cover, cover_problem
+from ckpt.format.manifest import BoxTable, ChunkTable
 from ckpt.layout.region import Box, Region, Shape, Span, boxes_of
 
 
@@ -137,3 +140,38 @@ def test_no_elements_and_no_dims() -> None:
     assert cover_problem([], (0, 3)) is None
     assert cover_problem([Box((), ())], ()) is None
     assert cover_problem([], ()) is not None
+
+
+Spans = Sequence[tuple[int, int]]
+
+
+def _table(tensors: Sequence[Spans]) -> ChunkTable:
+    """The chunks of tensors that are stored as these spans."""
+    spans = [span for tensor in tensors for span in tensor]
+    numbers = np.arange(len(spans) + 1)
+    return ChunkTable(
+        first=np.cumsum([0, *(len(tensor) for tensor in tensors)]),
+        file=numbers[:-1] * 0,
+        byte_start=numbers[:-1],
+        span_start=np.array([start for start, _ in spans], dtype=np.int64),
+        numel=np.array([stop - start for start, stop in spans], dtype=np.int64),
+        box=numbers[:-1] * 0 - 1,
+        boxes=BoxTable.of([]),
+        first_block=numbers,
+    )
+
+
+@pytest.mark.parametrize("numel", range(4))
+def test_every_set_of_spans_between_whole_tensors(numel: int) -> None:
+    """All ways to store a tensor in up to three spans; its neighbours are whole."""
+    possible = [(start, stop) for start in range(5) for stop in range(start + 1, 5)]
+    neighbour: Spans = [(0, 1), (1, 3)]
+    for count in range(4):
+        for spans in itertools.combinations(possible, count):
+            tensors = [neighbour, spans, neighbour]
+            problems = check_cover(
+                _table(tensors), ["a", "b", "c"], [(3,), (numel,), (3,)], np.array([3, numel, 3])
+            )
+            elements = [index for start, stop in spans for index in range(start, stop)]
+            expected = [] if elements == list(range(numel)) else ["b"]
+            assert [problem.partition(":")[0] for problem in problems] == expected, spans

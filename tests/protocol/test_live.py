@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -59,6 +59,13 @@ from tests.protocol.test_log import fields_of, sealed
 
 CHUNK = 8000  # checkpoints that are folded at a time, where nobody looks at the time between
 NO_PAUSE = Sources(pause=lambda seconds: None)
+
+
+MARKS: tuple[tuple[Callable[[Session, str], object], dict[str, Any]], ...] = (
+    (Session.verified, {"verified": True}),
+    (Session.pin, {"pinned": True}),
+    (Session.unpin, {"pinned": False}),
+)
 
 
 def entry(slot: int, **changes: Any) -> LiveEntry:
@@ -118,13 +125,17 @@ def test_any_commits_marks_and_retirements_leave_what_they_say(seed: int, scale:
                 model[new.attempt] = new
             elif what < 0.75 and victims:
                 victim = rng.choice(victims)
-                if not any(victim.attempt in one.references for one in model.values()):
+                if any(victim.attempt in one.references for one in model.values()):
+                    with pytest.raises(NotRetired, match="is needed by"):
+                        session.retire(victim.attempt)
+                else:
                     session.retire(victim.attempt)
                     del model[victim.attempt]
             else:
                 one = rng.choice(list(model.values()))
-                session.verified(one.attempt)
-                model[one.attempt] = replace(one, verified=True)
+                mark, change = rng.choice(MARKS)
+                mark(session, one.attempt)
+                model[one.attempt] = replace(one, **change)
             if step % 20 == 19:
                 _as_ever(session, model)
         assert [info for info in store.list(SEGMENTS_PREFIX)]
@@ -464,17 +475,21 @@ def test_a_changed_or_short_segment_is_damaged(seed: int) -> None:
 
 
 @pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("damage", [None, b"other bytes"])
-def test_a_segment_that_is_not_what_the_record_says_is_named(damage: bytes | None) -> None:
+@pytest.mark.parametrize("damage", ["gone", "other bytes", "another digest"])
+def test_a_segment_that_is_not_what_the_record_says_is_named(damage: str) -> None:
     bucket = MemoryBucket()
     session = claim(MemoryStore(bucket))
     for step in range(20):
         save(session, step)
     claim(MemoryStore(bucket))  # the record before names the same segments
     key = next(k for k in bucket.keys_from(SEGMENTS_PREFIX, "") if _is_named(bucket, k))
+    data = bytes(MemoryStore(bucket).get(key))
     bucket.remove(key)
-    if damage is not None:
-        bucket.add(key, damage)
+    if damage == "other bytes":
+        bucket.add(key, b"other bytes")
+    if damage == "another digest":
+        digest = decode_segment(data, where="s")[0].manifest_digest
+        bucket.add(key, data.replace(digest, bytes(32)))
     state = Log(MemoryStore(bucket)).state()
     assert state.latest is not None and state.latest.step == 19
     with pytest.raises(Corrupt, match=f"{key}, a part of the log, is damaged"):

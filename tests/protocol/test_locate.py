@@ -9,9 +9,11 @@ import torch
 
 import ckpt
 from ckpt.commit.locate import file_key, locate
+from ckpt.commit.maintenance import Maintenance
 from ckpt.commit.names import MANIFEST_NAME
 from ckpt.errors import Corrupt, NoCheckpoint
 from storage.local import LocalStore
+from storage.wrap import WrappedStore
 
 
 @pytest.fixture
@@ -52,6 +54,20 @@ def test_a_manifest_that_is_gone_is_no_step_that_never_was(root: Path) -> None:
         locate(LocalStore(str(root)), 3)
     with pytest.raises(NoCheckpoint, match="no live checkpoint e000001-0: it was retired"):
         locate(LocalStore(str(root)), attempt="e000001-0")
+
+
+def test_a_checkpoint_that_is_retired_between_two_looks_is_not_damaged(root: Path) -> None:
+    class Late(WrappedStore):
+        """The step is retired just before its manifest is read."""
+
+        def get_bounded(self, key: str, nbytes_max: int) -> bytes:
+            if key.endswith(MANIFEST_NAME) and "00000002-" in key:
+                maintenance = Maintenance.open(LocalStore(str(root)))
+                maintenance.retire(key.split("/")[1].removeprefix("00000002-"))
+            return super().get_bounded(key, nbytes_max)
+
+    with pytest.raises(NoCheckpoint, match="has no step 2; it has 1 step: 1"):
+        locate(Late(LocalStore(str(root))), 2)
 
 
 def test_keys_of_files_are_in_the_step_or_in_the_one_that_they_name() -> None:

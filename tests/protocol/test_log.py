@@ -157,6 +157,27 @@ def test_a_record_knows_of_no_commit_after_it() -> None:
         assert record_problem(pin, slot=slot) == problem
 
 
+@pytest.mark.parametrize(
+    ("record", "problem"),
+    [
+        (Record("CLAIM", 6, 2, b"w" * 16, 1.5e9, None, (), b"p" * 32), "says slot 6, expected 7"),
+        (
+            Record("RETIRE", 7, 2, b"w" * 16, 1.5e9, A, (entry(A, 10, 1),), b"p" * 32),
+            "the retired attempt is still in its live set",
+        ),
+        (
+            Record("RETIRE", 7, 2, b"w" * 16, 1.5e9, A, (entry(B, 20, 7),), b"p" * 32),
+            "a RETIRE cannot bring a checkpoint to life",
+        ),
+    ],
+    ids=["slot", "retired", "brought to life"],
+)
+def test_a_record_does_what_its_kind_says(record: Record, problem: str) -> None:
+    assert record_problem(record, slot=7) == problem
+    with pytest.raises(Corrupt, match=problem):
+        decode_record(encode_record(record), slot=7, where="log/7")
+
+
 def test_bytes_that_are_not_canonical_are_refused() -> None:
     body = fields_of(encode_record(commit_record()))
     shuffled = dict(sorted(body.items()))

@@ -28,6 +28,7 @@ from ckpt.errors import CheckpointError, Corrupt, LogDiverged
 from ckpt.testing import RanksFailed, run_ranks
 from ckpt.tools.mend import mend
 from storage import open_store
+from storage.errors import NoSpaceError
 from storage.memory import MemoryBucket, MemoryStore
 from storage.store import Store
 from storage.wrap import WrappedStore
@@ -200,6 +201,96 @@ def test_no_moment_of_a_rollback_leads_to_a_lost_commit_that_was_acknowledged(ke
     raise AssertionError("an append ends within twenty requests")
 
 
+def test_a_mark_that_was_sent_into_a_restored_backup_is_not_acknowledged() -> None:
+    """The record stands in its slot for a moment, before the root is exchanged."""
+    bucket = MemoryBucket()
+
+    class Restoring(WrappedStore):
+        is_due = False
+
+        def put_if_absent(self, key: str, data: bytes) -> None:
+            super().put_if_absent(key, data)
+            if self.is_due:
+                _exchange(bucket, backup)
+
+    store = Restoring(MemoryStore(bucket))
+    session = claim(store)
+    entry = save(session, 1)
+    backup = _objects(bucket)
+    save(session, 2)
+    store.is_due = True
+    with pytest.raises(LogDiverged):
+        session.pin(entry.attempt)
+
+
+def test_a_root_without_its_claim_or_its_format_is_not_the_one_that_was_claimed() -> None:
+    bucket, older = MemoryBucket(), MemoryBucket()
+    job = claim(MemoryStore(older))
+    save(job, 1)
+    _exchange(bucket, _objects(older))
+    for step in range(2, 9):
+        save(job, step)
+    session = claim(MemoryStore(bucket))
+    session.check_root()
+    bucket.remove("FORMAT")
+    with pytest.raises(LogDiverged, match="shows no root"):
+        session.check_root()
+    _exchange(bucket, _objects(older))  # of the same beginning, longer, and of an older epoch
+    with pytest.raises(LogDiverged):
+        session.state()
+
+
+@pytest.mark.parametrize("what", ["sweep", "delete_retired"])
+def test_nothing_is_deleted_by_what_another_log_says(what: str) -> None:
+    """The restored log does not name what this job has saved since; a sweep would take it."""
+    bucket = MemoryBucket()
+    save(claim(MemoryStore(bucket)), 1)
+    session = claim(MemoryStore(bucket))
+    backup = _objects(bucket)
+    saved = [save(session, step) for step in (2, 3)]
+    session.retire(saved[0].attempt, delete=False)
+    _exchange(bucket, {**_objects(bucket), **backup})
+    for slot in (3, 4, 5):
+        bucket.remove(record_key(slot))
+    before = _objects(bucket)
+    with pytest.raises(LogDiverged):
+        if what == "sweep":
+            session.sweep()
+        else:
+            session.delete_retired(saved[0].attempt, step=2)
+    assert _objects(bucket) == before
+
+
+def test_a_full_disk_is_not_swept_by_what_another_log_says() -> None:
+    """The root is exchanged just before the record for which there is no space."""
+    bucket = MemoryBucket()
+    dead = claim(MemoryStore(bucket))
+    save(dead, 1)
+    left = step_prefix(7, dead.new_attempt()) + "rank00000-000.safetensors"
+    MemoryStore(bucket).put_if_absent(left, b"x")
+    backup = _objects(bucket)
+
+    class Full(WrappedStore):
+        is_due = False
+
+        def put_if_absent(self, key: str, data: bytes) -> None:
+            if not self.is_due:
+                return super().put_if_absent(key, data)
+            self.is_due = False
+            _exchange(bucket, backup)
+            claim(MemoryStore(bucket))
+            raise NoSpaceError("full")
+
+    store = Full(MemoryStore(bucket))
+    session = claim(store)
+    entry = save(session, 2)
+    save(session, 3)
+    store.is_due = True
+    with pytest.raises(LogDiverged):
+        session.retire(entry.attempt)
+    assert left in _objects(bucket)
+
+
 def test_a_session_of_the_same_epoch_in_a_restored_root_is_not_taken_for_our_own() -> None:
     """Epochs repeat after a rollback, so they do not distinguish the two sessions."""
     bucket = MemoryBucket()
@@ -290,6 +381,30 @@ def test_a_running_job_does_not_pass_over_a_void_record_whose_checkpoint_is_here
     with pytest.raises(Corrupt, match=r"step 7 .*ckpt mend"):
         save(session, 2)
     assert [entry.step for entry in Log(MemoryStore(bucket)).state().live] == [1]
+
+
+def test_what_a_void_record_lists_beside_its_own_commit_is_no_remain() -> None:
+    """The other log had its first commit in a slot where ours has another: nobody retired it."""
+    bucket, other = MemoryBucket(), MemoryBucket()
+    ours = claim(MemoryStore(bucket))
+    _exchange(other, _objects(bucket))
+    theirs = claim(MemoryStore(other))
+    first, second = save(theirs, 7), save(theirs, 8)
+    for step in (1, 2):
+        save(ours, step)
+    objects = _objects(other)
+    for key in (record_key(second.slot), first.prefix + MANIFEST_NAME):
+        bucket.add(key, objects[key])
+    with pytest.raises(Corrupt, match=r"step 7 .*ckpt mend"):
+        save(ours, 3)
+
+
+def test_the_memory_of_a_log_never_goes_back() -> None:
+    """A thread that comes late with what it has read must not make the process build on that."""
+    session = claim(MemoryStore())
+    entry, newest = save(session, 1), save(session, 2)
+    session.log.saw(session.log.record(entry.slot))
+    assert session.log.newest is not None and session.log.newest.slot == newest.slot
 
 
 def test_a_record_behind_a_free_slot_counts_for_nobody_and_stops_nobody() -> None:

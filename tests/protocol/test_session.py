@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt.commit.appender import Limits, Sources
+from ckpt.commit.appender import Appender, Limits, Sources
 from ckpt.commit.invariants import History, RecordingStore, check_all, check_fresh_session
 from ckpt.commit.log import Log
 from ckpt.commit.maintenance import Maintenance
@@ -283,6 +283,51 @@ def test_maintenance_does_not_disturb_a_running_session() -> None:
     assert new.slot == Log(store).state().slot
 
 
+def test_a_copy_is_committed_only_beside_its_original_and_in_its_epoch() -> None:
+    store = MemoryStore()
+    session = claim(store)
+    original = save(session, 1)
+    save(session, 2)
+    keeper = Maintenance.open(store, sources=NO_PAUSE)
+    copy = Commit("e000001-00000000000000cc", 1, 3, b"d" * 32)
+    claim(store)
+    with pytest.raises(CheckpointError, match="was claimed by a new session while"):
+        keeper.commit_copy(copy, of=original.attempt)
+    keeper.retire(original.attempt)
+    with pytest.raises(CheckpointError, match="was retired while it was copied"):
+        keeper.commit_copy(copy, of=original.attempt)
+    assert [entry.step for entry in Log(store).state().live] == [2]
+
+
+def test_the_last_of_a_training_and_the_last_of_all_stay() -> None:
+    session = claim(MemoryStore())
+    imported = session.new_attempt()
+    session.store.put_if_absent(step_prefix(1, imported) + MANIFEST_NAME, b"m")
+    session.commit(Commit(imported, 1, 1, b"d" * 32, in_line=False))
+    with pytest.raises(NotRetired, match="is the only checkpoint; save another first"):
+        session.retire(imported)
+    trained = save(session, 2)
+    with pytest.raises(NotRetired, match="only checkpoint that a training has saved here"):
+        session.retire(trained.attempt)
+    assert session.retire(imported) is not None
+
+
+def test_an_unanswered_commit_stays_unsettled_while_the_store_refuses() -> None:
+    """A refusal says nothing about the request that got no answer."""
+    store = Scripted(MemoryStore())
+    session = claim(store)
+    store.script = ["late"] * 3
+    with pytest.raises(OutcomeUnknown):
+        save(session, 1)
+    (attempt,) = {key.split("-", 1)[1].split("/")[0] for key in keys(store, "steps/")}
+    before = keys(store)
+    store.script = ["transient"] * 6
+    for _ in range(2):
+        with pytest.raises(OutcomeUnknown):
+            session.discard(attempt, step=1)
+        assert session.unsettled is not None and keys(store) == before
+
+
 def test_a_copy_whose_commit_got_no_answer_is_committed_once() -> None:
     store = Scripted(MemoryStore())
     original = save(claim(store), 1)
@@ -384,6 +429,61 @@ def test_discarded_attempt_can_never_be_committed() -> None:
     assert session.discard(attempt, step=2) == 1
     with pytest.raises(Exception, match="not an open attempt"):
         session.commit(Commit(attempt, 2, 1, b"d"))
+
+
+def test_what_another_session_began_cannot_be_committed() -> None:
+    store = MemoryStore()
+    foreign = claim(store).new_attempt()
+    session = claim(store)
+    with pytest.raises(CheckpointError, match=f"{foreign} is not an open attempt"):
+        session.commit(Commit(foreign, 1, 1, b"d"))
+    assert Log(store).state().live == ()
+
+
+def test_a_live_attempt_that_was_given_up_is_not_swept() -> None:
+    """A save that fails after its commit, as when a rank dies, gives up what is live."""
+    session = claim(MemoryStore())
+    entry = save(session, 1)
+    session.give_up(entry.attempt, step=1)
+    before = keys(session.store)
+    assert session.sweep_failed() == [] and keys(session.store) == before
+
+
+def test_a_commit_that_others_refer_to_is_not_taken_back() -> None:
+    session = claim(MemoryStore())
+    first = save(session, 1)
+    second = save(session, 2, references=(first.attempt,))
+    appender = Appender(session.store, check_first=False, sources=NO_PAUSE, limits=Limits())
+    assert appender.take_back(first.attempt) is None
+    assert session.state().live == (first, second)
+    assert appender.take_back(second.attempt) is not None
+    assert session.state().live == (first,)
+
+
+def test_a_store_that_overwrites_does_not_overwrite_the_record_of_another() -> None:
+    """The promise of a single writer was not kept while a record got no answer."""
+
+    class Forgetful(CheckThenWrite):
+        is_away = False
+
+        def put_if_absent(self, key: str, data: bytes) -> None:
+            if self.is_away:
+                raise OutcomeUnknownError("no answer")
+            self.inner.delete(key)
+            self.inner.put_if_absent(key, data)
+
+    bucket = MemoryBucket()
+    store = Forgetful(MemoryStore(bucket))
+    session = claim(store, unsafe_single_writer=True)
+    entry = save(session, 1)
+    store.is_away = True
+    with pytest.raises(OutcomeUnknown):
+        session.pin(entry.attempt)
+    store.is_away = False
+    other = claim(Forgetful(MemoryStore(bucket)), unsafe_single_writer=True)
+    settled = session.settle()
+    assert settled is not None and not settled.landed
+    assert Log(store).state().epoch == other.epoch == 2
 
 
 class _Stubborn(WrappedStore):

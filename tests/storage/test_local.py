@@ -25,6 +25,7 @@ from storage import (
     KeyNotFoundError,
     NoSpaceError,
     OutcomeUnknownError,
+    ShortReadError,
     StorageError,
 )
 from storage import file_io as file_io_module
@@ -389,6 +390,55 @@ def test_a_directory_that_cannot_be_synced_makes_the_outcome_unknown(
                 store.put_if_absent("a", b"x")
     with pytest.raises(KeyExistsError):
         store.put_if_absent("a", b"x")
+
+
+def test_a_file_that_was_cut_is_a_short_read(store: LocalStore, tmp_path: Path) -> None:
+    store.put_if_absent("a", bytes(10))
+    (path,) = tmp_path.rglob("a")
+    os.truncate(path, 4)
+    with pytest.raises(ShortReadError, match="bytes 2 to 10 were requested, the object has 4"):
+        store.get("a", ByteRange(2, 10))
+
+
+@pytest.mark.parametrize("way", ["record", "file", "direct", "joint"])
+def test_an_object_is_durable_before_it_has_its_name_and_its_name_afterwards(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Record by inode what is synced, and when the name is given."""
+    calls: list[int] = []
+    fsync, link = os.fsync, os.link
+
+    def synced(fd: int) -> None:
+        calls.append(os.fstat(fd).st_ino)
+        fsync(fd)
+
+    def named(source: str, target: str) -> None:
+        calls.append(0)
+        link(source, target)
+
+    store = LocalStore(str(tmp_path))
+    store.put_if_absent("steps/1/first", b"x")  # its directories are known to be durable now
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "link", named)
+    data = memoryview(bytes(8192))
+    if way == "record":
+        store.put_if_absent("steps/1/a", bytes(data))
+    elif way == "joint":
+        token = store.begin_joint("steps/1/a", len(data), part_nbytes=len(data))
+        part = store.joint("steps/1/a", len(data), part_nbytes=len(data), token=token)
+        part.write_part(0, [data])
+        part.close()
+        receipts = part.receipts
+        store.end_joint(
+            "steps/1/a", len(data), part_nbytes=len(data), token=token, receipts=receipts
+        )
+    else:
+        with store.create(
+            "steps/1/a", len(data), part_nbytes=len(data), direct=way == "direct"
+        ) as writer:
+            writer.write_part(0, [data])
+    inodes = [os.stat(tmp_path / name).st_ino for name in ("steps/1/a", "steps/1")]
+    assert calls == [inodes[0], 0, inodes[1]]
 
 
 def test_sync_reaches_the_file_and_every_directory_above_it(

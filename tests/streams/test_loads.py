@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import ckpt
+import ckpt.loading.in_flight
 import ckpt.loading.reader
 from ckpt.layout.memory import CallersStreams
 from storage.memory import MemoryStore
@@ -62,8 +63,9 @@ def nothing_entered(self: CallersStreams) -> Any:
 def run_all() -> tuple[list[list[str]], dict[str, list[str]]]:
     """What is reported as it is, by one thread and by several, and with one order less."""
     store: Any = MemoryStore
-    reader: Any = ckpt.loading.reader
-    reader.ThreadPoolExecutor = watched_pool
+    modules: tuple[Any, ...] = (ckpt.loading.reader, ckpt.loading.in_flight)
+    for module in modules:
+        module.ThreadPoolExecutor = watched_pool
     ckpt.save({"x": torch.ones(64, 1000), "turned": torch.ones(64, 1000)}, URL, step=1)
     clean = [load_while_computing()]
     store.part_nbytes_min = 5 << 20  # as of an object store, which several threads read

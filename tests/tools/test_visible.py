@@ -64,7 +64,7 @@ def test_no_command_prints_what_steers_a_terminal(
         ["import", str(tmp_path / "fine.pt"), str(tmp_path / "in"), "--step", "1"],
         ["salvage", step], ["mend", a], ["show", a, HOSTILE], ["show", a + HOSTILE],
         ["verify", a + HOSTILE], ["prune", a, "--keep-last", "1", "--yes"], ["rm", b, "1", "--yes"],
-        ["completion", "bash"],
+        ["completion", "bash"], ["cost", a],
     ]  # fmt: skip
     with pytest.raises(SystemExit):
         main(["--help"])

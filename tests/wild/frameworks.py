@@ -34,7 +34,7 @@ class Framework(NamedTuple):
     """A row of the table. `run` raises on any rank when its check fails."""
 
     name: str
-    library: str
+    package: str
     what: str
     size: int
     run: Callable[[Writer, str], None]

@@ -20,7 +20,7 @@ SAMPLES = 2
 
 
 class Model(NamedTuple):
-    """A row of the table. `build` needs `library`; `loss` gets the model as an engine wraps it.
+    """A row of the table. `build` needs `package`; `loss` gets the model as an engine wraps it.
 
     Where not `is_exact`, the bits of a step under one engine are not quite those under another.
 
@@ -29,7 +29,7 @@ class Model(NamedTuple):
     """
 
     name: str
-    library: str
+    package: str
     what: str
     build: Callable[[], nn.Module]
     loss: Callable[[nn.Module, int], torch.Tensor]

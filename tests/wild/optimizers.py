@@ -19,7 +19,7 @@ class Optimizer(NamedTuple):
     """A row of the table. `net` is what it trains; `make` is called with the model as wrapped."""
 
     name: str
-    library: str
+    package: str
     make: Callable[[nn.Module], torch.optim.Optimizer]
     net: Callable[[], nn.Module]
     loss: Callable[[nn.Module, int], torch.Tensor]
@@ -82,8 +82,8 @@ def of_bags(model: nn.Module, step: int) -> torch.Tensor:
     return loss
 
 
-def from_class(library: str, name: str, options: dict[str, Any], model: nn.Module) -> Any:
-    return getattr(importlib.import_module(library), name)(model.parameters(), **options)
+def from_class(package: str, name: str, options: dict[str, Any], model: nn.Module) -> Any:
+    return getattr(importlib.import_module(package), name)(model.parameters(), **options)
 
 
 def wide_net() -> nn.Module:
@@ -93,13 +93,13 @@ def wide_net() -> nn.Module:
 
 def row(
     name: str,
-    library: str = "torch.optim",
+    package: str = "torch.optim",
     net: Callable[[], nn.Module] = Net,
     loss: Callable[[nn.Module, int], torch.Tensor] = of_tokens,
     **options: Any,
 ) -> Optimizer:
     options.setdefault("lr", LEARNING_RATE)
-    return Optimizer(name, library, partial(from_class, library, name, options), net, loss)
+    return Optimizer(name, package, partial(from_class, package, name, options), net, loss)
 
 
 TORCH = (

@@ -41,7 +41,7 @@ def resume_all(
         for row in rows:
             for engine in engines:
                 if engine in row.engines:
-                    root = f"{folder}/{row.library}.{row.name}-{engine}".replace(" ", "-")
+                    root = f"{folder}/{row.package}.{row.name}-{engine}".replace(" ", "-")
                     outcomes[row.name].append(resume_one(row, engine, writer, root))
                     barrier()
     return outcomes

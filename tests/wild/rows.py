@@ -36,7 +36,7 @@ class Result(NamedTuple):
     """
 
     group: str
-    library: str
+    package: str
     name: str
     what: str
     ours: str
@@ -86,7 +86,7 @@ def model_results(
             remark = "" if row.is_exact else ROUNDING_REMARK
             yield Result(
                 title,
-                row.library,
+                row.package,
                 row.name,
                 row.what,
                 failed["ours"],
@@ -102,7 +102,7 @@ ROUNDING_REMARK = (
 
 
 def as_optimizer(row: Model) -> Optimizer:
-    return Optimizer(row.name, row.library, adamw, row.build, row.loss)
+    return Optimizer(row.name, row.package, adamw, row.build, row.loss)
 
 
 def optimizer_results(
@@ -127,7 +127,7 @@ def framework_results(
         if not names or row.name in names:
             outcomes = {writer: try_framework(row, writer) for writer in writers}
             ours, dcp = (outcomes.get(writer, "") for writer in WRITERS)
-            yield Result(title, row.library, row.name, row.what, ours, dcp)
+            yield Result(title, row.package, row.name, row.what, ours, dcp)
 
 
 def under_all_engines(rows: Sequence[Optimizer], writer: Writer) -> dict[str, list[Resumed]]:
@@ -184,7 +184,7 @@ def optimizer_result(
         where = ", ".join(each.engine for each in refused)
         remark = f"cannot step here ({where}): {refused[0].refused}"
     what = ", ".join(stepped)
-    return Result(title, row.library, row.name, what, failures(ours), failures(dcp), remark)
+    return Result(title, row.package, row.name, what, failures(ours), failures(dcp), remark)
 
 
 def failures(outcomes: Sequence[Resumed]) -> str:

@@ -40,7 +40,7 @@ def test_schedule_free_optimizers_go_on_with_the_same_bits(row: Optimizer, tmp_p
 @pytest.mark.parametrize("row", TRANSFORMERS, ids=lambda row: row.name)
 def test_models_of_transformers_go_on_with_the_same_bits(row: Model, tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="the extra `huggingface` is not installed")
-    one = Optimizer(row.name, row.library, adamw, row.build, row.loss)
+    one = Optimizer(row.name, row.package, adamw, row.build, row.loss)
     assert not any(resume_one(one, "plain", "ours", str(tmp_path))[1:])
 
 

@@ -33,6 +33,7 @@ from ckpt.format.joint_manifest import differing_values
 from ckpt.format.manifest import PROGRESSIONS, Header, int64s
 from ckpt.format.merging import build_manifest, replica_differences, value_differences
 from ckpt.format.part import Part, ReplicaColumns, TensorRecord
+from ckpt.layout.memory import gc_paused
 from ckpt.saving.joint_parts import JointParts
 from ckpt.saving.parts import Structures
 from ckpt.telemetry.history import PHASES, RankReport
@@ -89,9 +90,11 @@ class Tree:
             gc.collect()
             Path("/proc/self/clear_refs").write_text("5")
             before, begun = resident("VmRSS"), time.process_time()
-            got = known.received(part, report_of(0), below[save])
-            assert got.regions.differences(got.rest) == ([], []) and not differing_values(got.rest)
-            made = got.table().manifest(header, got.rest)
+            with gc_paused():  # as in `ckpt.save`
+                got = known.received(part, report_of(0), below[save])
+                differences = got.regions.differences(got.rest)
+                assert differences == ([], []) and not differing_values(got.rest)
+                made = got.table().manifest(header, got.rest)
             seconds = time.process_time() - begun
             rules = [one.structure.rules for one in known.below]
             saves.append(

@@ -66,7 +66,11 @@ ONE_FILE_EACH = {
     "obstore": ("storage/s3/fast.py", "storage/s3/objects.py", "storage/clouds.py"),
     "crc32c": ("ckpt/format/checksum.py", "storage/s3/requests.py"),
     "blake3": ("ckpt/format/blake3.py",),
-    "msgpack": ("ckpt/format/columns.py", "ckpt/commit/records.py"),
+    "msgpack": (
+        "ckpt/format/columns.py",
+        "ckpt/commit/records.py",
+        "ckpt/telemetry/history.py",  # messages between ranks
+    ),
     "pydantic": (
         "ckpt/format/manifest.py",
         "ckpt/format/manifest_codec.py",

@@ -7,11 +7,12 @@ when the history is written, the save is committed.
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
+
+import msgpack
 
 from ckpt.commit.names import TELEMETRY_NAME, step_prefix
 from ckpt.commit.records import LiveEntry
@@ -49,14 +50,14 @@ class RankReport(NamedTuple):
     retries: int
 
     def encode(self) -> bytes:
-        """A few hundred bytes of JSON."""
-        return json.dumps([self.spans, self.blocked_seconds, self.retries]).encode()
+        """A few hundred bytes of msgpack: the coordinator decodes one of each rank."""
+        return bytes(msgpack.packb(self))
 
     @classmethod
     def decode(cls, data: bytes) -> RankReport:
         """The inverse of `encode`."""
-        spans, blocked_seconds, retries = json.loads(data)
-        return cls(tuple(PhaseSpan(*span) for span in spans), blocked_seconds, retries)
+        spans, blocked_seconds, retries = msgpack.unpackb(data, use_list=False)
+        return cls(tuple(map(PhaseSpan._make, spans)), blocked_seconds, retries)
 
     def seconds_in(self, phase: str) -> float:
         """How long this rank was in a phase, all times together."""

@@ -44,8 +44,9 @@ BLOCKS = {
         ),
         Line(
             SAVES,
-            "upload of 512 MiB to S3",
-            "- **{n2} times** the speed of the raw client when it uploads to S3 (Ceph, 512 MiB).",
+            "save and load of 128 MiB at moto, with 10 % `SlowDown`",
+            "- **{n2}** of the time of an undisturbed save, to an S3 server that refuses every "
+            "tenth request and swallows a connection.",
         ),
     ),
     "how fast": (

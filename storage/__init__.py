@@ -5,6 +5,7 @@ from __future__ import annotations
 from storage.buffered import BufferedWriter
 from storage.errors import (
     AccessDeniedError,
+    CorruptObjectError,
     InvalidKeyError,
     InvalidUrlError,
     KeyExistsError,
@@ -27,6 +28,7 @@ __all__ = [
     "AccessDeniedError",
     "BufferedWriter",
     "ByteRange",
+    "CorruptObjectError",
     "ExclusiveCreate",
     "InvalidKeyError",
     "InvalidUrlError",

@@ -37,6 +37,10 @@ class BufferedWriter(ObjectWriter):
             target[position : position + view.nbytes] = view
             position += view.nbytes
 
+    def shorten(self, nbytes: int) -> None:
+        self._ledger.shorten(nbytes)
+        del self._data[nbytes:]
+
     def __enter__(self) -> BufferedWriter:
         return self
 

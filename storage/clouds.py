@@ -197,6 +197,9 @@ class CloudWriter(ObjectWriter):
         for upload in self._uploads:
             upload.write(index, views)
 
+    def shorten(self, nbytes: int) -> None:
+        self._ledger.shorten(nbytes)
+
     def __exit__(self, kind: object, *_: object) -> None:
         published = False
         try:

@@ -49,6 +49,7 @@ class StoreContract:
 
     part_nbytes = 4096  # as small as the back-end allows
     create_refuses_existing = True  # some servers cannot, for objects of several parts
+    lists_nbytes = True  # encoded ones list what objects take in the storage
 
     def sample(self, nbytes: int) -> bytes:
         return (bytes(range(251)) * (nbytes // 251 + 1))[:nbytes]
@@ -136,7 +137,9 @@ class StoreContract:
         with store.create("b", 0, part_nbytes=self.part_nbytes):
             pass
         assert store.get("a") == store.get("b") == b""
-        assert [entry[:2] for entry in store.list("")] == [("a", 0), ("b", 0)]
+        assert [entry.key for entry in store.list("")] == ["a", "b"]
+        for key in ("a", "b"):
+            assert store.info(key)[:2] == (key, 0)
 
     def test_parts_may_come_in_any_order_from_any_buffers(self, store: Store) -> None:
         data = self.sample(self.part_nbytes * 2 + 10)
@@ -221,6 +224,24 @@ class StoreContract:
             with expect(ValueError):
                 writer.write_part(1, [memoryview(bytes(5))])
 
+    def test_an_object_may_turn_out_shorter(self, store: Store) -> None:
+        """By some bytes, by a part, to one part; not to less than is written, nor to nothing."""
+        size = self.part_nbytes
+        data = self.sample(3 * size)
+        for nbytes in (2 * size + 9, 2 * size, 7):
+            key = f"a{nbytes}"
+            with store.create(key, 3 * size, part_nbytes=size) as writer:
+                if nbytes > size:
+                    writer.write_part(0, [memoryview(data)[:size]])
+                for wrong in (0, size - 1 if nbytes > size else -1, 3 * size + 1):
+                    with expect(ValueError):
+                        writer.shorten(wrong)
+                writer.shorten(nbytes)
+                for start in range(size if nbytes > size else 0, nbytes, size):
+                    part = memoryview(data)[start : min(start + size, nbytes)]
+                    writer.write_part(start // size, [part])
+            assert store.get(key) == data[:nbytes]
+
     def test_create_never_replaces(self, store: Store) -> None:
         store.put_if_absent("a", b"first")
         sizes = [5, self.part_nbytes + 5] if self.create_refuses_existing else [5]
@@ -251,7 +272,9 @@ class StoreContract:
         store.put_if_absent("d/a", b"x")
         assert [entry.key for entry in store.list("d/")] == ["d/a"]
         store.put_if_absent("d/b", b"xy")
-        assert [entry[:2] for entry in store.list("d/")] == [("d/a", 1), ("d/b", 2)]
+        assert [entry.key for entry in store.list("d/")] == ["d/a", "d/b"]
+        if self.lists_nbytes:
+            assert [entry.nbytes for entry in store.list("d/")] == [1, 2]
         store.delete("d/a")
         assert [entry.key for entry in store.list("d/")] == ["d/b"]
 

@@ -19,6 +19,10 @@ class ShortReadError(StorageError):
     """The object ends before the requested bytes."""
 
 
+class CorruptObjectError(StorageError):
+    """The stored bytes of an encoded object are not those that were written under this key."""
+
+
 class TooLargeError(StorageError):
     """The object has more bytes than the caller accepts; none of them were read."""
 

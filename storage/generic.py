@@ -264,6 +264,9 @@ class GenericWriter(ObjectWriter):
                 del self._waiting[self._next_index]
                 self._next_index += 1
 
+    def shorten(self, nbytes: int) -> None:
+        self._ledger.shorten(nbytes)
+
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is not None:
             self._discard()

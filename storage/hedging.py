@@ -294,7 +294,7 @@ class Hedger:
             f"{self._patience.who}: " if self._patience.who else "",
             what,
             waited,
-            "" if typical is None else f", where its like take {typical:.2g} s",
+            "" if typical is None else f", others like it take {typical:.2g} s",
             "sent again" if sent > 1 else "sent once",
             self._rule.deadline(like),
         )

@@ -17,6 +17,7 @@ _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
 _SYNC_FILE_RANGE_WRITE = 2
 _SYS_CACHESTAT = 451  # on every architecture that torch runs on; since Linux 6.5
+_IN_MEMORY = (0x01021994, 0x858458F6)  # the types of tmpfs and of ramfs
 
 
 def rename_without_replacing(source: str, target: str) -> None:
@@ -106,3 +107,19 @@ def _call(name: str, *arguments: Any) -> None:
         code = ctypes.get_errno()
         if code != errno.EINTR:
             raise OSError(code, os.strerror(code))
+
+
+def is_in_memory(path: str) -> bool:
+    """Whether `path` lies in a file system that is memory: tmpfs or ramfs. See statfs(2).
+
+    False where the system does not tell.
+    """
+    if not sys.platform.startswith("linux"):
+        return False
+    # Its first field, a word, is the type of the file system; the rest is of no use here.
+    answer = (ctypes.c_long * 64)()
+    try:
+        _call("statfs", ctypes.c_char_p(os.fsencode(path)), answer)
+    except OSError:
+        return False
+    return answer[0] & 0xFFFFFFFF in _IN_MEMORY

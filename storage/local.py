@@ -482,6 +482,9 @@ class LocalWriter(ObjectWriter):
             self._ledger.release(index)
             raise self._store._translated(error, "create", self._ledger.key) from error
 
+    def shorten(self, nbytes: int) -> None:
+        self._ledger.shorten(nbytes)
+
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is not None:
             self._discard()

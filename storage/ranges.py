@@ -80,6 +80,17 @@ class PartLedger:
         with self._lock:
             self._taken.discard(index)
 
+    def shorten(self, nbytes: int) -> None:
+        """The object has `nbytes` from now on: see `ObjectWriter.shorten`."""
+        with self._lock:
+            ends = [part_range(self.nbytes, self.part_nbytes, index).end for index in self._taken]
+            if not 1 <= nbytes <= self.nbytes or max(ends, default=0) > nbytes:
+                raise ValueError(
+                    f"{self.key}: {self.nbytes} bytes cannot become {nbytes}, "
+                    f"{max(ends, default=0)} are written"
+                )
+            self.nbytes = nbytes
+
     def check_complete(self) -> None:
         """Raises ValueError when a part is missing: the object must not be published then."""
         missing = part_count(self.nbytes, self.part_nbytes) - len(self._taken)

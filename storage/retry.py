@@ -290,5 +290,8 @@ class _RetryingWriter(ObjectWriter):
     def write_part(self, index: int, buffers: Sequence[memoryview]) -> None:
         self._policy.run(lambda: self._writer.write_part(index, buffers))
 
+    def shorten(self, nbytes: int) -> None:
+        self._writer.shorten(nbytes)
+
     def __exit__(self, *raised: Any) -> bool | None:
         return self._context.__exit__(*raised)

@@ -30,7 +30,11 @@ class ByteRange(NamedTuple):
 
 
 class ObjectInfo(NamedTuple):
-    """What a listing returns for an object. `modified_unix` is seconds, for display and ages."""
+    """What a listing returns for an object. `modified_unix` is seconds, for display and ages.
+
+    `nbytes` is the object's length. In a listing of an encoded root it is what the object takes in
+    the storage: the length itself stands inside of it.
+    """
 
     key: str
     nbytes: int
@@ -61,6 +65,17 @@ class ObjectWriter(ABC):
         """Write part `index` (from 0): the concatenation of `buffers`. Returns when the buffers may
         change.
         """
+
+    def shorten(self, nbytes: int) -> None:
+        """The object will have `nbytes`, at least 1 and not more than `create` was given.
+
+        For objects whose length is known once they are written. Before the last part is written;
+        raises ValueError when a part was written that ends behind `nbytes`.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} cannot write an object whose length is not known before, which "
+            "compression needs: implement `shorten`"
+        )
 
 
 class JointWriter(ABC):
@@ -100,6 +115,16 @@ class Store(ABC):
     def retries(self) -> int:
         """Requests that were repeated so far because they had failed; 0 where nobody repeats."""
         return 0
+
+    @property
+    def known_encoding(self) -> bytes:
+        """What this store has found out of how its objects are encoded, for other processes with
+        the same store, which then need not ask; b"" for nothing.
+        """
+        return b""
+
+    def learn_encoding(self, known: bytes) -> None:  # noqa: B027 - most stores need not know
+        """Take what `known_encoding` of another process gave. Raises as reading FORMAT does."""
 
     @property
     def patience(self) -> Patience | None:

@@ -181,6 +181,9 @@ class _FaultyWriter(ObjectWriter):
             "write_part", self._key, lambda: self._writer.write_part(index, buffers)
         )
 
+    def shorten(self, nbytes: int) -> None:
+        self._writer.shorten(nbytes)
+
     def __exit__(self, *raised: Any) -> None:
         if self._store.dead:
             return  # a dead process cleans nothing up
@@ -312,6 +315,9 @@ class _CountingWriter(ObjectWriter):
     def write_part(self, index: int, buffers: Sequence[memoryview]) -> None:
         self._store.count("write_part", sum(buffer.nbytes for buffer in buffers))
         self._writer.write_part(index, buffers)
+
+    def shorten(self, nbytes: int) -> None:
+        self._writer.shorten(nbytes)
 
     def __exit__(self, *raised: Any) -> bool | None:
         return self._context.__exit__(*raised)

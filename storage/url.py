@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from storage.encoding.store import ENCODING_OPTIONS, EncodedStore, EncodingOptions
 from storage.errors import InvalidUrlError
 from storage.keys import check_key, redacted
 from storage.local import LocalStore
@@ -34,11 +35,20 @@ def options_of_other(
     other_options: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
     """The options of the store at `other`: its own if it was given any, even none; else those of
-    the store at `url` where both are urls of the same protocol.
+    the store at `url` where both are urls of the same protocol. How a root is encoded does not
+    depend on that: what is copied from an encrypted root is encrypted with the same key, unless
+    another one is given, or None.
     """
-    if other_options is None and not isinstance(url, Store) and not isinstance(other, Store):
-        other_options = options if _split(url_of(url))[0] == _split(url_of(other))[0] else None
-    return dict(other_options or {})
+    own = dict(other_options or {})
+    if isinstance(url, Store) or isinstance(other, Store):
+        return own
+    is_same = other_options is None and _split(url_of(url))[0] == _split(url_of(other))[0]
+    inherited = {
+        name: value
+        for name, value in (options or {}).items()
+        if is_same or name in ENCODING_OPTIONS
+    }
+    return {**inherited, **own}
 
 
 def open_store(
@@ -60,9 +70,22 @@ def open_store(
       takes this way for a protocol that has a store of its own;
     - a `Store`: it has its options already, and closing what is returned leaves it open.
 
+    Two options are for all of them, and for objects of a root alone: `encryption_key` (32 bytes,
+    the path of a file with them, or a function that returns them for the id of a key) and
+    `compression` ("zstd", or with a level "zstd:3"). They say how a new root is encoded; of an
+    existing one, only the key of an encrypted one has to be given. See `storage.encoding`.
+
     `retry` applies to stores behind a network, those of callers included unless they repeat what
     fails themselves; None means the usual policy. Raises InvalidUrlError.
     """
+    encoding = EncodingOptions.taken_from(storage_options)
+    return EncodedStore(_open_plain(url, retry, storage_options), encoding)
+
+
+def _open_plain(
+    url: StoreLike, retry: RetryPolicy | None, storage_options: dict[str, Any]
+) -> Store:
+    """The store at `url`, whose objects are those of the storage."""
     if isinstance(url, Store):
         if storage_options:
             raise InvalidUrlError(

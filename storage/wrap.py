@@ -41,6 +41,13 @@ class WrappedStore(Store):
         return self.inner.retries
 
     @property
+    def known_encoding(self) -> bytes:
+        return self.inner.known_encoding
+
+    def learn_encoding(self, known: bytes) -> None:
+        self.inner.learn_encoding(known)
+
+    @property
     def patience(self) -> Patience | None:
         return self.inner.patience
 

@@ -24,7 +24,7 @@ def open_s3(url: str, place: str, options: dict[str, Any], retry: RetryPolicy) -
             "storage options, in the environment, or in ~/.aws"
         )
     if not BUCKET_PATTERN.fullmatch(bucket):
-        raise InvalidUrlError(f"{url!r}: {bucket!r} is no bucket name; write s3://BUCKET/PREFIX")
+        raise InvalidUrlError(f"{url!r}: {bucket!r} is not a bucket name; write s3://BUCKET/PREFIX")
     prefix = prefix.strip("/")
     if prefix:
         check_key(prefix)

@@ -174,6 +174,8 @@ class S3Writer(ObjectWriter):
         # Read back to find out whether it was our own request that made the object.
         self._metadata = {_WRITE_ID: begun["write"]}
         self._small = b""
+        # As it begins: an object that is shortened to one part stays an upload.
+        self.in_parts = part_count(ledger.nbytes, ledger.part_nbytes) > 1
         self._upload_id: str = begun["upload"]
         self._parts: dict[int, dict[str, Any]] = {}
         self._is_sent_again = False  # whether a second request to publish is under way or was
@@ -215,10 +217,6 @@ class S3Writer(ObjectWriter):
         except StorageError as error:
             raise OutcomeUnknownError(f"{error}; the object may exist") from error
 
-    @property
-    def in_parts(self) -> bool:
-        return part_count(self._ledger.nbytes, self.part_nbytes) > 1
-
     def __enter__(self) -> S3Writer:
         if self.in_parts:
             algorithm = {"ChecksumAlgorithm": "CRC32C"} if self._store.checksums else {}
@@ -243,6 +241,9 @@ class S3Writer(ObjectWriter):
         except BaseException:
             self._ledger.release(index)
             raise
+
+    def shorten(self, nbytes: int) -> None:
+        self._ledger.shorten(nbytes)
 
     def _send_part(self, index: int, views: Sequence[memoryview]) -> None:
         self._parts[index] = self._store.put_part(self._ledger.key, self._upload_id, index, views)

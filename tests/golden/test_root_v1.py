@@ -16,7 +16,7 @@ from torch import nn
 import ckpt
 from ckpt.state.types import PerRank
 from storage import open_store
-from tests.e2e.job import Job, Sharded
+from tests.e2e.job import Job, Sharded, StoreOf
 
 ROOT = Path(__file__).parent / "root_v1"
 RANKS = 3
@@ -48,7 +48,12 @@ def _state(step: int, rank: int, size: int, *, blank: bool = False) -> dict[str,
     return {"sharded": sharded, "plain": full, "value": value, "position": position}
 
 
-def _assert_is(state: dict[str, Any], step: int, rank: int, size: int) -> None:
+def blank_state(rank: int, size: int) -> dict[str, Any]:
+    """What a load fills."""
+    return _state(1, rank, size, blank=True)
+
+
+def assert_is(state: dict[str, Any], step: int, rank: int, size: int) -> None:
     expected = _state(step, rank, size)
     for name, module in expected["sharded"].items():
         assert torch.equal(state["sharded"][name].local, module.local), name
@@ -66,7 +71,7 @@ def test_every_step_of_the_golden_root_loads_on_other_rank_counts() -> None:
             reports = job.load(lambda rank, states=states: states[rank], step=step)
             assert [report.step for report in reports] == [step] * size
             for rank, state in enumerate(states):
-                _assert_is(state, step, rank, size)
+                assert_is(state, step, rank, size)
 
 
 def test_the_golden_root_opens_and_verifies_without_a_state() -> None:
@@ -76,11 +81,12 @@ def test_the_golden_root_opens_and_verifies_without_a_state() -> None:
         assert torch.equal(opened["plain.complex"], _full(2)["complex"])
 
 
-def _make(directory: str) -> None:
-    job = Job(RANKS, lambda rank: open_store(directory))
-    for step in (1, 2):
+def make(store_of: StoreOf, steps: int) -> None:
+    """Save the first `steps` steps by all ranks."""
+    job = Job(RANKS, store_of)
+    for step in range(1, steps + 1):
         job.save(lambda rank, step=step: _state(step, rank, RANKS), step=step)
 
 
 if __name__ == "__main__":
-    _make(sys.argv[1])
+    make(lambda rank: open_store(sys.argv[1]), 2)

@@ -250,7 +250,7 @@ def test_a_deadline_names_the_object_and_a_line_of_the_log_comes_long_before(
         sim.race(sim.request(1e6, 1e6))
     assert sim.loop.time() - began == pytest.approx(60 + 512, abs=1)
     lines = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert lines[0].startswith("rank 3: write a: no answer for 10 s, where its like take 1 s; ")
+    assert lines[0].startswith("rank 3: write a: no answer for 10 s, others like it take 1 s; ")
     assert 10 < len(lines) < 20  # every half a minute
 
 

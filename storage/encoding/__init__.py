@@ -1,0 +1,1 @@
+"""Stores whose objects are encrypted, compressed, or both: FORMAT.md, "Encoded roots"."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import threading
 from collections.abc import Mapping
@@ -138,7 +139,9 @@ def _session_key(
 
 
 def _store_key(url: StoreLike, storage_options: Mapping[str, Any] | None) -> tuple[str, str]:
-    options = repr(sorted((storage_options or {}).items()))
+    # A digest: options may hold secrets, and what remembers stores may be shown.
+    shown = repr(sorted((storage_options or {}).items()))
+    options = hashlib.sha256(shown.encode("utf-8", "backslashreplace")).hexdigest()
     if isinstance(url, Store):
         # Its url is for messages: two stores in memory may well have the same one.
         return url.url, f"Store {url.place} {options}"

@@ -12,10 +12,10 @@ from typing import Any
 from ckpt.errors import Corrupt
 
 VERSION = 1
-# Values with one of these keys, which say of what tensors consist: readers of version 1 alone would
-# hand them out as dicts.
+# Values with one of these keys, which say of what tensors consist, or what a leaf was: readers of
+# version 1 alone would hand them out as dicts.
 VERSION_OF_TYPED = 2
-TYPED_KEYS = frozenset({"$tensor_type", "$fields"})
+TYPED_KEYS = frozenset({"$tensor_type", "$fields", "$data"})
 DEPTH_MAX = 100
 # An empty list takes 2 bytes here and 64 in memory: without a limit a file could exhaust memory.
 CONTAINERS_MAX = 1 << 20

@@ -155,7 +155,7 @@ def with_writers(
         if problem.startswith(f"{fqn}: "):
             writers = np.unique(writers_of(tensor)).tolist()
             text = f"{problem} (written by ranks {writers[:20]})"
-            return f"{text}; {_TWO_MODELS}" if "overlap" in problem else text
+            return f"{text}; {TWO_MODELS}" if "overlap" in problem else text
     return problem
 
 
@@ -362,7 +362,7 @@ def _run_index(lengths: Ints, order: npt.NDArray[np.intp]) -> Ints:
     return narrowed(np.arange(int(targets[-1])) + np.repeat(sources - targets[:-1], sizes))
 
 
-_TWO_MODELS = (
+TWO_MODELS = (
     "they are no declared replicas of each other: give each model a name of its own in the state, "
     "or save each with process_group= its ranks"
 )

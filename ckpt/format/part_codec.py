@@ -14,6 +14,7 @@ import numpy as np
 from ckpt.errors import Corrupt
 from ckpt.format.blake3 import digests_from
 from ckpt.format.columns import Ints, as_int64s, unpack_ints, unpack_map
+from ckpt.format.datafile import NDIM_MAX
 from ckpt.format.manifest import BoxTable, Int64s, starts_of
 from ckpt.format.part import Part, ReplicaColumns, TensorRecord
 
@@ -96,6 +97,10 @@ class PartReader:
     def _structure(self, fixed: Mapping[str, memoryview], digest: bytes) -> PartStructure:
         rank, files, aliases = json.loads(bytes(fixed["texts"]))
         chunks, box_count, replicas = np.frombuffer(fixed["counts"], dtype="<u8").tolist()
+        _check_count(fixed, "chunk", chunks)
+        _check_count(fixed, "replica", replicas)
+        if box_count > chunks:
+            raise Corrupt(f"rank {rank}: {box_count} boxes of {chunks} chunks")
 
         def ints(name: str, count: int) -> Ints:
             return unpack_ints(fixed[name], count, name)
@@ -178,11 +183,22 @@ class PartReader:
         )
 
 
+def _check_count(fixed: Mapping[str, memoryview], name: str, count: int) -> None:
+    """Raises Corrupt for more chunks or replicas than there can be, before memory is taken for
+    them: no two begin at the same element of a tensor, so one of the columns has a byte for each.
+    """
+    if count > 1 and count > max(len(fixed[f"{name}_tensors"]), len(fixed[f"{name}_starts"])):
+        raise Corrupt(f"{count} of {name}: more than the columns can hold")
+
+
 def decode_tensors(data: bytes) -> tuple[TensorRecord, ...]:
     """The inverse of `encode_tensors`."""
     fields = unpack_map(zlib.decompress(data))
     dtype_names, fqns = json.loads(bytes(fields["texts"]))
-    ndims = starts_of(unpack_ints(fields["ndims"], len(fqns), "ndims")).tolist()
+    counts = unpack_ints(fields["ndims"], len(fqns), "ndims")
+    if len(counts) and int(counts.max()) > NDIM_MAX:
+        raise Corrupt(f"a tensor of {int(counts.max())} dims, at most {NDIM_MAX}")
+    ndims = starts_of(counts).tolist()
     dims = unpack_ints(fields["dims"], ndims[-1], "dims").tolist()
     shapes = [tuple(dims[a:b]) for a, b in pairwise(ndims)]
     ids = unpack_ints(fields["dtype_ids"], len(fqns), "dtype_ids").tolist()

@@ -8,6 +8,7 @@ from ckpt.errors import Corrupt
 from ckpt.format.blake3 import DIGEST_NBYTES, Digests, digests_from, no_digests
 from ckpt.format.checksum import crc32c
 from ckpt.format.checksum_tables import Seal, seal_of
+from ckpt.format.damage import raising_corrupt
 from ckpt.format.datafile import DIGESTS
 from ckpt.format.datafile_index import DataFileIndex, read_data_file_index
 from storage import ShortReadError, Store
@@ -16,9 +17,12 @@ from storage import ShortReadError, Store
 def read_into(
     store: Store, key: str, start: int, buffers: Sequence[memoryview], *, direct: bool = False
 ) -> None:
-    """`get_into` of a data file. Raises Corrupt when the file ends too early."""
+    """`get_into` of a data file. Raises Corrupt when the file ends too early, or is encoded and
+    damaged.
+    """
     try:
-        (store.get_direct_into if direct else store.get_into)(key, start, buffers)
+        with raising_corrupt():
+            (store.get_direct_into if direct else store.get_into)(key, start, buffers)
     except ShortReadError as error:
         raise Corrupt(
             f"{error}: the file was cut. Load an older step, or restore this file from a copy."

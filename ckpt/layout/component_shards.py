@@ -32,6 +32,7 @@ from ckpt.layout.tensor import is_plain, memory_of
 
 __all__ = [
     "ComponentShard",
+    "copy_of_shard",
     "global_shape",
     "is_repeated",
     "laid_out_like",
@@ -236,6 +237,11 @@ def laid_out_like(
         for name, shape in cutting.local_shapes.items()
     }
     return _parts_of(memory, sharded, None).components
+
+
+def copy_of_shard(shard: ComponentShard) -> ComponentShard:
+    """The same elements in memory of their own, in the same place."""
+    return _shard(_memory(shard).clone(), shard.component, shard.sharded)
 
 
 def zeros_like_shard(shard: ComponentShard) -> ComponentShard:

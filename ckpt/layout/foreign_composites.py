@@ -17,10 +17,12 @@ from ckpt.layout.composite import CompositeType, Parts, wrapper_type
 from ckpt.layout.region import Shape
 
 __all__ = [
+    "class_at",
     "class_named",
     "library_buffers",
     "library_type_named",
     "library_type_of",
+    "name_in",
     "name_of_class",
 ]
 
@@ -65,7 +67,7 @@ _MODULES: dict[str, str] = {"bitsandbytes.Linear8bitLt": "bitsandbytes.nn"}
 
 def library_type_of(tensor: Any) -> CompositeType | None:
     """The type of a tensor, if its class is one of a known library."""
-    name = _name_in(_TYPES, type(tensor))
+    name = name_in(_TYPES, type(tensor))
     # Before it is quantized, it is a parameter like others.
     if name is None or (name == _PARAMS_4BIT and tensor.quant_state is None):
         return None
@@ -75,7 +77,7 @@ def library_type_of(tensor: Any) -> CompositeType | None:
 @cache
 def library_type_named(name: str) -> CompositeType | None:
     """The type that is called `name` in checkpoints; None when its library is not installed."""
-    kind = _class_at(_TYPES[name], name) if name in _TYPES else None
+    kind = class_at(_TYPES[name], name) if name in _TYPES else None
     if kind is None:
         return None
     if name == _PARAMS_4BIT:
@@ -90,25 +92,27 @@ def library_type_named(name: str) -> CompositeType | None:
 
 def name_of_class(kind: type) -> str | None:
     """What a class that may stand in contexts is called in checkpoints."""
-    return _name_in(_CLASSES, kind)
+    return name_in(_CLASSES, kind)
 
 
 def class_named(name: str) -> type | None:
     """The inverse of `name_of_class`; None when its library is not installed."""
-    return _class_at(_CLASSES[name], name) if name in _CLASSES else None
+    return class_at(_CLASSES[name], name) if name in _CLASSES else None
 
 
-def _name_in(table: Mapping[str, str], kind: type) -> str | None:
+def name_in(table: Mapping[str, str], kind: type) -> str | None:
+    """What `table`, of names and the modules that have them, calls a class; None if it has not."""
     library = kind.__module__.partition(".")[0]
     name = f"{library}.{kind.__name__}"
     if name not in table:
         return None
     # Its own library has it by then; another class of the same name is another type.
-    return name if _class_at(table[name], name) is kind else None
+    return name if class_at(table[name], name) is kind else None
 
 
 @cache
-def _class_at(module: str, name: str) -> type | None:
+def class_at(module: str, name: str) -> type | None:
+    """The class `name`, which begins with its library; None when that is not installed."""
     try:
         kind = getattr(import_module(module), name.partition(".")[2], None)
     except ImportError:
@@ -123,7 +127,7 @@ def library_buffers(module: Any) -> dict[str, torch.Tensor]:
     """Tensors of a library's module that are no buffers of it and belong to its weights, by the
     names that the library's own state dicts give them.
     """
-    if _name_in(_MODULES, type(module)) is None or module.state.has_fp16_weights:
+    if name_in(_MODULES, type(module)) is None or module.state.has_fp16_weights:
         return {}
     # Scales of the rows; with the first forward they move from the weight to the module's state.
     scales = getattr(module.weight, "SCB", None)
@@ -163,8 +167,8 @@ def _take_4bit(tensor: Any) -> Parts:
 
 def _build_4bit(parts: Parts, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
     components, context = parts
-    make_state: Any = _class_at("bitsandbytes.functional", "bitsandbytes.QuantState")
-    make: Any = _class_at(_TYPES[_PARAMS_4BIT], _PARAMS_4BIT)
+    make_state: Any = class_at("bitsandbytes.functional", "bitsandbytes.QuantState")
+    make: Any = class_at(_TYPES[_PARAMS_4BIT], _PARAMS_4BIT)
     inner = None
     if "nested_absmax" in components:
         inner = make_state(

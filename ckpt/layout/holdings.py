@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ckpt.layout.component_shards import is_repeated
+from ckpt.layout.copies import with_copies
 from ckpt.layout.kind import Kind
 from ckpt.layout.modules import describe_tensor
 from ckpt.layout.piece import Holding, Owned, Piece, View
@@ -79,7 +80,7 @@ def tensor_holdings(
     UnsupportedTensor, with the name, when it cannot take part.
     """
     if like is None:
-        owned = describe_tensor(fqn, tensor, ranks)
+        owned = with_copies(describe_tensor(fqn, tensor, ranks), lambda name: name, ranks)
     else:
         owned = describe_tensor(
             fqn,

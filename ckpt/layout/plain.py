@@ -20,6 +20,7 @@ from ckpt.layout.region import Shape, whole
 from ckpt.layout.tensor import PLAIN_CLASSES
 
 _BY_EVERYONE: Mapping[str, tuple[int, ...]] = MappingProxyType({})
+_NO_COPIES: Mapping[str, tuple[tuple[int, ...], ...]] = MappingProxyType({})
 
 
 class Ranks(NamedTuple):
@@ -28,12 +29,14 @@ class Ranks(NamedTuple):
     Everything else in this package speaks of indices into `global_ranks`.
 
     `held` has, by name, who holds the plain tensors that some ranks hold and others do not. Nothing
-    in a tensor says so; the ranks have told each other.
+    in a tensor says so; the ranks have told each other. `copies` has, by full name, the groups of
+    ranks of which each has all of a tensor that engines lay out; see `ckpt.layout.copies`.
     """
 
     rank: int
     global_ranks: tuple[int, ...]
     held: Mapping[str, tuple[int, ...]] = _BY_EVERYONE
+    copies: Mapping[str, tuple[tuple[int, ...], ...]] = _NO_COPIES
 
     @classmethod
     def alone(cls) -> Ranks:

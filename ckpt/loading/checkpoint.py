@@ -36,16 +36,19 @@ def open_checkpoint(
     url: StoreLike,
     step: SupportsIndex | None = None,
     storage_options: Mapping[str, Any] | None = None,
+    *,
+    attempt: str = "",
 ) -> Checkpoint:
     """The checkpoint of `step`, by default the latest one, for reading.
 
-    `url` is a root, or a step directory wherever it was copied to. Reads the manifest only. Raises
+    `url` is a root, or a step directory wherever it was copied to. In a root, `attempt` names one
+    of several checkpoints of a step, as `list_steps` has them. Reads the manifest only. Raises
     NoCheckpoint when there is none, Corrupt when the log or the manifest is damaged,
     UnsupportedFormat when a newer version wrote it, and the store's errors.
     """
     store = open_store(url, **(storage_options or {}))
     try:
-        return Checkpoint(store, find_checkpoint(store, step))
+        return Checkpoint(store, find_checkpoint(store, step, attempt=attempt))
     except BaseException:
         store.close()
         raise

@@ -155,13 +155,16 @@ def _live_entries(store: Store) -> tuple[LiveEntry, ...]:
         raise
 
 
-def find_checkpoint(store: Store, step: SupportsIndex | None = None) -> LocatedCheckpoint:
-    """The checkpoint of `step` in a root, by default the latest, or the one of a step directory.
+def find_checkpoint(
+    store: Store, step: SupportsIndex | None = None, *, attempt: str = ""
+) -> LocatedCheckpoint:
+    """The checkpoint of `step` or `attempt` in a root, by default the latest, or the one of a step
+    directory.
 
     Raises like `open_checkpoint`.
     """
     number: int | None = plain_int(step)
-    located = locate(store, number)
+    located = locate(store, number, attempt=attempt)
     where = f"{store.url}/{located.prefix}{MANIFEST_NAME}"
     try:
         manifest = decode_manifest(located.data)

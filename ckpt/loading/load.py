@@ -9,6 +9,7 @@ import logging
 import secrets
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -37,15 +38,20 @@ from ckpt.loading.shared_reads import (
 )
 from ckpt.loading.unasked import left_by_all
 from ckpt.state.bind import Binding, bind_state
+from ckpt.state.bind_stacks import in_stored_form
 from ckpt.state.half_loaded import filling
 from ckpt.state.matching import Tally, total, with_nearest
 from ckpt.state.requested import CHECKPOINT
+from ckpt.state.stacks import Restacked, Stacks, restack, stack_rules
 from ckpt.state.types import Catalog, Loaded, ProblemKind, Strict, TensorEntry
 from ckpt.telemetry.recorder import PhaseSpan, Recorder
 from ckpt.world.base import World, collectively
 from storage import StorageError, Store
 
 logger = logging.getLogger(__name__)
+
+Reading = Callable[[frozenset[str]], AbstractContextManager[None]]
+"""What surrounds the reads of a rank, given the keys of the files that it reads. Collective."""
 
 _SUMS = struct.Struct("<8Q")
 RETIRED_MAX = 20  # times in a row that retention may be faster than one load
@@ -58,6 +64,7 @@ class LoadOptions:
     strict: Strict = True
     rename: Callable[[str], str] | Mapping[str, str] | None = None
     skip: Callable[[str], bool] | Iterable[str] = ()
+    stacks: Stacks = field(default_factory=dict)
     path: ReadPath = field(default_factory=ReadPath)
     sharing: ShareLimits = field(default_factory=ShareLimits)
 
@@ -101,7 +108,7 @@ def load_state(
     for _ in range(RETIRED_MAX):
         try:
             with recorder.span("manifest"):
-                prefix, manifest = _manifest(store, world, step, attempt)
+                prefix, manifest = broadcast_manifest(store, world, step, attempt)
             report = _fill(state, store, world, (prefix, manifest), (options, recorder))
             return replace(report, spans=recorder.spans(), counters=recorder.counters())
         except LoadInterrupted as interrupted:
@@ -128,6 +135,23 @@ def load_state(
     raise last
 
 
+def load_located(
+    state: Any,
+    *,
+    store: Store,
+    world: World,
+    located: tuple[str, Manifest],
+    options: LoadOptions,
+    reading: Reading,
+) -> LoadReport:
+    """Fill `state` from the checkpoint with this prefix and manifest, the same on all ranks, whose
+    files `store` has. Collective; raises like `load_state`.
+    """
+    recorder = Recorder()
+    report = _fill(state, store, world, located, (options, recorder), reading)
+    return replace(report, spans=recorder.spans(), counters=recorder.counters())
+
+
 def _was_retired(store: Store, world: World, attempt: str) -> bool:
     """Whether the log no longer has `attempt`. The coordinator reads it; False when it cannot."""
     answer = b""
@@ -148,6 +172,7 @@ def _fill(
     world: World,
     located: tuple[str, Manifest],
     how: tuple[LoadOptions, Recorder],
+    reading: Reading = lambda keys: nullcontext(),
 ) -> LoadReport:
     prefix, manifest = located
     options, recorder = how
@@ -156,17 +181,17 @@ def _fill(
     where = f"{path} (step {header.step}, {header.attempt})"
     with recorder.span("bind"):
         binding = collectively(
-            world, "compare", lambda: _bind(state, manifest, world, options, where)
+            world, "compare", lambda: bind_to(state, manifest, world, options, where)
         )
     with recorder.span("plan"):
         reader = collectively(world, "plan", lambda: _reader(store, located, binding, options.path))
         # Where one rank has a place for everything, no other has to be asked.
         has_left = options.strict is True and len(binding.fatal) > len(binding.fatal_here)
-        mine = _Sums(binding.tally, has_left=has_left)
-        groups, sums = _groups(reader, manifest, world, options, mine)
+        mine = LoadSums(binding.tally, has_left=has_left)
+        groups, sums = groups_of_needs(reader, manifest, world, options, mine)
         if world.size > 1 and sums.has_left == world.size:
-            _refuse_left(binding, catalog_of(manifest), world, where)
-        warnings = _warnings(binding, manifest, world, sums.tally, where)
+            _refuse_left(binding, _catalog(manifest, options, where).catalog, world, where)
+        warnings = warnings_of(binding, manifest, world, sums.tally, where)
 
     def prepare() -> Sharing:
         sharing = share(reader.blocks, groups, world.rank, options.sharing)
@@ -177,8 +202,8 @@ def _fill(
     # Everything that can be refused was refused: from here on a failure leaves a state of two
     # checkpoints.
     with filling(state, f"step {manifest.header.step} ({manifest.header.attempt})"):
-        with recorder.span("read"):
-            _transfer(reader, sharing, world, options, sums)
+        with recorder.span("read"), reading(reader.keys_of(sharing)):
+            transfer(reader, sharing, world, options, sums)
         with recorder.span("finish"):
             loaded = collectively(world, "finish", binding.finish)
     recorder.count("read_bytes", reader.nbytes_read)
@@ -195,17 +220,21 @@ def _fill(
     )
 
 
-def _manifest(store: Store, world: World, step: int | None, attempt: str) -> tuple[str, Manifest]:
+def broadcast_manifest(
+    store: Store, world: World, step: int | None, attempt: str
+) -> tuple[str, Manifest]:
     """The coordinator reads the manifest and broadcasts it; every rank decodes it."""
 
     def read() -> bytes:
         located = locate(store, step, attempt=attempt)
         # The step travels along: a rank that passed another one must not load this one unnoticed.
-        return b"\n".join([located.prefix.encode(), str(step).encode(), located.data])
+        # So does what FORMAT says of data files: thousands of ranks need not read it as well.
+        lines = [located.prefix.encode(), str(step).encode(), store.known_encoding.hex().encode()]
+        return b"\n".join([*lines, located.data])
 
     data = collectively(world, "locate", read if world.rank == 0 else lambda: b"")
     message = world.broadcast("manifest", data if world.rank == 0 else None)
-    prefix, step_of_rank0, encoded = message.split(b"\n", 2)
+    prefix, step_of_rank0, encoding, encoded = message.split(b"\n", 3)
 
     def decode() -> Manifest:
         requested = step_of_rank0.decode()
@@ -213,6 +242,7 @@ def _manifest(store: Store, world: World, step: int | None, attempt: str) -> tup
             raise Mismatch(
                 [f"step={step} was passed where rank 0 passed step={requested}; pass the same"]
             )
+        store.learn_encoding(bytes.fromhex(encoding.decode()))
         manifest = decode_manifest(encoded)
         if step is not None and manifest.header.step != step:
             raise NoCheckpoint(f"{store.url} is step {manifest.header.step}, not step {step}")
@@ -222,13 +252,14 @@ def _manifest(store: Store, world: World, step: int | None, attempt: str) -> tup
     return prefix.decode(), collectively(world, "decode", decode)
 
 
-def _bind(
+def bind_to(
     state: Any, manifest: Manifest, world: World, options: LoadOptions, where: str
 ) -> Binding:
     """The live memory that the checkpoint fills. Raises Mismatch with everything that is wrong."""
+    restacked = _catalog(manifest, options, where)
     binding = bind_state(
         state,
-        catalog_of(manifest),
+        restacked.catalog,
         Ranks(world.rank, world.global_ranks),
         strict=options.strict,
         rename=options.rename,
@@ -238,7 +269,18 @@ def _bind(
     fatal = binding.fatal if world.size == 1 else binding.fatal_here
     if fatal:
         raise Mismatch(fatal, where)
-    return binding
+    return in_stored_form(binding, restacked) if restacked.origins else binding
+
+
+def _catalog(manifest: Manifest, options: LoadOptions, where: str) -> Restacked:
+    """What the checkpoint has, in the form that `stacks` says. Raises Mismatch for rules that it
+    does not fit.
+    """
+    rules = stack_rules((old, new) for new, old in options.stacks.items())
+    restacked = restack(catalog_of(manifest), rules)
+    if restacked.problems:
+        raise Mismatch([f"stacks=: {problem}" for problem in restacked.problems], where)
+    return restacked
 
 
 def _refuse_left(binding: Binding, catalog: Catalog, world: World, where: str) -> None:
@@ -247,7 +289,7 @@ def _refuse_left(binding: Binding, catalog: Catalog, world: World, where: str) -
     world.agree("compare", Mismatch([one.text for one in left], where) if left else None)
 
 
-def _warnings(
+def warnings_of(
     binding: Binding, manifest: Manifest, world: World, tally: Tally, where: str
 ) -> tuple[str, ...]:
     """The warning when the checkpoint has only a small share of the state's names.
@@ -295,7 +337,7 @@ def _reader(
 _NO_WEIGHT = Weight(0, 0, 0)
 
 
-class _Sums(NamedTuple):
+class LoadSums(NamedTuple):
     """What all ranks together report before they read, and a name for this load.
 
     `has_left` counts the ranks whose state has no place for something of the checkpoint.
@@ -310,15 +352,15 @@ class _Sums(NamedTuple):
         return _SUMS.pack(*self.tally, *self.weight, self.has_left) + self.name.encode()
 
     @classmethod
-    def decode(cls, data: bytes) -> _Sums:
+    def decode(cls, data: bytes) -> LoadSums:
         *numbers, has_left = _SUMS.unpack_from(data)
         name = data[_SUMS.size :].decode()
         return cls(Tally(*numbers[:4]), Weight(*numbers[4:]), has_left, name)
 
 
-def _groups(
-    reader: Reader, manifest: Manifest, world: World, options: LoadOptions, mine: _Sums
-) -> tuple[list[Group], _Sums]:
+def groups_of_needs(
+    reader: Reader, manifest: Manifest, world: World, options: LoadOptions, mine: LoadSums
+) -> tuple[list[Group], LoadSums]:
     """With whom this rank shares what it needs, and the sums over all ranks."""
     needs, limits = reader.blocks.runs(), options.sharing
     groups: list[Group] = []
@@ -332,22 +374,22 @@ def _groups(
     return groups, sums
 
 
-def _summed(world: World, mine: _Sums) -> _Sums:
+def _summed(world: World, mine: LoadSums) -> LoadSums:
     """The sums of what all ranks report, added up by rank 0 and broadcast."""
     reports = world.gather_to_coordinator("needs", mine.encode())
     answer = None
     if reports is not None:
-        every = [_Sums.decode(one) for one in reports]
+        every = [LoadSums.decode(one) for one in reports]
         weights = zip(*(one.weight for one in every), strict=True)
         weight = Weight(*(sum(column) for column in weights))
         tally = total([one.tally for one in every])
         has_left = sum(one.has_left for one in every)
-        answer = _Sums(tally, weight, has_left, secrets.token_hex(8)).encode()
-    return _Sums.decode(world.broadcast("sums of needs", answer))
+        answer = LoadSums(tally, weight, has_left, secrets.token_hex(8)).encode()
+    return LoadSums.decode(world.broadcast("sums of needs", answer))
 
 
-def _transfer(
-    reader: Reader, sharing: Sharing, world: World, options: LoadOptions, sums: _Sums
+def transfer(
+    reader: Reader, sharing: Sharing, world: World, options: LoadOptions, sums: LoadSums
 ) -> None:
     """Read, exchange and deliver all bytes. A failure on one rank is raised on all of them."""
     # Private blocks first: a damaged one ends the load before any bytes are sent between ranks.

@@ -240,6 +240,15 @@ def _packable(manifest: Manifest) -> dict[str, int]:
     return dict(zip(names, chunks[is_small].tolist(), strict=True))
 
 
+def chunks_of(manifest: Manifest, pieces: Sequence[Piece]) -> list[list[int]]:
+    """For each piece the chunks that have any of its elements."""
+    chunks = _Chunks(manifest, wanted=len(pieces))
+    return [
+        [chunk for chunk, _ in chunks.meeting(piece)] if piece.local_region.numel else []
+        for piece in pieces
+    ]
+
+
 class _Chunks:
     """The chunks of a manifest, looked up by piece. Columns are lists where most are wanted."""
 

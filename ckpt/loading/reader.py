@@ -34,10 +34,17 @@ from ckpt.layout.memory import CallersStreams, devices_of, narrowed, tensor_over
 from ckpt.layout.region import row_major_strides
 from ckpt.layout.reshard import clip_patch
 from ckpt.loading.block_sums import BlockSums, TableRange, cache_prefix
-from ckpt.loading.byte_line import Ints, NeededBlocks, file_starts, length, requests
+from ckpt.loading.byte_line import (
+    Ints,
+    NeededBlocks,
+    expanded,
+    file_starts,
+    length,
+    requests,
+)
 from ckpt.loading.in_flight import Read, RequestWindow, run_within
 from ckpt.loading.plan import PACKED_COUNT_MIN, Need, ReadPath, ReadPlan, Scatter, whole_need
-from ckpt.loading.shared_reads import SharedRun
+from ckpt.loading.shared_reads import SharedRun, Sharing
 from storage import ByteRange
 
 
@@ -175,6 +182,15 @@ class Reader:
                     stop = table.stop
             ranges.append(ReadRange(file, start, stop, nbytes))
         return ranges
+
+    def keys_of(self, sharing: Sharing) -> frozenset[str]:
+        """The keys of the files that this rank itself reads, of what `sharing` gives it."""
+        own = [(run.start, run.stop) for run in sharing.shared if run.source is None]
+        runs = np.concatenate([sharing.private, np.array(own, dtype=np.int64).reshape(-1, 2)])
+        # A run may go over the end of a file, where blocks of the next one follow at once.
+        first = np.searchsorted(self._files, runs[:, 0], side="right") - 1
+        last = np.searchsorted(self._files, runs[:, 1], side="left")
+        return frozenset(self._keys[file] for file in expanded(first, last).tolist())
 
     def _range(self, rows: Ints) -> tuple[int, int, int]:
         """The file of a request, and where it starts and stops in it."""
@@ -415,7 +431,7 @@ class Reader:
             offset = patch.source_base - first
             offset += sum(o * s for o, s in zip(patch.source_box.offset, strides, strict=True))
             source = elements.as_strided(patch.source_box.shape, strides, offset)
-            with _may_write(scatter.target):
+            with may_write(scatter.target):
                 narrowed(scatter.target, patch.target_box).copy_(source)
 
 
@@ -438,7 +454,7 @@ def _run_all(
                 future.cancel()
 
 
-def _may_write(tensor: torch.Tensor) -> contextlib.AbstractContextManager[None]:
+def may_write(tensor: torch.Tensor) -> contextlib.AbstractContextManager[None]:
     """The context in which `tensor` may be changed: torch refuses in-place operations on inference
     tensors outside of inference mode.
     """

@@ -18,7 +18,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -27,6 +27,7 @@ from typing import Literal
 from ckpt.commit.patience import HURRIED_SECONDS, patience_for
 from ckpt.errors import Forked, NamesChanged, SaveDropped
 from ckpt.format.part import Part
+from ckpt.saving.alike import difference_of
 from ckpt.saving.publish import publish
 from ckpt.saving.report import SaveReport
 from ckpt.saving.save import report_names_of_copied
@@ -39,6 +40,7 @@ from ckpt.world.base import World
 logger = logging.getLogger(__name__)
 
 WhenBusy = Literal["wait", "skip", "replace"]
+Publish = Callable[[SaveTask, Callable[[], Sequence[str]], Callable[[Attempt], Part]], SaveReport]
 
 EXIT_SECONDS_MAX = 300.0  # how long an ending interpreter waits for a save: an estimate
 
@@ -77,7 +79,7 @@ class PendingSave:
 
     @property
     def blocked_seconds(self) -> float:
-        """How long training stood still for this save, so far: in the call, and before steps."""
+        """How long this save has blocked the training so far: in the call, and before steps."""
         return self.call_seconds + self._gate.waited_seconds
 
     @property
@@ -226,8 +228,11 @@ class Background:
         for pending in self._pending:
             pending._is_dropped.set()
 
-    def start(self, task: SaveTask, begin: Callable[[], Staged]) -> PendingSave:
-        """Stage by `begin` in this thread, and do everything else in the worker.
+    def start(
+        self, task: SaveTask, begin: Callable[[], Staged], *, publish: Publish = publish
+    ) -> PendingSave:
+        """Stage by `begin` in this thread, and do everything else in the worker, which makes the
+        checkpoint exist by `publish`.
 
         Returns when `begin` has returned, or with `is_blocking` when everything is copied. An error
         of `begin` is reported to all ranks and raised by `result`.
@@ -241,7 +246,7 @@ class Background:
         pending: PendingSave | None = None
         try:
             pending = PendingSave(task.step, staged.gate)
-            self._submit(pending, partial(_run, pending, task, staged))
+            self._submit(pending, partial(_run, pending, task, staged, publish))
             if staged.is_blocking:
                 pending.wait_staged()
         except BaseException:  # Ctrl-C too
@@ -315,13 +320,15 @@ def _answer(future: Future[SaveReport], run: Callable[[], SaveReport]) -> None:
         future.set_result(report)
 
 
-def _run(pending: PendingSave, task: SaveTask, staged: Staged) -> SaveReport:
+def _run(pending: PendingSave, task: SaveTask, staged: Staged, publish: Publish) -> SaveReport:
     def give_up() -> None:
         if pending._is_dropped.is_set():
             raise SaveDropped(f"the save of step {task.step} was dropped for a newer one")
 
     def write(attempt: Attempt) -> Part:
         pending.attempt = attempt.header.attempt
+        if difference is not None:
+            raise difference
         return staged.write(attempt, give_up)
 
     def blocked_seconds() -> float:
@@ -339,6 +346,7 @@ def _run(pending: PendingSave, task: SaveTask, staged: Staged) -> SaveReport:
             task.session.world.agree("begin", error)
         except NamesChanged:
             report_names_of_copied(staged.contents, task)
+        difference = difference_of(task, staged.contents, staged.digests)
         watched = replace(task, blocked_seconds=blocked_seconds)
         with pending._patient(task):
             return publish(watched, lambda: staged.contents.modules, write)

@@ -5,6 +5,9 @@ ranks tell each other the names of what they hold, in two rounds at the first sa
 whenever the names have changed on any rank. Most trainings have the same names everywhere; then
 digests of 32 bytes are all that is sent. Otherwise one rank of each kind sends its names, and every
 rank learns who holds what some ranks do not.
+
+Stages that say of how many they are have to be there, all of them, on one rank or another. Other
+names that are on no rank prove nothing: a model may have had more layers before.
 """
 
 from __future__ import annotations
@@ -21,20 +24,24 @@ from ckpt.errors import InvalidState
 from ckpt.format.uniting import is_groups
 from ckpt.layout.dtypes import dtype_name
 from ckpt.layout.kind import Kind
-from ckpt.layout.piece import Holding
+from ckpt.layout.piece import Holding, Piece
 from ckpt.layout.plain import Ranks
 from ckpt.saving.plan import Contents
-from ckpt.state.types import FlatState
+from ckpt.state.types import FlatState, StagesHere
 from ckpt.world.base import World
 
 
 class NamedTensor(NamedTuple):
-    """A tensor of a rank. `is_plain`: nothing but its name says who holds it as well."""
+    """A tensor of a rank. `is_plain`: nothing but its name says who holds it as well. Otherwise
+    `group` is the number of the ranks, among the groups of the inventory, that an engine lays it
+    out over; None for all ranks, or where the engine does not say.
+    """
 
     fqn: str
     dtype: str
     shape: tuple[int, ...]
     is_plain: bool
+    group: int | None = None
 
 
 class NamedValue(NamedTuple):
@@ -51,18 +58,26 @@ class Inventory:
     tensors: tuple[NamedTensor, ...]
     values: tuple[NamedValue, ...]
     modules: tuple[str, ...]
+    stages: tuple[StagesHere, ...] = ()
+    groups: tuple[tuple[int, ...], ...] = ()
 
     def encode(self) -> bytes:
         """As JSON; equal inventories are equal bytes."""
-        return json.dumps([self.tensors, self.values, self.modules]).encode()
+        fields = (self.tensors, self.values, self.modules, self.stages, self.groups)
+        return json.dumps(fields).encode()
 
     @classmethod
     def decode(cls, data: bytes) -> Inventory:
-        tensors, values, modules = json.loads(data)
+        tensors, values, modules, stages, groups = json.loads(data)
         return cls(
-            tuple(NamedTensor(fqn, dtype, tuple(shape), p) for fqn, dtype, shape, p in tensors),
+            tuple(
+                NamedTensor(fqn, dtype, tuple(shape), is_plain, group)
+                for fqn, dtype, shape, is_plain, group in tensors
+            ),
             tuple(NamedValue(fqn, tuple(map(tuple, params))) for fqn, params in values),
             tuple(modules),
+            tuple(StagesHere(path, count, tuple(numbers)) for path, count, numbers in stages),
+            tuple(map(tuple, groups)),
         )
 
 
@@ -72,19 +87,23 @@ class Holders:
 
     `tensors` has the holders of plain tensors that not all ranks hold, `sends` the names of the
     values that this rank sends for all. `modules` are the paths of the modules of all ranks.
+    `are_shared`: some tensors are on several ranks and must be equal there, though no engine keeps
+    them so. `copies` has the groups of ranks of which each has all of a tensor of one name.
     """
 
     of: Inventory
     tensors: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     sends: frozenset[str] = frozenset()
     modules: tuple[str, ...] = ()
+    are_shared: bool = False
+    copies: Mapping[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
 
 
 def inventory_of(contents: Contents, ranks: Ranks) -> Inventory:
     """What this rank holds of the state that is saved. `ranks` are those it was flattened with."""
     flat = contents.flat
     # As long as the plan is the same, so are the tensors; values are looked at every time.
-    tensors = contents.plan.of_memory.once("names", lambda: _tensors_of(flat, ranks))
+    tensors, groups = contents.plan.of_memory.once("names", lambda: _tensors_of(flat, ranks))
     values = [
         NamedValue(
             fqn,
@@ -92,12 +111,15 @@ def inventory_of(contents: Contents, ranks: Ranks) -> Inventory:
         )
         for fqn, value in flat.values.items()
     ]
-    return Inventory(tensors, tuple(sorted(values)), contents.modules)
+    return Inventory(tensors, tuple(sorted(values)), contents.modules, contents.stages, groups)
 
 
-def _tensors_of(flat: FlatState, ranks: Ranks) -> tuple[NamedTensor, ...]:
+def _tensors_of(
+    flat: FlatState, ranks: Ranks
+) -> tuple[tuple[NamedTensor, ...], tuple[tuple[int, ...], ...]]:
     names: dict[Any, str] = {}
     tensors: dict[str, NamedTensor] = {}
+    groups: dict[tuple[int, ...], int] = {}
     for holding in (*flat.holdings, *flat.witnesses):
         if holding.kind is Kind.OPTIMIZER:
             continue
@@ -107,28 +129,49 @@ def _tensors_of(flat: FlatState, ranks: Ranks) -> tuple[NamedTensor, ...]:
                     piece.dtype, dtype_name(piece.dtype)
                 )
                 plain = _is_plain(holding, piece.holders, piece.fqn, ranks)
-                tensors[piece.fqn] = NamedTensor(piece.fqn, dtype, piece.global_shape, plain)
-    return tuple(sorted(tensors.values()))
+                owners = _owners(holding, piece, ranks)
+                group = groups.setdefault(owners, len(groups)) if owners else None
+                tensors[piece.fqn] = NamedTensor(piece.fqn, dtype, piece.global_shape, plain, group)
+    return tuple(tensors[fqn] for fqn in sorted(tensors)), tuple(groups)
+
+
+def _owners(holding: Holding, piece: Piece, ranks: Ranks) -> tuple[int, ...]:
+    """The ranks that have all of a tensor together, if they are some of all; else nothing."""
+    owners = holding.owners or ()
+    if len(owners) == len(ranks.global_ranks):
+        return ()
+    # Holders outside are replicas that the engine knows of: its group is a part of a larger one.
+    is_all = piece.fqn in ranks.copies or owners == piece.holders or {*piece.holders} <= {*owners}
+    return owners if is_all else ()
 
 
 def _is_plain(holding: Holding, holders: tuple[int, ...], fqn: str, ranks: Ranks) -> bool:
     return holding.is_unshared and (len(holders) == len(ranks.global_ranks) or fqn in ranks.held)
 
 
-def report_names(world: World, mine: Inventory | None) -> Holders | None:
+def report_names(
+    world: World, mine: Inventory | None, *, are_shared: bool = False
+) -> Holders | None:
     """Report to the other ranks what this one holds. Collective; None when a rank has no inventory.
 
-    Raises InvalidState on all ranks where they contradict each other.
+    `are_shared` is what `Holders` says, as far as this rank can see. Raises InvalidState on all
+    ranks where they contradict each other, or a stage is on none of them.
     """
     digest = b"" if mine is None else hashlib.sha256(mine.encode()).digest()
     digests = world.gather_to_coordinator("names", digest)
-    answer = world.broadcast("alike", None if digests is None else _first_ranks(digests))
-    first_ranks: list[int] = json.loads(answer)
+    report = None
+    if digests is not None:
+        report = json.dumps({"first": _first_ranks(digests), "are_shared": are_shared}).encode()
+    answer = json.loads(world.broadcast("alike", report))
+    first_ranks: list[int] = answer["first"]
     if mine is None or not first_ranks:
         return None
     if len(set(first_ranks)) == 1:
+        # Equal on all ranks, so each of them finds the same.
+        if problems := _missing_stages({0: mine}, {0: range(world.size)}):
+            raise InvalidState(problems)
         sends = frozenset(value.fqn for value in mine.values) if world.rank == 0 else frozenset()
-        return Holders(mine, {}, sends, mine.modules)
+        return Holders(mine, {}, sends, mine.modules, answer["are_shared"])
     is_first = first_ranks[world.rank] == world.rank
     payload = zlib.compress(mine.encode(), level=1) if is_first else b""
     received = world.gather_to_coordinator("inventories", payload)
@@ -136,12 +179,12 @@ def report_names(world: World, mine: Inventory | None) -> Holders | None:
     return _holders_of(mine, json.loads(zlib.decompress(world.broadcast("holders", joined))), world)
 
 
-def _first_ranks(digests: Sequence[bytes]) -> bytes:
+def _first_ranks(digests: Sequence[bytes]) -> list[int]:
     """Per rank the first one with the same digest; nothing when a rank has none."""
     if not all(digests):
-        return json.dumps([]).encode()
+        return []
     first: dict[bytes, int] = {}
-    return json.dumps([first.setdefault(d, rank) for rank, d in enumerate(digests)]).encode()
+    return [first.setdefault(digest, rank) for rank, digest in enumerate(digests)]
 
 
 def _holders_of(mine: Inventory, answer: Mapping[str, Any], world: World) -> Holders:
@@ -155,7 +198,13 @@ def _holders_of(mine: Inventory, answer: Mapping[str, Any], world: World) -> Hol
         if world.rank in ranks and fqn in names
     }
     sends = frozenset(answer["values"].get(str(world.rank), ()))
-    return Holders(mine, tensors, sends, tuple(answer["modules"]))
+    copies = {
+        fqn: groups
+        for listed, fqns in answer["copies"]
+        for groups in [tuple(map(tuple, listed))]
+        for fqn in fqns
+    }
+    return Holders(mine, tensors, sends, tuple(answer["modules"]), answer["are_shared"], copies)
 
 
 def _joined(received: Sequence[bytes], first_ranks: Sequence[int]) -> bytes:
@@ -167,11 +216,17 @@ def _joined(received: Sequence[bytes], first_ranks: Sequence[int]) -> bytes:
         first: Inventory.decode(zlib.decompress(received[first])) for first in sorted(kinds)
     }
     by_holders: dict[tuple[int, ...], list[str]] = {}
-    problems = []
+    problems = _missing_stages(inventories, kinds)
+    are_shared = False
+    copies: dict[tuple[tuple[int, ...], ...], list[str]] = {}
     for fqn, firsts in _having(inventories).items():
         claims = {first: tensor for first, tensor in firsts}
         problems += _contradictions(fqn, claims, kinds)
         ranks = tuple(sorted(rank for first in claims for rank in kinds[first]))
+        are_shared |= len(ranks) > 1 and any(tensor.is_plain for tensor in claims.values())
+        if len(groups := _groups_of(claims, inventories)) > 1:
+            problems += _unlike_groups(fqn, groups)
+            copies.setdefault(groups, []).append(fqn)
         if len(ranks) < len(first_ranks):
             by_holders.setdefault(ranks, []).append(fqn)
     modules = {path for inventory in inventories.values() for path in inventory.modules}
@@ -180,8 +235,34 @@ def _joined(received: Sequence[bytes], first_ranks: Sequence[int]) -> bytes:
         "tensors": list(by_holders.items()),
         "values": _senders(inventories),
         "modules": sorted(modules),
+        "are_shared": are_shared or bool(copies),
+        "copies": list(copies.items()),
     }
     return zlib.compress(json.dumps(answer).encode(), level=1)
+
+
+def _groups_of(
+    claims: Mapping[int, NamedTensor], inventories: Mapping[int, Inventory]
+) -> tuple[tuple[int, ...], ...]:
+    """The groups of ranks of which each has all of a tensor; none where they share a rank, or where
+    an engine does not say what its group is.
+    """
+    numbers = [(first, tensor.group) for first, tensor in claims.items()]
+    groups = {inventories[first].groups[n] for first, n in numbers if n is not None}
+    members = [rank for group in groups for rank in group]
+    is_apart = len(members) == len(set(members)) and all(n is not None for _, n in numbers)
+    return tuple(sorted(groups)) if is_apart else ()
+
+
+def _unlike_groups(fqn: str, groups: Sequence[Sequence[int]]) -> list[str]:
+    """That groups of different sizes have a tensor, and what to do."""
+    if len({len(group) for group in groups}) == 1:
+        return []
+    texts = "; ".join(ranks_in_words(group) for group in groups)
+    return [
+        f"{fqn}: lies on groups of ranks of different sizes, which share no rank: {texts}; cut it "
+        "over as many ranks in each, or give each a name of its own"
+    ]
 
 
 def _having(inventories: Mapping[int, Inventory]) -> dict[str, list[tuple[int, NamedTensor]]]:
@@ -203,13 +284,51 @@ def _senders(inventories: Mapping[int, Inventory]) -> dict[int, list[str]]:
     return senders
 
 
+def refuse_missing_stages(stages: Sequence[StagesHere]) -> None:
+    """Raise InvalidState where a process that saves alone lacks a stage."""
+    if problems := _missing_stages({0: Inventory((), (), (), tuple(stages))}, {0: [0]}):
+        raise InvalidState(problems)
+
+
+def _missing_stages(
+    inventories: Mapping[int, Inventory], kinds: Mapping[int, Sequence[int]]
+) -> list[str]:
+    """That stages are on no rank, or that ranks count them otherwise, and what to do."""
+    counts: dict[str, dict[int, list[int]]] = {}
+    holders: dict[str, dict[int, list[int]]] = {}
+    for first, inventory in inventories.items():
+        for path, count, numbers in inventory.stages:
+            counts.setdefault(path, {}).setdefault(count, []).extend(kinds[first])
+            for number in numbers:
+                holders.setdefault(path, {}).setdefault(number, []).extend(kinds[first])
+    problems = []
+    for path, by_count in sorted(counts.items()):
+        if len(by_count) > 1:
+            texts = [f"{count} on {ranks_in_words(ranks)}" for count, ranks in by_count.items()]
+            problems.append(
+                f"{path}: the ranks count the stages otherwise: {'; '.join(texts)}; give all "
+                "stages of one pipeline the same count"
+            )
+            continue
+        (count,) = by_count
+        held = holders[path]
+        if missing := [str(number) for number in range(count) if number not in held]:
+            texts = [f"{number} on {ranks_in_words(held[number])}" for number in sorted(held)]
+            problems.append(
+                f"{path}: of {count} stages {', '.join(missing)} "
+                f"{'is' if len(missing) == 1 else 'are'} on no rank ({'; '.join(texts)}); save "
+                "with all ranks of the pipeline, or pass modules that say no count"
+            )
+    return problems
+
+
 def _contradictions(
     fqn: str, claims: Mapping[int, NamedTensor], kinds: Mapping[int, Sequence[int]]
 ) -> list[str]:
     """That ranks have different tensors of one name, and what to do."""
     different: dict[NamedTensor, list[int]] = {}
     for first, tensor in claims.items():
-        different.setdefault(tensor, []).extend(kinds[first])
+        different.setdefault(tensor._replace(group=None), []).extend(kinds[first])
     if len(different) == 1:
         return []
     texts = [

@@ -31,7 +31,7 @@ from ckpt.saving.write import Source, entries_of, sources_of
 from ckpt.state.fingerprint import Remembered, fingerprint_of
 from ckpt.state.flatten import Structure, structure_of, values_of
 from ckpt.state.half_loaded import refuse_interrupted
-from ckpt.state.types import FlatState
+from ckpt.state.types import FlatState, StagesHere
 from ckpt.state.walk import walk
 
 _Result = TypeVar("_Result")
@@ -118,12 +118,13 @@ class SavePlan:
 class Contents:
     """What is saved of a state, as this rank holds it: live memory, values as they were then.
 
-    `modules` are the paths of the state's modules.
+    `modules` are the paths of the state's modules, `stages` the numbered stages of pipelines.
     """
 
     flat: FlatState
     plan: SavePlan
     modules: tuple[str, ...]
+    stages: tuple[StagesHere, ...] = ()
 
 
 def contents_of(state: Any, ranks: Ranks, memory: PlanMemory) -> Contents:
@@ -139,14 +140,15 @@ def contents_of(state: Any, ranks: Ranks, memory: PlanMemory) -> Contents:
     flat = values_of(structure, leaves, ranks, state)
     others = flat.holdings[len(structure.holdings) :]
     modules = tuple(sorted({path for path, _ in leaves.modules}))
+    stages = tuple(sorted(leaves.stages))
     if kept is not None and _lie_alike(kept.others, others):
-        return Contents(flat, kept.plan, modules)
+        return Contents(flat, kept.plan, modules, stages)
     plan = _plan_of(flat, ranks, memory)
     # A plan is dropped when an object of the state dies. The structure itself holds bare
     # parameters, so these would never die, and their memory would be kept.
     if fingerprint is not None and not any(isinstance(t, nn.Parameter) for _, t in leaves.tensors):
         memory.keep(fingerprint, structure, others, plan)
-    return Contents(flat, plan, modules)
+    return Contents(flat, plan, modules, stages)
 
 
 def _plan_of(flat: FlatState, ranks: Ranks, memory: PlanMemory) -> SavePlan:

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from ckpt.commit.names import step_prefix
 from ckpt.commit.ranked import RankedSession
 from ckpt.errors import InvalidState, NamesChanged
 from ckpt.format.part import Part
 from ckpt.format.rank_files import rank_files
+from ckpt.saving.alike import difference_of, is_shared
 from ckpt.saving.base import everything, refer
 from ckpt.saving.compared import digests_of
 from ckpt.saving.holders import inventory_of, report_names
@@ -65,13 +68,16 @@ def flattened(state: Any, task: SaveTask) -> Contents | Exception:
     contents = _flattened(state, task)
     if world.size == 1 or memory.holders is not None:
         return contents
-    inventory = None if isinstance(contents, Exception) else inventory_of(contents, task.ranks)
+    inventory, are_shared = None, False
+    if not isinstance(contents, Exception):
+        inventory = inventory_of(contents, task.ranks)
+        are_shared = any(is_shared(*one) for one in contents.plan.compared)
     try:
-        holders = report_names(world, inventory)
+        holders = report_names(world, inventory, are_shared=are_shared)
     except InvalidState as error:
         return error  # raised on all ranks, so all get it back here
     memory.learn(holders)
-    if holders is not None and holders.tensors:
+    if holders is not None and (holders.tensors or holders.copies):
         contents = _flattened(state, task)
     return contents
 
@@ -81,13 +87,18 @@ def report_names_of_copied(contents: Contents, task: SaveTask) -> None:
 
     Raises InvalidState on all ranks when one has not copied what is its share then.
     """
-    before, world = task.ranks.held, task.session.world
+    before, world = task.ranks, task.session.world
     inventory = inventory_of(contents, task.ranks)
-    holders = report_names(world, inventory)
-    after = holders.tensors if holders is not None else {}
-    plain = [tensor.fqn for tensor in inventory.tensors if tensor.is_plain]
-    moved = [fqn for fqn in plain if before.get(fqn) != after.get(fqn)]
+    are_shared = any(is_shared(*one) for one in contents.plan.compared)
+    holders = report_names(world, inventory, are_shared=are_shared)
     task.memory.learn(holders)
+    after = task.ranks
+    moved = [
+        tensor.fqn
+        for tensor in inventory.tensors
+        if (tensor.is_plain and before.held.get(tensor.fqn) != after.held.get(tensor.fqn))
+        or before.copies.get(tensor.fqn) != after.copies.get(tensor.fqn)
+    ]
     problems = [
         f"{fqn}: other ranks hold it now than at the last save, and were found out only after the "
         "state was copied in the background; save again, which works now"
@@ -107,13 +118,23 @@ def _flattened(state: Any, task: SaveTask) -> Contents | Exception:
 
 def _save_once(state: Any, task: SaveTask) -> SaveReport:
     contents = flattened(state, task)
+    digests = np.zeros(0, dtype=np.uint32)
+    if not isinstance(contents, Exception):
+        try:
+            digests = digests_of(contents.plan.compared)
+        except Exception as error:
+            contents = error
+    if isinstance(contents, Exception):
+        difference_of(task, None, digests)  # the other ranks may wait for this one
+    else:
+        contents = difference_of(task, contents, digests) or contents
 
     def write(attempt: Attempt) -> Part:
         if isinstance(contents, Exception):
             raise contents
         refuse_other_names(contents, task)
         written = write_sources(contents.plan.sources, contents, attempt, task)
-        return part_of(contents, written, digests_of(contents.plan.compared), task)
+        return part_of(contents, written, digests, task)
 
     modules = () if isinstance(contents, Exception) else modules_of(contents, task)
     return publish(task, lambda: modules, write)

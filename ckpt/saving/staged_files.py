@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from typing import NamedTuple
 
 import torch
@@ -126,11 +127,14 @@ _NO_BUFFER = memoryview(b"")
 
 @dataclass(slots=True)
 class _StagedPart:
-    """A part and its memory. `missing` is still to be copied; an empty buffer means none."""
+    """A part, its number in the save, and its memory. `missing` is still to be copied; an empty
+    buffer means none.
+    """
 
+    number: int
     ranges: Sequence[StagedRange]
     missing: Sequence[StagedRange]
-    buffer: memoryview
+    buffer: memoryview = _NO_BUFFER
 
 
 class Image:
@@ -157,8 +161,10 @@ class Image:
         self._is_pinned = bool(order.devices)
         self._side = SideStreams(order.devices)
         self._part_nbytes = files[0].part_nbytes
+        counts = [len(file.parts) for file in files]
+        staging.expect(counts, self._part_nbytes, pinned=self._is_pinned)
         plans = [part for file in files for part in file.parts]
-        self._parts = list(map(_StagedPart, plans, order.later, [_NO_BUFFER] * len(plans)))
+        self._parts = list(map(_StagedPart, count(), plans, order.later))
         self._unfinished = 0  # index of the first part that may have bytes missing
         self._taken = 0
         for part, ranges in zip(self._parts, order.first, strict=True):
@@ -246,7 +252,9 @@ class Image:
         if not part.buffer:
             if self._taken >= self._buffers_max:
                 return False
-            part.buffer = self._staging.take(self._part_nbytes, pinned=self._is_pinned)
+            part.buffer = self._staging.take(
+                self._part_nbytes, pinned=self._is_pinned, part=part.number
+            )
             self._taken += 1
         return True
 

@@ -200,7 +200,7 @@ def stage(state: Any, task: SaveTask, options: StageOptions, staging: Staging) -
     steps.watch()
     with task.recorder.span("flatten"):
         contents = contents_of(state, task.ranks, task.memory.plans)
-        files = _plan(contents, task)
+        files = planned_files(contents, task)
         split = _split(contents, files, options.snapshot, task.memory.evidence.since_last())
     _report(split, options.snapshot, task)
     sources: Sequence[Source] = contents.plan.sources
@@ -310,7 +310,7 @@ def _worked_out(contents: Contents, files: Sequence[FilePlan], changes: Changes)
     )
 
 
-def _plan(contents: Contents, task: SaveTask) -> tuple[FilePlan, ...]:
+def planned_files(contents: Contents, task: SaveTask) -> tuple[FilePlan, ...]:
     """Files and parts, before the attempt has its name: any name of an attempt is as long."""
     header = header_of(task, attempt_name(task.session.epoch, bytes(8)), contents.modules)
     path, least = task.options.path, task.store.part_nbytes_min

@@ -32,7 +32,7 @@ from ckpt.format.part import (
 from ckpt.format.rank_files import RankContents
 from ckpt.layout.plain import Ranks
 from ckpt.saving.base import Base, Previous, Referred
-from ckpt.saving.holders import Holders, inventory_of
+from ckpt.saving.holders import Holders, inventory_of, refuse_missing_stages
 from ckpt.saving.parts import Structures
 from ckpt.saving.plan import Contents, PlanMemory, SavePlan
 from ckpt.saving.report import SaveOptions
@@ -51,7 +51,7 @@ class PartMemory:
     `previous` is what a save with `dedup` may refer to, `plans` holds what
     this rank need not compute again, `evidence` which optimizers wait for saves in the background,
     `history` the reports of earlier saves. `holders` is what the ranks have told each other of what
-    they hold; None until they have.
+    they hold; None until they have. `is_compared`: what they share was equal when they had.
     """
 
     def __init__(self) -> None:
@@ -61,13 +61,15 @@ class PartMemory:
         self.evidence = Evidence()
         self.history = SaveHistory()
         self.holders: Holders | None = None
+        self.is_compared = False
 
     def learn(self, holders: Holders | None) -> None:
         """Keep what the ranks have told each other; plans that it makes wrong are forgotten."""
-        before = self.holders.tensors if self.holders else {}
-        if holders is not None and holders.tensors != before:
+        before = (self.holders.tensors, self.holders.copies) if self.holders else ({}, {})
+        if holders is not None and (holders.tensors, holders.copies) != before:
             self.plans.forget()
         self.holders = holders
+        self.is_compared = False
 
 
 class Attempt(NamedTuple):
@@ -100,7 +102,9 @@ class SaveTask:
     def ranks(self) -> Ranks:
         world, holders = self.session.world, self.memory.holders
         ranks = Ranks(world.rank, world.global_ranks)
-        return ranks._replace(held=holders.tensors) if holders and holders.tensors else ranks
+        if holders is None or not (holders.tensors or holders.copies):
+            return ranks
+        return ranks._replace(held=holders.tensors, copies=holders.copies)
 
     @property
     def retries(self) -> int:
@@ -165,8 +169,11 @@ def modules_of(contents: Contents, task: SaveTask) -> tuple[str, ...]:
 
 
 def refuse_other_names(contents: Contents, task: SaveTask) -> None:
-    """Raises NamesChanged unless the other ranks know the names of what this one holds."""
+    """Raises NamesChanged unless the other ranks know the names of what this one holds, and
+    InvalidState where there are no other ranks and a stage is missing.
+    """
     if task.session.world.size == 1:
+        refuse_missing_stages(contents.stages)
         return
     holders = task.memory.holders
     if holders is None or inventory_of(contents, task.ranks) != holders.of:

@@ -57,8 +57,15 @@ class Staging:
         self._pinned = False
         self._lock = ForkSafeLock()
 
-    def take(self, nbytes: int, *, pinned: bool) -> memoryview:
-        """A writable buffer of `nbytes` that starts at a page boundary, with undefined content."""
+    def expect(self, counts: Sequence[int], nbytes: int, *, pinned: bool) -> None:
+        """A save in the background begins: it stages files of so many parts of `nbytes`. For memory
+        that has a place for each part; here one buffer is as good as any.
+        """
+
+    def take(self, nbytes: int, *, pinned: bool, part: int = 0) -> memoryview:
+        """A writable buffer of `nbytes` that starts at a page boundary, with undefined content, for
+        the staged part of this number.
+        """
         with self._lock:
             self._use_size(nbytes, pinned)
             if self._free:

@@ -6,6 +6,7 @@ until `prepare()`, nothing of the state has changed.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -32,7 +33,7 @@ from ckpt.state.describe import (
 )
 from ckpt.state.matching import Tally
 from ckpt.state.names import Left, Names, Rename, Skip
-from ckpt.state.optimizer import EXTRA_STATE, adds_state, extra_state, set_extra_state
+from ckpt.state.optimizer import EXTRA_STATE, extra_state, set_extra_state
 from ckpt.state.per_group import NOT_IN_GROUP, GroupValue, group_of, group_values, value_for
 from ckpt.state.requested import CHECKPOINT, CallArguments
 from ckpt.state.trees import bind_tree
@@ -46,7 +47,7 @@ from ckpt.state.types import (
     Strict,
     fatal_texts,
 )
-from ckpt.state.values import join_tree, references
+from ckpt.state.values import join_tree, references, unknown_leaves
 from ckpt.state.walk import Leaves, LocatedValue, Location, is_object, read_state, walk
 
 
@@ -143,9 +144,9 @@ def bind_state(
         bound = bind_optimizer(path, optimizer, described, names, ranks)
         binding.holdings.extend(bound.holdings)
         binding.steps.append(bound.install)
-        if adds_state(optimizer):
-            read, install = (partial(each, optimizer) for each in (extra_state, set_extra_state))
-            binding.add_tree(f"{path}.{EXTRA_STATE}", read, install)
+        if extra := extra_state(path, optimizer):
+            install = partial(set_extra_state, optimizer)
+            binding.add_tree(f"{path}.{EXTRA_STATE}", extra.copy, install)
     for fqn, thing in leaves.objects:
         binding.add_tree(fqn, thing.state_dict, thing.load_state_dict)
     for fqn, module in described.extra_states:
@@ -293,7 +294,7 @@ class _Binder:
                     "has tensors in the checkpoint and is a value in the state; put an object with "
                     "load_state_dict() there, or skip= it",
                 )
-            elif self.is_replaceable(slot, fixed):
+            elif self.is_replaceable(slot, fixed) and self.are_known(slot, saved[1], slot.value):
                 names.loaded_values.append(slot.fqn)
                 self.steps.append(self.value_step(slot, saved[1]))
         for slot in leaves.per_rank:
@@ -313,8 +314,15 @@ class _Binder:
         )
         return False
 
+    def are_known(self, slot: LocatedValue, value: Any, live: Any) -> bool:
+        """Whether all leaves of a value can be made here; problems when not."""
+        problems = unknown_leaves(value, live)
+        for text in problems:
+            self.names.report(ProblemKind.VALUE, slot.fqn, text)
+        return not problems
+
     def value_step(self, slot: LocatedValue, value: Any) -> Callable[[], None]:
-        """Set one value. Dicts and lists keep their identity: others may hold on to them."""
+        """Set one value. Containers keep their identity: others may hold on to them."""
         live = slot.value
         # Made now: what cannot be made has to fail before anything is written.
         loaded = join_tree(value, _no_tensor, live)
@@ -325,6 +333,12 @@ class _Binder:
                 live.update(loaded)
             elif isinstance(live, list) and isinstance(loaded, list):
                 live[:] = loaded
+            elif isinstance(live, deque) and (live.maxlen == getattr(loaded, "maxlen", -1)):
+                live.clear()
+                live.extend(loaded)
+            elif isinstance(live, set) and isinstance(loaded, set):
+                live.clear()
+                live.update(loaded)
             else:
                 self.replace(slot.place, loaded)
 
@@ -379,8 +393,10 @@ class _Binder:
     def install_marked(self, slot: LocatedValue, value: Any) -> None:
         """Give `slot` its value once all is loaded."""
         marked = slot.value
+        live = _live_of(marked)
+        if not self.are_known(slot, value, live):
+            return
         self.names.loaded_values.append(slot.fqn)
-        live = None if is_object(marked.value) else marked.value
         own = join_tree(value, _no_tensor, live)
         if is_object(marked.value):
             self.steps.append(lambda: marked.value.load_state_dict(own))
@@ -426,6 +442,11 @@ class _Binder:
     ) -> tuple[Any] | None:
         """What the user's function makes of `values`; None, and a problem, when it raises."""
         assert marked.on_reshard is not None
+        live = _live_of(marked)
+        if problems := [text for value in values for text in unknown_leaves(value, live)]:
+            self.names.report(ProblemKind.VALUE, fqn, problems[0])
+            return None
+        values = [join_tree(value, _no_tensor, live) for value in values]
         try:
             return (marked.on_reshard(values, rank, len(self.ranks.global_ranks)),)
         except Exception as error:  # the user's function: reported beside all that does not fit
@@ -455,6 +476,10 @@ class _Binder:
             len(names.missing_tensors),
             left,
         )
+
+
+def _live_of(marked: PerRank | PerGroup) -> Any:
+    return None if is_object(marked.value) else marked.value
 
 
 def _entries(state: Any, names: Names) -> set[str]:

@@ -34,7 +34,7 @@ from ckpt.state.optimizer_kinds import (
 from ckpt.state.own import StateDeclaration, layout_of, resharded, why_not
 from ckpt.state.trees import BoundTree, bind_tree
 from ckpt.state.types import PerRank, ProblemKind, TensorEntry
-from ckpt.state.values import join_tree, references, split_tree
+from ckpt.state.values import join_tree, references, split_tree, unknown_leaves
 
 Make = Callable[[], Any]
 
@@ -216,6 +216,8 @@ class _ParameterBinding:
 
     def bind_own(self, base: str, entry: Mapping[str, Any], live: Any) -> Make:
         """Memory for one rank's own state, the live one where it fits; what makes the state."""
+        for text in unknown_leaves(entry["value"], live):
+            self.names.report(ProblemKind.VALUE, base, text)
         suffix = f"~rank{entry['rank']}"
         there = {f"{inside}{suffix}": tensor for inside, tensor in split_tree(live, base, [])[1]}
         targets: dict[str, torch.Tensor] = {}

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ckpt.layout.component_shards import is_repeated
+from ckpt.layout.copies import with_copies
 from ckpt.layout.holdings import holdings_of
 from ckpt.layout.kind import Kind
 from ckpt.layout.modules import ModuleLayout, UnsupportedTensor, describe_module, describe_tensor
@@ -91,19 +92,19 @@ def describe_modules(leaves: Leaves, ranks: Ranks, *, loading: bool) -> Describe
         described.layouts.append(layout)
         hooks = layout.load_hooks if loading else layout.save_hooks
         described.problems.extend(_below(path, problem) for problem in (*layout.problems, *hooks))
-        _add_module(described, path, layout)
+        _add_module(described, path, layout, ranks)
     return described
 
 
-def _add_module(described: Described, path: str, layout: ModuleLayout) -> None:
-    sources = {id(owned): _source(path, owned) for owned in layout.params}
+def _add_module(described: Described, path: str, layout: ModuleLayout, ranks: Ranks) -> None:
+    sources = {id(owned): _source(path, owned, ranks) for owned in layout.params}
     for source in sources.values():
         _add_once(described, described.params, source)
     # An optimizer may know a parameter by another object than the one that is stored.
     for key, owned in layout.owned_by_param.items():
-        described.by_param.setdefault(key, sources.get(id(owned)) or _source(path, owned))
+        described.by_param.setdefault(key, sources.get(id(owned)) or _source(path, owned, ranks))
     for owned in layout.buffers:
-        _add_once(described, described.buffers, _source(path, owned))
+        _add_once(described, described.buffers, _source(path, owned, ranks))
     for tied, stored in layout.aliases.items():
         # What this module stores may itself be tied to a module described before it.
         full = join(path, stored)
@@ -141,10 +142,11 @@ def adopt_parameters(described: Described, leaves: Leaves, ranks: Ranks) -> None
                 owned = describe_tensor(fqn, tensor, ranks)
             except UnsupportedTensor:
                 continue  # reported when the tensor itself is described
-            described.by_param[id(tensor)] = _source("", owned)
+            described.by_param[id(tensor)] = _source("", owned, ranks)
 
 
-def _source(path: str, owned: Owned) -> DescribedTensor:
+def _source(path: str, owned: Owned, ranks: Ranks) -> DescribedTensor:
+    owned = with_copies(owned, lambda fqn: join(path, fqn), ranks)
     return DescribedTensor(path, owned, members_of(owned))
 
 

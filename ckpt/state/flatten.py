@@ -24,7 +24,6 @@ from ckpt.state.describe import Described, adopt_parameters, describe_modules
 from ckpt.state.optimizer import (
     EXTRA_STATE,
     FlatOptimizer,
-    adds_state,
     extra_state,
     flatten_groups,
     flatten_optimizer,
@@ -132,7 +131,7 @@ def values_of(structure: Structure, leaves: Leaves, ranks: Ranks, state: Any) ->
 
 def _agreeing(holdings: list[Holding], ranks: Ranks) -> list[Holding]:
     """`holdings`, of which plain parameters have to be equal on all ranks that have them, and so
-    does what only some ranks hold.
+    does what only some ranks hold, and what several meshes hold.
 
     Equal names do not make replicas: each rank may have experts of its own under them. A buffer or
     a tensor by itself that all ranks have and that differs is one that somebody forgot to
@@ -142,11 +141,9 @@ def _agreeing(holdings: list[Holding], ranks: Ranks) -> list[Holding]:
         return holdings
     return [
         one._replace(must_agree=True)
-        if one.is_unshared
-        and (
-            one.kind is Kind.PARAMETER
-            or (ranks.held and any(piece.fqn in ranks.held for piece in one.pieces))
-        )
+        if (one.is_unshared and one.kind is Kind.PARAMETER)
+        or (one.is_unshared and ranks.held and any(p.fqn in ranks.held for p in one.pieces))
+        or (ranks.copies and any(p.fqn in ranks.copies for p in one.pieces))
         else one
         for one in holdings
     ]
@@ -216,10 +213,11 @@ class _Building:
     def add_extra_state(
         self, path: str, optimizer: torch.optim.Optimizer, owned: Mapping[int, Owned]
     ) -> None:
-        if not adds_state(optimizer):
+        extra = extra_state(path, optimizer)
+        if not extra:
             return
         fqn, before = f"{path}.{EXTRA_STATE}", len(self.holdings)
-        self.add_tree(fqn, partial(extra_state, optimizer), Kind.OTHER)
+        self.add_tree(fqn, extra.copy, Kind.OTHER)
         odd = [each for each in self.holdings[before:] if each.local.ndim]
         if odd and not all(owned[id(param)].is_whole for param in params_of(optimizer)):
             # Nothing tells whether they are shards, and of what.

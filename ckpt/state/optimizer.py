@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ckpt.errors import InvalidState
 from ckpt.layout.dtensor import refuse_composite_shards
 from ckpt.layout.holdings import holdings_of, tensor_holdings
 from ckpt.layout.kind import Kind
@@ -27,6 +28,7 @@ from ckpt.state.describe import Described, DescribedTensor, LogicalTensor
 from ckpt.state.optimizer_kinds import NUMBERS, StateKind, kind_of
 from ckpt.state.own import PerRankState, StateDeclaration, declared, layout_of, own_state
 from ckpt.state.values import split_tree
+from ckpt.state.walk import read_state
 
 # Lists of names that belong to the live optimizer, not to the state that moves between models.
 NAME_KEYS = ("params", "param_names")
@@ -115,19 +117,27 @@ def user_state(state: Mapping[Any, Any]) -> dict[Any, Any]:
     return {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
 
 
-def adds_state(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer's class has a `state_dict` of its own that adds something."""
+def extra_state(path: str, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What its class adds to the state of parameters and groups: counters, schedules of its own.
+
+    Raises InvalidState where its state dict has a form of its own. It builds the whole dict, with a
+    copy of some tensors perhaps: ask once.
+    """
     # Built where there can be something alone: of a wrapper it is the inner one's, as it is here.
     own = getattr(type(optimizer), "state_dict", None)  # none of a view of several optimizers
     if own is None or own is torch.optim.Optimizer.state_dict:
-        return False
-    return bool(extra_state(optimizer))
-
-
-def extra_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What its class adds to the state of parameters and groups: counters, schedules of its own."""
-    whole = optimizer.state_dict()
-    return {key: item for key, item in whole.items() if key not in ("state", "param_groups")}
+        return {}
+    whole = read_state(path, optimizer.state_dict)
+    extra = {key: item for key, item in whole.items() if key not in ("state", "param_groups")}
+    if extra and "state" not in whole:
+        raise InvalidState(
+            [
+                f"{path}: {type(optimizer).__qualname__}.state_dict() has another form than "
+                "torch.optim.Optimizer's, so it cannot be told which parameters its parts belong "
+                "to; put the optimizer that it wraps into the state"
+            ]
+        )
+    return extra
 
 
 def set_extra_state(optimizer: torch.optim.Optimizer, extra: Mapping[str, Any]) -> None:
@@ -163,12 +173,6 @@ def refusals(
             f"{path}: ZeroRedundancyOptimizer keeps the state of each parameter on one rank and "
             "does not say which; shard the model with fully_shard, or use the optimizer that it "
             "wraps"
-        )
-    if adds_state(optimizer) and "state" not in optimizer.state_dict():
-        problems.append(
-            f"{path}: {type(optimizer).__qualname__}.state_dict() has another form than "
-            "torch.optim.Optimizer's, so it cannot be told which parameters its parts belong to; "
-            "put the optimizer that it wraps into the state"
         )
     params = params_of(optimizer)
     strangers = [tuple(param.shape) for param in params if id(param) not in described.by_param]
@@ -300,8 +304,10 @@ class _Saving:
         }
         self.flat.names.extend(names.values())
         # Whether the state of a whole parameter was made of what the engine keeps equal, or is each
-        # rank's own of the same shape, nothing tells but its bytes.
-        must_agree = named.owned.is_whole
+        # rank's own of the same shape, nothing tells but its bytes; and so it is on other meshes.
+        must_agree = named.owned.is_whole or not self.ranks.copies.keys().isdisjoint(
+            named.source.fqns
+        )
         placed = named.owned, local_tensor(content), names.__getitem__
         self.flat.holdings.extend(holdings_of(*placed, kind=Kind.OPTIMIZER, must_agree=must_agree))
 
@@ -380,10 +386,3 @@ class _Saving:
             fqn = f"{self.path}.state.{full}.{name}"
             self.flat.names.append(fqn)
             self.flat.values[fqn] = self.split(content, fqn, named.owned)
-            if not (named.owned.is_whole or named.owned.template is not None):
-                self.flat.problems.append(
-                    f"{fqn}: a {type(content).__name__} in the state of a parameter that other "
-                    "ranks may hold nothing of; use a number or a tensor, or say that each rank "
-                    f'keeps its own: declare_optimizer_state(optimizer, {{"{name}": '
-                    "PerRank(None, on_reshard)})"
-                )

@@ -10,10 +10,11 @@ What an optimizer keeps for a parameter, under one name, is of one kind:
     SCALAR   a plain tensor without dims, such as a step     one tensor per parameter
     NUMBER   a Python number, or None, of a parameter that   as SCALAR; its name has the type
              other ranks may hold nothing of
-    VALUE    any other value, the same on all ranks; what    a value, which refers to tensors
-             has tensors only beside a whole parameter, or
-             where each is a DTensor or a count
-    OWN      what each rank has for itself                   a per-rank value, see `own`
+    VALUE    any other value, the same on all ranks: beside  a value, which refers to tensors
+             a whole parameter, or a DTensor, where each
+             tensor in it is a DTensor or a count
+    OWN      what each rank has for itself: also all values  a per-rank value, see `own`
+             but numbers beside a flat shard
     MISFIT   what cannot be any of these                     not at all: an error
 """
 
@@ -31,8 +32,8 @@ from ckpt.layout.piece import Owned
 from ckpt.layout.plain import Ranks
 from ckpt.state.describe import LogicalTensor
 from ckpt.state.names import Names, split_state_name
-from ckpt.state.own import OwnEntries, StateDeclaration, own_entries, tensors_of
-from ckpt.state.types import PerRank, TensorEntry
+from ckpt.state.own import OwnEntries, StateDeclaration, keeps_own, own_entries, tensors_of
+from ckpt.state.types import TensorEntry
 from ckpt.state.values import references, split_tree
 
 # Values have to be the same on all ranks, and some ranks have no state of the parameter: a number
@@ -76,14 +77,13 @@ def kind_of(
     """
     if isinstance(content, torch.Tensor) and not is_composite(content):
         return _kind_of_tensor(content, owned, declaration)
-    if isinstance(declaration, PerRank):
+    if keeps_own(declaration, owned):
         return StateKind.OWN
     if type(content) in NUMBERS and not is_known_everywhere(owned, ranks):
         return StateKind.NUMBER
     tensors = [tensor for _, tensor in split_tree(content, "", [])[1]]
-    if not tensors or owned.is_whole or _tell_layouts(tensors, owned):
-        return StateKind.VALUE
-    return StateKind.OWN
+    is_common = owned.is_whole or (not tensors and owned.template is not None)
+    return StateKind.VALUE if is_common or _tell_layouts(tensors, owned) else StateKind.OWN
 
 
 def _tell_layouts(tensors: Sequence[torch.Tensor], owned: Owned) -> bool:
@@ -103,7 +103,7 @@ def _kind_of_tensor(
     like = likeness(tensor, owned)
     if like.tells_layout:  # whatever is declared: a DTensor cannot be mistaken
         return StateKind.SHARD if like is Likeness.SAME else StateKind.TENSOR
-    if isinstance(declaration, PerRank):
+    if keeps_own(declaration, owned):
         return StateKind.OWN
     if tensor.ndim == 0:
         return StateKind.SCALAR

@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple, TypeGuard
 import torch
 
 from ckpt.errors import Mismatch
+from ckpt.layout.foreign_composites import name_in
 from ckpt.layout.kind import Kind
 from ckpt.layout.piece import Holding, Owned, Piece
 from ckpt.layout.plain import Ranks
@@ -26,6 +27,15 @@ from ckpt.state.values import join_tree, references, renamed_tree
 
 OwnEntries = dict[int, Mapping[str, Any]]
 StateDeclaration = Literal["shard"] | PerRank
+
+
+class PerShard(PerRank):
+    """Declares state that an optimizer computes of what each rank has of a parameter: a norm.
+
+    Each rank keeps its own where parameters are flat shards; elsewhere it is common.
+    """
+
+
 _ATTRIBUTE = "__ckpt_state__"
 _LAYOUT_CHARS_MAX = 200  # a layout is stored with each state, and shown in errors
 
@@ -81,7 +91,17 @@ def declare_optimizer_state(
 def declared(optimizer: object) -> Mapping[str, StateDeclaration]:
     """What is declared of the state of `optimizer`, by the names of the state."""
     said: Mapping[str, StateDeclaration] = getattr(optimizer, _ATTRIBUTE, {})
-    return {**_OF_LBFGS, **said} if isinstance(optimizer, torch.optim.LBFGS) else said
+    if isinstance(optimizer, torch.optim.LBFGS):
+        return {**_OF_LBFGS, **said}
+    known = name_in(_MODULES, type(optimizer))
+    return said if known is None else {**_OF_LIBRARIES[known], **said}
+
+
+def keeps_own(declaration: StateDeclaration | None, owned: Owned) -> bool:
+    """Whether each rank has its own of state that is so declared, beside the parameter `owned`."""
+    if isinstance(declaration, PerShard):
+        return not owned.is_whole and owned.template is None
+    return isinstance(declaration, PerRank)
 
 
 def _first(values: Sequence[Any], rank: int, world_size: int) -> Any:
@@ -91,6 +111,22 @@ def _first(values: Sequence[Any], rank: int, world_size: int) -> Any:
 # Each rank keeps the loss of its own batch there. The next step writes it before it reads it, so
 # that on another number of ranks any will do.
 _OF_LBFGS: Mapping[str, StateDeclaration] = {"prev_loss": PerRank(None, _first)}
+
+# Norms, which these compute of the flat shards that they see instead of parameters. Those of the
+# first two are written in each step and never read; the others are averages over steps, which mean
+# nothing for other shards.
+_OF_LIBRARIES: Mapping[str, Mapping[str, StateDeclaration]] = {
+    "pytorch_optimizer.CAME": {"RMS": PerShard(None, _first)},
+    "pytorch_optimizer.Lamb": {
+        name: PerShard(None, _first) for name in ("weight_norm", "adam_norm", "trust_ratio")
+    },
+    "pytorch_optimizer.AdaGC": {"gamma": PerShard(None)},
+    "pytorch_optimizer.RACS": {"theta": PerShard(None)},
+    "pytorch_optimizer.StableSPAM": {
+        name: PerShard(None) for name in ("m_norm_t", "v_norm_t", "m_max_t")
+    },
+}
+_MODULES = dict.fromkeys(_OF_LIBRARIES, "pytorch_optimizer")
 
 
 def own_state(

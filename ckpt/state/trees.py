@@ -26,7 +26,14 @@ from ckpt.state.composites import unknown_types
 from ckpt.state.descriptions import TYPE_KEY, descriptions, shown_type
 from ckpt.state.names import Names
 from ckpt.state.types import Problem, ProblemKind, TensorEntry
-from ckpt.state.values import TENSOR_KEY, is_reference, join_tree, references, split_tree
+from ckpt.state.values import (
+    TENSOR_KEY,
+    is_reference,
+    join_tree,
+    references,
+    split_tree,
+    unknown_leaves,
+)
 
 
 class BoundTree(NamedTuple):
@@ -57,7 +64,7 @@ def bind_tree(
     tensors: dict[str, torch.Tensor] = {}
     holdings: list[Holding] = []
     unknown = unknown_types(value)
-    for text in unknown:
+    for text in (*unknown, *unknown_leaves(value, live)):
         names.report(ProblemKind.VALUE, saved, text)
     shards = {} if unknown else _shards(value, live_tensors, names, saved, beside)
     for fqn in references(value):

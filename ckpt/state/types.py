@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol, TypeGuard
 
 import torch
 from torch import nn
@@ -49,20 +49,83 @@ class PerGroup:
     on_reshard: OnReshard | None = None
 
 
+class StagesHere(NamedTuple):
+    """Of a pipeline of `total` stages the numbers of those that are on this rank, under a name."""
+
+    path: str
+    total: int
+    numbers: tuple[int, ...]
+
+
+class PipelineStage(Protocol):
+    """What a stage of `torch.distributed.pipelining` says of itself."""
+
+    submod: nn.Module
+    stage_index: int
+    num_stages: int
+
+
 class Stages:
     """Marks several modules, or several optimizers, that are parts of one under one name.
 
     For ranks with several stages of a pipeline, each with the names of the whole model: `{"model":
     Stages(first, third), "optim": Stages(optimizer_of_first, optimizer_of_third)}`. No two of them
-    may have a name in common. Raises TypeError for anything else.
+    may have a name in common.
+
+    The stages of `torch.distributed.pipelining` may stand for their modules. They know their
+    numbers, from 0 on, and how many there are; otherwise `numbers` and `count` say it. A save then
+    fails, before anything is written, when one of the stages is on no rank.
+
+    Raises TypeError for anything else, and ValueError for numbers that are none of stages.
     """
 
-    def __init__(self, *parts: nn.Module | torch.optim.Optimizer) -> None:
+    def __init__(
+        self,
+        *parts: nn.Module | torch.optim.Optimizer | PipelineStage,
+        numbers: Sequence[int] | None = None,
+        count: int | None = None,
+    ) -> None:
         kinds = (nn.Module, torch.optim.Optimizer)
+        stages = [one for one in parts if _is_pipeline_stage(one)]
+        if parts and len(stages) == len(parts):
+            if numbers is None and count is None:
+                numbers = [one.stage_index for one in stages]
+                count = _only([one.num_stages for one in stages])
+            parts = tuple(one.submod for one in stages)
         if not parts or not any(all(isinstance(one, kind) for one in parts) for kind in kinds):
             names = ", ".join(type(one).__name__ for one in parts)
             raise TypeError(f"Stages({names}): expected modules alone, or optimizers alone")
         self.parts = parts
+        self.numbers = tuple(numbers or ())
+        self.count = count
+        if (numbers is None) != (count is None):
+            raise ValueError("Stages: numbers= and count= belong together; pass both")
+        if count is not None and not self._are_numbered(count):
+            raise ValueError(
+                f"Stages: numbers={list(self.numbers)}, count={count}: expected {len(parts)} "
+                "different numbers from 0 to count - 1, one for each of the stages"
+            )
+
+    def _are_numbered(self, count: int) -> bool:
+        distinct = set(self.numbers)
+        return len(self.numbers) == len(distinct) == len(self.parts) and distinct <= set(
+            range(count)
+        )
+
+
+def _is_pipeline_stage(part: object) -> TypeGuard[PipelineStage]:
+    """Whether it says what a stage says: torch's pipelines, which take long to load, may be none of
+    this process.
+    """
+    return isinstance(getattr(part, "submod", None), nn.Module) and all(
+        type(getattr(part, name, None)) is int for name in ("stage_index", "num_stages")
+    )
+
+
+def _only(counts: Sequence[int]) -> int:
+    if len(set(counts)) > 1:
+        raise ValueError(f"Stages: parts of pipelines of {counts} stages; they have to be of one")
+    return counts[0]
 
 
 class TensorEntry(NamedTuple):

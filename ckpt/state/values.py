@@ -4,11 +4,12 @@ A value is None, bool, int, float, str, bytes, or a list, tuple or dict of value
 has tensors is stored as one value, in which `{"$tensor": fqn}` stands for each tensor, and a
 description, see `composites`, for each tensor that consists of others. A named tuple is stored with
 the names of its fields, and comes back as one of the live state's class, or of a class of its own.
+Some other types have a tagged form, see `typed_values`.
 """
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, defaultdict, namedtuple
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,14 +19,17 @@ import torch
 from ckpt.layout.composite import CompositeType
 from ckpt.layout.composites import take_apart, type_of
 from ckpt.layout.plain import UnsupportedTensor
+from ckpt.layout.plain_context import DATA_KEY
 from ckpt.layout.torch_composites import outer_shape
 from ckpt.state.arrays import is_array, is_scalar, scalar_like, tensor_of, why_no_tensor
 from ckpt.state.composites import composite_of, description
 from ckpt.state.descriptions import TYPE_KEY, is_description, with_names
+from ckpt.state.typed_values import Typed, inside, is_tagged, leaf_of, tagged, typed_of, why_no_leaf
 
 TENSOR_KEY = "$tensor"
 # A named tuple: its fields, and beside them its "items".
 FIELDS_KEY = "$fields"
+_RESERVED = (TENSOR_KEY, TYPE_KEY, FIELDS_KEY, DATA_KEY)
 DEPTH_MAX = 100
 
 # Compared by exact type: a subclass (an IntEnum) would come back as its base.
@@ -54,9 +58,9 @@ def split_tree(
 def join_tree(value: Any, tensor_of: Callable[[str], Any], like: Any = None) -> Any:
     """`value` with every reference replaced by `tensor_of(fqn)`; containers are new.
 
-    Composites are put together, which raises Mismatch or InvalidState where that is not possible.
-    `like` is a live tree: where it has an OrderedDict, Counter, defaultdict, or an array or scalar
-    of numpy, the result has one too.
+    Composites are put together, which raises Mismatch or InvalidState where that is not possible,
+    and so are leaves of other types, see `unknown_leaves`. `like` is a live tree: where it has an
+    OrderedDict, Counter, defaultdict, or an array or scalar of numpy, the result has one too.
     """
     if isinstance(value, dict):
         if is_reference(value):
@@ -66,6 +70,8 @@ def join_tree(value: Any, tensor_of: Callable[[str], Any], like: Any = None) -> 
             components = join_tree(value["components"], tensor_of)
             fqn = next(iter(references(value)), "").rpartition(".")[0]
             return composite_of(value, fqn, components)
+        if is_tagged(value):
+            return leaf_of(value, like, lambda held, live: join_tree(held, tensor_of, live))
         if value.keys() == {FIELDS_KEY, "items"}:
             return _named_tuple(value[FIELDS_KEY], join_tree(value["items"], tensor_of, like), like)
         live = like if isinstance(like, dict) else {}
@@ -77,6 +83,27 @@ def join_tree(value: Any, tensor_of: Callable[[str], Any], like: Any = None) -> 
         ]
         return items if isinstance(value, list) else tuple(items)
     return scalar_like(value, like)
+
+
+def unknown_leaves(value: Any, like: Any = None) -> list[str]:
+    """What is wrong with the tagged leaves of a value that `join_tree` is to make, beside a live
+    tree.
+    """
+    if is_tagged(value):
+        why = why_no_leaf(value, like)
+        return [why] if why is not None else unknown_leaves(*inside(value, like))
+    if is_description(value):  # its context has a meaning of its own
+        return []
+    if isinstance(value, dict):
+        live = like if isinstance(like, dict) else {}
+        pairs = [(item, live.get(key)) for key, item in value.items()]
+        if value.keys() == {FIELDS_KEY, "items"}:
+            pairs = [(value["items"], like)]
+    elif isinstance(value, (list, tuple)):
+        pairs = [(item, _item_like(like, index)) for index, item in enumerate(value)]
+    else:
+        return []
+    return [text for item, live in pairs for text in unknown_leaves(item, live)]
 
 
 def renamed_tree(value: Any, name_of: Callable[[str], str]) -> Any:
@@ -143,8 +170,17 @@ class _Splitter:
                 for name, item in zip(tree._fields, tree, strict=True)
             ]
             return {FIELDS_KEY: list(tree._fields), "items": items}
+        if (typed := typed_of(tree)) is not None:
+            return self.split_typed(typed, path, depth)
         self.problems.append(f"{path}: {why_not_storable(tree)}")
         return None
+
+    def split_typed(self, typed: Typed, path: str, depth: int) -> Any:
+        name, content = typed.name, typed.content
+        if name == "deque":  # items are named by their places, as those of lists
+            items = self.split(content["items"], path, depth + 1)
+            return tagged(name, {"maxlen": content["maxlen"], "items": items})
+        return tagged(name, self.split(content, path, depth + 1))
 
     def split_array(self, array: Any, path: str) -> Any:
         tensor = tensor_of(array)
@@ -170,7 +206,7 @@ class _Splitter:
             return None
 
     def split_dict(self, tree: dict[Any, Any], path: str, depth: int) -> Any:
-        if reserved := [key for key in (TENSOR_KEY, TYPE_KEY, FIELDS_KEY) if key in tree]:
+        if reserved := [key for key in _RESERVED if key in tree]:
             self.problems.append(f"{path}: the key {reserved[0]!r} is reserved; use another one")
             return None
         result = {}
@@ -214,14 +250,13 @@ def _with_type_of(like: Any, joined: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def _item_like(like: Any, index: int) -> Any:
-    return like[index] if isinstance(like, (list, tuple)) and index < len(like) else None
+    is_sequence = isinstance(like, (list, tuple, deque))
+    return like[index] if is_sequence and index < len(like) else None
 
 
 def _advice(leaf: Any, kind: type) -> str:
     if kind.__module__ == "numpy":
         return "convert it with float(), int(), str() or tolist(), or put it into an array"
-    if isinstance(leaf, (torch.device, torch.dtype)):
-        return "convert it with str()"
     if isinstance(leaf, tuple):
         return "convert it with tuple()"
     if isinstance(leaf, (set, frozenset)):

@@ -16,7 +16,8 @@ from torch import nn
 
 from ckpt.errors import CheckpointError, InvalidState
 from ckpt.state.arrays import is_array, is_scalar
-from ckpt.state.types import PerGroup, PerRank, Stages
+from ckpt.state.typed_values import typed_of
+from ckpt.state.types import PerGroup, PerRank, Stages, StagesHere
 from ckpt.state.values import DEPTH_MAX, SCALARS, why_not_storable
 
 
@@ -48,6 +49,7 @@ class Leaves:
     values: list[LocatedValue] = field(default_factory=list)
     tuples: list[LocatedValue] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    stages: list[StagesHere] = field(default_factory=list)
 
 
 def walk(state: Any) -> Leaves:
@@ -139,6 +141,8 @@ def _visit(node: Any, fqn: str, place: Location, leaves: Leaves, depth: int) -> 
     elif isinstance(node, torch.optim.Optimizer):
         leaves.optimizers.append((fqn, node))
     elif isinstance(node, Stages):
+        if node.count is not None:
+            leaves.stages.append(StagesHere(fqn, node.count, node.numbers))
         for part in node.parts:  # all under one name, as parts of one
             _visit(part, fqn, place, leaves, depth)
     elif isinstance(node, PerRank | PerGroup):
@@ -150,6 +154,14 @@ def _visit(node: Any, fqn: str, place: Location, leaves: Leaves, depth: int) -> 
             _walk_container(node, fqn, place, leaves, depth)
     elif is_object(node):
         leaves.objects.append((fqn, node))
+    elif typed_of(node) is not None and _is_pure([node], 0):
+        leaves.values.append(LocatedValue(fqn, node, place))
+    elif typed_of(node) is not None:
+        kind = f"{type(node).__module__}.{type(node).__qualname__}"
+        leaves.problems.append(
+            f"{fqn or 'the state'}: a {kind} with tensors or objects in it cannot be stored here; "
+            "use a list or a dict"
+        )
     else:
         leaves.problems.append(f"{fqn or 'the state'}: {why_not_storable(node)}")
 
@@ -175,4 +187,11 @@ def _is_pure(node: Any, depth: int) -> bool:
             or is_object(child)
         ):
             return False  # modules and optimizers are objects by this test
+        elif not _is_pure_typed(child, depth):
+            return False
     return True
+
+
+def _is_pure_typed(child: Any, depth: int) -> bool:
+    typed = typed_of(child)
+    return typed is None or not typed.may_hold_tensors or _is_pure(typed.content, depth + 1)

@@ -41,6 +41,7 @@ from ckpt.state_dict.config import (
     StateDictType,
 )
 from ckpt.state_dict.model import describe_model, names_of
+from ckpt.state_dict.model_composites import tied_composites
 
 __all__ = [
     "FQNS_T",
@@ -292,7 +293,7 @@ def _module_name(model: nn.Module, wanted: nn.Module) -> str:
         if module is wanted:
             return bare_name(name, known)
     raise InvalidState(
-        [f"{type(wanted).__name__}: is no module of the model; pass one that is in it"]
+        [f"{type(wanted).__name__}: is not a module of the model; pass one that is in it"]
     )
 
 
@@ -305,7 +306,13 @@ def _frozen(model: nn.Module) -> set[str]:
         if not source.owned.param.requires_grad
         for fqn in source.fqns
     }
-    return frozen | {tied for tied, stored in described.aliases.items() if stored in frozen}
+    frozen |= {
+        fqn
+        for fqn, tensor in described.composites.items()
+        if isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+    }
+    tied = described.aliases | tied_composites(described)
+    return frozen | {name for name, stored in tied.items() if stored in frozen}
 
 
 # --- optimizers ----------------------------------------------------------------------------------

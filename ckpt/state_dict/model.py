@@ -18,6 +18,7 @@ from ckpt.state.values import join, split_tree
 from ckpt.state.walk import Leaves
 from ckpt.state_dict.config import StateDictType
 from ckpt.state_dict.forms import DictForm, LiveTensors, take_out
+from ckpt.state_dict.model_composites import ModelComposites, composites_of, tied_composites
 from ckpt.world.base import World, collectively
 
 
@@ -26,15 +27,19 @@ def take_model(model: nn.Module, output: DictForm, world: World, ranks: Ranks) -
 
     Raises InvalidState, the same on all ranks, for what has no such form.
     """
-    described, live = collectively(world, "describe", lambda: describe_live(model, ranks, output))
+    described, live, composites = collectively(
+        world, "describe", lambda: describe_live(model, ranks, output)
+    )
     tensors = take_out(live, output, world, ranks)
     if not output.is_wanted:
         return {}
+    tensors.update(composites.joined(tensors, to_cpu=output.offload_to_cpu))
     # In the order of the module; the exchange has one of its own.
-    state_dict = {name: tensors[name] for name in names_of(described) if name in tensors}
+    names = composites.names(names_of(described))
+    state_dict = {name: tensors[name] for name in names if name in tensors}
     for fqn, module in described.extra_states:
         state_dict[fqn] = module.get_extra_state()
-    for tied, stored in described.aliases.items():
+    for tied, stored in (described.aliases | tied_composites(described)).items():
         if stored in state_dict:
             state_dict[tied] = state_dict[stored]
     return state_dict
@@ -42,10 +47,12 @@ def take_model(model: nn.Module, output: DictForm, world: World, ranks: Ranks) -
 
 def describe_live(
     model: nn.Module, ranks: Ranks, output: DictForm
-) -> tuple[Described, LiveTensors]:
+) -> tuple[Described, LiveTensors, ModelComposites]:
     """What this rank holds of `model`. Raises InvalidState with all that cannot take part."""
     described = describe_model(model, ranks, loading=False)
-    tensors = list(described.tensors())
+    composites = composites_of(described, output.form)
+    left = composites.not_exchanged
+    tensors = [each for each in described.tensors() if left.isdisjoint(each[0].fqns)]
     holdings = [holding for source, kind in tensors for holding in source.holdings(kind)]
     models = {
         fqn: template
@@ -57,25 +64,15 @@ def describe_live(
     # LOCAL dicts are live memory, in whatever dtype it has.
     keeps_low = output.form is StateDictType.LOCAL
     dtypes = {} if keeps_low else buffer_dtypes(described, buffers)
-    return described, LiveTensors(
-        holdings, models, shardings(described, names_of(described)).get, dtypes
-    )
+    live = LiveTensors(holdings, models, shardings(described, names_of(described)).get, dtypes)
+    return described, live, composites
 
 
 def describe_model(model: nn.Module, ranks: Ranks, *, loading: bool) -> Described:
     """The tensors of one module by their bare names. Raises InvalidState with all problems."""
     described = describe_modules(Leaves(modules=[("", model)]), ranks, loading=loading)
-    problems = [
-        *described.problems,
-        *(
-            f"{fqn}: consists of other tensors ({', '.join(sorted(parts))}), and state dicts of "
-            "this library have whole tensors; call the module's own state_dict()"
-            for fqn in described.composites
-            if (parts := {n.removeprefix(f"{fqn}.") for n in described.components_of(fqn)})
-        ),
-    ]
-    if problems:
-        raise InvalidState(problems)
+    if described.problems:
+        raise InvalidState(described.problems)
     return described
 
 

@@ -10,17 +10,20 @@ import torch
 from torch import nn
 
 from ckpt.errors import Mismatch
+from ckpt.format.codec import decode_values, encode_values
+from ckpt.layout.composites import is_composite
 from ckpt.layout.holdings import form_holdings
 from ckpt.layout.kind import Kind
 from ckpt.layout.piece import Holding
 from ckpt.layout.plain import Ranks, UnsupportedTensor
-from ckpt.layout.sharded_tensor import is_tensor
+from ckpt.layout.sharded_tensor import is_sharded_tensor, is_tensor
 from ckpt.state.bind import Binding, bind_state
 from ckpt.state.describe import Described, LogicalTensor
 from ckpt.state.names import bare_names
 from ckpt.state.requested import LoadRequest
 from ckpt.state.types import Catalog, Loaded, Problem, ProblemKind, fatal_texts
 from ckpt.state_dict.model import buffer_dtypes, check_names, describe_model, share_values
+from ckpt.state_dict.model_composites import given_composite, tied_composites
 from ckpt.state_dict.redistribute import redistribute
 from ckpt.state_dict.table import Table, entries_of, gather_table
 from ckpt.world.base import World, collectively
@@ -45,9 +48,15 @@ def put_model(
     own = {} if request.rank0_only and ranks.rank else state_dict
     given = collectively(world, "read", lambda: _read(model, own, ranks, request))
     known = gather_table(world, "held", given.held)
-    names = {holding.pieces[0].fqn for holding in given.held} | set(given.extra)
+    names = {holding.pieces[0].fqn for holding in given.held}
+    names |= given.extra.keys() | given.composites.keys()
     givers = check_names(world, sorted(names), bool(own), request.call)
-    given = replace(given, extra=share_values(world, given.extra, givers))
+    if givers and len(givers) < world.size:
+        # As bytes: references to tensors stand among the values.
+        tree = {"extra": given.extra, "composites": encode_values(given.composites)}
+        shared = share_values(world, tree, givers)
+        composites = decode_values(shared["composites"])
+        given = replace(given, extra=shared["extra"], composites=composites)
     fitting = _Fitting(model, ranks, request, given, known)
     binding, problems = collectively(world, "compare", fitting.bound)
     return ModelLoad(world, given, known, binding, problems)
@@ -58,6 +67,7 @@ class _GivenModel:
     """What one rank's dict has, and the model that it is for, with its tensors by name.
 
     `extra` are the extra states of the dict, `extra_states` the modules that have some.
+    `composites` are descriptions of what consists of other tensors, which are held.
     """
 
     described: Described
@@ -65,6 +75,7 @@ class _GivenModel:
     extra_states: Mapping[str, nn.Module]
     held: Sequence[Holding]
     extra: Mapping[str, Any]
+    composites: Mapping[str, Any]
 
 
 def _read(
@@ -85,7 +96,9 @@ def _read(
     problems: list[str] = []
     held: list[Holding] = []
     extra: dict[str, Any] = {}
-    known = {*members, *described.aliases, *extra_states}
+    composites: dict[str, Any] = {}
+    tied = tied_composites(described)
+    known = {*members, *described.aliases, *extra_states, *described.composites, *tied}
     for fqn, value in bare_names(state_dict, known).items():
         # By its ending too: extra state that this model has no place for is no wrong tensor.
         if fqn in extra_states or fqn.rpartition(".")[2] == EXTRA_STATE:
@@ -96,6 +109,11 @@ def _read(
                 f"{fqn}: is a {type(value).__name__}, expected a tensor, a DTensor or a "
                 "ShardedTensor"
             )
+            continue
+        if not is_sharded_tensor(value) and is_composite(value):
+            composites[fqn], components = given_composite(fqn, value, problems)
+            for name, part in components:
+                held += form_holdings(name, part, Kind.OTHER, ranks, shape=None)
             continue
         # A dict has buffers in their own dtype, a unit with mixed precision has them in another.
         if fqn in recast and isinstance(value, torch.Tensor) and value.dtype is recast[fqn]:
@@ -116,7 +134,7 @@ def _read(
         held += parts
     if problems:
         raise Mismatch(problems)
-    return _GivenModel(described, members, extra_states, held, extra)
+    return _GivenModel(described, members, extra_states, held, extra, composites)
 
 
 def recast_holding(holding: Holding, dtype: torch.dtype) -> Holding:
@@ -143,7 +161,7 @@ class _Fitting:
         strict, given = self.request.strict, self.given
         binding = bind_state(
             self.model,
-            Catalog(entries_of(self.known)),
+            Catalog(entries_of(self.known), given.composites),
             self.ranks,
             strict=strict,
             # Extra states are no tensors: `ModelLoad.fill` gives them to their modules.
@@ -151,7 +169,7 @@ class _Fitting:
             call=self.request.call,
         )
         # A dict has tied tensors under all their names, and the state takes one of them.
-        tied = given.described.aliases
+        tied = given.described.aliases | tied_composites(given.described)
         problems = [
             problem
             for problem in binding.problems

@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ckpt.errors import Mismatch
+from ckpt.errors import InvalidState, Mismatch
 from ckpt.format.codec import decode_values, encode_values
 from ckpt.layout.plain import Ranks
 from ckpt.state.bind_optimizer import bind_optimizer
 from ckpt.state.bind_parameter import BoundOptimizer
 from ckpt.state.describe import Described
 from ckpt.state.names import Left, Names
-from ckpt.state.optimizer import named_groups, params_of, refusals
+from ckpt.state.optimizer import extra_state, named_groups, params_of, refusals
 from ckpt.state.own import declared, tensors_of
 from ckpt.state.requested import LoadRequest, Unshared
 from ckpt.state.types import Catalog, Loaded, ProblemKind, fatal_texts
@@ -194,6 +194,10 @@ class OptimizerLoad:
         names = Names(catalog, None, None, aliases=self.described.aliases, call=self.call)
         if problems := refusals(PATH, optimizer, self.described, self.ranks):
             return problems
+        try:
+            extra_state(PATH, optimizer)
+        except InvalidState as error:
+            return list(error.problems)
         self.bound.append(bind_optimizer(PATH, target, self.described, names, self.ranks))
         names.problems += Left((), names.extra_params).problems(self.call)
         self.loaded.append(names)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ckpt.errors import Mismatch
+from ckpt.layout.composites import is_composite
 from ckpt.layout.holdings import form_holdings
 from ckpt.layout.kind import Kind
 from ckpt.layout.piece import Holding
@@ -147,7 +148,7 @@ class DictReader:
         self, read: GivenState, param: str, name: str, content: Any, shape: Shape | None
     ) -> None:
         fqn = f"{STATE}{param}.{name}"
-        if is_tensor(content):
+        if is_tensor(content) and (is_sharded_tensor(content) or not is_composite(content)):
             holdings = self.hold(read, fqn, content, shape)
             if shape is None or not all(holding.is_unshared for holding in holdings):
                 return  # its layout says what of it is where

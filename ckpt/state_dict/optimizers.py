@@ -18,6 +18,8 @@ import torch
 from torch import nn
 
 from ckpt.errors import InvalidState, Mismatch
+from ckpt.layout.component_shards import ComponentShard, copy_of_shard
+from ckpt.layout.composites import is_composite
 from ckpt.layout.piece import Holding
 from ckpt.layout.plain import Ranks
 from ckpt.layout.sharded_tensor import UnitSharding
@@ -27,15 +29,17 @@ from ckpt.state.descriptions import descriptions, shown_type
 from ckpt.state.names import split_state_name
 from ckpt.state.optimizer import (
     FlatOptimizer,
+    extra_state,
     flatten_groups,
     flatten_optimizer,
+    named_groups,
     refusals,
     user_state,
 )
 from ckpt.state.optimizer_kinds import NUMBER_OF_SUFFIX, StateKind, kind_of, number_suffix
 from ckpt.state.own import PerRankState, copy_of, declared
 from ckpt.state.requested import Unshared
-from ckpt.state.values import join_tree, references
+from ckpt.state.values import join_tree, references, split_tree
 from ckpt.state_dict.agreeing import NOTHING, Agreed, agreed_state, check_values
 from ckpt.state_dict.beside import Rest, separate
 from ckpt.state_dict.config import StateDictType
@@ -118,6 +122,7 @@ class _Taken:
     """What this rank holds of optimizers, and the values that all ranks have alike.
 
     `witnesses` are scalars that other ranks hold, as this one has them. `agreed` is compared.
+    `shards` are parts of composites that no other rank gives anything for.
     """
 
     live: LiveTensors
@@ -128,6 +133,7 @@ class _Taken:
     has_groups: bool
     own: Mapping[str, PerRankState]
     rest: Rest | None
+    shards: Mapping[str, ComponentShard]
 
 
 def take_optimizer(
@@ -156,6 +162,7 @@ def take_optimizer(
     if not output.is_wanted:
         return {}
     to_cpu = output.offload_to_cpu
+    tensors.update({fqn: copy_of_shard(shard) for fqn, shard in taken.shards.items()})
     if _keeps_own_scalars(output):
         tensors.update(_own_scalars(taken.witnesses, to_cpu=to_cpu))
     groups = taken.values[GROUPS]
@@ -193,6 +200,8 @@ def _taken(
     problems = [p for one in optimizers for p in refusals(PATH, one, described, ranks)]
     if problems:
         raise InvalidState(problems)
+    for one in optimizers:
+        extra_state(PATH, one)  # raises for those that have another form
     if state_dict is None:
         view: Any = OptimizerView(optimizers)
     else:
@@ -209,12 +218,13 @@ def _taken(
         flat.holdings.extend(options.holdings)
         flat.values.update(options.values)
         flat.problems.extend(options.problems)
-    if output.form is not StateDictType.FULL:
-        flat.problems.extend(_sharded_composites(flat))
+    shards = {} if output.form is StateDictType.FULL else _component_shards(view, described)
+    if output.form is StateDictType.LOCAL and shards:
+        flat.problems.extend(_without_local_form(flat))
     if flat.problems:
         raise InvalidState(flat.problems)
     live = LiveTensors(
-        flat.holdings,
+        [one for one in flat.holdings if shards.keys().isdisjoint(p.fqn for p in one.pieces)],
         _templates(view, described, ranks),
         _sharding_of(described),
         {},
@@ -224,11 +234,25 @@ def _taken(
     keeps_own = _keeps_own_scalars(output)
     is_alone = len(ranks.everyone) == 1
     agreed = NOTHING if keeps_own or is_alone else agreed_state(flat.holdings, flat.witnesses)
-    return _Taken(live, flat.witnesses, agreed, flat.values, user, has_groups, flat.own, rest)
+    return _Taken(
+        live, flat.witnesses, agreed, flat.values, user, has_groups, flat.own, rest, shards
+    )
 
 
-def _sharded_composites(flat: FlatOptimizer) -> list[str]:
-    """What is wrong with composites of which this rank has a shard, in forms other than FULL."""
+def _component_shards(view: Any, described: Described) -> dict[str, ComponentShard]:
+    """The parts that this rank has of composites of which others have other shards, by name."""
+    shards = {}
+    for group in named_groups(view, described):
+        for named in group:
+            for name, content in view.state.get(named.param, {}).items():
+                if not isinstance(content, torch.Tensor) or is_composite(content):
+                    _, tensors = split_tree(content, f"{STATE}{named.names[0]}.{name}", [])
+                    shards.update({n: t for n, t in tensors if isinstance(t, ComponentShard)})
+    return shards
+
+
+def _without_local_form(flat: FlatOptimizer) -> list[str]:
+    """What is wrong with composites of which this rank has a shard, in the LOCAL form."""
     cut = {
         piece.fqn
         for holding in flat.holdings
@@ -236,8 +260,8 @@ def _sharded_composites(flat: FlatOptimizer) -> list[str]:
         if piece.region.numel != math.prod(piece.global_shape)
     }
     return [
-        f"{fqn}: is a {shown_type(inside)}, whose shards have no form in sharded and local state "
-        "dicts; ask for a FULL one, or save with ckpt.save"
+        f"{fqn}: is a DTensor over shards of a {shown_type(inside)}, which has no LOCAL form; use "
+        "StateDictType.SHARDED"
         for fqn, value in flat.values.items()
         for inside in descriptions(value)
         if cut.intersection(references(inside))

@@ -6,6 +6,7 @@ seed (`tests.e2e.stages`), so that each rank knows what it has to get.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -141,7 +142,51 @@ def loaded_by_two(root: str) -> list[str]:
     rank = dist.get_rank()
     state = local_experts(2, rank, 8)
     ckpt.load(state, f"{root}/experts")
-    return odd_of(state, all_experts, 1)
+    return odd_of(state, all_experts, 1) + swapped(root, rank)
+
+
+def swapped(root: str, rank: int) -> list[str]:
+    """What was stacked on a mesh of experts becomes parts on the ranks that have them, and what
+    were modules becomes a stack on such a mesh.
+    """
+    count = EXPERTS // 2
+    own = slice(rank * count, (rank + 1) * count)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+    model: Any = nn.Module()
+    numbers = map(str, range(EXPERTS)[own])
+    model.stacked = nn.ParameterDict({name: nn.Parameter(torch.zeros(3, 5)) for name in numbers})
+    model.experts = nn.Module()
+    for name, shape in (("weight", (EXPERTS, 3, 5)), ("bias", (EXPERTS, 3))):
+        cut = distribute_tensor(torch.zeros(shape), mesh, [Shard(0)], src_data_rank=None)
+        model.experts.register_parameter(name, nn.Parameter(cut))
+    model.router = nn.Linear(5, EXPERTS)
+    # The groups are those that it was saved with: biases of one dim had no weight decay.
+    plain = [model.experts.bias, model.router.bias]
+    decayed = [one for one in model.parameters() if all(one is not other for other in plain)]
+    groups = [{"params": decayed}, {"params": plain, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=0.01)
+    stacks = {"stacked.{}": "stacked", "experts": "experts.{}"}
+    ckpt.load({"model": model, "optim": optimizer}, f"{root}/experts", stacks=stacks)
+    whole_model, its_optimizer = whole(all_experts, 1)
+    params = dict(whole_model.named_parameters())
+
+    def pairs(of: Callable[[torch.Tensor], Any]) -> list[tuple[str, Any, Any]]:
+        stacked = of(params["stacked"])
+        rows = [(f"stacked {n}", of(p), stacked[int(n)]) for n, p in model.stacked.items()]
+        for name in ("weight", "bias"):
+            every = [of(params[f"experts.{number}.{name}"]) for number in range(EXPERTS)]
+            live = of(model.experts.get_parameter(name)).to_local()
+            rows.append((name, live, torch.stack(every)[own]))
+        return rows
+
+    def moments(parameter: torch.Tensor) -> Any:
+        known = its_optimizer.state if parameter in its_optimizer.state else optimizer.state
+        return known[parameter]["exp_avg"]
+
+    odd = [name for name, got, good in pairs(lambda one: one) if not torch.equal(got, good)]
+    odd += [f"{name} moment" for name, got, good in pairs(moments) if not torch.equal(got, good)]
+    decays = [group["weight_decay"] for group in optimizer.param_groups]
+    return odd if decays == [0.1, 0.0] else [*odd, f"{decays}"]
 
 
 def test_what_unlike_ranks_saved_loads_on_other_numbers_of_ranks(tmp_path: Path) -> None:
@@ -161,3 +206,66 @@ def test_what_unlike_ranks_saved_loads_on_other_numbers_of_ranks(tmp_path: Path)
     weights = load_file(str(critic))
     assert weights.keys() == expected.keys()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in weights.items())
+
+
+def on_two_meshes(root: str) -> list[str]:
+    """A tied embedding under `fully_shard` in the first and in the last stage, on meshes that share
+    no rank; experts on the submesh of one of two data-parallel replicas.
+    """
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    odd = []
+
+    model = Ends(["first"] if rank < 2 else ["last"])
+    fully_shard(model, mesh=mesh["dp"])
+    state = state_of(model, 4)
+    odd += ckpt.save(state, f"{root}/tied", step=1).warnings
+    fill(state["model"], 9)
+    ckpt.load(state, f"{root}/tied")
+    odd += odd_of(state, both_ends, 4)
+    ckpt.async_save(state, f"{root}/tied in the background", step=1).result()
+    # The replicas of a model that nobody declares: the mesh of experts alone is known.
+    replicas = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    stack = torch.arange(60.0).view(EXPERTS, 3, 5)
+    cut = distribute_tensor(stack, replicas["ep"], [Shard(0)], src_data_rank=None)
+    ckpt.save({"stack": cut}, f"{root}/replicas", step=1)
+    if rank > 1:
+        cut.to_local()[0, 0, 0] += 1
+    odd += refused(
+        {"stack": cut}, f"{root}/replicas", "stack: the ranks have different values of it"
+    )
+    # Other values, other cuts, other numbers of ranks.
+    with torch.no_grad():
+        state["model"].embedding.weight.to_local().add_(rank // 2)
+    expected = "model.embedding.weight: ranks 0, 1 and ranks 2, 3 have different values of it"
+    odd += refused(state, f"{root}/differing", expected)
+    by_rows_or_columns = [Shard(rank // 2)]
+    other = distribute_tensor(torch.zeros(4, 4), mesh["dp"], by_rows_or_columns, src_data_rank=None)
+    odd += refused({"w": other}, f"{root}/cut", "w: ranks 0 to 3 hold it and cut it differently")
+    three = DeviceMesh("cpu", [1, 2, 3], _init_backend=False)
+    alone = DeviceMesh("cpu", [0], _init_backend=False)
+    piece = distribute_tensor(
+        torch.zeros(6), three if rank else alone, [Shard(0)], src_data_rank=None
+    )
+    text = r"w: lies on groups of ranks of different sizes, which share no rank: rank 0; ranks 1 to"
+    return odd + refused({"w": piece}, f"{root}/sizes", text)
+
+
+def refused(state: dict[str, Any], url: str, text: str) -> list[str]:
+    """What is wrong with the refusal of a save of this state."""
+    try:
+        ckpt.save(state, url, step=2)
+    except InvalidState as error:
+        return [] if re.search(text, str(error)) else [str(error)]
+    return [f"{url}: was saved"]
+
+
+def test_tensors_of_one_name_on_two_meshes_are_one_if_they_are_equal(tmp_path: Path) -> None:
+    root = str(tmp_path)
+    assert run_ranks(4, on_two_meshes, root, timeout_seconds=180.0) == [[]] * 4
+    for name in ("tied", "tied in the background"):
+        ends = state_of(both_ends(), 8)
+        ckpt.load(ends, f"{root}/{name}")
+        assert odd_of(ends, both_ends, 4) == []
+    with ckpt.open(f"{root}/replicas") as saved:
+        assert torch.equal(saved["stack"], torch.arange(60.0).view(EXPERTS, 3, 5))

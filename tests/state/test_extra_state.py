@@ -23,13 +23,14 @@ class Counting(torch.optim.SGD):
 
     def __init__(self, params: Any, extra: Any = None) -> None:
         super().__init__(params, lr=0.5, momentum=0.5)
-        self.steps, self.extra = 0, extra
+        self.steps, self.extra, self.asked = 0, extra, 0
 
     def step(self, closure: Any = None) -> None:
         self.steps += 1
         super().step(closure)
 
     def state_dict(self) -> dict[str, Any]:
+        self.asked += 1
         return {**super().state_dict(), "steps": self.steps, "extra": self.extra}
 
     def load_state_dict(self, state: Any) -> None:
@@ -71,6 +72,18 @@ def test_what_a_class_adds_comes_back_and_the_rest_stays_as_it_is(tmp_path: Path
     for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
         bufs = [opt.state[p]["momentum_buffer"] for opt, p in ((optimizer, mine), (target, theirs))]
         assert torch.equal(*bufs)
+
+
+def test_a_save_and_a_load_ask_for_it_once(tmp_path: Path) -> None:
+    """Classes build it of all their state, and some copy that."""
+    model, optimizer = training()
+    stepped(model, optimizer, 1)
+    state = {"model": model, "optimizer": optimizer}
+    for step in (1, 2):
+        ckpt.save(state, str(tmp_path), step=step)
+        assert optimizer.asked == step
+    ckpt.load(state, str(tmp_path))
+    assert optimizer.asked == 3
 
 
 def test_a_checkpoint_without_it_says_so(tmp_path: Path) -> None:

@@ -162,9 +162,9 @@ def _odd(folder: str) -> None:
     optimizer.state[model.weight]["exp_avg"] = good["w"]
     whole = ckpt.optimizer_state_dict(model, optimizer)["state"]["weight"]["exp_avg"]
     assert torch.equal(whole.matrix, torch.cat([rows - 8 * rank, rows - 8 * rank + 8]))
-    for form in (ckpt.StateDictType.SHARDED, ckpt.StateDictType.LOCAL):
-        with pytest.raises(InvalidState, match=r"exp_avg: is a mine.Shared .*ask for a FULL"):
-            ckpt.optimizer_state_dict(model, optimizer, form)
+    with pytest.raises(InvalidState, match=r"exp_avg: .* of a mine.Shared .* no LOCAL form"):
+        ckpt.optimizer_state_dict(model, optimizer, ckpt.StateDictType.LOCAL)
+    _by_dicts(model, optimizer)
     # Each rank quantized its own shard: there is no one scale.
     with pytest.raises(ckpt.CheckpointError, match=r"w\.scale: .*rank"):
         ckpt.save({"w": shard(Shared(rows, torch.tensor(float(rank))))}, folder, step=2)
@@ -176,6 +176,22 @@ def _odd(folder: str) -> None:
     cutting._answers.clear()
     with pytest.raises(InvalidState, match=r"w: the mine.Shared cannot .* no slice along dim 0"):
         ckpt.save(good, folder, step=2)
+
+
+def _by_dicts(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """State dicts with such state go back into the optimizer, and into one that has none."""
+    [param] = model.parameters()
+    wanted = optimizer.state[param]["exp_avg"]
+    for form in (ckpt.StateDictType.FULL, ckpt.StateDictType.SHARDED):
+        taken = ckpt.optimizer_state_dict(model, optimizer, form)
+        got = taken["state"]["weight"]["exp_avg"]
+        assert isinstance(got, DTensor) is (form is ckpt.StateDictType.SHARDED)
+        fresh = torch.optim.AdamW(model.parameters())
+        for target in (optimizer, fresh):
+            if target is optimizer:
+                optimizer.state[param]["exp_avg"] = torch.zeros_like(param)
+            ckpt.load_optimizer_state_dict(model, target, taken)
+            assert same(target.state[param]["exp_avg"], wanted)
 
 
 def test_shards_of_which_nothing_is_proved_are_refused(tmp_path: Path) -> None:

@@ -76,7 +76,6 @@ def _odd_shape(engine: str, content: str) -> list[str]:
     [
         ("fsdp1_flat", "strange", "odd.0: is no plain strided tensor"),
         ("fsdp2", "strange", "odd.0: is no plain strided tensor"),
-        ("fsdp1_orig", "text", "a str in the state"),
     ],
 )
 def test_ambiguous_state_is_refused_by_name(engine: str, content: str, said: str) -> None:

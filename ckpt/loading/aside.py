@@ -1,0 +1,228 @@
+"""Read a checkpoint beside a live state, so that the state takes it over in one copy of memory.
+
+    bind -> pieces whose bytes are not proved to be there -> memory aside -> reads, exchange -> swap
+
+Until `Aside.swap` nothing of the state changes. What is proved to be in memory already
+(`ckpt.loading.unchanged`) is neither read nor copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from ckpt.format.manifest import Manifest
+from ckpt.layout.kind import Kind
+from ckpt.layout.memory import is_accelerator, local_view
+from ckpt.layout.piece import Holding, Piece
+from ckpt.layout.region import whole
+from ckpt.loading.block_sums import BlockSums
+from ckpt.loading.load import (
+    LoadOptions,
+    LoadSums,
+    bind_to,
+    groups_of_needs,
+    transfer,
+    warnings_of,
+)
+from ckpt.loading.plan import ReadPlan, chunks_of, plan_reads
+from ckpt.loading.reader import Reader, may_write
+from ckpt.loading.shared_reads import Sharing, share
+from ckpt.loading.unchanged import Mask, unchanged_chunks
+from ckpt.state.bind import Binding
+from ckpt.state.half_loaded import filling
+from ckpt.world.base import World, collectively
+from storage import Store
+
+Where = Literal["host", "device"]
+
+
+class LivePiece(NamedTuple):
+    """One piece of the live state, as a view of its memory."""
+
+    piece: Piece
+    view: torch.Tensor
+
+    @property
+    def key(self) -> Hashable:
+        """Which elements these are, and where they lie: the same while nobody moves them."""
+        view, piece = self.view, self.piece
+        place = (str(view.device), view.data_ptr(), tuple(view.shape), view.stride(), view.dtype)
+        return piece.fqn, piece.region, place
+
+
+@dataclass(frozen=True, slots=True)
+class Present:
+    """What a state holds: all pieces of a checkpoint that were put into it, by their keys.
+
+    The views keep the memory from being given to anything else, which would have the same key.
+    """
+
+    manifest: Manifest
+    views: Mapping[Hashable, torch.Tensor]
+
+
+class Copied(NamedTuple):
+    """A piece of the live state, and the memory aside that has its new elements."""
+
+    view: torch.Tensor
+    aside: torch.Tensor
+    is_pinned: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Aside:
+    """A checkpoint that was read and checked, ready to be taken over.
+
+    `nbytes` are those that a swap copies on this rank, of `nbytes_total` that the state has;
+    `nbytes_read` came from the store. `names` are tensors of which something is new here.
+    """
+
+    manifest: Manifest
+    state: Any
+    binding: Binding
+    copies: tuple[Copied, ...]
+    views: Mapping[Hashable, torch.Tensor]
+    nbytes: int
+    nbytes_total: int
+    nbytes_read: int
+    names: tuple[str, ...]
+    warnings: tuple[str, ...] = ()
+
+    def swap(self, world: World) -> Present:
+        """Put what was read into the live state; collective. Returns what it then has.
+
+        Raises LoadInterrupted where that fails: the state is a mixture then.
+        """
+        header = self.manifest.header
+        with filling(self.state, f"step {header.step} ({header.attempt})"):
+            collectively(world, "swap", self._copy)
+        return Present(self.manifest, self.views)
+
+    def _copy(self) -> None:
+        self.binding.prepare()
+        with torch.no_grad():
+            for view, aside, is_pinned in self.copies:
+                with may_write(view):
+                    # Behind what the caller has queued on the device, before all it queues next.
+                    view.copy_(aside, non_blocking=is_pinned)
+        self.binding.finish()
+
+
+@dataclass(slots=True)
+class _Choice:
+    """What of a state has to be read: pieces to be filled aside, and chunks that need not be."""
+
+    holdings: list[Holding] = field(default_factory=list)
+    copies: list[Copied] = field(default_factory=list)
+    names: set[str] = field(default_factory=set)
+    kept_chunks: set[int] = field(default_factory=set)
+
+
+def read_aside(
+    state: Any,
+    store: Store,
+    located: tuple[str, Manifest],
+    world: World,
+    how: tuple[LoadOptions, Present | None, Where],
+) -> Aside:
+    """Read what `state` needs of a checkpoint and does not have; collective.
+
+    `how` are the options, what the state has in memory (None: nothing is known of it), and where
+    the memory aside lies. Raises as `ckpt.load` does, and the state is unchanged whatever happens.
+    """
+    prefix, manifest = located
+    options, known, where = how
+    header = manifest.header
+    text = f"{store.url.rstrip('/')}/{prefix} (step {header.step}, {header.attempt})"
+    binding = collectively(world, "compare", lambda: bind_to(state, manifest, world, options, text))
+
+    def plan() -> tuple[Reader, _Choice, tuple[LivePiece, ...]]:
+        targets = tuple(_targets(binding.holdings))
+        choice = _choose(manifest, targets, known, where)
+        reads = _without(plan_reads(manifest, choice.holdings), choice.kept_chunks)
+        sums = BlockSums(store, prefix, manifest, options.path.cache)
+        return Reader(sums, reads, options.path), choice, targets
+
+    reader, choice, targets = collectively(world, "plan", plan)
+    groups, sums = groups_of_needs(reader, manifest, world, options, LoadSums(binding.tally))
+    warnings = warnings_of(binding, manifest, world, sums.tally, text)
+
+    def prepare() -> Sharing:
+        return share(reader.blocks, groups, world.rank, options.sharing)
+
+    transfer(reader, collectively(world, "prepare", prepare), world, options, sums)
+    return Aside(
+        manifest,
+        state,
+        binding,
+        tuple(choice.copies),
+        {target.key: target.view for target in targets},
+        sum(_nbytes(copy.view) for copy in choice.copies),
+        sum(_nbytes(target.view) for target in targets),
+        reader.nbytes_read,
+        tuple(sorted(choice.names)),
+        warnings,
+    )
+
+
+def _nbytes(view: torch.Tensor) -> int:
+    return view.numel() * view.element_size()
+
+
+def _targets(holdings: Sequence[Holding]) -> Iterator[LivePiece]:
+    for holding in holdings:
+        for piece in holding.pieces:
+            if piece.local_region.numel:
+                yield LivePiece(piece, local_view(holding, piece))
+
+
+def _choose(
+    manifest: Manifest, targets: Sequence[LivePiece], known: Present | None, where: Where
+) -> _Choice:
+    """The pieces that have to be read, with memory aside for them."""
+    unchanged: Mask | None = None if known is None else unchanged_chunks(known.manifest, manifest)
+    chunks = chunks_of(manifest, [target.piece for target in targets])
+    choice, fresh = _Choice(), set[int]()
+    for target, own in zip(targets, chunks, strict=True):
+        is_known = known is not None and target.key in known.views
+        new = [chunk for chunk in own if unchanged is None or not unchanged[chunk]]
+        if is_known and not new:
+            continue
+        aside = _aside(target.view, where)
+        if not is_known:
+            fresh.update(own)
+        elif len(new) < len(own):
+            # Only some of its chunks are read; the others come from where they are.
+            aside.copy_(target.view)
+            choice.kept_chunks.update(set(own) - set(new))
+        region = whole(tuple(aside.shape))
+        piece = target.piece._replace(local_region=region)
+        choice.holdings.append(Holding(aside, (piece,), Kind.OTHER, synchronized=True))
+        choice.copies.append(Copied(target.view, aside, aside.is_pinned()))
+        choice.names.add(piece.fqn)
+    # A chunk that goes to memory of which nothing is known is read, whoever else has it.
+    choice.kept_chunks -= fresh
+    return choice
+
+
+def _aside(view: torch.Tensor, where: Where) -> torch.Tensor:
+    """New memory for the elements of `view`, in row-major order."""
+    if where == "device":
+        return torch.empty(view.shape, dtype=view.dtype, device=view.device)
+    # Copies from pinned memory take a fraction of the time.
+    pinned = is_accelerator(view.device)
+    return torch.empty(view.shape, dtype=view.dtype, pin_memory=pinned)
+
+
+def _without(plan: ReadPlan, chunks: set[int]) -> ReadPlan:
+    """The plan without some chunks."""
+    if not chunks:
+        return plan
+    return plan._replace(
+        needs={chunk: need for chunk, need in plan.needs.items() if chunk not in chunks},
+        packed={chunk: place for chunk, place in plan.packed.items() if chunk not in chunks},
+    )

@@ -1,0 +1,156 @@
+"""Memory that takes a tensor of the other form, as memory that takes what a checkpoint has.
+
+A slice is box `[i]` of its stack, so its pieces have a dim more there. A piece of a stack is cut
+into pieces of its slices: a box at every index of its first dim, a span where a slice ends.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from ckpt.errors import Mismatch
+from ckpt.layout.holdings import WholeTensors
+from ckpt.layout.memory import local_view
+from ckpt.layout.piece import Holding, Piece
+from ckpt.layout.region import Box, Region, Shape, Span, whole
+from ckpt.state.bind import Binding
+from ckpt.state.stacks import Origin, Restacked
+
+
+def in_stored_form(binding: Binding, restacked: Restacked) -> Binding:
+    """`binding`, of the catalog that was restacked, with what the checkpoint really has.
+
+    What is common to all slices is compared, and given to the stack, before anything is installed.
+    """
+    moving = _Moving(restacked.origins)
+    plain, others = [], []
+    for some in binding.plain:
+        rows = [row for row, fqn in enumerate(some.fqns) if fqn in restacked.origins]
+        if rows:
+            others += some.only(rows).holdings(kept=False)
+            some = _without(some, set(rows))
+        plain.append(some)
+    others += binding.others
+    moved = [stored for holding in others for stored in moving.moved(holding)]
+    return replace(binding, plain=plain, others=moved, steps=[*moving.steps, *binding.steps])
+
+
+def _without(some: WholeTensors, rows: set[int]) -> WholeTensors:
+    return some.only([row for row in range(len(some.fqns)) if row not in rows])
+
+
+class _Moving:
+    """Moves holdings to the names and regions of the checkpoint; `steps` follow their filling."""
+
+    def __init__(self, origins: Mapping[str, Origin]) -> None:
+        self.origins = origins
+        self.steps: list[Callable[[], None]] = []
+
+    def moved(self, holding: Holding) -> Iterator[Holding]:
+        kept = tuple(piece for piece in holding.pieces if piece.fqn not in self.origins)
+        if len(kept) == len(holding.pieces):
+            yield holding
+            return
+        if kept:
+            yield holding._replace(pieces=kept)
+        for piece in holding.pieces:
+            origin = self.origins.get(piece.fqn)
+            if origin is None or not piece.local_region.numel:
+                continue
+            view = local_view(holding, piece)
+            if origin.is_common:
+                yield from self.common(holding, piece, view, origin)
+            elif origin.number is not None:
+                yield _lifted(holding, piece, view, origin)
+            else:
+                yield from _cut(holding, piece, view, origin)
+
+    def common(
+        self, holding: Holding, piece: Piece, view: torch.Tensor, origin: Origin
+    ) -> Iterator[Holding]:
+        """One for all: where the checkpoint has several, each is read, and they are compared."""
+        if len(origin.stored) == 1:
+            yield _of(holding, piece._replace(fqn=origin.stored[0]), view)
+            return
+        every = [(fqn, torch.empty_like(view)) for fqn in origin.stored]
+        for fqn, target in every:
+            yield _of(holding, piece._replace(fqn=fqn), target)
+        self.steps.append(_Compared(piece.fqn, every, view))
+
+
+@dataclass(frozen=True, slots=True)
+class _Compared:
+    """Gives `target` what several tensors of a checkpoint have in common."""
+
+    fqn: str
+    every: list[tuple[str, torch.Tensor]]
+    target: torch.Tensor
+
+    def __call__(self) -> None:
+        first_fqn, first = self.every[0]
+        for fqn, other in self.every[1:]:
+            if not torch.equal(_bits(other), _bits(first)):
+                raise Mismatch(
+                    [
+                        f"{self.fqn}: its slices have different ones in the checkpoint, "
+                        f"{first_fqn} {first.item()} and {fqn} {other.item()}, and a stack has one "
+                        "for all; load into slices, or leave the optimizer out with skip="
+                    ]
+                )
+        self.target.copy_(first)
+
+
+def _bits(number: torch.Tensor) -> torch.Tensor:
+    return number.reshape(1).view(torch.uint8)  # NaN is equal to itself then
+
+
+def _of(holding: Holding, piece: Piece, view: torch.Tensor) -> Holding:
+    """A holding of one piece that is all of `view`."""
+    piece = piece._replace(local_region=whole(tuple(view.shape)))
+    return holding._replace(local=view, pieces=(piece,))
+
+
+def _lifted(holding: Holding, piece: Piece, view: torch.Tensor, origin: Origin) -> Holding:
+    """A piece of a slice, as one of the stack."""
+    index, shape, region = origin.number or 0, piece.global_shape, piece.region
+    if isinstance(region, Span):
+        before = index * math.prod(shape)
+        lifted: Region = Span(region.start + before, region.stop + before)
+    else:
+        view = _shaped(view, region.shape).unsqueeze(0)
+        lifted = Box((index, *region.offset), (1, *region.shape))
+    of_stack = piece._replace(
+        fqn=origin.stored[0], global_shape=(origin.total, *shape), region=lifted
+    )
+    return _of(holding, of_stack, view)
+
+
+def _cut(holding: Holding, piece: Piece, view: torch.Tensor, origin: Origin) -> Iterator[Holding]:
+    """A piece of a stack, as pieces of its slices."""
+    shape: Shape = piece.global_shape[1:]
+    one = piece._replace(global_shape=shape)
+    region = piece.region
+    if isinstance(region, Box):
+        view = _shaped(view, region.shape)
+        inside = Box(region.offset[1:], region.shape[1:])
+        for row in range(region.shape[0]):
+            fqn = origin.stored[region.offset[0] + row]
+            yield _of(holding, one._replace(fqn=fqn, region=inside), view.select(0, row))
+        return
+    view = view.view(-1)
+    numel = math.prod(shape)
+    for number in range(region.start // numel, -(-region.stop // numel)):
+        start = max(region.start, number * numel)
+        stop = min(region.stop, (number + 1) * numel)
+        span = Span(start - number * numel, stop - number * numel)
+        memory = view[start - region.start : stop - region.start]
+        yield _of(holding, one._replace(fqn=origin.stored[number], region=span), memory)
+
+
+def _shaped(view: torch.Tensor, shape: Shape) -> torch.Tensor:
+    """`view` in the shape of its region; a box may lie in flat memory."""
+    return view if tuple(view.shape) == shape else view.view(shape)

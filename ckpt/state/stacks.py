@@ -1,0 +1,474 @@
+"""Stacks: one tensor for all experts, or one for each of them, by a rule that the user states.
+
+A stacked tensor has a dim more than its slices, the first, and slice i is its box `[i]`. So a
+checkpoint in the one form is read as if it were in the other: a rule changes names and shapes of
+its catalog, and says of every changed tensor what it is made of. Nothing is gathered: each rank
+reads the regions that it holds of the other form.
+
+Optimizer state follows its parameter. What has the parameter's shape is stacked like it, what has
+no dims (a step) is common to all slices, and anything else is refused, since nothing tells whether
+an optimizer would make the same of slices and of stacks.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, TypeAlias
+
+from ckpt.errors import CheckpointError
+from ckpt.state.names import split_state_name
+from ckpt.state.types import Catalog, TensorEntry
+from ckpt.state.values import references
+
+Stacks: TypeAlias = Mapping[str, str]
+"""Names to names, one with `{}` for the number of a slice: `{"experts.weight":
+"experts.{}.weight"}`. They stand anywhere in a name, between dots: a rule holds in every layer."""
+
+NUMBER = "{}"
+GROUPS = "param_groups"
+
+
+class Origin(NamedTuple):
+    """What a tensor in the other form is made of: the tensors `stored`, one after the other along a
+    first dim of their own. With `number`, that one of the `total` slices of the one stored. With
+    `is_common`, any of `stored`, which have to be equal.
+    """
+
+    stored: tuple[str, ...]
+    number: int | None = None
+    total: int = 0
+    is_common: bool = False
+
+
+class StackPlace(NamedTuple):
+    """Where a rule holds in a name: what is before and after, and the number of the slice."""
+
+    head: str
+    tail: str
+    number: int | None
+
+
+class StackRule(NamedTuple):
+    """What a checkpoint calls `old` is to be `new`; one of them has the number of a slice."""
+
+    old: str
+    new: str
+
+    @property
+    def is_split(self) -> bool:
+        """Whether a stacked tensor becomes its slices."""
+        return NUMBER in self.new
+
+    @property
+    def back(self) -> StackRule:
+        """The rule in the other direction."""
+        return StackRule(self.new, self.old)
+
+    @property
+    def text(self) -> str:
+        """For messages."""
+        return f"the rule {self.old!r} to {self.new!r}"
+
+    def place(self, name: str) -> StackPlace | None:
+        """Where `name` has the old form; None where it has not."""
+        match = _pattern(self.old).fullmatch(name)
+        if match is None:
+            return None
+        number = None if self.is_split else int(match["number"])
+        return StackPlace(match["head"] or "", match["tail"] or "", number)
+
+    def new_name(self, place: StackPlace, number: int | None = None) -> str:
+        """The name in the new form, of slice `number` where it is one of slices."""
+        new = self.new if number is None else self.new.replace(NUMBER, str(number))
+        return f"{place.head}{new}{place.tail}"
+
+
+def _pattern(form: str) -> re.Pattern[str]:
+    # Compiled once for each form: `re` keeps what it has compiled.
+    middle = re.escape(form).replace(re.escape(NUMBER), "(?P<number>0|[1-9][0-9]*)")
+    return re.compile(rf"(?P<head>(?:.*?\.)?){middle}(?P<tail>(?:\..*)?)", re.DOTALL)
+
+
+def stack_rules(pairs: Iterable[tuple[str, str]]) -> list[StackRule]:
+    """Rules from old names to new ones. Raises CheckpointError for what is none."""
+    rules = [StackRule(old, new) for old, new in pairs]
+    problems = [
+        f"{rule.text}: {problem}"
+        for rule in rules
+        for problem in _problems_of(rule, [other.old for other in rules])
+    ]
+    if problems:
+        raise CheckpointError(f"stacks=: {'; '.join(problems)}")
+    return rules
+
+
+def _problems_of(rule: StackRule, every_old: Sequence[str]) -> Iterator[str]:
+    names = (rule.old, rule.new)
+    if not all(isinstance(name, str) for name in names):
+        yield "expected names"
+    elif sorted(name.count(NUMBER) for name in names) != [0, 1]:
+        yield f"expected {NUMBER} once, in the name of the slices, and a stacked name without it"
+    elif any(not between for name in names for between in name.split(".")):
+        yield "expected names with something between their dots"
+    elif every_old.count(rule.old) > 1:
+        yield "there is another one for the same name"
+
+
+@dataclass(frozen=True, slots=True)
+class Restacked:
+    """A catalog in the other form: of each tensor that the checkpoint does not have, the origin.
+
+    `problems` say why some of it cannot be.
+    """
+
+    catalog: Catalog
+    origins: Mapping[str, Origin]
+    problems: Sequence[str]
+
+
+def restack(catalog: Catalog, rules: Sequence[StackRule]) -> Restacked:
+    """`catalog` as `rules` change it. A rule of which it has the new form already changes nothing;
+    one of which it has neither is a problem.
+    """
+    restacking = _Restacking(
+        catalog, dict(catalog.tensors), dict(catalog.values), dict(catalog.aliases)
+    )
+    for rule in rules:
+        restacking.apply(rule)
+    for name in restacking.gone:
+        del restacking.tensors[name]
+    for name in restacking.gone_values:
+        del restacking.values[name]
+    changed = replace(
+        catalog,
+        tensors=restacking.tensors,
+        values=restacking.values,
+        aliases=restacking.aliases,
+    )
+    return Restacked(changed, restacking.origins, restacking.problems)
+
+
+class _Param(NamedTuple):
+    """A tensor of the model in its old form, or the first of its slices."""
+
+    total: int
+    entry: TensorEntry
+
+
+class _ParamState(NamedTuple):
+    """Of some state of an optimizer: what comes before the parameter's name, that name, the
+    state's name, and the name of the whole.
+    """
+
+    prefix: str
+    param: str
+    key: str
+    fqn: str
+
+
+@dataclass(slots=True)
+class _Restacking:
+    """A catalog that rules are applied to, one after the other."""
+
+    catalog: Catalog
+    tensors: dict[str, TensorEntry]
+    values: dict[str, Any]
+    aliases: dict[str, str]
+    origins: dict[str, Origin] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    gone: set[str] = field(default_factory=set)
+    gone_values: set[str] = field(default_factory=set)
+
+    def apply(self, rule: StackRule) -> None:
+        catalog = self.catalog
+        states = list(self.states(catalog.tensors))
+        of_optimizers = {state.fqn for state in states}
+        params: dict[StackPlace, dict[int | None, str]] = {}
+        for fqn in catalog.tensors:
+            if fqn not in of_optimizers and (place := rule.place(fqn)) is not None:
+                params.setdefault(place._replace(number=None), {})[place.number] = fqn
+        if not params:
+            if not any(rule.back.place(fqn) for fqn in catalog.tensors):
+                self.problems.append(f"{rule.old}: the checkpoint has it not, and no {rule.new}")
+            return
+        self.refuse_what_cannot_follow(rule)
+        known: dict[str, _Param] = {}
+        for place, by_number in params.items():
+            self.add_param(rule, place, by_number, known)
+        self.change_aliases(rule, known)
+        self.add_states(rule, states, known)
+        self.add_values(rule, known)
+        for fqn, value in catalog.values.items():
+            if _is_groups(fqn, value):
+                self.values[fqn] = self.regrouped(rule, fqn, known)
+
+    def states(self, names: Iterable[str]) -> Iterator[_ParamState]:
+        """Those of `names` that are the state of a parameter of an optimizer."""
+        optimizers = [
+            (f"{fqn.removesuffix(GROUPS)}state.", {p for group in value for p in group["params"]})
+            for fqn, value in self.catalog.values.items()
+            if _is_groups(fqn, value)
+        ]
+        for fqn in names:
+            for prefix, params in optimizers:
+                if fqn.startswith(prefix):
+                    parts = split_state_name(fqn[len(prefix) :], params)
+                    if parts is not None:
+                        yield _ParamState(prefix, *parts, fqn)
+                    break
+
+    def refuse_what_cannot_follow(self, rule: StackRule) -> None:
+        own = {fqn for values in self.catalog.per_rank for fqn in values}
+        for fqn in sorted(own):
+            if rule.place(fqn):
+                self.problems.append(
+                    f"{fqn}: was saved as each rank's own, so {rule.text} cannot change it"
+                )
+        for fqn, value in self.catalog.values.items():
+            if rule.place(fqn) and references(value):
+                self.problems.append(
+                    f"{fqn}: consists of other tensors, so {rule.text} cannot change it"
+                )
+
+    def add_param(
+        self,
+        rule: StackRule,
+        place: StackPlace,
+        by_number: Mapping[int | None, str],
+        known: dict[str, _Param],
+    ) -> None:
+        first = next(iter(by_number.values()))
+        entry = self.tensors[first]
+        if rule.is_split:
+            if not entry.shape or not entry.shape[0]:
+                self.problems.append(f"{first}: has shape {entry.shape}, and no slices to take out")
+                return
+            known[first] = _Param(entry.shape[0], entry)
+            self.split(rule, place, first)
+            return
+        count = 1 + max(number for number in by_number if number is not None)
+        for fqn in by_number.values():
+            known[fqn] = _Param(count, entry)
+        self.stack(rule, place, by_number, count)
+
+    def split(self, rule: StackRule, place: StackPlace, fqn: str, key: str = "") -> None:
+        entry = self.tensors[fqn]
+        one = entry._replace(shape=entry.shape[1:])
+        for number in range(entry.shape[0]):
+            self.add(
+                rule.new_name(place, number) + key, one, Origin((fqn,), number, entry.shape[0])
+            )
+        self.gone.add(fqn)
+
+    def stack(
+        self,
+        rule: StackRule,
+        place: StackPlace,
+        by_number: Mapping[int | None, str],
+        count: int,
+        key: str = "",
+    ) -> None:
+        name = rule.new_name(place) + key
+        if not self.is_complete(rule, place, by_number, count, key):
+            return
+        slices = [by_number[number] for number in range(count)]
+        entry = self.tensors[slices[0]]
+        for fqn in slices:
+            if self.tensors[fqn][:2] != entry[:2]:
+                other = self.tensors[fqn]
+                self.problems.append(
+                    f"{name}: its slices differ: {slices[0]} is {entry.dtype}{list(entry.shape)}, "
+                    f"{fqn} is {other.dtype}{list(other.shape)}"
+                )
+                return
+        self.add(name, entry._replace(shape=(count, *entry.shape)), Origin(tuple(slices)))
+        self.gone.update(slices)
+
+    def is_complete(
+        self,
+        rule: StackRule,
+        place: StackPlace,
+        by_number: Mapping[int | None, Any],
+        count: int,
+        key: str = "",
+    ) -> bool:
+        lacking = [number for number in range(count) if number not in by_number]
+        if lacking:
+            name = rule.back.new_name(place, lacking[0]) + key
+            more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
+            self.problems.append(
+                f"{rule.new_name(place)}{key}: the checkpoint has {len(by_number)} of its {count} "
+                f"slices and lacks {name}{more}"
+            )
+        return not lacking
+
+    def add(self, name: str, entry: TensorEntry, origin: Origin) -> None:
+        if name in self.tensors:
+            self.problems.append(
+                f"{name}: is in the checkpoint beside {origin.stored[0]}, of which it would be made"
+            )
+        self.tensors[name] = entry
+        self.origins[name] = origin
+
+    def change_aliases(self, rule: StackRule, known: Mapping[str, _Param]) -> None:
+        """Other names of what is changed: in the new form too, where the rule holds in them."""
+        numbers: dict[tuple[StackPlace, StackPlace], dict[int | None, str]] = {}
+        for alias, stored in self.catalog.aliases.items():
+            place = rule.place(alias)
+            if stored not in known:
+                if place is not None:
+                    self.problems.append(f"{alias}: is tied to {stored}, which {rule.text} leaves")
+                continue
+            # A name of another form, such as that of a module around it, is no name of the new one.
+            del self.aliases[alias]
+            to = rule.place(stored)
+            if place is None or to is None:
+                continue
+            if rule.is_split:
+                for number in range(known[stored].total):
+                    self.aliases[rule.new_name(place, number)] = rule.new_name(to, number)
+            elif place.number == to.number:
+                both = place._replace(number=None), to._replace(number=None)
+                numbers.setdefault(both, {})[to.number] = stored
+        for (place, to), by_number in numbers.items():
+            if self.is_complete(
+                rule, place, by_number, known[next(iter(by_number.values()))].total
+            ):
+                self.aliases[rule.new_name(place)] = rule.new_name(to)
+
+    def add_states(
+        self, rule: StackRule, states: Sequence[_ParamState], known: Mapping[str, _Param]
+    ) -> None:
+        by_suffix = _by_suffix(known)
+        grouped: dict[tuple[StackPlace, str], dict[int | None, str]] = {}
+        counts: dict[tuple[StackPlace, str], int] = {}
+        for state in states:
+            place = rule.place(state.param)
+            if place is None:
+                continue
+            param, shape = by_suffix.get(state.param), self.tensors[state.fqn].shape
+            if param is not None and not param.entry.shape:
+                self.problems.append(
+                    f"{state.fqn}: its parameter has no dims, so nothing tells whether each slice "
+                    "has its own or all have one; leave the optimizer out with skip="
+                )
+                continue
+            if param is None or shape not in ((), param.entry.shape):
+                self.problems.append(
+                    f"{state.fqn}: has shape {list(shape)}, another one than its parameter, so "
+                    f"{rule.text} cannot change it"
+                )
+                continue
+            whole = place._replace(head=state.prefix + place.head, number=None), f".{state.key}"
+            grouped.setdefault(whole, {})[place.number] = state.fqn
+            counts[whole] = param.total
+        for (place, key), by_number in grouped.items():
+            first, count = next(iter(by_number.values())), counts[place, key]
+            if not self.tensors[first].shape:
+                self.add_common(rule, place, by_number, count, key)
+            elif rule.is_split:
+                self.split(rule, place, first, key)
+            else:
+                self.stack(rule, place, by_number, count, key)
+
+    def add_common(
+        self,
+        rule: StackRule,
+        place: StackPlace,
+        by_number: Mapping[int | None, str],
+        count: int,
+        key: str,
+    ) -> None:
+        """What has no dims: of a parameter's state one, common to all slices."""
+        if rule.is_split:
+            (fqn,) = by_number.values()
+            for number in range(count):
+                name = rule.new_name(place, number) + key
+                self.add(name, self.tensors[fqn], Origin((fqn,), is_common=True))
+        elif self.is_complete(rule, place, by_number, count, key):
+            slices = tuple(by_number[number] for number in range(count))
+            name = rule.new_name(place) + key
+            self.add(name, self.tensors[slices[0]], Origin(slices, is_common=True))
+        self.gone.update(by_number.values())
+
+    def add_values(self, rule: StackRule, known: Mapping[str, _Param]) -> None:
+        by_suffix = _by_suffix(known)
+        grouped: dict[tuple[StackPlace, str], dict[int | None, str]] = {}
+        counts: dict[tuple[StackPlace, str], int] = {}
+        for state in self.states(self.catalog.values):
+            place = rule.place(state.param)
+            if place is None or state.param not in by_suffix:
+                continue
+            whole = place._replace(head=state.prefix + place.head, number=None)
+            counts[whole, state.key] = by_suffix[state.param].total
+            grouped.setdefault((whole, state.key), {})[place.number] = state.fqn
+        for (place, key), by_number in grouped.items():
+            count = counts[place, key]
+            values = [self.catalog.values[fqn] for fqn in by_number.values()]
+            if rule.is_split:
+                names = [f"{rule.new_name(place, number)}.{key}" for number in range(count)]
+            else:
+                names = [f"{rule.new_name(place)}.{key}"]
+                self.is_complete(rule, place, by_number, count, f".{key}")
+            if any(value != values[0] for value in values):
+                self.problems.append(f"{names[0]}: differs between its slices, and is one for all")
+            self.values |= dict.fromkeys(names, values[0])
+            self.gone_values.update(by_number.values())
+
+    def regrouped(
+        self, rule: StackRule, fqn: str, known: Mapping[str, _Param]
+    ) -> list[dict[str, Any]]:
+        """The param groups `fqn` with the names of parameters in the new form."""
+        by_suffix = _by_suffix(known)
+        groups = []
+        groups_of: dict[StackPlace, dict[int | None, int]] = {}  # of each slice of a stack
+        counts: dict[StackPlace, int] = {}
+        for index, group in enumerate(self.values[fqn]):
+            params: list[str] = []
+            for name in group["params"]:
+                place, param = rule.place(name), by_suffix.get(name)
+                if place is None or param is None:
+                    params.append(name)
+                elif rule.is_split:
+                    params += [rule.new_name(place, number) for number in range(param.total)]
+                else:
+                    stacked = place._replace(number=None)
+                    if stacked not in groups_of:
+                        params.append(rule.new_name(stacked))
+                    groups_of.setdefault(stacked, {})[place.number] = index
+                    counts[stacked] = param.total
+            groups.append({**group, "params": params})
+        for stacked, of_parts in groups_of.items():
+            self.is_complete(rule, stacked, of_parts, counts[stacked], f" in {fqn}")
+            if len(numbers := sorted(set(of_parts.values()))) > 1:
+                self.problems.append(
+                    f"{fqn}: the slices of {rule.new_name(stacked)} are in groups {numbers}, and "
+                    "one parameter is in one group"
+                )
+        return groups
+
+
+def _is_groups(fqn: str, value: Any) -> bool:
+    """Whether a value is the param groups of an optimizer."""
+    return (
+        fqn.rpartition(".")[2] == GROUPS
+        and isinstance(value, list)
+        and all(isinstance(group, dict) and "params" in group for group in value)
+    )
+
+
+def _by_suffix(known: Mapping[str, _Param]) -> dict[str, _Param]:
+    """By every name that an optimizer may have for a parameter: its full one, or a module's own,
+    where that means parameters of one shape only.
+    """
+    by_suffix: dict[str, _Param] = {}
+    ambiguous: set[str] = set()
+    for fqn, param in known.items():
+        rest = fqn
+        while rest:
+            if by_suffix.setdefault(rest, param) != param and rest != fqn:
+                ambiguous.add(rest)
+            rest = rest.partition(".")[2]
+    return {rest: param for rest, param in by_suffix.items() if rest not in ambiguous}

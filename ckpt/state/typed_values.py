@@ -1,0 +1,203 @@
+"""Leaves of states that are no plain data and have a form without code: tagged by a type's name.
+
+    {"$data": "deque", "value": {"maxlen": 5, "items": [1, 2]}}
+
+Queues, sets, sizes, dtypes and devices have a name here. Members of enums and objects of libraries
+are named by their class, which is one of the list below; a load looks there and nowhere else, but
+that an enum may be the one which the live state has at the same place. Nothing is imported by a
+name that a checkpoint gives.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from ckpt.errors import Mismatch
+from ckpt.layout.dtypes import dtype_name
+from ckpt.layout.foreign_composites import class_at, name_in
+from ckpt.layout.plain_context import DATA_KEY
+
+# Objects in the state of a library's optimizers, and enums in their options. An object is stored as
+# its attributes, each of which is a value, a tensor or such an object.
+_OF_PYTORCH_OPTIMIZER = {
+    "scion": ("LMONorm",),
+    "utils.galore": ("GaLoreProjector",),
+    "utils.graft": (
+        "AdaGradGraft",
+        "Graft",
+        "LayerWiseGrafting",
+        "RMSPropGraft",
+        "SGDGraft",
+        "SQRTNGraft",
+    ),
+    "utils.partition": ("BlockPartitioner", "PreConditionerType"),
+    "utils.preconditioner": ("PreConditioner",),
+}
+_CLASSES: dict[str, str] = {
+    f"pytorch_optimizer.{name}": f"pytorch_optimizer.optimizer.{module}"
+    for module, names in _OF_PYTORCH_OPTIMIZER.items()
+    for name in names
+}
+# What an item of a set may be: what has an order that all ranks agree on.
+_ITEMS = (type(None), bool, int, float, str, bytes)
+
+
+class Typed(NamedTuple):
+    """A leaf in its tagged form: the name of its type, and what it holds, to be stored in turn.
+
+    `may_hold_tensors` says whether there may be more than values in the content.
+    """
+
+    name: str
+    content: Any
+    may_hold_tensors: bool = False
+
+
+def typed_of(leaf: Any) -> Typed | None:
+    """The form of a leaf that is no plain data; None where it has none."""
+    kind = type(leaf)
+    if kind is torch.Size:
+        return Typed("size", tuple(leaf))
+    if kind is torch.dtype:
+        return Typed("dtype", dtype_name(leaf))
+    if kind is torch.device:
+        # Not its index, which is another on each rank; a load takes the live one.
+        return Typed("device", leaf.type)
+    if kind is deque:
+        return Typed("deque", {"maxlen": leaf.maxlen, "items": list(leaf)}, True)
+    if kind is set or kind is frozenset:
+        if not all(type(item) in _ITEMS for item in leaf):
+            return None
+        # A set has no order: the same one on all ranks, which have to have equal values.
+        order = sorted(leaf, key=lambda item: (type(item).__name__, repr(item)))
+        return Typed(kind.__name__, order)
+    if isinstance(leaf, enum.Flag):
+        return Typed(_name_of(kind), leaf.value)
+    if isinstance(leaf, enum.Enum):
+        return Typed(_name_of(kind), leaf.name)
+    name = name_in(_CLASSES, kind)
+    return None if name is None else Typed(name, dict(vars(leaf)), True)
+
+
+def tagged(name: str, content: Any) -> dict[str, Any]:
+    """The value that stands for a leaf of the type `name`."""
+    return {DATA_KEY: name, "value": content}
+
+
+def is_tagged(value: Any) -> bool:
+    """Whether a value stands for a leaf that is no plain data."""
+    return isinstance(value, dict) and value.keys() == {DATA_KEY, "value"}
+
+
+def leaf_of(value: Mapping[str, Any], like: Any, join: Callable[[Any, Any], Any]) -> Any:
+    """The inverse of `typed_of`. Raises Mismatch where the type is not known here.
+
+    `like` is what the live state has at the same place, `join(content, like)` makes what the leaf
+    holds.
+    """
+    if (why := why_no_leaf(value, like)) is not None:
+        raise Mismatch([why])
+    name, content = value[DATA_KEY], value["value"]
+    if name == "deque":
+        items = list(like) if type(like) is deque else None
+        return deque(join(content["items"], items), content["maxlen"])
+    if (make := _MAKERS.get(name)) is not None:
+        return make(content, like)
+    kind: Any = _class_named(name, like)
+    if issubclass(kind, enum.Enum):
+        return kind(content) if issubclass(kind, enum.Flag) else kind[content]
+    made = kind.__new__(kind)
+    vars(made).update(join(content, vars(like) if type(like) is kind else None))
+    return made
+
+
+def inside(value: Mapping[str, Any], like: Any) -> tuple[Any, Any]:
+    """What a tagged value holds, and what the live state has at the same place."""
+    name, content = value[DATA_KEY], value["value"]
+    if name == "deque" and isinstance(content, dict):
+        return content.get("items"), list(like) if type(like) is deque else None
+    return content, vars(like) if name_in(_CLASSES, type(like)) == name else None
+
+
+def why_no_leaf(value: Mapping[str, Any], like: Any) -> str | None:
+    """Why a tagged value cannot be given back as what it was; None when it can."""
+    name, content = value[DATA_KEY], value["value"]
+    if isinstance(name, str) and name in _FORMS:
+        return None if _FORMS[name](content) else f"the {name!r:.100} in it is damaged"
+    kind = _class_named(name, like) if isinstance(name, str) else None
+    if kind is None:
+        return (
+            f"holds a {name!r:.100}, which is not known here; install its library, or for an enum "
+            "have a member of it in the state at the same place"
+        )
+    if issubclass(kind, enum.Flag):
+        return None if type(content) is int else f"the {name} in it is damaged"
+    if issubclass(kind, enum.Enum):
+        is_member = isinstance(content, str) and content in kind.__members__
+        return None if is_member else f"holds {name}.{content!s:.100}, which the class lacks here"
+    return None if isinstance(content, dict) else f"the {name} in it is damaged"
+
+
+def _name_of(kind: type[enum.Enum]) -> str:
+    return name_in(_CLASSES, kind) or f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _class_named(name: str, like: Any) -> type | None:
+    if name in _CLASSES:
+        return class_at(_CLASSES[name], name)
+    kind = type(like)
+    is_same = isinstance(like, enum.Enum) and name == f"{kind.__module__}.{kind.__qualname__}"
+    return kind if is_same else None
+
+
+def _device(content: str, like: Any) -> torch.device:
+    return like if isinstance(like, torch.device) else torch.device(content)
+
+
+def _is_dtype(content: Any) -> bool:
+    return isinstance(content, str) and isinstance(getattr(torch, content, None), torch.dtype)
+
+
+def _is_device(content: Any) -> bool:
+    try:
+        return bool(torch.device(content).type == content)
+    except (RuntimeError, TypeError):
+        return False
+
+
+def _is_queue(content: Any) -> bool:
+    return (
+        isinstance(content, dict)
+        and content.keys() == {"maxlen", "items"}
+        and isinstance(content["items"], list)
+        and (
+            content["maxlen"] is None or (type(content["maxlen"]) is int and content["maxlen"] >= 0)
+        )
+    )
+
+
+def _are_items(content: Any) -> bool:
+    return isinstance(content, list) and all(type(item) in _ITEMS for item in content)
+
+
+# What the content of each has to be, and what makes the leaf of it.
+_FORMS: dict[Any, Callable[[Any], bool]] = {
+    "size": lambda content: isinstance(content, tuple) and all(type(n) is int for n in content),
+    "dtype": _is_dtype,
+    "device": _is_device,
+    "deque": _is_queue,
+    "set": _are_items,
+    "frozenset": _are_items,
+}
+_MAKERS: dict[Any, Callable[[Any, Any], Any]] = {
+    "size": lambda content, _: torch.Size(content),
+    "dtype": lambda content, _: getattr(torch, content),
+    "device": _device,
+    "set": lambda content, _: set(content),
+    "frozenset": lambda content, _: frozenset(content),
+}
